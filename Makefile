@@ -1,0 +1,35 @@
+# make demo and make test work on a fresh clone; both first make .venv through setup.
+PYTHON ?= python3
+BIN := .venv/bin
+# Two ranks share the machine's cores: threads of their own would only get in each other's way.
+export OMP_NUM_THREADS ?= 1
+export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
+
+.PHONY: setup demo test lint bench promises clean
+
+setup: .venv/stamp
+
+.venv/stamp: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "Penstock needs Python 3.11 or newer; name one with make PYTHON=...")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+demo: setup
+	$(BIN)/python tools/demo.py
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+
+test: lint
+	$(BIN)/python -m pytest
+
+bench: setup
+	$(BIN)/penstock bench all
+
+promises: setup
+	$(BIN)/python tools/promises.py
+
+clean:
+	rm -rf runs .pytest_cache .ruff_cache .hypothesis
