@@ -69,7 +69,7 @@ def run_outcomes(
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed"])
-    store = dist.TCPStore(_LOOPBACK, 0, is_master=True, wait_for_workers=False)
+    store = dist.TCPStore(_LOOPBACK, 0, is_master=True, wait_for_workers=False)  # pyright: ignore[reportPrivateImportUsage]
     processes, pipes = [], []
     outcomes: dict[int, Outcome] = {}
     try:
@@ -135,7 +135,7 @@ def _rank_main(sender: Connection, rank: int, world: int, port: int, timeout_s: 
     try:
         function, args = pickle.loads(work)
         limit = datetime.timedelta(seconds=timeout_s)
-        store = dist.TCPStore(_LOOPBACK, port, timeout=limit, wait_for_workers=False)
+        store = dist.TCPStore(_LOOPBACK, port, timeout=limit, wait_for_workers=False)  # pyright: ignore[reportPrivateImportUsage]
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
         message = (function(rank, *args), None)
     except BaseException:  # whatever ends a rank belongs into the report
