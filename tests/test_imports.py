@@ -1,0 +1,138 @@
+"""Holds every import of the package to the table of rooms, and the torch-free rooms to the standard library."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "src" / "penstock"
+
+# A room may import itself and what stands beside it here; all else is an error. One way only: no cycles.
+MAY_IMPORT = {
+    "schedule": set(),
+    "planner": {"schedule"},
+    "draw": {"schedule"},
+    "model": {"schedule"},
+    "parallel": {"schedule"},
+    "data": {"schedule"},
+    "runtime": {"model", "parallel", "data", "schedule"},
+    "engine": {"runtime", "model", "parallel", "data", "schedule"},
+    "cli": {"engine", "runtime", "model", "parallel", "data", "draw", "planner", "schedule"},
+}
+STANDARD_LIBRARY_ONLY = ("schedule", "planner")
+FILES = sorted(PACKAGE.glob("*/**/*.py"))
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0]
+
+
+def imports_of(path: Path) -> Iterator[tuple[int, str]]:
+    """Every module that a file imports, anywhere in it, as (line, absolute dotted name)."""
+    package = ["penstock", *path.relative_to(PACKAGE).parent.parts]
+    for node in ast.walk(ast.parse(path.read_text(), filename=str(path))):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join(base + ([node.module] if node.module else []))
+            # "from penstock import schedule" names the room in the alias, not in the module.
+            yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
+
+
+def test_every_room_stands_in_the_table():
+    rooms = {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"}
+    assert "schedule" in rooms
+    assert rooms <= set(MAY_IMPORT), f"rooms without a line in the import table: {sorted(rooms - set(MAY_IMPORT))}"
+
+
+def test_the_table_goes_one_way():
+    for room, others in MAY_IMPORT.items():
+        for other in others:
+            assert room not in MAY_IMPORT[other], f"{room} and {other} may import each other"
+            assert MAY_IMPORT[other] <= others, f"{room} may import {other} but not all that {other} stands on"
+
+
+def test_imports_follow_the_table():
+    assert FILES
+    wrong = []
+    for path in FILES:
+        room = room_of(path)
+        allowed = MAY_IMPORT[room] | {room}
+        for line, name in imports_of(path):
+            top, _, rest = name.partition(".")
+            if top == "penstock" and rest.partition(".")[0] not in allowed | {"__version__"}:
+                wrong.append(f"{path.relative_to(PACKAGE)}:{line} imports {name}; {room} may import {sorted(allowed)}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_torch_free_rooms_import_the_standard_library_alone():
+    files = [path for path in FILES if room_of(path) in STANDARD_LIBRARY_ONLY]
+    assert files
+    wrong = [
+        f"{path.relative_to(PACKAGE)}:{line} imports {name}"
+        for path in files
+        for line, name in imports_of(path)
+        if name.partition(".")[0] not in sys.stdlib_module_names | {"penstock"}
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+IMPORT_ALL_OF = """
+import importlib, pkgutil, sys
+
+class NothingInstalled:
+    def find_spec(self, name, path=None, target=None):
+        top = name.partition(".")[0]
+        if top != "penstock" and top not in sys.stdlib_module_names:
+            raise ImportError(f"{name} is not to be had here")
+
+sys.meta_path.insert(0, NothingInstalled())
+for banned in ("torch", "numpy", "rich"):
+    try:
+        importlib.import_module(banned)
+    except ImportError:
+        continue
+    sys.exit(f"{banned} could be imported: this shows nothing")
+
+room = importlib.import_module(sys.argv[1])
+modules = [module.name for module in pkgutil.walk_packages(room.__path__, room.__name__ + ".")]
+for name in modules:
+    importlib.import_module(name)
+print(len(modules))
+"""
+
+
+@pytest.mark.shows(1)
+@pytest.mark.parametrize("room", [room for room in STANDARD_LIBRARY_ONLY if (PACKAGE / room).is_dir()])
+def test_torch_free_rooms_import_where_nothing_is_installed(room: str):
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORT_ALL_OF, f"penstock.{room}"], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 0
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["schedule", "list"]])
+def test_quick_commands_load_nothing_heavy(arguments: list[str]):
+    probe = (
+        "import sys; from penstock.cli.main import main; code = main(sys.argv[1:]);"
+        "print(*sorted({'torch', 'numpy', 'matplotlib', 'transformers', 'tyro'} & set(sys.modules)), file=sys.stderr);"
+        "sys.exit(code)"
+    )
+    done = subprocess.run([sys.executable, "-c", probe, *arguments], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+    assert not done.stderr.strip()
+
+
+def test_public_names_come_from_their_rooms():
+    import penstock
+
+    for name in penstock.__all__:
+        assert getattr(penstock, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        _ = penstock.nonsense  # pyright: ignore[reportAttributeAccessIssue]
