@@ -1,0 +1,279 @@
+"""The settings of a run: frozen sections, as they stand in the TOML file and on the command line.
+
+Nothing heavy is imported here: a mistake in a file is told before PyTorch is loaded. Reading stands in
+`config_file`, what can not go together in `config_check`.
+"""
+
+import dataclasses
+import hashlib
+import json
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Precision = Literal["fp32", "bf16", "bf16-autocast", "fp16"]
+Recompute = Literal["none", "full"] | tuple[int, ...]
+Normalization = Literal["global", "dp", "token_per_microbatch", "microbatch_mean"]
+Decay = Literal["constant", "linear", "cosine", "inverse_sqrt"]
+Device = Literal["auto", "cpu", "cuda"]
+
+
+@dataclass(frozen=True)
+class ModelSection:
+    """The decoder: Llama, Qwen2, Qwen3 and Mistral are settings of one."""
+
+    vocab_size: int | None = None
+    """Tokens the model knows; left out, as many as the tokenizer has."""
+    hidden_size: int = 128
+    """Width of the residual stream."""
+    intermediate_size: int = 344
+    """Width inside an MLP."""
+    num_layers: int = 4
+    """Decoder layers; each is two units, an attention half and an MLP half."""
+    num_heads: int = 4
+    """Query heads."""
+    num_kv_heads: int | None = None
+    """Key and value heads, a divisor of num_heads; left out, as many as query heads."""
+    head_dim: int | None = None
+    """Width of a head; left out, hidden_size / num_heads."""
+    max_length: int = 2048
+    """The longest sequence."""
+    rope_theta: float = 10000.0
+    """Base of the rotary positions."""
+    norm_eps: float = 1e-5
+    """Added to the mean square in every norm."""
+    qkv_bias: bool = False
+    """Bias on the query, key and value projections (Qwen2)."""
+    qk_norm: bool = False
+    """RMSNorm on queries and keys (Qwen3)."""
+    tie_embeddings: bool = False
+    """The head uses the embedding's weight."""
+    sliding_window: int | None = None
+    """Tokens that attention sees, the token itself included (Mistral); left out, all before it."""
+
+
+@dataclass(frozen=True)
+class DataSection:
+    """What is learned from."""
+
+    corpus: str = "stdlib"
+    """"stdlib" (the source of Python's standard library), or a text, JSONL or Parquet file, or a folder of them."""
+    validation_corpus: str | None = None
+    """Where validation reads; left out, a share of the corpus's own files is held back."""
+    validation_share: float = 0.05
+    """That share."""
+    tokenizer: str = "bytes"
+    """"bytes", or a Hugging Face tokenizer.json."""
+    text_key: str = "text"
+    """The column or key that holds the text in JSONL and Parquet."""
+    sequence_length: int = 256
+    """Tokens of one sequence."""
+    num_sequences: int = 8
+    """Sequences of one step, over all data-parallel ranks."""
+
+
+@dataclass(frozen=True)
+class ParallelSection:
+    """The grid of processes."""
+
+    pp: int = 1
+    """Pipeline ranks."""
+    dp: int = 1
+    """Data-parallel ranks."""
+    device: Device = "auto"
+    """"auto" takes GPUs when every local rank finds one."""
+    num_threads: int = 1
+    """CPU threads of a rank."""
+    timeout_s: float = 600.0
+    """For how long a rank waits for a peer before it says so and ends."""
+
+
+@dataclass(frozen=True)
+class ScheduleSection:
+    """Who does what when."""
+
+    name: str = "1f1b"
+    """One of `penstock schedule list`."""
+    stages_per_rank: int = 1
+    """Stages that each pipeline rank holds."""
+    receives_ahead: int = 2
+    """Receives posted ahead of need, an edge."""
+    cut: tuple[int, ...] | None = None
+    """Units of each stage, by hand; left out, the cut that makes the slowest stage fastest."""
+
+
+@dataclass(frozen=True)
+class OptimizerSection:
+    """AdamW and its schedules."""
+
+    learning_rate: float = 1e-3
+    """The highest learning rate."""
+    decay: Decay = "cosine"
+    """How the learning rate falls after the warm-up."""
+    num_warmup_steps: int = 0
+    """Steps over which the learning rate rises from zero."""
+    num_decay_steps: int | None = None
+    """The step at which the fall ends; left out, the last step of the run."""
+    final_learning_rate: float = 0.0
+    """Where the fall ends."""
+    beta1: float = 0.9
+    """Decay of the mean of gradients."""
+    beta2: float = 0.95
+    """Decay of the mean of squared gradients."""
+    eps: float = 1e-8
+    """Added to the root of the latter."""
+    weight_decay: float = 0.1
+    """Weight decay; norms and biases have none."""
+    final_weight_decay: float | None = None
+    """Where weight decay ends, by cosine over the run; left out, it is constant."""
+    clip_norm: float = 1.0
+    """Gradients are scaled down to this global norm; 0 leaves them alone."""
+
+
+@dataclass(frozen=True)
+class TrainSection:
+    """The loop."""
+
+    steps: int = 100
+    """Optimizer steps."""
+    seed: int = 0
+    """Decides the initial weights and the order of the data."""
+    precision: Precision = "fp32"
+    """Parameters in fp32 or 16 bit (with fp32 masters), or fp32 with autocast."""
+    recompute: Recompute = "none"
+    """Layers whose activations are computed again in backward: "none", "full", or their numbers."""
+    normalize: Normalization = "global"
+    """What the loss is divided by."""
+    num_microbatches: int = 8
+    """Parts of a data-parallel rank's batch, at least."""
+    max_microbatch_tokens: int | None = None
+    """A budget of tokens for each part; left out, there is none."""
+
+
+@dataclass(frozen=True)
+class CheckpointSection:
+    """What survives."""
+
+    every: int = 100
+    """Steps between checkpoints; 0 saves at the end alone."""
+    keep: int = 3
+    """The newest so many are kept."""
+    in_background: bool = True
+    """Write while training goes on."""
+
+
+@dataclass(frozen=True)
+class ValidationSection:
+    """Loss on text that is not trained on."""
+
+    every: int = 100
+    """Steps between validations; 0 validates at the end alone."""
+    num_sequences: int = 64
+    """Sequences of one validation, always the same."""
+
+
+@dataclass(frozen=True)
+class LogSection:
+    """What is told."""
+
+    every: int = 1
+    """Steps between lines of metrics."""
+    tensorboard: bool = True
+    """Write for TensorBoard beside metrics.jsonl."""
+    timeline: bool = True
+    """At the end, draw the last step's measured timeline under the simulated one."""
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """All settings of a run."""
+
+    output: str = "runs/penstock"
+    """The run's folder: checkpoints, metrics, a copy of the settings."""
+    model: ModelSection = field(default_factory=ModelSection)
+    data: DataSection = field(default_factory=DataSection)
+    parallel: ParallelSection = field(default_factory=ParallelSection)
+    schedule: ScheduleSection = field(default_factory=ScheduleSection)
+    optimizer: OptimizerSection = field(default_factory=OptimizerSection)
+    train: TrainSection = field(default_factory=TrainSection)
+    checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
+    validation: ValidationSection = field(default_factory=ValidationSection)
+    log: LogSection = field(default_factory=LogSection)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, section by section, as JSON can hold them."""
+        return dataclasses.asdict(self)
+
+    def flat(self) -> dict[str, Any]:
+        """The same under dotted names: ``{"train.steps": 100, ...}``."""
+        settings: dict[str, Any] = {}
+        for name, value in self.to_dict().items():
+            if isinstance(value, dict):
+                settings.update({f"{name}.{key}": inner for key, inner in value.items()})
+            else:
+                settings[name] = value
+        return settings
+
+    def identity(self) -> dict[str, Any]:
+        """The settings that decide the numbers of the run, under dotted names.
+
+        Runs that agree here continue each other. How a run is cut, logged, saved or how long it lasts is left out:
+        pipeline ranks and schedules do not change a single bit.
+        """
+        settings = self.flat()
+        settings["optimizer.num_decay_steps"] = self.num_decay_steps
+        for name in self.flat():
+            section = name.partition(".")[0]
+            if name in _NOT_IDENTITY or section in _NOT_IDENTITY:
+                del settings[name]
+        return settings
+
+    def digest(self) -> str:
+        """Sixteen hex digits over `identity`."""
+        text = json.dumps(self.identity(), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    @property
+    def world_size(self) -> int:
+        """Processes of the run."""
+        return self.parallel.pp * self.parallel.dp
+
+    @property
+    def num_stages(self) -> int:
+        return self.parallel.pp * self.schedule.stages_per_rank
+
+    @property
+    def num_units(self) -> int:
+        """Pieces that stages are cut from: embedding, two halves a layer, head."""
+        return 2 * self.model.num_layers + 2
+
+    @property
+    def num_decay_steps(self) -> int | None:
+        """The step at which the learning rate has fallen; None when neither rate nor decay ever moves."""
+        moves = self.optimizer.decay in ("linear", "cosine") or self.optimizer.final_weight_decay is not None
+        return (self.optimizer.num_decay_steps or self.train.steps) if moves else None
+
+
+# Settings (or whole sections) that a continued run may change.
+_NOT_IDENTITY = frozenset(
+    {
+        "output",
+        "log",
+        "checkpoint",
+        "validation",
+        "schedule",
+        "train.steps",
+        "parallel.pp",
+        "parallel.device",
+        "parallel.num_threads",
+        "parallel.timeout_s",
+    }
+)
+
+
+def differences(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
+    """The names of settings that differ, each with both values: ``train.seed (1 here, 2 there)``."""
+    return [
+        f"{name} ({ours.get(name)!r} here, {theirs.get(name)!r} there)"
+        for name in sorted(ours.keys() | theirs.keys())
+        if ours.get(name) != theirs.get(name)
+    ]

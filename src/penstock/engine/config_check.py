@@ -1,0 +1,208 @@
+"""What can not go together in a run's settings, found before anything starts.
+
+Each refusal is one sentence: the offending values, and what would be possible.
+"""
+
+import dataclasses
+import math
+import os
+from collections.abc import Callable
+
+from penstock import schedule
+from penstock.engine.config import RunConfig
+from penstock.engine.config_file import ConfigError
+
+_NOT_NEGATIVE = frozenset(
+    {
+        "train.seed",
+        "data.validation_share",
+        "optimizer.num_warmup_steps",
+        "optimizer.learning_rate",
+        "optimizer.final_learning_rate",
+        "optimizer.beta1",
+        "optimizer.beta2",
+        "optimizer.eps",
+        "optimizer.weight_decay",
+        "optimizer.final_weight_decay",
+        "optimizer.clip_norm",
+        "checkpoint.every",
+        "validation.every",
+        "schedule.receives_ahead",
+    }
+)
+
+
+def check(config: RunConfig) -> RunConfig:
+    """Return `config` if all its settings can go together.
+
+    Raises:
+        ConfigError: they can not; the message names the settings and what would be possible.
+    """
+    for part in (_ranges, _model, _recompute, _batch, _stages, _schedule, _optimizer, _files):
+        part(config)
+    return config
+
+
+def check_world(config: RunConfig, world_size: int, origin: str) -> None:
+    """Refuse a group of processes of another size than the layout's; `origin` says who made the group."""
+    if world_size == config.world_size:
+        return
+    pp = config.parallel.pp
+    cure = f"start {config.world_size} processes"
+    if world_size % pp == 0:
+        cure += f", or set parallel.dp = {world_size // pp}"
+    raise ConfigError(
+        f"{origin} has {world_size} processes, but parallel.pp = {pp} x parallel.dp = {config.parallel.dp} "
+        f"is {config.world_size}; {cure}"
+    )
+
+
+def check_vocabulary(config: RunConfig, tokenizer_size: int) -> RunConfig:
+    """Return `config` with its vocabulary filled in; refuse one that lacks tokens of the tokenizer."""
+    ours = config.model.vocab_size
+    if ours is None:
+        return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=tokenizer_size))
+    if ours < tokenizer_size:
+        raise ConfigError(
+            f"model.vocab_size = {ours} is too small for data.tokenizer = {config.data.tokenizer!r}, whose tokens go "
+            f"to {tokenizer_size - 1}; set it to {tokenizer_size} or more, or leave it out"
+        )
+    return config
+
+
+def _ranges(config: RunConfig) -> None:
+    """Every number is positive (or at least not negative), and finite."""
+    for name, value in config.flat().items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            continue
+        if not math.isfinite(value):
+            raise ConfigError(f"{name} = {value} is no finite number")
+        if name in _NOT_NEGATIVE:
+            if value < 0:
+                raise ConfigError(f"{name} = {value} is negative; 0 or more is possible")
+        elif value <= 0:
+            raise ConfigError(f"{name} = {value} is not possible; it must be more than 0")
+    if config.data.validation_share >= 1:
+        raise ConfigError(f"data.validation_share = {config.data.validation_share} leaves no text; give less than 1")
+
+
+def _model(config: RunConfig) -> None:
+    model = config.model
+    if model.head_dim is None and model.hidden_size % model.num_heads:
+        _refuse_divisor("model.num_heads", model.num_heads, "model.hidden_size", model.hidden_size)
+    kv_heads = model.num_kv_heads or model.num_heads
+    if model.num_heads % kv_heads:
+        _refuse_divisor("model.num_kv_heads", kv_heads, "model.num_heads", model.num_heads)
+    head_dim = model.head_dim or model.hidden_size // model.num_heads
+    if head_dim % 2:
+        raise ConfigError(f"a head's width of {head_dim} is odd; rotary positions turn pairs, so it must be even")
+    if config.data.sequence_length > model.max_length:
+        raise ConfigError(
+            f"data.sequence_length = {config.data.sequence_length} is longer than model.max_length = "
+            f"{model.max_length}; shorten the one or raise the other"
+        )
+
+
+def _recompute(config: RunConfig) -> None:
+    layers = config.train.recompute
+    if isinstance(layers, str):
+        return
+    wrong = [layer for layer in layers if not 0 <= layer < config.model.num_layers]
+    if wrong:
+        raise ConfigError(
+            f"train.recompute names layer {wrong[0]}, but the model's {config.model.num_layers} layers are "
+            f"0 to {config.model.num_layers - 1}"
+        )
+
+
+def _batch(config: RunConfig) -> None:
+    sequences, dp, parts = config.data.num_sequences, config.parallel.dp, config.train.num_microbatches
+    if sequences % dp:
+        raise ConfigError(
+            f"data.num_sequences = {sequences} can not be shared evenly by parallel.dp = {dp}; "
+            f"{_neighbours(sequences, dp)} can"
+        )
+    if parts > sequences // dp:
+        raise ConfigError(
+            f"train.num_microbatches = {parts} is more than the {sequences // dp} sequences of a data-parallel rank; "
+            f"at most {sequences // dp} are possible, or raise data.num_sequences"
+        )
+    budget = config.train.max_microbatch_tokens
+    if budget is not None and budget < config.data.sequence_length:
+        raise ConfigError(
+            f"train.max_microbatch_tokens = {budget} is less than one sequence of data.sequence_length = "
+            f"{config.data.sequence_length}; no sequence is cut, so give at least that"
+        )
+
+
+def _stages(config: RunConfig) -> None:
+    units, stages = config.num_units, config.num_stages
+    if stages > units:
+        raise ConfigError(
+            f"parallel.pp = {config.parallel.pp} x schedule.stages_per_rank = {config.schedule.stages_per_rank} asks "
+            f"for {stages} stages, but a model of {config.model.num_layers} layers has {units} units to cut from "
+            f"(embedding, 2 a layer, head), so at most {units} are possible"
+        )
+    cut = config.schedule.cut
+    if cut is not None and (len(cut) != stages or sum(cut) != units or min(cut) < 1):
+        raise ConfigError(
+            f"schedule.cut = {list(cut)} must give {stages} stages at least one unit each, {units} in all; "
+            f"it gives {len(cut)} stages {sum(cut)} units"
+        )
+
+
+def _schedule(config: RunConfig) -> None:
+    """Build and prove the schedule: a name or an option it does not know, or one that can not train, ends here."""
+    name = config.schedule.name
+    known = schedule.names()
+    if name not in known:
+        raise ConfigError(f"schedule.name = {name!r} is none of {', '.join(known)}")
+    built = schedule.build(
+        name,
+        ranks=config.parallel.pp,
+        microbatches=config.train.num_microbatches,
+        stages_per_rank=config.schedule.stages_per_rank,
+    )
+    if not built.training:
+        raise ConfigError(f"schedule.name = {name!r} has no backward and can not train; 1f1b can")
+    schedule.verify(schedule.lower(built, receives_ahead=config.schedule.receives_ahead))
+
+
+def _optimizer(config: RunConfig) -> None:
+    optimizer, end = config.optimizer, config.num_decay_steps
+    if end is not None and optimizer.num_warmup_steps >= end:
+        raise ConfigError(
+            f"optimizer.num_warmup_steps = {optimizer.num_warmup_steps} leaves nothing of the {end} steps over which "
+            f"the learning rate falls; less than {end} are possible"
+        )
+    if optimizer.final_learning_rate > optimizer.learning_rate:
+        raise ConfigError(
+            f"optimizer.final_learning_rate = {optimizer.final_learning_rate} is above optimizer.learning_rate = "
+            f"{optimizer.learning_rate}; the rate can only fall"
+        )
+    for name, value in (("beta1", optimizer.beta1), ("beta2", optimizer.beta2)):
+        if value >= 1:
+            raise ConfigError(f"optimizer.{name} = {value} never forgets; give less than 1")
+
+
+def _files(config: RunConfig) -> None:
+    data = config.data
+    _must_exist("data.tokenizer", data.tokenizer, "bytes", os.path.isfile, "a Hugging Face tokenizer.json")
+    _must_exist("data.corpus", data.corpus, "stdlib", os.path.exists, "a file or folder of text")
+    if data.validation_corpus is not None:
+        _must_exist("data.validation_corpus", data.validation_corpus, "stdlib", os.path.exists, "a file or folder")
+
+
+def _must_exist(name: str, value: str, built_in: str, exists: Callable[[str], bool], kind: str) -> None:
+    if value != built_in and not exists(value):
+        raise ConfigError(f'{name} = {value!r} does not exist; give {kind}, or "{built_in}"')
+
+
+def _refuse_divisor(name: str, value: int, whole_name: str, whole: int) -> None:
+    possible = ", ".join(str(number) for number in range(1, whole + 1) if whole % number == 0)
+    raise ConfigError(f"{name} = {value} does not divide {whole_name} = {whole}; possible are {possible}")
+
+
+def _neighbours(value: int, step: int) -> str:
+    low = value // step * step
+    return f"{low} or {low + step}" if low else str(low + step)
