@@ -1,0 +1,118 @@
+"""What a timeline looks like before it is known where it is drawn: boxes, their kinds, colours and words."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+from penstock.schedule import Action, Op, Timeline
+from penstock.schedule.actions import parts
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """How one kind of action is shown: a letter, a word for the legend, a colour, and the colour of text on it."""
+
+    letter: str
+    word: str
+    colour: str
+    ink: str
+
+
+class Kind(Enum):
+    """What a rank may be doing, with colours that people who do not tell red from green can tell apart.
+
+    Source: the palette is that of M. Okabe and K. Ito, "Color Universal Design" (2008), with the blue deepened so that
+    white figures stand on it.
+    """
+
+    FORWARD = Look("F", "forward", "#2F6DB5", "#FFFFFF")
+    BACKWARD = Look("B", "backward", "#E8A33D", "#1A1A1A")
+    BACKWARD_INPUT = Look("I", "backward for inputs", "#CC6FA4", "#1A1A1A")
+    BACKWARD_WEIGHT = Look("W", "backward for weights", "#2F9E77", "#FFFFFF")
+    REDUCE = Look("R", "gradient reduction", "#8FD0F0", "#1A1A1A")
+    STEP = Look("S", "optimizer step", "#4A4A4A", "#FFFFFF")
+    IDLE = Look("·", "idle", "#ECEEF1", "#9AA0A8")
+
+
+_KIND_OF = {
+    Op.F: Kind.FORWARD,
+    Op.B: Kind.BACKWARD,
+    Op.I: Kind.BACKWARD_INPUT,
+    Op.W: Kind.BACKWARD_WEIGHT,
+    Op.REDUCE_GRAD: Kind.REDUCE,
+    Op.STEP: Kind.STEP,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One action of a box; a fused pair makes a box of two parts, which share its time.
+
+    `local_stage` counts the stages of one rank from 0; `microbatch` is -1 where the action has none.
+    """
+
+    kind: Kind
+    local_stage: int
+    microbatch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A stretch of one rank's time, in the timeline's own unit."""
+
+    start: float
+    end: float
+    parts: tuple[Part, ...]
+
+    @property
+    def kind(self) -> Kind:
+        return self.parts[0].kind
+
+
+def boxes_of(timeline: Timeline) -> tuple[tuple[Box, ...], ...]:
+    """The boxes of each rank, in order of time."""
+    rows = []
+    for events in timeline.events:
+        actions = [parts(event.action) for event in events]
+        stages = sorted({action.stage for group in actions for action in group if action.stage >= 0})
+        local = {stage: index for index, stage in enumerate(stages)}
+        rows.append(
+            tuple(
+                Box(event.start, event.end, tuple(_part(action, local) for action in group))
+                for event, group in zip(events, actions, strict=True)
+            )
+        )
+    return tuple(rows)
+
+
+def kinds_in(rows: tuple[tuple[Box, ...], ...]) -> tuple[Kind, ...]:
+    """The kinds that occur, in the order of `Kind`; what a legend must explain."""
+    found = {part.kind for row in rows for box in row for part in box.parts}
+    return tuple(kind for kind in Kind if kind in found or kind is Kind.IDLE)
+
+
+def idle_spans(row: tuple[Box, ...], makespan: float) -> Iterator[tuple[float, float]]:
+    """Where a rank does nothing between time 0 and the makespan."""
+    busy_until = 0.0
+    for box in row:
+        if box.start > busy_until:
+            yield busy_until, box.start
+        busy_until = max(busy_until, box.end)
+    if makespan > busy_until:
+        yield busy_until, makespan
+
+
+def number(value: float) -> str:
+    """A number with at most four significant figures, and no decimals where it is whole: 33, 0.2727, 1719."""
+    return f"{value:.0f}" if abs(value - round(value)) < 1e-9 or abs(value) >= 1000 else f"{value:.4g}"
+
+
+def list_by_rank(values: tuple[float, ...], *, at_most: int = 16) -> str:
+    """One number a rank, shortened in the middle when there are many ranks."""
+    if len(values) > at_most:
+        return " ".join([*map(number, values[: at_most - 2]), "...", number(values[-1])])
+    return " ".join(map(number, values))
+
+
+def _part(action: Action, local: dict[int, int]) -> Part:
+    return Part(_KIND_OF[action.op], local.get(action.stage, 0), action.microbatch)

@@ -1,0 +1,200 @@
+"""A timeline as SVG or PNG; several, one above the other, share their axis of time."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.collections import PolyCollection
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
+
+from penstock.draw.boxes import Box, Kind, Part, boxes_of, kinds_in, number
+from penstock.schedule import Timeline
+
+FORMATS = (".svg", ".png")
+
+_WIDTHS_IN = (9.0, 16.0)
+_INCHES_PER_BOX = 0.17
+_MARGIN_LEFT_IN, _MARGIN_RIGHT_IN = 0.75, 1.15
+_HEADING_IN, _FOOT_IN, _GAP_IN = 0.66, 0.72, 0.18
+_ROW_HEIGHT = 0.84
+_FONT_SIZES = (8.5, 8.0, 7.5, 7.0, 6.5, 6.0, 5.5, 5.0)
+_EM_PER_FIGURE = 0.64
+_GREY = "#5B6470"
+_STYLE = {
+    "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans"],
+    "font.size": 9,
+    # Text stays text: smaller files that can be searched, and the same bytes for the same timeline.
+    "svg.fonttype": "none",
+    "svg.hashsalt": "penstock",
+}
+
+
+def picture(path: str | Path, timelines: Sequence[Timeline], *, unit: str = "") -> None:
+    """Draw timelines one above the other into a file, as SVG or PNG by its ending.
+
+    `unit` is that of the timelines' times, such as "ms"; without it the axis just says "time". Boxes bear their
+    microbatch where it fits; a fused pair is a box with its forward above its backward; a rank's second local stage
+    is paler than its first. An existing file is overwritten.
+
+    Raises: ValueError for another ending, or without timelines.
+    """
+    path = Path(path)
+    check_path(path)
+    if not timelines:
+        raise ValueError("a picture needs at least one timeline")
+    with matplotlib.rc_context(_STYLE):
+        figure = _figure(timelines, unit)
+        figure.savefig(path, dpi=160, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
+
+
+def check_path(path: Path) -> None:
+    """Refuse a file whose ending names no format that can be drawn.
+
+    Raises: ValueError naming the endings that can.
+    """
+    if path.suffix.lower() not in FORMATS:
+        raise ValueError(f"cannot draw {path.name!r}: the file's ending must be one of {', '.join(FORMATS)}")
+
+
+def _figure(timelines: Sequence[Timeline], unit: str) -> Figure:
+    drawn = [boxes_of(timeline) for timeline in timelines]
+    makespan = max((timeline.makespan for timeline in timelines), default=0.0) or 1.0
+    row_in = 0.3 if max(map(len, drawn)) <= 16 else 0.2
+    heights = [_HEADING_IN + row_in * len(rows) for rows in drawn]
+    width = _width(drawn, makespan)
+    height = sum(heights) + _GAP_IN * (len(drawn) - 1) + _FOOT_IN
+    figure = Figure(figsize=(width, height), facecolor="white")
+    plot_width = width - _MARGIN_LEFT_IN - _MARGIN_RIGHT_IN
+    top = height
+    for index, (timeline, rows, panel) in enumerate(zip(timelines, drawn, heights, strict=True)):
+        bottom = top - panel
+        axes = figure.add_axes(
+            (_MARGIN_LEFT_IN / width, bottom / height, plot_width / width, row_in * len(rows) / height)
+        )
+        axes.set_xlim(0, makespan)
+        _rows(axes, rows, timeline, points_per_time=72 * plot_width / makespan)
+        _heading(axes, timeline, row_in * len(rows), unit)
+        _axis(axes, len(rows), unit, last=index == len(drawn) - 1)
+        top = bottom - _GAP_IN
+    _legend(figure, [kind for rows in drawn for kind in kinds_in(rows)], _MARGIN_LEFT_IN / width)
+    return figure
+
+
+def _width(drawn: Sequence[tuple[tuple[Box, ...], ...]], makespan: float) -> float:
+    """Inches: enough that an average box can bear its number, within what a page can take."""
+    lengths = [box.end - box.start for rows in drawn for row in rows for box in row if box.end > box.start]
+    average = sum(lengths) / len(lengths) if lengths else makespan
+    wanted = _INCHES_PER_BOX * makespan / average + _MARGIN_LEFT_IN + _MARGIN_RIGHT_IN
+    return min(max(wanted, _WIDTHS_IN[0]), _WIDTHS_IN[1])
+
+
+def _rows(axes: Axes, rows: tuple[tuple[Box, ...], ...], timeline: Timeline, points_per_time: float) -> None:
+    quads: dict[str, list[list[tuple[float, float]]]] = {}
+    size = _font_size(rows, points_per_time)
+    for rank, row in enumerate(rows):
+        quads.setdefault(Kind.IDLE.value.colour, []).append(_quad(0.0, timeline.makespan, rank, rank + 1))
+        for box in row:
+            step = 1 / len(box.parts)
+            for index, part in enumerate(box.parts):
+                upper, lower = rank + index * step, rank + (index + 1) * step
+                quads.setdefault(_colour(part), []).append(_quad(box.start, box.end, upper, lower))
+                _label(axes, box, part, (upper + lower) / 2, points_per_time, size * (1 if step == 1 else 0.72))
+    narrow = min((b.end - b.start for row in rows for b in row if b.end > b.start), default=1.0) * points_per_time
+    line = 0.7 if narrow > 8 else 0.3 if narrow > 2.5 else 0.0
+    for colour, corners in quads.items():
+        edge = "white" if line and colour != Kind.IDLE.value.colour else "none"
+        axes.add_collection(PolyCollection(corners, facecolors=colour, edgecolors=edge, linewidths=line))
+
+
+def _quad(start: float, end: float, upper: float, lower: float) -> list[tuple[float, float]]:
+    """The corners of a box; its row is a little less high than the distance to the next."""
+    inset = (1 - _ROW_HEIGHT) / 2
+    upper = upper + inset if upper == int(upper) else upper
+    lower = lower - inset if lower == int(lower) else lower
+    return [(start, upper), (end, upper), (end, lower), (start, lower)]
+
+
+def _colour(part: Part) -> str:
+    paler = min(0.66, 0.42 * part.local_stage)
+    channels = [channel + (1 - channel) * paler for channel in to_rgb(part.kind.value.colour)]
+    return "#" + "".join(f"{round(255 * channel):02x}" for channel in channels)
+
+
+def _font_size(rows: tuple[tuple[Box, ...], ...], points_per_time: float) -> float:
+    """The largest size at which the labels of most forwards and backwards fit, so that one picture has one size."""
+    room = sorted(
+        (box.end - box.start) * points_per_time / (_EM_PER_FIGURE * len(str(part.microbatch)) + 0.2)
+        for row in rows
+        for box in row
+        for part in box.parts
+        if part.microbatch >= 0
+    )
+    if not room:
+        return _FONT_SIZES[0]
+    fits = room[len(room) // 10]
+    return next((size for size in _FONT_SIZES if size <= fits), _FONT_SIZES[-1])
+
+
+def _label(axes: Axes, box: Box, part: Part, y: float, points_per_time: float, size: float) -> None:
+    text = str(part.microbatch) if part.microbatch >= 0 else part.kind.value.letter
+    if (box.end - box.start) * points_per_time < (_EM_PER_FIGURE * len(text) + 0.2) * size:
+        return
+    ink = part.kind.value.ink if part.local_stage == 0 else "#1A1A1A"
+    axes.text((box.start + box.end) / 2, y, text, color=ink, fontsize=size, ha="center", va="center_baseline")
+
+
+def _heading(axes: Axes, timeline: Timeline, height_in: float, unit: str) -> None:
+    """Title and figures above the rows, and each rank's own figures beside its row."""
+    figures = [
+        f"makespan {number(timeline.makespan)} {unit}".rstrip(),
+        f"span {number(timeline.span_cost)} {unit}".rstrip(),
+        f"bubble {timeline.bubble_rate:.2%}",
+    ]
+    above = 1 / height_in
+    axes.text(0, 1 + 0.30 * above, timeline.title, transform=axes.transAxes, fontsize=11, fontweight="bold")
+    axes.text(0, 1 + 0.10 * above, "    ".join(figures), transform=axes.transAxes, color=_GREY)
+    idle_at, live_at = 1 + 0.55 / _width_in(axes), 1 + 1.0 / _width_in(axes)
+    for at, word in ((idle_at, "idle"), (live_at, "peak\nlive")):
+        axes.text(at, 1 + 0.06 * above, word, transform=axes.transAxes, color=_GREY, ha="right", fontsize=8)
+    rows = zip(timeline.idle, timeline.peak_live_microbatches, strict=True)
+    for rank, (idle, live) in enumerate(rows):
+        share = idle / timeline.makespan if timeline.makespan else 0.0
+        for at, text in ((idle_at, f"{share:.0%}"), (live_at, number(live))):
+            axes.text(
+                at, rank + 0.5, text, transform=axes.get_yaxis_transform(), ha="right", va="center", fontsize=8.5
+            )
+
+
+def _width_in(axes: Axes) -> float:
+    figure = axes.get_figure()
+    assert figure is not None
+    return axes.get_position().width * figure.get_figwidth()
+
+
+def _axis(axes: Axes, num_ranks: int, unit: str, *, last: bool) -> None:
+    axes.set_ylim(num_ranks, 0)
+    every = 1 if num_ranks <= 32 else 8
+    axes.set_yticks([rank + 0.5 for rank in range(0, num_ranks, every)])
+    axes.set_yticklabels([f"rank {rank}" for rank in range(0, num_ranks, every)])
+    axes.tick_params(axis="y", length=0)
+    axes.tick_params(axis="x", color=_GREY, labelcolor=_GREY, labelsize=8, labelbottom=last)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=12, steps=[1, 2, 5, 10]))
+    for side in ("top", "left", "right"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color("#C5CAD1")
+    if last:
+        axes.set_xlabel(f"time, {unit}" if unit else "time", color=_GREY, fontsize=8, loc="right", labelpad=1)
+
+
+def _legend(figure: Figure, found: Iterable[Kind], left: float) -> None:
+    found = set(found)
+    handles = [Patch(facecolor=kind.value.colour, label=kind.value.word) for kind in Kind if kind in found]
+    figure.legend(
+        handles=handles, loc="lower left", bbox_to_anchor=(left, 0.0), ncols=len(handles), frameon=False,
+        handlelength=1.1, handleheight=1.0, columnspacing=1.6, borderaxespad=0.4, borderpad=0.2, fontsize=8.5,
+    )  # fmt: skip
