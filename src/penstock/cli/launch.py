@@ -1,0 +1,192 @@
+"""Processes of a run: the group that torchrun, Slurm or Kubernetes has made, or local workers of our own."""
+
+import ctypes
+import json
+import logging
+import os
+import re
+import signal
+import sys
+import tempfile
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+LOOPBACK = "127.0.0.1"
+# Set for workers that we launched ourselves.
+_LAUNCHER_PID = "PENSTOCK_LAUNCHER_PID"
+_ENDED_WELL = "PENSTOCK_ENDED_WELL"
+# Workers told to stop finish their step and save; only one that hangs is killed.
+_SAVE_LIMIT_S = 600
+
+
+@dataclass(frozen=True)
+class Group:
+    """This process's place among those of the run, and where they meet; `origin` says who made the group."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    address: str
+    port: int
+    origin: str
+
+
+def find_group(environ: Mapping[str, str]) -> Group | None:
+    """The group that this process was started in, if any.
+
+    torchrun and Kubernetes' training operators set RANK and WORLD_SIZE; Slurm's srun sets variables of its own.
+
+    Raises:
+        ValueError: such a variable is set but is no number, or others that belong to it are missing.
+    """
+    if "RANK" in environ and "WORLD_SIZE" in environ:
+        return Group(
+            rank=_number(environ, "RANK"),
+            world_size=_number(environ, "WORLD_SIZE"),
+            local_rank=_number(environ, "LOCAL_RANK", "0"),
+            address=_text(environ, "MASTER_ADDR"),
+            port=_number(environ, "MASTER_PORT"),
+            origin="this launch" if _LAUNCHER_PID in environ else "the group this process was started in",
+        )
+    # A batch script of Slurm has a rank as well, but only steps started by srun have a step's variables.
+    if "SLURM_PROCID" in environ and "SLURM_STEP_NUM_TASKS" in environ:
+        job = _number(environ, "SLURM_JOB_ID", "0")
+        return Group(
+            rank=_number(environ, "SLURM_PROCID"),
+            world_size=_number(environ, "SLURM_STEP_NUM_TASKS"),
+            local_rank=_number(environ, "SLURM_LOCALID", "0"),
+            address=environ.get("MASTER_ADDR") or _first_host(_text(environ, "SLURM_STEP_NODELIST")),
+            # Every process of a job must find the same port without having met: the job's number decides.
+            port=_number(environ, "MASTER_PORT", str(20000 + job % 20000)),
+            origin="this Slurm step",
+        )
+    return None
+
+
+def join(group: Group, timeout_s: float) -> "Store":
+    """Meet the other processes of the group at a store that all share."""
+    from torch.distributed import rendezvous
+
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = group.address, str(group.port)
+    meeting = rendezvous("env://", rank=group.rank, world_size=group.world_size, timeout=timedelta(seconds=timeout_s))
+    store, _, _ = next(meeting)
+    return store
+
+
+def launch(arguments: Sequence[str], num_workers: int, num_threads: int) -> int:
+    """Start the workers of a run on this machine, wait for them, and return the exit code of the command.
+
+    `arguments` are those of the command; every worker reads them again. SIGTERM and SIGINT are passed on: the workers
+    then finish their step, save and end well.
+    """
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    # The workers tell what went wrong themselves, in a sentence; the agent would add pages.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+    os.environ.setdefault("OMP_NUM_THREADS", str(num_threads))
+    os.environ[_LAUNCHER_PID] = str(os.getpid())
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=num_workers,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint=f"{LOOPBACK}:0",
+        local_addr=LOOPBACK,
+        max_restarts=0,
+        monitor_interval=0.1,
+        shutdown_timeout=_SAVE_LIMIT_S,
+    )
+    with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
+        ended_well = Path(folder) / "ended_well"
+        os.environ[_ENDED_WELL] = str(ended_well)
+        try:
+            elastic_launch(config, sys.executable)("-m", "penstock.cli.train", *arguments)
+        except ChildFailedError as error:
+            return _explain(error)
+        except SignalException as error:
+            if ended_well.exists():
+                return 0
+            print(f"penstock: stopped by {error.sigval.name} before anything could be saved", file=sys.stderr)
+            return 128 + error.sigval
+    return 0
+
+
+def follow_launcher() -> None:
+    """In a worker: be told to stop when the launcher dies, so that none is left behind. Linux alone can do this."""
+    launcher = os.environ.get(_LAUNCHER_PID)
+    if launcher is None or sys.platform != "linux":
+        return
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
+    if os.getppid() != int(launcher):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def report_end() -> None:
+    """In a worker: leave word for the launcher that the run is saved and over."""
+    path = os.environ.get(_ENDED_WELL)
+    if path is not None:
+        Path(path).touch()
+
+
+def agree(store: "Store", group: Group, key: str, ours: Mapping[str, Any]) -> list[tuple[int, dict[str, Any]]]:
+    """Show all processes each other's values; return those that differ from rank 0's, with their ranks.
+
+    Every process gets the same answer. Values travel as JSON.
+    """
+    store.set(f"penstock/{key}/{group.rank}", json.dumps(ours, sort_keys=True))
+    told = [json.loads(store.get(f"penstock/{key}/{rank}")) for rank in range(group.world_size)]
+    return [(rank, theirs) for rank, theirs in enumerate(told) if theirs != told[0]]
+
+
+def is_first_to_tell(store: "Store", message: str) -> bool:
+    """Whether no other process has told this message: all of them may find the same mistake."""
+    return store.add(f"penstock/told/{message}", 1) == 1
+
+
+def _explain(error: Any) -> int:
+    """The exit code of a failed run, after a word on workers that could not explain themselves."""
+    first = min(error.failures.values(), key=lambda failure: failure.timestamp)
+    if first.exitcode < 0:
+        name = signal.Signals(-first.exitcode).name
+        rank = next(rank for rank, failure in error.failures.items() if failure is first)
+        print(
+            f"penstock: rank {rank} (process {first.pid}) was killed by {name}; "
+            "the same command continues from the newest checkpoint",
+            file=sys.stderr,
+        )
+        return 1
+    return first.exitcode
+
+
+def _number(environ: Mapping[str, str], name: str, default: str | None = None) -> int:
+    text = environ.get(name, default) if default is not None else _text(environ, name)
+    if not re.fullmatch(r"\d+", text):
+        raise ValueError(f"the environment variable {name} = {text!r} is no number")
+    return int(text)
+
+
+def _text(environ: Mapping[str, str], name: str) -> str:
+    if name not in environ:
+        raise ValueError(f"RANK or SLURM_PROCID is set, but not {name}; start the run with torchrun, srun or plainly")
+    return environ[name]
+
+
+def _first_host(nodes: str) -> str:
+    """The first of Slurm's list of hosts: ``node[03-07,9],other`` gives ``node03``."""
+    found = re.match(r"([^,\[]+)(?:\[(\d+)[^\]]*\](.*?)(?:,|$))?", nodes)
+    if found is None:
+        raise ValueError(f"SLURM_STEP_NODELIST = {nodes!r} names no host")
+    return found[1] + (found[2] or "") + (found[3] or "")

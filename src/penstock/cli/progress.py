@@ -1,0 +1,117 @@
+"""Progress of a run on one rank: a live bar on a terminal, plain lines elsewhere."""
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TextIO
+
+# How much one step counts in the running means that speed and time left are told by.
+_STEP_SHARE = 0.1
+_SECONDS_BETWEEN_LINES = 2.0
+
+
+@dataclass(frozen=True)
+class StepFigures:
+    """What is told about one step."""
+
+    step: int
+    loss: float
+    num_tokens: int
+    step_time_s: float
+    idle_share: float
+
+
+class Progress:
+    """Shows a run of `num_steps` steps on `file`; `clock` gives seconds."""
+
+    def __init__(
+        self, num_steps: int, first_step: int, file: TextIO, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._num_steps, self._file, self._clock = num_steps, file, clock
+        self._last_line_s = -math.inf
+        self._tokens_per_s = self._step_time_s = self._idle_share = 0.0
+        self._seen = 0
+        self._validation = ""
+        self._bar = _LiveBar(num_steps, first_step, file) if file.isatty() else None
+
+    def step(self, figures: StepFigures) -> None:
+        """A step has been taken."""
+        self._average(figures)
+        text = self._text(figures)
+        if self._bar is not None:
+            self._bar.update(figures.step, text)
+            return
+        now = self._clock()
+        # A log file should neither stay silent nor drown in lines; the first and last step are always told.
+        if now - self._last_line_s >= _SECONDS_BETWEEN_LINES or figures.step == self._num_steps:
+            self._last_line_s = now
+            self._print(f"step {figures.step:>{len(str(self._num_steps))}}/{self._num_steps}  {text}")
+
+    def validated(self, step: int, loss: float) -> None:
+        """The model has been validated after `step`."""
+        self._validation = f"  validation {loss:.4f}"
+        if self._bar is None:
+            self._print(f"step {step:>{len(str(self._num_steps))}}/{self._num_steps}  validation loss {loss:.4f}")
+
+    def note(self, text: str) -> None:
+        """Say something that stays."""
+        if self._bar is not None:
+            self._bar.note(text)
+        else:
+            self._print(text)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def _average(self, figures: StepFigures) -> None:
+        self._seen += 1
+        # The first steps count in full, so that the figures are not pulled towards their start at zero.
+        share = max(_STEP_SHARE, 1 / self._seen)
+        self._step_time_s += share * (figures.step_time_s - self._step_time_s)
+        self._idle_share += share * (figures.idle_share - self._idle_share)
+        if figures.step_time_s > 0:
+            self._tokens_per_s += share * (figures.num_tokens / figures.step_time_s - self._tokens_per_s)
+
+    def _text(self, figures: StepFigures) -> str:
+        left_s = (self._num_steps - figures.step) * self._step_time_s
+        validation = self._validation if self._bar is not None else ""
+        return (
+            f"loss {figures.loss:.4f}{validation}  {self._tokens_per_s:,.0f} tokens/s  "
+            f"idle {self._idle_share:4.1%}  {duration(left_s)} left"
+        )
+
+    def _print(self, text: str) -> None:
+        print(text, file=self._file, flush=True)
+
+
+class _LiveBar:
+    """One line of a terminal that is drawn over."""
+
+    def __init__(self, num_steps: int, first_step: int, file: TextIO) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+        from rich.progress import Progress as RichProgress
+
+        columns = (BarColumn(24), MofNCompleteColumn(), TextColumn("{task.description}", markup=False))
+        self._progress = RichProgress(*columns, console=Console(file=file))
+        self._task = self._progress.add_task("starting", total=num_steps, completed=first_step)
+        self._progress.start()
+
+    def update(self, step: int, text: str) -> None:
+        self._progress.update(self._task, completed=step, description=text)
+
+    def note(self, text: str) -> None:
+        self._progress.console.print(text, markup=False, highlight=False)
+
+    def close(self) -> None:
+        self._progress.stop()
+
+
+def duration(seconds: float) -> str:
+    """Minutes and seconds, or hours and minutes: ``2:05``, ``3h07``."""
+    whole = round(seconds)
+    if whole >= 3600:
+        return f"{whole // 3600}h{whole % 3600 // 60:02d}"
+    return f"{whole // 60}:{whole % 60:02d}"
