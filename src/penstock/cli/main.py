@@ -1,0 +1,62 @@
+"""The command `penstock`: finds the command that was asked for, and turns users' mistakes into one sentence."""
+
+import os
+import sys
+
+from penstock import __version__
+from penstock.cli.commands import Command, dispatch
+
+COMMANDS = {
+    "train": Command("train a model cut into stages, as a TOML file says", "penstock.cli.train"),
+    "schedule": Command("list, draw, prove, simulate and export schedules (no GPU, no torch)", "penstock.cli.schedule"),
+    "bench": Command("measure schedules, training and the overhead of an action", "penstock.cli.bench"),
+}
+
+HEAD = """Pipeline parallelism whose schedules are data: built, proved, simulated and drawn before they run.
+The object that was proved is the one that runs."""
+
+FOOT = """start here:
+  penstock schedule show 1f1b --ranks 4 --microbatches 8     see what four ranks do, and when
+  penstock train examples/tiny.toml --dry-run                see how a model would be cut, start nothing
+  penstock train examples/tiny.toml                          train it on this machine
+
+penstock COMMAND --help explains each; penstock --version says which Penstock this is.
+Exit codes: 0 done, 1 failed while running, 2 refused before anything was started or written.
+PENSTOCK_TRACEBACK=1 shows the full traceback of a refusal."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command.
+
+    Returns: its exit code; 2 after a user's mistake, of which one sentence goes to stderr.
+    """
+    arguments = sys.argv[1:] if arguments is None else arguments
+    try:
+        if arguments[:1] in (["--version"], ["-V"]):
+            print(f"penstock {__version__}")
+            return 0
+        code = dispatch("penstock", COMMANDS, arguments, head=HEAD, foot=FOOT)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        # The reader (head, less) has seen enough. Python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except KeyboardInterrupt:
+        return 130
+    except (ValueError, OSError) as error:
+        if os.environ.get("PENSTOCK_TRACEBACK"):
+            raise
+        print(f"penstock: {sentence(error)}", file=sys.stderr)
+        return 2
+
+
+def sentence(error: ValueError | OSError) -> str:
+    """What went wrong, with the file where there is one."""
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {(error.strerror or str(error)).lower()}"
+    return str(error)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
