@@ -1,8 +1,9 @@
 """What a timeline looks like before it is known where it is drawn: boxes, their kinds, colours and words."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from enum import Enum
+from math import inf
 
 from penstock.schedule import Action, Op, Timeline
 from penstock.schedule.actions import parts
@@ -27,8 +28,8 @@ class Kind(Enum):
 
     FORWARD = Look("F", "forward", "#2F6DB5", "#FFFFFF")
     BACKWARD = Look("B", "backward", "#E8A33D", "#1A1A1A")
-    BACKWARD_INPUT = Look("I", "backward for inputs", "#CC6FA4", "#1A1A1A")
-    BACKWARD_WEIGHT = Look("W", "backward for weights", "#2F9E77", "#FFFFFF")
+    BACKWARD_INPUT = Look("I", "input backward", "#CC6FA4", "#1A1A1A")
+    BACKWARD_WEIGHT = Look("W", "weight backward", "#2F9E77", "#FFFFFF")
     REDUCE = Look("R", "gradient reduction", "#8FD0F0", "#1A1A1A")
     STEP = Look("S", "optimizer step", "#4A4A4A", "#FFFFFF")
     IDLE = Look("·", "idle", "#ECEEF1", "#9AA0A8")
@@ -65,12 +66,16 @@ class Box:
     parts: tuple[Part, ...]
 
     @property
-    def kind(self) -> Kind:
-        return self.parts[0].kind
+    def beside(self) -> bool:
+        """Whether this runs beside the rank's compute rather than in its place, as a reduction does."""
+        return self.parts[0].kind is Kind.REDUCE
 
 
-def boxes_of(timeline: Timeline) -> tuple[tuple[Box, ...], ...]:
-    """The boxes of each rank, in order of time."""
+Row = tuple[Box, ...]
+
+
+def boxes_of(timeline: Timeline) -> tuple[Row, ...]:
+    """The boxes of each rank, in order of time; what took no time has none."""
     rows = []
     for events in timeline.events:
         actions = [parts(event.action) for event in events]
@@ -80,18 +85,33 @@ def boxes_of(timeline: Timeline) -> tuple[tuple[Box, ...], ...]:
             tuple(
                 Box(event.start, event.end, tuple(_part(action, local) for action in group))
                 for event, group in zip(events, actions, strict=True)
+                if event.end > event.start
             )
         )
     return tuple(rows)
 
 
-def kinds_in(rows: tuple[tuple[Box, ...], ...]) -> tuple[Kind, ...]:
-    """The kinds that occur, in the order of `Kind`; what a legend must explain."""
+def kinds_in(rows: Iterable[Row]) -> tuple[Kind, ...]:
+    """The kinds that occur, and idle, in the order of `Kind`; what a legend must explain."""
     found = {part.kind for row in rows for box in row for part in box.parts}
     return tuple(kind for kind in Kind if kind in found or kind is Kind.IDLE)
 
 
-def idle_spans(row: tuple[Box, ...], makespan: float) -> Iterator[tuple[float, float]]:
+def one_at_a_time(row: Row) -> Row:
+    """The row without overlaps: what runs beside the compute is kept only where the rank would else be idle."""
+    compute = [box for box in row if not box.beside]
+    gaps = list(idle_spans(tuple(compute), inf))
+    beside = [
+        replace(box, start=max(start, box.start), end=min(end, box.end))
+        for box in row
+        if box.beside
+        for start, end in gaps
+        if min(end, box.end) > max(start, box.start)
+    ]
+    return tuple(sorted(compute + beside, key=lambda box: box.start))
+
+
+def idle_spans(row: Row, makespan: float) -> Iterator[tuple[float, float]]:
     """Where a rank does nothing between time 0 and the makespan."""
     busy_until = 0.0
     for box in row:

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from penstock.draw.boxes import Box, Kind, Part, boxes_of, kinds_in, number
+from penstock.draw.boxes import Box, Kind, Part, Row, boxes_of, kinds_in, number
 from penstock.schedule import Timeline
 
 FORMATS = (".svg", ".png")
@@ -21,6 +21,7 @@ _INCHES_PER_BOX = 0.17
 _MARGIN_LEFT_IN, _MARGIN_RIGHT_IN = 0.75, 1.15
 _HEADING_IN, _FOOT_IN, _GAP_IN = 0.66, 0.72, 0.18
 _ROW_HEIGHT = 0.84
+_BESIDE_HEIGHT = 0.28
 _FONT_SIZES = (8.5, 8.0, 7.5, 7.0, 6.5, 6.0, 5.5, 5.0)
 _EM_PER_FIGURE = 0.64
 _GREY = "#5B6470"
@@ -39,7 +40,8 @@ def picture(path: str | Path, timelines: Sequence[Timeline], *, unit: str = "") 
 
     `unit` is that of the timelines' times, such as "ms"; without it the axis just says "time". Boxes bear their
     microbatch where it fits; a fused pair is a box with its forward above its backward; a rank's second local stage
-    is paler than its first. An existing file is overwritten.
+    is paler than its first; a reduction is a band along the foot of its row, for it runs beside the compute. An
+    existing file is overwritten.
 
     Raises: ValueError for another ending, or without timelines.
     """
@@ -85,7 +87,7 @@ def _figure(timelines: Sequence[Timeline], unit: str) -> Figure:
     return figure
 
 
-def _width(drawn: Sequence[tuple[tuple[Box, ...], ...]], makespan: float) -> float:
+def _width(drawn: Sequence[tuple[Row, ...]], makespan: float) -> float:
     """Inches: enough that an average box can bear its number, within what a page can take."""
     lengths = [box.end - box.start for rows in drawn for row in rows for box in row if box.end > box.start]
     average = sum(lengths) / len(lengths) if lengths else makespan
@@ -93,17 +95,20 @@ def _width(drawn: Sequence[tuple[tuple[Box, ...], ...]], makespan: float) -> flo
     return min(max(wanted, _WIDTHS_IN[0]), _WIDTHS_IN[1])
 
 
-def _rows(axes: Axes, rows: tuple[tuple[Box, ...], ...], timeline: Timeline, points_per_time: float) -> None:
+def _rows(axes: Axes, rows: tuple[Row, ...], timeline: Timeline, points_per_time: float) -> None:
     quads: dict[str, list[list[tuple[float, float]]]] = {}
     size = _font_size(rows, points_per_time)
     for rank, row in enumerate(rows):
         quads.setdefault(Kind.IDLE.value.colour, []).append(_quad(0.0, timeline.makespan, rank, rank + 1))
-        for box in row:
+        for box in sorted(row, key=lambda box: box.beside):
             step = 1 / len(box.parts)
             for index, part in enumerate(box.parts):
                 upper, lower = rank + index * step, rank + (index + 1) * step
+                if box.beside:
+                    upper = lower - _BESIDE_HEIGHT
                 quads.setdefault(_colour(part), []).append(_quad(box.start, box.end, upper, lower))
-                _label(axes, box, part, (upper + lower) / 2, points_per_time, size * (1 if step == 1 else 0.72))
+                if not box.beside:
+                    _label(axes, box, part, (upper + lower) / 2, points_per_time, size * (1 if step == 1 else 0.72))
     narrow = min((b.end - b.start for row in rows for b in row if b.end > b.start), default=1.0) * points_per_time
     line = 0.7 if narrow > 8 else 0.3 if narrow > 2.5 else 0.0
     for colour, corners in quads.items():
@@ -125,7 +130,7 @@ def _colour(part: Part) -> str:
     return "#" + "".join(f"{round(255 * channel):02x}" for channel in channels)
 
 
-def _font_size(rows: tuple[tuple[Box, ...], ...], points_per_time: float) -> float:
+def _font_size(rows: tuple[Row, ...], points_per_time: float) -> float:
     """The largest size at which the labels of most forwards and backwards fit, so that one picture has one size."""
     room = sorted(
         (box.end - box.start) * points_per_time / (_EM_PER_FIGURE * len(str(part.microbatch)) + 0.2)
@@ -196,5 +201,5 @@ def _legend(figure: Figure, found: Iterable[Kind], left: float) -> None:
     handles = [Patch(facecolor=kind.value.colour, label=kind.value.word) for kind in Kind if kind in found]
     figure.legend(
         handles=handles, loc="lower left", bbox_to_anchor=(left, 0.0), ncols=len(handles), frameon=False,
-        handlelength=1.1, handleheight=1.0, columnspacing=1.6, borderaxespad=0.4, borderpad=0.2, fontsize=8.5,
+        handlelength=1.1, handleheight=1.0, columnspacing=1.3, borderaxespad=0.4, borderpad=0.2, fontsize=8.5,
     )  # fmt: skip

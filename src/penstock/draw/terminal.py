@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.style import Style
 from rich.text import Text
 
-from penstock.draw.boxes import Box, Kind, Part, boxes_of, idle_spans, kinds_in, list_by_rank, number
+from penstock.draw.boxes import Kind, Part, Row, boxes_of, idle_spans, kinds_in, list_by_rank, number, one_at_a_time
 from penstock.schedule import Timeline
 
 _MIXED = "▒"
@@ -44,7 +44,7 @@ def drawing(timeline: Timeline, *, width: int = 80, coloured: bool = False) -> l
     Each box is marked with its letter and microbatch as far as they fit. Where boxes are narrower than a column, a
     column says what its rank did in that time: one thing, or several.
     """
-    rows = boxes_of(timeline)
+    rows = tuple(one_at_a_time(row) for row in boxes_of(timeline))
     margin = len(f"rank {len(rows) - 1} ")
     canvas = _fit(timeline, rows, max(10, width - margin), coloured)
     dense = _is_dense(rows, canvas)
@@ -61,25 +61,25 @@ def drawing(timeline: Timeline, *, width: int = 80, coloured: bool = False) -> l
     return lines
 
 
-def _fit(timeline: Timeline, rows: tuple[tuple[Box, ...], ...], columns: int, coloured: bool) -> _Canvas:
+def _fit(timeline: Timeline, rows: tuple[Row, ...], columns: int, coloured: bool) -> _Canvas:
     """Choose the scale: whole columns for the shortest action if it can have any, else all of the width."""
     makespan = timeline.makespan or 1.0
     scale = columns / makespan
     shortest = min((box.end - box.start for row in rows for box in row if box.end > box.start), default=makespan)
     whole = int(scale * shortest * (1 + 1e-9))
-    # Rounding down may waste up to half of the width; that buys equal boxes for equal times, but for times that
+    # Rounding down may waste some of the width; that buys equal boxes for equal times, but for times that
     # differ (a measured step) nothing.
-    if whole >= 1 and whole / (scale * shortest) > 0.5:
+    if whole >= 1 and whole / (scale * shortest) > 0.6:
         scale = whole / shortest
     return _Canvas(round(makespan * scale), scale, coloured)
 
 
-def _is_dense(rows: tuple[tuple[Box, ...], ...], canvas: _Canvas) -> bool:
+def _is_dense(rows: tuple[Row, ...], canvas: _Canvas) -> bool:
     lengths = [box.end - box.start for row in rows for box in row]
     return bool(lengths) and median(lengths) * canvas.scale < 1 - 1e-9
 
 
-def _row(row: tuple[Box, ...], canvas: _Canvas) -> Text:
+def _row(row: Row, canvas: _Canvas) -> Text:
     line, at = Text(), 0
     for box in row:
         start, end = max(at, canvas.column(box.start)), canvas.column(box.end)
@@ -119,7 +119,7 @@ def _style(part: Part) -> Style:
     return Style(color=look.ink if paler < 0.3 else "#1A1A1A", bgcolor=Color.from_rgb(*channels))
 
 
-def _dense_row(row: tuple[Box, ...], makespan: float, canvas: _Canvas) -> Text:
+def _dense_row(row: Row, makespan: float, canvas: _Canvas) -> Text:
     columns: list[dict[Kind, float]] = [{} for _ in range(canvas.columns)]
     spans = [(box.start, box.end, part.kind, 1 / len(box.parts)) for box in row for part in box.parts]
     spans += [(start, end, Kind.IDLE, 1.0) for start, end in idle_spans(row, makespan)]
