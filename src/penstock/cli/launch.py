@@ -22,6 +22,8 @@ LOOPBACK = "127.0.0.1"
 # Set for workers that we launched ourselves.
 _LAUNCHER_PID = "PENSTOCK_LAUNCHER_PID"
 _ENDED_WELL = "PENSTOCK_ENDED_WELL"
+# The store's counter of processes that have told the user of a mistake.
+_TOLD = "penstock/told"
 # Workers told to stop finish their step and save; only one that hangs is killed.
 _SAVE_LIMIT_S = 600
 
@@ -36,6 +38,11 @@ class Group:
     address: str
     port: int
     origin: str
+
+    @classmethod
+    def alone(cls) -> "Group":
+        """A run of one process, which meets nobody."""
+        return cls(rank=0, world_size=1, local_rank=0, address=LOOPBACK, port=0, origin="this process")
 
 
 def find_group(environ: Mapping[str, str]) -> Group | None:
@@ -72,8 +79,10 @@ def find_group(environ: Mapping[str, str]) -> Group | None:
 
 def join(group: Group, timeout_s: float) -> "Store":
     """Meet the other processes of the group at a store that all share."""
-    from torch.distributed import rendezvous
+    from torch.distributed import HashStore, rendezvous
 
+    if group.world_size == 1:
+        return HashStore()
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = group.address, str(group.port)
     meeting = rendezvous("env://", rank=group.rank, world_size=group.world_size, timeout=timedelta(seconds=timeout_s))
     store, _, _ = next(meeting)
@@ -91,7 +100,9 @@ def launch(arguments: Sequence[str], num_workers: int, num_threads: int) -> int:
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     # The workers tell what went wrong themselves, in a sentence; the agent would add pages.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
     os.environ.setdefault("OMP_NUM_THREADS", str(num_threads))
@@ -151,9 +162,17 @@ def agree(store: "Store", group: Group, key: str, ours: Mapping[str, Any]) -> li
     return [(rank, theirs) for rank, theirs in enumerate(told) if theirs != told[0]]
 
 
-def is_first_to_tell(store: "Store", message: str) -> bool:
-    """Whether no other process has told this message: all of them may find the same mistake."""
-    return store.add(f"penstock/told/{message}", 1) == 1
+def is_first_to_tell(store: "Store") -> bool:
+    """Whether no other process has told the user of a mistake yet: all of them may find the same one."""
+    return store.add(_TOLD, 1) == 1
+
+
+def is_told(store: "Store") -> bool:
+    """Whether some process has told the user of a mistake, so that other errors merely follow from its end."""
+    try:
+        return store.check([_TOLD])
+    except RuntimeError:  # the store went with the process that held it
+        return False
 
 
 def _explain(error: Any) -> int:

@@ -5,8 +5,6 @@ Each refusal is one sentence: the offending values, and what would be possible.
 
 import dataclasses
 import math
-import os
-from collections.abc import Callable
 
 from penstock import schedule
 from penstock.engine.config import RunConfig
@@ -38,7 +36,7 @@ def check(config: RunConfig) -> RunConfig:
     Raises:
         ConfigError: they can not; the message names the settings and what would be possible.
     """
-    for part in (_ranges, _model, _recompute, _batch, _stages, _schedule, _optimizer, _files):
+    for part in (_ranges, _model, _recompute, _batch, _stages, _schedule, _optimizer):
         part(config)
     return config
 
@@ -183,19 +181,6 @@ def _optimizer(config: RunConfig) -> None:
     for name, value in (("beta1", optimizer.beta1), ("beta2", optimizer.beta2)):
         if value >= 1:
             raise ConfigError(f"optimizer.{name} = {value} never forgets; give less than 1")
-
-
-def _files(config: RunConfig) -> None:
-    data = config.data
-    _must_exist("data.tokenizer", data.tokenizer, "bytes", os.path.isfile, "a Hugging Face tokenizer.json")
-    _must_exist("data.corpus", data.corpus, "stdlib", os.path.exists, "a file or folder of text")
-    if data.validation_corpus is not None:
-        _must_exist("data.validation_corpus", data.validation_corpus, "stdlib", os.path.exists, "a file or folder")
-
-
-def _must_exist(name: str, value: str, built_in: str, exists: Callable[[str], bool], kind: str) -> None:
-    if value != built_in and not exists(value):
-        raise ConfigError(f'{name} = {value!r} does not exist; give {kind}, or "{built_in}"')
 
 
 def _refuse_divisor(name: str, value: int, whole_name: str, whole: int) -> None:

@@ -1,0 +1,211 @@
+"""Settings: what a file and a command line can say, what is refused and how, and when two runs are the same."""
+
+import dataclasses
+import json
+import re
+import tomllib
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import pytest
+
+from penstock.cli.train_arguments import read_arguments
+from penstock.engine.config import RunConfig, differences
+from penstock.engine.config_check import check, check_vocabulary, check_world
+from penstock.engine.config_file import ConfigError, from_dict, read_config, setting_types, to_toml
+
+NAMES = list(setting_types())
+# A continued run may change these; docs and the class's docstring promise it.
+MAY_CHANGE = re.compile(r"output|(log|checkpoint|validation|schedule)\..*|train\.steps|parallel\.(?!dp).*")
+
+
+def another_value(annotation: Any, value: Any) -> Any:
+    """A value of the setting's type that differs from `value`."""
+    kinds = [kind for kind in (get_args(annotation) or [annotation]) if kind is not type(None)]
+    if get_origin(annotation) is Literal:
+        return next(choice for choice in kinds if choice != value)
+    if get_origin(annotation) is tuple or any(get_origin(kind) is tuple for kind in kinds):
+        return (1, 0)
+    if kinds[0] is bool:
+        return not value
+    if kinds[0] is str:
+        return f"{value or 'a'}-other"
+    return kinds[0]((value or 3) * 2)
+
+
+def with_setting(name: str, value: Any) -> RunConfig:
+    section, _, key = name.rpartition(".")
+    return from_dict({section: {key: value}} if section else {key: value})
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> Path:
+    path = tmp_path / "run.toml"
+    path.write_text('output = "somewhere"\n[train]\nsteps = 12\n')
+    return path
+
+
+def test_there_are_settings():
+    assert len(NAMES) > 40
+    assert set(NAMES) == set(RunConfig().flat())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_setting_goes_through_a_file_and_the_command_line(name: str, run_file: Path, tmp_path: Path):
+    value = another_value(setting_types()[name], RunConfig().flat()[name])
+    changed = with_setting(name, value)
+    assert changed.flat()[name] == value != RunConfig().flat()[name]
+    assert from_dict(tomllib.loads(to_toml(changed))) == changed
+    assert from_dict(json.loads(json.dumps(changed.to_dict()))) == changed
+    words = [str(item).lower() for item in (value if isinstance(value, tuple) else (value,))]
+    given = read_arguments([str(run_file), f"--{name}", *words]).config
+    assert given.flat()[name] == value
+    others = {key: item for key, item in given.flat().items() if key != name}
+    assert others == {key: item for key, item in read_config(run_file).flat().items() if key != name}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_misspelt_setting_names_the_right_one(name: str, run_file: Path):
+    section, _, key = name.rpartition(".")
+    wrong = f"{section}.{key}x" if section else f"{key}x"
+    told = f"the nearest one is (--)?{re.escape(name)}$"
+    with pytest.raises(ConfigError, match=told):
+        with_setting(wrong, 1)
+    with pytest.raises(ConfigError, match=told):
+        read_arguments([str(run_file), f"--{wrong}", "1"])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_value_of_a_wrong_type_is_refused_by_name(name: str, run_file: Path):
+    with pytest.raises(ConfigError, match=f"{re.escape(name)} takes "):
+        with_setting(name, {"a": 1} if name == "output" else [[]])
+    if setting_types()[name] is not str and str not in get_args(setting_types()[name]):
+        with pytest.raises(ConfigError, match=f"{re.escape(name)} takes .*, not 'abc'"):
+            read_arguments([str(run_file), f"--{name}", "abc"])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_digest_covers_what_decides_the_numbers(name: str):
+    changed = with_setting(name, another_value(setting_types()[name], RunConfig().flat()[name]))
+    # With a constant learning rate the length of a run decides nothing else.
+    constant = {"optimizer": {"decay": "constant"}}
+    if name == "train.steps":
+        assert from_dict({**constant, "train": {"steps": 7}}).digest() == from_dict(constant).digest()
+        assert changed.digest() != RunConfig().digest(), "the learning rate falls over all steps"
+        return
+    assert (changed.digest() == RunConfig().digest()) == bool(MAY_CHANGE.fullmatch(name))
+    told = differences(changed.identity(), RunConfig().identity())
+    assert len(told) == (0 if MAY_CHANGE.fullmatch(name) else 1)
+
+
+IMPOSSIBLE = {
+    "more stages than units": ({"parallel": {"pp": 11}}, "11 stages.*10 units.*at most 10"),
+    "more stages than units, two a rank": (
+        {"parallel": {"pp": 6}, "schedule": {"stages_per_rank": 2}},
+        "12 stages.*at most 10",
+    ),
+    "heads": ({"model": {"num_heads": 5}}, "num_heads = 5 does not divide .*128; possible are 1, 2, 4, 8"),
+    "kv heads": ({"model": {"num_kv_heads": 3}}, "num_kv_heads = 3 does not divide .*4; possible are 1, 2, 4$"),
+    "odd head": ({"model": {"head_dim": 15}}, "width of 15 is odd"),
+    "too long": ({"data": {"sequence_length": 4096}}, "4096 is longer than model.max_length = 2048"),
+    "uneven dp": ({"parallel": {"dp": 3}}, "8 can not be shared evenly by parallel.dp = 3; 6 or 9 can"),
+    "microbatches": ({"train": {"num_microbatches": 9}}, "9 is more than the 8 sequences.*at most 8"),
+    "microbatches of a dp rank": ({"parallel": {"dp": 2}}, "8 is more than the 4 sequences"),
+    "budget": ({"train": {"max_microbatch_tokens": 255}}, "255 is less than one sequence"),
+    "recompute": ({"train": {"recompute": [0, 4]}}, "layer 4, .* 0 to 3"),
+    "cut of a wrong length": ({"schedule": {"cut": [5, 5]}}, "1 stages.*2 stages 10 units"),
+    "cut that loses a unit": ({"parallel": {"pp": 2}, "schedule": {"cut": [5, 4]}}, "10 in all; it gives 2 stages 9"),
+    "cut with an empty stage": ({"parallel": {"pp": 2}, "schedule": {"cut": [10, 0]}}, "at least one unit each"),
+    "unknown schedule": ({"schedule": {"name": "1b1f"}}, "'1b1f' is none of .*1f1b"),
+    "no training schedule": ({"schedule": {"name": "inference"}}, "can not train"),
+    "no steps": ({"train": {"steps": 0}}, "steps = 0 is not possible"),
+    "negative": ({"checkpoint": {"every": -1}}, "every = -1 is negative; 0 or more"),
+    "not finite": ({"optimizer": {"learning_rate": float("nan")}}, "no finite number"),
+    "all warm-up": ({"optimizer": {"num_warmup_steps": 100}}, "leaves nothing of the 100 steps"),
+    "rising rate": ({"optimizer": {"final_learning_rate": 1.0}}, "the rate can only fall"),
+    "beta": ({"optimizer": {"beta2": 1.0}}, "beta2 = 1.0 never forgets"),
+    "share": ({"data": {"validation_share": 1.0}}, "leaves no text"),
+}
+
+
+@pytest.mark.parametrize("table, told", IMPOSSIBLE.values(), ids=IMPOSSIBLE)
+def test_an_impossible_combination_is_refused_in_one_sentence(table: dict[str, Any], told: str):
+    with pytest.raises(ConfigError, match=told) as caught:
+        check(from_dict(table))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2, 5, 8])
+@pytest.mark.parametrize("pp", [1, 2, 3, 10])
+@pytest.mark.parametrize("name", ["afab", "1f1b"])
+def test_possible_combinations_pass(name: str, pp: int, microbatches: int):
+    config = from_dict(
+        {"schedule": {"name": name}, "parallel": {"pp": pp}, "train": {"num_microbatches": microbatches}}
+    )
+    assert check(config) is config
+
+
+def test_the_world_must_fit_the_layout():
+    config = from_dict({"parallel": {"pp": 2, "dp": 3}})
+    check_world(config, 6, "torchrun")
+    with pytest.raises(ConfigError, match=r"torchrun has 4 processes.*pp = 2 x .*dp = 3 is 6.*dp = 2$"):
+        check_world(config, 4, "torchrun")
+    with pytest.raises(ConfigError, match="start 6 processes$"):
+        check_world(config, 7, "torchrun")
+
+
+def test_the_vocabulary_holds_the_tokenizer():
+    config = RunConfig()
+    assert check_vocabulary(config, 256).model.vocab_size == 256
+    wide = dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=300))
+    assert check_vocabulary(wide, 256) is wide
+    with pytest.raises(ConfigError, match="300 is too small .* tokens go to 399; set it to 400 or more"):
+        check_vocabulary(wide, 400)
+
+
+@pytest.mark.parametrize(
+    "words, told",
+    [
+        ([], "takes the path of a run's TOML file first"),
+        (["--train.steps", "3"], "takes the path of a run's TOML file first"),
+        (["no/such.toml"], "no/such.toml can not be read: No such file"),
+        (["FILE", "3"], "'3' stands after the run's file"),
+        (["FILE", "--dryrun"], "there is no --dryrun; the nearest one is --dry-run"),
+        (["FILE", "--steps", "3"], "there is no --steps; the nearest one is --train.steps"),
+        (["FILE", "--dry-run", "3"], "--dry-run is a switch and takes no value"),
+        (["FILE", "--resume", "--fresh"], "exclude each other"),
+        (["FILE", "--train.steps"], "train.steps takes an integer, not nothing"),
+        (["FILE", "--train.steps", "3", "4"], "train.steps takes an integer, not '3 4'"),
+    ],
+)
+def test_a_wrong_command_line_is_told_in_one_sentence(words: list[str], told: str, run_file: Path):
+    with pytest.raises(ConfigError, match=told) as caught:
+        read_arguments([str(run_file) if word == "FILE" else word for word in words])
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text, told",
+    [
+        ("[trian]\nsteps = 3", r"no section \[trian\]; the nearest one is \[train\]"),
+        ("train = 3", "train is a section"),
+        ("[train]\nsteps = true", "train.steps takes an integer, not true"),
+        ("[train]\nsteps = 3.5", "train.steps takes an integer, not 3.5"),
+        ("steps = 3", "no setting steps; the nearest one is train.steps"),
+        ("[model]\nlearning_rate = 3", "the nearest one is optimizer.learning_rate"),
+        ("[train\nsteps = 3", "is not TOML"),
+    ],
+)
+def test_a_wrong_file_is_told_by_its_path_in_one_sentence(text: str, told: str, tmp_path: Path):
+    path = tmp_path / "wrong.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=told) as caught:
+        read_config(path)
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_switches_are_read_beside_settings(run_file: Path):
+    arguments = read_arguments([str(run_file), "--dry-run", "--train.steps=3", "--json", "--schedule.cut", "1", "9"])
+    assert (arguments.switches.dry_run, arguments.switches.json, arguments.switches.resume) == (True, True, False)
+    assert (arguments.config.train.steps, arguments.config.schedule.cut) == (3, (1, 9))

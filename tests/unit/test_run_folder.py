@@ -1,0 +1,160 @@
+"""A run's folder and what it tells: whose it is, one writer at a time, metrics that continue where a run does."""
+
+import io
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.cli.launch import Group, find_group
+from penstock.cli.progress import Progress, StepFigures, duration
+from penstock.engine.config import RunConfig
+from penstock.engine.config_file import ConfigError, from_dict, read_config
+from penstock.engine.metrics import METRICS_FILE, MetricsLog, read_metrics
+from penstock.engine.run_folder import CONFIG_FILE, RunFolder, check_folder
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def configured(tmp_path: Path) -> Callable[..., RunConfig]:
+    def make(**train: Any) -> RunConfig:
+        return from_dict({"output": str(tmp_path / "run"), "train": train})
+
+    return make
+
+
+def test_a_folder_is_continued_by_the_same_run(configured: Callable[..., RunConfig]):
+    assert not check_folder(configured())
+    folder = RunFolder(configured())
+    assert not folder.continued
+    folder.close()
+    assert check_folder(configured())
+    folder = RunFolder(configured())
+    assert folder.continued
+    assert read_config(folder.path / CONFIG_FILE) == configured()
+    folder.close()
+
+
+def test_a_folder_of_another_run_is_refused_and_left_alone(configured: Callable[..., RunConfig], tmp_path: Path):
+    RunFolder(configured(seed=1)).close()
+    before = files_of(tmp_path)
+    assert before
+    for attempt in (check_folder, RunFolder):
+        with pytest.raises(ConfigError, match=r"holds another run: train.seed \(2 here, 1 there\); give another"):
+            attempt(configured(seed=2))
+    with pytest.raises(ConfigError, match="already holds a run; --fresh takes another"):
+        check_folder(configured(seed=1), fresh=True)
+    assert files_of(tmp_path) == before
+
+
+def test_a_folder_of_strangers_is_refused_and_left_alone(configured: Callable[..., RunConfig], tmp_path: Path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "thesis.tex").write_text("mine")
+    with pytest.raises(ConfigError, match=r"holds 'thesis.tex' and no run"):
+        RunFolder(configured())
+    assert files_of(tmp_path) == {"run/thesis.tex": b"mine"}
+    with pytest.raises(ConfigError, match="is a file; give a folder"):
+        RunFolder(from_dict({"output": str(tmp_path / "run" / "thesis.tex")}))
+
+
+def test_two_runs_do_not_write_at_once(configured: Callable[..., RunConfig]):
+    folder = RunFolder(configured())
+    with pytest.raises(ConfigError, match="is being written by another run"):
+        RunFolder(configured())
+    folder.close()
+    RunFolder(configured()).close()
+
+
+def test_metrics_continue_where_the_run_does(tmp_path: Path):
+    log = MetricsLog(tmp_path)
+    for step in range(1, 8):
+        log.write(step, {"loss": 1 / step, "grad_norm": math.nan})
+    log.close()
+    with (tmp_path / METRICS_FILE).open("a") as file:
+        file.write('{"step": 8, "lo')
+    assert [entry["step"] for entry in read_metrics(tmp_path / METRICS_FILE)] == list(range(1, 8))
+    log = MetricsLog(tmp_path, resumed_step=5)
+    log.write(6, {"loss": 0.25})
+    log.close()
+    entries = read_metrics(tmp_path / METRICS_FILE)
+    assert [entry["step"] for entry in entries] == [1, 2, 3, 4, 5, 6]
+    assert [entry["loss"] for entry in entries] == [1 / step for step in range(1, 6)] + [0.25]
+    assert entries[0]["grad_norm"] is None, "JSON has no NaN"
+
+
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "29500"}
+SLURM = {
+    "SLURM_PROCID": "5",
+    "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_LOCALID": "1",
+    "SLURM_JOB_ID": "123456",
+    "SLURM_STEP_NODELIST": "node[03-07,9],other",
+}
+
+
+@pytest.mark.parametrize(
+    "environ, expected",
+    [
+        ({}, None),
+        ({"SLURM_PROCID": "0", "SLURM_JOB_ID": "7"}, None),
+        (TORCHRUN, (3, 4, 1, "a", 29500)),
+        ({key: value for key, value in TORCHRUN.items() if key != "LOCAL_RANK"}, (3, 4, 0, "a", 29500)),
+        (SLURM, (5, 8, 1, "node03", 20000 + 123456 % 20000)),
+        (SLURM | {"SLURM_STEP_NODELIST": "solo"}, (5, 8, 1, "solo", 23456)),
+        (SLURM | {"SLURM_STEP_NODELIST": "gpu-a,gpu-b"}, (5, 8, 1, "gpu-a", 23456)),
+        (SLURM | {"SLURM_STEP_NODELIST": "n[1,4]-ib"}, (5, 8, 1, "n1-ib", 23456)),
+        (SLURM | {"MASTER_ADDR": "head", "MASTER_PORT": "9"}, (5, 8, 1, "head", 9)),
+        (SLURM | TORCHRUN, (3, 4, 1, "a", 29500)),
+    ],
+)
+def test_the_group_a_process_was_started_in_is_found(environ: dict[str, str], expected: tuple[Any, ...] | None):
+    group = find_group(environ)
+    found = group and (group.rank, group.world_size, group.local_rank, group.address, group.port)
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    "environ, told",
+    [
+        (TORCHRUN | {"RANK": "x"}, "RANK = 'x' is no number"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1"}, "not MASTER_ADDR"),
+        ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"}, "not SLURM_STEP_NODELIST"),
+    ],
+)
+def test_half_a_group_is_refused(environ: dict[str, str], told: str):
+    with pytest.raises(ValueError, match=told):
+        find_group(environ)
+
+
+def test_a_process_alone_meets_nobody():
+    assert Group.alone().world_size == 1
+
+
+def test_progress_in_a_file_tells_loss_speed_idle_time_and_time_left():
+    clock = iter([0.0, 1.0, 2.5, 2.6])
+    file = io.StringIO()
+    progress = Progress(4, first_step=0, file=file, clock=lambda: next(clock))
+    for step in range(1, 5):
+        progress.step(StepFigures(step, loss=2.5, num_tokens=1000, step_time_s=0.5, idle_share=0.125))
+    progress.validated(4, 1.25)
+    progress.note("saved")
+    progress.close()
+    assert file.getvalue().splitlines() == [
+        "step 1/4  loss 2.5000  2,000 tokens/s  idle 12.5%  0:02 left",
+        "step 3/4  loss 2.5000  2,000 tokens/s  idle 12.5%  0:00 left",
+        "step 4/4  loss 2.5000  2,000 tokens/s  idle 12.5%  0:00 left",
+        "step 4/4  validation loss 1.2500",
+        "saved",
+    ]
+
+
+@pytest.mark.parametrize(
+    "seconds, text", [(0, "0:00"), (5.4, "0:05"), (125, "2:05"), (3599.6, "1h00"), (11220, "3h07")]
+)
+def test_durations(seconds: float, text: str):
+    assert duration(seconds) == text
