@@ -1,0 +1,71 @@
+"""`make demo`: train the example on two processes, stop it half-way, resume it, and draw what happened.
+
+The run goes into a new folder under runs/, so that no earlier one is touched.
+"""
+
+import subprocess
+import sys
+import time
+import tomllib
+from itertools import count
+from pathlib import Path
+
+from penstock.engine.metrics import METRICS_FILE, read_metrics
+
+ROOT = Path(__file__).parents[1]
+EXAMPLE = Path("examples/tiny.toml")
+PENSTOCK = Path(sys.executable).with_name("penstock")
+
+
+def train(folder: Path) -> list[str]:
+    return [str(PENSTOCK), "train", str(EXAMPLE), "--output", str(folder)]
+
+
+def say(text: str) -> None:
+    print(f"\n\033[1m{text}\033[0m\n" if sys.stdout.isatty() else f"\n{text}\n", flush=True)
+
+
+def last_step(folder: Path) -> int:
+    """The last step that the run has told of; 0 before the first."""
+    return max((entry["step"] for entry in read_metrics(ROOT / folder / METRICS_FILE)), default=0)
+
+
+def run_until(folder: Path, step: int) -> int | None:
+    """Train until a step is told of, then ask the run to stop.
+
+    Returns: None once it has stopped, or its exit code if it ended before that step.
+    """
+    process = subprocess.Popen(train(folder), cwd=ROOT)
+    try:
+        while process.poll() is None:
+            if last_step(folder) >= step:
+                process.terminate()
+                process.wait()
+                return None
+            time.sleep(0.2)
+        return process.returncode
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            process.wait()
+
+
+def main() -> int:
+    half = tomllib.loads((ROOT / EXAMPLE).read_text())["train"]["steps"] // 2
+    names = ("demo" if number == 1 else f"demo-{number}" for number in count(1))
+    folder = next(Path("runs") / name for name in names if not (ROOT / "runs" / name).exists())
+    say(f"1. Train {EXAMPLE} into {folder}, and stop it after step {half}")
+    code = run_until(folder, half)
+    if code is not None:
+        print(f"the run ended with exit code {code} before it could be stopped", file=sys.stderr)
+        return code or 1
+    stopped_at = last_step(folder)
+    say(f"2. Stopped after step {stopped_at}. The same command resumes it from its newest checkpoint")
+    code = subprocess.run(train(folder), cwd=ROOT, check=False).returncode
+    if code == 0:
+        say(f"Look at {folder}/timeline.png: one step as it was measured, under the same step simulated")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
