@@ -1,0 +1,241 @@
+"""AdamW over flat buckets with one gradient norm for the whole model, equal bit for bit however the model is cut.
+
+Three things make it so. Elements are stepped by a fused kernel over flat tensors whose places are whole cache lines
+(see `penstock.parallel.gradients`). Norms are taken parameter by parameter, each over the same elements in the same
+order wherever it lies. And their squares are added without rounding on the way, so the order does not matter.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from penstock.engine.learning_rate import LearningRate, WeightDecay
+from penstock.engine.scaler import LossScaler
+from penstock.parallel.exchange import gather_json
+from penstock.parallel.gradients import Bucket, GradientBuckets
+
+# As in torch.nn.utils.clip_grad_norm_: keeps the quotient finite.
+_CLIP_EPS = 1e-6
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW's settings; norms and biases are never decayed.
+
+    betas: decay of the running mean of gradients and of their squares. clip_norm: gradients are scaled down to this
+    global norm; None leaves them alone.
+
+    Raises: ValueError for values out of range.
+
+    Source: arXiv 1711.05101, algorithm 2. Clipping: arXiv 1211.5063, section 3.2.
+    """
+
+    learning_rate: LearningRate = field(default_factory=LearningRate)
+    weight_decay: WeightDecay = field(default_factory=WeightDecay)
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    clip_norm: float | None = 1.0
+
+    def __post_init__(self) -> None:
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"both betas must lie in [0, 1), not {self.betas}")
+        if not (self.eps > 0 and math.isfinite(self.eps)):
+            raise ValueError(f"eps must be positive, not {self.eps}")
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise ValueError(f"clip_norm must be positive, or None for no clipping, not {self.clip_norm}")
+
+
+@dataclass(frozen=True)
+class Update:
+    """What one optimizer step did, the same on every rank.
+
+    grad_norm: of all parameters before clipping, without the loss scale; NaN where a gradient was not finite, and
+    then `success` is False and nothing has changed. learning_rate: of the last step that succeeded, this or an
+    earlier one.
+    """
+
+    success: bool
+    grad_norm: float
+    learning_rate: float
+    weight_decay: float
+
+
+class Optimizer:
+    """Steps the parameters of this rank's stages, from gradients that are reduced and whose ties are summed.
+
+    group: host-memory group of the pipeline, over which norms are gathered. ties: full names, copy -> owner; a copy
+    is stepped like any parameter but not counted in the norm. 16-bit parameters are rounded copies of fp32 masters
+    that lie here.
+
+    Raises: ValueError when two ranks, or two stages, hold a parameter of the same name.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[GradientBuckets],
+        config: OptimizerConfig,
+        group: dist.ProcessGroup | None = None,
+        ties: Mapping[str, str] | None = None,
+        scaler: LossScaler | None = None,
+    ) -> None:
+        self.config = config
+        self.scaler = scaler
+        self.num_steps = 0
+        self._num_updates = 0
+        self.learning_rate = config.learning_rate(0)
+        self._group = group
+        self._buckets: tuple[Bucket, ...] = tuple(bucket for stage in stages for bucket in stage.buckets)
+        self._masters = [_master(bucket) for bucket in self._buckets]
+        names, self._num_norms = _agree_on_names([n for stage in stages for n in stage.gradients], group)
+        counted = [name for name in names if name not in (ties or {})]
+        gradients = {name: view for stage in stages for name, view in stage.gradients.items()}
+        self._counted = [gradients[name] for name in counted]
+        self._adamw = self._make_adamw()
+
+    @property
+    def loss_scale(self) -> float:
+        """What the next step's loss is to be multiplied by; 1 without a scaler."""
+        return 1.0 if self.scaler is None else self.scaler.scale
+
+    @torch.no_grad()
+    def step(self, number: int | None = None) -> Update:
+        """Update all parameters, or none on any rank if a gradient is not finite on some rank.
+
+        `number` is the absolute number of this step, from 1; by default one more than that of the last call, also
+        if that one was skipped. Gradients are left clipped, and unscaled where they had to be touched.
+        """
+        self.num_steps = self.num_steps + 1 if number is None else number
+        norm = self._gradient_norm() / self.loss_scale
+        success = math.isfinite(norm)
+        weight_decay = self.config.weight_decay(self.num_steps)
+        if success:
+            self.learning_rate = self.config.learning_rate(self.num_steps)
+            self._scale_gradients(norm)
+            self._set_rates(weight_decay)
+            self._adamw.step()
+            self._num_updates += 1
+            self._publish_masters()
+        if self.scaler is not None:
+            self.scaler.update(success)
+        return Update(success, norm if success else math.nan, self.learning_rate, weight_decay)
+
+    def state(self) -> dict[str, Tensor]:
+        """Give the running means and masters of each local parameter as views, named ``optimizer.<kind>.<parameter>``.
+
+        To resume, copy into these views and call `load_progress`.
+        """
+        state: dict[str, Tensor] = {}
+        for bucket, master in zip(self._buckets, self._masters, strict=True):
+            flats = {kind: self._adamw.state[master][kind] for kind in ("exp_avg", "exp_avg_sq")}
+            if master is not bucket.parameters:
+                flats["master"] = master
+            for kind, flat in flats.items():
+                state |= {f"optimizer.{kind}.{name}": view for name, view in bucket.views(flat).items()}
+        return state
+
+    def progress(self) -> dict[str, Any]:
+        """Give the numbers a resumed run must know beside `state`, as JSON values."""
+        return {
+            "num_steps": self.num_steps,
+            "num_updates": self._num_updates,
+            "learning_rate": self.learning_rate,
+            "scaler": None if self.scaler is None else self.scaler.state(),
+        }
+
+    def load_progress(self, progress: Mapping[str, Any]) -> None:
+        """Go on from `progress`, and give 16-bit parameters their masters' values."""
+        self.num_steps = int(progress["num_steps"])
+        self.learning_rate = float(progress["learning_rate"])
+        self._num_updates = int(progress["num_updates"])
+        for master in self._masters:
+            self._adamw.state[master]["step"].fill_(self._num_updates)
+        if self.scaler is not None and progress["scaler"] is not None:
+            self.scaler.load_state(progress["scaler"])
+        self._publish_masters()
+
+    @torch.no_grad()
+    def renew_masters(self) -> None:
+        """Take the masters' values from the parameters, after these were set from elsewhere."""
+        for bucket, master in zip(self._buckets, self._masters, strict=True):
+            if master is not bucket.parameters:
+                master.copy_(bucket.parameters)
+
+    def _make_adamw(self) -> torch.optim.AdamW:
+        groups: list[dict[str, Any]] = [{"params": [], "decays": False}, {"params": [], "decays": True}]
+        for bucket, master in zip(self._buckets, self._masters, strict=True):
+            groups[bucket.decays]["params"].append(master)
+        adamw = torch.optim.AdamW(groups, betas=self.config.betas, eps=self.config.eps, fused=True)
+        for bucket, master in zip(self._buckets, self._masters, strict=True):
+            # torch makes these at the first step; here a resumed run finds them before it.
+            adamw.state[master] = {
+                "step": torch.zeros((), dtype=torch.float32, device=master.device),
+                "exp_avg": torch.zeros_like(master),
+                "exp_avg_sq": torch.zeros_like(master),
+            }
+            master.grad = bucket.gradients
+        return adamw
+
+    def _gradient_norm(self) -> float:
+        """The norm of all gradients as they are, loss scale included; not finite if any element on any rank is not."""
+        # In float64: a sum of squares in fp32 loses digits with the size of the parameter, 4 of 7 at 15 million.
+        norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in self._counted]
+        own = torch.zeros(self._num_norms, dtype=torch.float64)
+        if norms:
+            own[: len(norms)] = torch.stack(norms).cpu()
+        gathered = [own]
+        if self._group is not None:
+            gathered = [torch.empty_like(own) for _ in range(self._group.size())]
+            dist.all_gather(gathered, own, group=self._group)
+        values = torch.cat(gathered).tolist()
+        if not all(math.isfinite(value) for value in values):
+            return math.nan
+        # fsum is exact before its one rounding, so the order of parameters, which differs by layout, is of no account.
+        return math.sqrt(math.fsum(value * value for value in values))
+
+    def _scale_gradients(self, norm: float) -> None:
+        """Take the loss scale off and clip, in one pass or, with nothing to do, in none."""
+        factor = 1.0 / self.loss_scale
+        if self.config.clip_norm is not None:
+            factor *= min(1.0, self.config.clip_norm / (norm + _CLIP_EPS))
+        if factor != 1.0:
+            for bucket in self._buckets:
+                bucket.gradients.mul_(factor)
+
+    def _set_rates(self, weight_decay: float) -> None:
+        for group in self._adamw.param_groups:
+            group["lr"] = self.learning_rate
+            group["weight_decay"] = weight_decay if group["decays"] else 0.0
+
+    @torch.no_grad()
+    def _publish_masters(self) -> None:
+        for bucket, master in zip(self._buckets, self._masters, strict=True):
+            if master is not bucket.parameters:
+                bucket.parameters.copy_(master)
+
+
+def _master(bucket: Bucket) -> Tensor:
+    """The flat tensor that is stepped: the parameters themselves, or an fp32 copy of 16-bit ones."""
+    if bucket.parameters.dtype == bucket.gradients.dtype:
+        return bucket.parameters
+    return bucket.parameters.to(bucket.gradients.dtype)
+
+
+def _agree_on_names(names: Sequence[str], group: dist.ProcessGroup | None) -> tuple[list[str], int]:
+    """Give this rank's names in order, and the largest number of names on any rank.
+
+    Raises: ValueError on every rank when a name occurs twice.
+    """
+    by_rank = gather_json(sorted(names), group)
+    every = sorted(name for rank_names in by_rank for name in rank_names)
+    twice = [name for name, following in itertools.pairwise(every) if name == following]
+    if twice:
+        raise ValueError(f"parameter {twice[0]!r} is held twice; give the copies names of their own and tie them")
+    return sorted(names), max(len(rank_names) for rank_names in by_rank)

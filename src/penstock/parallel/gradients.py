@@ -1,0 +1,229 @@
+"""Flat storage of one stage's parameters and of their gradients, and the gradients' reduction over dp.
+
+Every parameter is a view of a bucket's flat tensor and so is its gradient, at the same offset. A place is padded to
+whole cache lines: a vectorised kernel that runs over a flat tensor then treats an element alike wherever its
+parameter lies, and weights do not depend on how the model was cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+CAP_BYTES = 25 * 2**20
+_LINE_BYTES = 64
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """Where one parameter lies in its bucket's flat tensors: the elements from `start` on, in its own shape."""
+
+    name: str
+    parameter: nn.Parameter
+    start: int
+
+    def view(self, flat: Tensor) -> Tensor:
+        """Give this parameter's part of a flat tensor of its bucket (parameters, gradients, optimizer state)."""
+        return flat[self.start : self.start + self.parameter.numel()].view(self.parameter.shape)
+
+
+@dataclass(frozen=True, eq=False)
+class Bucket:
+    """Parameters that are reduced by one collective and stepped by one kernel.
+
+    parameters: flat, in the parameters' type. gradients: flat and of the same length; fp32 for 16-bit parameters,
+    else the parameters' type. decays: whether weight decay applies, one answer for the whole bucket. The padding
+    between places is zero in both.
+    """
+
+    places: tuple[Place, ...]
+    parameters: Tensor
+    gradients: Tensor
+    decays: bool
+
+    def views(self, flat: Tensor) -> dict[str, Tensor]:
+        """Cut a flat tensor of this bucket's length into the parameters' parts, by name."""
+        return {place.name: place.view(flat) for place in self.places}
+
+
+class GradientBuckets:
+    """Owner of one stage's flat parameters and gradients; gradients accumulate in at least fp32 and are summed over dp.
+
+    `parameters` are (full name, parameter) pairs; those that require no gradient are left alone. From here on a
+    parameter's data is a view of flat storage with its values, and `parameter.main_grad` the view its gradient
+    accumulates in. For fp32 and fp64 parameters `parameter.grad` is that same view. For 16-bit ones each backward
+    adds into it and drops `parameter.grad`. A parameter that no backward reaches has the gradient zero.
+
+    Parameters fill buckets in the order given, up to `cap_bytes` of gradients each; a larger one has a bucket of its
+    own. One bucket never mixes types, devices, or parameters with weight decay and without (those of one dimension:
+    norms and biases).
+
+    A step is ``zero_(); backward passes; launch(); ...; wait()``. `zero_` also clears up after a step that failed
+    anywhere in between.
+
+    Raises: ValueError for a name or a parameter given twice.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[tuple[str, nn.Parameter]],
+        group: dist.ProcessGroup | None = None,
+        cap_bytes: int = CAP_BYTES,
+    ) -> None:
+        _check_distinct(parameters)
+        self._group = group
+        self._pending: list[dist.Work] = []
+        trained = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
+        self.buckets: tuple[Bucket, ...] = tuple(_make_bucket(members) for members in _fill(trained, cap_bytes))
+        self._gradients = {
+            name: view for bucket in self.buckets for name, view in bucket.views(bucket.gradients).items()
+        }
+        self._hooks = []
+        for place in self._places():
+            view = self._gradients[place.name]
+            place.parameter.main_grad = view  # type: ignore[attr-defined]
+            hook = _add_and_drop if _is_16_bit(place.parameter) else _keep_in_view
+            self._hooks.append(place.parameter.register_post_accumulate_grad_hook(hook))
+        self.zero_()
+
+    @property
+    def gradients(self) -> Mapping[str, Tensor]:
+        """All gradients by full name, as views."""
+        return self._gradients
+
+    @property
+    def parameters(self) -> Mapping[str, nn.Parameter]:
+        """All parameters by full name."""
+        return {place.name: place.parameter for place in self._places()}
+
+    def gradient(self, name: str) -> Tensor:
+        """Give one parameter's gradient as a view: fp32, or fp64 for an fp64 parameter."""
+        return self._gradients[name]
+
+    def zero_(self) -> None:
+        """Set all gradients to zero, attach them again where someone took them off, and forget an unfinished step."""
+        # A reduction that was launched before a failure may still write into the buckets.
+        self.wait()
+        for bucket in self.buckets:
+            bucket.gradients.zero_()
+        for place in self._places():
+            place.parameter.grad = None if _is_16_bit(place.parameter) else self._gradients[place.name]
+
+    def launch(self) -> None:
+        """Start summing every bucket over the group, in one fixed order; no backward may follow before `wait`."""
+        assert not self._pending, "launched twice without a wait"
+        if self._group is None:
+            return
+        for bucket in self.buckets:
+            work = dist.all_reduce(bucket.gradients, group=self._group, async_op=True)
+            assert work is not None
+            self._pending.append(work)
+
+    def wait(self) -> None:
+        """Wait for what `launch` started (on a GPU: order the current stream after it)."""
+        pending, self._pending = self._pending, []
+        for work in pending:
+            work.wait()
+
+    def close(self) -> None:
+        """Take the hooks off the parameters, which keep their values and their storage."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _places(self) -> Iterator[Place]:
+        return (place for bucket in self.buckets for place in bucket.places)
+
+
+def sum_tied(ties: Mapping[str, str], gradients: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> None:
+    """Give both copies of every tied parameter the sum of their gradients, once.
+
+    ties: full name of the copy -> full name of the owner. gradients: this rank's, by full name, reduced over dp.
+    group: first and last rank of the pipeline, used for a tie of which this rank holds one copy alone. Called by
+    all ranks that hold a copy. With two summands the result is bitwise the same wherever the copies lie.
+    """
+    for copy, owner in sorted(ties.items()):
+        if copy in gradients and owner in gradients:
+            gradients[owner].add_(gradients[copy])
+            gradients[copy].copy_(gradients[owner])
+        elif copy in gradients or owner in gradients:
+            assert group is not None, f"{copy} and {owner} are tied, and no group joins the ranks that hold them"
+            dist.all_reduce(gradients[copy if copy in gradients else owner], group=group)
+
+
+def _check_distinct(parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
+    names: set[str] = set()
+    seen: dict[int, str] = {}
+    for name, parameter in parameters:
+        if name in names:
+            raise ValueError(f"two parameters of one stage bear the name {name!r}")
+        if id(parameter) in seen:
+            raise ValueError(f"{name!r} and {seen[id(parameter)]!r} are one parameter; give it once, or tie two copies")
+        names.add(name)
+        seen[id(parameter)] = name
+
+
+def _fill(parameters: Sequence[tuple[str, nn.Parameter]], cap_bytes: int) -> list[list[tuple[str, nn.Parameter]]]:
+    """Sort parameters into buckets, in order, one open bucket a kind at a time."""
+    filled: list[list[tuple[str, nn.Parameter]]] = []
+    open_bucket: dict[tuple[torch.dtype, torch.device, bool], tuple[list[tuple[str, nn.Parameter]], int]] = {}
+    for name, parameter in parameters:
+        kind = (parameter.dtype, parameter.device, _decays(parameter))
+        need_bytes = _padded_length(parameter) * _gradient_dtype(parameter).itemsize
+        members, held_bytes = open_bucket.get(kind, ([], cap_bytes))
+        if held_bytes + need_bytes > cap_bytes:
+            members, held_bytes = [], 0
+            filled.append(members)
+        members.append((name, parameter))
+        open_bucket[kind] = (members, held_bytes + need_bytes)
+    return filled
+
+
+def _make_bucket(members: Sequence[tuple[str, nn.Parameter]]) -> Bucket:
+    """Move parameters into new flat storage, values kept, and lay out their gradients beside it."""
+    _, first = members[0]
+    places, end = [], 0
+    for name, parameter in members:
+        places.append(Place(name, parameter, end))
+        end += _padded_length(parameter)
+    flat = torch.zeros(end, dtype=first.dtype, device=first.device)
+    gradients = torch.zeros(end, dtype=_gradient_dtype(first), device=first.device)
+    for place in places:
+        view = place.view(flat)
+        view.copy_(place.parameter.detach())
+        place.parameter.data = view
+    return Bucket(tuple(places), flat, gradients, _decays(first))
+
+
+def _padded_length(parameter: nn.Parameter) -> int:
+    # In elements of the parameter's own type, which is never wider than its gradient's.
+    line = _LINE_BYTES // parameter.element_size()
+    return -(-parameter.numel() // line) * line
+
+
+def _decays(parameter: nn.Parameter) -> bool:
+    return parameter.ndim >= 2
+
+
+def _is_16_bit(parameter: nn.Parameter) -> bool:
+    return parameter.element_size() == 2
+
+
+def _gradient_dtype(parameter: nn.Parameter) -> torch.dtype:
+    return torch.float32 if _is_16_bit(parameter) else parameter.dtype
+
+
+def _add_and_drop(parameter: Tensor) -> None:
+    parameter.main_grad.add_(parameter.grad)  # type: ignore[attr-defined]
+    parameter.grad = None
+
+
+def _keep_in_view(parameter: Tensor) -> None:
+    # Autograd has accumulated in place, unless someone took the view off: then what it left is a tensor of its own.
+    view = parameter.main_grad  # type: ignore[attr-defined]
+    if parameter.grad is not view:
+        view.add_(parameter.grad)
+        parameter.grad = view
