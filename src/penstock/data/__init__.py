@@ -1,0 +1,49 @@
+"""Batches of packed sequences, their split into microbatches, and corpora that give them."""
+
+from penstock.data.corpus import Corpus, CorpusSpec, load_corpus
+from penstock.data.errors import (
+    BatchError,
+    CorpusError,
+    ItemTooLong,
+    LoaderStateError,
+    PartitionError,
+    SplitError,
+    TooFewItems,
+)
+from penstock.data.loader import BatchSize, Loader, Shard, validation_batches
+from penstock.data.packed import NO_LABEL, Extent, PackedBatch
+from penstock.data.packing import DocumentPacking, PackingKind, WindowPacking, pack
+from penstock.data.reorder import merge, reorder
+from penstock.data.split import MicroBatchSpec, Split, SplitCounts, agree, count, split
+
+__all__ = [
+    "NO_LABEL",
+    "BatchError",
+    "BatchSize",
+    "Corpus",
+    "CorpusError",
+    "CorpusSpec",
+    "DocumentPacking",
+    "Extent",
+    "ItemTooLong",
+    "Loader",
+    "LoaderStateError",
+    "MicroBatchSpec",
+    "PackedBatch",
+    "PackingKind",
+    "PartitionError",
+    "Shard",
+    "Split",
+    "SplitCounts",
+    "SplitError",
+    "TooFewItems",
+    "WindowPacking",
+    "agree",
+    "count",
+    "load_corpus",
+    "merge",
+    "pack",
+    "reorder",
+    "split",
+    "validation_batches",
+]

@@ -1,0 +1,118 @@
+"""What a packed batch takes in: every check names the field at fault."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.data.errors import (
+    BatchError,
+    DtypeMismatch,
+    IdError,
+    KeyMismatch,
+    LengthError,
+    MetadataError,
+    PartitionError,
+    ShapeMismatch,
+)
+
+ItemId = int | str
+Lengths = tuple[tuple[int, ...], ...]
+
+
+def checked_ids(ids: Iterable[ItemId]) -> tuple[ItemId, ...]:
+    """The ids as a tuple; each an int or a string, none twice, at least one."""
+    result = tuple(ids)
+    if not result:
+        raise IdError("ids", "a batch needs at least one item")
+    for item_id in result:
+        if type(item_id) is not int and type(item_id) is not str:
+            raise IdError("ids", f"{item_id!r} is a {type(item_id).__name__}; ids are ints or strings")
+    if len(set(result)) != len(result):
+        seen: set[ItemId] = set()
+        repeated = next(i for i in result if i in seen or seen.add(i))
+        raise IdError("ids", f"{repeated!r} occurs more than once; ids must be unique")
+    return result
+
+
+def checked_lengths(key: str, lengths: Iterable[int | Iterable[int]], num_items: int) -> Lengths:
+    """Per item the lengths of its sequences; a bare int stands for an item of one sequence."""
+    field = f"lengths[{key!r}]"
+    result = tuple((item,) if isinstance(item, int) else tuple(item) for item in lengths)
+    if len(result) != num_items:
+        raise LengthError(field, f"{len(result)} items, but there are {num_items} ids")
+    for index, item in enumerate(result):
+        if not item:
+            raise LengthError(field, f"item {index} has no sequence; every item needs at least one")
+        for length in item:
+            if type(length) is not int:
+                raise LengthError(field, f"item {index} has length {length!r}, a {type(length).__name__}, not an int")
+            if length < 1:
+                raise LengthError(field, f"item {index} has length {length}; lengths are at least 1")
+    return result
+
+
+def checked_metadata(metadata: Mapping[str, Sequence[Any]], num_items: int) -> dict[str, tuple[Any, ...]]:
+    """Metadata as tuples, one value per item under each name."""
+    for name, values in metadata.items():
+        if not isinstance(values, (list, tuple)):
+            raise MetadataError(
+                f"metadata[{name!r}]", f"a {type(values).__name__}; expected a list with a value per item"
+            )
+        if len(values) != num_items:
+            raise MetadataError(f"metadata[{name!r}]", f"{len(values)} values, but there are {num_items} items")
+    return {name: tuple(values) for name, values in metadata.items()}
+
+
+def checked_trailing_shape(key: str, shape: Iterable[int]) -> tuple[int, ...]:
+    """A key's shape behind the packed dimension, as a tuple."""
+    result = tuple(shape)
+    if any(type(size) is not int or size < 0 for size in result):
+        raise ShapeMismatch(f"trailing_shapes[{key!r}]", f"{result} is not a shape")
+    return result
+
+
+def checked_dtype(key: str, dtype: Any) -> torch.dtype:
+    """A key's dtype."""
+    if not isinstance(dtype, torch.dtype):
+        raise DtypeMismatch(f"dtypes[{key!r}]", f"{dtype!r} is not a torch dtype")
+    return dtype
+
+
+def check_keys(expected: Iterable[str], found: Iterable[str], field: str) -> None:
+    """Raise unless `field` has exactly the keys of `lengths`."""
+    wanted, present = set(expected), set(found)
+    if wanted != present:
+        missing, surplus = sorted(wanted - present), sorted(present - wanted)
+        parts = [f"lacks {missing}"] * bool(missing) + [f"has {surplus} besides"] * bool(surplus)
+        raise KeyMismatch(field, f"{' and '.join(parts)}; its keys must be {sorted(wanted)}")
+
+
+def check_tensor(key: str, tensor: Any, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Raise unless `tensor` has the shape and dtype that the metadata promise."""
+    field = f"data[{key!r}]"
+    if not isinstance(tensor, Tensor):
+        raise BatchError(field, f"a {type(tensor).__name__}; expected a tensor")
+    if tuple(tensor.shape) != shape:
+        raise ShapeMismatch(field, f"shape {tuple(tensor.shape)}; lengths and trailing shape promise {shape}")
+    if tensor.dtype != dtype:
+        raise DtypeMismatch(field, f"dtype {tensor.dtype}; declared is {dtype}")
+
+
+def check_permutation(indices: Sequence[int], num_items: int) -> None:
+    """Raise unless `indices` has each of 0 ... num_items-1 once."""
+    if sorted(indices) != list(range(num_items)):
+        raise PartitionError(f"{list(indices)} is not a permutation of the {num_items} items")
+
+
+def as_sequences(key: str, item: Any) -> list[Tensor]:
+    """An item's sequences as tensors: the item is one sequence, or a list of sequences."""
+    nested = isinstance(item, (list, tuple)) and item and isinstance(item[0], (list, tuple, Tensor))
+    sequences = [s if isinstance(s, Tensor) else torch.tensor(s) for s in (item if nested else [item])]
+    for index, sequence in enumerate(sequences):
+        if sequence.dim() == 0:
+            raise ShapeMismatch(f"sequences[{key!r}]", f"{item!r} is a number; an item is a list of numbers")
+        if sequence.shape[0] == 0:
+            raise BatchError(f"sequences[{key!r}]", f"sequence {index} of an item is empty; lengths are at least 1")
+    return sequences

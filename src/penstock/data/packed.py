@@ -1,0 +1,414 @@
+"""A batch of packed sequences: items laid end to end without padding, and what every rank must know of them.
+
+Shape suffixes: T all tokens of a key end to end; a key's trailing shape follows it.
+"""
+
+import hashlib
+import json
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from enum import Enum
+from functools import cached_property
+from itertools import accumulate, chain
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from penstock.data.checks import (
+    ItemId,
+    Lengths,
+    as_sequences,
+    check_keys,
+    check_permutation,
+    check_tensor,
+    checked_dtype,
+    checked_ids,
+    checked_lengths,
+    checked_metadata,
+    checked_trailing_shape,
+)
+from penstock.data.errors import BatchError, DtypeMismatch, IdError, KeyMismatch, PartitionError, ShapeMismatch
+
+NO_LABEL = -100  # the default `ignore_index` of PyTorch's cross entropy
+
+
+class Extent(Enum):
+    """How many rows a key has, in terms of the tokens: for keys that are added to a batch."""
+
+    ITEM = "one row per item"
+    TOKEN = "one row per token"
+    TRANSITION = "one row per token but the first of each sequence"
+
+
+@dataclass(frozen=True, eq=False)
+class PackedBatch:
+    """Items of one or more sequences each, packed key by key; with its data, or as metadata alone.
+
+    Every rank of a pipeline holds the same metadata, so that shapes are never negotiated; only stages that read a key
+    need its data. A batch is never changed: each method gives another one, which may share tensors with this one.
+
+    ids: one per item, unique. lengths: key -> per item -> per sequence. data: key -> tensor [T, *trailing shape], or
+    None for metadata alone. metadata: name -> one value per item; it follows its item through every method.
+
+    Raises: a `BatchError` that names the field, if the parts contradict each other.
+    """
+
+    ids: tuple[ItemId, ...]
+    lengths: Mapping[str, Lengths]
+    dtypes: Mapping[str, torch.dtype]
+    trailing_shapes: Mapping[str, tuple[int, ...]]
+    data: Mapping[str, Tensor] | None
+    metadata: Mapping[str, tuple[Any, ...]]
+
+    def __post_init__(self) -> None:
+        ids = checked_ids(self.ids)
+        if not self.lengths:
+            raise KeyMismatch("lengths", "a batch needs at least one key")
+        lengths = {key: checked_lengths(key, value, len(ids)) for key, value in self.lengths.items()}
+        check_keys(lengths, self.dtypes, "dtypes")
+        check_keys(lengths, self.trailing_shapes, "trailing_shapes")
+        dtypes = {key: checked_dtype(key, self.dtypes[key]) for key in lengths}
+        shapes = {key: checked_trailing_shape(key, self.trailing_shapes[key]) for key in lengths}
+        metadata = checked_metadata(self.metadata, len(ids))
+        self.__dict__.update(ids=ids, lengths=lengths, dtypes=dtypes, trailing_shapes=shapes, metadata=metadata)
+        if self.data is not None:
+            check_keys(lengths, self.data, "data")
+            data = {key: self.data[key] for key in lengths}
+            for key, tensor in data.items():
+                check_tensor(key, tensor, (sum(self.item_lengths(key)), *shapes[key]), dtypes[key])
+            self.__dict__.update(data=data)
+
+    # ---- making one
+
+    @classmethod
+    def trusted(cls, **parts: Any) -> Self:
+        """A batch of fields that are known to agree, unchecked: for code that derives them from a checked batch."""
+        batch = object.__new__(cls)
+        batch.__dict__.update(parts)
+        return batch
+
+    @classmethod
+    def from_data(
+        cls,
+        data: Mapping[str, Tensor],
+        lengths: Mapping[str, Iterable[int | Iterable[int]]],
+        ids: Iterable[ItemId] | None = None,
+        metadata: Mapping[str, Sequence[Any]] | None = None,
+    ) -> Self:
+        """A batch of tensors that are packed already, dtypes and trailing shapes theirs; ids default to 0, 1, ..."""
+        check_keys(lengths, data, "data")
+        for key, tensor in data.items():
+            if not isinstance(tensor, Tensor) or tensor.dim() == 0:
+                raise ShapeMismatch(f"data[{key!r}]", "expected a tensor of at least one dimension")
+        listed: dict[str, Any] = {key: list(value) for key, value in lengths.items()}
+        num_items = len(next(iter(listed.values()), ()))
+        return cls(
+            ids=tuple(ids) if ids is not None else tuple(range(num_items)),
+            lengths=listed,
+            dtypes={key: tensor.dtype for key, tensor in data.items()},
+            trailing_shapes={key: tuple(tensor.shape[1:]) for key, tensor in data.items()},
+            data=data,
+            metadata=dict(metadata or {}),  # pyright: ignore[reportArgumentType]
+        )
+
+    @classmethod
+    def from_sequences(
+        cls,
+        sequences: Mapping[str, Sequence[Any]],
+        ids: Iterable[ItemId] | None = None,
+        metadata: Mapping[str, Sequence[Any]] | None = None,
+    ) -> Self:
+        """A batch from unpacked sequences: key -> per item a list of numbers or a tensor, or a list of such.
+
+        `from_sequences({"tokens": [[5, 6, 7], [8, 9]], "rewards": [[0.5], [1.0]]})` packs two items. Whole numbers
+        become int64, others float32.
+        """
+        data: dict[str, Tensor] = {}
+        lengths: dict[str, list[list[int]]] = {}
+        for key, items in sequences.items():
+            per_item = [as_sequences(key, item) for item in items]
+            flat = list(chain.from_iterable(per_item))
+            if not flat:
+                raise BatchError(f"sequences[{key!r}]", "has no item")
+            if len({(s.dtype, s.shape[1:]) for s in flat}) > 1:
+                raise DtypeMismatch(f"sequences[{key!r}]", "the sequences differ in dtype or trailing shape")
+            lengths[key] = [[s.shape[0] for s in item] for item in per_item]
+            data[key] = torch.cat(flat)
+        return cls.from_data(data, lengths, ids, metadata)
+
+    @classmethod
+    def from_documents(
+        cls,
+        documents: Sequence[Any],
+        ids: Iterable[ItemId] | None = None,
+        metadata: Mapping[str, Sequence[Any]] | None = None,
+    ) -> "PackedBatch":
+        """A batch to train on: the documents' token ids under "tokens", and the next token of each under "labels".
+
+        The last token of a sequence has no next one: its label is `NO_LABEL`.
+        """
+        batch = cls.from_sequences({"tokens": documents}, ids, metadata)
+        labels_T = torch.roll(batch["tokens"], -1)
+        ends = torch.tensor(list(accumulate(batch.sequence_lengths("tokens"))), device=labels_T.device) - 1
+        labels_T[ends] = NO_LABEL
+        return batch.with_key("labels", labels_T)
+
+    # ---- asking
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The names of the packed tensors."""
+        return tuple(self.lengths)
+
+    @property
+    def num_items(self) -> int:
+        """The number of items: what a split never cuts."""
+        return len(self.ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """The total length of the main key."""
+        return sum(self.item_lengths(self.main_key))
+
+    @cached_property
+    def main_key(self) -> str:
+        """The key with the largest total length, which measures load; of equals "tokens", else the first by name."""
+        return min(self.lengths, key=lambda key: (-sum(self.item_lengths(key)), key != "tokens", key))
+
+    def sequence_lengths(self, key: str = "tokens") -> tuple[int, ...]:
+        """The length of every sequence of every item, in order: what attention must keep apart."""
+        return tuple(chain.from_iterable(self._lengths_of(key)))
+
+    def item_lengths(self, key: str = "tokens") -> tuple[int, ...]:
+        """The length of every item: the sum over its sequences."""
+        if key not in self._totals:
+            self._totals[key] = tuple(map(sum, self._lengths_of(key)))
+        return self._totals[key]
+
+    @cached_property
+    def _totals(self) -> dict[str, tuple[int, ...]]:
+        return {}
+
+    def __getitem__(self, key: str) -> Tensor:
+        self._lengths_of(key)
+        if self.data is None:
+            raise BatchError(f"data[{key!r}]", "this batch holds metadata alone")
+        return self.data[key]
+
+    def __contains__(self, key: str) -> bool:
+        return key in self.lengths
+
+    def __repr__(self) -> str:
+        held = "metadata alone" if self.data is None else f"on {next(iter(self.data.values())).device}"
+        return f"PackedBatch({self.num_items} items, {self.num_tokens} tokens, keys {list(self.keys)}, {held})"
+
+    def digest(self) -> int:
+        """A hash (63 bits) of ids, keys and lengths, the same in every process; equal digests mean equal shapes."""
+        text = json.dumps([self.ids, sorted(self.lengths.items())], separators=(",", ":"))
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+
+    def _lengths_of(self, key: str) -> Lengths:
+        try:
+            return self.lengths[key]
+        except KeyError:
+            raise KeyMismatch("keys", f"no {key!r}; this batch has {sorted(self.lengths)}") from None
+
+    # ---- items: joining, cutting, ordering
+
+    @classmethod
+    def gather(cls, batches: Sequence["PackedBatch"], keys: Iterable[str] | None = None) -> "PackedBatch":
+        """The items of all batches in order; with the keys of the first one, unless `keys` says which.
+
+        Raises: `BatchError` if an id occurs twice, or keys, dtypes, trailing shapes or metadata names differ, or some
+        batches have data and some not.
+        """
+        if not batches:
+            raise IdError("ids", "nothing to gather")
+        first = batches[0].select(keys if keys is not None else batches[0].keys)
+        parts = [first, *(batch.select(first.keys) for batch in batches[1:])]
+        for part in parts[1:]:
+            check_keys(first.metadata, part.metadata, "metadata")
+            if part.dtypes != first.dtypes:
+                raise DtypeMismatch("dtypes", f"{dict(part.dtypes)} in one batch, {dict(first.dtypes)} in the first")
+            if part.trailing_shapes != first.trailing_shapes:
+                raise ShapeMismatch("trailing_shapes", "differ between the batches")
+            if (part.data is None) != (first.data is None):
+                raise BatchError("data", "some of the batches hold metadata alone")
+        return first._copy(
+            ids=checked_ids(chain.from_iterable(part.ids for part in parts)),
+            lengths={key: tuple(chain.from_iterable(part.lengths[key] for part in parts)) for key in first.keys},
+            data=None if first.data is None else {key: torch.cat([part[key] for part in parts]) for key in first.keys},
+            metadata={name: tuple(chain.from_iterable(p.metadata[name] for p in parts)) for name in first.metadata},
+        )
+
+    def unpack(self) -> tuple["PackedBatch", ...]:
+        """One batch per item."""
+        return self.split_with([1] * self.num_items)
+
+    def split_with(self, parts: Sequence[int] | Sequence[range]) -> tuple["PackedBatch", ...]:
+        """Contiguous parts, given by their numbers of items or as ranges of items; tensors are views of this one's.
+
+        Raises: `PartitionError` unless the parts are non-empty, in order, and cover every item once.
+        """
+        ranges, start = [], 0
+        for part in parts:
+            items = part if isinstance(part, range) else range(start, start + part)
+            if items.start != start or items.step != 1 or len(items) == 0:
+                raise PartitionError(
+                    f"{part} is no part of the items from {start} on; parts are non-empty and adjacent"
+                )
+            ranges.append(items)
+            start = items.stop
+        if start != self.num_items:
+            raise PartitionError(f"the parts {list(parts)} cover {start} items, but the batch has {self.num_items}")
+        pieces: dict[str, tuple[Tensor, ...]] = {}
+        for key in self.keys if self.data is not None else ():
+            totals = self.item_lengths(key)
+            pieces[key] = self[key].split([sum(totals[r.start : r.stop]) for r in ranges])
+        return tuple(
+            self._copy(
+                ids=self.ids[r.start : r.stop],
+                lengths=_per_table(self.lengths, lambda table, r=r: table[r.start : r.stop]),
+                data=None if self.data is None else {key: pieces[key][index] for key in self.keys},
+                metadata={name: values[r.start : r.stop] for name, values in self.metadata.items()},
+            )
+            for index, r in enumerate(ranges)
+        )
+
+    def reorder(self, indices: Sequence[int]) -> "PackedBatch":
+        """The items in another order: the new item i is the old item `indices[i]`.
+
+        Raises: `PartitionError` if `indices` is no permutation.
+        """
+        check_permutation(indices, self.num_items)
+        if list(indices) == list(range(self.num_items)):
+            return self
+        data: dict[str, Tensor] = {}
+        for key in self.keys if self.data is not None else ():
+            pieces = self[key].split(list(self.item_lengths(key)))
+            data[key] = torch.cat([pieces[i] for i in indices])
+        return self._copy(
+            ids=tuple(self.ids[i] for i in indices),
+            lengths=_per_table(self.lengths, lambda table: tuple(table[i] for i in indices)),
+            data=None if self.data is None else data,
+            metadata={name: tuple(values[i] for i in indices) for name, values in self.metadata.items()},
+        )
+
+    def shuffled(self, seed: int) -> "PackedBatch":
+        """The items in an order that depends on the seed and the number of items alone."""
+        indices = list(range(self.num_items))
+        random.Random(seed).shuffle(indices)
+        return self.reorder(indices)
+
+    # ---- keys
+
+    def select(self, keys: Iterable[str]) -> "PackedBatch":
+        """The same items with only these keys."""
+        kept = tuple(keys)
+        if not kept:
+            raise KeyMismatch("keys", "a batch needs at least one key")
+        return self._copy(
+            lengths={key: self._lengths_of(key) for key in kept},
+            dtypes={key: self.dtypes[key] for key in kept},
+            trailing_shapes={key: self.trailing_shapes[key] for key in kept},
+            data=None if self.data is None else {key: self.data[key] for key in kept},
+        )
+
+    def remap(self, names: Mapping[str, str]) -> "PackedBatch":
+        """The same items with keys renamed, old name -> new name; other keys stay."""
+        for old in names:
+            self._lengths_of(old)
+        new = [names.get(key, key) for key in self.keys]
+        if len(set(new)) != len(new):
+            raise KeyMismatch("keys", f"renaming {dict(names)} would give two keys the same name")
+        renamed = dict(zip(self.keys, new, strict=True))
+        return self._copy(
+            lengths={renamed[key]: value for key, value in self.lengths.items()},
+            dtypes={renamed[key]: value for key, value in self.dtypes.items()},
+            trailing_shapes={renamed[key]: value for key, value in self.trailing_shapes.items()},
+            data=None if self.data is None else {renamed[key]: value for key, value in self.data.items()},
+        )
+
+    def update(self, other: "PackedBatch") -> "PackedBatch":
+        """The same items with the other batch's keys and metadata added, or put in place of those of the same name.
+
+        Raises: `IdError` unless both have the same ids in the same order; `BatchError` if only one has data.
+        """
+        if self.ids != other.ids:
+            raise IdError("ids", "the batches do not hold the same items in the same order")
+        if (self.data is None) != (other.data is None):
+            raise BatchError("data", "one of the batches holds metadata alone")
+        return self._copy(
+            lengths={**self.lengths, **other.lengths},
+            dtypes={**self.dtypes, **other.dtypes},
+            trailing_shapes={**self.trailing_shapes, **other.trailing_shapes},
+            data=None if self.data is None or other.data is None else {**self.data, **other.data},
+            metadata={**self.metadata, **other.metadata},
+        )
+
+    def with_key(self, key: str, data: Tensor, extent: Extent = Extent.TOKEN) -> "PackedBatch":
+        """The batch with one more key, whose lengths follow from the main key's; others: `update` with their own."""
+        if key in self.lengths:
+            raise KeyMismatch("keys", f"{key!r} is there already")
+        main = self.lengths[self.main_key]
+        if extent is Extent.TOKEN:
+            lengths = main
+        elif extent is Extent.ITEM:
+            lengths = ((1,),) * self.num_items
+        else:
+            lengths = tuple(tuple(length - 1 for length in item) for item in main)
+        added = PackedBatch.from_data({key: data}, {key: lengths}, self.ids)
+        return self.update(added._copy(lengths={key: lengths}))
+
+    # ---- data and form
+
+    def without_data(self) -> "PackedBatch":
+        """The metadata alone: what a stage in the middle needs."""
+        return self._copy(data=None)
+
+    def with_data(self, data: Mapping[str, Tensor]) -> "PackedBatch":
+        """The same metadata with this data, checked against it."""
+        return PackedBatch(self.ids, self.lengths, self.dtypes, self.trailing_shapes, data, self.metadata)
+
+    def to(self, device: torch.device | str) -> "PackedBatch":
+        """The batch with its data on a device; copies towards an accelerator do not block."""
+        if self.data is None:
+            return self
+        non_blocking = torch.device(device).type != "cpu"
+        return self._copy(data={key: x.to(device, non_blocking=non_blocking) for key, x in self.data.items()})
+
+    def to_json(self) -> str:
+        """Everything but the data as JSON; metadata must consist of JSON values."""
+        dtypes = {key: str(dtype).removeprefix("torch.") for key, dtype in self.dtypes.items()}
+        spec = {"ids": self.ids, "lengths": self.lengths, "dtypes": dtypes}
+        return json.dumps({**spec, "trailing_shapes": self.trailing_shapes, "metadata": self.metadata})
+
+    @classmethod
+    def from_json(cls, text: str) -> "PackedBatch":
+        """The batch that `to_json` wrote, checked, as metadata alone.
+
+        Raises: `BatchError` naming the field that is missing or wrong.
+        """
+        try:
+            spec = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise BatchError("json", f"not JSON: {error}") from error
+        names = {field.name for field in fields(cls)} - {"data"}
+        check_keys(names, spec if isinstance(spec, dict) else (), "json")
+        dtypes = {key: getattr(torch, str(name), name) for key, name in spec["dtypes"].items()}
+        return cls(**{**spec, "dtypes": dtypes, "data": None})
+
+    def _copy(self, **changes: Any) -> "PackedBatch":
+        kept = {field.name: getattr(self, field.name) for field in fields(self)}
+        return PackedBatch.trusted(**{**kept, **changes})
+
+
+def _per_table(lengths: Mapping[str, Lengths], make: Callable[[Lengths], Lengths]) -> dict[str, Lengths]:
+    """Each key's table made anew; once for keys that share a table, as tokens and labels do."""
+    made: dict[int, Lengths] = {}
+    for table in lengths.values():
+        if id(table) not in made:
+            made[id(table)] = make(table)
+    return {key: made[id(table)] for key, table in lengths.items()}

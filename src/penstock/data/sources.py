@@ -1,0 +1,136 @@
+"""Where text comes from: the files of a corpus, and the documents in them, in an order that is the same everywhere."""
+
+import hashlib
+import json
+import os
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.data.errors import CorpusError
+
+BUILT_IN = "stdlib"
+TEXT_ENDINGS = frozenset({".txt", ".text", ".md", ".rst", ".py"})
+ROW_ENDINGS = {".jsonl": "json", ".ndjson": "json", ".parquet": "parquet"}  # with their builder's name in `datasets`
+KNOWN_ENDINGS = ", ".join(sorted(TEXT_ENDINGS | ROW_ENDINGS.keys()))
+# tests hold generated tables and broken encodings on purpose; packages differ from machine to machine
+SKIPPED_FOLDERS = frozenset({"__pycache__", "dist-packages", "idle_test", "site-packages", "test", "tests"})
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """One text; `name` is the file's path relative to the corpus, with the row's number where a file has rows."""
+
+    name: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """The files of one corpus in order. undecodable: "refuse" names a file that is not UTF-8, "skip" leaves it out."""
+
+    name: str
+    root: Path
+    files: tuple[Path, ...]
+    text_field: str
+    undecodable: str = "refuse"
+
+    def documents(self) -> Iterator[Document]:
+        """Every document that is not empty, in order.
+
+        Raises: `CorpusError` for text that is not UTF-8, rows without the text field, or files that cannot be read.
+        """
+        for file in self.files:
+            name = file.relative_to(self.root).as_posix()
+            if file.suffix in TEXT_ENDINGS:
+                text = self._text(file)
+                if text:
+                    yield Document(name, text)
+            else:
+                yield from self._rows(file, name)
+
+    def identity(self) -> str:
+        """A hash of what decides the documents, without reading them: names, sizes and times of the files."""
+        stats = [(file, file.stat()) for file in self.files]
+        listed = [(f.relative_to(self.root).as_posix(), s.st_size, s.st_mtime_ns) for f, s in stats]
+        text = json.dumps([str(self.root), listed, self.text_field])
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+    def _text(self, file: Path) -> str | None:
+        try:
+            return file.read_bytes().decode()
+        except UnicodeDecodeError as error:
+            if self.undecodable == "skip":
+                return None
+            raise CorpusError(f"{str(file)!r} is not UTF-8 (byte {error.start}); convert it to UTF-8") from error
+        except OSError as error:
+            raise CorpusError(f"cannot read {str(file)!r}: {error.strerror}") from error
+
+    def _rows(self, file: Path, name: str) -> Iterator[Document]:
+        import datasets
+
+        try:
+            # streaming reads the file in place: nothing is copied into a cache, and ranks do not wait for each other
+            kind = ROW_ENDINGS[file.suffix]
+            rows = datasets.load_dataset(kind, data_files=[str(file)], split="train", streaming=True)
+            for number, row in enumerate(rows):
+                text = row.get(self.text_field)
+                if not isinstance(text, str):
+                    raise CorpusError(
+                        f"row {number} of {str(file)!r} has no text in the field {self.text_field!r}; "
+                        f"its fields are {sorted(row)}"
+                    )
+                if text:
+                    yield Document(f"{name}:{number}", text)
+        except CorpusError:
+            raise
+        except Exception as error:  # the readers below `datasets` raise many unrelated types
+            reason = str(error.__cause__ or error).strip().splitlines() or [type(error).__name__]
+            raise CorpusError(f"cannot read {str(file)!r} as {ROW_ENDINGS[file.suffix]}: {reason[0]}") from error
+
+
+def find_source(source: str, text_field: str = "text") -> Source:
+    """The files of a corpus: the built-in one ("stdlib"), a file, a folder (searched through), or a pattern with *.
+
+    Files whose ending is not known are an error where they are named, and left out where they are found.
+
+    Raises: `CorpusError` if nothing is there or nothing there can be read.
+    """
+    if source == BUILT_IN:
+        root = Path(sysconfig.get_path("stdlib"))
+        files = tuple(path for path in _walk(root, SKIPPED_FOLDERS) if path.suffix == ".py")
+        if not files:
+            raise CorpusError("this Python comes without its library's source; give a corpus of your own")
+        return Source(BUILT_IN, root, files, text_field, undecodable="skip")
+    path = Path(source).expanduser()
+    if path.is_file():
+        if not _known(path):
+            raise CorpusError(f"{source!r} has the ending {path.suffix!r}; a corpus ends in one of {KNOWN_ENDINGS}")
+        return Source(source, path.parent, (path,), text_field)
+    if path.is_dir():
+        root, found = path, list(_walk(path))
+    elif any(character in source for character in "*?["):
+        parts = path.parts
+        fixed = next(index for index, part in enumerate(parts) if any(character in part for character in "*?["))
+        root = Path(*parts[:fixed])
+        found = sorted(match for match in root.glob(str(Path(*parts[fixed:]))) if match.is_file())
+    else:
+        raise CorpusError(f"there is no corpus at {source!r}; give 'stdlib', a file, a folder, or a pattern with *")
+    files = tuple(file for file in found if _known(file))
+    if not files:
+        raise CorpusError(f"no file of {source!r} ends in one of {KNOWN_ENDINGS}")
+    return Source(source, root, files, text_field)
+
+
+def _known(path: Path) -> bool:
+    return path.suffix in TEXT_ENDINGS or path.suffix in ROW_ENDINGS
+
+
+def _walk(root: Path, skipped: frozenset[str] = frozenset()) -> Iterator[Path]:
+    """The files under a folder in the order of their relative paths, which no file system decides."""
+    found = []
+    for folder, names, files in os.walk(root):
+        names[:] = [name for name in names if name not in skipped and not name.startswith(".")]
+        found.extend(Path(folder, file) for file in files if not file.startswith("."))
+    return iter(sorted(found, key=lambda path: path.relative_to(root).as_posix()))

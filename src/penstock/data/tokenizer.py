@@ -1,0 +1,96 @@
+"""Text to token ids: by bytes, or by any Hugging Face tokenizer file."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from penstock.data.errors import CorpusError
+
+
+class Tokenizer(Protocol):
+    """What a corpus needs of a tokenizer. `fingerprint` differs where any text would be tokenised differently."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def fingerprint(self) -> str: ...
+
+    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """The token ids of each text, an array per text."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ByteTokenizer:
+    """A token per byte of UTF-8; with an end token (256) after every document, if asked for."""
+
+    end_token: bool = False
+
+    @property
+    def vocab_size(self) -> int:
+        return 257 if self.end_token else 256
+
+    @property
+    def fingerprint(self) -> str:
+        return f"bytes-{self.vocab_size}"
+
+    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+        dtype, end = (np.uint16, [256]) if self.end_token else (np.uint8, [])
+        arrays = (np.frombuffer(text.encode(), dtype=np.uint8) for text in texts)
+        return [np.append(array.astype(dtype), np.array(end, dtype)) if end else array for array in arrays]
+
+
+@dataclass(frozen=True, slots=True)
+class FileTokenizer:
+    """A tokenizer read from a `tokenizer.json`; with an end token after every document, if one is named."""
+
+    tokenizer: Any
+    fingerprint: str
+    end_token_id: int | None
+    vocab_size: int
+
+    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+        end = [] if self.end_token_id is None else [self.end_token_id]
+        encodings = self.tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        return [np.array(encoding.ids + end, dtype=np.uint32) for encoding in encodings]
+
+
+def load_tokenizer(name: str, end_token: str | bool = False) -> Tokenizer:
+    """The tokenizer called "bytes", or that of a `tokenizer.json`, or of a folder that holds one.
+
+    end_token: the text of the token to put after every document (for bytes: True); False for none.
+
+    Raises: `CorpusError` if there is no such file, it is no tokenizer, or it lacks the end token.
+    """
+    if name == "bytes":
+        return ByteTokenizer(end_token=bool(end_token))
+    path = Path(name).expanduser()
+    path = path / "tokenizer.json" if path.is_dir() else path
+    if not path.is_file():
+        raise CorpusError(f"no tokenizer at {str(path)!r}; give 'bytes', a tokenizer.json, or a folder that holds one")
+    import tokenizers
+
+    content = path.read_bytes()
+    try:
+        tokenizer = tokenizers.Tokenizer.from_str(content.decode())
+    except Exception as error:  # the library raises bare Exceptions
+        raise CorpusError(f"{str(path)!r} is no Hugging Face tokenizer file: {error}") from error
+    # a saved tokenizer may cut or pad what it is given, and documents must come through whole
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    end_token_id = None
+    if end_token:
+        if end_token is True:
+            raise CorpusError(f"name the end token's text: {str(path)!r} does not say which of its tokens it is")
+        end_token_id = tokenizer.token_to_id(end_token)
+        if end_token_id is None:
+            raise CorpusError(f"the tokenizer {str(path)!r} has no token {end_token!r} to end documents with")
+    fingerprint = hashlib.blake2b(content + str(end_token_id).encode(), digest_size=16).hexdigest()
+    # the largest id decides, since added tokens may leave gaps
+    vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+    return FileTokenizer(tokenizer, fingerprint, end_token_id, vocab_size)
