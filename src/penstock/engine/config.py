@@ -13,7 +13,8 @@ from typing import Any, Literal
 Precision = Literal["fp32", "bf16", "bf16-autocast", "fp16"]
 Recompute = Literal["none", "full"] | tuple[int, ...]
 Normalization = Literal["global", "dp", "token_per_microbatch", "microbatch_mean"]
-Decay = Literal["constant", "linear", "cosine", "inverse_sqrt"]
+Decay = Literal["constant", "linear", "cosine", "inverse-sqrt"]
+Packing = Literal["window", "document"]
 Device = Literal["auto", "cpu", "cuda"]
 
 
@@ -56,19 +57,27 @@ class DataSection:
     """What is learned from."""
 
     corpus: str = "stdlib"
-    """"stdlib" (the source of Python's standard library), or a text, JSONL or Parquet file, or a folder of them."""
+    """"stdlib" (the source of Python's standard library), or a file, a folder, a pattern: text, JSONL or Parquet."""
     validation_corpus: str | None = None
-    """Where validation reads; left out, a share of the corpus's own files is held back."""
-    validation_share: float = 0.05
-    """That share."""
+    """Where validation reads; left out, a part of the corpus's own documents is held back."""
+    validation_fraction: float = 0.1
+    """That part; 0 for no validation."""
     tokenizer: str = "bytes"
-    """"bytes", or a Hugging Face tokenizer.json."""
-    text_key: str = "text"
+    """"bytes", or a Hugging Face tokenizer.json, or a folder that holds one."""
+    end_token: str | None = None
+    """The token put after every document, by its text (for bytes any text will do); left out, none."""
+    text_field: str = "text"
     """The column or key that holds the text in JSONL and Parquet."""
+    packing: Packing = "window"
+    """Items of a batch: windows of equal length over all documents, or a document each."""
+    cross_documents: bool = False
+    """Attention reaches over documents that share a window."""
     sequence_length: int = 256
-    """Tokens of one sequence."""
+    """Tokens of one window, and the most of one document."""
     num_sequences: int = 8
-    """Sequences of one step, over all data-parallel ranks."""
+    """Items of one step, over all data-parallel ranks."""
+    cache: str | None = "~/.cache/penstock"
+    """Where tokenised text is kept for other ranks and runs; None keeps it in memory."""
 
 
 @dataclass(frozen=True)
@@ -214,18 +223,16 @@ class RunConfig:
         return settings
 
     def identity(self) -> dict[str, Any]:
-        """The settings that decide the numbers of the run, under dotted names.
+        """The settings that decide the numbers of the run, under dotted names; equal ones continue each other.
 
-        Runs that agree here continue each other. How a run is cut, logged, saved or how long it lasts is left out:
-        pipeline ranks and schedules do not change a single bit.
+        How a run is cut, logged, saved or how long it lasts is left out: pipeline ranks and schedules do not change a
+        single bit. Nor, but for rounding, do data-parallel ranks and microbatches while the loss of a step is divided
+        by all its tokens.
         """
         settings = self.flat()
         settings["optimizer.num_decay_steps"] = self.num_decay_steps
-        for name in self.flat():
-            section = name.partition(".")[0]
-            if name in _NOT_IDENTITY or section in _NOT_IDENTITY:
-                del settings[name]
-        return settings
+        free = _FREE if self.train.normalize == "global" else _FREE - _FREE_IF_GLOBAL
+        return {name: value for name, value in settings.items() if not free & {name, name.partition(".")[0]}}
 
     def digest(self) -> str:
         """Sixteen hex digits over `identity`."""
@@ -253,21 +260,21 @@ class RunConfig:
         return (self.optimizer.num_decay_steps or self.train.steps) if moves else None
 
 
-# Settings (or whole sections) that a continued run may change.
-_NOT_IDENTITY = frozenset(
-    {
-        "output",
-        "log",
-        "checkpoint",
-        "validation",
-        "schedule",
-        "train.steps",
-        "parallel.pp",
-        "parallel.device",
-        "parallel.num_threads",
-        "parallel.timeout_s",
-    }
-)
+# Settings, or whole sections, that a continued run may change.
+_FREE_IF_GLOBAL = frozenset({"parallel.dp", "train.num_microbatches", "train.max_microbatch_tokens"})
+_FREE = _FREE_IF_GLOBAL | {
+    "output",
+    "log",
+    "checkpoint",
+    "validation",
+    "schedule",
+    "train.steps",
+    "data.cache",
+    "parallel.pp",
+    "parallel.device",
+    "parallel.num_threads",
+    "parallel.timeout_s",
+}
 
 
 def differences(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:

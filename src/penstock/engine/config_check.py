@@ -3,7 +3,6 @@
 Each refusal is one sentence: the offending values, and what would be possible.
 """
 
-import dataclasses
 import math
 
 from penstock import schedule
@@ -13,9 +12,8 @@ from penstock.engine.config_file import ConfigError
 _NOT_NEGATIVE = frozenset(
     {
         "train.seed",
-        "data.validation_share",
+        "data.validation_fraction",
         "optimizer.num_warmup_steps",
-        "optimizer.learning_rate",
         "optimizer.final_learning_rate",
         "optimizer.beta1",
         "optimizer.beta2",
@@ -55,19 +53,6 @@ def check_world(config: RunConfig, world_size: int, origin: str) -> None:
     )
 
 
-def check_vocabulary(config: RunConfig, tokenizer_size: int) -> RunConfig:
-    """Return `config` with its vocabulary filled in; refuse one that lacks tokens of the tokenizer."""
-    ours = config.model.vocab_size
-    if ours is None:
-        return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=tokenizer_size))
-    if ours < tokenizer_size:
-        raise ConfigError(
-            f"model.vocab_size = {ours} is too small for data.tokenizer = {config.data.tokenizer!r}, whose tokens go "
-            f"to {tokenizer_size - 1}; set it to {tokenizer_size} or more, or leave it out"
-        )
-    return config
-
-
 def _ranges(config: RunConfig) -> None:
     """Every number is positive (or at least not negative), and finite."""
     for name, value in config.flat().items():
@@ -80,8 +65,10 @@ def _ranges(config: RunConfig) -> None:
                 raise ConfigError(f"{name} = {value} is negative; 0 or more is possible")
         elif value <= 0:
             raise ConfigError(f"{name} = {value} is not possible; it must be more than 0")
-    if config.data.validation_share >= 1:
-        raise ConfigError(f"data.validation_share = {config.data.validation_share} leaves no text; give less than 1")
+    if config.data.validation_fraction >= 1:
+        raise ConfigError(
+            f"data.validation_fraction = {config.data.validation_fraction} leaves no text; give less than 1"
+        )
 
 
 def _model(config: RunConfig) -> None:
