@@ -1,1 +1,64 @@
-"""Schedules of a pipeline as data: built, lowered, proved, simulated and written without PyTorch."""
+"""Schedules of a pipeline as plain data: built, lowered to programs, proved, simulated and written, without PyTorch.
+
+s = build("1f1b", ranks=4, microbatches=8)
+p = lower(s)
+verify(p)
+simulate(p, Costs(forward=1.0, backward_input=1.0, backward_weight=1.0)).bubble_rate
+"""
+
+from penstock.schedule.actions import (
+    Action,
+    Op,
+    Pair,
+    Placement,
+    PlacementKind,
+    Program,
+    Schedule,
+    ScheduleError,
+    Step,
+    flatten,
+    parts,
+)
+from penstock.schedule.builders import build, describe, names, options
+from penstock.schedule.lower import lower
+from penstock.schedule.partition import check_cut, partition
+from penstock.schedule.rules import Channel, Rule, Rules, partner
+from penstock.schedule.simulate import Costs, simulate
+from penstock.schedule.text import from_csv, from_text, to_csv, to_text
+from penstock.schedule.timeline import Event, Timeline
+from penstock.schedule.verify import Proof, verify
+
+__all__ = [
+    "Action",
+    "Channel",
+    "Costs",
+    "Event",
+    "Op",
+    "Pair",
+    "Placement",
+    "PlacementKind",
+    "Program",
+    "Proof",
+    "Rule",
+    "Rules",
+    "Schedule",
+    "ScheduleError",
+    "Step",
+    "Timeline",
+    "build",
+    "check_cut",
+    "describe",
+    "flatten",
+    "from_csv",
+    "from_text",
+    "lower",
+    "names",
+    "options",
+    "partition",
+    "partner",
+    "parts",
+    "simulate",
+    "to_csv",
+    "to_text",
+    "verify",
+]

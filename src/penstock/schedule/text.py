@@ -1,0 +1,247 @@
+"""Schedules and programs as text: Penstock's own, which keeps everything, and torch's CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Sequence
+from typing import TypeAlias
+
+from penstock.schedule.actions import (
+    COMPUTE,
+    RECEIVES,
+    SENDS,
+    Action,
+    Op,
+    Pair,
+    Placement,
+    PlacementKind,
+    Program,
+    Schedule,
+    ScheduleError,
+    Step,
+    flatten,
+    parts,
+)
+
+Plan: TypeAlias = Schedule | Program
+
+_SCHEDULE, _PROGRAM = "penstock schedule 1", "penstock program 1"
+_FIELDS = ("name", "placement", "ranks", "stages_per_rank", "microbatches", "training", "live_bound")
+_ACTION = re.compile(r"(\d{1,9})(F|B|I|W|SEND_F|RECV_F|SEND_B|RECV_B|REDUCE_GRAD|UNSHARD|RESHARD)(\d{0,9})")
+_PAIR = re.compile(r"\(([^();]*);([^();]*)\)OVERLAP_F_B")
+_RULE = "an action is <stage><op><microbatch>, as in 0F3 or 1SEND_F0, a pair (0F7;7B3)OVERLAP_F_B"
+
+
+def to_text(plan: Plan) -> str:
+    """A schedule or program as text that `from_text` reads back as an equal one."""
+    schedule = plan.schedule if isinstance(plan, Program) else plan
+    placement, bound = schedule.placement, schedule.live_bound
+    fields = {
+        "name": schedule.name,
+        "placement": placement.kind.value,
+        "ranks": placement.num_ranks,
+        "stages_per_rank": placement.stages_per_rank,
+        "microbatches": schedule.num_microbatches,
+        "training": "yes" if schedule.training else "no",
+        "live_bound": "none" if bound is None else " ".join(map(str, bound)),
+    }
+    lines = [_PROGRAM if isinstance(plan, Program) else _SCHEDULE]
+    lines += [f"{key}: {value}" for key, value in fields.items()]
+    lines += [f"rank {rank}: {' '.join(map(str, row))}" for rank, row in enumerate(_rows(plan))]
+    return "\n".join(lines) + "\n"
+
+
+def from_text(text: str) -> Plan:
+    """The schedule or program that `to_text` wrote; it is not proved.
+
+    Raises: ScheduleError naming line, word and rule.
+    """
+    header, *lines = text.splitlines() or [""]
+    if header not in (_SCHEDULE, _PROGRAM):
+        raise ScheduleError(f"line 1: expected {_SCHEDULE!r} or {_PROGRAM!r}, got {header!r}")
+    fields: dict[str, str] = {}
+    rows: list[tuple[Step, ...]] = []
+    for number, line in enumerate(lines, start=2):
+        key, _, value = line.partition(":")
+        if key == f"rank {len(rows)}":
+            rows.append(tuple(_steps(value.split(), f"line {number}, word {{place}}").values()))
+        elif key in _FIELDS and key not in fields:
+            fields[key] = value.strip()
+        else:
+            wanted = [*(field for field in _FIELDS if field not in fields), f"rank {len(rows)}"]
+            raise ScheduleError(f"line {number}: expected one of {', '.join(wanted)} and a colon, got {line!r}")
+    if missing := [field for field in _FIELDS if field not in fields]:
+        raise ScheduleError(f"the line {missing[0]!r} is missing")
+    return _plan(header == _PROGRAM, fields, rows)
+
+
+def _plan(with_transfers: bool, fields: dict[str, str], rows: list[tuple[Step, ...]]) -> Plan:
+    """Put together what the lines of a text say."""
+    try:
+        kind = PlacementKind(fields["placement"])
+        placement = Placement(kind, int(fields["ranks"]), int(fields["stages_per_rank"]))
+        bound = None if fields["live_bound"] == "none" else tuple(map(int, fields["live_bound"].split()))
+        training = {"yes": True, "no": False}.get(fields["training"])
+        if training is None:
+            raise ScheduleError(f"training is yes or no, not {fields['training']!r}")
+        num_microbatches = int(fields["microbatches"])
+        _check_size(placement.num_stages, num_microbatches, rows)
+        orders = tuple(_compute_only(row) for row in rows) if with_transfers else tuple(rows)
+        schedule = Schedule(fields["name"], placement, num_microbatches, orders, bound, training)
+        return Program(schedule, tuple(rows)) if with_transfers else schedule
+    except ScheduleError:
+        raise
+    except ValueError as error:
+        raise ScheduleError(f"the head of the file is wrong: {error}") from None
+
+
+def to_csv(plan: Plan) -> str:
+    """A schedule (compute only) or program (with transfers) in the format of torch.distributed.pipelining.
+
+    A row is a rank, a cell an action. The optimizer step is not written, for torch takes it outside its schedules.
+
+    Raises: ValueError for two copies of the model, which torch's format does not know.
+    """
+    placement = plan.placement
+    if placement.num_routes > 1:
+        raise ValueError(f"torch's CSV has one copy of the model, a {placement.kind.value} placement has two")
+    rows = ([str(step) for step in row if not (isinstance(step, Action) and step.op is Op.STEP)] for row in _rows(plan))
+    return "".join(",".join(row) + "\n" for row in rows)
+
+
+def from_csv(text: str, *, name: str = "imported", with_transfers: bool | None = None) -> Plan:
+    """The schedule or program in a CSV of torch.distributed.pipelining; it is not proved.
+
+    A file with transfers is read as a program, one without as a schedule, and its reductions are left out, because
+    lowering places them; `with_transfers` says which it has to be. Ranks, stages, microbatches and placement follow
+    from the cells. Empty cells (idle in torch) and UNSHARD and RESHARD (which do not bear on the order) are skipped; a
+    training program gets the optimizer step at each rank's end, if it has none.
+
+    Raises: ScheduleError naming row, cell and rule.
+    """
+    try:
+        cells = list(csv.reader(io.StringIO(text.removeprefix("\ufeff"))))
+    except csv.Error as error:
+        raise ScheduleError(f"this is no CSV: {error}") from None
+    if not cells:
+        raise ScheduleError("the file is empty: it needs a row for each rank")
+    found = [_steps(words, f"row {row}, cell {{place}}") for row, words in enumerate(cells, start=1)]
+    rows = [tuple(steps.values()) for steps in found]
+    placement, num_microbatches = _infer(found)
+    ops = {action.op for row in rows for action in flatten(row)}
+    training = bool(ops & {Op.B, Op.I, Op.W})
+    has_transfers = bool(ops & (SENDS | RECEIVES))
+    if has_transfers and with_transfers is False:
+        raise ScheduleError("the file has transfers, where compute actions alone were asked for")
+    schedule = Schedule(name, placement, num_microbatches, tuple(map(_compute_only, rows)), training=training)
+    if not (with_transfers or has_transfers):
+        return schedule
+    step = Action(Op.STEP)
+    return Program(schedule, tuple(row + (step,) if training and step not in row else row for row in rows))
+
+
+def _rows(plan: Plan) -> tuple[tuple[Step, ...], ...]:
+    return plan.ranks if isinstance(plan, Program) else plan.orders
+
+
+def _compute_only(row: tuple[Step, ...]) -> tuple[Step, ...]:
+    return tuple(step for step in row if isinstance(step, Pair) or step.op in COMPUTE)
+
+
+def _steps(words: list[str], where: str) -> dict[int, Step]:
+    """The steps that words name, by their place counted from 1."""
+    steps: dict[int, Step] = {}
+    for place, word in enumerate(words, start=1):
+        try:
+            step = _parse(word.strip()) if word.strip() else None
+        except ScheduleError as error:
+            raise ScheduleError(f"{where.format(place=place)}: {error}") from None
+        if step is not None:
+            steps[place] = step
+    return steps
+
+
+def _infer(rows: list[dict[int, Step]]) -> tuple[Placement, int]:
+    """The placement and number of microbatches that a CSV's cells imply.
+
+    Raises: ScheduleError where a cell repeats another, or stages or microbatches are numbered with gaps.
+    """
+    homes: dict[int, int] = {}
+    last_microbatch, last_cell = -1, ""
+    microbatches: set[int] = set()
+    for rank, row in enumerate(rows):
+        seen: dict[Action, int] = {}
+        if not row:
+            raise ScheduleError(f"row {rank + 1} is empty: each row is a rank, and each rank has actions")
+        for place, action in ((place, action) for place, step in row.items() for action in parts(step)):
+            here = f"row {rank + 1}, cell {place}: {action}"
+            if action in seen:
+                raise ScheduleError(f"{here} repeats cell {seen[action]}, each action comes once")
+            seen[action] = place
+            if action.op is not Op.STEP and homes.setdefault(action.stage, rank) != rank:
+                raise ScheduleError(f"{here} is on stage {action.stage} of row {homes[action.stage] + 1}")
+            microbatches.add(action.microbatch)
+            if action.microbatch > last_microbatch:
+                last_microbatch, last_cell = action.microbatch, here
+    for number in range(len(microbatches - {-1})):
+        if number not in microbatches:
+            raise ScheduleError(f"{last_cell} has a number too high: no action has microbatch {number}")
+    return _infer_placement(homes, len(rows)), last_microbatch + 1
+
+
+def _infer_placement(homes: dict[int, int], num_ranks: int) -> Placement:
+    num_stages = len(homes)
+    for stage in range(num_stages):
+        if stage not in homes:
+            raise ScheduleError(f"row {homes[max(homes)] + 1} has stage {max(homes)}, but no row has stage {stage}")
+    if num_stages % num_ranks:
+        raise ScheduleError(f"{num_stages} stages cannot be dealt evenly to {num_ranks} rows")
+    strayed = {}
+    for kind in (PlacementKind.LOOP, PlacementKind.V):
+        placement = Placement(kind, num_ranks, num_stages // num_ranks)
+        wrong = [stage for stage in range(num_stages) if placement.rank_of(stage) != homes[stage]]
+        if not wrong:
+            return placement
+        strayed[kind] = wrong[0]
+    reasons = (
+        f"in a {kind.value} placement stage {stage} is not in row {homes[stage] + 1}" for kind, stage in strayed.items()
+    )
+    raise ScheduleError(f"the stages are dealt to the rows in no known way: {', and '.join(reasons)}")
+
+
+def _check_size(num_stages: int, num_microbatches: int, rows: Sequence[Sequence[Step]]) -> None:
+    """Refuse numbers that a file of this size cannot mean, before memory is set aside for them."""
+    num_actions = sum(len(parts(step)) for row in rows for step in row)
+    if num_stages * num_microbatches > 2 * num_actions + 2:
+        raise ScheduleError(
+            f"{num_actions} actions are too few for {num_stages} stages and {num_microbatches} microbatches"
+        )
+
+
+def _parse(word: str) -> Step | None:
+    """The step that a word names; None for torch's UNSHARD and RESHARD, which have no meaning here.
+
+    Raises: ScheduleError with the rule that the word breaks.
+    """
+    if word == "STEP":
+        return Action(Op.STEP)
+    if match := _PAIR.fullmatch(word):
+        forward, backward = (_parse(half.strip()) for half in match.groups())
+        if not isinstance(forward, Action) or not isinstance(backward, Action):
+            raise ScheduleError(f"{word!r} pairs what is no compute action")
+        try:
+            return Pair(forward, backward)
+        except ValueError as error:
+            raise ScheduleError(str(error)) from None
+    match = _ACTION.fullmatch(word)
+    if match is None:
+        raise ScheduleError(f"{word!r} is no action: {_RULE}")
+    stage, op, microbatch = match.groups()
+    whole_stage = op in ("REDUCE_GRAD", "UNSHARD", "RESHARD")
+    if whole_stage == bool(microbatch):
+        raise ScheduleError(f"{word!r} must {'not name' if microbatch else 'name'} a microbatch")
+    if op in ("UNSHARD", "RESHARD"):
+        return None
+    return Action(Op[op], int(stage), int(microbatch) if microbatch else -1)
