@@ -1,0 +1,30 @@
+"""The engine room: one engine trains and evaluates; its settings, optimizer, checkpoints and metrics.
+
+The names below are fetched when first asked for, so that settings can be read and refused without PyTorch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from penstock.engine.engine import Engine
+    from penstock.engine.normalise import Normalize, ZeroLossWeight
+    from penstock.engine.options import EngineOptions, Precision
+    from penstock.engine.train import TrainResult
+
+__all__ = ["Engine", "EngineOptions", "Normalize", "Precision", "TrainResult", "ZeroLossWeight"]
+
+_FILE_OF = {
+    "Engine": "engine",
+    "EngineOptions": "options",
+    "Normalize": "normalise",
+    "Precision": "options",
+    "TrainResult": "train",
+    "ZeroLossWeight": "normalise",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _FILE_OF:
+        raise AttributeError(f"module 'penstock.engine' has no attribute {name!r}")
+    return getattr(import_module(f"penstock.engine.{_FILE_OF[name]}"), name)

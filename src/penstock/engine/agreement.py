@@ -1,0 +1,82 @@
+"""What all ranks must know of a batch before they start on it, by one small collective."""
+
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from penstock.runtime import PipelineError
+
+
+@dataclass(frozen=True)
+class BatchReport:
+    """One rank's view of its batch.
+
+    `counts` are what the data-parallel ranks need to split alike, `num_microbatches` what the rank has split into so
+    far. `digest` covers ids, keys and lengths. `weight` is the sum of the loss weights. `failed`: the rank can not go
+    on with its batch. `stop`: somebody asked this rank to end after the step.
+    """
+
+    num_tokens: int = 0
+    counts: tuple[int, int, int, int] = (0, 0, 0, 0)
+    num_microbatches: int = 0
+    digest: int = 0
+    weight: float = 0.0
+    failed: bool = False
+    stop: bool = False
+
+    def pack(self) -> list[int]:
+        weight_bits = struct.unpack("<q", struct.pack("<d", self.weight))[0]
+        flags = int(self.failed) | int(self.stop) << 1
+        return [self.num_tokens, *self.counts, self.num_microbatches, self.digest, weight_bits, flags]
+
+    @classmethod
+    def unpack(cls, row: Sequence[int]) -> "BatchReport":
+        num_tokens, *counts, num_microbatches, digest, weight_bits, flags = row
+        weight = struct.unpack("<d", struct.pack("<q", weight_bits))[0]
+        wanted, needed, num_items, longest = counts
+        counts = (wanted, needed, num_items, longest)
+        return cls(num_tokens, counts, num_microbatches, digest, weight, bool(flags & 1), bool(flags & 2))
+
+
+def gather_reports(report: BatchReport, group: dist.ProcessGroup | None) -> list[BatchReport]:
+    """Every rank's report, by rank; `group` carries host memory (None: there is one rank)."""
+    if group is None:
+        return [report]
+    row = torch.tensor(report.pack(), dtype=torch.int64)
+    table = torch.empty(group.size() * row.numel(), dtype=torch.int64)
+    dist.all_gather_into_tensor(table, row, group=group)
+    return [BatchReport.unpack(r) for r in table.view(group.size(), -1).tolist()]
+
+
+def check_reports(
+    reports: Sequence[BatchReport],
+    coordinates: Callable[[int], tuple[int, int]],
+    own_error: Exception | None = None,
+) -> None:
+    """Raise on every rank alike if the ranks can not go on together.
+
+    `coordinates(rank)` gives (dp, pp). `own_error` is what this rank failed with; it is raised as it is here and told
+    as a PipelineError elsewhere.
+
+    Raises:
+        PipelineError: a rank failed, or ranks of one pipeline hold different batches; all coordinates are listed.
+    """
+    if own_error is not None:
+        raise own_error
+    failed = [rank for rank, report in enumerate(reports) if report.failed]
+    if failed:
+        raise PipelineError(f"rank(s) {', '.join(map(str, failed))} can not use their batch; their message says why")
+    pipelines: dict[int, list[int]] = {}
+    for rank in range(len(reports)):
+        pipelines.setdefault(coordinates(rank)[0], []).append(rank)
+    for dp, ranks in pipelines.items():
+        if len({(reports[r].digest, reports[r].counts) for r in ranks}) > 1:
+            views = "; ".join(
+                f"(dp {dp}, pp {coordinates(r)[1]}) has {reports[r].counts[2]} items, {reports[r].num_tokens} tokens, "
+                f"digest {reports[r].digest:x}"
+                for r in ranks
+            )
+            raise PipelineError(f"the ranks of one pipeline were given different batches: {views}")

@@ -1,0 +1,97 @@
+"""From a list of units to this rank's stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock import schedule
+from penstock.engine.options import EngineOptions, Precision
+from penstock.model import UnitSpec, WeightGradients, defer, switch_linears
+from penstock.runtime import Boundary, Stage
+
+
+def cut_units(units: Sequence[UnitSpec], placement: schedule.Placement, options: EngineOptions) -> tuple[range, ...]:
+    """The units of every stage: by hand if the options say so, else the cut whose slowest stage is fastest.
+
+    Raises:
+        ValueError: more stages than units, or a cut by hand that leaves units out.
+    """
+    num_stages = placement.stages_per_route
+    if options.cut is not None:
+        return schedule.check_cut(options.cut, num_units=len(units), num_stages=num_stages)
+    return schedule.partition([unit.flops_per_token for unit in units], num_stages)
+
+
+def build_stages(
+    units: Sequence[UnitSpec],
+    cut: Sequence[range],
+    numbers: Sequence[int],
+    boundary: Boundary,
+    options: EngineOptions,
+    device: torch.device,
+) -> dict[int, Stage]:
+    """The stages of these numbers, with initial weights that depend on the seed alone."""
+    stages = {}
+    for number in numbers:
+        modules = [(units[i].name, _build_unit(units[i], options, device)) for i in cut[number % len(cut)]]
+        owner = WeightGradients()
+        for _, module in modules:
+            defer(module, owner)
+        stages[number] = Stage(
+            number,
+            modules,
+            boundary,
+            owner,
+            autocast=_autocast(options.precision, device),
+            recompute=frozenset(name for name, _ in modules if recomputes(name, options)),
+        )
+    return stages
+
+
+def _build_unit(unit: UnitSpec, options: EngineOptions, device: torch.device) -> nn.Module:
+    with torch.device("meta"):
+        module = unit.build().to(dtype=options.precision.parameter_dtype)
+    unit.initialise(module, options.seed)
+    return module.to(device)
+
+
+def recomputes(unit: str, options: EngineOptions) -> bool:
+    """Whether the options ask for recompute of the unit of that name; layers are chosen by number."""
+    if isinstance(options.recompute, str):
+        return options.recompute == "full"
+    layer = unit.split(".")[1:2]
+    return layer != [] and layer[0].isdigit() and int(layer[0]) in options.recompute
+
+
+def units_of_layers(layers: Sequence[nn.Module]) -> tuple[UnitSpec, ...]:
+    """A user's own layers as units, with the weights that they have; their linear layers can defer weight gradients.
+
+    Raises:
+        ValueError: nothing is given, or something that is no module.
+    """
+    if not layers:
+        raise ValueError("a model needs at least one layer")
+    for i, layer in enumerate(layers):
+        if not isinstance(layer, nn.Module):
+            raise ValueError(f"layer {i} is a {type(layer).__name__}; layers are torch.nn.Modules")
+        switch_linears(layer)
+    return tuple(_unit_of_layer(f"layers.{i}", layer) for i, layer in enumerate(layers))
+
+
+def _unit_of_layer(name: str, layer: nn.Module) -> UnitSpec:
+    num_parameters = sum(p.numel() for p in layer.parameters())
+    # A lookup costs next to nothing; anything else multiplies by each of its weights once.
+    num_looked_up = sum(m.weight.numel() for m in layer.modules() if isinstance(m, nn.Embedding))
+    flops_per_token = 2.0 * (num_parameters - num_looked_up) + 1.0
+    return UnitSpec(name, lambda: layer, lambda module, seed: None, num_parameters, flops_per_token)
+
+
+def _autocast(precision: Precision, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
+    if precision is Precision.BF16_AUTOCAST:
+        return lambda: torch.autocast(device.type, torch.bfloat16)
+    return nullcontext

@@ -1,0 +1,288 @@
+"""The engine: a model cut into stages over a grid of processes, with everything a step needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from penstock import schedule
+from penstock.data import NO_LABEL, MicroBatchSpec, PackedBatch
+from penstock.engine.build import build_stages, cut_units, units_of_layers
+from penstock.engine.normalise import Normalize
+from penstock.engine.optimizer import Optimizer
+from penstock.engine.options import EngineOptions, Precision
+from penstock.engine.scaler import LossScaler
+from penstock.engine.train import LossFn, LossWeightFn, TrainResult, evaluate_batch, train_batch
+from penstock.model import Sequences, UnitSpec, cross_entropy_sum
+from penstock.parallel import GradientBuckets, Layout, sum_tied
+from penstock.runtime import (
+    Boundary,
+    DistributedTransport,
+    Executor,
+    Feed,
+    InProcessHub,
+    InProcessTransport,
+    Recorder,
+    Transport,
+)
+from penstock.schedule import Program, Timeline
+
+if TYPE_CHECKING:
+    from penstock.engine.config import RunConfig
+
+Finish = Callable[[Tensor], Tensor]
+
+
+def token_cross_entropy(output: Tensor, microbatch: PackedBatch) -> Tensor:
+    """The sum of the tokens' cross entropies in nats; the default loss of a language model."""
+    return cross_entropy_sum(output, microbatch["labels"].to(output.device))
+
+
+def num_loss_tokens(microbatch: PackedBatch) -> float:
+    """The number of tokens with a label: the weight that belongs to `token_cross_entropy`."""
+    return float((microbatch["labels"] != NO_LABEL).sum())
+
+
+class Engine:
+    """Trains and evaluates a model given as a list of units.
+
+    Every process of the layout constructs it at the same point, torch.distributed being initialised (a layout of one
+    process needs none), and calls its methods in the same order. Nothing is global: several engines may live in one
+    process.
+
+    Args:
+        units: the model in order; see `from_layers` for plain modules.
+        hidden_size: width of the residual stream that travels between stages.
+        layout: the grid of processes.
+        options: schedule, precision, optimizer and the rest.
+
+    Raises:
+        ValueError: the layout does not fit the world, or the model can not be cut so.
+        TransportError: a link between two ranks failed its test; the message names it.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[UnitSpec],
+        hidden_size: int,
+        layout: Layout | None = None,
+        options: EngineOptions | None = None,
+    ) -> None:
+        self.layout, self.options = layout or Layout(), options or EngineOptions()
+        self.units = tuple(units)
+        self.device = _device(self.options.device)
+        self.grid = self.layout.connect(self.device, timedelta(seconds=self.options.timeout_s))
+        self.placement = self.build_schedule(num_microbatches=2 * self.layout.pp).placement
+        self.cut = cut_units(self.units, self.placement, self.options)
+        self.boundary = Boundary(hidden_size, self.options.precision.parameter_dtype)
+        local = self.placement.stages_of(self.grid.pp_rank)
+        self.stages = build_stages(self.units, self.cut, local, self.boundary, self.options, self.device)
+        self.gradients = {
+            number: GradientBuckets(stage.named_parameters(), self.grid.dp_group)
+            for number, stage in self.stages.items()
+        }
+        self.ties = {unit.full_name(own): owner for unit in self.units for own, owner in unit.tied.items()}
+        self.optimizer = self._make_optimizer()
+        self.recorder = Recorder(self.grid.pp_rank)
+        self.transport = self._make_transport()
+        self.step = 0
+        self.stop_requested = False
+        self._executors: dict[tuple[str, int], Executor] = {}
+
+    # ---- making one
+
+    @classmethod
+    def from_config(cls, config: RunConfig | str | Path) -> Engine:
+        """The engine that a run's settings describe, read from a TOML file or given."""
+        from penstock.engine.from_config import engine_of
+
+        return engine_of(config)
+
+    @classmethod
+    def from_layers(
+        cls,
+        layers: Sequence[nn.Module],
+        hidden_size: int,
+        layout: Layout | None = None,
+        options: EngineOptions | None = None,
+    ) -> Engine:
+        """An engine for a user's own layers, with the weights they have.
+
+        The first takes token ids [T], the last gives what the loss wants, and what goes from one to the next is
+        [T, hidden_size]; a layer whose forward has a second argument is given the microbatch's `Sequences`.
+        """
+        return cls(units_of_layers(layers), hidden_size, layout, options)
+
+    # ---- a step
+
+    def train_batch(
+        self,
+        batch: PackedBatch,
+        loss_fn: LossFn = token_cross_entropy,
+        loss_weight_fn: LossWeightFn = num_loss_tokens,
+        micro_batches: MicroBatchSpec | None = None,
+        normalize: Normalize | str = Normalize.GLOBAL,
+    ) -> TrainResult:
+        """One optimizer step; see `penstock.engine.train.train_batch`. Ranks of one pipeline give the same batch."""
+        spec = micro_batches or MicroBatchSpec(num=2 * self.layout.pp, allow_fewer=True)
+        return train_batch(self, batch, loss_fn, loss_weight_fn, spec, Normalize.parse(normalize))
+
+    def evaluate(
+        self,
+        batches: Iterable[PackedBatch],
+        loss_fn: LossFn = token_cross_entropy,
+        loss_weight_fn: LossWeightFn = num_loss_tokens,
+        micro_batches: MicroBatchSpec | None = None,
+    ) -> float:
+        """The loss per unit of weight over all batches of all data-parallel ranks, on every rank; nothing is learned."""
+        spec = micro_batches or MicroBatchSpec(num=2 * self.layout.pp, allow_fewer=True)
+        loss = weight = 0.0
+        for batch in batches:
+            batch_loss, batch_weight = evaluate_batch(self, batch, loss_fn, loss_weight_fn, spec)
+            loss, weight = loss + batch_loss, weight + batch_weight
+        return loss / weight if weight else float("nan")
+
+    def request_stop(self) -> None:
+        """Ask all ranks to end after the next step: its `TrainResult.stop_requested` is true on each of them."""
+        self.stop_requested = True
+
+    # ---- what a step is made of
+
+    @property
+    def holds_first_stage(self) -> bool:
+        return any(self.placement.is_first(number) for number in self.stages)
+
+    @property
+    def holds_last_stage(self) -> bool:
+        return any(self.placement.is_last(number) for number in self.stages)
+
+    def feed(self, microbatch: PackedBatch, finish: Finish) -> Feed:
+        """What the executor needs of a microbatch; tokens and `finish` only where this rank holds that end."""
+        lengths = microbatch.sequence_lengths("tokens")
+        tokens = microbatch["tokens"].to(self.device) if self.holds_first_stage else None
+        return Feed(
+            num_tokens=sum(lengths),
+            sequences=Sequences.from_lengths(lengths, self.device),
+            tokens=tokens,
+            finish=finish if self.holds_last_stage else None,
+        )
+
+    def build_schedule(self, num_microbatches: int, name: str | None = None) -> schedule.Schedule:
+        """The engine's schedule, or the one of that name, on the engine's placement."""
+        return schedule.build(
+            name or self.options.schedule,
+            ranks=self.layout.pp,
+            microbatches=num_microbatches,
+            stages_per_rank=self.options.stages_per_rank,
+        )
+
+    def program(self, num_microbatches: int, name: str | None = None) -> Program:
+        """The program of a step of so many microbatches."""
+        built = self.build_schedule(num_microbatches, name)
+        return schedule.lower(built, receives_ahead=self.options.receives_ahead)
+
+    def executor(self, num_microbatches: int, name: str | None = None) -> Executor:
+        """The executor of that program, proved once and kept."""
+        key = (name or self.options.schedule, num_microbatches)
+        if key not in self._executors:
+            self._executors[key] = Executor(
+                self.program(num_microbatches, name),
+                self.grid.pp_rank,
+                self.stages,
+                self.transport,
+                self.recorder,
+                reduce=lambda number: self.gradients[number].launch(),
+            )
+        return self._executors[key]
+
+    def zero_gradients(self) -> None:
+        for buckets in self.gradients.values():
+            buckets.zero_()
+
+    def finish_gradients(self) -> None:
+        """Wait for the reductions that the program started, then add up the copies of tied parameters."""
+        for buckets in self.gradients.values():
+            buckets.wait()
+        every = {name: view for buckets in self.gradients.values() for name, view in buckets.gradients.items()}
+        sum_tied(self.ties, every, self.grid.tied_group)
+
+    def sum_over_ranks(self, *values: float) -> list[float]:
+        """The sums of the ranks' values, on every rank; exact where all but one rank give zero."""
+        if self.grid.control is None:
+            return list(values)
+        tensor = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(tensor, group=self.grid.control)
+        return tensor.tolist()
+
+    # ---- what a step did
+
+    def simulated(self, num_microbatches: int, costs: schedule.Costs) -> Timeline:
+        """The simulated timeline of a step."""
+        return schedule.simulate(self.program(num_microbatches), costs)
+
+    def timeline(self) -> Timeline | None:
+        """The measured timeline of the last step of pipeline 0, on rank 0; None elsewhere. All ranks call it.
+
+        Ranks on one host share a clock; those of several hosts are aligned by it as well as the hosts are.
+        """
+        from penstock.engine.measured import gather_events
+
+        return gather_events(self)
+
+    # ---- state
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """This rank's parameters by full name."""
+        return {name: p for stage in self.stages.values() for name, p in stage.named_parameters()}
+
+    def gradient(self, name: str) -> Tensor:
+        """The gradient of one of this rank's parameters, as the last step left it (a view)."""
+        return next(b.gradient(name) for b in self.gradients.values() if name in b.gradients)
+
+    def state(self) -> dict[str, Tensor]:
+        """This rank's parameters and optimizer state by full name, as views: copy into them to load."""
+        tensors: dict[str, Tensor] = {name: p.detach() for name, p in self.parameters().items()}
+        return tensors | self.optimizer.state()
+
+    def progress(self) -> dict[str, Any]:
+        """What a resumed run must know beside `state`, as JSON values; the same on every rank."""
+        return {"step": self.step, "optimizer": self.optimizer.progress()}
+
+    def load_progress(self, progress: dict[str, Any]) -> None:
+        """Go on from there, after the tensors of `state` have been loaded."""
+        self.step = int(progress["step"])
+        self.optimizer.load_progress(progress["optimizer"])
+
+    def close(self) -> None:
+        """Let go of helper threads; process groups belong to torch.distributed."""
+        if isinstance(self.transport, DistributedTransport):
+            self.transport.close()
+
+    # ---- parts
+
+    def _make_optimizer(self) -> Optimizer:
+        scaler = LossScaler() if self.options.precision is Precision.FP16 else None
+        return Optimizer(
+            list(self.gradients.values()), self.options.optimizer, self.grid.pp_control, self.ties, scaler
+        )
+
+    def _make_transport(self) -> Transport:
+        if self.layout.pp == 1:
+            return InProcessTransport(InProcessHub(), 0)
+        return DistributedTransport(
+            self.placement, self.grid.pp_rank, self.grid.pp_ranks, self.device, self.options.timeout_s
+        )
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device(name)

@@ -1,0 +1,75 @@
+"""From a batch to its microbatches, the same number on every rank, with one small collective."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from penstock.data import MicroBatchSpec, PackedBatch, Split, agree, count, split
+from penstock.engine.agreement import BatchReport, check_reports, gather_reports
+
+if TYPE_CHECKING:
+    from penstock.engine.engine import Engine
+    from penstock.engine.train import LossWeightFn
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """A split that all ranks agree on.
+
+    `weights` are the loss weights of this rank's microbatches (empty where the rank does not see labels);
+    `rank_totals` their sums by data-parallel rank; `num_tokens` counts all data-parallel ranks.
+    """
+
+    split: Split
+    weights: Sequence[float]
+    rank_totals: Sequence[float]
+    num_tokens: int
+    stop_requested: bool
+
+    @property
+    def microbatches(self) -> Sequence[PackedBatch]:
+        return self.split.microbatches
+
+
+def agree_on_microbatches(
+    engine: Engine, batch: PackedBatch, spec: MicroBatchSpec, loss_weight_fn: LossWeightFn
+) -> Agreed:
+    """Split the batch, tell all ranks what came out, and split again if another rank needs more microbatches.
+
+    Raises:
+        SplitError: the batch can not be split so; on all ranks alike.
+        PipelineError: ranks of one pipeline hold different batches, or another rank failed; on all ranks alike.
+    """
+    counts = count(batch, spec).row()
+    view = BatchReport(batch.num_tokens, counts, digest=batch.digest(), stop=engine.stop_requested)
+    num = None
+    while True:
+        parts, weights, error = None, [], None
+        try:
+            parts = split(batch, spec, num)
+            if engine.holds_last_stage:
+                weights = [float(loss_weight_fn(m)) for m in parts.microbatches]
+            report = replace(view, num_microbatches=len(parts.microbatches), weight=sum(weights))
+        except Exception as exception:  # told to all ranks, then raised here: nobody may wait for this rank
+            error = exception
+            report = replace(view, failed=True)
+        reports = gather_reports(report, engine.grid.control)
+        num = agree([r.counts for r in reports], spec)
+        check_reports(reports, engine.layout.coordinates, error)
+        if parts is not None and all(r.num_microbatches == num for r in reports):
+            return _agreed(engine, parts, weights, reports)
+
+
+def _agreed(engine: Engine, parts: Split, weights: list[float], reports: list[BatchReport]) -> Agreed:
+    layout = engine.layout
+    first_ranks = [layout.rank_of(dp=dp, pp=0) for dp in range(layout.dp)]
+    last_ranks = [layout.rank_of(dp=dp, pp=layout.pp - 1) for dp in range(layout.dp)]
+    return Agreed(
+        split=parts,
+        weights=weights,
+        rank_totals=[reports[r].weight for r in last_ranks],
+        num_tokens=sum(reports[r].num_tokens for r in first_ranks),
+        stop_requested=any(r.stop for r in reports),
+    )

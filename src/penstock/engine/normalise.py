@@ -1,0 +1,69 @@
+"""Loss normalisation: one formula, in one place.
+
+`loss_fn` gives the *sum* of a microbatch's losses, g, and gradients are summed over microbatches and data-parallel
+ranks, never averaged. So the mode is one factor f for each microbatch, known before any backward, and the loss of
+the step is the sum of g * f over all microbatches and data-parallel ranks.
+"""
+
+import enum
+import math
+from collections.abc import Sequence
+
+
+class ZeroLossWeight(ValueError):
+    """No token of the whole batch, on any rank, carries loss; raised on all ranks alike, before any backward."""
+
+
+class Normalize(enum.Enum):
+    """What the loss is divided by; w are the microbatches' loss weights, usually their numbers of loss tokens.
+
+    GLOBAL: the sum of w over all microbatches and data-parallel ranks. DP: the sum of w on the rank, then the mean
+    over ranks. TOKEN_PER_MICROBATCH and MICROBATCH_MEAN: the microbatch's own w, then the mean over microbatches
+    and ranks; they differ only where context parallelism splits a microbatch's tokens.
+    """
+
+    GLOBAL = "global"
+    DP = "dp"
+    TOKEN_PER_MICROBATCH = "token_per_microbatch"
+    MICROBATCH_MEAN = "microbatch_mean"
+
+    @classmethod
+    def parse(cls, mode: "Normalize | str") -> "Normalize":
+        """The mode of that name. Raises ValueError that lists the names."""
+        aliases = {"global_token": cls.GLOBAL, "dp_token": cls.DP}
+        if isinstance(mode, cls):
+            return mode
+        if mode in aliases:
+            return aliases[mode]
+        try:
+            return cls(mode)
+        except ValueError:
+            names = ", ".join(repr(m.value) for m in cls)
+            raise ValueError(f"normalize must be one of {names}, not {mode!r}") from None
+
+
+def loss_factors(mode: Normalize, weights: Sequence[float], rank_totals: Sequence[float]) -> list[float]:
+    """The factor of each of this rank's microbatches.
+
+    Args:
+        weights: loss weight of each microbatch on this data-parallel rank.
+        rank_totals: sum of the weights on each data-parallel rank, this one included.
+
+    Raises:
+        ZeroLossWeight: all totals are zero.
+    """
+    num_dp, total = len(rank_totals), math.fsum(rank_totals)
+    if not total > 0:
+        raise ZeroLossWeight(
+            f"the loss weights of the whole batch sum to {total:g} over {num_dp} data-parallel rank(s): "
+            "at least one token must carry loss"
+        )
+    match mode:
+        case Normalize.GLOBAL:
+            return [1.0 / total] * len(weights)
+        case Normalize.DP:
+            own = math.fsum(weights)
+            return [1.0 / (own * num_dp) if own else 0.0] * len(weights)
+        case Normalize.TOKEN_PER_MICROBATCH | Normalize.MICROBATCH_MEAN:
+            # A microbatch without loss tokens has the sum 0, so any finite factor will do.
+            return [1.0 / ((w or 1.0) * len(weights) * num_dp) for w in weights]

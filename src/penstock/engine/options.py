@@ -1,0 +1,65 @@
+"""How an engine runs a model: plain, frozen, checked once."""
+
+import enum
+from dataclasses import dataclass, field
+
+import torch
+
+from penstock.engine.optimizer import OptimizerConfig
+
+
+class Precision(enum.Enum):
+    """FP32; BF16 and FP16: 16-bit parameters with fp32 masters (FP16 with a loss scaler); BF16_AUTOCAST: fp32
+    parameters, forwards under autocast."""
+
+    FP32 = "fp32"
+    FP64 = "fp64"
+    BF16 = "bf16"
+    BF16_AUTOCAST = "bf16-autocast"
+    FP16 = "fp16"
+
+    @property
+    def parameter_dtype(self) -> torch.dtype:
+        return {
+            Precision.FP64: torch.float64,
+            Precision.BF16: torch.bfloat16,
+            Precision.FP16: torch.float16,
+        }.get(self, torch.float32)
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """What does not belong to the model or the layout.
+
+    Args:
+        schedule: a name of `schedule.names()`.
+        stages_per_rank: local stages on each rank.
+        receives_ahead: receives posted ahead of need on each edge.
+        cut: units of each stage, by hand; None for the cut with the fastest slowest stage.
+        seed: decides the initial weights.
+        precision: dtype of parameters and compute.
+        recompute: whether each unit's activations are computed again in backward ("full"), or only those of the
+            layers given by number, or none.
+        optimizer: AdamW's settings and schedules.
+        device: "cpu", "cuda" or "auto" (a GPU if there is one).
+        timeout_s: for how long a rank waits for a peer before it says so and ends.
+    """
+
+    schedule: str = "1f1b"
+    stages_per_rank: int = 1
+    receives_ahead: int = 2
+    cut: tuple[int, ...] | None = None
+    seed: int = 0
+    precision: Precision = Precision.FP32
+    recompute: str | tuple[int, ...] = "none"
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    device: str = "auto"
+    timeout_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        if not self.timeout_s > 0:
+            raise ValueError(f"timeout_s must be positive, not {self.timeout_s}")
+        if self.device not in ("auto", "cpu", "cuda"):
+            raise ValueError(f"device must be 'auto', 'cpu' or 'cuda', not {self.device!r}")
+        if isinstance(self.recompute, str) and self.recompute not in ("none", "full"):
+            raise ValueError(f"recompute must be 'none', 'full' or numbers of layers, not {self.recompute!r}")

@@ -1,0 +1,114 @@
+"""One training step: what happens once per batch is a line here, what happens per microbatch is an action."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from penstock.data import MicroBatchSpec, PackedBatch
+from penstock.engine.microbatches import agree_on_microbatches
+from penstock.engine.normalise import Normalize, loss_factors
+from penstock.runtime import Feed
+from penstock.schedule import Action, Op
+
+if TYPE_CHECKING:
+    from penstock.engine.engine import Engine
+
+LossFn = Callable[[Tensor, PackedBatch], Tensor]
+LossWeightFn = Callable[[PackedBatch], float]
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What a step did; the same on every rank.
+
+    `loss` is normalised as the gradients are. `grad_norm` is that of all parameters before clipping, NaN where the
+    step was skipped because a gradient was not finite (`success` is False then). `idle_share` is the share of the
+    step's time in which this rank waited. `stop_requested`: some rank was asked to end after this step.
+    """
+
+    step: int
+    loss: float
+    num_tokens: int
+    num_microbatches: int
+    grad_norm: float
+    learning_rate: float
+    loss_scale: float
+    success: bool
+    step_time_s: float
+    idle_share: float
+    stop_requested: bool
+
+
+def train_batch(
+    engine: Engine,
+    batch: PackedBatch,
+    loss_fn: LossFn,
+    loss_weight_fn: LossWeightFn,
+    micro_batches: MicroBatchSpec,
+    normalize: Normalize,
+) -> TrainResult:
+    """One optimizer step on `batch`; every rank of the grid calls it, ranks of one pipeline with the same batch.
+
+    `loss_fn(output, microbatch)` gives the sum of the microbatch's losses from the last stage's output (logits
+    [T, V]), `loss_weight_fn(microbatch)` its weight in the denominator.
+
+    Raises:
+        ZeroLossWeight, PipelineError, ValueError: on all ranks alike, before anything is computed.
+        TransportError: a peer did not send or receive in time.
+    """
+    start = time.perf_counter()
+    engine.recorder.begin_step(engine.step)
+    agreed = agree_on_microbatches(engine, batch, micro_batches, loss_weight_fn)
+    factors = loss_factors(normalize, agreed.weights, agreed.rank_totals)
+    scale = engine.optimizer.loss_scale
+
+    def feed(index: int, microbatch: PackedBatch) -> Feed:
+        factor = factors[index] * scale if factors else 0.0
+        return engine.feed(microbatch, lambda output: loss_fn(output, microbatch) * factor)
+
+    feeds = [feed(i, microbatch) for i, microbatch in enumerate(agreed.microbatches)]
+    engine.zero_gradients()
+    losses = engine.executor(len(feeds)).run(feeds)
+    engine.finish_gradients()
+
+    record = engine.recorder.begin(Action(Op.STEP))
+    update = engine.optimizer.step()
+    engine.recorder.end(record)
+
+    (loss,) = engine.sum_over_ranks(float(torch.stack(losses).sum()) / scale if losses else 0.0)
+    engine.step += 1
+    step_time_s = time.perf_counter() - start
+    return TrainResult(
+        step=engine.step,
+        loss=loss,
+        num_tokens=agreed.num_tokens,
+        num_microbatches=len(feeds),
+        grad_norm=update.grad_norm,
+        learning_rate=update.learning_rate,
+        loss_scale=scale,
+        success=update.success,
+        step_time_s=step_time_s,
+        idle_share=1.0 - sum(e.end - e.start for e in engine.recorder.events()) / step_time_s,
+        stop_requested=agreed.stop_requested,
+    )
+
+
+def evaluate_batch(
+    engine: Engine, batch: PackedBatch, loss_fn: LossFn, loss_weight_fn: LossWeightFn, micro_batches: MicroBatchSpec
+) -> tuple[float, float]:
+    """Sum of the losses and of their weights over all ranks' batches; forwards alone, nothing is learned."""
+    agreed = agree_on_microbatches(engine, batch, micro_batches, loss_weight_fn)
+
+    def feed(microbatch: PackedBatch) -> Feed:
+        return engine.feed(microbatch, lambda output: loss_fn(output, microbatch))
+
+    feeds = [feed(microbatch) for microbatch in agreed.microbatches]
+    losses = engine.executor(len(feeds), "inference").run(feeds)
+    (loss,) = engine.sum_over_ranks(float(torch.stack(losses).sum()) if losses else 0.0)
+    return loss, sum(agreed.rank_totals)

@@ -1,0 +1,38 @@
+"""Running a proved program: stages, lanes, tapes, the executor, the transport and the trace."""
+
+from penstock.runtime.distributed import DistributedTransport
+from penstock.runtime.errors import Deadlock, PipelineError, TransportError
+from penstock.runtime.executor import Executor, Feed, run_together
+from penstock.runtime.lanes import Lane, drain, zip_lanes
+from penstock.runtime.stage import Boundary, LaneUnit, Stage
+from penstock.runtime.tape import Segment, Tape, cut
+from penstock.runtime.trace import Awaited, Record, Recorder
+from penstock.runtime.transport import InProcessHub, InProcessTransport, Transport, channels_of
+from penstock.runtime.watchdog import Watchdog
+
+__all__ = [
+    "Awaited",
+    "Boundary",
+    "Deadlock",
+    "DistributedTransport",
+    "Executor",
+    "Feed",
+    "InProcessHub",
+    "InProcessTransport",
+    "Lane",
+    "LaneUnit",
+    "PipelineError",
+    "Record",
+    "Recorder",
+    "Segment",
+    "Stage",
+    "Tape",
+    "Transport",
+    "TransportError",
+    "Watchdog",
+    "channels_of",
+    "cut",
+    "drain",
+    "run_together",
+    "zip_lanes",
+]

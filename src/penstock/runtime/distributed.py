@@ -1,0 +1,224 @@
+"""The transport over torch.distributed: one communicator a channel, all made at start in one order, tested at once."""
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from penstock.runtime.errors import TransportError
+from penstock.runtime.transport import channels_of, describe
+from penstock.schedule import Placement
+from penstock.schedule.rules import Channel
+
+
+class DistributedTransport:
+    """Messages of one rank over torch.distributed (gloo on CPU, NCCL on CUDA).
+
+    `world_ranks[r]` is the process that is rank r of this pipeline; every process of the pipeline constructs the
+    transport at the same time. The links are tested before the constructor returns.
+
+    Raises:
+        TransportError: a link fails its test within `timeout_s`; the message names it.
+    """
+
+    def __init__(
+        self, placement: Placement, rank: int, world_ranks: Sequence[int], device: torch.device, timeout_s: float
+    ) -> None:
+        self.rank, self.device, self.timeout_s = rank, device, timeout_s
+        self._links: dict[Channel, _Link] = {}
+        for channel in channels_of(placement):
+            if rank in (channel.source, channel.destination):
+                self._links[channel] = _Link(channel, rank, world_ranks, device, timeout_s)
+        self._num_awaited = 0
+        self._test_links()
+
+    def receive(self, channel: Channel, shape: Sequence[int], dtype: torch.dtype) -> "_PostedReceive":
+        buffer = torch.empty(shape, dtype=dtype, device=self.device)
+        self._num_awaited += 1
+        return _PostedReceive(self, channel, buffer, self._links[channel].receive(buffer))
+
+    def send(self, channel: Channel, tensor: Tensor) -> None:
+        self._links[channel].send(tensor)
+
+    def num_pending(self) -> int:
+        return self._num_awaited + sum(link.num_in_flight() for link in self._links.values())
+
+    def settle(self) -> None:
+        for link in self._links.values():
+            link.settle()
+
+    def close(self) -> None:
+        """Let the helper threads end; the process groups stay with torch.distributed."""
+        for link in self._links.values():
+            link.close()
+
+    def _test_links(self) -> None:
+        """Send a word over each link and check it: a link that can not carry it is named before any work starts."""
+        arrivals = []
+        for channel, link in self._links.items():
+            word = torch.tensor([channel.source, channel.destination, int(channel.direction)], device=self.device)
+            if channel.source == self.rank:
+                link.send(word)
+            else:
+                arrivals.append((channel, word, self.receive(channel, word.shape, word.dtype)))
+        for channel, word, receipt in arrivals:
+            try:
+                got = receipt.wait()
+            except TransportError as error:
+                raise TransportError(f"the link test failed: {error}") from error
+            if not torch.equal(got, word):
+                raise TransportError(f"the link test failed: the {describe(channel)} carried {got.tolist()} for {word.tolist()}")
+        self.settle()
+
+
+class _PostedReceive:
+    __slots__ = ("transport", "channel", "buffer", "work")
+
+    def __init__(self, transport: DistributedTransport, channel: Channel, buffer: Tensor, work: dist.Work) -> None:
+        self.transport, self.channel, self.buffer, self.work = transport, channel, buffer, work
+
+    def ready(self) -> bool:
+        return True
+
+    def wait(self) -> Tensor:
+        start = time.monotonic()
+        try:
+            self.work.wait()
+        except RuntimeError as error:
+            raise TransportError(
+                f"no {describe(self.channel)} after {time.monotonic() - start:.1f} s ({_first_line(error)})"
+            ) from error
+        self.transport._num_awaited -= 1
+        return self.buffer
+
+
+class _Link:
+    """One channel's communicator, seen from one of its two ends."""
+
+    def __init__(
+        self, channel: Channel, rank: int, world_ranks: Sequence[int], device: torch.device, timeout_s: float
+    ) -> None:
+        ends = (world_ranks[channel.source], world_ranks[channel.destination])
+        # Only the two ends take part, so a rank creates as many groups as it has links, whatever the world's size.
+        self.group = dist.new_group(
+            ends,
+            timeout=timedelta(seconds=timeout_s),
+            backend="nccl" if device.type == "cuda" else "gloo",
+            use_local_synchronization=True,
+            group_desc=f"penstock {describe(channel)}",
+        )
+        other = ends[1] if rank == channel.source else ends[0]
+        self.peer = dist.get_group_rank(self.group, other)
+        self.channel = channel
+        outgoing = rank == channel.source
+        self._sends: _ThreadedSends | _PolledSends | None = None
+        if outgoing:
+            self._sends = _PolledSends() if device.type == "cuda" else _ThreadedSends(channel, timeout_s)
+
+    def receive(self, buffer: Tensor) -> dist.Work:
+        return self.group.recv([buffer], self.peer, 0)
+
+    def send(self, tensor: Tensor) -> None:
+        assert self._sends is not None, f"this rank is not the source of the {describe(self.channel)}"
+        self._sends.add(self.group.send([tensor], self.peer, 0), tensor)
+
+    def num_in_flight(self) -> int:
+        return self._sends.num_in_flight() if self._sends else 0
+
+    def settle(self) -> None:
+        if self._sends:
+            self._sends.settle()
+
+    def close(self) -> None:
+        if self._sends:
+            self._sends.close()
+
+
+class _PolledSends:
+    """Holds sent tensors until their work is complete, asked whenever another is sent (CUDA: works can be asked)."""
+
+    def __init__(self) -> None:
+        self._in_flight: deque[tuple[dist.Work, Tensor]] = deque()
+
+    def add(self, work: dist.Work, tensor: Tensor) -> None:
+        self._in_flight.append((work, tensor))
+        self.num_in_flight()
+
+    def num_in_flight(self) -> int:
+        while self._in_flight and self._in_flight[0][0].is_completed():
+            self._in_flight.popleft()
+        return len(self._in_flight)
+
+    def settle(self) -> None:
+        while self._in_flight:
+            self._in_flight.popleft()[0].wait()
+
+    def close(self) -> None:
+        self._in_flight.clear()
+
+
+class _ThreadedSends:
+    """Holds sent tensors until their work is complete, known by waiting in a thread (gloo's works can not be asked).
+
+    The main thread must not wait: it would block compute. The thread spends its life inside gloo without the GIL.
+    """
+
+    def __init__(self, channel: Channel, timeout_s: float) -> None:
+        self._channel, self._timeout_s = channel, timeout_s
+        self._queue: queue.SimpleQueue[tuple[dist.Work, Tensor] | Callable[[], None] | None] = queue.SimpleQueue()
+        self._num_added = self._num_left = 0
+        self._error: TransportError | None = None
+        self._thread = threading.Thread(target=self._watch, name=f"penstock sends {describe(channel)}", daemon=True)
+        self._thread.start()
+
+    def _watch(self) -> None:
+        while (item := self._queue.get()) is not None:
+            if callable(item):
+                item()
+                continue
+            start = time.monotonic()
+            try:
+                if self._error is None:
+                    item[0].wait()
+            except RuntimeError as error:
+                waited = time.monotonic() - start
+                self._error = TransportError(
+                    f"{describe(self._channel)} were not taken after {waited:.1f} s ({_first_line(error)})"
+                )
+            item = None  # the tensor is free from here on, not from the next message on
+            self._num_left += 1
+
+    def add(self, work: dist.Work, tensor: Tensor) -> None:
+        if self._error is not None:
+            raise self._error
+        self._num_added += 1
+        self._queue.put((work, tensor))
+
+    def num_in_flight(self) -> int:
+        return self._num_added - self._num_left
+
+    def settle(self) -> None:
+        if self._num_added != self._num_left:
+            reached = threading.Event()
+            self._queue.put(reached.set)
+            # The works have the same limit; the margin lets their own, more telling error come first.
+            if not reached.wait(self._timeout_s + 5.0):
+                raise TransportError(f"{describe(self._channel)} were not taken after {self._timeout_s:.1f} s")
+        if self._error is not None:
+            raise self._error
+
+    def close(self) -> None:
+        self._queue.put(None)
+
+
+def _first_line(error: BaseException) -> str:
+    """The part of a backend's error that helps: its first sentence, without the native stack."""
+    text = str(error).strip().splitlines()
+    line = text[0] if text else type(error).__name__
+    return line.split("] ", 1)[-1] if line.startswith("[") else line

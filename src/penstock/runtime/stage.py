@@ -1,0 +1,156 @@
+"""A stage: a contiguous run of the model's units, whose forward and backward are lanes.
+
+Shapes: T tokens of the microbatch, D hidden size.
+"""
+
+import inspect
+from collections.abc import Callable, Container, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from penstock.model import Sequences, WeightGradients, recomputed
+from penstock.runtime.lanes import Lane
+from penstock.runtime.tape import Tape, cut
+
+Finish = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """What travels between stages: the residual stream [T, D] in one dtype."""
+
+    hidden_size: int
+    dtype: torch.dtype
+
+    def shape(self, num_tokens: int) -> tuple[int, int]:
+        return (num_tokens, self.hidden_size)
+
+
+@runtime_checkable
+class LaneUnit(Protocol):
+    """A unit with collectives inside: its forward is a lane that records its own segments.
+
+    `forward_lane(tape, x, sequences)` takes and returns detached data and appends entries to `tape` whose `backward`
+    lanes undo it; where `tape` is None it records nothing.
+    """
+
+    def forward_lane(self, tape: Tape | None, x: Tensor, sequences: Sequences) -> Lane[Tensor]: ...
+
+
+class Stage:
+    """The units of one local stage with their parameters; owns no microbatch's data (tapes do).
+
+    Args:
+        index: the stage's number over the whole model.
+        units: (name, module) in order; a module maps (x, Sequences) to the residual stream.
+        boundary: shape and dtype of what enters and leaves between stages.
+        weight_gradients: the owner to which the stage's linear layers hand their weight gradients when I is split
+            from W; None where the schedule never splits.
+        autocast: makes the context in which forwards run.
+        recompute: names of the units whose activations are computed again in backward.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        units: Sequence[tuple[str, nn.Module]],
+        boundary: Boundary,
+        weight_gradients: WeightGradients | None = None,
+        autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        recompute: Container[str] = (),
+    ) -> None:
+        self.index, self.boundary, self.weight_gradients, self.autocast = index, boundary, weight_gradients, autocast
+        self.units = tuple(units)
+        self._runs = _runs([_call(module, name in recompute) for name, module in units])
+
+    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """(full name, parameter) in model order."""
+        return [(f"{name}.{p}", param) for name, module in self.units for p, param in module.named_parameters()]
+
+    def forward(self, tape: Tape | None, x: Tensor, sequences: Sequences, finish: Finish | None = None) -> Lane[Tensor]:
+        """Forward of one microbatch; `tape` is None where no backward follows.
+
+        Returns the output [T, D] without its graph; on the last stage what `finish` makes of the output
+        (the scaled loss, a scalar).
+        """
+        for run in self._runs[:-1]:
+            x = yield from self._forward_run(run, tape, x, sequences)
+        return (yield from self._forward_run(self._runs[-1], tape, x, sequences, finish))
+
+    def _forward_run(
+        self, run: "_Run", tape: Tape | None, x: Tensor, sequences: Sequences, finish: Finish | None = None
+    ) -> Lane[Tensor]:
+        if isinstance(run, LaneUnit):
+            x = yield from _suspendable(run.forward_lane(tape, x, sequences), self.autocast)
+            run = []
+            if finish is None:
+                return x
+        leaf = cut(x) if tape is not None and x.is_floating_point() else None
+        h = x if leaf is None else leaf
+        with self.autocast():
+            for call in run:
+                h = call(h, sequences)
+            if finish is not None:
+                h = finish(h)
+        if tape is not None:
+            tape.record(leaf, h)
+        return h.detach()
+
+    def backward(self, tape: Tape, grad: Tensor | None, split: bool = False) -> Lane[Tensor | None]:
+        """Backward of one microbatch from the gradient of its output [T, D] (None: of the loss).
+
+        With `split` only gradients of inputs are computed, and the weights' wait on the tape for `weight_backward`.
+        Returns the gradient of the stage's input [T, D], None where the stage takes token ids.
+        """
+        owner = self.weight_gradients if split else None
+        while tape.segments:
+            lane = tape.segments.pop().backward(grad)
+            grad = yield from (lane if owner is None else owner.collect(lane, tape.weight_gradients))
+        return grad
+
+    def weight_backward(self, tape: Tape) -> None:
+        """Compute the weight gradients that `backward` left on the tape, in its order."""
+        WeightGradients.drain(tape.weight_gradients)
+
+
+_Call = Callable[[Tensor, Sequences], Tensor]
+_Run = LaneUnit | list[_Call]
+
+
+def _call(module: nn.Module, recompute: bool) -> LaneUnit | _Call:
+    """How to run a unit; a user's own layer may leave the sequences out of its arguments."""
+    if isinstance(module, LaneUnit):
+        return module
+    if len(inspect.signature(module.forward).parameters) == 1:
+        plain: _Call = lambda x, sequences: module(x)  # noqa: E731
+        return partial(recomputed, plain) if recompute else plain  # type: ignore[arg-type]  # any callable will do
+    return partial(recomputed, module) if recompute else module
+
+
+def _runs(calls: Sequence[LaneUnit | _Call]) -> list[_Run]:
+    """Units grouped: each unit with collectives alone, the others in runs as long as possible, each one segment."""
+    runs: list[_Run] = []
+    for call in calls:
+        if isinstance(call, LaneUnit):
+            runs.append(call)
+        elif runs and isinstance(runs[-1], list):
+            runs[-1].append(call)
+        else:
+            runs.append([call])
+    return runs
+
+
+def _suspendable(lane: Lane[Tensor], context: Callable[[], AbstractContextManager[Any]]) -> Lane[Tensor]:
+    """The lane with `context` entered whenever it runs and left whenever it yields: others run meanwhile."""
+    while True:
+        with context():
+            try:
+                next(lane)
+            except StopIteration as stop:
+                return stop.value
+        yield

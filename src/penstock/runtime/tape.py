@@ -1,0 +1,56 @@
+"""The tape: what a stage keeps of a microbatch from its F to its last backward action.
+
+Shapes: T tokens of the microbatch, D hidden size.
+"""
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from penstock.model import PendingGradient
+from penstock.runtime.lanes import Lane
+
+
+@dataclass(slots=True)
+class Segment:
+    """The piece of a lane between two cuts: its detached input and the place where its gradient enters.
+
+    `leaf` is the segment's input, whose `.grad` becomes the gradient to hand on; None where the input takes none
+    (token ids). `root` is the *edge* of the output in the autograd graph, not the output: so the output's data is
+    free as soon as nobody else wants it.
+    """
+
+    leaf: Tensor | None
+    root: GradientEdge
+
+    def backward(self, grad: Tensor) -> Lane[Tensor | None]:
+        """Backward through the segment from `grad`; return the leaf's gradient. Launches nothing, so never yields."""
+        torch.autograd.backward(self.root, grad)  # type: ignore[arg-type]  # the stubs lag behind GradientEdge
+        return None if self.leaf is None else self.leaf.grad
+        yield
+
+
+class Entry(Protocol):
+    """What a lane leaves on the tape: a piece of forward that can be undone."""
+
+    def backward(self, grad: Tensor) -> Lane[Tensor | None]: ...
+
+
+@dataclass(slots=True, weakref_slot=True)
+class Tape:
+    """A microbatch's segments in forward order, and the weight gradients that I left for W."""
+
+    segments: list[Entry] = field(default_factory=list)
+    weight_gradients: list[PendingGradient] = field(default_factory=list)
+
+    def record(self, leaf: Tensor | None, output: Tensor) -> None:
+        """Note the segment that led from `leaf` to `output`; only the output's gradient edge is kept."""
+        self.segments.append(Segment(leaf, get_gradient_edge(output)))
+
+
+def cut(x: Tensor) -> Tensor:
+    """A leaf with the data of `x`, at which autograd stops and leaves the gradient."""
+    return x.detach().requires_grad_()

@@ -1,0 +1,103 @@
+"""The trace: each rank's own record of what it did, in a ring buffer, and the sentence that says where it is now."""
+
+import time
+from dataclasses import dataclass
+
+from penstock.schedule import Event, Op, Step
+
+
+@dataclass(frozen=True, slots=True)
+class Awaited:
+    """A message for which a rank waits: what `stage` on `rank` gives for a microbatch."""
+
+    flow: Op
+    stage: int
+    microbatch: int
+    rank: int
+
+    def __str__(self) -> str:
+        what = "the output" if self.flow is Op.F else "the gradient"
+        return f"{what} of stage {self.stage} for microbatch {self.microbatch} from rank {self.rank}"
+
+
+@dataclass(slots=True)
+class Record:
+    """One action of this rank; times in nanoseconds of the host's monotonic clock, 0 while not reached.
+
+    `begin_ns` is when the action's turn came, `start_ns` when its input was there, `end_ns` when it was done.
+    """
+
+    action: Step
+    begin_ns: int = 0
+    start_ns: int = 0
+    end_ns: int = 0
+
+
+class Recorder:
+    """The last `capacity` records of one rank, and what it is waiting for.
+
+    Written by the executor between actions, read by anyone at any time, also from another thread.
+    """
+
+    def __init__(self, rank: int, capacity: int = 65536) -> None:
+        self.rank, self.capacity = rank, capacity
+        self.step = 0
+        self.awaited: Awaited | None = None
+        self._records: list[Record] = []
+        self._next = 0
+        self._step_first = 0
+        self._current: Record | None = None
+
+    def begin_step(self, step: int) -> None:
+        """From here on records belong to `step`."""
+        self.step = step
+        self._step_first = self._next
+        self._current = None
+        self.awaited = None
+
+    def begin(self, action: Step) -> Record:
+        """The action's turn has come."""
+        now = time.perf_counter_ns()
+        record = Record(action, now, now)
+        if len(self._records) < self.capacity:
+            self._records.append(record)
+        else:
+            self._records[self._next % self.capacity] = record
+        self._next += 1
+        self._current = record
+        return record
+
+    def started(self, record: Record) -> None:
+        """The awaited input is there; compute starts."""
+        record.start_ns = time.perf_counter_ns()
+        self.awaited = None
+
+    def end(self, record: Record) -> None:
+        record.end_ns = time.perf_counter_ns()
+
+    def records(self) -> list[Record]:
+        """The records of the current step, oldest first (the last `capacity` of them)."""
+        first = max(self._step_first, self._next - self.capacity)
+        return [self._records[i % self.capacity] for i in range(first, self._next)]
+
+    def events(self) -> list[Event]:
+        """The finished records of the current step as events in seconds, on the host's monotonic clock."""
+        return [Event(r.action, r.start_ns * 1e-9, r.end_ns * 1e-9) for r in self.records() if r.end_ns]
+
+    def busy_since_s(self) -> float:
+        """For how long the action now under way has been under way; 0 between actions."""
+        record = self._current
+        if record is None or record.end_ns:
+            return 0.0
+        return (time.perf_counter_ns() - record.begin_ns) * 1e-9
+
+    def where(self) -> str:
+        """One sentence: the action this rank is in, what it waits for, from whom, and for how long."""
+        record = self._current
+        if record is None:
+            return f"rank {self.rank}, step {self.step}: between steps"
+        if record.end_ns:
+            ago = (time.perf_counter_ns() - record.end_ns) * 1e-9
+            return f"rank {self.rank}, step {self.step}: finished {record.action} {ago:.1f} s ago"
+        doing = f"waits for {self.awaited}" if self.awaited else "computes"
+        return f"rank {self.rank}, step {self.step}: in {record.action} for {self.busy_since_s():.1f} s, {doing}"

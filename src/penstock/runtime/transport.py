@@ -1,0 +1,128 @@
+"""Point-to-point messages between the ranks of a pipeline.
+
+A channel is one direction of one edge: (source rank, destination rank, F or B). Messages of a channel arrive in the
+order in which they were sent. Receives are posted ahead with the shape known to both sides; a send never blocks and
+its tensor is released once it has left. Two implementations share the interface: `DistributedTransport` over
+torch.distributed (one communicator a channel) and `InProcessTransport`, in which all ranks live in one thread.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from penstock.runtime.errors import TransportError
+from penstock.schedule import Op, Placement
+from penstock.schedule.rules import Channel
+
+
+def describe(channel: Channel) -> str:
+    """The channel in words, for messages."""
+    what = "activations" if channel.direction is Op.F else "gradients"
+    return f"{what} from rank {channel.source} to rank {channel.destination}"
+
+
+class Receipt(Protocol):
+    """A posted receive."""
+
+    def ready(self) -> bool:
+        """Whether `wait` may be called. Always true where waiting blocks; in process, whether the message is there."""
+        ...
+
+    def wait(self) -> Tensor:
+        """The message; the caller owns it. Raises TransportError when it does not come in time."""
+        ...
+
+
+class Transport(Protocol):
+    """What the executor asks of a transport; `rank` is the pipeline rank of the caller."""
+
+    rank: int
+
+    def receive(self, channel: Channel, shape: Sequence[int], dtype: torch.dtype) -> Receipt:
+        """Post the receive of the channel's next message."""
+        ...
+
+    def send(self, channel: Channel, tensor: Tensor) -> None:
+        """Start sending; the tensor must not be written to any more and is released when it has left."""
+        ...
+
+    def num_pending(self) -> int:
+        """Posted receives not waited for plus sends not yet known to have left."""
+        ...
+
+    def settle(self) -> None:
+        """Return when every send of this rank has left. Raises TransportError."""
+        ...
+
+
+def channels_of(placement: Placement) -> list[Channel]:
+    """Every channel of a placement, in the one order in which all ranks create them."""
+    found: set[Channel] = set()
+    for stage in range(placement.num_stages):
+        following = placement.next(stage)
+        if following is None:
+            continue
+        here, there = placement.rank_of(stage), placement.rank_of(following)
+        if here != there:
+            found |= {Channel(here, there, Op.F), Channel(there, here, Op.B)}
+    return sorted(found)
+
+
+class InProcessHub:
+    """The queues that join the in-process transports of one pipeline, and their count of messages."""
+
+    def __init__(self) -> None:
+        self.queues: dict[Channel, deque[Tensor]] = {}
+        self.num_messages = 0
+
+    def queue(self, channel: Channel) -> deque[Tensor]:
+        return self.queues.setdefault(channel, deque())
+
+
+class InProcessTransport:
+    """All ranks in one thread: a send appends to the channel's queue, a receipt is ready once its message is there."""
+
+    def __init__(self, hub: InProcessHub, rank: int) -> None:
+        self.hub, self.rank = hub, rank
+        self._posted: dict[Channel, deque[_QueueReceipt]] = {}
+
+    def receive(self, channel: Channel, shape: Sequence[int], dtype: torch.dtype) -> "_QueueReceipt":
+        receipt = _QueueReceipt(self, channel, tuple(shape), dtype)
+        self._posted.setdefault(channel, deque()).append(receipt)
+        return receipt
+
+    def send(self, channel: Channel, tensor: Tensor) -> None:
+        self.hub.num_messages += 1
+        self.hub.queue(channel).append(tensor)
+
+    def num_pending(self) -> int:
+        return sum(map(len, self._posted.values())) + sum(
+            len(queue) for channel, queue in self.hub.queues.items() if channel.source == self.rank
+        )
+
+    def settle(self) -> None:
+        """Nothing to do: a queued message has left its sender."""
+
+
+class _QueueReceipt:
+    __slots__ = ("transport", "channel", "shape", "dtype")
+
+    def __init__(self, transport: InProcessTransport, channel: Channel, shape: tuple[int, ...], dtype: torch.dtype):
+        self.transport, self.channel, self.shape, self.dtype = transport, channel, shape, dtype
+
+    def ready(self) -> bool:
+        return self.transport._posted[self.channel][0] is self and bool(self.transport.hub.queue(self.channel))
+
+    def wait(self) -> Tensor:
+        if not self.ready():
+            raise TransportError(f"the next of the {describe(self.channel)} is not there yet")
+        self.transport._posted[self.channel].popleft()
+        tensor = self.transport.hub.queue(self.channel).popleft()
+        if tensor.shape != self.shape or tensor.dtype != self.dtype:
+            raise TransportError(
+                f"{describe(self.channel)}: expected {list(self.shape)} of {self.dtype}, got {list(tensor.shape)} of {tensor.dtype}"
+            )
+        return tensor

@@ -1,0 +1,89 @@
+"""The watchdog: a thread that lets a rank that can not go on say where it is, and ends it.
+
+Python's signal handlers and exceptions do not reach a main thread that is blocked inside a backend. This thread does
+not depend on it: it reads the recorder, is woken by signals through a file descriptor, and ends the process itself.
+"""
+
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+from penstock.runtime.trace import Recorder
+
+EXIT_CODE = 75
+
+
+def _tell(text: str) -> None:
+    sys.stderr.write(f"penstock: {text}\n")
+    sys.stderr.flush()
+
+
+class Watchdog:
+    """Watches one rank's recorder until `close`.
+
+    Args:
+        recorder: what the rank is doing.
+        timeout_s: an action under way for longer than this, and a margin in which the backend's own, more telling
+            error may come first, ends the process with `EXIT_CODE` after one sentence on standard error.
+        grace_s: how long after a SIGTERM or SIGINT an action may still be under way.
+        end: ends the process; for tests.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        timeout_s: float,
+        grace_s: float = 5.0,
+        end: Callable[[int], object] = os._exit,
+    ) -> None:
+        self.recorder, self.timeout_s, self.grace_s, self._end = recorder, timeout_s, grace_s, end
+        self._margin_s = max(2.0, 0.1 * timeout_s)
+        self._signalled_at: float | None = None
+        self._reader, self._writer = socket.socketpair()
+        self._writer.setblocking(False)
+        self._previous_fd: int | None = None
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="penstock watchdog", daemon=True)
+        self._thread.start()
+
+    def listen_to_signals(self) -> None:
+        """Be woken by SIGTERM and SIGINT even while the main thread is blocked; call it from the main thread.
+
+        Their Python handlers stay as they are: set them first, for instance to ask for a stop after the step.
+        """
+        self._previous_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+
+    def close(self) -> None:
+        """Stop watching."""
+        if self._previous_fd is not None:
+            signal.set_wakeup_fd(self._previous_fd)
+        self._closed.set()
+        self._writer.send(b"\0")
+        self._thread.join()
+        self._reader.close()
+        self._writer.close()
+
+    def _watch(self) -> None:
+        while not self._closed.is_set():
+            readable, _, _ = select.select([self._reader], [], [], min(1.0, self.timeout_s / 4))
+            if readable and set(self._reader.recv(64)) & {signal.SIGTERM, signal.SIGINT}:
+                self._signalled_at = self._signalled_at or time.monotonic()
+            reason = self._reason_to_end()
+            if reason is not None and not self._closed.is_set():
+                _tell(f"{self.recorder.where()}; {reason}")
+                self._end(EXIT_CODE)
+                return
+
+    def _reason_to_end(self) -> str | None:
+        busy_s = self.recorder.busy_since_s()
+        if busy_s > self.timeout_s + self._margin_s:
+            return f"this is over the limit of {self.timeout_s:g} s"
+        if self._signalled_at is not None and busy_s > self.grace_s:
+            if time.monotonic() - self._signalled_at > self.grace_s:
+                return "told to end, and this can not be finished"
+        return None
