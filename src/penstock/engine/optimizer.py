@@ -221,6 +221,15 @@ class Optimizer:
                 bucket.parameters.copy_(master)
 
 
+def state_aliases(ties: Mapping[str, str]) -> dict[str, str]:
+    """Give the names of tied copies and of their optimizer state -> the owner's, which hold the same values.
+
+    ties: full names of parameters, copy -> owner.
+    """
+    kinds = ("", "optimizer.exp_avg.", "optimizer.exp_avg_sq.", "optimizer.master.")
+    return {kind + copy: kind + owner for kind in kinds for copy, owner in ties.items()}
+
+
 def _master(bucket: Bucket) -> Tensor:
     """The flat tensor that is stepped: the parameters themselves, or an fp32 copy of 16-bit ones."""
     if bucket.parameters.dtype == bucket.gradients.dtype:

@@ -102,7 +102,8 @@ class Layout:
         """Make this process's groups; every process of the world calls this at the same point, with equal layouts.
 
         torch.distributed has been initialised by the caller, except in a world of one process, which needs none.
-        `timeout` bounds every later collective of these groups (None: torch's default).
+        `timeout` bounds every later collective of these groups (None: torch's default), those in the background excepted:
+        there one rank may wait for another's disk.
 
         Raises: ValueError when the layout does not fit the world.
         """
@@ -120,7 +121,7 @@ class Layout:
             device,
             rank,
             control=makers.make([everyone], "gloo", torch.device("cpu")),
-            background=makers.make([everyone], "gloo", torch.device("cpu")),
+            background=_GroupMaker(rank, None).make([everyone], "gloo", torch.device("cpu")),
             pp_control=makers.make(self.groups("pp"), "gloo", torch.device("cpu")),
             dp_group=makers.make(self.groups("dp"), on_device, device),
             tied_group=makers.make([(ranks[0], ranks[-1]) for ranks in self.groups("pp")], on_device, device),

@@ -1,0 +1,181 @@
+"""What a published checkpoint says of itself, and whether its files still are what it says.
+
+A checkpoint is a folder ``step-00000100`` of safetensors files and one ``manifest.json``: step, the run's identity,
+every rank's JSON values, every tensor's shape and type, every file's size and SHA-256, and a SHA-256 of the rest of
+the manifest. Numbers and text alone: reading a checkpoint runs no code of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+MANIFEST = "manifest.json"
+TENSOR_SUFFIX = ".safetensors"
+_FORMAT = "penstock-checkpoint-1"
+_PREFIX = "step-"
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written, on this rank or another; the ones before it are as they were."""
+
+
+class DamagedCheckpoint(ValueError):
+    """A checkpoint's files are not what its manifest says."""
+
+
+@dataclass(frozen=True)
+class TensorRecord:
+    """Shape and torch type (``float32``) of one stored tensor."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """Size and SHA-256 of one file."""
+
+    size_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """One published checkpoint.
+
+    extras: what each rank gave beside its tensors, in rank order, as JSON reads it. tensors and files: by name.
+    """
+
+    path: Path
+    step: int
+    identity: Mapping[str, Any]
+    extras: tuple[Any, ...]
+    tensors: Mapping[str, TensorRecord]
+    files: Mapping[str, FileRecord]
+
+    @property
+    def extra(self) -> Any:
+        """What rank 0 gave beside its tensors."""
+        return self.extras[0]
+
+
+def folder_name(step: int) -> str:
+    return f"{_PREFIX}{step:08d}"
+
+
+def published(folder: Path) -> list[Path]:
+    """Give the folder's checkpoints, oldest first, by name alone."""
+    found = {
+        int(path.name.removeprefix(_PREFIX)): path
+        for path in folder.glob(f"{_PREFIX}*")
+        if path.name.removeprefix(_PREFIX).isdecimal() and path.is_dir()
+    }
+    return [found[step] for step in sorted(found)]
+
+
+def step_of(path: Path) -> int:
+    return int(path.name.removeprefix(_PREFIX))
+
+
+def write_manifest(info: CheckpointInfo) -> None:
+    """Write the manifest into `info.path`, through to the disk."""
+    content: dict[str, Any] = {
+        "format": _FORMAT,
+        "step": info.step,
+        "identity": info.identity,
+        "extras": info.extras,
+        "tensors": {name: {"shape": t.shape, "dtype": t.dtype} for name, t in info.tensors.items()},
+        "files": {name: {"size_bytes": f.size_bytes, "sha256": f.sha256} for name, f in info.files.items()},
+    }
+    # Through JSON before hashing: the reader hashes what it has read.
+    content = json.loads(json.dumps(content))
+    content["sha256"] = _digest(content)
+    write_durably(info.path / MANIFEST, json.dumps(content, indent=1))
+
+
+def read_manifest(path: Path) -> CheckpointInfo:
+    """Read the manifest of the checkpoint at `path`.
+
+    Raises: DamagedCheckpoint when it is missing, cut short, altered, or of another format.
+    """
+    try:
+        content = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DamagedCheckpoint(f"its {MANIFEST} can not be read ({error})") from None
+    if not isinstance(content, dict) or content.get("format") != _FORMAT:
+        raise DamagedCheckpoint(f"its {MANIFEST} is not of the format {_FORMAT!r}")
+    if content.pop("sha256", None) != _digest(content):
+        raise DamagedCheckpoint(f"its {MANIFEST} was altered: the checksum differs")
+    return CheckpointInfo(
+        path,
+        content["step"],
+        content["identity"],
+        tuple(content["extras"]),
+        {name: TensorRecord(tuple(t["shape"]), t["dtype"]) for name, t in content["tensors"].items()},
+        {name: FileRecord(**record) for name, record in content["files"].items()},
+    )
+
+
+def check_files(info: CheckpointInfo, share: int = 0, num_shares: int = 1) -> None:
+    """Hold the checkpoint's files against the manifest: all names and sizes, and the checksums of one share of them.
+
+    Raises: DamagedCheckpoint naming the first file that is missing, not listed, cut short or altered.
+    """
+    present = {path.name for path in info.path.glob(f"*{TENSOR_SUFFIX}")}
+    if strangers := sorted(present - info.files.keys()):
+        raise DamagedCheckpoint(f"its {strangers[0]} is not in the manifest")
+    for name, record in sorted(info.files.items()):
+        if name not in present:
+            raise DamagedCheckpoint(f"its {name} is missing")
+        size_bytes = (info.path / name).stat().st_size
+        if size_bytes != record.size_bytes:
+            raise DamagedCheckpoint(f"its {name} has {size_bytes} bytes instead of {record.size_bytes}")
+    for name in sorted(info.files)[share::num_shares]:
+        if describe_file(info.path / name) != info.files[name]:
+            raise DamagedCheckpoint(f"its {name} was altered: the checksum differs")
+
+
+def describe_file(path: Path) -> FileRecord:
+    """Read a file back and give its size and checksum."""
+    with path.open("rb") as file:
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+        return FileRecord(file.tell(), sha256)
+
+
+def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Sequence[str]:
+    """Say in which settings two identities differ."""
+    return [
+        f"{key} is {theirs.get(key)!r} there and {ours.get(key)!r} here"
+        for key in sorted(ours.keys() | theirs.keys())
+        if ours.get(key) != theirs.get(key)
+    ]
+
+
+def write_durably(path: Path, text: str) -> None:
+    """Write a whole file or none of it, through to the disk."""
+    staged = path.with_name(f".{path.name}.new")
+    with staged.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    staged.replace(path)
+    sync_folder(path.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """Bring a folder's entries to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
