@@ -102,8 +102,8 @@ class Layout:
         """Make this process's groups; every process of the world calls this at the same point, with equal layouts.
 
         torch.distributed has been initialised by the caller, except in a world of one process, which needs none.
-        `timeout` bounds every later collective of these groups (None: torch's default), those in the background excepted:
-        there one rank may wait for another's disk.
+        `timeout` bounds every later collective of these groups (None: torch's default), except in the background,
+        where one rank may wait for another's disk.
 
         Raises: ValueError when the layout does not fit the world.
         """
