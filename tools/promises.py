@@ -77,7 +77,7 @@ def ranges(numbers: list[int]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Say which statements the tests show.")
     parser.add_argument("--tests", action="store_true", help="name the tests beside each statement")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args()

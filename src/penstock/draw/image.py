@@ -1,7 +1,9 @@
 """A timeline as SVG or PNG; several, one above the other, share their axis of time."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -25,7 +27,7 @@ _BESIDE_HEIGHT = 0.28
 _FONT_SIZES = (8.5, 8.0, 7.5, 7.0, 6.5, 6.0, 5.5, 5.0)
 _EM_PER_FIGURE = 0.64
 _GREY = "#5B6470"
-_STYLE = {
+_STYLE: Any = {
     "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans"],
     "font.size": 9,
@@ -63,57 +65,66 @@ def check_path(path: Path) -> None:
         raise ValueError(f"cannot draw {path.name!r}: the file's ending must be one of {', '.join(FORMATS)}")
 
 
+@dataclass(frozen=True)
+class _Panel:
+    """Where one timeline is drawn: its axes, and their size."""
+
+    axes: Axes
+    width_in: float
+    height_in: float
+    points_per_time: float
+
+
 def _figure(timelines: Sequence[Timeline], unit: str) -> Figure:
     drawn = [boxes_of(timeline) for timeline in timelines]
     makespan = max((timeline.makespan for timeline in timelines), default=0.0) or 1.0
     row_in = 0.3 if max(map(len, drawn)) <= 16 else 0.2
-    heights = [_HEADING_IN + row_in * len(rows) for rows in drawn]
     width = _width(drawn, makespan)
-    height = sum(heights) + _GAP_IN * (len(drawn) - 1) + _FOOT_IN
+    height = sum(_HEADING_IN + row_in * len(rows) for rows in drawn) + _GAP_IN * (len(drawn) - 1) + _FOOT_IN
     figure = Figure(figsize=(width, height), facecolor="white")
     plot_width = width - _MARGIN_LEFT_IN - _MARGIN_RIGHT_IN
-    top = height
-    for index, (timeline, rows, panel) in enumerate(zip(timelines, drawn, heights, strict=True)):
-        bottom = top - panel
-        axes = figure.add_axes(
-            (_MARGIN_LEFT_IN / width, bottom / height, plot_width / width, row_in * len(rows) / height)
-        )
+    bottom = height
+    for timeline, rows in zip(timelines, drawn, strict=True):
+        plot_height = row_in * len(rows)
+        bottom -= _HEADING_IN + plot_height
+        axes = figure.add_axes((_MARGIN_LEFT_IN / width, bottom / height, plot_width / width, plot_height / height))
         axes.set_xlim(0, makespan)
-        _rows(axes, rows, timeline, points_per_time=72 * plot_width / makespan)
-        _heading(axes, timeline, row_in * len(rows), unit)
-        _axis(axes, len(rows), unit, last=index == len(drawn) - 1)
-        top = bottom - _GAP_IN
+        panel = _Panel(axes, plot_width, plot_height, 72 * plot_width / makespan)
+        _rows(panel, rows, timeline.makespan)
+        _heading(panel, timeline, unit)
+        _axis(axes, len(rows), unit, last=rows is drawn[-1])
+        bottom -= _GAP_IN
     _legend(figure, [kind for rows in drawn for kind in kinds_in(rows)], _MARGIN_LEFT_IN / width)
     return figure
 
 
 def _width(drawn: Sequence[tuple[Row, ...]], makespan: float) -> float:
     """Inches: enough that an average box can bear its number, within what a page can take."""
-    lengths = [box.end - box.start for rows in drawn for row in rows for box in row if box.end > box.start]
+    lengths = [box.end - box.start for rows in drawn for row in rows for box in row]
     average = sum(lengths) / len(lengths) if lengths else makespan
     wanted = _INCHES_PER_BOX * makespan / average + _MARGIN_LEFT_IN + _MARGIN_RIGHT_IN
     return min(max(wanted, _WIDTHS_IN[0]), _WIDTHS_IN[1])
 
 
-def _rows(axes: Axes, rows: tuple[Row, ...], timeline: Timeline, points_per_time: float) -> None:
+def _rows(panel: _Panel, rows: tuple[Row, ...], makespan: float) -> None:
     quads: dict[str, list[list[tuple[float, float]]]] = {}
-    size = _font_size(rows, points_per_time)
+    size = _font_size(rows, panel.points_per_time)
     for rank, row in enumerate(rows):
-        quads.setdefault(Kind.IDLE.value.colour, []).append(_quad(0.0, timeline.makespan, rank, rank + 1))
+        quads.setdefault(Kind.IDLE.value.colour, []).append(_quad(0.0, makespan, rank, rank + 1))
         for box in sorted(row, key=lambda box: box.beside):
             step = 1 / len(box.parts)
             for index, part in enumerate(box.parts):
                 upper, lower = rank + index * step, rank + (index + 1) * step
                 if box.beside:
                     upper = lower - _BESIDE_HEIGHT
+                else:
+                    _label(panel, box, part, (upper + lower) / 2, size * (1 if step == 1 else 0.72))
                 quads.setdefault(_colour(part), []).append(_quad(box.start, box.end, upper, lower))
-                if not box.beside:
-                    _label(axes, box, part, (upper + lower) / 2, points_per_time, size * (1 if step == 1 else 0.72))
-    narrow = min((b.end - b.start for row in rows for b in row if b.end > b.start), default=1.0) * points_per_time
+    narrow = min((b.end - b.start for row in rows for b in row), default=1.0) * panel.points_per_time
     line = 0.7 if narrow > 8 else 0.3 if narrow > 2.5 else 0.0
     for colour, corners in quads.items():
         edge = "white" if line and colour != Kind.IDLE.value.colour else "none"
-        axes.add_collection(PolyCollection(corners, facecolors=colour, edgecolors=edge, linewidths=line))
+        panel.axes.add_collection(PolyCollection(corners, facecolors=colour, edgecolors=edge, linewidths=line))
 
 
 def _quad(start: float, end: float, upper: float, lower: float) -> list[tuple[float, float]]:
@@ -145,40 +156,36 @@ def _font_size(rows: tuple[Row, ...], points_per_time: float) -> float:
     return next((size for size in _FONT_SIZES if size <= fits), _FONT_SIZES[-1])
 
 
-def _label(axes: Axes, box: Box, part: Part, y: float, points_per_time: float, size: float) -> None:
+def _label(panel: _Panel, box: Box, part: Part, y: float, size: float) -> None:
     text = str(part.microbatch) if part.microbatch >= 0 else part.kind.value.letter
-    if (box.end - box.start) * points_per_time < (_EM_PER_FIGURE * len(text) + 0.2) * size:
+    if (box.end - box.start) * panel.points_per_time < (_EM_PER_FIGURE * len(text) + 0.2) * size:
         return
     ink = part.kind.value.ink if part.local_stage == 0 else "#1A1A1A"
-    axes.text((box.start + box.end) / 2, y, text, color=ink, fontsize=size, ha="center", va="center_baseline")
+    panel.axes.text((box.start + box.end) / 2, y, text, color=ink, fontsize=size, ha="center", va="center_baseline")
 
 
-def _heading(axes: Axes, timeline: Timeline, height_in: float, unit: str) -> None:
+def _heading(panel: _Panel, timeline: Timeline, unit: str) -> None:
     """Title and figures above the rows, and each rank's own figures beside its row."""
     figures = [
         f"makespan {number(timeline.makespan)} {unit}".rstrip(),
         f"span {number(timeline.span_cost)} {unit}".rstrip(),
         f"bubble {timeline.bubble_rate:.2%}",
     ]
-    above = 1 / height_in
-    axes.text(0, 1 + 0.30 * above, timeline.title, transform=axes.transAxes, fontsize=11, fontweight="bold")
-    axes.text(0, 1 + 0.10 * above, "    ".join(figures), transform=axes.transAxes, color=_GREY)
-    idle_at, live_at = 1 + 0.55 / _width_in(axes), 1 + 1.0 / _width_in(axes)
-    for at, word in ((idle_at, "idle"), (live_at, "peak\nlive")):
-        axes.text(at, 1 + 0.06 * above, word, transform=axes.transAxes, color=_GREY, ha="right", fontsize=8)
-    rows = zip(timeline.idle, timeline.peak_live_microbatches, strict=True)
-    for rank, (idle, live) in enumerate(rows):
+    inch = 1 / panel.height_in
+    idle_at, live_at = 1 + 0.55 / panel.width_in, 1 + 1.0 / panel.width_in
+
+    def write(x: float, y: float, text: str, **style: Any) -> None:
+        panel.axes.text(x, 1 + y * inch, text, transform=panel.axes.transAxes, **style)
+
+    write(0, 0.30, timeline.title, fontsize=11, fontweight="bold")
+    write(0, 0.10, "    ".join(figures), color=_GREY)
+    write(idle_at, 0.06, "idle", color=_GREY, ha="right", fontsize=8)
+    write(live_at, 0.06, "peak\nlive", color=_GREY, ha="right", fontsize=8)
+    row = panel.height_in / len(timeline.events)
+    for rank, (idle, live) in enumerate(zip(timeline.idle, timeline.peak_live_microbatches, strict=True)):
         share = idle / timeline.makespan if timeline.makespan else 0.0
-        for at, text in ((idle_at, f"{share:.0%}"), (live_at, number(live))):
-            axes.text(
-                at, rank + 0.5, text, transform=axes.get_yaxis_transform(), ha="right", va="center", fontsize=8.5
-            )
-
-
-def _width_in(axes: Axes) -> float:
-    figure = axes.get_figure()
-    assert figure is not None
-    return axes.get_position().width * figure.get_figwidth()
+        for x, text in ((idle_at, f"{share:.0%}"), (live_at, number(live))):
+            write(x, -row * (rank + 0.5), text, ha="right", va="center", fontsize=8.5)
 
 
 def _axis(axes: Axes, num_ranks: int, unit: str, *, last: bool) -> None:

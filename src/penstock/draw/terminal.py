@@ -2,7 +2,7 @@
 
 import sys
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, floor, log10
 from statistics import median
 
 from rich.color import Color
@@ -153,12 +153,8 @@ def _axis(canvas: _Canvas) -> Text:
     """Times under the columns they belong to, as round as there is room for."""
     makespan = canvas.columns / canvas.scale
     room = max(1, canvas.columns // _TICK_EVERY)
-    step = next(
-        base * 10.0**power
-        for power in range(-9, 12)
-        for base in (1, 2, 5)
-        if makespan / (base * 10.0**power) <= room
-    )
+    finest = 10.0 ** floor(log10(makespan / room))
+    step = next(base * finest for base in (1, 2, 5, 10) if base * finest >= makespan / room)
     marks = [" "] * canvas.columns
     for tick in range(int(makespan / step * (1 + 1e-9)) + 1):
         label, at = number(tick * step), canvas.column(tick * step)

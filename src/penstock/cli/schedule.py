@@ -1,0 +1,299 @@
+"""`penstock schedule`: list, show, verify, simulate and export schedules; none of it needs torch or a GPU."""
+
+import argparse
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from penstock import schedule
+from penstock.cli.commands import Command, Parser, dispatch, print_json, refuse_to_overwrite, write_text
+
+HEAD = """A schedule is each rank's order of actions: F forward, B backward (or I for inputs, then W for weights).
+Lowered to a program it also has its transfers, gradient reductions and the optimizer step. A program is
+proved before it may run, and the same object is simulated and drawn."""
+
+FOOT = """Every command takes --json. With --help each explains itself."""
+
+
+def main(arguments: list[str]) -> int:
+    """Run one of the schedule commands.
+
+    Raises: ValueError for users' mistakes.
+    """
+    return dispatch("penstock schedule", COMMANDS, arguments, head=HEAD, foot=FOOT)
+
+
+def list_schedules(arguments: list[str]) -> int:
+    """Print the names that can be built, each with its one sentence and its options."""
+    parser = Parser("penstock schedule list", "List the schedules that can be built.")
+    _add_json(parser)
+    options = parser.parse_args(arguments)
+    summaries = {name: schedule.describe(name) for name in schedule.names()}
+    if options.json:
+        print_json(
+            [
+                {"name": name, "summary": summary, "options": schedule.options(name)}
+                for name, summary in summaries.items()
+            ]
+        )
+        return 0
+    margin = max(map(len, summaries)) + 2
+    for name, summary in summaries.items():
+        print(f"{name:{margin}}{summary}")
+        for option, default in schedule.options(name).items():
+            print(f"{'':{margin}}  {_flag(option)} (default {default})")
+    return 0
+
+
+def show(arguments: list[str]) -> int:
+    """Draw a schedule in the terminal, or into an SVG or PNG file."""
+    parser = Parser(
+        "penstock schedule show",
+        "Draw who does what when: one row a rank, time to the right.\n"
+        "The times are those of one microbatch through all stages of one rank; by default 1 each, so B takes 2.",
+        examples=(
+            "penstock schedule show 1f1b --ranks 4 --microbatches 8",
+            "penstock schedule show afab --forward 20 --backward-input 22 --backward-weight 18 --output afab.svg",
+        ),
+    )
+    _add_schedule(parser, arguments)
+    _add_costs(parser)
+    parser.add_argument("--output", type=Path, metavar="FILE", help="draw into this file: .svg or .png")
+    parser.add_argument("--force", action="store_true", help="replace the file if it exists")
+    _add_json(parser)
+    options = parser.parse_args(arguments)
+    if options.output is not None:
+        from penstock.draw.image import check_path
+
+        check_path(options.output)
+        refuse_to_overwrite(options.output, force=options.force)
+    timeline = schedule.simulate(_proved(options), _costs(options))
+    if options.output is not None:
+        from penstock.draw import picture
+
+        picture(options.output, [timeline])
+    if options.json:
+        print_json(_summary_of(options, timeline) | {"events": _events(timeline)} | _written(options))
+    elif options.output is not None:
+        print(f"drew {timeline.title} into {options.output}")
+    else:
+        from penstock.draw import in_terminal
+
+        in_terminal(timeline)
+    return 0
+
+
+def verify(arguments: list[str]) -> int:
+    """Prove the schedule or program in a file, or say what is wrong with it."""
+    parser = Parser(
+        "penstock schedule verify",
+        "Prove a schedule from a file: each action there exactly once, each send met by one receive, first in first\n"
+        "out, no deadlock even if every send blocks until its receive is posted. FILE is what `export` writes, or\n"
+        "torch's CSV. With compute actions alone it gets its transfers first; with transfers it is proved as it is.",
+        examples=("penstock schedule verify my-schedule.csv",),
+    )
+    parser.add_argument("file", type=Path, metavar="FILE", help="a schedule or program as text or as torch's CSV")
+    _add_json(parser)
+    options = parser.parse_args(arguments)
+    try:
+        program = _read(options.file)
+        proof = schedule.verify(program)
+    except schedule.ScheduleError as error:
+        if options.json:
+            print_json({"file": str(options.file), "proved": False, "reason": str(error)})
+        raise schedule.ScheduleError(f"{options.file}: {error}") from None
+    if options.json:
+        print_json({"file": str(options.file), "proved": True} | asdict(proof))
+    else:
+        num_ranks = program.placement.num_ranks
+        print(f"{options.file}: proved")
+        print(f"  {proof.num_actions} actions on {num_ranks} ranks, each exactly once and in a legal order")
+        print(f"  {proof.num_messages} messages, first in first out; no deadlock even if every send blocks")
+        print(f"  live tapes at the peak, by rank: {' '.join(map(str, proof.peak_live_tapes))}")
+    return 0
+
+
+def simulate(arguments: list[str]) -> int:
+    """Time a schedule under given costs and print its figures."""
+    parser = Parser(
+        "penstock schedule simulate",
+        "Time a schedule without running it. The times given are those of ONE microbatch through ALL local stages\n"
+        "of one rank, in any one unit; they are divided evenly among the stages, so that schedules compare at equal\n"
+        "work. span_cost is the largest, over ranks, of (that rank's end - its own first start); bubble_rate is the\n"
+        "share of it that is not work.",
+        examples=(
+            "penstock schedule simulate 1f1b --ranks 8 --microbatches 24 \\",
+            "    --forward 29.718 --backward-input 29.444 --backward-weight 19.927 --transfer 0.527",
+        ),
+    )
+    _add_schedule(parser, arguments)
+    _add_costs(parser)
+    _add_json(parser)
+    options = parser.parse_args(arguments)
+    timeline = schedule.simulate(_proved(options), _costs(options))
+    if options.json:
+        print_json(_summary_of(options, timeline))
+        return 0
+    print(timeline.title)
+    print(f"  makespan     {timeline.makespan:.6g}")
+    print(f"  span cost    {timeline.span_cost:.6g}")
+    print(f"  bubble rate  {timeline.bubble_rate:.4f}")
+    print("  rank         idle   peak live microbatches")
+    for rank, (idle, live) in enumerate(zip(timeline.idle, timeline.peak_live_microbatches, strict=True)):
+        print(f"  {rank:4d} {idle:12.6g} {live:8.4g}")
+    return 0
+
+
+def export(arguments: list[str]) -> int:
+    """Write a schedule, or the program lowered from it, to a file."""
+    parser = Parser(
+        "penstock schedule export",
+        "Write a schedule to a file: .csv in the format of torch.distributed.pipelining, .txt as text that keeps\n"
+        "all of it. What is written has been proved.",
+        examples=(
+            "penstock schedule export 1f1b --ranks 4 --microbatches 8 --output 1f1b.csv",
+            "penstock schedule export 1f1b --ranks 4 --microbatches 8 --transfers --output program.txt",
+        ),
+    )
+    _add_schedule(parser, arguments)
+    parser.add_argument("--output", type=Path, metavar="FILE", required=True, help="the file: .csv or .txt")
+    parser.add_argument("--transfers", action="store_true", help="write the program: with transfers and reductions")
+    parser.add_argument("--force", action="store_true", help="replace the file if it exists")
+    _add_json(parser)
+    options = parser.parse_args(arguments)
+    writers = {".csv": schedule.to_csv, ".txt": schedule.to_text}
+    writer = writers.get(options.output.suffix.lower())
+    if writer is None:
+        raise ValueError(f"cannot export to {options.output.name!r}: the file must end in {' or '.join(writers)}")
+    program = _proved(options)
+    write_text(options.output, writer(program if options.transfers else program.schedule), force=options.force)
+    num_actions = sum(map(len, program.ranks if options.transfers else program.schedule.orders))
+    if options.json:
+        print_json({**_names(options), "num_actions": num_actions} | _written(options))
+    else:
+        print(f"wrote {num_actions} actions of {options.ranks} ranks to {options.output}")
+    return 0
+
+
+COMMANDS = {
+    "list": Command("the schedules that can be built", __name__, "list_schedules"),
+    "show": Command("draw a schedule in the terminal, or as SVG or PNG", __name__, "show"),
+    "verify": Command("prove a schedule from a file, also one written by hand or by torch", __name__, "verify"),
+    "simulate": Command("time a schedule: makespan, bubble, live microbatches", __name__, "simulate"),
+    "export": Command("write a schedule as text or as torch's CSV", __name__, "export"),
+}
+
+
+def _add_schedule(parser: Parser, arguments: list[str]) -> None:
+    """Add NAME, the counts, and the options that the named schedule has of its own."""
+    parser.add_argument("name", metavar="NAME", help="a name that `penstock schedule list` prints")
+    parser.add_argument("--ranks", type=int, default=4, metavar="N", help="processes of the pipeline (default 4)")
+    parser.add_argument("--microbatches", type=int, default=8, metavar="N", help="parts of a batch (default 8)")
+    parser.add_argument("--stages-per-rank", type=int, default=1, metavar="N", help="local stages (default 1)")
+    name = next((word for word in arguments if word in schedule.names()), None)
+    if name is None:
+        return
+    own = parser.add_argument_group(f"options of {name}")
+    for option, default in schedule.options(name).items():
+        if isinstance(default, bool):
+            own.add_argument(_flag(option), action=argparse.BooleanOptionalAction, default=default)
+        else:
+            own.add_argument(_flag(option), type=type(default), default=default, help=f"(default {default})")
+
+
+def _flag(option: str) -> str:
+    return "--" + option.replace("_", "-")
+
+
+def _add_costs(parser: Parser) -> None:
+    times = parser.add_argument_group("times of one microbatch through all stages of one rank")
+    for name, default, what in (
+        ("forward", 1.0, "F"),
+        ("backward-input", 1.0, "I, the part of B that the rank before waits for"),
+        ("backward-weight", 1.0, "W, the other part of B"),
+        ("transfer", 0.0, "a message between two ranks; it blocks neither"),
+        ("reduce", 0.0, "the gradient reduction of a stage"),
+        ("step", 0.0, "the optimizer step"),
+    ):
+        said = f"{what} (default {default:g})"
+        times.add_argument(f"--{name}", type=float, default=default, metavar="TIME", help=said)
+
+
+def _add_json(parser: Parser) -> None:
+    parser.add_argument("--json", action="store_true", help="print one JSON document instead")
+
+
+def _read(path: Path) -> schedule.Program:
+    """The program in a file, lowered from a schedule if it has compute actions alone."""
+    try:
+        text = path.read_text()
+    except UnicodeDecodeError:
+        raise schedule.ScheduleError("this is no text, so it is neither a schedule nor a program") from None
+    if text.startswith("penstock "):
+        plan = schedule.from_text(text)
+    else:
+        plan = schedule.from_csv(text, name=path.stem)
+    return schedule.lower(plan) if isinstance(plan, schedule.Schedule) else plan
+
+
+def _proved(options: argparse.Namespace) -> schedule.Program:
+    """The program of the schedule that the options name, proved."""
+    built = schedule.build(
+        options.name,
+        ranks=options.ranks,
+        microbatches=options.microbatches,
+        stages_per_rank=options.stages_per_rank,
+        **_own_options(options),
+    )
+    program = schedule.lower(built)
+    schedule.verify(program)
+    return program
+
+
+def _own_options(options: argparse.Namespace) -> dict[str, Any]:
+    known = schedule.options(options.name) if options.name in schedule.names() else {}
+    return {option: getattr(options, option) for option in known}
+
+
+def _costs(options: argparse.Namespace) -> schedule.Costs:
+    return schedule.Costs(
+        forward=options.forward,
+        backward_input=options.backward_input,
+        backward_weight=options.backward_weight,
+        transfer=options.transfer,
+        reduce=options.reduce,
+        step=options.step,
+    )
+
+
+def _names(options: argparse.Namespace) -> dict[str, object]:
+    return {
+        "schedule": options.name,
+        "ranks": options.ranks,
+        "microbatches": options.microbatches,
+        "stages_per_rank": options.stages_per_rank,
+        **_own_options(options),
+    }
+
+
+def _summary_of(options: argparse.Namespace, timeline: schedule.Timeline) -> dict[str, object]:
+    return {
+        **_names(options),
+        "costs": asdict(_costs(options)),
+        "makespan": timeline.makespan,
+        "span_cost": timeline.span_cost,
+        "bubble_rate": timeline.bubble_rate,
+        "peak_live_microbatches": list(timeline.peak_live_microbatches),
+        "idle": list(timeline.idle),
+    }
+
+
+def _events(timeline: schedule.Timeline) -> list[list[dict[str, object]]]:
+    return [
+        [{"action": str(event.action), "start": event.start, "end": event.end} for event in events]
+        for events in timeline.events
+    ]
+
+
+def _written(options: argparse.Namespace) -> dict[str, object]:
+    return {} if options.output is None else {"written": str(options.output)}

@@ -1,0 +1,180 @@
+"""`penstock schedule`: what it prints, what it writes, and how it refuses."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from penstock import schedule
+from penstock.cli.main import main
+
+PUBLISHED = ["--forward", "29.718", "--backward-input", "29.444", "--backward-weight", "19.927", "--transfer", "0.527"]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]):
+    """Run `penstock schedule` with the given arguments; gives its exit code, stdout and stderr."""
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        code = main(["schedule", *map(str, arguments)])
+        printed = capsys.readouterr()
+        return code, printed.out, printed.err
+
+    return call
+
+
+def assert_refused(result: tuple[int, str, str], *words: str) -> None:
+    """Exit code 2 and one sentence that holds the given words; nothing on stdout."""
+    code, out, err = result
+    assert code == 2
+    assert out == ""
+    assert err.count("\n") == 1
+    assert err.startswith("penstock: ")
+    for word in words:
+        assert word in err
+
+
+def test_the_installed_command_answers():
+    command = Path(sys.executable).with_name("penstock")
+    done = subprocess.run([command, "schedule", "list"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert [line.split()[0] for line in done.stdout.splitlines()] == list(schedule.names())
+
+
+def test_list_has_a_sentence_for_each_schedule(run):
+    code, out, _ = run("list", "--json")
+    entries = json.loads(out)
+    assert code == 0
+    assert [entry["name"] for entry in entries] == list(schedule.names())
+    assert all(entry["summary"] for entry in entries)
+
+
+def test_simulate_prints_the_published_bubble(run):
+    code, out, _ = run("simulate", "1f1b", "--ranks", 8, "--microbatches", 24, *PUBLISHED, "--json")
+    figures = json.loads(out)
+    assert code == 0
+    assert round(figures["bubble_rate"], 4) == 0.2347
+    assert figures["peak_live_microbatches"] == [8, 7, 6, 5, 4, 3, 2, 1]
+    work = 24 * (29.718 + 29.444 + 19.927)
+    assert figures["bubble_rate"] == pytest.approx(1 - work / figures["span_cost"], abs=1e-12)
+    assert figures["makespan"] >= figures["span_cost"]
+
+
+def test_simulate_without_json_prints_the_same_figures(run):
+    _, out, _ = run("simulate", "1f1b", "--ranks", 8, "--microbatches", 24, *PUBLISHED)
+    assert "0.2347" in out
+
+
+def test_show_draws_each_rank(run):
+    code, out, _ = run("show", "1f1b", "--ranks", 3, "--microbatches", 4)
+    assert code == 0
+    assert [line[:6] for line in out.splitlines() if line.startswith("rank")] == ["rank 0", "rank 1", "rank 2"]
+    code, out, _ = run("show", "1f1b", "--ranks", 3, "--microbatches", 4, "--json")
+    drawn = json.loads(out)
+    assert code == 0
+    computed = [[event["action"] for event in rank if "F" in event["action"]] for rank in drawn["events"]]
+    assert computed == [[f"{rank}F{microbatch}" for microbatch in range(4)] for rank in range(3)]
+
+
+@pytest.mark.parametrize("ending", ["svg", "png"])
+def test_show_draws_into_a_file_and_never_over_another(run, tmp_path: Path, ending: str):
+    path = tmp_path / f"picture.{ending}"
+    assert run("show", "afab", "--output", path)[0] == 0
+    before = path.read_bytes()
+    assert before
+    assert_refused(run("show", "1f1b", "--output", path), str(path), "--force")
+    assert path.read_bytes() == before
+    assert run("show", "1f1b", "--output", path, "--force")[0] == 0
+    assert path.read_bytes() != before
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.txt"])
+@pytest.mark.parametrize("transfers", [[], ["--transfers"]])
+def test_what_export_writes_verify_proves(run, tmp_path: Path, name: str, transfers: list[str]):
+    for index, schedule_name in enumerate(schedule.names()):
+        for ranks, microbatches in ((1, 1), (3, 2), (4, 9)):
+            path = tmp_path / f"{index}-{ranks}-{name}"
+            options = ["--ranks", ranks, "--microbatches", microbatches]
+            assert run("export", schedule_name, *options, "--output", path, *transfers)[0] == 0
+            code, out, err = run("verify", path, "--json")
+            assert code == 0, err
+            proof = json.loads(out)
+            assert proof["proved"] is True
+            assert proof["num_messages"] == sum(
+                len([action for action in rank if "SEND" in str(action)])
+                for rank in schedule.lower(schedule.build(schedule_name, ranks=ranks, microbatches=microbatches)).ranks
+            )
+
+
+def test_export_refuses_what_it_cannot_write(run, tmp_path: Path):
+    taken = tmp_path / "mine.csv"
+    taken.write_text("mine")
+    assert_refused(run("export", "1f1b", "--output", taken), str(taken), "--force")
+    assert taken.read_text() == "mine"
+    assert_refused(run("export", "1f1b", "--output", tmp_path / "a.xlsx"), "a.xlsx", ".csv", ".txt")
+    assert_refused(run("export", "1f1b", "--output", tmp_path / "nowhere" / "a.csv"), "nowhere")
+    assert_refused(run("export", "1f1b"), "--output")
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.csv"]
+
+
+def test_verify_names_what_is_wrong(run, tmp_path: Path):
+    broken = tmp_path / "broken.csv"
+    broken.write_text("0F0,0F1,0B0,0B1\n1F1,1F0,1B0\n")
+    assert_refused(run("verify", broken), str(broken), "rank 0", "0B1", "rank 1")
+    code, out, err = run("verify", broken, "--json")
+    assert code == 2
+    assert json.loads(out)["proved"] is False
+    assert json.loads(out)["reason"] in err
+
+
+def test_verify_finds_the_deadlock_that_buffered_sends_would_hide(run, tmp_path: Path):
+    path = tmp_path / "hidden.csv"
+    path.write_text(
+        "0F0,0SEND_F0,0F1,0SEND_F1,2RECV_F0,2F0,2SEND_F0,2RECV_F1,2F1,2SEND_F1\n"
+        "1RECV_F0,1F0,1SEND_F0,1RECV_F1,1F1,1SEND_F1,3RECV_F0,3F0,3RECV_F1,3F1\n"
+    )
+    assert_refused(run("verify", path), "rank 0 at 0SEND_F1", "1RECV_F1", "rank 1 at 1SEND_F0", "2RECV_F0")
+
+
+@pytest.mark.parametrize("text", ["", "0F0,0Q1\n", "hello\n", "\x00\x01"])
+def test_a_file_that_is_no_schedule_is_refused(run, tmp_path: Path, text: str):
+    path = tmp_path / "strange.csv"
+    path.write_text(text)
+    assert_refused(run("verify", path), str(path))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["shw", "1f1b"], ["'shw'", "'show'"]),
+        (["show", "1f1"], ["'1f1'", "1f1b"]),
+        (["show", "1f1b", "--rank", "4"], ["'--rank'", "'--ranks'"]),
+        (["show", "1f1b", "--ranks", "four"], ["--ranks", "four"]),
+        (["show", "1f1b", "--ranks", "0"], ["ranks", "0"]),
+        (["show", "1f1b", "--microbatches", "-3"], ["microbatches", "-3"]),
+        (["show", "1f1b", "extra"], ["'extra'"]),
+        (["show"], ["NAME"]),
+        (["simulate", "1f1b", "--forward", "-1"], ["forward", "-1"]),
+        (["simulate", "1f1b", "--transfer", "nan"], ["transfer", "nan"]),
+        (["simulate", "1f1b", "--stages-per-rank", "2"], ["1f1b", "2"]),
+        (["verify", "no-such-file.csv"], ["no-such-file.csv", "no such file"]),
+        (["--json"], ["--json", "list"]),
+    ],
+)
+def test_mistakes_get_one_sentence(run, arguments: list[str], words: list[str]):
+    assert_refused(run(*arguments), *words)
+
+
+def test_an_unknown_command_names_the_nearest(capsys: pytest.CaptureFixture[str]):
+    assert main(["tran"]) == 2
+    assert "'train'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["list", "show", "verify", "simulate", "export"])
+def test_every_command_explains_itself(capsys: pytest.CaptureFixture[str], command: str):
+    with pytest.raises(SystemExit) as ended:
+        main(["schedule", command, "--help"])
+    assert ended.value.code == 0
+    assert "--json" in capsys.readouterr().out

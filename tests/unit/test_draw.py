@@ -1,0 +1,137 @@
+"""Drawings say what the timeline says, and fit where they are put."""
+
+import re
+from itertools import pairwise, product
+from pathlib import Path
+
+import pytest
+
+from penstock import schedule
+from penstock.draw import in_terminal, picture
+from penstock.draw.boxes import boxes_of, idle_spans, one_at_a_time
+from penstock.draw.terminal import drawing
+from penstock.schedule import Action, Costs, Event, Op, Pair, Timeline
+
+
+def timeline_of(name: str, ranks: int, microbatches: int, costs: Costs | None = None) -> Timeline:
+    program = schedule.lower(schedule.build(name, ranks=ranks, microbatches=microbatches))
+    return schedule.simulate(program, costs)
+
+
+FUSED = Timeline.from_events(
+    [
+        [
+            Event(Action(Op.F, 0, 0), 0.0, 1.0),
+            Event(Pair(Action(Op.F, 1, 1), Action(Op.B, 0, 0)), 1.0, 4.0),
+            Event(Action(Op.I, 1, 1), 5.0, 6.0),
+            Event(Action(Op.W, 1, 1), 6.0, 7.0),
+        ]
+    ],
+    stages_per_rank=2,
+    title="a fused pair",
+)
+
+
+@pytest.mark.parametrize("coloured", [False, True])
+@pytest.mark.parametrize("width", [20, 80, 133])
+def test_every_line_fits_and_every_rank_has_a_row(width: int, coloured: bool):
+    for name, ranks, microbatches in product(schedule.names(), (1, 2, 8), (1, 3, 64)):
+        lines = drawing(timeline_of(name, ranks, microbatches), width=width, coloured=coloured)
+        assert all(line.cell_len <= width for line in lines)
+        rows = [line for line in lines if line.plain.startswith("rank ")]
+        assert len(rows) == ranks
+        assert all(row.cell_len == rows[0].cell_len > width / 2 for row in rows)
+
+
+@pytest.mark.parametrize("coloured", [False, True])
+def test_each_action_is_named_once_where_there_is_room(coloured: bool):
+    for ranks, microbatches in ((1, 8), (3, 4), (4, 8)):
+        rows = [line.plain for line in drawing(timeline_of("1f1b", ranks, microbatches), coloured=coloured)]
+        for row in rows[1 : 1 + ranks]:
+            marks = re.findall(r"[FB]\d", row)
+            assert sorted(marks) == sorted(f"{op}{microbatch}" for op in "FB" for microbatch in range(microbatches))
+
+
+def test_columns_are_time():
+    timeline = timeline_of("afab", 4, 8)
+    per_unit = 2
+    rows = [line.plain.removeprefix(f"rank {rank} ") for rank, line in enumerate(drawing(timeline)[1:5])]
+    for row, boxes in zip(rows, boxes_of(timeline), strict=True):
+        assert len(row) == timeline.makespan * per_unit
+        for start, end in idle_spans(boxes, timeline.makespan):
+            assert set(row[round(start * per_unit) : round(end * per_unit)]) == {"·"}
+        assert row.count("·") == sum(end - start for start, end in idle_spans(boxes, timeline.makespan)) * per_unit
+
+
+@pytest.mark.parametrize("unit", [0.0, 1e-15, 1e-3, 1e15])
+def test_any_unit_of_time_can_be_drawn(unit: float, tmp_path: Path):
+    timeline = timeline_of("1f1b", 2, 3, Costs(unit, unit, unit))
+    lines = drawing(timeline)
+    assert len([line for line in lines if line.plain.startswith("rank ")]) == 2
+    picture(tmp_path / "a.svg", [timeline])
+    assert timeline.title in texts_of(tmp_path / "a.svg")
+
+
+def test_without_a_terminal_there_are_no_escapes(capsys: pytest.CaptureFixture[str]):
+    in_terminal(timeline_of("1f1b", 4, 8))
+    printed = capsys.readouterr().out
+    assert "makespan 33" in printed
+    assert "\x1b" not in printed
+
+
+def test_what_runs_beside_compute_is_kept_only_where_the_rank_would_be_idle():
+    for ranks, microbatches, reduce in product((1, 3), (1, 5), (0.5, 7.0)):
+        for row in boxes_of(timeline_of("1f1b", ranks, microbatches, Costs(reduce=reduce, step=0.25))):
+            flat = one_at_a_time(row)
+            assert all(before.end <= after.start for before, after in pairwise(flat))
+            assert {box for box in row if not box.beside} <= set(flat)
+
+
+def test_a_fused_pair_is_one_box_of_two_parts():
+    (row,) = boxes_of(FUSED)
+    assert [len(box.parts) for box in row] == [1, 2, 1, 1]
+    assert [(part.kind.name, part.local_stage, part.microbatch) for part in row[1].parts] == [
+        ("FORWARD", 1, 1),
+        ("BACKWARD", 0, 0),
+    ]
+
+
+def texts_of(svg: Path) -> list[str]:
+    return re.findall(r"<text[^>]*>([^<]*)</text>", svg.read_text())
+
+
+def test_a_picture_bears_every_microbatch_and_its_figures(tmp_path: Path):
+    timeline = timeline_of("1f1b", 3, 7)
+    picture(tmp_path / "a.svg", [timeline])
+    texts = texts_of(tmp_path / "a.svg")
+    assert timeline.title in texts
+    assert any("bubble" in text and f"{timeline.bubble_rate:.2%}" in text for text in texts)
+    for microbatch in (4, 6):  # figures that neither the axis nor the margins show
+        assert texts.count(str(microbatch)) >= 2 * 3
+    assert {"forward", "backward", "idle"} <= set(texts)
+    assert "optimizer step" not in texts
+
+
+def test_two_timelines_stand_above_each_other(tmp_path: Path):
+    simulated, measured = timeline_of("1f1b", 2, 4), FUSED
+    picture(tmp_path / "two.svg", [simulated, measured], unit="ms")
+    texts = texts_of(tmp_path / "two.svg")
+    assert texts.index(simulated.title) < texts.index(measured.title)
+    assert "time, ms" in texts
+    assert {"input backward", "weight backward"} <= set(texts)
+
+
+def test_the_same_timeline_gives_the_same_file(tmp_path: Path):
+    for name in ("a.svg", "b.svg"):
+        picture(tmp_path / name, [timeline_of("afab", 2, 3)])
+    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
+
+
+def test_png_is_written_too_and_other_endings_are_refused(tmp_path: Path):
+    picture(tmp_path / "a.png", [FUSED])
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ValueError, match=r"\.svg, \.png"):
+        picture(tmp_path / "a.jpeg", [FUSED])
+    with pytest.raises(ValueError, match="at least one timeline"):
+        picture(tmp_path / "a.png", [])
+    assert not (tmp_path / "a.jpeg").exists()
