@@ -152,14 +152,10 @@ def report_end() -> None:
         Path(path).touch()
 
 
-def agree(store: "Store", group: Group, key: str, ours: Mapping[str, Any]) -> list[tuple[int, dict[str, Any]]]:
-    """Show all processes each other's values; return those that differ from rank 0's, with their ranks.
-
-    Every process gets the same answer. Values travel as JSON.
-    """
+def agree(store: "Store", group: Group, key: str, ours: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Show all processes each other's values, which travel as JSON; returns them by rank, the same on every process."""
     store.set(f"penstock/{key}/{group.rank}", json.dumps(ours, sort_keys=True))
-    told = [json.loads(store.get(f"penstock/{key}/{rank}")) for rank in range(group.world_size)]
-    return [(rank, theirs) for rank, theirs in enumerate(told) if theirs != told[0]]
+    return [json.loads(store.get(f"penstock/{key}/{rank}")) for rank in range(group.world_size)]
 
 
 def is_first_to_tell(store: "Store") -> bool:

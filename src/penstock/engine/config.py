@@ -7,6 +7,7 @@ Nothing heavy is imported here: a mistake in a file is told before PyTorch is lo
 import dataclasses
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -277,10 +278,12 @@ _FREE = _FREE_IF_GLOBAL | {
 }
 
 
-def differences(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
+def differences(
+    ours: Mapping[str, Any], theirs: Mapping[str, Any], here: str = "here", there: str = "there"
+) -> list[str]:
     """The names of settings that differ, each with both values: ``train.seed (1 here, 2 there)``."""
     return [
-        f"{name} ({ours.get(name)!r} here, {theirs.get(name)!r} there)"
+        f"{name} ({ours.get(name)!r} {here}, {theirs.get(name)!r} {there})"
         for name in sorted(ours.keys() | theirs.keys())
         if ours.get(name) != theirs.get(name)
     ]

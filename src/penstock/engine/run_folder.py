@@ -65,10 +65,6 @@ class RunFolder:
         _write_whole(self.path / CONFIG_FILE, to_toml(config))
         self.continued = continued
 
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / CHECKPOINT_FOLDER
-
     def close(self) -> None:
         os.close(self._lock)
 

@@ -17,10 +17,11 @@ from penstock.data import (
 )
 from penstock.engine.config import RunConfig
 from penstock.engine.config_file import ConfigError
+from penstock.engine.engine import Engine
 from penstock.engine.learning_rate import LearningRate, Ramp, WeightDecay
 from penstock.engine.optimizer import OptimizerConfig
 from penstock.engine.options import EngineOptions, Precision
-from penstock.model import ModelConfig
+from penstock.model import ModelConfig, decoder_units
 from penstock.parallel import Layout
 
 
@@ -89,6 +90,12 @@ def engine_options(config: RunConfig) -> EngineOptions:
     )
 
 
+def run_engine(config: RunConfig, vocab_size: int) -> Engine:
+    """The engine of a run; every process of the layout calls this at the same point."""
+    shape = model_config(config, vocab_size)
+    return Engine(decoder_units(shape), shape.hidden_size, layout(config), engine_options(config))
+
+
 def micro_batches(config: RunConfig) -> MicroBatchSpec:
     return MicroBatchSpec(num=config.train.num_microbatches, max_tokens=config.train.max_microbatch_tokens)
 
@@ -152,6 +159,6 @@ class RunData:
     def _size(self) -> BatchSize:
         return BatchSize(items=self.config.data.num_sequences // self.config.parallel.dp)
 
-    def _pack(self, store):  # noqa: ANN001, ANN202
+    def _pack(self, store):
         data = self.config.data
         return pack(store, data.packing, data.sequence_length, data.cross_documents)

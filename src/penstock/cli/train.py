@@ -1,0 +1,48 @@
+"""`penstock train RUN.toml`: check the settings, then start the workers of the run, or be one of them."""
+
+import os
+import sys
+from collections.abc import Sequence
+
+from penstock.cli.launch import Group, find_group, launch
+from penstock.cli.train_arguments import TrainArguments, read_arguments
+from penstock.engine.config_check import check, check_world
+from penstock.engine.run_folder import check_folder
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command; returns its exit code.
+
+    Raises:
+        ValueError: the settings, the data or the output folder can not be used; nothing has been started or written.
+    """
+    arguments = read_arguments(argv)
+    config = check(arguments.config)
+    if arguments.switches.dry_run:
+        from penstock.cli.dry_run import show
+
+        show(config, as_json=arguments.switches.json)
+        return 0
+    group = find_group(os.environ)
+    if group is not None:
+        check_world(config, group.world_size, group.origin)
+        return _work(arguments, group)
+    # All that can be known now is checked here: the workers would each take seconds to find it out.
+    check_folder(config, fresh=arguments.switches.fresh)
+    if config.world_size == 1:
+        return _work(arguments, Group.alone())
+    return launch(argv, config.world_size, config.parallel.num_threads)
+
+
+def _work(arguments: TrainArguments, group: Group) -> int:
+    from penstock.cli.worker import run_worker
+
+    return run_worker(arguments, group)
+
+
+if __name__ == "__main__":  # how `launch` starts workers
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except ValueError as error:
+        print(f"penstock: {error}", file=sys.stderr)
+        sys.exit(2)

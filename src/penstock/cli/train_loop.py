@@ -1,0 +1,254 @@
+"""The loop of a run on one rank: batch, step, metrics; validation and checkpoints every so many steps."""
+
+import base64
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from penstock.cli.progress import Progress, StepFigures
+from penstock.data import Shard
+from penstock.engine.checkpoint import Checkpointer
+from penstock.engine.config import RunConfig
+from penstock.engine.config_file import ConfigError
+from penstock.engine.engine import Engine
+from penstock.engine.metrics import METRICS_FILE, MetricsLog, read_metrics
+from penstock.engine.run_folder import CHECKPOINT_FOLDER, RunFolder
+from penstock.engine.run_parts import RunData, micro_batches
+from penstock.engine.train import TrainResult
+from penstock.runtime import Watchdog
+from penstock.schedule import Costs, Op, Timeline
+
+TIMELINE_FILE = "timeline.png"
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """How one start of a run ended. `loss` is that of the last step, in nats a token, like `validation_loss`."""
+
+    output: str
+    step: int
+    resumed_from: int
+    complete: bool
+    loss: float | None = None
+    validation_loss: float | None = None
+    num_tokens: int = 0
+    train_time_s: float = 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, with the speed of this start."""
+        speed = self.num_tokens / self.train_time_s if self.train_time_s else None
+        return {**asdict(self), "tokens_per_s": speed}
+
+
+class TrainLoop:
+    """One rank's part of a run; every rank makes one and calls alike. Rank 0 has the folder and tells what happens."""
+
+    def __init__(
+        self, config: RunConfig, engine: Engine, data: RunData, folder: RunFolder | None, as_json: bool = False
+    ) -> None:
+        self.config, self.engine, self.folder = config, engine, folder
+        shard = Shard(engine.grid.dp_rank, config.parallel.dp)
+        # Middle stages need to know a batch's lengths, not its tokens.
+        with_data = engine.holds_first_stage or engine.holds_last_stage
+        self.loader = data.loader(shard, with_data)
+        self.validation = data.validation(shard, with_data)
+        self.checkpoints = Checkpointer(
+            Path(config.output) / CHECKPOINT_FOLDER,
+            engine.grid,
+            config.identity(),
+            keep=config.checkpoint.keep,
+            aliases=_aliases(engine),
+        )
+        self._file = sys.stderr if as_json else sys.stdout
+        self._saved_step = -1
+        self.result = RunResult(config.output, step=0, resumed_from=0, complete=False)
+
+    def resume(self, must: bool = False) -> None:
+        """Go on from the newest intact checkpoint; without any, from the start.
+
+        Raises:
+            ConfigError: there is none, and there must be.
+        """
+        found = self.checkpoints.latest()
+        if found is None:
+            if must:
+                raise ConfigError(f"--resume: output = {self.config.output!r} holds no intact checkpoint; leave it out")
+            return
+        self.checkpoints.load(found, self.engine.state())
+        rank, world_size = self.engine.grid.rank, self.engine.grid.world_size
+        # What belongs to all ranks can be taken from any; the rest makes sense in the same layout alone.
+        told = found.extras[rank if len(found.extras) == world_size else 0]
+        self.engine.load_progress(told["engine"])
+        self.loader.load_state_dict(told["loader"])
+        if len(found.extras) == world_size:
+            _set_random_state(told["random"])
+        step = self.engine.step
+        self._saved_step = step
+        self.result = replace(self.result, step=step, resumed_from=step)
+
+    def run(self, stop_asked: Callable[[], bool]) -> RunResult:
+        """Train to the last step, or to the end of the step in which any rank was asked to stop; saves in both cases."""
+        config, engine = self.config, self.engine
+        watchdog = Watchdog(engine.recorder, config.parallel.timeout_s)
+        watchdog.listen_to_signals()
+        teller = _Teller(config, self.folder, engine.step, self._file) if self.folder is not None else None
+        timelines = None
+        while engine.step < config.train.steps:
+            if stop_asked():
+                engine.request_stop()
+            taken = engine.train_batch(
+                next(self.loader), micro_batches=micro_batches(config), normalize=config.train.normalize
+            )
+            self._count(taken)
+            last = taken.step == config.train.steps
+            if teller is not None:
+                teller.step(taken)
+            if last and config.log.timeline:
+                timelines = self._timelines(taken.num_microbatches)
+            if last or _is_due(taken.step, config.validation.every):
+                self._validate(teller)
+            if last or taken.stop_requested or _is_due(taken.step, config.checkpoint.every):
+                self._save(wait=last or taken.stop_requested or not config.checkpoint.in_background)
+            if taken.stop_requested:
+                break
+        self.checkpoints.finish()
+        self.result = replace(self.result, complete=engine.step >= config.train.steps)
+        if teller is not None:
+            self.result = teller.end(self.result, timelines)
+        watchdog.close()
+        engine.close()
+        return self.result
+
+    def _count(self, taken: TrainResult) -> None:
+        result = self.result
+        self.result = replace(
+            result,
+            step=taken.step,
+            loss=taken.loss,
+            num_tokens=result.num_tokens + taken.num_tokens,
+            train_time_s=result.train_time_s + taken.step_time_s,
+        )
+
+    def _validate(self, teller: "_Teller | None") -> None:
+        if not self.validation:
+            return
+        loss = self.engine.evaluate(self.validation)
+        self.result = replace(self.result, validation_loss=loss)
+        if teller is not None:
+            teller.validated(self.engine.step, loss)
+
+    def _save(self, wait: bool) -> None:
+        step = self.engine.step
+        if step == self._saved_step:
+            return
+        extra = {
+            "engine": self.engine.progress(),
+            "loader": self.loader.state_dict(),
+            "random": _random_state(),
+        }
+        self.checkpoints.save(step, self.engine.state(), extra, wait=wait)
+        self._saved_step = step
+
+    def _timelines(self, num_microbatches: int) -> list[Timeline]:
+        """The last step as it was simulated, with the mean times that were measured, and as it was measured."""
+        measured = self.engine.timeline()
+        if measured is None:
+            return []
+        return [self.engine.simulated(num_microbatches, _costs(measured, num_microbatches)), measured]
+
+
+class _Teller:
+    """What rank 0 tells of a run: progress, metrics, pictures."""
+
+    def __init__(self, config: RunConfig, folder: RunFolder, step: int, file: Any) -> None:
+        self._config, self._folder = config, folder
+        self._metrics = MetricsLog(folder.path, resumed_step=step, tensorboard=config.log.tensorboard)
+        self._progress = Progress(config.train.steps, step, file)
+        if step:
+            self._progress.note(f"continuing {config.output} after step {step}")
+
+    def step(self, taken: TrainResult) -> None:
+        if _is_due(taken.step, self._config.log.every) or taken.step == self._config.train.steps:
+            seconds = taken.step_time_s
+            self._metrics.write(
+                taken.step,
+                {
+                    "loss": taken.loss,
+                    "grad_norm": taken.grad_norm,
+                    "learning_rate": taken.learning_rate,
+                    "loss_scale": taken.loss_scale,
+                    "success": taken.success,
+                    "num_tokens": taken.num_tokens,
+                    "tokens_per_s": taken.num_tokens / seconds if seconds else 0.0,
+                    "idle_share": taken.idle_share,
+                    "step_time_s": seconds,
+                },
+            )
+        self._progress.step(StepFigures(taken.step, taken.loss, taken.num_tokens, taken.step_time_s, taken.idle_share))
+
+    def validated(self, step: int, loss: float) -> None:
+        self._metrics.write(step, {"validation_loss": loss})
+        self._progress.validated(step, loss)
+
+    def end(self, result: RunResult, timelines: list[Timeline] | None) -> RunResult:
+        """Say how it ended; returns the result, with the last validation loss that the run has told of."""
+        if timelines:
+            # Takes a second to import, so only once there is something to draw.
+            from penstock.draw import picture
+
+            path = self._folder.path / TIMELINE_FILE
+            picture(path, timelines, unit="ms")
+            self._progress.note(f"drew one step, simulated and measured: {path}")
+        self._metrics.close()
+        told = [entry for entry in read_metrics(self._folder.path / METRICS_FILE) if "validation_loss" in entry]
+        if result.validation_loss is None and told:
+            result = replace(result, validation_loss=told[-1]["validation_loss"])
+        self._progress.note(_last_words(result))
+        self._progress.close()
+        return result
+
+
+def _last_words(result: RunResult) -> str:
+    if not result.complete:
+        return f"stopped after step {result.step} and saved; the same command continues from there"
+    loss = "" if result.validation_loss is None else f", validation loss {result.validation_loss:.4f} nats a token"
+    return f"done after step {result.step}{loss}; all of it is in {result.output}"
+
+
+def _is_due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _aliases(engine: Engine) -> dict[str, str]:
+    """Tied copies and their optimizer state are equal to their owners' and need not be saved."""
+    prefixes = ("", *(f"optimizer.{kind}." for kind in ("exp_avg", "exp_avg_sq", "master")))
+    return {f"{prefix}{copy}": f"{prefix}{owner}" for copy, owner in engine.ties.items() for prefix in prefixes}
+
+
+def _costs(measured: Timeline, num_microbatches: int) -> Costs:
+    """Mean times of a microbatch on a rank, as they were measured, in the timeline's unit."""
+    spent = dict.fromkeys(Op, 0.0)
+    for events in measured.events:
+        for event in events:
+            op = getattr(event.action, "op", None)
+            if op is not None:
+                spent[op] += event.end - event.start
+    each = num_microbatches * len(measured.events)
+    return Costs(
+        forward=spent[Op.F] / each,
+        backward_input=(spent[Op.B] + spent[Op.I]) / each,
+        backward_weight=spent[Op.W] / each,
+        step=spent[Op.STEP] / len(measured.events),
+    )
+
+
+def _random_state() -> str:
+    return base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode()
+
+
+def _set_random_state(text: str) -> None:
+    torch.set_rng_state(torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8))

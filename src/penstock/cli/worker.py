@@ -1,0 +1,151 @@
+"""One worker of a run: meets the others, agrees with them on what is to be done, trains, and ends with an exit code."""
+
+import json
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from types import FrameType
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from penstock.cli.launch import Group, agree, follow_launcher, is_first_to_tell, is_told, join, report_end
+from penstock.cli.train_arguments import TrainArguments
+from penstock.cli.train_loop import TrainLoop
+from penstock.engine.config import RunConfig, differences
+from penstock.engine.config_file import ConfigError
+from penstock.engine.run_folder import RunFolder, check_folder
+from penstock.engine.run_parts import RunData, run_engine
+from penstock.runtime import PipelineError
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+T = TypeVar("T")
+
+
+class StopRequest:
+    """Whether this process was told to end; it then finishes its step and saves."""
+
+    def __init__(self) -> None:
+        self.asked = False
+
+    def listen(self) -> None:
+        """Take SIGTERM, SIGINT and SIGHUP as the wish to stop."""
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, self._ask)
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        self.asked = True
+
+
+def run_worker(arguments: TrainArguments, group: Group) -> int:
+    """Train as one process of `group` until the end, or until told to stop; returns the exit code.
+
+    A user's mistake is told by one process for all, in one sentence. When a peer fails, every process tells where it
+    was and ends at once: nothing that could wait for the peer is called any more.
+    """
+    follow_launcher()
+    stop = StopRequest()
+    stop.listen()
+    torch.set_num_threads(arguments.config.parallel.num_threads)
+    store = join(group, arguments.config.parallel.timeout_s)
+    try:
+        _train(arguments, group, store, stop)
+    except ValueError as error:
+        if is_first_to_tell(store):
+            print(f"penstock: {error}", file=sys.stderr)
+        return _end(group, 2)
+    except Exception as error:
+        if not is_told(store):
+            _tell_failure(group, error)
+        return _end(group, 1)
+    return 0
+
+
+def _train(arguments: TrainArguments, group: Group, store: "Store", stop: StopRequest) -> None:
+    config, switches = arguments.config, arguments.switches
+    _agree_on_settings(store, group, config)
+    # What one process can not do, none should start to do: all of them get the error of the first.
+    _together(store, group, "folder", lambda: check_folder(config, fresh=switches.fresh))
+    data = _together(store, group, "data", lambda: RunData.load(config))
+    _refuse_differing(store, group, "corpus", {"tokens of the corpus": data.corpus.fingerprint})
+    folder = _together(store, group, "lock", lambda: RunFolder(config) if group.rank == 0 else None)
+    _initialise(store, group, config)
+    engine = run_engine(config, data.corpus.vocab_size)
+    loop = TrainLoop(config, engine, data, folder, as_json=switches.json)
+    loop.resume(must=switches.resume)
+    result = loop.run(lambda: stop.asked)
+    if group.rank == 0:
+        report_end()
+        if switches.json:
+            print(json.dumps(result.to_dict(), indent=2))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _agree_on_settings(store: "Store", group: Group, config: RunConfig) -> None:
+    """Refuse settings that are not the same on every rank; the refusal names what differs."""
+    _refuse_differing(store, group, "settings", json.loads(json.dumps(config.flat())))
+
+
+def _refuse_differing(store: "Store", group: Group, key: str, ours: dict) -> None:
+    told = agree(store, group, key, ours)
+    for rank, theirs in enumerate(told):
+        changed = differences(theirs, told[0], here=f"on rank {rank}", there="on rank 0")
+        if changed:
+            raise ConfigError(f"all ranks of a run need the same settings, but these differ: {'; '.join(changed)}")
+
+
+def _together(store: "Store", group: Group, key: str, work: Callable[[], T]) -> T:
+    """Do `work` on every process, and go on only if no process has refused.
+
+    Raises:
+        ValueError: on every process, if some process's work did.
+    """
+    refusal, done = None, None
+    try:
+        done = work()
+    except ValueError as error:
+        refusal = error
+    refusals = [told["refused"] for told in agree(store, group, key, {"refused": refusal and str(refusal)})]
+    if refusal is not None:
+        raise refusal
+    if any(refusals):
+        raise ConfigError(next(text for text in refusals if text))
+    return done  # pyright: ignore[reportReturnType]  # without a refusal the work is done
+
+
+def _initialise(store: "Store", group: Group, config: RunConfig) -> None:
+    """Make the default process group, from which the engine makes its own."""
+    if group.world_size == 1:
+        return
+    on_gpu = config.parallel.device != "cpu" and torch.cuda.is_available()
+    if on_gpu:
+        torch.cuda.set_device(group.local_rank)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+        store=dist.PrefixStore("penstock/groups", store),
+        rank=group.rank,
+        world_size=group.world_size,
+        timeout=timedelta(seconds=config.parallel.timeout_s),
+    )
+
+
+def _tell_failure(group: Group, error: Exception) -> None:
+    if not isinstance(error, PipelineError) or os.environ.get("PENSTOCK_TRACEBACK"):
+        traceback.print_exception(error)
+    print(f"penstock: rank {group.rank}: {error}", file=sys.stderr)
+
+
+def _end(group: Group, code: int) -> int:
+    """End now where others may be waiting: a regular end would wait for threads and groups that wait for a peer."""
+    if group.world_size == 1:
+        return code
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
