@@ -120,8 +120,8 @@ def _rows(panel: _Panel, rows: tuple[Row, ...], makespan: float) -> None:
                 else:
                     _label(panel, box, part, (upper + lower) / 2, size * (1 if step == 1 else 0.72))
                 quads.setdefault(_colour(part), []).append(_quad(box.start, box.end, upper, lower))
-    narrow = min((b.end - b.start for row in rows for b in row), default=1.0) * panel.points_per_time
-    line = 0.7 if narrow > 8 else 0.3 if narrow > 2.5 else 0.0
+    width = _typical_width(rows) * panel.points_per_time
+    line = 0.7 if width > 8 else 0.3 if width > 2.5 else 0.0
     for colour, corners in quads.items():
         edge = "white" if line and colour != Kind.IDLE.value.colour else "none"
         panel.axes.add_collection(PolyCollection(corners, facecolors=colour, edgecolors=edge, linewidths=line))
@@ -141,8 +141,14 @@ def _colour(part: Part) -> str:
     return "#" + "".join(f"{round(255 * channel):02x}" for channel in channels)
 
 
+def _typical_width(rows: tuple[Row, ...]) -> float:
+    """A time that nine of ten boxes with a microbatch exceed or reach; what the lines between boxes are fitted to."""
+    lengths = sorted(box.end - box.start for row in rows for box in row if box.parts[0].microbatch >= 0)
+    return lengths[len(lengths) // 10] if lengths else 0.0
+
+
 def _font_size(rows: tuple[Row, ...], points_per_time: float) -> float:
-    """The largest size at which the labels of most forwards and backwards fit, so that one picture has one size."""
+    """The largest size at which nine of ten labels fit, so that one picture has one size."""
     room = sorted(
         (box.end - box.start) * points_per_time / (_EM_PER_FIGURE * len(str(part.microbatch)) + 0.2)
         for row in rows
@@ -150,9 +156,7 @@ def _font_size(rows: tuple[Row, ...], points_per_time: float) -> float:
         for part in box.parts
         if part.microbatch >= 0
     )
-    if not room:
-        return _FONT_SIZES[0]
-    fits = room[len(room) // 10]
+    fits = room[len(room) // 10] if room else _FONT_SIZES[0]
     return next((size for size in _FONT_SIZES if size <= fits), _FONT_SIZES[-1])
 
 
