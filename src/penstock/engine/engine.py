@@ -273,11 +273,9 @@ class Engine:
         )
 
     def _make_transport(self) -> Transport:
-        if self.layout.pp == 1:
+        if self.grid.pp_control is None:
             return InProcessTransport(InProcessHub(), 0)
-        return DistributedTransport(
-            self.placement, self.grid.pp_rank, self.grid.pp_ranks, self.device, self.options.timeout_s
-        )
+        return DistributedTransport(self.placement, self.grid.pp_control, self.device, self.options.timeout_s)
 
 
 def _device(name: str) -> torch.device:

@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,22 +21,24 @@ from penstock.schedule.rules import Channel
 class DistributedTransport:
     """Messages of one rank over torch.distributed (gloo on CPU, NCCL on CUDA).
 
-    `world_ranks[r]` is the process that is rank r of this pipeline; every process of the pipeline constructs the
-    transport at the same time. The links are tested before the constructor returns.
+    `group` holds the pipeline's ranks in order, on host memory; all of them construct the transport at the same time.
+    The links are tested before the constructor returns.
 
     Raises:
         TransportError: a link fails its test within `timeout_s`; the message names it.
     """
 
     def __init__(
-        self, placement: Placement, rank: int, world_ranks: Sequence[int], device: torch.device, timeout_s: float
+        self, placement: Placement, group: dist.ProcessGroup, device: torch.device, timeout_s: float
     ) -> None:
-        self.rank, self.device, self.timeout_s = rank, device, timeout_s
-        self._links: dict[Channel, _Link] = {}
-        for channel in channels_of(placement):
-            if rank in (channel.source, channel.destination):
-                self._links[channel] = _Link(channel, rank, world_ranks, device, timeout_s)
+        self.rank, self.device, self.timeout_s = group.rank(), device, timeout_s
         self._num_awaited = 0
+        store = dist.PrefixStore(f"penstock/{_agree_on_number(group)}", _default_store())
+        self._links: dict[Channel, _Link] = {
+            channel: _Link(channel, self.rank, store, device, timeout_s)
+            for channel in channels_of(placement)
+            if self.rank in (channel.source, channel.destination)
+        }
         self._test_links()
 
     def receive(self, channel: Channel, shape: Sequence[int], dtype: torch.dtype) -> "_PostedReceive":
@@ -102,21 +105,15 @@ class _Link:
     """One channel's communicator, seen from one of its two ends."""
 
     def __init__(
-        self, channel: Channel, rank: int, world_ranks: Sequence[int], device: torch.device, timeout_s: float
+        self, channel: Channel, rank: int, store: dist.Store, device: torch.device, timeout_s: float
     ) -> None:
-        ends = (world_ranks[channel.source], world_ranks[channel.destination])
-        # Only the two ends take part, so a rank creates as many groups as it has links, whatever the world's size.
-        self.group = dist.new_group(
-            ends,
-            timeout=timedelta(seconds=timeout_s),
-            backend="nccl" if device.type == "cuda" else "gloo",
-            use_local_synchronization=True,
-            group_desc=f"penstock {describe(channel)}",
-        )
-        other = ends[1] if rank == channel.source else ends[0]
-        self.peer = dist.get_group_rank(self.group, other)
-        self.channel = channel
+        # Made from the backend's class: torch.distributed.new_group wants either the whole world to take part in every
+        # group, or equally many groups on every rank, and a rank has as many as it has links.
         outgoing = rank == channel.source
+        store = dist.PrefixStore(f"{channel.source}-{channel.destination}-{channel.direction.name}", store)
+        self.peer = int(outgoing)
+        self.group = _backend(store, 1 - self.peer, device, timedelta(seconds=timeout_s))
+        self.channel = channel
         self._sends: _ThreadedSends | _PolledSends | None = None
         if outgoing:
             self._sends = _PolledSends() if device.type == "cuda" else _ThreadedSends(channel, timeout_s)
@@ -215,6 +212,28 @@ class _ThreadedSends:
 
     def close(self) -> None:
         self._queue.put(None)
+
+
+def _default_store() -> dist.Store:
+    return dist.distributed_c10d._get_default_store()
+
+
+def _agree_on_number(group: dist.ProcessGroup) -> int:
+    """A number that no other transport of the world has, the same on all ranks of the group."""
+    number = torch.zeros(1, dtype=torch.int64)
+    if group.rank() == 0:
+        number += _default_store().add("penstock/transports", 1)
+    dist.broadcast(number, group=group, group_src=0)
+    return int(number)
+
+
+def _backend(store: dist.Store, rank: int, device: torch.device, timeout: timedelta) -> Any:
+    """A communicator of two ranks."""
+    if device.type == "cuda":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return dist.ProcessGroupNCCL(store, rank, 2, options)
+    return dist.ProcessGroupGloo(store, rank, 2, timeout)
 
 
 def _first_line(error: BaseException) -> str:

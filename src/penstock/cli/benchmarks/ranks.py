@@ -1,0 +1,78 @@
+"""Ranks of a benchmark: processes on this machine that meet over the loopback interface."""
+
+import ctypes
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+LOOPBACK = "127.0.0.1"
+
+
+def on_ranks(num_ranks: int, function: Callable[..., Any], *arguments: Any, limit_s: float = 900.0) -> list[Any]:
+    """Call `function(rank, *arguments)` in processes joined by torch.distributed; return the results by rank.
+
+    Raises:
+        RuntimeError: a rank failed or took longer than `limit_s`; all processes have ended.
+    """
+    from torch.distributed import TCPStore
+
+    store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
+    context = multiprocessing.get_context("spawn")
+    processes, pipes = [], []
+    try:
+        for rank in range(num_ranks):
+            receiver, sender = context.Pipe(duplex=False)
+            process = context.Process(
+                target=_rank_main, args=(sender, rank, num_ranks, store.port, limit_s, function, arguments), daemon=True
+            )
+            process.start()
+            sender.close()
+            processes.append(process)
+            pipes.append(receiver)
+        results = []
+        for rank, pipe in enumerate(pipes):
+            if not pipe.poll(limit_s):
+                raise RuntimeError(f"rank {rank} of the benchmark gave no result in {limit_s:g} s")
+            try:
+                results.append(pipe.recv())
+            except EOFError:
+                raise RuntimeError(f"rank {rank} of the benchmark failed; its traceback stands above") from None
+        return results
+    finally:
+        for process in processes:
+            process.join(timeout=10)
+            process.kill()
+
+
+def _rank_main(
+    sender: Connection,
+    rank: int,
+    num_ranks: int,
+    port: int,
+    limit_s: float,
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    _sharpen_timers()
+    limit = timedelta(seconds=limit_s)
+    store = dist.TCPStore(LOOPBACK, port, timeout=limit, wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=limit)
+    sender.send(function(rank, *arguments))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _sharpen_timers() -> None:
+    """Let sleeps end on time: Linux otherwise adds up to 50 us, which would drown what is measured."""
+    pr_set_timerslack = 29
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(pr_set_timerslack, 1, 0, 0, 0)
