@@ -1,0 +1,239 @@
+"""Groups, bucket reductions, tied parameters and the optimizer's one norm, over real ranks."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from penstock.engine.learning_rate import LearningRate
+from penstock.engine.optimizer import Optimizer, OptimizerConfig, Update
+from penstock.engine.scaler import LossScaler, LossScalerConfig
+from penstock.parallel import GradientBuckets, Grid, Layout, gather_json, sum_tied
+from tests.dist.launch import run_ranks
+
+CPU = torch.device("cpu")
+SHAPES = {"embedding.weight": (40, 24), "a.weight": (24, 24), "norm.weight": (24,), "b.weight": (7, 5), "bias": (3,)}
+
+
+def _values(seed: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {n: torch.randn(s, generator=generator, dtype=torch.float64).to(dtype) for n, s in SHAPES.items()}
+
+
+def _parameters(names: list[str], dtype: torch.dtype = torch.float32) -> list[tuple[str, nn.Parameter]]:
+    values = _values(0, dtype)
+    return [(name, nn.Parameter(values[name].clone())) for name in names]
+
+
+# ---- groups
+
+
+def _groups_of(rank: int, layout: Layout) -> dict[str, Any]:
+    grid = layout.connect(CPU)
+    groups = {name: getattr(grid, name) for name in ("control", "background", "pp_control", "dp_group", "tied_group")}
+    return {
+        "place": (grid.rank, grid.dp_rank, grid.pp_rank, grid.pp_ranks),
+        "groups": {n: None if g is None else dist.get_process_group_ranks(g) for n, g in groups.items()},
+        "told": gather_json({"rank": rank, "text": "é" * rank}, grid.pp_control),
+    }
+
+
+@pytest.mark.shows(83)
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(pp=2), Layout(dp=2), Layout(pp=2, dp=2), Layout(pp=3), Layout(pp=2, dp=2, order=("pp", "dp"))],
+    ids=str,
+)
+def test_every_rank_is_in_the_groups_of_the_table(layout: Layout) -> None:
+    everyone = list(range(layout.world_size))
+    for rank, seen in enumerate(run_ranks(layout.world_size, _groups_of, layout)):
+        dp_rank, pp_rank = layout.coordinates(rank)
+        pipeline = [layout.rank_of(dp=dp_rank, pp=i) for i in range(layout.pp)]
+        replicas = [layout.rank_of(dp=i, pp=pp_rank) for i in range(layout.dp)]
+        assert seen["place"] == (rank, dp_rank, pp_rank, tuple(pipeline))
+        assert seen["groups"] == {
+            "control": everyone,
+            "background": everyone,
+            "pp_control": pipeline if layout.pp > 1 else None,
+            "dp_group": replicas if layout.dp > 1 else None,
+            "tied_group": [pipeline[0], pipeline[-1]] if layout.pp > 1 and pp_rank in (0, layout.pp - 1) else None,
+        }
+        members = pipeline if layout.pp > 1 else [rank]
+        assert seen["told"] == [{"rank": member, "text": "é" * member} for member in members]
+
+
+# ---- reduction
+
+
+def _reduce_buckets(rank: int, dtype: torch.dtype, cap_bytes: int) -> dict[str, Any]:
+    grid = Layout(dp=dist.get_world_size()).connect(CPU)
+    parameters = dict(_parameters(list(SHAPES), dtype))
+    buckets = GradientBuckets(list(parameters.items()), grid.dp_group, cap_bytes)
+    launched = _spy_on_all_reduce()
+    given = _values(100 + rank, dtype)
+    # A step that ends between launch and wait, then a whole one.
+    for microbatch_fails in (True, False):
+        launched.clear()
+        buckets.zero_()
+        torch.stack(
+            [(p.double() * given[n].double()).sum() for n, p in parameters.items() if n != "bias"]
+        ).sum().backward()
+        buckets.launch()
+        if not microbatch_fails:
+            buckets.wait()
+    expected = {name: torch.zeros_like(buckets.gradient(name)) for name in SHAPES}
+    for name in SHAPES:
+        if name != "bias":
+            expected[name] += given[name]
+        dist.all_reduce(expected[name])
+    return {
+        "equal": {name: torch.equal(buckets.gradient(name), expected[name]) for name in SHAPES},
+        "launched": launched[: len(buckets.buckets)],
+        "buckets": [bucket.gradients.data_ptr() for bucket in buckets.buckets],
+    }
+
+
+def _spy_on_all_reduce() -> list[int]:
+    launched: list[int] = []
+    original = dist.all_reduce
+
+    def spy(tensor: Tensor, *args: Any, **options: Any) -> Any:
+        launched.append(tensor.data_ptr())
+        return original(tensor, *args, **options)
+
+    dist.all_reduce = spy
+    return launched
+
+
+@pytest.mark.shows(30, 34, 35, 36)
+@pytest.mark.parametrize("cap_bytes", [0, 25 * 2**20])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_bucket_sums_equal_a_reduction_parameter_by_parameter(dtype: torch.dtype, cap_bytes: int) -> None:
+    for seen in run_ranks(2, _reduce_buckets, dtype, cap_bytes):
+        assert seen["equal"] == dict.fromkeys(SHAPES, True)
+        assert seen["launched"] == seen["buckets"], "each bucket once, in its order"
+        assert len(seen["buckets"]) == (len(SHAPES) if cap_bytes == 0 else 2)
+
+
+# ---- tied parameters and the optimizer over a pipeline
+
+CUTS = (
+    (("embedding.weight", "a.weight", "norm.weight", "b.weight", "bias"), ()),
+    (("embedding.weight",), ("a.weight", "norm.weight", "b.weight", "bias")),
+    (("bias", "embedding.weight", "norm.weight"), ("b.weight", "a.weight")),
+)
+TIES = {"head.weight": "embedding.weight"}
+
+
+def _train(grid: Grid, cut: tuple[tuple[str, ...], ...], dtype: torch.dtype) -> dict[str, Any]:
+    """Three steps from given gradients on a cut's stages, with a tied head behind the last."""
+    values = _values(0, dtype)
+    stages = [list(names) for names in cut]
+    stages[-1].append("head.weight")
+    values["head.weight"] = values["embedding.weight"]
+    held = stages if grid.layout.pp == 1 else [stages[grid.pp_rank]]
+    buckets = [GradientBuckets([(n, nn.Parameter(values[n].clone())) for n in names], cap_bytes=2048) for names in held]
+    config = OptimizerConfig(LearningRate(peak=0.01, num_warmup_steps=2), clip_norm=0.5)
+    optimizer = Optimizer(buckets, config, grid.pp_control, TIES)
+    local = {name: view for stage in buckets for name, view in stage.gradients.items()}
+    norms, largest_gap = [], 0.0
+    for step in range(3):
+        gradients = _values(10 + step, torch.float32)
+        gradients["head.weight"] = _values(20 + step, torch.float32)["embedding.weight"]
+        for stage in buckets:
+            stage.zero_()
+        for name, view in local.items():
+            view.copy_(gradients[name])
+        sum_tied(TIES, local, grid.tied_group)
+        norms.append(optimizer.step().grad_norm)
+        total = gradients["embedding.weight"] + gradients["head.weight"]
+        every = [total, *(g for n, g in gradients.items() if n not in ("embedding.weight", "head.weight"))]
+        expected = math.sqrt(sum(float(g.double().square().sum()) for g in every))
+        largest_gap = max(largest_gap, abs(norms[-1] / expected - 1))
+    weights = {name: p.detach().clone() for stage in buckets for name, p in stage.parameters.items()}
+    return {"norms": norms, "weights": weights, "state": optimizer.state(), "gap": largest_gap}
+
+
+def _train_on_rank(rank: int, cut: tuple[tuple[str, ...], ...], dtype: torch.dtype) -> dict[str, Any]:
+    return _train(Layout(pp=2).connect(CPU), cut, dtype)
+
+
+@pytest.mark.shows(89, 91, 93)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_weights_state_and_norm_do_not_depend_on_the_cut_and_tied_copies_stay_equal(dtype: torch.dtype) -> None:
+    alone = [_train(Layout().connect(CPU), cut, dtype) for cut in CUTS]
+    runs = [list(run_ranks(2, _train_on_rank, cut, dtype)) for cut in CUTS]
+    assert runs and alone[0]["weights"].keys() == {*SHAPES, "head.weight"}
+    for ranks in [[one] for one in alone] + runs:
+        weights = {name: value for seen in ranks for name, value in seen["weights"].items()}
+        state = {name: value for seen in ranks for name, value in seen["state"].items()}
+        assert torch.equal(weights["head.weight"], weights["embedding.weight"])
+        assert weights.keys() == alone[0]["weights"].keys() and state.keys() == alone[0]["state"].keys()
+        assert all(torch.equal(weights[name], alone[0]["weights"][name]) for name in weights)
+        assert all(torch.equal(state[name], alone[0]["state"][name]) for name in state)
+        for seen in ranks:
+            assert seen["norms"] == alone[0]["norms"]
+            # float64 sums in two orders
+            assert seen["gap"] < 1e-12
+
+
+def _step_with_infinity(rank: int, place: str) -> dict[str, Any]:
+    layout = Layout(pp=2) if place == "stage" else Layout(dp=2)
+    grid = layout.connect(CPU)
+    names = [["embedding.weight", "norm.weight"], ["a.weight", "b.weight", "bias"]][grid.pp_rank]
+    buckets = GradientBuckets(_parameters(names, torch.float16), grid.dp_group)
+    config = OptimizerConfig(LearningRate(peak=0.01, num_warmup_steps=10))
+    optimizer = Optimizer([buckets], config, grid.pp_control, scaler=LossScaler(LossScalerConfig(initial=1024.0)))
+    updates, unchanged, scales = [], [], []
+    for step in range(3):
+        before = [bucket.parameters.clone() for bucket in buckets.buckets]
+        buckets.zero_()
+        for bucket in buckets.buckets:
+            bucket.gradients.fill_(optimizer.loss_scale)
+        if step == 1 and rank == 1:
+            buckets.buckets[0].gradients[2] = math.inf
+        buckets.launch()
+        buckets.wait()
+        scales.append(optimizer.loss_scale)
+        updates.append(optimizer.step())
+        unchanged.append(all(torch.equal(b.parameters, old) for b, old in zip(buckets.buckets, before, strict=True)))
+    return {"updates": updates, "unchanged": unchanged, "scales": [*scales, optimizer.loss_scale]}
+
+
+@pytest.mark.shows(92, 95)
+@pytest.mark.parametrize("place", ["stage", "replica"])
+def test_an_infinity_on_one_rank_skips_the_step_on_all(place: str) -> None:
+    ranks = run_ranks(2, _step_with_infinity, place)
+    for seen in ranks:
+        first, skipped, later = seen["updates"]
+        assert isinstance(first, Update) and seen["unchanged"] == [False, True, False]
+        assert (first.success, skipped.success, later.success) == (True, False, True)
+        assert math.isnan(skipped.grad_norm) and skipped.learning_rate == first.learning_rate == 0.001
+        assert later.learning_rate == pytest.approx(0.003, rel=1e-15), "the absolute step's, not the second's"
+        assert seen["scales"] == [1024.0, 1024.0, 512.0, 512.0]
+        assert [first, later] == [ranks[0]["updates"][0], ranks[0]["updates"][2]]
+
+
+def _hold_the_same_name(rank: int) -> str:
+    grid = Layout(pp=2).connect(CPU)
+    try:
+        Optimizer([GradientBuckets(_parameters(["bias"]))], OptimizerConfig(), grid.pp_control)
+    except ValueError as error:
+        return str(error)
+    return "accepted"
+
+
+@pytest.mark.shows(93)
+def test_a_name_on_two_ranks_is_refused_on_both() -> None:
+    assert ["'bias' is held twice" in message for message in run_ranks(2, _hold_the_same_name)] == [True, True]
+
+
+def test_the_cuts_hold_every_parameter_once() -> None:
+    for cut in CUTS:
+        assert sorted(itertools.chain(*cut)) == sorted(SHAPES)
