@@ -73,20 +73,16 @@ def load_corpus(spec: CorpusSpec, cache_folder: Path | str | None = None) -> Cor
     """
     tokenizer = load_tokenizer(spec.tokenizer, spec.end_token)
     source = find_source(spec.source, spec.text_field)
-    if spec.validation_source is None:
-        training, validation = _stores(source, tokenizer, spec.validation_fraction, cache_folder)
-        if spec.validation_fraction == 0:
-            validation = None
-        elif not (training.num_documents and validation.num_documents):
-            training, validation = _cut(training if training.num_documents else validation, spec.validation_fraction)
-    else:
+    if spec.validation_source is not None:
         # both are looked for before either is read
         other = find_source(spec.validation_source, spec.text_field)
         training, _ = _stores(source, tokenizer, 0.0, cache_folder)
-        validation, _ = _stores(other, tokenizer, 0.0, cache_folder)
-    for store, name in ((training, spec.source), (validation, spec.validation_source or spec.source)):
-        if store is not None and store.num_tokens == 0:
-            raise CorpusError(f"the corpus {name!r} is empty: its {len(source.files)} files hold no text")
+        return Corpus(training, _stores(other, tokenizer, 0.0, cache_folder)[0], tokenizer.vocab_size)
+    training, validation = _stores(source, tokenizer, spec.validation_fraction, cache_folder)
+    if spec.validation_fraction == 0:
+        return Corpus(training, None, tokenizer.vocab_size)
+    if not (training.num_tokens and validation.num_tokens):
+        training, validation = _cut(training if training.num_tokens else validation, spec.validation_fraction)
     return Corpus(training, validation, tokenizer.vocab_size)
 
 
@@ -113,7 +109,17 @@ def _cut(store: TokenStore, fraction: float) -> tuple[TokenStore, TokenStore]:
 def _stores(
     source: Source, tokenizer: Tokenizer, fraction: float, cache_folder: Path | str | None
 ) -> tuple[TokenStore, TokenStore]:
-    """Training and validation side, either of which may be empty."""
+    """Training and validation side, one of which may be empty."""
+    first, second = _cached(source, tokenizer, fraction, cache_folder)
+    if first.num_tokens + second.num_tokens == 0:
+        raise CorpusError(f"the corpus {source.name!r} is empty: no text in any of its {len(source.files)} files")
+    return first, second
+
+
+def _cached(
+    source: Source, tokenizer: Tokenizer, fraction: float, cache_folder: Path | str | None
+) -> tuple[TokenStore, TokenStore]:
+    """Both sides from the cache if one is given, which is filled first where need be; else made in memory."""
     names = [f"the corpus {source.name!r} ({side})" for side in SIDES]
     if cache_folder is None:
         streams = [io.BytesIO() for _ in SIDES]

@@ -180,7 +180,8 @@ def validation_batches(
     """This rank's part of a fixed list of batches: the same items in every run and on any number of ranks.
 
     max_items: at most so many items, spread evenly over the corpus; None for all. All ranks get the same number of
-    batches, disjoint and together complete.
+    batches, disjoint, none empty, and together complete; so where a batch would hold a single item, and the items
+    cannot be divided by the ranks, some hold two.
 
     Raises: `CorpusError` if there are fewer items than ranks, or an item does not fit the size of a batch.
     """
@@ -193,8 +194,7 @@ def validation_batches(
         raise CorpusError(f"validation has {num_items} items, fewer than {shard.num_ranks} data-parallel ranks")
     items = np.arange(num_items) * packing.num_items // num_items
     per_batch = size.items or max(1, (size.tokens or 0) // packing.longest_item)
-    num_steps = -(-num_items // (per_batch * shard.num_ranks))
-    # more parts than items, when the last step would leave a rank without any: fewer steps, of smaller batches each
+    num_steps = min(-(-num_items // (per_batch * shard.num_ranks)), num_items // shard.num_ranks)
     parts = np.array_split(items, num_steps * shard.num_ranks)
     return tuple(_batch(packing, part, with_data) for part in parts[shard.rank :: shard.num_ranks])
 

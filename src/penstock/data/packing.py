@@ -84,7 +84,7 @@ class WindowPacking:
         """The length of every window."""
         return self.sequence_tokens
 
-    @cached_property
+    @property
     def fingerprint(self) -> str:
         """Differs where any item would."""
         return _fingerprint(self.store, f"window {self.sequence_tokens} {self.cross_documents}")
@@ -156,12 +156,16 @@ class DocumentPacking:
         """The number of documents and pieces."""
         return len(self._pieces[0])
 
-    @cached_property
+    @property
     def longest_item(self) -> int:
         """The most tokens of an item."""
-        return int(self._pieces[1].max())
+        return self._longest
 
     @cached_property
+    def _longest(self) -> int:
+        return int(self._pieces[1].max())
+
+    @property
     def fingerprint(self) -> str:
         """Differs where any item would."""
         return _fingerprint(self.store, f"document {self.sequence_tokens}")

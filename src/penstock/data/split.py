@@ -37,25 +37,14 @@ class Split:
     """A batch in microbatches, and the way back.
 
     forward_indices: the batch's items in the order in which the microbatches hold them. backward_indices: its inverse,
-    so that `gather(microbatches).reorder(backward_indices)` is the batch.
+    so that `gather(microbatches).reorder(backward_indices)` is the batch. item_lengths: the load of each item, in the
+    order of the batch.
     """
 
     microbatches: tuple[PackedBatch, ...]
     forward_indices: tuple[int, ...]
     backward_indices: tuple[int, ...]
-
-    @property
-    def item_lengths(self) -> tuple[int, ...]:
-        """The length of every item in the order of the batch, measured by its main key."""
-        lengths = [length for part in self.microbatches for length in part.item_lengths(self.main_key)]
-        return tuple(lengths[i] for i in self.backward_indices)
-
-    @property
-    def main_key(self) -> str:
-        """The main key of the batch that was split; a microbatch alone might have another one."""
-        first = self.microbatches[0]
-        total = {key: sum(sum(part.item_lengths(key)) for part in self.microbatches) for key in first.keys}
-        return min(total, key=lambda key: (-total[key], key != "tokens", key))
+    item_lengths: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,11 +113,12 @@ def split(batch: PackedBatch, spec: MicroBatchSpec, num: int | None = None) -> S
     """
     if num is None:
         num = agree([count(batch, spec).row()], spec)
-    groups = arrange_exactly(batch.item_lengths(batch.main_key), num, spec.max_tokens)
+    loads = batch.item_lengths(batch.main_key)
+    groups = arrange_exactly(loads, num, spec.max_tokens)
     groups = sorted(sorted(group) for group in groups)
     forward = tuple(item for group in groups for item in group)
     backward = [0] * len(forward)
     for position, item in enumerate(forward):
         backward[item] = position
     parts = batch.reorder(forward).split_with([len(group) for group in groups])
-    return Split(parts, forward, tuple(backward))
+    return Split(parts, forward, tuple(backward), loads)
