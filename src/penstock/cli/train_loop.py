@@ -91,7 +91,7 @@ class TrainLoop:
         self.result = replace(self.result, step=step, resumed_from=step)
 
     def run(self, stop_asked: Callable[[], bool]) -> RunResult:
-        """Train to the last step, or to the end of the step in which any rank was asked to stop; saves in both cases."""
+        """Train to the last step, or until some rank is asked to stop; the step under way is finished, then saved."""
         config, engine = self.config, self.engine
         watchdog = Watchdog(engine.recorder, config.parallel.timeout_s)
         watchdog.listen_to_signals()
