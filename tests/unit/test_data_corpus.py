@@ -1,6 +1,7 @@
 """Corpora: found, read, tokenised once, divided by document; and every mistake told in one sentence."""
 
 import json
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -194,6 +195,11 @@ def test_a_failed_or_damaged_cache_is_not_used(tmp_path: Path):
     assert [entry for entry in cache.iterdir() if entry.is_dir()] == []
     write_rows(path, [{"text": text} for text in ROWS])
     load_corpus(CorpusSpec(source=str(path)), cache)
+    folder = next(cache.glob("*/training")).parent
+    shutil.rmtree(folder)
+    folder.with_suffix(".killed.partial").mkdir()
+    load_corpus(CorpusSpec(source=str(path)), cache)
+    assert [entry for entry in cache.iterdir() if entry.is_dir()] == [folder]
     tokens = next(cache.glob("*/training/tokens.bin"))
     tokens.write_bytes(tokens.read_bytes()[:-3])
     with pytest.raises(CorpusError, match="damaged"):

@@ -143,7 +143,9 @@ def _cached(
 
 
 def _fill_cache(folder: Path, source: Source, tokenizer: Tokenizer, fraction: float) -> None:
-    """Tokenise into a folder that appears whole or not at all."""
+    """Tokenise into a folder that appears whole or not at all; the caller holds the lock."""
+    for abandoned in folder.parent.glob(f"{folder.name}.*.partial"):  # of a process that was killed
+        shutil.rmtree(abandoned, ignore_errors=True)
     partial = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", suffix=".partial", dir=folder.parent))
     try:
         for side in SIDES:
