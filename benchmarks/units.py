@@ -1,0 +1,91 @@
+"""Time each kind of unit, and the matrix products of a linear layer under each library, on one core.
+
+Run:  python benchmarks/units.py [--hidden 512] [--inner 1408] [--heads 8] [--length 256] [--sequences 2] [--json]
+
+`gflops` of a unit is its estimated work over its measured time: the closer the units are to each other, the better the
+estimate cuts a model into stages. Times are of the processor, not of the clock on the wall; medians.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+from penstock.model import ModelConfig, Sequences, UnitSpec, cross_entropy_sum, decoder_units
+from penstock.model.products import TORCH, OneDnnProducts, Products
+
+LIBRARIES: dict[str, Products] = {"torch": TORCH, "onednn": OneDnnProducts()}
+
+SIZES = {"vocabulary": 260, "hidden": 512, "inner": 1408, "heads": 8, "length": 256, "sequences": 2}
+
+
+def median_s(run: Callable[[], object], num_runs: int = 15) -> float:
+    times = []
+    for _ in range(num_runs + 2):
+        start = time.process_time()
+        run()
+        times.append(time.process_time() - start)
+    return statistics.median(times[2:])
+
+
+def time_products(library: Products, num_tokens: int, num_in: int, num_out: int) -> dict[str, float]:
+    """GFLOP/s of each product."""
+    x, weight, grad = torch.randn(num_tokens, num_in), torch.randn(num_out, num_in), torch.randn(num_tokens, num_out)
+    giga = 2e-9 * num_tokens * num_in * num_out
+    return {
+        "output": giga / median_s(lambda: library.output(x, weight, None)),
+        "input_gradient": giga / median_s(lambda: library.input_gradient(grad, weight)),
+        "weight_gradient": giga / median_s(lambda: library.weight_gradient(grad, x)),
+    }
+
+
+def time_unit(unit: UnitSpec, config: ModelConfig, sequences: Sequences) -> dict[str, float]:
+    """Milliseconds of forward and backward, with the loss after the head, and the speed they amount to."""
+    module = unit.build()
+    unit.initialise(module, 0)
+    tokens = torch.randint(config.vocab_size, (sequences.num_tokens,))
+    x = torch.randn(sequences.num_tokens, config.hidden_size, requires_grad=True)
+
+    def run() -> None:
+        y = module(tokens if unit.name == "embedding" else x, sequences)
+        loss = cross_entropy_sum(y, tokens) if unit.name == "head" else y.sum()
+        loss.backward()
+
+    seconds = median_s(run)
+    return {"ms": seconds * 1e3, "gflops": 3e-9 * unit.flops_per_token * sequences.num_tokens / seconds}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, value in SIZES.items():
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    sequences = Sequences.from_lengths((args.length,) * args.sequences)
+    config = ModelConfig(args.vocabulary, args.hidden, args.inner, 1, args.heads, max_length=args.length)
+    result = {
+        "products_gflops": {
+            name: time_products(library, sequences.num_tokens, args.hidden, args.inner)
+            for name, library in LIBRARIES.items()
+        },
+        "units": {
+            name: {unit.name: time_unit(unit, config, sequences) for unit in decoder_units(config, library)}
+            for name, library in LIBRARIES.items()
+        },
+    }
+    if args.json:
+        print(json.dumps(result, indent=2))
+        return
+    for library, products in result["products_gflops"].items():
+        print(f"{library:8}" + "".join(f"{name} {value:.0f} GFLOP/s   " for name, value in products.items()))
+    for library, units in result["units"].items():
+        for name, values in units.items():
+            print(f"{library:8}{name:20}{values['ms']:8.2f} ms  {values['gflops']:6.0f} GFLOP/s estimated")
+
+
+if __name__ == "__main__":
+    main()

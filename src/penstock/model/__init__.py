@@ -1,0 +1,23 @@
+"""The decoder as a list of units, and what a stage needs to run them; given process groups, it never looks one up."""
+
+from penstock.model.config import ModelConfig
+from penstock.model.decoder import decoder_units
+from penstock.model.linear import Linear, PendingGradient, WeightGradients, defer, switch_linears
+from penstock.model.loss import cross_entropy_sum
+from penstock.model.recompute import recomputed
+from penstock.model.sequences import Sequences
+from penstock.model.units import UnitSpec
+
+__all__ = [
+    "Linear",
+    "ModelConfig",
+    "PendingGradient",
+    "Sequences",
+    "UnitSpec",
+    "WeightGradients",
+    "cross_entropy_sum",
+    "decoder_units",
+    "defer",
+    "recomputed",
+    "switch_linears",
+]

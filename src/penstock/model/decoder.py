@@ -1,0 +1,152 @@
+"""The dense decoder of the Llama, Qwen2, Qwen3 and Mistral family, as a list of units.
+
+Shapes: T tokens of the microbatch, D hidden size, H heads, K width of a head, V vocabulary.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from penstock.model import work
+from penstock.model.attention import packed_attention
+from penstock.model.config import ModelConfig
+from penstock.model.gated import gated
+from penstock.model.initialise import Constant, Initial, Normal, initialise
+from penstock.model.linear import Linear
+from penstock.model.norm import RMSNorm
+from penstock.model.products import Products, fastest_products
+from penstock.model.rotary import Rotary, rotate
+from penstock.model.sequences import Sequences
+from penstock.model.units import UnitSpec
+
+_STD_OF_TOKENS = 0.02
+"""Of the embedding and the head, so that the first logits are nearly equal and the first loss is log(V)."""
+
+
+class Embedding(nn.Module):
+    """Token ids [T] -> residual stream [T, D]."""
+
+    has_randomness = False
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
+
+    def forward(self, tokens_T: Tensor, sequences: Sequences) -> Tensor:
+        return F.embedding(tokens_T, self.weight)
+
+
+class AttentionHalf(nn.Module):
+    """x + output(attention(norm(x))), with grouped queries, rotary positions and an optional window."""
+
+    has_randomness = False
+
+    def __init__(self, config: ModelConfig, products: Products) -> None:
+        super().__init__()
+        self.head_dim, self.window = config.head_dim, config.sliding_window
+        self.rotary = Rotary(config.head_dim, config.rope_theta)
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.q = Linear(config.hidden_size, config.query_size, config.qkv_bias, products)
+        self.k = Linear(config.hidden_size, config.kv_size, config.qkv_bias, products)
+        self.v = Linear(config.hidden_size, config.kv_size, config.qkv_bias, products)
+        self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
+        self.output = Linear(config.query_size, config.hidden_size, products=products)
+
+    def forward(self, x_TD: Tensor, sequences: Sequences) -> Tensor:
+        h_TD = self.norm(x_TD)
+        q_THK, k_THK, v_THK = (part(h_TD).unflatten(-1, (-1, self.head_dim)) for part in (self.q, self.k, self.v))
+        if self.q_norm is not None and self.k_norm is not None:
+            q_THK, k_THK = self.q_norm(q_THK), self.k_norm(k_THK)
+        tables = self.rotary.tables(sequences)
+        q_THK, k_THK = rotate(q_THK, tables), rotate(k_THK, tables)
+        mean_THK = packed_attention(q_THK, k_THK, v_THK, sequences, self.window)
+        return x_TD + self.output(mean_THK.flatten(1))
+
+
+class MLPHalf(nn.Module):
+    """x + down(silu(gate(norm(x))) * up(norm(x)))."""
+
+    has_randomness = False
+
+    def __init__(self, config: ModelConfig, products: Products) -> None:
+        super().__init__()
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.gate = Linear(config.hidden_size, config.intermediate_size, products=products)
+        self.up = Linear(config.hidden_size, config.intermediate_size, products=products)
+        self.down = Linear(config.intermediate_size, config.hidden_size, products=products)
+
+    def forward(self, x_TD: Tensor, sequences: Sequences) -> Tensor:
+        h_TD = self.norm(x_TD)
+        return x_TD + self.down(gated(self.gate(h_TD), self.up(h_TD)))
+
+
+class Head(nn.Module):
+    """Residual stream [T, D] -> logits [T, V]: the final norm and the projection on the vocabulary."""
+
+    has_randomness = False
+
+    def __init__(self, config: ModelConfig, products: Products) -> None:
+        super().__init__()
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.projection = Linear(config.hidden_size, config.vocab_size, products=products)
+
+    def forward(self, x_TD: Tensor, sequences: Sequences) -> Tensor:
+        return self.projection(self.norm(x_TD))
+
+
+def decoder_units(config: ModelConfig, products: Products | None = None) -> tuple[UnitSpec, ...]:
+    """The decoder's units in order: embedding, then attention and mlp of each layer, then head.
+
+    `products` computes the linear layers' matrix products; left out, the fastest this machine has.
+    """
+    chosen = fastest_products() if products is None else products
+    attention = partial(AttentionHalf, config, chosen), work.of_attention(config)
+    mlp = partial(MLPHalf, config, chosen), work.of_mlp(config)
+    tied = {"projection.weight": "embedding.weight"} if config.tie_embeddings else {}
+    specs = [_spec("embedding", config, partial(Embedding, config), work.of_embedding(config))]
+    for i in range(config.num_layers):
+        specs += [_spec(f"layers.{i}.attention", config, *attention), _spec(f"layers.{i}.mlp", config, *mlp)]
+    return (*specs, _spec("head", config, partial(Head, config, chosen), work.of_head(config), tied))
+
+
+def _spec(
+    name: str, config: ModelConfig, build: Callable[[], nn.Module], flops: float, tied: Mapping[str, str] | None = None
+) -> UnitSpec:
+    with torch.device("meta"):
+        shapes = {parameter: value.shape for parameter, value in build().named_parameters()}
+    tied = tied or {}
+    full_names = {parameter: tied.get(parameter, f"{name}.{parameter}") for parameter in shapes}
+    rules = {parameter: _rule(full_name, shapes[parameter], config) for parameter, full_name in full_names.items()}
+    return UnitSpec(
+        name,
+        build,
+        partial(_initialise, rules, full_names),
+        sum(math.prod(shape) for shape in shapes.values()),
+        flops,
+        tied,
+    )
+
+
+def _initialise(rules: Mapping[str, Initial], full_names: Mapping[str, str], module: nn.Module, seed: int) -> None:
+    initialise(module, rules, full_names, seed)
+
+
+def _rule(full_name: str, shape: torch.Size, config: ModelConfig) -> Initial:
+    """Initial values by the kind of parameter.
+
+    Source: Radford et al. 2019 (GPT-2), section 2.3, for what is added to the residual stream.
+    """
+    *_, owner, kind = full_name.split(".")
+    if kind == "bias":
+        return Constant(0.0)
+    if owner in ("norm", "q_norm", "k_norm"):
+        return Constant(1.0)
+    if owner in ("embedding", "projection"):
+        return Normal(_STD_OF_TOKENS)
+    std = shape[1] ** -0.5
+    return Normal(std * (2 * config.num_layers) ** -0.5 if owner in ("output", "down") else std)

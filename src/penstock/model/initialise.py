@@ -1,0 +1,70 @@
+"""Initial values that depend on the seed and a parameter's full name alone.
+
+Not on the order in which units are built, nor on the rank, the stage, the device or the dtype: values are drawn in
+fp32 on the CPU from the parameter's own generator and then cast.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+
+class Initial(Protocol):
+    """A rule for a parameter's initial values."""
+
+    def draw(self, shape: torch.Size, generator: torch.Generator) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Normal:
+    """Independent normal values around zero."""
+
+    std: float
+
+    def draw(self, shape: torch.Size, generator: torch.Generator) -> Tensor:
+        return torch.empty(shape, dtype=torch.float32, device="cpu").normal_(0.0, self.std, generator=generator)
+
+
+@dataclass(frozen=True)
+class Constant:
+    """One value everywhere."""
+
+    value: float
+
+    def draw(self, shape: torch.Size, generator: torch.Generator) -> Tensor:
+        return torch.full(shape, self.value, dtype=torch.float32, device="cpu")
+
+
+def initial_values(full_name: str, shape: torch.Size, rule: Initial, seed: int) -> Tensor:
+    """The values of the parameter of that name: fp32, on the CPU, whole."""
+    digest = hashlib.sha256(f"{seed}:{full_name}".encode()).digest()
+    generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+    return rule.draw(shape, generator)
+
+
+@torch.no_grad()
+def initialise(
+    module: nn.Module,
+    rules: Mapping[str, Initial],
+    full_names: Mapping[str, str],
+    seed: int,
+    device: torch.device | str = "cpu",
+) -> None:
+    """Give every parameter of the module its initial values.
+
+    Parameters with storage are written in place, wherever it is; those on the meta device become real on `device`,
+    one at a time. `rules` and `full_names` are by the parameter's name in the module. A parameter that is tied to
+    another bears the other's full name, and so takes its values.
+    """
+    for name, parameter in list(module.named_parameters()):
+        values = initial_values(full_names[name], parameter.shape, rules[name], seed)
+        if parameter.is_meta:
+            owner = module.get_submodule(name.rpartition(".")[0])
+            real = nn.Parameter(values.to(device, parameter.dtype), parameter.requires_grad)
+            owner.register_parameter(name.rpartition(".")[2], real)
+        else:
+            parameter.copy_(values)

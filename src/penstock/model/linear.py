@@ -1,0 +1,194 @@
+"""The linear layer whose weight gradient can wait, and the queue where it waits.
+
+An autograd function gives the input gradient at once. While its owner defers, it queues (input, output gradient)
+instead of multiplying them; `drain` multiplies later and adds into the parameter's gradient. Both ways compute the
+same products in the same order, so gradients are equal bit for bit.
+
+Shapes: T tokens (all leading dimensions together), I inputs, O outputs.
+"""
+
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from penstock.model.products import TORCH, Products
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, eq=False)
+class PendingGradient:
+    """The weight gradient, and bias gradient, of one use of one linear layer, not computed yet; keeps both factors."""
+
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
+    x_TI: Tensor
+    grad_TO: Tensor
+    products: Products
+
+    def compute(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Each parameter with this use's part of its gradient, in the parameter's dtype."""
+        if self.weight is not None:
+            yield self.weight, self.products.weight_gradient(self.grad_TO, self.x_TI).to(self.weight.dtype)
+        if self.bias is not None:
+            yield self.bias, self.grad_TO.sum(0).to(self.bias.dtype)
+
+
+class WeightGradients:
+    """Decides for the linear layers of one stage whether their weight gradients wait; the queues lie on the tapes.
+
+    A gradient that waited reaches its parameter by `drain` and not by autograd, so hooks on parameters do not fire.
+    """
+
+    def __init__(self) -> None:
+        self._queue: list[PendingGradient] | None = None
+
+    @property
+    def deferring(self) -> bool:
+        """Whether weight gradients of a backward that runs now are queued."""
+        return self._queue is not None
+
+    @contextmanager
+    def deferred_to(self, queue: list[PendingGradient]) -> Iterator[None]:
+        """Inside, weight gradients are queued there instead of computed."""
+        before, self._queue = self._queue, queue
+        try:
+            yield
+        finally:
+            self._queue = before
+
+    def collect(
+        self, lane: Generator[None, None, Result], queue: list[PendingGradient]
+    ) -> Generator[None, None, Result]:
+        """The lane, with weight gradients queued whenever it runs but not while it is suspended: others run then."""
+        while True:
+            with self.deferred_to(queue):
+                try:
+                    next(lane)
+                except StopIteration as stop:
+                    return stop.value
+            yield
+
+    def push(self, pending: PendingGradient) -> None:
+        """Queue one gradient; only while deferring."""
+        assert self._queue is not None
+        self._queue.append(pending)
+
+    @staticmethod
+    @torch.no_grad()
+    def drain(queue: list[PendingGradient]) -> None:
+        """Compute what waits, add it to the parameters' gradients, and leave the queue empty.
+
+        A parameter's gradient is `parameter.grad` in fp32 (and where there is nothing else); 16-bit parameters with
+        a fp32 `main_grad` accumulate there. Several uses of one parameter are added up first, as autograd does.
+        """
+        num_uses: dict[nn.Parameter, int] = {}
+        for pending in queue:
+            for parameter in (pending.weight, pending.bias):
+                if parameter is not None:
+                    num_uses[parameter] = num_uses.get(parameter, 0) + 1
+        sums: dict[nn.Parameter, Tensor] = {}
+        queue.reverse()
+        while queue:
+            # Popped, so that both factors are freed as soon as their product stands.
+            for parameter, grad in queue.pop().compute():
+                sums[parameter] = sums[parameter].add_(grad) if parameter in sums else grad
+                num_uses[parameter] -= 1
+                if num_uses[parameter] == 0:
+                    _accumulate(parameter, sums.pop(parameter))
+
+
+def _accumulate(parameter: nn.Parameter, grad: Tensor) -> None:
+    main_grad: Tensor | None = getattr(parameter, "main_grad", None)
+    if main_grad is not None and parameter.dtype != torch.float32:
+        main_grad.add_(grad)
+    elif parameter.grad is None:
+        parameter.grad = grad
+    else:
+        parameter.grad.add_(grad)
+
+
+class _LinearFunction(torch.autograd.Function):
+    """y = x weight^T + bias, computed in the dtype of x."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: "Linear") -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.layer = layer
+        x_TI = x.reshape(-1, x.shape[-1])
+        y_TO = layer.products.output(x_TI, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+        return y_TO.view(*x.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        (grad,), (x, weight), layer = grads, ctx.saved_tensors, ctx.layer
+        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        grad_TO = grad.reshape(-1, grad.shape[-1])
+        grad_x = grad_weight = grad_bias = None
+        if needs_x:
+            grad_x = layer.products.input_gradient(grad_TO, weight.to(x.dtype)).view_as(x)
+        pending = PendingGradient(
+            layer.weight if needs_weight else None,
+            layer.bias if needs_bias else None,
+            x.reshape(-1, x.shape[-1]),
+            grad_TO,
+            layer.products,
+        )
+        if layer.gradients is not None and layer.gradients.deferring:
+            layer.gradients.push(pending)
+        else:
+            for parameter, part in pending.compute():
+                if parameter is layer.weight:
+                    grad_weight = part
+                else:
+                    grad_bias = part
+        return grad_x, grad_weight, grad_bias, None
+
+
+class Linear(nn.Linear):
+    """`nn.Linear` whose weight gradient can be deferred by its owner, with a choice of the products' library.
+
+    With an owner or without, deferring or not, the bits are the same; with `TORCH` products (the default) they are
+    those of `nn.Linear`. The owner is attached by `defer`.
+    """
+
+    gradients: WeightGradients | None = None
+    products: Products = TORCH
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = False, products: Products = TORCH) -> None:
+        super().__init__(in_features, out_features, bias)
+        self.products = products
+
+    def reset_parameters(self) -> None:
+        """Leave the values alone: they come from `initialise`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.gradients is None and self.products is TORCH:
+            return F.linear(x, self.weight, self.bias)
+        if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        return _LinearFunction.apply(x, self.weight, self.bias, self)  # pyright: ignore[reportReturnType]
+
+
+def switch_linears(module: nn.Module) -> int:
+    """Make every plain `nn.Linear` of a foreign module a `Linear`, keeping parameters and bits; how many there were.
+
+    Subclasses of `nn.Linear` are left alone, for they may compute something else.
+    """
+    plain = [part for part in module.modules() if type(part) is nn.Linear]
+    for part in plain:
+        part.__class__ = Linear
+    return len(plain)
+
+
+def defer(module: nn.Module, gradients: WeightGradients) -> int:
+    """Attach the owner to every `Linear` of the module; how many there were."""
+    linears = [part for part in module.modules() if isinstance(part, Linear)]
+    for part in linears:
+        part.gradients = gradients
+    return len(linears)

@@ -1,0 +1,73 @@
+"""The three matrix products of a linear layer, and the library that computes them.
+
+PyTorch gives fp32 products on CPUs to MKL, which runs AVX2 code on CPUs that are not Intel's. oneDNN, which PyTorch
+carries too, uses AVX-512 wherever it is: on an AMD Zen 5 core 240 GFLOP/s against 107 (`python benchmarks/units.py`).
+
+Shapes: T tokens, I inputs, O outputs.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class Products(Protocol):
+    """One way to compute a linear layer and its gradients; every method takes and gives matrices."""
+
+    def output(self, x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor: ...
+
+    def input_gradient(self, grad_TO: Tensor, weight_OI: Tensor) -> Tensor: ...
+
+    def weight_gradient(self, grad_TO: Tensor, x_TI: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class TorchProducts:
+    """The products that `nn.Linear` and autograd compute, bit for bit."""
+
+    def output(self, x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+        return F.linear(x_TI, weight_OI, bias_O)
+
+    def input_gradient(self, grad_TO: Tensor, weight_OI: Tensor) -> Tensor:
+        return grad_TO @ weight_OI
+
+    def weight_gradient(self, grad_TO: Tensor, x_TI: Tensor) -> Tensor:
+        return grad_TO.t() @ x_TI
+
+
+@dataclass(frozen=True)
+class OneDnnProducts:
+    """The same products by oneDNN where it is faster, which is fp32 on a CPU; elsewhere those of `TorchProducts`.
+
+    oneDNN reads transposed operands in place, and its bits depend on shapes alone, not on addresses.
+    """
+
+    def output(self, x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+        if _is_fp32_on_cpu(x_TI):
+            return _onednn(x_TI, weight_OI, bias_O)
+        return TORCH.output(x_TI, weight_OI, bias_O)
+
+    def input_gradient(self, grad_TO: Tensor, weight_OI: Tensor) -> Tensor:
+        return _onednn(grad_TO, weight_OI.t()) if _is_fp32_on_cpu(grad_TO) else TORCH.input_gradient(grad_TO, weight_OI)
+
+    def weight_gradient(self, grad_TO: Tensor, x_TI: Tensor) -> Tensor:
+        return _onednn(grad_TO.t(), x_TI.t()) if _is_fp32_on_cpu(grad_TO) else TORCH.weight_gradient(grad_TO, x_TI)
+
+
+TORCH = TorchProducts()
+
+
+def fastest_products() -> Products:
+    """oneDNN's products where this build of PyTorch carries them, else PyTorch's own choice."""
+    return OneDnnProducts() if hasattr(torch.ops.mkldnn, "_linear_pointwise") else TORCH
+
+
+def _is_fp32_on_cpu(x: Tensor) -> bool:
+    return x.dtype is torch.float32 and x.device.type == "cpu"
+
+
+def _onednn(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(x_TI, weight_OI, bias_O, "none", [], "")

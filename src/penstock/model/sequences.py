@@ -1,0 +1,63 @@
+"""The metadata of packed sequences, which every unit receives beside the residual stream.
+
+Shapes: T tokens of all sequences, B sequences.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True, eq=False)
+class Sequences:
+    """Where each of the packed sequences begins and ends, and the position of every token in its own.
+
+    Args:
+        lengths: tokens of each sequence.
+        cu_seqlens: [B+1] int32, where each sequence begins, and where the last one ends.
+        positions: [T] int64, what the rotary positions turn by.
+        max_length: the longest of `lengths`, known without asking the device.
+    """
+
+    lengths: tuple[int, ...]
+    cu_seqlens: Tensor
+    positions: Tensor
+    max_length: int
+    _shared: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
+
+    @classmethod
+    def from_lengths(
+        cls, lengths: Sequence[int], device: torch.device | str = "cpu", positions: Tensor | None = None
+    ) -> "Sequences":
+        """Sequences of these lengths; without `positions` [T] each one counts from 0.
+
+        Raises:
+            ValueError: no sequence, a length below 1, or positions of another length.
+        """
+        lengths = tuple(int(n) for n in lengths)
+        if not lengths or min(lengths) < 1:
+            raise ValueError(f"lengths={lengths}: at least one sequence is needed, each of at least one token")
+        num_tokens = sum(lengths)
+        if positions is None:
+            positions = torch.cat([torch.arange(n) for n in lengths])
+        elif tuple(positions.shape) != (num_tokens,):
+            raise ValueError(f"positions have shape {tuple(positions.shape)}, but the lengths add up to {num_tokens}")
+        starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+        return cls(lengths, starts.to(device), positions.to(device, torch.int64), max(lengths))
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all sequences together."""
+        return sum(self.lengths)
+
+    def shared(self, key: Hashable, make: Callable[[], Value]) -> Value:
+        """What all layers make alike of this metadata (rotary tables, masks): made once, kept with this object."""
+        if key not in self._shared:
+            self._shared[key] = make()
+        return self._shared[key]

@@ -1,0 +1,49 @@
+"""How long units take, estimated well enough to cut a model into balanced stages before anything is measured.
+
+Work is counted per token and forward, in floating point operations of matrix products. What is no matrix product is
+counted by its time: a third of that of forward and backward together, in such operations. The weights were measured on
+one CPU core in fp32 (`python benchmarks/units.py`), sequences are taken to be as long as the model allows.
+"""
+
+from penstock.model.config import ModelConfig
+
+_NORM = 200.0
+_ROTARY = 120.0
+_GATE = 200.0
+_RESIDUAL = 35.0
+_EMBED = 40.0
+_LOSS = 240.0
+"""Each for one element of the normalised, rotated, ... tensor; the loss for one logit."""
+
+_DENSE_GRADIENT = 130.0
+"""For one element of the embedding's weight, once a microbatch: its gradient is a full tensor, added to the last."""
+
+_ATTENTION_KERNEL = 6.0
+"""How many times longer an operation takes in the attention kernel than in a matrix product."""
+
+
+def of_embedding(config: ModelConfig) -> float:
+    """A look-up, and its share of a gradient as large as the weight; a microbatch is taken to be one sequence."""
+    return config.hidden_size * (_EMBED + _DENSE_GRADIENT * config.vocab_size / config.max_length)
+
+
+def of_attention(config: ModelConfig) -> float:
+    """Projections, and attention over the tokens that a token sees on average."""
+    rotated = config.query_size + config.kv_size
+    products = 2.0 * config.hidden_size * (2 * config.query_size + 2 * config.kv_size)
+    seen = min(config.sliding_window or config.max_length, config.max_length)
+    mean_seen = seen * (1 - seen / (2 * config.max_length))
+    kernel = 4.0 * mean_seen * config.query_size * _ATTENTION_KERNEL
+    normalised = config.hidden_size + (rotated if config.qk_norm else 0)
+    return products + kernel + _NORM * normalised + _ROTARY * rotated + _RESIDUAL * config.hidden_size
+
+
+def of_mlp(config: ModelConfig) -> float:
+    """Three products and the gate."""
+    products = 6.0 * config.hidden_size * config.intermediate_size
+    return products + _GATE * config.intermediate_size + (_NORM + _RESIDUAL) * config.hidden_size
+
+
+def of_head(config: ModelConfig) -> float:
+    """The projection, and the softmax of the loss that follows."""
+    return config.vocab_size * (2.0 * config.hidden_size + _LOSS) + _NORM * config.hidden_size
