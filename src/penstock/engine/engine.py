@@ -99,10 +99,18 @@ class Engine:
 
     @classmethod
     def from_config(cls, config: RunConfig | str | Path) -> Engine:
-        """The engine that a run's settings describe, read from a TOML file or given."""
-        from penstock.engine.from_config import engine_of
+        """The engine that a run's settings describe, read from a TOML file or given.
 
-        return engine_of(config)
+        Raises:
+            ValueError: the settings can not go together.
+        """
+        from penstock.data.tokenizer import load_tokenizer
+        from penstock.engine.config_check import check
+        from penstock.engine.config_file import read_config
+        from penstock.engine.run_parts import run_engine
+
+        settings = check(read_config(config) if isinstance(config, str | Path) else config)
+        return run_engine(settings, load_tokenizer(settings.data.tokenizer).vocab_size)
 
     @classmethod
     def from_layers(
@@ -140,7 +148,7 @@ class Engine:
         loss_weight_fn: LossWeightFn = num_loss_tokens,
         micro_batches: MicroBatchSpec | None = None,
     ) -> float:
-        """The loss per unit of weight over all batches of all data-parallel ranks, on every rank; nothing is learned."""
+        """The loss per unit of weight over all ranks' batches, the same on every rank; nothing is learned."""
         spec = micro_batches or MicroBatchSpec(num=2 * self.layout.pp, allow_fewer=True)
         loss = weight = 0.0
         for batch in batches:
@@ -268,9 +276,7 @@ class Engine:
 
     def _make_optimizer(self) -> Optimizer:
         scaler = LossScaler() if self.options.precision is Precision.FP16 else None
-        return Optimizer(
-            list(self.gradients.values()), self.options.optimizer, self.grid.pp_control, self.ties, scaler
-        )
+        return Optimizer(list(self.gradients.values()), self.options.optimizer, self.grid.pp_control, self.ties, scaler)
 
     def _make_transport(self) -> Transport:
         if self.grid.pp_control is None:

@@ -30,13 +30,10 @@ class Normalize(enum.Enum):
     @classmethod
     def parse(cls, mode: "Normalize | str") -> "Normalize":
         """The mode of that name. Raises ValueError that lists the names."""
-        aliases = {"global_token": cls.GLOBAL, "dp_token": cls.DP}
         if isinstance(mode, cls):
             return mode
-        if mode in aliases:
-            return aliases[mode]
         try:
-            return cls(mode)
+            return cls({"global_token": "global", "dp_token": "dp"}.get(str(mode), mode))
         except ValueError:
             names = ", ".join(repr(m.value) for m in cls)
             raise ValueError(f"normalize must be one of {names}, not {mode!r}") from None

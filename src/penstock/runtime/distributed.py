@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 
 from penstock.runtime.errors import TransportError
 from penstock.runtime.transport import channels_of, describe
@@ -28,12 +29,10 @@ class DistributedTransport:
         TransportError: a link fails its test within `timeout_s`; the message names it.
     """
 
-    def __init__(
-        self, placement: Placement, group: dist.ProcessGroup, device: torch.device, timeout_s: float
-    ) -> None:
+    def __init__(self, placement: Placement, group: dist.ProcessGroup, device: torch.device, timeout_s: float) -> None:
         self.rank, self.device, self.timeout_s = group.rank(), device, timeout_s
         self._num_awaited = 0
-        store = dist.PrefixStore(f"penstock/{_agree_on_number(group)}", _default_store())
+        store = PrefixStore(f"penstock/{_agree_on_number(group)}", _default_store())
         self._links: dict[Channel, _Link] = {
             channel: _Link(channel, self.rank, store, device, timeout_s)
             for channel in channels_of(placement)
@@ -76,12 +75,13 @@ class DistributedTransport:
             except TransportError as error:
                 raise TransportError(f"the link test failed: {error}") from error
             if not torch.equal(got, word):
-                raise TransportError(f"the link test failed: the {describe(channel)} carried {got.tolist()} for {word.tolist()}")
+                carried = f"{got.tolist()} instead of {word.tolist()}"
+                raise TransportError(f"the link test failed: the {describe(channel)} carried {carried}")
         self.settle()
 
 
 class _PostedReceive:
-    __slots__ = ("transport", "channel", "buffer", "work")
+    __slots__ = ("buffer", "channel", "transport", "work")
 
     def __init__(self, transport: DistributedTransport, channel: Channel, buffer: Tensor, work: dist.Work) -> None:
         self.transport, self.channel, self.buffer, self.work = transport, channel, buffer, work
@@ -104,13 +104,11 @@ class _PostedReceive:
 class _Link:
     """One channel's communicator, seen from one of its two ends."""
 
-    def __init__(
-        self, channel: Channel, rank: int, store: dist.Store, device: torch.device, timeout_s: float
-    ) -> None:
+    def __init__(self, channel: Channel, rank: int, store: Store, device: torch.device, timeout_s: float) -> None:
         # Made from the backend's class: torch.distributed.new_group wants either the whole world to take part in every
         # group, or equally many groups on every rank, and a rank has as many as it has links.
         outgoing = rank == channel.source
-        store = dist.PrefixStore(f"{channel.source}-{channel.destination}-{channel.direction.name}", store)
+        store = PrefixStore(f"{channel.source}-{channel.destination}-{channel.direction.name}", store)
         self.peer = int(outgoing)
         self.group = _backend(store, 1 - self.peer, device, timedelta(seconds=timeout_s))
         self.channel = channel
@@ -214,7 +212,7 @@ class _ThreadedSends:
         self._queue.put(None)
 
 
-def _default_store() -> dist.Store:
+def _default_store() -> Store:
     return dist.distributed_c10d._get_default_store()
 
 
@@ -227,7 +225,7 @@ def _agree_on_number(group: dist.ProcessGroup) -> int:
     return int(number)
 
 
-def _backend(store: dist.Store, rank: int, device: torch.device, timeout: timedelta) -> Any:
+def _backend(store: Store, rank: int, device: torch.device, timeout: timedelta) -> Any:
     """A communicator of two ranks."""
     if device.type == "cuda":
         options = dist.ProcessGroupNCCL.Options()

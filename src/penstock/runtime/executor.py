@@ -253,9 +253,7 @@ def _finish(steps: Generator[Receipt, None, list[Tensor]]) -> list[Tensor]:
             return stop.value
 
 
-def run_together(
-    executors: Sequence[Executor], feeds: Sequence[Sequence[Feed]]
-) -> list[list[Tensor]]:
+def run_together(executors: Sequence[Executor], feeds: Sequence[Sequence[Feed]]) -> list[list[Tensor]]:
     """Run all ranks of a pipeline in this thread, in turn, each as far as its messages allow.
 
     Raises:

@@ -26,8 +26,11 @@ class Segment:
     leaf: Tensor | None
     root: GradientEdge
 
-    def backward(self, grad: Tensor) -> Lane[Tensor | None]:
-        """Backward through the segment from `grad`; return the leaf's gradient. Launches nothing, so never yields."""
+    def backward(self, grad: Tensor | None) -> Lane[Tensor | None]:
+        """Backward from `grad` (None: the output is the loss); returns the leaf's gradient.
+
+        Nothing is launched, so the lane never yields.
+        """
         torch.autograd.backward(self.root, grad)  # type: ignore[arg-type]  # the stubs lag behind GradientEdge
         return None if self.leaf is None else self.leaf.grad
         yield
@@ -36,7 +39,7 @@ class Segment:
 class Entry(Protocol):
     """What a lane leaves on the tape: a piece of forward that can be undone."""
 
-    def backward(self, grad: Tensor) -> Lane[Tensor | None]: ...
+    def backward(self, grad: Tensor | None) -> Lane[Tensor | None]: ...
 
 
 @dataclass(slots=True, weakref_slot=True)

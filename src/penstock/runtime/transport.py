@@ -108,9 +108,11 @@ class InProcessTransport:
 
 
 class _QueueReceipt:
-    __slots__ = ("transport", "channel", "shape", "dtype")
+    __slots__ = ("channel", "dtype", "shape", "transport")
 
-    def __init__(self, transport: InProcessTransport, channel: Channel, shape: tuple[int, ...], dtype: torch.dtype):
+    def __init__(
+        self, transport: InProcessTransport, channel: Channel, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> None:
         self.transport, self.channel, self.shape, self.dtype = transport, channel, shape, dtype
 
     def ready(self) -> bool:
@@ -122,7 +124,6 @@ class _QueueReceipt:
         self.transport._posted[self.channel].popleft()
         tensor = self.transport.hub.queue(self.channel).popleft()
         if tensor.shape != self.shape or tensor.dtype != self.dtype:
-            raise TransportError(
-                f"{describe(self.channel)}: expected {list(self.shape)} of {self.dtype}, got {list(tensor.shape)} of {tensor.dtype}"
-            )
+            expected, got = (f"{list(t.shape)} of {t.dtype}" for t in (self, tensor))
+            raise TransportError(f"{describe(self.channel)}: expected {expected}, got {got}")
         return tensor

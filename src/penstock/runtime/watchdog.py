@@ -83,7 +83,5 @@ class Watchdog:
         busy_s = self.recorder.busy_since_s()
         if busy_s > self.timeout_s + self._margin_s:
             return f"this is over the limit of {self.timeout_s:g} s"
-        if self._signalled_at is not None and busy_s > self.grace_s:
-            if time.monotonic() - self._signalled_at > self.grace_s:
-                return "told to end, and this can not be finished"
-        return None
+        told_s = 0.0 if self._signalled_at is None else time.monotonic() - self._signalled_at
+        return "told to end, and this can not be finished" if min(told_s, busy_s) > self.grace_s else None

@@ -33,15 +33,15 @@ class Emulation:
 
 class _Sleep(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, layer: "SleepingLayer") -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, layer: "SleepingLayer") -> Tensor:
         ctx.layer = layer
         layer.sleep(layer.forward_s)
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         ctx.layer.sleep(ctx.layer.backward_s)
-        return grad.clone(), None
+        return grads[0].clone(), grads[0].new_zeros(()), None
 
 
 class SleepingLayer(nn.Module):
@@ -61,7 +61,7 @@ class SleepingLayer(nn.Module):
         self.slept_s += time.perf_counter() - start
 
     def forward(self, x: Tensor, sequences: object = None) -> Tensor:
-        return _Sleep.apply(x, self)  # type: ignore[return-value]
+        return _Sleep.apply(x, self.weight, self)  # type: ignore[return-value]
 
 
 Step = Callable[[], object]
