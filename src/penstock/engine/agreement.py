@@ -46,9 +46,9 @@ def gather_reports(report: BatchReport, group: dist.ProcessGroup | None) -> list
     if group is None:
         return [report]
     row = torch.tensor(report.pack(), dtype=torch.int64)
-    table = torch.empty(group.size() * row.numel(), dtype=torch.int64)
-    dist.all_gather_into_tensor(table, row, group=group)
-    return [BatchReport.unpack(r) for r in table.view(group.size(), -1).tolist()]
+    rows = [torch.empty_like(row) for _ in range(group.size())]
+    dist.all_gather(rows, row, group=group)
+    return [BatchReport.unpack(r.tolist()) for r in rows]
 
 
 def check_reports(

@@ -225,7 +225,8 @@ class Engine:
         if self.grid.control is None:
             return list(values)
         tensor = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(tensor, group=self.grid.control)
+        with self.recorder.collective("add up the loss"):
+            dist.all_reduce(tensor, group=self.grid.control)
         return tensor.tolist()
 
     # ---- what a step did

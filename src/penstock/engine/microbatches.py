@@ -55,7 +55,8 @@ def agree_on_microbatches(
         except Exception as exception:  # told to all ranks, then raised here: nobody may wait for this rank
             error = exception
             report = replace(view, failed=True)
-        reports = gather_reports(report, engine.grid.control)
+        with engine.recorder.collective("agree on the batch"):
+            reports = gather_reports(report, engine.grid.control)
         num = agree([r.counts for r in reports], spec)
         check_reports(reports, engine.layout.coordinates, error)
         if parts is not None and all(r.num_microbatches == num for r in reports):

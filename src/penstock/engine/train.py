@@ -75,10 +75,10 @@ def train_batch(
     feeds = [feed(i, microbatch) for i, microbatch in enumerate(agreed.microbatches)]
     engine.zero_gradients()
     losses = engine.executor(len(feeds)).run(feeds)
-    engine.finish_gradients()
-
     record = engine.recorder.begin(Action(Op.STEP))
-    update = engine.optimizer.step()
+    with engine.recorder.collective("finish the gradients and step"):
+        engine.finish_gradients()
+        update = engine.optimizer.step()
     engine.recorder.end(record)
 
     (loss,) = engine.sum_over_ranks(float(torch.stack(losses).sum()) / scale if losses else 0.0)

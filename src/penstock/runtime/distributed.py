@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 
-from penstock.runtime.errors import TransportError
+from penstock.runtime.errors import TransportError, first_line
 from penstock.runtime.transport import channels_of, describe
 from penstock.schedule import Placement
 from penstock.schedule.rules import Channel
@@ -95,7 +95,7 @@ class _PostedReceive:
             self.work.wait()
         except RuntimeError as error:
             raise TransportError(
-                f"no {describe(self.channel)} after {time.monotonic() - start:.1f} s ({_first_line(error)})"
+                f"no {describe(self.channel)} after {time.monotonic() - start:.1f} s ({first_line(error)})"
             ) from error
         self.transport._num_awaited -= 1
         return self.buffer
@@ -184,7 +184,7 @@ class _ThreadedSends:
             except RuntimeError as error:
                 waited = time.monotonic() - start
                 self._error = TransportError(
-                    f"{describe(self._channel)} were not taken after {waited:.1f} s ({_first_line(error)})"
+                    f"{describe(self._channel)} were not taken after {waited:.1f} s ({first_line(error)})"
                 )
             item = None  # the tensor is free from here on, not from the next message on
             self._num_left += 1
@@ -232,10 +232,3 @@ def _backend(store: Store, rank: int, device: torch.device, timeout: timedelta) 
         options._timeout = timeout
         return dist.ProcessGroupNCCL(store, rank, 2, options)
     return dist.ProcessGroupGloo(store, rank, 2, timeout)
-
-
-def _first_line(error: BaseException) -> str:
-    """The part of a backend's error that helps: its first sentence, without the native stack."""
-    text = str(error).strip().splitlines()
-    line = text[0] if text else type(error).__name__
-    return line.split("] ", 1)[-1] if line.startswith("[") else line

@@ -11,3 +11,10 @@ class TransportError(PipelineError):
 
 class Deadlock(PipelineError):
     """No rank of an in-process run can go on; the message says for each rank what it waits for."""
+
+
+def first_line(error: BaseException) -> str:
+    """The part of a backend's error that helps: its first sentence, without the native stack."""
+    text = str(error).strip().splitlines()
+    line = text[0] if text else type(error).__name__
+    return line.split("] ", 1)[-1] if line.startswith("[") else line

@@ -1,8 +1,11 @@
 """The trace: each rank's own record of what it did, in a ring buffer, and the sentence that says where it is now."""
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
+from penstock.runtime.errors import TransportError, first_line
 from penstock.schedule import Event, Op, Step
 
 
@@ -47,6 +50,7 @@ class Recorder:
         self._next = 0
         self._step_first = 0
         self._current: Record | None = None
+        self._together: str | None = None
 
     def begin_step(self, step: int) -> None:
         """From here on records belong to `step`."""
@@ -75,6 +79,23 @@ class Recorder:
     def end(self, record: Record) -> None:
         record.end_ns = time.perf_counter_ns()
 
+    @contextmanager
+    def collective(self, what: str) -> Iterator[None]:
+        """While all ranks do something together outside of the program; `what` completes "the ranks ...".
+
+        Raises:
+            TransportError: the backend gave up; the message says where the rank was.
+        """
+        self._together, start = what, time.monotonic()
+        try:
+            yield
+        except RuntimeError as error:
+            raise TransportError(
+                f"{self.where()}: gave up after {time.monotonic() - start:.1f} s ({first_line(error)})"
+            ) from error
+        finally:
+            self._together = None
+
     def records(self) -> list[Record]:
         """The records of the current step, oldest first (the last `capacity` of them)."""
         first = max(self._step_first, self._next - self.capacity)
@@ -94,6 +115,8 @@ class Recorder:
     def where(self) -> str:
         """One sentence: the action this rank is in, what it waits for, from whom, and for how long."""
         record = self._current
+        if self._together is not None:
+            return f"rank {self.rank}, step {self.step}: while the ranks {self._together}"
         if record is None:
             return f"rank {self.rank}, step {self.step}: between steps"
         if record.end_ns:

@@ -1,0 +1,139 @@
+"""The transport over real processes: shapes, order, freeing, failing links, and peers that never send."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from penstock.runtime import DistributedTransport, TransportError
+from penstock.runtime import distributed as module
+from penstock.schedule import Channel, Op, Placement, PlacementKind
+from tests.dist.launch import run_outcomes, run_ranks
+
+CPU = torch.device("cpu")
+
+
+def transport_of(ranks: int, stages_per_rank: int = 1, timeout_s: float = 20.0) -> DistributedTransport:
+    group = dist.group.WORLD
+    assert group is not None
+    placement = Placement(PlacementKind.LOOP, ranks, stages_per_rank)
+    return DistributedTransport(placement, group, CPU, timeout_s)
+
+
+def exchange_shapes(rank: int) -> list[bool]:
+    """Both ranks send eight messages of different shapes each way, all posted first; no device or host is stopped."""
+    transport = transport_of(2)
+    there, back = Channel(0, 1, Op.F), Channel(1, 0, Op.B)
+    inward, outward = (there, back) if rank == 1 else (back, there)
+    messages = [torch.full((n + 1, 3), float(n), dtype=torch.float64 if n % 2 else torch.float32) for n in range(8)]
+    spied: list[str] = []
+    for name in ("synchronize", "current_stream"):
+        setattr(torch.cuda, name, lambda *a, name=name: spied.append(name))
+    receipts = [transport.receive(inward, m.shape, m.dtype) for m in messages]
+    for message in messages:
+        transport.send(outward, message.clone())
+    equal = [torch.equal(receipt.wait(), message) for receipt, message in zip(receipts, messages, strict=True)]
+    transport.settle()
+    assert transport.num_pending() == 0
+    assert not spied
+    return equal
+
+
+@pytest.mark.shows(8)
+def test_tensors_of_different_shapes_arrive_intact() -> None:
+    assert run_ranks(2, exchange_shapes) == [[True] * 8] * 2
+
+
+def send_and_forget(rank: int) -> bool:
+    """The sender drops its tensors at once and fills memory of the same size; large ones, which do not fit a buffer."""
+    transport = transport_of(2)
+    channel, shape = Channel(0, 1, Op.F), (1 << 20,)
+    if rank == 0:
+        for n in range(6):
+            transport.send(channel, torch.full(shape, float(n)))
+            poison = torch.full(shape, float("nan"))
+        assert poison.isnan().all()
+        transport.settle()
+        return transport.num_pending() == 0
+    time.sleep(0.5)  # the sends are under way and can not have left
+    receipts = [transport.receive(channel, shape, torch.float32) for _ in range(6)]
+    return all(bool((receipt.wait() == n).all()) for n, receipt in enumerate(receipts))
+
+
+@pytest.mark.shows(10)
+def test_a_sent_tensor_lives_until_it_has_left() -> None:
+    assert run_ranks(2, send_and_forget) == [True, True]
+
+
+def count_backends(rank: int, ranks: int, stages_per_rank: int) -> list[tuple[int, int, str]]:
+    made: list[tuple[int, int, str]] = []
+    original = module._Link.__init__
+
+    def init(self: Any, channel: Channel, *rest: Any) -> None:
+        made.append((channel.source, channel.destination, channel.direction.name))
+        original(self, channel, *rest)
+
+    setattr(module._Link, "__init__", init)  # noqa: B010
+    transport_of(ranks, stages_per_rank)
+    return made
+
+
+@pytest.mark.shows(13)
+@pytest.mark.parametrize(("ranks", "stages_per_rank"), [(2, 1), (3, 1), (2, 2), (3, 2)])
+def test_links_are_made_up_front_in_one_order_and_the_ring_wraps(ranks: int, stages_per_rank: int) -> None:
+    made = run_ranks(ranks, count_backends, ranks, stages_per_rank)
+    every = {(s, s + 1, "F") for s in range(ranks - 1)} | {(s + 1, s, "B") for s in range(ranks - 1)}
+    if stages_per_rank > 1:
+        every |= {(ranks - 1, 0, "F"), (0, ranks - 1, "B")}
+    for rank, links in enumerate(made):
+        assert links == sorted((link for link in every if rank in link[:2]), key=lambda k: (k[:2], k[2] == "B"))
+
+
+def with_a_dead_link(rank: int) -> str:
+    """Rank 1 -> rank 2 carries nothing: the test of the links names it."""
+    original = module._Link.send
+
+    def send(self: Any, tensor: torch.Tensor) -> None:
+        if self.channel[:2] != (1, 2):
+            original(self, tensor)
+
+    module._Link.send = send
+    try:
+        transport_of(3, timeout_s=2.0)
+    except TransportError as error:
+        return str(error)
+    return "passed"
+
+
+def test_a_failing_link_is_named_at_the_start() -> None:
+    outcomes = run_outcomes(3, with_a_dead_link, timeout_s=30.0)
+    assert [outcome.value for outcome in outcomes[:2]] == ["passed", "passed"]
+    assert "the link test failed: no activations from rank 1 to rank 2 after" in outcomes[2].value
+
+
+def wait_in_vain(rank: int, peer: Callable[[], None]) -> str:
+    transport = transport_of(2, timeout_s=2.0)
+    if rank == 1:
+        peer()
+        return "went"
+    start = time.monotonic()
+    try:
+        transport.receive(Channel(1, 0, Op.B), (3,), torch.float32).wait()
+    except TransportError as error:
+        assert time.monotonic() - start < 10.0
+        return str(error)
+    return "got something"
+
+
+def never_sends() -> None:
+    time.sleep(4.0)
+
+
+@pytest.mark.shows(99)
+@pytest.mark.parametrize("peer", [never_sends, dist.destroy_process_group])
+def test_a_receive_that_is_never_met_ends_in_time_and_says_what_it_was(peer: Callable[[], None]) -> None:
+    outcomes = run_outcomes(2, wait_in_vain, peer, timeout_s=30.0)
+    assert "no gradients from rank 1 to rank 0 after" in outcomes[0].value
