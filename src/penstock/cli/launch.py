@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 LOOPBACK = "127.0.0.1"
 # Set for workers that we launched ourselves.
@@ -79,7 +79,8 @@ def find_group(environ: Mapping[str, str]) -> Group | None:
 
 def join(group: Group, timeout_s: float) -> "Store":
     """Meet the other processes of the group at a store that all share."""
-    from torch.distributed import HashStore, rendezvous
+    from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
+    from torch.distributed.rendezvous import rendezvous
 
     if group.world_size == 1:
         return HashStore()
@@ -160,30 +161,35 @@ def agree(store: "Store", group: Group, key: str, ours: Mapping[str, Any]) -> li
 
 def is_first_to_tell(store: "Store") -> bool:
     """Whether no other process has told the user of a mistake yet: all of them may find the same one."""
-    return store.add(_TOLD, 1) == 1
+    try:
+        return store.add(_TOLD, 1) == 1
+    except RuntimeError:  # the store went with a process that has told already
+        return False
 
 
 def is_told(store: "Store") -> bool:
     """Whether some process has told the user of a mistake, so that other errors merely follow from its end."""
     try:
         return store.check([_TOLD])
-    except RuntimeError:  # the store went with the process that held it
+    except RuntimeError:  # the store went with the process that held it, which need not have told anything
         return False
 
 
 def _explain(error: Any) -> int:
     """The exit code of a failed run, after a word on workers that could not explain themselves."""
-    first = min(error.failures.values(), key=lambda failure: failure.timestamp)
-    if first.exitcode < 0:
-        name = signal.Signals(-first.exitcode).name
-        rank = next(rank for rank, failure in error.failures.items() if failure is first)
+    told_to_end = -signal.SIGTERM
+    killed = [
+        (rank, died) for rank, died in error.failures.items() if died.exitcode < 0 and died.exitcode != told_to_end
+    ]
+    for rank, died in killed:
         print(
-            f"penstock: rank {rank} (process {first.pid}) was killed by {name}; "
+            f"penstock: rank {rank} (process {died.pid}) was killed by {signal.Signals(-died.exitcode).name}; "
             "the same command continues from the newest checkpoint",
             file=sys.stderr,
         )
-        return 1
-    return first.exitcode
+    # The others fail because their peer is gone.
+    first = min(error.failures.values(), key=lambda failure: failure.timestamp)
+    return 1 if killed or first.exitcode < 0 else first.exitcode
 
 
 def _number(environ: Mapping[str, str], name: str, default: str | None = None) -> int:

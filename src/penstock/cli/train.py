@@ -28,9 +28,12 @@ def main(argv: Sequence[str]) -> int:
         check_world(config, group.world_size, group.origin)
         return _work(arguments, group)
     # All that can be known now is checked here: the workers would each take seconds to find it out.
-    check_folder(config, fresh=arguments.switches.fresh)
+    check_folder(config, fresh=arguments.switches.fresh, resume=arguments.switches.resume)
     if config.world_size == 1:
         return _work(arguments, Group.alone())
+    from penstock.engine.run_parts import check_parts
+
+    check_parts(config)
     return launch(argv, config.world_size, config.parallel.num_threads)
 
 

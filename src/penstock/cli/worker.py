@@ -2,13 +2,14 @@
 
 import json
 import os
+import re
 import signal
 import sys
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from types import FrameType
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,25 +20,29 @@ from penstock.cli.train_loop import TrainLoop
 from penstock.engine.config import RunConfig, differences
 from penstock.engine.config_file import ConfigError
 from penstock.engine.run_folder import RunFolder, check_folder
-from penstock.engine.run_parts import RunData, run_engine
+from penstock.engine.run_parts import check_parts, run_engine
 from penstock.runtime import PipelineError
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 T = TypeVar("T")
 
 
 class StopRequest:
-    """Whether this process was told to end; it then finishes its step and saves."""
+    """Whether this process was told to end by SIGTERM, SIGINT or SIGHUP; it then finishes its step and saves."""
 
     def __init__(self) -> None:
         self.asked = False
 
-    def listen(self) -> None:
-        """Take SIGTERM, SIGINT and SIGHUP as the wish to stop."""
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, self._ask)
+    def __enter__(self) -> Self:
+        signals = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+        self._before = {number: signal.signal(number, self._ask) for number in signals}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
         self.asked = True
@@ -50,20 +55,20 @@ def run_worker(arguments: TrainArguments, group: Group) -> int:
     was and ends at once: nothing that could wait for the peer is called any more.
     """
     follow_launcher()
-    stop = StopRequest()
-    stop.listen()
     torch.set_num_threads(arguments.config.parallel.num_threads)
-    store = join(group, arguments.config.parallel.timeout_s)
-    try:
-        _train(arguments, group, store, stop)
-    except ValueError as error:
-        if is_first_to_tell(store):
-            print(f"penstock: {error}", file=sys.stderr)
-        return _end(group, 2)
-    except Exception as error:
-        if not is_told(store):
-            _tell_failure(group, error)
-        return _end(group, 1)
+    # Told to stop while it tells of a failure, it still tells.
+    with StopRequest() as stop:
+        store = join(group, arguments.config.parallel.timeout_s)
+        try:
+            _train(arguments, group, store, stop)
+        except ValueError as error:
+            if is_first_to_tell(store):
+                print(f"penstock: {error}", file=sys.stderr)
+            return _end(group, 2)
+        except Exception as error:
+            if not is_told(store):
+                _tell_failure(group, error)
+            return _end(group, 1)
     return 0
 
 
@@ -71,15 +76,19 @@ def _train(arguments: TrainArguments, group: Group, store: "Store", stop: StopRe
     config, switches = arguments.config, arguments.switches
     _agree_on_settings(store, group, config)
     # What one process can not do, none should start to do: all of them get the error of the first.
-    _together(store, group, "folder", lambda: check_folder(config, fresh=switches.fresh))
-    data = _together(store, group, "data", lambda: RunData.load(config))
+    _together(store, group, "folder", lambda: check_folder(config, switches.fresh, switches.resume))
+    data = _together(store, group, "data", lambda: check_parts(config))
     _refuse_differing(store, group, "corpus", {"tokens of the corpus": data.corpus.fingerprint})
     folder = _together(store, group, "lock", lambda: RunFolder(config) if group.rank == 0 else None)
     _initialise(store, group, config)
     engine = run_engine(config, data.corpus.vocab_size)
     loop = TrainLoop(config, engine, data, folder, as_json=switches.json)
     loop.resume(must=switches.resume)
-    result = loop.run(lambda: stop.asked)
+    try:
+        result = loop.run(lambda: stop.asked)
+    except Exception as error:
+        error.add_note(engine.recorder.where())
+        raise
     if group.rank == 0:
         report_end()
         if switches.json:
@@ -129,7 +138,7 @@ def _initialise(store: "Store", group: Group, config: RunConfig) -> None:
         torch.cuda.set_device(group.local_rank)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
-        store=dist.PrefixStore("penstock/groups", store),
+        store=dist.PrefixStore("penstock/groups", store),  # pyright: ignore[reportPrivateImportUsage]
         rank=group.rank,
         world_size=group.world_size,
         timeout=timedelta(seconds=config.parallel.timeout_s),
@@ -137,9 +146,24 @@ def _initialise(store: "Store", group: Group, config: RunConfig) -> None:
 
 
 def _tell_failure(group: Group, error: Exception) -> None:
-    if not isinstance(error, PipelineError) or os.environ.get("PENSTOCK_TRACEBACK"):
+    """One sentence where a peer has failed or is silent; a traceback for what nobody has foreseen."""
+    expected = isinstance(error, PipelineError) or _is_of_backend(error)
+    if not expected or os.environ.get("PENSTOCK_TRACEBACK"):
         traceback.print_exception(error)
-    print(f"penstock: rank {group.rank}: {error}", file=sys.stderr)
+    where = "; ".join(note for note in getattr(error, "__notes__", []) if note not in str(error))
+    text = f"{where}: {_first_sentence(error)}" if where else _first_sentence(error)
+    print(f"penstock: process {group.rank}: {text}", file=sys.stderr)
+
+
+def _first_sentence(error: Exception) -> str:
+    """What a backend's error says, without the place in its source and its advice."""
+    text = " ".join(str(error).split())
+    return re.sub(r"^\[\S+\] |\. This is typically.*$", "", text) if _is_of_backend(error) else text
+
+
+def _is_of_backend(error: Exception) -> bool:
+    """Whether a collective failed; gloo has no error of its own."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
 
 
 def _end(group: Group, code: int) -> int:

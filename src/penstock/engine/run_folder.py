@@ -12,12 +12,20 @@ CHECKPOINT_FOLDER = "checkpoints"
 _LOCK_FILE = ".lock"
 
 
-def check_folder(config: RunConfig, fresh: bool = False) -> bool:
+def check_folder(config: RunConfig, fresh: bool = False, resume: bool = False) -> bool:
     """Whether `config.output` already holds this very run, to be continued; nothing is written.
 
     Raises:
-        ConfigError: it holds another run, or anything that is no run, or (with `fresh`) any run at all.
+        ConfigError: it holds another run, or anything that is no run, or (with `fresh`) any run at all, or (with
+            `resume`) none.
     """
+    continued = _check_folder(config, fresh)
+    if resume and not continued:
+        raise ConfigError(f"output = {config.output!r} holds no run to continue; leave out --resume to start one")
+    return continued
+
+
+def _check_folder(config: RunConfig, fresh: bool) -> bool:
     folder = Path(config.output)
     if not folder.exists():
         return False

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from penstock import schedule
 from penstock.data import (
     BatchSize,
     Corpus,
@@ -15,6 +16,7 @@ from penstock.data import (
     pack,
     validation_batches,
 )
+from penstock.engine.build import cut_units
 from penstock.engine.config import RunConfig
 from penstock.engine.config_file import ConfigError
 from penstock.engine.engine import Engine
@@ -94,6 +96,25 @@ def run_engine(config: RunConfig, vocab_size: int) -> Engine:
     """The engine of a run; every process of the layout calls this at the same point."""
     shape = model_config(config, vocab_size)
     return Engine(decoder_units(shape), shape.hidden_size, layout(config), engine_options(config))
+
+
+def check_parts(config: RunConfig) -> "RunData":
+    """The run's data, once every part of the run has been described and found possible; nothing is started.
+
+    Raises:
+        ValueError: the corpus, the model, its cut or the optimizer can not be as the settings say.
+    """
+    options = engine_options(config)
+    data = RunData.load(config)
+    units = decoder_units(model_config(config, data.corpus.vocab_size))
+    built = schedule.build(
+        options.schedule,
+        ranks=config.parallel.pp,
+        microbatches=config.train.num_microbatches,
+        stages_per_rank=options.stages_per_rank,
+    )
+    cut_units(units, built.placement, options)
+    return data
 
 
 def micro_batches(config: RunConfig) -> MicroBatchSpec:

@@ -1,0 +1,170 @@
+"""Small runs of `penstock train` for the tests: a model of a few thousand parameters, and ways to end a run."""
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from penstock.engine.metrics import METRICS_FILE, read_metrics
+
+CORPUS = "".join(f"def f{i}(x):\n    return x * {i * i} + {i}\n\n\n" for i in range(400))
+
+RUN_FILE = """
+output = "{output}"
+
+[model]
+hidden_size = 16
+intermediate_size = 32
+num_layers = 2
+num_heads = 2
+tie_embeddings = true
+
+[data]
+corpus = "{corpus}"
+cache = "{cache}"
+sequence_length = 32
+num_sequences = 8
+
+[parallel]
+pp = 2
+timeout_s = 60
+
+[optimizer]
+num_warmup_steps = 5
+
+[train]
+steps = {steps}
+num_microbatches = 8
+
+[validation]
+every = 20
+num_sequences = 8
+
+[checkpoint]
+every = 10
+keep = 100
+
+[log]
+tensorboard = false
+timeline = false
+"""
+
+# What must be the same, however often the run was interrupted; the rest of the metrics are times.
+EXACT = ("loss", "grad_norm", "learning_rate", "loss_scale", "num_tokens", "validation_loss")
+
+
+def write_run(folder: Path, name: str, steps: int) -> Path:
+    """Write a run file whose output is ``folder/name``."""
+    corpus = folder / "corpus.py"
+    corpus.write_text(CORPUS)
+    path = folder / f"{name}.toml"
+    path.write_text(RUN_FILE.format(output=folder / name, corpus=corpus, cache=folder / "cache", steps=steps))
+    return path
+
+
+def exact_metrics(folder: Path, until: int | None = None) -> dict[tuple[int, str], str]:
+    """Every number that has to be reproduced, by step and name, exactly as it is written."""
+    return {
+        (entry["step"], name): repr(entry[name])
+        for entry in read_metrics(folder / METRICS_FILE)
+        for name in EXACT
+        if name in entry and (until is None or entry["step"] <= until)
+    }
+
+
+def last_step(folder: Path) -> int:
+    return max((entry["step"] for entry in read_metrics(folder / METRICS_FILE)), default=0)
+
+
+def wait_until(condition: Callable[[], bool], started: "Started", limit_s: float = 60.0) -> None:
+    """Look again and again, until it is so; fails when the run has ended or the time is up."""
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert started.process.poll() is None, f"the run ended too early:\n{started.end()}"
+        assert time.monotonic() < deadline, "the run did not get there in time"
+        select.select([], [], [], 0.002)
+
+
+@dataclass(frozen=True)
+class Ended:
+    exit_code: int
+    out: str
+    err: str
+
+
+@dataclass
+class Started:
+    """A run under way in processes of its own; everything it started is killed when the `with` block ends."""
+
+    arguments: list[str]
+    environ: dict[str, str] = field(default_factory=dict)
+
+    def __enter__(self) -> "Started":
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "penstock.cli.main", "train", *self.arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **self.environ},
+        )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for pid in [*self.workers(), self.process.pid]:
+            _signal(pid, signal.SIGKILL)
+        self.process.wait()
+        for pipe in (self.process.stdout, self.process.stderr):
+            if pipe is not None:
+                pipe.close()
+
+    def workers(self) -> list[int]:
+        """The processes of the ranks, in their order."""
+        path = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
+        children = [int(pid) for pid in path.read_text().split()] if path.exists() else []
+        return sorted((pid for pid in children if _local_rank(pid) is not None), key=lambda pid: _local_rank(pid) or 0)
+
+    def signal(self, number: signal.Signals, ranks: list[int] | None = None) -> None:
+        """Signal the command, or some ranks' processes."""
+        if ranks is None:
+            _signal(self.process.pid, number)
+            return
+        workers = self.workers()
+        for rank in ranks:
+            _signal(workers[rank], number)
+
+    def end(self, limit_s: float = 60.0) -> Ended:
+        """Wait for the run to end."""
+        out, err = self.process.communicate(timeout=limit_s)
+        return Ended(self.process.returncode, out, err)
+
+
+def run(*arguments: str) -> Ended:
+    with Started(list(arguments)) as started:
+        return started.end()
+
+
+def result_of(ended: Ended) -> dict[str, Any]:
+    """The result that a run with --json has printed."""
+    assert ended.exit_code == 0, ended.err
+    return json.loads(ended.out)
+
+
+def _signal(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def _local_rank(pid: int) -> int | None:
+    try:
+        environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return None
+    return next((int(entry[11:]) for entry in environ if entry.startswith(b"LOCAL_RANK=")), None)
