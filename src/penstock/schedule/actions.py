@@ -34,6 +34,7 @@ class Op(IntEnum):
 COMPUTE = frozenset({Op.F, Op.B, Op.I, Op.W})
 SENDS = frozenset({Op.SEND_F, Op.SEND_B})
 RECEIVES = frozenset({Op.RECV_F, Op.RECV_B})
+TRANSFERS = SENDS | RECEIVES
 
 
 @dataclass(frozen=True, slots=True)

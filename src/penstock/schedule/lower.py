@@ -3,8 +3,20 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from collections.abc import Iterable, Sequence
 
-from penstock.schedule.actions import Action, Op, Program, Schedule, ScheduleError, Step, check_count, flatten, parts
+from penstock.schedule.actions import (
+    TRANSFERS,
+    Action,
+    Op,
+    Program,
+    Schedule,
+    ScheduleError,
+    Step,
+    check_count,
+    flatten,
+    parts,
+)
 from penstock.schedule.rules import Channel, Rule, Rules, partner
 
 
@@ -62,7 +74,6 @@ class _Lowering:
         self.done: list[Step] = []
 
     def steps(self) -> tuple[Step, ...]:
-        last_writers = self._last_writers()
         for channel in self.arriving:
             self._post_ahead(channel)
         for step in self.order:
@@ -75,16 +86,9 @@ class _Lowering:
                     self.num_open[rule.channel] -= 1
                     self._post_ahead(rule.channel)
             self.done += [Action(r.send, a.stage, a.microbatch) for a, r in actions if r.send is not None]
-            self.done += [Action(Op.REDUCE_GRAD, a.stage) for a, _ in actions if last_writers.get(a.stage) == a]
-        if self.training:
-            unwritten = [stage for stage in self.own[Op.REDUCE_GRAD] if stage not in last_writers]
-            self.done += [Action(Op.REDUCE_GRAD, stage) for stage in unwritten]
-            self.done.append(Action(Op.STEP))
-        return tuple(self.done)
-
-    def _last_writers(self) -> dict[int, Action]:
-        """By stage, the last action on this rank that writes to its weight gradient."""
-        return {action.stage: action for action in flatten(self.order) if action.op in (Op.B, Op.W)}
+        if not self.training:
+            return tuple(self.done)
+        return (*add_reductions(self.done, self.own[Op.REDUCE_GRAD]), Action(Op.STEP))
 
     def _post(self, channel: Channel) -> None:
         receive = self.arriving[channel].popleft()
@@ -109,3 +113,20 @@ class _Lowering:
                 )
             self._post(rule.channel)
         self.posted.discard(receive)
+
+
+def add_reductions(steps: Sequence[Step], stages: Iterable[int]) -> list[Step]:
+    """A rank's steps with a reduction for each of its stages, behind its last writer and the transfers next to that."""
+    writers = ((at, a) for at, step in enumerate(steps) for a in parts(step) if a.op in (Op.B, Op.W))
+    last_write = {action.stage: at for at, action in writers}
+    reduced_at: dict[int, list[int]] = defaultdict(list)
+    for stage in stages:
+        at = last_write.get(stage, len(steps) - 1)
+        while at + 1 < len(steps) and parts(steps[at + 1])[0].op in TRANSFERS:
+            at += 1
+        reduced_at[at].append(stage)
+    done: list[Step] = []
+    for at, step in enumerate(steps):
+        done.append(step)
+        done += [Action(Op.REDUCE_GRAD, stage) for stage in reduced_at[at]] if at in reduced_at else []
+    return done

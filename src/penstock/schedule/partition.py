@@ -90,7 +90,8 @@ def _most_even(until: list[int], num_stages: int, limit: int) -> tuple[range, ..
     best: list[int | None] = [None] * num_units + [0]
     choices: list[list[int]] = []
     for _ in range(num_stages):
-        before, best = best, [None] * (num_units + 1)
+        before: list[int | None] = best
+        best = [None] * (num_units + 1)
         choice = [0] * (num_units + 1)
         for start in range(num_units):
             for stop in range(start + 1, num_units + 1):

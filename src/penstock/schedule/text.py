@@ -24,12 +24,13 @@ from penstock.schedule.actions import (
     flatten,
     parts,
 )
+from penstock.schedule.lower import add_reductions
 
 Plan: TypeAlias = Schedule | Program
 
 _SCHEDULE, _PROGRAM = "penstock schedule 1", "penstock program 1"
 _FIELDS = ("name", "placement", "ranks", "stages_per_rank", "microbatches", "training", "live_bound")
-_ACTION = re.compile(r"(\d{1,9})(F|B|I|W|SEND_F|RECV_F|SEND_B|RECV_B|REDUCE_GRAD|UNSHARD|RESHARD)(\d{0,9})")
+_ACTION = re.compile(r"([0-9]{1,9})(F|B|I|W|SEND_F|RECV_F|SEND_B|RECV_B|REDUCE_GRAD|UNSHARD|RESHARD)([0-9]{0,9})")
 _PAIR = re.compile(r"\(([^();]*);([^();]*)\)OVERLAP_F_B")
 _RULE = "an action is <stage><op><microbatch>, as in 0F3 or 1SEND_F0, a pair (0F7;7B3)OVERLAP_F_B"
 
@@ -116,20 +117,22 @@ def from_csv(text: str, *, name: str = "imported", with_transfers: bool | None =
 
     A file with transfers is read as a program, one without as a schedule, and its reductions are left out, because
     lowering places them; `with_transfers` says which it has to be. Ranks, stages, microbatches and placement follow
-    from the cells. Empty cells (idle in torch) and UNSHARD and RESHARD (which do not bear on the order) are skipped; a
-    training program gets the optimizer step at each rank's end, if it has none.
+    from the cells. Empty cells (idle in torch) and UNSHARD and RESHARD (which do not bear on the order) are skipped. A
+    training program gets the optimizer step at each rank's end, and reductions, if the file has none at all.
 
     Raises: ScheduleError naming row, cell and rule.
     """
+    reader = csv.reader(io.StringIO(text.removeprefix("\ufeff")), strict=True)
     try:
-        cells = list(csv.reader(io.StringIO(text.removeprefix("\ufeff"))))
+        cells = list(reader)
     except csv.Error as error:
-        raise ScheduleError(f"this is no CSV: {error}") from None
+        raise ScheduleError(f"row {reader.line_num} is no CSV: {error}") from None
     if not cells:
         raise ScheduleError("the file is empty: it needs a row for each rank")
     found = [_steps(words, f"row {row}, cell {{place}}") for row, words in enumerate(cells, start=1)]
     rows = [tuple(steps.values()) for steps in found]
     placement, num_microbatches = _infer(found)
+    _check_size(placement.num_stages, num_microbatches, rows)
     ops = {action.op for row in rows for action in flatten(row)}
     training = bool(ops & {Op.B, Op.I, Op.W})
     has_transfers = bool(ops & (SENDS | RECEIVES))
@@ -138,8 +141,10 @@ def from_csv(text: str, *, name: str = "imported", with_transfers: bool | None =
     schedule = Schedule(name, placement, num_microbatches, tuple(map(_compute_only, rows)), training=training)
     if not (with_transfers or has_transfers):
         return schedule
-    step = Action(Op.STEP)
-    return Program(schedule, tuple(row + (step,) if training and step not in row else row for row in rows))
+    if training and Op.REDUCE_GRAD not in ops:
+        rows = [tuple(add_reductions(row, placement.stages_of(rank))) for rank, row in enumerate(rows)]
+    end = (Action(Op.STEP),) if training else ()
+    return Program(schedule, tuple(row + end for row in rows))
 
 
 def _rows(plan: Plan) -> tuple[tuple[Step, ...], ...]:
@@ -180,11 +185,15 @@ def _infer(rows: list[dict[int, Step]]) -> tuple[Placement, int]:
             if action in seen:
                 raise ScheduleError(f"{here} repeats cell {seen[action]}, each action comes once")
             seen[action] = place
-            if action.op is not Op.STEP and homes.setdefault(action.stage, rank) != rank:
+            if action.op is Op.STEP:
+                raise ScheduleError(f"{here} is not written in a CSV: each rank's end implies it")
+            if homes.setdefault(action.stage, rank) != rank:
                 raise ScheduleError(f"{here} is on stage {action.stage} of row {homes[action.stage] + 1}")
             microbatches.add(action.microbatch)
             if action.microbatch > last_microbatch:
                 last_microbatch, last_cell = action.microbatch, here
+    if last_microbatch < 0:
+        raise ScheduleError("no action of the file computes anything")
     for number in range(len(microbatches - {-1})):
         if number not in microbatches:
             raise ScheduleError(f"{last_cell} has a number too high: no action has microbatch {number}")
@@ -192,22 +201,18 @@ def _infer(rows: list[dict[int, Step]]) -> tuple[Placement, int]:
 
 
 def _infer_placement(homes: dict[int, int], num_ranks: int) -> Placement:
-    num_stages = len(homes)
-    for stage in range(num_stages):
+    for stage in range(len(homes)):
         if stage not in homes:
             raise ScheduleError(f"row {homes[max(homes)] + 1} has stage {max(homes)}, but no row has stage {stage}")
-    if num_stages % num_ranks:
-        raise ScheduleError(f"{num_stages} stages cannot be dealt evenly to {num_ranks} rows")
-    strayed = {}
+    # Every rank has equally many stages; those that are missing at the end the proof will name.
+    stages_per_rank = -(-len(homes) // num_ranks)
+    reasons = []
     for kind in (PlacementKind.LOOP, PlacementKind.V):
-        placement = Placement(kind, num_ranks, num_stages // num_ranks)
-        wrong = [stage for stage in range(num_stages) if placement.rank_of(stage) != homes[stage]]
-        if not wrong:
+        placement = Placement(kind, num_ranks, stages_per_rank)
+        strayed = [stage for stage in sorted(homes) if placement.rank_of(stage) != homes[stage]]
+        if not strayed:
             return placement
-        strayed[kind] = wrong[0]
-    reasons = (
-        f"in a {kind.value} placement stage {stage} is not in row {homes[stage] + 1}" for kind, stage in strayed.items()
-    )
+        reasons.append(f"in a {kind.value} placement stage {strayed[0]} is not in row {homes[strayed[0]] + 1}")
     raise ScheduleError(f"the stages are dealt to the rows in no known way: {', and '.join(reasons)}")
 
 

@@ -1,0 +1,21 @@
+"""The room stands on the standard library alone."""
+
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import sys
+before = set(sys.modules)
+from penstock import schedule
+schedule.verify(schedule.lower(schedule.build("1f1b", ranks=4, microbatches=8)))
+new = {name.partition(".")[0] for name in set(sys.modules) - before}
+print(*sorted(new - set(sys.stdlib_module_names)))
+"""
+
+
+@pytest.mark.shows(1)
+def test_schedule_imports_the_standard_library_alone():
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == ["penstock"]

@@ -1,0 +1,207 @@
+"""What lowering adds to a schedule, for the builders and for schedules drawn at random."""
+
+import itertools
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.schedule import (
+    Action,
+    Op,
+    Placement,
+    PlacementKind,
+    Program,
+    Rules,
+    Schedule,
+    ScheduleError,
+    build,
+    from_text,
+    lower,
+    names,
+    parts,
+    to_text,
+    verify,
+)
+from penstock.schedule.actions import COMPUTE, RECEIVES, SENDS, flatten
+from tests.schedule.random_schedules import schedules
+
+CASES = [
+    *((name, ranks, microbatches, 1) for name in names() for ranks in (1, 2, 3, 5, 8) for microbatches in (1, 2, 5, 9)),
+    *(
+        (name, ranks, microbatches, 3)
+        for name in ("afab", "inference")
+        for ranks in (1, 2, 4)
+        for microbatches in (1, 6)
+    ),
+]
+grid = pytest.mark.parametrize(("name", "ranks", "microbatches", "stages_per_rank"), CASES)
+
+
+def lowered(name: str, ranks: int, microbatches: int, stages_per_rank: int, receives_ahead: int = 2) -> Program:
+    schedule = build(name, ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank)
+    return lower(schedule, receives_ahead=receives_ahead)
+
+
+@given(schedules(), st.integers(1, 4))
+def test_compute_keeps_its_order(schedule: Schedule, receives_ahead: int):
+    before = to_text(schedule)
+    program = lower(schedule, receives_ahead=receives_ahead)
+    assert to_text(schedule) == before
+    assert program.schedule is schedule
+    for order, steps in zip(schedule.orders, program.ranks, strict=True):
+        assert order == tuple(step for step in steps if parts(step)[0].op in COMPUTE)
+
+
+@given(schedules())
+def test_with_all_receives_posted_no_legal_schedule_deadlocks(schedule: Schedule):
+    proof = verify(lower(schedule, receives_ahead=10_000))
+    assert proof.num_actions >= sum(len(order) for order in schedule.orders)
+
+
+@given(schedules(), st.integers(1, 4))
+def test_receives_are_posted_ahead_but_no_more_than_asked_for(schedule: Schedule, receives_ahead: int):
+    program = lower(schedule, receives_ahead=receives_ahead)
+    rules = Rules(schedule)
+    for rank, steps in enumerate(program.ranks):
+        num_open: Counter = Counter()
+        outstanding = Counter(
+            rules.of_rank[rank][action.op][action.stage].channel for action in flatten(steps) if action.op in RECEIVES
+        )
+        for step in steps:
+            for action in parts(step):
+                channel = rules.of_rank[rank][action.op][action.stage].channel
+                if channel is None or action.op in SENDS:
+                    continue
+                if action.op in RECEIVES:
+                    num_open[channel] += 1
+                    outstanding[channel] -= 1
+                else:
+                    num_open[channel] -= 1
+            if parts(step)[0].op in SENDS:
+                # Whoever waits for a send to be taken has posted what it may.
+                assert all(
+                    num_open[line] >= min(receives_ahead, num_open[line] + outstanding[line]) for line in outstanding
+                )
+        assert not any(num_open.values())
+
+
+@grid
+def test_builders_never_need_more_open_receives_than_asked_for(name, ranks, microbatches, stages_per_rank):
+    for receives_ahead in (1, 2, 3):
+        program = lowered(name, ranks, microbatches, stages_per_rank, receives_ahead)
+        rules = Rules(program.schedule)
+        for rank, steps in enumerate(program.ranks):
+            num_open: Counter = Counter()
+            for action in flatten(steps):
+                channel = rules.of_rank[rank][action.op][action.stage].channel
+                if channel is not None and action.op not in SENDS:
+                    num_open[channel] += 1 if action.op in RECEIVES else -1
+                    assert 0 <= num_open[channel] <= receives_ahead
+
+
+@grid
+def test_a_send_stands_right_behind_its_compute(name, ranks, microbatches, stages_per_rank):
+    program = lowered(name, ranks, microbatches, stages_per_rank)
+    producer = {Op.SEND_F: Op.F, Op.SEND_B: Op.B}
+    num_sends = 0
+    for steps in program.ranks:
+        behind = [action for action in flatten(steps) if action.op not in RECEIVES]
+        for before, action in itertools.pairwise(behind):
+            if action.op in producer:
+                assert before == Action(producer[action.op], action.stage, action.microbatch)
+                num_sends += 1
+    assert num_sends == verify(program).num_messages
+
+
+@pytest.mark.shows(30)
+@grid
+def test_a_gradient_is_reduced_right_behind_its_last_writer(name, ranks, microbatches, stages_per_rank):
+    program = lowered(name, ranks, microbatches, stages_per_rank)
+    for rank, steps in enumerate(program.ranks):
+        rest = [action for action in flatten(steps) if action.op not in SENDS | RECEIVES]
+        reduced = [action.stage for action in rest if action.op is Op.REDUCE_GRAD]
+        if not program.schedule.training:
+            assert not reduced and Action(Op.STEP) not in rest
+            continue
+        assert sorted(reduced) == sorted(program.placement.stages_of(rank))
+        for stage in reduced:
+            at = rest.index(Action(Op.REDUCE_GRAD, stage))
+            assert rest[at - 1] == Action(Op.B, stage, microbatches - 1)
+        assert rest[-1] == Action(Op.STEP) and rest.count(Action(Op.STEP)) == 1
+
+
+@pytest.mark.shows(7)
+@given(schedules())
+def test_a_reduction_follows_the_last_weight_gradient(schedule: Schedule):
+    program = lower(schedule)
+    for rank, steps in enumerate(program.ranks):
+        actions = list(flatten(steps))
+        for stage in schedule.placement.stages_of(rank) if schedule.training else ():
+            writers = [at for at, a in enumerate(actions) if a.stage == stage and a.op in (Op.B, Op.W)]
+            at = actions.index(Action(Op.REDUCE_GRAD, stage))
+            assert len(writers) == len(schedule.microbatches_of(stage)) and max(writers, default=-1) < at
+            # Nothing is computed between the last writer and the reduction.
+            between = actions[writers[-1] + 1 : at] if writers else []
+            assert not any(action.op in COMPUTE for action in between)
+
+
+@pytest.mark.shows(13)
+def test_the_ends_of_the_model_have_nobody_beyond_them():
+    for ranks in range(2, 6):
+        program = lower(build("1f1b", ranks=ranks, microbatches=4))
+        first, last = ({action.op for action in flatten(program.ranks[rank])} for rank in (0, -1))
+        assert first.isdisjoint({Op.RECV_F, Op.SEND_B}) and {Op.SEND_F, Op.RECV_B} <= first
+        assert last.isdisjoint({Op.SEND_F, Op.RECV_B}) and {Op.RECV_F, Op.SEND_B} <= last
+
+
+def test_neighbours_on_one_rank_hand_over_without_a_message():
+    placement = Placement(PlacementKind.V, num_ranks=2, stages_per_rank=2)
+    orders = (
+        tuple(Action(*word) for word in ((Op.F, 0, 0), (Op.F, 3, 0), (Op.B, 3, 0), (Op.B, 0, 0))),
+        tuple(Action(*word) for word in ((Op.F, 1, 0), (Op.F, 2, 0), (Op.B, 2, 0), (Op.B, 1, 0))),
+    )
+    program = lower(Schedule("v", placement, 1, orders))
+    assert verify(program).num_messages == 4
+    transfers = [str(action) for action in flatten(program.ranks[1]) if action.op in SENDS | RECEIVES]
+    assert sorted(transfers) == ["1RECV_F0", "1SEND_B0", "2RECV_B0", "2SEND_F0"]
+
+
+def test_a_needed_receive_deep_in_the_channel_is_posted_with_those_before_it():
+    text = """penstock schedule 1
+name: backwards
+placement: loop
+ranks: 2
+stages_per_rank: 1
+microbatches: 3
+training: no
+live_bound: none
+rank 0: 0F0 0F1 0F2
+rank 1: 1F2 1F1 1F0
+"""
+    schedule = from_text(text)
+    assert isinstance(schedule, Schedule)
+    words = " ".join(map(str, lower(schedule, receives_ahead=1).ranks[1]))
+    assert words == "1RECV_F0 1RECV_F1 1RECV_F2 1F2 1F1 1F0"
+
+
+@settings(max_examples=30)
+@given(schedules(), st.randoms(use_true_random=False))
+def test_an_incomplete_schedule_is_refused_and_nothing_worse(schedule: Schedule, chance):
+    rank = chance.choice([rank for rank, order in enumerate(schedule.orders) if order])
+    order = list(schedule.orders[rank])
+    del order[chance.randrange(len(order))]
+    orders = tuple(tuple(order) if at == rank else other for at, other in enumerate(schedule.orders))
+    broken = Schedule("broken", schedule.placement, schedule.num_microbatches, orders, training=schedule.training)
+    with pytest.raises(ScheduleError, match="rank"):
+        verify(lower(broken))
+
+
+def test_an_action_that_has_no_place_is_refused():
+    placement = Placement(PlacementKind.LOOP, 2)
+    stray = Schedule("stray", placement, 1, ((Action(Op.F, 0, 0),), (Action(Op.F, 7, 0),)))
+    with pytest.raises(ScheduleError, match=r"rank 1: 7F0 does not belong here"):
+        lower(stray)
+    with pytest.raises(ValueError, match="receives_ahead must be a whole number of at least 1, got 0"):
+        lower(build("afab", ranks=2, microbatches=2), receives_ahead=0)

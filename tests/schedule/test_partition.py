@@ -1,0 +1,95 @@
+"""The cut into stages: the best that brute force finds, every unit once."""
+
+import itertools
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.schedule import check_cut, partition
+
+
+def all_cuts(num_units: int, num_stages: int):
+    for inner in itertools.combinations(range(1, num_units), num_stages - 1):
+        borders = (0, *inner, num_units)
+        yield tuple(range(start, stop) for start, stop in itertools.pairwise(borders))
+
+
+def loads(times, cut) -> list:
+    return [sum(times[unit] for unit in stage) for stage in cut]
+
+
+def badness(times, cut) -> tuple:
+    """The largest load first, then how uneven the loads are."""
+    return max(loads(times, cut)), sum(load * load for load in loads(times, cut))
+
+
+@pytest.mark.shows(79)
+def test_the_cut_is_the_best_there_is():
+    chance = random.Random(0)
+    num_cases = 0
+    for num_units in range(1, 11):
+        for num_stages in range(1, num_units + 1):
+            for high in (1, 3, 20):
+                times = [chance.randint(0, high) for _ in range(num_units)]
+                best = min(badness(times, cut) for cut in all_cuts(num_units, num_stages))
+                assert badness(times, partition(times, num_stages)) == best
+                num_cases += 1
+    assert num_cases == 3 * 55
+
+
+@given(st.lists(st.floats(0, 1e9), min_size=1, max_size=40), st.data())
+def test_every_unit_is_placed_once_and_no_stage_is_empty(times: list[float], data: st.DataObject):
+    num_stages = data.draw(st.integers(1, len(times)))
+    cut = partition(times, num_stages)
+    assert len(cut) == num_stages and all(cut)
+    assert [unit for stage in cut for unit in stage] == list(range(len(times)))
+    assert check_cut([len(stage) for stage in cut], len(times), num_stages) == cut
+
+
+def test_equal_times_that_floats_cannot_hold_are_cut_evenly():
+    assert [len(stage) for stage in partition([0.1] * 8, 4)] == [2, 2, 2, 2]
+    assert sorted(len(stage) for stage in partition([0.1] * 10, 3)) == [3, 3, 4]
+    # The largest of three stages is 2 anyway; the other four units are then spread, not heaped.
+    assert sorted(loads([2, 1, 1], partition([2, 1, 1], 2))) == [2, 2]
+    assert loads([9, 1, 1, 1, 1], partition([9, 1, 1, 1, 1], 3)) == [9, 2, 2]
+
+
+def test_a_heavy_head_moves_the_border():
+    """Embedding, sixteen halves of a layer and a head as heavy as five of them, on two stages."""
+    times = [0.0] + [1.0] * 16 + [5.0]
+    first, second = partition(times, 2)
+    assert loads(times, (first, second)) == [11.0, 10.0] or loads(times, (first, second)) == [10.0, 11.0]
+
+
+@pytest.mark.parametrize(
+    ("times", "num_stages", "words"),
+    [
+        ([1.0, 1.0], 3, ["2 units", "at most 2 stages", "not into 3"]),
+        ([1.0, 1.0], 0, ["stages", "at least 1", "0"]),
+        ([1.0, -2.0], 1, ["unit 1", "at least 0", "-2.0"]),
+        ([float("nan")], 1, ["unit 0", "nan"]),
+        ([], 1, ["0 units"]),
+    ],
+)
+def test_impossible_cuts_say_why(times, num_stages, words):
+    with pytest.raises(ValueError) as caught:
+        partition(times, num_stages)
+    assert all(word in str(caught.value) for word in words)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        ([3, 3], ["[3, 3]", "2 stages", "3"]),
+        ([3, 3, 1], ["places 7 units", "has 8"]),
+        ([4, 4, 0], ["at least 1", "0"]),
+        ([4, 5, -1], ["at least 1", "-1"]),
+    ],
+)
+def test_a_cut_by_hand_places_every_unit_once(sizes, words):
+    assert check_cut([5, 2, 1], 8, 3) == (range(5), range(5, 7), range(7, 8))
+    with pytest.raises(ValueError) as caught:
+        check_cut(sizes, 8, 3)
+    assert all(word in str(caught.value) for word in words)

@@ -1,0 +1,215 @@
+"""The simulation against closed forms, published tables and an independent calculation."""
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+
+from penstock.schedule import (
+    Action,
+    Costs,
+    Event,
+    Op,
+    Program,
+    Schedule,
+    ScheduleError,
+    Timeline,
+    build,
+    lower,
+    names,
+    parts,
+    simulate,
+    verify,
+)
+from penstock.schedule.actions import COMPUTE, RECEIVES, SENDS
+from tests.schedule.random_schedules import schedules
+
+GRID = [(ranks, microbatches) for ranks in range(1, 9) for microbatches in (1, 2, 3, 5, 8, 13, 25)]
+
+
+def timeline(
+    name: str, ranks: int, microbatches: int, costs: Costs | None = None, stages_per_rank: int = 1
+) -> Timeline:
+    schedule = build(name, ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank)
+    return simulate(lower(schedule), costs)
+
+
+@pytest.mark.shows(2, 3, 100)
+@pytest.mark.parametrize("name", ["afab", "1f1b"])
+def test_the_bubble_of_afab_and_1f1b(name: str):
+    # Whole numbers are added without rounding, so that the closed forms hold exactly.
+    costs = Costs(forward=2, backward_input=3, backward_weight=1)
+    for p, m in GRID:
+        result = timeline(name, p, m, costs)
+        assert result.makespan == result.span_cost == (m + p - 1) * 6
+        assert result.bubble_rate == (p - 1) * 6 / ((m + p - 1) * 6)
+        assert result.idle == ((p - 1) * 6,) * p
+        live = {"afab": [m] * p, "1f1b": [min(p - stage, m) for stage in range(p)]}[name]
+        assert list(result.peak_live_microbatches) == live
+
+
+@pytest.mark.shows(5)
+def test_inference_brings_microbatch_m_to_stage_s_at_step_m_plus_s():
+    for p, m in GRID:
+        result = timeline("inference", p, m)
+        assert result.makespan == m + p - 1
+        assert result.span_cost == m and result.bubble_rate == 0
+        for stage, events in enumerate(result.events):
+            assert [(event.action, event.start) for event in events] == [
+                (Action(Op.F, stage, number), number + stage) for number in range(m)
+            ]
+        assert result.peak_live_microbatches == (1,) * p
+
+
+@pytest.mark.parametrize("name", ["afab", "inference"])
+def test_stages_of_one_rank_share_its_time(name: str):
+    """Full groups of p microbatches: v stages a rank shorten the way to the last rank v times, as in interleaving."""
+    for v in (1, 2, 3):
+        for p in (1, 2, 4):
+            m = 3 * p
+            result = timeline(name, p, m, Costs(forward=6, backward_input=6, backward_weight=6), stages_per_rank=v)
+            per_stage = (6 if name == "inference" else 18) / v
+            assert result.makespan == (m * v + p - 1) * per_stage
+            live = (m,) * p if name == "afab" else (1 / v,) * p
+            assert result.peak_live_microbatches == live
+
+
+PUBLISHED_1F1B = [
+    (24, 18.522, 18.086, 9.337, 0.601, 0.2431),
+    (32, 18.513, 18.086, 9.331, 0.626, 0.1985),
+    (64, 18.546, 18.097, 9.321, 0.762, 0.1240),
+    (24, 29.718, 29.444, 19.927, 0.527, 0.2347),
+    (32, 29.802, 29.428, 19.530, 0.577, 0.1898),
+    (64, 29.935, 29.621, 19.388, 0.535, 0.1091),
+]
+
+
+@pytest.mark.parametrize(("microbatches", "forward", "inputs", "weights", "transfer", "bubble"), PUBLISHED_1F1B)
+def test_the_published_bubbles_of_1f1b(microbatches, forward, inputs, weights, transfer, bubble):
+    """Zero Bubble Pipeline Parallelism (arXiv 2401.10241), tables 5 and 9, eight ranks."""
+    result = timeline("1f1b", 8, microbatches, Costs(forward, inputs, weights, transfer))
+    assert round(result.bubble_rate, 4) == bubble
+
+
+def reference_ends(program: Program, costs: Costs) -> dict[Action, float]:
+    """The end of every compute action, by raising all ends until no dependency asks for more."""
+    placement, training = program.placement, program.schedule.training
+    share = placement.stages_per_rank
+    times = {"F": costs.forward, "I": costs.backward_input, "W": costs.backward_weight}
+    times = {op: time / share for op, time in times.items()} | {"B": (times["I"] + times["W"]) / share}
+    backward = {}
+    for steps in program.ranks if training else ():
+        for action in (action for step in steps for action in parts(step)):
+            if action.op in (Op.B, Op.I):
+                backward[action.stage, action.microbatch] = action
+    starts: dict[Action, float] = {}
+    ends: dict[Action, float] = {}
+    for _ in range(sum(map(len, program.ranks)) + 1):
+        before = dict(ends)
+        for rank, steps in enumerate(program.ranks):
+            now = 0.0
+            for step in steps:
+                for action in parts(step):
+                    other = None
+                    if action.op is Op.F and (stage := placement.previous(action.stage)) is not None:
+                        other = Action(Op.F, stage, action.microbatch)
+                    if action.op in (Op.B, Op.I) and (stage := placement.next(action.stage)) is not None:
+                        other = backward[stage, action.microbatch]
+                    if other is not None:
+                        # What comes out of a pair comes out at the pair's end, so ask for the end of the step.
+                        afar = placement.rank_of(other.stage) != rank
+                        now = max(now, ends.get(other, 0.0) + (costs.transfer if afar else 0.0))
+                if parts(step)[0].op in COMPUTE:
+                    end = now + sum(times[action.op.name] for action in parts(step))
+                    for action in parts(step):
+                        starts[action], ends[action] = now, end
+                    now = end
+        if ends == before:
+            return ends
+    raise AssertionError("the ends keep growing")
+
+
+@settings(max_examples=60)
+@given(schedules())
+def test_the_simulation_equals_a_calculation_by_relaxation(schedule: Schedule):
+    program = lower(schedule, receives_ahead=1000)
+    # Divisible by the number of stages on a rank, and whole, so that nothing is rounded.
+    costs = Costs(forward=12, backward_input=18, backward_weight=6, transfer=5)
+    result = simulate(program, costs)
+    ends = {action: event.end for rank in result.events for event in rank for action in parts(event.action)}
+    reference = reference_ends(program, costs)
+    assert reference and {action: end for action, end in ends.items() if action.op in COMPUTE} == reference
+
+
+@given(schedules())
+def test_a_timeline_holds_each_action_once_in_order(schedule: Schedule):
+    program = lower(schedule, receives_ahead=1000)
+    result = simulate(program, Costs(1, 1, 1, transfer=1, reduce=1, step=1))
+    for steps, events in zip(program.ranks, result.events, strict=True):
+        shown = [step for step in steps if parts(step)[0].op not in SENDS | RECEIVES]
+        assert [event.action for event in events] == shown
+        compute = [event for event in events if parts(event.action)[0].op in COMPUTE | {Op.STEP}]
+        assert all(before.end <= after.start for before, after in itertools.pairwise(compute))
+    peaks = verify(program).peak_live_tapes
+    assert result.peak_live_microbatches == tuple(peak / schedule.placement.stages_per_rank for peak in peaks)
+    assert result.makespan == max(event.end for events in result.events for event in events)
+    assert result.makespan >= result.span_cost >= 0 and min(result.idle) >= 0
+
+
+def test_a_transfer_delays_the_message_and_keeps_nobody_busy():
+    slow = timeline("1f1b", 2, 3, Costs(1, 1, 1, transfer=10))
+    first = {event.action: event for event in slow.events[0]}
+    assert first[Action(Op.F, 0, 1)].start == 1
+    last = {event.action: event for event in slow.events[1]}
+    assert last[Action(Op.F, 1, 0)].start == 11
+    assert first[Action(Op.B, 0, 0)].start == last[Action(Op.B, 1, 0)].end + 10
+
+
+def test_a_reduction_runs_beside_compute_and_the_step_waits_for_it():
+    result = timeline("afab", 1, 2, Costs(4, 4, 4, reduce=20, step=3), stages_per_rank=2)
+    (events,) = result.events
+    found = {str(event.action): (event.start, event.end) for event in events}
+    assert found["1B1"][1] == found["1REDUCE_GRAD"][0] == 20
+    assert found["0B1"] == (20, 24)
+    assert found["0REDUCE_GRAD"] == (40, 60)
+    assert found["STEP"] == (60, 63) and result.makespan == 63
+    assert result.idle == (63 - 24 - 3,)
+
+
+def test_a_measured_timeline_is_made_of_events_alone():
+    simulated = timeline("1f1b", 4, 6, Costs(1, 1, 1, transfer=0.25))
+    measured = Timeline.from_events(simulated.events, title="measured")
+    assert measured.bubble_rate == simulated.bubble_rate > 0
+    assert measured.idle == simulated.idle
+    assert measured.peak_live_microbatches == (4, 3, 2, 1)
+    assert measured.title == "measured" and "1f1b" in simulated.title
+    late = Timeline.from_events([[Event(Action(Op.F, 0, 0), 2.0, 3.0)], [Event(Action(Op.F, 1, 0), 3.5, 4.5)]])
+    assert (late.makespan, late.span_cost, late.bubble_rate, late.idle) == (4.5, 1.0, 0.0, (3.5, 3.5))
+    nothing = Timeline.from_events([[], []])
+    assert (nothing.makespan, nothing.bubble_rate, nothing.idle) == (0.0, 0.0, (0.0, 0.0))
+
+
+def test_free_compute_has_no_bubble():
+    assert timeline("1f1b", 3, 2, Costs(0, 0, 0)).bubble_rate == 0
+
+
+@pytest.mark.parametrize("name", names())
+def test_the_compute_of_a_microbatch_does_not_depend_on_the_number_of_stages(name: str):
+    for v in (1, 2, 4) if name != "1f1b" else (1,):
+        result = timeline(name, 2, 4, Costs(4, 4, 4), stages_per_rank=v)
+        busy = [sum(event.end - event.start for event in events) for events in result.events]
+        assert busy == [4 * (4 if name == "inference" else 12)] * 2
+
+
+@pytest.mark.parametrize("cost", ["forward", "backward_input", "backward_weight", "transfer", "reduce", "step"])
+@pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
+def test_impossible_times_are_refused(cost: str, value: float):
+    with pytest.raises(ValueError, match=f"{cost} must be a time of at least 0, got {value}"):
+        Costs(**{cost: value})
+
+
+def test_a_program_that_cannot_end_is_refused():
+    program = lower(build("1f1b", ranks=2, microbatches=1))
+    first = tuple(step for step in program.ranks[0] if step != Action(Op.SEND_F, 0, 0))
+    with pytest.raises(ScheduleError, match="rank 1 waits for ever for 1RECV_F0"):
+        simulate(Program(program.schedule, (first, program.ranks[1])))

@@ -1,0 +1,186 @@
+"""torch's own schedules and runtime as an oracle: they read what we write, and we read what they write."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed.pipelining.schedules as torch_schedules
+
+from penstock.schedule import (
+    Action,
+    Op,
+    Placement,
+    Program,
+    Schedule,
+    ScheduleError,
+    build,
+    flatten,
+    from_csv,
+    lower,
+    parts,
+    to_csv,
+    verify,
+)
+from tests.schedule.test_verify import BAD_PAIR
+
+Runtime = torch_schedules._PipelineScheduleRuntime
+
+
+@dataclass
+class StandIn:
+    """What torch's schedules ask of a stage before they run: its place and the sizes, no module and no group."""
+
+    stage_index: int
+    group_rank: int
+    group_size: int
+    num_stages: int
+    has_backward: bool = True
+    submod: object = None
+    stage_index_to_group_rank: dict = field(default_factory=dict)
+
+    @property
+    def is_first(self) -> bool:
+        return self.stage_index == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.stage_index == self.num_stages - 1
+
+
+def stand_ins(ranks: int, stages_per_rank: int = 1, v_shape: bool = False) -> Any:
+    """The local stages of rank 0."""
+    num_stages = ranks * stages_per_rank
+    local = (0, num_stages - 1) if v_shape else range(0, num_stages, ranks)
+    return [StandIn(stage, 0, ranks, num_stages) for stage in local]
+
+
+def loss(*_: object) -> None:
+    """Schedules with backwards want one; it is never called."""
+
+
+def compute_only(order: dict[int, list]) -> str:
+    """A CSV of torch's compute actions as torch writes it, idle steps empty."""
+    return "\r\n".join(",".join("" if a is None else str(a) for a in order[rank]) for rank in sorted(order)) + "\r\n"
+
+
+def torch_simulates(order: dict[int, list], placement: Placement) -> int:
+    """Number of steps that torch's own dry run takes; it knows neither reductions nor sharding."""
+    unknown = (torch_schedules.REDUCE_GRAD, torch_schedules.UNSHARD, torch_schedules.RESHARD)
+    known = {rank: [a for a in order[rank] if a.computation_type not in unknown] for rank in order}
+    done = torch_schedules._simulate_comms_compute(known, placement.rank_of, placement.num_stages)
+    return max(len(steps) for steps in done.values())
+
+
+SIZES = [(ranks, microbatches) for ranks in (1, 2, 3, 4, 8) for microbatches in (1, 2, 3, 4, 8, 13)]
+
+
+@pytest.mark.parametrize("name", ["afab", "1f1b"])
+def test_torch_lowers_and_runs_dry_our_schedules(name: str, tmp_path: Path):
+    file = tmp_path / "schedule.csv"
+    for ranks, microbatches in SIZES:
+        schedule = build(name, ranks=ranks, microbatches=microbatches)
+        file.write_text(to_csv(schedule))
+        runtime = Runtime(stand_ins(ranks), microbatches, loss_fn=loss)
+        runtime._load_csv(str(file), format="compute_only")
+        ours = [[str(step) for step in order] for order in schedule.orders]
+        assert [[str(action) for action in runtime.pipeline_order[rank]] for rank in range(ranks)] == ours
+        num_steps = torch_simulates(runtime.pipeline_order_with_comms, schedule.placement)
+        assert num_steps >= 2 * (microbatches + ranks - 1)
+
+
+@pytest.mark.parametrize("name", ["afab", "1f1b"])
+def test_torch_reads_our_programs(name: str, tmp_path: Path):
+    """Its runtime takes them as they are; its dry run does not, for it lets a receive wait for its send."""
+    file = tmp_path / "program.csv"
+    for ranks, microbatches in SIZES:
+        program = lower(build(name, ranks=ranks, microbatches=microbatches))
+        file.write_text(to_csv(program))
+        runtime = Runtime(stand_ins(ranks), microbatches, loss_fn=loss)
+        runtime._load_csv(str(file), format="compute_comms")
+        read = runtime.pipeline_order_with_comms
+        ours = [[str(step) for step in steps if str(step) != "STEP"] for steps in program.ranks]
+        assert [[str(action) for action in read[rank]] for rank in range(ranks)] == ours
+
+
+def test_torch_parses_forward_only_programs():
+    """Its loader wants backwards, so this asks for the parser alone."""
+    program = lower(build("inference", ranks=4, microbatches=3))
+    words = to_csv(program).replace("\n", ",").strip(",").split(",")
+    assert len(words) == sum(map(len, program.ranks))
+    assert [str(torch_schedules._Action.from_str(word)) for word in words] == words
+
+
+def test_afab_is_the_order_of_torch():
+    for ranks, microbatches in SIZES:
+        order = torch_schedules.ScheduleGPipe(stand_ins(ranks)[0], microbatches, loss_fn=loss).pipeline_order
+        assert order is not None
+        read = from_csv(compute_only(order))
+        ours = build("afab", ranks=ranks, microbatches=microbatches)
+        assert isinstance(read, Schedule)
+        assert (read.placement, read.num_microbatches, read.orders) == (ours.placement, microbatches, ours.orders)
+
+
+def test_1f1b_is_the_order_of_torch_but_for_the_last_stage_which_torch_numbers_from_1():
+    for ranks, microbatches in SIZES:
+        if microbatches < ranks:
+            continue  # torch's 1F1B refuses these
+        order = torch_schedules.Schedule1F1B(stand_ins(ranks)[0], microbatches, loss_fn=loss).pipeline_order
+        assert order is not None
+        read = from_csv(compute_only(order))
+        ours = build("1f1b", ranks=ranks, microbatches=microbatches)
+        assert isinstance(read, Schedule)
+        assert read.orders[:-1] == ours.orders[:-1]
+        *_, theirs = read.orders
+        shift = {Op.F: 1, Op.B: 0}
+        last = [Action(step.op, step.stage, step.microbatch + shift[step.op]) for step in flatten(ours.orders[-1])]
+        assert list(theirs) == last
+        with pytest.raises(ScheduleError, match="rank"):
+            verify(lower(read))
+
+
+MULTI = {
+    "interleaved 1F1B": (torch_schedules.ScheduleInterleaved1F1B, False),
+    "looped BFS": (torch_schedules.ScheduleLoopedBFS, False),
+    "interleaved zero bubble": (torch_schedules.ScheduleInterleavedZeroBubble, False),
+    "zero bubble V": (torch_schedules.ScheduleZBVZeroBubble, True),
+    "DualPipeV": (torch_schedules.ScheduleDualPipeV, True),
+}
+
+
+@pytest.mark.parametrize("name", MULTI)
+def test_we_read_both_forms_that_torch_writes(name: str, tmp_path: Path):
+    """With every receive posted at the start, each of torch's orders can be proved."""
+    theirs, v_shape = MULTI[name]
+    for ranks, microbatches in ((2, 4), (2, 6), (4, 8), (4, 12)):
+        runtime = theirs(stand_ins(ranks, 2, v_shape), microbatches, loss_fn=loss)
+        file = tmp_path / "torch.csv"
+        runtime._dump_csv(str(file), format="compute_only")
+        read = from_csv(file.read_text(), with_transfers=False)
+        assert isinstance(read, Schedule)
+        assert [read.placement.rank_of(stage) for stage in range(2 * ranks)] == [
+            runtime.stage_index_to_group_rank[stage] for stage in range(2 * ranks)
+        ]
+        words = [str(action) for rank in range(ranks) for action in runtime.pipeline_order[rank] if action is not None]
+        assert [str(step) for order in read.orders for step in order] == words
+        proof = verify(lower(read, receives_ahead=10_000))
+        num_borders = 2 * ranks - (2 if v_shape else 1)
+        assert proof.num_messages == 2 * num_borders * microbatches
+
+        runtime._dump_csv(str(file), format="compute_comms")
+        program = from_csv(file.read_text())
+        assert isinstance(program, Program)
+        ops = {part.op for steps in program.ranks for step in steps for part in parts(step)}
+        assert {Op.SEND_F, Op.RECV_F, Op.SEND_B, Op.RECV_B, Op.REDUCE_GRAD, Op.STEP} <= ops
+        assert from_csv(to_csv(program)) == program
+
+
+def test_torch_accepts_the_bad_pair(tmp_path: Path):
+    """Ours must not: see test_verify."""
+    file = tmp_path / "bad.csv"
+    file.write_text(BAD_PAIR)
+    runtime = Runtime(stand_ins(2, 2), 2, loss_fn=loss)
+    runtime._load_csv(str(file), format="compute_comms")
+    program = from_csv(BAD_PAIR)
+    assert isinstance(program, Program)
+    assert torch_simulates(runtime.pipeline_order_with_comms, program.placement) > 0
