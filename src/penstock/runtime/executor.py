@@ -139,14 +139,14 @@ class Executor:
     # Compute actions: wait for the input, run the lane, hand on the result.
 
     def _single(self, action: Action, record: Record, make: Callable[[Action, Tensor | None], Lane[Any]]) -> Waiting:
-        x = yield from self._input(action)
+        x = yield from self._input(action, record)
         self.recorder.started(record)
         with torch.set_grad_enabled(self.training):
             self._hand_on(action, drain(make(action, x)))
 
     def _pair(self, pair: Pair, record: Record) -> Waiting:
-        x = yield from self._input(pair.forward)
-        grad = yield from self._input(pair.backward)
+        x = yield from self._input(pair.forward, record)
+        grad = yield from self._input(pair.backward, record)
         self.recorder.started(record)
         with torch.enable_grad():
             out, grad_in = zip_lanes(self._forward(pair.forward, x), self._backward(pair.backward, grad))
@@ -175,7 +175,7 @@ class Executor:
 
     # Data flow: where an action's input comes from and where its result goes.
 
-    def _input(self, action: Action) -> Waiting:
+    def _input(self, action: Action, record: Record) -> Waiting:
         """The tensor that the action waits for; None at the model's ends."""
         flow = Op.F if action.op is Op.F else Op.B
         arrival = self._arrivals.pop((flow, action.stage, action.microbatch), None)
@@ -183,7 +183,8 @@ class Executor:
             return arrival
         source = self._neighbour(flow, action.stage)
         assert source is not None
-        self.recorder.awaited = Awaited(flow, source, action.microbatch, self._placement.rank_of(source))
+        awaited = Awaited(flow, source, action.microbatch, self._placement.rank_of(source))
+        self.recorder.awaits(record, awaited)
         while not arrival.ready():
             yield arrival
         return arrival.wait()

@@ -27,13 +27,15 @@ class Awaited:
 class Record:
     """One action of this rank; times in nanoseconds of the host's monotonic clock, 0 while not reached.
 
-    `begin_ns` is when the action's turn came, `start_ns` when its input was there, `end_ns` when it was done.
+    `begin_ns` is when the action's turn came, `start_ns` when its input was there, `end_ns` when it was done. `waits`
+    holds, for each message that it needed, from which rank and since when; it lasted until the next wait or the start.
     """
 
     action: Step
     begin_ns: int = 0
     start_ns: int = 0
     end_ns: int = 0
+    waits: tuple[tuple[int, int], ...] = ()
 
 
 class Recorder:
@@ -70,6 +72,11 @@ class Recorder:
         self._next += 1
         self._current = record
         return record
+
+    def awaits(self, record: Record, awaited: Awaited) -> None:
+        """The action needs a message; it may be there already."""
+        self.awaited = awaited
+        record.waits += ((awaited.rank, time.perf_counter_ns()),)
 
     def started(self, record: Record) -> None:
         """The awaited input is there; compute starts."""
