@@ -1,0 +1,231 @@
+"""Units: their names, sizes and initial values; packing, recompute and precision of the whole decoder."""
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from penstock.model import ModelConfig, Sequences, UnitSpec, cross_entropy_sum, decoder_units, recomputed
+
+BASE = ModelConfig(41, 24, 40, 2, 4, num_kv_heads=2)
+VARIANTS = {
+    "plain": BASE,
+    "tied": replace(BASE, tie_embeddings=True),
+    "qwen2": replace(BASE, qkv_bias=True),
+    "qwen3": replace(BASE, qk_norm=True, head_dim=10),
+    "window": replace(BASE, sliding_window=3),
+}
+LENGTHS = (6, 6, 1, 9)
+
+
+def build(units: tuple[UnitSpec, ...], seed: int = 0) -> nn.ModuleList:
+    modules = nn.ModuleList(unit.build() for unit in units)
+    for unit, module in zip(units, modules, strict=True):
+        unit.initialise(module, seed)
+    return modules
+
+
+def full_names(units: tuple[UnitSpec, ...], modules: nn.ModuleList) -> dict[str, Tensor]:
+    return {unit.full_name(name): p for unit, module in zip(units, modules) for name, p in module.named_parameters()}
+
+
+def run(modules: nn.ModuleList, tokens: Tensor, lengths: tuple[int, ...], recompute: bool = False) -> Tensor:
+    sequences, x = Sequences.from_lengths(lengths), tokens
+    for module in modules:
+        x = recomputed(module, x, sequences) if recompute else module(x, sequences)
+    return x
+
+
+def tokens_of(lengths: tuple[int, ...]) -> Tensor:
+    return torch.randint(BASE.vocab_size, (sum(lengths),), generator=torch.Generator().manual_seed(5))
+
+
+@pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS.keys())
+class TestEveryVariant:
+    def test_units_are_named_in_order_and_count_their_parameters(self, config: ModelConfig) -> None:
+        units = decoder_units(config)
+        halves = [f"layers.{i}.{half}" for i in range(2) for half in ("attention", "mlp")]
+        assert [unit.name for unit in units] == ["embedding", *halves, "head"]
+        for unit in units:
+            assert unit.num_parameters == sum(p.numel() for p in unit.build().parameters()) > 0
+            assert unit.flops_per_token > 0
+
+    def test_packed_equals_separate(self, config: ModelConfig) -> None:
+        modules = build(decoder_units(config)).double()
+        tokens = tokens_of(LENGTHS)
+        separate = [run(modules, part, (len(part),)) for part in tokens.split(list(LENGTHS))]
+        # The rotary tables are the same fp32 values on both sides.
+        torch.testing.assert_close(run(modules, tokens, LENGTHS), torch.cat(separate), rtol=1e-12, atol=1e-12)
+
+    @pytest.mark.shows(29)
+    def test_recompute_gives_the_same_bits(self, config: ModelConfig) -> None:
+        tokens, results = tokens_of(LENGTHS), []
+        for recompute in (False, True):
+            units = decoder_units(config)
+            modules = build(units)
+            loss = cross_entropy_sum(run(modules, tokens, LENGTHS, recompute), tokens.roll(-1))
+            loss.backward()
+            results.append([loss, *(p.grad for p in modules.parameters())])
+        assert len(results[0]) > 10
+        assert all(torch.equal(plain, again) for plain, again in zip(*results, strict=True))
+
+    @pytest.mark.parametrize("precision", ["bf16", "fp16", "autocast"])
+    def test_sixteen_bit_training_is_close_to_fp32(self, config: ModelConfig, precision: str) -> None:
+        units, tokens = decoder_units(config), tokens_of(LENGTHS)
+        exact = build(units)
+        cross_entropy_sum(run(exact, tokens, LENGTHS), tokens.roll(-1)).backward()
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "autocast": torch.float32}[precision]
+        modules = build(units).to(dtype)
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "autocast"):
+            logits = run(modules, tokens, LENGTHS)
+        assert logits.dtype == (torch.bfloat16 if precision == "autocast" else dtype)
+        cross_entropy_sum(logits, tokens.roll(-1)).backward()
+        for (name, p), q in zip(modules.named_parameters(), exact.parameters(), strict=True):
+            assert p.grad is not None
+            assert q.grad is not None
+            assert p.grad.dtype == dtype
+            cosine = torch.cosine_similarity(p.grad.double().flatten(), q.grad.double().flatten(), 0).item()
+            # A bias on keys moves all scores of a query alike: its gradient is zero but for rounding.
+            assert cosine > 0.99 or name.endswith("k.bias"), (name, cosine)
+
+
+class TestInitialValues:
+    @pytest.mark.shows(90)
+    def test_depend_on_neither_order_nor_neighbours_nor_the_random_state(self) -> None:
+        units = decoder_units(BASE)
+        expected = full_names(units, build(units))
+        torch.manual_seed(99)
+        for unit in reversed(units):
+            module = unit.build()
+            torch.rand(3)
+            unit.initialise(module, 0)
+            for name, p in module.named_parameters():
+                assert torch.equal(p, expected.pop(unit.full_name(name)))
+        assert not expected
+
+    def test_do_not_depend_on_how_many_layers_follow_but_for_the_residual_scale(self) -> None:
+        shallow, deep = decoder_units(BASE), decoder_units(replace(BASE, num_layers=8))
+        few, many = full_names(shallow, build(shallow)), full_names(deep, build(deep))
+        for name, p in few.items():
+            scaled = "output" in name or "down" in name
+            torch.testing.assert_close(many[name] * (2.0 if scaled else 1.0), p, rtol=1e-6, atol=0)
+
+    def test_meta_modules_become_real_with_the_same_values(self) -> None:
+        for unit in decoder_units(replace(BASE, qkv_bias=True)):
+            with torch.device("meta"):
+                late = unit.build()
+            assert all(p.is_meta for p in late.parameters())
+            unit.initialise(late, 3)
+            real = unit.build()
+            unit.initialise(real, 3)
+            for (name, p), q in zip(late.named_parameters(), real.parameters(), strict=True):
+                assert torch.equal(p, q), name
+
+    def test_are_written_in_place_and_rounded_to_the_dtype(self) -> None:
+        unit = decoder_units(BASE)[1]
+        module, rounded = unit.build(), unit.build().to(torch.bfloat16)
+        addresses = [p.data_ptr() for p in rounded.parameters()]
+        unit.initialise(module, 0)
+        unit.initialise(rounded, 0)
+        assert [p.data_ptr() for p in rounded.parameters()] == addresses
+        assert all(torch.equal(p.bfloat16(), q) for p, q in zip(module.parameters(), rounded.parameters(), strict=True))
+
+    def test_every_parameter_and_every_seed_has_values_of_its_own(self) -> None:
+        units = decoder_units(replace(BASE, num_layers=3))
+        drawn = [
+            p.flatten()[:6].tolist()
+            for seed in (0, 1)
+            for p in full_names(units, build(units, seed)).values()
+            if p.dim() == 2
+        ]
+        assert len(drawn) == 2 * (2 + 3 * 7)
+        assert all(a != b for a, b in itertools.combinations(drawn, 2))
+
+    def test_a_tied_head_is_another_parameter_with_its_owners_values(self) -> None:
+        units = decoder_units(replace(BASE, tie_embeddings=True))
+        assert units[-1].tied == {"projection.weight": "embedding.weight"}
+        assert not any(unit.tied for unit in units[:-1])
+        parameters = full_names(units, build(units))
+        owner, copy = parameters["embedding.weight"], parameters["head.projection.weight"]
+        assert copy is not owner
+        assert copy.data_ptr() != owner.data_ptr()
+        assert torch.equal(copy, owner)
+
+    def test_the_first_loss_is_that_of_equal_logits(self) -> None:
+        tokens = tokens_of(LENGTHS)
+        for config in VARIANTS.values():
+            modules = build(decoder_units(config))
+            logits = run(modules, tokens, LENGTHS)
+            assert logits.std().item() < 0.2
+
+
+class TestWork:
+    @pytest.mark.parametrize("hidden", [128, 512, 4096])
+    def test_products_dominate_wide_models(self, hidden: int) -> None:
+        config = ModelConfig(1000, hidden, 3 * hidden, 1, hidden // 64, max_length=256)
+        for unit in decoder_units(config)[1:]:
+            products = 2 * sum(p.numel() for p in unit.build().parameters() if p.dim() == 2)
+            assert products < unit.flops_per_token < products * (1 + 700 / hidden + 0.05)
+
+    def test_longer_sequences_cost_attention_alone_and_a_window_bounds_that(self) -> None:
+        def flops(**settings: Any) -> dict[str, float]:
+            units = decoder_units(replace(BASE, vocab_size=2, **settings))
+            return {unit.name: unit.flops_per_token for unit in units if unit.name != "embedding"}
+
+        short, long, bounded = flops(max_length=64), flops(max_length=4096), flops(max_length=4096, sliding_window=64)
+        changed = {name for name in short if short[name] != long[name]}
+        assert changed == {"layers.0.attention", "layers.1.attention"}
+        assert all(short[name] < bounded[name] < long[name] / 10 for name in changed)
+
+
+class TestConfig:
+    @pytest.mark.parametrize(
+        ("settings", "message"),
+        [
+            ({"hidden_size": 0}, "hidden_size=0.*at least 1"),
+            ({"num_layers": -1}, "num_layers=-1"),
+            ({"num_kv_heads": 3}, r"num_kv_heads=3.*num_heads=4.*\[1, 2, 4\]"),
+            ({"num_kv_heads": 8}, r"num_kv_heads=8.*\[1, 2, 4\]"),
+            ({"hidden_size": 26}, "hidden_size=26.*num_heads=4.*head_dim"),
+            ({"head_dim": 5}, "head_dim=5.*even"),
+            ({"sliding_window": 0}, "sliding_window=0.*None"),
+            ({"rope_theta": 0.0}, "rope_theta"),
+            ({"norm_eps": -1e-5}, "norm_eps"),
+        ],
+    )
+    def test_what_can_not_be_built_is_refused(self, settings: dict[str, Any], message: str) -> None:
+        good: dict[str, Any] = {
+            "vocab_size": 41,
+            "hidden_size": 24,
+            "intermediate_size": 40,
+            "num_layers": 2,
+            "num_heads": 4,
+        }
+        ModelConfig(**good)
+        with pytest.raises(ValueError, match=message):
+            ModelConfig(**(good | settings))
+
+    def test_what_is_left_out_follows(self) -> None:
+        config = ModelConfig(41, 24, 40, 2, 4)
+        assert (config.num_kv_heads, config.head_dim) == (4, 6)
+
+
+@pytest.mark.shows(29)
+def test_dropout_of_a_foreign_unit_is_replayed_by_recompute() -> None:
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dropout = nn.Dropout(0.5)
+
+        def forward(self, x: Tensor, sequences: Sequences) -> Tensor:
+            return self.dropout(x * x)
+
+    x, sequences = torch.linspace(1, 2, 64)[:, None].requires_grad_(), Sequences.from_lengths((64,))
+    y = recomputed(Noisy(), x, sequences)
+    torch.rand(7)
+    (grad,) = torch.autograd.grad(y.sum(), x)
+    torch.testing.assert_close(grad, 2 * y.detach() / x.detach())
+    assert 0 < (grad == 0).sum() < 64

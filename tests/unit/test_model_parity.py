@@ -1,0 +1,159 @@
+"""The decoder computes what Hugging Face's Llama, Qwen2, Qwen3 and Mistral compute, packed instead of padded."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from penstock.model import ModelConfig, Sequences, cross_entropy_sum, decoder_units
+
+LENGTHS = (7, 1, 19, 19, 4)
+BASE = ModelConfig(
+    vocab_size=97, hidden_size=32, intermediate_size=56, num_layers=3, num_heads=4, num_kv_heads=2, max_length=64
+)
+
+
+@dataclass(frozen=True)
+class Family:
+    """One of Hugging Face's families, the configuration that makes it ours, and what its configuration needs more."""
+
+    config_type: type[Any]
+    model_type: type[Any]
+    config: ModelConfig
+    more: dict[str, object]
+
+
+FAMILIES = {
+    "llama": Family(LlamaConfig, LlamaForCausalLM, BASE, {}),
+    "llama-all-heads-tied": Family(
+        LlamaConfig, LlamaForCausalLM, replace(BASE, num_kv_heads=4, tie_embeddings=True, norm_eps=1e-3), {}
+    ),
+    "qwen2": Family(Qwen2Config, Qwen2ForCausalLM, replace(BASE, qkv_bias=True, rope_theta=1e6), {}),
+    "qwen3": Family(Qwen3Config, Qwen3ForCausalLM, replace(BASE, qk_norm=True, head_dim=16), {"head_dim": 16}),
+    "mistral": Family(MistralConfig, MistralForCausalLM, replace(BASE, sliding_window=5), {"sliding_window": 5}),
+}
+
+NAMES = {
+    "embedding.": "model.embed_tokens.",
+    "attention.norm": "input_layernorm",
+    "attention.output": "self_attn.o_proj",
+    "attention.q.": "self_attn.q_proj.",
+    "attention.k.": "self_attn.k_proj.",
+    "attention.v.": "self_attn.v_proj.",
+    "attention.q_norm": "self_attn.q_norm",
+    "attention.k_norm": "self_attn.k_norm",
+    "mlp.norm": "post_attention_layernorm",
+    "mlp.gate": "mlp.gate_proj",
+    "mlp.up": "mlp.up_proj",
+    "mlp.down": "mlp.down_proj",
+    "head.norm": "model.norm",
+    "head.projection": "lm_head",
+}
+
+
+def hugging_face_name(name: str) -> str:
+    (ours,) = (part for part in NAMES if part in name)
+    name = name.replace(ours, NAMES[ours])
+    return f"model.{name}" if name.startswith("layers.") else name
+
+
+def hugging_face_model(family: Family) -> PreTrainedModel:
+    """A small model with random weights, biases and norms included."""
+    config = family.config
+    model = family.model_type(
+        family.config_type(
+            vocab_size=config.vocab_size,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            num_hidden_layers=config.num_layers,
+            num_attention_heads=config.num_heads,
+            num_key_value_heads=config.num_kv_heads,
+            max_position_embeddings=config.max_length,
+            rms_norm_eps=config.norm_eps,
+            rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
+            tie_word_embeddings=config.tie_embeddings,
+            attn_implementation="eager",
+            **family.more,
+        )
+    )
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(0.2 * noise + (1.0 if parameter.dim() == 1 else 0.0))
+    return model.float().eval()
+
+
+def penstock_model(family: Family, weights: dict[str, Tensor]) -> nn.ModuleDict:
+    """The decoder with the other model's weights, each of which must be used."""
+    modules = nn.ModuleDict()
+    unused = set(weights)
+    for unit in decoder_units(family.config):
+        module = modules[unit.name.replace(".", "/")] = unit.build()
+        for name, parameter in module.named_parameters():
+            source = hugging_face_name(unit.full_name(name))
+            parameter.data = weights[source].clone()
+            unused.discard(source)
+    assert not unused
+    return modules
+
+
+def run(modules: nn.ModuleDict, tokens: Tensor, sequences: Sequences) -> Tensor:
+    x = tokens
+    for module in modules.values():
+        x = module(x, sequences)
+    return x
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES.keys())
+def test_packed_logits_and_gradients_are_those_of_each_sequence_alone(family: Family) -> None:
+    reference = hugging_face_model(family)
+    modules = penstock_model(family, reference.state_dict())
+    generator = torch.Generator().manual_seed(2)
+    tokens = [torch.randint(family.config.vocab_size, (length,), generator=generator) for length in LENGTHS]
+    logits = run(modules, torch.cat(tokens), Sequences.from_lengths(LENGTHS))
+
+    expected = [reference(sequence[None]).logits[0] for sequence in tokens]
+    torch.testing.assert_close(logits, torch.cat(expected), rtol=1e-5, atol=1e-5)
+
+    cross_entropy_sum(logits, torch.cat(tokens)).backward()
+    nn.functional.cross_entropy(torch.cat(expected), torch.cat(tokens), reduction="sum").backward()
+    gradients: dict[str, Any] = {
+        hugging_face_name(name.replace("/", ".")): p.grad for name, p in modules.named_parameters()
+    }
+    if family.config.tie_embeddings:
+        # Ours are two parameters whose gradients are one; the engine adds them.
+        gradients["model.embed_tokens.weight"] = gradients["model.embed_tokens.weight"] + gradients.pop(
+            "lm_head.weight"
+        )
+    for name, parameter in reference.named_parameters():
+        assert parameter.grad is not None
+        limit = 1e-4 * parameter.grad.abs().max().item()
+        torch.testing.assert_close(gradients.pop(name), parameter.grad, rtol=1e-4, atol=limit, msg=name)
+    assert not gradients
+
+
+def test_given_positions_are_honoured() -> None:
+    family = FAMILIES["llama"]
+    reference = hugging_face_model(family)
+    modules = penstock_model(family, reference.state_dict())
+    tokens = torch.arange(9)
+    positions = torch.tensor([3, 4, 7, 8, 20, 21, 40, 41, 42])
+    logits = run(modules, tokens, Sequences.from_lengths((9,), positions=positions))
+    expected = reference(tokens[None], position_ids=positions[None]).logits[0]
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+    unmoved = run(modules, tokens, Sequences.from_lengths((9,)))
+    assert not torch.allclose(unmoved, expected, atol=1e-2)
