@@ -18,7 +18,7 @@ def on_ranks(num_ranks: int, function: Callable[..., Any], *arguments: Any, limi
     Raises:
         RuntimeError: a rank failed or took longer than `limit_s`; all processes have ended.
     """
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
     store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("spawn")
@@ -60,11 +60,12 @@ def _rank_main(
     os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
     import torch
     import torch.distributed as dist
+    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
     torch.set_num_threads(1)
     _sharpen_timers()
     limit = timedelta(seconds=limit_s)
-    store = dist.TCPStore(LOOPBACK, port, timeout=limit, wait_for_workers=False)
+    store = TCPStore(LOOPBACK, port, timeout=limit, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=limit)
     sender.send(function(rank, *arguments))
     dist.barrier()

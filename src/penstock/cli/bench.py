@@ -1,0 +1,127 @@
+"""`penstock bench`: what the documentation's figures come from; every ratio is taken in one run."""
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from penstock.cli.commands import Parser, print_json
+
+DESCRIPTION = """Measure Penstock on this machine, against its peers where there are any. Each side runs several times
+in turn with the others, in one run; medians and ranges are printed."""
+
+
+def main(arguments: list[str]) -> int:
+    """Run one benchmark, or all of them.
+
+    Raises: ValueError for a mistake in the arguments.
+    """
+    parser = _parser()
+    given = parser.parse_args(arguments)
+    result = given.run(given)
+    if given.json:
+        print_json(result)
+    else:
+        _show(result)
+    return 0
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="penstock bench", description=DESCRIPTION)
+    benchmarks = parser.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
+
+    schedules = _add(benchmarks, "schedules", _schedules, "measured over simulated time of schedules")
+    schedules.add_argument("--emulate", action="store_true", help="stages whose compute sleeps (the only kind so far)")
+    schedules.add_argument("--ranks", type=int, default=8)
+    schedules.add_argument("--microbatches", type=int, default=32)
+    schedules.add_argument("--schedules", nargs="+", default=["afab", "1f1b"], metavar="NAME")
+    schedules.add_argument("--forward-ms", type=float, default=20.0)
+    schedules.add_argument("--backward-ms", type=float, default=40.0)
+    schedules.add_argument("--steps", type=int, default=5, help="steps of each engine, in turn")
+
+    train = _add(benchmarks, "train", _train, "tokens per second of training, the same modules under each engine")
+    train.add_argument("--against", choices=["torch"], default="torch", help="torch.distributed.pipelining")
+    train.add_argument("--schedules", nargs="+", default=["1f1b"], metavar="NAME", help="run with Penstock's own cut")
+    train.add_argument("--products", choices=["torch", "fastest"], default="torch", help="who multiplies, on all sides")
+    train.add_argument("--layers", type=int, default=8)
+    train.add_argument("--hidden-size", type=int, default=512)
+    train.add_argument("--microbatches", type=int, default=8)
+    train.add_argument("--steps", type=int, default=3, help="steps of each side, in turn")
+
+    overhead = _add(benchmarks, "overhead", _overhead, "what an action costs beyond its compute")
+    overhead.add_argument("--schedule", default="1f1b")
+    overhead.add_argument("--ranks", type=int, default=2)
+    overhead.add_argument("--microbatches", type=int, default=200)
+    overhead.add_argument("--steps", type=int, default=20)
+
+    _add(benchmarks, "all", _all, "all of the above as they are by default")
+    return parser
+
+
+def _add(benchmarks: Any, name: str, run: Callable[[argparse.Namespace], Any], what: str) -> argparse.ArgumentParser:
+    parser = benchmarks.add_parser(name, help=what, description=what)
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.set_defaults(run=run)
+    return parser
+
+
+def _schedules(given: argparse.Namespace) -> list[dict[str, Any]]:
+    from penstock.cli.benchmarks.emulated import Emulation, compare
+
+    emulation = Emulation(
+        given.ranks, given.microbatches, given.forward_ms * 1e-3, given.backward_ms * 1e-3, given.steps
+    )
+    found = []
+    for name in given.schedules:
+        _progress(f"{name}: {given.ranks} ranks, {given.microbatches} microbatches, {given.steps} steps a side")
+        found.append(compare(name, emulation))
+    return found
+
+
+def _train(given: argparse.Namespace) -> dict[str, Any]:
+    from penstock.cli.benchmarks.training import Training, compare
+
+    training = Training(
+        num_layers=given.layers,
+        hidden_size=given.hidden_size,
+        num_microbatches=given.microbatches,
+        num_steps=given.steps,
+        products=given.products,
+        names=tuple(given.schedules),
+    )
+    _progress(f"{dataclasses.asdict(training)}")
+    return compare(training)
+
+
+def _overhead(given: argparse.Namespace) -> dict[str, Any]:
+    from penstock.cli.benchmarks.overhead import measure
+
+    return measure(given.schedule, given.ranks, given.microbatches, given.steps)
+
+
+def _all(given: argparse.Namespace) -> dict[str, Any]:
+    runs = [_parser().parse_args([name]) for name in ("schedules", "train", "overhead")]
+    return {one.benchmark: one.run(one) for one in runs}
+
+
+def _progress(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _show(result: Any, indent: str = "") -> None:
+    """Names and numbers, a line each."""
+    for found in result if isinstance(result, list) else [result]:
+        for name, value in found.items():
+            if isinstance(value, dict) and set(value) == {"median", "range"}:
+                low, high = value["range"]
+                print(f"{indent}{name}: {value['median']:.4g} ({low:.4g} to {high:.4g})")
+            elif isinstance(value, dict | list) and not (isinstance(value, list) and isinstance(value[0], float)):
+                print(f"{indent}{name}:")
+                _show(value, indent + "  ")
+            elif isinstance(value, list):
+                print(f"{indent}{name}: {' to '.join(f'{v:.4g}' for v in value)}")
+            else:
+                print(f"{indent}{name}: {f'{value:.4g}' if isinstance(value, float) else value}")
+        if isinstance(result, list):
+            print()

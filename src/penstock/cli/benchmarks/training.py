@@ -1,0 +1,200 @@
+"""Tokens per second of one training step: the same modules under Penstock, under torch's pipelining, and alone."""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from penstock.cli.benchmarks.ranks import on_ranks
+from penstock.data import MicroBatchSpec, PackedBatch
+from penstock.engine import Engine, EngineOptions
+from penstock.engine.learning_rate import LearningRate, WeightDecay
+from penstock.engine.optimizer import OptimizerConfig
+from penstock.model import ModelConfig, Sequences, UnitSpec, cross_entropy_sum, decoder_units
+from penstock.model.products import TORCH, fastest_products
+from penstock.parallel import Layout
+
+RATE, DECAY, BETAS, EPS = 1e-4, 0.1, (0.9, 0.95), 1e-8
+NUM_RANKS = 2
+
+
+@dataclass(frozen=True)
+class Training:
+    """What is trained: by default 30 million parameters, microbatches of two sequences of 256 tokens.
+
+    `products`: "torch" computes linear layers as `nn.Linear` does, "fastest" by the fastest library at hand; it holds
+    for all sides alike. `names` are the schedules that Penstock runs with its own cut.
+    """
+
+    num_layers: int = 8
+    hidden_size: int = 512
+    intermediate_size: int = 1408
+    vocab_size: int = 4096
+    sequence_tokens: int = 256
+    microbatch_sequences: int = 2
+    num_microbatches: int = 8
+    num_steps: int = 3
+    products: str = "torch"
+    names: tuple[str, ...] = ("1f1b",)
+
+    @property
+    def microbatch_tokens(self) -> int:
+        return self.sequence_tokens * self.microbatch_sequences
+
+    @property
+    def step_tokens(self) -> int:
+        return self.microbatch_tokens * self.num_microbatches
+
+    def units(self) -> tuple[UnitSpec, ...]:
+        config = ModelConfig(
+            vocab_size=self.vocab_size,
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            num_layers=self.num_layers,
+            num_heads=self.hidden_size // 64,
+            max_length=self.sequence_tokens,
+        )
+        return decoder_units(config, TORCH if self.products == "torch" else fastest_products())
+
+    def even_cut(self) -> tuple[int, ...]:
+        """Half of the layers each; the embedding comes to the first rank, the head to the last."""
+        return (1 + self.num_layers, 1 + self.num_layers)
+
+    def tokens(self) -> Tensor:
+        generator = torch.Generator().manual_seed(0)
+        return torch.randint(0, self.vocab_size, (self.step_tokens,), generator=generator)
+
+    def batch(self) -> PackedBatch:
+        """Tokens of a step; the label of each is itself, so that every token has one."""
+        tokens = self.tokens()
+        lengths = [[self.sequence_tokens] * self.microbatch_sequences] * self.num_microbatches
+        return PackedBatch.from_data({"tokens": tokens, "labels": tokens}, {"tokens": lengths, "labels": lengths})
+
+
+Step = Callable[[], object]
+
+
+class Run(nn.Module):
+    """A run of units as one module, all microbatches having the same lengths: what torch's pipelining takes."""
+
+    def __init__(self, training: Training, units: Sequence[UnitSpec]) -> None:
+        super().__init__()
+        modules = []
+        for unit in units:
+            module = unit.build()
+            unit.initialise(module, 0)
+            modules.append(module)
+        self.units = nn.ModuleList(modules)
+        self.sequences = Sequences.from_lengths([training.sequence_tokens] * training.microbatch_sequences)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for unit in self.units:
+            x = unit(x, self.sequences)
+        return x
+
+
+def _adamw(module: nn.Module) -> torch.optim.AdamW:
+    return torch.optim.AdamW(module.parameters(), lr=RATE, betas=BETAS, eps=EPS, weight_decay=DECAY, fused=True)
+
+
+def _alone(training: Training, num_threads: int) -> Step:
+    """One process: microbatch after microbatch, gradients added up."""
+    module = Run(training, training.units())
+    adamw = _adamw(module)
+    microbatches = training.tokens().split(training.microbatch_tokens)
+
+    def step() -> None:
+        torch.set_num_threads(num_threads)
+        adamw.zero_grad()
+        for tokens in microbatches:
+            (cross_entropy_sum(module(tokens), tokens) * (1.0 / training.step_tokens)).backward()
+        adamw.step()
+        torch.set_num_threads(1)
+
+    return step
+
+
+def _penstock(training: Training, name: str, cut: tuple[int, ...] | None) -> Step:
+    optimizer = OptimizerConfig(LearningRate(RATE), WeightDecay(DECAY), BETAS, EPS, clip_norm=None)
+    options = EngineOptions(schedule=name, cut=cut, optimizer=optimizer, device="cpu")
+    engine = Engine(training.units(), training.hidden_size, Layout(pp=NUM_RANKS), options)
+    batch, spec = training.batch(), MicroBatchSpec(num=training.num_microbatches)
+    return lambda: engine.train_batch(batch, micro_batches=spec)
+
+
+def _torch(rank: int, training: Training) -> Step:
+    """torch's Schedule1F1B with the even cut."""
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+    border = training.even_cut()[0]
+    units = training.units()
+    module = Run(training, units[:border] if rank == 0 else units[border:])
+    adamw = _adamw(module)
+    stage = PipelineStage(module, rank, NUM_RANKS, torch.device("cpu"))
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        return cross_entropy_sum(output, target) * (1.0 / training.step_tokens)
+
+    runner = Schedule1F1B(stage, training.num_microbatches, loss_fn=loss_fn, scale_grads=False)
+    tokens = training.tokens()
+
+    def step() -> None:
+        adamw.zero_grad()
+        if rank == 0:
+            runner.step(tokens)
+        else:
+            runner.step(target=tokens, losses=[])
+        adamw.step()
+
+    return step
+
+
+def _sides(rank: int, training: Training) -> dict[str, Step]:
+    """Every side's step on this rank; a side that needs one process leaves the other rank waiting at a barrier."""
+    idle: Step = lambda: None  # noqa: E731
+    sides = {
+        "one process, one thread": _alone(training, 1) if rank == 0 else idle,
+        "one process, two threads": _alone(training, 2) if rank == 0 else idle,
+        "torch 1F1B, even cut": _torch(rank, training),
+        "penstock 1f1b, even cut": _penstock(training, "1f1b", training.even_cut()),
+    }
+    return sides | {f"penstock {name}, own cut": _penstock(training, name, None) for name in training.names}
+
+
+def _measure(rank: int, training: Training) -> dict[str, list[float]]:
+    sides = _sides(rank, training)
+    times: dict[str, list[float]] = {side: [] for side in sides}
+    for round_ in range(training.num_steps + 1):
+        for side, step in sides.items():
+            dist.barrier()
+            start = time.perf_counter()
+            step()
+            dist.barrier()
+            if round_:
+                times[side].append(time.perf_counter() - start)
+    return times
+
+
+def compare(training: Training) -> dict[str, Any]:
+    """Tokens per second of each side, measured in turn in one run, and the ratios that matter."""
+    times = on_ranks(NUM_RANKS, _measure, training)[0]
+    rates = {side: [training.step_tokens / t for t in found] for side, found in times.items()}
+    median = {side: statistics.median(found) for side, found in rates.items()}
+    m, p = training.num_microbatches, NUM_RANKS
+    ideal = NUM_RANKS * median["one process, one thread"] * m / (m + p - 1)
+    torch_rate = median["torch 1F1B, even cut"]
+    penstock = {side: rate for side, rate in median.items() if side.startswith("penstock")}
+    return {
+        "products": training.products,
+        "tokens_per_s": {
+            side: {"median": median[side], "range": [min(found), max(found)]} for side, found in rates.items()
+        },
+        "over_torch": {side: rate / torch_rate for side, rate in penstock.items()},
+        "over_twice_one_thread_less_bubble": {side: rate / ideal for side, rate in penstock.items()},
+        "over_two_threads": {side: rate / median["one process, two threads"] for side, rate in penstock.items()},
+    }
