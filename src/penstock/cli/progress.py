@@ -95,7 +95,8 @@ class _LiveBar:
         from rich.progress import Progress as RichProgress
 
         columns = (BarColumn(24), MofNCompleteColumn(), TextColumn("{task.description}", markup=False))
-        self._progress = RichProgress(*columns, console=Console(file=file))
+        # Drawing takes time from this rank's computing: twice a second is enough to watch.
+        self._progress = RichProgress(*columns, console=Console(file=file), refresh_per_second=2)
         self._task = self._progress.add_task("starting", total=num_steps, completed=first_step)
         self._progress.start()
 

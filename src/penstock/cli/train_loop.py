@@ -20,7 +20,7 @@ from penstock.engine.run_folder import CHECKPOINT_FOLDER, RunFolder
 from penstock.engine.run_parts import RunData, micro_batches
 from penstock.engine.train import TrainResult
 from penstock.runtime import Watchdog
-from penstock.schedule import Costs, Op, Timeline
+from penstock.schedule import Costs, Event, Op, Timeline
 
 TIMELINE_FILE = "timeline.png"
 
@@ -93,16 +93,28 @@ class TrainLoop:
     def run(self, stop_asked: Callable[[], bool]) -> RunResult:
         """Train to the last step, or until some rank is asked to stop; the step under way is finished, then saved."""
         config, engine = self.config, self.engine
+        teller = _Teller(config, self.folder, engine.step, self._file) if self.folder is not None else None
         watchdog = Watchdog(engine.recorder, config.parallel.timeout_s)
         watchdog.listen_to_signals()
-        teller = _Teller(config, self.folder, engine.step, self._file) if self.folder is not None else None
-        timelines = None
+        try:
+            timelines = self._steps(stop_asked, teller)
+            self.checkpoints.finish()
+        finally:
+            watchdog.close()
+            engine.close()
+        self.result = replace(self.result, complete=engine.step >= config.train.steps)
+        if teller is not None:
+            self.result = teller.end(self.result, timelines)
+        return self.result
+
+    def _steps(self, stop_asked: Callable[[], bool], teller: "_Teller | None") -> list[Timeline]:
+        """All steps that are left; returns the timelines of the last one of the run, on rank 0."""
+        config, engine = self.config, self.engine
+        spec, timelines = micro_batches(config), []
         while engine.step < config.train.steps:
             if stop_asked():
                 engine.request_stop()
-            taken = engine.train_batch(
-                next(self.loader), micro_batches=micro_batches(config), normalize=config.train.normalize
-            )
+            taken = engine.train_batch(next(self.loader), micro_batches=spec, normalize=config.train.normalize)
             self._count(taken)
             last = taken.step == config.train.steps
             if teller is not None:
@@ -115,13 +127,7 @@ class TrainLoop:
                 self._save(wait=last or taken.stop_requested or not config.checkpoint.in_background)
             if taken.stop_requested:
                 break
-        self.checkpoints.finish()
-        self.result = replace(self.result, complete=engine.step >= config.train.steps)
-        if teller is not None:
-            self.result = teller.end(self.result, timelines)
-        watchdog.close()
-        engine.close()
-        return self.result
+        return timelines
 
     def _count(self, taken: TrainResult) -> None:
         result = self.result
@@ -154,10 +160,11 @@ class TrainLoop:
         self._saved_step = step
 
     def _timelines(self, num_microbatches: int) -> list[Timeline]:
-        """The last step as it was simulated, with the mean times that were measured, and as it was measured."""
+        """The last step in milliseconds: simulated with the mean times that were measured, and as it was measured."""
         measured = self.engine.timeline()
         if measured is None:
             return []
+        measured = _in_ms(measured, self.engine.placement.stages_per_rank)
         return [self.engine.simulated(num_microbatches, _costs(measured, num_microbatches)), measured]
 
 
@@ -194,7 +201,7 @@ class _Teller:
         self._metrics.write(step, {"validation_loss": loss})
         self._progress.validated(step, loss)
 
-    def end(self, result: RunResult, timelines: list[Timeline] | None) -> RunResult:
+    def end(self, result: RunResult, timelines: list[Timeline]) -> RunResult:
         """Say how it ended; returns the result, with the last validation loss that the run has told of."""
         if timelines:
             # Takes a second to import, so only once there is something to draw.
@@ -207,8 +214,8 @@ class _Teller:
         told = [entry for entry in read_metrics(self._folder.path / METRICS_FILE) if "validation_loss" in entry]
         if result.validation_loss is None and told:
             result = replace(result, validation_loss=told[-1]["validation_loss"])
-        self._progress.note(_last_words(result))
         self._progress.close()
+        self._progress.note(_last_words(result))
         return result
 
 
@@ -227,6 +234,12 @@ def _aliases(engine: Engine) -> dict[str, str]:
     """Tied copies and their optimizer state are equal to their owners' and need not be saved."""
     prefixes = ("", *(f"optimizer.{kind}." for kind in ("exp_avg", "exp_avg_sq", "master")))
     return {f"{prefix}{copy}": f"{prefix}{owner}" for copy, owner in engine.ties.items() for prefix in prefixes}
+
+
+def _in_ms(timeline: Timeline, stages_per_rank: int) -> Timeline:
+    """The same in milliseconds instead of seconds."""
+    events = [[Event(event.action, 1e3 * event.start, 1e3 * event.end) for event in rank] for rank in timeline.events]
+    return Timeline.from_events(events, stages_per_rank=stages_per_rank, title=timeline.title)
 
 
 def _costs(measured: Timeline, num_microbatches: int) -> Costs:

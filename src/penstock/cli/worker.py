@@ -82,13 +82,16 @@ def _train(arguments: TrainArguments, group: Group, store: "Store", stop: StopRe
     folder = _together(store, group, "lock", lambda: RunFolder(config) if group.rank == 0 else None)
     _initialise(store, group, config)
     engine = run_engine(config, data.corpus.vocab_size)
-    loop = TrainLoop(config, engine, data, folder, as_json=switches.json)
-    loop.resume(must=switches.resume)
     try:
+        loop = TrainLoop(config, engine, data, folder, as_json=switches.json)
+        loop.resume(must=switches.resume)
         result = loop.run(lambda: stop.asked)
     except Exception as error:
         error.add_note(engine.recorder.where())
         raise
+    finally:
+        if folder is not None:
+            folder.close()
     if group.rank == 0:
         report_end()
         if switches.json:
