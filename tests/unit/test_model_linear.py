@@ -58,11 +58,14 @@ def decoder(recompute: bool, seed: int = 3):
     return modules, forward
 
 
-@pytest.mark.parametrize(("bias", "shape"), list(itertools.product([False, True], [(7, 8), (2, 5, 8)])))
-def test_switched_linears_of_a_foreign_module_keep_their_bits(bias: bool, shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(("bias", "shape"), list(itertools.product([False, True], [(7, 8), (2, 5, 8), (3, 2, 5, 8)])))
+@pytest.mark.parametrize("turned", [False, True])
+def test_switched_linears_of_a_foreign_module_keep_their_bits(bias: bool, shape: tuple[int, ...], turned: bool) -> None:
     torch.manual_seed(0)
     module = Foreign(bias)
     batches = [torch.randn(shape) for _ in range(3)]
+    if turned:
+        batches = [x.transpose(0, -2) for x in batches]
     for x in batches:
         module(x).square().sum().backward()
     plain = gradients(module)

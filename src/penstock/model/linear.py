@@ -120,9 +120,7 @@ class _LinearFunction(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: "Linear") -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.layer = layer
-        x_TI = x.reshape(-1, x.shape[-1])
-        y_TO = layer.products.output(x_TI, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
-        return y_TO.view(*x.shape[:-1], weight.shape[0])
+        return layer.products.output(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:

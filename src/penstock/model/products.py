@@ -15,9 +15,12 @@ from torch import Tensor
 
 
 class Products(Protocol):
-    """One way to compute a linear layer and its gradients; every method takes and gives matrices."""
+    """One way to compute a linear layer and its gradients.
 
-    def output(self, x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor: ...
+    Gradients take and give matrices; the output keeps what leading dimensions there are.
+    """
+
+    def output(self, x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor: ...
 
     def input_gradient(self, grad_TO: Tensor, weight_OI: Tensor) -> Tensor: ...
 
@@ -28,8 +31,8 @@ class Products(Protocol):
 class TorchProducts:
     """The products that `nn.Linear` and autograd compute, bit for bit."""
 
-    def output(self, x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
-        return F.linear(x_TI, weight_OI, bias_O)
+    def output(self, x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+        return F.linear(x, weight_OI, bias_O)
 
     def input_gradient(self, grad_TO: Tensor, weight_OI: Tensor) -> Tensor:
         return grad_TO @ weight_OI
@@ -45,10 +48,8 @@ class OneDnnProducts:
     oneDNN reads transposed operands in place, and its bits depend on shapes alone, not on addresses.
     """
 
-    def output(self, x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
-        if _is_fp32_on_cpu(x_TI):
-            return _onednn(x_TI, weight_OI, bias_O)
-        return TORCH.output(x_TI, weight_OI, bias_O)
+    def output(self, x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+        return _onednn(x, weight_OI, bias_O) if _is_fp32_on_cpu(x) else TORCH.output(x, weight_OI, bias_O)
 
     def input_gradient(self, grad_TO: Tensor, weight_OI: Tensor) -> Tensor:
         return _onednn(grad_TO, weight_OI.t()) if _is_fp32_on_cpu(grad_TO) else TORCH.input_gradient(grad_TO, weight_OI)
@@ -69,5 +70,5 @@ def _is_fp32_on_cpu(x: Tensor) -> bool:
     return x.dtype is torch.float32 and x.device.type == "cpu"
 
 
-def _onednn(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    return torch.ops.mkldnn._linear_pointwise(x_TI, weight_OI, bias_O, "none", [], "")
+def _onednn(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(x, weight_OI, bias_O, "none", [], "")
