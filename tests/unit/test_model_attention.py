@@ -6,21 +6,9 @@ from torch import Tensor
 
 from penstock.model import Sequences
 from penstock.model.attention import packed_attention
+from tests.attention_reference import masked_attention
 
 PACKINGS = [(1,), (6,), (4, 4, 4), (5, 1, 9), (3, 3, 8, 8, 3)]
-
-
-def reference(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], window: int | None) -> Tensor:
-    """One softmax over all tokens, with everything masked that a token must not see."""
-    sequence = torch.cat([torch.full((n,), i) for i, n in enumerate(lengths)])
-    index = torch.arange(len(sequence))
-    distance = index[:, None] - index[None]
-    seen = (sequence[:, None] == sequence[None]) & (distance >= 0)
-    if window is not None:
-        seen &= distance < window
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    scores = torch.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
 
 
 def inputs(num_tokens: int, num_heads: int, num_kv_heads: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -41,7 +29,7 @@ def test_output_and_gradients_equal_the_masked_reference(
     qkv = inputs(sum(lengths), 4, num_kv_heads, torch.float64)
     weights = torch.linspace(-1, 1, sum(lengths) * 32, dtype=torch.float64).view(-1, 4, 8)
     out = packed_attention(*qkv, Sequences.from_lengths(lengths), window)
-    expected = reference(*qkv, lengths, window)
+    expected = masked_attention(*qkv, lengths, window)
     torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
     gradients = torch.autograd.grad(out, qkv, weights)
     for gradient, wanted in zip(gradients, torch.autograd.grad(expected, qkv, weights), strict=True):
@@ -54,7 +42,7 @@ def test_sixteen_bit_inputs_are_as_good_as_their_rounding(dtype: torch.dtype) ->
     out = packed_attention(*qkv, Sequences.from_lengths((5, 1, 9)), None)
     assert out.dtype == dtype
     q, k, v = (x.double() for x in qkv)
-    exact = reference(q, k, v, (5, 1, 9), None)
+    exact = masked_attention(q, k, v, (5, 1, 9), None)
     # Values are of size one; the softmax runs in fp32, its weights and the output are rounded to 16 bit.
     torch.testing.assert_close(out.double(), exact, rtol=0, atol=4 * torch.finfo(dtype).eps)
 
