@@ -15,8 +15,15 @@ from penstock.model import UnitSpec, WeightGradients, defer, switch_linears
 from penstock.runtime import Boundary, Stage
 
 
-def cut_units(units: Sequence[UnitSpec], placement: schedule.Placement, options: EngineOptions) -> tuple[range, ...]:
+def cut_units(
+    units: Sequence[UnitSpec],
+    placement: schedule.Placement,
+    options: EngineOptions,
+    times: Sequence[float] | None = None,
+) -> tuple[range, ...]:
     """The units of every stage: by hand if the options say so, else the cut whose slowest stage is fastest.
+
+    `times` are the units' measured times; left out, their estimated work decides.
 
     Raises:
         ValueError: more stages than units, or a cut by hand that leaves units out.
@@ -24,7 +31,7 @@ def cut_units(units: Sequence[UnitSpec], placement: schedule.Placement, options:
     num_stages = placement.stages_per_route
     if options.cut is not None:
         return schedule.check_cut(options.cut, num_units=len(units), num_stages=num_stages)
-    return schedule.partition([unit.flops_per_token for unit in units], num_stages)
+    return schedule.partition(times or [unit.flops_per_token for unit in units], num_stages)
 
 
 def build_stages(

@@ -19,6 +19,7 @@ from penstock.engine.optimizer import Optimizer
 from penstock.engine.options import EngineOptions, Precision
 from penstock.engine.scaler import LossScaler
 from penstock.engine.train import LossFn, LossWeightFn, TrainResult, evaluate_batch, train_batch
+from penstock.engine.unit_times import measure_units
 from penstock.model import Sequences, UnitSpec, cross_entropy_sum
 from penstock.parallel import GradientBuckets, Layout, sum_tied
 from penstock.runtime import (
@@ -79,7 +80,7 @@ class Engine:
         self.device = _device(self.options.device)
         self.grid = self.layout.connect(self.device, timedelta(seconds=self.options.timeout_s))
         self.placement = self.build_schedule(num_microbatches=2 * self.layout.pp).placement
-        self.cut = cut_units(self.units, self.placement, self.options)
+        self.cut = cut_units(self.units, self.placement, self.options, self._measured_times(hidden_size))
         self.boundary = Boundary(hidden_size, self.options.precision.parameter_dtype)
         local = self.placement.stages_of(self.grid.pp_rank)
         self.stages = build_stages(self.units, self.cut, local, self.boundary, self.options, self.device)
@@ -274,6 +275,12 @@ class Engine:
             self.transport.close()
 
     # ---- parts
+
+    def _measured_times(self, hidden_size: int) -> list[float] | None:
+        lengths = self.options.measure_lengths
+        if lengths is None or self.options.cut is not None or self.layout.pp == 1:
+            return None
+        return measure_units(self.units, hidden_size, lengths, self.options, self.grid)
 
     def _make_optimizer(self) -> Optimizer:
         scaler = LossScaler() if self.options.precision is Precision.FP16 else None

@@ -36,6 +36,8 @@ class EngineOptions:
         stages_per_rank: local stages on each rank.
         receives_ahead: receives posted ahead of need on each edge.
         cut: units of each stage, by hand; None for the cut with the fastest slowest stage.
+        measure_lengths: lengths of a typical microbatch's sequences: units are measured on them before the cut, on the
+            first rank; None for the units' estimated work.
         seed: decides the initial weights.
         precision: dtype of parameters and compute.
         recompute: whether each unit's activations are computed again in backward ("full"), or only those of the
@@ -49,6 +51,7 @@ class EngineOptions:
     stages_per_rank: int = 1
     receives_ahead: int = 2
     cut: tuple[int, ...] | None = None
+    measure_lengths: tuple[int, ...] | None = None
     seed: int = 0
     precision: Precision = Precision.FP32
     recompute: str | tuple[int, ...] = "none"

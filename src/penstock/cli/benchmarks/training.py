@@ -50,6 +50,10 @@ class Training:
     def step_tokens(self) -> int:
         return self.microbatch_tokens * self.num_microbatches
 
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        return (self.sequence_tokens,) * self.microbatch_sequences
+
     def units(self) -> tuple[UnitSpec, ...]:
         config = ModelConfig(
             vocab_size=self.vocab_size,
@@ -72,7 +76,7 @@ class Training:
     def batch(self) -> PackedBatch:
         """Tokens of a step; the label of each is itself, so that every token has one."""
         tokens = self.tokens()
-        lengths = [[self.sequence_tokens] * self.microbatch_sequences] * self.num_microbatches
+        lengths = [list(self.lengths)] * self.num_microbatches
         return PackedBatch.from_data({"tokens": tokens, "labels": tokens}, {"tokens": lengths, "labels": lengths})
 
 
@@ -90,7 +94,7 @@ class Run(nn.Module):
             unit.initialise(module, 0)
             modules.append(module)
         self.units = nn.ModuleList(modules)
-        self.sequences = Sequences.from_lengths([training.sequence_tokens] * training.microbatch_sequences)
+        self.sequences = Sequences.from_lengths(training.lengths)
 
     def forward(self, x: Tensor) -> Tensor:
         for unit in self.units:
@@ -121,7 +125,7 @@ def _alone(training: Training, num_threads: int) -> Step:
 
 def _penstock(training: Training, name: str, cut: tuple[int, ...] | None) -> Step:
     optimizer = OptimizerConfig(LearningRate(RATE), WeightDecay(DECAY), BETAS, EPS, clip_norm=None)
-    options = EngineOptions(schedule=name, cut=cut, optimizer=optimizer, device="cpu")
+    options = EngineOptions(schedule=name, cut=cut, measure_lengths=training.lengths, optimizer=optimizer, device="cpu")
     engine = Engine(training.units(), training.hidden_size, Layout(pp=NUM_RANKS), options)
     batch, spec = training.batch(), MicroBatchSpec(num=training.num_microbatches)
     return lambda: engine.train_batch(batch, micro_batches=spec)
