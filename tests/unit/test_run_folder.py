@@ -12,7 +12,7 @@ from penstock.cli.launch import Group, find_group
 from penstock.cli.progress import Progress, StepFigures, duration
 from penstock.engine.config import RunConfig
 from penstock.engine.config_file import ConfigError, from_dict, read_config
-from penstock.engine.metrics import METRICS_FILE, MetricsLog, read_metrics
+from penstock.engine.metrics import METRICS_FILE, TENSORBOARD_FOLDER, MetricsLog, read_metrics
 from penstock.engine.run_folder import CONFIG_FILE, RunFolder, check_folder
 
 
@@ -85,6 +85,17 @@ def test_metrics_continue_where_the_run_does(tmp_path: Path):
     assert [entry["step"] for entry in entries] == [1, 2, 3, 4, 5, 6]
     assert [entry["loss"] for entry in entries] == [1 / step for step in range(1, 6)] + [0.25]
     assert entries[0]["grad_norm"] is None, "JSON has no NaN"
+
+
+def test_metrics_are_written_for_tensorboard_too(tmp_path: Path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    log = MetricsLog(tmp_path, tensorboard=True)
+    for step in (1, 2):
+        log.write(step, {"loss": 1.5 * step})
+    log.close()
+    found = EventAccumulator(str(tmp_path / TENSORBOARD_FOLDER)).Reload()
+    assert [(event.step, event.value) for event in found.Scalars("loss")] == [(1, 1.5), (2, 3.0)]
 
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "29500"}

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 LOOPBACK = "127.0.0.1"
+# Exit codes of the command.
+FAILED, REFUSED = 1, 2
 # Set for workers that we launched ourselves.
 _LAUNCHER_PID = "PENSTOCK_LAUNCHER_PID"
 _ENDED_WELL = "PENSTOCK_ENDED_WELL"
@@ -187,9 +189,9 @@ def _explain(error: Any) -> int:
             "the same command continues from the newest checkpoint",
             file=sys.stderr,
         )
-    # The others fail because their peer is gone.
-    first = min(error.failures.values(), key=lambda failure: failure.timestamp)
-    return 1 if killed or first.exitcode < 0 else first.exitcode
+    # A mistake that one worker has told of makes the others fail as well.
+    refused = any(failure.exitcode == REFUSED for failure in error.failures.values())
+    return REFUSED if refused else FAILED
 
 
 def _number(environ: Mapping[str, str], name: str, default: str | None = None) -> int:

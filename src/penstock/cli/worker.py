@@ -7,6 +7,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from types import FrameType
 from typing import TYPE_CHECKING, Self, TypeVar
@@ -14,7 +15,17 @@ from typing import TYPE_CHECKING, Self, TypeVar
 import torch
 import torch.distributed as dist
 
-from penstock.cli.launch import Group, agree, follow_launcher, is_first_to_tell, is_told, join, report_end
+from penstock.cli.launch import (
+    FAILED,
+    REFUSED,
+    Group,
+    agree,
+    follow_launcher,
+    is_first_to_tell,
+    is_told,
+    join,
+    report_end,
+)
 from penstock.cli.train_arguments import TrainArguments
 from penstock.cli.train_loop import TrainLoop
 from penstock.engine.config import RunConfig, differences
@@ -64,11 +75,11 @@ def run_worker(arguments: TrainArguments, group: Group) -> int:
         except ValueError as error:
             if is_first_to_tell(store):
                 print(f"penstock: {error}", file=sys.stderr)
-            return _end(group, 2)
+            return _end(group, REFUSED)
         except Exception as error:
             if not is_told(store):
                 _tell_failure(group, error)
-            return _end(group, 1)
+            return _end(group, FAILED)
     return 0
 
 
@@ -80,6 +91,7 @@ def _train(arguments: TrainArguments, group: Group, store: "Store", stop: StopRe
     data = _together(store, group, "data", lambda: check_parts(config))
     _refuse_differing(store, group, "corpus", {"tokens of the corpus": data.corpus.fingerprint})
     folder = _together(store, group, "lock", lambda: RunFolder(config) if group.rank == 0 else None)
+    config = _choose_device(store, group, config)
     _initialise(store, group, config)
     engine = run_engine(config, data.corpus.vocab_size)
     try:
@@ -132,13 +144,31 @@ def _together(store: "Store", group: Group, key: str, work: Callable[[], T]) -> 
     return done  # pyright: ignore[reportReturnType]  # without a refusal the work is done
 
 
+def _choose_device(store: "Store", group: Group, config: RunConfig) -> RunConfig:
+    """Settle "auto": GPUs if every rank finds one of its own on its machine, else CPUs; the same on all ranks.
+
+    Raises:
+        ConfigError: GPUs are demanded, and some rank finds none.
+    """
+    found = torch.cuda.is_available() and torch.cuda.device_count() > group.local_rank
+    lacking = [rank for rank, told in enumerate(agree(store, group, "gpu", {"found": found})) if not told["found"]]
+    wanted = config.parallel.device
+    if wanted == "cuda" and lacking:
+        raise ConfigError(
+            f'parallel.device = "cuda", but rank {lacking[0]} finds no GPU of its own; start fewer ranks a machine, '
+            'or set it to "cpu"'
+        )
+    device = "cpu" if wanted == "cpu" or lacking else "cuda"
+    return replace(config, parallel=replace(config.parallel, device=device))
+
+
 def _initialise(store: "Store", group: Group, config: RunConfig) -> None:
     """Make the default process group, from which the engine makes its own."""
-    if group.world_size == 1:
-        return
-    on_gpu = config.parallel.device != "cpu" and torch.cuda.is_available()
+    on_gpu = config.parallel.device == "cuda"
     if on_gpu:
         torch.cuda.set_device(group.local_rank)
+    if group.world_size == 1:
+        return
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
         store=dist.PrefixStore("penstock/groups", store),  # pyright: ignore[reportPrivateImportUsage]
