@@ -1,0 +1,42 @@
+"""The README's example with a user's own layers: it runs as shown, and its stages change no bit."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "own_layers.py"
+LINE = r"step 60: (\d\.\d{3}) nats a byte, gradient norm (\d\.\d{3})\n"
+
+
+def run(script: Path, num_ranks: int) -> str:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(
+        [*command, str(script)], capture_output=True, text=True, timeout=100, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_readme_shows_the_example() -> None:
+    code = EXAMPLE.read_text().partition('"""\n\n')[2]
+    readme = (ROOT / "README.md").read_text()
+    assert code and f"```python\n{code}```" in readme
+    assert len(code.splitlines()) <= 22
+
+
+@pytest.mark.timeout(200)
+def test_two_stages_learn_what_one_learns(tmp_path: Path) -> None:
+    found = re.fullmatch(LINE, run(EXAMPLE, 2))
+    assert found and float(found[1]) < 3.0
+    alone = tmp_path / "own_layers.py"
+    text = EXAMPLE.read_text()
+    assert "layout=Layout(pp=2)" in text
+    # The example learns its own text, so that must stay: what changes is where the layout comes from.
+    alone.write_text(text.replace("Path(__file__)", f"Path({str(EXAMPLE)!r})").replace("Layout(pp=2)", "Layout(pp=1)"))
+    assert run(alone, 1) == found[0]
