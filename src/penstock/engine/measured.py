@@ -1,42 +1,39 @@
-"""The measured timeline of a step, gathered from the ranks of a pipeline."""
+"""The measured step, gathered from the ranks of a pipeline."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from penstock.parallel.exchange import gather_json
-from penstock.schedule import Action, Event, Op, Pair, Step, Timeline
+from penstock.runtime.trace import Record
+from penstock.schedule import Timeline
+from penstock.schedule.recording import Recording
 
 if TYPE_CHECKING:
     from penstock.engine.engine import Engine
 
-_SHOWN = frozenset({Op.F, Op.B, Op.I, Op.W, Op.REDUCE_GRAD, Op.STEP})
 
-
-def gather_events(engine: Engine) -> Timeline | None:
-    """The last step of pipeline 0 as a timeline that begins with its first action; None on all ranks but 0."""
-    own = [
-        (_pack(event.action), event.start, event.end)
-        for event in engine.recorder.events()
-        if isinstance(event.action, Pair) or event.action.op in _SHOWN
-    ]
+def gather_recording(engine: Engine) -> Recording | None:
+    """What pipeline 0 recorded of its last step, in ms; None on all ranks but 0. All ranks call it."""
+    own = [_pack(record) for record in engine.recorder.records() if record.end_ns]
     by_rank = gather_json(own, engine.grid.pp_control)
     if engine.grid.rank != 0:
         return None
-    first = min(start for rank in by_rank for _, start, _ in rank)
-    events = [[Event(_unpack(a), start - first, end - first) for a, start, end in rank] for rank in by_rank]
-    return Timeline.from_events(
-        events,
-        stages_per_rank=engine.placement.stages_per_rank,
+    return Recording.gathered(
+        by_rank,
         title=f"{engine.options.schedule}, {engine.layout.pp} ranks, measured in step {engine.step}",
+        step=engine.step,
+        stages_per_rank=engine.placement.stages_per_rank,
     )
 
 
-def _pack(step: Step) -> list[int]:
-    actions = (step.forward, step.backward) if isinstance(step, Pair) else (step,)
-    return [value for a in actions for value in (int(a.op), a.stage, a.microbatch)]
+def gather_events(engine: Engine) -> Timeline | None:
+    """The last step of pipeline 0 as a timeline in ms; None on all ranks but 0. All ranks call it."""
+    recording = gather_recording(engine)
+    return None if recording is None else recording.timeline
 
 
-def _unpack(values: list[int]) -> Step:
-    actions = [Action(Op(values[i]), values[i + 1], values[i + 2]) for i in range(0, len(values), 3)]
-    return Pair(*actions) if len(actions) == 2 else actions[0]
+def _pack(record: Record) -> list[Any]:
+    """A row as `Recording` reads it, on the host's monotonic clock."""
+    times = (time_ns * 1e-6 for time_ns in (record.begin_ns, record.start_ns, record.end_ns))
+    return [str(record.action), *times, [[rank, since_ns * 1e-6] for rank, since_ns in record.waits]]

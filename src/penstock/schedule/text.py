@@ -160,7 +160,7 @@ def _steps(words: list[str], where: str) -> dict[int, Step]:
     steps: dict[int, Step] = {}
     for place, word in enumerate(words, start=1):
         try:
-            step = _parse(word.strip()) if word.strip() else None
+            step = parse_step(word.strip()) if word.strip() else None
         except ScheduleError as error:
             raise ScheduleError(f"{where.format(place=place)}: {error}") from None
         if step is not None:
@@ -225,7 +225,7 @@ def _check_size(num_stages: int, num_microbatches: int, rows: Sequence[Sequence[
         )
 
 
-def _parse(word: str) -> Step | None:
+def parse_step(word: str) -> Step | None:
     """The step that a word names; None for torch's UNSHARD and RESHARD, which have no meaning here.
 
     Raises: ScheduleError with the rule that the word breaks.
@@ -233,7 +233,7 @@ def _parse(word: str) -> Step | None:
     if word == "STEP":
         return Action(Op.STEP)
     if match := _PAIR.fullmatch(word):
-        forward, backward = (_parse(half.strip()) for half in match.groups())
+        forward, backward = (parse_step(half.strip()) for half in match.groups())
         if not isinstance(forward, Action) or not isinstance(backward, Action):
             raise ScheduleError(f"{word!r} pairs what is no compute action")
         try:

@@ -1,0 +1,179 @@
+"""What the ranks recorded of one step they ran: when each action's turn came, for whom it waited, when it was done."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+from math import isfinite
+from typing import Any
+
+from penstock.schedule.actions import COMPUTE, Op, Step, parts
+from penstock.schedule.text import parse_step
+from penstock.schedule.timeline import Event, Timeline
+
+_DRAWN = COMPUTE | {Op.REDUCE_GRAD, Op.STEP}
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """A stretch of time in which a rank waited for a message of another."""
+
+    rank: int
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One action: its turn came at `begin`, its inputs were there at `start`, it was done at `end`."""
+
+    action: Step
+    begin: float
+    start: float
+    end: float
+    waits: tuple[Wait, ...] = ()
+
+    @property
+    def duration(self) -> float:
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class Spent:
+    """Where one rank's time went, in ms; together the fields are the recording's makespan.
+
+    `waiting` has the time waited for messages by the rank that sent them. `reduction` is the start of the gradient
+    reductions and the wait for them before the optimizer step. `between` is what the rank did between its actions:
+    posting sends and receives, bookkeeping. `outside` lies before its first action and after its last.
+    """
+
+    compute: float = 0.0
+    waiting: Mapping[int, float] = field(default_factory=dict)
+    reduction: float = 0.0
+    step: float = 0.0
+    between: float = 0.0
+    outside: float = 0.0
+
+
+@dataclass(frozen=True)
+class Recording:
+    """One step of a pipeline as it was measured: per rank its spans in order, in ms from a common 0.
+
+    Unlike the `Timeline` made from it, it has the transfers too, and the waiting.
+    """
+
+    title: str
+    step: int
+    stages_per_rank: int
+    spans: tuple[tuple[Span, ...], ...]
+
+    @cached_property
+    def makespan(self) -> float:
+        return max((span.end for rank in self.spans for span in rank), default=0.0)
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """Compute, reductions and optimizer steps as a timeline in ms."""
+        return Timeline.from_events(
+            [[Event(s.action, s.start, s.end) for s in rank if parts(s.action)[0].op in _DRAWN] for rank in self.spans],
+            stages_per_rank=self.stages_per_rank,
+            title=self.title,
+        )
+
+    @cached_property
+    def waits(self) -> tuple[tuple[Wait, ...], ...]:
+        """Per rank, when it waited and for whom."""
+        return tuple(tuple(wait for span in rank for wait in span.waits) for rank in self.spans)
+
+    def spent(self) -> tuple[Spent, ...]:
+        """Where each rank's time went."""
+        return tuple(_spent(rank, self.makespan) for rank in self.spans)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values; an action is a list [text, begin, start, end, [[awaited rank, since], ...]]."""
+        return {
+            "title": self.title,
+            "step": self.step,
+            "unit": "ms",
+            "stages_per_rank": self.stages_per_rank,
+            "ranks": [[_to_row(span) for span in rank] for rank in self.spans],
+        }
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Recording:
+        """What `to_json` gave.
+
+        Raises: ValueError saying what is wrong with it.
+        """
+        try:
+            title, step, stages = str(values["title"]), int(values["step"]), int(values["stages_per_rank"])
+            spans = tuple(tuple(_from_row(row) for row in rank) for rank in values["ranks"])
+        except KeyError as error:
+            raise ValueError(f"it has no {error}") from None
+        except TypeError as error:
+            raise ValueError(f"it is built wrongly: {error}") from None
+        if stages < 1 or not any(spans):
+            raise ValueError("it holds no action of any rank")
+        return cls(title, step, stages, spans)
+
+    @classmethod
+    def gathered(cls, ranks: Sequence[Sequence[Sequence[Any]]], *, title: str, step: int, stages_per_rank: int):
+        """The recording of what the ranks packed on clocks that agree; 0 is where the first of them began."""
+        first = min((row[1] for rank in ranks for row in rank), default=0.0)
+        spans = tuple(tuple(_from_row(row, first) for row in rank) for rank in ranks)
+        return cls(title, step, stages_per_rank, spans)
+
+
+def _spent(spans: Sequence[Span], makespan: float) -> Spent:
+    if not spans:
+        return Spent(outside=makespan)
+    by_op = dict.fromkeys(Op, 0.0)
+    waiting: dict[int, float] = {}
+    for span in spans:
+        by_op[parts(span.action)[0].op] += span.duration
+        for wait in span.waits:
+            waiting[wait.rank] = waiting.get(wait.rank, 0.0) + wait.end - wait.start
+    compute = sum(by_op[op] for op in COMPUTE)
+    reduction = by_op[Op.REDUCE_GRAD] + sum(_before_step(spans))
+    present = spans[-1].end - spans[0].begin
+    return Spent(
+        compute=compute,
+        waiting=dict(sorted(waiting.items())),
+        reduction=reduction,
+        step=by_op[Op.STEP],
+        between=present - compute - sum(waiting.values()) - reduction - by_op[Op.STEP],
+        outside=makespan - present,
+    )
+
+
+def _before_step(spans: Sequence[Span]) -> Iterator[float]:
+    """From the end of the last action of a program to the optimizer step, ranks wait for the reductions."""
+    for before, span in pairwise(spans):
+        if parts(span.action)[0].op is Op.STEP:
+            yield span.begin - before.end
+
+
+def _to_row(span: Span) -> list[Any]:
+    times = (round(time, 6) for time in (span.begin, span.start, span.end))
+    return [str(span.action), *times, [[wait.rank, round(wait.start, 6)] for wait in span.waits]]
+
+
+def _from_row(row: Sequence[Any], origin: float = 0.0) -> Span:
+    """The span of a packed row, whose times are counted from `origin`.
+
+    Raises: ValueError naming the row if it is none.
+    """
+    try:
+        text, *times, waits = row
+        begin, start, end = (float(time) - origin for time in times)
+        since = [(int(rank), float(time) - origin) for rank, time in waits]
+        action = parse_step(text)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{row!r} is no recorded action: {error}") from None
+    ends = [time for _, time in since[1:]] + [start]
+    in_order = [begin, *(time for _, time in since), start, end]
+    if action is None or in_order != sorted(in_order) or not all(map(isfinite, in_order)):
+        raise ValueError(f"{row!r} is no recorded action: its times must be numbers in order")
+    return Span(action, begin, start, end, tuple(Wait(rank, time, to) for (rank, time), to in zip(since, ends)))
