@@ -35,7 +35,7 @@ class Kind(Enum):
     IDLE = Look("·", "idle", "#ECEEF1", "#9AA0A8")
 
 
-_KIND_OF = {
+KIND_OF = {
     Op.F: Kind.FORWARD,
     Op.B: Kind.BACKWARD,
     Op.I: Kind.BACKWARD_INPUT,
@@ -135,4 +135,4 @@ def list_by_rank(values: tuple[float, ...], *, at_most: int = 16) -> str:
 
 
 def _part(action: Action, local: dict[int, int]) -> Part:
-    return Part(_KIND_OF[action.op], local.get(action.stage, 0), action.microbatch)
+    return Part(KIND_OF[action.op], local.get(action.stage, 0), action.microbatch)

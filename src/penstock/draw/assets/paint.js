@@ -1,0 +1,276 @@
+// How rows, strips, arrows and the axis are drawn on a canvas. What is shown is given, nothing here is decided.
+
+const BESIDE = 0.28; // of a bar's height: what runs beside the compute, along the foot
+const DIMMED = 0.15;
+
+// Colours as [red, green, blue], made anew when the scheme changes.
+let colours = null;
+
+function makeColours() {
+  const style = getComputedStyle(document.documentElement);
+  const dark = document.documentElement.dataset.theme === "dark";
+  const own = name => parse(style.getPropertyValue(name).trim());
+  const look = letter => parse((dark && data.looks[letter].dark) || data.looks[letter].colour);
+  colours = {
+    version: (colours ? colours.version : 0) + 1,
+    surface: own("--surface"), ink: own("--ink"), muted: own("--muted"), line: own("--line"), accent: own("--accent"),
+    kinds: [...LETTERS].map(look),
+    idle: look("·"),
+    hatch: hatching(own("--muted")),
+  };
+}
+
+function parse(hex) {
+  return [1, 3, 5].map(at => parseInt(hex.slice(at, at + 2), 16));
+}
+
+const css = ([r, g, b], alpha = 1) => `rgb(${Math.round(r)} ${Math.round(g)} ${Math.round(b)} / ${alpha})`;
+const mix = (a, b, share) => a.map((channel, i) => channel + (b[i] - channel) * share);
+
+function inkOn(colour) {
+  const [r, g, b] = colour.map(channel => (channel / 255) ** 2.2);
+  return 0.2126 * r + 0.7152 * g + 0.0722 * b > 0.26 ? "#14181d" : "#ffffff";
+}
+
+// A rank's second local stage is paler than its first.
+function colourOf(kind, local) {
+  return mix(colours.kinds[kind], colours.surface, Math.min(0.66, 0.42 * local));
+}
+
+function hatching(colour) {
+  const tile = document.createElement("canvas");
+  tile.width = tile.height = 6;
+  const pen = tile.getContext("2d");
+  pen.strokeStyle = css(colour, 0.45);
+  pen.lineWidth = 1;
+  pen.beginPath();
+  for (const x of [-6, 0, 6]) { pen.moveTo(x, 6); pen.lineTo(x + 6, 0); }
+  pen.stroke();
+  return pen.createPattern(tile, "repeat");
+}
+
+// A canvas as large as its place on the page, sharp on any screen; gives its pen in CSS pixels.
+function prepare(canvas, width, height) {
+  const ratio = window.devicePixelRatio || 1;
+  const [w, h] = [Math.round(width * ratio), Math.round(height * ratio)];
+  if (canvas.width !== w || canvas.height !== h) { canvas.width = w; canvas.height = h; }
+  const pen = canvas.getContext("2d");
+  pen.setTransform(ratio, 0, 0, ratio, 0, 0);
+  pen.clearRect(0, 0, width, height);
+  return pen;
+}
+
+// One layer of one rank: `box` says where (y, height), `scale` maps time to pixels, `way` is what is followed.
+function paintBar(pen, rank, box, scale, way) {
+  const { compute, beside, waits } = rank;
+  const left = scale.x(0), right = Math.min(scale.width, scale.x(box.makespan));
+  pen.fillStyle = css(colours.idle);
+  pen.fillRect(Math.max(0, left), box.y, Math.max(0, right - Math.max(0, left)), box.height);
+  paintWaits(pen, waits, box, scale, way ? 0.45 : 1);
+  const first = Math.max(0, lastStarted(compute, scale.from)), last = lastStarted(compute, scale.to);
+  if (last - first > scale.width / 3) {
+    paintShares(pen, [rank], box, scale, way ? DIMMED : 1);
+    if (way) for (const i of way) paintAction(pen, rank, i, box, scale, 1, 2);
+  } else {
+    const followed = way && new Set(way);
+    for (let i = first; i <= last; i++) {
+      if (compute.end[i] >= scale.from) paintAction(pen, rank, i, box, scale, followed && !followed.has(i) ? DIMMED : 1, 0);
+    }
+  }
+  const foot = box.height * BESIDE;
+  for (let i = Math.max(0, lastStarted(beside, scale.from)), to = lastStarted(beside, scale.to); i <= to; i++) {
+    if (beside.end[i] <= beside.start[i]) continue;
+    const x = scale.x(beside.start[i]);
+    pen.fillStyle = css(mix(colours.surface, colourOf(beside.kind[i], rank.local.get(beside.stage[i]) || 0), way ? DIMMED * 2 : 1));
+    pen.fillRect(x, box.y + box.height - foot, Math.max(1, scale.x(beside.end[i]) - x), foot);
+  }
+}
+
+function paintWaits(pen, waits, box, scale, alpha) {
+  pen.globalAlpha = alpha;
+  pen.fillStyle = colours.hatch;
+  for (let i = Math.max(0, lastStarted(waits, scale.from)), to = lastStarted(waits, scale.to); i <= to; i++) {
+    const x = scale.x(waits.start[i]), width = scale.x(waits.end[i]) - x;
+    if (width > 2) pen.fillRect(x, box.y, width, box.height);
+  }
+  pen.globalAlpha = 1;
+}
+
+function paintAction(pen, rank, i, box, scale, alpha, atLeast) {
+  const lane = rank.compute;
+  let x = scale.snap(lane.start[i]), width = scale.snap(lane.end[i]) - x;
+  if (width < atLeast) { x -= (atLeast - width) / 2; width = atLeast; }
+  if (width <= 0) return;
+  const gap = width > 9 ? 1 : width > 3.5 ? 0.5 : 0;
+  const half = lane.backKind[i] >= 0 ? box.height / 2 : box.height;
+  const parts = [[lane.kind[i], lane.stage[i], lane.microbatch[i], box.y]];
+  if (lane.backKind[i] >= 0) parts.push([lane.backKind[i], lane.backStage[i], lane.backMicrobatch[i], box.y + half]);
+  for (const [kind, stage, microbatch, y] of parts) {
+    const colour = colourOf(kind, rank.local.get(stage) || 0);
+    pen.fillStyle = css(alpha < 1 ? mix(colours.idle, colour, alpha) : colour);
+    if (width > 9 && half > 9) {
+      pen.beginPath();
+      pen.roundRect(x, y, width - gap, half - (half < box.height && y === box.y ? 0.75 : 0), 2.5);
+      pen.fill();
+    } else {
+      pen.fillRect(x, y, width - gap, half);
+    }
+    if (alpha === 1 && half >= 9) paintLabel(pen, [kind, microbatch, colour], x, y + half / 2, width - gap, half);
+  }
+}
+
+function paintLabel(pen, [kind, microbatch, colour], x, y, width, height) {
+  const digits = microbatch >= 0 ? String(microbatch) : "";
+  const size = Math.min(12, height - 1);
+  const fits = text => text && text.length * size * 0.62 + 4 <= width;
+  const text = [LETTERS[kind] + digits, digits].find(fits);
+  if (!text) return;
+  pen.fillStyle = inkOn(colour);
+  pen.font = `${size}px system-ui, "Liberation Sans", sans-serif`;
+  pen.textAlign = "center";
+  pen.textBaseline = "middle";
+  // Cut off at the edges, the label stays in what is seen of its box.
+  const from = Math.max(x, 0), to = Math.min(x + width, pen.canvas.clientWidth);
+  if (fits(text) && to - from >= text.length * size * 0.62 + 2) pen.fillText(text, (from + to) / 2, y + 0.5);
+}
+
+// Where actions are narrower than pixels, a column is split by height: how much of its time went where. Its cost does
+// not grow with the number of actions. Of several ranks it shows the mean.
+function paintShares(pen, ranks, box, scale, alpha) {
+  const ratio = window.devicePixelRatio || 1;
+  const from = Math.max(0, Math.floor(scale.x(0) * ratio));
+  const to = Math.min(Math.round(scale.width * ratio), Math.ceil(scale.x(box.makespan) * ratio));
+  const width = to - from, height = Math.max(1, Math.round(box.height * ratio));
+  if (width <= 0) return;
+  const shares = new Float64Array(width * LETTERS.length), whole = ranks.length * (scale.to - scale.from) / (scale.width * ratio);
+  for (const rank of ranks) addShares(rank.compute, shares, column => scale.t((from + column) / ratio), width);
+  const image = new ImageData(width, height), pixels = new Uint32Array(image.data.buffer);
+  const inks = colours.kinds.map(([r, g, b]) => (Math.round(255 * alpha) << 24 | b << 16 | g << 8 | r) >>> 0);
+  for (let x = 0; x < width; x++) {
+    let filled = 0;
+    for (let kind = LETTERS.length - 1, y = height - 1; kind >= 0; kind--) {
+      filled += shares[x * LETTERS.length + kind] / whole;
+      for (const top = height - Math.round(Math.min(1, filled) * height); y >= top; y--) pixels[y * width + x] = inks[kind];
+    }
+  }
+  const picture = document.createElement("canvas");
+  picture.width = width;
+  picture.height = height;
+  picture.getContext("2d").putImageData(image, 0, 0);
+  pen.imageSmoothingEnabled = false;
+  pen.drawImage(picture, from / ratio, box.y, width / ratio, box.height);
+}
+
+// Adds to each column and kind the lane's time in it.
+function addShares(lane, shares, timeAt, width) {
+  const before = new Float64Array(LETTERS.length), after = new Float64Array(LETTERS.length);
+  lane.sums ||= sumsOf(lane);
+  sumsAt(lane, timeAt(0), before);
+  for (let x = 0; x < width; x++) {
+    sumsAt(lane, timeAt(x + 1), after);
+    for (let kind = 0; kind < LETTERS.length; kind++) shares[x * LETTERS.length + kind] += after[kind] - before[kind];
+    before.set(after);
+  }
+}
+
+// For each kind that a lane has, the time it took up to the start of each action.
+function sumsOf(lane) {
+  const sums = [...LETTERS].map((_, kind) => (lane.kind.includes(kind) || lane.backKind.includes(kind) ? new Float64Array(lane.n + 1) : null));
+  for (let i = 0; i < lane.n; i++) {
+    for (const sum of sums) if (sum) sum[i + 1] = sum[i];
+    spread(lane, i, lane.end[i] - lane.start[i], (kind, took) => { sums[kind][i + 1] += took; });
+  }
+  return sums;
+}
+
+function sumsAt(lane, time, into) {
+  const i = lastStarted(lane, time);
+  into.fill(0);
+  if (i < 0) return;
+  for (let kind = 0; kind < into.length; kind++) if (lane.sums[kind]) into[kind] = lane.sums[kind][i];
+  spread(lane, i, Math.min(time, lane.end[i]) - lane.start[i], (kind, took) => { into[kind] += took; });
+}
+
+// A fused pair's time is half its forward's, half its backward's.
+function spread(lane, i, took, add) {
+  if (lane.backKind[i] < 0) { add(lane.kind[i], took); return; }
+  add(lane.kind[i], took / 2);
+  add(lane.backKind[i], took / 2);
+}
+
+// Live tapes over time as steps: filled, or as a line where it is laid over another. Of the steps within one pixel the
+// highest is drawn, so that no peak is lost from afar.
+function paintStrip(pen, live, box, scale, filled) {
+  const { times, values } = live;
+  const y = value => box.y + box.height - (box.height - 1) * (value / peakLive);
+  let i = Math.max(0, lastStarted({ start: times, n: times.length }, scale.from));
+  let value = times.length && times[i] <= scale.from ? values[i] : 0;
+  let x = Math.max(0, scale.x(0)), highest = value;
+  pen.beginPath();
+  pen.moveTo(x, y(filled ? 0 : value));
+  for (; i < times.length && times[i] <= scale.to; i++) {
+    const at = scale.x(times[i]);
+    if (at - x >= 0.5) {
+      pen.lineTo(x, y(highest));
+      pen.lineTo(x, y(value));
+      pen.lineTo(at, y(value));
+      x = at;
+      highest = values[i];
+    }
+    value = values[i];
+    highest = Math.max(highest, value);
+  }
+  pen.lineTo(x, y(highest));
+  pen.lineTo(x, y(value));
+  const end = Math.min(scale.width, scale.x(box.makespan));
+  pen.lineTo(Math.max(x, end), y(value));
+  if (!filled) {
+    pen.strokeStyle = css(colours.ink, 0.75);
+    pen.lineWidth = 1;
+    pen.stroke();
+    return;
+  }
+  pen.lineTo(Math.max(x, end), y(0));
+  pen.lineTo(Math.max(0, scale.x(0)), y(0));
+  pen.closePath();
+  pen.fillStyle = css(colours.muted, 0.34);
+  pen.fill();
+}
+
+// A message, from one box's edge to another's: a curve with a head, on a halo that keeps it apart from what it crosses.
+function paintArrow(pen, from, to, colour) {
+  const down = to.y > from.y ? 1 : -1, head = Math.min(6, Math.abs(to.y - from.y) / 2), foot = to.y - down * head;
+  const bend = Math.min(44, Math.abs(foot - from.y) / 2) * down;
+  const draw = () => {
+    pen.beginPath();
+    pen.moveTo(from.x, from.y);
+    pen.bezierCurveTo(from.x, from.y + bend, to.x, foot - bend, to.x, foot);
+    pen.stroke();
+  };
+  pen.lineCap = "round";
+  pen.strokeStyle = css(colours.surface, 0.9);
+  pen.lineWidth = 4.5;
+  draw();
+  pen.strokeStyle = pen.fillStyle = css(colour);
+  pen.lineWidth = 1.75;
+  draw();
+  pen.beginPath();
+  pen.moveTo(to.x, to.y + down);
+  pen.lineTo(to.x - head * 0.62, foot);
+  pen.lineTo(to.x + head * 0.62, foot);
+  pen.closePath();
+  pen.fill();
+  pen.beginPath();
+  pen.arc(from.x, from.y, 2.2, 0, 7);
+  pen.fill();
+}
+
+// Round times at least so many pixels apart.
+function ticksOf(scale, apart) {
+  const least = (scale.to - scale.from) * apart / scale.width;
+  const power = 10 ** Math.floor(Math.log10(least));
+  const step = [1, 2, 5, 10].map(base => base * power).find(candidate => candidate >= least * (1 - 1e-9));
+  const ticks = [];
+  for (let k = Math.max(0, Math.ceil(scale.from / step)); k * step <= Math.min(scale.to, 4 * makespan); k++) ticks.push(k * step);
+  return { ticks, decimals: Math.max(0, -Math.floor(Math.log10(step) + 1e-9)) };
+}

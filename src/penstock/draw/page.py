@@ -1,0 +1,137 @@
+"""Timelines as one HTML page that needs nothing else: to zoom in, to follow a microbatch, to compare two timelines.
+
+The page is put together from the files in `assets`: a skeleton, a style sheet and scripts. The timelines are embedded
+as JSON in columns, with times as whole numbers of a tick, so that a page of a million actions is still a file one can
+send around.
+"""
+
+import html
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from importlib import resources
+from itertools import chain
+from math import floor, log10
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from penstock.draw.boxes import KIND_OF, Kind
+from penstock.draw.layers import Layer, check_layers
+from penstock.schedule import Event, Op, Pair
+from penstock.schedule.actions import parts
+from penstock.schedule.recording import Wait
+
+_SCRIPTS = ("model.js", "paint.js", "view.js", "page.js")
+_DIGITS = 9  # of the makespan, in a tick
+_PAIRS = {Op.B: "P", Op.I: "Q"}
+
+# Where the colour of the printed pictures would drown in a dark page, another of the same hue.
+_DARK = {Kind.FORWARD: "#5C9CE6", Kind.STEP: "#A3ADB9", Kind.IDLE: "#222933"}
+
+
+def write_page(
+    path: str | Path,
+    layers: Sequence[Layer],
+    *,
+    unit: str = "",
+    command: str = "",
+    tape_bytes: Sequence[float] | None = None,
+) -> None:
+    """Draw timelines into an HTML file; an existing file is overwritten.
+
+    `unit` is that of the timelines' times, `command` the one that made the page. With `tape_bytes`, the bytes that
+    a tape of each stage holds, the page shows bytes over time instead of numbers of tapes.
+
+    Raises: ValueError for layers that do not go together.
+    """
+    check_layers(layers)
+    told = {
+        "unit": unit,
+        "command": command,
+        "tapeBytes": None if tape_bytes is None else list(tape_bytes),
+        "looks": {kind.value.letter: asdict(kind.value) | {"dark": _DARK.get(kind)} for kind in Kind},
+        "layers": [_layer(layer) for layer in layers],
+    }
+    assets = resources.files("penstock.draw") / "assets"
+    page = Template((assets / "page.html").read_text(encoding="utf-8")).substitute(
+        title=html.escape(_title(layers)),
+        command=html.escape(command),
+        style=(assets / "page.css").read_text(encoding="utf-8"),
+        data=_json(told),
+        script="\n".join((assets / name).read_text(encoding="utf-8") for name in _SCRIPTS),
+    )
+    Path(path).write_text(page, encoding="utf-8")
+
+
+def _title(layers: Sequence[Layer]) -> str:
+    """The last layer's title, and what else there is."""
+    *others, last = layers
+    return ", and ".join([last.timeline.title, *(layer.name for layer in others)])
+
+
+def _json(value: object) -> str:
+    """Compact JSON in which nothing can end the script element it stands in."""
+    return json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+
+
+def _layer(layer: Layer) -> dict[str, Any]:
+    timeline = layer.timeline
+    # A power of ten, so that round times stay round.
+    tick = 10.0 ** (floor(log10(timeline.makespan)) + 1 - _DIGITS) if timeline.makespan > 0 else 1.0
+    waits = layer.waits or ((),) * len(timeline.events)
+    return {
+        "name": layer.name,
+        "title": timeline.title,
+        "tick": tick,
+        "makespan": timeline.makespan,
+        "span": timeline.span_cost,
+        "bubble": timeline.bubble_rate,
+        "idle": timeline.idle,
+        "peak": timeline.peak_live_microbatches,
+        "recorded": bool(layer.waits),
+        "ranks": [_rank(events, own, tick) for events, own in zip(timeline.events, waits, strict=True)],
+    }
+
+
+def _rank(events: Sequence[Event], waits: Sequence[Wait], tick: float) -> dict[str, Any]:
+    """A rank's lanes: what it computes, what it reduces beside that, and when it waits."""
+    compute, beside = [], []
+    for event in events:
+        (beside if parts(event.action)[0].op is Op.REDUCE_GRAD else compute).append(event)
+    return {
+        "compute": _lane(compute, tick),
+        "beside": _lane(beside, tick),
+        "waits": _times(((wait.start, wait.end) for wait in waits), tick) | {"rank": [wait.rank for wait in waits]},
+    }
+
+
+def _lane(events: Sequence[Event], tick: float) -> dict[str, Any]:
+    """Events as columns: a letter each (a fused pair of F with B is P, with I is Q), stage, microbatch and times.
+
+    `pairs` has stage and microbatch of the backwards in fused pairs, one after the other.
+    """
+    first = [parts(event.action)[0] for event in events]
+    backwards = [event.action.backward for event in events if isinstance(event.action, Pair)]
+    letters = (
+        _PAIRS[event.action.backward.op] if isinstance(event.action, Pair) else KIND_OF[event.action.op].value.letter
+        for event in events
+    )
+    return {
+        "kinds": "".join(letters),
+        "stage": [action.stage for action in first],
+        "microbatch": [action.microbatch for action in first],
+        "pairs": list(chain.from_iterable((action.stage, action.microbatch) for action in backwards)),
+        **_times(((event.start, event.end) for event in events), tick),
+    }
+
+
+def _times(stretches: Iterable[tuple[float, float]], tick: float) -> dict[str, list[int]]:
+    """In ticks: `gap` from the end of the stretch before, and `took`; most gaps are 0."""
+    gaps, took, before = [], [], 0
+    for start, end in stretches:
+        first, last = round(start / tick), round(end / tick)
+        gaps.append(first - before)
+        took.append(last - first)
+        before = last
+    return {"gap": gaps, "took": took}

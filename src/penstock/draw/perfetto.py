@@ -1,0 +1,134 @@
+"""Timelines as a trace that ui.perfetto.dev and chrome://tracing open.
+
+One process a rank, with a thread for its compute and one for its reductions, an arrow for each message, and the number
+of live tapes as a counter.
+
+Source: Trace Event Format (D. Duca, D. Sinclair), and what Perfetto's importer of it reads.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from penstock.draw.boxes import KIND_OF
+from penstock.draw.layers import Layer, check_layers, live_tapes
+from penstock.schedule import Event, Op
+from penstock.schedule.actions import parts
+
+NANOSECONDS = {"s": 1e9, "ms": 1e6, "us": 1e3, "ns": 1.0}
+_COMPUTE, _REDUCTION = 1, 2  # threads
+_FORWARD, _BACKWARD = {Op.F}, {Op.B, Op.I}
+
+Entry = dict[str, Any]
+
+
+def write_trace(path: str | Path, layers: Sequence[Layer], *, unit: str = "", command: str = "") -> None:
+    """Write a trace into a JSON file, an event a line; an existing file is overwritten.
+
+    `unit` is that of the layers' times; without one, 1 is shown as 1 ms.
+
+    Raises: ValueError for layers that do not go together, or a unit that is not known.
+    """
+    check_layers(layers)
+    if unit and unit not in NANOSECONDS:
+        raise ValueError(f"no unit of time is called {unit!r}; there are {', '.join(NANOSECONDS)}")
+    told = {
+        "title": layers[0].timeline.title,
+        "command": command,
+        "unit": unit or "none: 1 is shown as 1 ms",
+    }
+    head = json.dumps({"displayTimeUnit": "ms", "otherData": told})[:-1]
+    with Path(path).open("w", encoding="utf-8") as file:
+        file.write(f'{head}, "traceEvents": [\n')
+        for number, entry in enumerate(entries(layers, unit)):
+            file.write((",\n" if number else "") + json.dumps(entry, separators=(",", ":")))
+        file.write("\n]}\n")
+
+
+def entries(layers: Sequence[Layer], unit: str = "") -> Iterator[Entry]:
+    """The events of the trace, as plain values; times in microseconds, whole in nanoseconds."""
+    nanoseconds = NANOSECONDS[unit or "ms"]
+    for rank in range(len(layers[0].timeline.events)):
+        yield {"ph": "M", "name": "process_name", "pid": _pid(rank), "args": {"name": f"rank {rank}"}}
+        yield {"ph": "M", "name": "process_sort_index", "pid": _pid(rank), "args": {"sort_index": rank}}
+    for number, layer in enumerate(layers):
+        yield from _Track(number, layer, nanoseconds, alone=len(layers) == 1).entries()
+
+
+def _pid(rank: int) -> int:
+    # Perfetto takes process 0 for the kernel's idle task.
+    return rank + 1
+
+
+class _Track:
+    """One layer on its way into a trace."""
+
+    def __init__(self, number: int, layer: Layer, nanoseconds: float, *, alone: bool) -> None:
+        self.number, self.layer, self.nanoseconds = number, layer, nanoseconds
+        self.suffix = "" if alone else f", {layer.name}"
+
+    def entries(self) -> Iterator[Entry]:
+        for rank, events in enumerate(self.layer.timeline.events):
+            yield from self._threads(rank)
+            for event in events:
+                yield self._slice(rank, event)
+            for wait in self.layer.waits[rank] if self.layer.waits else ():
+                if wait.end > wait.start:
+                    name = f"wait for rank {wait.rank}"
+                    yield self._at(rank, "X", name, wait.start, cat="wait", **self._duration(wait.start, wait.end))
+            for time, live in live_tapes(events):
+                yield self._at(rank, "C", f"live{self.suffix}", time, args={"tapes": live})
+        yield from self._arrows()
+
+    def _threads(self, rank: int) -> Iterator[Entry]:
+        for thread, name in ((_COMPUTE, "compute"), (_REDUCTION, "reduction")):
+            ids = {"pid": _pid(rank), "tid": self._tid(rank, thread)}
+            yield {"ph": "M", "name": "thread_name", **ids, "args": {"name": f"{name}{self.suffix}"}}
+            yield {"ph": "M", "name": "thread_sort_index", **ids, "args": {"sort_index": 10 * self.number + thread}}
+
+    def _slice(self, rank: int, event: Event) -> Entry:
+        first = parts(event.action)[0]
+        thread = _REDUCTION if first.op is Op.REDUCE_GRAD else _COMPUTE
+        args = {"stage": first.stage, "microbatch": first.microbatch}
+        return self._at(
+            rank, "X", str(event.action), event.start, thread=thread,
+            cat=KIND_OF[first.op].value.word, **self._duration(event.start, event.end),
+            args={key: value for key, value in args.items() if value >= 0},
+        )  # fmt: skip
+
+    def _arrows(self) -> Iterator[Entry]:
+        """From the action that made a message to the one that needed it, where they are on two ranks."""
+        makers = {
+            (action.op in _FORWARD, action.stage, action.microbatch): (rank, event)
+            for rank, events in enumerate(self.layer.timeline.events)
+            for event in events
+            for action in parts(event.action)
+            if action.op in _FORWARD | _BACKWARD
+        }
+        number = self.number << 40
+        for (forward, stage, microbatch), (rank, event) in makers.items():
+            taker = makers.get((forward, stage + (1 if forward else -1), microbatch))
+            if taker is None or taker[0] == rank:
+                continue
+            number += 1
+            what = {"name": "output" if forward else "gradient", "cat": "message", "id": number}
+            # An arrow belongs to the slice that is open at its time: inside the maker, just before it ends.
+            leaves = max(event.start, event.end - 1 / self.nanoseconds)
+            yield self._at(rank, "s", time=leaves, **what)
+            yield self._at(taker[0], "f", time=taker[1].start, bp="e", **what)
+
+    def _at(self, rank: int, kind: str, name: str, time: float, *, thread: int = _COMPUTE, **more: Any) -> Entry:
+        ids = {"pid": _pid(rank), "tid": self._tid(rank, thread)}
+        return {"ph": kind, "name": name, **ids, "ts": self._nanoseconds(time) / 1000, **more}
+
+    def _tid(self, rank: int, thread: int) -> int:
+        """Numbers that no two threads of the trace share; Perfetto names a thread by its number alone."""
+        return 100 * _pid(rank) + 10 * self.number + thread
+
+    def _duration(self, start: float, end: float) -> dict[str, Any]:
+        # The difference of rounded times: slices that touch must not overlap, or one of them is dropped.
+        return {"dur": (self._nanoseconds(end) - self._nanoseconds(start)) / 1000}
+
+    def _nanoseconds(self, time: float) -> int:
+        return round(time * self.nanoseconds)
