@@ -1,6 +1,7 @@
 """`penstock schedule`: list, show, verify, simulate and export schedules; none of it needs torch or a GPU."""
 
 import argparse
+import shlex
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,7 @@ def list_schedules(arguments: list[str]) -> int:
 
 
 def show(arguments: list[str]) -> int:
-    """Draw a schedule in the terminal, or into an SVG or PNG file."""
+    """Draw a schedule in the terminal, or into a file: a picture, a page or a trace."""
     parser = Parser(
         "penstock schedule show",
         "Draw who does what when: one row a rank, time to the right.\n"
@@ -54,24 +55,27 @@ def show(arguments: list[str]) -> int:
         examples=(
             "penstock schedule show 1f1b --ranks 4 --microbatches 8",
             "penstock schedule show afab --forward 20 --backward-input 22 --backward-weight 18 --output afab.svg",
+            "penstock schedule show 1f1b --ranks 8 --microbatches 32 --output 1f1b.html",
         ),
     )
     _add_schedule(parser, arguments)
     _add_costs(parser)
-    parser.add_argument("--output", type=Path, metavar="FILE", help="draw into this file: .svg or .png")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="draw into this file: .svg, .png, .html or .json")
     parser.add_argument("--force", action="store_true", help="replace the file if it exists")
     _add_json(parser)
     options = parser.parse_args(arguments)
     if options.output is not None:
-        from penstock.draw.image import check_path
+        from penstock.draw.files import check_ending
 
-        check_path(options.output)
+        check_ending(options.output)
         refuse_to_overwrite(options.output, force=options.force)
     timeline = schedule.simulate(_proved(options), _costs(options))
     if options.output is not None:
-        from penstock.draw import picture
+        from penstock.draw.files import write_drawing
+        from penstock.draw.layers import Layer
 
-        picture(options.output, [timeline])
+        command = shlex.join(["penstock", "schedule", "show", *arguments])
+        write_drawing(options.output, [Layer.simulated(timeline)], command=command)
     if options.json:
         print_json(_summary_of(options, timeline) | {"events": _events(timeline)} | _written(options))
     elif options.output is not None:
@@ -177,7 +181,7 @@ def export(arguments: list[str]) -> int:
 
 COMMANDS = {
     "list": Command("the schedules that can be built", __name__, "list_schedules"),
-    "show": Command("draw a schedule in the terminal, or as SVG or PNG", __name__, "show"),
+    "show": Command("draw a schedule in the terminal, as SVG or PNG, a page, or a Perfetto trace", __name__, "show"),
     "verify": Command("prove a schedule from a file, also one written by hand or by torch", __name__, "verify"),
     "simulate": Command("time a schedule: makespan, bubble, live microbatches", __name__, "simulate"),
     "export": Command("write a schedule as text or as torch's CSV", __name__, "export"),

@@ -11,6 +11,7 @@ from penstock.schedule.recording import Recording
 from penstock.schedule.text import parse_step
 
 FORMAT = "penstock recorded step 1"
+RECORDED_STEP_FILE = "timeline.json"  # in the folder of a run
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from itertools import pairwise
 from math import isfinite
 from typing import Any
 
-from penstock.schedule.actions import COMPUTE, Op, Step, parts
+from penstock.schedule.actions import COMPUTE, RECEIVES, SENDS, Op, Step, parts
 from penstock.schedule.text import parse_step
 from penstock.schedule.timeline import Event, Timeline
 
@@ -44,13 +44,14 @@ class Span:
 class Spent:
     """Where one rank's time went, in ms; together the fields are the recording's makespan.
 
-    `waiting` has the time waited for messages by the rank that sent them. `reduction` is the start of the gradient
-    reductions and the wait for them before the optimizer step. `between` is what the rank did between its actions:
-    posting sends and receives, bookkeeping. `outside` lies before its first action and after its last.
+    `waiting` has the time waited for messages by the rank that sent them. `transfers` is spent on starting sends and
+    posting receives. `reduction` is the start of the gradient reductions and the wait for them before the optimizer
+    `step`. `between` is what is left between a rank's actions, `outside` lies before its first and after its last.
     """
 
     compute: float = 0.0
     waiting: Mapping[int, float] = field(default_factory=dict)
+    transfers: float = 0.0
     reduction: float = 0.0
     step: float = 0.0
     between: float = 0.0
@@ -136,14 +137,16 @@ def _spent(spans: Sequence[Span], makespan: float) -> Spent:
         for wait in span.waits:
             waiting[wait.rank] = waiting.get(wait.rank, 0.0) + wait.end - wait.start
     compute = sum(by_op[op] for op in COMPUTE)
+    transfers = sum(by_op[op] for op in SENDS | RECEIVES)
     reduction = by_op[Op.REDUCE_GRAD] + sum(_before_step(spans))
     present = spans[-1].end - spans[0].begin
     return Spent(
         compute=compute,
         waiting=dict(sorted(waiting.items())),
+        transfers=transfers,
         reduction=reduction,
         step=by_op[Op.STEP],
-        between=present - compute - sum(waiting.values()) - reduction - by_op[Op.STEP],
+        between=present - compute - sum(waiting.values()) - transfers - reduction - by_op[Op.STEP],
         outside=makespan - present,
     )
 

@@ -1,0 +1,128 @@
+"""`penstock trace`: draw a recorded step of a run, and say where each rank's time went."""
+
+import shlex
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+
+from penstock.cli.commands import Parser, print_json, refuse_to_overwrite
+from penstock.draw.boxes import number
+from penstock.draw.files import ENDINGS, check_ending, write_drawing
+from penstock.draw.record import RECORDED_STEP_FILE, RecordedStep, read_recorded_step
+from penstock.schedule.recording import Recording
+
+_HEADINGS = ("compute", "waiting", "transfers", "reduction", "step", "between", "outside")
+
+
+def main(arguments: list[str]) -> int:
+    """Draw the step that a run recorded, and print where its time went.
+
+    Raises: ValueError for users' mistakes; OSError for a file that can not be read or written.
+    """
+    parser = Parser(
+        "penstock trace",
+        "Draw a step as it was measured, and say per rank where its time went: compute, waiting and for whom,\n"
+        "gradient reductions, the optimizer step, between actions. RUN is the folder of a run, whose last step is\n"
+        f"recorded in its {RECORDED_STEP_FILE}, or such a file.",
+        examples=(
+            "penstock trace runs/tiny",
+            "penstock trace runs/tiny --output step.html      a page: the measured step over the simulated one",
+            "penstock trace runs/tiny --output step.json      for ui.perfetto.dev",
+        ),
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a run, or a recorded step")
+    told = ", ".join(f"{ending} ({what})" for ending, what in ENDINGS.items())
+    parser.add_argument("--output", type=Path, metavar="FILE", help=f"draw into this file; by its ending: {told}")
+    parser.add_argument("--simulated", action="store_true", help="in the terminal, draw the simulated step too")
+    parser.add_argument("--force", action="store_true", help="replace the file if it exists")
+    parser.add_argument("--json", action="store_true", help="print one JSON document instead")
+    options = parser.parse_args(arguments)
+    if options.output is not None:
+        check_ending(options.output)
+        refuse_to_overwrite(options.output, force=options.force)
+    recorded = read_recorded_step(_file_of(options.run))
+    if options.output is not None:
+        write_drawing(options.output, recorded.layers, unit="ms", command=shlex.join(["penstock", "trace", *arguments]))
+    if options.json:
+        written = {} if options.output is None else {"written": str(options.output)}
+        print_json(_to_json(recorded) | written)
+        return 0
+    if options.output is None:
+        _draw(recorded, with_simulated=options.simulated)
+    else:
+        print(f"drew {recorded.recording.title} into {options.output}")
+    _print_spent(recorded.recording)
+    return 0
+
+
+def _file_of(run: Path) -> Path:
+    """The recorded step of a run.
+
+    Raises: ValueError if there is none, saying how a run comes to have one.
+    """
+    if run.is_file():
+        return run
+    if not run.is_dir():
+        raise ValueError(f"there is no run {run}")
+    file = run / RECORDED_STEP_FILE
+    if not file.is_file():
+        raise ValueError(
+            f"{run} has no {RECORDED_STEP_FILE}: a run writes it after its last step, unless [log] timeline is false"
+        )
+    return file
+
+
+def _draw(recorded: RecordedStep, *, with_simulated: bool) -> None:
+    from penstock.draw import in_terminal
+
+    if with_simulated and recorded.simulated is not None:
+        in_terminal(recorded.simulated)
+        print()
+    in_terminal(recorded.recording.timeline)
+
+
+def _to_json(recorded: RecordedStep) -> dict[str, object]:
+    recording, simulated = recorded.recording, recorded.simulated
+    ranks = [
+        asdict(spent) | {"waiting": {str(peer): waited for peer, waited in spent.waiting.items()}}
+        for spent in recording.spent()
+    ]
+    return {
+        "title": recording.title,
+        "step": recording.step,
+        "unit": "ms",
+        "makespan": recording.makespan,
+        "simulated_makespan": None if simulated is None else simulated.makespan,
+        "ranks": ranks,
+    }
+
+
+def _print_spent(recording: Recording) -> None:
+    """Where each rank's time went, whom it waited for, and who was waited for most; no line longer than 80."""
+    makespan, by_rank = recording.makespan, recording.spent()
+    print(f"\nwhere the time went, of {number(makespan)} ms")
+    print("rank" + "".join(f"{heading:>11}" for heading in _HEADINGS))
+    for rank, spent in enumerate(by_rank):
+        waited = sum(spent.waiting.values())
+        times = (spent.compute, waited, spent.transfers, spent.reduction, spent.step, spent.between, spent.outside)
+        print(f"{rank:4}" + "".join(f"{_short(time):>6}{_share(time, makespan):>5}" for time in times))
+    print("transfers: starting sends and posting receives; outside: before the first action and after the last")
+    awaited = Counter[int]()
+    print("\nwhom the ranks waited for")
+    for rank, spent in enumerate(by_rank):
+        awaited.update(spent.waiting)
+        longest_first = sorted(spent.waiting.items(), key=lambda item: item[1], reverse=True)
+        told = (f"rank {peer} {number(time)} ms ({_share(time, makespan)})" for peer, time in longest_first)
+        print(f"{rank:4}  {', '.join(told) or 'nobody'}")
+    if awaited:
+        peer, time = awaited.most_common(1)[0]
+        print(f"most for rank {peer}: {number(time)} ms, all ranks together")
+
+
+def _short(time: float) -> str:
+    """A time in at most five characters, as far as that can be."""
+    return f"{time:.2f}" if time < 9.995 else f"{time:.1f}" if time < 999.95 else f"{time:.0f}"
+
+
+def _share(time: float, makespan: float) -> str:
+    return f"{time / makespan if makespan else 0.0:.0%}"
