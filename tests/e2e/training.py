@@ -42,14 +42,14 @@ num_warmup_steps = 5
 
 [train]
 steps = {steps}
-num_microbatches = 8
+num_microbatches = 4
 
 [validation]
 every = 20
 num_sequences = 8
 
 [checkpoint]
-every = 10
+every = 5
 keep = 100
 
 [log]
@@ -84,13 +84,13 @@ def last_step(folder: Path) -> int:
     return max((entry["step"] for entry in read_metrics(folder / METRICS_FILE)), default=0)
 
 
-def wait_until(condition: Callable[[], bool], started: "Started", limit_s: float = 60.0) -> None:
+def wait_until(condition: Callable[[], bool], started: "Started", limit_s: float = 90.0) -> None:
     """Look again and again, until it is so; fails when the run has ended or the time is up."""
     deadline = time.monotonic() + limit_s
     while not condition():
         assert started.process.poll() is None, f"the run ended too early:\n{started.end()}"
         assert time.monotonic() < deadline, "the run did not get there in time"
-        select.select([], [], [], 0.002)
+        select.select([], [], [], 0.005)
 
 
 @dataclass(frozen=True)
@@ -118,8 +118,7 @@ class Started:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for pid in [*self.workers(), self.process.pid]:
-            _signal(pid, signal.SIGKILL)
+        self.kill()
         self.process.wait()
         for pipe in (self.process.stdout, self.process.stderr):
             if pipe is not None:
@@ -140,7 +139,22 @@ class Started:
         for rank in ranks:
             _signal(workers[rank], number)
 
-    def end(self, limit_s: float = 60.0) -> Ended:
+    def kill(self) -> None:
+        """SIGKILL the ranks' processes and the command."""
+        # Listed first: without the command nobody could tell which they are.
+        for pid in [*self.workers(), self.process.pid]:
+            _signal(pid, signal.SIGKILL)
+
+    def hold(self, ranks: list[int]) -> None:
+        """Stop some ranks' processes where they are; returns when all their threads stand still."""
+        pids = [self.workers()[rank] for rank in ranks]
+        for pid in pids:
+            _signal(pid, signal.SIGSTOP)
+        for pid in pids:
+            while not _stands_still(pid):
+                select.select([], [], [], 0.001)
+
+    def end(self, limit_s: float = 90.0) -> Ended:
         """Wait for the run to end."""
         out, err = self.process.communicate(timeout=limit_s)
         return Ended(self.process.returncode, out, err)
@@ -160,6 +174,15 @@ def result_of(ended: Ended) -> dict[str, Any]:
 def _signal(pid: int, number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
+
+
+def _stands_still(pid: int) -> bool:
+    """Whether every thread of a process is stopped or gone."""
+    states = []
+    for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
+        with contextlib.suppress(OSError):
+            states.append(stat.read_text().rpartition(")")[2].split()[0])
+    return set(states) <= {"T", "t", "Z", "X"}
 
 
 def _local_rank(pid: int) -> int | None:

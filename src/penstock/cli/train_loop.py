@@ -11,16 +11,18 @@ import torch
 
 from penstock.cli.progress import Progress, StepFigures
 from penstock.data import Shard
+from penstock.draw.record import RECORDED_STEP_FILE, RecordedStep, write_recorded_step
 from penstock.engine.checkpoint import Checkpointer
 from penstock.engine.config import RunConfig
 from penstock.engine.config_file import ConfigError
 from penstock.engine.engine import Engine
+from penstock.engine.measured import gather_recording
 from penstock.engine.metrics import METRICS_FILE, MetricsLog, read_metrics
 from penstock.engine.run_folder import CHECKPOINT_FOLDER, RunFolder
 from penstock.engine.run_parts import RunData, micro_batches
 from penstock.engine.train import TrainResult
 from penstock.runtime import Watchdog
-from penstock.schedule import Costs, Event, Op, Timeline
+from penstock.schedule import Costs, Op, Timeline
 
 TIMELINE_FILE = "timeline.png"
 
@@ -71,12 +73,19 @@ class TrainLoop:
         """Go on from the newest intact checkpoint; without any, from the start.
 
         Raises:
-            ConfigError: there is none, and there must be.
+            ConfigError: there is none, and there must be, or there are only damaged ones.
         """
         found = self.checkpoints.latest()
         if found is None:
+            if damaged := self.checkpoints.refused:
+                raise ConfigError(
+                    f"all {len(damaged)} checkpoints in {self.checkpoints.folder} are damaged, such as "
+                    f"{next(iter(damaged)).name} ({next(iter(damaged.values()))}); to start anew, give another --output"
+                )
             if must:
-                raise ConfigError(f"--resume: output = {self.config.output!r} holds no intact checkpoint; leave it out")
+                raise ConfigError(
+                    f"output = {self.config.output!r} holds no checkpoint to continue; leave out --resume"
+                )
             return
         self.checkpoints.load(found, self.engine.state())
         rank, world_size = self.engine.grid.rank, self.engine.grid.world_size
@@ -97,20 +106,20 @@ class TrainLoop:
         watchdog = Watchdog(engine.recorder, config.parallel.timeout_s)
         watchdog.listen_to_signals()
         try:
-            timelines = self._steps(stop_asked, teller)
+            recorded = self._steps(stop_asked, teller)
             self.checkpoints.finish()
         finally:
             watchdog.close()
             engine.close()
         self.result = replace(self.result, complete=engine.step >= config.train.steps)
         if teller is not None:
-            self.result = teller.end(self.result, timelines)
+            self.result = teller.end(self.result, recorded)
         return self.result
 
-    def _steps(self, stop_asked: Callable[[], bool], teller: "_Teller | None") -> list[Timeline]:
-        """All steps that are left; returns the timelines of the last one of the run, on rank 0."""
+    def _steps(self, stop_asked: Callable[[], bool], teller: "_Teller | None") -> RecordedStep | None:
+        """All steps that are left; returns what was recorded of the last one of the run, on rank 0."""
         config, engine = self.config, self.engine
-        spec, timelines = micro_batches(config), []
+        spec, recorded = micro_batches(config), None
         while engine.step < config.train.steps:
             if stop_asked():
                 engine.request_stop()
@@ -120,14 +129,14 @@ class TrainLoop:
             if teller is not None:
                 teller.step(taken)
             if last and config.log.timeline:
-                timelines = self._timelines(taken.num_microbatches)
+                recorded = self._recorded(taken.num_microbatches)
             if last or _is_due(taken.step, config.validation.every):
                 self._validate(teller)
             if last or taken.stop_requested or _is_due(taken.step, config.checkpoint.every):
                 self._save(wait=last or taken.stop_requested or not config.checkpoint.in_background)
             if taken.stop_requested:
                 break
-        return timelines
+        return recorded
 
     def _count(self, taken: TrainResult) -> None:
         result = self.result
@@ -142,7 +151,10 @@ class TrainLoop:
     def _validate(self, teller: "_Teller | None") -> None:
         if not self.validation:
             return
-        loss = self.engine.evaluate(self.validation)
+        # The same parts on any layout, so that the loss has the same bits; a last batch may be too small for all.
+        loss = self.engine.evaluate(
+            self.validation, micro_batches=replace(micro_batches(self.config), allow_fewer=True)
+        )
         self.result = replace(self.result, validation_loss=loss)
         if teller is not None:
             teller.validated(self.engine.step, loss)
@@ -159,13 +171,13 @@ class TrainLoop:
         self.checkpoints.save(step, self.engine.state(), extra, wait=wait)
         self._saved_step = step
 
-    def _timelines(self, num_microbatches: int) -> list[Timeline]:
-        """The last step in milliseconds: simulated with the mean times that were measured, and as it was measured."""
-        measured = self.engine.timeline()
+    def _recorded(self, num_microbatches: int) -> RecordedStep | None:
+        """The last step as it was measured, and as it was simulated with the mean times that were measured."""
+        measured = gather_recording(self.engine)
         if measured is None:
-            return []
-        measured = _in_ms(measured, self.engine.placement.stages_per_rank)
-        return [self.engine.simulated(num_microbatches, _costs(measured, num_microbatches)), measured]
+            return None
+        costs = _costs(measured.timeline, num_microbatches)
+        return RecordedStep(measured, self.engine.simulated(num_microbatches, costs))
 
 
 class _Teller:
@@ -201,14 +213,15 @@ class _Teller:
         self._metrics.write(step, {"validation_loss": loss})
         self._progress.validated(step, loss)
 
-    def end(self, result: RunResult, timelines: list[Timeline]) -> RunResult:
+    def end(self, result: RunResult, recorded: RecordedStep | None) -> RunResult:
         """Say how it ended; returns the result, with the last validation loss that the run has told of."""
-        if timelines:
+        if recorded is not None:
+            write_recorded_step(self._folder.path / RECORDED_STEP_FILE, recorded)
             # Takes a second to import, so only once there is something to draw.
             from penstock.draw import picture
 
             path = self._folder.path / TIMELINE_FILE
-            picture(path, timelines, unit="ms")
+            picture(path, [layer.timeline for layer in recorded.layers], unit="ms")
             self._progress.note(f"drew one step, simulated and measured: {path}")
         self._metrics.close()
         told = [entry for entry in read_metrics(self._folder.path / METRICS_FILE) if "validation_loss" in entry]
@@ -234,12 +247,6 @@ def _aliases(engine: Engine) -> dict[str, str]:
     """Tied copies and their optimizer state are equal to their owners' and need not be saved."""
     prefixes = ("", *(f"optimizer.{kind}." for kind in ("exp_avg", "exp_avg_sq", "master")))
     return {f"{prefix}{copy}": f"{prefix}{owner}" for copy, owner in engine.ties.items() for prefix in prefixes}
-
-
-def _in_ms(timeline: Timeline, stages_per_rank: int) -> Timeline:
-    """The same in milliseconds instead of seconds."""
-    events = [[Event(event.action, 1e3 * event.start, 1e3 * event.end) for event in rank] for rank in timeline.events]
-    return Timeline.from_events(events, stages_per_rank=stages_per_rank, title=timeline.title)
 
 
 def _costs(measured: Timeline, num_microbatches: int) -> Costs:

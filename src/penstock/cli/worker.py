@@ -183,15 +183,14 @@ def _tell_failure(group: Group, error: Exception) -> None:
     expected = isinstance(error, PipelineError) or _is_of_backend(error)
     if not expected or os.environ.get("PENSTOCK_TRACEBACK"):
         traceback.print_exception(error)
-    where = "; ".join(note for note in getattr(error, "__notes__", []) if note not in str(error))
-    text = f"{where}: {_first_sentence(error)}" if where else _first_sentence(error)
-    print(f"penstock: process {group.rank}: {text}", file=sys.stderr)
+    # What comes from below the engine does not say where in the run it happened.
+    where = "" if isinstance(error, PipelineError) else "; ".join([*getattr(error, "__notes__", []), ""])
+    print(f"penstock: process {group.rank}: {where}{_first_sentence(error)}", file=sys.stderr)
 
 
 def _first_sentence(error: Exception) -> str:
-    """What a backend's error says, without the place in its source and its advice."""
-    text = " ".join(str(error).split())
-    return re.sub(r"^\[\S+\] |\. This is typically.*$", "", text) if _is_of_backend(error) else text
+    """What an error says, without the place in a backend's source and the backend's advice."""
+    return re.sub(r"^\[\S+\] |\. This is typically[^)]*", "", " ".join(str(error).split()))
 
 
 def _is_of_backend(error: Exception) -> bool:

@@ -109,6 +109,8 @@ class ScheduleSection:
     """Receives posted ahead of need, an edge."""
     cut: tuple[int, ...] | None = None
     """Units of each stage, by hand; left out, the cut that makes the slowest stage fastest."""
+    measure: bool = False
+    """Measure the units' times before that cut, instead of estimating them."""
 
 
 @dataclass(frozen=True)

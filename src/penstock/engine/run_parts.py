@@ -83,6 +83,7 @@ def engine_options(config: RunConfig) -> EngineOptions:
         stages_per_rank=config.schedule.stages_per_rank,
         receives_ahead=config.schedule.receives_ahead,
         cut=config.schedule.cut,
+        measure_lengths=_typical_lengths(config) if config.schedule.measure else None,
         seed=config.train.seed,
         precision=Precision(config.train.precision),
         recompute=config.train.recompute,
@@ -90,6 +91,12 @@ def engine_options(config: RunConfig) -> EngineOptions:
         device=config.parallel.device,
         timeout_s=config.parallel.timeout_s,
     )
+
+
+def _typical_lengths(config: RunConfig) -> tuple[int, ...]:
+    """The lengths of a full microbatch's sequences."""
+    num_sequences = -(-config.data.num_sequences // config.parallel.dp // config.train.num_microbatches)
+    return (config.data.sequence_length,) * num_sequences
 
 
 def run_engine(config: RunConfig, vocab_size: int) -> Engine:
