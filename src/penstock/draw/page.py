@@ -22,7 +22,7 @@ from penstock.schedule import Event, Op, Pair
 from penstock.schedule.actions import parts
 from penstock.schedule.recording import Wait
 
-_SCRIPTS = ("model.js", "paint.js", "view.js", "page.js")
+_SCRIPTS = ("model.js", "paint.js", "view.js", "tell.js", "page.js")
 _DIGITS = 9  # of the makespan, in a tick
 _PAIRS = {Op.B: "P", Op.I: "Q"}
 

@@ -1,8 +1,12 @@
 // What the page knows: timelines decoded into typed arrays, and questions to them. Nothing here draws.
 
 const LETTERS = "FBIWRS";
-const F = 0, B = 1, I = 2, W = 3;
-const FORWARD = 0, BACKWARD = 1; // the two flows of messages
+const F = 0,
+  B = 1,
+  I = 2,
+  W = 3;
+const FORWARD = 0,
+  BACKWARD = 1; // the two flows of messages
 
 const data = JSON.parse(document.getElementById("data").textContent);
 const layers = data.layers.map(decodeLayer);
@@ -38,9 +42,14 @@ function decodeLayer(packed) {
 function decodeLane(packed, tick) {
   const n = packed.kinds.length;
   const lane = {
-    n, ...decodeTimes(packed, tick),
-    kind: new Uint8Array(n), stage: Int32Array.from(packed.stage), microbatch: Int32Array.from(packed.microbatch),
-    backKind: new Int8Array(n).fill(-1), backStage: new Int32Array(n).fill(-1), backMicrobatch: new Int32Array(n).fill(-1),
+    n,
+    ...decodeTimes(packed, tick),
+    kind: new Uint8Array(n),
+    stage: Int32Array.from(packed.stage),
+    microbatch: Int32Array.from(packed.microbatch),
+    backKind: new Int8Array(n).fill(-1),
+    backStage: new Int32Array(n).fill(-1),
+    backMicrobatch: new Int32Array(n).fill(-1),
   };
   for (let i = 0, pair = 0; i < n; i++) {
     const letter = packed.kinds[i];
@@ -55,7 +64,9 @@ function decodeLane(packed, tick) {
 }
 
 function decodeTimes(packed, tick) {
-  const n = packed.gap.length, start = new Float64Array(n), end = new Float64Array(n);
+  const n = packed.gap.length,
+    start = new Float64Array(n),
+    end = new Float64Array(n);
   for (let i = 0, at = 0; i < n; i++) {
     at += packed.gap[i];
     start[i] = at * tick;
@@ -67,13 +78,21 @@ function decodeTimes(packed, tick) {
 
 // The number of live tapes (or their bytes) over time, as steps. A tape lives from its forward to its B or W.
 function liveTapes(lane) {
-  const times = [], values = [];
+  const times = [],
+    values = [];
   const weigh = stage => (data.tapeBytes ? data.tapeBytes[stage] : 1);
   const trains = lane.kind.some(kind => kind === B || kind === W) || lane.backKind.includes(B);
-  let live = 0, peak = 0;
-  const change = (time, by) => { live += by; peak = Math.max(peak, live); times.push(time); values.push(live); };
+  let live = 0,
+    peak = 0;
+  const change = (time, by) => {
+    live += by;
+    peak = Math.max(peak, live);
+    times.push(time);
+    values.push(live);
+  };
   for (let i = 0; i < lane.n; i++) {
-    const kind = lane.kind[i], weight = weigh(lane.stage[i]);
+    const kind = lane.kind[i],
+      weight = weigh(lane.stage[i]);
     if (kind === F) change(lane.start[i], weight);
     if (kind === B || kind === W || (kind === F && !trains)) change(lane.end[i], -weight);
     if (lane.backKind[i] === B) change(lane.end[i], -weigh(lane.backStage[i]));
@@ -83,8 +102,10 @@ function liveTapes(lane) {
 
 // Where each action is: by flow (W on its own), stage and microbatch, its rank and its index in the rank's lane.
 function placesOf(layer) {
-  const stride = layer.lastMicrobatch + 1, size = 3 * layer.numStages * stride;
-  const rankAt = new Int32Array(size).fill(-1), indexAt = new Int32Array(size);
+  const stride = layer.lastMicrobatch + 1,
+    size = 3 * layer.numStages * stride;
+  const rankAt = new Int32Array(size).fill(-1),
+    indexAt = new Int32Array(size);
   const put = (kind, stage, microbatch, rank, index) => {
     if (stage < 0 || microbatch < 0) return;
     const flow = kind === F ? 0 : kind === W ? 2 : 1;
@@ -107,10 +128,12 @@ function placesOf(layer) {
 
 // The last stretch of a lane that starts at or before a time; -1 before the first.
 function lastStarted(lane, time) {
-  let low = 0, high = lane.n;
+  let low = 0,
+    high = lane.n;
   while (low < high) {
     const middle = (low + high) >> 1;
-    if (lane.start[middle] <= time) low = middle + 1; else high = middle;
+    if (lane.start[middle] <= time) low = middle + 1;
+    else high = middle;
   }
   return low - 1;
 }
@@ -124,8 +147,10 @@ function under(lane, time) {
 // The action on another rank that made what this one needs, if there is one: a place with its flow.
 function sourceOf(layer, rank, index) {
   const lane = layer.ranks[rank].compute;
-  const candidates = [[lane.kind[index], lane.stage[index], lane.microbatch[index]],
-    [lane.backKind[index], lane.backStage[index], lane.backMicrobatch[index]]];
+  const candidates = [
+    [lane.kind[index], lane.stage[index], lane.microbatch[index]],
+    [lane.backKind[index], lane.backStage[index], lane.backMicrobatch[index]],
+  ];
   let latest = null;
   for (const [kind, stage, microbatch] of candidates) {
     if (kind !== F && kind !== B && kind !== I) continue;

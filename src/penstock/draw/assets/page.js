@@ -1,6 +1,4 @@
-// The page's controls: mouse, keys, buttons, what is told in words, and the address that remembers the view.
-
-const WORDS = [...LETTERS].map(letter => data.looks[letter].word);
+// The page's controls: mouse, keys, buttons, and the address that remembers the view.
 
 // ---- choosing
 
@@ -11,18 +9,6 @@ function follow(microbatch) {
   tellWay();
   remember();
   redraw();
-}
-
-function tellWay() {
-  if (state.microbatch < 0) { $("status").textContent = ""; return; }
-  const told = shownLayers().map(layer => {
-    const way = wayOf(layer, state.microbatch);
-    if (!way.actions.length) return `no microbatch ${state.microbatch}`;
-    const name = layers.length > 1 ? `${layer.name}: ` : "";
-    return `${name}${time4(way.start)} to ${time4(way.end)}, ${time4(way.work)} of it at work, ` +
-      `${way.actions.length} actions, ${way.messages.length} messages`;
-  });
-  $("status").textContent = `Microbatch ${state.microbatch}: ${told.join("; ")}`;
 }
 
 function show(what) {
@@ -59,7 +45,12 @@ function makeLegend() {
     const stripes = `repeating-linear-gradient(135deg, ${css(colours.muted, 0.6)} 0 1px, transparent 1px 4px)`;
     entries.push(swatch(`${stripes}, ${css(colours.idle)}`, "waiting for a message"));
   }
-  entries.push(swatch(`linear-gradient(transparent 45%, ${css(colours.muted, 0.42)} 45%)`, $("stripsName").textContent.toLowerCase()));
+  entries.push(
+    swatch(
+      `linear-gradient(transparent 45%, ${css(colours.muted, 0.42)} 45%)`,
+      $("stripsName").textContent.toLowerCase(),
+    ),
+  );
   $("legend").replaceChildren(...entries);
 }
 
@@ -72,7 +63,11 @@ function remember() {
   if (state.to - state.from < 0.999 * (WHOLE[1] - WHOLE[0])) {
     parts.push(`from=${figure(state.from, 9)}`, `to=${figure(state.to, 9)}`);
   }
-  try { history.replaceState(null, "", parts.length ? `#${parts.join("&")}` : location.pathname + location.search); } catch { /* some viewers forbid it */ }
+  try {
+    history.replaceState(null, "", parts.length ? `#${parts.join("&")}` : location.pathname + location.search);
+  } catch {
+    /* some viewers forbid it */
+  }
 }
 
 function recall() {
@@ -85,91 +80,24 @@ function recall() {
   follow(asked.has("microbatch") ? Number(asked.get("microbatch")) : -1);
 }
 
-// ---- what is told in words
-
-function describe(at) {
-  const { rank, layer, index } = at, lane = layer.ranks[rank].compute;
-  if (at.beside >= 0) {
-    const { beside } = layer.ranks[rank];
-    return [`${WORDS[beside.kind[at.beside]]} of stage ${beside.stage[at.beside]}`, stretch(rank, layer, beside, at.beside)];
-  }
-  if (index < 0) return describeIdle(at);
-  const back = lane.backKind[index] >= 0 ? ` with ${WORDS[lane.backKind[index]]}` : "";
-  const facts = stretch(rank, layer, lane, index);
-  if (lane.stage[index] >= 0) facts.splice(1, 0, ["stage", back ? `${lane.stage[index]} and ${lane.backStage[index]}` : lane.stage[index]]);
-  const source = sourceOf(layer, rank, index);
-  if (source) facts.push([source.flow === FORWARD ? "input" : "gradient", `made by rank ${source.rank} at ${time(source.end)}`]);
-  const { waits } = layer.ranks[rank], wait = under(waits, lane.start[index]);
-  if (wait >= 0 && waits.end[wait] > waits.start[wait]) {
-    facts.push(["waited", `${time(waits.end[wait] - waits.start[wait])} for rank ${waits.rank[wait]}`]);
-  }
-  for (const other of shownLayers()) {
-    const twin = other !== layer && other.places(flowOf(lane.kind[index]), lane.stage[index], lane.microbatch[index]);
-    if (!twin) continue;
-    const its = other.ranks[twin.rank].compute;
-    facts.push([other.name, `${time(its.start[twin.index])} to ${time(its.end[twin.index])}`]);
-  }
-  return [`${nameOf(lane, index)}  ${WORDS[lane.kind[index]]}${back}`, facts];
-}
-
-const flowOf = kind => (kind === F ? 0 : kind === W ? 2 : 1);
-
-function stretch(rank, layer, lane, i) {
-  const facts = [
-    ["rank", layers.length > 1 ? `${rank}, ${layer.name}` : rank],
-    ["start", time(lane.start[i])], ["end", time(lane.end[i])], ["took", time(lane.end[i] - lane.start[i])],
-  ];
-  if (lane.microbatch[i] >= 0) {
-    const back = lane.backMicrobatch[i] >= 0 ? ` and ${lane.backMicrobatch[i]}` : "";
-    facts.splice(1, 0, ["microbatch", lane.microbatch[i] + back]);
-  }
-  return facts;
-}
-
-function describeIdle({ rank, layer, time: at }) {
-  const lane = layer.ranks[rank].compute, before = lastStarted(lane, at);
-  const start = before >= 0 ? lane.end[before] : 0, next = before + 1 < lane.n ? before + 1 : -1;
-  const end = next >= 0 ? lane.start[next] : layer.makespan;
-  if (at < 0 || at > layer.makespan) return null;
-  const facts = [["rank", layers.length > 1 ? `${rank}, ${layer.name}` : rank],
-    ["from", time(start)], ["to", time(end)], ["took", time(end - start)]];
-  const { waits } = layer.ranks[rank], wait = under(waits, at);
-  if (wait >= 0) facts.push(["waiting for", `rank ${waits.rank[wait]}`]);
-  if (next < 0) return ["done", facts];
-  facts.push(["next", nameOf(lane, next)]);
-  const source = sourceOf(layer, rank, next);
-  if (source && source.end > start) facts.push([source.flow === FORWARD ? "its input" : "its gradient", `made by rank ${source.rank} at ${time(source.end)}`]);
-  return ["idle", facts];
-}
-
-function describeStrip({ rank, time: at }) {
-  const facts = shownLayers().map(layer => {
-    const { times, values } = layer.ranks[rank].live, i = lastStarted({ start: times, n: times.length }, at);
-    return [shownLayers().length > 1 ? layer.name : "now", amount(i < 0 ? 0 : values[i])];
-  });
-  return [`${$("stripsName").textContent} of rank ${rank}`, [["time", time(at)], ...facts]];
-}
-
-function tip(told, x, y) {
-  const box = $("tip");
-  box.hidden = !told;
-  if (!told) return;
-  box.replaceChildren(element("b", {}, told[0]), element("dl", {}, ...told[1].flatMap(([name, value]) =>
-    [element("dt", {}, name), element("dd", {}, String(value))])));
-  const { width, height } = box.getBoundingClientRect();
-  box.style.left = `${x + 16 + width > innerWidth - 8 ? Math.max(8, x - 16 - width) : x + 16}px`;
-  box.style.top = `${Math.max(8, Math.min(innerHeight - height - 8, y + 16))}px`;
-}
-
 // ---- mouse
 
-const body = $("body"), scroller = $("scroller");
+const body = $("body"),
+  scroller = $("scroller");
 let drag = null;
 
 body.addEventListener("pointerdown", event => {
   if (event.button) return;
   body.setPointerCapture(event.pointerId);
-  drag = { x: event.offsetX, y: event.offsetY, from: state.from, to: state.to, top: scroller.scrollTop, moved: false, range: event.shiftKey };
+  drag = {
+    x: event.offsetX,
+    y: event.offsetY,
+    from: state.from,
+    to: state.to,
+    top: scroller.scrollTop,
+    moved: false,
+    range: event.shiftKey,
+  };
   cancelAnimationFrame(moving);
 });
 
@@ -179,7 +107,7 @@ body.addEventListener("pointermove", event => {
     const [dx, dy] = [event.offsetX - drag.x, event.offsetY - drag.y];
     drag.moved ||= Math.hypot(dx, dy) > 4;
     if (drag.moved && !drag.range) {
-      const by = dx * (drag.to - drag.from) / body.clientWidth;
+      const by = (dx * (drag.to - drag.from)) / body.clientWidth;
       body.classList.add("moving");
       look(drag.from - by, drag.to - by);
       scroller.scrollTop = drag.top - dy;
@@ -196,9 +124,13 @@ body.addEventListener("pointerup", event => {
   drag = null;
   body.classList.remove("moving");
   if (!was) return;
-  if (!was.moved) { choose(event); return; }
+  if (!was.moved) {
+    choose(event);
+    return;
+  }
   if (was.range) {
-    const scale = bodyScale(), [a, b] = [scale.t(was.x), scale.t(event.offsetX)];
+    const scale = bodyScale(),
+      [a, b] = [scale.t(was.x), scale.t(event.offsetX)];
     state.pointer = null;
     glideTo(Math.min(a, b), Math.max(a, b));
   } else {
@@ -206,14 +138,28 @@ body.addEventListener("pointerup", event => {
   }
 });
 
-body.addEventListener("pointercancel", () => { drag = null; body.classList.remove("moving"); });
-body.addEventListener("pointerleave", () => { if (!drag) { state.pointer = null; tip(null); redraw(); } });
+body.addEventListener("pointercancel", () => {
+  drag = null;
+  body.classList.remove("moving");
+});
+body.addEventListener("pointerleave", () => {
+  if (!drag) {
+    state.pointer = null;
+    tip(null);
+    redraw();
+  }
+});
 
 function choose(event) {
   const at = whatIsAt(event.offsetX, event.offsetY);
-  if (!at || !at.layer || at.index < 0) { state.cursor = null; follow(-1); return; }
+  if (!at || !at.layer || at.index < 0) {
+    state.cursor = null;
+    follow(-1);
+    return;
+  }
   const lane = at.layer.ranks[at.rank].compute;
-  const microbatch = at.lower && lane.backKind[at.index] >= 0 ? lane.backMicrobatch[at.index] : lane.microbatch[at.index];
+  const microbatch =
+    at.lower && lane.backKind[at.index] >= 0 ? lane.backMicrobatch[at.index] : lane.microbatch[at.index];
   state.cursor = null;
   follow(microbatch === state.microbatch && event.detail < 2 ? -1 : microbatch);
 }
@@ -221,47 +167,80 @@ function choose(event) {
 body.addEventListener("dblclick", event => {
   const at = whatIsAt(event.offsetX, event.offsetY);
   if (!at || !at.layer || at.index < 0) return;
-  const lane = at.layer.ranks[at.rank].compute, length = lane.end[at.index] - lane.start[at.index];
+  const lane = at.layer.ranks[at.rank].compute,
+    length = lane.end[at.index] - lane.start[at.index];
   glideTo(lane.start[at.index] - 4 * length, lane.end[at.index] + 4 * length);
 });
 
-body.addEventListener("wheel", event => {
-  event.preventDefault();
-  const lines = event.deltaMode === 1 ? 16 : 1, [dx, dy] = [event.deltaX * lines, event.deltaY * lines];
-  const along = event.shiftKey && !dx ? dy : dx;
-  if (Math.abs(along) > Math.abs(dy) || event.shiftKey) {
-    const by = along * (state.to - state.from) / body.clientWidth;
-    look(state.from + by, state.to + by);
-  } else {
-    zoom(Math.exp(-dy * (event.ctrlKey ? 0.01 : 0.0018)), bodyScale().t(event.offsetX));
-  }
-  rememberSoon();
-}, { passive: false });
+body.addEventListener(
+  "wheel",
+  event => {
+    event.preventDefault();
+    const lines = event.deltaMode === 1 ? 16 : 1,
+      [dx, dy] = [event.deltaX * lines, event.deltaY * lines];
+    const along = event.shiftKey && !dx ? dy : dx;
+    if (Math.abs(along) > Math.abs(dy) || event.shiftKey) {
+      const by = (along * (state.to - state.from)) / body.clientWidth;
+      look(state.from + by, state.to + by);
+    } else {
+      zoom(Math.exp(-dy * (event.ctrlKey ? 0.01 : 0.0018)), bodyScale().t(event.offsetX));
+    }
+    rememberSoon();
+  },
+  { passive: false },
+);
 
 let soon = 0;
-function rememberSoon() { clearTimeout(soon); soon = setTimeout(remember, 200); }
+function rememberSoon() {
+  clearTimeout(soon);
+  soon = setTimeout(remember, 200);
+}
 
 scroller.addEventListener("scroll", redraw);
 
 const overviewCanvas = $("overview");
 function goTo(event) {
-  const middle = scaleOf(overviewCanvas.clientWidth, ...WHOLE).t(event.offsetX), half = (state.to - state.from) / 2;
+  const middle = scaleOf(overviewCanvas.clientWidth, ...WHOLE).t(event.offsetX),
+    half = (state.to - state.from) / 2;
   look(middle - half, middle + half);
   rememberSoon();
 }
-overviewCanvas.addEventListener("pointerdown", event => { overviewCanvas.setPointerCapture(event.pointerId); overviewCanvas.classList.add("moving"); goTo(event); });
-overviewCanvas.addEventListener("pointermove", event => { if (event.buttons) goTo(event); });
+overviewCanvas.addEventListener("pointerdown", event => {
+  overviewCanvas.setPointerCapture(event.pointerId);
+  overviewCanvas.classList.add("moving");
+  goTo(event);
+});
+overviewCanvas.addEventListener("pointermove", event => {
+  if (event.buttons) goTo(event);
+});
 overviewCanvas.addEventListener("pointerup", () => overviewCanvas.classList.remove("moving"));
 
 // ---- keys
 
 const KEYS = {
-  "+": () => zoom(1.5), "=": () => zoom(1.5), "-": () => zoom(1 / 1.5), "0": () => glideTo(...WHOLE), Home: () => glideTo(...WHOLE),
-  a: () => pan(-0.2), d: () => pan(0.2), w: () => zoom(1.5), s: () => zoom(1 / 1.5),
-  ArrowLeft: () => step(-1), ArrowRight: () => step(1), ArrowUp: () => leap(-1), ArrowDown: () => leap(1),
-  "[": () => neighbour(-1), "]": () => neighbour(1),
-  Escape: () => { state.cursor = null; follow(-1); },
-  Enter: () => { const at = state.cursor; if (at) follow(at.layer.ranks[at.rank].compute.microbatch[at.index]); },
+  "+": () => zoom(1.5),
+  "=": () => zoom(1.5),
+  "-": () => zoom(1 / 1.5),
+  0: () => glideTo(...WHOLE),
+  Home: () => glideTo(...WHOLE),
+  a: () => pan(-0.2),
+  d: () => pan(0.2),
+  w: () => zoom(1.5),
+  s: () => zoom(1 / 1.5),
+  ArrowLeft: () => step(-1),
+  ArrowRight: () => step(1),
+  ArrowUp: () => leap(-1),
+  ArrowDown: () => leap(1),
+  "[": () => neighbour(-1),
+  "]": () => neighbour(1),
+  Escape: () => {
+    state.cursor = null;
+    follow(-1);
+  },
+  Enter: () => {
+    const at = state.cursor;
+    if (at) follow(at.layer.ranks[at.rank].compute.microbatch[at.index]);
+  },
   "?": () => $("keys").showModal(),
 };
 
@@ -291,8 +270,13 @@ function step(by) {
 }
 
 function leap(by) {
-  if (!state.cursor) { step(1); return; }
-  const shown = shownLayers(), { layer, rank, index } = state.cursor, lane = layer.ranks[rank].compute;
+  if (!state.cursor) {
+    step(1);
+    return;
+  }
+  const shown = shownLayers(),
+    { layer, rank, index } = state.cursor,
+    lane = layer.ranks[rank].compute;
   const row = rank * shown.length + shown.indexOf(layer) + by;
   if (row < 0 || row >= numRanks * shown.length) return;
   const to = { layer: shown[row % shown.length], rank: Math.floor(row / shown.length) };
@@ -302,78 +286,64 @@ function leap(by) {
 
 function putCursor(cursor) {
   state.cursor = cursor;
-  const { layer, rank, index } = cursor, lane = layer.ranks[rank].compute;
-  const middle = (lane.start[index] + lane.end[index]) / 2, half = (state.to - state.from) / 2;
+  const { layer, rank, index } = cursor,
+    lane = layer.ranks[rank].compute;
+  const middle = (lane.start[index] + lane.end[index]) / 2,
+    half = (state.to - state.from) / 2;
   if (lane.start[index] < state.from || lane.end[index] > state.to) look(middle - half, middle + half);
   const top = rank * rows.height;
   if (top < scroller.scrollTop) scroller.scrollTop = top;
-  if (top + rows.height > scroller.scrollTop + scroller.clientHeight) scroller.scrollTop = top + rows.height - scroller.clientHeight;
+  if (top + rows.height > scroller.scrollTop + scroller.clientHeight)
+    scroller.scrollTop = top + rows.height - scroller.clientHeight;
   const [name, facts] = describe({ rank, layer, index, beside: -1 });
   $("status").textContent = `${name}: ${facts.map(fact => fact.join(" ")).join(", ")}`;
   redraw();
 }
 
-// ---- buttons and tables
+// ---- buttons
 
 function makeSwitch() {
-  const option = (value, text) => element("label", {},
-    element("input", { type: "radio", name: "show", value: String(value), onchange: () => show(value) }), text);
-  $("show").replaceChildren(...layers.map((layer, i) => option(i, layer.name)), ...(layers.length > 1 ? [option("all", layers.length > 2 ? "all" : "both")] : []));
+  const option = (value, text) =>
+    element(
+      "label",
+      {},
+      element("input", { type: "radio", name: "show", value: String(value), onchange: () => show(value) }),
+      text,
+    );
+  $("show").replaceChildren(
+    ...layers.map((layer, i) => option(i, layer.name)),
+    ...(layers.length > 1 ? [option("all", layers.length > 2 ? "all" : "both")] : []),
+  );
   $("show").hidden = layers.length < 2;
 }
 
-function row(cells, header = false) {
-  return element("tr", {}, ...cells.map((cell, i) => element(header || i === 0 ? "th" : "td", { scope: header ? "col" : "row" }, ...[cell].flat())));
-}
-
-function makeFigures() {
-  const first = layers[0];
-  const than = (value, base) => (base && value !== base ? [element("small", {}, ` ${value > base ? "+" : "−"}${share(Math.abs(value / base - 1))}`)] : []);
-  const lines = layers.map(layer => {
-    const idle = layer.idle.reduce((sum, own) => sum + own, 0);
-    return row([layers.length > 1 ? layer.name : "",
-      [time4(layer.makespan), ...than(layer.makespan, layer !== first && first.makespan)], [time4(layer.span)],
-      [`${(100 * layer.bubble).toFixed(2)}%`],
-      [time4(idle), element("small", {}, ` ${share(idle / (layer.makespan * numRanks || 1))}`)],
-      [amount(Math.max(...layer.ranks.map(rank => rank.live.peak)))]]);
-  });
-  $("figures").append(
-    element("thead", {}, row(["", "makespan", "span", "bubble", "idle, all ranks", data.tapeBytes ? "peak live" : "peak live tapes"], true)),
-    element("tbody", {}, ...lines));
-}
-
-const time4 = value => figure(value) + (data.unit ? ` ${data.unit}` : "");
-
-function makeRankTables() {
-  $("rankTables").replaceChildren(...layers.map(layer => {
-    const lines = layer.ranks.map((rank, number) => {
-      const waited = new Map();
-      for (let i = 0; i < rank.waits.n; i++) waited.set(rank.waits.rank[i], (waited.get(rank.waits.rank[i]) || 0) + rank.waits.end[i] - rank.waits.start[i]);
-      const told = [...waited].sort((a, b) => b[1] - a[1]).map(([peer, spent]) => `${time4(spent)} for rank ${peer}`).join(", ");
-      return row([`rank ${number}`, time4(layer.makespan - layer.idle[number]), time4(layer.idle[number]),
-        share(layer.idle[number] / (layer.makespan || 1)), amount(rank.live.peak), String(rank.compute.n), ...(layer.recorded ? [told || "none"] : [])]);
-    });
-    return element("table", {}, element("caption", {}, layer.title),
-      element("thead", {}, row(["", "at work", "idle", "share idle", "peak live", "actions", ...(layer.recorded ? ["waited"] : [])], true)),
-      element("tbody", {}, ...lines));
-  }));
-}
-
-$("in").onclick = () => { zoom(1.6); remember(); };
-$("out").onclick = () => { zoom(1 / 1.6); remember(); };
+$("in").onclick = () => {
+  zoom(1.6);
+  remember();
+};
+$("out").onclick = () => {
+  zoom(1 / 1.6);
+  remember();
+};
 $("fit").onclick = () => glideTo(...WHOLE);
 $("before").onclick = () => neighbour(-1);
 $("after").onclick = () => neighbour(1);
 $("clear").onclick = () => follow(-1);
 $("microbatch").onchange = event => follow(event.target.value.trim() === "" ? -1 : Number(event.target.value));
-$("strips").onchange = event => { state.strips = event.target.checked; layOut(); };
+$("strips").onchange = event => {
+  state.strips = event.target.checked;
+  layOut();
+};
 $("theme").onclick = () => paintTheme(document.documentElement.dataset.theme === "dark" ? "light" : "dark");
 $("help").onclick = () => $("keys").showModal();
 $("byRank").onclick = () => $("ranks").showModal();
 
 $("unit").textContent = data.unit ? `time, ${data.unit}` : "time";
 if (data.tapeBytes) $("stripsName").textContent = "Live bytes";
-$("chart").setAttribute("aria-label", `${layers.map(layer => layer.title).join("; ")}. ${numRanks} ranks, makespan ${layers.map(layer => time4(layer.makespan)).join(" and ")}.`);
+$("chart").setAttribute(
+  "aria-label",
+  `${layers.map(layer => `${layer.title}, makespan ${time4(layer.makespan)}`).join("; ")}; ${numRanks} ranks`,
+);
 makeSwitch();
 makeFigures();
 makeRankTables();

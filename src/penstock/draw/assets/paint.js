@@ -13,7 +13,11 @@ function makeColours() {
   const look = letter => parse((dark && data.looks[letter].dark) || data.looks[letter].colour);
   colours = {
     version: (colours ? colours.version : 0) + 1,
-    surface: own("--surface"), ink: own("--ink"), muted: own("--muted"), line: own("--line"), accent: own("--accent"),
+    surface: own("--surface"),
+    ink: own("--ink"),
+    muted: own("--muted"),
+    line: own("--line"),
+    accent: own("--accent"),
     kinds: [...LETTERS].map(look),
     idle: look("·"),
     hatch: hatching(own("--muted")),
@@ -44,7 +48,10 @@ function hatching(colour) {
   pen.strokeStyle = css(colour, 0.45);
   pen.lineWidth = 1;
   pen.beginPath();
-  for (const x of [-6, 0, 6]) { pen.moveTo(x, 6); pen.lineTo(x + 6, 0); }
+  for (const x of [-6, 0, 6]) {
+    pen.moveTo(x, 6);
+    pen.lineTo(x + 6, 0);
+  }
   pen.stroke();
   return pen.createPattern(tile, "repeat");
 }
@@ -53,35 +60,42 @@ function hatching(colour) {
 function prepare(canvas, width, height) {
   const ratio = window.devicePixelRatio || 1;
   const [w, h] = [Math.round(width * ratio), Math.round(height * ratio)];
-  if (canvas.width !== w || canvas.height !== h) { canvas.width = w; canvas.height = h; }
+  if (canvas.width !== w || canvas.height !== h) {
+    canvas.width = w;
+    canvas.height = h;
+  }
   const pen = canvas.getContext("2d");
   pen.setTransform(ratio, 0, 0, ratio, 0, 0);
   pen.clearRect(0, 0, width, height);
   return pen;
 }
 
-// One layer of one rank: `box` says where (y, height), `scale` maps time to pixels, `way` is what is followed.
+// One layer of one rank: `box` says where (y, height), `scale` maps time to pixels, `way` is what is followed here: the
+// microbatch and the indices of its actions; null where none is.
 function paintBar(pen, rank, box, scale, way) {
   const { compute, beside, waits } = rank;
-  const left = scale.x(0), right = Math.min(scale.width, scale.x(box.makespan));
+  const left = scale.x(0),
+    right = Math.min(scale.width, scale.x(box.makespan));
   pen.fillStyle = css(colours.idle);
   pen.fillRect(Math.max(0, left), box.y, Math.max(0, right - Math.max(0, left)), box.height);
   paintWaits(pen, waits, box, scale, way ? 0.45 : 1);
-  const first = Math.max(0, lastStarted(compute, scale.from)), last = lastStarted(compute, scale.to);
+  const first = Math.max(0, lastStarted(compute, scale.from)),
+    last = lastStarted(compute, scale.to);
   if (last - first > scale.width / 3) {
     paintShares(pen, [rank], box, scale, way ? DIMMED : 1);
-    if (way) for (const i of way) paintAction(pen, rank, i, box, scale, 1, 2);
+    if (way) for (const i of way.indices) paintAction(pen, rank, i, box, scale, way.microbatch, 2);
   } else {
-    const followed = way && new Set(way);
     for (let i = first; i <= last; i++) {
-      if (compute.end[i] >= scale.from) paintAction(pen, rank, i, box, scale, followed && !followed.has(i) ? DIMMED : 1, 0);
+      if (compute.end[i] >= scale.from) paintAction(pen, rank, i, box, scale, way ? way.microbatch : null, 0);
     }
   }
   const foot = box.height * BESIDE;
   for (let i = Math.max(0, lastStarted(beside, scale.from)), to = lastStarted(beside, scale.to); i <= to; i++) {
     if (beside.end[i] <= beside.start[i]) continue;
     const x = scale.x(beside.start[i]);
-    pen.fillStyle = css(mix(colours.surface, colourOf(beside.kind[i], rank.local.get(beside.stage[i]) || 0), way ? DIMMED * 2 : 1));
+    pen.fillStyle = css(
+      mix(colours.surface, colourOf(beside.kind[i], rank.local.get(beside.stage[i]) || 0), way ? DIMMED * 2 : 1),
+    );
     pen.fillRect(x, box.y + box.height - foot, Math.max(1, scale.x(beside.end[i]) - x), foot);
   }
 }
@@ -90,24 +104,32 @@ function paintWaits(pen, waits, box, scale, alpha) {
   pen.globalAlpha = alpha;
   pen.fillStyle = colours.hatch;
   for (let i = Math.max(0, lastStarted(waits, scale.from)), to = lastStarted(waits, scale.to); i <= to; i++) {
-    const x = scale.x(waits.start[i]), width = scale.x(waits.end[i]) - x;
+    const x = scale.x(waits.start[i]),
+      width = scale.x(waits.end[i]) - x;
     if (width > 2) pen.fillRect(x, box.y, width, box.height);
   }
   pen.globalAlpha = 1;
 }
 
-function paintAction(pen, rank, i, box, scale, alpha, atLeast) {
+// An action, dimmed if another microbatch than its own is `followed`.
+function paintAction(pen, rank, i, box, scale, followed, atLeast) {
   const lane = rank.compute;
-  let x = scale.snap(lane.start[i]), width = scale.snap(lane.end[i]) - x;
-  if (width < atLeast) { x -= (atLeast - width) / 2; width = atLeast; }
+  let x = scale.snap(lane.start[i]),
+    width = scale.snap(lane.end[i]) - x;
+  if (width < atLeast) {
+    x -= (atLeast - width) / 2;
+    width = atLeast;
+  }
   if (width <= 0) return;
+  const room = scale.x(lane.end[i]) - scale.x(lane.start[i]);
   const gap = width > 9 ? 1 : width > 3.5 ? 0.5 : 0;
   const half = lane.backKind[i] >= 0 ? box.height / 2 : box.height;
   const parts = [[lane.kind[i], lane.stage[i], lane.microbatch[i], box.y]];
   if (lane.backKind[i] >= 0) parts.push([lane.backKind[i], lane.backStage[i], lane.backMicrobatch[i], box.y + half]);
   for (const [kind, stage, microbatch, y] of parts) {
-    const colour = colourOf(kind, rank.local.get(stage) || 0);
-    pen.fillStyle = css(alpha < 1 ? mix(colours.idle, colour, alpha) : colour);
+    const colour = colourOf(kind, rank.local.get(stage) || 0),
+      dimmed = followed !== null && followed !== microbatch;
+    pen.fillStyle = css(dimmed ? mix(colours.idle, colour, DIMMED) : colour);
     if (width > 9 && half > 9) {
       pen.beginPath();
       pen.roundRect(x, y, width - gap, half - (half < box.height && y === box.y ? 0.75 : 0), 2.5);
@@ -115,42 +137,50 @@ function paintAction(pen, rank, i, box, scale, alpha, atLeast) {
     } else {
       pen.fillRect(x, y, width - gap, half);
     }
-    if (alpha === 1 && half >= 9) paintLabel(pen, [kind, microbatch, colour], x, y + half / 2, width - gap, half);
+    if (!dimmed && half >= 9) paintLabel(pen, [kind, microbatch, colour], x, y + half / 2, width - gap, half, room);
   }
 }
 
-function paintLabel(pen, [kind, microbatch, colour], x, y, width, height) {
-  const digits = microbatch >= 0 ? String(microbatch) : "";
-  const size = Math.min(12, height - 1);
-  const fits = text => text && text.length * size * 0.62 + 4 <= width;
-  const text = [LETTERS[kind] + digits, digits].find(fits);
-  if (!text) return;
+// The microbatch, with its letter where there is room; `room` is the box's width before it was fitted to pixels, so
+// that boxes of one duration have labels of one kind and size, whatever their numbers.
+function paintLabel(pen, [kind, microbatch, colour], x, y, width, height, room) {
+  const digits = microbatch >= 0 ? String(microbatch) : "",
+    most = String(numMicrobatches - 1).length;
+  const withLetter = room >= (most + 1) * 7.5 + 4;
+  const size = Math.min(12, height - 1, Math.floor((2 * (room - 3)) / (0.62 * most)) / 2);
+  if (size < 8.5) return;
+  const text = withLetter || !digits ? LETTERS[kind] + digits : digits;
   pen.fillStyle = inkOn(colour);
   pen.font = `${size}px system-ui, "Liberation Sans", sans-serif`;
   pen.textAlign = "center";
   pen.textBaseline = "middle";
   // Cut off at the edges, the label stays in what is seen of its box.
-  const from = Math.max(x, 0), to = Math.min(x + width, pen.canvas.clientWidth);
-  if (fits(text) && to - from >= text.length * size * 0.62 + 2) pen.fillText(text, (from + to) / 2, y + 0.5);
+  const from = Math.max(x, 0),
+    to = Math.min(x + width, pen.canvas.clientWidth);
+  if (to - from >= text.length * size * 0.6) pen.fillText(text, (from + to) / 2, y + 0.5);
 }
 
 // Where actions are narrower than pixels, a column is split by height: how much of its time went where. Its cost does
 // not grow with the number of actions. Of several ranks it shows the mean.
 function paintShares(pen, ranks, box, scale, alpha) {
   const ratio = window.devicePixelRatio || 1;
-  const from = Math.max(0, Math.floor(scale.x(0) * ratio));
-  const to = Math.min(Math.round(scale.width * ratio), Math.ceil(scale.x(box.makespan) * ratio));
-  const width = to - from, height = Math.max(1, Math.round(box.height * ratio));
+  const from = Math.max(0, Math.ceil(scale.x(0) * ratio - 0.01));
+  const to = Math.min(Math.round(scale.width * ratio), Math.floor(scale.x(box.makespan) * ratio + 0.01));
+  const width = to - from,
+    height = Math.max(1, Math.round(box.height * ratio));
   if (width <= 0) return;
-  const shares = new Float64Array(width * LETTERS.length), whole = ranks.length * (scale.to - scale.from) / (scale.width * ratio);
+  const shares = new Float64Array(width * LETTERS.length),
+    whole = (ranks.length * (scale.to - scale.from)) / (scale.width * ratio);
   for (const rank of ranks) addShares(rank.compute, shares, column => scale.t((from + column) / ratio), width);
-  const image = new ImageData(width, height), pixels = new Uint32Array(image.data.buffer);
-  const inks = colours.kinds.map(([r, g, b]) => (Math.round(255 * alpha) << 24 | b << 16 | g << 8 | r) >>> 0);
+  const image = new ImageData(width, height),
+    pixels = new Uint32Array(image.data.buffer);
+  const inks = colours.kinds.map(([r, g, b]) => ((Math.round(255 * alpha) << 24) | (b << 16) | (g << 8) | r) >>> 0);
   for (let x = 0; x < width; x++) {
     let filled = 0;
     for (let kind = LETTERS.length - 1, y = height - 1; kind >= 0; kind--) {
       filled += shares[x * LETTERS.length + kind] / whole;
-      for (const top = height - Math.round(Math.min(1, filled) * height); y >= top; y--) pixels[y * width + x] = inks[kind];
+      for (const top = height - Math.round(Math.min(1, filled) * height + 1e-6); y >= top; y--)
+        pixels[y * width + x] = inks[kind];
     }
   }
   const picture = document.createElement("canvas");
@@ -163,7 +193,8 @@ function paintShares(pen, ranks, box, scale, alpha) {
 
 // Adds to each column and kind the lane's time in it.
 function addShares(lane, shares, timeAt, width) {
-  const before = new Float64Array(LETTERS.length), after = new Float64Array(LETTERS.length);
+  const before = new Float64Array(LETTERS.length),
+    after = new Float64Array(LETTERS.length);
   lane.sums ||= sumsOf(lane);
   sumsAt(lane, timeAt(0), before);
   for (let x = 0; x < width; x++) {
@@ -175,10 +206,14 @@ function addShares(lane, shares, timeAt, width) {
 
 // For each kind that a lane has, the time it took up to the start of each action.
 function sumsOf(lane) {
-  const sums = [...LETTERS].map((_, kind) => (lane.kind.includes(kind) || lane.backKind.includes(kind) ? new Float64Array(lane.n + 1) : null));
+  const sums = [...LETTERS].map((_, kind) =>
+    lane.kind.includes(kind) || lane.backKind.includes(kind) ? new Float64Array(lane.n + 1) : null,
+  );
   for (let i = 0; i < lane.n; i++) {
     for (const sum of sums) if (sum) sum[i + 1] = sum[i];
-    spread(lane, i, lane.end[i] - lane.start[i], (kind, took) => { sums[kind][i + 1] += took; });
+    spread(lane, i, lane.end[i] - lane.start[i], (kind, took) => {
+      sums[kind][i + 1] += took;
+    });
   }
   return sums;
 }
@@ -188,12 +223,17 @@ function sumsAt(lane, time, into) {
   into.fill(0);
   if (i < 0) return;
   for (let kind = 0; kind < into.length; kind++) if (lane.sums[kind]) into[kind] = lane.sums[kind][i];
-  spread(lane, i, Math.min(time, lane.end[i]) - lane.start[i], (kind, took) => { into[kind] += took; });
+  spread(lane, i, Math.min(time, lane.end[i]) - lane.start[i], (kind, took) => {
+    into[kind] += took;
+  });
 }
 
 // A fused pair's time is half its forward's, half its backward's.
 function spread(lane, i, took, add) {
-  if (lane.backKind[i] < 0) { add(lane.kind[i], took); return; }
+  if (lane.backKind[i] < 0) {
+    add(lane.kind[i], took);
+    return;
+  }
   add(lane.kind[i], took / 2);
   add(lane.backKind[i], took / 2);
 }
@@ -205,7 +245,8 @@ function paintStrip(pen, live, box, scale, filled) {
   const y = value => box.y + box.height - (box.height - 1) * (value / peakLive);
   let i = Math.max(0, lastStarted({ start: times, n: times.length }, scale.from));
   let value = times.length && times[i] <= scale.from ? values[i] : 0;
-  let x = Math.max(0, scale.x(0)), highest = value;
+  let x = Math.max(0, scale.x(0)),
+    highest = value;
   pen.beginPath();
   pen.moveTo(x, y(filled ? 0 : value));
   for (; i < times.length && times[i] <= scale.to; i++) {
@@ -239,7 +280,9 @@ function paintStrip(pen, live, box, scale, filled) {
 
 // A message, from one box's edge to another's: a curve with a head, on a halo that keeps it apart from what it crosses.
 function paintArrow(pen, from, to, colour) {
-  const down = to.y > from.y ? 1 : -1, head = Math.min(6, Math.abs(to.y - from.y) / 2), foot = to.y - down * head;
+  const down = to.y > from.y ? 1 : -1,
+    head = Math.min(6, Math.abs(to.y - from.y) / 2),
+    foot = to.y - down * head;
   const bend = Math.min(44, Math.abs(foot - from.y) / 2) * down;
   const draw = () => {
     pen.beginPath();
@@ -267,10 +310,11 @@ function paintArrow(pen, from, to, colour) {
 
 // Round times at least so many pixels apart.
 function ticksOf(scale, apart) {
-  const least = (scale.to - scale.from) * apart / scale.width;
+  const least = ((scale.to - scale.from) * apart) / scale.width;
   const power = 10 ** Math.floor(Math.log10(least));
   const step = [1, 2, 5, 10].map(base => base * power).find(candidate => candidate >= least * (1 - 1e-9));
   const ticks = [];
-  for (let k = Math.max(0, Math.ceil(scale.from / step)); k * step <= Math.min(scale.to, 4 * makespan); k++) ticks.push(k * step);
+  for (let k = Math.max(0, Math.ceil(scale.from / step)); k * step <= Math.min(scale.to, 4 * makespan); k++)
+    ticks.push(k * step);
   return { ticks, decimals: Math.max(0, -Math.floor(Math.log10(step) + 1e-9)) };
 }

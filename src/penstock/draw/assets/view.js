@@ -1,7 +1,15 @@
 // What is seen: which layers, which stretch of time, where rows lie, and one frame of it.
 
 const $ = id => document.getElementById(id);
-const state = { show: layers.length > 1 ? "all" : 0, from: 0, to: 1, microbatch: -1, cursor: null, pointer: null, strips: true };
+const state = {
+  show: layers.length > 1 ? "all" : 0,
+  from: 0,
+  to: 1,
+  microbatch: -1,
+  cursor: null,
+  pointer: null,
+  strips: true,
+};
 const MARGIN = 0.012; // of the makespan, left free on both sides of the whole step
 const WHOLE = [-MARGIN * makespan, (1 + MARGIN) * makespan];
 const rows = { height: 0, bars: [], strip: null };
@@ -9,7 +17,8 @@ const rows = { height: 0, bars: [], strip: null };
 const shownLayers = () => (state.show === "all" ? layers : [layers[state.show]]);
 
 function scaleOf(width, from = state.from, to = state.to) {
-  const ratio = window.devicePixelRatio || 1, perTime = width / (to - from);
+  const ratio = window.devicePixelRatio || 1,
+    perTime = width / (to - from);
   const x = time => (time - from) * perTime;
   return { from, to, width, x, t: at => from + at / perTime, snap: time => Math.round(x(time) * ratio) / ratio };
 }
@@ -18,16 +27,19 @@ const bodyScale = () => scaleOf($("body").clientWidth);
 
 // Rows share the height there is, within what can be read; beyond that one scrolls.
 function layOut() {
-  const chart = $("chart"), num = shownLayers().length;
+  const chart = $("chart"),
+    num = shownLayers().length;
   chart.style.flex = "1";
   const room = chart.clientHeight - document.querySelector(".head").offsetHeight;
   chart.style.flex = "0 1 auto";
-  const least = 9 * num + (state.strips ? 8 : 3), most = 40 + 52 * num + (state.strips ? 30 : 0);
+  const least = 9 * num + (state.strips ? 8 : 3),
+    most = 40 + 52 * num + (state.strips ? 30 : 0);
   rows.height = Math.max(least, Math.min(most, Math.floor(room / numRanks)));
   const gap = Math.max(2, Math.min(16, rows.height * 0.16));
   const inner = rows.height - gap;
   const strip = state.strips ? Math.max(4, Math.min(30, inner * (num > 1 ? 0.2 : 0.3))) : 0;
-  const between = Math.min(3, inner * 0.05), bar = (inner - strip - between * num) / num;
+  const between = Math.min(3, inner * 0.05),
+    bar = (inner - strip - between * num) / num;
   rows.bars = shownLayers().map((layer, i) => ({ layer, top: gap / 2 + i * (bar + between), height: bar }));
   rows.strip = strip ? { top: rows.height - gap / 2 - strip, height: strip } : null;
   $("sheet").style.height = `${rows.height * numRanks}px`;
@@ -39,30 +51,35 @@ function layOut() {
 }
 
 function labelRows() {
-  const shown = shownLayers(), low = rows.height < 34 + 15 * (shown.length - 1), tiny = rows.height < 17;
-  $("labels").replaceChildren(...layers[0].ranks.map((_, rank) => {
-    const idle = shown.map(layer => share(layer.idle[rank] / (layer.makespan || 1)));
-    const item = element("li", { className: tiny ? "low tiny" : low ? "low" : "" });
-    item.style.top = `${rank * rows.height}px`;
-    item.style.height = `${rows.height}px`;
-    const name = element("span", { className: "name" }, element("b", {}, `rank ${rank}`));
-    if (shown.length === 1 || low) name.append(element("span", { className: "idle" }, `${idle[shown.length - 1]} idle`));
-    item.append(name);
-    for (const [i, layer] of shown.entries()) {
-      if (low) break;
-      if (shown.length > 1) {
-        item.append(element("span", { className: "name idle" }, element("span", {}, layer.name), `${idle[i]} idle`));
+  const shown = shownLayers(),
+    low = rows.height < 34 + 15 * (shown.length - 1),
+    tiny = rows.height < 17;
+  $("labels").replaceChildren(
+    ...layers[0].ranks.map((_, rank) => {
+      const idle = shown.map(layer => share(layer.idle[rank] / (layer.makespan || 1)));
+      const item = element("li", { className: tiny ? "low tiny" : low ? "low" : "" });
+      item.style.top = `${rank * rows.height}px`;
+      item.style.height = `${rows.height}px`;
+      const name = element("span", { className: "name" }, element("b", {}, `rank ${rank}`));
+      if (shown.length === 1 || low)
+        name.append(element("span", { className: "idle" }, `${idle[shown.length - 1]} idle`));
+      item.append(name);
+      for (const [i, layer] of shown.entries()) {
+        if (low) break;
+        if (shown.length > 1) {
+          item.append(element("span", { className: "name idle" }, element("span", {}, layer.name), `${idle[i]} idle`));
+        }
+        const fill = element("i");
+        fill.style.width = share(layer.idle[rank] / (layer.makespan || 1));
+        item.append(element("span", { className: "meter" }, fill));
       }
-      const fill = element("i");
-      fill.style.width = share(layer.idle[rank] / (layer.makespan || 1));
-      item.append(element("span", { className: "meter" }, fill));
-    }
-    const peaks = [...new Set(shown.map(layer => amount(layer.ranks[rank].live.peak)))].join(" / ");
-    if (state.strips && rows.height > 60 + 20 * (shown.length - 1)) {
-      item.append(element("span", { className: "live" }, `peak ${peaks} ${data.tapeBytes ? "live" : "live tapes"}`));
-    }
-    return item;
-  }));
+      const peaks = [...new Set(shown.map(layer => amount(layer.ranks[rank].live.peak)))].join(" / ");
+      if (state.strips && rows.height > 60 + 20 * (shown.length - 1)) {
+        item.append(element("span", { className: "live" }, `peak ${peaks} ${data.tapeBytes ? "live" : "live tapes"}`));
+      }
+      return item;
+    }),
+  );
 }
 
 function element(name, properties = {}, ...children) {
@@ -77,20 +94,31 @@ let due = false;
 function redraw() {
   if (due) return;
   due = true;
-  requestAnimationFrame(() => { due = false; paintOverview(); paintBody(); });
+  requestAnimationFrame(() => {
+    due = false;
+    paintOverview();
+    paintBody();
+  });
 }
 
 function paintBody() {
-  const canvas = $("body"), width = canvas.clientWidth, height = canvas.clientHeight;
-  const pen = prepare(canvas, width, height), scale = scaleOf(width), top = $("scroller").scrollTop;
-  const ways = new Map(shownLayers().map(layer => [layer, state.microbatch >= 0 ? wayOf(layer, state.microbatch) : null]));
+  const canvas = $("body"),
+    width = canvas.clientWidth,
+    height = canvas.clientHeight;
+  const pen = prepare(canvas, width, height),
+    scale = scaleOf(width),
+    top = $("scroller").scrollTop;
+  const ways = new Map(
+    shownLayers().map(layer => [layer, state.microbatch >= 0 ? wayOf(layer, state.microbatch) : null]),
+  );
   pen.fillStyle = css(colours.line, 0.7);
   for (const tick of ticksOf(scale, 90).ticks) pen.fillRect(scale.snap(tick), 0, 1, height);
   for (let rank = Math.floor(top / rows.height); rank < numRanks && rank * rows.height - top < height; rank++) {
     const y = rank * rows.height - top;
     for (const bar of rows.bars) {
       const way = ways.get(bar.layer);
-      const own = way && way.actions.filter(place => place.rank === rank).map(place => place.index);
+      const indices = way && way.actions.filter(place => place.rank === rank).map(place => place.index);
+      const own = way && { microbatch: state.microbatch, indices };
       paintBar(pen, bar.layer.ranks[rank], barBox(bar, rank, top), scale, own);
     }
     if (rows.strip) {
@@ -113,23 +141,28 @@ function paintWay(pen, layer, way, scale, top) {
   const bar = rows.bars.find(candidate => candidate.layer === layer);
   // From the corner of the box that made the message to the corner of the one that needed it.
   const corner = (place, other, time, inwards) => {
-    const lane = layer.ranks[place.rank].compute, box = barBox(bar, place.rank, top);
+    const lane = layer.ranks[place.rank].compute,
+      box = barBox(bar, place.rank, top);
     const width = scale.x(lane.end[place.index]) - scale.x(lane.start[place.index]);
     const x = scale.x(lane[time][place.index]) + inwards * Math.min(5, width / 2);
     return { x, y: other.rank > place.rank ? box.y + box.height : box.y };
   };
   if (way.messages.length > 4000) return;
   for (const { flow, from, to } of way.messages) {
-    const a = corner(from, to, "end", -1), b = corner(to, from, "start", 1);
+    const a = corner(from, to, "end", -1),
+      b = corner(to, from, "start", 1);
     if (Math.max(a.x, b.x) < -80 || Math.min(a.x, b.x) > scale.width + 80) continue;
     paintArrow(pen, a, b, flow === FORWARD ? colours.kinds[F] : mix(colours.kinds[B], colours.ink, 0.25));
   }
 }
 
 function paintCursor(pen, scale, top) {
-  const { layer, rank, index } = state.cursor, bar = rows.bars.find(candidate => candidate.layer === layer);
+  const { layer, rank, index } = state.cursor,
+    bar = rows.bars.find(candidate => candidate.layer === layer);
   if (!bar) return;
-  const lane = layer.ranks[rank].compute, box = barBox(bar, rank, top), x = scale.x(lane.start[index]);
+  const lane = layer.ranks[rank].compute,
+    box = barBox(bar, rank, top),
+    x = scale.x(lane.start[index]);
   pen.lineWidth = 2;
   pen.strokeStyle = css(colours.ink);
   pen.beginPath();
@@ -152,26 +185,38 @@ function paintPointer(pen, height) {
 let overview = null; // drawn once for each size, colours and choice of layers
 
 function paintOverview() {
-  const canvas = $("overview"), width = canvas.clientWidth, height = canvas.clientHeight;
-  const axis = 24, top = 8, deep = height - axis - top;
+  const canvas = $("overview"),
+    width = canvas.clientWidth,
+    height = canvas.clientHeight;
+  const axis = 24,
+    top = 8,
+    deep = height - axis - top;
   const key = [width, height, colours.version, state.show, window.devicePixelRatio].join();
   const whole = scaleOf(width, ...WHOLE);
   if (!overview || overview.key !== key) {
     overview = { key, canvas: document.createElement("canvas") };
-    const pen = prepare(overview.canvas, width, height), shown = shownLayers();
-    const apart = shown.length > 1 ? 3 : 0, room = (deep - apart * (shown.length - 1)) / shown.length;
+    const pen = prepare(overview.canvas, width, height),
+      shown = shownLayers();
+    const apart = shown.length > 1 ? 3 : 0,
+      room = (deep - apart * (shown.length - 1)) / shown.length;
     shown.forEach((layer, i) => {
       // Too many ranks for a line each are shown as one.
-      const groups = room / numRanks >= 3 ? layer.ranks.map(rank => [rank]) : [layer.ranks], each = room / groups.length;
+      const groups = room / numRanks >= 3 ? layer.ranks.map(rank => [rank]) : [layer.ranks],
+        each = room / groups.length;
       groups.forEach((ranks, number) => {
-        const box = { y: top + i * (room + apart) + number * each, height: each * (groups.length > 1 ? 0.88 : 1), makespan: layer.makespan };
+        const box = {
+          y: top + i * (room + apart) + number * each,
+          height: each * (groups.length > 1 ? 0.88 : 1),
+          makespan: layer.makespan,
+        };
         paintShares(pen, ranks, box, whole, 1);
       });
     });
   }
   const pen = prepare(canvas, width, height);
   pen.drawImage(overview.canvas, 0, 0, width, height);
-  const left = whole.x(state.from), right = whole.x(state.to);
+  const left = whole.x(state.from),
+    right = whole.x(state.to);
   if (state.to - state.from < 0.999 * (WHOLE[1] - WHOLE[0])) {
     pen.fillStyle = css(colours.surface, 0.68);
     pen.fillRect(0, 0, left, height - axis);
@@ -198,7 +243,8 @@ function paintAxis(pen, height, scale) {
   }
   if (!state.pointer) return;
   const text = scale.t(state.pointer.x).toFixed(Math.min(12, decimals + 2));
-  const half = pen.measureText(text).width / 2 + 6, x = Math.max(half, Math.min(scale.width - half, state.pointer.x));
+  const half = pen.measureText(text).width / 2 + 6,
+    x = Math.max(half, Math.min(scale.width - half, state.pointer.x));
   pen.fillStyle = css(colours.ink);
   pen.beginPath();
   pen.roundRect(x - half, height - 21, 2 * half, 18, 4);
@@ -225,19 +271,24 @@ function zoom(factor, at = (state.from + state.to) / 2) {
 let moving = 0;
 function glideTo(from, to) {
   cancelAnimationFrame(moving);
-  const start = performance.now(), [a, b] = [state.from, state.to];
+  const start = performance.now(),
+    [a, b] = [state.from, state.to];
   const took = matchMedia("(prefers-reduced-motion: reduce)").matches ? 0 : 180;
   const step = now => {
-    const done = took ? Math.min(1, (now - start) / took) : 1, eased = 1 - (1 - done) ** 3;
+    const done = took ? Math.min(1, (now - start) / took) : 1,
+      eased = 1 - (1 - done) ** 3;
     look(a + (from - a) * eased, b + (to - b) * eased);
-    if (done < 1) moving = requestAnimationFrame(step); else remember();
+    if (done < 1) moving = requestAnimationFrame(step);
+    else remember();
   };
   moving = requestAnimationFrame(step);
 }
 
 // What lies at a place of the canvas: its rank, and the layer's bar or the strip.
 function whatIsAt(x, y) {
-  const down = y + $("scroller").scrollTop, rank = Math.floor(down / rows.height), inside = down - rank * rows.height;
+  const down = y + $("scroller").scrollTop,
+    rank = Math.floor(down / rows.height),
+    inside = down - rank * rows.height;
   if (rank < 0 || rank >= numRanks) return null;
   const at = bodyScale().t(x);
   const bar = rows.bars.find(({ top, height }) => inside >= top && inside < top + height);
@@ -245,9 +296,14 @@ function whatIsAt(x, y) {
     const strip = rows.strip && inside >= rows.strip.top && inside < rows.strip.top + rows.strip.height;
     return { rank, time: at, layer: null, strip };
   }
-  const part = (inside - bar.top) / bar.height, { compute, beside } = bar.layer.ranks[rank];
+  const part = (inside - bar.top) / bar.height,
+    { compute, beside } = bar.layer.ranks[rank];
   return {
-    rank, time: at, layer: bar.layer, lower: part > 0.5,
-    index: under(compute, at), beside: part > 1 - BESIDE ? under(beside, at) : -1,
+    rank,
+    time: at,
+    layer: bar.layer,
+    lower: part > 0.5,
+    index: under(compute, at),
+    beside: part > 1 - BESIDE ? under(beside, at) : -1,
   };
 }
