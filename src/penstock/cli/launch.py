@@ -157,8 +157,15 @@ def report_end() -> None:
 
 def agree(store: "Store", group: Group, key: str, ours: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Show all processes each other's values, which travel as JSON; returns them by rank, the same on every process."""
-    store.set(f"penstock/{key}/{group.rank}", json.dumps(ours, sort_keys=True))
-    return [json.loads(store.get(f"penstock/{key}/{rank}")) for rank in range(group.world_size)]
+    place = f"penstock/{key}"
+    store.set(f"{place}/{group.rank}", json.dumps(ours, sort_keys=True))
+    told = [json.loads(store.get(f"{place}/{rank}")) for rank in range(group.world_size)]
+    if store.add(f"{place}/num_read", 1) == group.world_size:
+        store.set(f"{place}/all_have_read", "")
+    if group.rank == 0:
+        # The store may lie in this process, which may end over what it has just read: not before all have read it.
+        store.get(f"{place}/all_have_read")
+    return told
 
 
 def is_first_to_tell(store: "Store") -> bool:

@@ -107,7 +107,8 @@ class TrainLoop:
         watchdog.listen_to_signals()
         try:
             recorded = self._steps(stop_asked, teller)
-            self.checkpoints.finish()
+            with engine.recorder.collective("finish saving"):
+                self.checkpoints.finish()
         finally:
             watchdog.close()
             engine.close()
@@ -168,7 +169,8 @@ class TrainLoop:
             "loader": self.loader.state_dict(),
             "random": _random_state(),
         }
-        self.checkpoints.save(step, self.engine.state(), extra, wait=wait)
+        with self.engine.recorder.collective("save a checkpoint"):
+            self.checkpoints.save(step, self.engine.state(), extra, wait=wait)
         self._saved_step = step
 
     def _recorded(self, num_microbatches: int) -> RecordedStep | None:
