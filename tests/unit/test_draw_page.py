@@ -1,0 +1,142 @@
+"""The page's file: it holds the timeline exactly, and nothing that would need or could break the rest."""
+
+import json
+import re
+from html import unescape
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock import schedule
+from penstock.draw.files import ENDINGS, check_ending, write_drawing
+from penstock.draw.layers import Layer, live_tapes
+from penstock.draw.page import write_page
+from penstock.schedule import Action, Costs, Event, Op, Pair, Timeline
+from penstock.schedule.recording import Wait
+
+COSTS = Costs(forward=29.718, backward_input=29.444, backward_weight=19.927, transfer=0.527, reduce=3.3, step=2.2)
+
+FUSED = Timeline.from_events(
+    [
+        [
+            Event(Action(Op.F, 0, 0), 0.0, 1.0),
+            Event(Pair(Action(Op.F, 1, 1), Action(Op.B, 0, 0)), 1.0, 4.0),
+            Event(Pair(Action(Op.F, 0, 2), Action(Op.I, 1, 1)), 4.0, 5.0),
+            Event(Action(Op.W, 1, 1), 6.0, 7.0),
+        ]
+    ],
+    stages_per_rank=2,
+    title="fused pairs",
+)
+
+
+def data_of(path: Path) -> dict[str, Any]:
+    (text,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', path.read_text(), re.DOTALL)
+    return json.loads(text)
+
+
+def decode(lane: dict[str, Any], tick: float) -> list[tuple[str, float, float]]:
+    """The actions of a lane as text, start and end."""
+    decoded, now, pairs = [], 0, iter(lane["pairs"])
+    for kind, stage, microbatch, gap, took in zip(
+        lane["kinds"], lane["stage"], lane["microbatch"], lane["gap"], lane["took"], strict=True
+    ):
+        start, now = now + gap, now + gap + took
+        text = {"R": f"{stage}REDUCE_GRAD", "S": "STEP"}.get(kind, f"{stage}{kind}{microbatch}")
+        if kind in "PQ":
+            text = f"({stage}F{microbatch};{next(pairs)}{'B' if kind == 'P' else 'I'}{next(pairs)})OVERLAP_F_B"
+        decoded.append((text, start * tick, now * tick))
+    assert next(pairs, None) is None
+    return decoded
+
+
+def timelines() -> list[Timeline]:
+    grid = product(("afab", "1f1b", "inference"), (1, 3), (1, 5))
+    built = [schedule.build(name, ranks=ranks, microbatches=microbatches) for name, ranks, microbatches in grid]
+    return [schedule.simulate(schedule.lower(one), COSTS) for one in built] + [FUSED]
+
+
+@pytest.mark.parametrize("timeline", timelines(), ids=lambda timeline: timeline.title)
+def test_the_page_holds_every_event_to_nine_digits(timeline: Timeline, tmp_path: Path):
+    write_page(tmp_path / "page.html", [Layer.simulated(timeline)])
+    (layer,) = data_of(tmp_path / "page.html")["layers"]
+    assert layer["makespan"] == timeline.makespan
+    for rank, events in zip(layer["ranks"], timeline.events, strict=True):
+        decoded = decode(rank["compute"], layer["tick"]) + decode(rank["beside"], layer["tick"])
+        assert sorted(text for text, _, _ in decoded) == sorted(str(event.action) for event in events)
+        times = {text: (start, end) for text, start, end in decoded}
+        for event in events:
+            assert times[str(event.action)] == pytest.approx((event.start, event.end), abs=1e-8 * timeline.makespan)
+
+
+def test_whole_times_stay_whole(tmp_path: Path):
+    timeline = schedule.simulate(schedule.lower(schedule.build("1f1b", ranks=4, microbatches=8)))
+    write_page(tmp_path / "page.html", [Layer.simulated(timeline)])
+    (layer,) = data_of(tmp_path / "page.html")["layers"]
+    tick = layer["tick"]
+    assert all(took * tick in (0, 1, 2) for rank in layer["ranks"] for took in rank["compute"]["took"])
+
+
+@pytest.mark.parametrize("unit", [0.0, 1e-15, 1e15])
+def test_any_unit_of_time_can_be_written(unit: float, tmp_path: Path):
+    program = schedule.lower(schedule.build("1f1b", ranks=2, microbatches=3))
+    write_page(tmp_path / "page.html", [Layer.simulated(schedule.simulate(program, Costs(unit, unit, unit)))])
+    (layer,) = data_of(tmp_path / "page.html")["layers"]
+    (start, end) = decode(layer["ranks"][0]["compute"], layer["tick"])[0][1:]
+    assert (start, end) == pytest.approx((0.0, unit))
+
+
+def test_nothing_in_a_title_or_command_is_taken_for_markup(tmp_path: Path):
+    nasty = "</script><img src=x onerror=alert(1)> $title & \"quotes\" 'too'"
+    event = [[Event(Action(Op.F, 0, 0), 0.0, 1.0)]]
+    write_page(tmp_path / "page.html", [Layer.simulated(Timeline.from_events(event, title=nasty))], command=nasty)
+    page = (tmp_path / "page.html").read_text()
+    assert data_of(tmp_path / "page.html")["layers"][0]["title"] == nasty
+    assert "<img" not in page
+    (heading,) = re.findall(r'<h1 id="title">(.*?)</h1>', page)
+    assert unescape(heading) == nasty
+    assert page.count("</script>") == page.count("<script") == 2
+
+
+def test_the_page_asks_for_nothing_from_elsewhere(tmp_path: Path):
+    write_page(tmp_path / "page.html", [Layer.simulated(FUSED)])
+    page = (tmp_path / "page.html").read_text()
+    assert "default-src 'none'" in page
+    assert not re.search(r"https?://|\bsrc=|@import|url\(|fetch\(|XMLHttpRequest|import\(", page)
+
+
+def test_waits_are_written_with_whom_they_are_for(tmp_path: Path):
+    layer = Layer("measured", FUSED, ((Wait(3, 5.0, 5.5), Wait(1, 5.5, 6.0)),))
+    write_page(tmp_path / "page.html", [layer])
+    told = data_of(tmp_path / "page.html")["layers"][0]
+    waits = told["ranks"][0]["waits"]
+    assert told["recorded"] is True
+    assert waits["rank"] == [3, 1]
+    assert [round(value * told["tick"], 9) for value in waits["gap"]] == [5.0, 0.0]
+
+
+@pytest.mark.parametrize("timeline", timelines(), ids=lambda timeline: timeline.title)
+def test_live_tapes_peak_where_the_timeline_says(timeline: Timeline):
+    stages = max(len({e.action.stage for e in own if isinstance(e.action, Action)} - {-1}) for own in timeline.events)
+    for own, peak in zip(timeline.events, timeline.peak_live_microbatches, strict=True):
+        changes = live_tapes(own)
+        assert max(live for _, live in changes) == peak * max(stages, 1)
+        assert [time for time, _ in changes] == sorted(time for time, _ in changes)
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_the_ending_says_what_is_drawn(ending: str, tmp_path: Path):
+    path = tmp_path / f"drawing{ending}"
+    write_drawing(path, [Layer.simulated(FUSED), Layer("measured", FUSED)], unit="ms", command="penstock")
+    first = {".svg": b"<?xml", ".png": b"\x89PNG", ".html": b"<!doctype html>", ".json": b"{"}[ending]
+    assert path.read_bytes().startswith(first)
+    assert len(path.read_bytes()) > 1000
+
+
+def test_other_endings_are_refused():
+    for name in ("a.pdf", "a", "html"):
+        with pytest.raises(ValueError, match=re.escape(".html")) as refusal:
+            check_ending(Path(name))
+        assert name in str(refusal.value)
