@@ -10,6 +10,7 @@ import pytest
 from penstock import schedule
 from penstock.draw.record import RecordedStep, read_recorded_step, write_recorded_step
 from penstock.schedule import Action, Costs, Op, Pair
+from penstock.schedule.actions import parts
 from penstock.schedule.recording import Recording, Span, Wait
 from tests.unit.test_executor import Pipeline
 
@@ -39,11 +40,13 @@ def test_where_the_time_went_adds_up_to_the_makespan(seed: int):
     recording = made_up(seed)
     assert min(span.begin for rank in recording.spans for span in rank) == 0.0
     for spans, spent in zip(recording.spans, recording.spent(), strict=True):
-        parts = (spent.compute, spent.transfers, spent.reduction, spent.step, spent.between, spent.outside)
+        parcels = (spent.compute, spent.transfers, spent.reduction, spent.step, spent.between, spent.outside)
         # Times of 1e6 ms keep their last 1e-10; a step has some dozens of them.
-        assert sum(parts) + sum(spent.waiting.values()) == pytest.approx(recording.makespan, abs=1e-7)
-        assert min(*parts, *spent.waiting.values()) >= -1e-7
-        assert spent.compute == pytest.approx(sum(s.end - s.start for s in spans if s.action.op in (Op.F, Op.B)))
+        assert sum(parcels) + sum(spent.waiting.values()) == pytest.approx(recording.makespan, abs=1e-7)
+        assert min(*parcels, *spent.waiting.values()) >= -1e-7
+        compute = [s.duration for s in spans if parts(s.action)[0].op in (Op.F, Op.B)]
+        assert len(compute) == 2 * 4
+        assert spent.compute == pytest.approx(sum(compute))
         assert spent.step > 0
 
 

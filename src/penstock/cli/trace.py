@@ -106,7 +106,8 @@ def _print_spent(recording: Recording) -> None:
         waited = sum(spent.waiting.values())
         times = (spent.compute, waited, spent.transfers, spent.reduction, spent.step, spent.between, spent.outside)
         print(f"{rank:4}" + "".join(f"{_short(time):>6}{_share(time, makespan):>5}" for time in times))
-    print("transfers: starting sends and posting receives; outside: before the first action and after the last")
+    print("transfers: starting sends and posting receives")
+    print("outside: before the rank's first action and after its last")
     awaited = Counter[int]()
     print("\nwhom the ranks waited for")
     for rank, spent in enumerate(by_rank):

@@ -1,0 +1,396 @@
+"""The page in a headless Chromium: what is drawn is the timeline, and its controls do what they say."""
+
+import json
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import matplotlib.image
+import numpy as np
+import pytest
+
+from penstock import schedule
+from penstock.draw.boxes import KIND_OF, Kind
+from penstock.draw.layers import Layer
+from penstock.draw.page import write_page
+from penstock.schedule import Action, Costs, Event, Op, Pair, Timeline
+from penstock.schedule.actions import parts
+from penstock.schedule.recording import Wait
+from tests.e2e.chromium import Chromium, find_chromium
+
+RANKS, MICROBATCHES = 4, 8
+COMMAND = "penstock schedule show 1f1b --ranks 4 --microbatches 8 --output page.html"
+Picture = np.ndarray
+
+
+def simulated(ranks: int, microbatches: int, costs: Costs | None = None) -> Timeline:
+    return schedule.simulate(schedule.lower(schedule.build("1f1b", ranks=ranks, microbatches=microbatches)), costs)
+
+
+TIMELINE = simulated(RANKS, MICROBATCHES)
+# The same step a tenth slower, with the idle times known to be waits for the rank before.
+MEASURED = Timeline.from_events(
+    [[Event(event.action, 1.1 * event.start, 1.1 * event.end) for event in own] for own in TIMELINE.events],
+    title="1f1b, 4 ranks, measured in step 5",
+)
+WAITS = ((),) + tuple((Wait(rank - 1, 0.0, 1.1 * TIMELINE.events[rank][0].start),) for rank in range(1, RANKS))
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
+    program = find_chromium()
+    if program is None:
+        pytest.skip("NO CHROMIUM FOUND: the HTML page was not tested at all; `apt-get install chromium`, then again")
+    started = Chromium(program, tmp_path_factory.mktemp("chromium"))
+    yield started
+    started.close()
+
+
+Open = Callable[..., "Page"]
+
+
+@pytest.fixture
+def show(browser: Chromium, tmp_path: Path) -> Open:
+    """Write a page of the given layers and open it."""
+
+    def write_and_open(*layers: Layer, fragment: str = "", **more: Any) -> Page:
+        path = tmp_path / "page.html"
+        write_page(path, layers or [Layer.simulated(TIMELINE)], command=COMMAND, **more)
+        browser.open(path, fragment)
+        return Page(browser, tmp_path / "shot.png")
+
+    return write_and_open
+
+
+class Page:
+    """An open page, and where on it a time and a rank are; a place is (x, y) in pixels."""
+
+    def __init__(self, browser: Chromium, shot: Path) -> None:
+        self.browser, self.shot = browser, shot
+        assert self.evaluate("document.documentElement.dataset.ready") == "true"
+
+    def evaluate(self, expression: str) -> Any:
+        return self.browser.evaluate(expression)
+
+    def picture(self) -> Picture:
+        """The page as it looks now: [height, width, 3], 0 to 255."""
+        self.browser.settle()
+        self.browser.screenshot(self.shot)
+        return np.rint(255 * matplotlib.image.imread(self.shot)[:, :, :3]).astype(int)
+
+    def box(self, selector: str) -> tuple[float, float, float, float]:
+        """Left, top, width and height of an element."""
+        found = f"document.querySelector({json.dumps(selector)}).getBoundingClientRect()"
+        return tuple(self.evaluate(f"(b => [b.left, b.top, b.width, b.height])({found})"))
+
+    def corners(self, selector: str) -> tuple[tuple[float, float], tuple[float, float]]:
+        """An element's (top, left) and (height, width), as they cut it out of a picture."""
+        left, top, width, height = self.box(selector)
+        return (top, left), (height, width)
+
+    def time(self, x: float) -> float:
+        left, _, width, _ = self.box("#body")
+        start, end = self.seen()
+        return start + (x - left) / width * (end - start)
+
+    def seen(self) -> tuple[float, float]:
+        """The stretch of time that is seen."""
+        return tuple(self.evaluate("[state.from, state.to]"))
+
+    def x(self, time: float) -> int:
+        left, _, width, _ = self.box("#body")
+        start, end = self.seen()
+        return int(left + width * (time - start) / (end - start))
+
+    def y(self, rank: int, layer: int = 0, part: float = 0.25) -> int:
+        """A place in a rank's row: a part of the height of a layer's bar."""
+        _, top, _, _ = self.box(f"#labels li:nth-child({rank + 1})")
+        bar = self.evaluate(f"[rows.bars[{layer}].top, rows.bars[{layer}].height]")
+        return int(top + bar[0] + part * bar[1])
+
+    def text(self, selector: str) -> str:
+        return self.evaluate(f"document.querySelector({json.dumps(selector)}).innerText")
+
+    def complaints(self) -> list[str]:
+        self.browser.settle()
+        return self.browser.complaints
+
+
+def rgb(colour: str) -> tuple[int, ...]:
+    return tuple(int(colour[i : i + 2], 16) for i in (1, 3, 5))
+
+
+def colour_of(action: Action) -> tuple[int, ...]:
+    return rgb(KIND_OF[action.op].value.colour)
+
+
+def boxes(timeline: Timeline, microbatch: int | None = None) -> Iterator[tuple[int, Event, Action]]:
+    """Rank, event and its (first) action, of those that take time; of one microbatch or of all."""
+    for rank, events in enumerate(timeline.events):
+        for event in events:
+            action = parts(event.action)[0]
+            if event.end > event.start and microbatch in (None, action.microbatch):
+                yield rank, event, action
+
+
+def at(picture: Picture, page: Page, time: float, rank: int, **more: Any) -> tuple[int, ...]:
+    return tuple(picture[page.y(rank, **more), page.x(time)])
+
+
+def test_all_of_it_is_there_and_has_its_size(show: Open):
+    page = show()
+    assert page.complaints() == []
+    assert page.text("h1") == TIMELINE.title
+    assert page.text(".command") == COMMAND
+    _, _, width, height = page.box("#body")
+    assert width > 1000
+    assert height > 60 * RANKS
+    labels = page.text("#labels")
+    idle = [f"{own / TIMELINE.makespan:.0%} idle" for own in TIMELINE.idle]
+    assert [labels.count(f"rank {rank}") for rank in range(RANKS)] == [1] * RANKS
+    assert labels.count(idle[0]) == idle.count(idle[0]) == RANKS
+    assert [f"peak {peak:.0f} live" in labels for peak in TIMELINE.peak_live_microbatches] == [True] * RANKS
+    figures = page.text("#figures")
+    for figure in ("makespan", "33", "bubble", "27.27%", "idle, all ranks", f"{sum(TIMELINE.idle):.0f}", "27%"):
+        assert figure in figures
+    assert page.text("#legend").split() == ["F", "forward", "B", "backward", "idle", "live", "tapes"]
+    for selector in ("#overview", "#labels li", "#legend i", "#microbatch", "#in", "#out", "#fit", "#theme", "#help"):
+        assert min(page.box(selector)[2:]) >= 12, selector
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+def test_each_action_is_drawn_at_its_time_in_its_colour_and_idle_time_is_seen(show: Open):
+    page = show()
+    picture = page.picture()
+    drawn = list(boxes(TIMELINE))
+    assert len(drawn) == 2 * RANKS * MICROBATCHES
+    for rank, event, action in drawn:
+        for time in (event.start + 0.1, event.end - 0.1):
+            assert at(picture, page, time, rank) == colour_of(action), (rank, str(action))
+    idle = rgb(Kind.IDLE.value.colour)
+    for rank, events in enumerate(TIMELINE.events):
+        steps = [event for event in events if event.end > event.start]
+        gaps = [(a.end, b.start) for a, b in pairwise(steps) if b.start > a.end]
+        assert gaps or rank == RANKS - 1
+        for start, end in gaps:
+            assert at(picture, page, (start + end) / 2, rank) == idle
+
+
+def test_the_strip_under_a_rank_is_as_high_as_its_live_tapes(show: Open):
+    page = show()
+    picture = page.picture()
+    strip_top, strip_height = page.evaluate("[rows.strip.top, rows.strip.height]")
+    _, top, _, _ = page.box("#labels li")
+    for time, live in ((0.5, 1), (1.5, 2), (3.5, 4), (11.0, 4), (24.5, 3), (27.5, 2), (32.0, 1)):
+        rows = picture[int(top + strip_top) : int(top + strip_top + strip_height), page.x(time)]
+        filled = int((rows.sum(axis=1) < 700).sum())
+        # The strip's edges may fall between pixels: one at the top, one at the foot.
+        assert abs(filled - strip_height * live / 4) <= 2, (time, live)
+
+
+def test_following_a_microbatch_leaves_only_its_way_in_full_colour(show: Open):
+    page = show()
+    before = page.picture()
+    _, event, _ = next(b for b in boxes(TIMELINE, 2) if b[0] == 1)
+    page.browser.click(page.x((event.start + event.end) / 2), page.y(1))
+    page.browser.mouse("mouseMoved", 5, 5)
+    followed = page.picture()
+    for rank, event, action in boxes(TIMELINE):
+        drawn = at(followed, page, event.start + 0.15, rank)
+        assert (drawn == colour_of(action)) == (action.microbatch == 2), (rank, str(action))
+    # Between rows there was nothing in these colours; now arrows cross from rank to rank.
+    forward = rgb(Kind.FORWARD.value.colour)
+    for rank in range(RANKS - 1):
+        between = slice(page.y(rank, part=1.0) + 6, page.y(rank + 1, part=0.0) - 6)
+        assert not (before[between] == forward).all(axis=2).any()
+        assert (followed[between] == forward).all(axis=2).any()
+    assert page.text("#status").startswith("Microbatch 2: 2 to 18, 12 of it at work, 8 actions, 6 messages")
+    assert page.evaluate("document.querySelector('#microbatch').value") == "2"
+    assert page.evaluate("location.hash") == "#microbatch=2"
+    page.browser.press("]", 221)
+    assert page.text("#status").startswith("Microbatch 3:")
+    page.browser.press("Escape", 27)
+    rows = tuple(slice(int(start) + 3, int(start + length) - 3) for start, length in zip(*page.corners("#body")))
+    assert (page.picture()[rows] == before[rows]).all()
+    assert page.complaints() == []
+
+
+def test_a_link_opens_what_was_seen(show: Open):
+    page = show(fragment="microbatch=5&from=10&to=20")
+    assert page.seen() == (10.0, 20.0)
+    assert page.text("#status").startswith("Microbatch 5:")
+
+
+def test_the_wheel_zooms_at_the_pointer_and_dragging_moves(show: Open):
+    page = show()
+    whole = page.seen()
+    x, y = page.x(12.0), page.y(1)
+    under = page.time(x)
+    page.browser.mouse("mouseWheel", x, y, deltaX=0, deltaY=-600)
+    page.browser.settle()
+    start, end = page.seen()
+    assert end - start < (whole[1] - whole[0]) / 2
+    assert page.time(x) == pytest.approx(under)
+    picture = page.picture()
+    for rank, event, action in boxes(TIMELINE):
+        middle = (event.start + event.end) / 2
+        if start < event.start and event.end < end:
+            assert at(picture, page, middle - 0.3, rank) == colour_of(action)
+    page.browser.mouse("mousePressed", x, y, button="left", clickCount=1)
+    page.browser.mouse("mouseMoved", x + 200, y, button="left", buttons=1)
+    page.browser.mouse("mouseReleased", x + 200, y, button="left", clickCount=1)
+    page.browser.settle()
+    assert page.time(x + 200) == pytest.approx(under)
+    assert page.text("#status") == ""  # a drag is no click
+    for key, code in (("+", 187), ("a", 65), ("-", 189)):
+        seen = page.seen()
+        page.browser.press(key, code)
+        assert page.seen() != seen
+    page.evaluate("document.querySelector('#fit').click()")
+    page.evaluate("new Promise(done => setTimeout(done, 400))")
+    assert page.seen() == pytest.approx(whole)
+
+
+def test_the_pointer_is_told_what_is_under_it(show: Open):
+    page = show()
+    _, event, action = next(b for b in boxes(TIMELINE, 4) if b[0] == 2 and b[2].op is Op.B)
+    page.browser.mouse("mouseMoved", page.x(event.start + 0.5), page.y(2))
+    told = page.text("#tip").splitlines()
+    assert told[0] == f"{action}  backward".replace("  ", " ")
+    facts = dict(zip(told[1::2], told[2::2]))
+    assert facts["rank"] == "2"
+    assert facts["microbatch"] == "4"
+    assert (facts["start"], facts["end"], facts["took"]) == (f"{event.start:g}", f"{event.end:g}", "2")
+    assert facts["gradient"].startswith("made by rank 3")
+    page.browser.mouse("mouseMoved", page.x(6.0), page.y(0))
+    told = page.text("#tip").splitlines()
+    assert told[0] == "idle"
+    assert dict(zip(told[1::2], told[2::2]))["next"] == "0B0"
+
+
+def test_the_keyboard_alone_reaches_every_action(show: Open):
+    page = show()
+    page.evaluate("document.querySelector('#chart').focus()")
+    page.browser.press("ArrowRight", 39)
+    assert page.text("#status").startswith("0F0 forward: rank 0, stage 0, microbatch 0, start 0, end 1")
+    page.browser.press("ArrowRight", 39)
+    assert page.text("#status").startswith("0F1")
+    page.browser.press("ArrowDown", 40)
+    assert page.text("#status").startswith("1F0")
+    page.browser.press("Enter", 13)
+    assert page.text("#status").startswith("Microbatch 0:")
+
+
+@pytest.mark.parametrize("shown", ["simulated", "measured", "all"])
+def test_a_measured_step_lies_under_the_simulated_one_on_one_axis(show: Open, shown: str):
+    layers = [Layer.simulated(TIMELINE), Layer("measured", MEASURED, WAITS)]
+    page = show(*layers, fragment=f"show={shown}", unit="ms")
+    assert page.complaints() == []
+    picture = page.picture()
+    seen = [layer for layer in layers if shown in (layer.name, "all")]
+    assert page.evaluate("rows.bars.map(bar => bar.layer.name)") == [layer.name for layer in seen]
+    for number, layer in enumerate(seen):
+        for rank, event, action in boxes(layer.timeline):
+            assert at(picture, page, event.start + 0.2, rank, layer=number) == colour_of(action)
+    if shown != "simulated":
+        # What the rank waited is hatched: neither all idle nor all hatch.
+        row = picture[page.y(3, len(seen) - 1), page.x(0.3) : page.x(3.0)]
+        assert 0.3 < (row == rgb(Kind.IDLE.value.colour)).all(axis=1).mean() < 0.95
+    assert "+10%" in page.text("#figures")
+    assert page.text("#show").split() == ["simulated", "measured", "both"]
+    page.evaluate("document.querySelectorAll('#show input')[0].click()")
+    assert page.evaluate("rows.bars.map(bar => bar.layer.name)") == ["simulated"]
+
+
+def test_whom_a_rank_waited_for_is_told(show: Open):
+    page = show(Layer("measured", MEASURED, WAITS), unit="ms")
+    page.browser.mouse("mouseMoved", page.x(1.0), page.y(2))
+    assert "waiting for\nrank 1" in page.text("#tip")
+    page.evaluate("document.querySelector('#byRank').click()")
+    assert "2.2 ms for rank 1" in page.text("#rankTables")
+    page.evaluate("document.querySelector('#ranks').close()")
+
+
+def test_a_fused_pair_is_a_forward_above_a_backward(show: Open):
+    pair = Pair(Action(Op.F, 0, 1), Action(Op.B, 1, 0))
+    timeline = Timeline.from_events(
+        [[Event(Action(Op.F, 0, 0), 0, 1), Event(Action(Op.F, 1, 0), 1, 2), Event(pair, 2, 5)]], stages_per_rank=2
+    )
+    page = show(Layer.simulated(timeline))
+    picture = page.picture()
+    assert at(picture, page, 2.2, 0, part=0.2) == rgb(Kind.FORWARD.value.colour)
+    paler = [round(channel + (255 - channel) * 0.42) for channel in rgb(Kind.BACKWARD.value.colour)]
+    assert np.abs(np.array(at(picture, page, 2.2, 0, part=0.7)) - paler).max() <= 1
+    page.browser.click(page.x(2.2), page.y(0, part=0.7))
+    assert page.text("#status").startswith("Microbatch 0:")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_both_colour_schemes_can_be_read(show: Open, browser: Chromium, scheme: str):
+    browser.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+    page = show()
+    corner = page.picture()[2, 2]
+    assert (corner.mean() < 60) == (scheme == "dark")
+    names = ("page", "surface", "ink", "muted", "accent", "on-accent", "tip", "on-tip")
+    style = "getComputedStyle(document.documentElement)"
+    colours = {name: rgb(page.evaluate(f"{style}.getPropertyValue('--{name}').trim()")) for name in names}
+    on_each = [(text, ground) for text in ("ink", "muted") for ground in ("page", "surface")]
+    for text, ground in [*on_each, ("on-accent", "accent"), ("on-tip", "tip")]:
+        assert contrast(colours[text], colours[ground]) >= 4.5, (text, ground)
+    kinds = page.evaluate("colours.kinds.map(kind => [kind, inkOn(kind)])")
+    assert all(contrast(tuple(kind), rgb(ink)) >= 3 for kind, ink in kinds)
+    browser.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "light"}])
+    browser.settle()
+    assert page.picture()[2, 2].mean() > 200
+
+
+def contrast(one: tuple[int, ...], other: tuple[int, ...]) -> float:
+    """The ratio by which WCAG 2 measures whether text can be read."""
+    lights = []
+    for colour in (one, other):
+        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in (v / 255 for v in colour)]
+        lights.append(0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2])
+    return (max(lights) + 0.05) / (min(lights) + 0.05)
+
+
+def test_every_control_has_a_name(show: Open):
+    page = show(Layer.simulated(TIMELINE), Layer("measured", MEASURED, WAITS))
+    nameless = """[...document.querySelectorAll("button, input, main")].filter(control =>
+        !(control.getAttribute("aria-label") || control.innerText || control.labels?.length)).length"""
+    assert page.evaluate(nameless) == 0
+    assert TIMELINE.title in page.evaluate("document.querySelector('#chart').getAttribute('aria-label')")
+    assert page.evaluate("document.documentElement.lang") == "en"
+
+
+def test_fifty_thousand_actions_are_drawn_and_followed(show: Open):
+    big = simulated(64, 400, Costs(forward=1.5))
+    assert sum(map(len, big.events)) > 50_000
+    page = show(Layer.simulated(big))
+    assert page.complaints() == []
+    picture = page.picture()
+    full = np.array([rgb(kind.value.colour) for kind in (Kind.FORWARD, Kind.BACKWARD)])
+    # In the steady middle, columns are split between forward and backward by their shares of the time.
+    left, _, width, _ = page.box("#body")
+    middle = picture[:, int(left + 0.4 * width) : int(left + 0.6 * width)]
+    counts = [(middle == colour).all(axis=2).sum() for colour in full]
+    assert min(counts) > 5000
+    page.browser.press("]", 221)
+    assert page.text("#status").startswith("Microbatch 0:")
+    assert "128 actions, 126 messages" in page.text("#status")
+    page.evaluate("look(1000, 1003)")
+    seen = [(r, e, a) for r, e, a in boxes(big) if r < 8 and a.microbatch and e.start < 1001.5 < e.end]
+    page.browser.press("Escape", 27)
+    close = page.picture()
+    assert seen
+    for rank, event, action in seen:
+        time = max(event.start, 1000.0) + 0.05
+        assert at(close, page, time, rank) == colour_of(action), (rank, str(action))
+    assert page.complaints() == []
+
+
+def test_bytes_take_the_place_of_tapes_where_they_are_known(show: Open):
+    page = show(tape_bytes=[1 << 20, 2 << 20, 3 << 20, 4 << 20])
+    assert "peak 4 MiB live" in page.text("#labels")
+    assert page.text("#labels").count("peak 6 MiB live") == 2  # three tapes of 2, two of 3
+    assert "live bytes" in page.text("#legend")
