@@ -101,11 +101,11 @@ def _print_spent(recording: Recording) -> None:
     """Where each rank's time went, whom it waited for, and who was waited for most; no line longer than 80."""
     makespan, by_rank = recording.makespan, recording.spent()
     print(f"\nwhere the time went, of {number(makespan)} ms")
-    print("rank" + "".join(f"{heading:>11}" for heading in _HEADINGS))
+    print("rank" + "".join(f"{heading:>11}" for heading in _HEADINGS)[1:])
     for rank, spent in enumerate(by_rank):
         waited = sum(spent.waiting.values())
         times = (spent.compute, waited, spent.transfers, spent.reduction, spent.step, spent.between, spent.outside)
-        print(f"{rank:4}" + "".join(f"{_short(time):>6}{_share(time, makespan):>5}" for time in times))
+        print(f"{rank:3}" + "".join(f"{_short(time):>6}{_share(time, makespan):>5}" for time in times))
     print("transfers: starting sends and posting receives")
     print("outside: before the rank's first action and after its last")
     awaited = Counter[int]()
@@ -114,7 +114,7 @@ def _print_spent(recording: Recording) -> None:
         awaited.update(spent.waiting)
         longest_first = sorted(spent.waiting.items(), key=lambda item: item[1], reverse=True)
         told = (f"rank {peer} {number(time)} ms ({_share(time, makespan)})" for peer, time in longest_first)
-        print(f"{rank:4}  {', '.join(told) or 'nobody'}")
+        print(f"{rank:3}  {', '.join(told) or 'nobody'}")
     if awaited:
         peer, time = awaited.most_common(1)[0]
         print(f"most for rank {peer}: {number(time)} ms, all ranks together")

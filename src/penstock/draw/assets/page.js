@@ -3,7 +3,8 @@
 // ---- choosing
 
 function follow(microbatch) {
-  state.microbatch = microbatch >= 0 && microbatch < numMicrobatches ? microbatch : -1;
+  const known = Number.isInteger(microbatch) && microbatch >= 0 && microbatch < numMicrobatches;
+  state.microbatch = known ? microbatch : -1;
   $("microbatch").value = state.microbatch >= 0 ? String(state.microbatch) : "";
   $("clear").disabled = state.microbatch < 0;
   tellWay();
@@ -246,8 +247,10 @@ const KEYS = {
 
 document.addEventListener("keydown", event => {
   if (event.ctrlKey || event.metaKey || event.altKey || document.querySelector("dialog[open]")) return;
-  const elsewhere = event.target.closest("input, button");
-  if (elsewhere && event.key !== "Escape") return;
+  // A field keeps its keys, a button those that press it or go on to the next.
+  const control = event.target.closest("input, button");
+  const typed = control?.id === "microbatch";
+  if (control && event.key !== "Escape" && (typed || /^(Enter|Home|Arrow)/.test(event.key))) return;
   const act = KEYS[event.key.length === 1 ? event.key.toLowerCase() : event.key];
   if (!act) return;
   event.preventDefault();
