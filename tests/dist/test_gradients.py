@@ -36,7 +36,7 @@ def _parameters(names: list[str], dtype: torch.dtype = torch.float32) -> list[tu
 
 def _groups_of(rank: int, layout: Layout) -> dict[str, Any]:
     grid = layout.connect(CPU)
-    groups = {name: getattr(grid, name) for name in ("control", "background", "pp_control", "dp_group", "tied_group")}
+    groups = {name: getattr(grid, name) for name in ("control", "background", "pp_control", "dp_group", "mirror_group")}
     return {
         "place": (grid.rank, grid.dp_rank, grid.pp_rank, grid.pp_ranks),
         "groups": {n: None if g is None else dist.get_process_group_ranks(g) for n, g in groups.items()},
@@ -62,7 +62,9 @@ def test_every_rank_is_in_the_groups_of_the_table(layout: Layout) -> None:
             "background": everyone,
             "pp_control": pipeline if layout.pp > 1 else None,
             "dp_group": replicas if layout.dp > 1 else None,
-            "tied_group": [pipeline[0], pipeline[-1]] if layout.pp > 1 and pp_rank in (0, layout.pp - 1) else None,
+            "mirror_group": sorted([pipeline[pp_rank], pipeline[-1 - pp_rank]])
+            if 2 * pp_rank != layout.pp - 1
+            else None,
         }
         members = pipeline if layout.pp > 1 else [rank]
         assert seen["told"] == [{"rank": member, "text": "é" * member} for member in members]
@@ -150,7 +152,7 @@ def _train(grid: Grid, cut: tuple[tuple[str, ...], ...], dtype: torch.dtype) -> 
             stage.zero_()
         for name, view in local.items():
             view.copy_(gradients[name])
-        sum_tied(TIES, local, grid.tied_group)
+        sum_tied(TIES, local, grid.mirror_group)
         norms.append(optimizer.step().grad_norm)
         total = gradients["embedding.weight"] + gradients["head.weight"]
         every = [total, *(g for n, g in gradients.items() if n not in ("embedding.weight", "head.weight"))]

@@ -89,7 +89,7 @@ def test_one_process_needs_no_groups_and_no_torch_distributed() -> None:
     assert not torch.distributed.is_initialized()
     grid = Layout().connect(torch.device("cpu"))
     assert (grid.rank, grid.pp_rank, grid.dp_rank, grid.world_size, grid.pp_ranks) == (0, 0, 0, 1, (0,))
-    groups = (grid.dp_group, grid.tied_group, grid.control, grid.background, grid.pp_control)
+    groups = (grid.dp_group, grid.mirror_group, grid.control, grid.background, grid.pp_control)
     assert groups == (None,) * 5
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,6 +14,35 @@ from penstock import schedule
 from penstock.engine.options import EngineOptions, Precision
 from penstock.model import UnitSpec, WeightGradients, defer, switch_linears
 from penstock.runtime import Boundary, Stage
+
+SECOND_COPY = "@2"
+
+
+@dataclass(frozen=True)
+class Ties:
+    """Parameters that are one logical parameter, in two rounds of sums: full name of the copy -> of the owner.
+
+    copies: the second copy of every parameter of a bidirectional model. tied: a weight that two units share. Where a
+    model is held twice, the second copies are added to the first ones, and then each rank adds up the two ends of a
+    tied weight that it holds, which belong to different copies.
+    """
+
+    copies: Mapping[str, str]
+    tied: Mapping[str, str]
+    owners: Mapping[str, str]
+
+    @classmethod
+    def of(cls, units: Sequence[UnitSpec], parameters: Iterable[str], num_routes: int) -> Ties:
+        """The ties of a model, given this rank's parameters by full name."""
+        tied = {unit.full_name(own): owner for unit in units for own, owner in unit.tied.items()}
+        if num_routes == 1:
+            return cls({}, tied, tied)
+        copies = {name: name.removesuffix(SECOND_COPY) for name in parameters if name.endswith(SECOND_COPY)}
+        copies |= {f"{name}{SECOND_COPY}": name for name in parameters if not name.endswith(SECOND_COPY)}
+        crossed = {name: f"{owner}{SECOND_COPY}" for name, owner in tied.items()}
+        crossed |= {f"{name}{SECOND_COPY}": owner for name, owner in tied.items()}
+        owners = {copy: tied.get(owner, owner) for copy, owner in copies.items()} | tied
+        return cls(copies, crossed, owners)
 
 
 def cut_units(
@@ -56,6 +86,7 @@ def build_stages(
             owner,
             autocast=_autocast(options.precision, device),
             recompute=frozenset(name for name, _ in modules if recomputes(name, options)),
+            suffix=SECOND_COPY if number >= len(cut) else "",
         )
     return stages
 

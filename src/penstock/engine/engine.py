@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from penstock import schedule
 from penstock.data import NO_LABEL, MicroBatchSpec, PackedBatch
-from penstock.engine.build import build_stages, cut_units, units_of_layers
+from penstock.engine.build import Ties, build_stages, cut_units, units_of_layers
 from penstock.engine.normalise import Normalize
 from penstock.engine.optimizer import Optimizer
 from penstock.engine.options import EngineOptions, Precision
@@ -88,7 +88,7 @@ class Engine:
             number: GradientBuckets(stage.named_parameters(), self.grid.dp_group)
             for number, stage in self.stages.items()
         }
-        self.ties = {unit.full_name(own): owner for unit in self.units for own, owner in unit.tied.items()}
+        self._ties = Ties.of(self.units, self.parameters(), self.placement.num_routes)
         self.optimizer = self._make_optimizer()
         self.recorder = Recorder(self.grid.pp_rank)
         self.transport = self._make_transport()
@@ -127,6 +127,11 @@ class Engine:
         [T, hidden_size]; a layer whose forward has a second argument is given the microbatch's `Sequences`.
         """
         return cls(units_of_layers(layers), hidden_size, layout, options)
+
+    @property
+    def ties(self) -> Mapping[str, str]:
+        """Parameters that are copies: full name -> that of the one that counts, in norms and in checkpoints."""
+        return self._ties.owners
 
     # ---- a step
 
@@ -215,11 +220,12 @@ class Engine:
             buckets.zero_()
 
     def finish_gradients(self) -> None:
-        """Wait for the reductions that the program started, then add up the copies of tied parameters."""
+        """Wait for the reductions that the program started, then add up the copies of one parameter."""
         for buckets in self.gradients.values():
             buckets.wait()
         every = {name: view for buckets in self.gradients.values() for name, view in buckets.gradients.items()}
-        sum_tied(self.ties, every, self.grid.tied_group)
+        for ties in (self._ties.copies, self._ties.tied):
+            sum_tied(ties, every, self.grid.mirror_group)
 
     def sum_over_ranks(self, *values: float) -> list[float]:
         """The sums of the ranks' values, on every rank; exact where all but one rank give zero."""

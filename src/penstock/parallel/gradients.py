@@ -142,8 +142,8 @@ def sum_tied(ties: Mapping[str, str], gradients: Mapping[str, Tensor], group: di
     """Give both copies of every tied parameter the sum of their gradients, once.
 
     ties: full name of the copy -> full name of the owner. gradients: this rank's, by full name, reduced over dp.
-    group: first and last rank of the pipeline, used for a tie of which this rank holds one copy alone. Called by
-    all ranks that hold a copy. With two summands the result is bitwise the same wherever the copies lie.
+    group: the two ranks that hold a copy each, used for a tie of which this rank holds one copy alone. Called by all
+    ranks that hold a copy. With two summands the result is bitwise the same wherever the copies lie.
     """
     for copy, owner in sorted(ties.items()):
         if copy in gradients and owner in gradients:

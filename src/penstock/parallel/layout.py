@@ -124,7 +124,7 @@ class Layout:
             background=_GroupMaker(rank, None).make([everyone], "gloo", torch.device("cpu")),
             pp_control=makers.make(self.groups("pp"), "gloo", torch.device("cpu")),
             dp_group=makers.make(self.groups("dp"), on_device, device),
-            tied_group=makers.make([(ranks[0], ranks[-1]) for ranks in self.groups("pp")], on_device, device),
+            mirror_group=makers.make(_mirrored(self.groups("pp")), on_device, device),
         )
 
 
@@ -133,7 +133,8 @@ class Grid:
     """One rank's place in a connected layout, and its groups; a group is None where the rank would be alone in it.
 
     dp_group: the same place in every pipeline, carries device tensors (gradient reduction).
-    tied_group: first and last rank of this pipeline, carries device tensors; None on every other rank.
+    mirror_group: this rank of the pipeline and the one as far from its other end (first and last, second and last but
+    one, ...), carries device tensors: they hold the copies of tied weights, and of a bidirectional model's stages.
     control: all ranks, host memory. background: the same again for a thread beside the main one, since two threads
     may not share a group. pp_control: this pipeline's ranks, host memory.
     """
@@ -145,7 +146,7 @@ class Grid:
     background: dist.ProcessGroup | None = None
     pp_control: dist.ProcessGroup | None = None
     dp_group: dist.ProcessGroup | None = None
-    tied_group: dist.ProcessGroup | None = None
+    mirror_group: dist.ProcessGroup | None = None
 
     @property
     def world_size(self) -> int:
@@ -163,6 +164,11 @@ class Grid:
     def pp_ranks(self) -> tuple[int, ...]:
         """Global ranks of this pipeline, in pipeline order."""
         return tuple(self.layout.rank_of(dp=self.dp_rank, pp=pp) for pp in range(self.layout.pp))
+
+
+def _mirrored(pipelines: tuple[tuple[int, ...], ...]) -> list[tuple[int, ...]]:
+    """The pairs of ranks that lie opposite each other, pipeline by pipeline, from the ends inwards."""
+    return [pair for ranks in pipelines for pair in list(zip(ranks, reversed(ranks), strict=True))[: len(ranks) // 2]]
 
 
 @dataclass(frozen=True)

@@ -53,6 +53,7 @@ class Stage:
             from W; None where the schedule never splits.
         autocast: makes the context in which forwards run.
         recompute: names of the units whose activations are computed again in backward.
+        suffix: ends the full names of the parameters; marks the second copy of a model that is held twice.
     """
 
     def __init__(
@@ -63,14 +64,19 @@ class Stage:
         weight_gradients: WeightGradients | None = None,
         autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
         recompute: Container[str] = (),
+        suffix: str = "",
     ) -> None:
         self.index, self.boundary, self.weight_gradients, self.autocast = index, boundary, weight_gradients, autocast
-        self.units = tuple(units)
+        self.units, self.suffix = tuple(units), suffix
         self._runs = _runs([_call(module, name in recompute) for name, module in units])
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """(full name, parameter) in model order."""
-        return [(f"{name}.{p}", param) for name, module in self.units for p, param in module.named_parameters()]
+        return [
+            (f"{name}.{own}{self.suffix}", parameter)
+            for name, module in self.units
+            for own, parameter in module.named_parameters()
+        ]
 
     def forward(self, tape: Tape | None, x: Tensor, sequences: Sequences, finish: Finish | None = None) -> Lane[Tensor]:
         """Forward of one microbatch; `tape` is None where no backward follows.

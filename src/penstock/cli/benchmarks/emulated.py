@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,13 +12,18 @@ from torch import Tensor, nn
 
 from penstock import schedule
 from penstock.cli.benchmarks.ranks import on_ranks
+from penstock.model import Sequences, WeightGradients
+from penstock.runtime import Boundary, DistributedTransport, Executor, Feed, Recorder, Stage
 
 NUM_TOKENS, HIDDEN_SIZE = 128, 128  # 64 KiB of fp32
 
 
 @dataclass(frozen=True)
 class Emulation:
-    """What is emulated: times of one microbatch through all stages of one rank, in seconds."""
+    """What is emulated: times of one microbatch through all stages of one rank, in seconds.
+
+    A full backward takes `backward_s`, a split one half of it for the inputs and half for the weights.
+    """
 
     num_ranks: int = 8
     num_microbatches: int = 32
@@ -30,28 +35,28 @@ class Emulation:
         half = self.backward_s / 2
         return schedule.Costs(forward=self.forward_s, backward_input=half, backward_weight=half)
 
-
-class _Sleep(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, layer: "SleepingLayer") -> Tensor:
-        ctx.layer = layer
-        layer.sleep(layer.forward_s)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        ctx.layer.sleep(ctx.layer.backward_s)
-        return grads[0].contiguous(), None, None
+    def program(self, name: str) -> schedule.Program:
+        return schedule.lower(schedule.build(name, ranks=self.num_ranks, microbatches=self.num_microbatches))
 
 
 class SleepingLayer(nn.Module):
-    """Maps [T, D] to itself and takes its time; knows by how much its sleeps overshot."""
+    """Maps [T, D] to itself and takes its time; knows by how much its sleeps overshot.
 
-    def __init__(self, forward_s: float, backward_s: float) -> None:
+    With `gradients`, the weight's half of a backward is left to that owner while it defers, as Penstock's linear
+    layers do; else the two halves hang on two branches of the autograd graph, as torch's runtime splits them.
+    """
+
+    def __init__(self, gradients: WeightGradients | None = None) -> None:
         super().__init__()
-        self.forward_s, self.backward_s = forward_s, backward_s
+        self.gradients = gradients
+        self.forward_s = self.input_s = self.weight_s = 0.0
         self.asked_s = self.slept_s = 0.0
         self.weight = nn.Parameter(torch.ones(()))
+
+    def take(self, emulation: Emulation, stages_per_rank: int) -> None:
+        """From now on sleep as long as one of so many stages of a rank computes."""
+        self.forward_s = emulation.forward_s / stages_per_rank
+        self.input_s = self.weight_s = emulation.backward_s / 2 / stages_per_rank
 
     def sleep(self, duration_s: float) -> None:
         start = time.perf_counter()
@@ -61,7 +66,65 @@ class SleepingLayer(nn.Module):
         self.slept_s += time.perf_counter() - start
 
     def forward(self, x: Tensor, sequences: object = None) -> Tensor:
-        return _Sleep.apply(x, self.weight, self)  # type: ignore[return-value]
+        if self.gradients is not None:
+            return _Sleep.apply(x, self.weight, self)  # type: ignore[return-value]
+        return _SleepForInput.apply(x, self) + _SleepForWeight.apply(self.weight, self)  # type: ignore[operator]
+
+
+class _Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, layer: SleepingLayer) -> Tensor:
+        ctx.layer = layer
+        layer.sleep(layer.forward_s)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        layer, gradients = ctx.layer, ctx.layer.gradients
+        if gradients.deferring:
+            layer.sleep(layer.input_s)
+            gradients.push(_PendingSleep(layer))
+        else:
+            layer.sleep(layer.input_s + layer.weight_s)
+        return grads[0].contiguous(), None, None
+
+
+@dataclass(frozen=True)
+class _PendingSleep:
+    """Stands where a linear layer leaves its weight gradient."""
+
+    layer: SleepingLayer
+    weight: None = None
+    bias: None = None
+
+    def compute(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        self.layer.sleep(self.layer.weight_s)
+        return iter(())
+
+
+class _SleepForInput(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: SleepingLayer) -> Tensor:
+        ctx.layer = layer
+        layer.sleep(layer.forward_s)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        ctx.layer.sleep(ctx.layer.input_s)
+        return grads[0].contiguous(), None
+
+
+class _SleepForWeight(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, layer: SleepingLayer) -> Tensor:
+        ctx.layer = layer
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        ctx.layer.sleep(ctx.layer.weight_s)
+        return grads[0], None
 
 
 Step = Callable[[], object]
@@ -75,64 +138,77 @@ def timed(step: Step) -> tuple[float, float]:
     return start, time.perf_counter()
 
 
-def penstock_step(rank: int, name: str, emulation: Emulation, layer: SleepingLayer) -> Step:
-    """One step of Penstock's executor on this rank, without an optimizer."""
-    from penstock.model import Sequences
-    from penstock.runtime import Boundary, DistributedTransport, Executor, Feed, Recorder, Stage
-
+def penstock_step(name: str, emulation: Emulation) -> tuple[Step, list[SleepingLayer]]:
+    """One step of Penstock's executor on this rank, without an optimizer, and its layers."""
     world = dist.group.WORLD
     assert world is not None
-    num_ranks = emulation.num_ranks
-    built = schedule.build(name, ranks=num_ranks, microbatches=emulation.num_microbatches)
-    transport = DistributedTransport(built.placement, world, torch.device("cpu"), timeout_s=120.0)
-    stage = Stage(rank, [("layer", layer)], Boundary(HIDDEN_SIZE, torch.float32))
-    executor = Executor(schedule.lower(built), rank, {rank: stage}, transport, Recorder(rank))
+    program, rank = emulation.program(name), world.rank()
+    transport = DistributedTransport(program.placement, world, torch.device("cpu"), timeout_s=120.0)
+    stages, layers = {}, []
+    for number in program.placement.stages_of(rank):
+        owner = WeightGradients()
+        layers.append(SleepingLayer(owner))
+        stages[number] = Stage(number, [("layer", layers[-1])], Boundary(HIDDEN_SIZE, torch.float32), owner)
+    executor = Executor(program, rank, stages, transport, Recorder(rank))
     sequences = Sequences.from_lengths([NUM_TOKENS], torch.device("cpu"))
-    x = torch.zeros(NUM_TOKENS, HIDDEN_SIZE)
-    feeds = [Feed(NUM_TOKENS, sequences, x, torch.sum)] * emulation.num_microbatches
-    return lambda: executor.run(feeds)
+    feed = Feed(NUM_TOKENS, sequences, torch.zeros(NUM_TOKENS, HIDDEN_SIZE), torch.sum)
+    return lambda: executor.run([feed] * emulation.num_microbatches), layers
 
 
-def torch_step(rank: int, name: str, emulation: Emulation, layer: SleepingLayer) -> Step:
-    """One step of torch.distributed.pipelining's runtime on this rank."""
-    from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+TORCH_NAMES = {
+    "afab": "ScheduleGPipe",
+    "1f1b": "Schedule1F1B",
+    "interleaved": "ScheduleInterleaved1F1B",
+    "looped-bfs": "ScheduleLoopedBFS",
+    "interleaved-zb": "ScheduleInterleavedZeroBubble",
+    "zb-v": "ScheduleZBVZeroBubble",
+    "dualpipe-v": "ScheduleDualPipeV",
+}
+"""torch's class of the same schedule; it has no other ones."""
 
-    stage = PipelineStage(layer, rank, emulation.num_ranks, torch.device("cpu"))
-    kind = {"afab": ScheduleGPipe, "1f1b": Schedule1F1B}[name]
-    runner = kind(stage, emulation.num_microbatches, loss_fn=lambda output, target: output.sum(), scale_grads=False)
+
+def torch_step(name: str, emulation: Emulation) -> tuple[Step, list[SleepingLayer]]:
+    """The same of torch.distributed.pipelining."""
+    from torch.distributed import pipelining
+
+    placement, rank = emulation.program(name).placement, dist.get_rank()
+    layers = [SleepingLayer() for _ in placement.stages_of(rank)]
+    stages = [
+        pipelining.PipelineStage(layer, number, placement.num_stages, torch.device("cpu"))
+        for layer, number in zip(layers, placement.stages_of(rank), strict=True)
+    ]
+    kind = getattr(pipelining.schedules, TORCH_NAMES[name])
+    given = stages[0] if issubclass(kind, pipelining.schedules.PipelineScheduleSingle) else stages
+    runner = kind(given, emulation.num_microbatches, loss_fn=lambda output, target: output.sum(), scale_grads=False)
     rows = NUM_TOKENS * emulation.num_microbatches
-    x, target = torch.zeros(rows, HIDDEN_SIZE), torch.zeros(rows)
-    last = emulation.num_ranks - 1
-    if rank == 0:
-        return lambda: runner.step(x, target=target if last == 0 else None)
-    if rank == last:
-        return lambda: runner.step(target=target)
-    return lambda: runner.step()
+    inputs = (torch.zeros(rows, HIDDEN_SIZE),) if any(stage.is_first for stage in stages) else ()
+    target = torch.zeros(rows) if any(stage.is_last for stage in stages) else None
+    return lambda: runner.step(*inputs, target=target), layers
 
 
 def _measure(rank: int, name: str, emulation: Emulation) -> dict[str, Any]:
     """Both engines in turn, a warm-up each, in the same processes."""
-    layers = {side: SleepingLayer(0.0, 0.0) for side in ("penstock", "torch")}
-    steps = {
-        "penstock": penstock_step(rank, name, emulation, layers["penstock"]),
-        "torch": torch_step(rank, name, emulation, layers["torch"]),
-    }
-    for step in steps.values():
+    sides = {"penstock": penstock_step(name, emulation)}
+    if name in TORCH_NAMES:
+        sides["torch"] = torch_step(name, emulation)
+    for step, layers in sides.values():
         timed(step)
-    spans: dict[str, list[tuple[float, float]]] = {side: [] for side in steps}
-    for layer in layers.values():
-        layer.forward_s, layer.backward_s = emulation.forward_s, emulation.backward_s
+        for layer in layers:
+            layer.take(emulation, len(layers))
+    spans: dict[str, list[tuple[float, float]]] = {side: [] for side in sides}
     for _ in range(emulation.num_steps):
-        for side, step in steps.items():
+        for side, (step, _) in sides.items():
             spans[side].append(timed(step))
-    overshoot = {side: layer.slept_s / layer.asked_s - 1 for side, layer in layers.items()}
+    overshoot = {
+        side: sum(layer.slept_s for layer in layers) / sum(layer.asked_s for layer in layers) - 1
+        for side, (_, layers) in sides.items()
+    }
     return {"spans": spans, "overshoot": overshoot}
 
 
 def compare(name: str, emulation: Emulation) -> dict[str, Any]:
     """Measured step over simulated makespan, for both engines in the same run."""
-    built = schedule.build(name, ranks=emulation.num_ranks, microbatches=emulation.num_microbatches)
-    simulated_s = schedule.simulate(schedule.lower(built), emulation.costs()).makespan
+    simulated_s = schedule.simulate(emulation.program(name), emulation.costs()).makespan
     ranks = on_ranks(emulation.num_ranks, _measure, name, emulation)
     result: dict[str, Any] = {
         "schedule": name,
@@ -140,7 +216,7 @@ def compare(name: str, emulation: Emulation) -> dict[str, Any]:
         "microbatches": emulation.num_microbatches,
         "simulated_s": simulated_s,
     }
-    for side in ("penstock", "torch"):
+    for side in ranks[0]["spans"]:
         steps_s = [
             max(r["spans"][side][i][1] for r in ranks) - min(r["spans"][side][i][0] for r in ranks)
             for i in range(emulation.num_steps)
@@ -151,5 +227,6 @@ def compare(name: str, emulation: Emulation) -> dict[str, Any]:
             "range": [min(ratios), max(ratios)],
             "sleep_overshoot": statistics.mean(r["overshoot"][side] for r in ranks),
         }
-    result["excess_of_torch"] = (result["penstock"]["ratio"] - 1) / (result["torch"]["ratio"] - 1)
+    if "torch" in result:
+        result["excess_of_torch"] = (result["penstock"]["ratio"] - 1) / (result["torch"]["ratio"] - 1)
     return result
