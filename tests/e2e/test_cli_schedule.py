@@ -40,7 +40,8 @@ def test_the_installed_command_answers():
     command = Path(sys.executable).with_name("penstock")
     done = subprocess.run([command, "schedule", "list"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    assert [line.split()[0] for line in done.stdout.splitlines()] == list(schedule.names())
+    named = [line.split()[0] for line in done.stdout.splitlines() if not line.startswith(" ")]
+    assert named == list(schedule.names())
 
 
 def test_list_has_a_sentence_for_each_schedule(run):
@@ -97,6 +98,10 @@ def test_what_export_writes_verify_proves(run, tmp_path: Path, name: str, transf
         for ranks, microbatches in ((1, 1), (3, 2), (4, 9)):
             path = tmp_path / f"{index}-{ranks}-{name}"
             options = ["--ranks", ranks, "--microbatches", microbatches]
+            if schedule_name == "dualpipe" and path.suffix == ".csv":
+                refused = run("export", schedule_name, *options, "--output", path, *transfers)
+                assert_refused(refused, "one copy of the model", "bidirectional")
+                continue
             assert run("export", schedule_name, *options, "--output", path, *transfers)[0] == 0
             code, out, err = run("verify", path, "--json")
             assert code == 0, err

@@ -28,6 +28,7 @@ from penstock.schedule import (
 )
 from penstock.schedule.actions import COMPUTE
 from tests.schedule.brute_force import BruteForce, harm_of
+from tests.schedule.families import NAMES as SCHEDULES
 from tests.schedule.random_schedules import legal_schedule, schedules
 
 
@@ -71,6 +72,7 @@ def small_programs() -> list[Program]:
     chance = random.Random(1)
     built = [build(name, ranks=p, microbatches=m) for name in ("afab", "1f1b", "inference") for p, m in sizes]
     built += [build(name, ranks=2, microbatches=2, stages_per_rank=2) for name in ("afab", "inference")]
+    built += [build(name, ranks=2, microbatches=3) for name in SCHEDULES if name not in ("afab", "1f1b", "inference")]
     built += [legal_schedule(Placement(kind, 2, 2), 2, True, chance) for kind in PlacementKind]
     assert any(isinstance(step, Pair) for schedule in built for order in schedule.orders for step in order)
     programs = [lower(schedule, receives_ahead=ahead) for schedule in built for ahead in (1, 2)]

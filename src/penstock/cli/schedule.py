@@ -1,13 +1,13 @@
-"""`penstock schedule`: list, show, verify, simulate and export schedules; none of it needs torch or a GPU."""
+"""`penstock schedule`: list, show, verify, simulate, compare and export schedules; none of it needs torch or a GPU."""
 
 import argparse
 import shlex
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from penstock import schedule
 from penstock.cli.commands import Command, Parser, dispatch, print_json, refuse_to_overwrite, write_text
+from penstock.cli.schedule_arguments import add_json, add_schedule, costs_of, flag, own_options, proved
 
 HEAD = """A schedule is each rank's order of actions: F forward, B backward (or I for inputs, then W for weights).
 Lowered to a program it also has its transfers, gradient reductions and the optimizer step. A program is
@@ -27,7 +27,7 @@ def main(arguments: list[str]) -> int:
 def list_schedules(arguments: list[str]) -> int:
     """Print the names that can be built, each with its one sentence and its options."""
     parser = Parser("penstock schedule list", "List the schedules that can be built.")
-    _add_json(parser)
+    add_json(parser)
     options = parser.parse_args(arguments)
     summaries = {name: schedule.describe(name) for name in schedule.names()}
     if options.json:
@@ -42,7 +42,7 @@ def list_schedules(arguments: list[str]) -> int:
     for name, summary in summaries.items():
         print(f"{name:{margin}}{summary}")
         for option, default in schedule.options(name).items():
-            print(f"{'':{margin}}  {_flag(option)} (default {default})")
+            print(f"{'':{margin}}  {flag(option)} (default {default})")
     return 0
 
 
@@ -58,18 +58,17 @@ def show(arguments: list[str]) -> int:
             "penstock schedule show 1f1b --ranks 8 --microbatches 32 --output 1f1b.html",
         ),
     )
-    _add_schedule(parser, arguments)
-    _add_costs(parser)
+    add_schedule(parser, arguments)
     parser.add_argument("--output", type=Path, metavar="FILE", help="draw into this file: .svg, .png, .html or .json")
     parser.add_argument("--force", action="store_true", help="replace the file if it exists")
-    _add_json(parser)
+    add_json(parser)
     options = parser.parse_args(arguments)
     if options.output is not None:
         from penstock.draw.files import check_ending
 
         check_ending(options.output)
         refuse_to_overwrite(options.output, force=options.force)
-    timeline = schedule.simulate(_proved(options), _costs(options))
+    timeline = schedule.simulate(proved(options), costs_of(options))
     if options.output is not None:
         from penstock.draw.files import write_drawing
         from penstock.draw.layers import Layer
@@ -97,7 +96,7 @@ def verify(arguments: list[str]) -> int:
         examples=("penstock schedule verify my-schedule.csv",),
     )
     parser.add_argument("file", type=Path, metavar="FILE", help="a schedule or program as text or as torch's CSV")
-    _add_json(parser)
+    add_json(parser)
     options = parser.parse_args(arguments)
     try:
         program = _read(options.file)
@@ -130,13 +129,19 @@ def simulate(arguments: list[str]) -> int:
             "    --forward 29.718 --backward-input 29.444 --backward-weight 19.927 --transfer 0.527",
         ),
     )
-    _add_schedule(parser, arguments)
-    _add_costs(parser)
-    _add_json(parser)
+    add_schedule(parser, arguments)
+    add_json(parser)
     options = parser.parse_args(arguments)
-    timeline = schedule.simulate(_proved(options), _costs(options))
+    program, costs = proved(options), costs_of(options)
+    timeline = schedule.simulate(program, costs)
     if options.json:
-        print_json(_summary_of(options, timeline))
+        path = schedule.critical_path(program, costs)
+        print_json(
+            _summary_of(options, timeline)
+            | {"critical_path": [str(event.action) for event in path]}
+            | {"live_microbatches": [timeline.live_microbatches(rank) for rank in range(options.ranks)]}
+            | {"live_bytes": [timeline.live_bytes(rank) for rank in range(options.ranks)]}
+        )
         return 0
     print(timeline.title)
     print(f"  makespan     {timeline.makespan:.6g}")
@@ -159,17 +164,17 @@ def export(arguments: list[str]) -> int:
             "penstock schedule export 1f1b --ranks 4 --microbatches 8 --transfers --output program.txt",
         ),
     )
-    _add_schedule(parser, arguments)
+    add_schedule(parser, arguments, costs=False)
     parser.add_argument("--output", type=Path, metavar="FILE", required=True, help="the file: .csv or .txt")
     parser.add_argument("--transfers", action="store_true", help="write the program: with transfers and reductions")
     parser.add_argument("--force", action="store_true", help="replace the file if it exists")
-    _add_json(parser)
+    add_json(parser)
     options = parser.parse_args(arguments)
     writers = {".csv": schedule.to_csv, ".txt": schedule.to_text}
     writer = writers.get(options.output.suffix.lower())
     if writer is None:
         raise ValueError(f"cannot export to {options.output.name!r}: the file must end in {' or '.join(writers)}")
-    program = _proved(options)
+    program = proved(options)
     write_text(options.output, writer(program if options.transfers else program.schedule), force=options.force)
     num_actions = sum(map(len, program.ranks if options.transfers else program.schedule.orders))
     if options.json:
@@ -184,47 +189,9 @@ COMMANDS = {
     "show": Command("draw a schedule in the terminal, as SVG or PNG, a page, or a Perfetto trace", __name__, "show"),
     "verify": Command("prove a schedule from a file, also one written by hand or by torch", __name__, "verify"),
     "simulate": Command("time a schedule: makespan, bubble, live microbatches", __name__, "simulate"),
+    "compare": Command("all schedules side by side: bubble, memory, messages", "penstock.cli.schedule_compare"),
     "export": Command("write a schedule as text or as torch's CSV", __name__, "export"),
 }
-
-
-def _add_schedule(parser: Parser, arguments: list[str]) -> None:
-    """Add NAME, the counts, and the options that the named schedule has of its own."""
-    parser.add_argument("name", metavar="NAME", help="a name that `penstock schedule list` prints")
-    parser.add_argument("--ranks", type=int, default=4, metavar="N", help="processes of the pipeline (default 4)")
-    parser.add_argument("--microbatches", type=int, default=8, metavar="N", help="parts of a batch (default 8)")
-    parser.add_argument("--stages-per-rank", type=int, default=1, metavar="N", help="local stages (default 1)")
-    name = next((word for word in arguments if word in schedule.names()), None)
-    if name is None:
-        return
-    own = parser.add_argument_group(f"options of {name}")
-    for option, default in schedule.options(name).items():
-        if isinstance(default, bool):
-            own.add_argument(_flag(option), action=argparse.BooleanOptionalAction, default=default)
-        else:
-            own.add_argument(_flag(option), type=type(default), default=default, help=f"(default {default})")
-
-
-def _flag(option: str) -> str:
-    return "--" + option.replace("_", "-")
-
-
-def _add_costs(parser: Parser) -> None:
-    times = parser.add_argument_group("times of one microbatch through all stages of one rank")
-    for name, default, what in (
-        ("forward", 1.0, "F"),
-        ("backward-input", 1.0, "I, the part of B that the rank before waits for"),
-        ("backward-weight", 1.0, "W, the other part of B"),
-        ("transfer", 0.0, "a message between two ranks; it blocks neither"),
-        ("reduce", 0.0, "the gradient reduction of a stage"),
-        ("step", 0.0, "the optimizer step"),
-    ):
-        said = f"{what} (default {default:g})"
-        times.add_argument(f"--{name}", type=float, default=default, metavar="TIME", help=said)
-
-
-def _add_json(parser: Parser) -> None:
-    parser.add_argument("--json", action="store_true", help="print one JSON document instead")
 
 
 def _read(path: Path) -> schedule.Program:
@@ -240,54 +207,25 @@ def _read(path: Path) -> schedule.Program:
     return schedule.lower(plan) if isinstance(plan, schedule.Schedule) else plan
 
 
-def _proved(options: argparse.Namespace) -> schedule.Program:
-    """The program of the schedule that the options name, proved."""
-    built = schedule.build(
-        options.name,
-        ranks=options.ranks,
-        microbatches=options.microbatches,
-        stages_per_rank=options.stages_per_rank,
-        **_own_options(options),
-    )
-    program = schedule.lower(built)
-    schedule.verify(program)
-    return program
-
-
-def _own_options(options: argparse.Namespace) -> dict[str, Any]:
-    known = schedule.options(options.name) if options.name in schedule.names() else {}
-    return {option: getattr(options, option) for option in known}
-
-
-def _costs(options: argparse.Namespace) -> schedule.Costs:
-    return schedule.Costs(
-        forward=options.forward,
-        backward_input=options.backward_input,
-        backward_weight=options.backward_weight,
-        transfer=options.transfer,
-        reduce=options.reduce,
-        step=options.step,
-    )
-
-
 def _names(options: argparse.Namespace) -> dict[str, object]:
     return {
         "schedule": options.name,
         "ranks": options.ranks,
         "microbatches": options.microbatches,
-        "stages_per_rank": options.stages_per_rank,
-        **_own_options(options),
+        "stages_per_rank": options.stages_per_rank or schedule.default_stages(options.name),
+        **own_options(options.name, options),
     }
 
 
 def _summary_of(options: argparse.Namespace, timeline: schedule.Timeline) -> dict[str, object]:
     return {
         **_names(options),
-        "costs": asdict(_costs(options)),
+        "costs": asdict(costs_of(options)),
         "makespan": timeline.makespan,
         "span_cost": timeline.span_cost,
         "bubble_rate": timeline.bubble_rate,
         "peak_live_microbatches": list(timeline.peak_live_microbatches),
+        "peak_live_bytes": list(timeline.peak_live_bytes),
         "idle": list(timeline.idle),
     }
 

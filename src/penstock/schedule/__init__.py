@@ -19,13 +19,15 @@ from penstock.schedule.actions import (
     flatten,
     parts,
 )
-from penstock.schedule.builders import build, describe, names, options
+from penstock.schedule.builders import build, default_stages, describe, names, options
+from penstock.schedule.costs import Costs
+from penstock.schedule.critical import critical_path
 from penstock.schedule.lower import lower
 from penstock.schedule.partition import check_cut, partition
 from penstock.schedule.rules import Channel, Rule, Rules, partner
-from penstock.schedule.simulate import Costs, simulate
+from penstock.schedule.simulate import simulate
 from penstock.schedule.text import from_csv, from_text, to_csv, to_text
-from penstock.schedule.timeline import Event, Timeline
+from penstock.schedule.timeline import Event, Memory, Timeline
 from penstock.schedule.verify import Proof, verify
 
 __all__ = [
@@ -33,6 +35,7 @@ __all__ = [
     "Channel",
     "Costs",
     "Event",
+    "Memory",
     "Op",
     "Pair",
     "Placement",
@@ -47,6 +50,8 @@ __all__ = [
     "Timeline",
     "build",
     "check_cut",
+    "critical_path",
+    "default_stages",
     "describe",
     "flatten",
     "from_csv",

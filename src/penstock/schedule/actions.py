@@ -149,6 +149,11 @@ class Placement:
     def stages_per_route(self) -> int:
         return self.num_stages // self.num_routes
 
+    @property
+    def stages_per_microbatch(self) -> int:
+        """Number of stages of one rank that a microbatch goes through: those of its route."""
+        return self.stages_per_rank // self.num_routes
+
     def route_of(self, stage: int) -> int:
         return stage // self.stages_per_route
 

@@ -10,14 +10,29 @@ from typing import Any
 
 from penstock.schedule.actions import Schedule, check_count
 from penstock.schedule.builders.afab import afab
+from penstock.schedule.builders.dualpipe import dualpipe, dualpipe_v
 from penstock.schedule.builders.inference import inference
+from penstock.schedule.builders.interleaved import interleaved
+from penstock.schedule.builders.looped_bfs import looped_bfs
 from penstock.schedule.builders.one_f_one_b import one_f_one_b
+from penstock.schedule.builders.v_shape import v_half, v_min, zb_v
+from penstock.schedule.builders.zero_bubble import interleaved_zb, zb_h1, zb_h2
 
 # A builder takes ranks, microbatches and stages_per_rank; what else it takes, each with a default, are its options.
 _BUILDERS: Mapping[str, Callable[..., Schedule]] = MappingProxyType(
     {
         "afab": afab,
         "1f1b": one_f_one_b,
+        "interleaved": interleaved,
+        "looped-bfs": looped_bfs,
+        "zb-h1": zb_h1,
+        "zb-h2": zb_h2,
+        "interleaved-zb": interleaved_zb,
+        "zb-v": zb_v,
+        "v-half": v_half,
+        "v-min": v_min,
+        "dualpipe-v": dualpipe_v,
+        "dualpipe": dualpipe,
         "inference": inference,
     }
 )
@@ -46,12 +61,26 @@ def options(name: str) -> dict[str, Any]:
     return {key: parameter.default for key, parameter in parameters.items() if key not in _COMMON}
 
 
-def build(name: str, *, ranks: int, microbatches: int, stages_per_rank: int = 1, **options_given: Any) -> Schedule:
+def default_stages(name: str) -> int:
+    """How many stages a rank has in a schedule, where nothing else is asked for.
+
+    Raises: ValueError for a name that is not known.
+    """
+    return signature(_builder(name)).parameters["stages_per_rank"].default
+
+
+def build(
+    name: str, *, ranks: int, microbatches: int, stages_per_rank: int | None = None, **options_given: Any
+) -> Schedule:
     """The schedule of that name; `names()` lists them and `options(name)` what else each takes.
+
+    Without `stages_per_rank` a rank has as many as the schedule is meant for: `default_stages(name)`.
 
     Raises: ValueError for an unknown name or option, naming the nearest one, and for numbers that are not possible.
     """
     builder = _builder(name)
+    if stages_per_rank is None:
+        stages_per_rank = default_stages(name)
     check_count("ranks", ranks)
     check_count("microbatches", microbatches)
     check_count("stages_per_rank", stages_per_rank)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from penstock.schedule.actions import Action, Op, Placement, PlacementKind, Schedule
-from penstock.schedule.builders.inference import forwards
+from penstock.schedule.actions import Placement, PlacementKind, Schedule
+from penstock.schedule.builders.orders import backwards, forwards
 
 
 def afab(ranks: int, microbatches: int, stages_per_rank: int = 1) -> Schedule:
@@ -18,17 +18,7 @@ def afab(ranks: int, microbatches: int, stages_per_rank: int = 1) -> Schedule:
     """
     placement = Placement(PlacementKind.LOOP, ranks, stages_per_rank)
     orders = tuple(
-        tuple(forwards(placement, rank, microbatches) + _backwards(placement, rank, microbatches))
+        tuple(forwards(placement, rank, microbatches) + backwards(placement, rank, microbatches))
         for rank in range(ranks)
     )
     return Schedule("afab", placement, microbatches, orders, live_bound=(microbatches * stages_per_rank,) * ranks)
-
-
-def _backwards(placement: Placement, rank: int, num_microbatches: int) -> list[Action]:
-    """The mirror of a rank's forwards: the same groups, through the stages from the last to the first."""
-    actions = []
-    for start in range(0, num_microbatches, placement.num_ranks):
-        group = range(start, min(start + placement.num_ranks, num_microbatches))
-        for stage in reversed(placement.stages_of(rank)):
-            actions += [Action(Op.B, stage, microbatch) for microbatch in group]
-    return actions

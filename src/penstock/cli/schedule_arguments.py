@@ -1,0 +1,114 @@
+"""The arguments that the schedule commands share: which schedule, of what size, at what costs."""
+
+import argparse
+from typing import Any
+
+from penstock import schedule
+from penstock.cli.commands import Parser
+
+# Name, default, what it is. What a builder of that name wants to know too is not asked for twice.
+_TIMES = (
+    ("forward", 1.0, "F"),
+    ("backward_input", 1.0, "I, the part of B that the rank before waits for"),
+    ("backward_weight", 1.0, "W, the other part of B"),
+    ("pair", None, "a fused pair of F and B (default: as long as both)"),
+)
+_OTHERS = (
+    ("transfer", 0.0, "time of a message between two ranks; it blocks neither"),
+    ("message_bytes", 0.0, "bytes of a message, which take their time by --bandwidth"),
+    ("bandwidth", None, "bytes that a channel takes in a unit of time (default: any number)"),
+    ("reduce", 0.0, "time of the gradient reduction of a stage"),
+    ("step", 0.0, "time of the optimizer step"),
+    ("microbatch_bytes", 0.0, "bytes that a rank keeps of a microbatch"),
+    ("weight_memory_share", 1.0, "share of them that is kept from a microbatch's I until its W"),
+)
+COST_NAMES = (*(name for name, _, _ in (*_TIMES, *_OTHERS)), "lengths")
+
+
+def add_size(parser: Parser, *, ranks: int = 4, microbatches: int = 8) -> None:
+    """Add the counts."""
+    parser.add_argument(
+        "--ranks", type=int, default=ranks, metavar="N", help=f"processes of the pipeline (default {ranks})"
+    )
+    parser.add_argument(
+        "--microbatches", type=int, default=microbatches, metavar="N", help=f"parts of a batch (default {microbatches})"
+    )
+
+
+def add_schedule(parser: Parser, arguments: list[str], *, costs: bool = True) -> None:
+    """Add NAME, the counts, the costs if they matter, and the options that the named schedule has of its own."""
+    parser.add_argument("name", metavar="NAME", help="a name that `penstock schedule list` prints")
+    add_size(parser)
+    parser.add_argument(
+        "--stages-per-rank", type=int, default=None, metavar="N", help="local stages (default: as the schedule has it)"
+    )
+    if costs:
+        add_costs(parser)
+    name = next((word for word in arguments if word in schedule.names()), None)
+    if name is None:
+        return
+    own = parser.add_argument_group(f"options of {name}")
+    for option, default in schedule.options(name).items():
+        if costs and option in COST_NAMES:
+            continue
+        if isinstance(default, bool):
+            own.add_argument(flag(option), action=argparse.BooleanOptionalAction, default=default)
+        else:
+            own.add_argument(flag(option), type=type(default), default=default, help=f"(default {default})")
+
+
+def add_costs(parser: Parser) -> None:
+    """Add the times and sizes that `schedule.Costs` has."""
+    times = parser.add_argument_group(
+        "times of one microbatch through all stages of one rank; or one time for each stage of the model: 1,1.5,1"
+    )
+    for name, default, what in _TIMES:
+        said = what if default is None else f"{what} (default {default:g})"
+        times.add_argument(flag(name), type=_numbers, default=default, metavar="TIME", help=said)
+    others = parser.add_argument_group("other costs")
+    for name, default, what in _OTHERS:
+        said = what if default is None else f"{what} (default {default:g})"
+        others.add_argument(flag(name), type=float, default=default, metavar="NUMBER", help=said)
+    said = "a factor for each microbatch on its times and bytes: 1,0.5,1.5 (default: all alike)"
+    others.add_argument("--lengths", type=_list, default=(), metavar="FACTORS", help=said)
+
+
+def add_json(parser: Parser) -> None:
+    parser.add_argument("--json", action="store_true", help="print one JSON document instead")
+
+
+def flag(option: str) -> str:
+    return "--" + option.replace("_", "-")
+
+
+def _list(text: str) -> tuple[float, ...]:
+    return tuple(map(float, text.split(",")))
+
+
+def _numbers(text: str) -> float | tuple[float, ...]:
+    return _list(text) if "," in text else float(text)
+
+
+def costs_of(options: argparse.Namespace) -> schedule.Costs:
+    """The costs that were given."""
+    return schedule.Costs(**{name: getattr(options, name) for name in COST_NAMES})
+
+
+def own_options(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """What was given of a schedule's own options."""
+    known = schedule.options(name) if name in schedule.names() else {}
+    return {option: getattr(options, option) for option in known if hasattr(options, option)}
+
+
+def proved(options: argparse.Namespace, name: str | None = None) -> schedule.Program:
+    """The program of the schedule that the options name, or of another of that size, proved."""
+    built = schedule.build(
+        name or options.name,
+        ranks=options.ranks,
+        microbatches=options.microbatches,
+        stages_per_rank=getattr(options, "stages_per_rank", None),
+        **own_options(name or options.name, options),
+    )
+    program = schedule.lower(built)
+    schedule.verify(program)
+    return program

@@ -1,0 +1,80 @@
+"""`penstock schedule compare`: all schedules side by side, at the same work."""
+
+import argparse
+from typing import Any
+
+from penstock import schedule
+from penstock.cli.commands import Parser, print_json
+from penstock.cli.schedule_arguments import add_costs, add_json, add_size, costs_of, proved
+
+_COLUMNS = (
+    ("schedule", "schedule", "s"),
+    ("stages_per_rank", "stages", "d"),
+    ("bubble_rate", "bubble", ".4f"),
+    ("makespan", "makespan", ".6g"),
+    ("span_cost", "span", ".6g"),
+    ("peak_live_microbatches", "peak live", ".4g"),
+    ("peak_live_bytes", "peak bytes", ".4g"),
+    ("num_messages", "messages", "d"),
+    ("message_bytes", "bytes sent", ".4g"),
+)
+
+
+def main(arguments: list[str]) -> int:
+    """Print a table of all schedules that train.
+
+    Raises: ValueError for users' mistakes.
+    """
+    parser = Parser(
+        "penstock schedule compare",
+        "Prove and time every schedule that trains, each with the local stages that it is meant for, at equal work:\n"
+        "the times are those of ONE microbatch through ALL local stages of one rank. Least bubble first.\n"
+        "peak live is the largest over ranks of live microbatches, counted as full ranks of activations.",
+        examples=(
+            "penstock schedule compare --ranks 8 --microbatches 32",
+            "penstock schedule compare --ranks 8 --microbatches 24 \\",
+            "    --forward 29.718 --backward-input 29.444 --backward-weight 19.927 --transfer 0.527",
+        ),
+    )
+    add_size(parser, ranks=8, microbatches=32)
+    parser.add_argument("--schedules", nargs="+", metavar="NAME", help="only these (default: all)")
+    add_costs(parser)
+    add_json(parser)
+    options = parser.parse_args(arguments)
+    rows = [row for name in options.schedules or schedule.names() if (row := _row(name, options)) is not None]
+    rows.sort(key=lambda row: (row["bubble_rate"], row["peak_live_microbatches"]))
+    if options.json:
+        print_json(rows)
+    else:
+        _print_table(rows)
+    return 0
+
+
+def _row(name: str, options: argparse.Namespace) -> dict[str, Any] | None:
+    """What one schedule comes to; nothing for one that does not train."""
+    program = proved(options, name)
+    if not program.schedule.training:
+        return None
+    timeline = schedule.simulate(program, costs_of(options))
+    num_messages = schedule.verify(program).num_messages
+    return {
+        "schedule": name,
+        "stages_per_rank": program.placement.stages_per_rank,
+        "bubble_rate": timeline.bubble_rate,
+        "makespan": timeline.makespan,
+        "span_cost": timeline.span_cost,
+        "peak_live_microbatches": max(timeline.peak_live_microbatches),
+        "peak_live_bytes": max(timeline.peak_live_bytes),
+        "num_messages": num_messages,
+        "message_bytes": num_messages * options.message_bytes,
+    }
+
+
+def _print_table(rows: list[dict[str, Any]]) -> None:
+    shown = [column for column in _COLUMNS if not column[0].endswith("_bytes") or any(row[column[0]] for row in rows)]
+    cells = [[head for _, head, _ in shown]]
+    cells += [[format(row[name], form) for name, _, form in shown] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for first, *others in cells:
+        numbers = (cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))
+        print("  ".join([first.ljust(widths[0]), *numbers]))

@@ -1,0 +1,150 @@
+"""Two streams of microbatches that meet on every rank, the forward of one fused with the backward of the other."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from penstock.schedule.actions import Action, Op, Pair, Placement, PlacementKind, Schedule, Step
+from penstock.schedule.builders.orders import peak_tapes
+
+
+def dualpipe_v(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
+    """DualPipe folded into a V: fused pairs that hide communication, with one copy of the model.
+
+    Every microbatch runs down the ranks through their first stages and back up through their second ones. With 2p
+    microbatches or more a rank is idle for (p-1)(F&B + B - 3W), F&B being the time of a pair and B that of a full
+    backward, and holds 2p+1 tapes at the peak.
+
+    Raises: ValueError for counts below one, or other than two stages a rank.
+
+    Source: DeepSeek-AI, DualPipe (github.com/deepseek-ai/DualPipe), DualPipeV.
+    """
+    check_two_stages("dualpipe-v", stages_per_rank)
+    placement = Placement(PlacementKind.V, ranks, stages_per_rank)
+    num_turns = max(microbatches, 2 * ranks)
+    orders = []
+    for rank in range(ranks):
+        near, far = (_Stream(stage, range(microbatches)) for stage in placement.stages_of(rank))
+        orders.append(_Order(near, far, to_middle=ranks - rank - 1, from_end=rank + 1).steps(num_turns))
+    return Schedule("dualpipe-v", placement, microbatches, tuple(orders), tuple(map(peak_tapes, orders)))
+
+
+def dualpipe(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
+    """Microbatches enter at both ends at once, each half with its own copy of the model; pairs are fused.
+
+    A rank holds a stage of either direction, and the gradients of the two copies are added up. For even p and at least
+    p microbatches a direction a rank is idle for (p/2-1)(F&B + B - 3W) and holds p+1 tapes at the peak. An odd p is
+    ordered like p+1 with one of the two middle ranks left out.
+
+    Raises: ValueError for counts below one, or other than two stages a rank.
+
+    Source: DeepSeek-AI, DeepSeek-V3 Technical Report (arXiv 2412.19437), section 3.2.1, figure 5.
+    """
+    check_two_stages("dualpipe", stages_per_rank)
+    placement = Placement(PlacementKind.BIDIRECTIONAL, ranks, stages_per_rank)
+    empty = Schedule("dualpipe", placement, microbatches, ((),) * ranks)
+    half = -(-ranks // 2)
+    num_turns = max(-(-microbatches // 2), 2 * half)
+    orders = []
+    for rank in range(ranks):
+        down, up = (_Stream(stage, empty.microbatches_of(stage)) for stage in placement.stages_of(rank))
+        near, far = (down, up) if rank < half else (up, down)
+        place = min(rank, ranks - rank - 1)
+        orders.append(_Order(near, far, to_middle=half - place - 1, from_end=place + 1).steps(num_turns))
+    return Schedule("dualpipe", placement, microbatches, tuple(orders), tuple(map(peak_tapes, orders)))
+
+
+def check_two_stages(name: str, stages_per_rank: int) -> None:
+    if stages_per_rank != 2:
+        raise ValueError(f"{name} has two stages on each rank: stages_per_rank must be 2, got {stages_per_rank}")
+
+
+@dataclass
+class _Stream:
+    """What passes one local stage; a turn beyond its microbatches gives nothing, which leaves the rest legal."""
+
+    stage: int
+    microbatches: range
+    num_forwards: int = 0
+    num_backwards: int = 0
+
+    def forward(self) -> list[Action]:
+        self.num_forwards += 1
+        return self._action(Op.F, self.num_forwards - 1)
+
+    def backward(self, op: Op) -> list[Action]:
+        self.num_backwards += 1
+        return self._action(op, self.num_backwards - 1)
+
+    def _action(self, op: Op, turn: int) -> list[Action]:
+        return [Action(op, self.stage, self.microbatches[turn])] if turn < len(self.microbatches) else []
+
+
+@dataclass
+class _Order:
+    """A rank's order in the making, of the stream that enters on its side and of the one that comes from afar.
+
+    `to_middle` ranks lie between it and where the streams meet, `from_end` is its place counted from its own end.
+    """
+
+    near: _Stream
+    far: _Stream
+    to_middle: int
+    from_end: int
+    done: list[Step] = field(default_factory=list)
+    weights: deque[list[Action]] = field(default_factory=deque)
+
+    def steps(self, num_turns: int) -> tuple[Step, ...]:
+        """The whole order, for `num_turns` microbatches in each stream."""
+        near, far = self.near, self.far
+        for _ in range(2 * self.to_middle):
+            self._forward(near)
+        for _ in range(self.from_end):
+            self._forward(near)
+            self._forward(far)
+        for _ in range(self.to_middle):
+            self._inputs(far)
+            self._weights()
+            self._forward(far)
+        for turn in range(num_turns - 2 * self.to_middle - self.from_end):
+            # At the middle the first backward has nothing before it to wait for, and needs not wait for a forward.
+            self._pair(near, far, fused=turn > 0 or self.to_middle > 0)
+            self._pair(far, near)
+        for _ in range(self.to_middle):
+            self._backward(far)
+            self._pair(far, near)
+        self._drain()
+        return tuple(self.done)
+
+    def _drain(self) -> None:
+        """The backwards that are left: whole ones first, then split so that the other ranks need not wait for W."""
+        for turn in range(2 * self.from_end):
+            stream = self.near if turn % 2 else self.far
+            if turn < self.from_end:
+                self._backward(stream)
+            else:
+                self._inputs(stream)
+        for _ in range(self.to_middle):
+            self._weights()
+            self._inputs(self.near)
+        while self.weights:
+            self._weights()
+
+    def _forward(self, stream: _Stream) -> None:
+        self.done += stream.forward()
+
+    def _backward(self, stream: _Stream) -> None:
+        self.done += stream.backward(Op.B)
+
+    def _inputs(self, stream: _Stream) -> None:
+        inputs = stream.backward(Op.I)
+        self.done += inputs
+        self.weights.append([Action(Op.W, action.stage, action.microbatch) for action in inputs])
+
+    def _weights(self) -> None:
+        self.done += self.weights.popleft()
+
+    def _pair(self, forward: _Stream, backward: _Stream, *, fused: bool = True) -> None:
+        both = [*forward.forward(), *backward.backward(Op.B)]
+        self.done += [Pair(*both)] if fused and len(both) == 2 else both

@@ -1,0 +1,53 @@
+"""One forward, one backward, over several local stages."""
+
+from __future__ import annotations
+
+from penstock.schedule.actions import Placement, PlacementKind, Schedule, check_count
+from penstock.schedule.builders.orders import backwards, forwards, peak_tapes, renumber, take_turns
+
+
+def interleaved(ranks: int, microbatches: int, stages_per_rank: int = 2, group_size: int = 0) -> Schedule:
+    """One forward, one backward over several local stages: 1F1B's bubble cut by their number, for more memory.
+
+    A rank takes `group_size` = n microbatches (0: as many as there are ranks) through its first stage, the same through
+    its second, and so on; its backwards take the same groups through its stages in reverse. Rank s starts with
+    2(p-s-1) + (v-1)n forwards, or all of them. With m a multiple of n = p the bubble is (p-1)/(vm+p-1).
+
+    Any m and n will do, but for a group of fewer than p microbatches the ranks wait.
+
+    Raises: ValueError for counts below one.
+
+    Source: Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM (arXiv
+    2104.04473), section 2.2.
+    """
+    placement = Placement(PlacementKind.LOOP, ranks, stages_per_rank)
+    size, places = groups(ranks, microbatches, group_size)
+    orders = []
+    for rank in range(ranks):
+        passes = (pass_over(placement, rank, len(places), size) for pass_over in (forwards, backwards))
+        orders.append(renumber(take_turns(*passes, warm_up=warm_up(placement, rank, size)), places))
+    return Schedule("interleaved", placement, microbatches, tuple(orders), tuple(map(peak_tapes, orders)))
+
+
+def warm_up(placement: Placement, rank: int, group_size: int) -> int:
+    """How many forwards a rank runs before its first pair of a forward and a backward."""
+    return 2 * (placement.num_ranks - rank - 1) + (placement.stages_per_rank - 1) * group_size
+
+
+def groups(num_ranks: int, num_microbatches: int, group_size: int) -> tuple[int, list[int | None]]:
+    """The places of a group, and which microbatch stands at each place of all groups.
+
+    Two ranks may end up waiting for each other where one of several groups has fewer than p microbatches; such a group
+    gets p places nonetheless, and the order made for all places is then freed of those where nothing stands.
+
+    Raises: ValueError for a negative size.
+    """
+    group_size = check_count("group_size", group_size, least=0) or num_ranks
+    size = max(group_size, num_ranks)
+    if num_microbatches <= group_size:
+        return size, list(range(num_microbatches))
+    places: list[int | None] = []
+    for start in range(0, num_microbatches, group_size):
+        group = range(start, min(start + group_size, num_microbatches))
+        places += [*group, *[None] * (num_ranks - len(group))]
+    return size, places

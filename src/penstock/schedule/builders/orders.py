@@ -1,0 +1,88 @@
+"""What several builders share: whole passes over a rank's stages, and how forwards and backwards take turns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from penstock.schedule.actions import Action, Op, Pair, Placement, Step, flatten, parts
+
+
+def forwards(placement: Placement, rank: int, num_microbatches: int, group_size: int = 0) -> list[Action]:
+    """A rank's forwards: in groups of `group_size` microbatches (0: of p), each through the rank's stages in turn.
+
+    While the last microbatch of a group of p is still under way to the last rank, the first is back at the first rank,
+    ready for its next stage: no rank waits between groups.
+    """
+    return _passes(Op.F, placement.stages_of(rank), num_microbatches, group_size or placement.num_ranks)
+
+
+def backwards(
+    placement: Placement, rank: int, num_microbatches: int, group_size: int = 0, *, op: Op = Op.B
+) -> list[Action]:
+    """The mirror of a rank's forwards: the same groups, through the stages from the last to the first."""
+    stages = placement.stages_of(rank)[::-1]
+    return _passes(op, stages, num_microbatches, group_size or placement.num_ranks)
+
+
+def _passes(op: Op, stages: Sequence[int], num_microbatches: int, group_size: int) -> list[Action]:
+    return [
+        Action(op, stage, microbatch)
+        for start in range(0, num_microbatches, group_size)
+        for stage in stages
+        for microbatch in range(start, min(start + group_size, num_microbatches))
+    ]
+
+
+def take_turns(forwards: Sequence[Action], backwards: Sequence[Action], warm_up: int) -> list[Step]:
+    """First `warm_up` forwards, then forwards and backwards in turn, then the backwards that are left."""
+    warm_up = min(warm_up, len(forwards))
+    order: list[Step] = [*forwards[:warm_up]]
+    for forward, backward in zip(forwards[warm_up:], backwards):
+        order += [forward, backward]
+    return order + [*backwards[len(forwards) - warm_up :]]
+
+
+def take_turns_split(forwards: Sequence[Action], backwards: Sequence[Action], warm_up: int, delay: int) -> list[Step]:
+    """The same with split backwards: the oldest `W` follows each `I`, once more than `delay` of them have run.
+
+    When no forwards are left a `W` follows every `I`; the rest of the `W` come last.
+    """
+    warm_up = min(warm_up, len(forwards))
+    num_pairs = len(forwards) - warm_up
+    weights = [Action(Op.W, action.stage, action.microbatch) for action in backwards]
+    order: list[Step] = [*forwards[:warm_up]]
+    num_weights = 0
+    for number, backward in enumerate(backwards):
+        if number < num_pairs:
+            order.append(forwards[warm_up + number])
+        order.append(backward)
+        if number >= min(delay, num_pairs):
+            order.append(weights[num_weights])
+            num_weights += 1
+    return order + weights[num_weights:]
+
+
+def renumber(order: Sequence[Step], places: Sequence[int | None]) -> tuple[Step, ...]:
+    """An order in which the microbatch at each place gets the number that stands there, or is left out.
+
+    An order stays legal when a microbatch is left out everywhere, for no other waits for it: so an order for convenient
+    numbers serves for any others. A pair that loses one half becomes the other.
+    """
+    renumbered: list[Step] = []
+    for step in order:
+        found = [(action, places[action.microbatch]) for action in parts(step)]
+        kept = [Action(action.op, action.stage, number) for action, number in found if number is not None]
+        renumbered += [Pair(*kept)] if len(kept) == 2 else kept
+    return tuple(renumbered)
+
+
+def peak_tapes(order: Sequence[Step]) -> int:
+    """The most tapes that are live at once on a rank that runs this order."""
+    live = peak = 0
+    for action in flatten(order):
+        if action.op is Op.F:
+            live += 1
+            peak = max(peak, live)
+        elif action.op is not Op.I:
+            live -= 1
+    return peak

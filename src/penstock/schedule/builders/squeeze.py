@@ -1,0 +1,183 @@
+"""Orders for a V placement from a repeated pattern: squeezed by running what can run within the memory allowed.
+
+The times are those of the papers: an F, an I and a W of one stage each take one slot.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from penstock.schedule.actions import Action, Op, Placement
+from penstock.schedule.builders.orders import peak_tapes
+
+PERIOD = 6  # slots between one microbatch and the next: a rank has an F, an I and a W for each of its two stages
+Order = tuple[Action, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Which of the actions that are ready a rank takes.
+
+    Those deeper into the pipeline come first where `deepest_first` is set, and otherwise those earlier in the pattern.
+    With `steady_entry` a rank lets no more microbatches in than the pattern has under way there.
+    """
+
+    deepest_first: bool
+    steady_entry: bool
+
+
+RULES = tuple(Rule(*flags) for flags in ((False, False), (False, True), (True, True)))
+
+
+def pattern(placement: Placement, num_microbatches: int, step: int, gaps: tuple[int, int, int]) -> list[Order] | None:
+    """Each rank's forwards and input backwards in the order of a building block that is repeated every period.
+
+    On the way down the ranks a microbatch's actions start `step` slots apart, on the way up one slot. At the three
+    turns (down to up, forward to backward, down to up again) they start as far apart as `gaps` says. None, if actions
+    of a rank would meet.
+
+    Source: Qi et al., Pipeline Parallelism with Controllable Memory (arXiv 2405.15362), section 3.
+    """
+    last = placement.num_ranks - 1
+    offsets, start = [], 0
+    for gap in (*gaps, 0):
+        offsets.append(start)
+        start += gap + last * (step if len(offsets) % 2 else 1)
+    orders = []
+    for rank in range(placement.num_ranks):
+        first, second = placement.stages_of(rank)
+        down, up = step * rank, last - rank
+        works = ((Op.F, first, down), (Op.F, second, up), (Op.I, second, down), (Op.I, first, up))
+        starts = [(offset + wait, op, stage) for offset, (op, stage, wait) in zip(offsets, works, strict=True)]
+        if len({start % PERIOD for start, _, _ in starts}) < len(starts):
+            return None
+        timed = sorted(
+            (start + PERIOD * m, op, stage, m) for start, op, stage in starts for m in range(num_microbatches)
+        )
+        orders.append(tuple(Action(op, stage, microbatch) for _, op, stage, microbatch in timed))
+    return orders
+
+
+@dataclass(frozen=True, slots=True)
+class Squeezed:
+    """What came of a pattern: orders with their W, and how long the slowest rank and all ranks together take."""
+
+    span: int
+    makespan: int
+    orders: tuple[Order, ...]
+
+
+def squeeze(placement: Placement, orders: Sequence[Order], rule: Rule, max_tapes: int) -> Squeezed | None:
+    """Run every rank's actions as early as can be, and W where nothing else can run.
+
+    An action may overtake those before it in its rank's order as long as the order that is left can still be carried
+    out within `max_tapes`, W directly behind I. None, if the ranks get stuck.
+    """
+    ends = _Ends({}, {})
+    ranks = [_Rank(placement, order, rule, max_tapes) for order in orders]
+    slot = 0
+    while not all(rank.finished for rank in ranks):
+        acted = [rank.act(slot, ends) for rank in ranks]
+        if not any(acted):
+            return None
+        slot += 1
+    spans = [rank.end - rank.start for rank in ranks]
+    return Squeezed(max(spans), max(rank.end for rank in ranks), tuple(tuple(rank.done) for rank in ranks))
+
+
+class _Ends(NamedTuple):
+    """When the forward and the input backward of a stage and microbatch ended."""
+
+    forward: dict[tuple[int, int], int]
+    backward: dict[tuple[int, int], int]
+
+
+class _Rank:
+    """One rank on its way through its order.
+
+    `paths` tells which of its four passes an action belongs to, counted along a microbatch's way: forward through the
+    first and the second stage, and back through both.
+    """
+
+    def __init__(self, placement: Placement, order: Order, rule: Rule, max_tapes: int) -> None:
+        self.placement, self.rule, self.max_tapes = placement, rule, max_tapes
+        self.rest, self.weights = list(order), deque[Action]()
+        first, second = placement.stages_of(placement.rank_of(order[0].stage))
+        self.passes = {(Op.F, first): 0, (Op.F, second): 1, (Op.I, second): 2, (Op.I, first): 3}
+        self.max_entered = peak_tapes([_whole(action) for action in order if action.stage == first])
+        self.live = self.entered = self.start = self.end = 0
+        self.done: list[Action] = []
+
+    @property
+    def finished(self) -> bool:
+        return not self.rest and not self.weights
+
+    def act(self, slot: int, ends: _Ends) -> bool:
+        """Take an action that starts in this slot, if there is one."""
+        place = self._choice(slot, ends)
+        wait_for_memory = place is not None and self.rest[place].op is Op.F and self.live == self.max_tapes
+        if place is not None and not wait_for_memory:
+            action = self.rest.pop(place)
+            self._count(action, slot + 1, ends)
+        elif self.weights:
+            action = self.weights.popleft()
+            self.live -= 1
+        else:
+            return False
+        self.start = self.start if self.done else slot
+        self.end = slot + 1
+        self.done.append(action)
+        return True
+
+    def _count(self, action: Action, end: int, ends: _Ends) -> None:
+        work = action.stage, action.microbatch
+        self.entered += {0: 1, 3: -1}.get(self.passes[action.op, action.stage], 0)
+        if action.op is Op.F:
+            ends.forward[work] = end
+            self.live += 1
+        else:
+            ends.backward[work] = end
+            self.weights.append(Action(Op.W, *work))
+
+    def _choice(self, slot: int, ends: _Ends) -> int | None:
+        """The place of the action to take; what memory is held only for a W counts as free."""
+        best, seen = None, set[int]()
+        live = highest = self.live - len(self.weights)
+        for place, action in enumerate(self.rest):
+            number, tapes = self.passes[action.op, action.stage], 1 if action.op is Op.F else -1
+            if number not in seen:
+                seen.add(number)
+                fits = highest + tapes <= self.max_tapes and (number > 0 or self._may_enter())
+                if fits and self._ready(action, slot, ends):
+                    # Counted from the second pass on, so that what enters comes last.
+                    found = ((number - 1) % 4 if self.rule.deepest_first else place), place
+                    best = min(best, found) if best else found
+                    if not self.rule.deepest_first:
+                        break
+                if len(seen) == len(self.passes):
+                    break
+            live += tapes
+            highest = max(highest, live)
+        return best[1] if best else None
+
+    def _may_enter(self) -> bool:
+        return not self.rule.steady_entry or self.entered < self.max_entered
+
+    def _ready(self, action: Action, slot: int, ends: _Ends) -> bool:
+        """Whether all that an action needs was there before this slot."""
+        stage, microbatch = action.stage, action.microbatch
+        never = slot + 1
+        if action.op is Op.F:
+            source = self.placement.previous(stage)
+            return source is None or ends.forward.get((source, microbatch), never) <= slot
+        source = self.placement.next(stage)
+        arrived = source is None or ends.backward.get((source, microbatch), never) <= slot
+        return arrived and ends.forward.get((stage, microbatch), never) <= slot
+
+
+def _whole(action: Action) -> Action:
+    """The action with which a tape is given back, if W followed I at once."""
+    return Action(Op.B, action.stage, action.microbatch) if action.op is Op.I else action

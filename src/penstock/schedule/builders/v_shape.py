@@ -1,0 +1,135 @@
+"""Two stages a rank in a V: the first rank has the model's both ends, and memory can be had for bubble."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import product
+from typing import TypeAlias
+
+from penstock.schedule.actions import Action, Op, Placement, PlacementKind, Schedule
+from penstock.schedule.builders.dualpipe import check_two_stages
+from penstock.schedule.builders.orders import peak_tapes
+from penstock.schedule.builders.squeeze import RULES, Order, Rule, Squeezed, pattern, squeeze
+
+# Each rank's forwards and input backwards, for a number of microbatches; None where the pattern does not fit p.
+Base: TypeAlias = Callable[[Placement, int], list[Order] | None]
+
+# The turns of the patterns that are tried, in slots; which of them are good depends on p modulo 2 and 3.
+_GAPS = ((1, 1, 1), (1, 3, 1), (1, 5, 1), (1, 1, 2), (1, 4, 2))
+
+
+def zb_v(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
+    """Zero bubble in a V: no bubble at all where F, I and W take equal times, at 1F1B's memory.
+
+    With 2p-1 microbatches or more no rank waits from its first action to its last; at most 2p tapes are live.
+
+    Raises: ValueError for counts below one, or other than two stages a rank.
+
+    Source: Qi et al., Pipeline Parallelism with Controllable Memory (arXiv 2405.15362), V-ZB; Zero Bubble Pipeline
+    Parallelism (arXiv 2401.10241), section 6, ZB-V.
+    """
+    placement = _placement("zb-v", ranks, stages_per_rank)
+    if microbatches >= 2 * ranks - 1:
+        orders = tuple(_without_bubble(placement, rank, microbatches) for rank in range(ranks))
+        return _schedule("zb-v", placement, microbatches, orders)
+    return _squeezed("zb-v", placement, microbatches, 2 * ranks, [_short])
+
+
+def v_half(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
+    """A V at half of 1F1B's memory, and with about half of its bubble.
+
+    At most floor(p/2) + 1 microbatches are live, counted as full ranks of activations (twice as many tapes). The bubble
+    does not grow with the number of microbatches where F, I and W take equal times.
+
+    Raises: ValueError for counts below one, or other than two stages a rank.
+
+    Source: Qi et al., Pipeline Parallelism with Controllable Memory (arXiv 2405.15362), V-Half.
+    """
+    placement = _placement("v-half", ranks, stages_per_rank)
+    return _squeezed("v-half", placement, microbatches, 2 * (ranks // 2 + 1), _patterns(step=2))
+
+
+def v_min(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
+    """A V at a third of 1F1B's memory, the least that keeps every rank busy.
+
+    At most floor((p+1)/3) + 1 microbatches are live, counted as full ranks of activations (twice as many tapes).
+
+    Raises: ValueError for counts below one, or other than two stages a rank.
+
+    Source: Qi et al., Pipeline Parallelism with Controllable Memory (arXiv 2405.15362), V-Min.
+    """
+    placement = _placement("v-min", ranks, stages_per_rank)
+    return _squeezed("v-min", placement, microbatches, 2 * ((ranks + 1) // 3 + 1), _patterns(step=1))
+
+
+def _placement(name: str, ranks: int, stages_per_rank: int) -> Placement:
+    check_two_stages(name, stages_per_rank)
+    return Placement(PlacementKind.V, ranks, stages_per_rank)
+
+
+def _schedule(name: str, placement: Placement, num_microbatches: int, orders: tuple[Order, ...]) -> Schedule:
+    return Schedule(name, placement, num_microbatches, orders, tuple(map(peak_tapes, orders)))
+
+
+def _patterns(step: int) -> list[Base]:
+    return [partial(pattern, step=step, gaps=gaps) for gaps in _GAPS]
+
+
+def _squeezed(
+    name: str, placement: Placement, num_microbatches: int, max_tapes: int, bases: Sequence[Base]
+) -> Schedule:
+    """The shortest that comes of the bases under any of the rules.
+
+    Beyond three times p microbatches only the steady middle grows, so that no more are needed to compare.
+    """
+    num_compared = min(num_microbatches, 3 * placement.num_ranks)
+    results = [
+        ((tried.span, tried.makespan), base, rule)
+        for base, rule in product(bases, RULES)
+        if (tried := _squeeze(placement, num_compared, base, rule, max_tapes)) is not None
+    ]
+    _, base, rule = min(results, key=lambda result: result[0])
+    best = _squeeze(placement, num_microbatches, base, rule, max_tapes)
+    assert best is not None, f"{name} ends with {num_compared} microbatches, but not with {num_microbatches}"
+    return _schedule(name, placement, num_microbatches, best.orders)
+
+
+def _squeeze(placement: Placement, num_microbatches: int, base: Base, rule: Rule, max_tapes: int) -> Squeezed | None:
+    orders = base(placement, num_microbatches)
+    return None if orders is None else squeeze(placement, orders, rule, max_tapes)
+
+
+def _short(placement: Placement, num_microbatches: int) -> list[Order]:
+    """The forwards and input backwards of the first microbatches of the order without bubble."""
+    num_ranks = placement.num_ranks
+    whole = (_without_bubble(placement, rank, 2 * num_ranks - 1) for rank in range(num_ranks))
+    return [tuple(a for a in order if a.op is not Op.W and a.microbatch < num_microbatches) for order in whole]
+
+
+def _without_bubble(placement: Placement, rank: int, num_microbatches: int) -> Order:
+    """A rank's order where 2p-1 microbatches or more leave it no time to wait; the later ranks only start later."""
+    num_ranks = placement.num_ranks
+    stages = placement.stages_of(rank)
+    counts: Counter[tuple[Op, int]] = Counter()
+    order: list[Action] = []
+
+    def run(words: str, times: int = 1) -> None:
+        """Each word is an op and 1 or 2 for the stage; it takes that pass's next microbatch."""
+        for op, which in words.split() * times:
+            key = Op[op], stages[int(which) - 1]
+            order.append(Action(*key, counts[key]))
+            counts[key] += 1
+
+    to_middle = num_ranks - rank
+    run("F1", 2 * to_middle - 1)
+    run("F2 F1", rank)
+    run("F2 I2 W2", to_middle)
+    run("F1 I1 W1 F2 I2 W2", num_microbatches - num_ranks - to_middle + 1)
+    run("I1 W1 F2 I2 W2", to_middle - 1)
+    run("I1 I2", rank)
+    run("I1 W1", to_middle)
+    run("W2", rank)
+    run("W1", rank)
+    return tuple(order)

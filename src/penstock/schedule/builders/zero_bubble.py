@@ -1,0 +1,75 @@
+"""The backward split in two, so that the part nobody waits for fills the bubbles."""
+
+from __future__ import annotations
+
+from penstock.schedule.actions import Op, Placement, PlacementKind, Schedule
+from penstock.schedule.builders.interleaved import groups, warm_up
+from penstock.schedule.builders.orders import backwards, forwards, peak_tapes, renumber, take_turns_split
+
+
+def zb_h1(ranks: int, microbatches: int, stages_per_rank: int = 1) -> Schedule:
+    """1F1B with W apart from I: a third of the bubble at 1F1B's memory.
+
+    Stage s starts with p-s-1 forwards and lets its W fall behind its I by s, so that every stage has p microbatches
+    live, as the first has in 1F1B.
+
+    Raises: ValueError for counts below one or more than one stage a rank.
+
+    Source: Qi et al., Zero Bubble Pipeline Parallelism (arXiv 2401.10241), section 2.1, ZB-H1.
+    """
+    return _handcrafted("zb-h1", ranks, microbatches, stages_per_rank, lead=1)
+
+
+def zb_h2(ranks: int, microbatches: int, stages_per_rank: int = 1) -> Schedule:
+    """ZB-H1 with twice the forwards ahead: next to no bubble at twice 1F1B's memory.
+
+    Stage s starts with 2(p-s-1) forwards and lets its W fall behind its I by 2s: 2p-1 microbatches are live.
+
+    Raises: ValueError for counts below one or more than one stage a rank.
+
+    Source: Qi et al., Zero Bubble Pipeline Parallelism (arXiv 2401.10241), section 2.2, ZB-H2.
+    """
+    return _handcrafted("zb-h2", ranks, microbatches, stages_per_rank, lead=2)
+
+
+def _handcrafted(name: str, ranks: int, microbatches: int, stages_per_rank: int, *, lead: int) -> Schedule:
+    placement = Placement(PlacementKind.LOOP, ranks, stages_per_rank)
+    if stages_per_rank != 1:
+        raise ValueError(f"{name} has one stage on each rank: stages_per_rank must be 1, got {stages_per_rank}")
+    orders = tuple(
+        tuple(
+            take_turns_split(
+                forwards(placement, stage, microbatches),
+                backwards(placement, stage, microbatches, op=Op.I),
+                lead * (ranks - stage - 1),
+                lead * stage,
+            )
+        )
+        for stage in range(ranks)
+    )
+    return Schedule(name, placement, microbatches, orders, (min(lead * (ranks - 1) + 1, microbatches),) * ranks)
+
+
+def interleaved_zb(ranks: int, microbatches: int, stages_per_rank: int = 2, group_size: int = 0) -> Schedule:
+    """The interleaved order with W apart from I: less bubble at the memory that its first rank needs anyway.
+
+    Forwards and `I` stand as in `interleaved`, with the same `group_size`; rank s lets its W fall behind its I by 2s,
+    which is by how much it has fewer forwards ahead than the first rank.
+
+    Raises: ValueError for counts below one.
+
+    Source: Qi et al., Zero Bubble Pipeline Parallelism (arXiv 2401.10241), section 2.1, on the order of Narayanan et
+    al. (arXiv 2104.04473), section 2.2.
+    """
+    placement = Placement(PlacementKind.LOOP, ranks, stages_per_rank)
+    size, places = groups(ranks, microbatches, group_size)
+    orders = []
+    for rank in range(ranks):
+        order = take_turns_split(
+            forwards(placement, rank, len(places), size),
+            backwards(placement, rank, len(places), size, op=Op.I),
+            warm_up(placement, rank, size),
+            2 * rank,
+        )
+        orders.append(renumber(order, places))
+    return Schedule("interleaved-zb", placement, microbatches, tuple(orders), tuple(map(peak_tapes, orders)))

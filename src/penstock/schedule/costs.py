@@ -1,0 +1,116 @@
+"""What the actions of a program cost: time, bytes sent, bytes kept."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import isfinite
+from typing import TypeAlias
+
+from penstock.schedule.actions import Op, Pair, Schedule, Step
+from penstock.schedule.timeline import Memory
+
+PerStage: TypeAlias = float | Sequence[float]
+
+_TIMES = ("forward", "backward_input", "backward_weight", "transfer", "reduce", "step", "pair")
+_SIZES = ("message_bytes", "microbatch_bytes", "weight_memory_share")
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Times, all in one unit, which is also that of the timeline; sizes in bytes.
+
+    `forward`, `backward_input` and `backward_weight` are those of one microbatch through *all* local stages of a rank
+    that it goes through, divided evenly among them, so that schedules compare at equal work; or one time for each stage
+    of the model, where stages differ. A full backward takes the sum of the latter two. A fused pair takes `pair`, given
+    in the same way (a pair's stage is that of its forward), and where nothing is given as long as its halves. Where
+    microbatches differ in length, `lengths` has a factor for each on its compute and its bytes; a pair takes the mean
+    of its two.
+
+    `transfer` is the time from a send to the message's arrival, to which `message_bytes` add their share of `bandwidth`
+    (bytes in a unit of time; none: as much as is wanted); it keeps no rank busy. A reduction runs beside its rank's
+    compute, one after the other; the optimizer `step` waits for them.
+
+    `microbatch_bytes` are kept of a microbatch on a rank, `weight_memory_share` of them from its I until its W.
+
+    Raises: ValueError for a time or size that is negative or not finite.
+    """
+
+    forward: PerStage = 1.0
+    backward_input: PerStage = 1.0
+    backward_weight: PerStage = 1.0
+    transfer: float = 0.0
+    reduce: float = 0.0
+    step: float = 0.0
+    pair: PerStage | None = None
+    lengths: Sequence[float] = ()
+    message_bytes: float = 0.0
+    bandwidth: float | None = None
+    microbatch_bytes: float = 0.0
+    weight_memory_share: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in (*_TIMES, *_SIZES, "lengths"):
+            value = getattr(self, name)
+            if isinstance(value, Sequence):
+                object.__setattr__(self, name, tuple(value))
+            for one in value if isinstance(value, Sequence) else () if value is None else (value,):
+                if not isfinite(one) or one < 0:
+                    kind = "a time" if name in _TIMES else "a number"
+                    raise ValueError(f"{name} must be {kind} of at least 0, got {one!r}")
+        if self.bandwidth is not None and not self.bandwidth > 0:
+            raise ValueError(f"bandwidth must be above 0 bytes in a unit of time, got {self.bandwidth!r}")
+
+    @property
+    def memory(self) -> Memory:
+        return Memory(self.weight_memory_share, self.microbatch_bytes, tuple(self.lengths))
+
+
+class Durations:
+    """The costs of one schedule's actions, looked up by op, stage and microbatch.
+
+    Raises: ValueError for a list with other than one time a stage of the model, or one length a microbatch.
+    """
+
+    def __init__(self, costs: Costs, schedule: Schedule) -> None:
+        self._placement, self._num_microbatches = schedule.placement, schedule.num_microbatches
+        if costs.lengths and len(costs.lengths) != schedule.num_microbatches:
+            raise ValueError(f"{schedule.num_microbatches} microbatches need as many lengths, got {len(costs.lengths)}")
+        self._lengths = tuple(costs.lengths)
+        forward = self._by_stage("forward", costs.forward)
+        inputs = self._by_stage("backward_input", costs.backward_input)
+        weights = self._by_stage("backward_weight", costs.backward_weight)
+        whole = [one + other for one, other in zip(inputs, weights)]
+        self._of_op = [forward, whole, inputs, weights]  # as Op numbers them
+        self._pair = None if costs.pair is None else self._by_stage("pair", costs.pair)
+        self._step = costs.step
+        self._latency = costs.transfer
+        self._per_message = 0.0 if costs.bandwidth is None else costs.message_bytes / costs.bandwidth
+
+    def _by_stage(self, name: str, time: PerStage) -> list[float]:
+        placement = self._placement
+        if not isinstance(time, Sequence):
+            return [time / placement.stages_per_microbatch] * placement.num_stages
+        if len(time) != placement.stages_per_route:
+            raise ValueError(
+                f"{name} must have one time for each of {placement.stages_per_route} stages, got {len(time)}"
+            )
+        return list(time) * placement.num_routes
+
+    def of(self, step: Step) -> float:
+        """How long a rank is busy with compute or the optimizer step."""
+        if isinstance(step, Pair):
+            if self._pair is None:
+                return self.of(step.forward) + self.of(step.backward)
+            length = (self._length(step.forward.microbatch) + self._length(step.backward.microbatch)) / 2
+            return self._pair[step.forward.stage] * length
+        if step.op is Op.STEP:
+            return self._step
+        return self._of_op[step.op][step.stage] * self._length(step.microbatch)
+
+    def transfer(self, microbatch: int) -> float:
+        """How long a message is under way."""
+        return self._latency + self._per_message * self._length(microbatch)
+
+    def _length(self, microbatch: int) -> float:
+        return self._lengths[microbatch] if self._lengths else 1

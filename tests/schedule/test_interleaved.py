@@ -1,0 +1,135 @@
+"""The interleaved orders: Megatron's tables, any group size, and the split backward on top of them."""
+
+import pytest
+
+from penstock.schedule import Action, Costs, Op, ScheduleError, build, flatten, lower, simulate, verify
+from penstock.schedule.builders.orders import backwards, forwards, take_turns
+
+GRID = [(p, v, m) for p in range(1, 9) for v in (1, 2, 3, 4) for m in (1, 2, 3, 4, 5, 7, 8, 9, 12, 13, 17, 33)]
+
+
+def passes(order: tuple, ops: tuple[Op, ...]) -> list[tuple[int, int]]:
+    return [(action.stage, action.microbatch) for action in flatten(order) if action.op in ops]
+
+
+def table(num_ranks: int, stages_per_rank: int, group_size: int, num_microbatches: int) -> list[tuple[int, int]]:
+    """Local stage and microbatch of every forward, counted one after the other."""
+    found = []
+    for first in range(0, num_microbatches, group_size):
+        for place in range(stages_per_rank * group_size):
+            local, member = divmod(place, group_size)
+            if first + member < num_microbatches:
+                found.append((local, first + member))
+    return found
+
+
+@pytest.mark.shows(50)
+def test_the_table_of_two_ranks_two_stages_and_groups_of_three():
+    schedule = build("interleaved", ranks=2, microbatches=5, stages_per_rank=2, group_size=3)
+    for rank, order in enumerate(schedule.orders):
+        forward, backward = passes(order, (Op.F,)), passes(order, (Op.B,))
+        assert [microbatch for _, microbatch in forward] == [0, 1, 2, 0, 1, 2, 3, 4, 3, 4]
+        assert [stage // 2 for stage, _ in forward] == [0, 0, 0, 1, 1, 1, 0, 0, 1, 1]
+        assert backward == [(2 * (1 - stage // 2) + rank, microbatch) for stage, microbatch in forward]
+
+
+@pytest.mark.shows(50)
+@pytest.mark.parametrize("name", ["interleaved", "interleaved-zb"])
+def test_all_orders_follow_the_table(name: str):
+    for p, v, m in GRID:
+        for n in {p, p + 1, 2 * p, max(1, p - 1), m}:
+            schedule = build(name, ranks=p, microbatches=m, stages_per_rank=v, group_size=n)
+            expected = table(p, v, n, m)
+            for rank, order in enumerate(schedule.orders):
+                assert passes(order, (Op.F,)) == [(p * local + rank, number) for local, number in expected]
+                mirrored = [(p * (v - 1 - local) + rank, number) for local, number in expected]
+                assert passes(order, (Op.B, Op.I)) == mirrored
+
+
+@pytest.mark.shows(51)
+@pytest.mark.parametrize("name", ["interleaved", "interleaved-zb"])
+def test_the_warm_up(name: str):
+    num_checked = 0
+    for p, v, m in GRID:
+        for n in {p, p + 1, 2 * p, m}:
+            if not (p <= n <= m and (m % n == 0 or m % n >= p)) and not (m < p == n):
+                continue
+            schedule = build(name, ranks=p, microbatches=m, stages_per_rank=v, group_size=n)
+            for rank, order in enumerate(schedule.orders):
+                letters = "".join(action.op.name for action in flatten(order))
+                warm_up = min(2 * (p - rank - 1) + (v - 1) * n, m * v)
+                # With forwards left, the first backward follows the forward behind the warm-up.
+                assert len(letters) - len(letters.lstrip("F")) == min(warm_up + 1, m * v)
+                num_checked += 1
+    assert num_checked > 500
+
+
+@pytest.mark.shows(53)
+@pytest.mark.parametrize("name", ["interleaved", "interleaved-zb"])
+@pytest.mark.parametrize("p", range(1, 9))
+def test_any_group_size_and_any_remainder_is_legal(name: str, p: int):
+    for v in (2, 4):
+        for m in (1, 2, 3, p, p + 1, 2 * p + 1, 3 * p - 1):
+            for n in {1, 2, p, p + 1, 2 * p - 1, m, m + 3}:
+                schedule = build(name, ranks=p, microbatches=m, stages_per_rank=v, group_size=n)
+                assert verify(lower(schedule)).peak_live_tapes == schedule.live_bound
+
+
+def test_short_groups_would_deadlock_if_they_were_not_given_their_places():
+    """Why a group of fewer than p microbatches gets p places: the plain formula with a remainder of one."""
+    p, v, m = 4, 3, 5
+    good = build("interleaved", ranks=p, microbatches=m, stages_per_rank=v)
+    orders = []
+    for rank in range(p):
+        plain = (pass_over(good.placement, rank, m, p) for pass_over in (forwards, backwards))
+        orders.append(tuple(take_turns(*plain, warm_up=2 * (p - rank - 1) + (v - 1) * p)))
+    bad = type(good)("plain", good.placement, m, tuple(orders))
+    with pytest.raises(ScheduleError, match="deadlock"):
+        verify(lower(bad))
+    assert verify(lower(good)).num_messages == 2 * (p * v - 1) * m
+
+
+def test_one_stage_a_rank_is_1f1b_with_more_forwards_ahead():
+    schedule = build("interleaved", ranks=4, microbatches=12, stages_per_rank=1)
+    assert schedule.live_bound == (7, 5, 3, 1)
+    assert schedule.orders[3][:2] == (Action(Op.F, 3, 0), Action(Op.B, 3, 0))
+
+
+def test_the_bubble_is_that_of_1f1b_divided_by_the_stages():
+    for p in (2, 4, 8):
+        for v in (1, 2, 3, 4):
+            for m in (p, 2 * p, 4 * p):
+                costs = Costs(forward=12, backward_input=12, backward_weight=12)
+                result = simulate(lower(build("interleaved", ranks=p, microbatches=m, stages_per_rank=v)), costs)
+                assert result.makespan == 36 * m + 36 // v * (p - 1)
+
+
+PUBLISHED = [
+    (24, 18.522, 18.086, 9.337, 0.601, 3, 0.1055),
+    (32, 18.513, 18.086, 9.331, 0.626, 3, 0.0818),
+    (64, 18.546, 18.097, 9.321, 0.762, 3, 0.0443),
+    (24, 29.718, 29.444, 19.927, 0.527, 4, 0.0808),
+    (32, 29.802, 29.428, 19.530, 0.577, 4, 0.0628),
+    (64, 29.935, 29.621, 19.388, 0.535, 4, 0.0320),
+]
+
+
+@pytest.mark.parametrize(("microbatches", "forward", "inputs", "weights", "transfer", "v", "bubble"), PUBLISHED)
+def test_the_published_bubbles(microbatches, forward, inputs, weights, transfer, v, bubble):
+    """Zero Bubble Pipeline Parallelism (arXiv 2401.10241), tables 5 and 9, eight ranks; known to about .004."""
+    costs = Costs(forward, inputs, weights, transfer)
+    result = simulate(lower(build("interleaved", ranks=8, microbatches=microbatches, stages_per_rank=v)), costs)
+    assert result.bubble_rate == pytest.approx(bubble, abs=0.004)
+
+
+def test_splitting_the_backward_shortens_the_step_at_the_first_ranks_memory():
+    for p in (2, 4, 8):
+        for v in (1, 2, 4):
+            for m in (p, 2 * p, 4 * p):
+                whole, split = (
+                    build(name, ranks=p, microbatches=m, stages_per_rank=v)
+                    for name in ("interleaved", "interleaved-zb")
+                )
+                assert whole.live_bound is not None and split.live_bound is not None
+                assert max(split.live_bound) == max(whole.live_bound)
+                assert simulate(lower(split)).makespan < simulate(lower(whole)).makespan
