@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from penstock.draw.page import write_page
 from penstock.schedule import Action, Costs, Event, Op, Pair, Timeline
 from penstock.schedule.actions import parts
 from penstock.schedule.recording import Wait
+from penstock.schedule.timeline import Memory
 from tests.e2e.chromium import Chromium, find_chromium
 
 RANKS, MICROBATCHES = 4, 8
@@ -154,7 +156,7 @@ def test_all_of_it_is_there_and_has_its_size(show: Open):
     figures = page.text("#figures")
     for figure in ("makespan", "33", "bubble", "27.27%", "idle, all ranks", f"{sum(TIMELINE.idle):.0f}", "27%"):
         assert figure in figures
-    assert page.text("#legend").split() == ["F", "forward", "B", "backward", "idle", "live", "tapes"]
+    assert page.text("#legend").split() == ["F", "forward", "B", "backward", "idle", "live", "microbatches"]
     for selector in ("#overview", "#labels li", "#legend i", "#microbatch", "#in", "#out", "#fit", "#theme", "#help"):
         assert min(page.box(selector)[2:]) >= 12, selector
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
@@ -177,7 +179,7 @@ def test_each_action_is_drawn_at_its_time_in_its_colour_and_idle_time_is_seen(sh
             assert at(picture, page, (start + end) / 2, rank) == idle
 
 
-def test_the_strip_under_a_rank_is_as_high_as_its_live_tapes(show: Open):
+def test_the_strip_under_a_rank_is_as_high_as_its_live_microbatches(show: Open):
     page = show()
     picture = page.picture()
     strip_top, strip_height = page.evaluate("[rows.strip.top, rows.strip.height]")
@@ -389,8 +391,8 @@ def test_fifty_thousand_actions_are_drawn_and_followed(show: Open):
     assert page.complaints() == []
 
 
-def test_bytes_take_the_place_of_tapes_where_they_are_known(show: Open):
-    page = show(tape_bytes=[1 << 20, 2 << 20, 3 << 20, 4 << 20])
-    assert "peak 4 MiB live" in page.text("#labels")
-    assert page.text("#labels").count("peak 6 MiB live") == 2  # three tapes of 2, two of 3
+def test_bytes_take_the_place_of_microbatches_where_they_are_known(show: Open):
+    page = show(Layer.simulated(replace(TIMELINE, memory=Memory(microbatch_bytes=3 << 20))))
+    assert [f"peak {3 * peak} MiB live" in page.text("#labels") for peak in (4, 3, 2, 1)] == [True] * RANKS
     assert "live bytes" in page.text("#legend")
+    assert "12 MiB" in page.text("#figures")

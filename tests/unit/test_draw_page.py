@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from html import unescape
 from itertools import product
 from pathlib import Path
@@ -11,10 +12,11 @@ import pytest
 
 from penstock import schedule
 from penstock.draw.files import ENDINGS, check_ending, write_drawing
-from penstock.draw.layers import Layer, live_tapes
+from penstock.draw.layers import Layer
 from penstock.draw.page import write_page
 from penstock.schedule import Action, Costs, Event, Op, Pair, Timeline
 from penstock.schedule.recording import Wait
+from penstock.schedule.timeline import Memory
 
 COSTS = Costs(forward=29.718, backward_input=29.444, backward_weight=19.927, transfer=0.527, reduce=3.3, step=2.2)
 
@@ -25,6 +27,7 @@ FUSED = Timeline.from_events(
             Event(Pair(Action(Op.F, 1, 1), Action(Op.B, 0, 0)), 1.0, 4.0),
             Event(Pair(Action(Op.F, 0, 2), Action(Op.I, 1, 1)), 4.0, 5.0),
             Event(Action(Op.W, 1, 1), 6.0, 7.0),
+            Event(Action(Op.B, 0, 2), 7.0, 8.0),
         ]
     ],
     stages_per_rank=2,
@@ -118,12 +121,25 @@ def test_waits_are_written_with_whom_they_are_for(tmp_path: Path):
 
 
 @pytest.mark.parametrize("timeline", timelines(), ids=lambda timeline: timeline.title)
-def test_live_tapes_peak_where_the_timeline_says(timeline: Timeline):
-    stages = max(len({e.action.stage for e in own if isinstance(e.action, Action)} - {-1}) for own in timeline.events)
-    for own, peak in zip(timeline.events, timeline.peak_live_microbatches, strict=True):
-        changes = live_tapes(own)
-        assert max(live for _, live in changes) == peak * max(stages, 1)
-        assert [time for time, _ in changes] == sorted(time for time, _ in changes)
+def test_what_is_live_is_told_over_time(timeline: Timeline, tmp_path: Path):
+    with_bytes = replace(timeline, memory=Memory(microbatch_bytes=3e9))
+    for layer, unit in ((Layer.simulated(timeline), 1), (Layer.simulated(with_bytes), 3e9)):
+        write_page(tmp_path / "page.html", [layer])
+        data = data_of(tmp_path / "page.html")
+        assert data["inBytes"] == (unit > 1)
+        (told,) = data["layers"]
+        for rank, peak in zip(told["ranks"], timeline.peak_live_microbatches, strict=True):
+            live = rank["live"]
+            assert max(live["value"]) == pytest.approx(peak * unit, rel=1e-5)
+            assert live["value"][-1] == pytest.approx(0, abs=1e-5 * unit)
+            assert min(live["gap"]) >= 0
+            assert sum(live["gap"]) * told["tick"] <= timeline.makespan * (1 + 1e-8)
+
+
+def test_bytes_are_shown_only_where_all_timelines_know_them(tmp_path: Path):
+    known = replace(FUSED, memory=Memory(microbatch_bytes=10.0))
+    write_page(tmp_path / "page.html", [Layer.simulated(known), Layer("measured", FUSED)])
+    assert data_of(tmp_path / "page.html")["inBytes"] is False
 
 
 @pytest.mark.parametrize("ending", ENDINGS)

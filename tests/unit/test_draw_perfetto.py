@@ -92,7 +92,7 @@ def test_the_counter_rises_to_the_peak_and_ends_at_nothing(name: str, ranks: int
     timeline = schedule.simulate(program_of(name, ranks, microbatches), COSTS)
     counters = defaultdict(list)
     for entry in of_kind(list(entries([Layer.simulated(timeline)])), "C"):
-        counters[entry["pid"]].append(entry["args"]["tapes"])
+        counters[entry["pid"]].append(entry["args"]["microbatches"])
     assert [max(counters[rank + 1]) for rank in range(ranks)] == list(timeline.peak_live_microbatches)
     assert all(values[-1] == 0 for values in counters.values())
 

@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from penstock.schedule import Action, Event, Op, Timeline
-from penstock.schedule.actions import parts
+from penstock.schedule import Timeline
 from penstock.schedule.recording import Recording, Wait
 
 
@@ -43,23 +42,11 @@ def check_layers(layers: Sequence[Layer]) -> None:
         raise ValueError(f"timelines drawn together need the same ranks, got {num_ranks}")
 
 
-def live_tapes(events: Sequence[Event]) -> list[tuple[float, int]]:
-    """When a rank's number of live tapes changes, and what it is from then on.
-
-    A tape is live from the start of its forward to the end of its `B` or its `W`; with forwards alone, while they run.
-    """
-    closing = {Op.B, Op.W} if any(_closes(action) for event in events for action in parts(event.action)) else {Op.F}
-    changes, live = [], 0
-    for event in events:
-        for action in parts(event.action):
-            if action.op is Op.F:
-                live += 1
-                changes.append((event.start, live))
-            if action.op in closing:
-                live -= 1
-                changes.append((event.end, live))
-    return changes
+def bytes_are_known(layers: Sequence[Layer]) -> bool:
+    """Whether all layers know the bytes of a live tape, so that these can be shown instead of microbatches."""
+    return all(layer.timeline.memory.microbatch_bytes > 0 for layer in layers)
 
 
-def _closes(action: Action) -> bool:
-    return action.op in (Op.B, Op.W)
+def live_over_time(layer: Layer, rank: int, *, in_bytes: bool) -> tuple[tuple[float, float], ...]:
+    """Each time at which a rank's live tapes change, and how many microbatches or bytes of them there are then."""
+    return layer.timeline.live_bytes(rank) if in_bytes else layer.timeline.live_microbatches(rank)

@@ -10,14 +10,14 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from importlib import resources
-from itertools import chain
+from itertools import chain, pairwise
 from math import floor, log10
 from pathlib import Path
 from string import Template
 from typing import Any
 
 from penstock.draw.boxes import KIND_OF, Kind
-from penstock.draw.layers import Layer, check_layers
+from penstock.draw.layers import Layer, bytes_are_known, check_layers, live_over_time
 from penstock.schedule import Event, Op, Pair
 from penstock.schedule.actions import parts
 from penstock.schedule.recording import Wait
@@ -30,28 +30,22 @@ _PAIRS = {Op.B: "P", Op.I: "Q"}
 _DARK = {Kind.FORWARD: "#5C9CE6", Kind.STEP: "#A3ADB9", Kind.IDLE: "#222933"}
 
 
-def write_page(
-    path: str | Path,
-    layers: Sequence[Layer],
-    *,
-    unit: str = "",
-    command: str = "",
-    tape_bytes: Sequence[float] | None = None,
-) -> None:
+def write_page(path: str | Path, layers: Sequence[Layer], *, unit: str = "", command: str = "") -> None:
     """Draw timelines into an HTML file; an existing file is overwritten.
 
-    `unit` is that of the timelines' times, `command` the one that made the page. With `tape_bytes`, the bytes that
-    a tape of each stage holds, the page shows bytes over time instead of numbers of tapes.
+    `unit` is that of the timelines' times, `command` the one that made the page. Under each rank are its live
+    microbatches over time, or their bytes where the timelines know them.
 
     Raises: ValueError for layers that do not go together.
     """
     check_layers(layers)
+    in_bytes = bytes_are_known(layers)
     told = {
         "unit": unit,
         "command": command,
-        "tapeBytes": None if tape_bytes is None else list(tape_bytes),
+        "inBytes": in_bytes,
         "looks": {kind.value.letter: asdict(kind.value) | {"dark": _DARK.get(kind)} for kind in Kind},
-        "layers": [_layer(layer) for layer in layers],
+        "layers": [_layer(layer, in_bytes) for layer in layers],
     }
     assets = resources.files("penstock.draw") / "assets"
     page = Template((assets / "page.html").read_text(encoding="utf-8")).substitute(
@@ -75,7 +69,7 @@ def _json(value: object) -> str:
     return json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 
-def _layer(layer: Layer) -> dict[str, Any]:
+def _layer(layer: Layer, in_bytes: bool) -> dict[str, Any]:
     timeline = layer.timeline
     # A power of ten, so that round times stay round.
     tick = 10.0 ** (floor(log10(timeline.makespan)) + 1 - _DIGITS) if timeline.makespan > 0 else 1.0
@@ -90,7 +84,10 @@ def _layer(layer: Layer) -> dict[str, Any]:
         "idle": timeline.idle,
         "peak": timeline.peak_live_microbatches,
         "recorded": bool(layer.waits),
-        "ranks": [_rank(events, own, tick) for events, own in zip(timeline.events, waits, strict=True)],
+        "ranks": [
+            _rank(events, own, tick) | {"live": _live(live_over_time(layer, rank, in_bytes=in_bytes), tick)}
+            for rank, (events, own) in enumerate(zip(timeline.events, waits, strict=True))
+        ],
     }
 
 
@@ -123,6 +120,16 @@ def _lane(events: Sequence[Event], tick: float) -> dict[str, Any]:
         "microbatch": [action.microbatch for action in first],
         "pairs": list(chain.from_iterable((action.stage, action.microbatch) for action in backwards)),
         **_times(((event.start, event.end) for event in events), tick),
+    }
+
+
+def _live(changes: Sequence[tuple[float, float]], tick: float) -> dict[str, list[float]]:
+    """Columns of the times since the change before, in ticks, and of what is live from then on."""
+    ticks = [round(time / tick) for time, _ in changes]
+    return {
+        "gap": [after - before for before, after in pairwise([0, *ticks])],
+        # Shares of a microbatch need not be told to the last bit.
+        "value": [int(live) if live == int(live) else float(f"{live:.6g}") for _, live in changes],
     }
 
 

@@ -1,7 +1,7 @@
 """Timelines as a trace that ui.perfetto.dev and chrome://tracing open.
 
-One process a rank, with a thread for its compute and one for its reductions, an arrow for each message, and the number
-of live tapes as a counter.
+One process a rank, with a thread for its compute and one for its reductions, an arrow for each message, and its live
+microbatches (or their bytes, where they are known) as a counter.
 
 Source: Trace Event Format (D. Duca, D. Sinclair), and what Perfetto's importer of it reads.
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.draw.boxes import KIND_OF
-from penstock.draw.layers import Layer, check_layers, live_tapes
+from penstock.draw.layers import Layer, bytes_are_known, check_layers, live_over_time
 from penstock.schedule import Event, Op
 from penstock.schedule.actions import parts
 
@@ -52,8 +52,9 @@ def entries(layers: Sequence[Layer], unit: str = "") -> Iterator[Entry]:
     for rank in range(len(layers[0].timeline.events)):
         yield {"ph": "M", "name": "process_name", "pid": _pid(rank), "args": {"name": f"rank {rank}"}}
         yield {"ph": "M", "name": "process_sort_index", "pid": _pid(rank), "args": {"sort_index": rank}}
+    in_bytes = bytes_are_known(layers)
     for number, layer in enumerate(layers):
-        yield from _Track(number, layer, nanoseconds, alone=len(layers) == 1).entries()
+        yield from _Track(number, layer, nanoseconds, alone=len(layers) == 1).entries(in_bytes)
 
 
 def _pid(rank: int) -> int:
@@ -68,7 +69,7 @@ class _Track:
         self.number, self.layer, self.nanoseconds = number, layer, nanoseconds
         self.suffix = "" if alone else f", {layer.name}"
 
-    def entries(self) -> Iterator[Entry]:
+    def entries(self, in_bytes: bool) -> Iterator[Entry]:
         for rank, events in enumerate(self.layer.timeline.events):
             yield from self._threads(rank)
             for event in events:
@@ -77,8 +78,9 @@ class _Track:
                 if wait.end > wait.start:
                     name = f"wait for rank {wait.rank}"
                     yield self._at(rank, "X", name, wait.start, cat="wait", **self._duration(wait.start, wait.end))
-            for time, live in live_tapes(events):
-                yield self._at(rank, "C", f"live{self.suffix}", time, args={"tapes": live})
+            what = "bytes" if in_bytes else "microbatches"
+            for time, live in live_over_time(self.layer, rank, in_bytes=in_bytes):
+                yield self._at(rank, "C", f"live{self.suffix}", time, args={what: live})
         yield from self._arrows()
 
     def _threads(self, rank: int) -> Iterator[Entry]:

@@ -24,7 +24,7 @@ function decodeLayer(packed) {
       beside: decodeLane(rank.beside, packed.tick),
       waits: { ...decodeTimes(rank.waits, packed.tick), rank: rank.waits.rank },
       local: new Map(stages.map((stage, index) => [stage, index])),
-      live: liveTapes(compute),
+      live: decodeLive(rank.live, packed.tick),
     };
   });
   const layer = { ...packed, ranks, numStages: 0, lastMicrobatch: -1 };
@@ -76,28 +76,12 @@ function decodeTimes(packed, tick) {
   return { n, start, end };
 }
 
-// The number of live tapes (or their bytes) over time, as steps. A tape lives from its forward to its B or W.
-function liveTapes(lane) {
-  const times = [],
-    values = [];
-  const weigh = stage => (data.tapeBytes ? data.tapeBytes[stage] : 1);
-  const trains = lane.kind.some(kind => kind === B || kind === W) || lane.backKind.includes(B);
-  let live = 0,
-    peak = 0;
-  const change = (time, by) => {
-    live += by;
-    peak = Math.max(peak, live);
-    times.push(time);
-    values.push(live);
-  };
-  for (let i = 0; i < lane.n; i++) {
-    const kind = lane.kind[i],
-      weight = weigh(lane.stage[i]);
-    if (kind === F) change(lane.start[i], weight);
-    if (kind === B || kind === W || (kind === F && !trains)) change(lane.end[i], -weight);
-    if (lane.backKind[i] === B) change(lane.end[i], -weigh(lane.backStage[i]));
-  }
-  return { times, values, peak };
+// What is live over time, as steps: microbatches, or bytes.
+function decodeLive(packed, tick) {
+  const times = new Float64Array(packed.gap.length);
+  let at = 0;
+  packed.gap.forEach((gap, i) => (times[i] = (at += gap) * tick));
+  return { times, values: packed.value, peak: packed.value.reduce((most, value) => Math.max(most, value), 0) };
 }
 
 // Where each action is: by flow (W on its own), stage and microbatch, its rank and its index in the rank's lane.
@@ -203,7 +187,7 @@ const time = value => figure(value, 5) + (data.unit ? " " + data.unit : "");
 const share = value => `${(100 * value).toFixed(value < 0.1 ? 1 : 0)}%`;
 
 function amount(value) {
-  if (!data.tapeBytes) return figure(value);
+  if (!data.inBytes) return figure(value);
   const power = Math.min(4, Math.floor(Math.log2(Math.max(1, value)) / 10));
   return `${figure(value / 1024 ** power, 3)} ${["B", "KiB", "MiB", "GiB", "TiB"][power]}`;
 }

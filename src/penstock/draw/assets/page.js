@@ -342,7 +342,7 @@ $("help").onclick = () => $("keys").showModal();
 $("byRank").onclick = () => $("ranks").showModal();
 
 $("unit").textContent = data.unit ? `time, ${data.unit}` : "time";
-if (data.tapeBytes) $("stripsName").textContent = "Live bytes";
+if (data.inBytes) $("stripsName").textContent = "Live bytes";
 $("chart").setAttribute(
   "aria-label",
   `${layers.map(layer => `${layer.title}, makespan ${time4(layer.makespan)}`).join("; ")}; ${numRanks} ranks`,

@@ -155,7 +155,7 @@ function makeFigures() {
       "thead",
       {},
       row(
-        ["", "makespan", "span", "bubble", "idle, all ranks", data.tapeBytes ? "peak live" : "peak live tapes"],
+        ["", "makespan", "span", "bubble", "idle, all ranks", data.inBytes ? "peak live bytes" : "peak live microbatches"],
         true,
       ),
     ),

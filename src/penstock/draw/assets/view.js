@@ -75,7 +75,7 @@ function labelRows() {
       }
       const peaks = [...new Set(shown.map(layer => amount(layer.ranks[rank].live.peak)))].join(" / ");
       if (state.strips && rows.height > 60 + 20 * (shown.length - 1)) {
-        item.append(element("span", { className: "live" }, `peak ${peaks} ${data.tapeBytes ? "live" : "live tapes"}`));
+        item.append(element("span", { className: "live" }, `peak ${peaks} live`));
       }
       return item;
     }),
