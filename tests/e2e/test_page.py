@@ -224,6 +224,21 @@ def test_a_link_opens_what_was_seen(show: Open):
     assert page.text("#status").startswith("Microbatch 5:")
 
 
+def test_the_microbatch_asked_for_is_gone_to(show: Open):
+    page = show(fragment="from=0&to=3")
+    page.evaluate("document.querySelector('#microbatch').value = '6'")
+    page.evaluate("document.querySelector('#microbatch').dispatchEvent(new Event('change'))")
+    page.evaluate("new Promise(done => setTimeout(done, 400))")
+    start, end = page.seen()
+    steps = [(event.start, event.end) for _, event, _ in boxes(TIMELINE, 6)]
+    assert all(start <= first + 1e-9 and last <= end + 1e-9 for first, last in steps)
+    assert page.text("#status").startswith("Microbatch 6:")
+    for nonsense in ("9", "-1", "2.5", "x"):
+        page.evaluate(f"document.querySelector('#microbatch').value = '{nonsense}'")
+        page.evaluate("document.querySelector('#microbatch').dispatchEvent(new Event('change'))")
+        assert page.text("#status") == ""
+
+
 def test_the_wheel_zooms_at_the_pointer_and_dragging_moves(show: Open):
     page = show()
     whole = page.seen()

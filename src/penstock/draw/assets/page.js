@@ -12,6 +12,17 @@ function follow(microbatch) {
   redraw();
 }
 
+// Follow a microbatch and, where nothing of it is seen, go where it is.
+function goAlong(microbatch) {
+  follow(microbatch);
+  if (state.microbatch < 0) return;
+  const ways = shownLayers().map(layer => wayOf(layer, state.microbatch));
+  const start = Math.min(...ways.map(way => way.start)), end = Math.max(...ways.map(way => way.end));
+  if (end >= state.from && start <= state.to) return;
+  const half = Math.max(state.to - state.from, end - start) / 2;
+  glideTo((start + end) / 2 - half, (start + end) / 2 + half);
+}
+
 function show(what) {
   state.show = what;
   if (state.cursor && !shownLayers().includes(state.cursor.layer)) state.cursor = null;
@@ -262,7 +273,7 @@ const pan = part => look(state.from + part * (state.to - state.from), state.to +
 const neighbour = by => {
   if (!numMicrobatches) return;
   const from = state.microbatch < 0 ? (by > 0 ? -1 : 0) : state.microbatch;
-  follow((from + by + numMicrobatches) % numMicrobatches);
+  goAlong((from + by + numMicrobatches) % numMicrobatches);
 };
 
 function step(by) {
@@ -332,7 +343,7 @@ $("fit").onclick = () => glideTo(...WHOLE);
 $("before").onclick = () => neighbour(-1);
 $("after").onclick = () => neighbour(1);
 $("clear").onclick = () => follow(-1);
-$("microbatch").onchange = event => follow(event.target.value.trim() === "" ? -1 : Number(event.target.value));
+$("microbatch").onchange = event => goAlong(event.target.value.trim() === "" ? -1 : Number(event.target.value));
 $("strips").onchange = event => {
   state.strips = event.target.checked;
   layOut();

@@ -238,8 +238,8 @@ function spread(lane, i, took, add) {
   add(lane.backKind[i], took / 2);
 }
 
-// What is live over time, as steps: filled, or as a line where it is laid over another. Of the steps within one pixel the
-// highest is drawn, so that no peak is lost from afar.
+// What is live over time, as steps: filled, or as a line where it is laid over another. Of the steps within one pixel
+// the highest is drawn, so that no peak is lost from afar.
 function paintStrip(pen, live, box, scale, filled) {
   const { times, values } = live;
   const y = value => box.y + box.height - (box.height - 1) * (value / peakLive);

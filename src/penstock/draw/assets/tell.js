@@ -155,7 +155,7 @@ function makeFigures() {
       "thead",
       {},
       row(
-        ["", "makespan", "span", "bubble", "idle, all ranks", data.inBytes ? "peak live bytes" : "peak live microbatches"],
+        ["", "makespan", "span", "bubble", "idle, all ranks", `peak live ${data.inBytes ? "bytes" : "microbatches"}`],
         true,
       ),
     ),

@@ -239,7 +239,8 @@ function paintAxis(pen, height, scale) {
     pen.fillStyle = css(colours.line);
     pen.fillRect(scale.snap(tick), height - 5, 1, 5);
     pen.fillStyle = css(colours.muted);
-    pen.fillText(tick.toFixed(Math.min(12, decimals)), Math.max(10, scale.x(tick)), height - 8);
+    const label = tick.toFixed(Math.min(12, decimals)), half = pen.measureText(label).width / 2 + 2;
+    pen.fillText(label, Math.max(half, Math.min(scale.width - half, scale.x(tick))), height - 8);
   }
   if (!state.pointer) return;
   const text = scale.t(state.pointer.x).toFixed(Math.min(12, decimals + 2));
