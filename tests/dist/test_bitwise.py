@@ -6,6 +6,7 @@ microbatch by microbatch, clipping and `torch.optim.AdamW` parameter by paramete
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -15,9 +16,11 @@ from torch import Tensor, nn
 from penstock import Layout, MicroBatchSpec, PackedBatch
 from penstock.data import NO_LABEL, split
 from penstock.engine import Engine, EngineOptions
+from penstock.engine.build import SECOND_COPY
 from penstock.engine.learning_rate import LearningRate, WeightDecay
 from penstock.engine.optimizer import OptimizerConfig
 from penstock.model import ModelConfig, Sequences, cross_entropy_sum, decoder_units
+from penstock.schedule import names
 from tests.dist.launch import run_ranks
 
 STEPS = 3
@@ -53,6 +56,14 @@ CASES = [
 ]
 
 
+FAMILY = [
+    Case(schedule, m, recompute, tied)
+    for schedule in names()
+    if schedule not in ("afab", "1f1b", "inference")
+    for m, recompute, tied in ((1, "none", True), (3, "full", False), (5, "none", True), (8, "full", True))
+]
+
+
 def batches(num_microbatches: int) -> list[PackedBatch]:
     """A batch a step, of unequal lengths."""
     generator = torch.Generator().manual_seed(num_microbatches)
@@ -63,7 +74,10 @@ def batches(num_microbatches: int) -> list[PackedBatch]:
     return found
 
 
-def engine_run(case: Case, pp: int) -> tuple[list[float], list[float], dict[str, Tensor], dict[str, Tensor]]:
+Outcome = tuple[list[float], list[float], dict[str, Tensor], dict[str, Tensor]]
+
+
+def engine_run(case: Case, pp: int) -> Outcome:
     """Losses, norms, the last step's gradients and the final weights of this rank."""
     optimizer = OptimizerConfig(LearningRate(RATE), WeightDecay(DECAY), BETAS, EPS, CLIP)
     options = EngineOptions(schedule=case.schedule, recompute=case.recompute, optimizer=optimizer, timeout_s=30.0)
@@ -80,8 +94,8 @@ def engine_run(case: Case, pp: int) -> tuple[list[float], list[float], dict[str,
     return [r.loss for r in results], [r.grad_norm for r in results], gradients, weights
 
 
-def all_cases(rank: int, pp: int) -> list[tuple[list[float], list[float], dict[str, Tensor], dict[str, Tensor]]]:
-    return [engine_run(case, pp) for case in CASES]
+def run_cases(rank: int, cases: list[Case], pp: int) -> list[Outcome]:
+    return [engine_run(case, pp) for case in cases]
 
 
 class Reference:
@@ -106,18 +120,18 @@ class Reference:
         assert gradient is not None
         return gradient
 
-    def step(self, batch: PackedBatch, num_microbatches: int) -> tuple[float, float]:
-        self.adamw.zero_grad()
+    def step(self, batch: PackedBatch, num_microbatches: int, num_directions: int) -> tuple[float, float]:
         microbatches = split(batch, MicroBatchSpec(num=num_microbatches)).microbatches
         weight = float(sum((m["labels"] != NO_LABEL).sum() for m in microbatches))
-        losses = []
-        for microbatch in microbatches:
-            h, sequences = microbatch["tokens"], Sequences.from_lengths(microbatch.sequence_lengths())
-            for _, module in self.modules:
-                h = module(h, sequences)
-            loss = cross_entropy_sum(h, microbatch["labels"]) * (1.0 / weight)
-            loss.backward()
-            losses.append(loss.detach())
+        share = -(-num_microbatches // num_directions)
+        losses, gradients = [], []
+        for first in range(0, num_directions * share, share):
+            loss, found = self.backward(microbatches[first : first + share], weight)
+            losses.append(loss)
+            gradients.append(found)
+        for name, parameter in self.parameters.items():
+            # The directions of a bidirectional pipeline are summed apart, then added.
+            parameter.grad = sum(found[name] for found in gradients[1:]) + gradients[0][name]
         for copy, owner in self.ties.items():
             both = self.gradient(owner) + self.gradient(copy)
             self.parameters[owner].grad, self.parameters[copy].grad = both, both.clone()
@@ -131,24 +145,55 @@ class Reference:
         for name in self.parameters:
             self.gradient(name).mul_(factor)
         self.adamw.step()
-        return float(torch.stack(losses).sum()), norm
+        return sum(losses), norm
+
+    def backward(self, microbatches: Sequence[PackedBatch], weight: float) -> tuple[float, dict[str, Tensor]]:
+        """The loss of these microbatches and its gradients, added up in their order."""
+        self.adamw.zero_grad()
+        losses = []
+        for microbatch in microbatches:
+            h, sequences = microbatch["tokens"], Sequences.from_lengths(microbatch.sequence_lengths())
+            for _, module in self.modules:
+                h = module(h, sequences)
+            loss = cross_entropy_sum(h, microbatch["labels"]) * (1.0 / weight)
+            loss.backward()
+            losses.append(loss.detach())
+        gradients = {
+            name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in self.parameters.items()
+        }
+        return float(torch.stack(losses).sum()) if losses else 0.0, gradients
 
 
-@pytest.mark.shows(4, 20, 21, 29, 89, 90, 93)
-@pytest.mark.parametrize("pp", [1, 2, 3, 4])
-def test_any_cut_and_schedule_gives_the_bits_of_one_process(pp: int) -> None:
-    by_rank = run_ranks(pp, all_cases, pp, timeout_s=100.0)
-    for number, case in enumerate(CASES):
-        reference = Reference(case)
-        expected = [reference.step(batch, case.num_microbatches) for batch in batches(case.num_microbatches)]
+def check(cases: list[Case], pp: int) -> None:
+    by_rank = run_ranks(pp, run_cases, cases, pp, timeout_s=170.0)
+    for number, case in enumerate(cases):
+        reference, directions = Reference(case), 2 if case.schedule == "dualpipe" else 1
+        expected = [
+            reference.step(batch, case.num_microbatches, directions) for batch in batches(case.num_microbatches)
+        ]
         seen: set[str] = set()
         for rank in range(pp):
             losses, norms, gradients, weights = by_rank[rank][number]
             assert losses == [loss for loss, _ in expected], (case, rank)
             assert norms == [norm for _, norm in expected], (case, rank)
             assert min(norms) > CLIP, "a case that is never clipped shows nothing of the norm"
-            for name, parameter in weights.items():
-                assert torch.equal(gradients[name], reference.gradient(name)), (case, rank, name)
-                assert torch.equal(parameter, reference.parameters[name]), (case, rank, name)
-            seen |= weights.keys()
+            for held, parameter in weights.items():
+                name = held.removesuffix(SECOND_COPY)
+                assert torch.equal(gradients[held], reference.gradient(name)), (case, rank, held)
+                assert torch.equal(parameter, reference.parameters[name]), (case, rank, held)
+                seen.add(name)
         assert seen == reference.parameters.keys()
+
+
+@pytest.mark.shows(4, 20, 21, 29, 89, 90, 93)
+@pytest.mark.parametrize("pp", [1, 2, 3, 4])
+@pytest.mark.timeout(200)
+def test_any_cut_gives_the_bits_of_one_process(pp: int) -> None:
+    check(CASES, pp)
+
+
+@pytest.mark.shows(4, 7, 20, 54)
+@pytest.mark.parametrize("pp", [2, 3, 4])
+@pytest.mark.timeout(200)
+def test_any_schedule_gives_the_bits_of_one_process(pp: int) -> None:
+    check([case for case in FAMILY if pp < 4 or not case.tied or case.num_microbatches == 5], pp)

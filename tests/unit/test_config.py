@@ -111,7 +111,7 @@ def test_means_over_microbatches_and_ranks_depend_on_their_number(name: str):
 IMPOSSIBLE = {
     "more stages than units": ({"parallel": {"pp": 11}}, "11 stages.*10 units.*at most 10"),
     "more stages than units, two a rank": (
-        {"parallel": {"pp": 6}, "schedule": {"stages_per_rank": 2}},
+        {"parallel": {"pp": 6}, "schedule": {"name": "interleaved", "stages_per_rank": 2}},
         "12 stages.*at most 10",
     ),
     "heads": ({"model": {"num_heads": 5}}, "num_heads = 5 does not divide .*128; possible are 1, 2, 4, 8"),

@@ -71,20 +71,15 @@ def plan_run(config: RunConfig, data: RunData) -> RunPlan:
     """
     shape = model_config(config, data.corpus.vocab_size)
     options = engine_options(config)
-    built = schedule.build(
-        options.schedule,
-        ranks=config.parallel.pp,
-        microbatches=config.train.num_microbatches,
-        stages_per_rank=options.stages_per_rank,
-    )
-    timeline = schedule.simulate(schedule.lower(built, receives_ahead=options.receives_ahead))
+    program = options.choice.program(config.parallel.pp, config.train.num_microbatches)
+    placement, timeline = program.placement, schedule.simulate(program)
     units = decoder_units(shape)
     kept = kept_bytes_per_token(units, config)
     tokens = math.ceil(_rank_tokens(config) / config.train.num_microbatches)
     stages = []
     all_work = sum(unit.flops_per_token for unit in units)
-    for number, members in enumerate(cut_units(units, built.placement, options)):
-        rank = built.placement.rank_of(number)
+    for number, members in enumerate(cut_units(units, placement, options)):
+        rank = placement.rank_of(number)
         live = timeline.peak_live_microbatches[rank]
         count = sum(units[i].num_parameters for i in members)
         stages.append(
@@ -104,8 +99,8 @@ def plan_run(config: RunConfig, data: RunData) -> RunPlan:
     corpus_tokens = data.corpus.training.num_tokens
     return RunPlan(
         world_size=config.world_size,
-        schedule=built.name,
-        num_microbatches=built.num_microbatches,
+        schedule=program.schedule.name,
+        num_microbatches=program.schedule.num_microbatches,
         bubble_rate=timeline.bubble_rate,
         peak_live_microbatches=timeline.peak_live_microbatches,
         num_parameters=sum(unit.num_parameters for unit in units) - copies,

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from penstock.engine.schedules import ScheduleChoice
+
 Precision = Literal["fp32", "bf16", "bf16-autocast", "fp16"]
 Recompute = Literal["none", "full"] | tuple[int, ...]
 Normalization = Literal["global", "dp", "token_per_microbatch", "microbatch_mean"]
@@ -102,15 +104,26 @@ class ScheduleSection:
     """Who does what when."""
 
     name: str = "1f1b"
-    """One of `penstock schedule list`."""
-    stages_per_rank: int = 1
-    """Stages that each pipeline rank holds."""
+    """One of `penstock schedule list`, or a file: .csv as torch writes it, or .txt as `penstock schedule export`."""
+    stages_per_rank: int | None = None
+    """Stages that each pipeline rank holds; left out, as many as the schedule is meant for."""
     receives_ahead: int = 2
     """Receives posted ahead of need, an edge."""
+    group_size: int | None = None
+    """Microbatches that take turns at a rank's stages in interleaved schedules; left out, as many as ranks."""
+    max_live_microbatches: float | None = None
+    """What the search `auto` may keep alive on a rank; left out, as many as ranks."""
     cut: tuple[int, ...] | None = None
     """Units of each stage, by hand; left out, the cut that makes the slowest stage fastest."""
     measure: bool = False
     """Measure the units' times before that cut, instead of estimating them."""
+
+    @property
+    def choice(self) -> ScheduleChoice:
+        """The schedule as the engine takes it."""
+        return ScheduleChoice(
+            self.name, self.stages_per_rank, self.receives_ahead, self.group_size, self.max_live_microbatches
+        )
 
 
 @dataclass(frozen=True)
@@ -249,7 +262,8 @@ class RunConfig:
 
     @property
     def num_stages(self) -> int:
-        return self.parallel.pp * self.schedule.stages_per_rank
+        """Stages that the model is cut into; in a bidirectional schedule each is held twice."""
+        return self.schedule.choice.placement(self.parallel.pp).stages_per_route
 
     @property
     def num_units(self) -> int:

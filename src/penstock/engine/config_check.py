@@ -34,7 +34,7 @@ def check(config: RunConfig) -> RunConfig:
     Raises:
         ConfigError: they can not; the message names the settings and what would be possible.
     """
-    for part in (_ranges, _model, _recompute, _batch, _stages, _schedule, _optimizer):
+    for part in (_ranges, _model, _recompute, _batch, _schedule, _stages, _optimizer):
         part(config)
     return config
 
@@ -124,8 +124,8 @@ def _stages(config: RunConfig) -> None:
     units, stages = config.num_units, config.num_stages
     if stages > units:
         raise ConfigError(
-            f"parallel.pp = {config.parallel.pp} x schedule.stages_per_rank = {config.schedule.stages_per_rank} asks "
-            f"for {stages} stages, but a model of {config.model.num_layers} layers has {units} units to cut from "
+            f"parallel.pp = {config.parallel.pp} with schedule.name = {config.schedule.name!r} asks for {stages} "
+            f"stages, but a model of {config.model.num_layers} layers has {units} units to cut from "
             f"(embedding, 2 a layer, head), so at most {units} are possible"
         )
     cut = config.schedule.cut
@@ -138,19 +138,14 @@ def _stages(config: RunConfig) -> None:
 
 def _schedule(config: RunConfig) -> None:
     """Build and prove the schedule: a name or an option it does not know, or one that can not train, ends here."""
-    name = config.schedule.name
+    name, choice = config.schedule.name, config.schedule.choice
     known = schedule.names()
-    if name not in known:
-        raise ConfigError(f"schedule.name = {name!r} is none of {', '.join(known)}")
-    built = schedule.build(
-        name,
-        ranks=config.parallel.pp,
-        microbatches=config.train.num_microbatches,
-        stages_per_rank=config.schedule.stages_per_rank,
-    )
-    if not built.training:
+    if name not in known and not choice.is_file:
+        raise ConfigError(f"schedule.name = {name!r} is none of {', '.join(known)}, nor a file ending in .csv or .txt")
+    program = choice.program(config.parallel.pp, config.train.num_microbatches)
+    if not program.schedule.training:
         raise ConfigError(f"schedule.name = {name!r} has no backward and can not train; 1f1b can")
-    schedule.verify(schedule.lower(built, receives_ahead=config.schedule.receives_ahead))
+    schedule.verify(program)
 
 
 def _optimizer(config: RunConfig) -> None:

@@ -18,6 +18,7 @@ from penstock.engine.normalise import Normalize
 from penstock.engine.optimizer import Optimizer
 from penstock.engine.options import EngineOptions, Precision
 from penstock.engine.scaler import LossScaler
+from penstock.engine.schedules import forward_only
 from penstock.engine.train import LossFn, LossWeightFn, TrainResult, evaluate_batch, train_batch
 from penstock.engine.unit_times import measure_units
 from penstock.model import Sequences, UnitSpec, cross_entropy_sum
@@ -79,7 +80,7 @@ class Engine:
         self.units = tuple(units)
         self.device = _device(self.options.device)
         self.grid = self.layout.connect(self.device, timedelta(seconds=self.options.timeout_s))
-        self.placement = self.build_schedule(num_microbatches=2 * self.layout.pp).placement
+        self.placement = self.options.choice.placement(self.layout.pp)
         self.cut = cut_units(self.units, self.placement, self.options, self._measured_times(hidden_size))
         self.boundary = Boundary(hidden_size, self.options.precision.parameter_dtype)
         local = self.placement.stages_of(self.grid.pp_rank)
@@ -94,7 +95,7 @@ class Engine:
         self.transport = self._make_transport()
         self.step = 0
         self.stop_requested = False
-        self._executors: dict[tuple[str, int], Executor] = {}
+        self._executors: dict[tuple[bool, int], Executor] = {}
 
     # ---- making one
 
@@ -187,26 +188,18 @@ class Engine:
             finish=finish if self.holds_last_stage else None,
         )
 
-    def build_schedule(self, num_microbatches: int, name: str | None = None) -> schedule.Schedule:
-        """The engine's schedule, or the one of that name, on the engine's placement."""
-        return schedule.build(
-            name or self.options.schedule,
-            ranks=self.layout.pp,
-            microbatches=num_microbatches,
-            stages_per_rank=self.options.stages_per_rank,
-        )
+    def program(self, num_microbatches: int, training: bool = True) -> Program:
+        """The program of a step of so many microbatches, or of as many forwards alone."""
+        if training:
+            return self.options.choice.program(self.layout.pp, num_microbatches)
+        return forward_only(self.placement, num_microbatches)
 
-    def program(self, num_microbatches: int, name: str | None = None) -> Program:
-        """The program of a step of so many microbatches."""
-        built = self.build_schedule(num_microbatches, name)
-        return schedule.lower(built, receives_ahead=self.options.receives_ahead)
-
-    def executor(self, num_microbatches: int, name: str | None = None) -> Executor:
+    def executor(self, num_microbatches: int, training: bool = True) -> Executor:
         """The executor of that program, proved once and kept."""
-        key = (name or self.options.schedule, num_microbatches)
+        key = (training, num_microbatches)
         if key not in self._executors:
             self._executors[key] = Executor(
-                self.program(num_microbatches, name),
+                self.program(num_microbatches, training),
                 self.grid.pp_rank,
                 self.stages,
                 self.transport,

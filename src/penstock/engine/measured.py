@@ -21,7 +21,7 @@ def gather_recording(engine: Engine) -> Recording | None:
         return None
     return Recording.gathered(
         by_rank,
-        title=f"{engine.options.schedule}, {engine.layout.pp} ranks, measured in step {engine.step}",
+        title=f"{engine.options.choice.name}, {engine.layout.pp} ranks, measured in step {engine.step}",
         step=engine.step,
         stages_per_rank=engine.placement.stages_per_rank,
     )

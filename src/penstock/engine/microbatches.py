@@ -64,13 +64,13 @@ def agree_on_microbatches(
 
 
 def _agreed(engine: Engine, parts: Split, weights: list[float], reports: list[BatchReport]) -> Agreed:
-    layout = engine.layout
-    first_ranks = [layout.rank_of(dp=dp, pp=0) for dp in range(layout.dp)]
-    last_ranks = [layout.rank_of(dp=dp, pp=layout.pp - 1) for dp in range(layout.dp)]
+    layout, placement = engine.layout, engine.placement
+    last = placement.rank_of(placement.stages_per_route - 1)  # a rank that sees the labels
+    tellers = [layout.rank_of(dp=dp, pp=last) for dp in range(layout.dp)]
     return Agreed(
         split=parts,
         weights=weights,
-        rank_totals=[reports[r].weight for r in last_ranks],
-        num_tokens=sum(reports[r].num_tokens for r in first_ranks),
+        rank_totals=[reports[r].weight for r in tellers],
+        num_tokens=sum(reports[r].num_tokens for r in tellers),
         stop_requested=any(r.stop for r in reports),
     )

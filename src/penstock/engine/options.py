@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import torch
 
 from penstock.engine.optimizer import OptimizerConfig
+from penstock.engine.schedules import ScheduleChoice
 
 
 class Precision(enum.Enum):
@@ -32,9 +33,7 @@ class EngineOptions:
     """What does not belong to the model or the layout.
 
     Args:
-        schedule: a name of `schedule.names()`.
-        stages_per_rank: local stages on each rank.
-        receives_ahead: receives posted ahead of need on each edge.
+        schedule: which schedule to run; a name alone will do.
         cut: units of each stage, by hand; None for the cut with the fastest slowest stage.
         measure_lengths: lengths of a typical microbatch's sequences: units are measured on them before the cut, on the
             first rank; None for the units' estimated work.
@@ -47,9 +46,7 @@ class EngineOptions:
         timeout_s: for how long a rank waits for a peer before it says so and ends.
     """
 
-    schedule: str = "1f1b"
-    stages_per_rank: int = 1
-    receives_ahead: int = 2
+    schedule: ScheduleChoice | str = "1f1b"
     cut: tuple[int, ...] | None = None
     measure_lengths: tuple[int, ...] | None = None
     seed: int = 0
@@ -66,3 +63,8 @@ class EngineOptions:
             raise ValueError(f"device must be 'auto', 'cpu' or 'cuda', not {self.device!r}")
         if isinstance(self.recompute, str) and self.recompute not in ("none", "full"):
             raise ValueError(f"recompute must be 'none', 'full' or numbers of layers, not {self.recompute!r}")
+
+    @property
+    def choice(self) -> ScheduleChoice:
+        """The schedule, whichever way it was given."""
+        return ScheduleChoice(self.schedule) if isinstance(self.schedule, str) else self.schedule

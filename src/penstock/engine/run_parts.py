@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock import schedule
 from penstock.data import (
     BatchSize,
     Corpus,
@@ -79,9 +78,7 @@ def optimizer_config(config: RunConfig) -> OptimizerConfig:
 def engine_options(config: RunConfig) -> EngineOptions:
     """How the engine runs the model."""
     return EngineOptions(
-        schedule=config.schedule.name,
-        stages_per_rank=config.schedule.stages_per_rank,
-        receives_ahead=config.schedule.receives_ahead,
+        schedule=config.schedule.choice,
         cut=config.schedule.cut,
         measure_lengths=_typical_lengths(config) if config.schedule.measure else None,
         seed=config.train.seed,
@@ -114,13 +111,7 @@ def check_parts(config: RunConfig) -> "RunData":
     options = engine_options(config)
     data = RunData.load(config)
     units = decoder_units(model_config(config, data.corpus.vocab_size))
-    built = schedule.build(
-        options.schedule,
-        ranks=config.parallel.pp,
-        microbatches=config.train.num_microbatches,
-        stages_per_rank=options.stages_per_rank,
-    )
-    cut_units(units, built.placement, options)
+    cut_units(units, options.choice.placement(config.parallel.pp), options)
     return data
 
 

@@ -109,6 +109,6 @@ def evaluate_batch(
         return engine.feed(microbatch, lambda output: loss_fn(output, microbatch))
 
     feeds = [feed(microbatch) for microbatch in agreed.microbatches]
-    losses = engine.executor(len(feeds), "inference").run(feeds)
+    losses = engine.executor(len(feeds), training=False).run(feeds)
     (loss,) = engine.sum_over_ranks(float(torch.stack(losses).sum()) if losses else 0.0)
     return loss, sum(agreed.rank_totals)

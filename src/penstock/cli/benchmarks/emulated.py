@@ -178,7 +178,7 @@ def torch_step(name: str, emulation: Emulation) -> tuple[Step, list[SleepingLaye
         for layer, number in zip(layers, placement.stages_of(rank), strict=True)
     ]
     kind = getattr(pipelining.schedules, TORCH_NAMES[name])
-    given = stages[0] if issubclass(kind, pipelining.schedules.PipelineScheduleSingle) else stages
+    given: Any = stages[0] if issubclass(kind, pipelining.schedules.PipelineScheduleSingle) else stages
     runner = kind(given, emulation.num_microbatches, loss_fn=lambda output, target: output.sum(), scale_grads=False)
     rows = NUM_TOKENS * emulation.num_microbatches
     inputs = (torch.zeros(rows, HIDDEN_SIZE),) if any(stage.is_first for stage in stages) else ()

@@ -6,14 +6,22 @@ from penstock.schedule.actions import Placement, PlacementKind, Schedule
 from penstock.schedule.builders.orders import forwards
 
 
-def inference(ranks: int, microbatches: int, stages_per_rank: int = 1) -> Schedule:
+def inference(ranks: int, microbatches: int, stages_per_rank: int = 1, placement: str = "loop") -> Schedule:
     """Forwards alone: a microbatch passes a stage a step.
 
     With one stage a rank, stage s has microbatch m at step m + s, and all ends after m + p - 1 steps. Nothing outlives
-    its own forward, so that one tape a rank is live at a time.
+    its own forward, so that one tape a rank is live at a time. `placement` is that of the training between which it
+    runs: loop, v or bidirectional.
 
-    Raises: ValueError for counts below one.
+    Raises: ValueError for counts below one, or an unknown placement.
     """
-    placement = Placement(PlacementKind.LOOP, ranks, stages_per_rank)
-    orders = tuple(tuple(forwards(placement, rank, microbatches)) for rank in range(ranks))
-    return Schedule("inference", placement, microbatches, orders, live_bound=(1,) * ranks, training=False)
+    kinds = [kind.value for kind in PlacementKind]
+    if placement not in kinds:
+        raise ValueError(f"placement must be one of {', '.join(kinds)}, got {placement!r}")
+    where = Placement(PlacementKind(placement), ranks, stages_per_rank)
+    empty = Schedule("inference", where, microbatches, ((),) * ranks, training=False)
+    orders = tuple(
+        tuple(a for a in forwards(where, rank, microbatches) if a.microbatch in empty.microbatches_of(a.stage))
+        for rank in range(ranks)
+    )
+    return Schedule("inference", where, microbatches, orders, live_bound=(1,) * ranks, training=False)

@@ -1,0 +1,85 @@
+"""Which schedule a run follows: one that is built by name, or one from a file; nothing heavy is imported here."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock import schedule
+from penstock.schedule import Placement, PlacementKind, Program, Schedule, ScheduleError
+
+_FILES = (".csv", ".txt")
+
+
+@dataclass(frozen=True)
+class ScheduleChoice:
+    """A name of `schedule.names()` with its options, or a file ending in .csv (torch's format) or .txt.
+
+    Args:
+        name: the name, or the file's path.
+        stages_per_rank: local stages on each rank; None for as many as the schedule is meant for.
+        receives_ahead: receives posted ahead of need on each edge.
+        group_size: microbatches that take turns at a rank's stages (interleaved schedules); None for the default.
+        max_live_microbatches: what `auto` may keep alive on a rank; None for the default.
+    """
+
+    name: str = "1f1b"
+    stages_per_rank: int | None = None
+    receives_ahead: int = 2
+    group_size: int | None = None
+    max_live_microbatches: float | None = None
+
+    @property
+    def is_file(self) -> bool:
+        return self.name.endswith(_FILES)
+
+    def program(self, ranks: int, microbatches: int) -> Program:
+        """The program of a step.
+
+        Raises:
+            ValueError: an unknown name or option, numbers that are not possible, or a file that can not be read or is
+                for other numbers.
+        """
+        if not self.is_file:
+            return schedule.lower(self.build(ranks, microbatches), receives_ahead=self.receives_ahead)
+        found = self._read()
+        program = found if isinstance(found, Program) else schedule.lower(found, receives_ahead=self.receives_ahead)
+        given = (program.placement.num_ranks, program.schedule.num_microbatches)
+        if given != (ranks, microbatches):
+            raise ScheduleError(
+                f"{self.name} is for {given[0]} ranks and {given[1]} microbatches, not for {ranks} and {microbatches}"
+            )
+        return program
+
+    def _read(self) -> Schedule | Program:
+        path = Path(self.name)
+        if not path.is_file():
+            raise ScheduleError(f"there is no file {self.name}; a name of `penstock schedule list` will do as well")
+        return (schedule.from_csv if path.suffix == ".csv" else schedule.from_text)(path.read_text())
+
+    def build(self, ranks: int, microbatches: int) -> Schedule:
+        """The schedule of that name."""
+        options = {"group_size": self.group_size, "max_live_microbatches": self.max_live_microbatches}
+        return schedule.build(
+            self.name,
+            ranks=ranks,
+            microbatches=microbatches,
+            stages_per_rank=self.stages_per_rank,
+            **{name: value for name, value in options.items() if value is not None},
+        )
+
+    def placement(self, ranks: int) -> Placement:
+        """Where the stages live, whatever the number of microbatches."""
+        if self.is_file:
+            return self._read().placement
+        return self.build(ranks, microbatches=4 * ranks).placement
+
+
+def forward_only(placement: Placement, microbatches: int) -> Program:
+    """The program that scores on the stages of a placement, in the order in which microbatches come."""
+    built = schedule.build(
+        "inference",
+        ranks=placement.num_ranks,
+        microbatches=microbatches,
+        stages_per_rank=placement.stages_per_rank,
+        **({} if placement.kind is PlacementKind.LOOP else {"placement": placement.kind.value}),
+    )
+    return schedule.lower(built)
