@@ -48,15 +48,12 @@ class _Search:
 
     def _before_on_rank(self, rank: int, place: int) -> tuple[int, int] | None:
         """The event that ended when this one started; reductions are waited for by each other and by the step alone."""
-        event = self.events[rank][place]
-        waits_for_reductions = not _computes(event)
-        for earlier in range(place - 1, -1, -1):
-            other = self.events[rank][earlier]
-            if _computes(other) or waits_for_reductions:
-                if other.end == event.start:
-                    return rank, earlier
-                if _computes(other):
-                    return None
+        event, earlier = self.events[rank][place], range(place - 1, -1, -1)
+        kinds = (True,) if _computes(event) else (True, False)
+        for kind in kinds:
+            nearest = next((at for at in earlier if _computes(self.events[rank][at]) is kind), None)
+            if nearest is not None and self.events[rank][nearest].end == event.start:
+                return rank, nearest
         return None
 
     def _sender(self, rank: int, event: Event) -> tuple[int, int] | None:

@@ -1,0 +1,164 @@
+"""Costs of every kind: times by stage, lengths, pairs, bandwidth, memory; and what a timeline says of them."""
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.schedule import (
+    Action,
+    Costs,
+    Event,
+    Op,
+    Pair,
+    Schedule,
+    Timeline,
+    build,
+    critical_path,
+    lower,
+    parts,
+    simulate,
+)
+from penstock.schedule.actions import COMPUTE
+from tests.schedule.families import NAMES, lowered, stages_of
+from tests.schedule.random_schedules import schedules
+
+
+def durations(timeline: Timeline) -> dict[str, float]:
+    return {str(event.action): event.end - event.start for events in timeline.events for event in events}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_same_time_for_each_stage_is_one_number(name: str):
+    for v in stages_of(name):
+        program = lowered(name, 4, 6, v)
+        per_rank = program.placement.stages_per_microbatch
+        stages = program.placement.stages_per_route
+        one = Costs(forward=12 * per_rank, backward_input=24 * per_rank, backward_weight=6 * per_rank, transfer=1)
+        each = Costs(forward=(12,) * stages, backward_input=(24,) * stages, backward_weight=(6,) * stages, transfer=1)
+        assert simulate(program, one) == simulate(program, each)
+
+
+def test_stages_and_microbatches_take_their_own_times():
+    program = lowered("interleaved-zb", 2, 3, 2)
+    costs = Costs(forward=(1, 2, 4, 8), backward_input=3, backward_weight=(5, 5, 5, 7), lengths=(1, 2, 0.5))
+    found = durations(simulate(program, costs))
+    assert found["0F0"] == 1 and found["3F0"] == 8 and found["3F1"] == 16 and found["2F2"] == 2
+    assert found["1I0"] == 1.5 and found["1I2"] == 0.75
+    assert found["3W1"] == 14 and found["0W2"] == 2.5
+
+
+def test_both_copies_of_a_model_take_the_same_times():
+    found = durations(simulate(lowered("dualpipe", 2, 4), Costs(forward=(3, 5))))
+    assert found["0F0"] == found["2F2"] == 3 and found["1F0"] == found["3F2"] == 5
+
+
+def test_a_message_takes_its_latency_and_its_bytes_share_of_the_bandwidth():
+    program = lowered("1f1b", 2, 2)
+    costs = Costs(transfer=0.5, message_bytes=600, bandwidth=300, lengths=(1, 2))
+    starts = {str(event.action): event.start for events in simulate(program, costs).events for event in events}
+    assert starts["1F0"] == 1 + 0.5 + 2
+    assert starts["1B0"] == starts["1F0"] + 1
+    assert starts["0B0"] == starts["1B0"] + 2 + 0.5 + 2
+    assert starts["1F1"] == max(1 + 2 + 0.5 + 4, starts["1B0"] + 2)
+    assert simulate(program, Costs(message_bytes=600)) == simulate(program, Costs())
+
+
+def test_a_pair_takes_its_own_time_and_as_long_as_its_halves_if_none_is_given():
+    program = lowered("dualpipe-v", 3, 8)
+    pairs = [step for steps in program.ranks for step in steps if isinstance(step, Pair)]
+    assert pairs
+    plain = durations(simulate(program, Costs(2, 4, 6)))
+    own = durations(simulate(program, Costs(2, 4, 6, pair=10)))
+    lengths = durations(simulate(program, Costs(2, 4, 6, pair=10, lengths=(1, 3, 1, 1, 1, 1, 1, 1))))
+    for pair in pairs:
+        assert plain[str(pair)] == 6 and own[str(pair)] == 5
+        odd = 1 in (pair.forward.microbatch, pair.backward.microbatch)
+        assert lengths[str(pair)] == (10 if odd else 5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"forward": (1, 2)}, "forward must have one time for each of 3 stages, got 2"),
+        ({"pair": (1, 2, 3, 4)}, "pair must have one time for each of 3 stages, got 4"),
+        ({"lengths": (1, 2)}, "4 microbatches need as many lengths, got 2"),
+        ({"forward": (1, -2, 1)}, "forward must be a time of at least 0, got -2"),
+        ({"lengths": (1, 2, 1, float("nan"))}, "lengths must be a number of at least 0, got nan"),
+        ({"bandwidth": 0}, "bandwidth must be above 0"),
+        ({"weight_memory_share": -0.5}, "weight_memory_share must be a number of at least 0, got -0.5"),
+        ({"pair": float("inf")}, "pair must be a time of at least 0, got inf"),
+    ],
+)
+def test_costs_that_do_not_fit_are_refused(arguments: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        simulate(lowered("1f1b", 3, 4), Costs(**arguments))
+
+
+def test_a_microbatch_counts_in_full_until_its_i_and_then_its_share_until_its_w():
+    program = lowered("zb-h1", 3, 5)
+    result = simulate(program, Costs(weight_memory_share=0.25, microbatch_bytes=100))
+    for rank, events in enumerate(result.events):
+        for time, live in result.live_microbatches(rank):
+            expected = 0.0
+            for microbatch in range(5):
+                at = {
+                    e.action.op: e for e in events if isinstance(e.action, Action) and e.action.microbatch == microbatch
+                }
+                if at[Op.F].start <= time < at[Op.I].end:
+                    expected += 1
+                elif at[Op.I].end <= time < at[Op.W].end:
+                    expected += 0.25
+            assert live == expected
+        assert max(live for _, live in result.live_microbatches(rank)) == result.peak_live_microbatches[rank]
+        assert result.live_bytes(rank) == tuple((time, 100 * live) for time, live in result.live_microbatches(rank))
+    whole = simulate(program, Costs())
+    assert whole.peak_live_microbatches == (3, 3, 3)
+    assert all(less < more for less, more in zip(result.peak_live_microbatches[1:], whole.peak_live_microbatches[1:]))
+
+
+def test_bytes_follow_the_lengths():
+    lengths = (1, 0.5, 3, 2)
+    result = simulate(lowered("afab", 2, 4), Costs(microbatch_bytes=10, lengths=lengths))
+    assert result.peak_live_bytes == (65, 65)
+    assert result.peak_live_microbatches == (4, 4)
+    assert [live for _, live in result.live_bytes(0)][:4] == [10, 15, 45, 65]
+
+
+@given(schedules())
+def test_live_tapes_over_time_begin_and_end_with_none(schedule: Schedule):
+    result = simulate(lower(schedule), Costs(forward=12, backward_input=6, backward_weight=18, transfer=1))
+    for rank, events in enumerate(result.events):
+        live = result.live_microbatches(rank)
+        if not any(parts(event.action)[0].op in COMPUTE for event in events):
+            assert live == ()
+            continue
+        assert live[-1][1] == 0
+        assert max(count for _, count in live) == pytest.approx(result.peak_live_microbatches[rank])
+        assert [time for time, _ in live] == sorted({time for time, _ in live})
+
+
+@settings(max_examples=60)
+@given(schedules(max_ranks=5, max_microbatches=6), st.integers(0, 7), st.integers(0, 40))
+def test_the_critical_path_is_a_chain_from_start_to_end(schedule: Schedule, transfer: int, reduce: int):
+    program = lower(schedule)
+    costs = Costs(forward=12, backward_input=18, backward_weight=6, transfer=transfer, reduce=reduce, step=3)
+    path = critical_path(program, costs)
+    assert path[0].start == 0 and path[-1].end == simulate(program, costs).makespan
+    for before, after in pairwise(path):
+        waits = after.start - before.end
+        ranks = [program.placement.rank_of(parts(event.action)[0].stage) for event in (before, after)]
+        stayed = waits == 0 and (ranks[0] == ranks[1] or parts(after.action)[0].op is Op.STEP)
+        assert stayed or (waits == transfer and ranks[0] != ranks[1])
+
+
+def test_shortening_what_is_not_on_the_critical_path_shortens_nothing():
+    program = lowered("1f1b", 4, 4)
+    times = [10.0, 1.0, 1.0, 1.0]
+    path = critical_path(program, Costs(forward=times))
+    assert {event.action.microbatch for event in path if isinstance(event.action, Action)} >= {0, 1, 2, 3}
+    makespan = simulate(program, Costs(forward=times)).makespan
+    assert simulate(program, Costs(forward=[10, 1, 0.5, 1])).makespan > makespan - 1
+    assert simulate(program, Costs(forward=[9, 1, 1, 1])).makespan == makespan - 4
+    assert critical_path(lower(build("1f1b", ranks=1, microbatches=1)))[0] == Event(Action(Op.F, 0, 0), 0, 1)
