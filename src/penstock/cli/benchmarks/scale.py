@@ -1,0 +1,86 @@
+"""How long schedules of up to a million actions take to build, lower, prove and simulate, and how much memory."""
+
+import json
+import resource
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any
+
+from penstock import schedule
+
+MAX_SECONDS, MAX_BYTES = 20.0, 2 * 2**30  # what the largest size may take
+
+
+@dataclass(frozen=True)
+class Size:
+    """What is built."""
+
+    ranks: int
+    stages_per_rank: int
+    microbatches: int
+
+
+# Of both schedules with as many actions each: 0.1, 0.5 and 2 million, counting transfers.
+SIZES = {
+    "interleaved": (Size(16, 4, 325), Size(32, 4, 650), Size(64, 4, 1300)),
+    "1f1b": (Size(16, 1, 1300), Size(32, 1, 2600), Size(64, 1, 5200)),
+}
+
+
+def measure() -> dict[str, Any]:
+    """Seconds of each part and the largest resident memory, each schedule and size in a process of its own.
+
+    Raises: RuntimeError with what a process had to say that did not end well.
+    """
+    found = [_in_own_process(name, size) for name, sizes in SIZES.items() for size in sizes]
+    return {
+        "sizes": found,
+        "largest": {
+            "total_s": max(row["total_s"] for row in found),
+            "total_s_allowed": MAX_SECONDS,
+            "peak_memory_bytes": max(row["peak_memory_bytes"] for row in found),
+            "peak_memory_bytes_allowed": MAX_BYTES,
+        },
+    }
+
+
+def _in_own_process(name: str, size: Size) -> dict[str, Any]:
+    words = [name, *map(str, asdict(size).values())]
+    done = subprocess.run([sys.executable, "-m", __name__, *words], capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(f"{name} at {size} ended with {done.returncode}: {done.stderr.strip()}")
+    return json.loads(done.stdout)
+
+
+def timed(name: str, size: Size) -> dict[str, Any]:
+    """What each part takes in this process, which should have done nothing before."""
+    laps = [time.perf_counter()]
+    built = schedule.build(name, ranks=size.ranks, microbatches=size.microbatches, stages_per_rank=size.stages_per_rank)
+    laps.append(time.perf_counter())
+    program = schedule.lower(built)
+    laps.append(time.perf_counter())
+    proof = schedule.verify(program)
+    laps.append(time.perf_counter())
+    schedule.simulate(program)
+    laps.append(time.perf_counter())
+    parts = dict(zip(("build_s", "lower_s", "verify_s", "simulate_s"), (b - a for a, b in pairwise(laps))))
+    # Linux counts it in KiB, macOS in bytes.
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return {
+        "schedule": name,
+        **asdict(size),
+        "num_actions": proof.num_actions,
+        **parts,
+        "total_s": laps[-1] - laps[0],
+        "peak_memory_bytes": peak,
+        "microseconds_per_action": 1e6 * (laps[-1] - laps[0]) / proof.num_actions,
+        "memory_bytes_per_action": peak / proof.num_actions,
+    }
+
+
+if __name__ == "__main__":
+    name, *counts = sys.argv[1:]
+    print(json.dumps(timed(name, Size(*map(int, counts)))))
