@@ -183,3 +183,50 @@ def test_every_command_explains_itself(capsys: pytest.CaptureFixture[str], comma
         main(["schedule", command, "--help"])
     assert ended.value.code == 0
     assert "--json" in capsys.readouterr().out
+
+
+def test_compare_lists_every_schedule_that_trains_with_the_least_bubble_first(run):
+    options = ["--ranks", 4, "--microbatches", 8, "--message-bytes", 1000, "--microbatch-bytes", 10]
+    code, out, err = run("compare", *options, "--json")
+    assert code == 0, err
+    rows = json.loads(out)
+    assert {row["schedule"] for row in rows} == set(schedule.names()) - {"inference"}
+    assert [row["bubble_rate"] for row in rows] == sorted(row["bubble_rate"] for row in rows)
+    figures = {row["schedule"]: row for row in rows}
+    assert figures["1f1b"]["bubble_rate"] == pytest.approx(3 / 11)
+    assert figures["1f1b"]["peak_live_microbatches"] == 4 and figures["1f1b"]["peak_live_bytes"] == 40
+    assert figures["1f1b"]["num_messages"] == 2 * 3 * 8 and figures["1f1b"]["message_bytes"] == 48000
+    assert figures["interleaved"]["num_messages"] == 2 * 7 * 8
+    assert figures["zb-v"]["bubble_rate"] == 0
+    code, out, _ = run("compare", *options)
+    assert code == 0
+    header, *lines = out.splitlines()
+    assert header.split()[0] == "schedule" and "bytes sent" in header
+    assert [line.split()[0] for line in lines] == [row["schedule"] for row in rows]
+
+
+def test_compare_can_be_held_to_some_schedules(run):
+    code, out, _ = run("compare", "--schedules", "1f1b", "zb-h1", "--ranks", 2, "--microbatches", 2, "--json")
+    assert code == 0
+    assert sorted(row["schedule"] for row in json.loads(out)) == ["1f1b", "zb-h1"]
+    assert_refused(run("compare", "--schedules", "1f1c"), "'1f1c'", "did you mean '1f1b'")
+
+
+def test_simulate_says_what_the_step_waits_for_and_what_is_live(run):
+    sizes = ["--ranks", 2, "--microbatches", 2]
+    code, out, _ = run("simulate", "1f1b", *sizes, "--forward", "1,3", "--microbatch-bytes", 7, "--json")
+    figures = json.loads(out)
+    assert code == 0
+    assert figures["critical_path"] == ["0F0", "1F0", "1B0", "1F1", "1B1", "0B1"]
+    assert figures["live_microbatches"][1] == [[1, 1], [6, 1], [11, 0]]
+    assert figures["live_bytes"][0][0] == [0, 7]
+    assert_refused(run("simulate", "1f1b", *sizes, "--forward", "1,2,3"), "forward", "2 stages", "3")
+    assert_refused(run("simulate", "1f1b", *sizes, "--forward", "1,x"), "--forward", "'1,x'")
+    assert_refused(run("simulate", "1f1b", *sizes, "--lengths", "1,2,3"), "2 microbatches", "3")
+
+
+def test_a_schedule_has_the_stages_it_is_meant_for(run):
+    code, out, _ = run("simulate", "zb-v", "--ranks", 4, "--json")
+    assert code == 0 and json.loads(out)["stages_per_rank"] == 2
+    assert_refused(run("simulate", "zb-v", "--stages-per-rank", 3), "stages_per_rank must be 2, got 3")
+    assert run("simulate", "interleaved", "--group-size", 8, "--stages-per-rank", 3)[0] == 0

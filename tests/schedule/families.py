@@ -5,7 +5,7 @@ from functools import cache
 from penstock.schedule import Program, Schedule, build, lower, names, options
 
 STAGES = {
-    **dict.fromkeys(("1f1b", "zb-h1", "zb-h2"), (1,)),
+    **dict.fromkeys(("1f1b", "combined-1f1b", "zb-h1", "zb-h2"), (1,)),
     **dict.fromkeys(("zb-v", "v-half", "v-min", "dualpipe-v", "dualpipe"), (2,)),
 }
 SEARCHED = ("auto",)

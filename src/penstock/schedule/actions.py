@@ -60,9 +60,9 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A forward and a backward of two microbatches, carried out together as one step of a rank.
+    """A forward and a backward that do not need each other, carried out together as one step of a rank.
 
-    Raises: ValueError if the first is no `F` or the second neither `B` nor `I`.
+    Raises: ValueError if the first is no `F` or the second neither `B` nor `I`, or one the backward of the other.
     """
 
     forward: Action
@@ -71,6 +71,8 @@ class Pair:
     def __post_init__(self) -> None:
         if self.forward.op is not Op.F or self.backward.op not in (Op.B, Op.I):
             raise ValueError(f"a pair is an F with a B or an I, not {self.forward} with {self.backward}")
+        if (self.forward.stage, self.forward.microbatch) == (self.backward.stage, self.backward.microbatch):
+            raise ValueError(f"{self.backward} needs {self.forward}, so they cannot be one pair")
 
     def __str__(self) -> str:
         return f"({self.forward};{self.backward})OVERLAP_F_B"

@@ -10,6 +10,7 @@ from typing import Any
 
 from penstock.schedule.actions import Schedule, check_count
 from penstock.schedule.builders.afab import afab
+from penstock.schedule.builders.combined import combined_1f1b, combined_interleaved
 from penstock.schedule.builders.dualpipe import dualpipe, dualpipe_v
 from penstock.schedule.builders.inference import inference
 from penstock.schedule.builders.interleaved import interleaved
@@ -31,6 +32,8 @@ _BUILDERS: Mapping[str, Callable[..., Schedule]] = MappingProxyType(
         "zb-v": zb_v,
         "v-half": v_half,
         "v-min": v_min,
+        "combined-1f1b": combined_1f1b,
+        "combined-interleaved": combined_interleaved,
         "dualpipe-v": dualpipe_v,
         "dualpipe": dualpipe,
         "inference": inference,

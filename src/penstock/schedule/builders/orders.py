@@ -42,8 +42,15 @@ def take_turns(forwards: Sequence[Action], backwards: Sequence[Action], warm_up:
     return order + [*backwards[len(forwards) - warm_up :]]
 
 
+def fuse_turns(forwards: Sequence[Action], backwards: Sequence[Action], warm_up: int) -> list[Step]:
+    """As `take_turns`, with each forward fused with the backward that follows it."""
+    warm_up = min(warm_up, len(forwards))
+    pairs: list[Step] = [Pair(forward, backward) for forward, backward in zip(forwards[warm_up:], backwards)]
+    return [*forwards[:warm_up], *pairs, *backwards[len(pairs) :]]
+
+
 def take_turns_split(forwards: Sequence[Action], backwards: Sequence[Action], warm_up: int, delay: int) -> list[Step]:
-    """The same with split backwards: the oldest `W` follows each `I`, once more than `delay` of them have run.
+    """As `take_turns` with split backwards: the oldest `W` follows each `I`, once more than `delay` of them have run.
 
     When no forwards are left a `W` follows every `I`; the rest of the `W` come last.
     """

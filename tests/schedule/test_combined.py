@@ -1,0 +1,87 @@
+"""Combined 1F1B: fused pairs that never need each other, at twice the lead."""
+
+import pytest
+
+from penstock.schedule import Action, Costs, Op, Pair, ScheduleError, build, from_csv, lower, simulate, verify
+from penstock.schedule.builders.orders import backwards, forwards, fuse_turns
+from tests.schedule.families import built, lowered
+
+GRID = [(p, v, m) for p in range(1, 9) for v in (1, 2, 3, 4) for m in (1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 33)]
+
+
+def forward(microbatch: int) -> Action:
+    return Action(Op.F, 0, microbatch)
+
+
+def backward(microbatch: int) -> Action:
+    return Action(Op.B, 0, microbatch)
+
+
+@pytest.mark.shows(37)
+def test_one_rank_pairs_each_backward_with_the_next_forward():
+    for m in range(1, 9):
+        (order,) = built("combined-1f1b", 1, m).orders
+        pairs = tuple(Pair(forward(number + 1), backward(number)) for number in range(m - 1))
+        assert order == (forward(0), *pairs, backward(m - 1))
+
+
+@pytest.mark.shows(49)
+def test_without_local_stages_the_lead_and_memory_double_and_the_ranks_are_busy():
+    for p in range(1, 9):
+        for m in (1, 2, p, 3 * p, 16 * p):
+            schedule = built("combined-1f1b", p, m)
+            assert schedule.live_bound == tuple(min(2 * (p - stage), m) for stage in range(p))
+            for stage, order in enumerate(schedule.orders):
+                warm_up = min(2 * (p - stage - 1) + 1, m)
+                assert all(step == Action(Op.F, stage, at) for at, step in enumerate(order[:warm_up]))
+                assert all(isinstance(step, Pair) for step in order[warm_up:m])
+                assert all(isinstance(step, Action) and step.op is Op.B for step in order[m:])
+        result = simulate(lowered("combined-1f1b", p, 16 * p), Costs(1, 1, 1))
+        assert 1 - max(result.idle) / result.makespan >= 0.94
+
+
+@pytest.mark.shows(52)
+@pytest.mark.parametrize("p", range(1, 9))
+def test_no_pair_depends_on_itself(p: int):
+    """Whatever the sizes: its halves are of different microbatches, and the proof finds no other way round."""
+    num_pairs = 0
+    for v in (1, 2, 3, 4):
+        for m in (1, 3, 4, 8, 9, 17):
+            for n in {p, p + 1, 2 * p, max(1, p - 1), m}:
+                schedule = build("combined-interleaved", ranks=p, microbatches=m, stages_per_rank=v, group_size=n)
+                assert verify(lower(schedule)).peak_live_tapes == schedule.live_bound
+                pairs = [step for order in schedule.orders for step in order if isinstance(step, Pair)]
+                assert all(pair.forward.microbatch != pair.backward.microbatch for pair in pairs)
+                num_pairs += len(pairs)
+    assert num_pairs > 100
+
+
+@pytest.mark.shows(51)
+def test_the_warm_up_is_the_interleaved_one_and_one_more():
+    for p, v, m in GRID:
+        if m >= p and m % p > 0:
+            continue
+        for rank, order in enumerate(built("combined-interleaved", p, m, v).orders):
+            num_alone = next((at for at, step in enumerate(order) if isinstance(step, Pair)), m * v)
+            assert num_alone == min(2 * (p - rank - 1) + (v - 1) * p + 1, m * v)
+
+
+@pytest.mark.shows(52)
+def test_without_the_additional_forward_the_last_rank_would_pair_a_forward_with_its_own_backward():
+    for p in (1, 2, 4):
+        for v in (1, 2, 3):
+            placement, last = built("combined-interleaved", p, 2 * p, v).placement, p - 1
+            passes = [pass_over(placement, last, 2 * p, p) for pass_over in (forwards, backwards)]
+            with pytest.raises(ValueError, match=f"{p * v - 1}B0 needs {p * v - 1}F0"):
+                fuse_turns(*passes, warm_up=(v - 1) * p)
+
+
+def test_a_file_with_such_a_pair_is_refused_by_its_cell():
+    with pytest.raises(ScheduleError, match="row 1, cell 2: 0B1 needs 0F1, so they cannot be one pair"):
+        from_csv("0F0,(0F1;0B1)OVERLAP_F_B,0B0\n")
+
+
+def test_one_stage_a_rank_is_the_order_without_local_stages():
+    for p in (1, 2, 4):
+        assert built("combined-interleaved", p, 9, 1).orders[0][:3] == built("combined-1f1b", p, 9).orders[0][:3]
+        assert built("combined-interleaved", p, 2 * p, 1).orders == built("combined-1f1b", p, 2 * p).orders
