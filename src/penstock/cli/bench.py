@@ -111,17 +111,23 @@ def _progress(text: str) -> None:
 
 def _show(result: Any, indent: str = "") -> None:
     """Names and numbers, a line each."""
-    for found in result if isinstance(result, list) else [result]:
-        for name, value in found.items():
-            if isinstance(value, dict) and set(value) == {"median", "range"}:
-                low, high = value["range"]
-                print(f"{indent}{name}: {value['median']:.4g} ({low:.4g} to {high:.4g})")
-            elif isinstance(value, dict | list) and not (isinstance(value, list) and isinstance(value[0], float)):
-                print(f"{indent}{name}:")
-                _show(value, indent + "  ")
-            elif isinstance(value, list):
-                print(f"{indent}{name}: {' to '.join(f'{v:.4g}' for v in value)}")
-            else:
-                print(f"{indent}{name}: {f'{value:.4g}' if isinstance(value, float) else value}")
-        if isinstance(result, list):
+    if isinstance(result, list):
+        for found in result:
+            _show(found, indent)
             print()
+        return
+    for name, value in result.items():
+        if isinstance(value, dict) and set(value) == {"median", "range"}:
+            print(f"{indent}{name}: {_text(value['median'])} ({_text(value['range'])})")
+        elif isinstance(value, dict) or (isinstance(value, list) and value and isinstance(value[0], dict)):
+            print(f"{indent}{name}:")
+            _show(value, indent + "  ")
+        else:
+            print(f"{indent}{name}: {_text(value)}")
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, list):
+        floats = any(isinstance(v, float) for v in value)
+        return (" to " if floats else " ").join(map(_text, value))
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

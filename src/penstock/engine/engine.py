@@ -32,6 +32,7 @@ from penstock.runtime import (
     InProcessTransport,
     Recorder,
     Transport,
+    keep_freed_memory,
 )
 from penstock.schedule import Program, Timeline
 
@@ -79,6 +80,8 @@ class Engine:
         self.layout, self.options = layout or Layout(), options or EngineOptions()
         self.units = tuple(units)
         self.device = _device(self.options.device)
+        if self.device.type == "cpu":
+            keep_freed_memory()
         self.grid = self.layout.connect(self.device, timedelta(seconds=self.options.timeout_s))
         self.placement = self.options.choice.placement(self.layout.pp)
         self.cut = cut_units(self.units, self.placement, self.options, self._measured_times(hidden_size))

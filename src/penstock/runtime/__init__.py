@@ -3,6 +3,7 @@
 from penstock.runtime.distributed import DistributedTransport
 from penstock.runtime.errors import Deadlock, PipelineError, TransportError
 from penstock.runtime.executor import Executor, Feed, run_together
+from penstock.runtime.host_memory import keep_freed_memory
 from penstock.runtime.lanes import Lane, drain, zip_lanes
 from penstock.runtime.stage import Boundary, LaneUnit, Stage
 from penstock.runtime.tape import Segment, Tape, cut
@@ -33,6 +34,7 @@ __all__ = [
     "channels_of",
     "cut",
     "drain",
+    "keep_freed_memory",
     "run_together",
     "zip_lanes",
 ]

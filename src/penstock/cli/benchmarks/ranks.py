@@ -12,8 +12,12 @@ from typing import Any
 LOOPBACK = "127.0.0.1"
 
 
-def on_ranks(num_ranks: int, function: Callable[..., Any], *arguments: Any, limit_s: float = 900.0) -> list[Any]:
-    """Call `function(rank, *arguments)` in processes joined by torch.distributed; return the results by rank.
+def on_ranks(
+    num_ranks: int, function: Callable[..., Any], *arguments: Any, limit_s: float = 900.0, join: bool = True
+) -> list[Any]:
+    """Call `function(rank, *arguments)` in processes of their own; return the results by rank.
+
+    With `join` the processes are joined by torch.distributed before and after.
 
     Raises:
         RuntimeError: a rank failed or took longer than `limit_s`; all processes have ended.
@@ -27,7 +31,8 @@ def on_ranks(num_ranks: int, function: Callable[..., Any], *arguments: Any, limi
         for rank in range(num_ranks):
             receiver, sender = context.Pipe(duplex=False)
             process = context.Process(
-                target=_rank_main, args=(sender, rank, num_ranks, store.port, limit_s, function, arguments), daemon=True
+                target=_rank_main,
+                args=(sender, rank, num_ranks, store.port if join else None, limit_s, function, arguments),
             )
             process.start()
             sender.close()
@@ -52,7 +57,7 @@ def _rank_main(
     sender: Connection,
     rank: int,
     num_ranks: int,
-    port: int,
+    port: int | None,
     limit_s: float,
     function: Callable[..., Any],
     arguments: tuple[Any, ...],
@@ -64,6 +69,9 @@ def _rank_main(
 
     torch.set_num_threads(1)
     _sharpen_timers()
+    if port is None:
+        sender.send(function(rank, *arguments))
+        return
     limit = timedelta(seconds=limit_s)
     store = TCPStore(LOOPBACK, port, timeout=limit, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=limit)
