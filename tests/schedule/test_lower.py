@@ -1,6 +1,6 @@
 """What lowering adds to a schedule, for the builders and for schedules drawn at random."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 
 import pytest
 from hypothesis import given, settings
@@ -19,6 +19,7 @@ from penstock.schedule import (
     build,
     from_text,
     lower,
+    partner,
     parts,
     to_text,
     verify,
@@ -51,6 +52,22 @@ def test_compute_keeps_its_order(schedule: Schedule, receives_ahead: int):
 def test_no_legal_schedule_deadlocks_however_few_receives_are_asked_for(schedule: Schedule, receives_ahead: int):
     proof = verify(lower(schedule, receives_ahead=receives_ahead))
     assert proof.num_actions >= sum(len(order) for order in schedule.orders)
+
+
+@given(schedules(max_ranks=4, max_microbatches=6), st.integers(1, 3))
+def test_with_shared_channels_all_that_two_ranks_exchange_has_one_order(schedule: Schedule, receives_ahead: int):
+    program = lower(schedule, receives_ahead=receives_ahead, shared_channels=True)
+    assert verify(program).num_actions == verify(lower(schedule)).num_actions
+    rank_of = program.placement.rank_of
+    sent, received = defaultdict(list), defaultdict(list)
+    for rank, steps in enumerate(program.ranks):
+        for action in flatten(steps):
+            if action.op in SENDS:
+                meets = partner(action)
+                sent[rank, rank_of(meets.stage)].append(meets)
+            elif action.op in RECEIVES:
+                received[rank_of(partner(action).stage), rank].append(action)
+    assert sent == received
 
 
 def open_receives(program: Program) -> dict[Channel, int]:

@@ -171,10 +171,12 @@ def export(arguments: list[str]) -> int:
     add_json(parser)
     options = parser.parse_args(arguments)
     writers = {".csv": schedule.to_csv, ".txt": schedule.to_text}
-    writer = writers.get(options.output.suffix.lower())
+    ending = options.output.suffix.lower()
+    writer = writers.get(ending)
     if writer is None:
         raise ValueError(f"cannot export to {options.output.name!r}: the file must end in {' or '.join(writers)}")
-    program = proved(options)
+    # torch sends activations and gradients between two ranks through one channel.
+    program = proved(options, shared_channels=ending == ".csv")
     write_text(options.output, writer(program if options.transfers else program.schedule), force=options.force)
     num_actions = sum(map(len, program.ranks if options.transfers else program.schedule.orders))
     if options.json:

@@ -100,7 +100,7 @@ def own_options(name: str, options: argparse.Namespace) -> dict[str, Any]:
     return {option: getattr(options, option) for option in known if hasattr(options, option)}
 
 
-def proved(options: argparse.Namespace, name: str | None = None) -> schedule.Program:
+def proved(options: argparse.Namespace, name: str | None = None, *, shared_channels: bool = False) -> schedule.Program:
     """The program of the schedule that the options name, or of another of that size, proved."""
     built = schedule.build(
         name or options.name,
@@ -109,6 +109,6 @@ def proved(options: argparse.Namespace, name: str | None = None) -> schedule.Pro
         stages_per_rank=getattr(options, "stages_per_rank", None),
         **own_options(name or options.name, options),
     )
-    program = schedule.lower(built)
+    program = schedule.lower(built, shared_channels=shared_channels)
     schedule.verify(program)
     return program

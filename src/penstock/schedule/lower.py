@@ -22,7 +22,7 @@ from penstock.schedule.actions import (
 from penstock.schedule.rules import Channel, Rule, Rules
 
 
-def lower(schedule: Schedule, *, receives_ahead: int = 2) -> Program:
+def lower(schedule: Schedule, *, receives_ahead: int = 2, shared_channels: bool = False) -> Program:
     """The program that carries out a schedule, which itself is not changed.
 
     A send stands right behind the action that made its tensor. The order of the sends along a channel is the order in
@@ -36,15 +36,22 @@ def lower(schedule: Schedule, *, receives_ahead: int = 2) -> Program:
     more, there and from then on. What is given back is the record of that walk, in which every send was taken, so that
     a schedule with a legal order never deadlocks, and no channel has more receives open than it takes.
 
+    With `shared_channels` activations and gradients from one rank to another are received in the order in which both
+    together are sent: for a runtime that has one channel for both, as torch's has. Where they are apart, which is more
+    usual, that does no harm, but some receives are posted later.
+
     Raises: ValueError for `receives_ahead` below one, ScheduleError for an action the placement does not have.
 
-    Source: Parks, Bounded Scheduling of Process Networks (Berkeley, 1995), section 4.4: enlarging what is too small.
+    Source: Parks, Bounded Scheduling of Process Networks (Berkeley, 1995), chapter 4: enlarging what is too small.
     """
     check_count("receives_ahead", receives_ahead)
     rules = Rules(schedule)
     lines = {channel: _Line(channel, receives_ahead) for channel in rules.channels()}
+    if shared_channels:
+        of_ranks = {channel[:2]: line for channel, line in lines.items()}
+        lines = {channel: of_ranks[channel[:2]] for channel in lines}
     ranks = [_Rank(rules, rank, lines) for rank in range(schedule.placement.num_ranks)]
-    _walk_all(ranks, lines.values(), _Meeting(rules))
+    _walk_all(ranks, list(dict.fromkeys(lines.values())), _Meeting(rules))
     return Program(schedule, tuple(rank.steps() for rank in ranks))
 
 
@@ -114,7 +121,7 @@ class _Rank:
     def __init__(self, rules: Rules, rank: int, lines: dict[Channel, _Line]) -> None:
         self.rank, self.rules, self.own = rank, rules, rules.of_rank[rank]
         self.order, self.training = rules.schedule.orders[rank], rules.schedule.training
-        self.arriving = [line for channel, line in lines.items() if channel.destination == rank]
+        self.arriving = list(dict.fromkeys(line for channel, line in lines.items() if channel.destination == rank))
         self.works = [{stage: self._work(stage, rule, lines) for stage, rule in of.items()} for of in self.own]
         self.done: list[Step] = []
         for action in flatten(self.order):

@@ -101,7 +101,8 @@ def _plan(with_transfers: bool, fields: dict[str, str], rows: list[tuple[Step, .
 def to_csv(plan: Plan) -> str:
     """A schedule (compute only) or program (with transfers) in the format of torch.distributed.pipelining.
 
-    A row is a rank, a cell an action. The optimizer step is not written, for torch takes it outside its schedules.
+    A row is a rank, a cell an action. The optimizer step is not written, for torch takes it outside its schedules. For
+    torch's own runtime a program must be lowered with `shared_channels`.
 
     Raises: ValueError for two copies of the model, which torch's format does not know.
     """

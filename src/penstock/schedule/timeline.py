@@ -26,7 +26,7 @@ class Memory:
     what one microbatch keeps on a rank, in all the stages that it goes through there; where microbatches differ in
     length, `lengths` has a factor for each on its bytes.
 
-    Source: the share is M_W / M_B of Zero Bubble Pipeline Parallelism (arXiv 2401.10241), section 3.1.
+    Source: the share is M_W / M_B of Zero Bubble Pipeline Parallelism (arXiv 2401.10241).
     """
 
     weight_share: float = 1.0

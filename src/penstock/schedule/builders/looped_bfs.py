@@ -15,7 +15,7 @@ def looped_bfs(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Sched
 
     Raises: ValueError for counts below one.
 
-    Source: Lamy-Poirier, Breadth-First Pipeline Parallelism (arXiv 2211.05953), section 4.
+    Source: Lamy-Poirier, Breadth-First Pipeline Parallelism (arXiv 2211.05953).
     """
     placement = Placement(PlacementKind.LOOP, ranks, stages_per_rank)
     orders = tuple(
