@@ -1,6 +1,7 @@
 """The arguments that the schedule commands share: which schedule, of what size, at what costs."""
 
 import argparse
+from collections.abc import Sequence
 from typing import Any
 
 from penstock import schedule
@@ -45,16 +46,23 @@ def add_schedule(parser: Parser, arguments: list[str], *, costs: bool = True) ->
     if costs:
         add_costs(parser)
     name = next((word for word in arguments if word in schedule.names()), None)
-    if name is None:
-        return
-    own = parser.add_argument_group(f"options of {name}")
-    for option, default in schedule.options(name).items():
-        if costs and option in COST_NAMES:
-            continue
+    if name is not None:
+        add_own_options(parser, [name], without=COST_NAMES if costs else ())
+
+
+def add_own_options(parser: Parser, names: Sequence[str], *, without: Sequence[str]) -> None:
+    """Add the options that these schedules have of their own, but for those that are there already."""
+    own = parser.add_argument_group(f"options of {', '.join(names)}")
+    known: dict[str, object] = {}
+    for name in names:
+        known |= {option: default for option, default in schedule.options(name).items() if option not in without}
+    for option, default in known.items():
+        said = "(default: as it takes)" if default is None else f"(default {default})"
         if isinstance(default, bool):
-            own.add_argument(flag(option), action=argparse.BooleanOptionalAction, default=default)
+            own.add_argument(flag(option), action=argparse.BooleanOptionalAction, default=default, help=said)
         else:
-            own.add_argument(flag(option), type=type(default), default=default, help=f"(default {default})")
+            kind = _numbers if option in COST_NAMES else float if default is None else type(default)
+            own.add_argument(flag(option), type=kind, default=default, help=said)
 
 
 def add_costs(parser: Parser) -> None:

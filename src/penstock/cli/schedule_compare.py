@@ -5,7 +5,7 @@ from typing import Any
 
 from penstock import schedule
 from penstock.cli.commands import Parser, print_json
-from penstock.cli.schedule_arguments import add_costs, add_json, add_size, costs_of, proved
+from penstock.cli.schedule_arguments import COST_NAMES, add_costs, add_json, add_own_options, add_size, costs_of, proved
 
 _COLUMNS = (
     ("schedule", "schedule", "s"),
@@ -39,6 +39,7 @@ def main(arguments: list[str]) -> int:
     add_size(parser, ranks=8, microbatches=32)
     parser.add_argument("--schedules", nargs="+", metavar="NAME", help="only these (default: all)")
     add_costs(parser)
+    add_own_options(parser, [name for name in schedule.names() if schedule.options(name)], without=COST_NAMES)
     add_json(parser)
     options = parser.parse_args(arguments)
     rows = [row for name in options.schedules or schedule.names() if (row := _row(name, options)) is not None]

@@ -98,7 +98,7 @@ class _Ends(NamedTuple):
 class _Rank:
     """One rank on its way through its order.
 
-    `paths` tells which of its four passes an action belongs to, counted along a microbatch's way: forward through the
+    `passes` tells which of four passes an action belongs to, counted along a microbatch's way: forward through the
     first and the second stage, and back through both.
     """
 
