@@ -55,6 +55,8 @@ def _parser() -> Parser:
     overhead.add_argument("--microbatches", type=int, default=200)
     overhead.add_argument("--steps", type=int, default=20)
 
+    _add(benchmarks, "scale", _scale, "time and memory to build, lower, prove and simulate up to a million actions")
+
     _add(benchmarks, "all", _all, "all of the above as they are by default")
     return parser
 
@@ -100,8 +102,14 @@ def _overhead(given: argparse.Namespace) -> dict[str, Any]:
     return measure(given.schedule, given.ranks, given.microbatches, given.steps)
 
 
+def _scale(given: argparse.Namespace) -> dict[str, Any]:
+    from penstock.cli.benchmarks.scale import measure
+
+    return measure()
+
+
 def _all(given: argparse.Namespace) -> dict[str, Any]:
-    runs = [_parser().parse_args([name]) for name in ("schedules", "train", "overhead")]
+    runs = [_parser().parse_args([name]) for name in ("schedules", "train", "overhead", "scale")]
     return {one.benchmark: one.run(one) for one in runs}
 
 

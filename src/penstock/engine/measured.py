@@ -23,7 +23,7 @@ def gather_recording(engine: Engine) -> Recording | None:
         by_rank,
         title=f"{engine.options.choice.name}, {engine.layout.pp} ranks, measured in step {engine.step}",
         step=engine.step,
-        stages_per_rank=engine.placement.stages_per_rank,
+        stages_per_rank=engine.placement.stages_per_microbatch,
     )
 
 
