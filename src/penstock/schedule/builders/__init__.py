@@ -10,6 +10,7 @@ from typing import Any
 
 from penstock.schedule.actions import Schedule, check_count
 from penstock.schedule.builders.afab import afab
+from penstock.schedule.builders.auto import auto
 from penstock.schedule.builders.combined import combined_1f1b, combined_interleaved
 from penstock.schedule.builders.dualpipe import dualpipe, dualpipe_v
 from penstock.schedule.builders.inference import inference
@@ -36,6 +37,7 @@ _BUILDERS: Mapping[str, Callable[..., Schedule]] = MappingProxyType(
         "combined-interleaved": combined_interleaved,
         "dualpipe-v": dualpipe_v,
         "dualpipe": dualpipe,
+        "auto": auto,
         "inference": inference,
     }
 )

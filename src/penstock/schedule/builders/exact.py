@@ -1,0 +1,186 @@
+"""The shortest orders there are, or how much shorter any could be: a constraint solver for small pipelines."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+from math import floor, lcm
+from typing import Any
+
+from penstock.schedule.actions import Op, Placement, Schedule
+from penstock.schedule.builders.search import search
+from penstock.schedule.builders.search_bounds import lower_bound, problem_of
+from penstock.schedule.builders.search_problem import Codes, Problem
+from penstock.schedule.costs import Costs
+from penstock.schedule.lower import lower
+from penstock.schedule.simulate import simulate
+
+# Times are whole numbers to the solver: the least of these powers of ten that makes them so, or else the last.
+_SCALES = tuple(10**digits for digits in range(7))
+
+
+@dataclass(frozen=True)
+class Optimum:
+    """The shortest schedule known, with its span, and a proven bound that no schedule's span is below."""
+
+    schedule: Schedule
+    span: float
+    bound: float
+
+    @property
+    def is_proven(self) -> bool:
+        """Whether the schedule is the shortest there is, but for the rounding of times."""
+        return self.span <= self.bound * (1 + 1e-6)
+
+
+def optimum(
+    placement: Placement, microbatches: int, costs: Costs, limit: float, *, time_limit_s: float = 60.0, workers: int = 1
+) -> Optimum:
+    """The shortest schedule within `limit` live microbatches on a rank, as far as the solver gets in its time.
+
+    Span and memory are those of `bound`. Four ranks and eight microbatches take seconds to minutes; with more, what
+    comes back is the search's order or a better one, and the bound. The same call gives the same result where the
+    solver ends before its time is up and has one worker.
+
+    Raises: ValueError for what `bound` refuses and for lengths that differ, ImportError if OR-Tools is missing.
+    """
+    if len(set(costs.lengths)) > 1:
+        raise ValueError("the optimum is of microbatches of one length, but lengths differ")
+    problem = problem_of(placement, microbatches, costs, min(limit, microbatches))
+    found = search(problem)
+    model = _Model(problem, found)
+    solved, bound = model.solve(time_limit_s, workers)
+    spans = [(_span(problem, orders), orders) for orders in (found, solved) if orders is not None]
+    span, orders = min(spans, key=lambda pair: pair[0])
+    return Optimum(problem.schedule("optimum", orders), span, min(span, max(bound, lower_bound(problem))))
+
+
+def _span(problem: Problem, orders: Codes) -> float:
+    costs = Costs(problem.forward, problem.backward_input, problem.backward_weight, problem.transfer)
+    return simulate(lower(problem.schedule("optimum", orders)), costs).span_cost
+
+
+class _Model:
+    """The problem in the solver's terms: when each action starts, one at a time on a rank, within the memory.
+
+    Times that are no whole numbers at any scale are rounded down. The true starts of any orders, rounded down too, then
+    are a solution, whose span is at most one unit too long: less that unit, the bound holds for the true times.
+    """
+
+    def __init__(self, problem: Problem, hint: Codes) -> None:
+        self.problem, self.solver_module = problem, _import_solver()
+        self.model: Any = self.solver_module.CpModel()
+        times = (*problem.forward, *problem.backward_input, *problem.backward_weight, problem.transfer)
+        self.scale = next((scale for scale in _SCALES if all(_is_whole(time * scale) for time in times)), _SCALES[-1])
+        self.is_rounded = not all(_is_whole(time * self.scale) for time in times)
+        self.durations = [
+            [self._scaled(time) for time in of_stages]
+            for of_stages in (problem.forward, problem.backward_input, problem.backward_weight)
+        ]
+        # No rank waits for ever: one microbatch at a time takes no longer than this.
+        once = sum(sum(of_stages) for of_stages in self.durations) + 2 * sum(map(self._scaled, problem.hops))
+        self.horizon = once * problem.num_microbatches
+        self.starts = [
+            [self.model.new_int_var(0, self.horizon, "") for _ in range(problem.num_microbatches)]
+            for _ in range(3 * problem.num_stages)
+        ]
+        self._add_order()
+        for stages in problem.stages_of:
+            self._add_rank(stages)
+        self._add_span()
+        self._add_hint(hint)
+
+    def solve(self, time_limit_s: float, workers: int) -> tuple[Codes | None, float]:
+        """The best orders found, if any, and the bound that is proven."""
+        solver: Any = self.solver_module.CpSolver()
+        solver.parameters.max_time_in_seconds = time_limit_s
+        solver.parameters.num_workers = workers
+        solver.parameters.random_seed = 0
+        status = solver.solve(self.model)
+        bound = (solver.best_objective_bound - self.is_rounded) / self.scale
+        if status not in (self.solver_module.OPTIMAL, self.solver_module.FEASIBLE):
+            return None, bound
+        orders = []
+        for stages in self.problem.stages_of:
+            codes = [3 * stage + op for stage in stages for op in range(3)]
+            # Actions that take no time start together: those of one microbatch then come in the order of their ops.
+            numbered = ((code, number) for code in codes for number in range(self.problem.num_microbatches))
+            timed = sorted((solver.value(self.starts[code][number]), number, code) for code, number in numbered)
+            orders.append([code for _, _, code in timed])
+        return orders, bound
+
+    def _scaled(self, time: float) -> int:
+        return round(time * self.scale) if _is_whole(time * self.scale) else floor(time * self.scale)
+
+    def _end(self, code: int, microbatch: int) -> Any:
+        stage, op = divmod(code, 3)
+        return self.starts[code][microbatch] + self.durations[op][stage]
+
+    def _add_order(self) -> None:
+        """What comes before what: along each microbatch's way, and on each stage one microbatch after the other."""
+        for code, starts in enumerate(self.starts):
+            stage, op = divmod(code, 3)
+            followers = [(code + 1, 0)] if op == 1 else []
+            if op < 2 and (following := self.problem.following[2 * stage + op]) is not None:
+                followers.append((3 * (following.step >> 1) + (following.step & 1), self._scaled(following.hop)))
+            for number, start in enumerate(starts):
+                if number:
+                    self.model.add(start >= self._end(code, number - 1))
+                for follower, hop in followers:
+                    self.model.add(self.starts[follower][number] >= self._end(code, number) + hop)
+
+    def _add_rank(self, stages: tuple[int, ...]) -> None:
+        """One action at a time, and no more live tapes than there is memory for."""
+        problem, model = self.problem, self.model
+        share = Fraction(str(problem.weight_memory_share))
+        max_tapes = Fraction(str(problem.max_live_microbatches)) * problem.placement.stages_per_rank
+        unit = lcm(share.denominator, max_tapes.denominator)
+        actions, tapes, demands = [], [], []
+        for stage in stages:
+            for number in range(problem.num_microbatches):
+                for op, durations in enumerate(self.durations):
+                    start = self.starts[3 * stage + op][number]
+                    actions.append(model.new_fixed_size_interval_var(start, durations[stage], ""))
+                for opened, closed, demand in ((0, 1, unit), (1, 2, int(share * unit))):
+                    begin = self.starts[3 * stage][number] if opened == 0 else self._end(3 * stage + 1, number)
+                    length = model.new_int_var(0, self.horizon, "")
+                    tapes.append(model.new_interval_var(begin, length, self._end(3 * stage + closed, number), ""))
+                    demands.append(demand)
+        model.add_no_overlap(actions)
+        model.add_cumulative(tapes, demands, int(max_tapes * unit))
+
+    def _add_span(self) -> None:
+        """The longest time from a rank's first start to its end; the first rank's first start is 0."""
+        span = self.model.new_int_var(0, self.horizon, "")
+        self.model.add(self.starts[0][0] == 0)
+        for stages in self.problem.stages_of:
+            first, last = self.starts[3 * stages[0]][0], self.problem.num_microbatches - 1
+            for stage in stages:
+                self.model.add(span >= self._end(3 * stage + 2, last) - first)
+        self.model.minimize(span)
+
+    def _add_hint(self, orders: Codes) -> None:
+        costs = Costs(*(tuple(of_stages) for of_stages in self.durations), transfer=self._scaled(self.problem.transfer))
+        timeline = simulate(lower(self.problem.schedule("hint", orders)), costs)
+        ops = {Op.F: 0, Op.I: 1, Op.W: 2}
+        for event in (event for events in timeline.events for event in events):
+            action: Any = event.action
+            if action.op in ops:
+                start = self.starts[3 * action.stage + ops[action.op]][action.microbatch]
+                self.model.add_hint(start, round(event.start))
+
+
+def _is_whole(number: float) -> bool:
+    return abs(number - round(number)) < 1e-7
+
+
+def _import_solver() -> Any:
+    """OR-Tools, which only this module needs.
+
+    Raises: ImportError with what to install.
+    """
+    try:
+        from ortools.sat.python import cp_model
+    except ImportError:
+        raise ImportError("the optimum needs OR-Tools: pip install 'penstock[search]'") from None
+    return cp_model

@@ -1,0 +1,228 @@
+"""The search for the shortest order within a limit of memory: many skeletons, each with W woven in; then small changes.
+
+A skeleton comes from a closed form, a rule of thumb or a repeated pattern. Which of them is best is found with a few
+microbatches, beyond which only the steady middle grows; the rest is a matter of repeating it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice, product
+from math import inf
+
+from penstock.schedule.actions import PlacementKind, ScheduleError
+from penstock.schedule.builders.search_anneal import anneal
+from penstock.schedule.builders.search_bounds import lower_bound
+from penstock.schedule.builders.search_dispatch import RULES, Rule, dispatch
+from penstock.schedule.builders.search_latest import latest_starts
+from penstock.schedule.builders.search_problem import TOLERANCE, Codes, Maker, Problem
+from penstock.schedule.builders.search_skeletons import one_at_a_time, one_f_one_b, patterns, there_and_back, warm_ups
+from penstock.schedule.builders.search_weave import weave
+from penstock.schedule.lower import lower
+from penstock.schedule.verify import verify
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """How W are woven in: how far the span may exceed the lower bound, in mean actions, and whether ends may be late.
+
+    Without an allowance no rank waits for longer than another.
+    """
+
+    allowance: float | None
+    in_time: bool = False
+
+
+_WAYS = (
+    *(_Way(allowance) for allowance in (0.0, 0.5, 1.0, 2.0, 4.0, inf, None)),
+    *(_Way(allowance, in_time=True) for allowance in (0.0, 1.0)),
+)
+
+# How many actions are woven for each part of the search: about a second's worth.
+_NUM_ACTIONS = 2_500_000
+
+# With no more actions than this all skeletons are compared in all their length.
+_NUM_ACTIONS_AT_ONCE = 3_000
+
+_NUM_CHANGED = 2
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """Orders with their span, and what they come from: a skeleton, what made it (if nothing was changed) and a way."""
+
+    span: float
+    orders: Codes
+    skeleton: Codes
+    make: Maker | None
+    way: _Way
+
+
+def search(problem: Problem, effort: float = 1.0) -> Codes:
+    """The shortest orders found, and legal even where a send waits for its receive.
+
+    Small changes are tried where no skeleton reaches the lower bound; `effort` scales their number. A problem has one
+    answer: nothing depends on chance or on the clock.
+    """
+    few = _Trials(problem.with_microbatches(_few(problem)))
+    trials = few if few.problem == problem else _Trials(problem)
+    candidates = few.compare()
+    if not few.solved_by(candidates[0]):
+        candidates = sorted(few.change(candidates, effort) + candidates, key=_span)
+    if trials is not few:
+        candidates = trials.finalists(candidates)
+    return next(candidate.orders for candidate in sorted(candidates, key=_span) if trials.legal(candidate))
+
+
+def _few(problem: Problem) -> int:
+    """A number of microbatches that tells how good a skeleton is for all of them: three times p, or some more.
+
+    It is a multiple of 12 less than all, so that pieces of 1 to 4 can be repeated, and the least whose lower bound does
+    not see a bubble that there is not with all: with few, W may be too few for the end.
+    """
+    total = problem.num_microbatches
+    least = 3 * problem.num_ranks
+    if total <= least or problem.num_actions <= _NUM_ACTIONS_AT_ONCE:
+        return total
+    bubble = _bubble(problem)
+    for number in range(least + (total - least) % 12, total, 12):
+        if _bubble(problem.with_microbatches(number)) <= bubble + TOLERANCE * max(problem.work):
+            return number
+    return total
+
+
+def _bubble(problem: Problem) -> float:
+    return lower_bound(problem) - max(problem.work)
+
+
+def _span(candidate: _Candidate) -> float:
+    return candidate.span
+
+
+class _Trials:
+    """Skeletons tried on one problem, whose lower bound tells how good they are."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem, self.least = problem, lower_bound(problem)
+        self.tolerance = TOLERANCE * max(1.0, *problem.work)
+
+    def solved_by(self, candidate: _Candidate) -> bool:
+        return candidate.span <= self.least + self.tolerance and self.legal(candidate)
+
+    def legal(self, candidate: _Candidate) -> bool:
+        """Whether no ranks wait for each other in a ring, if a send waits for its receive and those are posted late."""
+        try:
+            verify(lower(self.problem.schedule("auto", candidate.orders), receives_ahead=1))
+        except ScheduleError:
+            return False
+        return True
+
+    def compare(self) -> list[_Candidate]:
+        """All candidates, the best first; there are no more once one solves the problem.
+
+        When much has been woven, every skeleton that is left is tried in one way, and the best of them in all.
+        """
+        alone = self.weave(one_at_a_time(self.problem), one_at_a_time, _WAYS)
+        assert alone is not None, "one microbatch at a time fits in any memory"
+        candidates, glimpsed = [alone], list[_Candidate]()
+        num_left = _NUM_ACTIONS
+        for make in self._makers():
+            candidate = self.weave(make(self.problem), make, _WAYS if num_left > 0 else _WAYS[2:3])
+            if candidate is not None:
+                (candidates if num_left > 0 else glimpsed).append(candidate)
+                if self.solved_by(candidate):
+                    break
+            num_left -= self.problem.num_actions * len(_WAYS)
+        best = sorted(glimpsed, key=_span)[:_NUM_CHANGED]
+        candidates += filter(None, (self.weave(one.skeleton, one.make, _WAYS) for one in best))
+        return sorted(candidates, key=_span)
+
+    def weave(self, skeleton: Codes, make: Maker | None, ways: Sequence[_Way]) -> _Candidate | None:
+        """The shortest orders that come of a skeleton in some ways; none, if it takes too much memory."""
+        latest, best = None, None
+        for way in ways:
+            if way.in_time and latest is None:
+                latest = latest_starts(self.problem, skeleton)
+            allowed_span = self._allowed_span(way)
+            woven = weave(self.problem, skeleton, allowed_span, latest if way.in_time else None)
+            if woven is None:
+                return None
+            if best is None or woven.span < best.span - self.tolerance:
+                best = _Candidate(woven.span, woven.orders, skeleton, make, way)
+        return best
+
+    def change(self, candidates: Sequence[_Candidate], effort: float) -> list[_Candidate]:
+        """The shortest legal orders that come of small changes to each of the best candidates."""
+        starts = candidates[:_NUM_CHANGED]
+        num_steps = int(effort * _NUM_ACTIONS / (self.problem.num_actions * len(starts)))
+        changed = []
+        for start in starts:
+            found = anneal(self.problem, start.skeleton, self._allowed_span(start.way), self.least, num_steps)
+            tried = filter(None, (self.weave(skeleton, None, _WAYS) for skeleton in found[:-4:-1]))
+            changed += islice(filter(self.legal, tried), 1)
+        return changed
+
+    def finalists(self, candidates: Sequence[_Candidate]) -> list[_Candidate]:
+        """What comes of candidates for fewer microbatches: made anew, or by repeating their middle."""
+        found = [self.weave(one_at_a_time(self.problem), None, _WAYS[:1])]
+        for candidate in candidates[: max(3, min(24, _NUM_ACTIONS // (3 * self.problem.num_actions)))]:
+            if candidate.make is not None:
+                found.append(self.weave(candidate.make(self.problem), None, [candidate.way]))
+            stretched = islice(_stretched(candidate.skeleton, self.problem), 2)
+            found += [self.weave(skeleton, None, [candidate.way]) for skeleton in stretched]
+        return [candidate for candidate in found if candidate is not None]
+
+    def _makers(self) -> Iterator[Maker]:
+        """What makes the skeletons, of each kind as many as are worth the time."""
+        num_makers = max(4, min(64, _NUM_ACTIONS // (self.problem.num_actions * len(_WAYS))))
+        placement = self.problem.placement
+        if placement.stages_per_rank == 2 and placement.kind is PlacementKind.V:
+            yield there_and_back
+        for num_live in islice(self._warm_ups(), num_makers):
+            yield partial(one_f_one_b, num_live=num_live)
+        for rule, allowance in product(RULES, (0.0, 0.5, 1.0, 2.0)):
+            yield partial(_dispatched, rule=rule, allowance=allowance)
+        for num_live in islice(self._warm_ups(), 8):
+            for rule, allowance in product(RULES[::2], (0.0, 1.0)):
+                yield partial(_dispatched, rule=rule, allowance=allowance, num_live=num_live)
+        found = patterns(self.problem)
+        for pattern in found[:: -(-len(found) // num_makers) or 1]:
+            yield pattern.skeleton
+
+    def _warm_ups(self) -> Iterator[tuple[int, ...]]:
+        """Numbers of live microbatches to hold to, where a rank has one stage."""
+        if self.problem.placement.stages_per_rank == 1:
+            yield from warm_ups(self.problem, may_wait=self.least - max(self.problem.work))
+
+    def _allowed_span(self, way: _Way) -> float | None:
+        return None if way.allowance is None else self.least + way.allowance * self.problem.mean_action
+
+
+def _dispatched(problem: Problem, rule: Rule, allowance: float, num_live: Sequence[int] | None = None) -> Codes:
+    return dispatch(problem, rule, lower_bound(problem) + allowance * problem.mean_action, num_live)
+
+
+def _stretched(skeleton: Codes, problem: Problem) -> Iterator[Codes]:
+    """The skeleton for more microbatches: a piece of its middle, through which each action comes equally often.
+
+    On every rank the piece lies between the same two of its first backwards. None, where the middle is not steady.
+    """
+    num_microbatches = skeleton[problem.rank_of[0]].count(0)
+    more = problem.num_microbatches - num_microbatches
+    for length in (1, 2, 3, 4):
+        number = (num_microbatches - length) // 2
+        if more % length or number < 0:
+            continue
+        stretched = []
+        for steps, stages in zip(skeleton, problem.stages_of):
+            backwards = [place for place, step in enumerate(steps) if step == 2 * stages[-1] + 1]
+            start, end = backwards[number], backwards[number + length]
+            counts = Counter(steps[start:end])
+            if set(counts.values()) != {length} or len(counts) != 2 * len(stages):
+                break
+            stretched.append(steps[:start] + steps[start:end] * (more // length) + steps[start:])
+        else:
+            yield stretched

@@ -1,0 +1,187 @@
+"""What no order can beat: lower bounds on the span, by reasoning alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import accumulate
+from math import floor, inf
+
+from penstock.schedule.actions import Placement
+from penstock.schedule.builders.search_problem import TOLERANCE, Problem, per_stage
+from penstock.schedule.costs import Costs
+
+
+def bound(placement: Placement, microbatches: int, costs: Costs, limit: float = inf) -> float:
+    """A lower bound on the span of every order with at most `limit` live microbatches on a rank.
+
+    The span is the longest time over ranks from a rank's own first start to its own end; a microbatch counts 1 from its
+    F to its I and `costs.weight_memory_share` from then to its W. The bound is the largest of these:
+
+    * *Work.* A rank computes for as long as its actions take.
+    * *Idle.* Between a rank's first start and its first I a microbatch goes to the last stage and back, while the rank
+      has nothing to run but as many F as it has memory for. Between its last F and the I of that microbatch lies
+      another such way, while it has nothing to run but what is live by then: for live microbatches what is left of
+      them, for those with only W to go W; how many of each memory allows is a knapsack, solved by trying all numbers.
+      Both waits add to its work, as long as the last F comes after the first I, which memory enforces for more
+      microbatches than fit in it; for fewer the longer one does. For 1F1B's memory and equal stages this is exactly
+      the span of ZB-H1.
+    * *Window.* Whatever a rank does, all F and I of a stage lie between the arrival of its first input and the
+      departure of its last gradient. Before that window lies the way down from any earlier rank's first stage, behind
+      it the way back up and a W there; and within it, beside F and I, as many W as memory forces (those that cannot
+      all wait until the last I), and the rank's idle time from above.
+    * *Rounds.* With memory for k tapes of a stage the F of microbatch j + k waits for the I of microbatch j.
+    * *Area.* Each tape lives at least for its way to the last stage and back, and for its share until its W has run.
+      All these times together fit in the memory times the span, less what cannot be used: tapes come one F apart, and
+      go one I and W, or one W, apart.
+
+    Raises: ValueError for what `Problem` refuses.
+    """
+    problem = problem_of(placement, microbatches, costs, limit)
+    if len(set(costs.lengths)) > 1:
+        # Ways and waits depend on which microbatch goes first; work does not.
+        return max(problem.with_microbatches(1).work) * sum(costs.lengths) / costs.lengths[0]
+    return lower_bound(problem)
+
+
+def problem_of(placement: Placement, microbatches: int, costs: Costs, limit: float) -> Problem:
+    """The problem with these costs; where lengths differ, that of microbatches as long as the first.
+
+    Raises: ValueError for what `Problem` refuses.
+    """
+    length = costs.lengths[0] if costs.lengths else 1.0
+    forward, backward_input, backward_weight = (
+        tuple(length * time for time in per_stage(name, getattr(costs, name), placement))
+        for name in ("forward", "backward_input", "backward_weight")
+    )
+    return Problem(
+        placement,
+        microbatches,
+        forward,
+        backward_input,
+        backward_weight,
+        transfer=costs.transfer + (length * costs.message_bytes / costs.bandwidth if costs.bandwidth else 0.0),
+        max_live_microbatches=limit,
+        weight_memory_share=costs.weight_memory_share,
+    )
+
+
+def lower_bound(problem: Problem) -> float:
+    """The bound of `bound`, for a problem."""
+    ways = _Ways(problem)
+    idle = [_idle(problem, ways, rank) for rank in range(problem.num_ranks)]
+    return max(
+        max(work + wait for work, wait in zip(problem.work, idle)),
+        max(_windows(problem, ways, idle)),
+        max(_rounds(problem, ways, rank) for rank in range(problem.num_ranks)),
+        max(_area(problem, ways, rank) for rank in range(problem.num_ranks)),
+    )
+
+
+class _Ways:
+    """How long a microbatch needs at least from stage to stage, if it never waits."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._hops = hops = problem.hops
+        # From the start of the first stage's F to that of each other's; for I from each stage's to the first's.
+        down = accumulate((time + hop for time, hop in zip(problem.forward, hops)), initial=0.0)
+        up = accumulate((time + hop for time, hop in zip(problem.backward_input, hops)), initial=0.0)
+        self._down, self._up = list(down), list(up)
+
+    def down(self, stage: int, later: int) -> float:
+        """From the start of F of one stage to the start of F of a later one."""
+        return self._down[later] - self._down[stage]
+
+    def up(self, stage: int, later: int) -> float:
+        """From the end of I of a later stage to the end of I of an earlier one, less its own message."""
+        return self._up[later] - self._up[stage]
+
+    def back(self, stage: int) -> float:
+        """From the start of a stage's F to the start of its I."""
+        return self._down[-1] - self._down[stage] + self._up[-1] - self._up[stage + 1] + self._hops[stage]
+
+
+def _idle(problem: Problem, ways: _Ways, rank: int) -> float:
+    """How long a rank waits at least: before its first I, and between its last F and that microbatch's I."""
+    stages, num_microbatches = problem.stages_of[rank], problem.num_microbatches
+    first, last = stages[0], stages[-1]
+    num_tapes, runnable = problem.max_whole_tapes, 0.0
+    for time in sorted((problem.forward[stage] for stage in stages), reverse=True):
+        runnable += min(num_tapes, num_microbatches) * time
+        num_tapes = max(0, num_tapes - num_microbatches)
+    warm_up = max(0.0, ways.down(first, last) + ways.back(last) - runnable)
+    drain = max(0.0, ways.back(first) - _runnable_in_drain(problem, rank))
+    # The last F comes after the first I if not all microbatches fit before it, the first one with all its tapes.
+    apart = num_microbatches > problem.max_whole_tapes - (len(stages) - 1)
+    return warm_up + drain if apart else max(warm_up, drain)
+
+
+def _runnable_in_drain(problem: Problem, rank: int) -> float:
+    """The most that a rank can run between the start of its first stage's last F and that microbatch's I there."""
+    forward, inputs, weights = problem.forward, problem.backward_input, problem.backward_weight
+    first, *later = problem.stages_of[rank]
+    others, most = problem.num_microbatches - 1, 0.0
+    behind_first = sum(forward[stage] + inputs[stage] + weights[stage] for stage in later)
+    whole = behind_first + inputs[first] + weights[first]
+    weight = max(weights[stage] for stage in problem.stages_of[rank])
+    for num_live in range(min(others, problem.max_whole_tapes - 1) + 1):
+        num_waiting = min(_num_waiting(problem, num_live + 1), (1 + len(later)) * others - num_live)
+        most = max(most, num_live * whole + num_waiting * weight)
+    return forward[first] + behind_first + most
+
+
+def _num_waiting(problem: Problem, num_live: int) -> int:
+    """How many tapes that wait for their W alone there is memory for beside live ones."""
+    num_tapes = problem.num_microbatches * problem.placement.stages_per_rank
+    free = problem.max_tapes - num_live + TOLERANCE
+    if free >= num_tapes * problem.weight_memory_share:
+        return num_tapes
+    return max(0, floor(free / problem.weight_memory_share))
+
+
+def _windows(problem: Problem, ways: _Ways, idle: list[float]) -> Iterator[float]:
+    """The spans of the windows of every stage, seen from every rank's first stage before it."""
+    starts = [stages[0] for stages in problem.stages_of]
+    for stage in range(problem.num_stages):
+        rank = problem.rank_of[stage]
+        inside = [other for other in problem.stages_of[rank] if other >= stage]
+        times = sum(problem.forward[other] + problem.backward_input[other] for other in inside)
+        num_forced = len(inside) * problem.num_microbatches - 1 - _num_waiting(problem, 1)
+        window = problem.num_microbatches * times
+        window += max(0, num_forced) * min(problem.backward_weight[other] for other in inside)
+        if stage == starts[rank]:
+            window += idle[rank]
+        for start in starts:
+            if start <= stage:
+                yield ways.down(start, stage) + window + ways.up(start, stage) + problem.backward_weight[start]
+
+
+def _rounds(problem: Problem, ways: _Ways, rank: int) -> float:
+    """The span if a rank has as many microbatches under way as it has memory for, each going its way without a wait."""
+    first, num_tapes = problem.stages_of[rank][0], problem.max_whole_tapes
+    way = ways.back(first) + problem.backward_input[first]
+    weight = problem.backward_weight[first]
+    # With memory for one tape and less than a W beside it, the W too comes before the next F.
+    forced = weight if num_tapes == 1 and _num_waiting(problem, 1) == 0 else 0.0
+    num_rounds, left = divmod(problem.num_microbatches - 1, num_tapes)
+    return num_rounds * (way + forced) + left * problem.forward[first] + way + weight
+
+
+def _area(problem: Problem, ways: _Ways, rank: int) -> float:
+    """The span in which the lives of all tapes of a rank fit in its memory."""
+    share, max_tapes, stages = problem.weight_memory_share, problem.max_tapes, problem.stages_of[rank]
+    inputs, weights = problem.backward_input, problem.backward_weight
+    if max_tapes == inf:
+        return 0.0
+    lives = (ways.back(stage) + inputs[stage] + share * weights[stage] for stage in stages)
+    area = problem.num_microbatches * sum(lives)
+    # Memory that fills up one F after the other, and empties by one I and W, or one W, after the other.
+    forward, num_tapes = min(problem.forward[stage] for stage in stages), problem.max_whole_tapes
+    whole, weight = min(inputs[stage] + weights[stage] for stage in stages), min(weights[stage] for stage in stages)
+    if whole <= 0 or weight <= 0:
+        return area / max_tapes
+    emptied = max(1 / whole, share / weight)
+    filling, emptying = num_tapes * forward, (max_tapes - 1) / emptied
+    if area / max_tapes < filling + emptying:
+        return area / max_tapes  # the two would overlap
+    unused = forward * sum(max_tapes - number for number in range(1, num_tapes)) + emptying * (max_tapes - 1) / 2
+    return (area + unused) / max_tapes

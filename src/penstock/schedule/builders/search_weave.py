@@ -1,0 +1,163 @@
+"""From a skeleton to an order: where each W goes."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from penstock.schedule.builders.search_problem import TOLERANCE, Codes, Problem
+
+
+class Woven(NamedTuple):
+    """An order and its span: the longest time over ranks from a rank's own first start to its own end."""
+
+    span: float
+    orders: Codes
+
+
+def weave(
+    problem: Problem, skeleton: Codes, allowed_span: float | None, latest: Sequence[Sequence[float]] | None = None
+) -> Woven | None:
+    """Put each rank's W between the forwards and input backwards of a skeleton; None if memory does not allow it.
+
+    A W goes where it costs nothing: into a wait that is as long as the W itself. A forward for which there is no memory
+    makes W go before it. A wait shorter than a W stays one as long as the rank can be idle for so long and still end
+    within `allowed_span`; after that it takes a W, and whatever comes next is late. With `latest`, the starts that a
+    span of 0 would need, it takes a W even before that if no end is late for it. Backwards that no other rank waits for
+    are late whenever a W fits. What is left comes at the end. So `allowed_span` is a wish: a small one lets every rank
+    be busy at the expense of those that wait for it. Without one, no rank waits for longer in all than another has
+    before; the ranks then take turns, forwards from the first to the last and one backward each on the way back.
+
+    Source: without `allowed_span` and `latest` this is the rule of Zero Bubble Pipeline Parallelism (arXiv 2401.10241),
+    section 3.1.
+    """
+    weaving = _Weaving(problem, skeleton, allowed_span)
+    if latest is not None and allowed_span is not None:
+        weaving.latest = [[start + allowed_span + TOLERANCE for start in starts] for starts in latest]
+    return weaving.result()
+
+
+class _Weaving:
+    """All ranks on their way through a skeleton; a rank that needs what is not made yet is put aside."""
+
+    def __init__(self, problem: Problem, skeleton: Codes, allowed_span: float | None) -> None:
+        num_ranks = problem.num_ranks
+        self.problem, self.skeleton = problem, skeleton
+        # When the inputs of each step arrive, as far as that is known.
+        self.arrivals: list[list[float]] = [[] for _ in range(2 * problem.num_stages)]
+        self.arrivals[0] = [0.0] * problem.num_microbatches
+        self.done = [0] * (2 * problem.num_stages)
+        self.place, self.now = [0] * num_ranks, [0.0] * num_ranks
+        self.start: list[float | None] = [None] * num_ranks
+        self.live = [0] * num_ranks
+        self.idle = [0.0] * num_ranks
+        self.may_idle = None if allowed_span is None else [allowed_span - work + TOLERANCE for work in problem.work]
+        self.waiting: list[deque[int]] = [deque() for _ in range(num_ranks)]  # the stages of W that can run
+        self.orders: Codes = [[] for _ in range(num_ranks)]
+        # How many steps of a rank others may wait for: not the backwards of the first stage at the end.
+        self.awaited = [len(steps) - _num_trailing(steps, 1) for steps in skeleton]
+        self.latest: list[list[float]] | None = None
+
+    def result(self) -> Woven | None:
+        weight = self.problem.backward_weight
+        fits = self._run_in_turns() if self.may_idle is None else self._run_all()
+        if not fits or any(place < len(steps) for place, steps in zip(self.place, self.skeleton)):
+            return None
+        for rank, stages in enumerate(self.waiting):
+            self.now[rank] += sum(weight[stage] for stage in stages)
+            self.orders[rank] += [3 * stage + 2 for stage in stages]
+        return Woven(max(now - (start or 0.0) for now, start in zip(self.now, self.start)), self.orders)
+
+    def _run_all(self) -> bool:
+        """Run every rank as far as it can go, until none can; False if memory is full for good."""
+        ready = list(range(self.problem.num_ranks))
+        listed = [True] * self.problem.num_ranks
+        while ready:
+            rank = ready.pop()
+            listed[rank] = False
+            reached = self._run(rank)
+            if reached is None:
+                return False
+            for other in reached:
+                if not listed[other]:
+                    listed[other] = True
+                    ready.append(other)
+        return True
+
+    def _run_in_turns(self) -> bool:
+        """The same, in turns: so all ranks are about equally far when their waits are compared."""
+        ranks = range(self.problem.num_ranks)
+        num_done = -1
+        while num_done < (num_done := sum(self.place)):
+            for rank in ranks:
+                if self._run(rank, only=0) is None:
+                    return False
+            for rank in reversed(ranks):
+                self._run(rank, only=1)
+        return True
+
+    def _run(self, rank: int, only: int | None = None) -> set[int] | None:
+        """Go on as far as inputs allow, and say which ranks got something; None if memory is full for good.
+
+        With `only` 0 no further than to the next backward, with 1 over one backward.
+        """
+        problem, steps = self.problem, self.skeleton[rank]
+        times, weight = (problem.forward, problem.backward_input), problem.backward_weight
+        share, max_tapes = problem.weight_memory_share, problem.max_tapes + TOLERANCE
+        waiting, order, done = self.waiting[rank], self.orders[rank], self.done
+        now, live, idle, place = self.now[rank], self.live[rank], self.idle[rank], self.place[rank]
+        may_idle = max(self.idle) + TOLERANCE if self.may_idle is None else self.may_idle[rank]
+        awaited, latest = self.awaited[rank], None if self.latest is None else self.latest[rank]
+        reached = set()
+        while place < len(steps):
+            step = steps[place]
+            arrivals = self.arrivals[step]
+            if done[step] == len(arrivals):
+                break
+            arrival = arrivals[done[step]]
+            stage, backward = step >> 1, step & 1
+            if only is not None and backward != only:
+                break
+            if self.start[rank] is None:
+                self.start[rank] = now = arrival
+            while not backward and live + 1 + share * len(waiting) > max_tapes:
+                if not waiting:
+                    return None
+                order.append(3 * waiting[0] + 2)
+                now += weight[waiting.popleft()]
+            while waiting and arrival - now > TOLERANCE:
+                gap, end = arrival - now, now + weight[waiting[0]]
+                harms = place < awaited and end > arrival + TOLERANCE and (latest is None or end > latest[place])
+                if harms and idle + gap <= may_idle:
+                    break
+                order.append(3 * waiting[0] + 2)
+                now += weight[waiting.popleft()]
+            if now < arrival:
+                idle += arrival - now
+                now = arrival
+            now += times[backward][stage]
+            order.append(3 * stage + backward)
+            done[step] += 1
+            place += 1
+            if backward:
+                live -= 1
+                waiting.append(stage)
+            else:
+                live += 1
+            if (following := problem.following[step]) is not None:
+                self.arrivals[following.step].append(now + following.hop)
+                if following.rank != rank:
+                    reached.add(following.rank)
+            if only == 1:
+                break
+        self.now[rank], self.live[rank], self.idle[rank], self.place[rank] = now, live, idle, place
+        return reached
+
+
+def _num_trailing(steps: list[int], step: int) -> int:
+    """How often a step comes at the end of a list."""
+    number = 0
+    while number < len(steps) and steps[-1 - number] == step:
+        number += 1
+    return number
