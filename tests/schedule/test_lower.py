@@ -97,7 +97,7 @@ def test_an_order_that_sends_far_ahead_gets_the_receives_it_takes():
 
 
 @given(schedules(), st.integers(1, 4))
-def test_whoever_waits_for_a_send_has_posted_what_was_asked_for(schedule: Schedule, receives_ahead: int):
+def test_whoever_computes_has_posted_what_was_asked_for(schedule: Schedule, receives_ahead: int):
     program = lower(schedule, receives_ahead=receives_ahead)
     rules = Rules(schedule)
     for rank, steps in enumerate(program.ranks):
@@ -106,6 +106,11 @@ def test_whoever_waits_for_a_send_has_posted_what_was_asked_for(schedule: Schedu
             rules.of_rank[rank][action.op][action.stage].channel for action in flatten(steps) if action.op in RECEIVES
         )
         for step in steps:
+            if parts(step)[0].op in COMPUTE:
+                # Sends came before, for others wait for them; but all receives that may be open are, while it computes.
+                assert all(
+                    num_open[line] >= min(receives_ahead, num_open[line] + outstanding[line]) for line in outstanding
+                )
             for action in parts(step):
                 channel = rules.of_rank[rank][action.op][action.stage].channel
                 if channel is None or action.op in SENDS:
@@ -115,11 +120,6 @@ def test_whoever_waits_for_a_send_has_posted_what_was_asked_for(schedule: Schedu
                     outstanding[channel] -= 1
                 else:
                     num_open[channel] -= 1
-            if parts(step)[0].op in SENDS:
-                # Whoever waits for a send to be taken has posted what it may.
-                assert all(
-                    num_open[line] >= min(receives_ahead, num_open[line] + outstanding[line]) for line in outstanding
-                )
         assert not any(num_open.values())
 
 
@@ -128,8 +128,9 @@ def test_builders_never_need_more_open_receives_than_asked_for(name: str):
     for size in grid(name):
         for receives_ahead in (1, 2, 3):
             peaks = open_receives(lowered(name, *size, receives_ahead))
-            # See above for the one schedule that does.
-            assert name == "looped-bfs" or max(peaks.values(), default=0) <= receives_ahead
+            # See above for the one schedule that needs more. Neighbours that send to each other before they post anew
+            # need a second receive, whatever was asked for.
+            assert name == "looped-bfs" or max(peaks.values(), default=0) <= max(receives_ahead, 2)
 
 
 @every_name

@@ -33,8 +33,9 @@ class DistributedTransport:
         self.rank, self.device, self.timeout_s = group.rank(), device, timeout_s
         self._num_awaited = 0
         store = PrefixStore(f"penstock/{_agree_on_number(group)}", _default_store())
+        make = _backend_maker(device, timedelta(seconds=timeout_s))
         self._links: dict[Channel, _Link] = {
-            channel: _Link(channel, self.rank, store, device, timeout_s)
+            channel: _Link(channel, self.rank, store, make, None if device.type == "cuda" else timeout_s)
             for channel in channels_of(placement)
             if self.rank in (channel.source, channel.destination)
         }
@@ -102,19 +103,28 @@ class _PostedReceive:
 
 
 class _Link:
-    """One channel's communicator, seen from one of its two ends."""
+    """One channel's communicator, seen from one of its two ends.
 
-    def __init__(self, channel: Channel, rank: int, store: Store, device: torch.device, timeout_s: float) -> None:
+    `watch_s`: works of this backend can not be asked, so a thread waits for sends, at most so long; None: they can.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        rank: int,
+        store: Store,
+        make: Callable[[Store, int], Any],
+        watch_s: float | None,
+    ) -> None:
         # Made from the backend's class: torch.distributed.new_group wants either the whole world to take part in every
         # group, or equally many groups on every rank, and a rank has as many as it has links.
         outgoing = rank == channel.source
         store = PrefixStore(f"{channel.source}-{channel.destination}-{channel.direction.name}", store)
-        self.peer = int(outgoing)
-        self.group = _backend(store, 1 - self.peer, device, timedelta(seconds=timeout_s))
-        self.channel = channel
+        self.channel, self.peer = channel, int(outgoing)
+        self.group = make(store, 1 - self.peer)
         self._sends: _ThreadedSends | _PolledSends | None = None
         if outgoing:
-            self._sends = _PolledSends() if device.type == "cuda" else _ThreadedSends(channel, timeout_s)
+            self._sends = _PolledSends() if watch_s is None else _ThreadedSends(channel, watch_s)
 
     def receive(self, buffer: Tensor) -> dist.Work:
         return self.group.recv([buffer], self.peer, 0)
@@ -225,10 +235,16 @@ def _agree_on_number(group: dist.ProcessGroup) -> int:
     return int(number)
 
 
-def _backend(store: Store, rank: int, device: torch.device, timeout: timedelta) -> Any:
-    """A communicator of two ranks."""
+def _backend_maker(device: torch.device, timeout: timedelta) -> Callable[[Store, int], Any]:
+    """Makes communicators of two ranks, given a store and the place among the two.
+
+    gloo's devices each have a thread that wakes a hundred times a second: all links of a rank share one device.
+    """
     if device.type == "cuda":
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        return dist.ProcessGroupNCCL(store, rank, 2, options)
-    return dist.ProcessGroupGloo(store, rank, 2, timeout)
+        nccl = dist.ProcessGroupNCCL.Options()
+        nccl._timeout = timeout
+        return lambda store, place: dist.ProcessGroupNCCL(store, place, 2, nccl)
+    gloo = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
+    gloo._devices = [dist.ProcessGroupGloo.create_default_device()]
+    gloo._threads, gloo._timeout = 1, timeout
+    return lambda store, place: dist.ProcessGroupGloo(store, place, 2, gloo)

@@ -6,6 +6,7 @@ neighbouring stage on the same rank, or comes from the microbatch itself.
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,12 +15,11 @@ from torch import Tensor
 from penstock.model import Sequences
 from penstock.runtime.errors import Deadlock, PipelineError, TransportError
 from penstock.runtime.lanes import Lane, drain, zip_lanes
-from penstock.runtime.stage import Finish, Stage
+from penstock.runtime.stage import Boundary, Finish, Stage
 from penstock.runtime.tape import Tape
 from penstock.runtime.trace import Awaited, Record, Recorder
 from penstock.runtime.transport import Receipt, Transport
-from penstock.schedule import Action, Op, Pair, Program, verify
-from penstock.schedule.rules import Channel
+from penstock.schedule import Action, Channel, Op, Pair, Placement, Program, Step, verify
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +35,43 @@ class Feed:
     tokens: Tensor | None = None
     finish: Finish | None = None
 
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """One flow (F or B) through one local stage: whence its input comes and where its result goes, looked up once.
+
+    source: the neighbour that gives the input, as (stage, rank); None at the model's end. target: the neighbour that
+    takes the result; None at the end. A channel is None where the neighbour is on this rank, or there is none.
+    """
+
+    flow: Op
+    stage: Stage
+    source: tuple[int, int] | None
+    arriving: Channel | None
+    target: int | None
+    leaving: Channel | None
+
+    @classmethod
+    def of(cls, flow: Op, stage: Stage, placement: Placement) -> "Wire":
+        here, before, after = (
+            placement.rank_of(stage.index),
+            placement.previous(stage.index),
+            placement.next(stage.index),
+        )
+        source, target = (before, after) if flow is Op.F else (after, before)
+        giver = None if source is None else placement.rank_of(source)
+        taker = None if target is None else placement.rank_of(target)
+        return cls(
+            flow,
+            stage,
+            None if source is None or giver is None else (source, giver),
+            None if giver is None or giver == here else Channel(giver, here, flow),
+            target,
+            None if taker is None or taker == here else Channel(here, taker, flow),
+        )
+
+
+_FLOW = {Op.F: Op.F, Op.SEND_F: Op.F, Op.RECV_F: Op.F}  # all others belong to the flow of gradients
 
 Key = tuple[Op, int, int]  # (F: a stage's input or output | B: a gradient, stage, microbatch)
 Waiting = Generator[Receipt, None, Any]
@@ -73,14 +110,24 @@ class Executor:
         self.transport, self.recorder, self.reduce = transport, recorder, reduce
         self.training = program.schedule.training
         self.peak_live_tapes = 0
-        self._placement = program.schedule.placement
-        self._split = any(isinstance(a, Action) and a.op is Op.I for a in program.ranks[rank])
         self._feeds: Sequence[Feed] = ()
         self._tapes: dict[tuple[int, int], Tape] = {}
         self._arrivals: dict[Key, Receipt | Tensor] = {}
         self._departures: dict[Key, Tensor] = {}
         self._results: dict[int, Tensor] = {}
-        immediate: dict[Op, Callable[[Action], None]] = {
+        self._wires = {
+            (flow, number): Wire.of(flow, stage, program.placement)
+            for number, stage in stages.items()
+            for flow in (Op.F, Op.B)
+        }
+        # The optimizer step is a line of train_batch.
+        self._steps = [(step, *self._bind(step)) for step in program.ranks[rank] if step != Action(Op.STEP)]
+
+    def _bind(self, step: Step) -> tuple[Callable[[], None] | None, Callable[[Record], Waiting]]:
+        """How to run a step: at once, or, where it may have to wait for messages, as a generator."""
+        if isinstance(step, Pair):
+            return None, partial(self._pair, [(half, self._wire(half)) for half in (step.forward, step.backward)])
+        handlers: dict[Op, Callable[[Action, Wire], None]] = {
             Op.W: self._weight_backward,
             Op.SEND_F: self._send,
             Op.SEND_B: self._send,
@@ -88,11 +135,11 @@ class Executor:
             Op.RECV_B: self._receive,
             Op.REDUCE_GRAD: self._reduce_gradients,
         }
-        self._actions = [
-            (step, None if isinstance(step, Pair) else immediate.get(step.op))
-            for step in program.ranks[rank]
-            if isinstance(step, Pair) or step.op is not Op.STEP  # the step is a line of train_batch
-        ]
+        wire, handler = self._wire(step), handlers.get(step.op)
+        return (None if handler is None else partial(handler, step, wire)), partial(self._single, step, wire)
+
+    def _wire(self, action: Action) -> Wire:
+        return self._wires[_FLOW.get(action.op, Op.B), action.stage]
 
     def run(self, feeds: Sequence[Feed]) -> list[Tensor]:
         """Run the program once; `feeds[m]` is microbatch m. Blocks in the transport.
@@ -103,7 +150,8 @@ class Executor:
             TransportError: a message did not come or was not taken in time.
             PipelineError: a stage gave another shape or dtype than its neighbour awaits.
         """
-        return _finish(self.steps(feeds))
+        with torch.set_grad_enabled(self.training):
+            return _finish(self.steps(feeds))
 
     def steps(self, feeds: Sequence[Feed]) -> Generator[Receipt, None, list[Tensor]]:
         """`run` as a generator that yields the receipts it can not yet take, for ranks that share a thread."""
@@ -114,16 +162,12 @@ class Executor:
         self._feeds, self.peak_live_tapes = feeds, 0
         begin, end = self.recorder.begin, self.recorder.end
         try:
-            for step, immediate in self._actions:
+            for step, at_once, waiting in self._steps:
                 record = begin(step)
-                if immediate is not None:
-                    immediate(step)  # type: ignore[arg-type]  # pairs have no immediate handler
-                elif isinstance(step, Pair):
-                    yield from self._pair(step, record)
-                elif step.op is Op.F:
-                    yield from self._single(step, record, self._forward)
+                if at_once is not None:
+                    at_once()
                 else:
-                    yield from self._single(step, record, self._backward)
+                    yield from waiting(record)
                 end(record)
             self.transport.settle()
             assert not (self._tapes or self._arrivals or self._departures), "a proved program leaves nothing behind"
@@ -138,78 +182,63 @@ class Executor:
 
     # Compute actions: wait for the input, run the lane, hand on the result.
 
-    def _single(self, action: Action, record: Record, make: Callable[[Action, Tensor | None], Lane[Any]]) -> Waiting:
-        x = yield from self._input(action, record)
+    def _single(self, action: Action, wire: Wire, record: Record) -> Waiting:
+        x = self._arrivals.pop((wire.flow, action.stage, action.microbatch), None)
+        if x is not None and not isinstance(x, Tensor):
+            x = yield from self._message(x, action, wire, record)
         self.recorder.started(record)
-        with torch.set_grad_enabled(self.training):
-            self._hand_on(action, drain(make(action, x)))
+        self._hand_on(action, wire, drain(self._lane(action, wire, x)))
 
-    def _pair(self, pair: Pair, record: Record) -> Waiting:
-        x = yield from self._input(pair.forward, record)
-        grad = yield from self._input(pair.backward, record)
+    def _pair(self, halves: list[tuple[Action, Wire]], record: Record) -> Waiting:
+        lanes = []
+        for action, wire in halves:
+            x = self._arrivals.pop((wire.flow, action.stage, action.microbatch), None)
+            if x is not None and not isinstance(x, Tensor):
+                x = yield from self._message(x, action, wire, record)
+            lanes.append(self._lane(action, wire, x))
         self.recorder.started(record)
-        with torch.enable_grad():
-            out, grad_in = zip_lanes(self._forward(pair.forward, x), self._backward(pair.backward, grad))
-        self._hand_on(pair.forward, out)
-        self._hand_on(pair.backward, grad_in)
+        for (action, wire), result in zip(halves, zip_lanes(*lanes), strict=True):
+            self._hand_on(action, wire, result)
 
-    def _forward(self, action: Action, x: Tensor | None) -> Lane[Tensor]:
-        feed = self._feeds[action.microbatch]
-        tape = None
+    def _lane(self, action: Action, wire: Wire, x: Tensor | None) -> Lane[Tensor | None]:
+        key = (action.stage, action.microbatch)
+        if wire.flow is not Op.F:
+            split = action.op is Op.I
+            return wire.stage.backward(self._tapes[key] if split else self._tapes.pop(key), x, split)
+        feed, tape = self._feeds[action.microbatch], None
         if self.training:
-            tape = self._tapes[action.stage, action.microbatch] = Tape()
+            tape = self._tapes[key] = Tape()
             self.peak_live_tapes = max(self.peak_live_tapes, len(self._tapes))
         x = feed.tokens if x is None else x
         assert x is not None, f"{action} needs the microbatch's tokens"
-        finish = feed.finish if self._placement.next(action.stage) is None else None
-        return self.stages[action.stage].forward(tape, x, feed.sequences, finish)
+        return wire.stage.forward(tape, x, feed.sequences, feed.finish if wire.target is None else None)
 
-    def _backward(self, action: Action, grad: Tensor | None) -> Lane[Tensor | None]:
-        key = (action.stage, action.microbatch)
-        split = action.op is Op.I
-        tape = self._tapes[key] if split else self._tapes.pop(key)
-        return self.stages[action.stage].backward(tape, grad, split)
-
-    def _weight_backward(self, action: Action) -> None:
-        self.stages[action.stage].weight_backward(self._tapes.pop((action.stage, action.microbatch)))
+    def _weight_backward(self, action: Action, wire: Wire) -> None:
+        wire.stage.weight_backward(self._tapes.pop((action.stage, action.microbatch)))
 
     # Data flow: where an action's input comes from and where its result goes.
 
-    def _input(self, action: Action, record: Record) -> Waiting:
-        """The tensor that the action waits for; None at the model's ends."""
-        flow = Op.F if action.op is Op.F else Op.B
-        arrival = self._arrivals.pop((flow, action.stage, action.microbatch), None)
-        if arrival is None or isinstance(arrival, Tensor):
-            return arrival
-        source = self._neighbour(flow, action.stage)
-        assert source is not None
-        awaited = Awaited(flow, source, action.microbatch, self._placement.rank_of(source))
-        self.recorder.awaits(record, awaited)
-        while not arrival.ready():
-            yield arrival
-        return arrival.wait()
+    def _message(self, receipt: Receipt, action: Action, wire: Wire, record: Record) -> Waiting:
+        assert wire.source is not None
+        self.recorder.awaits(record, Awaited(wire.flow, wire.source[0], action.microbatch, wire.source[1]))
+        while not receipt.ready():
+            yield receipt
+        return receipt.wait()
 
-    def _neighbour(self, flow: Op, stage: int) -> int | None:
-        """The stage from which `stage` gets its input (F) or the gradient of its output (B)."""
-        return self._placement.previous(stage) if flow is Op.F else self._placement.next(stage)
-
-    def _hand_on(self, action: Action, result: Tensor | None) -> None:
-        flow = Op.F if action.op is Op.F else Op.B
-        target = self._neighbour(Op.B if flow is Op.F else Op.F, action.stage)
-        if target is None:
-            if flow is Op.F and result is not None:
+    def _hand_on(self, action: Action, wire: Wire, result: Tensor | None) -> None:
+        if wire.target is None:
+            if wire.flow is Op.F and result is not None:
                 self._results[action.microbatch] = result
             return
-        self._check(action, result)
+        self._check(action, wire.stage.boundary, result)
         assert result is not None
-        if self._placement.rank_of(target) == self.rank:
-            self._arrivals[flow, target, action.microbatch] = result
+        if wire.leaving is None:
+            self._arrivals[wire.flow, wire.target, action.microbatch] = result
         else:
-            self._departures[flow, action.stage, action.microbatch] = result
+            self._departures[wire.flow, action.stage, action.microbatch] = result
 
-    def _check(self, action: Action, result: Tensor | None) -> None:
+    def _check(self, action: Action, boundary: Boundary, result: Tensor | None) -> None:
         """The neighbour has posted its receive with the shape known from the metadata; anything else must not leave."""
-        boundary = self.stages[action.stage].boundary
         shape = boundary.shape(self._feeds[action.microbatch].num_tokens)
         if result is None or result.shape != shape or result.dtype != boundary.dtype:
             got = "nothing" if result is None else f"{list(result.shape)} of {result.dtype}"
@@ -218,25 +247,19 @@ class Executor:
                 f"its neighbour awaits {list(shape)} of {boundary.dtype}"
             )
 
-    def _send(self, action: Action) -> None:
-        flow = Op.F if action.op is Op.SEND_F else Op.B
-        target = self._neighbour(Op.B if flow is Op.F else Op.F, action.stage)
-        assert target is not None
-        tensor = self._departures.pop((flow, action.stage, action.microbatch))
-        self.transport.send(Channel(self.rank, self._placement.rank_of(target), flow), tensor.contiguous())
+    def _send(self, action: Action, wire: Wire) -> None:
+        assert wire.leaving is not None
+        tensor = self._departures.pop((wire.flow, action.stage, action.microbatch))
+        self.transport.send(wire.leaving, tensor.contiguous())
 
-    def _receive(self, action: Action) -> None:
-        flow = Op.F if action.op is Op.RECV_F else Op.B
-        source = self._neighbour(flow, action.stage)
-        assert source is not None
-        boundary = self.stages[action.stage].boundary
-        self._arrivals[flow, action.stage, action.microbatch] = self.transport.receive(
-            Channel(self._placement.rank_of(source), self.rank, flow),
-            boundary.shape(self._feeds[action.microbatch].num_tokens),
-            boundary.dtype,
+    def _receive(self, action: Action, wire: Wire) -> None:
+        assert wire.arriving is not None
+        boundary = wire.stage.boundary
+        self._arrivals[wire.flow, action.stage, action.microbatch] = self.transport.receive(
+            wire.arriving, boundary.shape(self._feeds[action.microbatch].num_tokens), boundary.dtype
         )
 
-    def _reduce_gradients(self, action: Action) -> None:
+    def _reduce_gradients(self, action: Action, wire: Wire) -> None:
         self.reduce(action.stage)
 
     def _clear(self) -> None:
@@ -270,9 +293,11 @@ def run_together(executors: Sequence[Executor], feeds: Sequence[Sequence[Feed]])
             for steps in running.values():
                 steps.close()
             raise Deadlock(f"no rank can go on: {stuck}")
-        for rank in able:
+        for executor in [e for e in executors if e.rank in able]:
+            rank = executor.rank
             try:
-                awaited[rank] = next(running[rank])
+                with torch.set_grad_enabled(executor.training):
+                    awaited[rank] = next(running[rank])
             except StopIteration as stop:
                 results[rank] = stop.value
                 del running[rank]

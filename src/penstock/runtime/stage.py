@@ -84,22 +84,25 @@ class Stage:
         Returns the output [T, D] without its graph; on the last stage what `finish` makes of the output
         (the scaled loss, a scalar).
         """
-        for run in self._runs[:-1]:
-            x = yield from self._forward_run(run, tape, x, sequences)
-        return (yield from self._forward_run(self._runs[-1], tape, x, sequences, finish))
-
-    def _forward_run(
-        self, run: "_Run", tape: Tape | None, x: Tensor, sequences: Sequences, finish: Finish | None = None
-    ) -> Lane[Tensor]:
-        if isinstance(run, LaneUnit):
+        last = len(self._runs) - 1
+        for i, run in enumerate(self._runs):
+            ending = finish if i == last else None
+            if isinstance(run, list):
+                x = self._dense(run, tape, x, sequences, ending)
+                continue
             x = yield from _suspendable(run.forward_lane(tape, x, sequences), self.autocast)
-            run = []
-            if finish is None:
-                return x
+            if ending is not None:
+                x = self._dense([], tape, x, sequences, ending)
+        return x
+
+    def _dense(
+        self, calls: "list[_Call]", tape: Tape | None, x: Tensor, sequences: Sequences, finish: Finish | None
+    ) -> Tensor:
+        """One segment: units that launch no collective, and on the last stage what follows them."""
         leaf = cut(x) if tape is not None and x.is_floating_point() else None
         h = x if leaf is None else leaf
         with self.autocast():
-            for call in run:
+            for call in calls:
                 h = call(h, sequences)
             if finish is not None:
                 h = finish(h)

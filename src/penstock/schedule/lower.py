@@ -27,9 +27,8 @@ def lower(schedule: Schedule, *, receives_ahead: int = 2, shared_channels: bool 
 
     A send stands right behind the action that made its tensor. The order of the sends along a channel is the order in
     which the other side posts its receives: at the start up to `receives_ahead` on each channel, then one more behind
-    each action that used one up, and *before* that action's own sends, so that a rank which has to wait for its send to
-    be taken has already told the others where their next message may go. A gradient is reduced right behind the last
-    action that writes to it; the optimizer step comes last.
+    each action that used one up and that action's own sends, for which others wait. A gradient is reduced right behind
+    the last action that writes to it; the optimizer step comes last.
 
     Where that many receives are too few, a channel gets more. To find out, the ranks are walked through their orders
     with sends that block: should they all wait for each other, the rank that a send is blocked by posts one receive
@@ -157,7 +156,6 @@ class _Rank:
             for work, _ in works:
                 if work.source is not None:
                     work.source.num_open -= 1
-                    self.post_ahead(work.source, meeting)
             for work, action in works:
                 if work.send is not None:
                     message = work.sent + action.microbatch
@@ -165,6 +163,9 @@ class _Rank:
                         yield 2 * message
                     done.append(Action(work.send, action.stage, action.microbatch))
                     meeting.make(2 * message + 1)
+            for work, _ in works:
+                if work.source is not None:
+                    self.post_ahead(work.source, meeting)
 
     def post_ahead(self, line: _Line, meeting: _Meeting) -> None:
         while line.coming and line.num_open < line.depth:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from penstock import schedule
-from penstock.cli.benchmarks.ranks import on_ranks
+from penstock.cli.benchmarks.ranks import Turn, in_turns
 from penstock.model import Sequences, WeightGradients
 from penstock.runtime import Boundary, DistributedTransport, Executor, Feed, Recorder, Stage
 
@@ -43,12 +43,13 @@ class SleepingLayer(nn.Module):
     """Maps [T, D] to itself and takes its time; knows by how much its sleeps overshot.
 
     With `gradients`, the weight's half of a backward is left to that owner while it defers, as Penstock's linear
-    layers do; else the two halves hang on two branches of the autograd graph, as torch's runtime splits them.
+    layers do. With `branches` the two halves hang on two branches of the autograd graph, which torch's runtime needs
+    to split them. Otherwise all sides run the same code.
     """
 
-    def __init__(self, gradients: WeightGradients | None = None) -> None:
+    def __init__(self, gradients: WeightGradients | None = None, branches: bool = False) -> None:
         super().__init__()
-        self.gradients = gradients
+        self.gradients, self.branches = gradients, branches
         self.forward_s = self.input_s = self.weight_s = 0.0
         self.asked_s = self.slept_s = 0.0
         self.weight = nn.Parameter(torch.ones(()))
@@ -66,27 +67,21 @@ class SleepingLayer(nn.Module):
         self.slept_s += time.perf_counter() - start
 
     def forward(self, x: Tensor, sequences: object = None) -> Tensor:
-        if self.gradients is not None:
-            return _Sleep.apply(x, self.weight, self)  # type: ignore[return-value]
-        return _SleepForInput.apply(x, self) + _SleepForWeight.apply(self.weight, self)  # type: ignore[operator]
+        if self.branches:
+            return _SleepForInput.apply(x, self) + _SleepForWeight.apply(self.weight, self)  # type: ignore[operator]
+        self.sleep(self.forward_s)
+        # A hook and one multiplication: an autograd function in Python would cost more than an engine does.
+        y = x * self.weight
+        if y.requires_grad:
+            y.register_hook(self._backward)
+        return y
 
-
-class _Sleep(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, layer: SleepingLayer) -> Tensor:
-        ctx.layer = layer
-        layer.sleep(layer.forward_s)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        layer, gradients = ctx.layer, ctx.layer.gradients
-        if gradients.deferring:
-            layer.sleep(layer.input_s)
-            gradients.push(_PendingSleep(layer))
+    def _backward(self, grad: Tensor) -> None:
+        if self.gradients is not None and self.gradients.deferring:
+            self.sleep(self.input_s)
+            self.gradients.push(_PendingSleep(self))  # type: ignore[arg-type]  # it has what a queue asks for
         else:
-            layer.sleep(layer.input_s + layer.weight_s)
-        return grads[0].contiguous(), None, None
+            self.sleep(self.input_s + self.weight_s)
 
 
 @dataclass(frozen=True)
@@ -130,14 +125,6 @@ class _SleepForWeight(torch.autograd.Function):
 Step = Callable[[], object]
 
 
-def timed(step: Step) -> tuple[float, float]:
-    """(start, end) of one step on this rank, all ranks having started together."""
-    dist.barrier()
-    start = time.perf_counter()
-    step()
-    return start, time.perf_counter()
-
-
 def penstock_step(name: str, emulation: Emulation) -> tuple[Step, list[SleepingLayer]]:
     """One step of Penstock's executor on this rank, without an optimizer, and its layers."""
     world = dist.group.WORLD
@@ -172,7 +159,10 @@ def torch_step(name: str, emulation: Emulation) -> tuple[Step, list[SleepingLaye
     from torch.distributed import pipelining
 
     placement, rank = emulation.program(name).placement, dist.get_rank()
-    layers = [SleepingLayer() for _ in placement.stages_of(rank)]
+    splits = any(
+        action.op is schedule.Op.I for order in emulation.program(name).ranks for action in schedule.flatten(order)
+    )
+    layers = [SleepingLayer(branches=splits) for _ in placement.stages_of(rank)]
     stages = [
         pipelining.PipelineStage(layer, number, placement.num_stages, torch.device("cpu"))
         for layer, number in zip(layers, placement.stages_of(rank), strict=True)
@@ -186,46 +176,42 @@ def torch_step(name: str, emulation: Emulation) -> tuple[Step, list[SleepingLaye
     return lambda: runner.step(*inputs, target=target), layers
 
 
-def _measure(rank: int, name: str, emulation: Emulation) -> dict[str, Any]:
-    """Both engines in turn, a warm-up each, in the same processes."""
-    sides = {"penstock": penstock_step(name, emulation)}
-    if name in TORCH_NAMES:
-        sides["torch"] = torch_step(name, emulation)
-    for step, layers in sides.values():
-        timed(step)
-        for layer in layers:
-            layer.take(emulation, len(layers))
-    spans: dict[str, list[tuple[float, float]]] = {side: [] for side in sides}
-    for _ in range(emulation.num_steps):
-        for side, (step, _) in sides.items():
-            spans[side].append(timed(step))
-    overshoot = {
-        side: sum(layer.slept_s for layer in layers) / sum(layer.asked_s for layer in layers) - 1
-        for side, (_, layers) in sides.items()
-    }
-    return {"spans": spans, "overshoot": overshoot}
+def _prepare(side: str, rank: int, name: str, emulation: Emulation) -> Turn:
+    """One engine's step; sleeps begin once everything has been used once."""
+    step, layers = (penstock_step if side == "penstock" else torch_step)(name, emulation)
+    step()
+    for layer in layers:
+        layer.take(emulation, len(layers))
+
+    def turn() -> tuple[float, float, float]:
+        """Start, end, and by what share the sleeps of this rank overshot so far."""
+        dist.barrier()
+        start = time.perf_counter()
+        step()
+        end = time.perf_counter()
+        return start, end, sum(layer.slept_s for layer in layers) / sum(layer.asked_s for layer in layers) - 1
+
+    return turn
 
 
 def compare(name: str, emulation: Emulation) -> dict[str, Any]:
-    """Measured step over simulated makespan, for both engines in the same run."""
+    """Measured step over simulated makespan, for both engines in the same run, each in processes of its own."""
     simulated_s = schedule.simulate(emulation.program(name), emulation.costs()).makespan
-    ranks = on_ranks(emulation.num_ranks, _measure, name, emulation)
+    sides = ("penstock", "torch") if name in TORCH_NAMES else ("penstock",)
+    found = in_turns(sides, emulation.num_ranks, _prepare, name, emulation, num_rounds=emulation.num_steps)
     result: dict[str, Any] = {
         "schedule": name,
         "ranks": emulation.num_ranks,
         "microbatches": emulation.num_microbatches,
         "simulated_s": simulated_s,
     }
-    for side in ranks[0]["spans"]:
-        steps_s = [
-            max(r["spans"][side][i][1] for r in ranks) - min(r["spans"][side][i][0] for r in ranks)
-            for i in range(emulation.num_steps)
-        ]
-        ratios = [s / simulated_s for s in steps_s]
+    for side, ranks in found.items():
+        rounds = list(zip(*ranks, strict=True))
+        ratios = [(max(end for _, end, _ in r) - min(start for start, _, _ in r)) / simulated_s for r in rounds]
         result[side] = {
             "ratio": statistics.median(ratios),
             "range": [min(ratios), max(ratios)],
-            "sleep_overshoot": statistics.mean(r["overshoot"][side] for r in ranks),
+            "sleep_overshoot": statistics.mean(overshoot for _, _, overshoot in rounds[-1]),
         }
     if "torch" in result:
         result["excess_of_torch"] = (result["penstock"]["ratio"] - 1) / (result["torch"]["ratio"] - 1)

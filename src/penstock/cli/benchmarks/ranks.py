@@ -4,7 +4,7 @@ import ctypes
 import multiprocessing
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
@@ -85,3 +85,58 @@ def _sharpen_timers() -> None:
     pr_set_timerslack = 29
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(pr_set_timerslack, 1, 0, 0, 0)
+
+
+Turn = Callable[[], Any]
+Prepare = Callable[..., Turn]
+
+
+def in_turns(sides: Sequence[str], num_ranks: int, prepare: Prepare, *arguments: Any, num_rounds: int) -> Any:
+    """Let several engines work in turn, each in processes of its own, which wait without using a core meanwhile.
+
+    `prepare(side, rank, *arguments)` is called in each of the `num_ranks` processes of a side, joined by
+    torch.distributed, when its first turn comes; what it returns is called once a round, all ranks starting together.
+
+    Returns: side -> rank -> what each of the `num_rounds` rounds returned, after one round that is not counted.
+    """
+    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+    stores = {name: TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False) for name in ("", *sides)}
+    ports = {name: store.port for name, store in stores.items()}
+    stores[""].set("0/0", "")
+    plan = (tuple(sides), num_ranks, num_rounds, ports)
+    found = on_ranks(len(sides) * num_ranks, _take_turns, plan, prepare, arguments, limit_s=_LIMIT_S, join=False)
+    return {side: found[i * num_ranks : (i + 1) * num_ranks] for i, side in enumerate(sides)}
+
+
+_LIMIT_S = 1800.0
+
+
+def _take_turns(
+    process: int,
+    plan: tuple[tuple[str, ...], int, int, dict[str, int]],
+    prepare: Prepare,
+    arguments: tuple[Any, ...],
+) -> list[Any]:
+    import torch.distributed as dist
+    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+    sides, num_ranks, num_rounds, ports = plan
+    number, rank = divmod(process, num_ranks)
+    limit = timedelta(seconds=_LIMIT_S)
+    turns = TCPStore(LOOPBACK, ports[""], timeout=limit, wait_for_workers=False)
+    store = TCPStore(LOOPBACK, ports[sides[number]], timeout=limit, wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=limit)
+    turn: Turn | None = None
+    results = []
+    for round_ in range(num_rounds + 1):
+        turns.wait([f"{round_}/{number}"], limit)
+        turn = turn or prepare(sides[number], rank, *arguments)
+        dist.barrier()
+        results.append(turn())
+        dist.barrier()
+        if rank == 0:
+            last = number == len(sides) - 1
+            turns.set(f"{round_ + last}/{0 if last else number + 1}", "")
+    dist.destroy_process_group()
+    return results[1:]

@@ -4,15 +4,13 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from penstock.cli.benchmarks.ranks import LOOPBACK, on_ranks
+from penstock.cli.benchmarks.ranks import Turn, in_turns
 from penstock.data import MicroBatchSpec, PackedBatch
 from penstock.engine import Engine, EngineOptions
 from penstock.engine.learning_rate import LearningRate, WeightDecay
@@ -23,7 +21,6 @@ from penstock.parallel import Layout
 
 RATE, DECAY, BETAS, EPS = 1e-4, 0.1, (0.9, 0.95), 1e-8
 NUM_RANKS = 2
-LIMIT_S = 1500.0
 
 
 @dataclass(frozen=True)
@@ -166,59 +163,41 @@ def _torch(rank: int, training: Training) -> Step:
     return step
 
 
-PAIRS = ("alone", "torch", "penstock")
-"""Each engine has two processes of its own, so that what one does to its process is not given to the others."""
-
-
-def _sides(pair: str, rank: int, training: Training) -> dict[str, Step]:
-    """The steps of one pair of processes; of a process alone the second of the pair has none."""
-    if pair == "torch":
-        return {"torch 1F1B, even cut": _torch(rank, training)}
-    if pair == "penstock":
+def _prepare(engine: str, rank: int, training: Training) -> Turn:
+    """All sides of one engine, each with its step; of a process alone the second of the pair has none."""
+    if engine == "torch":
+        sides = {"torch 1F1B, even cut": _torch(rank, training)}
+    elif engine == "penstock":
         sides = {"penstock 1f1b, even cut": _penstock(training, "1f1b", training.even_cut())}
-        return sides | {f"penstock {name}, own cut": _penstock(training, name, None) for name in training.names}
-    if rank == 1:
-        return {}
-    return {"one process, one thread": _alone(training, 1), "one process, two threads": _alone(training, 2)}
+        sides |= {f"penstock {name}, own cut": _penstock(training, name, None) for name in training.names}
+    elif rank == 0:
+        sides = {"one process, one thread": _alone(training, 1), "one process, two threads": _alone(training, 2)}
+    else:
+        return dict
 
-
-def _measure(rank: int, training: Training, ports: dict[str, int]) -> dict[str, Any]:
-    """Every pair in turn, while the others wait without using a core."""
-    pair, place = PAIRS[rank // NUM_RANKS], rank % NUM_RANKS
-    turns = TCPStore(LOOPBACK, ports["turns"], wait_for_workers=False)
-    store = TCPStore(LOOPBACK, ports[pair], wait_for_workers=False)
-    dist.init_process_group("gloo", store=store, rank=place, world_size=NUM_RANKS, timeout=timedelta(seconds=LIMIT_S))
-    found: dict[str, Any] = {}
-    for round_ in range(training.num_steps + 1):
-        turns.wait([f"turn/{round_}/{PAIRS.index(pair)}"], timedelta(seconds=LIMIT_S))
-        if round_ == 0:
-            sides = _sides(pair, place, training)
-            found = {side: {"times": []} for side in sides}
+    def turn() -> dict[str, tuple[float, Any]]:
+        found = {}
         for side, step in sides.items():
-            if pair != "alone":
+            if engine != "alone":
                 dist.barrier()
             start = time.perf_counter()
-            found[side]["cut"] = step()
-            if pair != "alone":
-                dist.barrier()
-            if round_:
-                found[side]["times"].append(time.perf_counter() - start)
-        dist.barrier()
-        if place == 0:
-            last = pair == PAIRS[-1]
-            turns.set(f"turn/{round_ + last}/{0 if last else PAIRS.index(pair) + 1}", "")
-    dist.destroy_process_group()
-    return found
+            cut = step()
+            found[side] = (time.perf_counter() - start, cut)
+        return found
+
+    return turn
 
 
 def compare(training: Training) -> dict[str, Any]:
     """Tokens per second of each side, measured in turn in one run, and the ratios that matter."""
-    stores = {name: TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False) for name in ("turns", *PAIRS)}
-    stores["turns"].set("turn/0/0", "")
-    ports = {name: store.port for name, store in stores.items()}
-    by_process = on_ranks(NUM_RANKS * len(PAIRS), _measure, training, ports, limit_s=LIMIT_S, join=False)
-    sides = {side: found for process in by_process[::NUM_RANKS] for side, found in process.items()}
-    rates = {side: [training.step_tokens / t for t in found["times"]] for side, found in sides.items()}
+    engines = in_turns(("alone", "torch", "penstock"), NUM_RANKS, _prepare, training, num_rounds=training.num_steps)
+    rounds = {
+        side: [max(rank[i][side][0] for rank in ranks if side in rank[i]) for i in range(training.num_steps)]
+        for ranks in engines.values()
+        for side in ranks[0][0]
+    }
+    cuts = {side: cut for side, (_, cut) in engines["penstock"][0][0].items()}
+    rates = {side: [training.step_tokens / t for t in found] for side, found in rounds.items()}
     median = {side: statistics.median(found) for side, found in rates.items()}
     m, p = training.num_microbatches, NUM_RANKS
     ideal = NUM_RANKS * median["one process, one thread"] * m / (m + p - 1)
@@ -229,7 +208,7 @@ def compare(training: Training) -> dict[str, Any]:
         "tokens_per_s": {
             side: {"median": median[side], "range": [min(found), max(found)]} for side, found in rates.items()
         },
-        "units_of_stages": {side: found["cut"] for side, found in sides.items() if found["cut"]},
+        "units_of_stages": cuts,
         "over_torch": {side: rate / torch_rate for side, rate in penstock.items()},
         "over_twice_one_thread_less_bubble": {side: rate / ideal for side, rate in penstock.items()},
         "over_two_threads": {side: rate / median["one process, two threads"] for side, rate in penstock.items()},
