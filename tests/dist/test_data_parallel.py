@@ -11,7 +11,7 @@ from penstock.data import NO_LABEL, TooFewItems, split
 from penstock.engine import Engine, EngineOptions, Normalize, Precision, ZeroLossWeight
 from penstock.engine.optimizer import OptimizerConfig
 from penstock.model import ModelConfig, Sequences, cross_entropy_sum, decoder_units
-from penstock.runtime import PipelineError
+from penstock.runtime import PipelineError, TransportError
 from penstock.schedule import Action, Op
 from tests.dist.launch import run_outcomes, run_ranks
 
@@ -178,7 +178,15 @@ def fail_on_one_rank(rank: int) -> str:
         raise ArithmeticError("no loss today")
 
     batch = PackedBatch.from_documents([torch.arange(6), torch.arange(4)])
-    engine.train_batch(batch, broken, micro_batches=MicroBatchSpec(num=2))
+    try:
+        engine.train_batch(batch, broken, micro_batches=MicroBatchSpec(num=2))
+    except ArithmeticError:
+        # What is under way can not be taken back, so the engine must not go on as if nothing had happened.
+        with pytest.raises(TransportError, match="make a new engine"):
+            engine.executor(2).run(
+                [engine.feed(m, torch.sum) for m in split(batch, MicroBatchSpec(num=2)).microbatches]
+            )
+        raise
     return "went through"
 
 

@@ -32,6 +32,7 @@ class DistributedTransport:
     def __init__(self, placement: Placement, group: dist.ProcessGroup, device: torch.device, timeout_s: float) -> None:
         self.rank, self.device, self.timeout_s = group.rank(), device, timeout_s
         self._num_awaited = 0
+        self._abandoned = False
         store = PrefixStore(f"penstock/{_agree_on_number(group)}", _default_store())
         make = _backend_maker(device, timedelta(seconds=timeout_s))
         self._links: dict[Channel, _Link] = {
@@ -42,12 +43,22 @@ class DistributedTransport:
         self._test_links()
 
     def receive(self, channel: Channel, shape: Sequence[int], dtype: torch.dtype) -> "_PostedReceive":
+        self._check_usable()
         buffer = torch.empty(shape, dtype=dtype, device=self.device)
         self._num_awaited += 1
         return _PostedReceive(self, channel, buffer, self._links[channel].receive(buffer))
 
     def send(self, channel: Channel, tensor: Tensor) -> None:
+        self._check_usable()
         self._links[channel].send(tensor)
+
+    def abandon(self) -> None:
+        """Take no more messages: receives that are posted can not be taken back, and would swallow the next step's."""
+        self._abandoned = True
+
+    def _check_usable(self) -> None:
+        if self._abandoned:
+            raise TransportError("a step failed on this rank with messages under way; make a new engine to go on")
 
     def num_pending(self) -> int:
         return self._num_awaited + sum(link.num_in_flight() for link in self._links.values())

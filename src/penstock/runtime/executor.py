@@ -160,7 +160,7 @@ class Executor:
                 f"{len(feeds)} microbatches given; the program was built for {self.program.schedule.num_microbatches}"
             )
         self._feeds, self.peak_live_tapes = feeds, 0
-        begin, end = self.recorder.begin, self.recorder.end
+        begin, end, finished = self.recorder.begin, self.recorder.end, False
         try:
             for step, at_once, waiting in self._steps:
                 record = begin(step)
@@ -171,6 +171,7 @@ class Executor:
                 end(record)
             self.transport.settle()
             assert not (self._tapes or self._arrivals or self._departures), "a proved program leaves nothing behind"
+            finished = True
             return [self._results[m] for m in sorted(self._results)]
         except TransportError as error:
             raise TransportError(f"{self.recorder.where()}: {error}") from error
@@ -179,6 +180,8 @@ class Executor:
             raise
         finally:
             self._clear()
+            if not finished:
+                self.transport.abandon()
 
     # Compute actions: wait for the input, run the lane, hand on the result.
 
@@ -286,20 +289,23 @@ def run_together(executors: Sequence[Executor], feeds: Sequence[Sequence[Feed]])
     running = {e.rank: e.steps(f) for e, f in zip(executors, feeds, strict=True)}
     awaited: dict[int, Receipt] = {}
     results: dict[int, list[Tensor]] = {}
-    while running:
-        able = [rank for rank in running if rank not in awaited or awaited[rank].ready()]
-        if not able:
-            stuck = "; ".join(e.recorder.where() for e in executors if e.rank in running)
-            for steps in running.values():
-                steps.close()
-            raise Deadlock(f"no rank can go on: {stuck}")
-        for executor in [e for e in executors if e.rank in able]:
-            rank = executor.rank
-            try:
-                with torch.set_grad_enabled(executor.training):
-                    awaited[rank] = next(running[rank])
-            except StopIteration as stop:
-                results[rank] = stop.value
-                del running[rank]
-                awaited.pop(rank, None)
+    try:
+        while running:
+            able = [e for e in executors if e.rank in running and (e.rank not in awaited or awaited[e.rank].ready())]
+            if not able:
+                stuck = "; ".join(e.recorder.where() for e in executors if e.rank in running)
+                raise Deadlock(f"no rank can go on: {stuck}")
+            for executor in able:
+                rank = executor.rank
+                try:
+                    with torch.set_grad_enabled(executor.training):
+                        awaited[rank] = next(running[rank])
+                except StopIteration as stop:
+                    results[rank] = stop.value
+                    del running[rank]
+                    awaited.pop(rank, None)
+    finally:
+        # Where one rank has failed, the others can not finish their step either.
+        for steps in running.values():
+            steps.close()
     return [results[e.rank] for e in executors]

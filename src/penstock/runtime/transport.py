@@ -57,6 +57,10 @@ class Transport(Protocol):
         """Return when every send of this rank has left. Raises TransportError."""
         ...
 
+    def abandon(self) -> None:
+        """A step has failed: what is under way belongs to nobody, and must not be taken for the next step's."""
+        ...
+
 
 def channels_of(placement: Placement) -> list[Channel]:
     """Every channel of a placement, in the one order in which all ranks create them."""
@@ -105,6 +109,12 @@ class InProcessTransport:
 
     def settle(self) -> None:
         """Nothing to do: a queued message has left its sender."""
+
+    def abandon(self) -> None:
+        """Drop what is under way to and from this rank."""
+        self._posted.clear()
+        for channel in [c for c in self.hub.queues if self.rank in c[:2]]:
+            del self.hub.queues[channel]
 
 
 class _QueueReceipt:
