@@ -55,6 +55,10 @@ def _parser() -> Parser:
     overhead.add_argument("--microbatches", type=int, default=200)
     overhead.add_argument("--steps", type=int, default=20)
 
+    split = _add(benchmarks, "split", _split, "what a backward costs more when it is split into I and W")
+    split.add_argument("--products", choices=["torch", "fastest"], default="torch", help="who multiplies")
+    split.add_argument("--runs", type=int, default=15, help="pairs of backwards, whole and split in turn")
+
     _add(benchmarks, "scale", _scale, "time and memory to build, lower, prove and simulate up to a million actions")
 
     _add(benchmarks, "all", _all, "all of the above as they are by default")
@@ -102,6 +106,13 @@ def _overhead(given: argparse.Namespace) -> dict[str, Any]:
     return measure(given.schedule, given.ranks, given.microbatches, given.steps)
 
 
+def _split(given: argparse.Namespace) -> dict[str, Any]:
+    from penstock.cli.benchmarks.split import measure
+    from penstock.cli.benchmarks.training import Training
+
+    return measure(Training(products=given.products), given.runs)
+
+
 def _scale(given: argparse.Namespace) -> dict[str, Any]:
     from penstock.cli.benchmarks.scale import measure
 
@@ -109,7 +120,7 @@ def _scale(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def _all(given: argparse.Namespace) -> dict[str, Any]:
-    runs = [_parser().parse_args([name]) for name in ("schedules", "train", "overhead", "scale")]
+    runs = [_parser().parse_args([name]) for name in ("schedules", "train", "overhead", "split", "scale")]
     return {one.benchmark: one.run(one) for one in runs}
 
 
