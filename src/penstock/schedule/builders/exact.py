@@ -180,7 +180,7 @@ def _import_solver() -> Any:
     Raises: ImportError with what to install.
     """
     try:
-        from ortools.sat.python import cp_model
+        from ortools.sat.python import cp_model  # pyright: ignore[reportMissingImports]  # an extra
     except ImportError:
         raise ImportError("the optimum needs OR-Tools: pip install 'penstock[search]'") from None
     return cp_model
