@@ -3,21 +3,29 @@
 import ctypes
 import multiprocessing
 import os
+import signal
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 LOOPBACK = "127.0.0.1"
 
 
 def on_ranks(
-    num_ranks: int, function: Callable[..., Any], *arguments: Any, limit_s: float = 900.0, join: bool = True
+    num_ranks: int,
+    function: Callable[..., Any],
+    *arguments: Any,
+    limit_s: float = 900.0,
+    join: bool = True,
+    conduct: Callable[[list[BaseProcess]], None] | None = None,
 ) -> list[Any]:
     """Call `function(rank, *arguments)` in processes of their own; return the results by rank.
 
-    With `join` the processes are joined by torch.distributed before and after.
+    With `join` the processes are joined by torch.distributed before and after. `conduct` runs beside them, in a thread.
 
     Raises:
         RuntimeError: a rank failed or took longer than `limit_s`; all processes have ended.
@@ -38,6 +46,8 @@ def on_ranks(
             sender.close()
             processes.append(process)
             pipes.append(receiver)
+        if conduct is not None:
+            threading.Thread(target=conduct, args=(processes,), daemon=True).start()
         results = []
         for rank, pipe in enumerate(pipes):
             if not pipe.poll(limit_s):
@@ -51,6 +61,12 @@ def on_ranks(
         for process in processes:
             process.join(timeout=10)
             process.kill()
+
+
+def _signal(processes: Sequence[BaseProcess], number: signal.Signals) -> None:
+    for process in processes:
+        if process.pid is not None and process.is_alive():
+            os.kill(process.pid, number)
 
 
 def _rank_main(
@@ -92,7 +108,8 @@ Prepare = Callable[..., Turn]
 
 
 def in_turns(sides: Sequence[str], num_ranks: int, prepare: Prepare, *arguments: Any, num_rounds: int) -> Any:
-    """Let several engines work in turn, each in processes of its own, which wait without using a core meanwhile.
+    """Let several engines work in turn, each in processes of its own, which are stopped meanwhile: even a waiting
+    process group wakes a hundred times a second, and many of them cost more than what is measured.
 
     `prepare(side, rank, *arguments)` is called in each of the `num_ranks` processes of a side, joined by
     torch.distributed, when its first turn comes; what it returns is called once a round, all ranks starting together.
@@ -103,9 +120,20 @@ def in_turns(sides: Sequence[str], num_ranks: int, prepare: Prepare, *arguments:
 
     stores = {name: TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False) for name in ("", *sides)}
     ports = {name: store.port for name, store in stores.items()}
-    stores[""].set("0/0", "")
     plan = (tuple(sides), num_ranks, num_rounds, ports)
-    found = on_ranks(len(sides) * num_ranks, _take_turns, plan, prepare, arguments, limit_s=_LIMIT_S, join=False)
+
+    def conduct(processes: list[BaseProcess]) -> None:
+        for round_ in range(num_rounds + 1):
+            for number in range(len(sides)):
+                members = processes[number * num_ranks : (number + 1) * num_ranks]
+                _signal(members, signal.SIGCONT)
+                stores[""].set(f"{round_}/{number}", "")
+                stores[""].wait([f"{round_}/{number}/{rank}" for rank in range(num_ranks)], timedelta(seconds=_LIMIT_S))
+                if round_ < num_rounds:
+                    _signal(members, signal.SIGSTOP)
+
+    count = len(sides) * num_ranks
+    found = on_ranks(count, _take_turns, plan, prepare, arguments, limit_s=_LIMIT_S, join=False, conduct=conduct)
     return {side: found[i * num_ranks : (i + 1) * num_ranks] for i, side in enumerate(sides)}
 
 
@@ -135,8 +163,6 @@ def _take_turns(
         dist.barrier()
         results.append(turn())
         dist.barrier()
-        if rank == 0:
-            last = number == len(sides) - 1
-            turns.set(f"{round_ + last}/{0 if last else number + 1}", "")
+        turns.set(f"{round_}/{number}/{rank}", "")
     dist.destroy_process_group()
     return results[1:]
