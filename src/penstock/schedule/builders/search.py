@@ -14,7 +14,7 @@ from itertools import islice, product
 from math import inf
 
 from penstock.schedule.actions import PlacementKind, ScheduleError
-from penstock.schedule.builders.search_anneal import anneal
+from penstock.schedule.builders.search_anneal import Cooling, anneal
 from penstock.schedule.builders.search_bounds import lower_bound
 from penstock.schedule.builders.search_dispatch import RULES, Rule, dispatch
 from penstock.schedule.builders.search_latest import latest_starts
@@ -46,8 +46,6 @@ _NUM_ACTIONS = 2_500_000
 
 # With no more actions than this all skeletons are compared in all their length.
 _NUM_ACTIONS_AT_ONCE = 3_000
-
-_NUM_CHANGED = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +134,7 @@ class _Trials:
                 if self.solved_by(candidate):
                     break
             num_left -= self.problem.num_actions * len(_WAYS)
-        best = sorted(glimpsed, key=_span)[:_NUM_CHANGED]
+        best = sorted(glimpsed, key=_span)[:2]
         candidates += filter(None, (self.weave(one.skeleton, one.make, _WAYS) for one in best))
         return sorted(candidates, key=_span)
 
@@ -155,12 +153,15 @@ class _Trials:
         return best
 
     def change(self, candidates: Sequence[_Candidate], effort: float) -> list[_Candidate]:
-        """The shortest legal orders that come of small changes to each of the best candidates."""
-        starts = candidates[:_NUM_CHANGED]
-        num_steps = int(effort * _NUM_ACTIONS / (self.problem.num_actions * len(starts)))
+        """The shortest legal orders that come of small changes to the best skeleton, and of bolder ones to the next."""
+        best = candidates[0]
+        other = next((one for one in candidates if one.skeleton != best.skeleton), best)
+        num_steps = int(effort * _NUM_ACTIONS / (2 * self.problem.num_actions))
         changed = []
-        for start in starts:
-            found = anneal(self.problem, start.skeleton, self._allowed_span(start.way), self.least, num_steps)
+        for start, heat in ((best, 0.2), (other, 2.0)):
+            allowed_span = self._allowed_span(start.way)
+            found = anneal(self.problem, start.skeleton, allowed_span, self.least, Cooling(num_steps, heat))
+            # Of many the last few are enough: the one before is hardly longer, where the last is not legal.
             tried = filter(None, (self.weave(skeleton, None, _WAYS) for skeleton in found[:-4:-1]))
             changed += islice(filter(self.legal, tried), 1)
         return changed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import exp
 from random import Random
 
@@ -12,21 +13,31 @@ from penstock.schedule.builders.search_weave import weave
 _MOVES = (1, 1, -2, 2, 3, -3)
 
 
-def anneal(problem: Problem, skeleton: Codes, allowed_span: float | None, least: float, num_steps: int) -> list[Codes]:
+@dataclass(frozen=True, slots=True)
+class Cooling:
+    """How many changes are tried, and by how many mean actions longer the span may become at first."""
+
+    num_steps: int
+    heat: float
+
+
+def anneal(
+    problem: Problem, skeleton: Codes, allowed_span: float | None, least: float, cooling: Cooling
+) -> list[Codes]:
     """The skeletons, each shorter than the one before, that come of moving one action of one rank at a time.
 
-    A change that makes the span longer is kept at times, the less likely the longer and the later; at first one by a
-    fifth of a mean action often is. Nothing is tried once the span is `least`. The same call has the same result.
+    A change that makes the span longer is kept at times, the less likely the longer and the later. Nothing is tried
+    once the span is `least`. The same call has the same result.
     """
-    random = Random(num_steps)
+    random = Random(cooling.num_steps)
     current = [list(steps) for steps in skeleton]
     start = weave(problem, current, allowed_span)
     if start is None:
         return []
     span = shortest = start.span
     found: list[Codes] = []
-    heat = 0.2 * problem.mean_action
-    for step in range(num_steps):
+    heat = cooling.heat * problem.mean_action
+    for step in range(cooling.num_steps):
         if shortest <= least + TOLERANCE:
             break
         steps = random.choice(current)
@@ -36,7 +47,7 @@ def anneal(problem: Problem, skeleton: Codes, allowed_span: float | None, least:
             continue
         steps.insert(target, steps.pop(source))
         changed = weave(problem, current, allowed_span)
-        if changed is None or not _keep(changed.span - span, heat * (1 - step / num_steps), random):
+        if changed is None or not _keep(changed.span - span, heat * (1 - step / cooling.num_steps), random):
             steps.insert(source, steps.pop(target))
             continue
         span = changed.span

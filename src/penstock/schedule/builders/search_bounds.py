@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from itertools import accumulate
 from math import floor, inf
 
-from penstock.schedule.actions import Placement
+from penstock.schedule.actions import Action, Op, Placement, PlacementKind, Schedule
 from penstock.schedule.builders.search_problem import TOLERANCE, Problem, per_stage
-from penstock.schedule.costs import Costs
+from penstock.schedule.costs import Costs, Durations
 
 
 def bound(placement: Placement, microbatches: int, costs: Costs, limit: float = inf) -> float:
@@ -34,17 +34,35 @@ def bound(placement: Placement, microbatches: int, costs: Costs, limit: float = 
       All these times together fit in the memory times the span, less what cannot be used: tapes come one F apart, and
       go one I and W, or one W, apart.
 
-    Raises: ValueError for what `Problem` refuses.
+    Where microbatches differ in length and in a bidirectional placement it is the work alone.
+
+    Raises: ValueError for what `Problem` refuses, and where fused pairs have a time of their own.
     """
-    problem = problem_of(placement, microbatches, costs, limit)
-    if len(set(costs.lengths)) > 1:
-        # Ways and waits depend on which microbatch goes first; work does not.
-        return max(problem.with_microbatches(1).work) * sum(costs.lengths) / costs.lengths[0]
-    return lower_bound(problem)
+    if costs.pair is not None:
+        raise ValueError("there is no bound where fused pairs have a time of their own")
+    if len(set(costs.lengths)) > 1 or placement.kind is PlacementKind.BIDIRECTIONAL:
+        return _work(placement, microbatches, costs)
+    return lower_bound(problem_of(placement, microbatches, costs, limit))
+
+
+def _work(placement: Placement, num_microbatches: int, costs: Costs) -> float:
+    """How long the busiest rank computes."""
+    schedule = Schedule("", placement, num_microbatches, ((),) * placement.num_ranks)
+    durations = Durations(costs, schedule)
+    tapes = {stage: schedule.microbatches_of(stage) for stage in range(placement.num_stages)}
+    return max(
+        sum(
+            durations.of(Action(op, stage, microbatch))
+            for stage in placement.stages_of(rank)
+            for microbatch in tapes[stage]
+            for op in (Op.F, Op.B)
+        )
+        for rank in range(placement.num_ranks)
+    )
 
 
 def problem_of(placement: Placement, microbatches: int, costs: Costs, limit: float) -> Problem:
-    """The problem with these costs; where lengths differ, that of microbatches as long as the first.
+    """The problem with these costs, where all microbatches are alike.
 
     Raises: ValueError for what `Problem` refuses.
     """

@@ -1,0 +1,108 @@
+"""The solver: what it proves is not below the closed-form bounds, and the search reaches it on small pipelines."""
+
+import sys
+from importlib.util import find_spec
+from itertools import pairwise
+
+import pytest
+
+from penstock.schedule import Costs, Op, Placement, PlacementKind, build, flatten, lower, simulate, verify
+from penstock.schedule.builders.exact import optimum
+from penstock.schedule.builders.search_bounds import bound
+
+solver = pytest.mark.skipif(find_spec("ortools") is None, reason="OR-Tools is not installed")
+
+# Kind, ranks, stages a rank, microbatches; limit, share; times of F, I, W and a transfer. In the first group the closed
+# form is the optimum, in the second it is below.
+TIGHT = (
+    ("loop", 2, 1, 5, 2, 0.5, (3, 3, 2, 1)),
+    ("loop", 3, 1, 6, 3, 0.37, (4, 4, 2, 1)),
+    ("loop", 3, 1, 4, 6, 1.0, (5, 4, 3, 0)),
+    ("loop", 3, 2, 5, 2, 0.0, (8, 4, 6, 1)),
+    ("v", 2, 2, 4, 2, 1.0, (2, 2, 2, 0)),
+    ("loop", 4, 1, 8, 4, 1.0, (1, 1, 1, 0)),
+)
+LOOSE = (
+    ("v", 4, 2, 2, 1, 0.0, (10, 8, 4, 2)),
+    ("loop", 4, 2, 4, 1.5, 1.0, (6, 6, 4, 1)),
+    ("v", 2, 2, 2, 1, 0.5, (6, 18, 10, 1)),
+)
+
+
+@solver
+@pytest.mark.parametrize(("kind", "ranks", "stages_per_rank", "microbatches", "limit", "share", "times"), TIGHT + LOOSE)
+def test_the_search_reaches_the_optimum_of_small_pipelines(
+    kind: str,
+    ranks: int,
+    stages_per_rank: int,
+    microbatches: int,
+    limit: float,
+    share: float,
+    times: tuple[float, ...],
+):
+    placement = Placement(PlacementKind(kind), ranks, stages_per_rank)
+    forward, backward_input, backward_weight, transfer = times
+    costs = Costs(forward, backward_input, backward_weight, transfer, weight_memory_share=share)
+    best = optimum(placement, microbatches, costs, limit, time_limit_s=40)
+    assert best.is_proven
+    assert bound(placement, microbatches, costs, limit) <= best.bound + 1e-9
+
+    program = lower(best.schedule)
+    verify(program)
+    timeline = simulate(program, costs)
+    assert timeline.span_cost == pytest.approx(best.span)
+    assert max(timeline.peak_live_microbatches) <= limit + 1e-9
+
+    found = build(
+        "auto",
+        ranks=ranks,
+        microbatches=microbatches,
+        stages_per_rank=stages_per_rank,
+        placement=kind,
+        max_live_microbatches=limit,
+        weight_memory_share=share,
+        forward=forward,
+        backward_input=backward_input,
+        backward_weight=backward_weight,
+        transfer=transfer,
+    )
+    assert simulate(lower(found), costs).span_cost == pytest.approx(best.span)
+
+
+@solver
+def test_the_bound_is_below_the_optimum_where_it_is_loose():
+    """Else the cases above would not tell the solver from the closed form."""
+    kind, ranks, stages_per_rank, microbatches, limit, share, times = LOOSE[0]
+    placement = Placement(PlacementKind(kind), ranks, stages_per_rank)
+    costs = Costs(*times[:3], transfer=times[3], weight_memory_share=share)
+    assert bound(placement, microbatches, costs, limit) < optimum(placement, microbatches, costs, limit).bound
+
+
+@solver
+def test_unequal_stages_and_times_without_a_scale():
+    placement = Placement(PlacementKind.LOOP, 3)
+    costs = Costs([1 / 3, 2 / 3, 1.0], [0.5, 0.7, 1 / 7], 0.25, 0.1)
+    best = optimum(placement, 4, costs, 3, time_limit_s=20)
+    assert best.is_proven
+    assert bound(placement, 4, costs, 3) <= best.span
+    order = list(flatten(best.schedule.orders[1]))
+    assert [action.microbatch for action in order if action.op is Op.F] == [0, 1, 2, 3]
+
+
+@solver
+def test_more_memory_is_never_worse():
+    placement, costs = Placement(PlacementKind.LOOP, 3), Costs(3, 3, 2, weight_memory_share=0.5)
+    spans = [optimum(placement, 4, costs, limit, time_limit_s=20) for limit in (1, 2, 3, 4)]
+    assert all(best.is_proven for best in spans)
+    assert all(after.span <= before.span for before, after in pairwise(spans))
+
+
+def test_without_the_solver_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "ortools.sat.python", None)
+    with pytest.raises(ImportError, match=r"penstock\[search\]"):
+        optimum(Placement(PlacementKind.LOOP, 2), 2, Costs(), 2)
+
+
+def test_lengths_that_differ_have_no_optimum():
+    with pytest.raises(ValueError, match="one length"):
+        optimum(Placement(PlacementKind.LOOP, 2), 2, Costs(lengths=(1.0, 2.0)), 2)
