@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import floor
+from typing import NamedTuple
 
 from penstock.schedule.builders.search_problem import TOLERANCE, Codes, Problem
 
@@ -23,13 +24,26 @@ def one_f_one_b(problem: Problem, num_live: Sequence[int]) -> Codes:
     return skeleton
 
 
+class _WarmUp(NamedTuple):
+    """The last ranks' numbers of live microbatches, and what they mean for the rank before.
+
+    `wait` is the longest that one of them waits for its first I, `ready` the time from the end of the first F to the
+    start of the first I on the first of them.
+    """
+
+    wait: float
+    ready: float
+    numbers: tuple[int, ...]
+
+
 def warm_ups(problem: Problem, may_wait: float) -> Iterator[tuple[int, ...]]:
     """Numbers of live microbatches for `one_f_one_b`, the most promising first.
 
     A rank whose first backward comes t after the end of its first forward can fill t with whole forwards and wait for
     the rest, or run one forward more and let its first backward, and those of all ranks before it, be late: then it
-    need not wait. For every rank both are tried, and 1F1B's own number. Best are the numbers with which no rank waits
-    for longer than `may_wait`, or else for the least time, and then those with which backwards come early.
+    need not wait. First come 1F1B's numbers and twice as many, then those of ranks that all wait or are all late; then
+    for each rank both are tried. Best are the numbers with which no rank waits for longer than `may_wait`, or else for
+    the least time, and of those the ones with which backwards come early.
     """
     num_ranks = problem.num_ranks
     most = [problem.num_microbatches] * num_ranks
@@ -38,25 +52,31 @@ def warm_ups(problem: Problem, may_wait: float) -> Iterator[tuple[int, ...]]:
         most = [max(1, problem.max_whole_tapes - rank) for rank in range(num_ranks)]
     yield tuple(min(most[rank], num_ranks - rank) for rank in range(num_ranks))
     yield tuple(min(most[rank], 2 * (num_ranks - rank) - 1) for rank in range(num_ranks))
-    # The longest wait if it is too long, the time from the end of the rank's first F to its first I, numbers so far.
-    found = [(may_wait, 0.0, (1,))]
+    none = _WarmUp(may_wait, 0.0, (1,))
+    for choice in (0, 1):
+        alike = none
+        for rank in range(num_ranks - 2, -1, -1):
+            alike = _one_rank_more(problem, rank, most[rank], alike)[choice]
+        yield alike.numbers
+    found = [none]
     for rank in range(num_ranks - 2, -1, -1):
-        way = problem.forward[rank + 1] + problem.backward_input[rank + 1] + 2 * problem.hops[rank]
-        forward = problem.forward[rank]
-        longer = {}
-        for wait, ready, numbers in found:
-            whole = floor((ready + way) / forward + TOLERANCE) if forward > 0 else most[rank]
-            for num_more in {whole, whole + 1, numbers[0]}:
-                live = min(num_more + 1, most[rank])
-                filled = (live - 1) * forward
-                longer[live, *numbers] = (
-                    max(wait, ready + way - filled),
-                    max(ready + way, filled),
-                    (live, *numbers),
-                )
-        found = sorted(longer.values())[:_BEAM]
-    for _, _, numbers in found:
-        yield numbers
+        longer = (more for later in found for more in _one_rank_more(problem, rank, most[rank], later))
+        found = sorted(set(longer))[:_BEAM]
+    for warm_up in found:
+        yield warm_up.numbers
+
+
+def _one_rank_more(problem: Problem, rank: int, most: int, later: _WarmUp) -> list[_WarmUp]:
+    """What a rank can do in front of later ones: wait, be late, or have one microbatch more than the next."""
+    forward = problem.forward[rank]
+    ready = later.ready + problem.forward[rank + 1] + problem.backward_input[rank + 1] + 2 * problem.hops[rank]
+    whole = floor(ready / forward + TOLERANCE) if forward > 0 else most
+    choices = []
+    for num_more in (whole, whole + 1, later.numbers[0]):
+        live = min(num_more + 1, most)
+        filled = (live - 1) * forward
+        choices.append(_WarmUp(max(later.wait, ready - filled), max(ready, filled), (live, *later.numbers)))
+    return choices
 
 
 def there_and_back(problem: Problem) -> Codes:
