@@ -27,8 +27,8 @@ def lower(schedule: Schedule, *, receives_ahead: int = 2, shared_channels: bool 
 
     A send stands right behind the action that made its tensor. The order of the sends along a channel is the order in
     which the other side posts its receives: at the start up to `receives_ahead` on each channel, then one more behind
-    each action that used one up and that action's own sends, for which others wait. A gradient is reduced right behind
-    the last action that writes to it; the optimizer step comes last.
+    each action that used one up: behind that action's own sends, for which others wait, unless one of these has to wait
+    itself. A gradient is reduced right behind the last action that writes to it; the optimizer step comes last.
 
     Where that many receives are too few, a channel gets more. To find out, the ranks are walked through their orders
     with sends that block: should they all wait for each other, the rank that a send is blocked by posts one receive
@@ -160,12 +160,18 @@ class _Rank:
                 if work.send is not None:
                     message = work.sent + action.microbatch
                     if not made[2 * message]:
+                        # It may have to wait: first tell the others where their next messages may go.
+                        self._post_behind(works, meeting)
+                    if not made[2 * message]:
                         yield 2 * message
                     done.append(Action(work.send, action.stage, action.microbatch))
                     meeting.make(2 * message + 1)
-            for work, _ in works:
-                if work.source is not None:
-                    self.post_ahead(work.source, meeting)
+            self._post_behind(works, meeting)
+
+    def _post_behind(self, works: Sequence[tuple[_Work, Action]], meeting: _Meeting) -> None:
+        for work, _ in works:
+            if work.source is not None:
+                self.post_ahead(work.source, meeting)
 
     def post_ahead(self, line: _Line, meeting: _Meeting) -> None:
         while line.coming and line.num_open < line.depth:
