@@ -5,17 +5,26 @@ from penstock.model.decoder import decoder_units
 from penstock.model.linear import Linear, PendingGradient, WeightGradients, defer, switch_linears
 from penstock.model.loss import cross_entropy_sum
 from penstock.model.recompute import recomputed
+from penstock.model.segments import Compute, Exchange, Lane, RecomputedLane, Segment, SegmentedUnit, Travelling, cut
 from penstock.model.sequences import Sequences
 from penstock.model.units import UnitSpec
 
 __all__ = [
+    "Compute",
+    "Exchange",
+    "Lane",
     "Linear",
     "ModelConfig",
     "PendingGradient",
+    "RecomputedLane",
+    "Segment",
+    "SegmentedUnit",
     "Sequences",
+    "Travelling",
     "UnitSpec",
     "WeightGradients",
     "cross_entropy_sum",
+    "cut",
     "decoder_units",
     "defer",
     "recomputed",

@@ -6,7 +6,7 @@ from penstock.runtime.executor import Executor, Feed, run_together
 from penstock.runtime.host_memory import keep_freed_memory
 from penstock.runtime.lanes import Lane, drain, zip_lanes
 from penstock.runtime.stage import Boundary, LaneUnit, Stage
-from penstock.runtime.tape import Segment, Tape, cut
+from penstock.runtime.tape import Segment, Tape
 from penstock.runtime.trace import Awaited, Record, Recorder
 from penstock.runtime.transport import InProcessHub, InProcessTransport, Transport, channels_of
 from penstock.runtime.watchdog import Watchdog
@@ -32,7 +32,6 @@ __all__ = [
     "TransportError",
     "Watchdog",
     "channels_of",
-    "cut",
     "drain",
     "keep_freed_memory",
     "run_together",

@@ -13,9 +13,9 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from penstock.model import Sequences, WeightGradients, recomputed
+from penstock.model import RecomputedLane, Sequences, WeightGradients, cut, recomputed
 from penstock.runtime.lanes import Lane
-from penstock.runtime.tape import Tape, cut
+from penstock.runtime.tape import Tape
 
 Finish = Callable[[Tensor], Tensor]
 
@@ -134,7 +134,7 @@ _Run = LaneUnit | list[_Call]
 def _call(module: nn.Module, recompute: bool) -> LaneUnit | _Call:
     """How to run a unit; a user's own layer may leave the sequences out of its arguments."""
     if isinstance(module, LaneUnit):
-        return module
+        return RecomputedLane(module) if recompute else module
     if len(inspect.signature(module.forward).parameters) == 1:
         plain: _Call = lambda x, sequences: module(x)  # noqa: E731
         return partial(recomputed, plain) if recompute else plain  # type: ignore[arg-type]  # any callable will do

@@ -52,8 +52,3 @@ class Tape:
     def record(self, leaf: Tensor | None, output: Tensor) -> None:
         """Note the segment that led from `leaf` to `output`; only the output's gradient edge is kept."""
         self.segments.append(Segment(leaf, get_gradient_edge(output)))
-
-
-def cut(x: Tensor) -> Tensor:
-    """A leaf with the data of `x`, at which autograd stops and leaves the gradient."""
-    return x.detach().requires_grad_()

@@ -1,0 +1,225 @@
+"""Units with collectives inside: a row of segments, computed or exchanged in turn, which a lane walks both ways.
+
+What goes from one segment to the next is a state, a tuple of tensors. Autograd is cut between segments, so each is
+undone by itself, and while an exchange travels the lane is suspended and another one computes. The same row serves
+the plain path (the lane is drained), the combined one (two lanes are zipped), recompute, split backward, and runs
+without a tape, where nothing is to be undone.
+"""
+
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from penstock.model.linear import PendingGradient, WeightGradients
+from penstock.model.sequences import Sequences
+
+Result = TypeVar("Result")
+Lane = Generator[None, None, Result]
+
+State = tuple[Tensor, ...]
+Grads = tuple[Tensor | None, ...]
+
+
+class Undo(Protocol):
+    """What a segment leaves behind in forward: from the gradients of its outputs to those of its inputs."""
+
+    def backward(self, grads: Grads) -> Lane[Grads]: ...
+
+
+class Segment(Protocol):
+    """A piece of a unit. With `undo` it appends what undoes it; where that is None it keeps nothing."""
+
+    @property
+    def name(self) -> str: ...
+
+    def forward(self, state: State, undo: list[Undo] | None) -> Lane[State]: ...
+
+
+class HasSegments(Protocol):
+    """What a row needs of a tape: the list to which it appends itself."""
+
+    segments: list[Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Compute:
+    """A segment that autograd undoes: `run(*state)` gives the next state.
+
+    `apart`: the owner of its linear layers, where their weight gradients are to be computed by themselves, one yield
+    after those of its inputs: they fill the time in which another lane's exchange travels. While the owner defers to
+    a later W, they are left to it.
+    """
+
+    name: str
+    run: Callable[..., State]
+    apart: WeightGradients | None = None
+
+    def forward(self, state: State, undo: list[Undo] | None) -> Lane[State]:
+        if undo is None:
+            with torch.no_grad():
+                return self.run(*state)
+        leaves = tuple(cut(x) if x.is_floating_point() else None for x in state)
+        outputs = self.run(*(x if leaf is None else leaf for x, leaf in zip(state, leaves, strict=True)))
+        edges = tuple(get_gradient_edge(y) if y.requires_grad else None for y in outputs)
+        undo.append(_Computed(leaves, edges, self.apart))
+        return tuple(y.detach() for y in outputs)
+        yield
+
+
+@dataclass(eq=False)
+class _Computed:
+    leaves: tuple[Tensor | None, ...]
+    edges: tuple[GradientEdge | None, ...]
+    apart: WeightGradients | None
+
+    def backward(self, grads: Grads) -> Lane[Grads]:
+        given = [(edge, grad) for edge, grad in zip(self.edges, grads, strict=True) if edge and grad is not None]
+        roots, of_roots = [edge for edge, _ in given], [grad for _, grad in given]
+        if self.apart is None or self.apart.deferring:
+            torch.autograd.backward(roots, of_roots)  # type: ignore[arg-type]  # the stubs lag behind GradientEdge
+        else:
+            queue: list[PendingGradient] = []
+            with self.apart.deferred_to(queue):
+                torch.autograd.backward(roots, of_roots)  # type: ignore[arg-type]
+            yield
+            WeightGradients.drain(queue)
+        return tuple(None if leaf is None else leaf.grad for leaf in self.leaves)
+
+
+class Travelling(Protocol):
+    """A collective that has been launched; `wait` gives what arrived."""
+
+    def wait(self) -> Tensor: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Exchange:
+    """A segment that moves the state's first tensor between ranks, and leaves the others where they are.
+
+    `there` launches the collective of the forward, `back` the one that takes gradients the other way.
+    """
+
+    name: str
+    there: Callable[[Tensor], Travelling]
+    back: Callable[[Tensor], Travelling]
+
+    def forward(self, state: State, undo: list[Undo] | None) -> Lane[State]:
+        travelling = self.there(state[0])
+        yield
+        if undo is not None:
+            undo.append(self)
+        return (travelling.wait(), *state[1:])
+
+    def backward(self, grads: Grads) -> Lane[Grads]:
+        assert grads[0] is not None, f"nothing is left to send back through {self.name}"
+        travelling = self.back(grads[0])
+        yield
+        return (travelling.wait(), *grads[1:])
+
+
+class SegmentedUnit(nn.Module):
+    """A unit given as a row of segments; `segments` makes a fresh row for each microbatch."""
+
+    has_randomness = False
+
+    def segments(self, sequences: Sequences) -> Sequence[Segment]:
+        """The row from the unit's input, a state of one tensor, to its output, which stands first in the last state."""
+        raise NotImplementedError
+
+    def forward_lane(self, tape: HasSegments | None, x: Tensor, sequences: Sequences) -> Lane[Tensor]:
+        """Walk the row; with a tape append what walks it back."""
+        return walk(self.segments(sequences), tape, x)
+
+    def forward(self, x: Tensor, sequences: Sequences) -> Tensor:
+        """The output, with nothing kept for a backward: a unit's backward needs a tape."""
+        lane = self.forward_lane(None, x, sequences)
+        while True:
+            try:
+                next(lane)
+            except StopIteration as stop:
+                return stop.value
+
+
+class LaneModule(Protocol):
+    """A unit whose forward is a lane."""
+
+    def forward_lane(self, tape: Any, x: Tensor, sequences: Sequences) -> Lane[Tensor]: ...
+
+
+@dataclass(frozen=True, eq=False)
+class RecomputedLane:
+    """A unit that keeps its input alone, and walks its row again, exchanges included, when its backward comes."""
+
+    unit: LaneModule
+
+    def forward_lane(self, tape: HasSegments | None, x: Tensor, sequences: Sequences) -> Lane[Tensor]:
+        y = yield from self.unit.forward_lane(None, x, sequences)
+        if tape is not None:
+            device = x.device.type
+            autocast = torch.autocast(device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
+            tape.segments.append(_Again(self.unit, x, sequences, autocast))
+        return y
+
+
+@dataclass(eq=False)
+class _Again:
+    unit: LaneModule
+    x: Tensor
+    sequences: Sequences
+    autocast: torch.autocast
+
+    def backward(self, grad: Tensor | None) -> Lane[Tensor | None]:
+        kept = _Kept([])
+        yield from _entered(self.unit.forward_lane(kept, self.x, self.sequences), self.autocast)
+        while kept.segments:
+            grad = yield from kept.segments.pop().backward(grad)
+        return grad
+
+
+@dataclass(eq=False)
+class _Kept:
+    """A tape of one unit."""
+
+    segments: list[Any]
+
+
+def _entered(lane: Lane[Result], context: Any) -> Lane[Result]:
+    """The lane with the context entered whenever it runs and left while it is suspended."""
+    while True:
+        with context:
+            try:
+                next(lane)
+            except StopIteration as stop:
+                return stop.value
+        yield
+
+
+def walk(row: Sequence[Segment], tape: HasSegments | None, x: Tensor) -> Lane[Tensor]:
+    """Take `x` through a row of segments; with a tape append what takes its gradient back."""
+    undo: list[Undo] | None = None if tape is None else []
+    state: State = (x,)
+    for segment in row:
+        state = yield from segment.forward(state, undo)
+    if tape is not None and undo is not None:
+        tape.segments.append(_Row(undo))
+    return state[0]
+
+
+@dataclass(eq=False)
+class _Row:
+    undo: list[Undo]
+
+    def backward(self, grad: Tensor | None) -> Lane[Tensor | None]:
+        grads: Grads = (grad,)
+        while self.undo:
+            grads = yield from self.undo.pop().backward(grads)
+        return grads[0]
+
+
+def cut(x: Tensor) -> Tensor:
+    """A leaf with the data of `x`, at which autograd stops and leaves the gradient."""
+    return x.detach().requires_grad_()

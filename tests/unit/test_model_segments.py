@@ -1,0 +1,115 @@
+"""Rows of segments: undone bit for bit like one autograd graph, plain, zipped, split and recomputed."""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from penstock.model import Compute, Exchange, Linear, Segment, SegmentedUnit, Sequences, WeightGradients, defer
+from penstock.runtime import Boundary, Stage, Tape
+from penstock.runtime.lanes import drain, zip_lanes
+
+SEQUENCES = Sequences.from_lengths([3, 2])
+WIDTH = 8
+
+
+@dataclass
+class Turned:
+    x: Tensor
+
+    def wait(self) -> Tensor:
+        return self.x
+
+
+class Mixer(SegmentedUnit):
+    """x + second(turn(first(x))), where the turn is an exchange of a row with its opposite."""
+
+    def __init__(self, owner: WeightGradients | None, log: list[str]) -> None:
+        super().__init__()
+        self.first, self.second, self.owner, self.log = Linear(WIDTH, WIDTH), Linear(WIDTH, WIDTH), owner, log
+
+    def segments(self, sequences: Sequences) -> Sequence[Segment]:
+        def turn(x: Tensor) -> Turned:
+            self.log.append("launch")
+            return Turned(x.flip(0))
+
+        return [
+            Compute("first", lambda x: (self.first(x), x)),
+            Exchange("turn", turn, turn),
+            Compute("second", lambda h, x: (x + self.second(h).sin(),), self.owner),
+        ]
+
+    def reference(self, x: Tensor) -> Tensor:
+        return x + self.second(self.first(x).flip(0)).sin()
+
+
+def make(seed: int, recompute: bool = False) -> tuple[Stage, list[Mixer], WeightGradients]:
+    torch.manual_seed(seed)
+    owner = WeightGradients()
+    units = [Mixer(owner, []) for _ in range(3)]
+    for unit in units:
+        for weight in unit.parameters():
+            nn.init.normal_(weight, std=0.3)
+        defer(unit, owner)
+    named = [(f"mixer.{i}", unit) for i, unit in enumerate(units)]
+    recomputed = [name for name, _ in named] if recompute else []
+    return Stage(0, named, Boundary(WIDTH, torch.float32), owner, recompute=recomputed), units, owner
+
+
+def expected(seed: int, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
+    _, units, _ = make(seed)
+    leaf = h = x.clone().requires_grad_()
+    for unit in units:
+        h = unit.reference(h)
+    h.backward(grad)
+    assert leaf.grad is not None
+    return h.detach(), leaf.grad, [p.grad for u in units for p in u.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize(("split", "recompute", "zipped"), list(itertools.product([False, True], repeat=3)))
+def test_a_row_gives_what_one_graph_gives(split: bool, recompute: bool, zipped: bool) -> None:
+    x, grad = torch.randn(2, 5, WIDTH)
+    stage, units, _ = make(1, recompute)
+    tape, other = Tape(), Tape()
+    output = drain(stage.forward(tape, x, SEQUENCES))
+    backward = stage.backward(tape, grad, split)
+    if zipped:
+        input_grad, beside = zip_lanes(backward, stage.forward(other, grad, SEQUENCES))
+        assert torch.equal(beside, expected(1, grad, x)[0])
+    else:
+        input_grad = drain(backward)
+    if split:
+        assert tape.weight_gradients
+        stage.weight_backward(tape)
+    wanted_output, wanted_grad, wanted_grads = expected(1, x, grad)
+    assert torch.equal(output, wanted_output)
+    assert input_grad is not None
+    assert torch.equal(input_grad, wanted_grad)
+    found = [p.grad for u in units for p in u.parameters() if p.grad is not None]
+    assert len(found) == len(wanted_grads) == 6
+    assert all(map(torch.equal, found, wanted_grads))
+    assert not tape.segments
+    assert not tape.weight_gradients
+
+
+def test_lanes_are_suspended_after_each_launch_and_before_weights_apart() -> None:
+    stage, units, _ = make(2)
+    tape = Tape()
+    x = torch.randn(5, WIDTH)
+    assert sum(1 for _ in stage.forward(tape, x, SEQUENCES)) == len(units)
+    assert sum(1 for _ in stage.backward(tape, x)) == 2 * len(units)
+    assert [unit.log for unit in units] == [["launch", "launch"]] * len(units)
+
+
+def test_without_a_tape_nothing_is_kept() -> None:
+    stage, units, _ = make(3)
+    x = torch.randn(5, WIDTH)
+    output = drain(stage.forward(None, x, SEQUENCES))
+    assert not output.requires_grad
+    h = x
+    for unit in units:
+        h = unit(h, SEQUENCES)
+    assert torch.equal(output, h)
