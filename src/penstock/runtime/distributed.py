@@ -34,7 +34,7 @@ class DistributedTransport:
         self._num_awaited = 0
         self._abandoned = False
         store = PrefixStore(f"penstock/{_agree_on_number(group)}", _default_store())
-        make = _backend_maker(device, timedelta(seconds=timeout_s))
+        make = _backend_maker(group, device, timedelta(seconds=timeout_s))
         self._links: dict[Channel, _Link] = {
             channel: _Link(channel, self.rank, store, make, None if device.type == "cuda" else timeout_s)
             for channel in channels_of(placement)
@@ -246,16 +246,16 @@ def _agree_on_number(group: dist.ProcessGroup) -> int:
     return int(number)
 
 
-def _backend_maker(device: torch.device, timeout: timedelta) -> Callable[[Store, int], Any]:
+def _backend_maker(group: dist.ProcessGroup, device: torch.device, timeout: timedelta) -> Callable[[Store, int], Any]:
     """Makes communicators of two ranks, given a store and the place among the two.
 
-    gloo's devices each have a thread that wakes a hundred times a second: all links of a rank share one device.
+    gloo's devices each have a thread that wakes a hundred times a second: all links of a rank share the group's.
     """
     if device.type == "cuda":
         nccl = dist.ProcessGroupNCCL.Options()
         nccl._timeout = timeout
         return lambda store, place: dist.ProcessGroupNCCL(store, place, 2, nccl)
     gloo = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
-    gloo._devices = [dist.ProcessGroupGloo.create_default_device()]
+    gloo._devices = group._get_backend(torch.device("cpu")).options._devices  # pyright: ignore[reportAttributeAccessIssue]
     gloo._threads, gloo._timeout = 1, timeout
     return lambda store, place: dist.ProcessGroupGloo(store, place, 2, gloo)

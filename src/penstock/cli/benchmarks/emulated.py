@@ -71,7 +71,7 @@ class SleepingLayer(nn.Module):
             return _SleepForInput.apply(x, self) + _SleepForWeight.apply(self.weight, self)  # type: ignore[operator]
         self.sleep(self.forward_s)
         # A hook and one multiplication: an autograd function in Python would cost more than an engine does.
-        y = x * self.weight
+        y = x * 1.0 if x.requires_grad else x * self.weight
         if y.requires_grad:
             y.register_hook(self._backward)
         return y
