@@ -58,13 +58,20 @@ class AttentionHalf(nn.Module):
         self.output = Linear(config.query_size, config.hidden_size, products=products)
 
     def forward(self, x_TD: Tensor, sequences: Sequences) -> Tensor:
+        mean_THK = packed_attention(*self.project(x_TD, sequences), sequences, self.window)
+        return self.add_output(x_TD, mean_THK)
+
+    def project(self, x_TD: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values [T, heads, K] of the residual stream, turned by their positions."""
         h_TD = self.norm(x_TD)
         q_THK, k_THK, v_THK = (part(h_TD).unflatten(-1, (-1, self.head_dim)) for part in (self.q, self.k, self.v))
         if self.q_norm is not None and self.k_norm is not None:
             q_THK, k_THK = self.q_norm(q_THK), self.k_norm(k_THK)
         tables = self.rotary.tables(sequences)
-        q_THK, k_THK = rotate(q_THK, tables), rotate(k_THK, tables)
-        mean_THK = packed_attention(q_THK, k_THK, v_THK, sequences, self.window)
+        return rotate(q_THK, tables), rotate(k_THK, tables), v_THK
+
+    def add_output(self, x_TD: Tensor, mean_THK: Tensor) -> Tensor:
+        """The residual stream with the output of the heads' means added."""
         return x_TD + self.output(mean_THK.flatten(1))
 
 
