@@ -1,5 +1,6 @@
 """The decoder as a list of units, and what a stage needs to run them; given process groups, it never looks one up."""
 
+from penstock.model.collectives import Collectives, Observer, observe
 from penstock.model.config import ModelConfig
 from penstock.model.decoder import decoder_units
 from penstock.model.linear import Linear, PendingGradient, WeightGradients, defer, switch_linears
@@ -10,11 +11,13 @@ from penstock.model.sequences import Sequences
 from penstock.model.units import UnitSpec
 
 __all__ = [
+    "Collectives",
     "Compute",
     "Exchange",
     "Lane",
     "Linear",
     "ModelConfig",
+    "Observer",
     "PendingGradient",
     "RecomputedLane",
     "Segment",
@@ -27,6 +30,7 @@ __all__ = [
     "cut",
     "decoder_units",
     "defer",
+    "observe",
     "recomputed",
     "switch_linears",
 ]

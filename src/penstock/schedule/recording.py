@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from functools import cached_property
 from itertools import pairwise
 from math import isfinite
@@ -14,6 +15,17 @@ from penstock.schedule.text import parse_step
 from penstock.schedule.timeline import Event, Timeline
 
 _DRAWN = COMPUTE | {Op.REDUCE_GRAD, Op.STEP}
+
+
+class CollectiveKind(StrEnum):
+    """What ranks do together, as the trace tells it apart; `SEND_RECEIVE` is a step round a ring."""
+
+    ALL_TO_ALL = "all-to-all"
+    ALL_GATHER = "all-gather"
+    REDUCE_SCATTER = "reduce-scatter"
+    ALL_REDUCE = "all-reduce"
+    SEND_RECEIVE = "send-receive"
+    GRADIENTS = "gradient reduction"
 
 
 @dataclass(frozen=True, slots=True)
