@@ -6,7 +6,9 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from penstock.cli.commands import Parser, print_json
+from penstock import schedule
+from penstock.cli.benchmarks.ranks import RankFailed
+from penstock.cli.commands import Parser, print_json, print_table
 
 DESCRIPTION = """Measure Penstock on this machine, against its peers where there are any. Each side runs several times
 in turn with the others, in one run; medians and ranges are printed."""
@@ -19,11 +21,15 @@ def main(arguments: list[str]) -> int:
     """
     parser = _parser()
     given = parser.parse_args(arguments)
-    result = given.run(given)
+    try:
+        result = given.run(given)
+    except RankFailed as error:
+        print(f"penstock: {error}", file=sys.stderr)
+        return 1
     if given.json:
         print_json(result)
     else:
-        _show(result)
+        given.show(result)
     return 0
 
 
@@ -33,12 +39,15 @@ def _parser() -> Parser:
 
     schedules = _add(benchmarks, "schedules", _schedules, "measured over simulated time of schedules")
     schedules.add_argument("--emulate", action="store_true", help="stages whose compute sleeps (the only kind so far)")
-    schedules.add_argument("--ranks", type=int, default=8)
-    schedules.add_argument("--microbatches", type=int, default=32)
-    schedules.add_argument("--schedules", nargs="+", default=["afab", "1f1b"], metavar="NAME")
-    schedules.add_argument("--forward-ms", type=float, default=20.0)
-    schedules.add_argument("--backward-ms", type=float, default=40.0)
+    schedules.add_argument("--ranks", type=int, nargs="+", default=[8], metavar="N")
+    schedules.add_argument("--microbatches", type=int, nargs="+", default=[32], metavar="N")
+    schedules.add_argument(
+        "--schedules", nargs="+", default=["afab", "1f1b"], metavar="NAME", help="names, or all of those that train"
+    )
+    schedules.add_argument("--forward-ms", type=float, default=20.0, help="F of a rank's stages together")
+    schedules.add_argument("--backward-ms", type=float, default=40.0, help="B; I and W take half of it each")
     schedules.add_argument("--steps", type=int, default=5, help="steps of each engine, in turn")
+    schedules.set_defaults(show=_show_schedules)
 
     train = _add(benchmarks, "train", _train, "tokens per second of training, the same modules under each engine")
     train.add_argument("--against", choices=["torch"], default="torch", help="torch.distributed.pipelining")
@@ -68,21 +77,44 @@ def _parser() -> Parser:
 def _add(benchmarks: Any, name: str, run: Callable[[argparse.Namespace], Any], what: str) -> argparse.ArgumentParser:
     parser = benchmarks.add_parser(name, help=what, description=what)
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, show=_show)
     return parser
 
 
 def _schedules(given: argparse.Namespace) -> list[dict[str, Any]]:
     from penstock.cli.benchmarks.emulated import Emulation, compare
 
-    emulation = Emulation(
-        given.ranks, given.microbatches, given.forward_ms * 1e-3, given.backward_ms * 1e-3, given.steps
-    )
+    names = _names(given.schedules)
+    num_rows = len(names) * len(given.ranks) * len(given.microbatches)
+    times = (given.forward_ms * 1e-3, given.backward_ms * 1e-3, given.steps)
     found = []
-    for name in given.schedules:
-        _progress(f"{name}: {given.ranks} ranks, {given.microbatches} microbatches, {given.steps} steps a side")
-        found.append(compare(name, emulation))
+    for ranks in given.ranks:
+        for row in compare(names, [Emulation(ranks, microbatches, *times) for microbatches in given.microbatches]):
+            found.append(row)
+            what = f"{row['schedule']}, {row['ranks']} ranks, {row['microbatches']} microbatches"
+            _progress(f"{len(found)}/{num_rows} {what}: {row['penstock']['ratio']:.3f}")
     return found
+
+
+def _names(given: list[str]) -> list[str]:
+    """The schedules that are asked for; `all` are those that train.
+
+    Raises: ValueError for a name that is not known, or of a schedule without backwards.
+    """
+    known = [name for name in schedule.names() if name != "inference"]
+    if given == ["all"]:
+        return known
+    for name in given:
+        schedule.describe(name)
+        if name not in known:
+            raise ValueError(f"schedule {name} has no backward; possible are {', '.join(known)}")
+    return given
+
+
+def _show_schedules(rows: list[dict[str, Any]]) -> None:
+    from penstock.cli.benchmarks.emulated import cells
+
+    print_table(cells(rows))
 
 
 def _train(given: argparse.Namespace) -> dict[str, Any]:

@@ -90,6 +90,14 @@ def print_json(value: object) -> None:
     print()
 
 
+def print_table(cells: Sequence[Sequence[str]]) -> None:
+    """Print rows of cells, the head first, in columns as wide as they need to be; all but the first are numbers."""
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for first, *others in cells:
+        numbers = (cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))
+        print("  ".join([first.ljust(widths[0]), *numbers]))
+
+
 def refuse_to_overwrite(path: Path, *, force: bool) -> None:
     """Make sure that a file may be written.
 

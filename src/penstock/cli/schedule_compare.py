@@ -4,7 +4,7 @@ import argparse
 from typing import Any
 
 from penstock import schedule
-from penstock.cli.commands import Parser, print_json
+from penstock.cli.commands import Parser, print_json, print_table
 from penstock.cli.schedule_arguments import COST_NAMES, add_costs, add_json, add_own_options, add_size, costs_of, proved
 from penstock.schedule.builders.search_bounds import bound
 
@@ -93,7 +93,4 @@ def _print_table(rows: list[dict[str, Any]]) -> None:
     shown = [column for column in _COLUMNS if not column[0].endswith("_bytes") or any(row[column[0]] for row in rows)]
     cells = [[head for _, head, _ in shown]]
     cells += [[_UNKNOWN if row[name] is None else format(row[name], form) for name, _, form in shown] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    for first, *others in cells:
-        numbers = (cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))
-        print("  ".join([first.ljust(widths[0]), *numbers]))
+    print_table(cells)

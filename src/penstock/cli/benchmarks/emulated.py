@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from penstock import schedule
-from penstock.cli.benchmarks.ranks import Turn, in_turns
+from penstock.cli.benchmarks.ranks import Job, jobs_in_turns
 from penstock.model import Sequences, WeightGradients
 from penstock.runtime import Boundary, DistributedTransport, Executor, Feed, Recorder, Stage
 
@@ -122,14 +122,24 @@ class _SleepForWeight(torch.autograd.Function):
         return grads[0], None
 
 
-Step = Callable[[], object]
+@dataclass(frozen=True)
+class Engine:
+    """One engine's step on this rank, without an optimizer, and the layers in it.
+
+    `simulated_s` is the makespan of the order that the engine follows.
+    """
+
+    step: Callable[[], object]
+    layers: list[SleepingLayer]
+    simulated_s: float
+    close: Callable[[], None]
 
 
-def penstock_step(name: str, emulation: Emulation) -> tuple[Step, list[SleepingLayer]]:
-    """One step of Penstock's executor on this rank, without an optimizer, and its layers."""
+def penstock_engine(program: schedule.Program, emulation: Emulation) -> Engine:
+    """Penstock's executor."""
     world = dist.group.WORLD
     assert world is not None
-    program, rank = emulation.program(name), world.rank()
+    rank = world.rank()
     transport = DistributedTransport(program.placement, world, torch.device("cpu"), timeout_s=120.0)
     stages, layers = {}, []
     for number in program.placement.stages_of(rank):
@@ -139,7 +149,8 @@ def penstock_step(name: str, emulation: Emulation) -> tuple[Step, list[SleepingL
     executor = Executor(program, rank, stages, transport, Recorder(rank))
     sequences = Sequences.from_lengths([NUM_TOKENS], torch.device("cpu"))
     feed = Feed(NUM_TOKENS, sequences, torch.zeros(NUM_TOKENS, HIDDEN_SIZE), torch.sum)
-    return lambda: executor.run([feed] * emulation.num_microbatches), layers
+    feeds = [feed] * emulation.num_microbatches
+    return Engine(lambda: executor.run(feeds), layers, _makespan_s(program, emulation), transport.close)
 
 
 TORCH_NAMES = {
@@ -154,65 +165,116 @@ TORCH_NAMES = {
 """torch's class of the same schedule; it has no other ones."""
 
 
-def torch_step(name: str, emulation: Emulation) -> tuple[Step, list[SleepingLayer]]:
-    """The same of torch.distributed.pipelining."""
+def torch_engine(name: str, program: schedule.Program, emulation: Emulation) -> Engine:
+    """torch.distributed.pipelining, with the class of that name and the placement of our program."""
     from torch.distributed import pipelining
 
-    placement, rank = emulation.program(name).placement, dist.get_rank()
-    splits = any(
-        action.op is schedule.Op.I for order in emulation.program(name).ranks for action in schedule.flatten(order)
-    )
+    placement, rank = program.placement, dist.get_rank()
+    splits = any(action.op is schedule.Op.I for order in program.ranks for action in schedule.flatten(order))
     layers = [SleepingLayer(branches=splits) for _ in placement.stages_of(rank)]
     stages = [
         pipelining.PipelineStage(layer, number, placement.num_stages, torch.device("cpu"))
         for layer, number in zip(layers, placement.stages_of(rank), strict=True)
     ]
     kind = getattr(pipelining.schedules, TORCH_NAMES[name])
-    given: Any = stages[0] if issubclass(kind, pipelining.schedules.PipelineScheduleSingle) else stages
+    single = issubclass(kind, pipelining.schedules.PipelineScheduleSingle)
+    given: Any = stages[0] if single else stages
     runner = kind(given, emulation.num_microbatches, loss_fn=lambda output, target: output.sum(), scale_grads=False)
     rows = NUM_TOKENS * emulation.num_microbatches
     inputs = (torch.zeros(rows, HIDDEN_SIZE),) if any(stage.is_first for stage in stages) else ()
     target = torch.zeros(rows) if any(stage.is_last for stage in stages) else None
-    return lambda: runner.step(*inputs, target=target), layers
+    followed = program if single else _torch_program(runner.pipeline_order)
+    step = lambda: runner.step(*inputs, target=target)  # noqa: E731
+    return Engine(step, layers, _makespan_s(followed, emulation), lambda: None)
 
 
-def _prepare(side: str, rank: int, name: str, emulation: Emulation) -> Turn:
-    """One engine's step; sleeps begin once everything has been used once."""
-    step, layers = (penstock_step if side == "penstock" else torch_step)(name, emulation)
-    step()
-    for layer in layers:
-        layer.take(emulation, len(layers))
+def _torch_program(order: Mapping[int, Sequence[object]]) -> schedule.Program:
+    """The program of torch's own order, which may differ from ours of that name."""
+    rows = (",".join("" if action is None else str(action) for action in order[rank]) for rank in sorted(order))
+    plan = schedule.from_csv("\n".join(rows) + "\n")
+    return schedule.lower(plan) if isinstance(plan, schedule.Schedule) else plan
 
-    def turn() -> tuple[float, float, float]:
-        """Start, end, and by what share the sleeps of this rank overshot so far."""
+
+def _makespan_s(program: schedule.Program, emulation: Emulation) -> float:
+    return schedule.simulate(program, emulation.costs()).makespan
+
+
+class _EmulatedTurn:
+    """One engine on one rank; sleeps begin once everything has been used once."""
+
+    def __init__(self, side: str, rank: int, name: str, program: schedule.Program, emulation: Emulation) -> None:
+        ours = side == "penstock"
+        self.engine = penstock_engine(program, emulation) if ours else torch_engine(name, program, emulation)
+        self.close = self.engine.close
+        self.engine.step()
+        for layer in self.engine.layers:
+            layer.take(emulation, program.placement.stages_per_microbatch)
+
+    def __call__(self) -> tuple[float, float, float, float]:
+        """Start, end, the simulated makespan, and by what share the sleeps of this rank overshot so far."""
+        layers = self.engine.layers
         dist.barrier()
         start = time.perf_counter()
-        step()
+        self.engine.step()
         end = time.perf_counter()
-        return start, end, sum(layer.slept_s for layer in layers) / sum(layer.asked_s for layer in layers) - 1
+        overshoot = sum(layer.slept_s for layer in layers) / sum(layer.asked_s for layer in layers) - 1
+        return start, end, self.engine.simulated_s, overshoot
 
-    return turn
 
+def compare(names: Sequence[str], emulations: Sequence[Emulation]) -> Iterator[dict[str, Any]]:
+    """Measured step over simulated makespan, for both engines in one run, each in processes of its own.
 
-def compare(name: str, emulation: Emulation) -> dict[str, Any]:
-    """Measured step over simulated makespan, for both engines in the same run, each in processes of its own."""
-    simulated_s = schedule.simulate(emulation.program(name), emulation.costs()).makespan
-    sides = ("penstock", "torch") if name in TORCH_NAMES else ("penstock",)
-    found = in_turns(sides, emulation.num_ranks, _prepare, name, emulation, num_rounds=emulation.num_steps)
-    result: dict[str, Any] = {
-        "schedule": name,
-        "ranks": emulation.num_ranks,
-        "microbatches": emulation.num_microbatches,
-        "simulated_s": simulated_s,
-    }
-    for side, ranks in found.items():
-        rounds = list(zip(*ranks, strict=True))
-        ratios = [(max(end for _, end, _ in r) - min(start for start, _, _ in r)) / simulated_s for r in rounds]
-        result[side] = {
-            "ratio": statistics.median(ratios),
-            "range": [min(ratios), max(ratios)],
-            "sleep_overshoot": statistics.mean(overshoot for _, _, overshoot in rounds[-1]),
+    All emulations are of one number of ranks, with as many steps each.
+    """
+    cases = [(name, emulation) for emulation in emulations for name in names]
+
+    def jobs() -> Iterator[Job]:
+        for name, emulation in cases:
+            sides = ("penstock", "torch") if name in TORCH_NAMES else ("penstock",)
+            yield Job(sides, (name, emulation.program(name), emulation))
+
+    found = jobs_in_turns(emulations[0].num_ranks, _EmulatedTurn, jobs(), num_rounds=emulations[0].num_steps)
+    for (name, emulation), sides in zip(cases, found, strict=True):
+        row: dict[str, Any] = {
+            "schedule": name,
+            "ranks": emulation.num_ranks,
+            "microbatches": emulation.num_microbatches,
         }
-    if "torch" in result:
-        result["excess_of_torch"] = (result["penstock"]["ratio"] - 1) / (result["torch"]["ratio"] - 1)
-    return result
+        row |= {side: _summary(list(zip(*ranks, strict=True))) for side, ranks in sides.items()}
+        if "torch" in row:
+            row["excess_of_torch"] = (row["penstock"]["ratio"] - 1) / (row["torch"]["ratio"] - 1)
+        yield row
+
+
+def _summary(rounds: list[Any]) -> dict[str, Any]:
+    """What an engine's rounds, each with what every rank has told, come to."""
+    simulated_s = rounds[0][0][2]
+    ratios = [(max(rank[1] for rank in r) - min(rank[0] for rank in r)) / simulated_s for r in rounds]
+    return {
+        "simulated_s": simulated_s,
+        "ratio": statistics.median(ratios),
+        "range": [min(ratios), max(ratios)],
+        "sleep_overshoot": statistics.mean(rank[3] for rank in rounds[-1]),
+    }
+
+
+_COLUMNS = (
+    ("schedule", lambda row: row["schedule"]),
+    ("ranks", lambda row: str(row["ranks"])),
+    ("microbatches", lambda row: str(row["microbatches"])),
+    ("simulated", lambda row: f"{row['penstock']['simulated_s']:.2f} s"),
+    ("penstock", lambda row: _ratio(row["penstock"])),
+    ("torch", lambda row: _ratio(row["torch"]) if "torch" in row else "-"),
+    ("of torch's excess", lambda row: f"{row['excess_of_torch']:.2f}" if "torch" in row else "-"),
+    ("sleep's own", lambda row: f"{row['penstock']['sleep_overshoot']:.1%}"),
+)
+
+
+def cells(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """The rows as a table, its head first."""
+    return [[head for head, _ in _COLUMNS], *([text(row) for _, text in _COLUMNS] for row in rows)]
+
+
+def _ratio(side: dict[str, Any]) -> str:
+    low, high = side["range"]
+    return f"{side['ratio']:.3f} ({low:.3f} to {high:.3f})"

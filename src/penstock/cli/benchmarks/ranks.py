@@ -1,99 +1,272 @@
-"""Ranks of a benchmark: processes on this machine that meet over the loopback interface."""
+"""Ranks of a benchmark: processes on this machine that meet over the loopback interface and do as they are told."""
 
 import ctypes
+import enum
+import gc
 import multiprocessing
 import os
 import signal
 import sys
-import threading
-from collections.abc import Callable, Sequence
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 LOOPBACK = "127.0.0.1"
+_LIMIT_S = 1800.0
+
+
+class RankFailed(RuntimeError):
+    """A rank of a benchmark raised, died or was too slow; the text says which one and why. All ranks have ended."""
+
+
+class _Task(enum.Enum):
+    """What a rank is told to do; `PREPARE` calls a function for what it returns to be called by each `TURN`."""
+
+    CALL = "call"
+    PREPARE = "prepare"
+    TURN = "turn"
+    END = "end"
+
+
+class Team:
+    """Processes of their own that answer calls, all at once, until the `with` block ends.
+
+    With `join` they are joined by torch.distributed. If one fails, all are ended at once and its traceback is told.
+
+    Raises:
+        RankFailed: by every call, for a rank that failed or took longer than `limit_s`.
+    """
+
+    def __init__(self, num_ranks: int, *, join: bool = True, limit_s: float = _LIMIT_S) -> None:
+        from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+        self._store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
+        self._limit_s = limit_s
+        self._processes: list[BaseProcess] = []
+        self._pipes: list[Connection] = []
+        context = multiprocessing.get_context("spawn")
+        for rank in range(num_ranks):
+            ours, theirs = context.Pipe()
+            place = (rank, num_ranks, self._store.port if join else None, limit_s)
+            process = context.Process(target=_rank_main, args=(theirs, *place), daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(ours)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+        if kind is None:
+            self.wake()
+            for pipe in self._pipes:
+                pipe.send((_Task.END, None, ()))
+            for process in self._processes:
+                process.join(timeout=10)
+        for process in self._processes:
+            process.kill()
+            process.join()
+
+    def call(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """`function(rank, *arguments)` on every rank; the results by rank."""
+        return self._ask(_Task.CALL, function, arguments)
+
+    def prepare(self, function: Callable[..., Callable[[], Any]], *arguments: Any) -> None:
+        """Have `function(rank, *arguments)` make what each turn calls, in place of what did before.
+
+        What did before is closed first, if it has a `close`.
+        """
+        self._ask(_Task.PREPARE, function, arguments)
+
+    def turn(self) -> list[Any]:
+        """Call what was prepared, all ranks starting together; the results by rank."""
+        return self._ask(_Task.TURN, None, ())
+
+    def sleep(self) -> None:
+        """Stop the processes where they are: even a waiting process group wakes a hundred times a second."""
+        self._signal(signal.SIGSTOP)
+
+    def wake(self) -> None:
+        """Let stopped processes go on."""
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: signal.Signals) -> None:
+        for process in self._processes:
+            if process.pid is not None and process.is_alive():
+                os.kill(process.pid, number)
+
+    def _ask(self, task: _Task, function: Callable[..., Any] | None, arguments: tuple[Any, ...]) -> list[Any]:
+        for rank, pipe in enumerate(self._pipes):
+            try:
+                pipe.send((task, function, arguments))
+            except BrokenPipeError:
+                raise self._failure(rank) from None
+        deadline = time.monotonic() + self._limit_s
+        waiting = {pipe: rank for rank, pipe in enumerate(self._pipes)}
+        answers: dict[int, Any] = {}
+        while waiting:
+            ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                late = ", ".join(map(str, sorted(waiting.values())))
+                raise RankFailed(f"rank {late} of the benchmark gave no result in {self._limit_s:g} s")
+            for pipe in ready:
+                rank = waiting.pop(pipe)  # pyright: ignore[reportArgumentType]  # it was made of these
+                answers[rank] = self._answer(rank)
+        return [answers[rank] for rank in range(len(self._pipes))]
+
+    def _answer(self, rank: int) -> Any:
+        try:
+            answer: _Answer = self._pipes[rank].recv()
+        except (EOFError, ConnectionError):
+            raise self._failure(rank) from None
+        if answer.failure is not None:
+            raise RankFailed(f"rank {rank} of the benchmark failed:\n{answer.failure}")
+        return answer.value
+
+    def _failure(self, rank: int) -> RankFailed:
+        self._processes[rank].join(timeout=5)
+        return RankFailed(f"rank {rank} of the benchmark died with exit code {self._processes[rank].exitcode}")
 
 
 def on_ranks(
-    num_ranks: int,
-    function: Callable[..., Any],
-    *arguments: Any,
-    limit_s: float = 900.0,
-    join: bool = True,
-    conduct: Callable[[list[BaseProcess]], None] | None = None,
+    num_ranks: int, function: Callable[..., Any], *arguments: Any, limit_s: float = 900.0, join: bool = True
 ) -> list[Any]:
     """Call `function(rank, *arguments)` in processes of their own; return the results by rank.
 
-    With `join` the processes are joined by torch.distributed before and after. `conduct` runs beside them, in a thread.
-
     Raises:
-        RuntimeError: a rank failed or took longer than `limit_s`; all processes have ended.
+        RankFailed: a rank failed or took longer than `limit_s`; all processes have ended.
     """
-    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
-
-    store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
-    context = multiprocessing.get_context("spawn")
-    processes, pipes = [], []
-    try:
-        for rank in range(num_ranks):
-            receiver, sender = context.Pipe(duplex=False)
-            process = context.Process(
-                target=_rank_main,
-                args=(sender, rank, num_ranks, store.port if join else None, limit_s, function, arguments),
-            )
-            process.start()
-            sender.close()
-            processes.append(process)
-            pipes.append(receiver)
-        if conduct is not None:
-            threading.Thread(target=conduct, args=(processes,), daemon=True).start()
-        results = []
-        for rank, pipe in enumerate(pipes):
-            if not pipe.poll(limit_s):
-                raise RuntimeError(f"rank {rank} of the benchmark gave no result in {limit_s:g} s")
-            try:
-                results.append(pipe.recv())
-            except EOFError:
-                raise RuntimeError(f"rank {rank} of the benchmark failed; its traceback stands above") from None
-        return results
-    finally:
-        for process in processes:
-            process.join(timeout=10)
-            process.kill()
+    with Team(num_ranks, join=join, limit_s=limit_s) as team:
+        return team.call(function, *arguments)
 
 
-def _signal(processes: Sequence[BaseProcess], number: signal.Signals) -> None:
-    for process in processes:
-        if process.pid is not None and process.is_alive():
-            os.kill(process.pid, number)
+Turn = Callable[[], Any]
+Prepare = Callable[..., Turn]
 
 
-def _rank_main(
-    sender: Connection,
-    rank: int,
-    num_ranks: int,
-    port: int | None,
-    limit_s: float,
-    function: Callable[..., Any],
-    arguments: tuple[Any, ...],
-) -> None:
+@dataclass(frozen=True)
+class Job:
+    """Several engines to be compared with each other: `prepare(side, rank, *arguments)` makes a side's turn."""
+
+    sides: tuple[str, ...]
+    arguments: tuple[Any, ...]
+
+
+def in_turns(sides: Sequence[str], num_ranks: int, prepare: Prepare, *arguments: Any, num_rounds: int) -> Any:
+    """Let several engines work in turn, each in processes of its own, which are stopped meanwhile.
+
+    `prepare(side, rank, *arguments)` is called in each of the `num_ranks` processes of a side, joined by
+    torch.distributed, when its first turn comes; what it returns is called once a round, all ranks starting together.
+
+    Returns: side -> rank -> what each of the `num_rounds` rounds returned, after one round that is not counted.
+    Raises: RankFailed.
+    """
+    (found,) = jobs_in_turns(num_ranks, prepare, [Job(tuple(sides), arguments)], num_rounds=num_rounds)
+    return found
+
+
+def jobs_in_turns(num_ranks: int, prepare: Prepare, jobs: Iterable[Job], *, num_rounds: int) -> Iterator[Any]:
+    """The same for one job after another, in processes that are started once a side; yields when a job is done."""
+    with ExitStack() as stack:
+        teams: dict[str, Team] = {}
+        for job in jobs:
+            for side in job.sides:
+                if side not in teams:
+                    teams[side] = stack.enter_context(Team(num_ranks))
+                    teams[side].sleep()
+            yield _rounds(job, teams, prepare, num_rounds)
+
+
+def _rounds(job: Job, teams: Mapping[str, Team], prepare: Prepare, num_rounds: int) -> Any:
+    found: dict[str, list[list[Any]]] = {side: [] for side in job.sides}
+    for round_ in range(num_rounds + 1):
+        for side in job.sides:
+            teams[side].wake()
+            if round_ == 0:
+                teams[side].prepare(_prepare_side, prepare, side, job.arguments)
+            found[side].append(teams[side].turn())
+            teams[side].sleep()
+    return {side: [list(of_rank) for of_rank in zip(*rounds[1:], strict=True)] for side, rounds in found.items()}
+
+
+def _prepare_side(rank: int, prepare: Prepare, side: str, arguments: tuple[Any, ...]) -> Turn:
+    return prepare(side, rank, *arguments)
+
+
+# What runs in the processes.
+
+
+@dataclass(frozen=True)
+class _Answer:
+    value: Any = None
+    failure: str | None = None
+
+
+def _rank_main(pipe: Connection, rank: int, num_ranks: int, port: int | None, limit_s: float) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
+    try:
+        _join(rank, num_ranks, port, limit_s)
+        _serve(pipe, rank, joined=port is not None)
+    except EOFError:
+        os._exit(1)  # whoever asked is gone
+    except BaseException:  # whatever ends a rank belongs into the report
+        pipe.send(_Answer(failure=traceback.format_exc()))
+        # Told before peers notice that this one is gone; nothing that could wait for them is called any more.
+        os._exit(1)
+
+
+def _join(rank: int, num_ranks: int, port: int | None, limit_s: float) -> None:
     import torch
     import torch.distributed as dist
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
     torch.set_num_threads(1)
     _sharpen_timers()
-    if port is None:
-        sender.send(function(rank, *arguments))
-        return
-    limit = timedelta(seconds=limit_s)
-    store = TCPStore(LOOPBACK, port, timeout=limit, wait_for_workers=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=limit)
-    sender.send(function(rank, *arguments))
-    dist.barrier()
-    dist.destroy_process_group()
+    if port is not None:
+        limit = timedelta(seconds=limit_s)
+        store = TCPStore(LOOPBACK, port, timeout=limit, wait_for_workers=False)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=limit)
+
+
+def _serve(pipe: Connection, rank: int, *, joined: bool) -> None:
+    """Do as told until the end."""
+    import torch.distributed as dist
+
+    turn: Turn | None = None
+    while True:
+        task, function, arguments = pipe.recv()
+        value = None
+        if task is _Task.END:
+            break
+        if task is _Task.CALL:
+            value = function(rank, *arguments)
+        elif task is _Task.PREPARE:
+            getattr(turn, "close", _nothing)()
+            turn = None
+            gc.collect()  # an engine's threads go with it
+            turn = function(rank, *arguments)
+        elif turn is not None:
+            if joined:
+                dist.barrier()
+            value = turn()
+            if joined:
+                dist.barrier()
+        pipe.send(_Answer(value))
+    if joined:
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def _nothing() -> None:
+    pass
 
 
 def _sharpen_timers() -> None:
@@ -101,68 +274,3 @@ def _sharpen_timers() -> None:
     pr_set_timerslack = 29
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(pr_set_timerslack, 1, 0, 0, 0)
-
-
-Turn = Callable[[], Any]
-Prepare = Callable[..., Turn]
-
-
-def in_turns(sides: Sequence[str], num_ranks: int, prepare: Prepare, *arguments: Any, num_rounds: int) -> Any:
-    """Let several engines work in turn, each in processes of its own, which are stopped meanwhile: even a waiting
-    process group wakes a hundred times a second, and many of them cost more than what is measured.
-
-    `prepare(side, rank, *arguments)` is called in each of the `num_ranks` processes of a side, joined by
-    torch.distributed, when its first turn comes; what it returns is called once a round, all ranks starting together.
-
-    Returns: side -> rank -> what each of the `num_rounds` rounds returned, after one round that is not counted.
-    """
-    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
-
-    stores = {name: TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False) for name in ("", *sides)}
-    ports = {name: store.port for name, store in stores.items()}
-    plan = (tuple(sides), num_ranks, num_rounds, ports)
-
-    def conduct(processes: list[BaseProcess]) -> None:
-        for round_ in range(num_rounds + 1):
-            for number in range(len(sides)):
-                members = processes[number * num_ranks : (number + 1) * num_ranks]
-                _signal(members, signal.SIGCONT)
-                stores[""].set(f"{round_}/{number}", "")
-                stores[""].wait([f"{round_}/{number}/{rank}" for rank in range(num_ranks)], timedelta(seconds=_LIMIT_S))
-                if round_ < num_rounds:
-                    _signal(members, signal.SIGSTOP)
-
-    count = len(sides) * num_ranks
-    found = on_ranks(count, _take_turns, plan, prepare, arguments, limit_s=_LIMIT_S, join=False, conduct=conduct)
-    return {side: found[i * num_ranks : (i + 1) * num_ranks] for i, side in enumerate(sides)}
-
-
-_LIMIT_S = 1800.0
-
-
-def _take_turns(
-    process: int,
-    plan: tuple[tuple[str, ...], int, int, dict[str, int]],
-    prepare: Prepare,
-    arguments: tuple[Any, ...],
-) -> list[Any]:
-    import torch.distributed as dist
-    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
-
-    sides, num_ranks, num_rounds, ports = plan
-    number, rank = divmod(process, num_ranks)
-    limit = timedelta(seconds=_LIMIT_S)
-    turns = TCPStore(LOOPBACK, ports[""], timeout=limit, wait_for_workers=False)
-    store = TCPStore(LOOPBACK, ports[sides[number]], timeout=limit, wait_for_workers=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=limit)
-    turn: Turn | None = None
-    results = []
-    for round_ in range(num_rounds + 1):
-        turns.wait([f"{round_}/{number}"], limit)
-        turn = turn or prepare(sides[number], rank, *arguments)
-        dist.barrier()
-        results.append(turn())
-        dist.barrier()
-        turns.set(f"{round_}/{number}/{rank}", "")
-    dist.destroy_process_group()
-    return results[1:]
