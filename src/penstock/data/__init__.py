@@ -13,7 +13,7 @@ from penstock.data.errors import (
 from penstock.data.loader import BatchSize, Loader, Shard, validation_batches
 from penstock.data.packed import NO_LABEL, Extent, PackedBatch
 from penstock.data.packing import DocumentPacking, PackingKind, WindowPacking, pack
-from penstock.data.reorder import merge, reorder
+from penstock.data.reorder import check_lengths, merge, reorder, take_apart
 from penstock.data.split import MicroBatchSpec, Split, SplitCounts, agree, count, split
 
 __all__ = [
@@ -39,11 +39,13 @@ __all__ = [
     "TooFewItems",
     "WindowPacking",
     "agree",
+    "check_lengths",
     "count",
     "load_corpus",
     "merge",
     "pack",
     "reorder",
     "split",
+    "take_apart",
     "validation_batches",
 ]

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from penstock import schedule
 from penstock.data import NO_LABEL, MicroBatchSpec, PackedBatch
 from penstock.engine.build import Ties, build_stages, cut_units, units_of_layers
+from penstock.engine.forward import AggregateFn, Outputs, PostHook, forward_batch
 from penstock.engine.normalise import Normalize
 from penstock.engine.optimizer import Optimizer
 from penstock.engine.options import EngineOptions, Precision
@@ -40,6 +41,9 @@ if TYPE_CHECKING:
     from penstock.engine.config import RunConfig
 
 Finish = Callable[[Tensor], Tensor]
+
+_MOST_EXECUTORS = 64
+"""Numbers of microbatches whose programs are kept; a budget of tokens may lead to any number."""
 
 
 def token_cross_entropy(output: Tensor, microbatch: PackedBatch) -> Tensor:
@@ -166,6 +170,22 @@ class Engine:
             loss, weight = loss + batch_loss, weight + batch_weight
         return loss / weight if weight else float("nan")
 
+    def forward(
+        self,
+        batch: PackedBatch,
+        post_hook: PostHook | None = None,
+        aggregate_fn: AggregateFn | None = None,
+        micro_batches: MicroBatchSpec | None = None,
+        output_seqlens: Sequence[int] | None = None,
+        broadcast: bool = False,
+    ) -> Any:
+        """The model's outputs for a batch, or what the hooks make of them, in the order of the batch.
+
+        Given on the rank of the last stage (with `broadcast` on all), None elsewhere; see `penstock.engine.forward`.
+        """
+        spec = micro_batches or MicroBatchSpec(num=2 * self.layout.pp, allow_fewer=True)
+        return forward_batch(self, batch, spec, Outputs(post_hook, aggregate_fn, output_seqlens, broadcast))
+
     def request_stop(self) -> None:
         """Ask all ranks to end after the next step: its `TrainResult.stop_requested` is true on each of them."""
         self.stop_requested = True
@@ -198,18 +218,23 @@ class Engine:
         return forward_only(self.placement, num_microbatches)
 
     def executor(self, num_microbatches: int, training: bool = True) -> Executor:
-        """The executor of that program, proved once and kept."""
+        """The executor of that program, proved once and kept; of very many, those used last."""
         key = (training, num_microbatches)
-        if key not in self._executors:
-            self._executors[key] = Executor(
-                self.program(num_microbatches, training),
+        found = self._executors.pop(key, None)
+        if found is None:
+            program = self.program(num_microbatches, training)
+            found = Executor(
+                program,
                 self.grid.pp_rank,
-                self.stages,
+                {n: stage for n, stage in self.stages.items() if n < program.placement.num_stages},
                 self.transport,
                 self.recorder,
                 reduce=lambda number: self.gradients[number].launch(),
             )
-        return self._executors[key]
+        self._executors[key] = found
+        if len(self._executors) > _MOST_EXECUTORS:
+            del self._executors[next(iter(self._executors))]
+        return found
 
     def zero_gradients(self) -> None:
         for buckets in self.gradients.values():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -34,9 +34,15 @@ class Agreed:
 
 
 def agree_on_microbatches(
-    engine: Engine, batch: PackedBatch, spec: MicroBatchSpec, loss_weight_fn: LossWeightFn
+    engine: Engine,
+    batch: PackedBatch,
+    spec: MicroBatchSpec,
+    loss_weight_fn: LossWeightFn | None = None,
+    check: Callable[[], None] | None = None,
 ) -> Agreed:
     """Split the batch, tell all ranks what came out, and split again if another rank needs more microbatches.
+
+    Without `loss_weight_fn` there are no weights. `check` may refuse the batch by an exception: all ranks raise.
 
     Raises:
         SplitError: the batch can not be split so; on all ranks alike.
@@ -48,8 +54,10 @@ def agree_on_microbatches(
     while True:
         parts, weights, error = None, [], None
         try:
+            if check is not None:
+                check()
             parts = split(batch, spec, num)
-            if engine.holds_last_stage:
+            if engine.holds_last_stage and loss_weight_fn is not None:
                 weights = [float(loss_weight_fn(m)) for m in parts.microbatches]
             report = replace(view, num_microbatches=len(parts.microbatches), weight=sum(weights))
         except Exception as exception:  # told to all ranks, then raised here: nobody may wait for this rank

@@ -74,12 +74,18 @@ class ScheduleChoice:
 
 
 def forward_only(placement: Placement, microbatches: int) -> Program:
-    """The program that scores on the stages of a placement, in the order in which microbatches come."""
+    """The program that scores on the stages of a placement, in the order in which microbatches come.
+
+    Of a model that is held twice it uses the first copy, so that one rank gets all outputs.
+    """
+    kind, num_stages = placement.kind, placement.stages_per_microbatch
+    if kind is PlacementKind.BIDIRECTIONAL:
+        kind = PlacementKind.LOOP
     built = schedule.build(
         "inference",
         ranks=placement.num_ranks,
         microbatches=microbatches,
-        stages_per_rank=placement.stages_per_rank,
-        **({} if placement.kind is PlacementKind.LOOP else {"placement": placement.kind.value}),
+        stages_per_rank=num_stages,
+        placement=kind.value,
     )
     return schedule.lower(built)

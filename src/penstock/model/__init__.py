@@ -4,6 +4,7 @@ from penstock.model.collectives import Collectives, Observer, observe
 from penstock.model.config import ModelConfig
 from penstock.model.decoder import decoder_units
 from penstock.model.linear import Linear, PendingGradient, WeightGradients, defer, switch_linears
+from penstock.model.logprobs import TokenStatistics, token_log_probs, token_statistics
 from penstock.model.loss import cross_entropy_sum
 from penstock.model.recompute import recomputed
 from penstock.model.segments import Compute, Exchange, Lane, RecomputedLane, Segment, SegmentedUnit, Travelling, cut
@@ -23,6 +24,7 @@ __all__ = [
     "Segment",
     "SegmentedUnit",
     "Sequences",
+    "TokenStatistics",
     "Travelling",
     "UnitSpec",
     "WeightGradients",
@@ -33,4 +35,6 @@ __all__ = [
     "observe",
     "recomputed",
     "switch_linears",
+    "token_log_probs",
+    "token_statistics",
 ]

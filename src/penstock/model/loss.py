@@ -9,14 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.model.blocks import at_least_fp32, rows_of_block
+
 IGNORED = -100
 """The label of a token that has no loss."""
-
-_CPU_BLOCK_ELEMENTS = 1 << 18
-"""Logits worked on at a time: 1 MiB of fp32, so that they stay in a core's cache from one operation to the next."""
-
-_GPU_BLOCK_ELEMENTS = 1 << 26
-"""The same where launching costs more than memory traffic: 256 MiB of fp32."""
 
 
 class _CrossEntropySum(torch.autograd.Function):
@@ -25,7 +21,7 @@ class _CrossEntropySum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits_TV: Tensor, labels_T: Tensor) -> Tensor:
         ctx.save_for_backward(logits_TV, labels_T)
-        total = logits_TV.new_zeros((), dtype=_loss_dtype(logits_TV))
+        total = logits_TV.new_zeros((), dtype=at_least_fp32(logits_TV))
         for logits_RV, labels_R in _blocks(logits_TV, labels_T):
             kept_R = labels_R != IGNORED
             log_p_RV = logits_RV.log_softmax(-1, dtype=total.dtype)
@@ -38,7 +34,7 @@ class _CrossEntropySum(torch.autograd.Function):
         logits_TV, labels_T = ctx.saved_tensors
         grad_TV = torch.empty_like(logits_TV)
         rows = _blocks(logits_TV, labels_T)
-        for (logits_RV, labels_R), grad_RV in zip(rows, grad_TV.split(_rows_of_block(logits_TV)), strict=True):
+        for (logits_RV, labels_R), grad_RV in zip(rows, grad_TV.split(rows_of_block(logits_TV)), strict=True):
             factor_R1 = torch.where(labels_R != IGNORED, grads[0], 0)[:, None]
             p_RV = grad_RV if grad_RV.dtype == grads[0].dtype else torch.empty_like(grad_RV, dtype=grads[0].dtype)
             torch.softmax(logits_RV, -1, dtype=p_RV.dtype, out=p_RV)
@@ -65,14 +61,5 @@ def cross_entropy_sum(logits_TV: Tensor, labels_T: Tensor) -> Tensor:
 
 
 def _blocks(logits_TV: Tensor, labels_T: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    num_rows = _rows_of_block(logits_TV)
+    num_rows = rows_of_block(logits_TV)
     return zip(logits_TV.split(num_rows), labels_T.split(num_rows), strict=True)
-
-
-def _rows_of_block(logits_TV: Tensor) -> int:
-    num_elements = _CPU_BLOCK_ELEMENTS if logits_TV.device.type == "cpu" else _GPU_BLOCK_ELEMENTS
-    return max(1, num_elements // logits_TV.shape[1])
-
-
-def _loss_dtype(logits_TV: Tensor) -> torch.dtype:
-    return torch.promote_types(logits_TV.dtype, torch.float32)

@@ -1,0 +1,140 @@
+"""Scoring: forwards alone, and what is made of each microbatch's logits, back in the order of the batch.
+
+Shapes: T tokens of a microbatch, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from penstock.data import MicroBatchSpec, PackedBatch, Split, check_lengths, merge, take_apart
+from penstock.engine.microbatches import agree_on_microbatches
+from penstock.model import token_log_probs, token_statistics
+from penstock.parallel.broadcast import broadcast_value, check_portable
+from penstock.parallel.exchange import gather_json
+from penstock.runtime import Feed, PipelineError
+
+if TYPE_CHECKING:
+    from penstock.engine.engine import Engine
+
+PostHook = Callable[[Tensor, PackedBatch], Any]
+AggregateFn = Callable[[list[Any]], Any]
+
+
+def token_scores(temperature: float = 1.0, entropies: bool = False) -> PostHook:
+    """A hook that gives each token the log-probability of its label, the token after it: {"log_probs": [T]} in fp32.
+
+    Where the label is `NO_LABEL` it is 0. With `entropies` those of the tokens' distributions are given beside them.
+    """
+
+    def hook(logits_TV: Tensor, microbatch: PackedBatch) -> dict[str, Tensor]:
+        labels_T = microbatch["labels"].to(logits_TV.device)
+        if entropies:
+            return token_statistics(logits_TV, labels_T, temperature)._asdict()
+        return {"log_probs": token_log_probs(logits_TV, labels_T, temperature)}
+
+    return hook
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What is made of the logits, and who gets it.
+
+    post_hook: called on the last stage with each microbatch's logits [T, V] and the microbatch, right after its
+    forward; its result is kept in their place, and the logits are freed unless it keeps them. None keeps them all.
+    aggregate_fn: from a list of one result per item, in the order of the batch (one per microbatch where they can not
+    be taken apart), to what is returned; None joins them as `merge` does. output_seqlens: rows of each item in the
+    results, where these are neither one per token, nor per sequence, nor per item. broadcast: whether all ranks of
+    the pipeline get the result, not its last stage's alone.
+    """
+
+    post_hook: PostHook | None = None
+    aggregate_fn: AggregateFn | None = None
+    output_seqlens: Sequence[int] | None = None
+    broadcast: bool = False
+
+    def check(self, batch: PackedBatch) -> None:
+        """Refuse before anything is computed what can not fit. Raises: `PartitionError`."""
+        if self.output_seqlens is not None:
+            check_lengths(self.output_seqlens, batch.num_items)
+
+    def gathered(self, results: Sequence[Any], split: Split) -> Any:
+        """The microbatches' results as one, in the order of the batch."""
+        if self.aggregate_fn is None:
+            return merge(results, split, self.output_seqlens)
+        pieces = take_apart(results, split, self.output_seqlens)
+        return self.aggregate_fn(list(results) if pieces is None else pieces)
+
+
+def forward_batch(engine: Engine, batch: PackedBatch, micro_batches: MicroBatchSpec, outputs: Outputs) -> Any:
+    """Run the batch through the model, nothing being learned; every rank of the grid calls it.
+
+    Ranks of one pipeline give the same batch. The rank of the last stage gets the result, the others None, unless all
+    are to have it.
+
+    Raises:
+        PipelineError, ValueError: the batches differ or can not be split; on all ranks alike, before any compute.
+        Whatever a hook raises, or `PartitionError` for results that do not fit: on the rank of the last stage, and
+        PipelineError on the others; the engine can be used further.
+    """
+    engine.recorder.begin_step(engine.step)
+    agreed = agree_on_microbatches(engine, batch, micro_batches, check=lambda: outputs.check(batch))
+    run = _Run(outputs)
+    feeds = [run.feed(engine, microbatch) for microbatch in agreed.microbatches]
+    engine.executor(len(feeds), training=False).run(feeds)
+    return run.end(engine, agreed.split)
+
+
+class _Run:
+    """The results of one batch, gathered microbatch by microbatch."""
+
+    def __init__(self, outputs: Outputs) -> None:
+        self.outputs = outputs
+        self._results: list[Any] = []
+        self._error: Exception | None = None
+
+    def feed(self, engine: Engine, microbatch: PackedBatch) -> Feed:
+        return engine.feed(microbatch, lambda logits: self._take(logits, microbatch))
+
+    def _take(self, logits: Tensor, microbatch: PackedBatch) -> Tensor:
+        """Keep what the hook makes of the logits; the executor carries on without it.
+
+        An exception waits for the end of the batch, so that no other rank is left alone with its messages.
+        """
+        if self._error is None:
+            try:
+                hook = self.outputs.post_hook
+                self._results.append(logits.detach() if hook is None else hook(logits, microbatch))
+            except Exception as error:
+                self._error = error
+        return logits.new_empty(0)
+
+    def end(self, engine: Engine, split: Split) -> Any:
+        """Gather the results, tell all ranks whether all is well, and hand out what is theirs."""
+        giver = engine.placement.rank_of(engine.placement.stages_per_route - 1)
+        value, gives = None, engine.grid.pp_rank == giver
+        try:
+            if self._error is not None:
+                raise self._error
+            if gives:
+                value = self.outputs.gathered(self._results, split)
+                if self.outputs.broadcast:
+                    check_portable(value)
+        except Exception as error:
+            self._error = error
+        told = None if self._error is None else f"{type(self._error).__name__}: {self._error}"
+        with engine.recorder.collective("hand out the results"):
+            failures = gather_json(told, engine.grid.control)
+        if self._error is not None:
+            raise self._error
+        for rank, failure in enumerate(failures):
+            if failure is not None:
+                raise PipelineError(f"rank {rank} can not make use of its outputs: {failure}")
+        if not self.outputs.broadcast:
+            return value
+        with engine.recorder.collective("hand out the results"):
+            return broadcast_value(value, giver, engine.grid.pp_control)
