@@ -166,7 +166,8 @@ def test_what_one_rank_can_not_do_no_rank_starts() -> None:
     (zero, zero_text), (differing, differing_text), (too_few, too_few_text) = by_rank[0]
     assert zero is ZeroLossWeight and "at least one token must carry loss" in zero_text
     assert differing is PipelineError
-    assert "(dp 0, pp 0) has 2 items" in differing_text and "(dp 0, pp 1) has 2 items" in differing_text
+    assert "(dp 0, pp 0, cp 0, tp 0) has 2 items" in differing_text
+    assert "(dp 0, pp 1, cp 0, tp 0) has 2 items" in differing_text
     assert too_few is TooFewItems and "2 microbatches" in too_few_text
 
 

@@ -34,40 +34,65 @@ def _parameters(names: list[str], dtype: torch.dtype = torch.float32) -> list[tu
 # ---- groups
 
 
-def _groups_of(rank: int, layout: Layout) -> dict[str, Any]:
-    grid = layout.connect(CPU)
-    groups = {name: getattr(grid, name) for name in ("control", "background", "pp_control", "dp_group", "mirror_group")}
-    return {
-        "place": (grid.rank, grid.dp_rank, grid.pp_rank, grid.pp_ranks),
-        "groups": {n: None if g is None else dist.get_process_group_ranks(g) for n, g in groups.items()},
-        "told": gather_json({"rank": rank, "text": "é" * rank}, grid.pp_control),
-    }
+GROUPS = ("control", "background", "pp_control", "model_control", "tp_group", "cp_group", "ep_group", "dp_cp_group")
+
+
+def _groups_of(rank: int, layouts: list[Layout]) -> list[dict[str, Any]]:
+    seen = []
+    for layout in layouts:
+        grid = layout.connect(CPU)
+        groups = {name: getattr(grid, name) for name in (*GROUPS, "edp_group", "mirror_group")}
+        seen.append(
+            {
+                "place": (grid.rank, grid.place, grid.pp_ranks),
+                "ep_rank": grid.ep_rank,
+                "groups": {n: None if g is None else tuple(dist.get_process_group_ranks(g)) for n, g in groups.items()},
+                "told": gather_json({"rank": rank, "text": "é" * rank}, grid.pp_control),
+            }
+        )
+    return seen
 
 
 @pytest.mark.shows(83)
 @pytest.mark.parametrize(
-    "layout",
-    [Layout(pp=2), Layout(dp=2), Layout(pp=2, dp=2), Layout(pp=3), Layout(pp=2, dp=2, order=("pp", "dp"))],
-    ids=str,
+    "layouts",
+    [
+        [Layout(pp=3), Layout(dp=3, ep=3)],
+        [
+            Layout(pp=2, dp=2, order=("pp", "dp", "cp", "tp")),
+            Layout(pp=2, tp=2),
+            Layout(dp=2, cp=2, ep=2),
+            Layout(dp=2, tp=2, ep=2, order=("tp", "dp", "pp", "cp")),
+        ],
+    ],
+    ids=["three", "four"],
 )
-def test_every_rank_is_in_the_groups_of_the_table(layout: Layout) -> None:
-    everyone = list(range(layout.world_size))
-    for rank, seen in enumerate(run_ranks(layout.world_size, _groups_of, layout)):
-        dp_rank, pp_rank = layout.coordinates(rank)
-        pipeline = [layout.rank_of(dp=dp_rank, pp=i) for i in range(layout.pp)]
-        replicas = [layout.rank_of(dp=i, pp=pp_rank) for i in range(layout.dp)]
-        assert seen["place"] == (rank, dp_rank, pp_rank, tuple(pipeline))
-        assert seen["groups"] == {
+def test_every_rank_is_in_the_groups_of_the_table(layouts: list[Layout]) -> None:
+    by_rank = run_ranks(layouts[0].world_size, _groups_of, layouts)
+    for number, layout in enumerate(layouts):
+        everyone = (tuple(range(layout.world_size)),)
+        tables = {
             "control": everyone,
             "background": everyone,
-            "pp_control": pipeline if layout.pp > 1 else None,
-            "dp_group": replicas if layout.dp > 1 else None,
-            "mirror_group": sorted([pipeline[pp_rank], pipeline[-1 - pp_rank]])
-            if 2 * pp_rank != layout.pp - 1
-            else None,
+            "pp_control": layout.groups("pp"),
+            "model_control": layout.model_copies(),
+            "tp_group": layout.groups("tp"),
+            "cp_group": layout.groups("cp"),
+            "ep_group": layout.expert_groups(),
+            "dp_cp_group": layout.groups("dp", "cp"),
+            "edp_group": layout.expert_copies(),
         }
-        members = pipeline if layout.pp > 1 else [rank]
-        assert seen["told"] == [{"rank": member, "text": "é" * member} for member in members]
+        for rank, every in enumerate(by_rank):
+            seen, groups = every[number], every[number]["groups"]
+            pipeline = next(ranks for ranks in layout.groups("pp") if rank in ranks)
+            assert seen["place"] == (rank, layout.coordinates(rank), pipeline)
+            for name, table in tables.items():
+                mine = next(ranks for ranks in table if rank in ranks)
+                assert groups[name] == (mine if len(mine) > 1 else None), (layout, rank, name)
+            assert seen["ep_rank"] == (groups["ep_group"] or (rank,)).index(rank)
+            opposite = pipeline[-1 - layout.coordinates(rank).pp]
+            assert groups["mirror_group"] == (None if opposite == rank else tuple(sorted((rank, opposite))))
+            assert seen["told"] == [{"rank": member, "text": "é" * member} for member in pipeline]
 
 
 # ---- reduction
@@ -76,7 +101,7 @@ def test_every_rank_is_in_the_groups_of_the_table(layout: Layout) -> None:
 def _reduce_buckets(rank: int, dtype: torch.dtype, cap_bytes: int) -> dict[str, Any]:
     grid = Layout(dp=dist.get_world_size()).connect(CPU)
     parameters = dict(_parameters(list(SHAPES), dtype))
-    buckets = GradientBuckets(list(parameters.items()), grid.dp_group, cap_bytes)
+    buckets = GradientBuckets(list(parameters.items()), grid.dp_cp_group, cap_bytes)
     launched = _spy_on_all_reduce()
     given = _values(100 + rank, dtype)
     # A step that ends between launch and wait, then a whole one.
@@ -189,7 +214,7 @@ def _step_with_infinity(rank: int, place: str) -> dict[str, Any]:
     layout = Layout(pp=2) if place == "stage" else Layout(dp=2)
     grid = layout.connect(CPU)
     names = [["embedding.weight", "norm.weight"], ["a.weight", "b.weight", "bias"]][grid.pp_rank]
-    buckets = GradientBuckets(_parameters(names, torch.float16), grid.dp_group)
+    buckets = GradientBuckets(_parameters(names, torch.float16), grid.dp_cp_group)
     config = OptimizerConfig(LearningRate(peak=0.01, num_warmup_steps=10))
     optimizer = Optimizer([buckets], config, grid.pp_control, scaler=LossScaler(LossScalerConfig(initial=1024.0)))
     updates, unchanged, scales = [], [], []

@@ -135,7 +135,8 @@ def test_a_group_of_another_size_is_refused(tmp_path: Path, monkeypatch: pytest.
     assert main(["train", str(file)]) == 2
     err = capfd.readouterr().err
     assert is_one_sentence(err), err
-    assert "has 3 processes, but parallel.pp = 2 x parallel.dp = 1 is 2; start 2 processes" in err
+    assert "has 3 processes, but parallel.dp = 1 x parallel.pp = 2 x parallel.cp = 1 x parallel.tp = 1 is 2; " in err
+    assert "start 2 processes, or set dp=1 x pp=3 x" in err
     assert files_of(tmp_path) == before
 
 

@@ -118,6 +118,11 @@ IMPOSSIBLE = {
     "kv heads": ({"model": {"num_kv_heads": 3}}, "num_kv_heads = 3 does not divide .*4; possible are 1, 2, 4$"),
     "odd head": ({"model": {"head_dim": 15}}, "width of 15 is odd"),
     "too long": ({"data": {"sequence_length": 4096}}, "4096 is longer than model.max_length = 2048"),
+    "an order of three": ({"parallel": {"order": "tp-dp-pp"}}, "'tp-dp-pp' must name each of dp, pp, cp and tp once"),
+    "uneven ep": (
+        {"parallel": {"dp": 4, "ep": 3}},
+        "parallel.ep = 3 does not divide parallel.dp x parallel.cp = 4; possible are 1, 2, 4",
+    ),
     "uneven dp": ({"parallel": {"dp": 3}}, "8 can not be shared evenly by parallel.dp = 3; 6 or 9 can"),
     "microbatches": ({"train": {"num_microbatches": 9}}, "9 is more than the 8 sequences.*at most 8"),
     "microbatches of a dp rank": ({"parallel": {"dp": 2}}, "8 is more than the 4 sequences"),
@@ -158,9 +163,9 @@ def test_possible_combinations_pass(name: str, pp: int, microbatches: int):
 def test_the_world_must_fit_the_layout():
     config = from_dict({"parallel": {"pp": 2, "dp": 3}})
     check_world(config, 6, "torchrun")
-    with pytest.raises(ConfigError, match=r"torchrun has 4 processes.*pp = 2 x .*dp = 3 is 6.*dp = 2$"):
+    with pytest.raises(ConfigError, match=r"torchrun has 4 .*dp = 3 x .*pp = 2 x .*is 6; .* set dp=2 x pp=2 x"):
         check_world(config, 4, "torchrun")
-    with pytest.raises(ConfigError, match=r"start 6 processes$"):
+    with pytest.raises(ConfigError, match=r"start 6 processes, or set dp=7"):
         check_world(config, 7, "torchrun")
 
 

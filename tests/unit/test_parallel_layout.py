@@ -1,20 +1,20 @@
-"""The layout against tables made by brute force, over sizes and both orders of its axes."""
+"""The layout against tables made by brute force, over sizes and all orders of its axes."""
 
 from __future__ import annotations
 
 import itertools
+import math
 import re
+from typing import Any
 
 import pytest
 import torch
 
 from penstock.parallel import Coordinates, Layout
+from penstock.parallel.layout import AXES, Groups
 
-LAYOUTS = [
-    Layout(pp, dp, order=order)
-    for pp, dp in itertools.product(range(1, 6), repeat=2)
-    for order in (("dp", "pp"), ("pp", "dp"))
-]
+ORDERS = list(itertools.permutations(AXES))
+SIZES = [dict(zip(AXES, sizes, strict=True)) for sizes in itertools.product((1, 2, 3), repeat=4)]
 
 
 def _table(layout: Layout) -> list[dict[str, int]]:
@@ -23,57 +23,116 @@ def _table(layout: Layout) -> list[dict[str, int]]:
     return [dict(zip(layout.order, digits, strict=True)) for digits in itertools.product(*sizes)]
 
 
+def _classes(table: list[dict[str, int]], same: tuple[str, ...]) -> Groups:
+    """The ranks sorted into groups of those that agree in some axes."""
+    places = {tuple(place[axis] for axis in same) for place in table}
+    groups = [tuple(r for r, p in enumerate(table) if tuple(p[axis] for axis in same) == place) for place in places]
+    return tuple(sorted(groups))
+
+
 @pytest.mark.shows(83)
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout} {'-'.join(layout.order)}")
-def test_ranks_and_groups_match_brute_force(layout: Layout) -> None:
-    table = _table(layout)
-    assert layout.world_size == len(table)
-    for rank, place in enumerate(table):
-        assert layout.coordinates(rank) == Coordinates(**place)
-        assert layout.rank_of(**place) == rank
-    for axis, other in (("pp", "dp"), ("dp", "pp")):
-        expected = [
-            tuple(sorted((r for r, p in enumerate(table) if p[other] == index), key=lambda r: table[r][axis]))
-            for index in range(getattr(layout, other))
-        ]
-        assert sorted(layout.groups(axis)) == sorted(expected)
-        assert list(layout.groups(axis)) == sorted(layout.groups(axis), key=lambda ranks: ranks[0])
+@pytest.mark.parametrize("order", ORDERS, ids="-".join)
+def test_ranks_and_groups_match_brute_force(order: tuple[str, ...]) -> None:
+    for sizes in SIZES:
+        layout = Layout(**sizes, order=order)
+        table = _table(layout)
+        assert layout.world_size == len(table) == math.prod(sizes.values())
+        for rank, place in enumerate(table):
+            assert layout.coordinates(rank) == Coordinates(**place)
+            assert layout.rank_of(**place) == rank
+        for axis in AXES:
+            along = layout.groups(axis)
+            assert along == _classes(table, tuple(other for other in AXES if other != axis))
+            # Along one axis the order of ranks is that of places.
+            assert all([table[rank][axis] for rank in ranks] == list(range(sizes[axis])) for ranks in along)
+        assert layout.groups("dp", "cp") == _classes(table, ("pp", "tp"))
 
 
-def test_by_default_the_ranks_of_a_pipeline_are_neighbours() -> None:
+@pytest.mark.shows(83)
+@pytest.mark.parametrize("order", ORDERS, ids="-".join)
+def test_groups_of_experts_match_brute_force(order: tuple[str, ...]) -> None:
+    for dp, cp, pp, tp in itertools.product((1, 2, 4), (1, 2), (1, 2), (1, 2)):
+        for ep in (ep for ep in (1, 2, 4, 8) if dp * cp % ep == 0):
+            layout = Layout(pp, dp, cp, tp, ep, order=order)
+            seeing_other_tokens = layout.groups("dp", "cp")
+            of = {
+                rank: (number, ranks.index(rank)) for number, ranks in enumerate(seeing_other_tokens) for rank in ranks
+            }
+            same_experts = {rank: (number, place % ep) for rank, (number, place) in of.items()}
+            share_experts = {rank: (number, place // ep) for rank, (number, place) in of.items()}
+            copy_of_the_model = {rank: place // ep for rank, (_, place) in of.items()}
+            for found, key in (
+                (layout.expert_copies(), same_experts),
+                (layout.expert_groups(), share_experts),
+                (layout.model_copies(), copy_of_the_model),
+            ):
+                by_key: dict[object, list[int]] = {}
+                for rank in range(layout.world_size):
+                    by_key.setdefault(key[rank], []).append(rank)
+                assert found == tuple(sorted(tuple(ranks) for ranks in by_key.values()))
+
+
+def test_by_default_tp_is_fastest_and_dp_slowest() -> None:
+    layout = Layout(pp=3, dp=2, cp=2, tp=2)
+    assert layout.groups("tp")[:2] == ((0, 1), (2, 3))
+    assert layout.groups("pp")[0] == (0, 4, 8)
+    assert layout.groups("dp")[0] == (0, 12)
     assert Layout(pp=3, dp=2).groups("pp") == ((0, 1, 2), (3, 4, 5))
 
 
 @pytest.mark.shows(83)
 @pytest.mark.parametrize("world_size", range(1, 13))
-@pytest.mark.parametrize("pp, dp", list(itertools.product((1, 2, 3, 5), repeat=2)))
-def test_a_wrong_world_is_refused_with_all_sizes_and_the_layouts_that_fit(pp: int, dp: int, world_size: int) -> None:
-    layout = Layout(pp, dp)
-    if world_size == pp * dp:
+def test_a_wrong_world_is_refused_with_all_sizes_and_layouts_that_fit(world_size: int) -> None:
+    for sizes in SIZES:
+        layout = Layout(**sizes)
+        if world_size == layout.world_size:
+            layout.check(world_size)
+            continue
+        with pytest.raises(ValueError) as caught:
+            layout.check(world_size)
+        wanted, offered = str(caught.value).split(";")
+        for axis, size in sizes.items():
+            assert f"{axis}={size}" in wanted
+        assert f"needs {layout.world_size} processes, but there are {world_size}" in wanted
+        products = [math.prod(map(int, re.findall(r"[a-z]p=(\d+)", text))) for text in offered.split(", or ")]
+        assert products and set(products) == {world_size}
+        every = list(layout.fitting(world_size))
+        assert len(set(every)) == len(every) == len(list(_ordered_products(world_size)))
+
+
+def _ordered_products(number: int) -> list[tuple[int, ...]]:
+    return [sizes for sizes in itertools.product(range(1, number + 1), repeat=4) if math.prod(sizes) == number]
+
+
+@pytest.mark.parametrize(
+    ("layout", "world_size", "nearest"),
+    [
+        (Layout(pp=4, dp=3), 8, Layout(pp=4, dp=2)),
+        (Layout(pp=2, dp=2, tp=2), 16, Layout(pp=2, dp=4, tp=2)),
+        (Layout(dp=4, tp=2, ep=4), 4, Layout(dp=2, tp=2, ep=2)),
+        (Layout(pp=2, tp=2), 5, Layout(pp=5)),
+    ],
+)
+def test_the_layout_nearest_to_the_one_wanted_is_offered_first(
+    layout: Layout, world_size: int, nearest: Layout
+) -> None:
+    assert next(layout.fitting(world_size)) == nearest
+    with pytest.raises(ValueError, match=rf"{world_size} would fit {re.escape(str(nearest))}(, or|$)"):
         layout.check(world_size)
-        return
-    with pytest.raises(ValueError) as caught:
-        layout.check(world_size)
-    message = str(caught.value)
-    assert f"dp={dp} x pp={pp} needs {pp * dp} processes, but there are {world_size}" in message
-    offered = re.findall(r"dp=(\d+) x pp=(\d+)", message.split(";")[1])
-    assert sorted((int(d), int(p)) for d, p in offered) == [
-        (d, world_size // d) for d in range(1, world_size + 1) if world_size % d == 0
-    ]
 
 
-def test_the_layout_nearest_to_the_one_wanted_is_offered_first() -> None:
-    with pytest.raises(ValueError, match=r"8 would fit dp=2 x pp=4, or"):
-        Layout(pp=4, dp=3).check(8)
-
-
-@pytest.mark.parametrize("sizes", [{"pp": 0}, {"dp": -1}, {"pp": 2.0}, {"dp": True}])
-def test_a_size_that_is_no_count_is_refused(sizes: dict[str, int]) -> None:
+@pytest.mark.parametrize("sizes", [{"pp": 0}, {"dp": -1}, {"cp": 2.0}, {"tp": True}, {"ep": 0}])
+def test_a_size_that_is_no_count_is_refused(sizes: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(sizes))} must be"):
-        Layout(sizes.get("pp", 1), sizes.get("dp", 1))
+        Layout(**sizes)
 
 
-@pytest.mark.parametrize("order", [("dp",), ("dp", "dp"), ("dp", "tp"), ()])
+def test_experts_that_the_ranks_can_not_share_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"ep=4 does not divide dp=3 x cp=2, .* possible are 1, 2, 3, 6$"):
+        Layout(pp=2, dp=3, cp=2, ep=4)
+
+
+@pytest.mark.parametrize("order", [("dp",), ("dp", "dp", "pp", "tp"), ("dp", "pp", "cp", "ep"), ()])
 def test_an_order_that_does_not_name_each_axis_once_is_refused(order: tuple[str, ...]) -> None:
     with pytest.raises(ValueError, match="order"):
         Layout(order=order)
@@ -88,9 +147,10 @@ def test_a_rank_outside_is_refused(rank: int) -> None:
 def test_one_process_needs_no_groups_and_no_torch_distributed() -> None:
     assert not torch.distributed.is_initialized()
     grid = Layout().connect(torch.device("cpu"))
-    assert (grid.rank, grid.pp_rank, grid.dp_rank, grid.world_size, grid.pp_ranks) == (0, 0, 0, 1, (0,))
-    groups = (grid.dp_group, grid.mirror_group, grid.control, grid.background, grid.pp_control)
-    assert groups == (None,) * 5
+    assert (grid.rank, grid.place, grid.ep_rank, grid.world_size, grid.pp_ranks) == (0, Coordinates(), 0, 1, (0,))
+    host = (grid.control, grid.background, grid.pp_control, grid.model_control)
+    device = (grid.tp_group, grid.cp_group, grid.ep_group, grid.dp_cp_group, grid.edp_group, grid.mirror_group)
+    assert (*host, *device) == (None,) * 10
 
 
 def test_one_process_does_not_fill_a_larger_layout() -> None:

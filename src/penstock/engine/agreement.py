@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from penstock.parallel import Coordinates
 from penstock.runtime import PipelineError
 
 
@@ -53,16 +54,16 @@ def gather_reports(report: BatchReport, group: dist.ProcessGroup | None) -> list
 
 def check_reports(
     reports: Sequence[BatchReport],
-    coordinates: Callable[[int], tuple[int, int]],
+    coordinates: Callable[[int], Coordinates],
     own_error: Exception | None = None,
 ) -> None:
     """Raise on every rank alike if the ranks can not go on together.
 
-    `coordinates(rank)` gives (dp, pp). `own_error` is what this rank failed with; it is raised as it is here and told
-    as a PipelineError elsewhere.
+    Ranks with the same place on the dp axis share a batch. `own_error` is what this rank failed with; it is raised as
+    it is here and told as a PipelineError elsewhere.
 
     Raises:
-        PipelineError: a rank failed, or ranks of one pipeline hold different batches; all coordinates are listed.
+        PipelineError: a rank failed, or ranks that share a batch hold different ones; all coordinates are listed.
     """
     if own_error is not None:
         raise own_error
@@ -71,12 +72,12 @@ def check_reports(
         raise PipelineError(f"rank(s) {', '.join(map(str, failed))} can not use their batch; their message says why")
     pipelines: dict[int, list[int]] = {}
     for rank in range(len(reports)):
-        pipelines.setdefault(coordinates(rank)[0], []).append(rank)
-    for dp, ranks in pipelines.items():
+        pipelines.setdefault(coordinates(rank).dp, []).append(rank)
+    for ranks in pipelines.values():
         if len({(reports[r].digest, reports[r].counts) for r in ranks}) > 1:
             views = "; ".join(
-                f"(dp {dp}, pp {coordinates(r)[1]}) has {reports[r].counts[2]} items, {reports[r].num_tokens} tokens, "
+                f"({coordinates(r)}) has {reports[r].counts[2]} items, {reports[r].num_tokens} tokens, "
                 f"digest {reports[r].digest:x}"
                 for r in ranks
             )
-            raise PipelineError(f"the ranks of one pipeline were given different batches: {views}")
+            raise PipelineError(f"ranks that share a batch were given different ones: {views}")

@@ -7,6 +7,7 @@ Nothing heavy is imported here: a mistake in a file is told before PyTorch is lo
 import dataclasses
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -91,12 +92,30 @@ class ParallelSection:
     """Pipeline ranks."""
     dp: int = 1
     """Data-parallel ranks."""
+    cp: int = 1
+    """Context-parallel ranks, which share every sequence's tokens."""
+    tp: int = 1
+    """Tensor-parallel ranks, which share every layer."""
+    ep: int = 1
+    """Ranks that share every layer's experts; they are among those of dp and cp, so it divides dp * cp."""
+    order: str = "dp-pp-cp-tp"
+    """How ranks are numbered along these axes, the last one fastest: ranks of one machine have adjacent numbers."""
     device: Device = "auto"
     """"auto" takes GPUs when every local rank finds one."""
     num_threads: int = 1
     """CPU threads of a rank."""
     timeout_s: float = 600.0
     """For how long a rank waits for a peer before it says so and ends."""
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The order's axes, slowest first."""
+        return tuple(self.order.split("-"))
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The axes' sizes by name; their product is the number of processes."""
+        return {"dp": self.dp, "pp": self.pp, "cp": self.cp, "tp": self.tp}
 
 
 @dataclass(frozen=True)
@@ -242,8 +261,8 @@ class RunConfig:
         """The settings that decide the numbers of the run, under dotted names; equal ones continue each other.
 
         How a run is cut, logged, saved or how long it lasts is left out: pipeline ranks and schedules do not change a
-        single bit. Nor, but for rounding, do data-parallel ranks and microbatches while the loss of a step is divided
-        by all its tokens.
+        single bit, tensor- and expert-parallel ranks nothing but rounding. Nor, but for rounding, do data- and
+        context-parallel ranks and microbatches while the loss of a step is divided by all its tokens.
         """
         settings = self.flat()
         settings["optimizer.num_decay_steps"] = self.num_decay_steps
@@ -258,7 +277,7 @@ class RunConfig:
     @property
     def world_size(self) -> int:
         """Processes of the run."""
-        return self.parallel.pp * self.parallel.dp
+        return math.prod(self.parallel.sizes.values())
 
     @property
     def num_stages(self) -> int:
@@ -278,7 +297,7 @@ class RunConfig:
 
 
 # Settings, or whole sections, that a continued run may change.
-_FREE_IF_GLOBAL = frozenset({"parallel.dp", "train.num_microbatches", "train.max_microbatch_tokens"})
+_FREE_IF_GLOBAL = frozenset({"parallel.dp", "parallel.cp", "train.num_microbatches", "train.max_microbatch_tokens"})
 _FREE = _FREE_IF_GLOBAL | {
     "output",
     "log",
@@ -288,6 +307,9 @@ _FREE = _FREE_IF_GLOBAL | {
     "train.steps",
     "data.cache",
     "parallel.pp",
+    "parallel.tp",
+    "parallel.ep",
+    "parallel.order",
     "parallel.device",
     "parallel.num_threads",
     "parallel.timeout_s",

@@ -3,6 +3,7 @@
 Each refusal is one sentence: the offending values, and what would be possible.
 """
 
+import itertools
 import math
 
 from penstock import schedule
@@ -34,7 +35,7 @@ def check(config: RunConfig) -> RunConfig:
     Raises:
         ConfigError: they can not; the message names the settings and what would be possible.
     """
-    for part in (_ranges, _model, _recompute, _batch, _schedule, _stages, _optimizer):
+    for part in (_ranges, _layout, _model, _recompute, _batch, _schedule, _stages, _optimizer):
         part(config)
     return config
 
@@ -43,14 +44,28 @@ def check_world(config: RunConfig, world_size: int, origin: str) -> None:
     """Refuse a group of processes of another size than the layout's; `origin` says who made the group."""
     if world_size == config.world_size:
         return
-    pp = config.parallel.pp
-    cure = f"start {config.world_size} processes"
-    if world_size % pp == 0:
-        cure += f", or set parallel.dp = {world_size // pp}"
+    # Only now, since it loads PyTorch.
+    from penstock.engine.run_parts import layout
+
+    nearest = ", or ".join(str(other) for other in itertools.islice(layout(config).fitting(world_size), 3))
     raise ConfigError(
-        f"{origin} has {world_size} processes, but parallel.pp = {pp} x parallel.dp = {config.parallel.dp} "
-        f"is {config.world_size}; {cure}"
+        f"{origin} has {world_size} processes, but {_product(config)} is {config.world_size}; "
+        f"start {config.world_size} processes, or set {nearest}"
     )
+
+
+def _product(config: RunConfig) -> str:
+    return " x ".join(f"parallel.{axis} = {size}" for axis, size in config.parallel.sizes.items())
+
+
+def _layout(config: RunConfig) -> None:
+    ours = config.parallel
+    if sorted(ours.axes) != sorted(ours.sizes):
+        raise ConfigError(
+            f"parallel.order = {ours.order!r} must name each of dp, pp, cp and tp once, such as dp-pp-cp-tp"
+        )
+    if ours.dp * ours.cp % ours.ep:
+        _refuse_divisor("parallel.ep", ours.ep, "parallel.dp x parallel.cp", ours.dp * ours.cp)
 
 
 def _ranges(config: RunConfig) -> None:

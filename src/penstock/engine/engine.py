@@ -20,9 +20,10 @@ from penstock.engine.optimizer import Optimizer
 from penstock.engine.options import EngineOptions, Precision
 from penstock.engine.scaler import LossScaler
 from penstock.engine.schedules import forward_only
+from penstock.engine.sharing import Sharing, UnitSource, units_for
 from penstock.engine.train import LossFn, LossWeightFn, TrainResult, evaluate_batch, train_batch
 from penstock.engine.unit_times import measure_units
-from penstock.model import Sequences, UnitSpec, cross_entropy_sum
+from penstock.model import ModelGroups, Sequences, Shard, cross_entropy_sum
 from penstock.parallel import GradientBuckets, Layout, sum_tied
 from penstock.runtime import (
     Boundary,
@@ -64,7 +65,8 @@ class Engine:
     process.
 
     Args:
-        units: the model in order; see `from_layers` for plain modules.
+        units: the model in order, or a function that makes it from the groups it is shared by (`ModelGroups`), which a
+            layout with tp, cp or ep needs; see `from_layers` for plain modules.
         hidden_size: width of the residual stream that travels between stages.
         layout: the grid of processes.
         options: schedule, precision, optimizer and the rest.
@@ -76,24 +78,26 @@ class Engine:
 
     def __init__(
         self,
-        units: Sequence[UnitSpec],
+        units: UnitSource,
         hidden_size: int,
         layout: Layout | None = None,
         options: EngineOptions | None = None,
     ) -> None:
         self.layout, self.options = layout or Layout(), options or EngineOptions()
-        self.units = tuple(units)
         self.device = _device(self.options.device)
         if self.device.type == "cpu":
             keep_freed_memory()
         self.grid = self.layout.connect(self.device, timedelta(seconds=self.options.timeout_s))
+        groups = ModelGroups(self.grid.tp_group, self.grid.cp_group, self.grid.ep_group)
+        self.units = units_for(units, groups, self.layout)
         self.placement = self.options.choice.placement(self.layout.pp)
-        self.cut = cut_units(self.units, self.placement, self.options, self._measured_times(hidden_size))
+        self.cut = cut_units(self.units, self.placement, self.options, self._measured_times(units, hidden_size))
         self.boundary = Boundary(hidden_size, self.options.precision.parameter_dtype)
         local = self.placement.stages_of(self.grid.pp_rank)
         self.stages = build_stages(self.units, self.cut, local, self.boundary, self.options, self.device)
+        self.sharing = Sharing.of(self.units, self.parameters(), self.grid)
         self.gradients = {
-            number: GradientBuckets(stage.named_parameters(), self.grid.dp_group)
+            number: GradientBuckets(stage.named_parameters(), self.grid.dp_cp_group, reductions=self.sharing.reductions)
             for number, stage in self.stages.items()
         }
         self._ties = Ties.of(self.units, self.parameters(), self.placement.num_routes)
@@ -140,6 +144,11 @@ class Engine:
     def ties(self) -> Mapping[str, str]:
         """Parameters that are copies: full name -> that of the one that counts, in norms and in checkpoints."""
         return self._ties.owners
+
+    @property
+    def shards(self) -> Mapping[str, Shard]:
+        """Parameters of which this rank holds a part: full name -> which part."""
+        return self.sharing.shards
 
     # ---- a step
 
@@ -257,6 +266,11 @@ class Engine:
             dist.all_reduce(tensor, group=self.grid.control)
         return tensor.tolist()
 
+    def total_loss(self, losses: Sequence[Tensor]) -> float:
+        """The sum of all ranks' losses, on every rank; ranks of a tp group have the same ones, which count once."""
+        own = float(torch.stack(list(losses)).sum()) if losses and self.grid.tp_rank == 0 else 0.0
+        return self.sum_over_ranks(own)[0]
+
     # ---- what a step did
 
     def simulated(self, num_microbatches: int, costs: schedule.Costs) -> Timeline:
@@ -303,15 +317,24 @@ class Engine:
 
     # ---- parts
 
-    def _measured_times(self, hidden_size: int) -> list[float] | None:
+    def _measured_times(self, units: UnitSource, hidden_size: int) -> list[float] | None:
         lengths = self.options.measure_lengths
         if lengths is None or self.options.cut is not None or self.layout.pp == 1:
             return None
-        return measure_units(self.units, hidden_size, lengths, self.options, self.grid)
+        # One rank measures, so the units as they are when nobody shares them: what counts is their proportions.
+        alone = units_for(units, ModelGroups(), Layout())
+        return measure_units(alone, hidden_size, lengths, self.options, self.grid)
 
     def _make_optimizer(self) -> Optimizer:
         scaler = LossScaler() if self.options.precision is Precision.FP16 else None
-        return Optimizer(list(self.gradients.values()), self.options.optimizer, self.grid.pp_control, self.ties, scaler)
+        return Optimizer(
+            list(self.gradients.values()),
+            self.options.optimizer,
+            self.grid.model_control,
+            self.ties,
+            scaler,
+            self.sharing.pieces,
+        )
 
     def _make_transport(self) -> Transport:
         if self.grid.pp_control is None:

@@ -71,11 +71,12 @@ class Update:
 class Optimizer:
     """Steps the parameters of this rank's stages, from gradients that are reduced and whose ties are summed.
 
-    group: host-memory group of the pipeline, over which norms are gathered. ties: full names, copy -> owner; a copy
-    is stepped like any parameter but not counted in the norm. 16-bit parameters are rounded copies of fp32 masters
-    that lie here.
+    group: host-memory group of the ranks that hold the model between them, over which norms are gathered. ties: full
+    names, copy -> owner; a copy is stepped like any parameter but not counted in the norm. pieces: the names under
+    which this rank counts parameters that are shared with other ranks, None for those that another rank counts. 16-bit
+    parameters are rounded copies of fp32 masters that lie here.
 
-    Raises: ValueError when two ranks, or two stages, hold a parameter of the same name.
+    Raises: ValueError when two ranks, or two stages, count a parameter of the same name.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class Optimizer:
         group: dist.ProcessGroup | None = None,
         ties: Mapping[str, str] | None = None,
         scaler: LossScaler | None = None,
+        pieces: Mapping[str, str | None] | None = None,
     ) -> None:
         self.config = config
         self.scaler = scaler
@@ -94,10 +96,11 @@ class Optimizer:
         self._group = group
         self._buckets: tuple[Bucket, ...] = tuple(bucket for stage in stages for bucket in stage.buckets)
         self._masters = [_master(bucket) for bucket in self._buckets]
-        names, self._num_norms = _agree_on_names([n for stage in stages for n in stage.gradients], group)
-        counted = [name for name in names if name not in (ties or {})]
-        gradients = {name: view for stage in stages for name, view in stage.gradients.items()}
-        self._counted = [gradients[name] for name in counted]
+        gradients = [(name, view) for stage in stages for name, view in stage.gradients.items()]
+        told = [(name, (pieces or {}).get(name, name)) for name, _ in gradients]
+        self._num_norms = _agree_on_names([piece for _, piece in told if piece is not None], group)
+        counted = {name for name, piece in told if piece is not None and name not in (ties or {})}
+        self._counted = [view for name, view in sorted(gradients, key=lambda pair: pair[0]) if name in counted]
         self._adamw = self._make_adamw()
 
     @property
@@ -237,8 +240,8 @@ def _master(bucket: Bucket) -> Tensor:
     return bucket.parameters.to(bucket.gradients.dtype)
 
 
-def _agree_on_names(names: Sequence[str], group: dist.ProcessGroup | None) -> tuple[list[str], int]:
-    """Give this rank's names in order, and the largest number of names on any rank.
+def _agree_on_names(names: Sequence[str], group: dist.ProcessGroup | None) -> int:
+    """Give the largest number of names on any rank.
 
     Raises: ValueError on every rank when a name occurs twice.
     """
@@ -247,4 +250,4 @@ def _agree_on_names(names: Sequence[str], group: dist.ProcessGroup | None) -> tu
     twice = [name for name, following in itertools.pairwise(every) if name == following]
     if twice:
         raise ValueError(f"parameter {twice[0]!r} is held twice; give the copies names of their own and tie them")
-    return sorted(names), max(len(rank_names) for rank_names in by_rank)
+    return max(len(rank_names) for rank_names in by_rank)

@@ -22,7 +22,7 @@ from penstock.engine.engine import Engine
 from penstock.engine.learning_rate import LearningRate, Ramp, WeightDecay
 from penstock.engine.optimizer import OptimizerConfig
 from penstock.engine.options import EngineOptions, Precision
-from penstock.model import ModelConfig, decoder_units
+from penstock.model import ModelConfig, ModelGroups, decoder_units
 from penstock.parallel import Layout
 
 
@@ -48,7 +48,8 @@ def model_config(config: RunConfig, vocab_size: int) -> ModelConfig:
 
 
 def layout(config: RunConfig) -> Layout:
-    return Layout(pp=config.parallel.pp, dp=config.parallel.dp)
+    ours = config.parallel
+    return Layout(pp=ours.pp, dp=ours.dp, cp=ours.cp, tp=ours.tp, ep=ours.ep, order=ours.axes)
 
 
 def optimizer_config(config: RunConfig) -> OptimizerConfig:
@@ -99,7 +100,9 @@ def _typical_lengths(config: RunConfig) -> tuple[int, ...]:
 def run_engine(config: RunConfig, vocab_size: int) -> Engine:
     """The engine of a run; every process of the layout calls this at the same point."""
     shape = model_config(config, vocab_size)
-    return Engine(decoder_units(shape), shape.hidden_size, layout(config), engine_options(config))
+    return Engine(
+        lambda groups: decoder_units(shape, groups=groups), shape.hidden_size, layout(config), engine_options(config)
+    )
 
 
 def check_parts(config: RunConfig) -> "RunData":
@@ -110,7 +113,9 @@ def check_parts(config: RunConfig) -> "RunData":
     """
     options = engine_options(config)
     data = RunData.load(config)
-    units = decoder_units(model_config(config, data.corpus.vocab_size))
+    ours = config.parallel
+    groups = ModelGroups.planned(tp=ours.tp, cp=ours.cp, ep=ours.ep)
+    units = decoder_units(model_config(config, data.corpus.vocab_size), groups=groups)
     cut_units(units, options.choice.placement(config.parallel.pp), options)
     return data
 

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from penstock.data import MicroBatchSpec, PackedBatch
@@ -81,7 +80,7 @@ def train_batch(
         update = engine.optimizer.step()
     engine.recorder.end(record)
 
-    (loss,) = engine.sum_over_ranks(float(torch.stack(losses).sum()) / scale if losses else 0.0)
+    loss = engine.total_loss(losses) / scale
     engine.step += 1
     step_time_s = time.perf_counter() - start
     return TrainResult(
@@ -110,5 +109,4 @@ def evaluate_batch(
 
     feeds = [feed(microbatch) for microbatch in agreed.microbatches]
     losses = engine.executor(len(feeds), training=False).run(feeds)
-    (loss,) = engine.sum_over_ranks(float(torch.stack(losses).sum()) if losses else 0.0)
-    return loss, sum(agreed.rank_totals)
+    return engine.total_loss(losses), sum(agreed.rank_totals)

@@ -3,13 +3,14 @@
 from penstock.model.collectives import Collectives, Observer, observe
 from penstock.model.config import ModelConfig
 from penstock.model.decoder import decoder_units
+from penstock.model.groups import ModelGroups
 from penstock.model.linear import Linear, PendingGradient, WeightGradients, defer, switch_linears
 from penstock.model.logprobs import TokenStatistics, token_log_probs, token_statistics
 from penstock.model.loss import cross_entropy_sum
 from penstock.model.recompute import recomputed
 from penstock.model.segments import Compute, Exchange, Lane, RecomputedLane, Segment, SegmentedUnit, Travelling, cut
 from penstock.model.sequences import Sequences
-from penstock.model.units import UnitSpec
+from penstock.model.units import Shard, UnitSpec
 
 __all__ = [
     "Collectives",
@@ -18,12 +19,14 @@ __all__ = [
     "Lane",
     "Linear",
     "ModelConfig",
+    "ModelGroups",
     "Observer",
     "PendingGradient",
     "RecomputedLane",
     "Segment",
     "SegmentedUnit",
     "Sequences",
+    "Shard",
     "TokenStatistics",
     "Travelling",
     "UnitSpec",

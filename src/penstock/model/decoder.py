@@ -15,6 +15,7 @@ from penstock.model import work
 from penstock.model.attention import packed_attention
 from penstock.model.config import ModelConfig
 from penstock.model.gated import gated
+from penstock.model.groups import ModelGroups
 from penstock.model.initialise import Constant, Initial, Normal, initialise
 from penstock.model.linear import Linear
 from penstock.model.norm import RMSNorm
@@ -106,11 +107,17 @@ class Head(nn.Module):
         return self.projection(self.norm(x_TD))
 
 
-def decoder_units(config: ModelConfig, products: Products | None = None) -> tuple[UnitSpec, ...]:
+def decoder_units(
+    config: ModelConfig, products: Products | None = None, groups: ModelGroups | None = None
+) -> tuple[UnitSpec, ...]:
     """The decoder's units in order: embedding, then attention and mlp of each layer, then head.
 
-    `products` computes the linear layers' matrix products; left out, the fastest this machine has.
+    `products` computes the linear layers' matrix products; left out, the fastest this machine has. `groups` are the
+    ranks that share the units; left out, nobody does.
     """
+    for axis, size in {"tp": groups.tp_size, "cp": groups.cp_size, "ep": groups.ep_size}.items() if groups else ():
+        if size > 1:
+            raise ValueError(f"a decoder can not be shared over {axis} = {size}; {axis} = 1 is possible")
     chosen = fastest_products() if products is None else products
     attention = partial(AttentionHalf, config, chosen), work.of_attention(config)
     mlp = partial(MLPHalf, config, chosen), work.of_mlp(config)

@@ -12,6 +12,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from penstock.model.units import Shard
+
 
 class Initial(Protocol):
     """A rule for a parameter's initial values."""
@@ -52,19 +54,24 @@ def initialise(
     rules: Mapping[str, Initial],
     full_names: Mapping[str, str],
     seed: int,
-    device: torch.device | str = "cpu",
+    sharding: Mapping[str, Shard] | None = None,
 ) -> None:
     """Give every parameter of the module its initial values.
 
-    Parameters with storage are written in place, wherever it is; those on the meta device become real on `device`,
-    one at a time. `rules` and `full_names` are by the parameter's name in the module. A parameter that is tied to
-    another bears the other's full name, and so takes its values.
+    Parameters with storage are written in place, wherever it is; those on the meta device become real on the CPU,
+    one at a time. `rules`, `full_names` and `sharding` are by the parameter's name in the module. A parameter that is
+    tied to another bears the other's full name, and so takes its values. Of a parameter that is shared with other
+    ranks the whole is drawn and the part kept: so each element has the same value in every layout.
     """
     for name, parameter in list(module.named_parameters()):
-        values = initial_values(full_names[name], parameter.shape, rules[name], seed)
+        shard = (sharding or {}).get(name)
+        shape = parameter.shape if shard is None else torch.Size(shard.full_shape)
+        values = initial_values(full_names[name], shape, rules[name], seed)
+        if shard is not None:
+            values = shard.of(values).clone()
         if parameter.is_meta:
             owner = module.get_submodule(name.rpartition(".")[0])
-            real = nn.Parameter(values.to(device, parameter.dtype), parameter.requires_grad)
+            real = nn.Parameter(values.to(parameter.dtype), parameter.requires_grad)
             owner.register_parameter(name.rpartition(".")[2], real)
         else:
             parameter.copy_(values)

@@ -1,4 +1,4 @@
-"""Flat storage of one stage's parameters and of their gradients, and the gradients' reduction over dp.
+"""Flat storage of one stage's parameters and of their gradients, and the gradients' sums over ranks.
 
 Every parameter is a view of a bucket's flat tensor and so is its gradient, at the same offset. A place is padded to
 whole cache lines: a vectorised kernel that runs over a flat tensor then treats an element alike wherever its
@@ -16,6 +16,21 @@ from torch import Tensor, nn
 
 CAP_BYTES = 25 * 2**20
 _LINE_BYTES = 64
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """Over which ranks a gradient is summed.
+
+    group: ranks that hold the same parameter and see other tokens. among: ranks that see the same tokens, and of which
+    each has computed a part of the gradient alone; where it is given, they are summed first. Ranks of `among` may hold
+    different ones of `num_parts` parts of a parameter, this rank part `part`: then only those with the same part are.
+    """
+
+    group: dist.ProcessGroup | None = None
+    among: dist.ProcessGroup | None = None
+    part: int = 0
+    num_parts: int = 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,14 +51,15 @@ class Bucket:
     """Parameters that are reduced by one collective and stepped by one kernel.
 
     parameters: flat, in the parameters' type. gradients: flat and of the same length; fp32 for 16-bit parameters,
-    else the parameters' type. decays: whether weight decay applies, one answer for the whole bucket. The padding
-    between places is zero in both.
+    else the parameters' type. decays: whether weight decay applies, one answer for the whole bucket. reduction: over
+    which ranks the gradients are summed, alike for all. The padding between places is zero in both.
     """
 
     places: tuple[Place, ...]
     parameters: Tensor
     gradients: Tensor
     decays: bool
+    reduction: Reduction
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
         """Cut a flat tensor of this bucket's length into the parameters' parts, by name."""
@@ -51,7 +67,7 @@ class Bucket:
 
 
 class GradientBuckets:
-    """Owner of one stage's flat parameters and gradients; gradients accumulate in at least fp32 and are summed over dp.
+    """Owner of one stage's flat parameters and gradients; gradients accumulate in at least fp32, summed over ranks.
 
     `parameters` are (full name, parameter) pairs; those that require no gradient are left alone. From here on a
     parameter's data is a view of flat storage with its values, and `parameter.main_grad` the view its gradient
@@ -59,8 +75,8 @@ class GradientBuckets:
     adds into it and drops `parameter.grad`. A parameter that no backward reaches has the gradient zero.
 
     Parameters fill buckets in the order given, up to `cap_bytes` of gradients each; a larger one has a bucket of its
-    own. One bucket never mixes types, devices, or parameters with weight decay and without (those of one dimension:
-    norms and biases).
+    own. One bucket never mixes types, devices, reductions, or parameters with weight decay and without (those of one
+    dimension: norms and biases). `reductions` are by full name; other gradients are summed over `group`.
 
     A step is ``zero_(); backward passes; launch(); ...; wait()``. `zero_` also clears up after a step that failed
     anywhere in between.
@@ -73,11 +89,16 @@ class GradientBuckets:
         parameters: Sequence[tuple[str, nn.Parameter]],
         group: dist.ProcessGroup | None = None,
         cap_bytes: int = CAP_BYTES,
+        reductions: Mapping[str, Reduction] | None = None,
     ) -> None:
         _check_distinct(parameters)
-        self._group = group
+        ordinary, others = Reduction(group), reductions or {}
         self._pending: list[dist.Work] = []
-        trained = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
+        trained = [
+            _Member(name, parameter, others.get(name, ordinary))
+            for name, parameter in parameters
+            if parameter.requires_grad
+        ]
         self.buckets: tuple[Bucket, ...] = tuple(_make_bucket(members) for members in _fill(trained, cap_bytes))
         self._gradients = {
             name: view for bucket in self.buckets for name, view in bucket.views(bucket.gradients).items()
@@ -114,14 +135,18 @@ class GradientBuckets:
             place.parameter.grad = None if _is_16_bit(place.parameter) else self._gradients[place.name]
 
     def launch(self) -> None:
-        """Start summing every bucket over the group, in one fixed order; no backward may follow before `wait`."""
+        """Start summing every bucket over its group, in one fixed order; no backward may follow before `wait`.
+
+        What several ranks have computed in part is summed among them before this returns: it is little.
+        """
         assert not self._pending, "launched twice without a wait"
-        if self._group is None:
-            return
         for bucket in self.buckets:
-            work = dist.all_reduce(bucket.gradients, group=self._group, async_op=True)
-            assert work is not None
-            self._pending.append(work)
+            _sum_parts(bucket)
+        for bucket in self.buckets:
+            if bucket.reduction.group is not None:
+                work = dist.all_reduce(bucket.gradients, group=bucket.reduction.group, async_op=True)
+                assert work is not None
+                self._pending.append(work)
 
     def wait(self) -> None:
         """Wait for what `launch` started (on a GPU: order the current stream after it)."""
@@ -166,36 +191,63 @@ def _check_distinct(parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
         seen[id(parameter)] = name
 
 
-def _fill(parameters: Sequence[tuple[str, nn.Parameter]], cap_bytes: int) -> list[list[tuple[str, nn.Parameter]]]:
+@dataclass(frozen=True, eq=False)
+class _Member:
+    """A parameter that is to be given a place in a bucket."""
+
+    name: str
+    parameter: nn.Parameter
+    reduction: Reduction
+
+    @property
+    def kind(self) -> tuple[torch.dtype, torch.device, bool, Reduction]:
+        return self.parameter.dtype, self.parameter.device, _decays(self.parameter), self.reduction
+
+
+def _fill(members: Sequence[_Member], cap_bytes: int) -> list[list[_Member]]:
     """Sort parameters into buckets, in order, one open bucket a kind at a time."""
-    filled: list[list[tuple[str, nn.Parameter]]] = []
-    open_bucket: dict[tuple[torch.dtype, torch.device, bool], tuple[list[tuple[str, nn.Parameter]], int]] = {}
-    for name, parameter in parameters:
-        kind = (parameter.dtype, parameter.device, _decays(parameter))
-        need_bytes = _padded_length(parameter) * _gradient_dtype(parameter).itemsize
-        members, held_bytes = open_bucket.get(kind, ([], cap_bytes))
+    filled: list[list[_Member]] = []
+    open_bucket: dict[tuple[torch.dtype, torch.device, bool, Reduction], tuple[list[_Member], int]] = {}
+    for member in members:
+        need_bytes = _padded_length(member.parameter) * _gradient_dtype(member.parameter).itemsize
+        held, held_bytes = open_bucket.get(member.kind, ([], cap_bytes))
         if held_bytes + need_bytes > cap_bytes:
-            members, held_bytes = [], 0
-            filled.append(members)
-        members.append((name, parameter))
-        open_bucket[kind] = (members, held_bytes + need_bytes)
+            held, held_bytes = [], 0
+            filled.append(held)
+        held.append(member)
+        open_bucket[member.kind] = (held, held_bytes + need_bytes)
     return filled
 
 
-def _make_bucket(members: Sequence[tuple[str, nn.Parameter]]) -> Bucket:
+def _make_bucket(members: Sequence[_Member]) -> Bucket:
     """Move parameters into new flat storage, values kept, and lay out their gradients beside it."""
-    _, first = members[0]
+    first = members[0].parameter
     places, end = [], 0
-    for name, parameter in members:
-        places.append(Place(name, parameter, end))
-        end += _padded_length(parameter)
+    for member in members:
+        places.append(Place(member.name, member.parameter, end))
+        end += _padded_length(member.parameter)
     flat = torch.zeros(end, dtype=first.dtype, device=first.device)
     gradients = torch.zeros(end, dtype=_gradient_dtype(first), device=first.device)
     for place in places:
         view = place.view(flat)
         view.copy_(place.parameter.detach())
         place.parameter.data = view
-    return Bucket(tuple(places), flat, gradients, _decays(first))
+    return Bucket(tuple(places), flat, gradients, _decays(first), members[0].reduction)
+
+
+def _sum_parts(bucket: Bucket) -> None:
+    """Sum a bucket's gradients over the ranks that have computed a part each of the same parameters."""
+    reduction = bucket.reduction
+    if reduction.among is None:
+        return
+    if reduction.num_parts == 1:
+        dist.all_reduce(bucket.gradients, group=reduction.among)
+        return
+    # A row for each part, zeros in those of others: one sum over all ranks, and no group for every few of them.
+    rows = bucket.gradients.new_zeros(reduction.num_parts, bucket.gradients.numel())
+    rows[reduction.part] = bucket.gradients
+    dist.all_reduce(rows, group=reduction.among)
+    bucket.gradients.copy_(rows[reduction.part])
 
 
 def _padded_length(parameter: nn.Parameter) -> int:
