@@ -140,12 +140,12 @@ class Collectives:
         work = dist.all_reduce(total, group=self.group, async_op=True)
         return self._under_way(CollectiveKind.ALL_REDUCE, work, x, lambda: total)
 
-    def send_receive(self, x: Tensor, to: int, source: int) -> Travelling:
-        """Send to one rank of the group, and receive the same shape from one: a step round a ring."""
+    def send_receive(self, x: Tensor, to: int, source: int, num_rows: int | None = None) -> Travelling:
+        """Send to one rank of the group, and receive `num_rows` (or as many) from one: a step round a ring."""
         if self.group is None:
             return _Here(x)
         x = x.contiguous()
-        arrived = torch.empty_like(x)
+        arrived = torch.empty_like(x) if num_rows is None else x.new_empty(num_rows, *x.shape[1:])
         works = dist.batch_isend_irecv(
             [
                 dist.P2POp(dist.isend, x, group_peer=to, group=self.group),

@@ -14,6 +14,33 @@ from torch import Tensor
 Value = TypeVar("Value")
 
 
+@dataclass(frozen=True)
+class Spread:
+    """Which positions of every sequence each of the ranks holds that share them.
+
+    rank: this one. pieces: by rank, by sequence, the runs of positions held, in ascending order.
+    """
+
+    rank: int
+    pieces: tuple[tuple[tuple[range, ...], ...], ...]
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.pieces)
+
+    @property
+    def num_tokens(self) -> tuple[int, ...]:
+        """How many tokens each rank holds."""
+        return tuple(sum(len(piece) for held in sequences for piece in held) for sequences in self.pieces)
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each whole sequence."""
+        return tuple(
+            sum(len(piece) for held in of_ranks for piece in held) for of_ranks in zip(*self.pieces, strict=True)
+        )
+
+
 @dataclass(frozen=True, eq=False)
 class Sequences:
     """Where each of the packed sequences begins and ends, and the position of every token in its own.
@@ -23,12 +50,15 @@ class Sequences:
         cu_seqlens: [B+1] int32, where each sequence begins, and where the last one ends.
         positions: [T] int64, what the rotary positions turn by.
         max_length: the longest of `lengths`, known without asking the device.
+        spread: where several ranks share each sequence's tokens, who holds which; all else is of this rank's then, and
+            a sequence of which it holds nothing has the length 0.
     """
 
     lengths: tuple[int, ...]
     cu_seqlens: Tensor
     positions: Tensor
     max_length: int
+    spread: Spread | None = None
     _shared: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
@@ -50,6 +80,15 @@ class Sequences:
             raise ValueError(f"positions have shape {tuple(positions.shape)}, but the lengths add up to {num_tokens}")
         starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
         return cls(lengths, starts.to(device), positions.to(device, torch.int64), max(lengths))
+
+    @classmethod
+    def of_spread(cls, spread: Spread, device: torch.device | str = "cpu") -> "Sequences":
+        """This rank's part of sequences that are spread over several ranks; each sequence counts from 0."""
+        held = spread.pieces[spread.rank]
+        lengths = tuple(sum(map(len, pieces)) for pieces in held)
+        positions = torch.tensor([position for pieces in held for piece in pieces for position in piece])
+        starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+        return cls(lengths, starts.to(device), positions.to(device, torch.int64), max(lengths), spread)
 
     @property
     def num_tokens(self) -> int:

@@ -1,0 +1,168 @@
+"""Attention over sequences that several ranks share equals attention of one process, forward and gradients."""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from penstock.model.attention_tiles import Sight
+from penstock.model.collectives import Collectives, Work
+from penstock.model.context_attention import ContextForm, HeadShape, context_attention
+from penstock.model.ring_attention import RingAttention
+from penstock.model.segments import Grads, Lane, Segment, State, Undo
+from penstock.model.sequences import Sequences, Spread
+from penstock.parallel.context import ContextCut, cut_sequences
+from penstock.runtime.lanes import drain, zip_lanes
+from penstock.schedule.recording import CollectiveKind
+from tests.dist.launch import run_ranks
+
+LENGTHS = [(16,), (5, 11, 11, 4), (1, 9, 2, 30), (8, 8, 8)]
+SIGHTS = [Sight(), Sight(causal=False), Sight(window=1), Sight(window=6), Sight(window=100), Sight(False, 4)]
+HEADS = [(4, 4), (4, 2), (4, 1)]
+
+
+def masked(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], sight: Sight) -> Tensor:
+    """One softmax over all tokens, with everything masked that a token must not see."""
+    sequence = torch.cat([torch.full((n,), i) for i, n in enumerate(lengths)])
+    index = torch.arange(len(sequence))
+    distance = index[:, None] - index[None]
+    seen = sequence[:, None] == sequence[None]
+    if sight.causal:
+        seen &= distance >= 0
+    if sight.window is not None:
+        seen &= distance.abs() < sight.window
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
+
+
+@dataclass(frozen=True)
+class Case:
+    lengths: tuple[int, ...]
+    heads: tuple[int, int]
+    sight: Sight
+    cut: ContextCut
+
+
+def cases() -> Iterator[Case]:
+    for lengths, heads, sight, cut in itertools.product(LENGTHS, HEADS, SIGHTS, ContextCut):
+        yield Case(lengths, heads, sight, cut)
+
+
+def inputs(case: Case, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(sum(case.lengths))
+
+    def heads(count: int) -> Tensor:
+        return torch.randn(sum(case.lengths), count, 8, generator=generator, dtype=torch.float64).to(dtype)
+
+    q, kv = case.heads
+    return heads(q), heads(kv), heads(kv), heads(q)
+
+
+def expected(case: Case, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    *qkv, grad = (x.double() for x in inputs(case, dtype))
+    leaves = [x.requires_grad_() for x in qkv]
+    out = masked(*leaves, case.lengths, case.sight)
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+
+
+def own_rows(case: Case, spread: Spread) -> Tensor:
+    starts = itertools.accumulate(case.lengths[:-1], initial=0)
+    held = zip(starts, spread.pieces[spread.rank], strict=True)
+    return torch.tensor([start + position for start, pieces in held for piece in pieces for position in piece])
+
+
+def walk(row: Sequence[Segment], state: State, undo: list[Undo] | None) -> Lane[State]:
+    for segment in row:
+        state = yield from segment.forward(state, undo)
+    return state
+
+
+def walk_back(undo: list[Undo], grads: Grads) -> Lane[Grads]:
+    while undo:
+        grads = yield from undo.pop().backward(grads)
+    return grads
+
+
+def attended(case: Case, spread: Spread, form: ContextForm, dtype: torch.dtype) -> list[Tensor]:
+    """This rank's rows, and its part of output and gradients: alone, and beside another lane as in a combined run."""
+    rows = own_rows(case, spread)
+    sequences = Sequences.of_spread(spread)
+    assert sequences.num_tokens == len(rows) > 0
+    q, k, v, grad = (x[rows] for x in inputs(case, dtype))
+    collectives = Collectives(dist.group.WORLD)
+    if form is ContextForm.RING:
+        row: Sequence[Segment] = [RingAttention(collectives, spread, case.sight)]
+    else:
+        assert case.sight.causal
+        row = context_attention(form, collectives, sequences, HeadShape(*case.heads, case.sight.window))
+    undo: list[Undo] = []
+    out, beside = drain(walk(row, (q, k, v, q), undo))
+    grads, (again, _) = zip_lanes(walk_back(undo, (grad, beside)), walk(row, (q, k, v, q), None))
+    assert torch.equal(again, out) and torch.equal(beside, q) and torch.equal(grads[3], q)
+    assert {x.dtype for x in (out, *grads)} == {dtype}
+    return [rows, out, *grads[:3]]
+
+
+def errors_in_float64(rank: int, world: int, form: ContextForm) -> list[float]:
+    """The largest error of each case, over output and gradients."""
+    found = []
+    for case in cases():
+        if form is ContextForm.ALL_TO_ALL and not (case.sight.causal and case.heads[1] % world == 0):
+            continue
+        spread = Spread(rank, cut_sequences(case.lengths, world, case.cut))
+        rows, *parts = attended(case, spread, form, torch.float64)
+        wholes = expected(case)
+        found.append(max(float((mine - whole[rows]).abs().max()) for mine, whole in zip(parts, wholes, strict=True)))
+    return found
+
+
+@pytest.mark.shows(86)
+@pytest.mark.parametrize(("form", "world"), [("ring", 2), ("ring", 3), ("ring", 4), ("all-to-all", 2)])
+def test_output_and_gradients_are_those_of_full_attention(form: str, world: int) -> None:
+    for errors in run_ranks(world, errors_in_float64, world, ContextForm(form)):
+        assert len(errors) >= 40
+        assert max(errors) < 1e-10
+
+
+def errors_in_16_bit(rank: int, form: ContextForm) -> list[float]:
+    found = []
+    for lengths, heads in itertools.product(LENGTHS, [(4, 4), (4, 2)]):
+        case = Case(lengths, heads, Sight(), ContextCut.ZIGZAG)
+        rows, *parts = attended(case, Spread(rank, cut_sequences(lengths, 2)), form, torch.bfloat16)
+        for mine, whole in zip(parts, expected(case, torch.bfloat16), strict=True):
+            found.append(float((mine - whole[rows]).abs().max() / whole.abs().max()))
+    return found
+
+
+@pytest.mark.shows(86)
+@pytest.mark.parametrize("form", ContextForm)
+def test_in_16_bit_the_error_is_a_few_roundings(form: ContextForm) -> None:
+    # Inputs are the same 16-bit numbers. The softmax's weights, each part's output and the result are rounded, and
+    # gradients see the rounded result: against the largest element that is a few units of the last place.
+    for errors in run_ranks(2, errors_in_16_bit, form):
+        assert len(errors) == 4 * 2 * 4
+        assert max(errors) < 4 * torch.finfo(torch.bfloat16).eps
+
+
+def num_bytes_sent(rank: int) -> int:
+    """What the ring sends in a forward, with one key head for eight queries."""
+    seen: list[int] = []
+
+    class Watch:
+        def follow(self, kind: CollectiveKind, num_bytes: int, work: Work) -> Work:
+            seen.append(num_bytes)
+            return work
+
+    q, k, v = torch.randn(8, 8, 4), torch.randn(8, 1, 4), torch.randn(8, 1, 4)
+    ring = RingAttention(Collectives(dist.group.WORLD, Watch()), Spread(rank, cut_sequences([24], 3)), Sight())
+    drain(ring.forward((q, k, v), None))
+    return sum(seen)
+
+
+def test_key_heads_travel_as_they_are() -> None:
+    assert run_ranks(3, num_bytes_sent) == [2 * (2 * 8 * 1 * 4) * 4] * 3
