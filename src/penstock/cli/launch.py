@@ -92,11 +92,18 @@ def join(group: Group, timeout_s: float) -> "Store":
     return store
 
 
-def launch(arguments: Sequence[str], num_workers: int, num_threads: int) -> int:
-    """Start the workers of a run on this machine, wait for them, and return the exit code of the command.
+def launch(
+    arguments: Sequence[str],
+    num_workers: int,
+    num_threads: int,
+    module: str = "penstock.cli.train",
+    again: str = "continues from the newest checkpoint",
+) -> int:
+    """Start the workers of a command on this machine, wait for them, and return the exit code of the command.
 
-    `arguments` are those of the command; every worker reads them again. SIGTERM and SIGINT are passed on: the workers
-    then finish their step, save and end well.
+    `arguments` are those of the command, whose `module` every worker runs as a script and which reads them again.
+    `again` ends the sentence "the same command ...", which is told after a worker was killed. SIGTERM and SIGINT are
+    passed on; workers that have more to save than they save anyway then finish their step, save and end well.
     """
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -126,13 +133,13 @@ def launch(arguments: Sequence[str], num_workers: int, num_threads: int) -> int:
         ended_well = Path(folder) / "ended_well"
         os.environ[_ENDED_WELL] = str(ended_well)
         try:
-            elastic_launch(config, sys.executable)("-m", "penstock.cli.train", *arguments)
+            elastic_launch(config, sys.executable)("-m", module, *arguments)
         except ChildFailedError as error:
-            return _explain(error)
+            return _explain(error, again)
         except SignalException as error:
             if ended_well.exists():
                 return 0
-            print(f"penstock: stopped by {error.sigval.name} before anything could be saved", file=sys.stderr)
+            print(f"penstock: stopped by {error.sigval.name}; the same command {again}", file=sys.stderr)
             return 128 + error.sigval
     return 0
 
@@ -184,7 +191,7 @@ def is_told(store: "Store") -> bool:
         return False
 
 
-def _explain(error: Any) -> int:
+def _explain(error: Any, again: str) -> int:
     """The exit code of a failed run, after a word on workers that could not explain themselves."""
     told_to_end = -signal.SIGTERM
     killed = [
@@ -193,7 +200,7 @@ def _explain(error: Any) -> int:
     for rank, died in killed:
         print(
             f"penstock: rank {rank} (process {died.pid}) was killed by {signal.Signals(-died.exitcode).name}; "
-            "the same command continues from the newest checkpoint",
+            f"the same command {again}",
             file=sys.stderr,
         )
     # A mistake that one worker has told of makes the others fail as well.
