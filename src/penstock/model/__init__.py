@@ -3,10 +3,12 @@
 from penstock.model.collectives import Collectives, Observer, observe
 from penstock.model.config import ModelConfig
 from penstock.model.decoder import decoder_units
+from penstock.model.expert_config import ExpertConfig, GroupScore, Scores
 from penstock.model.groups import ModelGroups
 from penstock.model.linear import Linear, PendingGradient, WeightGradients, defer, switch_linears
 from penstock.model.logprobs import TokenStatistics, token_log_probs, token_statistics
 from penstock.model.loss import cross_entropy_sum
+from penstock.model.loss_terms import LossTerms
 from penstock.model.recompute import recomputed
 from penstock.model.segments import Compute, Exchange, Lane, RecomputedLane, Segment, SegmentedUnit, Travelling, cut
 from penstock.model.sequences import Sequences
@@ -16,13 +18,17 @@ __all__ = [
     "Collectives",
     "Compute",
     "Exchange",
+    "ExpertConfig",
+    "GroupScore",
     "Lane",
     "Linear",
+    "LossTerms",
     "ModelConfig",
     "ModelGroups",
     "Observer",
     "PendingGradient",
     "RecomputedLane",
+    "Scores",
     "Segment",
     "SegmentedUnit",
     "Sequences",

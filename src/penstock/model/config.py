@@ -5,6 +5,8 @@ No torch here: a configuration is checked before anything heavy is imported.
 
 from dataclasses import dataclass
 
+from penstock.model.expert_config import ExpertConfig
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -25,6 +27,7 @@ class ModelConfig:
         qk_norm: RMSNorm over each query and key head (Qwen3).
         tie_embeddings: the head uses the embedding's weight.
         sliding_window: how many tokens a token sees, itself included (Mistral); None means all before it.
+        experts: what the layers that have experts have instead of one MLP; None means that none has.
 
     Raises:
         ValueError: naming the setting, its value and what would be possible.
@@ -44,6 +47,7 @@ class ModelConfig:
     qk_norm: bool = False
     tie_embeddings: bool = False
     sliding_window: int | None = None
+    experts: ExpertConfig | None = None
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "max_length"):
@@ -72,6 +76,10 @@ class ModelConfig:
             self.head_dim >= 2 and self.head_dim % 2 == 0,
             f"head_dim={self.head_dim}: rotary positions turn pairs, so it must be even and at least 2",
         )
+
+    def is_sparse(self, layer: int) -> bool:
+        """Whether the layer of that number has experts instead of one MLP."""
+        return self.experts is not None and self.experts.is_sparse(layer)
 
     @property
     def query_size(self) -> int:

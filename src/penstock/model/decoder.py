@@ -1,4 +1,4 @@
-"""The dense decoder of the Llama, Qwen2, Qwen3 and Mistral family, as a list of units.
+"""The decoder of the Llama, Qwen, Mistral and Mixtral family, dense or with experts, as a list of units.
 
 Shapes: T tokens of the microbatch, D hidden size, H heads, K width of a head, V vocabulary.
 """
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from penstock.model import work
 from penstock.model.attention import packed_attention
 from penstock.model.config import ModelConfig
+from penstock.model.experts import ExpertHalf, expert_shards
 from penstock.model.gated import gated
 from penstock.model.groups import ModelGroups
 from penstock.model.initialise import Constant, Initial, Normal, initialise
@@ -22,7 +23,7 @@ from penstock.model.norm import RMSNorm
 from penstock.model.products import Products, fastest_products
 from penstock.model.rotary import Rotary, rotate
 from penstock.model.sequences import Sequences
-from penstock.model.units import UnitSpec
+from penstock.model.units import Shard, UnitSpec
 
 _EMBEDDING_STD = 0.5
 """Of an untied embedding: of 0.02, 0.1, 0.5 and 1, a small model learned fastest from this one."""
@@ -115,39 +116,60 @@ def decoder_units(
     `products` computes the linear layers' matrix products; left out, the fastest this machine has. `groups` are the
     ranks that share the units; left out, nobody does.
     """
-    for axis, size in {"tp": groups.tp_size, "cp": groups.cp_size, "ep": groups.ep_size}.items() if groups else ():
+    groups = groups or ModelGroups()
+    for axis, size in {"tp": groups.tp_size, "cp": groups.cp_size}.items():
         if size > 1:
             raise ValueError(f"a decoder can not be shared over {axis} = {size}; {axis} = 1 is possible")
+    if groups.ep_size > 1 and config.experts is None:
+        raise ValueError(f"ep = {groups.ep_size}: the model has no experts to share; ep = 1 is possible")
     chosen = fastest_products() if products is None else products
     attention = partial(AttentionHalf, config, chosen), work.of_attention(config)
-    mlp = partial(MLPHalf, config, chosen), work.of_mlp(config)
+    dense = partial(MLPHalf, config, chosen), work.of_mlp(config)
+    sparse = partial(ExpertHalf, config, chosen, groups.ep), work.of_experts(config) if config.experts else 0.0
+    shards = expert_shards(config, groups) if config.experts else {}
     tied = {"projection.weight": "embedding.weight"} if config.tie_embeddings else {}
     specs = [_spec("embedding", config, partial(Embedding, config), work.of_embedding(config))]
     for i in range(config.num_layers):
-        specs += [_spec(f"layers.{i}.attention", config, *attention), _spec(f"layers.{i}.mlp", config, *mlp)]
+        specs.append(_spec(f"layers.{i}.attention", config, *attention))
+        if config.is_sparse(i):
+            specs.append(_spec(f"layers.{i}.mlp", config, *sparse, sharding=shards))
+        else:
+            specs.append(_spec(f"layers.{i}.mlp", config, *dense))
     return (*specs, _spec("head", config, partial(Head, config, chosen), work.of_head(config), tied))
 
 
 def _spec(
-    name: str, config: ModelConfig, build: Callable[[], nn.Module], flops: float, tied: Mapping[str, str] | None = None
+    name: str,
+    config: ModelConfig,
+    build: Callable[[], nn.Module],
+    flops: float,
+    tied: Mapping[str, str] | None = None,
+    sharding: Mapping[str, Shard] | None = None,
 ) -> UnitSpec:
     with torch.device("meta"):
         shapes = {parameter: value.shape for parameter, value in build().named_parameters()}
-    tied = tied or {}
+    tied, sharding = tied or {}, sharding or {}
     full_names = {parameter: tied.get(parameter, f"{name}.{parameter}") for parameter in shapes}
     rules = {parameter: _rule(full_name, shapes[parameter], config) for parameter, full_name in full_names.items()}
     return UnitSpec(
         name,
         build,
-        partial(_initialise, rules, full_names),
+        partial(_initialise, rules, full_names, sharding),
         sum(math.prod(shape) for shape in shapes.values()),
         flops,
         tied,
+        sharding,
     )
 
 
-def _initialise(rules: Mapping[str, Initial], full_names: Mapping[str, str], module: nn.Module, seed: int) -> None:
-    initialise(module, rules, full_names, seed)
+def _initialise(
+    rules: Mapping[str, Initial],
+    full_names: Mapping[str, str],
+    sharding: Mapping[str, Shard],
+    module: nn.Module,
+    seed: int,
+) -> None:
+    initialise(module, rules, full_names, seed, sharding)
 
 
 def _rule(full_name: str, shape: torch.Size, config: ModelConfig) -> Initial:
@@ -158,9 +180,11 @@ def _rule(full_name: str, shape: torch.Size, config: ModelConfig) -> Initial:
     *_, owner, kind = full_name.split(".")
     if kind == "bias":
         return Constant(0.0)
+    if kind == "load":
+        return Constant(1.0)
     if owner in ("norm", "q_norm", "k_norm"):
         return Constant(1.0)
     if owner == "embedding" and not config.tie_embeddings:
         return Normal(_EMBEDDING_STD)
-    std = shape[1] ** -0.5
+    std = shape[-1] ** -0.5
     return Normal(std * (2 * config.num_layers) ** -0.5 if owner in ("output", "down") else std)

@@ -1,4 +1,4 @@
-"""The gated activation of the MLP, silu(gate) * up, which keeps its two inputs and nothing else."""
+"""The gated activation of the MLP, silu(gate) * up, which keeps its inputs and nothing else."""
 
 from typing import Any
 
@@ -27,3 +27,28 @@ class _GatedFunction(torch.autograd.Function):
 def gated(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up, element by element. Source: Shazeer 2020 (SwiGLU), equation 6."""
     return _GatedFunction.apply(gate, up)  # pyright: ignore[reportReturnType]
+
+
+class _GatedHalvesFunction(torch.autograd.Function):
+    """The same where one product has given gate and up side by side, and wants their gradients side by side."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        gate, up = gate_up.chunk(2, -1)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (gate_up,) = ctx.saved_tensors
+        gate, up = gate_up.chunk(2, -1)
+        grad = torch.empty_like(gate_up)
+        grad_gate, grad_up = grad.chunk(2, -1)
+        torch.mul(F.silu(gate), grads[0], out=grad_up)
+        torch.ops.aten.silu_backward.grad_input(grads[0] * up, gate, grad_input=grad_gate)
+        return grad
+
+
+def gated_halves(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up of the last dimension's first and second half."""
+    return _GatedHalvesFunction.apply(gate_up)  # pyright: ignore[reportReturnType]

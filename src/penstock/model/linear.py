@@ -10,7 +10,7 @@ Shapes: T tokens (all leading dimensions together), I inputs, O outputs.
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -103,6 +103,13 @@ class WeightGradients:
                     _accumulate(parameter, sums.pop(parameter))
 
 
+@runtime_checkable
+class Deferring(Protocol):
+    """A module whose weight gradients wait while its owner says so."""
+
+    gradients: WeightGradients | None
+
+
 def _accumulate(parameter: nn.Parameter, grad: Tensor) -> None:
     main_grad: Tensor | None = getattr(parameter, "main_grad", None)
     if main_grad is not None and parameter.dtype != torch.float32:
@@ -185,8 +192,8 @@ def switch_linears(module: nn.Module) -> int:
 
 
 def defer(module: nn.Module, gradients: WeightGradients) -> int:
-    """Attach the owner to every `Linear` of the module; how many there were."""
-    linears = [part for part in module.modules() if isinstance(part, Linear)]
-    for part in linears:
+    """Attach the owner to every `Linear`, and whatever else can defer, of the module; how many there were."""
+    parts = [part for part in module.modules() if isinstance(part, Deferring)]
+    for part in parts:
         part.gradients = gradients
-    return len(linears)
+    return len(parts)

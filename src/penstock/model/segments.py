@@ -90,6 +90,33 @@ class _Computed:
         return tuple(None if leaf is None else leaf.grad for leaf in self.leaves)
 
 
+@dataclass(frozen=True, eq=False)
+class Only:
+    """A segment for the state's first tensor alone; the others, and their gradients, pass by untouched."""
+
+    inner: Segment
+
+    @property
+    def name(self) -> str:
+        return self.inner.name
+
+    def forward(self, state: State, undo: list[Undo] | None) -> Lane[State]:
+        own: list[Undo] | None = None if undo is None else []
+        outputs = yield from self.inner.forward(state[:1], own)
+        if undo is not None and own is not None:
+            undo.extend(_OnlyFirst(entry) for entry in own)
+        return (*outputs, *state[1:])
+
+
+@dataclass(frozen=True, eq=False)
+class _OnlyFirst:
+    inner: Undo
+
+    def backward(self, grads: Grads) -> Lane[Grads]:
+        first = yield from self.inner.backward(grads[:1])
+        return (*first, *grads[1:])
+
+
 class Travelling(Protocol):
     """A collective that has been launched; `wait` gives what arrived."""
 

@@ -4,12 +4,14 @@ Shapes: T tokens of all sequences, B sequences.
 """
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+from penstock.model.loss_terms import LossTerms
 
 Value = TypeVar("Value")
 
@@ -52,6 +54,7 @@ class Sequences:
         max_length: the longest of `lengths`, known without asking the device.
         spread: where several ranks share each sequence's tokens, who holds which; all else is of this rank's then, and
             a sequence of which it holds nothing has the length 0.
+        terms: where units note what they add to the microbatch's loss; None where nothing is learned.
     """
 
     lengths: tuple[int, ...]
@@ -59,6 +62,7 @@ class Sequences:
     positions: Tensor
     max_length: int
     spread: Spread | None = None
+    terms: LossTerms | None = None
     _shared: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
@@ -89,6 +93,10 @@ class Sequences:
         positions = torch.tensor([position for pieces in held for piece in pieces for position in piece])
         starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
         return cls(lengths, starts.to(device), positions.to(device, torch.int64), max(lengths), spread)
+
+    def learning(self, terms: LossTerms) -> "Sequences":
+        """The same, for a microbatch whose loss takes these terms."""
+        return replace(self, terms=terms)
 
     @property
     def num_tokens(self) -> int:

@@ -13,6 +13,7 @@ _GATE = 200.0
 _RESIDUAL = 35.0
 _EMBED = 40.0
 _LOSS = 240.0
+_MOVED = 80.0
 """Each for one element of the normalised, rotated, ... tensor; the loss for one logit."""
 
 _DENSE_GRADIENT = 130.0
@@ -42,6 +43,16 @@ def of_mlp(config: ModelConfig) -> float:
     """Three products and the gate."""
     products = 6.0 * config.hidden_size * config.intermediate_size
     return products + _GATE * config.intermediate_size + (_NORM + _RESIDUAL) * config.hidden_size
+
+
+def of_experts(config: ModelConfig) -> float:
+    """The active experts and the shared one, the router, and rows that are moved there and back."""
+    experts = config.experts
+    assert experts is not None
+    inner = experts.num_active * experts.intermediate_size + experts.shared_size
+    products = 6.0 * config.hidden_size * inner + 2.0 * config.hidden_size * experts.num_experts
+    moved = _MOVED * experts.num_active * config.hidden_size
+    return products + _GATE * inner + moved + (_NORM + _RESIDUAL) * config.hidden_size
 
 
 def of_head(config: ModelConfig) -> float:

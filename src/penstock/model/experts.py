@@ -1,0 +1,149 @@
+"""The MLP half of a layer with experts, as a row of segments.
+
+    router with norm, shared expert and permutation | sizes, dispatch | experts | combine with residual
+
+Where one rank holds all experts, nothing travels and the two exchanges are left out.
+
+Shapes: T tokens, D hidden size, K active experts, N rows (copies of tokens, one for each expert they go to).
+"""
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from penstock.model.collectives import Collectives
+from penstock.model.config import ModelConfig
+from penstock.model.expert_config import ExpertConfig
+from penstock.model.expert_stack import ExpertStack, Groups, stack_products
+from penstock.model.expert_traffic import Order, Route, Sizes, gather, spread
+from penstock.model.gated import gated, gated_halves
+from penstock.model.groups import ModelGroups
+from penstock.model.linear import Linear
+from penstock.model.norm import RMSNorm
+from penstock.model.products import Products
+from penstock.model.router import Router
+from penstock.model.segments import Compute, Exchange, Only, Segment, SegmentedUnit, State, Travelling
+from penstock.model.sequences import Sequences
+from penstock.model.units import Shard
+
+
+class Experts(nn.Module):
+    """This rank's experts: rows sorted by expert [N, D] -> down(silu(gate) * up) [N, D]."""
+
+    def __init__(self, hidden_size: int, config: ExpertConfig, num_local: int, products: Products) -> None:
+        super().__init__()
+        stacked = stack_products(products)
+        self.gate_up = ExpertStack(num_local, hidden_size, 2 * config.intermediate_size, stacked)
+        self.down = ExpertStack(num_local, config.intermediate_size, hidden_size, stacked)
+
+    def forward(self, rows_ND: Tensor, groups: Groups) -> Tensor:
+        return self.down(gated_halves(self.gate_up(rows_ND, groups)), groups)
+
+
+class SharedExpert(nn.Module):
+    """The expert that every token goes to, scaled by a gate of its own where there is one."""
+
+    def __init__(self, hidden_size: int, config: ExpertConfig, products: Products) -> None:
+        super().__init__()
+        self.gate = Linear(hidden_size, config.shared_size, products=products)
+        self.up = Linear(hidden_size, config.shared_size, products=products)
+        self.down = Linear(config.shared_size, hidden_size, products=products)
+        self.scale = Linear(hidden_size, 1, products=products) if config.shared_gate else None
+
+    def forward(self, h_TD: Tensor) -> Tensor:
+        out_TD = self.down(gated(self.gate(h_TD), self.up(h_TD)))
+        return out_TD if self.scale is None else out_TD * self.scale(h_TD).sigmoid()
+
+
+class ExpertHalf(SegmentedUnit):
+    """x + shared(norm(x)) + the sum of each token's experts' outputs by its weights.
+
+    Args:
+        config: of the model, with experts.
+        products: computes the matrix products.
+        group: the ranks that share the experts, each holding a run of neighbours; None where this one has all.
+    """
+
+    def __init__(self, config: ModelConfig, products: Products, group: dist.ProcessGroup | None = None) -> None:
+        super().__init__()
+        assert config.experts is not None
+        self.collectives = Collectives(group)
+        self.experts_of_ranks = experts_of_ranks(config.experts.num_experts, self.collectives.size)
+        num_local = self.experts_of_ranks[self.collectives.rank]
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.router = Router(config.hidden_size, config.experts, products)
+        self.experts = Experts(config.hidden_size, config.experts, num_local, products)
+        self.shared = SharedExpert(config.hidden_size, config.experts, products) if config.experts.shared_size else None
+
+    def segments(self, sequences: Sequences) -> Sequence[Segment]:
+        route = Route()
+        router = Compute("router", partial(self._route, route, sequences))
+        combine = Compute("combine", partial(self._combine, route))
+        if self.collectives.size == 1:
+            return [router, Only(Compute("experts", partial(self._compute, route))), combine]
+        # Weight gradients by themselves: they fill the time in which the other lane's tokens travel.
+        experts = Compute("experts", partial(self._compute, route), self.experts.down.gradients)
+        return [
+            router,
+            Sizes(route, self.collectives, self.experts_of_ranks),
+            Exchange("dispatch", partial(self._to_experts, route), partial(self._from_experts, route)),
+            Only(experts),
+            Exchange("combine", partial(self._from_experts, route), partial(self._to_experts, route)),
+            combine,
+        ]
+
+    def _route(self, route: Route, sequences: Sequences, x_TD: Tensor) -> State:
+        h_TD = self.norm(x_TD)
+        choice = route.choice = self.router(h_TD, sequences)
+        order = route.order = Order.of(choice.experts_TK)
+        base_TD = x_TD if self.shared is None else x_TD + self.shared(h_TD)
+        return spread(h_TD, order), choice.weights_TK, base_TD
+
+    def _compute(self, route: Route, rows_ND: Tensor) -> State:
+        if route.arrived is None:
+            assert route.choice is not None
+            return (self.experts(rows_ND, Groups.of(route.choice.counts_E)),)
+        arrived = route.arrived
+        out_ND = self.experts(arrived.sorted_by_expert(rows_ND), arrived.groups)
+        return (arrived.sorted_by_rank(out_ND),)
+
+    def _combine(self, route: Route, rows_ND: Tensor, weights_TK: Tensor, base_TD: Tensor) -> State:
+        assert route.order is not None
+        return (gather(rows_ND, weights_TK, base_TD, route.order),)
+
+    def _to_experts(self, route: Route, rows: Tensor) -> Travelling:
+        assert route.arrived is not None
+        return self.collectives.all_to_all(rows, route.arrived.sent, route.arrived.received)
+
+    def _from_experts(self, route: Route, rows: Tensor) -> Travelling:
+        assert route.arrived is not None
+        return self.collectives.all_to_all(rows, route.arrived.received, route.arrived.sent)
+
+
+def expert_shards(config: ModelConfig, groups: ModelGroups) -> dict[str, Shard]:
+    """This rank's part of an expert half's parameters, by their names in it; none where it has all experts.
+
+    Raises:
+        ValueError: there are more ranks than experts.
+    """
+    experts = config.experts
+    assert experts is not None
+    if groups.ep_size == 1:
+        return {}
+    if groups.ep_size > experts.num_experts:
+        raise ValueError(
+            f"ep = {groups.ep_size} is more than the {experts.num_experts} experts of a layer; "
+            f"at most ep = {experts.num_experts} is possible"
+        )
+    shapes = {
+        "experts.gate_up.weight": (experts.num_experts, 2 * experts.intermediate_size, config.hidden_size),
+        "experts.down.weight": (experts.num_experts, config.hidden_size, experts.intermediate_size),
+    }
+    return {name: Shard("ep", 0, groups.ep_rank, groups.ep_size, shape) for name, shape in shapes.items()}
+
+
+def experts_of_ranks(num_experts: int, num_ranks: int) -> tuple[int, ...]:
+    """How many neighbouring experts each rank holds: as equal as can be, the larger shares first, as `Shard` has it."""
+    return tuple(num_experts // num_ranks + (rank < num_experts % num_ranks) for rank in range(num_ranks))
