@@ -132,6 +132,8 @@ class ScheduleSection:
     """Microbatches that take turns at a rank's stages in interleaved schedules; left out, as many as ranks."""
     max_live_microbatches: float | None = None
     """What the search `auto` may keep alive on a rank; left out, as many as ranks."""
+    overlap: bool = True
+    """In fused pairs, one half computes while the other's collectives travel; false: one half after the other."""
     cut: tuple[int, ...] | None = None
     """Units of each stage, by hand; left out, the cut that makes the slowest stage fastest."""
     measure: bool = False

@@ -18,6 +18,7 @@ from penstock.engine.forward import AggregateFn, Outputs, PostHook, forward_batc
 from penstock.engine.normalise import Normalize
 from penstock.engine.optimizer import Optimizer
 from penstock.engine.options import EngineOptions, Precision
+from penstock.engine.overlap import observe_stages
 from penstock.engine.scaler import LossScaler
 from penstock.engine.schedules import forward_only
 from penstock.engine.sharing import Sharing, UnitSource, units_for
@@ -96,13 +97,19 @@ class Engine:
         local = self.placement.stages_of(self.grid.pp_rank)
         self.stages = build_stages(self.units, self.cut, local, self.boundary, self.options, self.device)
         self.sharing = Sharing.of(self.units, self.parameters(), self.grid)
+        self.recorder = Recorder(self.grid.pp_rank)
+        observe_stages(self.stages.values(), self.recorder)
         self.gradients = {
-            number: GradientBuckets(stage.named_parameters(), self.grid.dp_cp_group, reductions=self.sharing.reductions)
+            number: GradientBuckets(
+                stage.named_parameters(),
+                self.grid.dp_cp_group,
+                reductions=self.sharing.reductions,
+                follow=self.recorder.follow,
+            )
             for number, stage in self.stages.items()
         }
         self._ties = Ties.of(self.units, self.parameters(), self.placement.num_routes)
         self.optimizer = self._make_optimizer()
-        self.recorder = Recorder(self.grid.pp_rank)
         self.transport = self._make_transport()
         self.step = 0
         self.stop_requested = False
@@ -239,6 +246,7 @@ class Engine:
                 self.transport,
                 self.recorder,
                 reduce=lambda number: self.gradients[number].launch(),
+                pairs=self.options.pairs,
             )
         self._executors[key] = found
         if len(self._executors) > _MOST_EXECUTORS:

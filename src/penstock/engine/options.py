@@ -7,6 +7,7 @@ import torch
 
 from penstock.engine.optimizer import OptimizerConfig
 from penstock.engine.schedules import ScheduleChoice
+from penstock.runtime import Pairs
 
 
 class Precision(enum.Enum):
@@ -43,6 +44,7 @@ class EngineOptions:
             layers given by number, or none.
         optimizer: AdamW's settings and schedules.
         device: "cpu", "cuda" or "auto" (a GPU if there is one).
+        pairs: how fused pairs of a forward and a backward run: overlapped or not, and who is told of their halves.
         timeout_s: for how long a rank waits for a peer before it says so and ends.
     """
 
@@ -54,6 +56,7 @@ class EngineOptions:
     recompute: str | tuple[int, ...] = "none"
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     device: str = "auto"
+    pairs: Pairs = field(default_factory=Pairs)
     timeout_s: float = 600.0
 
     def __post_init__(self) -> None:

@@ -24,6 +24,7 @@ from penstock.engine.optimizer import OptimizerConfig
 from penstock.engine.options import EngineOptions, Precision
 from penstock.model import ModelConfig, ModelGroups, decoder_units
 from penstock.parallel import Layout
+from penstock.runtime import Pairs
 
 
 def model_config(config: RunConfig, vocab_size: int) -> ModelConfig:
@@ -87,6 +88,7 @@ def engine_options(config: RunConfig) -> EngineOptions:
         recompute=config.train.recompute,
         optimizer=optimizer_config(config),
         device=config.parallel.device,
+        pairs=Pairs(overlap=config.schedule.overlap),
         timeout_s=config.parallel.timeout_s,
     )
 

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from penstock.model.linear import PendingGradient, WeightGradients
 from penstock.model.sequences import Sequences
 
 Result = TypeVar("Result")
@@ -49,45 +48,54 @@ class HasSegments(Protocol):
 class Compute:
     """A segment that autograd undoes: `run(*state)` gives the next state.
 
-    `apart`: the owner of its linear layers, where their weight gradients are to be computed by themselves, one yield
-    after those of its inputs: they fill the time in which another lane's exchange travels. While the owner defers to
-    a later W, they are left to it.
+    Of the state's data it keeps what autograd saved, and no more.
     """
 
     name: str
     run: Callable[..., State]
-    apart: WeightGradients | None = None
 
     def forward(self, state: State, undo: list[Undo] | None) -> Lane[State]:
         if undo is None:
             with torch.no_grad():
                 return self.run(*state)
-        leaves = tuple(cut(x) if x.is_floating_point() else None for x in state)
-        outputs = self.run(*(x if leaf is None else leaf for x, leaf in zip(state, leaves, strict=True)))
+        arrived: list[Tensor | None] = [None] * len(state)
+        outputs = self.run(*_Entrance.apply(arrived, torch.empty(0, requires_grad=True), *state))  # type: ignore[misc]
         edges = tuple(get_gradient_edge(y) if y.requires_grad else None for y in outputs)
-        undo.append(_Computed(leaves, edges, self.apart))
+        undo.append(_Computed(arrived, edges))
         return tuple(y.detach() for y in outputs)
         yield
 
 
+class _Entrance(torch.autograd.Function):
+    """Where autograd stops: data passes, gradients stay in the list. A leaf would keep the data too."""
+
+    @staticmethod
+    def forward(ctx: Any, arrived: list[Tensor | None], anchor: Tensor, *state: Tensor) -> State:
+        ctx.arrived = arrived
+        ctx.set_materialize_grads(False)
+        outputs = tuple(x.detach() for x in state)
+        ctx.mark_non_differentiable(*(y for y in outputs if not y.is_floating_point()))
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
+        ctx.arrived[:] = grads
+        return (None, None, *(None for _ in grads))
+
+
 @dataclass(eq=False)
 class _Computed:
-    leaves: tuple[Tensor | None, ...]
+    """The gradients of a segment's inputs are in `arrived` once autograd has been let in at the outputs' edges."""
+
+    arrived: list[Tensor | None]
     edges: tuple[GradientEdge | None, ...]
-    apart: WeightGradients | None
 
     def backward(self, grads: Grads) -> Lane[Grads]:
         given = [(edge, grad) for edge, grad in zip(self.edges, grads, strict=True) if edge and grad is not None]
         roots, of_roots = [edge for edge, _ in given], [grad for _, grad in given]
-        if self.apart is None or self.apart.deferring:
-            torch.autograd.backward(roots, of_roots)  # type: ignore[arg-type]  # the stubs lag behind GradientEdge
-        else:
-            queue: list[PendingGradient] = []
-            with self.apart.deferred_to(queue):
-                torch.autograd.backward(roots, of_roots)  # type: ignore[arg-type]
-            yield
-            WeightGradients.drain(queue)
-        return tuple(None if leaf is None else leaf.grad for leaf in self.leaves)
+        torch.autograd.backward(roots, of_roots)  # type: ignore[arg-type]  # the stubs lag behind GradientEdge
+        return tuple(self.arrived)
+        yield
 
 
 @dataclass(frozen=True, eq=False)

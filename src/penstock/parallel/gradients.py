@@ -7,12 +7,18 @@ parameter lies, and weights do not depend on how the model was cut.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from penstock.schedule.recording import CollectiveKind
+
+Follow = Callable[[CollectiveKind, int, Any], Any]
+"""Told of a collective that has been launched: its kind, its bytes and its work; gives the work to wait for."""
 
 CAP_BYTES = 25 * 2**20
 _LINE_BYTES = 64
@@ -81,6 +87,8 @@ class GradientBuckets:
     A step is ``zero_(); backward passes; launch(); ...; wait()``. `zero_` also clears up after a step that failed
     anywhere in between.
 
+    `follow` is told of each reduction that has been launched, and gives what is to be waited for in its place.
+
     Raises: ValueError for a name or a parameter given twice.
     """
 
@@ -90,8 +98,10 @@ class GradientBuckets:
         group: dist.ProcessGroup | None = None,
         cap_bytes: int = CAP_BYTES,
         reductions: Mapping[str, Reduction] | None = None,
+        follow: Follow | None = None,
     ) -> None:
         _check_distinct(parameters)
+        self._follow = follow
         ordinary, others = Reduction(group), reductions or {}
         self._pending: list[dist.Work] = []
         trained = [
@@ -141,12 +151,30 @@ class GradientBuckets:
         """
         assert not self._pending, "launched twice without a wait"
         for bucket in self.buckets:
-            _sum_parts(bucket)
+            self._sum_parts(bucket)
         for bucket in self.buckets:
             if bucket.reduction.group is not None:
-                work = dist.all_reduce(bucket.gradients, group=bucket.reduction.group, async_op=True)
-                assert work is not None
-                self._pending.append(work)
+                self._pending.append(self._sum(bucket.gradients, bucket.reduction.group))
+
+    def _sum_parts(self, bucket: Bucket) -> None:
+        """Sum a bucket's gradients over the ranks that have computed a part each of the same parameters."""
+        reduction = bucket.reduction
+        if reduction.among is None:
+            return
+        if reduction.num_parts == 1:
+            self._sum(bucket.gradients, reduction.among).wait()
+            return
+        # A row for each part, zeros in those of others: one sum over all ranks, and no group for every few of them.
+        rows = bucket.gradients.new_zeros(reduction.num_parts, bucket.gradients.numel())
+        rows[reduction.part] = bucket.gradients
+        self._sum(rows, reduction.among).wait()
+        bucket.gradients.copy_(rows[reduction.part])
+
+    def _sum(self, tensor: Tensor, group: dist.ProcessGroup) -> dist.Work:
+        """Start summing in place."""
+        work = dist.all_reduce(tensor, group=group, async_op=True)
+        assert work is not None
+        return work if self._follow is None else self._follow(CollectiveKind.GRADIENTS, tensor.nbytes, work)
 
     def wait(self) -> None:
         """Wait for what `launch` started (on a GPU: order the current stream after it)."""
@@ -233,21 +261,6 @@ def _make_bucket(members: Sequence[_Member]) -> Bucket:
         view.copy_(place.parameter.detach())
         place.parameter.data = view
     return Bucket(tuple(places), flat, gradients, _decays(first), members[0].reduction)
-
-
-def _sum_parts(bucket: Bucket) -> None:
-    """Sum a bucket's gradients over the ranks that have computed a part each of the same parameters."""
-    reduction = bucket.reduction
-    if reduction.among is None:
-        return
-    if reduction.num_parts == 1:
-        dist.all_reduce(bucket.gradients, group=reduction.among)
-        return
-    # A row for each part, zeros in those of others: one sum over all ranks, and no group for every few of them.
-    rows = bucket.gradients.new_zeros(reduction.num_parts, bucket.gradients.numel())
-    rows[reduction.part] = bucket.gradients
-    dist.all_reduce(rows, group=reduction.among)
-    bucket.gradients.copy_(rows[reduction.part])
 
 
 def _padded_length(parameter: nn.Parameter) -> int:

@@ -5,10 +5,12 @@ from penstock.runtime.errors import Deadlock, PipelineError, TransportError
 from penstock.runtime.executor import Executor, Feed, run_together
 from penstock.runtime.host_memory import keep_freed_memory
 from penstock.runtime.lanes import Lane, drain, zip_lanes
+from penstock.runtime.pairs import Hooks, Pairs
 from penstock.runtime.stage import Boundary, LaneUnit, Stage
 from penstock.runtime.tape import Segment, Tape
 from penstock.runtime.trace import Awaited, Record, Recorder
 from penstock.runtime.transport import InProcessHub, InProcessTransport, Transport, channels_of
+from penstock.runtime.travels import Travel
 from penstock.runtime.watchdog import Watchdog
 
 __all__ = [
@@ -18,10 +20,12 @@ __all__ = [
     "DistributedTransport",
     "Executor",
     "Feed",
+    "Hooks",
     "InProcessHub",
     "InProcessTransport",
     "Lane",
     "LaneUnit",
+    "Pairs",
     "PipelineError",
     "Record",
     "Recorder",
@@ -30,6 +34,7 @@ __all__ = [
     "Tape",
     "Transport",
     "TransportError",
+    "Travel",
     "Watchdog",
     "channels_of",
     "drain",

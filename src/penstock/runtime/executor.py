@@ -4,7 +4,7 @@ Nothing here decides an order. Each action has one handler; what an action needs
 neighbouring stage on the same rank, or comes from the microbatch itself.
 """
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,11 +15,13 @@ from torch import Tensor
 from penstock.model import Sequences
 from penstock.runtime.errors import Deadlock, PipelineError, TransportError
 from penstock.runtime.lanes import Lane, drain, zip_lanes
+from penstock.runtime.pairs import Hooks, Pairs
 from penstock.runtime.stage import Boundary, Finish, Stage
 from penstock.runtime.tape import Tape
 from penstock.runtime.trace import Awaited, Record, Recorder
 from penstock.runtime.transport import Receipt, Transport
 from penstock.schedule import Action, Channel, Op, Pair, Placement, Program, Step, verify
+from penstock.schedule.actions import SENDS, TRANSFERS, parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,9 @@ Key = tuple[Op, int, int]  # (F: a stage's input or output | B: a gradient, stag
 Waiting = Generator[Receipt, None, Any]
 
 
+_NO_HOOKS = Hooks()
+
+
 def _no_reduction(stage: int) -> None:
     return None
 
@@ -91,6 +96,7 @@ class Executor:
         transport: carries messages between ranks.
         recorder: told of every action.
         reduce: called for a REDUCE_GRAD action with the stage's number; starts the reduction, does not wait.
+        pairs: how fused pairs run, and who is told of their halves.
 
     Raises:
         ScheduleError: the program can not be proved.
@@ -104,10 +110,12 @@ class Executor:
         transport: Transport,
         recorder: Recorder,
         reduce: Callable[[int], None] = _no_reduction,
+        pairs: Pairs | None = None,
     ) -> None:
         verify(program)
         self.program, self.rank, self.stages = program, rank, stages
         self.transport, self.recorder, self.reduce = transport, recorder, reduce
+        self.pairs = pairs or Pairs()
         self.training = program.schedule.training
         self.peak_live_tapes = 0
         self._feeds: Sequence[Feed] = ()
@@ -121,7 +129,9 @@ class Executor:
             for flow in (Op.F, Op.B)
         }
         # The optimizer step is a line of train_batch.
-        self._steps = [(step, *self._bind(step)) for step in program.ranks[rank] if step != Action(Op.STEP)]
+        steps = [step for step in program.ranks[rank] if step != Action(Op.STEP)]
+        self._leaving_at_once = frozenset(self._sends_at_once(steps))
+        self._steps = [(step, *self._bind(step)) for step in steps]
 
     def _bind(self, step: Step) -> tuple[Callable[[], None] | None, Callable[[Record], Waiting]]:
         """How to run a step: at once, or, where it may have to wait for messages, as a generator."""
@@ -137,6 +147,22 @@ class Executor:
         }
         wire, handler = self._wire(step), handlers.get(step.op)
         return (None if handler is None else partial(handler, step, wire)), partial(self._single, step, wire)
+
+    def _sends_at_once(self, steps: Sequence[Step]) -> Iterator[Key]:
+        """What leaves as soon as it is there, while its step goes on: the other half, or weight gradients.
+
+        Only sends among the transfers right behind the step, so that none overtakes another on its channel.
+        """
+        for at, step in enumerate(steps):
+            if not isinstance(step, Pair) and not (step.op is Op.B and self.stages[step.stage].exchanges):
+                continue
+            made = {(self._wire(action).flow, action.stage, action.microbatch) for action in parts(step)}
+            for transfer in steps[at + 1 :]:
+                if not isinstance(transfer, Action) or transfer.op not in TRANSFERS:
+                    break
+                key = (self._wire(transfer).flow, transfer.stage, transfer.microbatch)
+                if transfer.op in SENDS and key in made:
+                    yield key
 
     def _wire(self, action: Action) -> Wire:
         return self._wires[_FLOW.get(action.op, Op.B), action.stage]
@@ -186,59 +212,83 @@ class Executor:
     # Compute actions: wait for the input, run the lane, hand on the result.
 
     def _single(self, action: Action, wire: Wire, record: Record) -> Waiting:
-        x = self._arrivals.pop((wire.flow, action.stage, action.microbatch), None)
-        if x is not None and not isinstance(x, Tensor):
-            x = yield from self._message(x, action, wire, record)
+        x = yield from self._input(action, wire, record)
         self.recorder.started(record)
-        self._hand_on(action, wire, drain(self._lane(action, wire, x)))
+        drain(self._lane(action, wire, x, self.pairs.hooks if self.pairs.hooks.alone else _NO_HOOKS))
 
     def _pair(self, halves: list[tuple[Action, Wire]], record: Record) -> Waiting:
         lanes = []
         for action, wire in halves:
-            x = self._arrivals.pop((wire.flow, action.stage, action.microbatch), None)
-            if x is not None and not isinstance(x, Tensor):
-                x = yield from self._message(x, action, wire, record)
-            lanes.append(self._lane(action, wire, x))
+            x = yield from self._input(action, wire, record)
+            lanes.append(self._lane(action, wire, x, self.pairs.hooks))
         self.recorder.started(record)
-        for (action, wire), result in zip(halves, zip_lanes(*lanes), strict=True):
-            self._hand_on(action, wire, result)
+        forward, backward = lanes
+        if self.pairs.overlap:
+            # The backward goes first: it has something to send at once, which travels while the forward computes.
+            zip_lanes(backward, forward)
+        else:
+            drain(forward)
+            drain(backward)
 
-    def _lane(self, action: Action, wire: Wire, x: Tensor | None) -> Lane[Tensor | None]:
+    def _lane(self, action: Action, wire: Wire, x: Tensor | None, hooks: Hooks) -> Lane[None]:
+        """The action's lane, which also hands its result on."""
         key = (action.stage, action.microbatch)
-        if wire.flow is not Op.F:
-            split = action.op is Op.I
-            return wire.stage.backward(self._tapes[key] if split else self._tapes.pop(key), x, split)
-        feed, tape = self._feeds[action.microbatch], None
-        if self.training:
-            tape = self._tapes[key] = Tape()
-            self.peak_live_tapes = max(self.peak_live_tapes, len(self._tapes))
-        x = feed.tokens if x is None else x
-        assert x is not None, f"{action} needs the microbatch's tokens"
-        return wire.stage.forward(tape, x, feed.sequences, feed.finish if wire.target is None else None)
+        hooks.before(action)
+        if action.op is Op.F:
+            feed, tape = self._feeds[action.microbatch], None
+            if self.training:
+                tape = self._tapes[key] = Tape()
+                self.peak_live_tapes = max(self.peak_live_tapes, len(self._tapes))
+            x = feed.tokens if x is None else x
+            assert x is not None, f"{action} needs the microbatch's tokens"
+            finish = feed.finish if wire.target is None else None
+            self._hand_on(action, wire, (yield from wire.stage.forward(tape, x, feed.sequences, finish)), hooks)
+            return
+        tape, fills = self._tapes[key], action.op is Op.B and wire.stage.exchanges
+        if not fills:
+            self._hand_on(action, wire, (yield from wire.stage.backward(tape, x, action.op is Op.I)), hooks)
+        else:
+            self._hand_on(action, wire, (yield from wire.stage.filling_backward(tape, x)), hooks)
+            if wire.leaving is not None:
+                yield  # the other half's message leaves before this rank is busy with weights again
+            wire.stage.weight_backward(tape)
+        if action.op is Op.B:
+            del self._tapes[key]
 
     def _weight_backward(self, action: Action, wire: Wire) -> None:
         wire.stage.weight_backward(self._tapes.pop((action.stage, action.microbatch)))
 
     # Data flow: where an action's input comes from and where its result goes.
 
-    def _message(self, receipt: Receipt, action: Action, wire: Wire, record: Record) -> Waiting:
+    def _input(self, action: Action, wire: Wire, record: Record) -> Waiting:
+        """What the neighbour gives for an action; None at the model's end."""
+        receipt = self._arrivals.pop((wire.flow, action.stage, action.microbatch), None)
+        if receipt is None or isinstance(receipt, Tensor):
+            return receipt
         assert wire.source is not None
         self.recorder.awaits(record, Awaited(wire.flow, wire.source[0], action.microbatch, wire.source[1]))
         while not receipt.ready():
             yield receipt
         return receipt.wait()
 
-    def _hand_on(self, action: Action, wire: Wire, result: Tensor | None) -> None:
-        if wire.target is None:
-            if wire.flow is Op.F and result is not None:
-                self._results[action.microbatch] = result
-            return
+    def _hand_on(self, action: Action, wire: Wire, result: Tensor | None, hooks: Hooks) -> None:
+        if wire.target is not None:
+            self._to_neighbour(action, wire, result)
+        elif wire.flow is Op.F and result is not None:
+            self._results[action.microbatch] = result
+        hooks.after(action)
+
+    def _to_neighbour(self, action: Action, wire: Wire, result: Tensor | None) -> None:
         self._check(action, wire.stage.boundary, result)
-        assert result is not None
+        assert result is not None and wire.target is not None
         if wire.leaving is None:
             self._arrivals[wire.flow, wire.target, action.microbatch] = result
         else:
-            self._departures[wire.flow, action.stage, action.microbatch] = result
+            key = (wire.flow, action.stage, action.microbatch)
+            if key in self._leaving_at_once:
+                self.transport.send(wire.leaving, result.contiguous())
+            else:
+                self._departures[key] = result
 
     def _check(self, action: Action, boundary: Boundary, result: Tensor | None) -> None:
         """The neighbour has posted its receive with the shape known from the metadata; anything else must not leave."""
@@ -252,8 +302,9 @@ class Executor:
 
     def _send(self, action: Action, wire: Wire) -> None:
         assert wire.leaving is not None
-        tensor = self._departures.pop((wire.flow, action.stage, action.microbatch))
-        self.transport.send(wire.leaving, tensor.contiguous())
+        key = (wire.flow, action.stage, action.microbatch)
+        if key not in self._leaving_at_once:
+            self.transport.send(wire.leaving, self._departures.pop(key).contiguous())
 
     def _receive(self, action: Action, wire: Wire) -> None:
         assert wire.arriving is not None

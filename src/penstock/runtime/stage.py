@@ -50,7 +50,7 @@ class Stage:
         units: (name, module) in order; a module maps (x, Sequences) to the residual stream.
         boundary: shape and dtype of what enters and leaves between stages.
         weight_gradients: the owner to which the stage's linear layers hand their weight gradients when I is split
-            from W; None where the schedule never splits.
+            from W, or fill the time in which something travels; None where neither is ever done.
         autocast: makes the context in which forwards run.
         recompute: names of the units whose activations are computed again in backward.
         suffix: ends the full names of the parameters; marks the second copy of a model that is held twice.
@@ -69,6 +69,7 @@ class Stage:
         self.index, self.boundary, self.weight_gradients, self.autocast = index, boundary, weight_gradients, autocast
         self.units, self.suffix = tuple(units), suffix
         self._runs = _runs([_call(module, name in recompute) for name, module in units])
+        self.exchanges = any(isinstance(run, LaneUnit) for run in self._runs)
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """(full name, parameter) in model order."""
@@ -116,14 +117,33 @@ class Stage:
         With `split` only gradients of inputs are computed, and the weights' wait on the tape for `weight_backward`.
         Returns the gradient of the stage's input [T, D], None where the stage takes token ids.
         """
+        if self.exchanges and not split:
+            grad = yield from self.filling_backward(tape, grad)
+            self.weight_backward(tape)
+            return grad
         owner = self.weight_gradients if split else None
         while tape.segments:
             lane = tape.segments.pop().backward(grad)
             grad = yield from (lane if owner is None else owner.collect(lane, tape.weight_gradients))
         return grad
 
+    def filling_backward(self, tape: Tape, grad: Tensor | None) -> Lane[Tensor | None]:
+        """As `backward`, with weight gradients computed right behind the next launch, whose travel they fill.
+
+        Those behind the last launch stay on the tape for `weight_backward`: the gradient of the stage's input, which
+        others may be waiting for, is there without them.
+        """
+        lane = self.backward(tape, grad, split=True)
+        while True:
+            try:
+                next(lane)
+            except StopIteration as stop:
+                return stop.value
+            self.weight_backward(tape)
+            yield
+
     def weight_backward(self, tape: Tape) -> None:
-        """Compute the weight gradients that `backward` left on the tape, in its order."""
+        """Compute the weight gradients that a backward left on the tape, in its order."""
         WeightGradients.drain(tape.weight_gradients)
 
 

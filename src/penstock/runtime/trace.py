@@ -1,12 +1,16 @@
-"""The trace: each rank's own record of what it did, in a ring buffer, and the sentence that says where it is now."""
+"""The trace: each rank's own record of what it did, in ring buffers, and the sentence that says where it is now."""
 
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from penstock.model.collectives import Work
 from penstock.runtime.errors import TransportError, first_line
+from penstock.runtime.travels import FollowedWork, Travel
 from penstock.schedule import Event, Op, Step
+from penstock.schedule.recording import CollectiveKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,15 +43,17 @@ class Record:
 
 
 class Recorder:
-    """The last `capacity` records of one rank, and what it is waiting for.
+    """The last `capacity` records of one rank's actions, and as many of its collectives, and what it is waiting for.
 
-    Written by the executor between actions, read by anyone at any time, also from another thread.
+    Written by the executor between actions and by whoever launches a collective, read by anyone at any time, also from
+    another thread.
     """
 
     def __init__(self, rank: int, capacity: int = 65536) -> None:
         self.rank, self.capacity = rank, capacity
         self.step = 0
-        self.awaited: Awaited | None = None
+        self.awaited: Awaited | Travel | None = None
+        self._travels: deque[Travel] = deque(maxlen=capacity)
         self._records: list[Record] = []
         self._next = 0
         self._step_first = 0
@@ -58,6 +64,7 @@ class Recorder:
         """From here on records belong to `step`."""
         self.step = step
         self._step_first = self._next
+        self._travels.clear()
         self._current = None
         self.awaited = None
 
@@ -102,6 +109,19 @@ class Recorder:
             ) from error
         finally:
             self._together = None
+
+    def follow(self, kind: CollectiveKind, num_bytes: int, work: Work) -> Work:
+        """Note a collective that has just been launched; what is given back is to be waited for in its place."""
+        travel = Travel(kind, num_bytes, time.perf_counter_ns())
+        self._travels.append(travel)
+        return FollowedWork(work, travel, self._await_travel)
+
+    def _await_travel(self, travel: Travel | None) -> None:
+        self.awaited = travel
+
+    def travels(self) -> list[Travel]:
+        """The collectives that the current step has launched so far, in that order (the last `capacity` of them)."""
+        return list(self._travels)
 
     def records(self) -> list[Record]:
         """The records of the current step, oldest first (the last `capacity` of them)."""
