@@ -41,6 +41,7 @@ from penstock.schedule import Program, Timeline
 
 if TYPE_CHECKING:
     from penstock.engine.config import RunConfig
+    from penstock.engine.pretrained import HuggingFaceForm
 
 Finish = Callable[[Tensor], Tensor]
 
@@ -113,6 +114,7 @@ class Engine:
         self.transport = self._make_transport()
         self.step = 0
         self.stop_requested = False
+        self.form: HuggingFaceForm | None = None
         self._executors: dict[tuple[bool, int], Executor] = {}
 
     # ---- making one
@@ -146,6 +148,41 @@ class Engine:
         [T, hidden_size]; a layer whose forward has a second argument is given the microbatch's `Sequences`.
         """
         return cls(units_of_layers(layers), hidden_size, layout, options)
+
+    @classmethod
+    def from_hf(
+        cls,
+        path: str | Path,
+        layout: Layout | None = None,
+        options: EngineOptions | None = None,
+        native: bool = True,
+    ) -> Engine:
+        """An engine for the model in a Hugging Face folder; each rank reads the tensors it holds, and no others.
+
+        With `native` the decoder runs it, if its family is one of those; else transformers' own layers do, whatever
+        its family. See `penstock.engine.pretrained`.
+
+        Raises:
+            FileNotFoundError, ValueError: the folder can not be run so; on every rank alike, before anything is read.
+        """
+        from penstock.engine.pretrained import open_pretrained
+
+        found = open_pretrained(path, native)
+        engine = cls(found.units, found.hidden_size, layout, options)
+        engine.form = found.form
+        return engine
+
+    def save_hf(self, path: str | Path, dtype: str | None = None, max_shard_bytes: int | None = None) -> None:
+        """Write the model as a new Hugging Face folder that transformers loads; all ranks call it.
+
+        `dtype`: "fp32", "fp64", "bf16" or "fp16"; None for that of the parameters. See `penstock.engine.export`.
+
+        Raises:
+            ValueError: the folder is there already, or the model is none of transformers'; on every rank alike.
+        """
+        from penstock.engine.export import MAX_SHARD_BYTES, ExportOptions, export_engine
+
+        export_engine(self, path, ExportOptions(dtype, max_shard_bytes or MAX_SHARD_BYTES))
 
     @property
     def ties(self) -> Mapping[str, str]:

@@ -22,6 +22,7 @@ from penstock.engine.engine import Engine
 from penstock.engine.learning_rate import LearningRate, Ramp, WeightDecay
 from penstock.engine.optimizer import OptimizerConfig
 from penstock.engine.options import EngineOptions, Precision
+from penstock.engine.pretrained import HuggingFaceForm
 from penstock.model import ModelConfig, ModelGroups, decoder_units
 from penstock.parallel import Layout
 from penstock.runtime import Pairs
@@ -102,9 +103,11 @@ def _typical_lengths(config: RunConfig) -> tuple[int, ...]:
 def run_engine(config: RunConfig, vocab_size: int) -> Engine:
     """The engine of a run; every process of the layout calls this at the same point."""
     shape = model_config(config, vocab_size)
-    return Engine(
+    engine = Engine(
         lambda groups: decoder_units(shape, groups=groups), shape.hidden_size, layout(config), engine_options(config)
     )
+    engine.form = HuggingFaceForm.of(shape)
+    return engine
 
 
 def check_parts(config: RunConfig) -> "RunData":

@@ -3,9 +3,10 @@
 No torch here: a configuration is checked before anything heavy is imported.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from penstock.model.expert_config import ExpertConfig
+from penstock.model.rope_scaling import RopeScaling
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,8 @@ class ModelConfig:
         tie_embeddings: the head uses the embedding's weight.
         sliding_window: how many tokens a token sees, itself included (Mistral); None means all before it.
         experts: what the layers that have experts have instead of one MLP; None means that none has.
+        num_full_layers: the first so many layers see everything in spite of the window (Qwen2).
+        rope_scaling: how the rotary frequencies are stretched (Llama 3); None leaves them alone.
 
     Raises:
         ValueError: naming the setting, its value and what would be possible.
@@ -48,6 +51,8 @@ class ModelConfig:
     tie_embeddings: bool = False
     sliding_window: int | None = None
     experts: ExpertConfig | None = None
+    num_full_layers: int = 0
+    rope_scaling: RopeScaling | None = None
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "max_length"):
@@ -57,6 +62,10 @@ class ModelConfig:
         _require(
             self.sliding_window is None or self.sliding_window >= 1,
             f"sliding_window={self.sliding_window}: a token sees at least itself, so it must be at least 1, or None",
+        )
+        _require(
+            0 <= self.num_full_layers <= self.num_layers,
+            f"num_full_layers={self.num_full_layers} is not between 0 and num_layers={self.num_layers}",
         )
         if self.num_kv_heads == 0:
             object.__setattr__(self, "num_kv_heads", self.num_heads)
@@ -80,6 +89,10 @@ class ModelConfig:
     def is_sparse(self, layer: int) -> bool:
         """Whether the layer of that number has experts instead of one MLP."""
         return self.experts is not None and self.experts.is_sparse(layer)
+
+    def of_layer(self, number: int) -> "ModelConfig":
+        """The configuration as the layer of that number has it, where layers differ."""
+        return replace(self, sliding_window=None, num_full_layers=0) if number < self.num_full_layers else self
 
     @property
     def query_size(self) -> int:

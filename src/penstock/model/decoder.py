@@ -50,7 +50,7 @@ class AttentionHalf(nn.Module):
     def __init__(self, config: ModelConfig, products: Products) -> None:
         super().__init__()
         self.head_dim, self.window = config.head_dim, config.sliding_window
-        self.rotary = Rotary(config.head_dim, config.rope_theta)
+        self.rotary = Rotary(config.head_dim, config.rope_theta, config.rope_scaling)
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.q = Linear(config.hidden_size, config.query_size, config.qkv_bias, products)
         self.k = Linear(config.hidden_size, config.kv_size, config.qkv_bias, products)
@@ -123,13 +123,14 @@ def decoder_units(
     if groups.ep_size > 1 and config.experts is None:
         raise ValueError(f"ep = {groups.ep_size}: the model has no experts to share; ep = 1 is possible")
     chosen = fastest_products() if products is None else products
-    attention = partial(AttentionHalf, config, chosen), work.of_attention(config)
     dense = partial(MLPHalf, config, chosen), work.of_mlp(config)
     sparse = partial(ExpertHalf, config, chosen, groups.ep), work.of_experts(config) if config.experts else 0.0
     shards = expert_shards(config, groups) if config.experts else {}
     tied = {"projection.weight": "embedding.weight"} if config.tie_embeddings else {}
     specs = [_spec("embedding", config, partial(Embedding, config), work.of_embedding(config))]
     for i in range(config.num_layers):
+        layer = config.of_layer(i)
+        attention = partial(AttentionHalf, layer, chosen), work.of_attention(layer)
         specs.append(_spec(f"layers.{i}.attention", config, *attention))
         if config.is_sparse(i):
             specs.append(_spec(f"layers.{i}.mlp", config, *sparse, sharding=shards))

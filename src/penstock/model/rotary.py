@@ -5,12 +5,14 @@ A head's first half and second half make the pairs that turn, as in Hugging Face
 Shapes: T tokens, H heads, K width of a head.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from penstock.model.rope_scaling import RopeKind, RopeScaling
 from penstock.model.sequences import Sequences
 
 
@@ -20,16 +22,64 @@ class Rotary:
 
     head_dim: int
     theta: float
+    scaling: RopeScaling | None = None
 
     def tables(self, sequences: Sequences) -> tuple[Tensor, Tensor]:
         """Cosines and signed sines [T, 1, K] fp32 of the given positions, made once for all layers."""
         return sequences.shared(self, lambda: self._tables(sequences.positions))
 
     def _tables(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
-        exponents = torch.arange(0, self.head_dim, 2, device=positions_T.device, dtype=torch.float32) / self.head_dim
-        angles_TK = positions_T.to(torch.float32)[:, None] * self.theta**-exponents
-        cos, sin = angles_TK.cos(), angles_TK.sin()
+        angles_TK = positions_T.to(torch.float32)[:, None] * self._frequencies(positions_T.device)
+        factor = 1.0 if self.scaling is None else self.scaling.table_factor
+        cos, sin = angles_TK.cos() * factor, angles_TK.sin() * factor
         return torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None]
+
+    def _frequencies(self, device: torch.device) -> Tensor:
+        """Radians a token of each pair [K / 2], in fp32 and in Hugging Face's order of operations.
+
+        Far into a text the last bit of a frequency is a visible angle, and imported models were trained with theirs.
+        """
+        exponents = torch.arange(0, self.head_dim, 2, device=device, dtype=torch.float32) / self.head_dim
+        frequencies = 1.0 / self.theta**exponents
+        if self.scaling is None:
+            return frequencies
+        stretch = {RopeKind.LINEAR: _linear, RopeKind.LLAMA3: _llama3, RopeKind.YARN: _yarn}[self.scaling.kind]
+        return stretch(self, self.scaling, frequencies)
+
+
+def _linear(rotary: Rotary, scaling: RopeScaling, frequencies: Tensor) -> Tensor:
+    """Every frequency divided. Source: Chen et al. 2023 (position interpolation), equation 4."""
+    return frequencies / scaling.factor
+
+
+def _llama3(rotary: Rotary, scaling: RopeScaling, frequencies: Tensor) -> Tensor:
+    """Divided below `low` turns over the original length, kept above `high`, mixed between.
+
+    Source: Llama 3.1's published inference code, `apply_scaling`.
+    """
+    turns = scaling.original_length / (2 * math.pi / frequencies)
+    kept = ((turns - scaling.low) / (scaling.high - scaling.low)).clamp(0.0, 1.0)
+    return (1 - kept) * frequencies / scaling.factor + kept * frequencies
+
+
+def _yarn(rotary: Rotary, scaling: RopeScaling, frequencies: Tensor) -> Tensor:
+    """Kept for the pairs that turn fastest, divided for the slowest, along a ramp over the pairs between.
+
+    Source: Peng et al. 2023 (YaRN), section 3.2, definition 2.
+    """
+
+    def pair_of(turns: float) -> float:
+        wavelengths = scaling.original_length / (turns * 2 * math.pi)
+        return rotary.head_dim * math.log(wavelengths) / (2 * math.log(rotary.theta))
+
+    first, last = pair_of(scaling.high), pair_of(scaling.low)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, rotary.head_dim - 1)
+    pairs = torch.arange(len(frequencies), device=frequencies.device, dtype=torch.float32)
+    # Both ends on one pair make a step there.
+    divided = ((pairs - first) / max(last - first, 1e-3)).clamp(0.0, 1.0)
+    return frequencies / scaling.factor * divided + frequencies * (1 - divided)
 
 
 class _RotateFunction(torch.autograd.Function):

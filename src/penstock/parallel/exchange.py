@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+
+T = TypeVar("T")
+
+_TOLD_AS: dict[str, type[Exception]] = {"ValueError": ValueError, "FileNotFoundError": FileNotFoundError}
 
 
 def gather_json(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
@@ -27,3 +32,24 @@ def gather_json(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
     texts = [torch.empty(longest, dtype=torch.uint8) for _ in lengths]
     dist.all_gather(texts, own, group=group)
     return [json.loads(bytes(text[: int(length)].tolist())) for text, length in zip(texts, lengths, strict=True)]
+
+
+def together(act: Callable[[], T], group: dist.ProcessGroup | None) -> T:
+    """Act, and go on only if no rank's act has raised: what one can not do, none should go on from.
+
+    Raises: what the act raised here; else, of the first other rank that raised, a ValueError or FileNotFoundError as
+    it was there, and a RuntimeError for anything else.
+    """
+    error: Exception | None = None
+    result: T | None = None
+    try:
+        result = act()
+    except Exception as caught:
+        error = caught
+    told = gather_json(None if error is None else [type(error).__name__, str(error)], group)
+    if error is not None:
+        raise error
+    for rank, failure in enumerate(told):
+        if failure is not None:
+            raise _TOLD_AS.get(failure[0], RuntimeError)(f"rank {rank}: {failure[1]}")
+    return result  # pyright: ignore[reportReturnType]  # without an error the act has ended

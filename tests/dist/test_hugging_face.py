@@ -1,0 +1,91 @@
+"""Hugging Face's folders, read and written by engines over several ranks: the same logits, the same bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from penstock import Engine, Layout, MicroBatchSpec, PackedBatch
+from penstock.engine import EngineOptions
+from tests.dist.launch import run_ranks
+from tests.hugging_face import make_model, make_sequences, reference_logits
+
+LENGTHS = (7, 1, 19, 40, 19, 4)
+CLOSE = 1e-5
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 100.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 16}
+WINDOW = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama, tied": ("llama", {"tie_word_embeddings": True}),
+    "llama 3's rope": ("llama", {"rope_parameters": LLAMA3}),
+    "linear rope": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 100.0, "factor": 4.0}}),
+    "yarn": ("llama", {"rope_parameters": YARN}),
+    "mistral": ("mistral", {"sliding_window": 5}),
+    "qwen2": ("qwen2", {}),
+    "qwen2, later layers in a window": ("qwen2", WINDOW),
+    "qwen3, wide heads": ("qwen3", {"head_dim": 16}),
+}
+
+
+def make_folders(folders: dict[str, Path]) -> dict[str, Tensor]:
+    """The families' folders, every other one sharded, and the logits that transformers gives for each."""
+    logits = {}
+    for i, (name, folder) in enumerate(folders.items()):
+        model_type, settings = FAMILIES[name]
+        make_model(model_type, **settings).save_pretrained(folder, max_shard_size="20KB" if i % 2 else "1GB")
+        logits[name] = reference_logits(folder, make_sequences(LENGTHS))
+    return logits
+
+
+def scored(engine: Engine) -> Tensor | None:
+    """The logits of all sequences, on the rank of the last stage."""
+    batch = PackedBatch.from_sequences({"tokens": make_sequences(LENGTHS)})
+    return engine.forward(batch, micro_batches=MicroBatchSpec(num=2, max_tokens=64))
+
+
+def import_and_export(rank: int, layout: Layout, folders: dict[str, Path], out: Path) -> dict[str, Any]:
+    """The logits of each folder's model, once it is read and once it is written again and read."""
+    found: dict[str, Any] = {}
+    for name, folder in folders.items():
+        engine = Engine.from_hf(folder, layout, EngineOptions(device="cpu"))
+        found[name] = scored(engine)
+        engine.save_hf(out / name, max_shard_bytes=20_000)
+        engine.close()
+    return found
+
+
+@pytest.mark.shows(98)
+@pytest.mark.parametrize("layout", [Layout(), Layout(pp=2)], ids=str)
+def test_imported_models_score_as_in_transformers_and_are_written_back_bit_for_bit(
+    layout: Layout, tmp_path: Path
+) -> None:
+    folders = {name: tmp_path / name.replace(",", "") for name in FAMILIES}
+    expected = make_folders(folders)
+    out = tmp_path / "out"
+    out.mkdir()
+    found = run_ranks(layout.world_size, import_and_export, layout, folders, out)[-1]
+    for name, folder in folders.items():
+        torch.testing.assert_close(found[name], expected[name], rtol=0, atol=CLOSE, msg=name)
+        ours, theirs = stored_tensors(out / name), stored_tensors(folder)
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[tensor], theirs[tensor]) for tensor in theirs), name
+        # Equal weights at other addresses: kernels sum in another order.
+        again = reference_logits(out / name, make_sequences(LENGTHS))
+        torch.testing.assert_close(again, expected[name], rtol=0, atol=CLOSE, msg=name)
+
+
+def stored_tensors(folder: Path) -> dict[str, Tensor]:
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}

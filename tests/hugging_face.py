@@ -1,0 +1,52 @@
+"""Small random-weight models of transformers' families, written as folders."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedModel,
+)
+from transformers.utils import logging
+
+VOCAB_SIZE = 97
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 56,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def make_model(model_type: str, **settings: Any) -> PreTrainedModel:
+    """A model of that type with random weights, biases and norms included."""
+    logging.disable_progress_bar()
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **SIZES | settings))
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(0.2 * noise + (1.0 if parameter.dim() == 1 else 0.0))
+    return model.float().eval()
+
+
+def make_sequences(lengths: tuple[int, ...]) -> list[Tensor]:
+    """Random tokens of these lengths, always the same."""
+    generator = torch.Generator().manual_seed(2)
+    return [torch.randint(VOCAB_SIZE, (length,), generator=generator) for length in lengths]
+
+
+def reference_logits(folder: Path, sequences: list[Tensor]) -> Tensor:
+    """The logits of each sequence alone, one after the other, by transformers."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        return torch.cat([model(sequence[None]).logits[0] for sequence in sequences])
