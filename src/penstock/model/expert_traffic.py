@@ -14,7 +14,7 @@ from torch import Tensor
 from penstock.model.collectives import Collectives
 from penstock.model.expert_stack import Groups
 from penstock.model.router import Choice
-from penstock.model.segments import Lane, State, Undo
+from penstock.model.segments import Lane, State, Travelling, Undo
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,24 +158,32 @@ class Route:
 
     order: Order | None = None
     choice: Choice | None = None
+    sizes: Travelling | None = None
     arrived: Arrived | None = None
+
+    def tell_sizes(self, collectives: Collectives, experts_of_ranks: Sequence[int]) -> None:
+        """Start telling every rank how many rows it will get for each of its experts."""
+        assert self.choice is not None
+        num_local = experts_of_ranks[collectives.rank]
+        self.sizes = collectives.all_to_all(self.choice.counts_E, experts_of_ranks, [num_local] * len(experts_of_ranks))
 
 
 @dataclass(frozen=True, eq=False)
 class Sizes:
-    """A segment that tells every rank of the group how many rows it will get for each of its experts."""
+    """A segment that waits for the sizes, which have travelled while the router's segment went on.
+
+    It does not yield: so little travels that it is soon there, and lanes that are resumed equally often in forward and
+    in backward hide more of each other.
+    """
 
     route: Route
-    collectives: Collectives
     experts_of_ranks: tuple[int, ...]
     name: str = "sizes"
 
     def forward(self, state: State, undo: list[Undo] | None) -> Lane[State]:
-        assert self.route.choice is not None
-        counts_E = self.route.choice.counts_E
-        num_ranks, num_local = self.collectives.size, self.experts_of_ranks[self.collectives.rank]
-        travelling = self.collectives.all_to_all(counts_E, self.experts_of_ranks, [num_local] * num_ranks)
-        yield
-        received_RE = travelling.wait().view(num_ranks, num_local)
-        self.route.arrived = Arrived.of(counts_E, received_RE, self.experts_of_ranks)
+        route = self.route
+        assert route.choice is not None and route.sizes is not None
+        received_RE = route.sizes.wait().view(len(self.experts_of_ranks), -1)
+        route.arrived, route.sizes = Arrived.of(route.choice.counts_E, received_RE, self.experts_of_ranks), None
         return state
+        yield

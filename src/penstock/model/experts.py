@@ -83,13 +83,11 @@ class ExpertHalf(SegmentedUnit):
         combine = Compute("combine", partial(self._combine, route))
         if self.collectives.size == 1:
             return [router, Only(Compute("experts", partial(self._compute, route))), combine]
-        # Weight gradients by themselves: they fill the time in which the other lane's tokens travel.
-        experts = Compute("experts", partial(self._compute, route), self.experts.down.gradients)
         return [
             router,
-            Sizes(route, self.collectives, self.experts_of_ranks),
+            Sizes(route, self.experts_of_ranks),
             Exchange("dispatch", partial(self._to_experts, route), partial(self._from_experts, route)),
-            Only(experts),
+            Only(Compute("experts", partial(self._compute, route))),
             Exchange("combine", partial(self._from_experts, route), partial(self._to_experts, route)),
             combine,
         ]
@@ -97,6 +95,8 @@ class ExpertHalf(SegmentedUnit):
     def _route(self, route: Route, sequences: Sequences, x_TD: Tensor) -> State:
         h_TD = self.norm(x_TD)
         choice = route.choice = self.router(h_TD, sequences)
+        if self.collectives.size > 1:
+            route.tell_sizes(self.collectives, self.experts_of_ranks)
         order = route.order = Order.of(choice.experts_TK)
         base_TD = x_TD if self.shared is None else x_TD + self.shared(h_TD)
         return spread(h_TD, order), choice.weights_TK, base_TD
