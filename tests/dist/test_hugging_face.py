@@ -26,6 +26,7 @@ LLAMA3 = {
     "original_max_position_embeddings": 32,
 }
 YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 16}
+EXPERTS = {"num_local_experts": 6, "num_experts": 6, "num_experts_per_tok": 2}
 WINDOW = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -37,6 +38,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", {}),
     "qwen2, later layers in a window": ("qwen2", WINDOW),
     "qwen3, wide heads": ("qwen3", {"head_dim": 16}),
+    "mixtral": ("mixtral", EXPERTS | {"sliding_window": 5}),
+    "qwen2-moe": ("qwen2_moe", EXPERTS | {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 40}),
+    "qwen3-moe": ("qwen3_moe", EXPERTS | {"moe_intermediate_size": 24, "mlp_only_layers": [1], "norm_topk_prob": True}),
 }
 
 

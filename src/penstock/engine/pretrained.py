@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from penstock.model import ModelConfig, ModelGroups, UnitSpec, decoder_units
-from penstock.model.huggingface import NativeNames, config_from_json, config_to_json, read_config_json
+from penstock.model.huggingface import config_from_json, config_to_json, names_of, read_config_json
 from penstock.model.placed import Names, placed_units
 from penstock.model.weight_files import WeightFiles
 from penstock.parallel.exchange import together
@@ -33,7 +33,7 @@ class HuggingFaceForm:
     @classmethod
     def of(cls, config: ModelConfig) -> HuggingFaceForm:
         """The form of a decoder that was made here."""
-        return cls(NativeNames(config), lambda: config_to_json(config))
+        return cls(names_of(config), lambda: config_to_json(config))
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def _open(folder: Path, native: bool) -> Pretrained:
         raise FileNotFoundError(f"there is no folder {folder} to read a model from")
     content = read_config_json(folder)
     config = config_from_json(content)
-    names, files = NativeNames(config), WeightFiles.open(folder)
+    names, files = names_of(config), WeightFiles.open(folder)
 
     def units(groups: ModelGroups) -> Sequence[UnitSpec]:
         return placed_units(decoder_units(config, groups=groups), names, files)

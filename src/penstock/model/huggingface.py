@@ -1,6 +1,6 @@
 """The families of Hugging Face's models that the decoder is: their config.json and ours, their names and ours.
 
-A family is a row of `FAMILIES`; a kind of parameter is a row of `_OF_LAYER`.
+A family is a row of `FAMILIES`.
 """
 
 import enum
@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from penstock.model.config import ModelConfig
-from penstock.model.placed import Piece
+from penstock.model.expert_config import ExpertConfig, Scores
+from penstock.model.huggingface_names import MIXTRAL_EXPERTS, QWEN_EXPERTS, ExpertNames, NativeNames
 from penstock.model.rope_scaling import RopeKind, RopeScaling
 
 CONFIG_FILE = "config.json"
@@ -23,74 +24,64 @@ class Windows(enum.Enum):
 
     NEVER = enum.auto()
     ALL = enum.auto()
+    IF_USED = enum.auto()
+    """All, with "use_sliding_window"."""
     LATER = enum.auto()
-    """Those from "max_window_layers" on, and only with "use_sliding_window"."""
+    """With "use_sliding_window" those from "max_window_layers" on."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """What tells one family's decoder from another's; `max_length` counts where a config.json leaves it out."""
+    """What tells one family's decoder from another's; lengths count where a config.json leaves them out."""
 
     model_type: str
     qkv_bias: bool = False
     qk_norm: bool = False
     windows: Windows = Windows.NEVER
+    experts: ExpertNames | None = None
+    shared_expert: bool = False
     max_length: int = 32768
+    window: int | None = None
 
     def fits(self, config: ModelConfig) -> bool:
         """Whether a model of this family can be that decoder."""
         if config.sliding_window is None:
             windows = True
+        elif config.num_full_layers:
+            windows = self.windows is Windows.LATER
         else:
-            windows = self.windows is Windows.LATER or (self.windows is Windows.ALL and not config.num_full_layers)
-        return windows and (self.qkv_bias, self.qk_norm) == (config.qkv_bias, config.qk_norm)
+            windows = self.windows is not Windows.NEVER
+        layers = (self.qkv_bias, self.qk_norm) == (config.qkv_bias, config.qk_norm)
+        return windows and layers and self._fits_experts(config)
+
+    def _fits_experts(self, config: ModelConfig) -> bool:
+        experts = config.experts
+        if experts is None or self.experts is None:
+            return experts is None and self.experts is None
+        plain = (experts.scores, experts.num_groups, experts.scaling_factor) == (Scores.SOFTMAX, 1, 1.0)
+        shared = experts.shared_gate if self.shared_expert else experts.shared_size == 0
+        everywhere = experts.normalise and all(map(experts.is_sparse, range(config.num_layers)))
+        # A bias for the choice of experts has no place in these families' files.
+        return plain and shared and not experts.bias_step and (everywhere or self.experts is not MIXTRAL_EXPERTS)
 
 
 FAMILIES = {
     "LlamaForCausalLM": Family("llama", max_length=2048),
-    "MistralForCausalLM": Family("mistral", windows=Windows.ALL, max_length=131072),
+    "MistralForCausalLM": Family("mistral", windows=Windows.ALL, max_length=131072, window=4096),
     "Qwen2ForCausalLM": Family("qwen2", qkv_bias=True, windows=Windows.LATER),
     "Qwen3ForCausalLM": Family("qwen3", qk_norm=True, windows=Windows.LATER),
-}
-
-_OUTSIDE = {
-    "embedding.weight": "model.embed_tokens.weight",
-    "head.norm.weight": "model.norm.weight",
-    "head.projection.weight": "lm_head.weight",
-}
-_OF_LAYER = {
-    "attention.norm": "input_layernorm",
-    "attention.q": "self_attn.q_proj",
-    "attention.k": "self_attn.k_proj",
-    "attention.v": "self_attn.v_proj",
-    "attention.q_norm": "self_attn.q_norm",
-    "attention.k_norm": "self_attn.k_norm",
-    "attention.output": "self_attn.o_proj",
-    "mlp.norm": "post_attention_layernorm",
-    "mlp.gate": "mlp.gate_proj",
-    "mlp.up": "mlp.up_proj",
-    "mlp.down": "mlp.down_proj",
+    "MixtralForCausalLM": Family("mixtral", windows=Windows.ALL, experts=MIXTRAL_EXPERTS, max_length=131072),
+    "Qwen2MoeForCausalLM": Family(
+        "qwen2_moe", qkv_bias=True, windows=Windows.LATER, experts=QWEN_EXPERTS, shared_expert=True
+    ),
+    "Qwen3MoeForCausalLM": Family("qwen3_moe", qk_norm=True, windows=Windows.IF_USED, experts=QWEN_EXPERTS),
 }
 
 
-@dataclass(frozen=True)
-class NativeNames:
-    """Where the decoder's parameters lie in the families' files, and which files' tensors are no parameters."""
-
-    config: ModelConfig
-
-    def pieces(self, full_name: str, shape: tuple[int, ...]) -> tuple[Piece, ...]:
-        """The stored tensors that make up the parameter of that full name and (whole) shape."""
-        if full_name in _OUTSIDE:
-            return (Piece(_OUTSIDE[full_name]),)
-        layers, number, rest = full_name.split(".", 2)
-        module, _, kind = rest.rpartition(".")
-        assert layers == "layers", full_name
-        return (Piece(f"model.layers.{number}.{_OF_LAYER[module]}.{kind}"),)
-
-    def is_surplus(self, stored: str) -> bool:
-        """Whether a stored tensor is rightly left unread: a table of frequencies, or a tied head's copy."""
-        return stored.endswith("rotary_emb.inv_freq") or (self.config.tie_embeddings and stored == "lm_head.weight")
+def names_of(config: ModelConfig) -> NativeNames:
+    """The names of that decoder's parameters in the files of its family (any, where none is that decoder)."""
+    family = next((family for family in FAMILIES.values() if family.fits(config)), None)
+    return NativeNames(config.tie_embeddings, family.experts if family else QWEN_EXPERTS)
 
 
 def read_config_json(folder: Path) -> dict[str, Any]:
@@ -147,6 +138,7 @@ def config_from_json(content: Mapping[str, Any]) -> ModelConfig:
         sliding_window=window,
         num_full_layers=num_full_layers,
         rope_scaling=_scaling(_rope(content)),
+        experts=_experts(content, family, name),
     )
 
 
@@ -187,9 +179,11 @@ def config_to_json(config: ModelConfig) -> dict[str, Any]:
     }
     if family.windows is not Windows.NEVER:
         content["sliding_window"] = config.sliding_window
-    if family.windows is Windows.LATER:
+    if family.windows in (Windows.IF_USED, Windows.LATER):
         content["use_sliding_window"] = config.sliding_window is not None
         content["max_window_layers"] = config.num_full_layers if config.sliding_window else config.num_layers
+    if config.experts is not None:
+        content |= _experts_to_json(config, config.experts, family)
     return content
 
 
@@ -212,9 +206,11 @@ def _window(content: Mapping[str, Any], family: Family) -> tuple[int | None, int
     num_layers = content.get("num_hidden_layers", 0)
     if family.windows is Windows.ALL:
         # Families that always look back over a window do so too where config.json does not mention it.
-        return content.get("sliding_window", 4096), 0
+        return content.get("sliding_window", family.window), 0
     if family.windows is Windows.NEVER or not content.get("use_sliding_window") or not content.get("sliding_window"):
         return None, 0
+    if family.windows is Windows.IF_USED:
+        return content["sliding_window"], 0
     types = content.get("layer_types")
     num_full = content.get("max_window_layers", num_layers)
     if types:
@@ -266,3 +262,37 @@ def _scaling_to_json(scaling: RopeScaling | None) -> dict[str, Any] | None:
         return content | {"low_freq_factor": scaling.low, "high_freq_factor": scaling.high}
     content |= {"beta_slow": scaling.low, "beta_fast": scaling.high, "truncate": scaling.truncate}
     return content if scaling.attention_factor is None else content | {"attention_factor": scaling.attention_factor}
+
+
+def _experts(content: Mapping[str, Any], family: Family, name: str) -> ExpertConfig | None:
+    if family.experts is None:
+        return None
+    mixtral = family.experts is MIXTRAL_EXPERTS
+    known = {"num_experts": content.get("num_experts", content.get("num_local_experts"))}
+    num_experts = _required({key: value for key, value in known.items() if value is not None}, "num_experts", name)
+    shared = _required(content, "shared_expert_intermediate_size", name) if family.shared_expert else 0
+    return ExpertConfig(
+        num_experts=num_experts,
+        num_active=_required(content, "num_experts_per_tok", name),
+        intermediate_size=_required(content, "intermediate_size" if mixtral else "moe_intermediate_size", name),
+        normalise=mixtral or bool(content.get("norm_topk_prob", False)),
+        shared_size=shared,
+        shared_gate=shared > 0,
+        every=content.get("decoder_sparse_step") or 1,
+        dense_layers=tuple(content.get("mlp_only_layers") or ()),
+    )
+
+
+def _experts_to_json(config: ModelConfig, experts: ExpertConfig, family: Family) -> dict[str, Any]:
+    shared: dict[str, Any] = {"num_experts_per_tok": experts.num_active}
+    if family.experts is MIXTRAL_EXPERTS:
+        return shared | {"num_local_experts": experts.num_experts, "intermediate_size": experts.intermediate_size}
+    if family.shared_expert:
+        shared["shared_expert_intermediate_size"] = experts.shared_size
+    return shared | {
+        "num_experts": experts.num_experts,
+        "moe_intermediate_size": experts.intermediate_size,
+        "norm_topk_prob": experts.normalise,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [layer for layer in range(config.num_layers) if not experts.is_sparse(layer)],
+    }

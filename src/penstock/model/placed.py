@@ -122,6 +122,8 @@ def _place(unit: UnitSpec, names: Names, files: WeightFiles, module: nn.Module, 
     for name, shape, pieces in pieces_of(unit, names):
         tensor, shard = tensors[name], unit.sharding.get(name)
         target = torch.empty(tensor.shape, dtype=tensor.dtype) if tensor.is_meta else tensor
+        if not pieces:
+            target.zero_()
         for piece in pieces:
             meeting = piece.within(shape, shard)
             if meeting is not None:
