@@ -13,6 +13,7 @@ from penstock.data.errors import (
 from penstock.data.loader import BatchSize, Loader, Shard, validation_batches
 from penstock.data.packed import NO_LABEL, Extent, PackedBatch
 from penstock.data.packing import DocumentPacking, PackingKind, WindowPacking, pack
+from penstock.data.part import part_of
 from penstock.data.reorder import check_lengths, merge, reorder, take_apart
 from penstock.data.split import MicroBatchSpec, Split, SplitCounts, agree, count, split
 
@@ -44,6 +45,7 @@ __all__ = [
     "load_corpus",
     "merge",
     "pack",
+    "part_of",
     "reorder",
     "split",
     "take_apart",

@@ -20,6 +20,7 @@ Normalization = Literal["global", "dp", "token_per_microbatch", "microbatch_mean
 Decay = Literal["constant", "linear", "cosine", "inverse-sqrt"]
 Packing = Literal["window", "document"]
 Device = Literal["auto", "cpu", "cuda"]
+Attention = Literal["ring", "all-to-all"]
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,8 @@ class ParallelSection:
     """Ranks that share every layer's experts; they are among those of dp and cp, so it divides dp * cp."""
     order: str = "dp-pp-cp-tp"
     """How ranks are numbered along these axes, the last one fastest: ranks of one machine have adjacent numbers."""
+    attention: Attention = "ring"
+    """How cp ranks see each other's tokens: keys and values go round a "ring", or heads are exchanged "all-to-all"."""
     device: Device = "auto"
     """"auto" takes GPUs when every local rank finds one."""
     num_threads: int = 1
@@ -312,6 +315,7 @@ _FREE = _FREE_IF_GLOBAL | {
     "parallel.tp",
     "parallel.ep",
     "parallel.order",
+    "parallel.attention",
     "parallel.device",
     "parallel.num_threads",
     "parallel.timeout_s",

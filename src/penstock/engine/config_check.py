@@ -64,6 +64,11 @@ def _layout(config: RunConfig) -> None:
         raise ConfigError(
             f"parallel.order = {ours.order!r} must name each of dp, pp, cp and tp once, such as dp-pp-cp-tp"
         )
+    if config.data.sequence_length < ours.cp:
+        raise ConfigError(
+            f"data.sequence_length = {config.data.sequence_length} tokens can not be shared by parallel.cp = {ours.cp} "
+            f"ranks; at most parallel.cp = {config.data.sequence_length} is possible"
+        )
     if ours.dp * ours.cp % ours.ep:
         _refuse_divisor("parallel.ep", ours.ep, "parallel.dp x parallel.cp", ours.dp * ours.cp)
 

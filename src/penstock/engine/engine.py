@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from penstock import schedule
 from penstock.data import NO_LABEL, MicroBatchSpec, PackedBatch
 from penstock.engine.build import Ties, build_stages, cut_units, units_of_layers
+from penstock.engine.context import ContextShares
 from penstock.engine.forward import AggregateFn, Outputs, PostHook, forward_batch
 from penstock.engine.normalise import Normalize
 from penstock.engine.optimizer import Optimizer
@@ -24,7 +25,7 @@ from penstock.engine.schedules import forward_only
 from penstock.engine.sharing import Sharing, UnitSource, units_for
 from penstock.engine.train import LossFn, LossWeightFn, TrainResult, evaluate_batch, train_batch
 from penstock.engine.unit_times import measure_units
-from penstock.model import ModelGroups, Sequences, Shard, cross_entropy_sum
+from penstock.model import ModelGroups, Shard, cross_entropy_sum
 from penstock.parallel import GradientBuckets, Layout, sum_tied
 from penstock.runtime import (
     Boundary,
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
     from penstock.engine.config import RunConfig
     from penstock.engine.pretrained import HuggingFaceForm
 
-Finish = Callable[[Tensor], Tensor]
+Finish = Callable[[Tensor, PackedBatch], Tensor]
 
 _MOST_EXECUTORS = 64
 """Numbers of microbatches whose programs are kept; a budget of tokens may lead to any number."""
@@ -90,7 +91,8 @@ class Engine:
         if self.device.type == "cpu":
             keep_freed_memory()
         self.grid = self.layout.connect(self.device, timedelta(seconds=self.options.timeout_s))
-        groups = ModelGroups(self.grid.tp_group, self.grid.cp_group, self.grid.ep_group)
+        self.context = ContextShares(self.grid.cp_group, self.device)
+        groups = ModelGroups(self.grid.tp_group, self.grid.cp_group, self.grid.ep_group, self.options.attention)
         self.units = units_for(units, groups, self.layout)
         self.placement = self.options.choice.placement(self.layout.pp)
         self.cut = cut_units(self.units, self.placement, self.options, self._measured_times(units, hidden_size))
@@ -254,14 +256,16 @@ class Engine:
         return any(self.placement.is_last(number) for number in self.stages)
 
     def feed(self, microbatch: PackedBatch, finish: Finish) -> Feed:
-        """What the executor needs of a microbatch; tokens and `finish` only where this rank holds that end."""
-        lengths = microbatch.sequence_lengths("tokens")
-        tokens = microbatch["tokens"].to(self.device) if self.holds_first_stage else None
+        """What the executor needs of a microbatch; tokens and `finish` only where this rank holds that end.
+
+        Here, and nowhere else, a microbatch is cut among context-parallel ranks: `finish` is given this rank's part.
+        """
+        own, sequences = self.context.share(microbatch)
         return Feed(
-            num_tokens=sum(lengths),
-            sequences=Sequences.from_lengths(lengths, self.device),
-            tokens=tokens,
-            finish=finish if self.holds_last_stage else None,
+            num_tokens=sequences.num_tokens,
+            sequences=sequences,
+            tokens=own["tokens"].to(self.device) if self.holds_first_stage else None,
+            finish=(lambda output: finish(output, own)) if self.holds_last_stage else None,
         )
 
     def program(self, num_microbatches: int, training: bool = True) -> Program:

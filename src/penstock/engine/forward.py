@@ -98,7 +98,9 @@ class _Run:
         self._error: Exception | None = None
 
     def feed(self, engine: Engine, microbatch: PackedBatch) -> Feed:
-        return engine.feed(microbatch, lambda logits: self._take(logits, microbatch))
+        return engine.feed(
+            microbatch, lambda logits, _: self._take(engine.context.whole(logits, microbatch), microbatch)
+        )
 
     def _take(self, logits: Tensor, microbatch: PackedBatch) -> Tensor:
         """Keep what the hook makes of the logits; the executor carries on without it.

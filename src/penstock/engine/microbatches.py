@@ -46,6 +46,7 @@ def agree_on_microbatches(
 
     Raises:
         SplitError: the batch can not be split so; on all ranks alike.
+        ValueError: context-parallel ranks can not share a microbatch; told to all ranks.
         PipelineError: ranks of one pipeline hold different batches, or another rank failed; on all ranks alike.
     """
     counts = count(batch, spec).row()
@@ -57,6 +58,8 @@ def agree_on_microbatches(
             if check is not None:
                 check()
             parts = split(batch, spec, num)
+            for microbatch in parts.microbatches:
+                engine.context.spread(microbatch)
             if engine.holds_last_stage and loss_weight_fn is not None:
                 weights = [float(loss_weight_fn(m)) for m in parts.microbatches]
             report = replace(view, num_microbatches=len(parts.microbatches), weight=sum(weights))

@@ -7,6 +7,7 @@ import torch
 
 from penstock.engine.optimizer import OptimizerConfig
 from penstock.engine.schedules import ScheduleChoice
+from penstock.model import ContextForm
 from penstock.runtime import Pairs
 
 
@@ -43,6 +44,7 @@ class EngineOptions:
         recompute: whether each unit's activations are computed again in backward ("full"), or only those of the
             layers given by number, or none.
         optimizer: AdamW's settings and schedules.
+        attention: how context-parallel ranks attend to each other's tokens.
         device: "cpu", "cuda" or "auto" (a GPU if there is one).
         pairs: how fused pairs of a forward and a backward run: overlapped or not, and who is told of their halves.
         timeout_s: for how long a rank waits for a peer before it says so and ends.
@@ -55,6 +57,7 @@ class EngineOptions:
     precision: Precision = Precision.FP32
     recompute: str | tuple[int, ...] = "none"
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    attention: ContextForm = ContextForm.RING
     device: str = "auto"
     pairs: Pairs = field(default_factory=Pairs)
     timeout_s: float = 600.0

@@ -23,7 +23,7 @@ from penstock.engine.learning_rate import LearningRate, Ramp, WeightDecay
 from penstock.engine.optimizer import OptimizerConfig
 from penstock.engine.options import EngineOptions, Precision
 from penstock.engine.pretrained import HuggingFaceForm
-from penstock.model import ModelConfig, ModelGroups, decoder_units
+from penstock.model import ContextForm, ModelConfig, ModelGroups, decoder_units
 from penstock.parallel import Layout
 from penstock.runtime import Pairs
 
@@ -88,6 +88,7 @@ def engine_options(config: RunConfig) -> EngineOptions:
         precision=Precision(config.train.precision),
         recompute=config.train.recompute,
         optimizer=optimizer_config(config),
+        attention=ContextForm(config.parallel.attention),
         device=config.parallel.device,
         pairs=Pairs(overlap=config.schedule.overlap),
         timeout_s=config.parallel.timeout_s,
@@ -119,7 +120,7 @@ def check_parts(config: RunConfig) -> "RunData":
     options = engine_options(config)
     data = RunData.load(config)
     ours = config.parallel
-    groups = ModelGroups.planned(tp=ours.tp, cp=ours.cp, ep=ours.ep)
+    groups = ModelGroups.planned(tp=ours.tp, cp=ours.cp, ep=ours.ep, form=options.attention)
     units = decoder_units(model_config(config, data.corpus.vocab_size), groups=groups)
     cut_units(units, options.choice.placement(config.parallel.pp), options)
     return data

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from penstock.data import MicroBatchSpec, PackedBatch
-from penstock.engine.microbatches import agree_on_microbatches
+from penstock.engine.microbatches import Agreed, agree_on_microbatches
 from penstock.engine.normalise import Normalize, loss_factors
 from penstock.runtime import Feed
 from penstock.schedule import Action, Op
@@ -64,12 +64,12 @@ def train_batch(
     start = time.perf_counter()
     engine.recorder.begin_step(engine.step)
     agreed = agree_on_microbatches(engine, batch, micro_batches, loss_weight_fn)
-    factors = loss_factors(normalize, agreed.weights, agreed.rank_totals)
+    factors = loss_factors(normalize, *_weights(engine, agreed, loss_weight_fn, normalize))
     scale = engine.optimizer.loss_scale
 
     def feed(index: int, microbatch: PackedBatch) -> Feed:
         factor = factors[index] * scale if factors else 0.0
-        return engine.feed(microbatch, lambda output: loss_fn(output, microbatch) * factor)
+        return engine.feed(microbatch, lambda output, own: loss_fn(output, own) * factor)
 
     feeds = [feed(i, microbatch) for i, microbatch in enumerate(agreed.microbatches)]
     engine.zero_gradients()
@@ -98,6 +98,17 @@ def train_batch(
     )
 
 
+def _weights(
+    engine: Engine, agreed: Agreed, loss_weight_fn: LossWeightFn, normalize: Normalize
+) -> tuple[Sequence[float], Sequence[float]]:
+    """The loss weights of this rank's microbatches, and the totals of the ranks that the mode takes a mean over."""
+    if normalize is not Normalize.MICROBATCH_MEAN or engine.layout.cp == 1:
+        return agreed.weights, agreed.rank_totals
+    # Here each context-parallel rank is a rank of its own, with the mean of its part of every microbatch.
+    own = [float(loss_weight_fn(engine.context.share(m)[0])) for m in agreed.microbatches if agreed.weights]
+    return own, [total for total in agreed.rank_totals for _ in range(engine.layout.cp)]
+
+
 def evaluate_batch(
     engine: Engine, batch: PackedBatch, loss_fn: LossFn, loss_weight_fn: LossWeightFn, micro_batches: MicroBatchSpec
 ) -> tuple[float, float]:
@@ -105,7 +116,7 @@ def evaluate_batch(
     agreed = agree_on_microbatches(engine, batch, micro_batches, loss_weight_fn)
 
     def feed(microbatch: PackedBatch) -> Feed:
-        return engine.feed(microbatch, lambda output: loss_fn(output, microbatch))
+        return engine.feed(microbatch, loss_fn)
 
     feeds = [feed(microbatch) for microbatch in agreed.microbatches]
     losses = engine.executor(len(feeds), training=False).run(feeds)

@@ -2,6 +2,7 @@
 
 from penstock.model.collectives import Collectives, Observer, observe
 from penstock.model.config import ModelConfig
+from penstock.model.context_attention import ContextForm
 from penstock.model.decoder import decoder_units
 from penstock.model.expert_config import ExpertConfig, GroupScore, Scores
 from penstock.model.groups import ModelGroups
@@ -11,12 +12,13 @@ from penstock.model.loss import cross_entropy_sum
 from penstock.model.loss_terms import LossTerms
 from penstock.model.recompute import recomputed
 from penstock.model.segments import Compute, Exchange, Lane, RecomputedLane, Segment, SegmentedUnit, Travelling, cut
-from penstock.model.sequences import Sequences
+from penstock.model.sequences import Sequences, Spread
 from penstock.model.units import Shard, UnitSpec
 
 __all__ = [
     "Collectives",
     "Compute",
+    "ContextForm",
     "Exchange",
     "ExpertConfig",
     "GroupScore",
@@ -33,6 +35,7 @@ __all__ = [
     "SegmentedUnit",
     "Sequences",
     "Shard",
+    "Spread",
     "TokenStatistics",
     "Travelling",
     "UnitSpec",

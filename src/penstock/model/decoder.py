@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 from penstock.model import work
 from penstock.model.attention import packed_attention
+from penstock.model.collectives import Collectives
 from penstock.model.config import ModelConfig
+from penstock.model.context_attention import HeadShape, check_heads, context_attention
 from penstock.model.experts import ExpertHalf, expert_shards
 from penstock.model.gated import gated
 from penstock.model.groups import ModelGroups
@@ -22,6 +24,7 @@ from penstock.model.linear import Linear
 from penstock.model.norm import RMSNorm
 from penstock.model.products import Products, fastest_products
 from penstock.model.rotary import Rotary, rotate
+from penstock.model.segments import Compute, Segment, SegmentedUnit
 from penstock.model.sequences import Sequences
 from penstock.model.units import Shard, UnitSpec
 
@@ -77,6 +80,25 @@ class AttentionHalf(nn.Module):
         return x_TD + self.output(mean_THK.flatten(1))
 
 
+class ContextAttentionHalf(SegmentedUnit, AttentionHalf):
+    """The same with every sequence's tokens shared by several ranks; whole sequences it attends to by itself."""
+
+    def __init__(self, config: ModelConfig, products: Products, groups: ModelGroups) -> None:
+        super().__init__(config, products)
+        self.form, self.collectives = groups.context_form, Collectives(groups.cp)
+        self.shape = HeadShape(config.num_heads, config.num_kv_heads, config.sliding_window)
+        check_heads(self.form, groups.cp_size, self.shape)
+
+    def segments(self, sequences: Sequences) -> list[Segment]:
+        if sequences.spread is None:
+            return [Compute("attention half", lambda x_TD: (AttentionHalf.forward(self, x_TD, sequences),))]
+        return [
+            Compute("project", lambda x_TD: (*self.project(x_TD, sequences), x_TD)),
+            *context_attention(self.form, self.collectives, sequences, self.shape),
+            Compute("add output", lambda mean_THK, x_TD: (self.add_output(x_TD, mean_THK),)),
+        ]
+
+
 class MLPHalf(nn.Module):
     """x + down(silu(gate(norm(x))) * up(norm(x)))."""
 
@@ -117,9 +139,8 @@ def decoder_units(
     ranks that share the units; left out, nobody does.
     """
     groups = groups or ModelGroups()
-    for axis, size in {"tp": groups.tp_size, "cp": groups.cp_size}.items():
-        if size > 1:
-            raise ValueError(f"a decoder can not be shared over {axis} = {size}; {axis} = 1 is possible")
+    if groups.tp_size > 1:
+        raise ValueError(f"a decoder can not be shared over tp = {groups.tp_size}; tp = 1 is possible")
     if groups.ep_size > 1 and config.experts is None:
         raise ValueError(f"ep = {groups.ep_size}: the model has no experts to share; ep = 1 is possible")
     chosen = fastest_products() if products is None else products
@@ -130,8 +151,10 @@ def decoder_units(
     specs = [_spec("embedding", config, partial(Embedding, config), work.of_embedding(config))]
     for i in range(config.num_layers):
         layer = config.of_layer(i)
-        attention = partial(AttentionHalf, layer, chosen), work.of_attention(layer)
-        specs.append(_spec(f"layers.{i}.attention", config, *attention))
+        half = partial(AttentionHalf, layer, chosen)
+        if groups.cp is not None:
+            half = partial(ContextAttentionHalf, layer, chosen, groups)
+        specs.append(_spec(f"layers.{i}.attention", config, half, work.of_attention(layer)))
         if config.is_sparse(i):
             specs.append(_spec(f"layers.{i}.mlp", config, *sparse, sharding=shards))
         else:

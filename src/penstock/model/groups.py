@@ -5,6 +5,8 @@ from typing import Protocol, cast
 
 from torch.distributed import ProcessGroup
 
+from penstock.model.context_attention import ContextForm
+
 
 class Peers(Protocol):
     """What building a model must know of a group: its size, and this rank's place in it."""
@@ -33,18 +35,20 @@ class ModelGroups:
     """The groups a model's units talk in, each None where the rank would be alone in it.
 
     tp: ranks that share every layer. cp: ranks that share every sequence's tokens. ep: ranks that share every layer's
-    experts.
+    experts. context_form: how the ranks of cp attend to each other's tokens.
     """
 
     tp: ProcessGroup | None = None
     cp: ProcessGroup | None = None
     ep: ProcessGroup | None = None
+    context_form: ContextForm = ContextForm.RING
 
     @classmethod
-    def planned(cls, *, tp: int = 1, cp: int = 1, ep: int = 1) -> "ModelGroups":
+    def planned(cls, *, tp: int = 1, cp: int = 1, ep: int = 1, form: ContextForm = ContextForm.RING) -> "ModelGroups":
         """First places in groups of these sizes that do not exist, to see what a rank would hold."""
         # Nothing is sent while modules are merely built, so a size and a place will do.
-        return cls(*(None if size == 1 else cast(ProcessGroup, PlannedPeers(size)) for size in (tp, cp, ep)))
+        peers = (None if size == 1 else cast(ProcessGroup, PlannedPeers(size)) for size in (tp, cp, ep))
+        return cls(*peers, context_form=form)
 
     @property
     def tp_size(self) -> int:

@@ -90,7 +90,7 @@ class Sequences:
         """This rank's part of sequences that are spread over several ranks; each sequence counts from 0."""
         held = spread.pieces[spread.rank]
         lengths = tuple(sum(map(len, pieces)) for pieces in held)
-        positions = torch.tensor([position for pieces in held for piece in pieces for position in piece])
+        positions = torch.cat([torch.arange(piece.start, piece.stop) for pieces in held for piece in pieces])
         starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
         return cls(lengths, starts.to(device), positions.to(device, torch.int64), max(lengths), spread)
 
