@@ -4,10 +4,11 @@ import os
 import sys
 
 from penstock import __version__
-from penstock.cli.commands import Command, dispatch
+from penstock.cli.commands import Command, Main, dispatch
 
 COMMANDS = {
     "train": Command("train a model cut into stages, as a TOML file says", "penstock.cli.train"),
+    "score": Command("write each token's log-probability and each text's perplexity", "penstock.cli.score"),
     "schedule": Command("list, draw, prove, simulate and export schedules (no GPU, no torch)", "penstock.cli.schedule"),
     "trace": Command("draw a recorded step of a run, and say where its time went", "penstock.cli.trace"),
     "bench": Command("measure schedules, training and the overhead of an action", "penstock.cli.bench"),
@@ -31,12 +32,20 @@ def main(arguments: list[str] | None = None) -> int:
 
     Returns: its exit code; 2 after a user's mistake, of which one sentence goes to stderr.
     """
-    arguments = sys.argv[1:] if arguments is None else arguments
+    return run_as_script(_run, sys.argv[1:] if arguments is None else arguments)
+
+
+def _run(arguments: list[str]) -> int:
+    if arguments[:1] in (["--version"], ["-V"]):
+        print(f"penstock {__version__}")
+        return 0
+    return dispatch("penstock", COMMANDS, arguments, head=HEAD, foot=FOOT)
+
+
+def run_as_script(main: Main, arguments: list[str] | None = None) -> int:
+    """Run a command's `main` and turn what it raises for users' mistakes into one sentence and an exit code."""
     try:
-        if arguments[:1] in (["--version"], ["-V"]):
-            print(f"penstock {__version__}")
-            return 0
-        code = dispatch("penstock", COMMANDS, arguments, head=HEAD, foot=FOOT)
+        code = main(sys.argv[1:] if arguments is None else arguments)
         sys.stdout.flush()
         return code
     except BrokenPipeError:

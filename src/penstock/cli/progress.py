@@ -33,7 +33,7 @@ class Progress:
         self._tokens_per_s = self._step_time_s = self._idle_share = 0.0
         self._seen = 0
         self._validation = ""
-        self._bar = _LiveBar(num_steps, first_step, file) if file.isatty() else None
+        self._bar = LiveBar(num_steps, first_step, file) if file.isatty() else None
 
     def step(self, figures: StepFigures) -> None:
         """A step has been taken."""
@@ -86,7 +86,7 @@ class Progress:
         print(text, file=self._file, flush=True)
 
 
-class _LiveBar:
+class LiveBar:
     """One line of a terminal that is drawn over."""
 
     def __init__(self, num_steps: int, first_step: int, file: TextIO) -> None:
@@ -108,6 +108,35 @@ class _LiveBar:
 
     def close(self) -> None:
         self._progress.stop()
+
+
+class LineProgress:
+    """Shows how many of the lines of a file are done, from the one after `num_done` on."""
+
+    def __init__(
+        self, num_lines: int, num_done: int, file: TextIO, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._num_lines, self._file, self._clock = num_lines, file, clock
+        self._first, self._num_tokens = num_done, 0
+        self._start_s, self._last_line_s = clock(), -math.inf
+        self._bar = LiveBar(num_lines, num_done, file) if file.isatty() else None
+
+    def update(self, num_done: int, num_tokens: int) -> None:
+        """`num_done` lines are done in all; `num_tokens` came with those since the last call."""
+        self._num_tokens += num_tokens
+        now = self._clock()
+        spent_s = max(now - self._start_s, 1e-9)
+        left_s = spent_s / max(num_done - self._first, 1) * (self._num_lines - num_done)
+        text = f"{self._num_tokens / spent_s:,.0f} tokens/s  {duration(left_s)} left"
+        if self._bar is not None:
+            self._bar.update(num_done, text)
+        elif now - self._last_line_s >= _SECONDS_BETWEEN_LINES or num_done == self._num_lines:
+            self._last_line_s = now
+            print(f"line {num_done}/{self._num_lines}  {text}", file=self._file, flush=True)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
 
 
 def duration(seconds: float) -> str:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from penstock.cli.launch import FAILED, REFUSED, Group, agree, follow_launcher, is_first_to_tell, is_told, join
-from penstock.engine.config import differences
+from penstock.engine.config import Device, differences
 from penstock.engine.config_file import ConfigError
 from penstock.runtime import PipelineError
 
@@ -81,7 +81,7 @@ def together(store: "Store", group: Group, key: str, work: Callable[[], T]) -> T
     return done  # pyright: ignore[reportReturnType]  # without a refusal the work is done
 
 
-def choose_device(store: "Store", group: Group, wanted: str) -> str:
+def choose_device(store: "Store", group: Group, wanted: str) -> Device:
     """Settle "auto": "cuda" if every rank finds a GPU of its own on its machine, else "cpu"; the same on all ranks.
 
     Raises:

@@ -60,7 +60,8 @@ class Checkpointer:
 
     identity: the settings that make this run what it is, as a flat JSON mapping. keep: how many of the newest
     checkpoints stay. aliases: names of tensors that are equal to another by construction (tied copies and their
-    optimizer state) -> that other's name; they are not saved, and loaded from the other.
+    optimizer state) -> that other's name; they are not saved, and loaded from the other. claim: take the folder for
+    this run, which then writes there; without it the folder is only read, and another run may be writing.
 
     Where several ranks hold a tensor of one name (data parallel), one of them saves it, in turn.
 
@@ -74,6 +75,7 @@ class Checkpointer:
         identity: Mapping[str, Any],
         keep: int = 3,
         aliases: Mapping[str, str] | None = None,
+        claim: bool = True,
     ) -> None:
         if keep < 1:
             raise ValueError(f"at least 1 checkpoint must be kept, not {keep}")
@@ -85,7 +87,7 @@ class Checkpointer:
         self._aliases = dict(aliases or {})
         self._host_copies: dict[str, Tensor] = {}
         self._writer: _Writer | None = None
-        self._together(self._open if grid.rank == 0 else lambda: None)
+        self._together(self._open if claim and grid.rank == 0 else lambda: None)
 
     def latest(self) -> CheckpointInfo | None:
         """Find the newest checkpoint that is intact; damaged ones are warned of by name and entered in `refused`.

@@ -134,7 +134,8 @@ class Engine:
         from penstock.engine.run_parts import run_engine
 
         settings = check(read_config(config) if isinstance(config, str | Path) else config)
-        return run_engine(settings, load_tokenizer(settings.data.tokenizer).vocab_size)
+        tokenizer = load_tokenizer(settings.data.tokenizer, settings.data.end_token or False)
+        return run_engine(settings, tokenizer.vocab_size)
 
     @classmethod
     def from_layers(
@@ -254,6 +255,11 @@ class Engine:
     @property
     def holds_last_stage(self) -> bool:
         return any(self.placement.is_last(number) for number in self.stages)
+
+    @property
+    def gives_results(self) -> bool:
+        """Whether this rank is the one of its pipeline that gets what `forward` makes of a batch."""
+        return self.grid.pp_rank == self.placement.rank_of(self.placement.stages_per_route - 1)
 
     def feed(self, microbatch: PackedBatch, finish: Finish) -> Feed:
         """What the executor needs of a microbatch; tokens and `finish` only where this rank holds that end.

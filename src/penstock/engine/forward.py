@@ -117,12 +117,11 @@ class _Run:
 
     def end(self, engine: Engine, split: Split) -> Any:
         """Gather the results, tell all ranks whether all is well, and hand out what is theirs."""
-        giver = engine.placement.rank_of(engine.placement.stages_per_route - 1)
-        value, gives = None, engine.grid.pp_rank == giver
+        value = None
         try:
             if self._error is not None:
                 raise self._error
-            if gives:
+            if engine.gives_results:
                 value = self.outputs.gathered(self._results, split)
                 if self.outputs.broadcast:
                     check_portable(value)
@@ -138,5 +137,6 @@ class _Run:
                 raise PipelineError(f"rank {rank} can not make use of its outputs: {failure}")
         if not self.outputs.broadcast:
             return value
+        giver = engine.placement.rank_of(engine.placement.stages_per_route - 1)
         with engine.recorder.collective("hand out the results"):
             return broadcast_value(value, giver, engine.grid.pp_control)

@@ -1,0 +1,144 @@
+"""The file that `penstock score` writes: line by line into a hidden one, which is given its name when all is there."""
+
+import fcntl
+import json
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from penstock.cli.texts import Text
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A line of the file: the scored tokens with their log-probabilities, and what these come to."""
+
+    line: int
+    id: Any
+    tokens: Sequence[int]
+    log_probs: Sequence[float | None]
+
+    @classmethod
+    def of(cls, text: Text, by_token: Sequence[float]) -> Self:
+        """From the log-probability of each token's successor; the last one's says nothing."""
+        first = len(text.tokens) - text.num_scored
+        return cls(text.line, text.id, text.tokens[first:], [_plain(value) for value in by_token[first - 1 : -1]])
+
+    def to_json(self) -> str:
+        """One line of JSON; where nothing is scored there is no perplexity."""
+        total = _total(self.log_probs)
+        content = {
+            "line": self.line,
+            **({} if self.id is None else {"id": self.id}),
+            "tokens": list(self.tokens),
+            "log_probs": list(self.log_probs),
+            "log_prob": total,
+            "perplexity": _perplexity(total, len(self.tokens)),
+        }
+        return json.dumps(content, ensure_ascii=False, allow_nan=False)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """All lines together; `resumed_from` of them were there already, tokens a second are those of this call."""
+
+    num_lines: int
+    num_scored_tokens: int
+    log_prob: float | None
+    perplexity: float | None
+    resumed_from: int
+    time_s: float
+    tokens_per_s: float
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class ScoreFile:
+    """The lines that are there so far; a call of the same `digest` goes on after them.
+
+    `ends` are the numbers of lines at which batches end: what a killed call left of a batch is scored again.
+
+    Raises: ValueError if the file can not be written, or another call is writing it.
+    """
+
+    def __init__(self, path: Path, digest: str, ends: Sequence[int]) -> None:
+        self.path = path
+        # Another model or other texts have another name, so nothing is ever mixed.
+        self._unfinished = path.with_name(f".{path.name}.{digest}.unfinished")
+        self.num_lines = self._num_tokens = 0
+        self._total: float | None = 0.0
+        try:
+            self._file = self._unfinished.open("a+b")
+        except OSError as error:
+            raise ValueError(f"cannot write {path}: {(error.strerror or str(error)).lower()}") from None
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ValueError(f"{path} is being written by another call; wait, or give another --output") from None
+        self._take_up(ends)
+
+    def write(self, lines: Sequence[Scored]) -> None:
+        """Append lines, through to the disk."""
+        for scored in lines:
+            self._file.write(scored.to_json().encode() + b"\n")
+            self._count(scored.log_probs)
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def publish(self) -> None:
+        """Give the file its name.
+
+        Raises: ValueError if a file of that name has come into being meanwhile; what was written stays.
+        """
+        self._file.close()
+        try:
+            # Unlike a rename, a link never takes another file's place.
+            os.link(self._unfinished, self.path)
+        except FileExistsError:
+            raise ValueError(f"{self.path} exists by now; what was scored is in {self._unfinished}") from None
+        self._unfinished.unlink()
+
+    def summary(self, resumed_from: int, num_tokens: int, time_s: float) -> Summary:
+        return Summary(
+            num_lines=self.num_lines,
+            num_scored_tokens=self._num_tokens,
+            log_prob=self._total,
+            perplexity=_perplexity(self._total, self._num_tokens),
+            resumed_from=resumed_from,
+            time_s=time_s,
+            tokens_per_s=num_tokens / time_s,
+        )
+
+    def _take_up(self, ends: Sequence[int]) -> None:
+        self._file.seek(0)
+        lines = [line for line in self._file if line.endswith(b"\n")]
+        kept = lines[: max((end for end in ends if end <= len(lines)), default=0)]
+        for line in kept:
+            self._count(json.loads(line)["log_probs"])
+        self._file.truncate(sum(map(len, kept)))
+
+    def _count(self, log_probs: Sequence[float | None]) -> None:
+        total = _total(log_probs)
+        self._total = None if total is None or self._total is None else self._total + total
+        self._num_tokens += len(log_probs)
+        self.num_lines += 1
+
+
+def _plain(value: float) -> float | None:
+    """As many digits as fp32 has, and None for infinity, which JSON does not have."""
+    return float(f"{value:.8g}") if math.isfinite(value) else None
+
+
+def _total(log_probs: Sequence[float | None]) -> float | None:
+    known = [value for value in log_probs if value is not None]
+    return round(math.fsum(known), 7) if len(known) == len(log_probs) else None
+
+
+def _perplexity(total: float | None, num_tokens: int) -> float | None:
+    if total is None or num_tokens == 0 or -total / num_tokens > 700:
+        return None
+    return float(f"{math.exp(-total / num_tokens):.8g}")

@@ -1,0 +1,228 @@
+"""`penstock score`: what it writes is what the model says, whole, once, and the same however it came to be."""
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from penstock.cli import score_file
+from penstock.cli.main import main
+from penstock.engine.config import ParallelSection
+from penstock.engine.config_file import read_config
+from penstock.engine.run_parts import model_config
+from penstock.engine.saved_model import open_model
+from penstock.model import Sequences, decoder_units
+from tests.e2e.training import write_run
+
+TEXTS = [
+    {"id": "whole", "text": "def f(x): return x * 4"},
+    {"prompt": "def f1", "completion": "(x):\n"},
+    {"id": 7, "tokens": [1, 200, 3, 4]},
+    {"prompt": [100, 101], "completion": [102], "other": "left aside"},
+    {"text": "?"},
+    *({"text": "return x" * (1 + i % 5)} for i in range(30)),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a trained run and texts."""
+    folder = tmp_path_factory.mktemp("score")
+    assert main(["train", str(write_run(folder, "run", 6)), "--parallel.pp", "1"]) == 0
+    (folder / "texts.jsonl").write_text("\n".join(map(json.dumps, TEXTS)) + "\n\n")
+    return folder
+
+
+def tokens_of(text: dict[str, Any]) -> tuple[list[int], int]:
+    """Token ids, and how many of them are not scored."""
+
+    def ids(value: Any) -> list[int]:
+        return list(value.encode()) if isinstance(value, str) else value
+
+    if "prompt" in text:
+        return ids(text["prompt"]) + ids(text["completion"]), len(ids(text["prompt"]))
+    return ids(text.get("tokens", text.get("text"))), 1
+
+
+@torch.no_grad()
+def expected_log_probs(run: Path) -> list[list[float]]:
+    """One text after another through the run's last weights."""
+    newest = sorted((run / "checkpoints").glob("step-*"))[-1]
+    weights = {name: value for file in newest.glob("*.safetensors") for name, value in load_file(file).items()}
+    modules = []
+    for unit in decoder_units(model_config(read_config(run / "run.toml"), vocab_size=256)):
+        modules.append(unit.build())
+        for name, parameter in modules[-1].named_parameters():
+            full_name = f"{unit.name}.{name}"
+            parameter.copy_(weights[unit.tied.get(name, full_name)])
+    found = []
+    for text in TEXTS:
+        tokens, num_left = tokens_of(text)
+        h = torch.tensor(tokens)
+        for module in modules:
+            h = module(h, Sequences.from_lengths([len(tokens)]))
+        log_p = h.double().log_softmax(-1)
+        found.append([float(log_p[i - 1, tokens[i]]) for i in range(num_left, len(tokens))])
+    return found
+
+
+def score(folder: Path, name: str, *words: str) -> list[dict[str, Any]]:
+    """Score the texts in this process into a file of that name."""
+    output = folder / name
+    assert main(["score", str(folder / "run"), str(folder / "texts.jsonl"), "--output", str(output), *words]) == 0
+    return [json.loads(line) for line in output.read_text().splitlines()]
+
+
+def test_every_token_has_the_log_probability_that_the_model_gives_it(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = score(folder, "plain.jsonl", "--json")
+    summary = json.loads(capsys.readouterr().out)
+    expected = expected_log_probs(folder / "run")
+    assert [line["line"] for line in lines] == list(range(1, len(TEXTS) + 1))
+    assert [line.get("id") for line in lines] == [text.get("id") for text in TEXTS]
+    for line, text, log_probs in zip(lines, TEXTS, expected, strict=True):
+        tokens, num_left = tokens_of(text)
+        assert line["tokens"] == tokens[num_left:]
+        assert line["log_probs"] == pytest.approx(log_probs, abs=1e-5)
+        assert line["log_prob"] == pytest.approx(sum(log_probs), abs=1e-4)
+        if log_probs:
+            assert line["perplexity"] == pytest.approx(math.exp(-sum(log_probs) / len(log_probs)), rel=1e-5)
+    assert lines[4]["log_probs"] == [] and lines[4]["perplexity"] is None, "one token has none before it"
+    every = [value for log_probs in expected for value in log_probs]
+    assert (summary["num_lines"], summary["num_scored_tokens"]) == (len(TEXTS), len(every))
+    assert summary["perplexity"] == pytest.approx(math.exp(-sum(every) / len(every)), rel=1e-5)
+    hotter = score(folder, "hotter.jsonl", "--temperature", "2")
+    assert hotter[0]["log_probs"] != lines[0]["log_probs"]
+
+
+def test_two_stages_write_the_same_file(folder: Path) -> None:
+    score(folder, "one.jsonl", "--max-tokens", "64")
+    words = ["score", "run", "texts.jsonl", "--output", "two.jsonl", "--max-tokens", "64", "--pp", "2", "--json"]
+    done = subprocess.run(
+        [sys.executable, "-m", "penstock.cli.main", *words], cwd=folder, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["num_lines"] == len(TEXTS)
+    assert (folder / "two.jsonl").read_bytes() == (folder / "one.jsonl").read_bytes()
+
+
+def test_a_call_that_was_stopped_is_continued_to_the_same_file(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["score", str(folder / "run"), str(folder / "texts.jsonl"), "--max-tokens", "44", "--json", "--output"]
+    assert main([*words, str(folder / "whole.jsonl")]) == 0
+    capsys.readouterr()
+    half = folder / "half.jsonl"
+    written: list[int] = []
+    write = score_file.ScoreFile.write
+
+    def stop_in_the_second_batch(file: score_file.ScoreFile, lines: Any) -> None:
+        written.append(len(lines))
+        write(file, lines if len(written) == 1 else lines[:1])
+        if len(written) == 2:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(score_file.ScoreFile, "write", stop_in_the_second_batch)
+        assert main([*words, str(half)]) == 130
+    [unfinished] = folder.glob(".half.jsonl.*.unfinished")
+    assert not half.exists() and len(unfinished.read_text().splitlines()) == written[0] + 1
+    with unfinished.open("a") as file:
+        file.write('{"line": ')
+    capsys.readouterr()
+    assert main([*words, str(half)]) == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert summary["resumed_from"] == written[0] > 0
+    assert half.read_bytes() == (folder / "whole.jsonl").read_bytes()
+    assert not unfinished.exists()
+
+
+def test_a_hugging_face_folder_is_scored_like_the_run_it_was_made_from(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hugging_face, ids = folder / "hugging_face", folder / "ids.jsonl"
+    open_model(folder / "run").load(ParallelSection()).engine.save_hf(hugging_face)
+    ids.write_text("".join(json.dumps({"tokens": tokens_of(text)[0]}) + "\n" for text in TEXTS))
+    for model in (folder / "run", hugging_face):
+        assert main(["score", str(model), str(ids), "--output", str(folder / f"of_{model.name}.jsonl")]) == 0
+    assert (folder / "of_hugging_face.jsonl").read_bytes() == (folder / "of_run.jsonl").read_bytes() != b""
+    capsys.readouterr()
+    assert main(["score", str(hugging_face), str(folder / "texts.jsonl"), "--output", str(folder / "none.jsonl")]) == 2
+    assert "has no tokenizer; give token ids" in capsys.readouterr().err
+
+
+REFUSED = {
+    "no model": (["FOLDER/nowhere", "FOLDER/texts.jsonl"], "there is no folder"),
+    "a folder without a model": (
+        ["FOLDER/bad", "FOLDER/texts.jsonl"],
+        r"neither a run \(run.toml\) nor a Hugging Face model",
+    ),
+    "a run without a checkpoint": (["FOLDER/empty run", "FOLDER/texts.jsonl"], "holds no checkpoint yet"),
+    "no file": (["FOLDER/run", "FOLDER/nowhere.jsonl"], "nowhere.jsonl: no such file"),
+    "an empty file": (["FOLDER/run", "FOLDER/bad/empty.jsonl"], "has no line to score"),
+    "no JSON": (["FOLDER/run", "FOLDER/bad/words.jsonl"], "words.jsonl, line 2: is not JSON"),
+    "no object": (["FOLDER/run", "FOLDER/bad/list.jsonl"], "line 1: is a JSON list"),
+    "no text": (["FOLDER/run", "FOLDER/bad/fields.jsonl"], "line 1: has only 'txt'"),
+    "an empty text": (["FOLDER/run", "FOLDER/bad/nothing.jsonl"], "line 1: has no token"),
+    "an empty completion": (["FOLDER/run", "FOLDER/bad/completion.jsonl"], "line 1: its completion is empty"),
+    "a token outside the vocabulary": (["FOLDER/run", "FOLDER/bad/outside.jsonl"], "token 256 is outside .* 0 to 255"),
+    "tokens that are none": (["FOLDER/run", "FOLDER/bad/halves.jsonl"], "'tokens' must be a list of token ids"),
+    "a text that is too long": (["FOLDER/run", "FOLDER/bad/long.jsonl"], "has 2049 tokens, .* at most 2048"),
+    "a budget below a text": (["FOLDER/run", "FOLDER/texts.jsonl", "--max-tokens", "9"], "give at least that"),
+    "no stages": (["FOLDER/run", "FOLDER/texts.jsonl", "--pp", "0"], "--pp is 0; it must be more than 0"),
+    "more stages than units": (["FOLDER/run", "FOLDER/texts.jsonl", "--pp", "7"], "7 stages.* 6 units"),
+    "no temperature": (["FOLDER/run", "FOLDER/texts.jsonl", "--temperature", "nan"], "--temperature is nan"),
+    "an output that exists": (
+        ["FOLDER/run", "FOLDER/texts.jsonl", "--output", "FOLDER/corpus.py"],
+        "was left as it is",
+    ),
+    "no folder for the output": (["FOLDER/run", "FOLDER/texts.jsonl", "--output", "FOLDER/a/b"], "there is no folder"),
+}
+BAD = {
+    "empty": "\n",
+    "words": '{"text": "a"}\nhello',
+    "list": "[1, 2]",
+    "fields": '{"txt": "a"}',
+    "nothing": '{"text": ""}',
+    "completion": '{"prompt": "a", "completion": ""}',
+    "outside": '{"tokens": [1, 256]}',
+    "halves": '{"tokens": [0.5]}',
+    "long": json.dumps({"text": "a" * 2049}),
+}
+
+
+@pytest.fixture(scope="module")
+def files(folder: Path) -> dict[str, bytes]:
+    """All files there are, once those to be refused have been written."""
+    (folder / "bad").mkdir()
+    for name, text in BAD.items():
+        (folder / "bad" / f"{name}.jsonl").write_text(text)
+    (folder / "empty run").mkdir()
+    (folder / "empty run" / "run.toml").write_bytes((folder / "run.toml").read_bytes())
+    return files_of(folder)
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("words, told", REFUSED.values(), ids=REFUSED)
+def test_a_mistake_is_told_in_one_sentence_and_changes_nothing(
+    words: list[str], told: str, folder: Path, files: dict[str, bytes], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert os.environ.get("RANK") is None
+    code = main(["score", *(word.replace("FOLDER", str(folder)) for word in words)])
+    out, err = capsys.readouterr()
+    assert (code, out) == (2, ""), err
+    assert err.startswith("penstock: ") and err.count("\n") == 1
+    assert re.search(told, err), err
+    assert files_of(folder) == files
