@@ -15,6 +15,7 @@ from penstock import schedule
 from penstock.data import NO_LABEL, MicroBatchSpec, PackedBatch
 from penstock.engine.build import Ties, build_stages, cut_units, units_of_layers
 from penstock.engine.context import ContextShares
+from penstock.engine.extras import ExpertBalance
 from penstock.engine.forward import AggregateFn, Outputs, PostHook, forward_batch
 from penstock.engine.normalise import Normalize
 from penstock.engine.optimizer import Optimizer
@@ -111,6 +112,7 @@ class Engine:
             )
             for number, stage in self.stages.items()
         }
+        self.balance = ExpertBalance(self.stages)
         self._ties = Ties.of(self.units, self.parameters(), self.placement.num_routes)
         self.optimizer = self._make_optimizer()
         self.transport = self._make_transport()

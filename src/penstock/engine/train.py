@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from penstock.data import MicroBatchSpec, PackedBatch
+from penstock.engine.extras import Extras, finish_extras, with_terms
 from penstock.engine.microbatches import Agreed, agree_on_microbatches
 from penstock.engine.normalise import Normalize, loss_factors
 from penstock.runtime import Feed
@@ -26,9 +27,10 @@ LossWeightFn = Callable[[PackedBatch], float]
 class TrainResult:
     """What a step did; the same on every rank.
 
-    `loss` is normalised as the gradients are. `grad_norm` is that of all parameters before clipping, NaN where the
-    step was skipped because a gradient was not finite (`success` is False then). `idle_share` is the share of the
-    step's time in which this rank waited. `stop_requested`: some rank was asked to end after this step.
+    `loss` is the main one, normalised as the gradients are; `extras` has what models with experts add to it.
+    `grad_norm` is that of all parameters before clipping, NaN where the step was skipped because a gradient was not
+    finite (`success` is False then). `idle_share` is the share of the step's time in which this rank waited.
+    `stop_requested`: some rank was asked to end after this step.
     """
 
     step: int
@@ -42,6 +44,7 @@ class TrainResult:
     step_time_s: float
     idle_share: float
     stop_requested: bool
+    extras: Extras
 
 
 def train_batch(
@@ -72,12 +75,14 @@ def train_batch(
         return engine.feed(microbatch, lambda output, own: loss_fn(output, own) * factor)
 
     feeds = [feed(i, microbatch) for i, microbatch in enumerate(agreed.microbatches)]
+    feeds = with_terms(engine, feeds, agreed, [factor * scale for factor in factors])
     engine.zero_gradients()
     losses = engine.executor(len(feeds)).run(feeds)
     record = engine.recorder.begin(Action(Op.STEP))
     with engine.recorder.collective("finish the gradients and step"):
         engine.finish_gradients()
         update = engine.optimizer.step()
+        extras = finish_extras(engine, feeds, scale, learned=update.success)
     engine.recorder.end(record)
 
     loss = engine.total_loss(losses) / scale
@@ -95,6 +100,7 @@ def train_batch(
         step_time_s=step_time_s,
         idle_share=1.0 - sum(e.end - e.start for e in engine.recorder.events()) / step_time_s,
         stop_requested=agreed.stop_requested,
+        extras=extras,
     )
 
 

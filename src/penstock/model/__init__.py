@@ -9,7 +9,7 @@ from penstock.model.groups import ModelGroups
 from penstock.model.linear import Linear, PendingGradient, WeightGradients, defer, switch_linears
 from penstock.model.logprobs import TokenStatistics, token_log_probs, token_statistics
 from penstock.model.loss import cross_entropy_sum
-from penstock.model.loss_terms import LossTerms
+from penstock.model.loss_terms import LossTerms, Term
 from penstock.model.recompute import recomputed
 from penstock.model.segments import Compute, Exchange, Lane, RecomputedLane, Segment, SegmentedUnit, Travelling, cut
 from penstock.model.sequences import Sequences, Spread
@@ -36,6 +36,7 @@ __all__ = [
     "Sequences",
     "Shard",
     "Spread",
+    "Term",
     "TokenStatistics",
     "Travelling",
     "UnitSpec",

@@ -183,6 +183,7 @@ def _spec(
         flops,
         tied,
         sharding,
+        notes_terms=any("router" in parameter for parameter in shapes),
     )
 
 

@@ -5,11 +5,22 @@ the gradient 1 whenever that microbatch's backward passes. Its factor stands in 
 microbatch's main loss, so a backward may come as late as the schedule likes.
 """
 
+import enum
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+
+class Term(enum.Enum):
+    """The kinds of terms."""
+
+    BALANCE = "balance"
+    SEQUENCE_BALANCE = "sequence_balance"
+    GLOBAL_BALANCE = "global_balance"
+    Z = "z"
+    PREDICTION = "prediction"
 
 
 @dataclass(eq=False)
@@ -19,25 +30,19 @@ class LossTerms:
     What is computed again in backward replaces what was noted in forward by the same.
 
     Args:
-        factor: of the microbatch's main loss, a sum over tokens; loss scale included.
-        weight: the microbatch's own in the loss's denominator, so that `factor * weight` is its share of the step.
+        factor: of the microbatch's main loss, a sum over labels; loss scale included.
+        per_token: the same for a sum over tokens: the factor times the labels' weight for each token of the step, so
+            that a coefficient means the same whatever part of the tokens has a label.
     """
 
     factor: float
-    weight: float
-    values: dict[tuple[nn.Module, str], Tensor] = field(default_factory=dict)
+    per_token: float
+    values: dict[tuple[nn.Module, Term], Tensor] = field(default_factory=dict)
     counts: dict[nn.Module, Tensor] = field(default_factory=dict)
 
-    def add_mean(self, carrier: Tensor, mean: Tensor, owner: nn.Module, name: str) -> Tensor:
-        """The carrier, on which the backward of a mean over the microbatch's tokens hangs from now on."""
-        return self._add(carrier, mean * (self.factor * self.weight), owner, name)
-
-    def add_sum(self, carrier: Tensor, total: Tensor, owner: nn.Module, name: str) -> Tensor:
-        """The same for a sum over tokens."""
-        return self._add(carrier, total * self.factor, owner, name)
-
-    def _add(self, carrier: Tensor, term: Tensor, owner: nn.Module, name: str) -> Tensor:
-        self.values[owner, name] = term.detach()
+    def add(self, carrier: Tensor, term: Tensor, owner: nn.Module, kind: Term) -> Tensor:
+        """The carrier, on which the backward of a term hangs from now on; its factor stands in the term."""
+        self.values[owner, kind] = term.detach()
         return _Carried.apply(carrier, term)  # pyright: ignore[reportReturnType]
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from penstock.model.expert_config import ExpertConfig, GroupScore, Scores
 from penstock.model.linear import Linear
-from penstock.model.loss_terms import LossTerms
+from penstock.model.loss_terms import LossTerms, Term
 from penstock.model.products import Products
 from penstock.model.sequences import Sequences
 
@@ -39,13 +39,17 @@ class Balance(nn.Module):
 
     def __init__(self, config: ExpertConfig) -> None:
         super().__init__()
-        self.bias_step = config.bias_step
+        self.num_experts, self.bias_step = config.num_experts, config.bias_step
         self.bias = self._remembered(config) if config.bias_step else None
         self.load = self._remembered(config) if config.global_loss else None
 
     @staticmethod
     def _remembered(config: ExpertConfig) -> nn.Parameter:
         return nn.Parameter(torch.empty(config.num_experts, dtype=torch.float32), requires_grad=False)
+
+    def no_counts(self, device: torch.device) -> Tensor:
+        """What the counts of no token are."""
+        return torch.zeros(self.num_experts, dtype=torch.int64, device=device)
 
     @torch.no_grad()
     def update(self, counts_E: Tensor) -> None:
@@ -118,20 +122,22 @@ class Router(nn.Module):
         if config.scores is Scores.SIGMOID:
             shares_TE = scores_TE / (scores_TE.sum(-1, keepdim=True) + _TINY)
         if config.microbatch_loss:
-            loads_1E = _loads(choice.counts_E[None])
-            mean = config.microbatch_loss * _imbalance(shares_TE, loads_1E)
-            weights_TK = terms.add_mean(weights_TK, mean, self, "balance")
+            total = _imbalance(shares_TE, _loads(choice.counts_E[None]))
+            weights_TK = self._hang(weights_TK, config.microbatch_loss * total, Term.BALANCE, terms)
         if config.sequence_loss:
             of_token_T, counts_BE = _sequence_counts(choice.experts_TK, sequences, config.num_experts)
-            mean = config.sequence_loss * _imbalance(shares_TE, _loads(counts_BE)[of_token_T])
-            weights_TK = terms.add_mean(weights_TK, mean, self, "sequence_balance")
+            total = _imbalance(shares_TE, _loads(counts_BE)[of_token_T])
+            weights_TK = self._hang(weights_TK, config.sequence_loss * total, Term.SEQUENCE_BALANCE, terms)
         if self.balance.load is not None:
-            mean = config.global_loss * _imbalance(shares_TE, self.balance.load[None])
-            weights_TK = terms.add_mean(weights_TK, mean, self, "global_balance")
+            total = _imbalance(shares_TE, self.balance.load[None])
+            weights_TK = self._hang(weights_TK, config.global_loss * total, Term.GLOBAL_BALANCE, terms)
         if config.z_loss:
-            mean = config.z_loss * logits_TE.logsumexp(-1).square().mean()
-            weights_TK = terms.add_mean(weights_TK, mean, self, "z")
+            total = logits_TE.logsumexp(-1).square().sum()
+            weights_TK = self._hang(weights_TK, config.z_loss * total, Term.Z, terms)
         return weights_TK
+
+    def _hang(self, weights_TK: Tensor, total: Tensor, kind: Term, terms: LossTerms) -> Tensor:
+        return terms.add(weights_TK, total * terms.per_token, self, kind)
 
 
 _TINY = 1e-20
@@ -144,11 +150,11 @@ def _loads(counts_BE: Tensor) -> Tensor:
 
 
 def _imbalance(shares_TE: Tensor, loads: Tensor) -> Tensor:
-    """Mean over tokens of sum_e share_e load_e: 1 where all experts are equally busy, E where one does everything.
+    """Sum over tokens of sum_e share_e load_e: 1 each where all experts are equally busy, E where one does everything.
 
     Loads count as constants. Source: DeepSeek-AI 2024 (arXiv 2412.19437), equations 17 to 20; there for a sequence.
     """
-    return (shares_TE * loads.to(shares_TE.dtype)).sum(-1).mean()
+    return (shares_TE * loads.to(shares_TE.dtype)).sum()
 
 
 def _sequence_counts(experts_TK: Tensor, sequences: Sequences, num_experts: int) -> tuple[Tensor, Tensor]:

@@ -63,6 +63,7 @@ class UnitSpec:
         sharding: parameters of which this rank holds a part: name in the module -> which.
         partial: names in the module of parameters that several ranks of the tp group hold alike (all of them, or those
             with the same part) and whose gradients each computes in part: they are summed over those ranks.
+        notes_terms: whether the unit adds to the loss or counts tokens, in `Sequences.terms`.
     """
 
     name: str
@@ -73,6 +74,7 @@ class UnitSpec:
     tied: Mapping[str, str] = field(default_factory=dict)
     sharding: Mapping[str, Shard] = field(default_factory=dict)
     partial: Set[str] = frozenset()
+    notes_terms: bool = False
 
     def full_name(self, parameter: str) -> str:
         """The name of a parameter in the whole model."""

@@ -1,0 +1,122 @@
+"""What a step's loss has beside its main term, and how busy the experts were: told to units, and gathered from them.
+
+Terms of routers and of multi-token prediction are made in the middle of a pipeline, where nobody sees labels. So the
+factor of each microbatch's main loss is told to all ranks of the pipeline before the first forward, and from there on
+travels with the microbatch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from penstock.engine.build import SECOND_COPY
+from penstock.model import LossTerms, Term
+from penstock.model.router import Balance
+from penstock.parallel import sum_tied
+from penstock.runtime import Feed, Stage
+
+if TYPE_CHECKING:
+    from penstock.engine.engine import Engine
+    from penstock.engine.microbatches import Agreed
+
+
+@dataclass(frozen=True)
+class Extras:
+    """Of one step, the same on every rank.
+
+    losses: what each kind of term added to the loss, by name; normalised and weighted as it was learned from.
+    busiest_expert: tokens of the busiest expert of any layer over the mean of its layer; None without experts.
+    """
+
+    losses: Mapping[str, float] = field(default_factory=dict)
+    busiest_expert: float | None = None
+
+
+class ExpertBalance:
+    """The routers of this rank's stages, which learn once a step from the tokens that each of their experts got.
+
+    Counts are summed over all microbatches and over all ranks that saw other tokens, copies of a bidirectional model
+    included, so that every rank moves its routers alike.
+    """
+
+    def __init__(self, stages: Mapping[int, Stage]) -> None:
+        self._routers: dict[str, Balance] = {
+            f"{unit}.{name}{stage.suffix}": part
+            for stage in stages.values()
+            for unit, module in stage.units
+            for name, part in module.named_modules()
+            if isinstance(part, Balance)
+        }
+
+    def counts(self, terms: Sequence[LossTerms], engine: Engine) -> dict[str, Tensor]:
+        """Tokens of each expert [E] int64 by router, of the whole step; all ranks call it at the same point."""
+        counts = {
+            name: sum((t.counts[router] for t in terms if router in t.counts), start=router.no_counts(engine.device))
+            for name, router in self._routers.items()
+        }
+        if counts and engine.grid.dp_cp_group is not None:
+            together = torch.cat(list(counts.values()))
+            dist.all_reduce(together, group=engine.grid.dp_cp_group)
+            counts = dict(zip(counts, together.split([len(c) for c in counts.values()]), strict=True))
+        if engine.placement.num_routes > 1:
+            copies = {name: name.removesuffix(SECOND_COPY) for name in counts if name.endswith(SECOND_COPY)}
+            copies |= {f"{name}{SECOND_COPY}": name for name in counts if not name.endswith(SECOND_COPY)}
+            sum_tied(copies, counts, engine.grid.mirror_group)
+        return counts
+
+    def update(self, counts: Mapping[str, Tensor]) -> None:
+        """Let the routers learn from a step's counts."""
+        for name, router in self._routers.items():
+            router.update(counts[name])
+
+
+def with_terms(engine: Engine, feeds: Sequence[Feed], agreed: Agreed, factors: Sequence[float]) -> list[Feed]:
+    """The feeds, each with the factor of its microbatch's loss where the model has use for it.
+
+    `factors` are known where labels are seen, and empty elsewhere; all ranks call this at one point.
+    """
+    if not any(unit.notes_terms for unit in engine.units):
+        return list(feeds)
+    told = torch.zeros(len(feeds), dtype=torch.float64)
+    for i, (factor, weight) in enumerate(zip(factors, agreed.weights, strict=True)):
+        # Without labels nothing is learned from a microbatch, whatever factor its empty sum may have.
+        told[i] = factor if weight else 0.0
+    if engine.grid.pp_control is not None:
+        last = engine.placement.rank_of(engine.placement.stages_per_route - 1)
+        with engine.recorder.collective("tell the loss's factors"):
+            dist.broadcast(told, engine.grid.pp_ranks[last], group=engine.grid.pp_control)
+    weight_per_token = sum(agreed.rank_totals) / agreed.num_tokens
+    return [
+        replace(feed, sequences=feed.sequences.learning(LossTerms(factor, factor * weight_per_token)))
+        for feed, factor in zip(feeds, told.tolist(), strict=True)
+    ]
+
+
+def finish_extras(engine: Engine, feeds: Sequence[Feed], scale: float, learned: bool) -> Extras:
+    """Gather what the units noted, under a loss scaled so; routers learn from it where the step itself did.
+
+    All ranks call it at one point.
+    """
+    if not any(unit.notes_terms for unit in engine.units):
+        return Extras()
+    terms = [feed.sequences.terms for feed in feeds if feed.sequences.terms is not None]
+    counts = engine.balance.counts(terms, engine)
+    if learned:
+        engine.balance.update(counts)
+    busiest = max((float(c.max() * len(c) / c.sum()) for c in counts.values()), default=0.0)
+    if engine.grid.control is not None:
+        highest = torch.tensor(busiest, dtype=torch.float64)
+        dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=engine.grid.control)
+        busiest = float(highest)
+    # Ranks of a tp group note the same.
+    notes = [note for t in terms for note in t.values.items()] if engine.grid.tp_rank == 0 else []
+    own = [sum(float(value) for (_, kind), value in notes if kind is term) for term in Term]
+    sums = engine.sum_over_ranks(*own)
+    losses = {term.value: value / scale for term, value in zip(Term, sums, strict=True) if value}
+    return Extras(losses, busiest or None)

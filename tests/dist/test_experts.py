@@ -1,0 +1,198 @@
+"""Layers with experts: the bits of one process under any schedule, and its numbers however the experts are shared."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock import Layout, MicroBatchSpec, PackedBatch
+from penstock.engine import Engine, EngineOptions
+from penstock.engine.build import SECOND_COPY
+from penstock.engine.learning_rate import LearningRate
+from penstock.engine.optimizer import OptimizerConfig
+from penstock.engine.options import Precision
+from penstock.model import ExpertConfig, GroupScore, ModelConfig, Scores, decoder_units
+from tests.dist.launch import run_ranks
+
+STEPS = 3
+EVERYTHING = ExpertConfig(
+    num_experts=8,
+    num_active=2,
+    intermediate_size=16,
+    bias_step=0.05,
+    microbatch_loss=0.1,
+    sequence_loss=0.1,
+    global_loss=0.1,
+    z_loss=0.01,
+    shared_size=12,
+    shared_gate=True,
+)
+DEEPSEEK = replace(
+    EVERYTHING,
+    scores=Scores.SIGMOID,
+    scaling_factor=1.5,
+    num_groups=4,
+    num_active_groups=2,
+    group_score=GroupScore.BEST_TWO,
+    shared_gate=False,
+    num_dense_first=1,
+)
+# What a microbatch is counts for its own balance alone; without it, any split gives the same numbers.
+LAYOUT_FREE = replace(DEEPSEEK, microbatch_loss=0.0)
+
+
+@dataclass(frozen=True)
+class Case:
+    experts: ExpertConfig
+    schedule: str = "1f1b"
+    num_microbatches: int = 3
+    recompute: str = "none"
+    precision: Precision = Precision.FP32
+    favoured: int | None = None
+    """An expert whose bias is so high that every token goes there."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of one rank: what each step told, and by full name what it holds after the last."""
+
+    losses: list[float]
+    norms: list[float]
+    extras: list[tuple[Mapping[str, float], float | None]]
+    gradients: dict[str, Tensor]
+    parameters: dict[str, Tensor]
+    starts: dict[str, tuple[int, int]]
+
+
+def documents() -> list[list[Tensor]]:
+    """Documents of unequal lengths, as many for each step as any layout here divides."""
+    generator = torch.Generator().manual_seed(5)
+    lengths = torch.randint(2, 12, (STEPS, 12), generator=generator).tolist()
+    return [[torch.randint(0, 48, (n,), generator=generator) for n in step] for step in lengths]
+
+
+def train(case: Case, layout: Layout) -> Outcome:
+    config = ModelConfig(48, 24, 32, 3, 4, num_kv_heads=2, experts=case.experts)
+    options = EngineOptions(
+        schedule=case.schedule,
+        recompute=case.recompute,
+        precision=case.precision,
+        optimizer=OptimizerConfig(LearningRate(1e-2), clip_norm=0.5),
+        timeout_s=30.0,
+    )
+    engine = Engine(lambda groups: decoder_units(config, groups=groups), config.hidden_size, layout, options)
+    if case.favoured is not None:
+        for name, parameter in engine.parameters().items():
+            if name.endswith("balance.bias"):
+                parameter.data[case.favoured] = 100.0
+    results = [
+        engine.train_batch(
+            PackedBatch.from_documents(step[engine.grid.dp_rank :: layout.dp]),
+            micro_batches=MicroBatchSpec(num=case.num_microbatches),
+        )
+        for step in documents()
+    ]
+    trained = [name for buckets in engine.gradients.values() for name in buckets.gradients]
+    outcome = Outcome(
+        [r.loss for r in results],
+        [r.grad_norm for r in results],
+        [(dict(r.extras.losses), r.extras.busiest_expert) for r in results],
+        {name: engine.gradient(name).clone() for name in trained},
+        {name: p.detach().clone() for name, p in engine.parameters().items()},
+        {name: (shard.start, shard.length) for name, shard in engine.shards.items()},
+    )
+    engine.close()
+    return outcome
+
+
+def train_all(rank: int, cases: list[tuple[Case, Layout]]) -> list[Outcome]:
+    return [train(case, layout) for case, layout in cases]
+
+
+BITWISE = [
+    Case(EVERYTHING, "afab"),
+    Case(EVERYTHING, "1f1b", recompute="full"),
+    Case(DEEPSEEK, "1f1b", num_microbatches=1),
+    Case(EVERYTHING, "interleaved"),
+    Case(DEEPSEEK, "zb-h1", recompute="full"),
+    Case(EVERYTHING, "zb-h1", num_microbatches=5),
+    Case(DEEPSEEK, "zb-v"),
+    Case(DEEPSEEK, "dualpipe-v", num_microbatches=5),
+]
+
+
+@pytest.mark.shows(20, 27)
+@pytest.mark.timeout(120)
+def test_any_schedule_gives_the_bits_of_one_process() -> None:
+    (alone,) = run_ranks(1, train_all, [(replace(case, schedule="1f1b"), Layout()) for case in BITWISE])
+    for pp in (2, 3):
+        by_rank = run_ranks(pp, train_all, [(case, Layout(pp=pp)) for case in BITWISE], timeout_s=100.0)
+        for number, (case, expected) in enumerate(zip(BITWISE, alone, strict=True)):
+            seen: set[str] = set()
+            for outcomes in by_rank:
+                found = outcomes[number]
+                assert (found.losses, found.norms) == (expected.losses, expected.norms), case
+                for (losses, busiest), (wanted, wanted_busiest) in zip(found.extras, expected.extras, strict=True):
+                    assert losses == pytest.approx(wanted, rel=1e-6), case
+                    assert busiest == wanted_busiest, case
+                for name, gradient in found.gradients.items():
+                    assert torch.equal(gradient, expected.gradients[name]), (case, name)
+                for name, parameter in found.parameters.items():
+                    assert torch.equal(parameter, expected.parameters[name]), (case, name)
+                seen |= found.parameters.keys()
+            assert seen == expected.parameters.keys()
+            assert any("experts.gate_up" in name for name in seen)
+
+
+FP64 = Case(LAYOUT_FREE, precision=Precision.FP64)
+SHARED = [
+    FP64,
+    replace(FP64, recompute="full"),
+    replace(FP64, favoured=3),
+    replace(FP64, experts=replace(LAYOUT_FREE, num_experts=7, num_groups=1, num_active_groups=1)),
+]
+
+
+@pytest.mark.shows(88)
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        [Layout(dp=2, ep=2)],
+        [Layout(dp=4), Layout(dp=4, ep=2), Layout(dp=4, ep=4), Layout(pp=2, dp=2, ep=2)],
+    ],
+    ids=["two", "four"],
+)
+def test_sharing_the_experts_changes_nothing(layouts: list[Layout]) -> None:
+    cases = [(case, layout) for layout in layouts for case in SHARED]
+    cases += [(replace(FP64, schedule="zb-h1"), layout) for layout in layouts if layout.pp > 1]
+    (alone,) = run_ranks(1, train_all, [(case, Layout()) for case in SHARED])
+    by_rank = run_ranks(layouts[0].world_size, train_all, cases, timeout_s=100.0)
+    for number, (case, layout) in enumerate(cases):
+        expected = alone[number % len(SHARED)] if case.schedule == "1f1b" else alone[0]
+        for outcomes in by_rank:
+            check_equal(outcomes[number], expected, layout)
+    assert any(length < 7 for _, length in by_rank[0][0].starts.values()) or layouts[0].ep == 1
+
+
+def check_equal(found: Outcome, expected: Outcome, layout: Layout) -> None:
+    def part(name: str, whole: Tensor) -> Tensor:
+        start, length = found.starts.get(name, (0, whole.shape[0]))
+        return whole[start : start + length]
+
+    assert found.losses == pytest.approx(expected.losses, rel=1e-12), layout
+    assert found.norms == pytest.approx(expected.norms, rel=1e-12), layout
+    for (losses, busiest), (wanted, wanted_busiest) in zip(found.extras, expected.extras, strict=True):
+        assert losses == pytest.approx(wanted, rel=1e-12), layout
+        assert busiest == wanted_busiest, layout
+    for held, whole in (
+        (found.gradients, expected.gradients),
+        (found.parameters, expected.parameters),
+    ):
+        assert held
+        for name, value in held.items():
+            wanted = part(name, whole[name.removesuffix(SECOND_COPY)])
+            scale = float(whole[name].abs().max())
+            torch.testing.assert_close(value, wanted, rtol=1e-12, atol=1e-12 * scale, msg=f"{layout} {name}")
