@@ -12,6 +12,7 @@ from penstock.draw.record import RecordedStep, read_recorded_step, write_recorde
 from penstock.schedule import Action, Costs, Op, Pair
 from penstock.schedule.actions import parts
 from penstock.schedule.recording import Recording, Span, Wait
+from penstock.schedule.travels import CollectiveKind
 from tests.unit.test_executor import Pipeline
 
 
@@ -41,6 +42,7 @@ def test_where_the_time_went_adds_up_to_the_makespan(seed: int):
     assert min(span.begin for rank in recording.spans for span in rank) == 0.0
     for spans, spent in zip(recording.spans, recording.spent(), strict=True):
         parcels = (spent.compute, spent.transfers, spent.reduction, spent.step, spent.between, spent.outside)
+        assert spent.collectives == 0
         # Times of 1e6 ms keep their last 1e-10; a step has some dozens of them.
         assert sum(parcels) + sum(spent.waiting.values()) == pytest.approx(recording.makespan, abs=1e-7)
         assert min(*parcels, *spent.waiting.values()) >= -1e-7
@@ -78,6 +80,51 @@ def test_each_part_of_the_time_is_found():
     assert recording.timeline.makespan == recording.makespan
 
 
+def with_collectives() -> Recording:
+    """A pair that waits for one exchange and not for another, and a reduction that ends while the optimizer waits."""
+    return Recording.gathered(
+        [
+            [
+                ["(0F1;0B0)OVERLAP_F_B", 10.0, 10.0, 20.0, []],
+                ["0REDUCE_GRAD", 20.0, 20.0, 20.5, []],
+                ["STEP", 21.0, 21.0, 26.0, []],
+            ]
+        ],
+        [
+            [
+                ["all-to-all", 100, 11.0, 14.0, 15.0, 15.0],
+                ["all-to-all", 200, 12.0, 19.0, 16.0, 19.0],
+                ["gradient reduction", 300, 20.25, 24.0, 21.5, 24.5],
+                ["all-reduce", 8, 19.0, 20.0, None, None],
+            ]
+        ],
+        title="by hand",
+        step=1,
+        stages_per_rank=1,
+    )
+
+
+@pytest.mark.shows(100)
+def test_what_ranks_waited_for_is_exposed_and_all_else_under_way_is_hidden():
+    recording = with_collectives()
+    ((spent,), (kinds,)) = recording.spent(), recording.travelled()
+    assert (spent.compute, spent.collectives, spent.reduction, spent.step) == (7.0, 3.0, 4.0, 2.0)
+    assert (spent.between, spent.idle) == (0.0, 7.0)
+    assert {str(kind): (sums.number, sums.num_bytes, sums.exposed, sums.hidden) for kind, sums in kinds.items()} == {
+        "all-to-all": (2, 300, 3.0, 7.0),
+        "all-reduce": (1, 8, 0.0, 1.0),
+        # It was taken half a second after it had ended: the rank could not go on, so that is no hidden time.
+        "gradient reduction": (1, 300, 3.0, 0.75),
+    }
+    assert kinds[CollectiveKind.ALL_TO_ALL].hidden_share == 0.7
+
+
+def test_a_file_gives_back_its_collectives(tmp_path: Path):
+    recording = with_collectives()
+    write_recorded_step(tmp_path / "step.json", RecordedStep(recording))
+    assert read_recorded_step(tmp_path / "step.json").recording == recording
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_a_file_gives_back_what_was_written(seed: int, tmp_path: Path):
     recording = made_up(seed)
@@ -112,6 +159,11 @@ def flat(recording: Recording) -> list[Span]:
         (lambda values: values["measured"].update(stages_per_rank=0), ["no action"]),
         (lambda values: values["measured"].update(ranks=[[], []]), ["no action"]),
         (lambda values: values["measured"].update(ranks=5), ["built wrongly"]),
+        (lambda values: values["measured"].update(collectives=[[]]), ["1 ranks", "3"]),
+        (lambda values: values["measured"].update(collectives=[[["walk", 1, 2, 3, 4, 5]]]), ["walk"]),
+        (lambda values: values["measured"].update(collectives=[[["all-reduce", 1, 3, 2, 4, 5]]]), ["order"]),
+        (lambda values: values["measured"].update(collectives=[[["all-reduce", 1, 3, 4, 6, 5]]]), ["order"]),
+        (lambda values: values["measured"].update(collectives=[[["all-reduce", 1, None, 4, 6, 7]]]), ["order"]),
         (lambda values: values["measured"]["ranks"][0].append(["0Q0", 1, 2, 3, []]), ["0Q0"]),
         (lambda values: values["measured"]["ranks"][0].append(["0F0", 1, 2, []]), ["0F0"]),
         (lambda values: values["measured"]["ranks"][0].append(["0F0", 3, 2, 4, []]), ["order"]),

@@ -22,7 +22,8 @@ def main(arguments: list[str]) -> int:
     parser = Parser(
         "penstock trace",
         "Draw a step as it was measured, and say per rank where its time went: compute, waiting and for whom,\n"
-        "gradient reductions, the optimizer step, between actions. RUN is the folder of a run, whose last step is\n"
+        "gradient reductions, the optimizer step, between actions; and of each kind of collective, how much of its\n"
+        "time was hidden behind something else. RUN is the folder of a run, whose last step is\n"
         f"recorded in its {RECORDED_STEP_FILE}, or such a file.",
         examples=(
             "penstock trace runs/tiny",
@@ -94,6 +95,10 @@ def _to_json(recorded: RecordedStep) -> dict[str, object]:
         "makespan": recording.makespan,
         "simulated_makespan": None if simulated is None else simulated.makespan,
         "ranks": ranks,
+        "collectives": [
+            {str(kind): asdict(sums) | {"hidden_share": sums.hidden_share} for kind, sums in rank.items()}
+            for rank in recording.travelled()
+        ],
     }
 
 
@@ -103,7 +108,7 @@ def _print_spent(recording: Recording) -> None:
     print(f"\nwhere the time went, of {number(makespan)} ms")
     print("rank" + "".join(f"{heading:>11}" for heading in _HEADINGS)[1:])
     for rank, spent in enumerate(by_rank):
-        waited = sum(spent.waiting.values())
+        waited = sum(spent.waiting.values()) + spent.collectives
         times = (spent.compute, waited, spent.transfers, spent.reduction, spent.step, spent.between, spent.outside)
         print(f"{rank:3}" + "".join(f"{_short(time):>6}{_share(time, makespan):>5}" for time in times))
     print("transfers: starting sends and posting receives")
@@ -112,12 +117,29 @@ def _print_spent(recording: Recording) -> None:
     print("\nwhom the ranks waited for")
     for rank, spent in enumerate(by_rank):
         awaited.update(spent.waiting)
-        longest_first = sorted(spent.waiting.items(), key=lambda item: item[1], reverse=True)
-        told = (f"rank {peer} {number(time)} ms ({_share(time, makespan)})" for peer, time in longest_first)
+        waits = {f"rank {peer}": time for peer, time in spent.waiting.items()}
+        if spent.collectives:
+            waits["collectives"] = spent.collectives
+        longest_first = sorted(waits.items(), key=lambda item: item[1], reverse=True)
+        told = (f"{whom} {number(time)} ms ({_share(time, makespan)})" for whom, time in longest_first)
         print(f"{rank:3}  {', '.join(told) or 'nobody'}")
     if awaited:
         peer, time = awaited.most_common(1)[0]
         print(f"most for rank {peer}: {number(time)} ms, all ranks together")
+    if any(recording.travels):
+        _print_travelled(recording)
+
+
+def _print_travelled(recording: Recording) -> None:
+    """Of each kind of collective, the time in which its rank waited for it and that in which it did something else."""
+    print("\ncollectives: exposed while their rank waited for them, hidden while it did not")
+    print("rank  kind                number       MiB     exposed          hidden")
+    for rank, kinds in enumerate(recording.travelled()):
+        for kind, sums in kinds.items():
+            exposed, hidden = f"{_short(sums.exposed)} ms", f"{_short(sums.hidden)} ms"
+            size = _short(sums.num_bytes / 2**20)
+            share = f"{sums.hidden_share:.0%}"
+            print(f"{rank:3}   {kind:<18}{sums.number:>8}{size:>10}{exposed:>12}{hidden:>12}{share:>5}")
 
 
 def _short(time: float) -> str:

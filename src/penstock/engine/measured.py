@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.parallel.exchange import gather_json
 from penstock.runtime.trace import Record
+from penstock.runtime.travels import Travel
 from penstock.schedule import Timeline
 from penstock.schedule.recording import Recording
 
@@ -15,12 +16,13 @@ if TYPE_CHECKING:
 
 def gather_recording(engine: Engine) -> Recording | None:
     """What pipeline 0 recorded of its last step, in ms; None on all ranks but 0. All ranks call it."""
-    own = [_pack(record) for record in engine.recorder.records() if record.end_ns]
+    actions = [_pack(record) for record in engine.recorder.records() if record.end_ns]
+    own = actions, [_pack_travel(travel) for travel in engine.recorder.travels() if travel.end_ns]
     by_rank = gather_json(own, engine.grid.pp_control)
     if engine.grid.rank != 0:
         return None
     return Recording.gathered(
-        by_rank,
+        *zip(*by_rank, strict=True),
         title=f"{engine.options.choice.name}, {engine.layout.pp} ranks, measured in step {engine.step}",
         step=engine.step,
         stages_per_rank=engine.placement.stages_per_microbatch,
@@ -31,6 +33,11 @@ def gather_events(engine: Engine) -> Timeline | None:
     """The last step of pipeline 0 as a timeline in ms; None on all ranks but 0. All ranks call it."""
     recording = gather_recording(engine)
     return None if recording is None else recording.timeline
+
+
+def _pack_travel(travel: Travel) -> list[Any]:
+    times_ns = (travel.launch_ns, travel.end_ns, travel.wait_ns, travel.taken_ns)
+    return [str(travel.kind), travel.num_bytes, *(time_ns * 1e-6 if time_ns else None for time_ns in times_ns)]
 
 
 def _pack(record: Record) -> list[Any]:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from penstock.schedule.recording import CollectiveKind
+from penstock.schedule.travels import CollectiveKind
 
 Follow = Callable[[CollectiveKind, int, Any], Any]
 """Told of a collective that has been launched: its kind, its bytes and its work; gives the work to wait for."""

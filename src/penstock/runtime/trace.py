@@ -10,7 +10,7 @@ from penstock.model.collectives import Work
 from penstock.runtime.errors import TransportError, first_line
 from penstock.runtime.travels import FollowedWork, Travel
 from penstock.schedule import Event, Op, Step
-from penstock.schedule.recording import CollectiveKind
+from penstock.schedule.travels import CollectiveKind
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 from functools import cached_property
 from itertools import pairwise
 from math import isfinite
@@ -13,19 +12,17 @@ from typing import Any
 from penstock.schedule.actions import COMPUTE, RECEIVES, SENDS, Op, Step, parts
 from penstock.schedule.text import parse_step
 from penstock.schedule.timeline import Event, Timeline
+from penstock.schedule.travels import (
+    CollectiveKind,
+    Travel,
+    Travelled,
+    travel_from_row,
+    travel_row,
+    travelled,
+    waits_inside,
+)
 
 _DRAWN = COMPUTE | {Op.REDUCE_GRAD, Op.STEP}
-
-
-class CollectiveKind(StrEnum):
-    """What ranks do together, as the trace tells it apart; `SEND_RECEIVE` is a step round a ring."""
-
-    ALL_TO_ALL = "all-to-all"
-    ALL_GATHER = "all-gather"
-    REDUCE_SCATTER = "reduce-scatter"
-    ALL_REDUCE = "all-reduce"
-    SEND_RECEIVE = "send-receive"
-    GRADIENTS = "gradient reduction"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,31 +53,40 @@ class Span:
 class Spent:
     """Where one rank's time went, in ms; together the fields are the recording's makespan.
 
-    `waiting` has the time waited for messages by the rank that sent them. `transfers` is spent on starting sends and
-    posting receives. `reduction` is the start of the gradient reductions and the wait for them before the optimizer
-    `step`. `between` is what is left between a rank's actions, `outside` lies before its first and after its last.
+    `waiting` has the time waited for messages by the rank that sent them, `collectives` the time in which compute
+    actions waited for a collective. `transfers` is spent on starting sends and posting receives. `reduction` is the
+    start of the gradient reductions and the wait for them before the optimizer `step`. `between` is what is left
+    between a rank's actions, `outside` lies before its first and after its last.
     """
 
     compute: float = 0.0
     waiting: Mapping[int, float] = field(default_factory=dict)
+    collectives: float = 0.0
     transfers: float = 0.0
     reduction: float = 0.0
     step: float = 0.0
     between: float = 0.0
     outside: float = 0.0
 
+    @property
+    def idle(self) -> float:
+        """The time in which the rank neither computed nor stepped."""
+        return sum(self.waiting.values()) + self.collectives + self.reduction + self.between + self.outside
+
 
 @dataclass(frozen=True)
 class Recording:
     """One step of a pipeline as it was measured: per rank its spans in order, in ms from a common 0.
 
-    Unlike the `Timeline` made from it, it has the transfers too, and the waiting.
+    Unlike the `Timeline` made from it, it has the transfers too, and the waiting, and in `travels`, per rank, the
+    collectives in the order of their launch.
     """
 
     title: str
     step: int
     stages_per_rank: int
     spans: tuple[tuple[Span, ...], ...]
+    travels: tuple[tuple[Travel, ...], ...] = ()
 
     @cached_property
     def makespan(self) -> float:
@@ -102,16 +108,25 @@ class Recording:
 
     def spent(self) -> tuple[Spent, ...]:
         """Where each rank's time went."""
-        return tuple(_spent(rank, self.makespan) for rank in self.spans)
+        travels = self.travels or ((),) * len(self.spans)
+        return tuple(_spent(rank, own, self.makespan) for rank, own in zip(self.spans, travels))
+
+    def travelled(self) -> tuple[Mapping[CollectiveKind, Travelled], ...]:
+        """Per rank and kind, how much of the time in which collectives were under way was hidden."""
+        return tuple({kind: travelled(kind, own) for kind in sorted({t.kind for t in own})} for own in self.travels)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values; an action is a list [text, begin, start, end, [[awaited rank, since], ...]]."""
+        """Plain values; an action is a list [text, begin, start, end, [[awaited rank, since], ...]].
+
+        A collective is a list [kind, bytes, launch, end, wait, taken], the last two null where nobody waited.
+        """
         return {
             "title": self.title,
             "step": self.step,
             "unit": "ms",
             "stages_per_rank": self.stages_per_rank,
             "ranks": [[_to_row(span) for span in rank] for rank in self.spans],
+            "collectives": [[travel_row(travel) for travel in rank] for rank in self.travels],
         }
 
     @classmethod
@@ -123,23 +138,35 @@ class Recording:
         try:
             title, step, stages = str(values["title"]), int(values["step"]), int(values["stages_per_rank"])
             spans = tuple(tuple(_from_row(row) for row in rank) for rank in values["ranks"])
+            travels = tuple(tuple(travel_from_row(row) for row in rank) for rank in values.get("collectives", ()))
         except KeyError as error:
             raise ValueError(f"it has no {error}") from None
         except TypeError as error:
             raise ValueError(f"it is built wrongly: {error}") from None
         if stages < 1 or not any(spans):
             raise ValueError("it holds no action of any rank")
-        return cls(title, step, stages, spans)
+        if travels and len(travels) != len(spans):
+            raise ValueError(f"it has collectives of {len(travels)} ranks, and actions of {len(spans)}")
+        return cls(title, step, stages, spans, travels)
 
     @classmethod
-    def gathered(cls, ranks: Sequence[Sequence[Sequence[Any]]], *, title: str, step: int, stages_per_rank: int):
-        """The recording of what the ranks packed on clocks that agree; 0 is where the first of them began."""
+    def gathered(
+        cls,
+        ranks: Sequence[Sequence[Sequence[Any]]],
+        collectives: Sequence[Sequence[Sequence[Any]]] = (),
+        *,
+        title: str,
+        step: int,
+        stages_per_rank: int,
+    ) -> Recording:
+        """The recording of the rows that the ranks packed on clocks that agree; 0 is where the first of them began."""
         first = min((row[1] for rank in ranks for row in rank), default=0.0)
         spans = tuple(tuple(_from_row(row, first) for row in rank) for rank in ranks)
-        return cls(title, step, stages_per_rank, spans)
+        travels = tuple(tuple(travel_from_row(row, first) for row in rank) for rank in collectives)
+        return cls(title, step, stages_per_rank, spans, travels)
 
 
-def _spent(spans: Sequence[Span], makespan: float) -> Spent:
+def _spent(spans: Sequence[Span], travels: Sequence[Travel], makespan: float) -> Spent:
     if not spans:
         return Spent(outside=makespan)
     by_op = dict.fromkeys(Op, 0.0)
@@ -148,17 +175,21 @@ def _spent(spans: Sequence[Span], makespan: float) -> Spent:
         by_op[parts(span.action)[0].op] += span.duration
         for wait in span.waits:
             waiting[wait.rank] = waiting.get(wait.rank, 0.0) + wait.end - wait.start
-    compute = sum(by_op[op] for op in COMPUTE)
+    in_compute = waits_inside([(s.start, s.end) for s in spans if parts(s.action)[0].op in COMPUTE], travels)
+    in_step = waits_inside([(s.start, s.end) for s in spans if parts(s.action)[0].op is Op.STEP], travels)
+    compute = sum(by_op[op] for op in COMPUTE) - in_compute
+    step = by_op[Op.STEP] - in_step
     transfers = sum(by_op[op] for op in SENDS | RECEIVES)
-    reduction = by_op[Op.REDUCE_GRAD] + sum(_before_step(spans))
+    reduction = by_op[Op.REDUCE_GRAD] + sum(_before_step(spans)) + in_step
     present = spans[-1].end - spans[0].begin
     return Spent(
         compute=compute,
         waiting=dict(sorted(waiting.items())),
+        collectives=in_compute,
         transfers=transfers,
         reduction=reduction,
-        step=by_op[Op.STEP],
-        between=present - compute - sum(waiting.values()) - transfers - reduction - by_op[Op.STEP],
+        step=step,
+        between=present - compute - in_compute - sum(waiting.values()) - transfers - reduction - step,
         outside=makespan - present,
     )
 
