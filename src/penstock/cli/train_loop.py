@@ -248,7 +248,9 @@ def _is_due(step: int, every: int) -> bool:
 def _aliases(engine: Engine) -> dict[str, str]:
     """Tied copies and their optimizer state are equal to their owners' and need not be saved."""
     prefixes = ("", *(f"optimizer.{kind}." for kind in ("exp_avg", "exp_avg_sq", "master")))
-    return {f"{prefix}{copy}": f"{prefix}{owner}" for copy, owner in engine.ties.items() for prefix in prefixes}
+    stored = engine.sharing.stored_name
+    pairs = [(f"{prefix}{copy}", f"{prefix}{owner}") for copy, owner in engine.ties.items() for prefix in prefixes]
+    return {stored(copy): stored(owner) for copy, owner in pairs}
 
 
 def _costs(measured: Timeline, num_microbatches: int) -> Costs:

@@ -35,7 +35,7 @@ def check(config: RunConfig) -> RunConfig:
     Raises:
         ConfigError: they can not; the message names the settings and what would be possible.
     """
-    for part in (_ranges, _layout, _model, _recompute, _batch, _schedule, _stages, _optimizer):
+    for part in (_ranges, _layout, _model, _tensor_parallel, _recompute, _batch, _schedule, _stages, _optimizer):
         part(config)
     return config
 
@@ -71,6 +71,31 @@ def _layout(config: RunConfig) -> None:
         )
     if ours.dp * ours.cp % ours.ep:
         _refuse_divisor("parallel.ep", ours.ep, "parallel.dp x parallel.cp", ours.dp * ours.cp)
+
+
+def _tensor_parallel(config: RunConfig) -> None:
+    """Every rank of a tp group has equally many query heads and columns of the MLP, and whole key heads."""
+    model, tp = config.model, config.parallel.tp
+    if _can_share(config, tp):
+        return
+    possible = ", ".join(str(n) for n in range(1, model.num_heads + 1) if _can_share(config, n))
+    from penstock.engine.run_parts import layout
+
+    fitting = (other for other in layout(config).fitting(config.world_size) if _can_share(config, other.tp))
+    raise ConfigError(
+        f"parallel.tp = {tp} can not share {model.num_heads} query heads, {_num_kv_heads(config)} key heads and an MLP "
+        f"of model.intermediate_size = {model.intermediate_size} evenly; possible are {possible}, such as the layout "
+        f"{', or '.join(str(other) for other in itertools.islice(fitting, 2))} for {config.world_size} processes"
+    )
+
+
+def _can_share(config: RunConfig, tp: int) -> bool:
+    model, kv = config.model, _num_kv_heads(config)
+    return not (model.num_heads % tp or model.intermediate_size % tp or max(kv, tp) % min(kv, tp))
+
+
+def _num_kv_heads(config: RunConfig) -> int:
+    return config.model.num_kv_heads or config.model.num_heads
 
 
 def _ranges(config: RunConfig) -> None:

@@ -5,7 +5,7 @@ Shapes: T tokens of a whole microbatch, R of this rank's part.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.data import PackedBatch, part_of
-from penstock.model import Sequences, Spread
+from penstock.model import Logits, Sequences, ShardedLogits, Spread
 from penstock.parallel import cut_sequences
 
 
@@ -40,6 +40,12 @@ class ContextShares:
             return None
         pieces = cut_sequences(microbatch.sequence_lengths("tokens"), self.group.size())
         return Spread(self.group.rank(), pieces)
+
+    def whole_logits(self, logits: Logits, microbatch: PackedBatch) -> Logits:
+        """The logits of the whole microbatch's tokens; where ranks share the vocabulary, they still do."""
+        if isinstance(logits, ShardedLogits):
+            return replace(logits, own=self.whole(logits.own, microbatch))
+        return self.whole(logits, microbatch)
 
     def whole(self, x: Tensor, microbatch: PackedBatch) -> Tensor:
         """All ranks' rows [R, ...] in the order of the whole microbatch's tokens, [T, ...]; all of them call it."""

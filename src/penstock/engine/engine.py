@@ -26,7 +26,7 @@ from penstock.engine.schedules import forward_only
 from penstock.engine.sharing import Sharing, UnitSource, units_for
 from penstock.engine.train import LossFn, LossWeightFn, TrainResult, evaluate_batch, train_batch
 from penstock.engine.unit_times import measure_units
-from penstock.model import ModelGroups, Shard, cross_entropy_sum
+from penstock.model import Logits, ModelGroups, Shard, cross_entropy_sum
 from penstock.parallel import GradientBuckets, Layout, sum_tied
 from penstock.runtime import (
     Boundary,
@@ -45,13 +45,13 @@ if TYPE_CHECKING:
     from penstock.engine.config import RunConfig
     from penstock.engine.pretrained import HuggingFaceForm
 
-Finish = Callable[[Tensor, PackedBatch], Tensor]
+Finish = Callable[[Any, PackedBatch], Tensor]
 
 _MOST_EXECUTORS = 64
 """Numbers of microbatches whose programs are kept; a budget of tokens may lead to any number."""
 
 
-def token_cross_entropy(output: Tensor, microbatch: PackedBatch) -> Tensor:
+def token_cross_entropy(output: Logits, microbatch: PackedBatch) -> Tensor:
     """The sum of the tokens' cross entropies in nats; the default loss of a language model."""
     return cross_entropy_sum(output, microbatch["labels"].to(output.device))
 
@@ -97,7 +97,7 @@ class Engine:
         self.units = units_for(units, groups, self.layout)
         self.placement = self.options.choice.placement(self.layout.pp)
         self.cut = cut_units(self.units, self.placement, self.options, self._measured_times(units, hidden_size))
-        self.boundary = Boundary(hidden_size, self.options.precision.parameter_dtype)
+        self.boundary = Boundary(hidden_size, self.options.precision.parameter_dtype, self.layout.tp)
         local = self.placement.stages_of(self.grid.pp_rank)
         self.stages = build_stages(self.units, self.cut, local, self.boundary, self.options, self.device)
         self.sharing = Sharing.of(self.units, self.parameters(), self.grid)
@@ -266,14 +266,16 @@ class Engine:
     def feed(self, microbatch: PackedBatch, finish: Finish) -> Feed:
         """What the executor needs of a microbatch; tokens and `finish` only where this rank holds that end.
 
-        Here, and nowhere else, a microbatch is cut among context-parallel ranks: `finish` is given this rank's part.
+        Here, and nowhere else, a microbatch is cut among context-parallel ranks: `finish` is given this rank's part and
+        its logits; where ranks share the vocabulary, these are `ShardedLogits`.
         """
         own, sequences = self.context.share(microbatch)
+        present = self.units[-1].present or _as_it_is
         return Feed(
             num_tokens=sequences.num_tokens,
             sequences=sequences,
             tokens=own["tokens"].to(self.device) if self.holds_first_stage else None,
-            finish=(lambda output: finish(output, own)) if self.holds_last_stage else None,
+            finish=(lambda output: finish(present(output), own)) if self.holds_last_stage else None,
         )
 
     def program(self, num_microbatches: int, training: bool = True) -> Program:
@@ -354,9 +356,13 @@ class Engine:
         return next(b.gradient(name) for b in self.gradients.values() if name in b.gradients)
 
     def state(self) -> dict[str, Tensor]:
-        """This rank's parameters and optimizer state by full name, as views: copy into them to load."""
+        """This rank's parameters and optimizer state by full name, as views: copy into them to load.
+
+        What is a part of a parameter says so in its name, so that no two ranks give different tensors one name.
+        """
         tensors: dict[str, Tensor] = {name: p.detach() for name, p in self.parameters().items()}
-        return tensors | self.optimizer.state()
+        tensors |= self.optimizer.state()
+        return {self.sharing.stored_name(name): tensor for name, tensor in tensors.items()}
 
     def progress(self) -> dict[str, Any]:
         """What a resumed run must know beside `state`, as JSON values; the same on every rank."""
@@ -397,6 +403,10 @@ class Engine:
         if self.grid.pp_control is None:
             return InProcessTransport(InProcessHub(), 0)
         return DistributedTransport(self.placement, self.grid.pp_control, self.device, self.options.timeout_s)
+
+
+def _as_it_is(output: Tensor) -> Tensor:
+    return output
 
 
 def _device(name: str) -> torch.device:

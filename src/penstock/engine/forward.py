@@ -9,11 +9,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from penstock.data import MicroBatchSpec, PackedBatch, Split, check_lengths, merge, take_apart
 from penstock.engine.microbatches import agree_on_microbatches
-from penstock.model import token_log_probs, token_statistics
+from penstock.model import Logits, token_log_probs, token_statistics, whole_logits
 from penstock.parallel.broadcast import broadcast_value, check_portable
 from penstock.parallel.exchange import gather_json
 from penstock.runtime import Feed, PipelineError
@@ -21,7 +22,7 @@ from penstock.runtime import Feed, PipelineError
 if TYPE_CHECKING:
     from penstock.engine.engine import Engine
 
-PostHook = Callable[[Tensor, PackedBatch], Any]
+PostHook = Callable[[Logits, PackedBatch], Any]
 AggregateFn = Callable[[list[Any]], Any]
 
 
@@ -31,7 +32,7 @@ def token_scores(temperature: float = 1.0, entropies: bool = False) -> PostHook:
     Where the label is `NO_LABEL` it is 0. With `entropies` those of the tokens' distributions are given beside them.
     """
 
-    def hook(logits_TV: Tensor, microbatch: PackedBatch) -> dict[str, Tensor]:
+    def hook(logits_TV: Logits, microbatch: PackedBatch) -> dict[str, Tensor]:
         labels_T = microbatch["labels"].to(logits_TV.device)
         if entropies:
             return token_statistics(logits_TV, labels_T, temperature)._asdict()
@@ -99,10 +100,10 @@ class _Run:
 
     def feed(self, engine: Engine, microbatch: PackedBatch) -> Feed:
         return engine.feed(
-            microbatch, lambda logits, _: self._take(engine.context.whole(logits, microbatch), microbatch)
+            microbatch, lambda logits, _: self._take(engine.context.whole_logits(logits, microbatch), microbatch)
         )
 
-    def _take(self, logits: Tensor, microbatch: PackedBatch) -> Tensor:
+    def _take(self, logits: Logits, microbatch: PackedBatch) -> Tensor:
         """Keep what the hook makes of the logits; the executor carries on without it.
 
         An exception waits for the end of the batch, so that no other rank is left alone with its messages.
@@ -110,10 +111,10 @@ class _Run:
         if self._error is None:
             try:
                 hook = self.outputs.post_hook
-                self._results.append(logits.detach() if hook is None else hook(logits, microbatch))
+                self._results.append(whole_logits(logits) if hook is None else hook(logits, microbatch))
             except Exception as error:
                 self._error = error
-        return logits.new_empty(0)
+        return torch.empty(0, device=logits.device)
 
     def end(self, engine: Engine, split: Split) -> Any:
         """Gather the results, tell all ranks whether all is well, and hand out what is theirs."""

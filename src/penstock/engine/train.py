@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -19,7 +19,7 @@ from penstock.schedule import Action, Op
 if TYPE_CHECKING:
     from penstock.engine.engine import Engine
 
-LossFn = Callable[[Tensor, PackedBatch], Tensor]
+LossFn = Callable[[Any, PackedBatch], Tensor]
 LossWeightFn = Callable[[PackedBatch], float]
 
 

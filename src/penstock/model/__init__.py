@@ -13,6 +13,7 @@ from penstock.model.loss_terms import LossTerms, Term
 from penstock.model.recompute import recomputed
 from penstock.model.segments import Compute, Exchange, Lane, RecomputedLane, Segment, SegmentedUnit, Travelling, cut
 from penstock.model.sequences import Sequences, Spread
+from penstock.model.sharded_logits import Logits, ShardedLogits, whole_logits
 from penstock.model.units import Shard, UnitSpec
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "GroupScore",
     "Lane",
     "Linear",
+    "Logits",
     "LossTerms",
     "ModelConfig",
     "ModelGroups",
@@ -35,6 +37,7 @@ __all__ = [
     "SegmentedUnit",
     "Sequences",
     "Shard",
+    "ShardedLogits",
     "Spread",
     "Term",
     "TokenStatistics",
@@ -50,4 +53,5 @@ __all__ = [
     "switch_linears",
     "token_log_probs",
     "token_statistics",
+    "whole_logits",
 ]

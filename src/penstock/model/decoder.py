@@ -19,7 +19,7 @@ from penstock.model.context_attention import HeadShape, check_heads, context_att
 from penstock.model.experts import ExpertHalf, expert_shards
 from penstock.model.gated import gated
 from penstock.model.groups import ModelGroups
-from penstock.model.initialise import Constant, Initial, Normal, initialise
+from penstock.model.initialise import Constant, Initial, Initialise, Normal
 from penstock.model.linear import Linear
 from penstock.model.norm import RMSNorm
 from penstock.model.products import Products, fastest_products
@@ -68,7 +68,10 @@ class AttentionHalf(nn.Module):
 
     def project(self, x_TD: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values [T, heads, K] of the residual stream, turned by their positions."""
-        h_TD = self.norm(x_TD)
+        return self.heads(self.norm(x_TD), sequences)
+
+    def heads(self, h_TD: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values [T, heads, K] of the normalised stream, turned by their positions."""
         q_THK, k_THK, v_THK = (part(h_TD).unflatten(-1, (-1, self.head_dim)) for part in (self.q, self.k, self.v))
         if self.q_norm is not None and self.k_norm is not None:
             q_THK, k_THK = self.q_norm(q_THK), self.k_norm(k_THK)
@@ -112,8 +115,11 @@ class MLPHalf(nn.Module):
         self.down = Linear(config.intermediate_size, config.hidden_size, products=products)
 
     def forward(self, x_TD: Tensor, sequences: Sequences) -> Tensor:
-        h_TD = self.norm(x_TD)
-        return x_TD + self.down(gated(self.gate(h_TD), self.up(h_TD)))
+        return x_TD + self.inner(self.norm(x_TD))
+
+    def inner(self, h_TD: Tensor) -> Tensor:
+        """What is added to the residual stream, from the normalised one."""
+        return self.down(gated(self.gate(h_TD), self.up(h_TD)))
 
 
 class Head(nn.Module):
@@ -139,8 +145,6 @@ def decoder_units(
     ranks that share the units; left out, nobody does.
     """
     groups = groups or ModelGroups()
-    if groups.tp_size > 1:
-        raise ValueError(f"a decoder can not be shared over tp = {groups.tp_size}; tp = 1 is possible")
     if groups.ep_size > 1 and config.experts is None:
         raise ValueError(f"ep = {groups.ep_size}: the model has no experts to share; ep = 1 is possible")
     chosen = fastest_products() if products is None else products
@@ -152,14 +156,20 @@ def decoder_units(
     for i in range(config.num_layers):
         layer = config.of_layer(i)
         half = partial(AttentionHalf, layer, chosen)
-        if groups.cp is not None:
+        if groups.cp is not None and groups.tp is None:
             half = partial(ContextAttentionHalf, layer, chosen, groups)
         specs.append(_spec(f"layers.{i}.attention", config, half, work.of_attention(layer)))
         if config.is_sparse(i):
             specs.append(_spec(f"layers.{i}.mlp", config, *sparse, sharding=shards))
         else:
             specs.append(_spec(f"layers.{i}.mlp", config, *dense))
-    return (*specs, _spec("head", config, partial(Head, config, chosen), work.of_head(config), tied))
+    specs.append(_spec("head", config, partial(Head, config, chosen), work.of_head(config), tied))
+    if groups.tp is None:
+        return tuple(specs)
+    # The shared units are made of those above.
+    from penstock.model.tensor_parallel import share_units
+
+    return share_units(specs, config, groups, chosen)
 
 
 def _spec(
@@ -178,23 +188,13 @@ def _spec(
     return UnitSpec(
         name,
         build,
-        partial(_initialise, rules, full_names, sharding),
+        Initialise(rules, full_names, sharding),
         sum(math.prod(shape) for shape in shapes.values()),
         flops,
         tied,
         sharding,
         notes_terms=any("router" in parameter for parameter in shapes),
     )
-
-
-def _initialise(
-    rules: Mapping[str, Initial],
-    full_names: Mapping[str, str],
-    sharding: Mapping[str, Shard],
-    module: nn.Module,
-    seed: int,
-) -> None:
-    initialise(module, rules, full_names, seed, sharding)
 
 
 def _rule(full_name: str, shape: torch.Size, config: ModelConfig) -> Initial:

@@ -6,7 +6,7 @@ fp32 on the CPU from the parameter's own generator and then cast.
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -46,6 +46,21 @@ def initial_values(full_name: str, shape: torch.Size, rule: Initial, seed: int) 
     digest = hashlib.sha256(f"{seed}:{full_name}".encode()).digest()
     generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "big") >> 1)
     return rule.draw(shape, generator)
+
+
+@dataclass(frozen=True)
+class Initialise:
+    """Gives a unit's module the values that belong to a seed; everything is by the parameter's name in the module.
+
+    rules: how values are drawn. full_names: of the parameter that the values belong to. sharding: see `initialise`.
+    """
+
+    rules: Mapping[str, Initial]
+    full_names: Mapping[str, str]
+    sharding: Mapping[str, Shard] = field(default_factory=dict)
+
+    def __call__(self, module: nn.Module, seed: int) -> None:
+        initialise(module, self.rules, self.full_names, seed, self.sharding)
 
 
 @torch.no_grad()

@@ -3,6 +3,8 @@
 Both have a gradient, so that a policy can be trained through them: forward and backward go through the logits a block
 of rows at a time and keep, beside the logits themselves, two numbers a token.
 
+Logits of which every rank holds a part of the vocabulary will do as well, and are not gathered.
+
 Shapes: T tokens, V vocabulary, R rows of a block.
 """
 
@@ -12,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.model.blocks import at_least_fp32, rows_of_block
-from penstock.model.loss import IGNORED
+from penstock.model.blocks import IGNORED, NEVER, TokenGradients, at_least_fp32, blocks, logits_gradient, scaled
+from penstock.model.sharded_logits import Logits, ShardedLogits, sharded_statistics
 
 
 class TokenStatistics(NamedTuple):
@@ -26,7 +28,7 @@ class TokenStatistics(NamedTuple):
     entropies: Tensor
 
 
-def token_log_probs(logits_TV: Tensor, labels_T: Tensor, temperature: float = 1.0) -> Tensor:
+def token_log_probs(logits_TV: Logits, labels_T: Tensor, temperature: float = 1.0) -> Tensor:
     """log p(label) of each token, p = softmax(logits / temperature): [T] in fp32 (fp64 for fp64 logits).
 
     Tokens whose label is -100 have 0, and give no gradient.
@@ -35,10 +37,12 @@ def token_log_probs(logits_TV: Tensor, labels_T: Tensor, temperature: float = 1.
         ValueError: the shapes do not fit, or the temperature is not positive.
     """
     _check(logits_TV, labels_T, temperature)
+    if isinstance(logits_TV, ShardedLogits):
+        return sharded_statistics(logits_TV, labels_T, temperature)[0]
     return _Statistics.apply(logits_TV, labels_T, temperature, False)[0]  # pyright: ignore[reportOptionalSubscript]
 
 
-def token_statistics(logits_TV: Tensor, labels_T: Tensor, temperature: float = 1.0) -> TokenStatistics:
+def token_statistics(logits_TV: Logits, labels_T: Tensor, temperature: float = 1.0) -> TokenStatistics:
     """`token_log_probs`, and the entropy of each token's distribution in the same pass over the logits.
 
     Entropies do not depend on the labels: tokens whose label is -100 have theirs as well.
@@ -47,15 +51,13 @@ def token_statistics(logits_TV: Tensor, labels_T: Tensor, temperature: float = 1
         ValueError: the shapes do not fit, or the temperature is not positive.
     """
     _check(logits_TV, labels_T, temperature)
+    if isinstance(logits_TV, ShardedLogits):
+        return TokenStatistics(*sharded_statistics(logits_TV, labels_T, temperature))
     return TokenStatistics(*_Statistics.apply(logits_TV, labels_T, temperature, True))  # pyright: ignore[reportArgumentType]
 
 
 class _Statistics(torch.autograd.Function):
-    """Keeps logits, labels, and per token the logarithm of the normaliser and the entropy; recomputes the rest.
-
-    With z = logits / temperature, p = softmax(z) and H its entropy:
-    d log p(label) / dz = onehot(label) - p, and dH / dz = -p (log p + H).
-    """
+    """Keeps logits, labels, and per token the logarithm of the normaliser and the entropy; recomputes the rest."""
 
     @staticmethod
     def forward(
@@ -64,15 +66,15 @@ class _Statistics(torch.autograd.Function):
         num_tokens, dtype = logits_TV.shape[0], at_least_fp32(logits_TV)
         log_probs_T, log_norms_T = (logits_TV.new_empty(num_tokens, dtype=dtype) for _ in range(2))
         entropies_T = logits_TV.new_empty(num_tokens if with_entropies else 0, dtype=dtype)
-        for rows in _blocks(logits_TV):
-            z_RV = _scaled(logits_TV[rows], dtype, temperature)
+        for rows in blocks(logits_TV):
+            z_RV = scaled(logits_TV[rows], dtype, temperature)
             log_norms_T[rows] = torch.logsumexp(z_RV, -1)
             log_p_RV, labels_R = z_RV.sub_(log_norms_T[rows, None]), labels_T[rows]
             of_labels_R = log_p_RV.gather(1, labels_R.clamp(min=0)[:, None]).squeeze(1)
             log_probs_T[rows] = torch.where(labels_R != IGNORED, of_labels_R, 0)
             if with_entropies:
                 p_RV = log_p_RV.exp()
-                entropies_T[rows] = p_RV.mul_(log_p_RV.clamp_(min=_NEVER)).sum(-1).neg_()
+                entropies_T[rows] = p_RV.mul_(log_p_RV.clamp_(min=NEVER)).sum(-1).neg_()
         ctx.save_for_backward(logits_TV, labels_T, log_norms_T, entropies_T)
         ctx.temperature, ctx.with_entropies = temperature, with_entropies
         ctx.set_materialize_grads(False)
@@ -86,38 +88,15 @@ class _Statistics(torch.autograd.Function):
         of_log_probs_T, of_entropies_T = grads[0], grads[1] if ctx.with_entropies else None
         if of_log_probs_T is None and of_entropies_T is None:
             return None, None, None, None
-        of_labels_T = torch.zeros_like(log_norms_T) if of_log_probs_T is None else of_log_probs_T
-        of_labels_T = torch.where(labels_T != IGNORED, of_labels_T, 0)
-        grad_TV = torch.empty_like(logits_TV)
-        for rows in _blocks(logits_TV):
-            log_p_RV = _scaled(logits_TV[rows], log_norms_T.dtype, ctx.temperature).sub_(log_norms_T[rows, None])
-            grad_RV, of_labels_R1 = log_p_RV.exp().neg_(), of_labels_T[rows, None]
-            if of_entropies_T is None:
-                grad_RV.mul_(of_labels_R1)
-            else:
-                above_RV = log_p_RV.clamp_(min=_NEVER).add_(entropies_T[rows, None])
-                grad_RV.mul_(above_RV.mul_(of_entropies_T[rows, None]).add_(of_labels_R1))
-            grad_RV.scatter_add_(1, labels_T[rows].clamp(min=0)[:, None], of_labels_R1)
-            grad_TV[rows] = grad_RV.div_(ctx.temperature)
-        return grad_TV, None, None, None
+        of_log_probs_T = torch.zeros_like(log_norms_T) if of_log_probs_T is None else of_log_probs_T
+        of_labels_T = torch.where(labels_T != IGNORED, of_log_probs_T, 0)
+        columns_T, here_T = labels_T.clamp(min=0), labels_T != IGNORED
+        tokens = TokenGradients(log_norms_T, entropies_T, columns_T, here_T, of_labels_T, of_entropies_T)
+        return logits_gradient(logits_TV, tokens, ctx.temperature), None, None, None
 
 
-_NEVER = -1e4
-"""Stands for the log-probability of a token that can not come: times its probability, which is 0, it stays 0."""
-
-
-def _blocks(logits_TV: Tensor) -> list[slice]:
-    num_rows = rows_of_block(logits_TV)
-    return [slice(first, first + num_rows) for first in range(0, logits_TV.shape[0], num_rows)]
-
-
-def _scaled(logits_RV: Tensor, dtype: torch.dtype, temperature: float) -> Tensor:
-    """The block over the temperature, in a tensor of its own."""
-    return logits_RV.to(dtype, copy=True).div_(temperature)
-
-
-def _check(logits_TV: Tensor, labels_T: Tensor, temperature: float) -> None:
-    if logits_TV.dim() != 2 or labels_T.shape != logits_TV.shape[:1]:
+def _check(logits_TV: Logits, labels_T: Tensor, temperature: float) -> None:
+    if len(logits_TV.shape) != 2 or labels_T.shape != logits_TV.shape[:1]:
         raise ValueError(
             f"logits have shape {tuple(logits_TV.shape)} and labels {tuple(labels_T.shape)}: "
             "needed are [tokens, vocabulary] and [tokens]"

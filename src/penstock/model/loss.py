@@ -9,10 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.model.blocks import at_least_fp32, rows_of_block
-
-IGNORED = -100
-"""The label of a token that has no loss."""
+from penstock.model.blocks import IGNORED, at_least_fp32, rows_of_block
+from penstock.model.sharded_logits import Logits, ShardedLogits, sharded_statistics
 
 
 class _CrossEntropySum(torch.autograd.Function):
@@ -44,19 +42,22 @@ class _CrossEntropySum(torch.autograd.Function):
         return grad_TV, None
 
 
-def cross_entropy_sum(logits_TV: Tensor, labels_T: Tensor) -> Tensor:
+def cross_entropy_sum(logits_TV: Logits, labels_T: Tensor) -> Tensor:
     """Sum of the tokens' cross entropies in nats, a scalar in fp32 (fp64 for fp64 logits); -100 has none.
 
-    From the logits to their gradient nothing of size [T, V] is kept but the logits themselves.
+    From the logits to their gradient nothing of size [T, V] is kept but the logits themselves. Those of which every
+    rank holds a part are not gathered, and the sum is the same on all ranks.
 
     Raises:
         ValueError: the shapes do not fit.
     """
-    if logits_TV.dim() != 2 or labels_T.shape != logits_TV.shape[:1]:
+    if len(logits_TV.shape) != 2 or labels_T.shape != logits_TV.shape[:1]:
         raise ValueError(
             f"logits have shape {tuple(logits_TV.shape)} and labels {tuple(labels_T.shape)}: "
             "needed are [tokens, vocabulary] and [tokens]"
         )
+    if isinstance(logits_TV, ShardedLogits):
+        return -sharded_statistics(logits_TV, labels_T)[0].sum()
     return _CrossEntropySum.apply(logits_TV, labels_T)  # pyright: ignore[reportReturnType]
 
 

@@ -6,7 +6,7 @@ A unit is a module whose forward takes (x, Sequences) and returns a tensor. The 
 
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
@@ -64,6 +64,7 @@ class UnitSpec:
         partial: names in the module of parameters that several ranks of the tp group hold alike (all of them, or those
             with the same part) and whose gradients each computes in part: they are summed over those ranks.
         notes_terms: whether the unit adds to the loss or counts tokens, in `Sequences.terms`.
+        present: what the last unit's output is to those who make a loss of it, where it is not the logits themselves.
     """
 
     name: str
@@ -75,6 +76,7 @@ class UnitSpec:
     sharding: Mapping[str, Shard] = field(default_factory=dict)
     partial: Set[str] = frozenset()
     notes_terms: bool = False
+    present: Callable[[Tensor], Any] | None = None
 
     def full_name(self, parameter: str) -> str:
         """The name of a parameter in the whole model."""

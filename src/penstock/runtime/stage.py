@@ -22,13 +22,15 @@ Finish = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Boundary:
-    """What travels between stages: the residual stream [T, D] in one dtype."""
+    """What travels between stages: the residual stream [T, D] in one dtype; of tokens that `num_sharing` ranks share,
+    each sends its run of them, all equally many rows."""
 
     hidden_size: int
     dtype: torch.dtype
+    num_sharing: int = 1
 
     def shape(self, num_tokens: int) -> tuple[int, int]:
-        return (num_tokens, self.hidden_size)
+        return (-(-num_tokens // self.num_sharing), self.hidden_size)
 
 
 @runtime_checkable
