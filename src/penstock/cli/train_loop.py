@@ -207,6 +207,7 @@ class _Teller:
                     "tokens_per_s": taken.num_tokens / seconds if seconds else 0.0,
                     "idle_share": taken.idle_share,
                     "step_time_s": seconds,
+                    **taken.extras.metrics(),
                 },
             )
         self._progress.step(StepFigures(taken.step, taken.loss, taken.num_tokens, taken.step_time_s, taken.idle_share))

@@ -20,6 +20,8 @@ Normalization = Literal["global", "dp", "token_per_microbatch", "microbatch_mean
 Decay = Literal["constant", "linear", "cosine", "inverse-sqrt"]
 Packing = Literal["window", "document"]
 Device = Literal["auto", "cpu", "cuda"]
+Scores = Literal["softmax", "sigmoid"]
+GroupScore = Literal["best", "best-two"]
 Attention = Literal["ring", "all-to-all"]
 
 
@@ -55,6 +57,50 @@ class ModelSection:
     """The head uses the embedding's weight."""
     sliding_window: int | None = None
     """Tokens that attention sees, the token itself included (Mistral); left out, all before it."""
+
+
+@dataclass(frozen=True)
+class ExpertsSection:
+    """What layers have instead of one MLP: Mixtral's, Qwen's and DeepSeek's experts are settings of one."""
+
+    num_experts: int = 0
+    """Experts of a layer; 0 for a dense model."""
+    num_active: int = 2
+    """Experts that a token goes to."""
+    intermediate_size: int = 128
+    """Width inside an expert."""
+    scores: Scores = "softmax"
+    """What becomes of the router's logits; "sigmoid" scores each expert by itself (DeepSeek-V3)."""
+    normalise: bool = True
+    """A token's weights are divided by their sum."""
+    scaling_factor: float = 1.0
+    """What weights are multiplied by at last."""
+    num_groups: int = 1
+    """Equal groups of neighbouring experts; a token keeps to num_active_groups of them."""
+    num_active_groups: int = 1
+    """Those groups."""
+    group_score: GroupScore = "best"
+    """What decides between groups: the best score (DeepSeek-V2), or the sum of the best two (DeepSeek-V3)."""
+    bias_step: float = 0.0
+    """By how much the bias of an expert moves after every step, towards balance and beside the loss; 0 for no bias."""
+    microbatch_loss: float = 0.0
+    """Coefficient of the balance of a microbatch's tokens."""
+    sequence_loss: float = 0.0
+    """Coefficient of the balance within each sequence."""
+    global_loss: float = 0.0
+    """Coefficient of the balance over all tokens of a step."""
+    z_loss: float = 0.0
+    """Coefficient of the mean square of the logits' log-sum-exp."""
+    shared_size: int = 0
+    """Width inside the shared expert, which every token goes to; 0 for none."""
+    shared_gate: bool = False
+    """The shared expert's output is scaled by a sigmoid of its own (Qwen2-MoE)."""
+    num_dense_first: int = 0
+    """Layers at the start that have one MLP."""
+    every: int = 1
+    """Of the layers after them every so manieth has experts."""
+    dense_layers: tuple[int, ...] = ()
+    """Further layers, by number, that have one MLP."""
 
 
 @dataclass(frozen=True)
@@ -239,6 +285,7 @@ class RunConfig:
     output: str = "runs/penstock"
     """The run's folder: checkpoints, metrics, a copy of the settings."""
     model: ModelSection = field(default_factory=ModelSection)
+    experts: ExpertsSection = field(default_factory=ExpertsSection)
     data: DataSection = field(default_factory=DataSection)
     parallel: ParallelSection = field(default_factory=ParallelSection)
     schedule: ScheduleSection = field(default_factory=ScheduleSection)

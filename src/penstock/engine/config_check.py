@@ -25,6 +25,14 @@ _NOT_NEGATIVE = frozenset(
         "checkpoint.every",
         "validation.every",
         "schedule.receives_ahead",
+        "experts.num_experts",
+        "experts.bias_step",
+        "experts.microbatch_loss",
+        "experts.sequence_loss",
+        "experts.global_loss",
+        "experts.z_loss",
+        "experts.shared_size",
+        "experts.num_dense_first",
     }
 )
 
@@ -35,7 +43,18 @@ def check(config: RunConfig) -> RunConfig:
     Raises:
         ConfigError: they can not; the message names the settings and what would be possible.
     """
-    for part in (_ranges, _layout, _model, _tensor_parallel, _recompute, _batch, _schedule, _stages, _optimizer):
+    for part in (
+        _ranges,
+        _layout,
+        _model,
+        _experts,
+        _tensor_parallel,
+        _recompute,
+        _batch,
+        _schedule,
+        _stages,
+        _optimizer,
+    ):
         part(config)
     return config
 
@@ -131,6 +150,34 @@ def _model(config: RunConfig) -> None:
             f"data.sequence_length = {config.data.sequence_length} is longer than model.max_length = "
             f"{model.max_length}; shorten the one or raise the other"
         )
+
+
+def _experts(config: RunConfig) -> None:
+    experts, ep = config.experts, config.parallel.ep
+    if not experts.num_experts:
+        if ep > 1:
+            raise ConfigError(f"parallel.ep = {ep}, but the model has no experts to share; set experts.num_experts")
+        return
+    if ep > experts.num_experts:
+        raise ConfigError(
+            f"parallel.ep = {ep} is more than experts.num_experts = {experts.num_experts}; "
+            f"at most {experts.num_experts} ranks can share them"
+        )
+    if experts.num_experts % experts.num_groups:
+        _refuse_divisor("experts.num_groups", experts.num_groups, "experts.num_experts", experts.num_experts)
+    if experts.num_active_groups > experts.num_groups:
+        raise ConfigError(
+            f"experts.num_active_groups = {experts.num_active_groups} is more than experts.num_groups = "
+            f"{experts.num_groups}; at most that is possible"
+        )
+    reachable = experts.num_experts // experts.num_groups * experts.num_active_groups
+    if experts.num_active > reachable:
+        raise ConfigError(
+            f"experts.num_active = {experts.num_active} is more than the {reachable} experts that a token can reach; "
+            f"at most {reachable} are possible"
+        )
+    if experts.shared_gate and not experts.shared_size:
+        raise ConfigError("experts.shared_gate needs a shared expert; give experts.shared_size its width")
 
 
 def _recompute(config: RunConfig) -> None:

@@ -37,6 +37,11 @@ class Extras:
     losses: Mapping[str, float] = field(default_factory=dict)
     busiest_expert: float | None = None
 
+    def metrics(self) -> dict[str, float]:
+        """What there is to tell of a step, by name."""
+        told = {f"{name}_loss": value for name, value in self.losses.items()}
+        return told if self.busiest_expert is None else told | {"busiest_expert": self.busiest_expert}
+
 
 class ExpertBalance:
     """The routers of this rank's stages, which learn once a step from the tokens that each of their experts got.

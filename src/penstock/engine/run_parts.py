@@ -16,14 +16,14 @@ from penstock.data import (
     validation_batches,
 )
 from penstock.engine.build import cut_units
-from penstock.engine.config import RunConfig
+from penstock.engine.config import ExpertsSection, RunConfig
 from penstock.engine.config_file import ConfigError
 from penstock.engine.engine import Engine
 from penstock.engine.learning_rate import LearningRate, Ramp, WeightDecay
 from penstock.engine.optimizer import OptimizerConfig
 from penstock.engine.options import EngineOptions, Precision
 from penstock.engine.pretrained import HuggingFaceForm
-from penstock.model import ContextForm, ModelConfig, ModelGroups, decoder_units
+from penstock.model import ContextForm, ExpertConfig, GroupScore, ModelConfig, ModelGroups, Scores, decoder_units
 from penstock.parallel import Layout
 from penstock.runtime import Pairs
 
@@ -46,7 +46,16 @@ def model_config(config: RunConfig, vocab_size: int) -> ModelConfig:
         qk_norm=model.qk_norm,
         tie_embeddings=model.tie_embeddings,
         sliding_window=model.sliding_window,
+        experts=expert_config(config.experts),
     )
+
+
+def expert_config(section: ExpertsSection) -> ExpertConfig | None:
+    """The experts of a layer; None for a dense model."""
+    if not section.num_experts:
+        return None
+    values = vars(section) | {"scores": Scores(section.scores), "group_score": GroupScore(section.group_score)}
+    return ExpertConfig(**values)
 
 
 def layout(config: RunConfig) -> Layout:
