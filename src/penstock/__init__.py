@@ -10,16 +10,18 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from penstock.data import MicroBatchSpec, PackedBatch
     from penstock.engine import Engine
+    from penstock.model import SamplingParams
     from penstock.parallel import Layout
 
 __version__ = "0.1.0"
-__all__ = ["Engine", "Layout", "MicroBatchSpec", "PackedBatch", "__version__"]
+__all__ = ["Engine", "Layout", "MicroBatchSpec", "PackedBatch", "SamplingParams", "__version__"]
 
 _ROOM_OF = {
     "Engine": "penstock.engine",
     "Layout": "penstock.parallel",
     "MicroBatchSpec": "penstock.data",
     "PackedBatch": "penstock.data",
+    "SamplingParams": "penstock.model",
 }
 
 

@@ -26,7 +26,7 @@ from penstock.engine.schedules import forward_only
 from penstock.engine.sharing import Sharing, UnitSource, units_for
 from penstock.engine.train import LossFn, LossWeightFn, TrainResult, evaluate_batch, train_batch
 from penstock.engine.unit_times import measure_units
-from penstock.model import Logits, ModelGroups, Shard, cross_entropy_sum
+from penstock.model import Logits, ModelGroups, SamplingParams, Shard, cross_entropy_sum
 from penstock.parallel import GradientBuckets, Layout, sum_tied
 from penstock.runtime import (
     Boundary,
@@ -43,6 +43,8 @@ from penstock.schedule import Program, Timeline
 
 if TYPE_CHECKING:
     from penstock.engine.config import RunConfig
+    from penstock.engine.generate import GenerateOptions, Generator, OnToken
+    from penstock.engine.generated import GenerateResult
     from penstock.engine.pretrained import HuggingFaceForm
 
 Finish = Callable[[Any, PackedBatch], Tensor]
@@ -120,6 +122,7 @@ class Engine:
         self.stop_requested = False
         self.form: HuggingFaceForm | None = None
         self._executors: dict[tuple[bool, int], Executor] = {}
+        self._generator: Generator | None = None
 
     # ---- making one
 
@@ -243,6 +246,36 @@ class Engine:
         """
         spec = micro_batches or MicroBatchSpec(num=2 * self.layout.pp, allow_fewer=True)
         return forward_batch(self, batch, spec, Outputs(post_hook, aggregate_fn, output_seqlens, broadcast))
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        options: GenerateOptions | None = None,
+        on_token: OnToken | None = None,
+    ) -> GenerateResult:
+        """Answers to the prompts (token ids), in their order, on the stages and weights as they are.
+
+        Ranks of one pipeline give the same prompts and parameters (one for all, or one for each), and all get the
+        result. `on_token(number, token)` is told of each new token on the rank of the first stage, with the answer's
+        number in the result; where it returns true that answer ends. A token depends on the seed, its prompt, which
+        sample it belongs to and its position, not on what else is generated nor on how.
+
+        Raises:
+            ValueError: what can not be generated; on all ranks alike, before any compute.
+            PipelineError: the ranks of the pipeline were given different things.
+            TransportError: a peer did not send or receive in time.
+        """
+        from penstock.engine.generate import GenerateOptions, Generator, check_requests
+
+        checked = check_requests(self, prompts, params)
+        self._generator = self._generator or Generator(self)
+        return self._generator.generate(*checked, options or GenerateOptions(), on_token)
+
+    def release_caches(self) -> None:
+        """Give back the memory that generation keeps for the next time."""
+        if self._generator is not None:
+            self._generator.release()
 
     def request_stop(self) -> None:
         """Ask all ranks to end after the next step: its `TrainResult.stop_requested` is true on each of them."""
@@ -375,6 +408,8 @@ class Engine:
 
     def close(self) -> None:
         """Let go of helper threads; process groups belong to torch.distributed."""
+        if self._generator is not None:
+            self._generator.close()
         if isinstance(self.transport, DistributedTransport):
             self.transport.close()
 

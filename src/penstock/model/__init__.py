@@ -1,5 +1,6 @@
 """The decoder as a list of units, and what a stage needs to run them; given process groups, it never looks one up."""
 
+from penstock.model.cached import CachedRows, CachedUnit, CacheSize, KVCache, cached_attention
 from penstock.model.collectives import Collectives, Observer, observe
 from penstock.model.config import ModelConfig
 from penstock.model.context_attention import ContextForm
@@ -11,18 +12,26 @@ from penstock.model.logprobs import TokenStatistics, token_log_probs, token_stat
 from penstock.model.loss import cross_entropy_sum
 from penstock.model.loss_terms import LossTerms, Term
 from penstock.model.recompute import recomputed
+from penstock.model.sampling import Draw, Drawn, draw_tokens
+from penstock.model.sampling_params import SamplingParams
 from penstock.model.segments import Compute, Exchange, Lane, RecomputedLane, Segment, SegmentedUnit, Travelling, cut
 from penstock.model.sequences import Sequences, Spread
 from penstock.model.sharded_logits import Logits, ShardedLogits, whole_logits
 from penstock.model.units import Shard, UnitSpec
 
 __all__ = [
+    "CacheSize",
+    "CachedRows",
+    "CachedUnit",
     "Collectives",
     "Compute",
     "ContextForm",
+    "Draw",
+    "Drawn",
     "Exchange",
     "ExpertConfig",
     "GroupScore",
+    "KVCache",
     "Lane",
     "Linear",
     "Logits",
@@ -32,6 +41,7 @@ __all__ = [
     "Observer",
     "PendingGradient",
     "RecomputedLane",
+    "SamplingParams",
     "Scores",
     "Segment",
     "SegmentedUnit",
@@ -44,10 +54,12 @@ __all__ = [
     "Travelling",
     "UnitSpec",
     "WeightGradients",
+    "cached_attention",
     "cross_entropy_sum",
     "cut",
     "decoder_units",
     "defer",
+    "draw_tokens",
     "observe",
     "recomputed",
     "switch_linears",

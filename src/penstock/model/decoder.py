@@ -5,6 +5,7 @@ Shapes: T tokens of the microbatch, D hidden size, H heads, K width of a head, V
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from penstock.model import work
 from penstock.model.attention import packed_attention
+from penstock.model.cached import CachedRows, CacheSize, KVCache, cached_attention
 from penstock.model.collectives import Collectives
 from penstock.model.config import ModelConfig
 from penstock.model.context_attention import HeadShape, check_heads, context_attention
@@ -26,7 +28,7 @@ from penstock.model.products import Products, fastest_products
 from penstock.model.rotary import Rotary, rotate
 from penstock.model.segments import Compute, Segment, SegmentedUnit
 from penstock.model.sequences import Sequences
-from penstock.model.units import Shard, UnitSpec
+from penstock.model.units import Limits, Shard, UnitSpec
 
 _EMBEDDING_STD = 0.5
 """Of an untied embedding: of 0.02, 0.1, 0.5 and 1, a small model learned fastest from this one."""
@@ -42,6 +44,12 @@ class Embedding(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
 
     def forward(self, tokens_T: Tensor, sequences: Sequences) -> Tensor:
+        return F.embedding(tokens_T, self.weight)
+
+    def new_cache(self, size: CacheSize) -> None:
+        return None
+
+    def decode(self, tokens_T: Tensor, cache: None, rows: CachedRows) -> Tensor:
         return F.embedding(tokens_T, self.weight)
 
 
@@ -66,11 +74,19 @@ class AttentionHalf(nn.Module):
         mean_THK = packed_attention(*self.project(x_TD, sequences), sequences, self.window)
         return self.add_output(x_TD, mean_THK)
 
-    def project(self, x_TD: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor, Tensor]:
+    def new_cache(self, size: CacheSize) -> KVCache:
+        return KVCache(size, self.k.out_features // self.head_dim, self.head_dim)
+
+    def decode(self, x_TD: Tensor, cache: KVCache, rows: CachedRows) -> Tensor:
+        q_THK, k_THK, v_THK = self.project(x_TD, rows)
+        cache.write(k_THK, v_THK, rows)
+        return self.add_output(x_TD, cached_attention(q_THK, cache, rows, self.window))
+
+    def project(self, x_TD: Tensor, sequences: Sequences | CachedRows) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values [T, heads, K] of the residual stream, turned by their positions."""
         return self.heads(self.norm(x_TD), sequences)
 
-    def heads(self, h_TD: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor, Tensor]:
+    def heads(self, h_TD: Tensor, sequences: Sequences | CachedRows) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values [T, heads, K] of the normalised stream, turned by their positions."""
         q_THK, k_THK, v_THK = (part(h_TD).unflatten(-1, (-1, self.head_dim)) for part in (self.q, self.k, self.v))
         if self.q_norm is not None and self.k_norm is not None:
@@ -121,6 +137,12 @@ class MLPHalf(nn.Module):
         """What is added to the residual stream, from the normalised one."""
         return self.down(gated(self.gate(h_TD), self.up(h_TD)))
 
+    def new_cache(self, size: CacheSize) -> None:
+        return None
+
+    def decode(self, x_TD: Tensor, cache: None, rows: CachedRows) -> Tensor:
+        return x_TD + self.inner(self.norm(x_TD))
+
 
 class Head(nn.Module):
     """Residual stream [T, D] -> logits [T, V]: the final norm and the projection on the vocabulary."""
@@ -134,6 +156,12 @@ class Head(nn.Module):
 
     def forward(self, x_TD: Tensor, sequences: Sequences) -> Tensor:
         return self.projection(self.norm(x_TD))
+
+    def new_cache(self, size: CacheSize) -> None:
+        return None
+
+    def decode(self, x_TD: Tensor, cache: None, rows: CachedRows) -> Tensor:
+        return self.projection(self.norm(x_TD[rows.sampled_S]))
 
 
 def decoder_units(
@@ -152,7 +180,8 @@ def decoder_units(
     sparse = partial(ExpertHalf, config, chosen, groups.ep), work.of_experts(config) if config.experts else 0.0
     shards = expert_shards(config, groups) if config.experts else {}
     tied = {"projection.weight": "embedding.weight"} if config.tie_embeddings else {}
-    specs = [_spec("embedding", config, partial(Embedding, config), work.of_embedding(config))]
+    embedding = _spec("embedding", config, partial(Embedding, config), work.of_embedding(config))
+    specs = [replace(embedding, limits=Limits(config.vocab_size, config.max_length))]
     for i in range(config.num_layers):
         layer = config.of_layer(i)
         half = partial(AttentionHalf, layer, chosen)

@@ -45,11 +45,16 @@ class TorchProducts:
 class OneDnnProducts:
     """The same products by oneDNN where it is faster, which is fp32 on a CPU; elsewhere those of `TorchProducts`.
 
-    oneDNN reads transposed operands in place, and its bits depend on shapes alone, not on addresses.
+    oneDNN reads transposed operands in place, and its bits depend on shapes alone, not on addresses. Those of an
+    output's row depend on that row alone: only a single row would be computed otherwise, so it is computed twice.
     """
 
     def output(self, x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
-        return _onednn(x, weight_OI, bias_O) if _is_fp32_on_cpu(x) else TORCH.output(x, weight_OI, bias_O)
+        if not _is_fp32_on_cpu(x):
+            return TORCH.output(x, weight_OI, bias_O)
+        if x.shape[:-1].numel() == 1:
+            return _onednn(x.view(1, -1).expand(2, -1), weight_OI, bias_O)[0].view(*x.shape[:-1], -1)
+        return _onednn(x, weight_OI, bias_O)
 
     def input_gradient(self, grad_TO: Tensor, weight_OI: Tensor) -> Tensor:
         return _onednn(grad_TO, weight_OI.t()) if _is_fp32_on_cpu(grad_TO) else TORCH.input_gradient(grad_TO, weight_OI)

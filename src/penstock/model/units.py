@@ -50,6 +50,14 @@ class Shard:
 
 
 @dataclass(frozen=True)
+class Limits:
+    """What a model's first unit takes: token ids below `vocab_size`, and sequences of at most `max_length`."""
+
+    vocab_size: int
+    max_length: int
+
+
+@dataclass(frozen=True)
 class UnitSpec:
     """What must be known of a unit to cut the model into stages, and how to make it.
 
@@ -65,6 +73,7 @@ class UnitSpec:
             with the same part) and whose gradients each computes in part: they are summed over those ranks.
         notes_terms: whether the unit adds to the loss or counts tokens, in `Sequences.terms`.
         present: what the last unit's output is to those who make a loss of it, where it is not the logits themselves.
+        limits: of the first unit, what it takes; None where that is not known.
     """
 
     name: str
@@ -77,6 +86,7 @@ class UnitSpec:
     partial: Set[str] = frozenset()
     notes_terms: bool = False
     present: Callable[[Tensor], Any] | None = None
+    limits: Limits | None = None
 
     def full_name(self, parameter: str) -> str:
         """The name of a parameter in the whole model."""

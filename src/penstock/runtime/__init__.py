@@ -6,6 +6,7 @@ from penstock.runtime.executor import Executor, Feed, run_together
 from penstock.runtime.host_memory import keep_freed_memory
 from penstock.runtime.lanes import Lane, drain, zip_lanes
 from penstock.runtime.pairs import Hooks, Pairs
+from penstock.runtime.ring import Journey, Lead, Ring, RingReport, host_channels, travel_together
 from penstock.runtime.stage import Boundary, LaneUnit, Stage
 from penstock.runtime.tape import Segment, Tape
 from penstock.runtime.trace import Awaited, Record, Recorder
@@ -23,12 +24,16 @@ __all__ = [
     "Hooks",
     "InProcessHub",
     "InProcessTransport",
+    "Journey",
     "Lane",
     "LaneUnit",
+    "Lead",
     "Pairs",
     "PipelineError",
     "Record",
     "Recorder",
+    "Ring",
+    "RingReport",
     "Segment",
     "Stage",
     "Tape",
@@ -38,7 +43,9 @@ __all__ = [
     "Watchdog",
     "channels_of",
     "drain",
+    "host_channels",
     "keep_freed_memory",
     "run_together",
+    "travel_together",
     "zip_lanes",
 ]

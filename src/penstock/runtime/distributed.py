@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -14,41 +15,48 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 
 from penstock.runtime.errors import TransportError, first_line
-from penstock.runtime.transport import channels_of, describe
+from penstock.runtime.transport import Line, channels_of, describe
 from penstock.schedule import Placement
-from penstock.schedule.rules import Channel
 
 
 class DistributedTransport:
     """Messages of one rank over torch.distributed (gloo on CPU, NCCL on CUDA).
 
     `group` holds the pipeline's ranks in order, on host memory; all of them construct the transport at the same time.
-    The links are tested before the constructor returns.
+    `lines` are a placement's channels, or any given, the same on all ranks. The links are tested before the constructor
+    returns.
 
     Raises:
         TransportError: a link fails its test within `timeout_s`; the message names it.
     """
 
-    def __init__(self, placement: Placement, group: dist.ProcessGroup, device: torch.device, timeout_s: float) -> None:
+    def __init__(
+        self,
+        lines: Placement | Sequence[Line],
+        group: dist.ProcessGroup,
+        device: torch.device,
+        timeout_s: float,
+    ) -> None:
         self.rank, self.device, self.timeout_s = group.rank(), device, timeout_s
         self._num_awaited = 0
         self._abandoned = False
         store = PrefixStore(f"penstock/{_agree_on_number(group)}", _default_store())
         make = _backend_maker(group, device, timedelta(seconds=timeout_s))
-        self._links: dict[Channel, _Link] = {
+        lines = channels_of(lines) if isinstance(lines, Placement) else lines
+        self._links: dict[Line, _Link] = {
             channel: _Link(channel, self.rank, store, make, None if device.type == "cuda" else timeout_s)
-            for channel in channels_of(placement)
+            for channel in lines
             if self.rank in (channel.source, channel.destination)
         }
         self._test_links()
 
-    def receive(self, channel: Channel, shape: Sequence[int], dtype: torch.dtype) -> "_PostedReceive":
+    def receive(self, channel: Line, shape: Sequence[int], dtype: torch.dtype) -> "_PostedReceive":
         self._check_usable()
         buffer = torch.empty(shape, dtype=dtype, device=self.device)
         self._num_awaited += 1
         return _PostedReceive(self, channel, buffer, self._links[channel].receive(buffer))
 
-    def send(self, channel: Channel, tensor: Tensor) -> None:
+    def send(self, channel: Line, tensor: Tensor) -> None:
         self._check_usable()
         self._links[channel].send(tensor)
 
@@ -76,7 +84,9 @@ class DistributedTransport:
         """Send a word over each link and check it: a link that can not carry it is named before any work starts."""
         arrivals = []
         for channel, link in self._links.items():
-            word = torch.tensor([channel.source, channel.destination, int(channel.direction)], device=self.device)
+            word = torch.tensor(
+                [channel.source, channel.destination, crc32(describe(channel).encode())], device=self.device
+            )
             if channel.source == self.rank:
                 link.send(word)
             else:
@@ -95,7 +105,7 @@ class DistributedTransport:
 class _PostedReceive:
     __slots__ = ("buffer", "channel", "transport", "work")
 
-    def __init__(self, transport: DistributedTransport, channel: Channel, buffer: Tensor, work: dist.Work) -> None:
+    def __init__(self, transport: DistributedTransport, channel: Line, buffer: Tensor, work: dist.Work) -> None:
         self.transport, self.channel, self.buffer, self.work = transport, channel, buffer, work
 
     def ready(self) -> bool:
@@ -121,7 +131,7 @@ class _Link:
 
     def __init__(
         self,
-        channel: Channel,
+        channel: Line,
         rank: int,
         store: Store,
         make: Callable[[Store, int], Any],
@@ -130,7 +140,7 @@ class _Link:
         # Made from the backend's class: torch.distributed.new_group wants either the whole world to take part in every
         # group, or equally many groups on every rank, and a rank has as many as it has links.
         outgoing = rank == channel.source
-        store = PrefixStore(f"{channel.source}-{channel.destination}-{channel.direction.name}", store)
+        store = PrefixStore(describe(channel), store)
         self.channel, self.peer = channel, int(outgoing)
         self.group = make(store, 1 - self.peer)
         self._sends: _ThreadedSends | _PolledSends | None = None
@@ -185,7 +195,7 @@ class _ThreadedSends:
     The main thread must not wait: it would block compute. The thread spends its life inside gloo without the GIL.
     """
 
-    def __init__(self, channel: Channel, timeout_s: float) -> None:
+    def __init__(self, channel: Line, timeout_s: float) -> None:
         self._channel, self._timeout_s = channel, timeout_s
         self._queue: queue.SimpleQueue[tuple[dist.Work, Tensor] | Callable[[], None] | None] = queue.SimpleQueue()
         self._num_added = self._num_left = 0

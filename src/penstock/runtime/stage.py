@@ -13,7 +13,16 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from penstock.model import RecomputedLane, Sequences, WeightGradients, cut, recomputed
+from penstock.model import (
+    CachedRows,
+    CachedUnit,
+    CacheSize,
+    RecomputedLane,
+    Sequences,
+    WeightGradients,
+    cut,
+    recomputed,
+)
 from penstock.runtime.lanes import Lane
 from penstock.runtime.tape import Tape
 
@@ -112,6 +121,31 @@ class Stage:
         if tape is not None:
             tape.record(leaf, h)
         return h.detach()
+
+    def check_cached(self) -> None:
+        """Refuse to read piece by piece what can not.
+
+        Raises:
+            ValueError: naming the unit.
+        """
+        for name, module in self.units:
+            if not isinstance(module, CachedUnit):
+                raise ValueError(f"{name} can not generate: a {type(module).__name__} has no `new_cache` and `decode`")
+
+    def new_caches(self, size: CacheSize) -> list[Any]:
+        """What each unit must remember of the tokens it has read, to be given to `decode`."""
+        return [module.new_cache(size) for _, module in self.units]  # pyright: ignore[reportCallIssue]
+
+    def decode(self, x: Tensor, caches: Sequence[Any], rows: CachedRows) -> Tensor:
+        """Read pieces of sequences: [T, D] to [T, D]; the first takes token ids [T], the last gives logits [S, V]."""
+        if rows.has_copies:
+            for cache in caches:
+                if cache is not None:
+                    cache.copy(rows)
+        with self.autocast():
+            for (_, module), cache in zip(self.units, caches, strict=True):
+                x = module.decode(x, cache, rows)  # pyright: ignore[reportCallIssue]
+        return x
 
     def backward(self, tape: Tape, grad: Tensor | None, split: bool = False) -> Lane[Tensor | None]:
         """Backward of one microbatch from the gradient of its output [T, D] (None: of the loss).

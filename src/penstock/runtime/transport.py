@@ -8,7 +8,7 @@ torch.distributed (one communicator a channel) and `InProcessTransport`, in whic
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -18,9 +18,23 @@ from penstock.schedule import Op, Placement
 from penstock.schedule.rules import Channel
 
 
-def describe(channel: Channel) -> str:
+class HostChannel(NamedTuple):
+    """A one-way line between two ranks for small messages in host memory; `cargo` says what they are."""
+
+    source: int
+    destination: int
+    cargo: str
+
+
+Line = Channel | HostChannel
+
+
+def describe(channel: Line) -> str:
     """The channel in words, for messages."""
-    what = "activations" if channel.direction is Op.F else "gradients"
+    if isinstance(channel, HostChannel):
+        what = channel.cargo
+    else:
+        what = "activations" if channel.direction is Op.F else "gradients"
     return f"{what} from rank {channel.source} to rank {channel.destination}"
 
 
@@ -41,11 +55,11 @@ class Transport(Protocol):
 
     rank: int
 
-    def receive(self, channel: Channel, shape: Sequence[int], dtype: torch.dtype) -> Receipt:
+    def receive(self, channel: Line, shape: Sequence[int], dtype: torch.dtype) -> Receipt:
         """Post the receive of the channel's next message."""
         ...
 
-    def send(self, channel: Channel, tensor: Tensor) -> None:
+    def send(self, channel: Line, tensor: Tensor) -> None:
         """Start sending; the tensor must not be written to any more and is released when it has left."""
         ...
 
@@ -79,10 +93,10 @@ class InProcessHub:
     """The queues that join the in-process transports of one pipeline, and their count of messages."""
 
     def __init__(self) -> None:
-        self.queues: dict[Channel, deque[Tensor]] = {}
+        self.queues: dict[Line, deque[Tensor]] = {}
         self.num_messages = 0
 
-    def queue(self, channel: Channel) -> deque[Tensor]:
+    def queue(self, channel: Line) -> deque[Tensor]:
         return self.queues.setdefault(channel, deque())
 
 
@@ -91,14 +105,14 @@ class InProcessTransport:
 
     def __init__(self, hub: InProcessHub, rank: int) -> None:
         self.hub, self.rank = hub, rank
-        self._posted: dict[Channel, deque[_QueueReceipt]] = {}
+        self._posted: dict[Line, deque[_QueueReceipt]] = {}
 
-    def receive(self, channel: Channel, shape: Sequence[int], dtype: torch.dtype) -> "_QueueReceipt":
+    def receive(self, channel: Line, shape: Sequence[int], dtype: torch.dtype) -> "_QueueReceipt":
         receipt = _QueueReceipt(self, channel, tuple(shape), dtype)
         self._posted.setdefault(channel, deque()).append(receipt)
         return receipt
 
-    def send(self, channel: Channel, tensor: Tensor) -> None:
+    def send(self, channel: Line, tensor: Tensor) -> None:
         self.hub.num_messages += 1
         self.hub.queue(channel).append(tensor)
 
@@ -121,7 +135,7 @@ class _QueueReceipt:
     __slots__ = ("channel", "dtype", "shape", "transport")
 
     def __init__(
-        self, transport: InProcessTransport, channel: Channel, shape: tuple[int, ...], dtype: torch.dtype
+        self, transport: InProcessTransport, channel: Line, shape: tuple[int, ...], dtype: torch.dtype
     ) -> None:
         self.transport, self.channel, self.shape, self.dtype = transport, channel, shape, dtype
 

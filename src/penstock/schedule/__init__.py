@@ -22,6 +22,7 @@ from penstock.schedule.actions import (
 from penstock.schedule.builders import build, default_stages, describe, names, options
 from penstock.schedule.costs import Costs
 from penstock.schedule.critical import critical_path
+from penstock.schedule.generation import NO_ROW, Conductor, Ending, Piece, RingShape, Visit, Wish
 from penstock.schedule.lower import lower
 from penstock.schedule.partition import check_cut, partition
 from penstock.schedule.rules import Channel, Rule, Rules, partner
@@ -31,23 +32,30 @@ from penstock.schedule.timeline import Event, Memory, Timeline
 from penstock.schedule.verify import Proof, verify
 
 __all__ = [
+    "NO_ROW",
     "Action",
     "Channel",
+    "Conductor",
     "Costs",
+    "Ending",
     "Event",
     "Memory",
     "Op",
     "Pair",
+    "Piece",
     "Placement",
     "PlacementKind",
     "Program",
     "Proof",
+    "RingShape",
     "Rule",
     "Rules",
     "Schedule",
     "ScheduleError",
     "Step",
     "Timeline",
+    "Visit",
+    "Wish",
     "build",
     "check_cut",
     "critical_path",

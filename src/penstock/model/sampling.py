@@ -1,0 +1,134 @@
+"""From logits to tokens: which are left to choose from, how likely each is, and the choice.
+
+Nothing here has a state. The random number of a token is a hash of (seed, sequence, position), so it is the same on
+whatever rank, in whatever batch and order it is drawn.
+
+Shapes: S sequences, V vocabulary.
+"""
+
+import hashlib
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from penstock.model.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """One token to be drawn: the `position`-th new one (from 0) of the sequence that `sequence` identifies."""
+
+    params: SamplingParams
+    sequence: int
+    position: int
+
+    def uniform(self) -> float:
+        """A number in [0, 1) with 53 random bits."""
+        counter = struct.pack("<QQQ", self.params.seed, self.sequence, self.position)
+        bits = int.from_bytes(hashlib.blake2b(counter, digest_size=8).digest(), "little")
+        return (bits >> 11) * 2.0**-53
+
+
+@dataclass(frozen=True, eq=False)
+class Drawn:
+    """The chosen tokens, [S] each.
+
+    log_probs: fp32, under the distribution that was drawn from. raw_log_probs: fp32, under the model's own, before
+    temperature and filters; 0 where not asked for. dropped_SV: the tokens that could not be drawn, where some row asks
+    for it; on the CPU.
+    """
+
+    tokens: Tensor
+    log_probs: Tensor
+    raw_log_probs: Tensor
+    dropped_SV: Tensor | None
+
+
+def draw_tokens(logits_SV: Tensor, draws: Sequence[Draw]) -> Drawn:
+    """Draw a token for each row of the logits."""
+    num_rows, device = len(draws), logits_SV.device
+    tokens = torch.empty(num_rows, dtype=torch.int64, device=device)
+    log_probs, raw_log_probs = (torch.zeros(num_rows, device=device) for _ in range(2))
+    dropped_SV = None
+    if any(draw.params.filter_mask for draw in draws):
+        dropped_SV = torch.zeros(logits_SV.shape, dtype=torch.bool)
+    for rows in _alike(draws):
+        own = [draws[row] for row in rows]
+        whole = len(rows) == num_rows
+        of_rows_SV = (logits_SV if whole else logits_SV[rows]).float()
+        masked_SV = filtered(of_rows_SV, own)
+        final_SV = masked_SV.log_softmax(-1)
+        chosen_S = _choose(masked_SV, final_SV, own)
+        at = slice(None) if whole else rows
+        tokens[at] = chosen_S
+        log_probs[at] = final_SV.gather(-1, chosen_S[:, None])[:, 0]
+        if own[0].params.raw_log_probs:
+            raw_log_probs[at] = of_rows_SV.log_softmax(-1).gather(-1, chosen_S[:, None])[:, 0]
+        if dropped_SV is not None:
+            dropped_SV[at] = (masked_SV == -torch.inf).cpu()
+    return Drawn(tokens, log_probs, raw_log_probs, dropped_SV)
+
+
+def filtered(logits_SV: Tensor, draws: Sequence[Draw]) -> Tensor:
+    """The fp32 logits of what is drawn from: with temperature, and -inf for tokens that can not be drawn.
+
+    All draws have the same temperature and filters. Greedy choice has neither, but for end tokens that come too early.
+    """
+    params = draws[0].params
+    early = [row for row, draw in enumerate(draws) if draw.position < draw.params.min_new_tokens]
+    if early and params.end_tokens:
+        logits_SV = logits_SV.clone()
+        logits_SV[torch.tensor(early)[:, None], torch.tensor(params.end_tokens)] = -torch.inf
+    if params.greedy:
+        return logits_SV
+    if params.temperature != 1.0:
+        logits_SV = logits_SV / params.temperature
+    vocab_size = logits_SV.shape[-1]
+    top_k = None if params.top_k is None or params.top_k >= vocab_size else params.top_k
+    below_k = None if top_k is None else below_largest(logits_SV, top_k)
+    if params.top_p == 1.0:
+        dropped = below_k
+    elif below_k is None or params.chained:
+        ranked = logits_SV if below_k is None else logits_SV.masked_fill(below_k, -torch.inf)
+        outside_p = outside_nucleus(ranked, params.top_p)
+        dropped = outside_p if below_k is None else outside_p | below_k
+    else:
+        dropped = below_k | outside_nucleus(logits_SV, params.top_p)
+    return logits_SV if dropped is None else logits_SV.masked_fill(dropped, -torch.inf)
+
+
+def below_largest(logits_SV: Tensor, count: int) -> Tensor:
+    """Which tokens are strictly below the `count`-th largest of their row; ties with it are not."""
+    return logits_SV < logits_SV.topk(count, -1).values[:, -1:]
+
+
+def outside_nucleus(logits_SV: Tensor, top_p: float) -> Tensor:
+    """Which tokens are not among the likeliest that together have probability `top_p`; the likeliest one always is.
+
+    From the least likely on, tokens are left out as long as those left out have at most 1 - top_p together.
+    """
+    ascending_SV, order_SV = logits_SV.sort(dim=-1, stable=True)
+    left_out_SV = ascending_SV.softmax(-1).double().cumsum(-1) <= 1.0 - top_p
+    left_out_SV[:, -1] = False
+    return torch.empty_like(left_out_SV).scatter_(-1, order_SV, left_out_SV)
+
+
+def _alike(draws: Sequence[Draw]) -> list[list[int]]:
+    """Rows grouped by how they are drawn; seeds and lengths may differ within a group."""
+    groups: dict[tuple[object, ...], list[int]] = {}
+    for row, draw in enumerate(draws):
+        groups.setdefault(draw.params.recipe, []).append(row)
+    return list(groups.values())
+
+
+def _choose(masked_SV: Tensor, final_SV: Tensor, draws: Sequence[Draw]) -> Tensor:
+    if draws[0].params.greedy:
+        return masked_SV.argmax(-1)
+    # In fp64: in fp32 the sum over a large vocabulary would lose the rare tokens.
+    cumulative_SV = final_SV.double().exp_().cumsum_(-1)
+    uniform_S1 = torch.tensor([[draw.uniform()] for draw in draws], dtype=torch.float64, device=masked_SV.device)
+    chosen_S1 = torch.searchsorted(cumulative_SV, uniform_S1 * cumulative_SV[:, -1:], right=True)
+    return chosen_S1[:, 0]

@@ -1,0 +1,67 @@
+"""Generation over real processes: the same tokens as transformers' and as one process's, on any ring."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from penstock import Engine, Layout, SamplingParams
+from penstock.engine import EngineOptions
+from penstock.engine.generate import GenerateOptions
+from penstock.model import decoder_units
+from tests.dist.launch import run_ranks
+from tests.generation import load, random_prompts
+from tests.unit.test_model_parity import FAMILIES, hugging_face_model, hugging_face_name
+
+GREEDY = SamplingParams(max_new_tokens=64, temperature=0)
+OPTIONS = (
+    GenerateOptions(),
+    GenerateOptions(num_slots=3, rows_per_slot=1, prefill_tokens=5),
+    GenerateOptions(num_slots=5, rows_per_slot=2),
+)
+
+
+def make_engine(config: Any, weights: dict[str, Any], pp: int, schedule: str = "1f1b") -> Engine:
+    options = EngineOptions(schedule=schedule, timeout_s=60)
+    engine = Engine(decoder_units(config), config.hidden_size, Layout(pp=pp), options)
+    load(engine.parameters(), weights)
+    return engine
+
+
+def greedy(rank: int, pp: int, config: Any, weights: dict[str, Any], prompts: list[list[int]]) -> list[Any]:
+    engine = make_engine(config, weights, pp)
+    found = [[list(answer.tokens) for answer in engine.generate(prompts, GREEDY, options)] for options in OPTIONS]
+    engine.close()
+    return found
+
+
+def expected(pp: int) -> tuple[Any, dict[str, Any], list[list[int]], list[list[int]]]:
+    """A family's config and weights, prompts, and transformers' answers to them."""
+    family = list(FAMILIES.values())[pp]
+    config = type(family.config)(**{**vars(family.config), "max_length": 128})
+    reference = hugging_face_model(type(family)(family.config_type, family.model_type, config, family.more))
+    state = reference.state_dict()
+    weights = {
+        unit.full_name(name): state[hugging_face_name(unit.full_name(name))]
+        for unit in decoder_units(config)
+        for name, _ in unit.build().named_parameters()
+    }
+    prompts = random_prompts()
+    answers = []
+    for prompt in prompts:
+        given = torch.tensor([prompt])
+        mask = torch.ones_like(given)
+        tokens = reference.generate(  # pyright: ignore[reportCallIssue]
+            given, attention_mask=mask, max_new_tokens=64, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
+        answers.append(tokens[0, len(prompt) :].tolist())
+    return config, weights, prompts, answers
+
+
+@pytest.mark.shows(62)
+@pytest.mark.parametrize("pp", [1, 2, 3, 4])
+def test_greedy_tokens_are_those_of_transformers(pp: int) -> None:
+    config, weights, prompts, answers = expected(pp)
+    assert len({tuple(answer) for answer in answers}) == len(prompts), "answers that are alike show nothing"
+    for found in run_ranks(pp, greedy, pp, config, weights, prompts):
+        assert found == [answers] * len(OPTIONS)
