@@ -1,0 +1,188 @@
+"""One model trained, scored in every layout that fits a world, by ranks that hold it against one process themselves."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from penstock import Layout, MicroBatchSpec, PackedBatch
+from penstock.engine import Engine, EngineOptions, Precision
+from penstock.engine.learning_rate import LearningRate
+from penstock.engine.optimizer import OptimizerConfig
+from penstock.engine.schedules import ScheduleChoice
+from penstock.model import ExpertConfig, ModelConfig, Shard, decoder_units
+
+STEPS = 3
+MAX_WORLD = 8
+VOCABULARY = 37
+SCHEDULES = {1: ("1f1b", "zb-h1", "combined-1f1b"), 2: ("interleaved", "zb-v", "combined-interleaved")}
+"""Three of each kind, by local stages."""
+
+DENSE = ModelConfig(VOCABULARY, 16, 20, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=6, qk_norm=True)
+"""Eight units, so that it can be cut into four ranks' two local stages; no tp divides its vocabulary."""
+
+SPARSE = replace(
+    DENSE,
+    experts=ExpertConfig(
+        num_experts=5, num_active=2, intermediate_size=8, bias_step=0.05, z_loss=0.01, global_loss=0.1, shared_size=6
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layout with one schedule, and how the model is: `variant` chooses what else may differ."""
+
+    layout: Layout
+    num_local_stages: int
+    schedule: str
+    sparse: bool = False
+    variant: int = 0
+
+    @property
+    def config(self) -> ModelConfig:
+        return replace(
+            SPARSE if self.sparse else DENSE,
+            tie_embeddings=self.variant % 2 == 1,
+            num_kv_heads=1 if self.variant % 4 >= 2 else 2,
+            qkv_bias=self.variant % 4 >= 2,
+        )
+
+    @property
+    def recompute(self) -> str:
+        return "full" if self.variant % 3 == 2 else "none"
+
+    def __str__(self) -> str:
+        kind = "sparse" if self.sparse else "dense"
+        return f"{kind} {self.layout}, {self.num_local_stages} local stage(s), {self.schedule}, variant {self.variant}"
+
+
+def layouts() -> Iterator[tuple[Layout, int]]:
+    """All layouts of at most eight processes, pp 1-4 and dp, tp, cp, ep 1-2, each with one and with two local stages."""
+    for pp, dp, cp, tp, ep in itertools.product(range(1, 5), (1, 2), (1, 2), (1, 2), (1, 2)):
+        if pp * dp * cp * tp <= MAX_WORLD and dp * cp % ep == 0:
+            for num_local_stages in (1, 2):
+                yield Layout(pp, dp, cp, tp, ep), num_local_stages
+
+
+def cases(sparse: bool) -> list[Case]:
+    """Every layout with every schedule of its kind; experts are shared only where there are any."""
+    found: list[Case] = []
+    for layout, num_local_stages in layouts():
+        if layout.ep == 1 or sparse:
+            for schedule in SCHEDULES[num_local_stages]:
+                found.append(Case(layout, num_local_stages, schedule, sparse, variant=len(found) * 5 % 12))
+    return found
+
+
+def documents() -> list[list[Tensor]]:
+    """Documents of unequal lengths, as many for each step as any layout here divides."""
+    generator = torch.Generator().manual_seed(3)
+    lengths = torch.randint(2, 12, (STEPS + 1, 8), generator=generator).tolist()
+    return [[torch.randint(0, VOCABULARY, (n,), generator=generator) for n in step] for step in lengths]
+
+
+@dataclass
+class Outcome:
+    """Of one rank: what each step told, and by full name what it holds at the start, after the first and the last step.
+
+    scores: log-probabilities of the documents that this rank was given, on the ranks that have them.
+    """
+
+    losses: list[float]
+    norms: list[float]
+    initial: dict[str, Tensor]
+    gradients: dict[str, Tensor]
+    weights: dict[str, Tensor]
+    shards: dict[str, Shard]
+    scores: Tensor | None
+    documents: list[int] = field(default_factory=list)
+
+
+def run(case: Case) -> Outcome:
+    options = EngineOptions(
+        schedule=ScheduleChoice(case.schedule, case.num_local_stages),
+        recompute=case.recompute,
+        precision=Precision.FP64,
+        optimizer=OptimizerConfig(LearningRate(1e-2), clip_norm=0.5),
+        timeout_s=60.0,
+    )
+    config = case.config
+    engine = Engine(lambda groups: decoder_units(config, groups=groups), config.hidden_size, case.layout, options)
+    initial = {name: p.detach().clone() for name, p in engine.parameters().items()}
+    losses, norms, gradients = [], [], {}
+    *steps, scored = documents()
+    for step in steps:
+        batch = PackedBatch.from_documents(step[engine.grid.dp_rank :: case.layout.dp])
+        result = engine.train_batch(batch, micro_batches=MicroBatchSpec(num=4))
+        losses.append(result.loss)
+        norms.append(result.grad_norm)
+        if not gradients:
+            trained = [name for buckets in engine.gradients.values() for name in buckets.gradients]
+            gradients = {name: engine.gradient(name).clone() for name in trained}
+    own = range(len(scored))[engine.grid.dp_rank :: case.layout.dp]
+    scores = engine.forward(PackedBatch.from_documents([scored[i] for i in own]))
+    weights = {name: p.detach().clone() for name, p in engine.parameters().items()}
+    shards = dict(engine.shards)
+    engine.close()
+    return Outcome(losses, norms, initial, gradients, weights, shards, scores, list(own))
+
+
+@dataclass(frozen=True)
+class Compared:
+    """How far a rank's outcome lies from that of one process, and which parts of which parameters it held.
+
+    held: (name, first element along the dimension that is cut, elements, all elements).
+    """
+
+    case: str
+    initial_equal: bool
+    furthest: dict[str, float]
+    held: list[tuple[str, int, int, int]]
+    num_scored: int
+
+
+def compare(rank: int, chosen: list[Case], references: dict[tuple[bool, int], Outcome]) -> list[Compared]:
+    """Run all cases of one world, each against its reference."""
+    return [_compared(case, run(case), references[case.sparse, case.variant]) for case in chosen]
+
+
+def _compared(case: Case, found: Outcome, expected: Outcome) -> Compared:
+    def furthest(values: Iterable[float], wanted: Iterable[float]) -> float:
+        return max(abs(value - other) for value, other in zip(values, wanted, strict=True))
+
+    def part(name: str, whole: Tensor) -> Tensor:
+        return found.shards[name].of(whole) if name in found.shards else whole
+
+    def apart(held: dict[str, Tensor], whole: dict[str, Tensor]) -> float:
+        return max(float((value - part(name, whole[name])).abs().max()) for name, value in held.items())
+
+    starts = [0, *itertools.accumulate(len(document) for document in documents()[-1])]
+    scored = 0.0
+    if found.scores is not None:
+        assert expected.scores is not None
+        rows = torch.cat([expected.scores[starts[i] : starts[i + 1]] for i in found.documents])
+        assert found.scores.shape == rows.shape
+        scored = float((found.scores - rows).abs().max())
+    held = []
+    for name, whole in expected.initial.items():
+        if name in found.initial:
+            shard = found.shards.get(name, Shard("tp", 0, 0, 1, tuple(whole.shape)))
+            held.append((name, shard.start, shard.length, whole.shape[shard.dim]))
+    return Compared(
+        str(case),
+        all(torch.equal(value, part(name, expected.initial[name])) for name, value in found.initial.items()),
+        {
+            "loss": furthest(found.losses, expected.losses),
+            "norm": furthest(found.norms, expected.norms),
+            "gradient": apart(found.gradients, expected.gradients),
+            "weight": apart(found.weights, expected.weights),
+            "score": scored,
+        },
+        held,
+        0 if found.scores is None else len(found.scores),
+    )

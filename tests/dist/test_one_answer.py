@@ -1,0 +1,59 @@
+"""The layout changes nothing but speed and memory: many layouts and schedules against one process, in float64."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+
+import pytest
+
+from penstock import Layout
+from tests.dist.grid_cases import Case, Compared, cases, compare, documents, layouts, run
+from tests.dist.launch import run_ranks
+
+TOLERANCE = 1e-10
+# Every layout with every schedule takes some minutes: PENSTOCK_ALL_LAYOUTS=1 runs them, else one in so many is run.
+EVERY = 1 if os.environ.get("PENSTOCK_ALL_LAYOUTS") else 11
+
+
+def by_world() -> dict[int, list[Case]]:
+    chosen: dict[int, list[Case]] = defaultdict(list)
+    for case in cases(sparse=False)[::EVERY]:
+        chosen[case.layout.world_size].append(case)
+    return dict(sorted(chosen.items()))
+
+
+def check(case: Case, by_rank: list[Compared]) -> None:
+    """All ranks agree with one process, and between them they hold every element of every parameter."""
+    held: dict[str, set[int]] = defaultdict(set)
+    whole: dict[str, int] = {}
+    for compared in by_rank:
+        assert compared.initial_equal, case
+        for what, distance in compared.furthest.items():
+            assert distance <= TOLERANCE, (str(case), what, distance)
+        for name, start, length, of in compared.held:
+            held[name] |= set(range(start, start + length))
+            whole[name] = of
+    assert whole
+    for name, elements in held.items():
+        assert elements == set(range(whole[name])), (case, name)
+    # Each document is scored, once by every rank that shares the last stage of its pipeline.
+    copies = case.layout.tp * case.layout.cp
+    assert sum(compared.num_scored for compared in by_rank) == copies * sum(map(len, documents()[-1]))
+
+
+def test_the_table_holds_at_least_forty_layouts() -> None:
+    assert len(set(layouts())) >= 40
+    assert {layout.world_size for layout, _ in layouts()} == {1, 2, 3, 4, 6, 8}
+
+
+@pytest.mark.shows(84, 85, 87, 89, 90, 93)
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("world_size", by_world())
+def test_any_layout_gives_the_numbers_of_one_process(world_size: int) -> None:
+    chosen = by_world()[world_size]
+    variants = {(case.sparse, case.variant): case for case in chosen}
+    references = {key: run(Case(Layout(), 1, "1f1b", *key)) for key in variants}
+    by_rank = run_ranks(world_size, compare, chosen, references, timeout_s=800.0)
+    for number, case in enumerate(chosen):
+        check(case, [compared[number] for compared in by_rank])
