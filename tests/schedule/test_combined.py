@@ -1,8 +1,12 @@
 """Combined 1F1B: fused pairs that never need each other, at twice the lead."""
 
+import re
+from itertools import pairwise
+
 import pytest
 
 from penstock.schedule import Action, Costs, Op, Pair, ScheduleError, build, from_csv, lower, simulate, verify
+from penstock.schedule.actions import parts
 from penstock.schedule.builders.orders import backwards, forwards, fuse_turns
 from tests.schedule.families import built, lowered
 
@@ -23,6 +27,22 @@ def test_one_rank_pairs_each_backward_with_the_next_forward():
         (order,) = built("combined-1f1b", 1, m).orders
         pairs = tuple(Pair(forward(number + 1), backward(number)) for number in range(m - 1))
         assert order == (forward(0), *pairs, backward(m - 1))
+        assert build("combined", ranks=1, microbatches=m).orders == (order,)
+
+
+@pytest.mark.shows(42)
+def test_split_backwards_leave_the_pairs_and_their_partners_as_they_are():
+    for name, p, v in (("combined-1f1b", 1, 1), ("combined-1f1b", 3, 1), ("combined-interleaved", 2, 3)):
+        for m in (1, 2, 7):
+            sizes = {"ranks": p, "microbatches": m, "stages_per_rank": v}
+            whole, split = build(name, **sizes), build(name, **sizes, split_backward=True)
+            verify(lower(split))
+            for order, its in zip(split.orders, whole.orders, strict=True):
+                inputs = [step for step in order if not (isinstance(step, Action) and step.op is Op.W)]
+                assert [str(step) for step in inputs] == [re.sub(r"(\d)B(\d)", r"\1I\2", str(step)) for step in its]
+                for step, behind in pairwise(order):
+                    made = [a for a in parts(step) if a.op is Op.I]
+                    assert [Action(Op.W, a.stage, a.microbatch) for a in made] in ([], [behind])
 
 
 @pytest.mark.shows(49)

@@ -45,7 +45,7 @@ def add_schedule(parser: Parser, arguments: list[str], *, costs: bool = True) ->
     )
     if costs:
         add_costs(parser)
-    name = next((word for word in arguments if word in schedule.names()), None)
+    name = next((word for word in arguments if word in schedule.names(with_aliases=True)), None)
     if name is not None:
         add_own_options(parser, [name], without=COST_NAMES if costs else ())
 
@@ -104,7 +104,7 @@ def costs_of(options: argparse.Namespace) -> schedule.Costs:
 
 def own_options(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """What was given of a schedule's own options."""
-    known = schedule.options(name) if name in schedule.names() else {}
+    known = schedule.options(name) if name in schedule.names(with_aliases=True) else {}
     return {option: getattr(options, option) for option in known if hasattr(options, option)}
 
 

@@ -2,6 +2,7 @@
 
 import json
 import signal
+import sys
 from dataclasses import replace
 from types import FrameType
 from typing import TYPE_CHECKING, Self
@@ -10,6 +11,7 @@ from penstock.cli.launch import Group, report_end
 from penstock.cli.together import choose_device, initialise, refuse_differing, together, work_together
 from penstock.cli.train_arguments import TrainArguments
 from penstock.cli.train_loop import TrainLoop
+from penstock.engine.overlap import vain_overlap
 from penstock.engine.run_folder import RunFolder, check_folder
 from penstock.engine.run_parts import check_parts, run_engine
 
@@ -57,6 +59,9 @@ def _train(arguments: TrainArguments, group: Group, store: "Store", stop: StopRe
     config = replace(config, parallel=replace(config.parallel, device=device))
     initialise(store, group, device, config.parallel.timeout_s)
     engine = run_engine(config, data.corpus.vocab_size)
+    vain = vain_overlap(engine.program(config.train.num_microbatches), engine.stages.values(), engine.options.pairs)
+    if vain is not None and group.rank == 0:
+        print(f"penstock: {vain}", file=sys.stderr)
     try:
         loop = TrainLoop(config, engine, data, folder, as_json=switches.json)
         loop.resume(must=switches.resume)

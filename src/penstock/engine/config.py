@@ -183,6 +183,8 @@ class ScheduleSection:
     """What the search `auto` may keep alive on a rank; left out, as many as ranks."""
     overlap: bool = True
     """In fused pairs, one half computes while the other's collectives travel; false: one half after the other."""
+    split_backward: bool = False
+    """In combined schedules, pairs hold the backward of the inputs, and that of the weights comes behind them."""
     cut: tuple[int, ...] | None = None
     """Units of each stage, by hand; left out, the cut that makes the slowest stage fastest."""
     measure: bool = False
@@ -192,7 +194,12 @@ class ScheduleSection:
     def choice(self) -> ScheduleChoice:
         """The schedule as the engine takes it."""
         return ScheduleChoice(
-            self.name, self.stages_per_rank, self.receives_ahead, self.group_size, self.max_live_microbatches
+            self.name,
+            self.stages_per_rank,
+            self.receives_ahead,
+            self.group_size,
+            self.max_live_microbatches,
+            self.split_backward,
         )
 
 

@@ -231,7 +231,7 @@ def _stages(config: RunConfig) -> None:
 def _schedule(config: RunConfig) -> None:
     """Build and prove the schedule: a name or an option it does not know, or one that can not train, ends here."""
     name, choice = config.schedule.name, config.schedule.choice
-    known = schedule.names()
+    known = schedule.names(with_aliases=True)
     if name not in known and not choice.is_file:
         raise ConfigError(f"schedule.name = {name!r} is none of {', '.join(known)}, nor a file ending in .csv or .txt")
     program = choice.program(config.parallel.pp, config.train.num_microbatches)

@@ -18,6 +18,7 @@ class ScheduleChoice:
         stages_per_rank: local stages on each rank; None for as many as the schedule is meant for.
         receives_ahead: receives posted ahead of need on each edge.
         group_size: microbatches that take turns at a rank's stages (interleaved schedules); None for the default.
+        split_backward: whether pairs hold I and leave W behind them (combined schedules).
         max_live_microbatches: what `auto` may keep alive on a rank; None for the default.
     """
 
@@ -26,6 +27,7 @@ class ScheduleChoice:
     receives_ahead: int = 2
     group_size: int | None = None
     max_live_microbatches: float | None = None
+    split_backward: bool = False
 
     @property
     def is_file(self) -> bool:
@@ -57,7 +59,11 @@ class ScheduleChoice:
 
     def build(self, ranks: int, microbatches: int) -> Schedule:
         """The schedule of that name."""
-        options = {"group_size": self.group_size, "max_live_microbatches": self.max_live_microbatches}
+        options = {
+            "group_size": self.group_size,
+            "max_live_microbatches": self.max_live_microbatches,
+            "split_backward": self.split_backward or None,
+        }
         return schedule.build(
             self.name,
             ranks=ranks,

@@ -41,12 +41,14 @@ _BUILDERS: Mapping[str, Callable[..., Schedule]] = MappingProxyType(
         "inference": inference,
     }
 )
+# Other names of the same: on one rank there is nothing to be told apart.
+_ALIASES: Mapping[str, str] = MappingProxyType({"combined": "combined-1f1b"})
 _COMMON = ("ranks", "microbatches", "stages_per_rank")
 
 
-def names() -> tuple[str, ...]:
-    """The schedules that `build` knows."""
-    return tuple(_BUILDERS)
+def names(*, with_aliases: bool = False) -> tuple[str, ...]:
+    """The schedules that `build` knows; also, if asked for, their second names."""
+    return (*_BUILDERS, *_ALIASES) if with_aliases else tuple(_BUILDERS)
 
 
 def describe(name: str) -> str:
@@ -97,6 +99,7 @@ def build(
 
 
 def _builder(name: str) -> Callable[..., Schedule]:
+    name = _ALIASES.get(name, name)
     if name not in _BUILDERS:
         raise ValueError(f"there is no schedule {name!r}; {_nearest(name, _BUILDERS)}")
     return _BUILDERS[name]

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from penstock.schedule.actions import Placement, PlacementKind, Schedule
 from penstock.schedule.builders.interleaved import groups, warm_up
-from penstock.schedule.builders.orders import backwards, forwards, fuse_turns, peak_tapes, renumber
+from penstock.schedule.builders.orders import backwards, forwards, fuse_turns, peak_tapes, renumber, split_backwards
 
 
-def combined_1f1b(ranks: int, microbatches: int, stages_per_rank: int = 1) -> Schedule:
+def combined_1f1b(ranks: int, microbatches: int, stages_per_rank: int = 1, split_backward: bool = False) -> Schedule:
     """1F1B in fused pairs, which hide expert and tensor communication, for twice its memory.
 
     A pair is one step for its neighbours, so that the way to the last rank and back takes twice as many steps as in
     1F1B: stage s starts with 2(p-s-1) + 1 forwards, the last of which keeps the halves of every pair apart. At most
     2(p-s) microbatches are live. On one rank these are F0, (F1, B0), (F2, B1) and so on until the last B, alone.
+
+    With `split_backward` every backward is an I in its pair and a W right behind it: a rank passes the gradient on
+    before it computes those of its weights.
 
     Raises: ValueError for counts below one, or more than one stage a rank (see combined-interleaved).
 
@@ -20,27 +23,32 @@ def combined_1f1b(ranks: int, microbatches: int, stages_per_rank: int = 1) -> Sc
     """
     if stages_per_rank != 1:
         raise ValueError(f"combined-1f1b has one stage on each rank: stages_per_rank must be 1, got {stages_per_rank}")
-    return _combined("combined-1f1b", ranks, microbatches, stages_per_rank, group_size=0)
+    return _combined("combined-1f1b", ranks, microbatches, stages_per_rank, 0, split_backward)
 
 
-def combined_interleaved(ranks: int, microbatches: int, stages_per_rank: int = 2, group_size: int = 0) -> Schedule:
+def combined_interleaved(
+    ranks: int, microbatches: int, stages_per_rank: int = 2, group_size: int = 0, split_backward: bool = False
+) -> Schedule:
     """The interleaved order in fused pairs, which hide expert and tensor communication, for one more tape.
 
     The order is that of `interleaved`, with one forward more ahead of the first pair: without it the last rank would
-    pair a forward with the backward that needs it.
+    pair a forward with the backward that needs it. `split_backward` as in `combined_1f1b`.
 
     Raises: ValueError for counts below one.
 
     Source: Megatron Core, combined 1F1B with virtual stages (arXiv 2603.07685).
     """
-    return _combined("combined-interleaved", ranks, microbatches, stages_per_rank, group_size)
+    return _combined("combined-interleaved", ranks, microbatches, stages_per_rank, group_size, split_backward)
 
 
-def _combined(name: str, ranks: int, microbatches: int, stages_per_rank: int, group_size: int) -> Schedule:
+def _combined(
+    name: str, ranks: int, microbatches: int, stages_per_rank: int, group_size: int, split_backward: bool
+) -> Schedule:
     placement = Placement(PlacementKind.LOOP, ranks, stages_per_rank)
     size, places = groups(ranks, microbatches, group_size)
     orders = []
     for rank in range(ranks):
         passes = (pass_over(placement, rank, len(places), size) for pass_over in (forwards, backwards))
-        orders.append(renumber(fuse_turns(*passes, warm_up=warm_up(placement, rank, size) + 1), places))
+        order = fuse_turns(*passes, warm_up=warm_up(placement, rank, size) + 1)
+        orders.append(renumber(split_backwards(order) if split_backward else order, places))
     return Schedule(name, placement, microbatches, tuple(orders), tuple(map(peak_tapes, orders)))

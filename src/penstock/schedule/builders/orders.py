@@ -69,6 +69,16 @@ def take_turns_split(forwards: Sequence[Action], backwards: Sequence[Action], wa
     return order + weights[num_weights:]
 
 
+def split_backwards(order: Sequence[Step]) -> list[Step]:
+    """An order with each `B`, in a pair or alone, become an `I` with its `W` right behind."""
+    done: list[Step] = []
+    for step in order:
+        split = [Action(Op.I, a.stage, a.microbatch) if a.op is Op.B else a for a in parts(step)]
+        done.append(Pair(*split) if isinstance(step, Pair) else split[0])
+        done += [Action(Op.W, a.stage, a.microbatch) for a in parts(step) if a.op is Op.B]
+    return done
+
+
 def renumber(order: Sequence[Step], places: Sequence[int | None]) -> tuple[Step, ...]:
     """An order in which the microbatch at each place gets the number that stands there, or is left out.
 
