@@ -1,5 +1,6 @@
 """Generation over real processes: the same tokens as transformers' and as one process's, on any ring."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,15 +22,17 @@ OPTIONS = (
 )
 
 
-def make_engine(config: Any, weights: dict[str, Any], pp: int, schedule: str = "1f1b") -> Engine:
+def make_engine(config: Any, weights: dict[str, Any], pp: int, schedule: str = "1f1b", tp: int = 1) -> Engine:
     options = EngineOptions(schedule=schedule, timeout_s=60)
-    engine = Engine(decoder_units(config), config.hidden_size, Layout(pp=pp), options)
-    load(engine.parameters(), weights)
+    units = partial(decoder_units, config, None)
+    engine = Engine(units, config.hidden_size, Layout(pp=pp, tp=tp), options)
+    parts = {name: shard.of(weights[name.removesuffix("@2")]) for name, shard in engine.shards.items()}
+    load(engine.parameters(), weights | parts)
     return engine
 
 
-def greedy(rank: int, pp: int, config: Any, weights: dict[str, Any], prompts: list[list[int]]) -> list[Any]:
-    engine = make_engine(config, weights, pp)
+def greedy(rank: int, pp: int, tp: int, config: Any, weights: dict[str, Any], prompts: list[list[int]]) -> list[Any]:
+    engine = make_engine(config, weights, pp, tp=tp)
     found = [[list(answer.tokens) for answer in engine.generate(prompts, GREEDY, options)] for options in OPTIONS]
     engine.close()
     return found
@@ -59,9 +62,9 @@ def expected(pp: int) -> tuple[Any, dict[str, Any], list[list[int]], list[list[i
 
 
 @pytest.mark.shows(62)
-@pytest.mark.parametrize("pp", [1, 2, 3, 4])
-def test_greedy_tokens_are_those_of_transformers(pp: int) -> None:
+@pytest.mark.parametrize(("pp", "tp"), [(1, 1), (2, 1), (3, 1), (4, 1), (2, 2)])
+def test_greedy_tokens_are_those_of_transformers(pp: int, tp: int) -> None:
     config, weights, prompts, answers = expected(pp)
     assert len({tuple(answer) for answer in answers}) == len(prompts), "answers that are alike show nothing"
-    for found in run_ranks(pp, greedy, pp, config, weights, prompts):
+    for found in run_ranks(pp * tp, greedy, pp, tp, config, weights, prompts):
         assert found == [answers] * len(OPTIONS)

@@ -34,7 +34,8 @@ def _parameters(names: list[str], dtype: torch.dtype = torch.float32) -> list[tu
 # ---- groups
 
 
-GROUPS = ("control", "background", "pp_control", "model_control", "tp_group", "cp_group", "ep_group", "dp_cp_group")
+HOST_GROUPS = ("control", "background", "pp_control", "batch_control", "model_control")
+GROUPS = (*HOST_GROUPS, "tp_group", "cp_group", "ep_group", "dp_cp_group")
 
 
 def _groups_of(rank: int, layouts: list[Layout]) -> list[dict[str, Any]]:
@@ -75,6 +76,7 @@ def test_every_rank_is_in_the_groups_of_the_table(layouts: list[Layout]) -> None
             "control": everyone,
             "background": everyone,
             "pp_control": layout.groups("pp"),
+            "batch_control": layout.groups("pp", "cp", "tp"),
             "model_control": layout.model_copies(),
             "tp_group": layout.groups("tp"),
             "cp_group": layout.groups("cp"),

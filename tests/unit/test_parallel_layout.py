@@ -148,9 +148,9 @@ def test_one_process_needs_no_groups_and_no_torch_distributed() -> None:
     assert not torch.distributed.is_initialized()
     grid = Layout().connect(torch.device("cpu"))
     assert (grid.rank, grid.place, grid.ep_rank, grid.world_size, grid.pp_ranks) == (0, Coordinates(), 0, 1, (0,))
-    host = (grid.control, grid.background, grid.pp_control, grid.model_control)
+    host = (grid.control, grid.background, grid.pp_control, grid.batch_control, grid.model_control)
     device = (grid.tp_group, grid.cp_group, grid.ep_group, grid.dp_cp_group, grid.edp_group, grid.mirror_group)
-    assert (*host, *device) == (None,) * 10
+    assert (*host, *device) == (None,) * 11
 
 
 def test_one_process_does_not_fill_a_larger_layout() -> None:

@@ -256,7 +256,7 @@ class _Drawing:
 
 
 def check_requests(engine: Engine, prompts: Any, params: Any) -> tuple[Prompts, list[SamplingParams]]:
-    """The prompts and their parameters, one for each, once all ranks of the pipeline hold the same.
+    """The prompts and their parameters, one for each, once all ranks that generate together hold the same.
 
     Raises:
         ValueError: what can not be generated from, on every rank that was given it; before any compute.
@@ -269,7 +269,7 @@ def check_requests(engine: Engine, prompts: Any, params: Any) -> tuple[Prompts, 
     except ValueError as caught:  # told to all ranks, then raised here: nobody may wait for this rank
         error = caught
     with engine.recorder.collective("agree on the prompts"):
-        told = gather_json([digest, error and str(error)], engine.grid.pp_control)
+        told = gather_json([digest, error and str(error)], engine.grid.batch_control)
     if error is not None:
         raise error
     for rank, (theirs, refusal) in enumerate(told):

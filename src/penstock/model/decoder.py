@@ -78,9 +78,13 @@ class AttentionHalf(nn.Module):
         return KVCache(size, self.k.out_features // self.head_dim, self.head_dim)
 
     def decode(self, x_TD: Tensor, cache: KVCache, rows: CachedRows) -> Tensor:
+        return self.add_output(x_TD, self.attend_cached(x_TD, cache, rows))
+
+    def attend_cached(self, x_TD: Tensor, cache: KVCache, rows: CachedRows) -> Tensor:
+        """The heads' means [T, H, K] over the cache, in which the tokens' own keys and values are from now on."""
         q_THK, k_THK, v_THK = self.project(x_TD, rows)
         cache.write(k_THK, v_THK, rows)
-        return self.add_output(x_TD, cached_attention(q_THK, cache, rows, self.window))
+        return cached_attention(q_THK, cache, rows, self.window)
 
     def project(self, x_TD: Tensor, sequences: Sequences | CachedRows) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values [T, heads, K] of the residual stream, turned by their positions."""

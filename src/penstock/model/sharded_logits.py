@@ -38,6 +38,8 @@ class ShardedLogits:
 
     def gathered(self) -> Tensor:
         """The whole logits [T, V] on every rank, without a graph: V / U times the memory."""
+        if not self.own.shape[0]:
+            return self.own.new_empty(self.shape)
         longest = -(-self.part.full_shape[0] // self.part.count)
         parts = [Shard("tp", 0, index, self.part.count, self.part.full_shape) for index in range(self.part.count)]
         padded_UT = self.own.new_zeros(longest, self.own.shape[0])

@@ -16,6 +16,7 @@ Source: Korthikanti et al. 2022 (arXiv 2205.05198), section 4.2.2.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from penstock.model.attention import packed_attention
+from penstock.model.cached import CachedRows, CacheSize, KVCache
 from penstock.model.collectives import Collectives
 from penstock.model.config import ModelConfig
 from penstock.model.context_attention import HeadShape, check_heads, context_attention
@@ -120,6 +122,16 @@ class _SharedUnit(SegmentedUnit):
         num_missing = -x_TD.shape[0] % self.collectives.size
         return F.pad(x_TD, (0, 0, 0, num_missing)) if num_missing else x_TD
 
+    def summed(self, x_TD: Tensor) -> Tensor:
+        """The sum over ranks, on every rank, at once: for generation, where tokens are few and nothing is cut."""
+        if x_TD.is_cuda:
+            return self.collectives.all_reduce(x_TD).wait()
+        # Always in the order of ranks, so that a row's bits do not depend on how many others there are.
+        return self.collectives.all_gather(x_TD).wait().unflatten(0, (self.collectives.size, -1)).sum(0)
+
+    def new_cache(self, size: CacheSize) -> Any:
+        return None
+
 
 class SharedEmbedding(_SharedUnit):
     """Token ids [T] -> this rank's tokens of the residual stream [S, D], looked up by the ranks that have them."""
@@ -132,11 +144,17 @@ class SharedEmbedding(_SharedUnit):
     def segments(self, sequences: Sequences) -> Sequence[Segment]:
         return [Compute("look up", self._look_up), self.scatter()]
 
+    def decode(self, tokens_T: Tensor, cache: None, rows: CachedRows) -> Tensor:
+        return self.summed(self._found(tokens_T))
+
     def _look_up(self, tokens_T: Tensor) -> State:
+        return (self.padded(self._found(tokens_T)),)
+
+    def _found(self, tokens_T: Tensor) -> Tensor:
+        """What this rank has of the tokens, zeros for others [T, D]."""
         rows_T = tokens_T - self.part.start
         inside_T = (rows_T >= 0) & (rows_T < self.part.length)
-        found_TD = F.embedding(rows_T.where(inside_T, 0), self.weight)
-        return (self.padded(found_TD.masked_fill(~inside_T[:, None], 0)),)
+        return F.embedding(rows_T.where(inside_T, 0), self.weight).masked_fill(~inside_T[:, None], 0)
 
 
 class SharedAttentionHalf(_SharedUnit, AttentionHalf):
@@ -169,6 +187,13 @@ class SharedAttentionHalf(_SharedUnit, AttentionHalf):
             attention = [Compute("heads", heads), *among_ranks, Compute("output", output)]
         return [norm, self.gather(), *attention, self.scatter(), residual]
 
+    def new_cache(self, size: CacheSize) -> KVCache:
+        return AttentionHalf.new_cache(self, size)
+
+    def decode(self, x_TD: Tensor, cache: KVCache, rows: CachedRows) -> Tensor:
+        mean_THK = self.attend_cached(x_TD, cache, rows)
+        return x_TD + self.summed(self.output(mean_THK.flatten(1)))
+
 
 class SharedMLPHalf(_SharedUnit, MLPHalf):
     """The MLP half for this rank's columns of the width inside."""
@@ -182,6 +207,9 @@ class SharedMLPHalf(_SharedUnit, MLPHalf):
         mlp = Compute("mlp", lambda h, x: (self.inner(h), x))
         return [norm, self.gather(), mlp, self.scatter(), Compute("residual", _add)]
 
+    def decode(self, x_TD: Tensor, cache: None, rows: CachedRows) -> Tensor:
+        return x_TD + self.summed(self.inner(self.norm(x_TD)))
+
 
 class SharedHead(_SharedUnit):
     """This rank's tokens of the residual stream [S, D] -> its part of the logits, of all tokens [T, part of V]."""
@@ -189,13 +217,18 @@ class SharedHead(_SharedUnit):
     def __init__(self, peers: Peers, products: Products) -> None:
         super().__init__()
         config = peers.config
-        self.collectives = Collectives(peers.group)
+        self.collectives, self.part = Collectives(peers.group), peers.vocabulary
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.projection = Linear(config.hidden_size, peers.vocabulary.length, products=products)
 
     def segments(self, sequences: Sequences) -> Sequence[Segment]:
         project = Compute("projection", lambda h: (self.projection(h[: sequences.num_tokens]),))
         return [Compute("norm", lambda x: (self.norm(x),)), self.gather(), project]
+
+    def decode(self, x_TD: Tensor, cache: None, rows: CachedRows) -> Tensor:
+        """The whole logits [S, V] of the tokens to be sampled, on every rank: all of them draw the same."""
+        own_SU = self.projection(self.norm(x_TD[rows.sampled_S]))
+        return ShardedLogits(own_SU, self.part, self.collectives).gathered()
 
 
 def _add(y: Tensor, x: Tensor) -> State:

@@ -176,8 +176,10 @@ class Layout:
         on_device = _GroupMaker(rank, "nccl" if device.type == "cuda" else "gloo", device, timeout)
         on_host = _GroupMaker(rank, "gloo", torch.device("cpu"), timeout)
         control, pp_control = on_host.make(everyone), on_host.make(self.groups("pp"))
-        whole = {everyone: control, self.groups("pp"): pp_control}
-        copies = self.model_copies()
+        known = {everyone: control, self.groups("pp"): pp_control}
+        for groups in (self.groups("pp", "cp", "tp"), self.model_copies()):
+            if groups not in known:
+                known[groups] = on_host.make(groups)
         dp_cp_group = on_device.make(self.groups("dp", "cp"))
         return Grid(
             self,
@@ -186,7 +188,8 @@ class Layout:
             control=control,
             background=_GroupMaker(rank, "gloo", torch.device("cpu"), None).make(everyone),
             pp_control=pp_control,
-            model_control=whole[copies] if copies in whole else on_host.make(copies),
+            batch_control=known[self.groups("pp", "cp", "tp")],
+            model_control=known[self.model_copies()],
             tp_group=on_device.make(self.groups("tp")),
             cp_group=on_device.make(self.groups("cp")),
             ep_group=on_device.make(self.expert_groups()),
@@ -209,7 +212,8 @@ class Grid:
 
     On host memory:
     control: all ranks. background: the same again for a thread beside the main one, since two threads may not share a
-    group. pp_control: this pipeline's ranks. model_control: the ranks that hold a copy of the model between them.
+    group. pp_control: this pipeline's ranks. batch_control: the ranks that are given the same batch, those that differ
+    in pp, cp and tp. model_control: the ranks that hold a copy of the model between them.
     """
 
     layout: Layout
@@ -218,6 +222,7 @@ class Grid:
     control: dist.ProcessGroup | None = None
     background: dist.ProcessGroup | None = None
     pp_control: dist.ProcessGroup | None = None
+    batch_control: dist.ProcessGroup | None = None
     model_control: dist.ProcessGroup | None = None
     tp_group: dist.ProcessGroup | None = None
     cp_group: dist.ProcessGroup | None = None

@@ -256,7 +256,7 @@ class _Trip:
         giver = ring.placement.rank_of(before)
         if giver == ring.rank:
             return self._handed.pop((before, visit.slot))
-        shape, dtype = stage.boundary.shape(visit.num_tokens), stage.boundary.dtype
+        shape, dtype = stage.boundary.whole_shape(visit.num_tokens), stage.boundary.dtype
         receipt = ring.transport.receive(Channel(giver, ring.rank, Op.F), shape, dtype)
         ring.recorder.awaits(record, Awaited(Op.F, before, visit.slot, giver))
         while not receipt.ready():

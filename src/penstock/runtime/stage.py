@@ -41,6 +41,10 @@ class Boundary:
     def shape(self, num_tokens: int) -> tuple[int, int]:
         return (-(-num_tokens // self.num_sharing), self.hidden_size)
 
+    def whole_shape(self, num_tokens: int) -> tuple[int, int]:
+        """Of what travels in generation, where the tokens are few and every rank has all of them."""
+        return (num_tokens, self.hidden_size)
+
 
 @runtime_checkable
 class LaneUnit(Protocol):
