@@ -102,14 +102,18 @@ class Ended:
 
 @dataclass
 class Started:
-    """A run under way in processes of its own; everything it started is killed when the `with` block ends."""
+    """A run under way in processes of its own; everything it started is killed when the `with` block ends.
+
+    `launcher` is the command that starts Penstock, which here is a module of that name.
+    """
 
     arguments: list[str]
     environ: dict[str, str] = field(default_factory=dict)
+    launcher: list[str] = field(default_factory=lambda: [sys.executable])
 
     def __enter__(self) -> "Started":
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "penstock.cli.main", "train", *self.arguments],
+            [*self.launcher, "-m", "penstock", "train", *self.arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -153,6 +157,11 @@ class Started:
         for pid in pids:
             while not _stands_still(pid):
                 select.select([], [], [], 0.001)
+
+    def stop(self) -> str:
+        """Kill what is left of the run; returns all it has written to standard error."""
+        self.kill()
+        return self.process.communicate(timeout=10)[1]
 
     def end(self, limit_s: float = 90.0) -> Ended:
         """Wait for the run to end."""

@@ -8,8 +8,9 @@ import re
 import signal
 import sys
 import tempfile
+import threading
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -24,8 +25,12 @@ FAILED, REFUSED = 1, 2
 # Set for workers that we launched ourselves.
 _LAUNCHER_PID = "PENSTOCK_LAUNCHER_PID"
 _ENDED_WELL = "PENSTOCK_ENDED_WELL"
+# Set by torchrun where its agents, which outlive the workers, lend them their store.
+_AGENTS_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 # The store's counter of processes that have told the user of a mistake.
 _TOLD = "penstock/told"
+# How long a process that fails waits for the store's answer.
+_ANSWER_LIMIT_S = 5.0
 # Workers told to stop finish their step and save; only one that hangs is killed.
 _SAVE_LIMIT_S = 600
 
@@ -80,16 +85,20 @@ def find_group(environ: Mapping[str, str]) -> Group | None:
 
 
 def join(group: Group, timeout_s: float) -> "Store":
-    """Meet the other processes of the group at a store that all share."""
+    """Meet the other processes of the group at a store that all share, and no process of an earlier start does."""
     from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
     from torch.distributed.rendezvous import rendezvous
+
+    from penstock.cli.rounds import agree_on_round
 
     if group.world_size == 1:
         return HashStore()
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = group.address, str(group.port)
     meeting = rendezvous("env://", rank=group.rank, world_size=group.world_size, timeout=timedelta(seconds=timeout_s))
     store, _, _ = next(meeting)
-    return store
+    if os.environ.get(_AGENTS_STORE) != str(True):
+        return store
+    return agree_on_round(store, group.rank, group.world_size, timeout_s)
 
 
 def launch(
@@ -177,18 +186,30 @@ def agree(store: "Store", group: Group, key: str, ours: Mapping[str, Any]) -> li
 
 def is_first_to_tell(store: "Store") -> bool:
     """Whether no other process has told the user of a mistake yet: all of them may find the same one."""
-    try:
-        return store.add(_TOLD, 1) == 1
-    except RuntimeError:  # the store went with a process that has told already
-        return False
+    # The store may have gone with a process that has told already.
+    return _asked(lambda: store.add(_TOLD, 1) == 1, if_gone=False, if_silent=True)
 
 
 def is_told(store: "Store") -> bool:
     """Whether some process has told the user of a mistake, so that other errors merely follow from its end."""
-    try:
-        return store.check([_TOLD])
-    except RuntimeError:  # the store went with the process that held it, which need not have told anything
-        return False
+    # The process that held the store need not have told anything.
+    return _asked(lambda: store.check([_TOLD]), if_gone=False, if_silent=False)
+
+
+def _asked(question: Callable[[], bool], *, if_gone: bool, if_silent: bool) -> bool:
+    """The store's answer; it does not keep a process that is about to end waiting, for it may be cut off for good."""
+    answers: list[bool] = []
+
+    def ask() -> None:
+        try:
+            answers.append(question())
+        except RuntimeError:
+            answers.append(if_gone)
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(_ANSWER_LIMIT_S)
+    return answers[0] if answers else if_silent
 
 
 def _explain(error: Any, again: str) -> int:

@@ -3,10 +3,12 @@
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 from penstock.cli.launch import Group, find_group, launch
 from penstock.cli.train_arguments import TrainArguments, read_arguments
 from penstock.engine.config_check import check, check_world
+from penstock.engine.elastic import fit
 from penstock.engine.run_folder import check_folder
 
 
@@ -25,7 +27,9 @@ def main(argv: Sequence[str]) -> int:
         return 0
     group = find_group(os.environ)
     if group is not None:
+        config = check(fit(config, group.world_size))
         check_world(config, group.world_size, group.origin)
+        arguments = replace(arguments, config=config)
         return _work(arguments, group)
     # All that can be known now is checked here: the workers would each take seconds to find it out.
     check_folder(config, fresh=arguments.switches.fresh, resume=arguments.switches.resume)

@@ -155,6 +155,8 @@ class ParallelSection:
     """CPU threads of a rank."""
     timeout_s: float = 600.0
     """For how long a rank waits for a peer before it says so and ends."""
+    elastic: bool = False
+    """Run on as many pipelines as the group of processes has room for, whatever dp is."""
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -371,6 +373,7 @@ _FREE = _FREE_IF_GLOBAL | {
     "parallel.order",
     "parallel.attention",
     "parallel.device",
+    "parallel.elastic",
     "parallel.num_threads",
     "parallel.timeout_s",
 }

@@ -9,6 +9,7 @@ import math
 from penstock import schedule
 from penstock.engine.config import RunConfig
 from penstock.engine.config_file import ConfigError
+from penstock.engine.elastic import check_elastic
 
 _NOT_NEGATIVE = frozenset(
     {
@@ -51,6 +52,7 @@ def check(config: RunConfig) -> RunConfig:
         _tensor_parallel,
         _recompute,
         _batch,
+        check_elastic,
         _schedule,
         _stages,
         _optimizer,
