@@ -9,11 +9,10 @@ from torch import Tensor
 
 from penstock import Layout, MicroBatchSpec, PackedBatch
 from penstock.engine import Engine, EngineOptions
-from penstock.engine.build import SECOND_COPY
 from penstock.engine.learning_rate import LearningRate
 from penstock.engine.optimizer import OptimizerConfig
 from penstock.engine.options import Precision
-from penstock.model import ExpertConfig, GroupScore, ModelConfig, Scores, decoder_units
+from penstock.model import ExpertConfig, GroupScore, ModelConfig, Scores, Shard, decoder_units
 from tests.dist.launch import run_ranks
 
 STEPS = 3
@@ -63,7 +62,7 @@ class Outcome:
     extras: list[tuple[Mapping[str, float], float | None]]
     gradients: dict[str, Tensor]
     parameters: dict[str, Tensor]
-    starts: dict[str, tuple[int, int]]
+    shards: dict[str, Shard]
 
 
 def documents() -> list[list[Tensor]]:
@@ -79,7 +78,8 @@ def train(case: Case, layout: Layout) -> Outcome:
         schedule=case.schedule,
         recompute=case.recompute,
         precision=case.precision,
-        optimizer=OptimizerConfig(LearningRate(1e-2), clip_norm=0.5),
+        # With a small eps a step is the gradient's sign, and rounding decides over elements that are nearly zero.
+        optimizer=OptimizerConfig(LearningRate(1e-2), eps=1e-3, clip_norm=0.5),
         timeout_s=30.0,
     )
     engine = Engine(lambda groups: decoder_units(config, groups=groups), config.hidden_size, layout, options)
@@ -101,7 +101,7 @@ def train(case: Case, layout: Layout) -> Outcome:
         [(dict(r.extras.losses), r.extras.busiest_expert) for r in results],
         {name: engine.gradient(name).clone() for name in trained},
         {name: p.detach().clone() for name, p in engine.parameters().items()},
-        {name: (shard.start, shard.length) for name, shard in engine.shards.items()},
+        dict(engine.shards),
     )
     engine.close()
     return outcome
@@ -160,28 +160,27 @@ SHARED = [
 @pytest.mark.parametrize(
     "layouts",
     [
-        [Layout(dp=2, ep=2)],
-        [Layout(dp=4), Layout(dp=4, ep=2), Layout(dp=4, ep=4), Layout(pp=2, dp=2, ep=2)],
+        [Layout(dp=2, ep=2), Layout(cp=2, ep=2), Layout(tp=2)],
+        [Layout(dp=4, ep=2), Layout(dp=4, ep=4), Layout(pp=2, dp=2, ep=2), Layout(dp=2, tp=2, ep=2)],
     ],
     ids=["two", "four"],
 )
 def test_sharing_the_experts_changes_nothing(layouts: list[Layout]) -> None:
-    cases = [(case, layout) for layout in layouts for case in SHARED]
-    cases += [(replace(FP64, schedule="zb-h1"), layout) for layout in layouts if layout.pp > 1]
+    # Everything on the first layout, one thing each on the others.
+    numbered = [(number, layouts[0]) for number in range(len(SHARED))]
+    numbered += [(1 + i % (len(SHARED) - 1), layout) for i, layout in enumerate(layouts[1:])]
+    cases = [(SHARED[number], layout) for number, layout in numbered]
+    cases = [(replace(case, schedule="zb-h1") if layout.pp > 1 else case, layout) for case, layout in cases]
     (alone,) = run_ranks(1, train_all, [(case, Layout()) for case in SHARED])
-    by_rank = run_ranks(layouts[0].world_size, train_all, cases, timeout_s=100.0)
-    for number, (case, layout) in enumerate(cases):
-        expected = alone[number % len(SHARED)] if case.schedule == "1f1b" else alone[0]
+    by_rank = run_ranks(layouts[0].world_size, train_all, cases, timeout_s=110.0)
+    for case, (number, layout) in enumerate(numbered):
         for outcomes in by_rank:
-            check_equal(outcomes[number], expected, layout)
-    assert any(length < 7 for _, length in by_rank[0][0].starts.values()) or layouts[0].ep == 1
+            check_equal(outcomes[case], alone[number], layout)
+        shared = {shard.count for outcomes in by_rank for shard in outcomes[case].shards.values() if shard.axis == "ep"}
+        assert shared == ({layout.ep} if layout.ep > 1 else set())
 
 
 def check_equal(found: Outcome, expected: Outcome, layout: Layout) -> None:
-    def part(name: str, whole: Tensor) -> Tensor:
-        start, length = found.starts.get(name, (0, whole.shape[0]))
-        return whole[start : start + length]
-
     assert found.losses == pytest.approx(expected.losses, rel=1e-12), layout
     assert found.norms == pytest.approx(expected.norms, rel=1e-12), layout
     for (losses, busiest), (wanted, wanted_busiest) in zip(found.extras, expected.extras, strict=True):
@@ -193,6 +192,7 @@ def check_equal(found: Outcome, expected: Outcome, layout: Layout) -> None:
     ):
         assert held
         for name, value in held.items():
-            wanted = part(name, whole[name.removesuffix(SECOND_COPY)])
+            shard = found.shards.get(name)
+            wanted = whole[name] if shard is None else shard.of(whole[name])
             scale = float(whole[name].abs().max())
             torch.testing.assert_close(value, wanted, rtol=1e-12, atol=1e-12 * scale, msg=f"{layout} {name}")

@@ -65,9 +65,11 @@ class ExpertBalance:
             name: sum((t.counts[router] for t in terms if router in t.counts), start=router.no_counts(engine.device))
             for name, router in self._routers.items()
         }
-        if counts and engine.grid.dp_cp_group is not None:
+        if counts:
             together = torch.cat(list(counts.values()))
-            dist.all_reduce(together, group=engine.grid.dp_cp_group)
+            for group in (engine.grid.dp_cp_group, engine.grid.tp_group):
+                if group is not None:
+                    dist.all_reduce(together, group=group)
             counts = dict(zip(counts, together.split([len(c) for c in counts.values()]), strict=True))
         if engine.placement.num_routes > 1:
             copies = {name: name.removesuffix(SECOND_COPY) for name in counts if name.endswith(SECOND_COPY)}
@@ -119,8 +121,7 @@ def finish_extras(engine: Engine, feeds: Sequence[Feed], scale: float, learned: 
         highest = torch.tensor(busiest, dtype=torch.float64)
         dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=engine.grid.control)
         busiest = float(highest)
-    # Ranks of a tp group note the same.
-    notes = [note for t in terms for note in t.values.items()] if engine.grid.tp_rank == 0 else []
+    notes = [note for t in terms for note in t.values.items()]
     own = [sum(float(value) for (_, kind), value in notes if kind is term) for term in Term]
     sums = engine.sum_over_ranks(*own)
     losses = {term.value: value / scale for term, value in zip(Term, sums, strict=True) if value}

@@ -14,12 +14,23 @@ from penstock.model.loss_terms import LossTerms, Term
 from penstock.model.recompute import recomputed
 from penstock.model.sampling import Draw, Drawn, draw_tokens
 from penstock.model.sampling_params import SamplingParams
-from penstock.model.segments import Compute, Exchange, Lane, RecomputedLane, Segment, SegmentedUnit, Travelling, cut
+from penstock.model.segments import (
+    Beside,
+    Compute,
+    Exchange,
+    Lane,
+    RecomputedLane,
+    Segment,
+    SegmentedUnit,
+    Travelling,
+    cut,
+)
 from penstock.model.sequences import Sequences, Spread
 from penstock.model.sharded_logits import Logits, ShardedLogits, whole_logits
 from penstock.model.units import Shard, UnitSpec
 
 __all__ = [
+    "Beside",
     "CacheSize",
     "CachedRows",
     "CachedUnit",

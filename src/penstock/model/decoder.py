@@ -181,7 +181,7 @@ def decoder_units(
         raise ValueError(f"ep = {groups.ep_size}: the model has no experts to share; ep = 1 is possible")
     chosen = fastest_products() if products is None else products
     dense = partial(MLPHalf, config, chosen), work.of_mlp(config)
-    sparse = partial(ExpertHalf, config, chosen, groups.ep), work.of_experts(config) if config.experts else 0.0
+    sparse = partial(ExpertHalf, config, chosen, groups), work.of_experts(config) if config.experts else 0.0
     shards = expert_shards(config, groups) if config.experts else {}
     tied = {"projection.weight": "embedding.weight"} if config.tie_embeddings else {}
     embedding = _spec("embedding", config, partial(Embedding, config), work.of_embedding(config))

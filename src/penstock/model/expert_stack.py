@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from penstock.model.linear import PendingGradient, WeightGradients
 from penstock.model.products import TORCH, Products
@@ -30,8 +31,11 @@ class Groups:
     device: torch.device
 
     @classmethod
-    def of(cls, counts_E: Tensor) -> "Groups":
-        """Waits for the device."""
+    def of(cls, counts_E: Tensor, num_rows: int) -> "Groups":
+        """Waits for the device. Where tensors have no data, as in a plan of memory, rows are shared out evenly."""
+        if isinstance(counts_E, FakeTensor):
+            whole, longer = divmod(num_rows, len(counts_E))
+            return cls(tuple(whole + (e < longer) for e in range(len(counts_E))), counts_E.device)
         return cls(tuple(counts_E.tolist()), counts_E.device)
 
     def ranges(self) -> Iterator[tuple[int, int, int]]:

@@ -160,6 +160,7 @@ class Route:
     choice: Choice | None = None
     sizes: Travelling | None = None
     arrived: Arrived | None = None
+    num_padding: int = 0
 
     def tell_sizes(self, collectives: Collectives, experts_of_ranks: Sequence[int]) -> None:
         """Start telling every rank how many rows it will get for each of its experts."""

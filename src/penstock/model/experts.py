@@ -4,13 +4,14 @@
 
 Where one rank holds all experts, nothing travels and the two exchanges are left out.
 
-Shapes: T tokens, D hidden size, K active experts, N rows (copies of tokens, one for each expert they go to).
+Shapes: T tokens of this rank, S with what pads them, D hidden size, K active experts, N rows (copies of tokens, one
+for each expert they go to).
 """
 
 from collections.abc import Sequence
 from functools import partial
 
-import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.model.collectives import Collectives
@@ -24,7 +25,7 @@ from penstock.model.linear import Linear
 from penstock.model.norm import RMSNorm
 from penstock.model.products import Products
 from penstock.model.router import Router
-from penstock.model.segments import Compute, Exchange, Only, Segment, SegmentedUnit, State, Travelling
+from penstock.model.segments import Beside, Compute, Exchange, Segment, SegmentedUnit, State, Travelling
 from penstock.model.sequences import Sequences
 from penstock.model.units import Shard
 
@@ -60,58 +61,75 @@ class SharedExpert(nn.Module):
 class ExpertHalf(SegmentedUnit):
     """x + shared(norm(x)) + the sum of each token's experts' outputs by its weights.
 
+    Each rank routes its own tokens: where a tp group cuts the residual stream by tokens, its run of them [S, D], and
+    what pads the last run stays zero and goes to nobody.
+
     Args:
         config: of the model, with experts.
         products: computes the matrix products.
-        group: the ranks that share the experts, each holding a run of neighbours; None where this one has all.
+        groups: `ep` are the ranks that share the experts, each holding a run of neighbours.
     """
 
-    def __init__(self, config: ModelConfig, products: Products, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, config: ModelConfig, products: Products, groups: ModelGroups | None = None) -> None:
         super().__init__()
         assert config.experts is not None
-        self.collectives = Collectives(group)
+        groups = groups or ModelGroups()
+        self.collectives, self.token_peers = Collectives(groups.ep), Collectives(groups.tp)
         self.experts_of_ranks = experts_of_ranks(config.experts.num_experts, self.collectives.size)
         num_local = self.experts_of_ranks[self.collectives.rank]
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.router = Router(config.hidden_size, config.experts, products)
+        self.router = Router(config.hidden_size, config.experts, products, groups)
         self.experts = Experts(config.hidden_size, config.experts, num_local, products)
         self.shared = SharedExpert(config.hidden_size, config.experts, products) if config.experts.shared_size else None
 
     def segments(self, sequences: Sequences) -> Sequence[Segment]:
         route = Route()
         router = Compute("router", partial(self._route, route, sequences))
+        # The tokens' weights, and what the experts' outputs are added to, wait for them.
+        experts = Beside(Compute("experts", partial(self._compute, route)), 2)
         combine = Compute("combine", partial(self._combine, route))
         if self.collectives.size == 1:
-            return [router, Only(Compute("experts", partial(self._compute, route))), combine]
+            return [router, experts, combine]
         return [
             router,
             Sizes(route, self.experts_of_ranks),
             Exchange("dispatch", partial(self._to_experts, route), partial(self._from_experts, route)),
-            Only(Compute("experts", partial(self._compute, route))),
+            experts,
             Exchange("combine", partial(self._from_experts, route), partial(self._to_experts, route)),
             combine,
         ]
 
-    def _route(self, route: Route, sequences: Sequences, x_TD: Tensor) -> State:
+    def _route(self, route: Route, sequences: Sequences, x: Tensor) -> State:
+        tokens, route.num_padding = self._own_tokens(sequences, x.shape[0])
+        x_TD = x[: len(tokens)] if route.num_padding else x
         h_TD = self.norm(x_TD)
-        choice = route.choice = self.router(h_TD, sequences)
+        choice = route.choice = self.router(h_TD, sequences, tokens)
         if self.collectives.size > 1:
             route.tell_sizes(self.collectives, self.experts_of_ranks)
         order = route.order = Order.of(choice.experts_TK)
         base_TD = x_TD if self.shared is None else x_TD + self.shared(h_TD)
         return spread(h_TD, order), choice.weights_TK, base_TD
 
+    def _own_tokens(self, sequences: Sequences, num_rows: int) -> tuple[range, int]:
+        """Which of the microbatch's tokens these rows are, and how many rows behind them are none."""
+        if self.token_peers.size == 1:
+            return range(num_rows), 0
+        first = min(self.token_peers.rank * num_rows, sequences.num_tokens)
+        tokens = range(first, min(first + num_rows, sequences.num_tokens))
+        return tokens, num_rows - len(tokens)
+
     def _compute(self, route: Route, rows_ND: Tensor) -> State:
         if route.arrived is None:
             assert route.choice is not None
-            return (self.experts(rows_ND, Groups.of(route.choice.counts_E)),)
+            return (self.experts(rows_ND, Groups.of(route.choice.counts_E, rows_ND.shape[0])),)
         arrived = route.arrived
         out_ND = self.experts(arrived.sorted_by_expert(rows_ND), arrived.groups)
         return (arrived.sorted_by_rank(out_ND),)
 
     def _combine(self, route: Route, rows_ND: Tensor, weights_TK: Tensor, base_TD: Tensor) -> State:
         assert route.order is not None
-        return (gather(rows_ND, weights_TK, base_TD, route.order),)
+        y_TD = gather(rows_ND, weights_TK, base_TD, route.order)
+        return (F.pad(y_TD, (0, 0, 0, route.num_padding)) if route.num_padding else y_TD,)
 
     def _to_experts(self, route: Route, rows: Tensor) -> Travelling:
         assert route.arrived is not None

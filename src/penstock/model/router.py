@@ -12,7 +12,9 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
+from penstock.model.collectives import Collectives
 from penstock.model.expert_config import ExpertConfig, GroupScore, Scores
+from penstock.model.groups import ModelGroups
 from penstock.model.linear import Linear
 from penstock.model.loss_terms import LossTerms, Term
 from penstock.model.products import Products
@@ -73,14 +75,22 @@ class Balance(nn.Module):
 class Router(nn.Module):
     """Hidden states [T, D] -> each token's experts and weights."""
 
-    def __init__(self, hidden_size: int, config: ExpertConfig, products: Products) -> None:
+    def __init__(
+        self, hidden_size: int, config: ExpertConfig, products: Products, groups: ModelGroups | None = None
+    ) -> None:
         super().__init__()
+        groups = groups or ModelGroups()
+        # Who holds the other tokens of the same sequences.
+        self.token_peers, self.context = Collectives(groups.tp), Collectives(groups.cp)
         self.config = config
         self.logits = Linear(hidden_size, config.num_experts, products=products)
         self.balance = Balance(config)
 
-    def forward(self, h_TD: Tensor, sequences: Sequences) -> Choice:
-        """The choice, with the terms of loss hung on its weights where the microbatch learns."""
+    def forward(self, h_TD: Tensor, sequences: Sequences, tokens: range) -> Choice:
+        """The choice, with the terms of loss hung on its weights where the microbatch learns.
+
+        `tokens`: which of the sequences' tokens these are.
+        """
         config, terms = self.config, sequences.terms
         with torch.autocast(h_TD.device.type, enabled=False):
             logits_TE = self.logits(h_TD.to(torch.promote_types(h_TD.dtype, torch.float32)))
@@ -96,7 +106,7 @@ class Router(nn.Module):
                 terms.counts[self.balance] = counts_E
                 if config.has_losses:
                     choice = Choice(experts_TK, weights_TK, counts_E)
-                    weights_TK = self._carry_losses(choice, logits_TE, scores_TE, sequences, terms)
+                    weights_TK = self._carry_losses(_Scored(choice, logits_TE, scores_TE), sequences, tokens, terms)
         return Choice(experts_TK, weights_TK, counts_E)
 
     def _best(self, scores_TE: Tensor) -> Tensor:
@@ -113,31 +123,41 @@ class Router(nn.Module):
             scores_TE = scores_TGE.masked_fill(left_out_TG[..., None], -torch.inf).flatten(1)
         return scores_TE.topk(config.num_active, dim=-1, sorted=False).indices
 
-    def _carry_losses(
-        self, choice: Choice, logits_TE: Tensor, scores_TE: Tensor, sequences: Sequences, terms: LossTerms
-    ) -> Tensor:
+    def _carry_losses(self, scored: "_Scored", sequences: Sequences, tokens: range, terms: LossTerms) -> Tensor:
         """The weights with the terms hung on them."""
-        config, weights_TK = self.config, choice.weights_TK
-        shares_TE = scores_TE
+        config, choice, weights_TK, shares_TE = self.config, scored.choice, scored.choice.weights_TK, scored.scores_TE
         if config.scores is Scores.SIGMOID:
-            shares_TE = scores_TE / (scores_TE.sum(-1, keepdim=True) + _TINY)
+            shares_TE = shares_TE / (shares_TE.sum(-1, keepdim=True) + _TINY)
         if config.microbatch_loss:
-            total = _imbalance(shares_TE, _loads(choice.counts_E[None]))
+            total = _imbalance(shares_TE, _loads(self._of_all_ranks(choice.counts_E[None])))
             weights_TK = self._hang(weights_TK, config.microbatch_loss * total, Term.BALANCE, terms)
         if config.sequence_loss:
-            of_token_T, counts_BE = _sequence_counts(choice.experts_TK, sequences, config.num_experts)
-            total = _imbalance(shares_TE, _loads(counts_BE)[of_token_T])
+            of_token_T, counts_BE = _sequence_counts(choice.experts_TK, sequences, tokens, config.num_experts)
+            total = _imbalance(shares_TE, _loads(self._of_all_ranks(counts_BE))[of_token_T])
             weights_TK = self._hang(weights_TK, config.sequence_loss * total, Term.SEQUENCE_BALANCE, terms)
         if self.balance.load is not None:
             total = _imbalance(shares_TE, self.balance.load[None])
             weights_TK = self._hang(weights_TK, config.global_loss * total, Term.GLOBAL_BALANCE, terms)
         if config.z_loss:
-            total = logits_TE.logsumexp(-1).square().sum()
+            total = scored.logits_TE.logsumexp(-1).square().sum()
             weights_TK = self._hang(weights_TK, config.z_loss * total, Term.Z, terms)
         return weights_TK
 
+    def _of_all_ranks(self, counts: Tensor) -> Tensor:
+        """The counts of all ranks that hold tokens of the same sequences."""
+        return self.context.all_reduce(self.token_peers.all_reduce(counts).wait()).wait()
+
     def _hang(self, weights_TK: Tensor, total: Tensor, kind: Term, terms: LossTerms) -> Tensor:
         return terms.add(weights_TK, total * terms.per_token, self, kind)
+
+
+@dataclass(frozen=True, eq=False)
+class _Scored:
+    """A choice, and what it was made from."""
+
+    choice: Choice
+    logits_TE: Tensor
+    scores_TE: Tensor
 
 
 _TINY = 1e-20
@@ -157,10 +177,14 @@ def _imbalance(shares_TE: Tensor, loads: Tensor) -> Tensor:
     return (shares_TE * loads.to(shares_TE.dtype)).sum()
 
 
-def _sequence_counts(experts_TK: Tensor, sequences: Sequences, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Each token's sequence [T], and tokens of every expert in every sequence [B, E]."""
-    of_token_T = sequences.shared("sequence of token", lambda: _sequence_of_token(sequences, experts_TK.device))
-    counts = torch.zeros(len(sequences.lengths) * num_experts, dtype=torch.int64, device=experts_TK.device)
+def _sequence_counts(
+    experts_TK: Tensor, sequences: Sequences, tokens: range, num_experts: int
+) -> tuple[Tensor, Tensor]:
+    """Each token's sequence [T], and how many of these tokens go to every expert in every sequence [B, E]."""
+    device = experts_TK.device
+    of_all_tokens = sequences.shared("sequence of token", lambda: _sequence_of_token(sequences, device))
+    of_token_T = of_all_tokens[tokens.start : tokens.stop]
+    counts = torch.zeros(len(sequences.lengths) * num_experts, dtype=torch.int64, device=device)
     places_TK = of_token_T[:, None] * num_experts + experts_TK
     counts.index_add_(0, places_TK.flatten(), torch.ones_like(experts_TK).flatten())
     return of_token_T, counts.view(-1, num_experts)

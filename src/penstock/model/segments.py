@@ -99,10 +99,11 @@ class _Computed:
 
 
 @dataclass(frozen=True, eq=False)
-class Only:
-    """A segment for the state's first tensor alone; the others, and their gradients, pass by untouched."""
+class Beside:
+    """A segment that the state's last `num_beside` tensors, and their gradients, pass by untouched."""
 
     inner: Segment
+    num_beside: int
 
     @property
     def name(self) -> str:
@@ -110,19 +111,20 @@ class Only:
 
     def forward(self, state: State, undo: list[Undo] | None) -> Lane[State]:
         own: list[Undo] | None = None if undo is None else []
-        outputs = yield from self.inner.forward(state[:1], own)
+        outputs = yield from self.inner.forward(state[: -self.num_beside], own)
         if undo is not None and own is not None:
-            undo.extend(_OnlyFirst(entry) for entry in own)
-        return (*outputs, *state[1:])
+            undo.extend(_Beside(entry, self.num_beside) for entry in own)
+        return (*outputs, *state[-self.num_beside :])
 
 
 @dataclass(frozen=True, eq=False)
-class _OnlyFirst:
+class _Beside:
     inner: Undo
+    num_beside: int
 
     def backward(self, grads: Grads) -> Lane[Grads]:
-        first = yield from self.inner.backward(grads[:1])
-        return (*first, *grads[1:])
+        inner = yield from self.inner.backward(grads[: -self.num_beside])
+        return (*inner, *grads[-self.num_beside :])
 
 
 class Travelling(Protocol):

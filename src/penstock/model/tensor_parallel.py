@@ -29,6 +29,7 @@ from penstock.model.collectives import Collectives
 from penstock.model.config import ModelConfig
 from penstock.model.context_attention import HeadShape, check_heads, context_attention
 from penstock.model.decoder import AttentionHalf, Embedding, Head, MLPHalf
+from penstock.model.experts import ExpertHalf
 from penstock.model.groups import ModelGroups
 from penstock.model.initialise import Initialise
 from penstock.model.linear import Linear
@@ -281,6 +282,9 @@ def share(spec: UnitSpec, peers: Peers, products: Products) -> UnitSpec:
     """
     with torch.device("meta"):
         whole = spec.build()
+        if isinstance(whole, ExpertHalf):
+            # All hold it alike, and each routes its own tokens.
+            return replace(spec, partial=frozenset(name for name, _ in whole.named_parameters()))
         if type(whole) not in _SHARED:
             raise ValueError(f"tp={peers.size}: unit {spec.name} can not be shared by several ranks; tp=1 is possible")
         build = partial(_SHARED[type(whole)], peers, products)
