@@ -163,7 +163,7 @@ def test_an_error_on_one_rank_is_raised_on_all(tmp_path: Path) -> None:
     for messages in run_ranks(2, _fail_alike, tmp_path):
         steps, shapes, loaded, run, written = messages
         assert "different steps: [0, 1]" in steps
-        assert "a is [[1], 'float32', 4] on rank 0 and [[2], 'float32', 8] on rank 1" in shapes
+        assert "a is [1] of float32 on rank 0 and [2] of float32 on rank 1" in shapes
         assert "a1 has the shape (4,)" in loaded
         assert "seed is 1 there and 2 here" in run
         assert "step 2 could not be saved: rank 1: TypeError" in written

@@ -18,6 +18,7 @@ from penstock.engine.config_file import ConfigError
 from penstock.engine.engine import Engine
 from penstock.engine.measured import gather_recording
 from penstock.engine.metrics import METRICS_FILE, MetricsLog, read_metrics
+from penstock.engine.optimizer import state_aliases
 from penstock.engine.run_folder import CHECKPOINT_FOLDER, RunFolder
 from penstock.engine.run_parts import RunData, micro_batches
 from penstock.engine.train import TrainResult
@@ -63,7 +64,7 @@ class TrainLoop:
             engine.grid,
             config.identity(),
             keep=config.checkpoint.keep,
-            aliases=_aliases(engine),
+            aliases=state_aliases(engine.ties),
         )
         self._file = sys.stderr if as_json else sys.stdout
         self._saved_step = -1
@@ -244,14 +245,6 @@ def _last_words(result: RunResult) -> str:
 
 def _is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
-
-
-def _aliases(engine: Engine) -> dict[str, str]:
-    """Tied copies and their optimizer state are equal to their owners' and need not be saved."""
-    prefixes = ("", *(f"optimizer.{kind}." for kind in ("exp_avg", "exp_avg_sq", "master")))
-    stored = engine.sharing.stored_name
-    pairs = [(f"{prefix}{copy}", f"{prefix}{owner}") for copy, owner in engine.ties.items() for prefix in prefixes]
-    return {stored(copy): stored(owner) for copy, owner in pairs}
 
 
 def _costs(measured: Timeline, num_microbatches: int) -> Costs:

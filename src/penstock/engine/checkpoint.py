@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
 from penstock.engine.manifest import (
     CheckpointError,
@@ -38,8 +38,10 @@ from penstock.engine.manifest import (
     write_durably,
     write_manifest,
 )
+from penstock.engine.stored import Stored, check_cover, to_store
 from penstock.parallel.exchange import gather_json
 from penstock.parallel.layout import Grid
+from penstock.parallel.parts import Held, parts_of
 
 _RUN_FILE = "run.json"
 _SAVING, _REPLACED, _DELETING = ".saving-", ".replaced-", ".deleting-"
@@ -106,21 +108,23 @@ class Checkpointer:
                 _logger.warning("checkpoint %s is refused: %s", path, reasons[0])
         return None
 
-    def load(self, info: CheckpointInfo, tensors: Mapping[str, Tensor]) -> None:
-        """Copy stored values into `tensors`, by name and in place; only what is asked for is read.
+    def load(self, info: CheckpointInfo, tensors: Mapping[str, Held]) -> None:
+        """Copy stored values into what this rank holds, by name and in place; only what is asked for is read.
+
+        Beside what is held there is never more in memory than one stored tensor.
 
         Raises: FileNotFoundError with the path of a file that is gone; ValueError for a tensor that is not stored,
         or stored in another shape. Every rank raises when one does.
         """
         self._together(lambda: self._load(info, tensors))
 
-    def save(self, step: int, tensors: Mapping[str, Tensor], extra: Any = None, wait: bool = False) -> None:
-        """Copy `tensors` to host memory and write them while training goes on; `extra` is this rank's, for JSON.
+    def save(self, step: int, tensors: Mapping[str, Held], extra: Any = None, wait: bool = False) -> None:
+        """Copy what this rank holds to host memory and write it while training goes on; `extra` is its own, for JSON.
 
         A save before this one is finished first. With `wait` this one is, too.
 
         Raises: CheckpointError, for the save before this one; ValueError where ranks disagree on the step or on the
-        shape of a tensor.
+        shape of a tensor, or hold parts that do not make up a whole.
         """
         self.finish()
         staging = self.folder / f"{_SAVING}{folder_name(step)}"
@@ -134,9 +138,9 @@ class Checkpointer:
                 staging.mkdir()
 
         self._together(prepare)
-        own = {name: tensor for name, tensor in tensors.items() if name not in self._aliases}
+        own = to_store({name: held for name, held in tensors.items() if name not in self._aliases})
         plan = _plan_save(step, own, self._grid)
-        copies = {name: self._copy_to_host(name, own[name]) for name in plan.names_of(self._grid.rank)}
+        copies = {name: self._copy_to_host(name, own[name][0]) for name in plan.names_of(self._grid.rank)}
         self._writer = _Writer(lambda: self._write(staging, step, copies, plan, json.loads(texts[0])))
         if wait:
             self.finish()
@@ -182,25 +186,22 @@ class Checkpointer:
             return None, str(error)
         return info, None
 
-    def _load(self, info: CheckpointInfo, tensors: Mapping[str, Tensor]) -> None:
+    def _load(self, info: CheckpointInfo, tensors: Mapping[str, Held]) -> None:
+        stored = Stored(info)
         stored_names = {name: self._aliases.get(name, name) for name in tensors}
-        missing = sorted(name for name, stored in stored_names.items() if stored not in info.tensors)
+        missing = sorted(name for name, of in stored_names.items() if of not in stored)
         if missing:
             raise ValueError(f"checkpoint {info.path} lacks {len(missing)} of the tensors asked for: {missing[:3]}")
-        for name, stored in stored_names.items():
-            if tuple(tensors[name].shape) != info.tensors[stored].shape:
-                raise ValueError(
-                    f"{name} has the shape {tuple(tensors[name].shape)}, but checkpoint {info.path} holds "
-                    f"{info.tensors[stored].shape}"
-                )
+        for name, of in stored_names.items():
+            for part in parts_of(tensors[name]):
+                if part.full_shape != stored.shape(of):
+                    raise ValueError(
+                        f"{name} has the shape {part.full_shape}, but checkpoint {info.path} holds {stored.shape(of)}"
+                    )
         for file in info.files:
             if not (info.path / file).exists():
                 raise FileNotFoundError(f"checkpoint file {info.path / file} is missing")
-        targets = {stored: tensors[name] for name, stored in stored_names.items()}
-        _read_tensors(info.path, targets)
-        for name, stored in stored_names.items():
-            if tensors[name] is not targets[stored]:
-                tensors[name].copy_(targets[stored])
+        stored.read([c for name, of in stored_names.items() for c in stored.copies(of, tensors[name])])
 
     def _copy_to_host(self, name: str, tensor: Tensor) -> Tensor:
         """Copy into host memory kept from save to save: fresh pages cost several times the copy itself."""
@@ -299,35 +300,39 @@ class _SavePlan:
         return [name for name, writer in self.writer_of.items() if writer == rank]
 
 
-def _plan_save(step: int, own: Mapping[str, Tensor], grid: Grid) -> _SavePlan:
+def _plan_save(step: int, own: Mapping[str, tuple[Tensor, TensorRecord]], grid: Grid) -> _SavePlan:
     """Divide all ranks' tensors among those that hold them, by bytes.
 
-    Raises: ValueError on every rank when ranks disagree on the step, or on a tensor's shape or type.
+    Raises: ValueError on every rank when ranks disagree on the step, or on a tensor's shape or type, or hold parts
+    that do not make up a whole.
     """
-    described = {name: [list(t.shape), str(t.dtype).removeprefix("torch."), t.nbytes] for name, t in own.items()}
+    described = {name: [record.to_json(), tensor.nbytes] for name, (tensor, record) in own.items()}
     by_rank = gather_json({"step": step, "tensors": described}, grid.control)
     if len({told["step"] for told in by_rank}) > 1:
         raise ValueError(f"ranks save different steps: {[told['step'] for told in by_rank]}")
     holders: dict[str, list[int]] = {}
-    records: dict[str, list[Any]] = {}
+    sizes_bytes: dict[str, int] = {}
+    tensors: dict[str, TensorRecord] = {}
     for rank, told in enumerate(by_rank):
-        for name, record in told["tensors"].items():
-            if records.setdefault(name, record) != record:
-                raise ValueError(f"{name} is {records[name]} on rank {holders[name][0]} and {record} on rank {rank}")
+        for name, (json_record, size_bytes) in sorted(told["tensors"].items()):
+            record = TensorRecord.from_json(json_record)
+            if tensors.setdefault(name, record) != record:
+                raise ValueError(f"{name} is {tensors[name]} on rank {holders[name][0]} and {record} on rank {rank}")
+            sizes_bytes[name] = size_bytes
             holders.setdefault(name, []).append(rank)
+    check_cover(tensors)
     loads_bytes = [0] * len(by_rank)
     writer_of: dict[str, int] = {}
     # Those without a choice first, then large before small.
-    for name in sorted(records, key=lambda name: (len(holders[name]) > 1, -records[name][2], name)):
+    for name in sorted(tensors, key=lambda name: (len(holders[name]) > 1, -sizes_bytes[name], name)):
         writer_of[name] = min(holders[name], key=lambda rank: (loads_bytes[rank], rank))
-        loads_bytes[writer_of[name]] += records[name][2]
-    file_of = _cut_into_files(records, writer_of, loads_bytes)
-    tensors = {name: TensorRecord(tuple(shape), dtype) for name, (shape, dtype, _) in sorted(records.items())}
-    return _SavePlan(tensors, writer_of, file_of)
+        loads_bytes[writer_of[name]] += sizes_bytes[name]
+    file_of = _cut_into_files(sizes_bytes, writer_of, loads_bytes)
+    return _SavePlan(dict(sorted(tensors.items())), writer_of, file_of)
 
 
 def _cut_into_files(
-    records: Mapping[str, list[Any]], writer_of: Mapping[str, int], loads_bytes: list[int]
+    sizes_bytes: Mapping[str, int], writer_of: Mapping[str, int], loads_bytes: list[int]
 ) -> dict[str, int]:
     """Number the files of all ranks from 1, and give each tensor's."""
     file_of: dict[str, int] = {}
@@ -335,9 +340,9 @@ def _cut_into_files(
     for rank, load_bytes in enumerate(loads_bytes):
         cap_bytes, held_bytes = max(_FILE_BYTES, load_bytes // _MAX_FILES), None
         for name in sorted(name for name, writer in writer_of.items() if writer == rank):
-            if held_bytes is None or held_bytes + records[name][2] > cap_bytes:
+            if held_bytes is None or held_bytes + sizes_bytes[name] > cap_bytes:
                 num_files, held_bytes = num_files + 1, 0
-            held_bytes += records[name][2]
+            held_bytes += sizes_bytes[name]
             file_of[name] = num_files
     return file_of
 
@@ -355,17 +360,6 @@ def _write_tensors(folder: Path, tensors: Mapping[str, Tensor], file_of: dict[st
     [plan] = writer.prepare_global_plan(plans)
     results = writer.write_data(planner.finish_plan(plan), planner).wait()
     return sorted({result.storage_data.relative_path for result in results})
-
-
-def _read_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    reader = HuggingFaceStorageReader(str(folder))
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    metadata = reader.read_metadata()
-    planner.set_up_planner(dict(tensors), metadata, is_coordinator=True)
-    reader.set_up_storage_reader(metadata, is_coordinator=True)
-    plans = planner.create_global_plan([reader.prepare_local_plan(planner.create_local_plan())])
-    [plan] = reader.prepare_global_plan(plans)
-    reader.read_data(planner.finish_plan(plan), planner).wait()
 
 
 def _raise_first(step: int, errors: list[str | None]) -> None:

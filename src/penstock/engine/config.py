@@ -231,6 +231,8 @@ class OptimizerSection:
     """Where weight decay ends, by cosine over the run; left out, it is constant."""
     clip_norm: float = 1.0
     """Gradients are scaled down to this global norm; 0 leaves them alone."""
+    zero: bool = False
+    """Data- and context-parallel ranks share out the optimizer's state and fp32 masters (ZeRO-1)."""
 
 
 @dataclass(frozen=True)
@@ -372,6 +374,7 @@ _FREE = _FREE_IF_GLOBAL | {
     "parallel.ep",
     "parallel.order",
     "parallel.attention",
+    "optimizer.zero",
     "parallel.device",
     "parallel.elastic",
     "parallel.num_threads",

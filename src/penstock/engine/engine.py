@@ -17,6 +17,7 @@ from penstock.engine.build import Ties, build_stages, cut_units, units_of_layers
 from penstock.engine.context import ContextShares
 from penstock.engine.extras import ExpertBalance
 from penstock.engine.forward import AggregateFn, Outputs, PostHook, forward_batch
+from penstock.engine.held import held_parameters, held_state
 from penstock.engine.normalise import Normalize
 from penstock.engine.optimizer import Optimizer
 from penstock.engine.options import EngineOptions, Precision
@@ -26,8 +27,10 @@ from penstock.engine.schedules import forward_only
 from penstock.engine.sharing import Sharing, UnitSource, units_for
 from penstock.engine.train import LossFn, LossWeightFn, TrainResult, evaluate_batch, train_batch
 from penstock.engine.unit_times import measure_units
+from penstock.engine.zero import shared_out
 from penstock.model import Logits, ModelGroups, SamplingParams, Shard, cross_entropy_sum
 from penstock.parallel import GradientBuckets, Layout, sum_tied
+from penstock.parallel.parts import Held
 from penstock.runtime import (
     Boundary,
     DistributedTransport,
@@ -102,7 +105,11 @@ class Engine:
         self.boundary = Boundary(hidden_size, self.options.precision.parameter_dtype, self.layout.tp)
         local = self.placement.stages_of(self.grid.pp_rank)
         self.stages = build_stages(self.units, self.cut, local, self.boundary, self.options, self.device)
+        self.gradients: dict[int, GradientBuckets] = {}
+        self._ties = Ties.of(self.units, self.parameters(), self.placement.num_routes)
         self.sharing = Sharing.of(self.units, self.parameters(), self.grid)
+        if self.options.optimizer.zero:
+            self.sharing = shared_out(self.sharing, self._ties.owners, self.grid)
         self.recorder = Recorder(self.grid.pp_rank)
         observe_stages(self.stages.values(), self.recorder)
         self.gradients = {
@@ -114,8 +121,9 @@ class Engine:
             )
             for number, stage in self.stages.items()
         }
+        for number, stage in self.stages.items():
+            stage.weights_ready = self.gradients[number].settle
         self.balance = ExpertBalance(self.stages)
-        self._ties = Ties.of(self.units, self.parameters(), self.placement.num_routes)
         self.optimizer = self._make_optimizer()
         self.transport = self._make_transport()
         self.step = 0
@@ -345,9 +353,14 @@ class Engine:
         """Wait for the reductions that the program started, then add up the copies of one parameter."""
         for buckets in self.gradients.values():
             buckets.wait()
-        every = {name: view for buckets in self.gradients.values() for name, view in buckets.gradients.items()}
+        every = {name: view for buckets in self.gradients.values() for name, view in buckets.owned_gradients.items()}
         for ties in (self._ties.copies, self._ties.tied):
             sum_tied(ties, every, self.grid.mirror_group)
+
+    def gather_parameters(self) -> None:
+        """Where the optimizer's step is shared out, start giving the others this rank's results."""
+        for buckets in self.gradients.values():
+            buckets.gather()
 
     def sum_over_ranks(self, *values: float) -> list[float]:
         """The sums of the ranks' values, on every rank; exact where all but one rank give zero."""
@@ -382,20 +395,21 @@ class Engine:
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """This rank's parameters by full name."""
+        for buckets in self.gradients.values():
+            buckets.settle()
         return {name: p for stage in self.stages.values() for name, p in stage.named_parameters()}
 
     def gradient(self, name: str) -> Tensor:
-        """The gradient of one of this rank's parameters, as the last step left it (a view)."""
+        """The gradient of one of this rank's parameters, as the last step left it (a view).
+
+        Where the optimizer's step is shared out (`zero`), only what this rank steps of it is summed over ranks.
+        """
         return next(b.gradient(name) for b in self.gradients.values() if name in b.gradients)
 
-    def state(self) -> dict[str, Tensor]:
-        """This rank's parameters and optimizer state by full name, as views: copy into them to load.
-
-        What is a part of a parameter says so in its name, so that no two ranks give different tensors one name.
-        """
-        tensors: dict[str, Tensor] = {name: p.detach() for name, p in self.parameters().items()}
-        tensors |= self.optimizer.state()
-        return {self.sharing.stored_name(name): tensor for name, tensor in tensors.items()}
+    def state(self, optimizer: bool = True) -> dict[str, Held]:
+        """What this rank holds of the parameters and the optimizer's state, by full name: copy into it to load."""
+        held = held_parameters(self.parameters(), self.shards)
+        return held | held_state(self.optimizer, self.shards) if optimizer else held
 
     def progress(self) -> dict[str, Any]:
         """What a resumed run must know beside `state`, as JSON values; the same on every rank."""
@@ -428,7 +442,7 @@ class Engine:
         return Optimizer(
             list(self.gradients.values()),
             self.options.optimizer,
-            self.grid.model_control,
+            self.grid.control if self.options.optimizer.zero else self.grid.model_control,
             self.ties,
             scaler,
             self.sharing.pieces,

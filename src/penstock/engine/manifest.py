@@ -30,11 +30,35 @@ class DamagedCheckpoint(ValueError):
 
 
 @dataclass(frozen=True)
+class Whole:
+    """The tensor of which a part is stored: its name and shape, and where the part begins in it."""
+
+    name: str
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class TensorRecord:
-    """Shape and torch type (``float32``) of one stored tensor."""
+    """Shape and torch type (``float32``) of one stored tensor; `whole` where it is a part of another."""
 
     shape: tuple[int, ...]
     dtype: str
+    whole: Whole | None = None
+
+    def __str__(self) -> str:
+        return f"{list(self.shape)} of {self.dtype}"
+
+    def to_json(self) -> dict[str, Any]:
+        plain = {"shape": list(self.shape), "dtype": self.dtype}
+        if self.whole is None:
+            return plain
+        return plain | {"of": self.whole.name, "start": list(self.whole.start), "of_shape": list(self.whole.shape)}
+
+    @classmethod
+    def from_json(cls, told: Mapping[str, Any]) -> TensorRecord:
+        whole = Whole(told["of"], tuple(told["start"]), tuple(told["of_shape"])) if "of" in told else None
+        return cls(tuple(told["shape"]), told["dtype"], whole)
 
 
 @dataclass(frozen=True)
@@ -90,7 +114,7 @@ def write_manifest(info: CheckpointInfo) -> None:
         "step": info.step,
         "identity": info.identity,
         "extras": info.extras,
-        "tensors": {name: {"shape": t.shape, "dtype": t.dtype} for name, t in info.tensors.items()},
+        "tensors": {name: record.to_json() for name, record in info.tensors.items()},
         "files": {name: {"size_bytes": f.size_bytes, "sha256": f.sha256} for name, f in info.files.items()},
     }
     # Through JSON before hashing: the reader hashes what it has read.
@@ -117,7 +141,7 @@ def read_manifest(path: Path) -> CheckpointInfo:
         content["step"],
         content["identity"],
         tuple(content["extras"]),
-        {name: TensorRecord(tuple(t["shape"]), t["dtype"]) for name, t in content["tensors"].items()},
+        {name: TensorRecord.from_json(told) for name, told in content["tensors"].items()},
         {name: FileRecord(**record) for name, record in content["files"].items()},
     )
 

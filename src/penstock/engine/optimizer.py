@@ -20,7 +20,7 @@ from torch import Tensor
 from penstock.engine.learning_rate import LearningRate, WeightDecay
 from penstock.engine.scaler import LossScaler
 from penstock.parallel.exchange import gather_json
-from penstock.parallel.gradients import Bucket, GradientBuckets
+from penstock.parallel.gradients import Bucket, Fragment, GradientBuckets
 
 # As in torch.nn.utils.clip_grad_norm_: keeps the quotient finite.
 _CLIP_EPS = 1e-6
@@ -31,7 +31,8 @@ class OptimizerConfig:
     """AdamW's settings; norms and biases are never decayed.
 
     betas: decay of the running mean of gradients and of their squares. clip_norm: gradients are scaled down to this
-    global norm; None leaves them alone.
+    global norm; None leaves them alone. zero: ranks that hold the same parameters share out the optimizer's state and
+    fp32 masters, each steps its part, and they give each other the results (ZeRO-1).
 
     Raises: ValueError for values out of range.
 
@@ -43,6 +44,7 @@ class OptimizerConfig:
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     clip_norm: float | None = 1.0
+    zero: bool = False
 
     def __post_init__(self) -> None:
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
@@ -96,7 +98,7 @@ class Optimizer:
         self._group = group
         self._buckets: tuple[Bucket, ...] = tuple(bucket for stage in stages for bucket in stage.buckets)
         self._masters = [_master(bucket) for bucket in self._buckets]
-        gradients = [(name, view) for stage in stages for name, view in stage.gradients.items()]
+        gradients = [(name, view) for stage in stages for name, view in stage.owned_gradients.items()]
         told = [(name, (pieces or {}).get(name, name)) for name, _ in gradients]
         self._num_norms = _agree_on_names([piece for _, piece in told if piece is not None], group)
         counted = {name for name, piece in told if piece is not None and name not in (ties or {})}
@@ -133,16 +135,29 @@ class Optimizer:
     def state(self) -> dict[str, Tensor]:
         """Give the running means and masters of each local parameter as views, named ``optimizer.<kind>.<parameter>``.
 
-        To resume, copy into these views and call `load_progress`.
+        To resume, copy into these views and call `load_progress`. Of parameters that are stepped in part here (see
+        `owned_state`) there is none.
         """
-        state: dict[str, Tensor] = {}
+        every = self.owned_state().items()
+        return {name: flat.view(part.parameter.shape) for name, (part, flat) in every if part.is_whole}
+
+    def owned_state(self) -> dict[str, tuple[Fragment, Tensor]]:
+        """The same of all that this rank steps: which elements of a parameter they belong to, and a flat view."""
+        state: dict[str, tuple[Fragment, Tensor]] = {}
         for bucket, master in zip(self._buckets, self._masters, strict=True):
             flats = {kind: self._adamw.state[master][kind] for kind in ("exp_avg", "exp_avg_sq")}
-            if master is not bucket.parameters:
+            if master.dtype != bucket.parameters.dtype:
                 flats["master"] = master
             for kind, flat in flats.items():
-                state |= {f"optimizer.{kind}.{name}": view for name, view in bucket.views(flat).items()}
+                state |= {f"optimizer.{kind}.{part.name}": (part, part.view(flat)) for part in bucket.fragments}
         return state
+
+    @property
+    def state_bytes(self) -> int:
+        """Of running means and masters, as they lie on this rank."""
+        held = [self._adamw.state[master][kind] for master in self._masters for kind in ("exp_avg", "exp_avg_sq")]
+        held += [m for b, m in zip(self._buckets, self._masters, strict=True) if m.dtype != b.parameters.dtype]
+        return sum(tensor.nbytes for tensor in held)
 
     def progress(self) -> dict[str, Any]:
         """Give the numbers a resumed run must know beside `state`, as JSON values."""
@@ -168,8 +183,8 @@ class Optimizer:
     def renew_masters(self) -> None:
         """Take the masters' values from the parameters, after these were set from elsewhere."""
         for bucket, master in zip(self._buckets, self._masters, strict=True):
-            if master is not bucket.parameters:
-                master.copy_(bucket.parameters)
+            if master.dtype != bucket.parameters.dtype:
+                master.copy_(bucket.parameters[bucket.owned])
 
     def _make_adamw(self) -> torch.optim.AdamW:
         groups: list[dict[str, Any]] = [{"params": [], "decays": False}, {"params": [], "decays": True}]
@@ -183,7 +198,7 @@ class Optimizer:
                 "exp_avg": torch.zeros_like(master),
                 "exp_avg_sq": torch.zeros_like(master),
             }
-            master.grad = bucket.gradients
+            master.grad = bucket.gradients[bucket.owned]
         return adamw
 
     def _gradient_norm(self) -> float:
@@ -210,7 +225,7 @@ class Optimizer:
             factor *= min(1.0, self.config.clip_norm / (norm + _CLIP_EPS))
         if factor != 1.0:
             for bucket in self._buckets:
-                bucket.gradients.mul_(factor)
+                bucket.gradients[bucket.owned].mul_(factor)
 
     def _set_rates(self, weight_decay: float) -> None:
         for group in self._adamw.param_groups:
@@ -220,8 +235,8 @@ class Optimizer:
     @torch.no_grad()
     def _publish_masters(self) -> None:
         for bucket, master in zip(self._buckets, self._masters, strict=True):
-            if master is not bucket.parameters:
-                bucket.parameters.copy_(master)
+            if master.dtype != bucket.parameters.dtype:
+                bucket.parameters[bucket.owned].copy_(master)
 
 
 def state_aliases(ties: Mapping[str, str]) -> dict[str, str]:
@@ -234,10 +249,8 @@ def state_aliases(ties: Mapping[str, str]) -> dict[str, str]:
 
 
 def _master(bucket: Bucket) -> Tensor:
-    """The flat tensor that is stepped: the parameters themselves, or an fp32 copy of 16-bit ones."""
-    if bucket.parameters.dtype == bucket.gradients.dtype:
-        return bucket.parameters
-    return bucket.parameters.to(bucket.gradients.dtype)
+    """The flat tensor that is stepped: this rank's parameters themselves, or an fp32 copy of 16-bit ones."""
+    return bucket.parameters[bucket.owned].to(bucket.gradients.dtype)
 
 
 def _agree_on_names(names: Sequence[str], group: dist.ProcessGroup | None) -> int:

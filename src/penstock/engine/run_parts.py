@@ -84,6 +84,7 @@ def optimizer_config(config: RunConfig) -> OptimizerConfig:
         betas=(ours.beta1, ours.beta2),
         eps=ours.eps,
         clip_norm=ours.clip_norm or None,
+        zero=ours.zero,
     )
 
 

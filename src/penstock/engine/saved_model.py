@@ -107,7 +107,7 @@ def _load_run(folder: Path, config: RunConfig, vocab_size: int, parallel: Parall
         raise ConfigError(
             f"all {len(saved.refused)} checkpoints of {folder} are damaged, such as {path.name} ({reason})"
         )
-    saved.load(found, {name: parameter.detach() for name, parameter in engine.parameters().items()})
+    saved.load(found, engine.state(optimizer=False))
     return Loaded(engine, f"step {found.step} of {config.digest()}")
 
 

@@ -54,12 +54,6 @@ class Sharing:
             {name: _piece(name, shards.get(of), grid) for name, of in plain.items()},
         )
 
-    def stored_name(self, name: str) -> str:
-        """The name that this rank's part of a parameter, or of its optimizer state, has in a checkpoint."""
-        own = name.split(".", 2)[2] if name.startswith("optimizer.") else name
-        shard = self.shards.get(own)
-        return name if shard is None else f"{name}[{shard.index} of {shard.count}]"
-
 
 def _reduction(shard: Shard | None, partial: bool, grid: Grid) -> Reduction:
     over_experts = shard is not None and shard.axis == "ep"

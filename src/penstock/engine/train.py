@@ -82,6 +82,7 @@ def train_batch(
     with engine.recorder.collective("finish the gradients and step"):
         engine.finish_gradients()
         update = engine.optimizer.step()
+        engine.gather_parameters()
         extras = finish_extras(engine, feeds, scale, learned=update.success)
     engine.recorder.end(record)
 

@@ -2,13 +2,14 @@
 
 from penstock.parallel.context import ContextCut, cut_sequences
 from penstock.parallel.exchange import gather_json
-from penstock.parallel.gradients import Bucket, GradientBuckets, Reduction, sum_tied
+from penstock.parallel.gradients import Bucket, Fragment, GradientBuckets, Reduction, sum_tied
 from penstock.parallel.layout import Coordinates, Grid, Layout
 
 __all__ = [
     "Bucket",
     "ContextCut",
     "Coordinates",
+    "Fragment",
     "GradientBuckets",
     "Grid",
     "Layout",

@@ -7,18 +7,14 @@ parameter lies, and weights do not depend on how the model was cut.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from penstock.schedule.travels import CollectiveKind
-
-Follow = Callable[[CollectiveKind, int, Any], Any]
-"""Told of a collective that has been launched: its kind, its bytes and its work; gives the work to wait for."""
+from penstock.parallel.launched import Follow, Launched, launch_gather, launch_own_sum, launch_sum
 
 CAP_BYTES = 25 * 2**20
 _LINE_BYTES = 64
@@ -31,12 +27,42 @@ class Reduction:
     group: ranks that hold the same parameter and see other tokens. among: ranks that see the same tokens, and of which
     each has computed a part of the gradient alone; where it is given, they are summed first. Ranks of `among` may hold
     different ones of `num_parts` parts of a parameter, this rank part `part`: then only those with the same part are.
+    sharded: each rank of `group` gets the sum of the part alone that it owns, and steps it (ZeRO-1). alone: of
+    parameters that lie in a bucket of their own, the name that sets them apart.
+
+    Source: Rajbhandari et al. 2020 (ZeRO), section 5.1.
     """
 
     group: dist.ProcessGroup | None = None
     among: dist.ProcessGroup | None = None
     part: int = 0
     num_parts: int = 1
+    sharded: bool = False
+    alone: str = ""
+
+    @property
+    def num_owners(self) -> int:
+        """Among how many ranks a bucket's elements are shared out for the optimizer's step."""
+        return self.group.size() if self.sharded and self.group is not None else 1
+
+
+@dataclass(frozen=True, eq=False)
+class Fragment:
+    """Elements `first` ... `last - 1` of a parameter; in what this rank owns of its bucket they lie from `start` on."""
+
+    name: str
+    parameter: nn.Parameter
+    first: int
+    last: int
+    start: int
+
+    def view(self, owned: Tensor) -> Tensor:
+        """Give these elements of the owned part of a flat tensor of their bucket, flat."""
+        return owned[self.start : self.start + self.last - self.first]
+
+    @property
+    def is_whole(self) -> bool:
+        return self.last - self.first == self.parameter.numel()
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,6 +97,25 @@ class Bucket:
         """Cut a flat tensor of this bucket's length into the parameters' parts, by name."""
         return {place.name: place.view(flat) for place in self.places}
 
+    @property
+    def owned(self) -> slice:
+        """The elements that this rank steps: all, unless the ranks that hold the same parameters share them out."""
+        length = self.parameters.numel() // self.reduction.num_owners
+        rank = self.reduction.group.rank() if self.reduction.num_owners > 1 and self.reduction.group else 0
+        return slice(rank * length, (rank + 1) * length)
+
+    @property
+    def fragments(self) -> list[Fragment]:
+        """The parameters' elements that this rank steps, in order; of some parameters none."""
+        found = []
+        for place in self.places:
+            first = max(self.owned.start - place.start, 0)
+            last = min(self.owned.stop - place.start, place.parameter.numel())
+            if first < last or self.reduction.num_owners == 1:
+                start = place.start + first - self.owned.start
+                found.append(Fragment(place.name, place.parameter, first, last, start))
+        return found
+
 
 class GradientBuckets:
     """Owner of one stage's flat parameters and gradients; gradients accumulate in at least fp32, summed over ranks.
@@ -85,7 +130,7 @@ class GradientBuckets:
     dimension: norms and biases). `reductions` are by full name; other gradients are summed over `group`.
 
     A step is ``zero_(); backward passes; launch(); ...; wait()``. `zero_` also clears up after a step that failed
-    anywhere in between.
+    anywhere in between. Where the step is shared out, `gather` follows it, and `settle` before parameters are read.
 
     `follow` is told of each reduction that has been launched, and gives what is to be waited for in its place.
 
@@ -103,7 +148,8 @@ class GradientBuckets:
         _check_distinct(parameters)
         self._follow = follow
         ordinary, others = Reduction(group), reductions or {}
-        self._pending: list[dist.Work] = []
+        self._pending: list[Launched] = []
+        self._gathering: list[Launched] = []
         trained = [
             _Member(name, parameter, others.get(name, ordinary))
             for name, parameter in parameters
@@ -154,7 +200,8 @@ class GradientBuckets:
             self._sum_parts(bucket)
         for bucket in self.buckets:
             if bucket.reduction.group is not None:
-                self._pending.append(self._sum(bucket.gradients, bucket.reduction.group))
+                launch = launch_own_sum if bucket.reduction.sharded else launch_sum
+                self._pending.append(launch(bucket.gradients, bucket.reduction.group, self._follow))
 
     def _sum_parts(self, bucket: Bucket) -> None:
         """Sum a bucket's gradients over the ranks that have computed a part each of the same parameters."""
@@ -162,25 +209,41 @@ class GradientBuckets:
         if reduction.among is None:
             return
         if reduction.num_parts == 1:
-            self._sum(bucket.gradients, reduction.among).wait()
+            launch_sum(bucket.gradients, reduction.among, self._follow).wait()
             return
         # A row for each part, zeros in those of others: one sum over all ranks, and no group for every few of them.
         rows = bucket.gradients.new_zeros(reduction.num_parts, bucket.gradients.numel())
         rows[reduction.part] = bucket.gradients
-        self._sum(rows, reduction.among).wait()
+        launch_sum(rows, reduction.among, self._follow).wait()
         bucket.gradients.copy_(rows[reduction.part])
-
-    def _sum(self, tensor: Tensor, group: dist.ProcessGroup) -> dist.Work:
-        """Start summing in place."""
-        work = dist.all_reduce(tensor, group=group, async_op=True)
-        assert work is not None
-        return work if self._follow is None else self._follow(CollectiveKind.GRADIENTS, tensor.nbytes, work)
 
     def wait(self) -> None:
         """Wait for what `launch` started (on a GPU: order the current stream after it)."""
         pending, self._pending = self._pending, []
         for work in pending:
             work.wait()
+
+    def gather(self) -> None:
+        """Start giving every rank the parameters that others have stepped; they may be read after `settle`."""
+        self.settle()
+        for bucket in self.buckets:
+            if bucket.reduction.num_owners > 1 and bucket.reduction.group is not None:
+                self._gathering.append(launch_gather(bucket.parameters, bucket.reduction.group, self._follow))
+
+    def settle(self) -> None:
+        """Wait for what `gather` started; costs nothing where nothing is under way."""
+        gathering, self._gathering = self._gathering, []
+        for work in gathering:
+            work.wait()
+
+    @property
+    def owned_gradients(self) -> dict[str, Tensor]:
+        """The gradients' elements that this rank steps, by full name: flat views, none where it owns none of them."""
+        return {
+            fragment.name: fragment.view(bucket.gradients[bucket.owned])
+            for bucket in self.buckets
+            for fragment in bucket.fragments
+        }
 
     def close(self) -> None:
         """Take the hooks off the parameters, which keep their values and their storage."""
@@ -254,6 +317,9 @@ def _make_bucket(members: Sequence[_Member]) -> Bucket:
     for member in members:
         places.append(Place(member.name, member.parameter, end))
         end += _padded_length(member.parameter)
+    # Whole cache lines for every owner too.
+    share = _LINE_BYTES // first.element_size() * members[0].reduction.num_owners
+    end = -(-end // share) * share
     flat = torch.zeros(end, dtype=first.dtype, device=first.device)
     gradients = torch.zeros(end, dtype=_gradient_dtype(first), device=first.device)
     for place in places:
@@ -282,8 +348,9 @@ def _gradient_dtype(parameter: nn.Parameter) -> torch.dtype:
 
 
 def _add_and_drop(parameter: Tensor) -> None:
-    parameter.main_grad.add_(parameter.grad)  # type: ignore[attr-defined]
-    parameter.grad = None
+    if parameter.grad is not None:  # none is brought where a linear layer's waits for W
+        parameter.main_grad.add_(parameter.grad)  # type: ignore[attr-defined]
+        parameter.grad = None
 
 
 def _keep_in_view(parameter: Tensor) -> None:

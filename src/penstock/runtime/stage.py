@@ -69,6 +69,8 @@ class Stage:
         autocast: makes the context in which forwards run.
         recompute: names of the units whose activations are computed again in backward.
         suffix: ends the full names of the parameters; marks the second copy of a model that is held twice.
+
+    `weights_ready` is called before each forward, and may wait: for weights that other ranks have stepped.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class Stage:
         self.index, self.boundary, self.weight_gradients, self.autocast = index, boundary, weight_gradients, autocast
         self.units, self.suffix = tuple(units), suffix
         self._runs = _runs([_call(module, name in recompute) for name, module in units])
+        self.weights_ready: Callable[[], None] = _at_once
         self.exchanges = any(isinstance(run, LaneUnit) for run in self._runs)
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
@@ -100,6 +103,7 @@ class Stage:
         Returns the output [T, D] without its graph; on the last stage what `finish` makes of the output
         (the scaled loss, a scalar).
         """
+        self.weights_ready()
         last = len(self._runs) - 1
         for i, run in enumerate(self._runs):
             ending = finish if i == last else None
@@ -185,6 +189,10 @@ class Stage:
     def weight_backward(self, tape: Tape) -> None:
         """Compute the weight gradients that a backward left on the tape, in its order."""
         WeightGradients.drain(tape.weight_gradients)
+
+
+def _at_once() -> None:
+    """Weights that nobody else steps are always ready."""
 
 
 _Call = Callable[[Tensor, Sequences], Tensor]
