@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import (
     AutoConfig,
@@ -13,6 +14,8 @@ from transformers import (
 from transformers.utils import logging
 
 VOCAB_SIZE = 97
+CLOSE = 1e-5
+"""How far fp32 logits of a few units may be from each other when their sums are taken in another order."""
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 32,
@@ -50,3 +53,8 @@ def reference_logits(folder: Path, sequences: list[Tensor]) -> Tensor:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     with torch.no_grad():
         return torch.cat([model(sequence[None]).logits[0] for sequence in sequences])
+
+
+def stored_tensors(folder: Path) -> dict[str, Tensor]:
+    """All tensors in a folder's files by name."""
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}

@@ -7,16 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from penstock import Engine, Layout, MicroBatchSpec, PackedBatch
 from penstock.engine import EngineOptions
 from tests.dist.launch import run_ranks
-from tests.hugging_face import make_model, make_sequences, reference_logits
+from tests.hugging_face import CLOSE, make_model, make_sequences, reference_logits, stored_tensors
 
 LENGTHS = (7, 1, 19, 40, 19, 4)
-CLOSE = 1e-5
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 100.0,
@@ -89,7 +87,3 @@ def test_imported_models_score_as_in_transformers_and_are_written_back_bit_for_b
         # Equal weights at other addresses: kernels sum in another order.
         again = reference_logits(out / name, make_sequences(LENGTHS))
         torch.testing.assert_close(again, expected[name], rtol=0, atol=CLOSE, msg=name)
-
-
-def stored_tensors(folder: Path) -> dict[str, Tensor]:
-    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}

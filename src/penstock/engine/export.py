@@ -91,15 +91,22 @@ def export_engine(engine: Engine, folder: Path | str, options: ExportOptions | N
     """
     if engine.form is None:
         raise ValueError("this engine's model was given as layers, for which transformers has no config.json")
-    parameters = [_parameter(engine, name) for name in engine.parameters() if name not in engine.ties]
+    parameters = [_parameter(engine, name, own) for name, own in _tensors(engine) if name not in engine.ties]
     grid = engine.grid
     writes = (grid.dp_rank, grid.cp_rank, grid.tp_rank) == (0, 0, 0)
     share = Share(parameters if writes else (), () if writes else parameters)
     write_folder(Path(folder), engine.form, share, options or ExportOptions(), grid.control)
 
 
-def _parameter(engine: Engine, name: str) -> Parameter:
-    own, shard = engine.parameters()[name].detach(), engine.shards.get(name)
+def _tensors(engine: Engine) -> Iterator[tuple[str, Tensor]]:
+    """This rank's parameters and lasting buffers by full name, those of second copies left out."""
+    for stage in engine.stages.values():
+        for unit, module in stage.units if not stage.suffix else ():
+            yield from ((f"{unit}.{own}", tensor) for own, tensor in module.state_dict().items())
+
+
+def _parameter(engine: Engine, name: str, own: Tensor) -> Parameter:
+    shard = engine.shards.get(name)
     if shard is None:
         return Parameter(name, tuple(own.shape), own.dtype, lambda: own)
     group = engine.grid.tp_group if shard.axis == "tp" else engine.grid.ep_group

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from penstock.model import ModelConfig, ModelGroups, UnitSpec, decoder_units
 from penstock.model.huggingface import config_from_json, config_to_json, names_of, read_config_json
 from penstock.model.placed import Names, placed_units
-from penstock.model.weight_files import WeightFiles
+from penstock.model.weight_files import MissingFile, WeightFiles
 from penstock.parallel.exchange import together
 
 T = TypeVar("T")
@@ -55,7 +55,7 @@ def open_pretrained(path: Path | str, native: bool = True) -> Pretrained:
     Configuration, names, shapes and the files' sizes are held against each other; no value is read.
 
     Raises:
-        FileNotFoundError: with the path of what is missing; on every process if on one.
+        MissingFile: a FileNotFoundError with the path of what is missing; on every process if on one.
         ValueError: an architecture or a setting that can not be run so, damaged files, missing tensors, wrong shapes,
             or pickles; on every process if on one.
     """
@@ -64,8 +64,10 @@ def open_pretrained(path: Path | str, native: bool = True) -> Pretrained:
 
 def _open(folder: Path, native: bool) -> Pretrained:
     if not folder.is_dir():
-        raise FileNotFoundError(f"there is no folder {folder} to read a model from")
+        raise MissingFile(f"there is no folder {folder} to read a model from")
     content = read_config_json(folder)
+    if not native:
+        return _open_foreign(folder, content)
     config = config_from_json(content)
     names, files = names_of(config), WeightFiles.open(folder)
 
@@ -76,6 +78,23 @@ def _open(folder: Path, native: bool) -> Pretrained:
     return Pretrained(units, config.hidden_size, HuggingFaceForm(names, lambda: content, folder), config)
 
 
+def _open_foreign(folder: Path, content: Mapping[str, Any]) -> Pretrained:
+    # Only now, since it loads transformers.
+    from penstock.model.foreign import ForeignModel
+
+    files = WeightFiles.open(folder)
+    model = ForeignModel.open(files)
+    placed = placed_units(model.units(), model.names, files)
+
+    def units(groups: ModelGroups) -> Sequence[UnitSpec]:
+        for axis, size in {"tp": groups.tp_size, "cp": groups.cp_size, "ep": groups.ep_size}.items():
+            if size > 1:
+                raise ValueError(f"transformers' own layers can not be shared over {axis} = {size}; native layers can")
+        return placed
+
+    return Pretrained(units, model.hidden_size, HuggingFaceForm(model.names, lambda: content, folder))
+
+
 def _on_every_process(act: Callable[[], T]) -> T:
     """Act together with all processes, before an engine has its groups; the group made here is let go again."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
@@ -83,6 +102,6 @@ def _on_every_process(act: Callable[[], T]) -> T:
     group = dist.new_group(backend="gloo")
     assert isinstance(group, dist.ProcessGroup)
     try:
-        return together(act, group)
+        return together(act, group, MissingFile)
     finally:
         dist.destroy_process_group(group)

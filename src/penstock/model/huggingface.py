@@ -14,6 +14,7 @@ from penstock.model.config import ModelConfig
 from penstock.model.expert_config import ExpertConfig, Scores
 from penstock.model.huggingface_names import MIXTRAL_EXPERTS, QWEN_EXPERTS, ExpertNames, NativeNames
 from penstock.model.rope_scaling import RopeKind, RopeScaling
+from penstock.model.weight_files import MissingFile
 
 CONFIG_FILE = "config.json"
 _OTHERWISE = "Engine.from_hf(..., native=False) runs transformers' own layers"
@@ -88,12 +89,12 @@ def read_config_json(folder: Path) -> dict[str, Any]:
     """The folder's config.json.
 
     Raises:
-        FileNotFoundError: with the path of what is missing.
+        MissingFile: with the path of what is missing.
         ValueError: it is no JSON object.
     """
     path = folder / CONFIG_FILE
     if not path.is_file():
-        raise FileNotFoundError(f"{path} is missing: a model's folder has one")
+        raise MissingFile(f"{path} is missing: a model's folder has one")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:

@@ -20,6 +20,10 @@ _MAX_HEADER_BYTES = 100_000_000
 """The format's own limit."""
 
 
+class MissingFile(FileNotFoundError, ValueError):
+    """A model's file or folder is not there; the message has its path. A user's mistake like any other."""
+
+
 @dataclass(frozen=True)
 class StoredTensor:
     """Where a tensor lies, and what it is; `dtype` in the format's words (``F32``)."""
@@ -41,12 +45,12 @@ class WeightFiles:
         """Read the headers of all files.
 
         Raises:
-            FileNotFoundError: with the path of the folder or file that is missing.
+            MissingFile: with the path of the folder or file that is missing.
             ValueError: a file is cut short or no safetensors file, an index names what is not there, or there are
                 pickles alone.
         """
         if not folder.is_dir():
-            raise FileNotFoundError(f"there is no folder {folder} to read a model from")
+            raise MissingFile(f"there is no folder {folder} to read a model from")
         index = folder / INDEX_FILE
         if not index.exists():
             return cls(folder, _read_header(_single_file(folder)))
@@ -73,7 +77,7 @@ def _single_file(folder: Path) -> Path:
             f"{folder} holds its weights as a pickle ({pickles[0]}), which can run code and is never read; "
             "save the model as safetensors"
         )
-    raise FileNotFoundError(f"{file} is missing, and there is no {INDEX_FILE} beside it")
+    raise MissingFile(f"{file} is missing, and there is no {INDEX_FILE} beside it")
 
 
 def _read_index(index: Path) -> dict[str, str]:
@@ -93,7 +97,7 @@ def _read_index(index: Path) -> dict[str, str]:
 
 def _read_header(path: Path) -> dict[str, StoredTensor]:
     if not path.exists():
-        raise FileNotFoundError(f"{path} is missing")
+        raise MissingFile(f"{path} is missing")
     size_bytes = path.stat().st_size
     with path.open("rb") as file:
         start = file.read(_LENGTH_BYTES)

@@ -11,8 +11,6 @@ import torch.distributed as dist
 
 T = TypeVar("T")
 
-_TOLD_AS: dict[str, type[Exception]] = {"ValueError": ValueError, "FileNotFoundError": FileNotFoundError}
-
 
 def gather_json(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
     """Give every rank the list of all ranks' values, in the order of the group's ranks.
@@ -34,11 +32,11 @@ def gather_json(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
     return [json.loads(bytes(text[: int(length)].tolist())) for text, length in zip(texts, lengths, strict=True)]
 
 
-def together(act: Callable[[], T], group: dist.ProcessGroup | None) -> T:
+def together(act: Callable[[], T], group: dist.ProcessGroup | None, *kinds: type[Exception]) -> T:
     """Act, and go on only if no rank's act has raised: what one can not do, none should go on from.
 
-    Raises: what the act raised here; else, of the first other rank that raised, a ValueError or FileNotFoundError as
-    it was there, and a RuntimeError for anything else.
+    Raises: what the act raised here; else, for the first other rank that raised, the same where it is one of `kinds`,
+    a ValueError where it is one, and a RuntimeError for anything else.
     """
     error: Exception | None = None
     result: T | None = None
@@ -46,10 +44,12 @@ def together(act: Callable[[], T], group: dist.ProcessGroup | None) -> T:
         result = act()
     except Exception as caught:
         error = caught
-    told = gather_json(None if error is None else [type(error).__name__, str(error)], group)
+    known = (*kinds, ValueError, RuntimeError)
+    kind = next((number for number, kind in enumerate(known) if isinstance(error, kind)), len(known) - 1)
+    told = gather_json(None if error is None else [kind, str(error)], group)
     if error is not None:
         raise error
     for rank, failure in enumerate(told):
         if failure is not None:
-            raise _TOLD_AS.get(failure[0], RuntimeError)(f"rank {rank}: {failure[1]}")
+            raise known[failure[0]](f"rank {rank}: {failure[1]}")
     return result  # pyright: ignore[reportReturnType]  # without an error the act has ended
