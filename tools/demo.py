@@ -1,4 +1,4 @@
-"""`make demo`: train the example on two processes, stop it half-way, resume it, and draw what happened.
+"""`make demo`: train the example on two processes, stop it half-way, resume it, and let the model write something.
 
 The run goes into a new folder under runs/, so that no earlier one is touched.
 """
@@ -14,11 +14,18 @@ from penstock.engine.metrics import METRICS_FILE, read_metrics
 
 ROOT = Path(__file__).parents[1]
 EXAMPLE = Path("examples/tiny.toml")
+PROMPT = "    def __init__("
 PENSTOCK = Path(sys.executable).with_name("penstock")
 
 
 def train(folder: Path) -> list[str]:
     return [str(PENSTOCK), "train", str(EXAMPLE), "--output", str(folder)]
+
+
+def generate(folder: Path) -> list[str]:
+    """A sample from the trained model, over the same two stages."""
+    sampling = ["--max-new-tokens", "240", "--temperature", "0.6", "--top-p", "0.95"]
+    return [str(PENSTOCK), "generate", str(folder), PROMPT, "--pp", "2", *sampling]
 
 
 def say(text: str) -> None:
@@ -62,6 +69,9 @@ def main() -> int:
     stopped_at = last_step(folder)
     say(f"2. Stopped after step {stopped_at}. The same command resumes it from its newest checkpoint")
     code = subprocess.run(train(folder), cwd=ROOT, check=False).returncode
+    if code == 0:
+        say("3. What the model writes by now")
+        code = subprocess.run(generate(folder), cwd=ROOT, check=False).returncode
     if code == 0:
         say(f"Look at {folder}/timeline.png: one step as it was measured, under the same step simulated")
     return code

@@ -9,6 +9,7 @@ from penstock.cli.commands import Command, Main, dispatch
 COMMANDS = {
     "train": Command("train a model cut into stages, as a TOML file says", "penstock.cli.train"),
     "score": Command("write each token's log-probability and each text's perplexity", "penstock.cli.score"),
+    "generate": Command("continue prompts with a saved model", "penstock.cli.generate"),
     "schedule": Command("list, draw, prove, simulate and export schedules (no GPU, no torch)", "penstock.cli.schedule"),
     "trace": Command("draw a recorded step of a run, and say where its time went", "penstock.cli.trace"),
     "bench": Command("measure schedules, training and the overhead of an action", "penstock.cli.bench"),

@@ -111,11 +111,17 @@ class LiveBar:
 
 
 class LineProgress:
-    """Shows how many of the lines of a file are done, from the one after `num_done` on."""
+    """Shows how many of the lines of a file are done, from the one after `num_done` on; or of what `what` names."""
 
     def __init__(
-        self, num_lines: int, num_done: int, file: TextIO, clock: Callable[[], float] = time.monotonic
+        self,
+        num_lines: int,
+        num_done: int,
+        file: TextIO,
+        what: str = "line",
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._what = what
         self._num_lines, self._file, self._clock = num_lines, file, clock
         self._first, self._num_tokens = num_done, 0
         self._start_s, self._last_line_s = clock(), -math.inf
@@ -132,7 +138,7 @@ class LineProgress:
             self._bar.update(num_done, text)
         elif now - self._last_line_s >= _SECONDS_BETWEEN_LINES or num_done == self._num_lines:
             self._last_line_s = now
-            print(f"line {num_done}/{self._num_lines}  {text}", file=self._file, flush=True)
+            print(f"{self._what} {num_done}/{self._num_lines}  {text}", file=self._file, flush=True)
 
     def close(self) -> None:
         if self._bar is not None:

@@ -20,8 +20,17 @@ class Tokenizer(Protocol):
     @property
     def fingerprint(self) -> str: ...
 
+    @property
+    def end_tokens(self) -> tuple[int, ...]:
+        """The token that is put after every text, if one is."""
+        ...
+
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """The token ids of each text, an array per text."""
+        ...
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of these tokens; end tokens and the like have none, and what is no text becomes U+FFFD."""
         ...
 
 
@@ -39,10 +48,17 @@ class ByteTokenizer:
     def fingerprint(self) -> str:
         return f"bytes-{self.vocab_size}"
 
+    @property
+    def end_tokens(self) -> tuple[int, ...]:
+        return (256,) if self.end_token else ()
+
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         dtype, end = (np.uint16, [256]) if self.end_token else (np.uint8, [])
         arrays = (np.frombuffer(text.encode(), dtype=np.uint8) for text in texts)
         return [np.append(array.astype(dtype), np.array(end, dtype)) if end else array for array in arrays]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return bytes(token for token in tokens if token < 256).decode(errors="replace")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +70,17 @@ class FileTokenizer:
     end_token_id: int | None
     vocab_size: int
 
+    @property
+    def end_tokens(self) -> tuple[int, ...]:
+        return () if self.end_token_id is None else (self.end_token_id,)
+
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         end = [] if self.end_token_id is None else [self.end_token_id]
         encodings = self.tokenizer.encode_batch(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids + end, dtype=np.uint32) for encoding in encodings]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return self.tokenizer.decode(list(tokens), skip_special_tokens=True)
 
 
 def load_tokenizer(name: str, end_token: str | bool = False) -> Tokenizer:

@@ -45,8 +45,9 @@ from penstock.runtime import (
 from penstock.schedule import Program, Timeline
 
 if TYPE_CHECKING:
+    from penstock.engine.answers import OnToken
     from penstock.engine.config import RunConfig
-    from penstock.engine.generate import GenerateOptions, Generator, OnToken
+    from penstock.engine.generate import GenerateOptions, Generator
     from penstock.engine.generated import GenerateResult
     from penstock.engine.pretrained import HuggingFaceForm
 

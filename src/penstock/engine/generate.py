@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-import struct
-from array import array
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from penstock.engine.generated import Generated, GenerateResult
-from penstock.model import CacheSize, Draw, SamplingParams, draw_tokens
+from penstock.engine.answers import Drawing, Leading, OnToken, Prompts, Request, answers
+from penstock.engine.generated import GenerateResult
+from penstock.model import CacheSize, Limits, SamplingParams
 from penstock.parallel.broadcast import broadcast_value
 from penstock.parallel.exchange import gather_json
 from penstock.runtime import (
@@ -22,19 +20,15 @@ from penstock.runtime import (
     InProcessHub,
     InProcessTransport,
     Journey,
-    Lead,
     PipelineError,
     Ring,
     RingReport,
     host_channels,
 )
-from penstock.schedule import Conductor, Ending, Piece, RingShape, Wish
+from penstock.schedule import RingShape
 
 if TYPE_CHECKING:
     from penstock.engine.engine import Engine
-
-Prompts = Sequence[Sequence[int]]
-OnToken = Callable[[int, int], object]
 
 _CACHE_STEP_TOKENS = 64
 
@@ -73,47 +67,6 @@ class GenerateOptions:
         return RingShape(num_slots, self.rows_per_slot or min(even, self.max_rows_per_slot), self.prefill_tokens)
 
 
-@dataclass(frozen=True)
-class _Request:
-    """One sequence: which sample of which prompt, and what identifies it in the random numbers."""
-
-    prompt: int
-    sample: int
-    identity: int
-    params: SamplingParams
-
-    @classmethod
-    def all_of(cls, prompts: Prompts, params: Sequence[SamplingParams]) -> list[_Request]:
-        """In the order of the results. Equal prompts are told apart by how many came before, so that the order in
-        which different ones are given does not matter."""
-        requests, seen = [], Counter[bytes]()
-        for number, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
-            content = hashlib.blake2b(array("q", prompt).tobytes(), digest_size=16).digest()
-            for sample in range(own.num_samples):
-                told = content + struct.pack("<QQ", seen[content], sample)
-                identity = int.from_bytes(hashlib.blake2b(told, digest_size=8).digest(), "little")
-                requests.append(cls(number, sample, identity, own))
-            seen[content] += 1
-        return requests
-
-    def generated(self, values: Tensor, ending: Ending, dropped: Tensor | None) -> Generated:
-        """The sequence, from its numbers [tokens, 3] as `_Drawing.draw` gives them."""
-        log_probs, raw = (tuple(values[:, i].contiguous().view(torch.float64).tolist()) for i in (1, 2))
-        return Generated(
-            prompt=self.prompt,
-            sample=self.sample,
-            tokens=tuple(values[:, 0].tolist()),
-            log_probs=log_probs,
-            raw_log_probs=raw if self.params.raw_log_probs else None,
-            ending=ending,
-            filter_mask=dropped,
-        )
-
-    def wish(self, prompts: Prompts) -> Wish:
-        ends = frozenset(self.params.end_tokens)
-        return Wish(self.prompt, len(prompts[self.prompt]), self.params.max_new_tokens, ends)
-
-
 class Generator:
     """An engine's part in generation: its place in the ring, and its caches, kept from call to call."""
 
@@ -147,12 +100,12 @@ class Generator:
         """See `Engine.generate`; there is one of `params` for each prompt."""
         engine = self._engine
         engine.recorder.begin_step(engine.step)
-        requests = _Request.all_of(prompts, params)
+        requests = Request.all_of(prompts, params)
         shape = options.shape(len(requests), engine.layout.pp)
         lengths = [len(prompts[r.prompt]) + r.params.max_new_tokens for r in requests]
         self._reserve(shape.num_rows, max(lengths, default=1))
-        lead = _Leading(prompts, requests, shape, options.refill, on_token) if self.ring.rank == 0 else None
-        drawing = _Drawing(prompts, requests) if self.ring.rank == self.ring.drawer else None
+        lead = Leading(prompts, requests, shape, options.refill, on_token) if self.ring.rank == 0 else None
+        drawing = Drawing(prompts, requests) if self.ring.rank == self.ring.drawer else None
         journey = Journey(shape, self._caches, drawing and drawing.draw, lead and lead.lead)
         report = self.ring.run(journey)
         return self._result(requests, lead, drawing, report)
@@ -169,7 +122,7 @@ class Generator:
         self._size = size
 
     def _result(
-        self, requests: list[_Request], lead: _Leading | None, drawing: _Drawing | None, report: RingReport
+        self, requests: list[Request], lead: Leading | None, drawing: Drawing | None, report: RingReport
     ) -> GenerateResult:
         """Hand what the leading rank has heard to all ranks of the pipeline."""
         engine, group = self._engine, self._engine.grid.pp_control
@@ -182,77 +135,8 @@ class Generator:
         if lead is not None and lead.error is not None:
             raise lead.error
         busy_s, wall_s, num_forwards = zip(*reports, strict=True)
-        sequences = [
-            request.generated(values, Ending(ending), masks[number] if request.params.filter_mask else None)
-            for number, (request, values, ending) in enumerate(
-                zip(requests, told["values"], told["endings"], strict=True)
-            )
-        ]
-        return GenerateResult(tuple(sequences), wall_s[0], busy_s, num_forwards, report.num_rounds)
-
-
-class _Leading:
-    """On the rank of the first stage: what the sequences have come to."""
-
-    def __init__(
-        self,
-        prompts: Prompts,
-        requests: list[_Request],
-        shape: RingShape,
-        refill: bool,
-        on_token: OnToken | None,
-    ) -> None:
-        self.error: Exception | None = None
-        self._on_token = on_token
-        self._values: list[list[Sequence[int]]] = [[] for _ in requests]
-        conductor = Conductor([request.wish(prompts) for request in requests], shape, refill)
-        self.lead = Lead(conductor, prompts, self._hear)
-
-    def _hear(self, sequence: int, numbers: Sequence[int]) -> None:
-        self._values[sequence].append(numbers)
-        if self._on_token is None or self.error is not None:
-            return
-        try:
-            if self._on_token(sequence, numbers[0]):
-                self.lead.conductor.stop([sequence])
-        except Exception as error:
-            # It waits for the end of the ring, so that no other rank is left alone with its messages.
-            self.error = error
-            self.lead.conductor.stop(range(len(self._values)))
-
-    def told(self) -> dict[str, Any]:
-        endings = self.lead.conductor.endings
-        return {
-            "values": [torch.tensor(values, dtype=torch.int64).view(-1, 3) for values in self._values],
-            "endings": [ending.value for ending in endings if ending is not None],
-        }
-
-
-class _Drawing:
-    """On the rank of the last stage: draws tokens, and keeps where asked which could not have been drawn."""
-
-    def __init__(self, prompts: Prompts, requests: list[_Request]) -> None:
-        self._prompts, self._requests = prompts, requests
-        self._masks: list[list[Tensor]] = [[] for _ in requests]
-
-    def draw(self, logits_SV: Tensor, pieces: Sequence[Piece]) -> Tensor:
-        """[S, 3] int64: tokens, and the bits of their log-probabilities in fp64."""
-        if not pieces:
-            return torch.zeros(0, 3, dtype=torch.int64)
-        draws = []
-        for piece in pieces:
-            request = self._requests[piece.sequence]
-            position = piece.end - len(self._prompts[request.prompt])
-            draws.append(Draw(request.params, request.identity, position))
-        drawn = draw_tokens(logits_SV, draws)
-        if drawn.dropped_SV is not None:
-            for piece, dropped_V in zip(pieces, drawn.dropped_SV, strict=True):
-                self._masks[piece.sequence].append(dropped_V)
-        bits = (x.double().view(torch.int64) for x in (drawn.log_probs, drawn.raw_log_probs))
-        return torch.stack([drawn.tokens, *bits], -1).cpu()
-
-    def told(self) -> list[Tensor]:
-        return [torch.stack(masks) if masks else torch.empty(0, 0, dtype=torch.bool) for masks in self._masks]
+        sequences = answers(requests, told, masks)
+        return GenerateResult(sequences, wall_s[0], busy_s, num_forwards, report.num_rounds)
 
 
 def check_requests(engine: Engine, prompts: Any, params: Any) -> tuple[Prompts, list[SamplingParams]]:
@@ -290,29 +174,34 @@ def _checked(engine: Engine, prompts: Any, params: Any) -> tuple[Prompts, list[S
         raise ValueError(
             f"{len(params)} SamplingParams were given for {len(prompts)} prompts; give one, or one for each"
         )
-    limits = engine.units[0].limits
-    vocab_size, max_length = (limits.vocab_size, limits.max_length) if limits else (None, None)
-    for number, (prompt, own) in enumerate(zip(prompts, params)):
-        if not prompt:
-            raise ValueError(f"prompt {number} is empty; it needs at least one token to begin with")
-        if min(prompt) < 0 or (vocab_size is not None and max(prompt) >= vocab_size):
-            worst = min(prompt) if min(prompt) < 0 else max(prompt)
-            raise ValueError(f"prompt {number} holds the token {worst}; the model knows {_below(vocab_size)}")
-        if vocab_size is not None and any(token >= vocab_size for token in own.end_tokens):
-            raise ValueError(f"end_tokens={own.end_tokens}: the model knows {_below(vocab_size)}")
-        if vocab_size is not None and own.min_new_tokens and len(set(own.end_tokens)) >= vocab_size:
-            raise ValueError(
-                f"min_new_tokens={own.min_new_tokens}: every token is an end token, so none could be drawn"
-            )
-        if max_length is not None and len(prompt) + own.max_new_tokens > max_length:
-            raise ValueError(
-                f"prompt {number} has {len(prompt)} tokens, and with max_new_tokens={own.max_new_tokens} more it would "
-                f"pass the model's max_length={max_length}"
-            )
     for stage in engine.stages.values():
         stage.check_cached()
+    check_prompts(prompts, params, engine.units[0].limits)
     return prompts, params
 
 
-def _below(vocab_size: int | None) -> str:
-    return "no negative ones" if vocab_size is None else f"0 to {vocab_size - 1}"
+def check_prompts(prompts: Prompts, params: Sequence[SamplingParams], limits: Limits | None) -> None:
+    """Refuse what a model of these limits can not continue; None where they are not known.
+
+    Raises:
+        ValueError: naming the prompt, or the setting, and what would be possible.
+    """
+    for number, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
+        if not prompt:
+            raise ValueError(f"prompt {number} is empty; it needs at least one token to begin with")
+        if min(prompt) < 0:
+            raise ValueError(f"prompt {number} holds the token {min(prompt)}; tokens count from 0")
+        if limits is None:
+            continue
+        if max(prompt) >= limits.vocab_size:
+            known = f"the model knows 0 to {limits.vocab_size - 1}"
+            raise ValueError(f"prompt {number} holds the token {max(prompt)}; {known}")
+        if any(token >= limits.vocab_size for token in own.end_tokens):
+            raise ValueError(f"end_tokens={own.end_tokens}: the model knows 0 to {limits.vocab_size - 1}")
+        if own.min_new_tokens and len(set(own.end_tokens)) >= limits.vocab_size:
+            raise ValueError(f"min_new_tokens={own.min_new_tokens}: every token is an end token, none could be drawn")
+        if len(prompt) + own.max_new_tokens > limits.max_length:
+            raise ValueError(
+                f"prompt {number} has {len(prompt)} tokens, and with max_new_tokens={own.max_new_tokens} more it would "
+                f"pass the model's max_length={limits.max_length}"
+            )

@@ -22,6 +22,7 @@ from penstock.engine.run_folder import CHECKPOINT_FOLDER, CONFIG_FILE
 from penstock.engine.run_parts import layout, run_engine
 
 _HUGGING_FACE_CONFIG, _TOKENIZER = "config.json", "tokenizer.json"
+_GENERATION_CONFIG = "generation_config.json"
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class SavedModel:
 
     max_length: tokens of the longest sequence. num_units: pieces that stages can be cut from. tokenizer: None where
     the folder has none, and only token ids can be given. load: makes the engine and reads the weights; every process
-    of the layout calls it at the same point.
+    of the layout calls it at the same point. end_tokens: those that end a text.
     """
 
     folder: Path
@@ -47,6 +48,7 @@ class SavedModel:
     num_units: int
     tokenizer: Tokenizer | None
     load: Callable[[ParallelSection], Loaded]
+    end_tokens: tuple[int, ...] = ()
 
 
 def open_model(folder: Path | str) -> SavedModel:
@@ -76,17 +78,18 @@ def _open_run(folder: Path) -> SavedModel:
     try:
         # What is given is scored and continued as it is: no end token is put after it.
         tokenizer = load_tokenizer(name)
-        vocab_size = vocab_size or load_tokenizer(name, config.data.end_token or False).vocab_size
+        ending = load_tokenizer(name, config.data.end_token or False)
+        vocab_size, ends = vocab_size or ending.vocab_size, ending.end_tokens
     except CorpusError:
         if vocab_size is None:
             raise
-        tokenizer = None
+        tokenizer, ends = None, ()
     size = vocab_size
 
     def load(parallel: ParallelSection) -> Loaded:
         return _load_run(folder, config, size, parallel)
 
-    return SavedModel(folder, size, config.model.max_length, config.num_units, tokenizer, load)
+    return SavedModel(folder, size, config.model.max_length, config.num_units, tokenizer, load, ends)
 
 
 def _load_run(folder: Path, config: RunConfig, vocab_size: int, parallel: ParallelSection) -> Loaded:
@@ -129,7 +132,19 @@ def _open_hugging_face(folder: Path) -> SavedModel:
         return Loaded(Engine.from_hf(folder, grid, options), _version(folder))
 
     num_units = 2 * config.num_layers + 2
-    return SavedModel(folder, config.vocab_size, config.max_length, num_units, tokenizer, load)
+    ends = _hugging_face_ends(folder)
+    return SavedModel(folder, config.vocab_size, config.max_length, num_units, tokenizer, load, ends)
+
+
+def _hugging_face_ends(folder: Path) -> tuple[int, ...]:
+    """The end tokens that the generation's own settings name, else those of the model's."""
+    for name in (_GENERATION_CONFIG, _HUGGING_FACE_CONFIG):
+        path = folder / name
+        if path.is_file():
+            named = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+            if named is not None:
+                return tuple(named) if isinstance(named, list) else (named,)
+    return ()
 
 
 def _version(folder: Path) -> str:

@@ -27,7 +27,7 @@ from penstock.model.segments import (
 )
 from penstock.model.sequences import Sequences, Spread
 from penstock.model.sharded_logits import Logits, ShardedLogits, whole_logits
-from penstock.model.units import Shard, UnitSpec
+from penstock.model.units import Limits, Shard, UnitSpec
 
 __all__ = [
     "Beside",
@@ -44,6 +44,7 @@ __all__ = [
     "GroupScore",
     "KVCache",
     "Lane",
+    "Limits",
     "Linear",
     "Logits",
     "LossTerms",

@@ -6,7 +6,7 @@ from penstock.runtime.executor import Executor, Feed, run_together
 from penstock.runtime.host_memory import keep_freed_memory
 from penstock.runtime.lanes import Lane, drain, zip_lanes
 from penstock.runtime.pairs import Hooks, Pairs
-from penstock.runtime.ring import Journey, Lead, Ring, RingReport, host_channels, travel_together
+from penstock.runtime.ring import NUMBERS_PER_TOKEN, Journey, Lead, Ring, RingReport, host_channels, travel_together
 from penstock.runtime.stage import Boundary, LaneUnit, Stage
 from penstock.runtime.tape import Segment, Tape
 from penstock.runtime.trace import Awaited, Record, Recorder
@@ -15,6 +15,7 @@ from penstock.runtime.travels import Travel
 from penstock.runtime.watchdog import Watchdog
 
 __all__ = [
+    "NUMBERS_PER_TOKEN",
     "Awaited",
     "Boundary",
     "Deadlock",

@@ -1,0 +1,98 @@
+"""One worker of `penstock generate`: its stage of the model; the first stage's tells of the answers."""
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from penstock.cli.generate import STANDARD_INPUT, GenerateArguments
+from penstock.cli.generate_output import Teller
+from penstock.cli.launch import Group
+from penstock.cli.prompts import Prompt, prompts_of_texts, read_prompts
+from penstock.cli.together import choose_device, initialise, refuse_differing, together, work_together
+from penstock.engine.config import ParallelSection
+from penstock.engine.generate import GenerateOptions, check_prompts
+from penstock.engine.saved_model import SavedModel, open_model
+from penstock.model import Limits, SamplingParams
+from penstock.runtime import Watchdog
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one call is to generate, read and found possible."""
+
+    model: SavedModel
+    prompts: Sequence[Prompt]
+    params: SamplingParams
+    options: GenerateOptions
+
+
+def check(arguments: GenerateArguments) -> Job:
+    """Read model settings and prompts.
+
+    Raises: ValueError for what can not be generated.
+    """
+    model = open_model(arguments.model)
+    if arguments.pp > model.num_units:
+        raise ValueError(
+            f"--pp {arguments.pp} asks for {arguments.pp} stages, but {model.folder} has {model.num_units} units "
+            f"to cut from, so at most {model.num_units} are possible"
+        )
+    if arguments.stop and model.tokenizer is None:
+        raise ValueError(f"--stop is a text, but {model.folder} has no tokenizer; give --end-token ids")
+    ends = model.end_tokens if arguments.end_tokens is None else arguments.end_tokens
+    params = SamplingParams(**arguments.sampling, end_tokens=ends)
+    if arguments.file is not None:
+        prompts = read_prompts(arguments.file, model)
+    else:
+        prompts = prompts_of_texts(arguments.prompts or [_standard_input()], model)
+    limits = Limits(model.vocab_size, model.max_length)
+    check_prompts([prompt.tokens for prompt in prompts], [params] * len(prompts), limits)
+    return Job(model, prompts, params, GenerateOptions(**arguments.ring))
+
+
+def _standard_input() -> str:
+    path = os.environ.get(STANDARD_INPUT)
+    if path is not None:
+        return Path(path).read_text(encoding="utf-8")
+    if sys.stdin.isatty():
+        print("penstock: type the prompt, and Ctrl-D to end it", file=sys.stderr)
+    return sys.stdin.read()
+
+
+def run_worker(arguments: GenerateArguments, group: Group) -> int:
+    """Generate as one process of `group`; returns the exit code."""
+    return work_together(
+        group, arguments.num_threads, arguments.timeout_s, lambda store: _generate(arguments, group, store)
+    )
+
+
+def _generate(arguments: GenerateArguments, group: Group, store: "Store") -> None:
+    job = together(store, group, "prompts", lambda: check(arguments))
+    refuse_differing(store, group, "answers", {**arguments.sampling, "prompts": [list(p.tokens) for p in job.prompts]})
+    device = choose_device(store, group, arguments.device)
+    initialise(store, group, device, arguments.timeout_s)
+    parallel = ParallelSection(
+        pp=arguments.pp, device=device, num_threads=arguments.num_threads, timeout_s=arguments.timeout_s
+    )
+    engine = job.model.load(parallel).engine
+    teller = None
+    if engine.holds_first_stage:
+        teller = Teller(arguments, job.model, job.prompts, job.params)
+    watchdog = Watchdog(engine.recorder, arguments.timeout_s)
+    watchdog.listen_to_signals()
+    try:
+        prompts = [prompt.tokens for prompt in job.prompts]
+        result = engine.generate(prompts, job.params, job.options, teller and teller.hear)
+    finally:
+        if teller is not None:
+            teller.close()
+        watchdog.close()
+        engine.close()
+    if teller is not None:
+        teller.end(result)
