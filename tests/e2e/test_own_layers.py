@@ -13,11 +13,11 @@ EXAMPLE = ROOT / "examples" / "own_layers.py"
 LINE = r"step 60: (\d\.\d{3}) nats a byte, gradient norm (\d\.\d{3})\n"
 
 
-def run(script: Path, num_ranks: int) -> str:
+def run(script: Path, num_ranks: int, *arguments: str) -> str:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(
-        [*command, str(script)], capture_output=True, text=True, timeout=100, env=environment, check=False
+        [*command, str(script), *arguments], capture_output=True, text=True, timeout=280, env=environment, check=False
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

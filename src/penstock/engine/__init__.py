@@ -1,4 +1,4 @@
-"""The engine room: one engine trains and evaluates; its settings, optimizer, checkpoints and metrics.
+"""The engine room: one engine trains, scores and generates; its settings, optimizer, checkpoints and metrics.
 
 The names below are fetched when first asked for, so that settings can be read and refused without PyTorch.
 """
@@ -8,15 +8,17 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from penstock.engine.engine import Engine
+    from penstock.engine.generate import GenerateOptions
     from penstock.engine.normalise import Normalize, ZeroLossWeight
     from penstock.engine.options import EngineOptions, Precision
     from penstock.engine.train import TrainResult
 
-__all__ = ["Engine", "EngineOptions", "Normalize", "Precision", "TrainResult", "ZeroLossWeight"]
+__all__ = ["Engine", "EngineOptions", "GenerateOptions", "Normalize", "Precision", "TrainResult", "ZeroLossWeight"]
 
 _FILE_OF = {
     "Engine": "engine",
     "EngineOptions": "options",
+    "GenerateOptions": "generate",
     "Normalize": "normalise",
     "Precision": "options",
     "TrainResult": "train",
