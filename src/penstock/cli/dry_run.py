@@ -12,18 +12,20 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from penstock import schedule
+from penstock.cli.layout_groups import group_rows, group_table
 from penstock.engine.build import cut_units
 from penstock.engine.config import RunConfig
 from penstock.engine.options import Precision
 from penstock.engine.run_parts import RunData, engine_options, layout, model_config
-from penstock.model import Sequences, UnitSpec, cross_entropy_sum, decoder_units
+from penstock.model import ModelGroups, Sequences, UnitSpec, cross_entropy_sum, decoder_units
 
 _FILE_COLUMNS = 120
 
 
 @dataclass(frozen=True)
 class StagePlan:
-    """A stage as it would be: its units by name, and what it weighs; `share_of_work` is of the whole model's.
+    """A stage as it would be: its units by name, and what one rank's share of it weighs; `share_of_work` is of the
+    whole model's.
 
     `state_bytes`: parameters, fp32 gradients, optimizer. `activation_bytes`: what backward keeps of all microbatches
     that are under way at once.
@@ -73,7 +75,9 @@ def plan_run(config: RunConfig, data: RunData) -> RunPlan:
     options = engine_options(config)
     program = options.choice.program(config.parallel.pp, config.train.num_microbatches)
     placement, timeline = program.placement, schedule.simulate(program)
-    units = decoder_units(shape)
+    units, ours = decoder_units(shape), config.parallel
+    # What the rank with the largest parts holds.
+    held = decoder_units(shape, groups=ModelGroups.planned(tp=ours.tp, cp=ours.cp, ep=ours.ep))
     kept = kept_bytes_per_token(units, config)
     tokens = math.ceil(_rank_tokens(config) / config.train.num_microbatches)
     stages = []
@@ -81,7 +85,7 @@ def plan_run(config: RunConfig, data: RunData) -> RunPlan:
     for number, members in enumerate(cut_units(units, placement, options)):
         rank = placement.rank_of(number)
         live = timeline.peak_live_microbatches[rank]
-        count = sum(units[i].num_parameters for i in members)
+        count = sum(held[i].num_parameters for i in members)
         stages.append(
             StagePlan(
                 stage=number,
@@ -90,7 +94,7 @@ def plan_run(config: RunConfig, data: RunData) -> RunPlan:
                 num_parameters=count,
                 share_of_work=sum(units[i].flops_per_token for i in members) / all_work,
                 state_bytes=count * _state_bytes(options.precision),
-                activation_bytes=round(live * tokens * sum(kept[i] for i in members)),
+                activation_bytes=round(live * tokens * sum(kept[i] for i in members) / (ours.cp * ours.tp)),
             )
         )
     tied = {name for unit in units for name in unit.tied}
@@ -154,7 +158,8 @@ def show(config: RunConfig, as_json: bool) -> None:
     data = RunData.load(config)
     plan = plan_run(config, data)
     if as_json:
-        print(json.dumps({**asdict(plan), "memory_bytes": plan.memory_bytes}, indent=2))
+        groups = group_table(layout(config))
+        print(json.dumps({**asdict(plan), "memory_bytes": plan.memory_bytes, "groups": groups}, indent=2))
     else:
         _print(config, plan)
 
@@ -170,6 +175,7 @@ def _print(config: RunConfig, plan: RunPlan) -> None:
     memory = ", ".join(f"rank {rank}: {_mib(used)}" for rank, used in plan.memory_bytes.items())
     for name, text in (
         ("layout", f"{layout(config)}: {plan.world_size} processes of {config.parallel.num_threads} thread(s)"),
+        *group_rows(layout(config)),
         ("schedule", f"{plan.schedule}, {plan.num_microbatches} microbatches: proved"),
         ("", f"bubble {plan.bubble_rate:.1%} if all stages were equal; microbatches live at once, by rank: {live}"),
         ("parameters", f"{plan.num_parameters:,} in {config.train.precision}"),

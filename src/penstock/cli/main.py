@@ -12,6 +12,7 @@ COMMANDS = {
     "generate": Command("continue prompts with a saved model", "penstock.cli.generate"),
     "schedule": Command("list, draw, prove, simulate and export schedules (no GPU, no torch)", "penstock.cli.schedule"),
     "trace": Command("draw a recorded step of a run, and say where its time went", "penstock.cli.trace"),
+    "doctor": Command("say what this machine has, and test the links of a layout", "penstock.cli.doctor"),
     "bench": Command("measure schedules, training and the overhead of an action", "penstock.cli.bench"),
 }
 

@@ -1,0 +1,79 @@
+"""`penstock doctor`, and the groups that a dry run prints: what the layout says, and links that carry."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from penstock.cli.main import main
+from penstock.parallel import Layout
+from tests.e2e.training import write_run
+
+
+def test_the_groups_of_a_layout_are_printed_without_starting_anything(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--pp", "2", "--dp", "2", "--tp", "2", "--ep", "2", "--no-links", "--json"]) == 0
+    told, layout = json.loads(capsys.readouterr().out), Layout(pp=2, dp=2, tp=2, ep=2)
+    assert told["links"] is None
+    expected = {
+        "pipelines (pp)": layout.groups("pp"),
+        "sharing layers (tp)": layout.groups("tp"),
+        "sharing experts (ep)": layout.expert_groups(),
+        "summing gradients (dp x cp)": layout.groups("dp", "cp"),
+    }
+    assert told["groups"] == json.loads(json.dumps(expected))
+    assert main(["doctor", "--pp", "2", "--dp", "64", "--no-links"]) == 0
+    told = capsys.readouterr().out
+    assert "0 1   2 3   4 5   6 7   and 60 more" in told and "0 2 ... 126" in told
+
+
+def test_a_ring_of_local_processes_is_tested() -> None:
+    environ = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    command = [sys.executable, "-m", "penstock.cli.main", "doctor", "--tp", "2", "--device", "cpu", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90, env=environ, check=False)
+    assert done.returncode == 0, done.stderr
+    links = json.loads(done.stdout)["links"]
+    assert len(links["hosts"]) == 2 and links["device"] == "cpu"
+    assert links["word_s"] > 0 and links["block_bytes_per_s"] > 0
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--pp", "0"], "pp must be a whole number of at least 1, not 0"),
+        (["--dp", "3", "--ep", "2"], "ep=2 does not divide dp=3 x cp=1"),
+        (["--order", "dp-pp"], "the order must name each of dp, pp, cp, tp once"),
+        (["--timeout", "-1"], "--timeout is -1.0"),
+        (["--tq", "2"], "did you mean"),
+    ],
+)
+def test_a_layout_that_can_not_be_is_refused(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", *words]) == 2
+    caught = capsys.readouterr()
+    assert told in caught.err and len(caught.err.splitlines()) == 1 and not caught.out
+
+
+def test_another_number_of_processes_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["doctor", "--pp", "2", "--tp", "2"]) == 2
+    told = capsys.readouterr().err
+    assert "dp=1 x pp=2 x cp=1 x tp=2 needs 4 processes, but there are 3" in told
+
+
+def test_a_dry_run_prints_the_groups(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = write_run(tmp_path, "run", 8)
+    layout = ["--parallel.pp", "2", "--parallel.dp", "2", "--parallel.tp", "2"]
+    assert main(["train", str(file), "--dry-run", "--json", *layout]) == 0
+    shared = json.loads(capsys.readouterr().out)
+    assert shared["groups"]["sharing layers (tp)"] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert main(["train", str(file), "--dry-run", "--json", *layout[:4]]) == 0
+    whole = json.loads(capsys.readouterr().out)
+    assert shared["num_parameters"] == whole["num_parameters"]
+    # All but the norms are divided.
+    for ours, theirs in zip(shared["stages"], whole["stages"], strict=True):
+        assert 0.5 <= ours["num_parameters"] / theirs["num_parameters"] < 0.53
