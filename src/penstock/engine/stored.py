@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from safetensors import safe_open
 from torch import Tensor
@@ -106,5 +107,9 @@ def _read_file(path: Path, by_name: Mapping[str, Sequence[Copying]]) -> None:
     with safe_open(path, framework="pt") as file:
         for name in sorted(by_name.keys() & file.keys()):
             for copying in by_name[name]:
-                read = file.get_slice(name)[copying.source] if copying.source else file.get_tensor(name)
-                copying.target.copy_(read)
+                copying.target.copy_(take(file, name, copying.source))
+
+
+def take(file: Any, name: str, indices: tuple[slice, ...]) -> Tensor:
+    """A stretch of a tensor of an open file; only it is read."""
+    return file.get_slice(name)[indices] if indices else file.get_tensor(name)

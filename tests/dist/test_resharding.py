@@ -1,0 +1,173 @@
+"""Saved in one layout, loaded in the next: the losses go on as in one run that was never interrupted."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock import Layout, MicroBatchSpec, PackedBatch
+from penstock.engine import Engine, EngineOptions, Precision, stored
+from penstock.engine.checkpoint import Checkpointer
+from penstock.engine.learning_rate import LearningRate
+from penstock.engine.optimizer import OptimizerConfig, state_aliases
+from penstock.engine.schedules import ScheduleChoice
+from penstock.model import ModelConfig, decoder_units
+from penstock.parallel.parts import parts_of
+from tests.dist.grid_cases import DENSE, SPARSE, VOCABULARY
+from tests.dist.launch import run_ranks
+
+# fp64, a few steps of Adam: rounding stays well below.
+TOLERANCE = 1e-10
+
+
+@dataclass(frozen=True)
+class Link:
+    """One layout of a chain, in which one step is trained."""
+
+    layout: Layout
+    schedule: str = "1f1b"
+    stages: int = 1
+    zero: bool = False
+
+
+CHAIN = [
+    Link(Layout(pp=4)),
+    Link(Layout(dp=4), zero=True),
+    Link(Layout(pp=2, tp=2), "interleaved", 2),
+    Link(Layout(cp=2, tp=2), zero=True),
+    Link(Layout(pp=2, dp=2), "dualpipe", 2, zero=True),
+    Link(Layout(pp=2, dp=2, ep=2), "zb-h1", zero=True),
+    Link(Layout(dp=2, tp=2, ep=2)),
+    Link(Layout(pp=2, cp=2, ep=2), "zb-v", 2, zero=True),
+    Link(Layout(dp=2, cp=2, ep=4), zero=True),
+    Link(Layout(tp=4)),
+]
+DENSE_CHAIN = [
+    *CHAIN[:5],
+    Link(Layout(cp=4)),
+    Link(Layout(dp=2, tp=2), zero=True),
+    Link(Layout(pp=2, cp=2), "zb-v", 2),
+    Link(Layout(dp=2, cp=2), zero=True),
+    Link(Layout(tp=4)),
+]
+PIPELINES = [Link(Layout(pp=2), "zb-h1"), Link(Layout(pp=4)), Link(Layout(pp=2), "interleaved", 2)]
+
+
+def opened(link: Link, config: ModelConfig, precision: Precision) -> Engine:
+    options = EngineOptions(
+        schedule=ScheduleChoice(link.schedule, link.stages),
+        precision=precision,
+        optimizer=OptimizerConfig(LearningRate(1e-2, num_warmup_steps=3), clip_norm=0.5, zero=link.zero),
+        timeout_s=60.0,
+    )
+    return Engine(lambda groups: decoder_units(config, groups=groups), config.hidden_size, link.layout, options)
+
+
+def batch_of(step: int, dp_rank: int, dp: int) -> PackedBatch:
+    generator = torch.Generator().manual_seed(step)
+    lengths = torch.randint(2, 12, (16,), generator=generator).tolist()
+    documents = [torch.randint(0, VOCABULARY, (n,), generator=generator) for n in lengths]
+    return PackedBatch.from_documents(documents[dp_rank::dp])
+
+
+def one_step(engine: Engine) -> tuple[float, float]:
+    batch = batch_of(engine.step, engine.grid.dp_rank, engine.layout.dp)
+    result = engine.train_batch(batch, micro_batches=MicroBatchSpec(num=4))
+    return result.loss, result.grad_norm
+
+
+def checkpoints(engine: Engine, folder: Path) -> Checkpointer:
+    return Checkpointer(folder, engine.grid, {"seed": 0}, aliases=state_aliases(engine.ties))
+
+
+def resume(engine: Engine, saved: Checkpointer) -> None:
+    found = saved.latest()
+    if found is not None:
+        assert engine.step == 0
+        saved.load(found, engine.state())
+        engine.load_progress(found.extra)
+        assert engine.step == found.step > 0
+
+
+def walk(
+    rank: int, links: list[Link], config: ModelConfig, precision: Precision, folder: Path
+) -> list[tuple[float, float]]:
+    """Train one step in each layout, each from what the one before has saved."""
+    told = []
+    for link in links:
+        engine = opened(link, config, precision)
+        saved = checkpoints(engine, folder)
+        resume(engine, saved)
+        told.append(one_step(engine))
+        saved.save(engine.step, engine.state(), engine.progress(), wait=True)
+        engine.close()
+    return told
+
+
+def uninterrupted(config: ModelConfig, precision: Precision, num_steps: int) -> list[tuple[float, float]]:
+    engine = opened(Link(Layout()), config, precision)
+    return [one_step(engine) for _ in range(num_steps)]
+
+
+@pytest.mark.shows(94, 96)
+@pytest.mark.parametrize(("config", "chain"), [(DENSE, DENSE_CHAIN), (SPARSE, CHAIN)], ids=["dense", "experts"])
+def test_a_chain_of_ten_layouts_is_one_run(tmp_path: Path, config: ModelConfig, chain: list[Link]) -> None:
+    assert len({link.layout for link in chain}) == 10 and all(link.layout.world_size == 4 for link in chain)
+    by_rank = run_ranks(4, walk, chain, config, Precision.FP64, tmp_path, timeout_s=200.0)
+    alone = opened(Link(Layout()), config, Precision.FP64)
+    resume(alone, checkpoints(alone, tmp_path))
+    wanted = uninterrupted(config, Precision.FP64, len(chain) + 1)
+    assert by_rank == [by_rank[0]] * 4
+    for found, expected in zip([*by_rank[0], one_step(alone)], wanted, strict=True):
+        assert found == pytest.approx(expected, abs=TOLERANCE, rel=0)
+
+
+@pytest.mark.shows(96)
+def test_where_pipelines_and_schedules_alone_change_it_is_so_bit_for_bit(tmp_path: Path) -> None:
+    told = []
+    for link in PIPELINES:
+        by_rank = run_ranks(link.layout.world_size, walk, [link], DENSE, Precision.BF16, tmp_path, timeout_s=60.0)
+        assert by_rank == [by_rank[0]] * link.layout.world_size
+        told += by_rank[0]
+    alone = opened(Link(Layout()), DENSE, Precision.BF16)
+    resume(alone, checkpoints(alone, tmp_path))
+    assert [*told, one_step(alone)] == uninterrupted(DENSE, Precision.BF16, len(PIPELINES) + 1)
+
+
+def reads_of(rank: int, folder: Path) -> tuple[int, int, int, int]:
+    """Of a load in another layout: bytes read, the most behind one read, how many lived at once, and bytes held."""
+    engine = opened(Link(Layout(tp=2, dp=2), zero=True), DENSE, Precision.BF16)
+    alive: list[weakref.ref[Tensor]] = []
+    num_bytes = longest = most = 0
+    original = stored.take
+
+    def watched(file: Any, name: str, indices: tuple[slice, ...]) -> Tensor:
+        nonlocal num_bytes, longest, most
+        taken = original(file, name, indices)
+        num_bytes += taken.nbytes
+        longest = max(longest, taken.untyped_storage().nbytes())
+        alive.append(weakref.ref(taken))
+        most = max(most, sum(ref() is not None for ref in alive))
+        return taken
+
+    stored.take = watched
+    resume(engine, checkpoints(engine, folder))
+    held = sum(part.tensor.nbytes for value in engine.state().values() for part in parts_of(value))
+    return num_bytes, longest, most, held
+
+
+def test_a_rank_reads_its_share_one_tensor_at_a_time(tmp_path: Path) -> None:
+    first = opened(Link(Layout()), DENSE, Precision.BF16)
+    one_step(first)
+    saved = checkpoints(first, tmp_path)
+    saved.save(first.step, first.state(), first.progress(), wait=True)
+    every = [part.tensor.nbytes for value in first.state().values() for part in parts_of(value)]
+    for num_bytes, longest, most, held in run_ranks(4, reads_of, tmp_path, timeout_s=60.0):
+        assert most == 1 and 0 < longest <= max(every)
+        assert num_bytes == held < 0.6 * sum(every)
