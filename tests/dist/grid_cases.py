@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from penstock import Layout, MicroBatchSpec, PackedBatch
+from penstock import Layout, MicroBatchSpec, PackedBatch, SamplingParams
 from penstock.engine import Engine, EngineOptions, Precision
 from penstock.engine.learning_rate import LearningRate
 from penstock.engine.optimizer import OptimizerConfig
@@ -19,6 +19,7 @@ from penstock.model import ExpertConfig, ModelConfig, Shard, decoder_units
 STEPS = 3
 MAX_WORLD = 8
 VOCABULARY = 37
+NUM_NEW_TOKENS = 5
 SCHEDULES = {1: ("1f1b", "zb-h1", "combined-1f1b"), 2: ("interleaved", "zb-v", "combined-interleaved")}
 """Three of each kind, by local stages."""
 
@@ -28,7 +29,14 @@ DENSE = ModelConfig(VOCABULARY, 16, 20, num_layers=3, num_heads=4, num_kv_heads=
 SPARSE = replace(
     DENSE,
     experts=ExpertConfig(
-        num_experts=5, num_active=2, intermediate_size=8, bias_step=0.05, z_loss=0.01, global_loss=0.1, shared_size=6
+        num_experts=5,
+        num_active=2,
+        intermediate_size=8,
+        bias_step=0.05,
+        sequence_loss=0.1,
+        global_loss=0.1,
+        z_loss=0.01,
+        shared_size=6,
     ),
 )
 
@@ -55,6 +63,11 @@ class Case:
     @property
     def recompute(self) -> str:
         return "full" if self.variant % 3 == 2 else "none"
+
+    @property
+    def zero(self) -> bool:
+        """Whether the optimizer's step is shared out."""
+        return self.variant % 4 == 1
 
     def __str__(self) -> str:
         kind = "sparse" if self.sparse else "dense"
@@ -90,7 +103,8 @@ def documents() -> list[list[Tensor]]:
 class Outcome:
     """Of one rank: what each step told, and by full name what it holds at the start, after the first and the last step.
 
-    scores: log-probabilities of the documents that this rank was given, on the ranks that have them.
+    scores: logits of the documents that this rank was given, on the ranks that have them. answers: greedy tokens to all
+    documents; none of models with experts.
     """
 
     losses: list[float]
@@ -100,6 +114,7 @@ class Outcome:
     weights: dict[str, Tensor]
     shards: dict[str, Shard]
     scores: Tensor | None
+    answers: list[tuple[int, ...]]
     documents: list[int] = field(default_factory=list)
 
 
@@ -108,7 +123,7 @@ def run(case: Case) -> Outcome:
         schedule=ScheduleChoice(case.schedule, case.num_local_stages),
         recompute=case.recompute,
         precision=Precision.FP64,
-        optimizer=OptimizerConfig(LearningRate(1e-2), clip_norm=0.5),
+        optimizer=OptimizerConfig(LearningRate(1e-2), clip_norm=0.5, zero=case.zero),
         timeout_s=60.0,
     )
     config = case.config
@@ -121,15 +136,21 @@ def run(case: Case) -> Outcome:
         result = engine.train_batch(batch, micro_batches=MicroBatchSpec(num=4))
         losses.append(result.loss)
         norms.append(result.grad_norm)
-        if not gradients:
+        # Of a step that is shared out, every rank has the whole gradient of some parameters alone.
+        if not gradients and not case.zero:
             trained = [name for buckets in engine.gradients.values() for name in buckets.gradients]
             gradients = {name: engine.gradient(name).clone() for name in trained}
     own = range(len(scored))[engine.grid.dp_rank :: case.layout.dp]
     scores = engine.forward(PackedBatch.from_documents([scored[i] for i in own]))
+    answers = []
+    if not case.sparse:
+        prompts = [document.tolist() for document in scored]
+        found = engine.generate(prompts, SamplingParams(max_new_tokens=NUM_NEW_TOKENS, temperature=0))
+        answers = [answer.tokens for answer in found]
     weights = {name: p.detach().clone() for name, p in engine.parameters().items()}
     shards = dict(engine.shards)
     engine.close()
-    return Outcome(losses, norms, initial, gradients, weights, shards, scores, list(own))
+    return Outcome(losses, norms, initial, gradients, weights, shards, scores, answers, list(own))
 
 
 @dataclass(frozen=True)
@@ -144,6 +165,8 @@ class Compared:
     furthest: dict[str, float]
     held: list[tuple[str, int, int, int]]
     num_scored: int
+    answers_equal: bool
+    num_generated: int
 
 
 def compare(rank: int, chosen: list[Case], references: dict[tuple[bool, int], Outcome]) -> list[Compared]:
@@ -159,7 +182,7 @@ def _compared(case: Case, found: Outcome, expected: Outcome) -> Compared:
         return found.shards[name].of(whole) if name in found.shards else whole
 
     def apart(held: dict[str, Tensor], whole: dict[str, Tensor]) -> float:
-        return max(float((value - part(name, whole[name])).abs().max()) for name, value in held.items())
+        return max((float((value - part(name, whole[name])).abs().max()) for name, value in held.items()), default=0.0)
 
     starts = [0, *itertools.accumulate(len(document) for document in documents()[-1])]
     scored = 0.0
@@ -185,4 +208,6 @@ def _compared(case: Case, found: Outcome, expected: Outcome) -> Compared:
         },
         held,
         0 if found.scores is None else len(found.scores),
+        found.answers == expected.answers,
+        sum(map(len, found.answers)),
     )

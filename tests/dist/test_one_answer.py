@@ -8,7 +8,7 @@ from collections import defaultdict
 import pytest
 
 from penstock import Layout
-from tests.dist.grid_cases import Case, Compared, cases, compare, documents, layouts, run
+from tests.dist.grid_cases import NUM_NEW_TOKENS, Case, Compared, cases, compare, documents, layouts, run
 from tests.dist.launch import run_ranks
 
 TOLERANCE = 1e-10
@@ -18,7 +18,7 @@ EVERY = 1 if os.environ.get("PENSTOCK_ALL_LAYOUTS") else 11
 
 def by_world() -> dict[int, list[Case]]:
     chosen: dict[int, list[Case]] = defaultdict(list)
-    for case in cases(sparse=False)[::EVERY]:
+    for case in cases(sparse=False)[::EVERY] + cases(sparse=True)[5 :: 2 * EVERY if EVERY > 1 else 1]:
         chosen[case.layout.world_size].append(case)
     return dict(sorted(chosen.items()))
 
@@ -29,6 +29,8 @@ def check(case: Case, by_rank: list[Compared]) -> None:
     whole: dict[str, int] = {}
     for compared in by_rank:
         assert compared.initial_equal, case
+        assert compared.answers_equal, case
+        assert case.sparse or compared.num_generated == NUM_NEW_TOKENS * len(documents()[-1])
         for what, distance in compared.furthest.items():
             assert distance <= TOLERANCE, (str(case), what, distance)
         for name, start, length, of in compared.held:
@@ -54,6 +56,8 @@ def test_any_layout_gives_the_numbers_of_one_process(world_size: int) -> None:
     chosen = by_world()[world_size]
     variants = {(case.sparse, case.variant): case for case in chosen}
     references = {key: run(Case(Layout(), 1, "1f1b", *key)) for key in variants}
+    for (sparse, _), reference in references.items():
+        assert sparse or len(set(reference.answers)) > 1, "answers that are alike show nothing"
     by_rank = run_ranks(world_size, compare, chosen, references, timeout_s=800.0)
     for number, case in enumerate(chosen):
         check(case, [compared[number] for compared in by_rank])
