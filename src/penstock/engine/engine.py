@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +29,7 @@ from penstock.engine.sharing import Sharing, UnitSource, units_for
 from penstock.engine.train import LossFn, LossWeightFn, TrainResult, evaluate_batch, train_batch
 from penstock.engine.unit_times import measure_units
 from penstock.engine.zero import shared_out
-from penstock.model import Logits, ModelGroups, SamplingParams, Shard, cross_entropy_sum
+from penstock.model import Logits, ModelGroups, SamplingParams, Shard, WeightCasts, cross_entropy_sum, share_casts
 from penstock.parallel import GradientBuckets, Layout, sum_tied
 from penstock.parallel.parts import Held
 from penstock.runtime import (
@@ -106,6 +107,10 @@ class Engine:
         self.boundary = Boundary(hidden_size, self.options.precision.parameter_dtype, self.layout.tp)
         local = self.placement.stages_of(self.grid.pp_rank)
         self.stages = build_stages(self.units, self.cut, local, self.boundary, self.options, self.device)
+        self.casts = WeightCasts()
+        for stage in self.stages.values():
+            for _, module in stage.units:
+                share_casts(module, self.casts)
         self.gradients: dict[int, GradientBuckets] = {}
         self._ties = Ties.of(self.units, self.parameters(), self.placement.num_routes)
         self.sharing = Sharing.of(self.units, self.parameters(), self.grid)
@@ -235,9 +240,10 @@ class Engine:
         """The loss per unit of weight over all ranks' batches, the same on every rank; nothing is learned."""
         spec = micro_batches or MicroBatchSpec(num=2 * self.layout.pp, allow_fewer=True)
         loss = weight = 0.0
-        for batch in batches:
-            batch_loss, batch_weight = evaluate_batch(self, batch, loss_fn, loss_weight_fn, spec)
-            loss, weight = loss + batch_loss, weight + batch_weight
+        with self.fixed_weights():
+            for batch in batches:
+                batch_loss, batch_weight = evaluate_batch(self, batch, loss_fn, loss_weight_fn, spec)
+                loss, weight = loss + batch_loss, weight + batch_weight
         return loss / weight if weight else float("nan")
 
     def forward(
@@ -254,7 +260,8 @@ class Engine:
         Given on the rank of the last stage (with `broadcast` on all), None elsewhere; see `penstock.engine.forward`.
         """
         spec = micro_batches or MicroBatchSpec(num=2 * self.layout.pp, allow_fewer=True)
-        return forward_batch(self, batch, spec, Outputs(post_hook, aggregate_fn, output_seqlens, broadcast))
+        with self.fixed_weights():
+            return forward_batch(self, batch, spec, Outputs(post_hook, aggregate_fn, output_seqlens, broadcast))
 
     def generate(
         self,
@@ -279,7 +286,16 @@ class Engine:
 
         checked = check_requests(self, prompts, params)
         self._generator = self._generator or Generator(self)
-        return self._generator.generate(*checked, options or GenerateOptions(), on_token)
+        with self.fixed_weights():
+            return self._generator.generate(*checked, options or GenerateOptions(), on_token)
+
+    def fixed_weights(self) -> AbstractContextManager[None]:
+        """Inside, weights that are computed with in another dtype (autocast) are cast once, by who needs them first.
+
+        `forward`, `evaluate` and `generate` are such a pass each; a user's own may hold several of them. A training
+        step inside is seen by what follows it.
+        """
+        return self.casts.kept()
 
     def release_caches(self) -> None:
         """Give back the memory that generation keeps for the next time."""

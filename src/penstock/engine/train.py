@@ -83,6 +83,7 @@ def train_batch(
         engine.finish_gradients()
         update = engine.optimizer.step()
         engine.gather_parameters()
+        engine.casts.renew()
         extras = finish_extras(engine, feeds, scale, learned=update.success)
     engine.recorder.end(record)
 

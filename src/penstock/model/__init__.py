@@ -1,6 +1,7 @@
 """The decoder as a list of units, and what a stage needs to run them; given process groups, it never looks one up."""
 
 from penstock.model.cached import CachedRows, CachedUnit, CacheSize, KVCache, cached_attention
+from penstock.model.casts import WeightCasts, share_casts
 from penstock.model.collectives import Collectives, Observer, observe
 from penstock.model.config import ModelConfig
 from penstock.model.context_attention import ContextForm
@@ -65,6 +66,7 @@ __all__ = [
     "TokenStatistics",
     "Travelling",
     "UnitSpec",
+    "WeightCasts",
     "WeightGradients",
     "cached_attention",
     "cross_entropy_sum",
@@ -74,6 +76,7 @@ __all__ = [
     "draw_tokens",
     "observe",
     "recomputed",
+    "share_casts",
     "switch_linears",
     "token_log_probs",
     "token_statistics",

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from penstock.model.casts import WeightCasts
 from penstock.model.products import TORCH, Products
 
 Result = TypeVar("Result")
@@ -127,7 +128,7 @@ class _LinearFunction(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: "Linear") -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.layer = layer
-        return layer.products.output(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+        return layer.products.output(x, layer.weight_in(x.dtype), None if bias is None else bias.to(x.dtype))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
@@ -164,6 +165,7 @@ class Linear(nn.Linear):
 
     gradients: WeightGradients | None = None
     products: Products = TORCH
+    casts: WeightCasts | None = None
 
     def __init__(self, in_features: int, out_features: int, bias: bool = False, products: Products = TORCH) -> None:
         super().__init__(in_features, out_features, bias)
@@ -171,6 +173,10 @@ class Linear(nn.Linear):
 
     def reset_parameters(self) -> None:
         """Leave the values alone: they come from `initialise`."""
+
+    def weight_in(self, dtype: torch.dtype) -> Tensor:
+        """The weight in another dtype, if need be."""
+        return self.weight.to(dtype) if self.casts is None else self.casts.of(self.weight, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.gradients is None and self.products is TORCH:
