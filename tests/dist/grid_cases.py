@@ -75,7 +75,7 @@ class Case:
 
 
 def layouts() -> Iterator[tuple[Layout, int]]:
-    """All layouts of at most eight processes, pp 1-4 and dp, tp, cp, ep 1-2, each with one and with two local stages."""
+    """All layouts of at most eight processes, pp 1-4, dp, tp, cp, ep 1-2, with one and with two local stages each."""
     for pp, dp, cp, tp, ep in itertools.product(range(1, 5), (1, 2), (1, 2), (1, 2), (1, 2)):
         if pp * dp * cp * tp <= MAX_WORLD and dp * cp % ep == 0:
             for num_local_stages in (1, 2):
