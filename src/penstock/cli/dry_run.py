@@ -1,23 +1,19 @@
 """`penstock train RUN.toml --dry-run`: what a run would be, worked out without starting it."""
 
-import contextlib
 import json
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-
-import torch
-from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from penstock import schedule
 from penstock.cli.layout_groups import group_rows, group_table
+from penstock.engine.activations import costs_of_memory, kept_bytes
 from penstock.engine.build import cut_units
 from penstock.engine.config import RunConfig
 from penstock.engine.options import Precision
 from penstock.engine.run_parts import RunData, engine_options, layout, model_config
-from penstock.model import ModelGroups, Sequences, UnitSpec, cross_entropy_sum, decoder_units
+from penstock.model import ModelGroups, decoder_units
 
 _FILE_COLUMNS = 120
 
@@ -27,8 +23,8 @@ class StagePlan:
     """A stage as it would be: its units by name, and what one rank's share of it weighs; `share_of_work` is of the
     whole model's.
 
-    `state_bytes`: parameters, fp32 gradients, optimizer. `activation_bytes`: what backward keeps of all microbatches
-    that are under way at once.
+    `state_bytes`: parameters, fp32 gradients, optimizer. `activation_bytes`: what it keeps of microbatches for their
+    backwards when those of its rank are most.
     """
 
     stage: int
@@ -42,7 +38,10 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """A run as it would be; the schedule's figures are those of equal stages with backward twice as long as forward."""
+    """A run as it would be; the schedule's figures are those of equal stages with backward twice as long as forward.
+
+    `peak_live_microbatches` counts a microbatch that waits for its W by the bytes that are left of it.
+    """
 
     world_size: int
     schedule: str
@@ -73,18 +72,19 @@ def plan_run(config: RunConfig, data: RunData) -> RunPlan:
     """
     shape = model_config(config, data.corpus.vocab_size)
     options = engine_options(config)
-    program = options.choice.program(config.parallel.pp, config.train.num_microbatches)
-    placement, timeline = program.placement, schedule.simulate(program)
+    lengths, num_microbatches = _microbatches(config)
+    program = options.choice.program(config.parallel.pp, num_microbatches)
+    placement = program.placement
     units, ours = decoder_units(shape), config.parallel
     # What the rank with the largest parts holds.
     held = decoder_units(shape, groups=ModelGroups.planned(tp=ours.tp, cp=ours.cp, ep=ours.ep))
-    kept = kept_bytes_per_token(units, config)
-    tokens = math.ceil(_rank_tokens(config) / config.train.num_microbatches)
-    stages = []
+    cut, stages = cut_units(units, placement, options), []
+    kept = kept_bytes(units, shape.hidden_size, cut, options, lengths)
+    timeline = schedule.simulate(program, costs_of_memory(kept))
+    activations = [timeline.bytes_at_peak(rank) for rank in range(placement.num_ranks)]
     all_work = sum(unit.flops_per_token for unit in units)
-    for number, members in enumerate(cut_units(units, placement, options)):
-        rank = placement.rank_of(number)
-        live = timeline.peak_live_microbatches[rank]
+    for number in range(placement.num_stages):
+        members, rank = cut[number % len(cut)], placement.rank_of(number)
         count = sum(held[i].num_parameters for i in members)
         stages.append(
             StagePlan(
@@ -94,7 +94,7 @@ def plan_run(config: RunConfig, data: RunData) -> RunPlan:
                 num_parameters=count,
                 share_of_work=sum(units[i].flops_per_token for i in members) / all_work,
                 state_bytes=count * _state_bytes(options.precision),
-                activation_bytes=round(live * tokens * sum(kept[i] for i in members) / (ours.cp * ours.tp)),
+                activation_bytes=round(activations[rank].get(number, 0.0) / (ours.cp * ours.tp)),
             )
         )
     tied = {name for unit in units for name in unit.tied}
@@ -115,42 +115,14 @@ def plan_run(config: RunConfig, data: RunData) -> RunPlan:
     )
 
 
-def kept_bytes_per_token(units: Sequence[UnitSpec], config: RunConfig) -> list[float]:
-    """How many bytes backward keeps for each token in each unit, by running the units on tensors without data."""
-    num_tokens = config.data.sequence_length
-    kept: list[float] = []
-    with FakeTensorMode(), _parameter_dtype(config), _autocast(config):
-        sequences = Sequences.from_lengths((num_tokens,), torch.device("cpu"))
-        x = torch.zeros(num_tokens, dtype=torch.int64)
-        for unit in units:
-            module = unit.build()
-            counted = _Kept(module)
-            with torch.autograd.graph.saved_tensors_hooks(counted.pack, lambda tensor: tensor):
-                y = module(x.detach().requires_grad_() if x.is_floating_point() else x, sequences)
-                if unit is units[-1]:
-                    cross_entropy_sum(y, torch.zeros(num_tokens, dtype=torch.int64))
-            if _is_recomputed(unit, config):
-                kept.append(x.nbytes / num_tokens)
-            else:
-                kept.append(counted.num_bytes / num_tokens)
-            x = y.detach()
-    return kept
-
-
-class _Kept:
-    """Counts the bytes of saved tensors, each storage once and parameters never."""
-
-    def __init__(self, module: torch.nn.Module) -> None:
-        self._seen = {p.untyped_storage()._cdata: p for p in module.parameters()}
-        self.num_bytes = 0
-
-    def pack(self, tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self._seen:
-            # Kept alive here, so that no other storage takes its place in memory.
-            self._seen[storage._cdata] = tensor  # pyright: ignore[reportArgumentType]
-            self.num_bytes += storage.nbytes()
-        return tensor
+def _microbatches(config: RunConfig) -> tuple[tuple[int, ...], int]:
+    """The lengths of a full microbatch's sequences, and how many microbatches a step has."""
+    data, train = config.data, config.train
+    num_sequences = data.num_sequences // config.parallel.dp
+    of_one = math.ceil(num_sequences / train.num_microbatches)
+    if train.max_microbatch_tokens is not None:
+        of_one = min(of_one, max(1, train.max_microbatch_tokens // data.sequence_length))
+    return (data.sequence_length,) * of_one, max(train.num_microbatches, math.ceil(num_sequences / of_one))
 
 
 def show(config: RunConfig, as_json: bool) -> None:
@@ -212,33 +184,7 @@ def _names(units: Sequence[str]) -> str:
     return units[0] if len(units) == 1 else f"{units[0]} ... {units[-1]} ({len(units)})"
 
 
-def _rank_tokens(config: RunConfig) -> int:
-    return config.data.num_sequences // config.parallel.dp * config.data.sequence_length
-
-
 def _state_bytes(precision: Precision) -> int:
     """Bytes of a parameter, its fp32 gradient, two fp32 means and, of 16-bit parameters, the fp32 master."""
     size = precision.parameter_dtype.itemsize
     return size + 4 + 8 + (4 if size == 2 else 0)
-
-
-def _is_recomputed(unit: UnitSpec, config: RunConfig) -> bool:
-    layers = config.train.recompute
-    if isinstance(layers, str):
-        return layers == "full"
-    return any(unit.name.startswith(f"layers.{layer}.") for layer in layers)
-
-
-@contextlib.contextmanager
-def _parameter_dtype(config: RunConfig) -> Iterator[None]:
-    """Modules are built in the run's dtype: those without data can not be converted."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(Precision(config.train.precision).parameter_dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-def _autocast(config: RunConfig) -> torch.autocast:
-    return torch.autocast("cpu", torch.bfloat16, enabled=config.train.precision == "bf16-autocast")

@@ -20,9 +20,10 @@ _OTHERS = (
     ("bandwidth", None, "bytes that a channel takes in a unit of time (default: any number)"),
     ("reduce", 0.0, "time of the gradient reduction of a stage"),
     ("step", 0.0, "time of the optimizer step"),
-    ("microbatch_bytes", 0.0, "bytes that a rank keeps of a microbatch"),
+    ("microbatch_bytes", 0.0, "bytes that a rank keeps of a microbatch; or those of each stage of the model"),
     ("weight_memory_share", 1.0, "share of them that is kept from a microbatch's I until its W"),
 )
+_PER_STAGE = ("microbatch_bytes", "weight_memory_share")
 COST_NAMES = (*(name for name, _, _ in (*_TIMES, *_OTHERS)), "lengths")
 
 
@@ -76,7 +77,8 @@ def add_costs(parser: Parser) -> None:
     others = parser.add_argument_group("other costs")
     for name, default, what in _OTHERS:
         said = what if default is None else f"{what} (default {default:g})"
-        others.add_argument(flag(name), type=float, default=default, metavar="NUMBER", help=said)
+        kind = _numbers if name in _PER_STAGE else float
+        others.add_argument(flag(name), type=kind, default=default, metavar="NUMBER", help=said)
     said = "a factor for each microbatch on its times and bytes: 1,0.5,1.5 (default: all alike)"
     others.add_argument("--lengths", type=_list, default=(), metavar="FACTORS", help=said)
 

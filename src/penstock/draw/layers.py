@@ -44,7 +44,7 @@ def check_layers(layers: Sequence[Layer]) -> None:
 
 def bytes_are_known(layers: Sequence[Layer]) -> bool:
     """Whether all layers know the bytes of a live tape, so that these can be shown instead of microbatches."""
-    return all(layer.timeline.memory.microbatch_bytes > 0 for layer in layers)
+    return all(layer.timeline.memory.has_bytes for layer in layers)
 
 
 def live_over_time(layer: Layer, rank: int, *, in_bytes: bool) -> tuple[tuple[float, float], ...]:

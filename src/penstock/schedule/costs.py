@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import TypeAlias
 
-from penstock.schedule.actions import Op, Pair, Schedule, Step
+from penstock.schedule.actions import Op, Pair, Placement, Schedule, Step
 from penstock.schedule.timeline import Memory
 
 PerStage: TypeAlias = float | Sequence[float]
@@ -31,7 +31,8 @@ class Costs:
     (bytes in a unit of time; none: as much as is wanted); it keeps no rank busy. A reduction runs beside its rank's
     compute, one after the other; the optimizer `step` waits for them.
 
-    `microbatch_bytes` are kept of a microbatch on a rank, `weight_memory_share` of them from its I until its W.
+    `microbatch_bytes` are kept of a microbatch on a rank, `weight_memory_share` of them from its I until its W; where
+    stages differ, each has one number for each stage of the model, and the bytes are that stage's own.
 
     Raises: ValueError for a time or size that is negative or not finite.
     """
@@ -46,8 +47,8 @@ class Costs:
     lengths: Sequence[float] = ()
     message_bytes: float = 0.0
     bandwidth: float | None = None
-    microbatch_bytes: float = 0.0
-    weight_memory_share: float = 1.0
+    microbatch_bytes: PerStage = 0.0
+    weight_memory_share: PerStage = 1.0
 
     def __post_init__(self) -> None:
         for name in (*_TIMES, *_SIZES, "lengths"):
@@ -63,7 +64,11 @@ class Costs:
 
     @property
     def memory(self) -> Memory:
-        return Memory(self.weight_memory_share, self.microbatch_bytes, tuple(self.lengths))
+        return Memory(_plain(self.weight_memory_share), _plain(self.microbatch_bytes), tuple(self.lengths))
+
+
+def _plain(value: PerStage) -> float | tuple[float, ...]:
+    return tuple(value) if isinstance(value, Sequence) else value
 
 
 class Durations:
@@ -76,6 +81,8 @@ class Durations:
         self._placement, self._num_microbatches = schedule.placement, schedule.num_microbatches
         if costs.lengths and len(costs.lengths) != schedule.num_microbatches:
             raise ValueError(f"{schedule.num_microbatches} microbatches need as many lengths, got {len(costs.lengths)}")
+        for name in ("microbatch_bytes", "weight_memory_share"):
+            _check_stages(name, getattr(costs, name), self._placement)
         self._lengths = tuple(costs.lengths)
         forward = self._by_stage("forward", costs.forward)
         inputs = self._by_stage("backward_input", costs.backward_input)
@@ -91,10 +98,7 @@ class Durations:
         placement = self._placement
         if not isinstance(time, Sequence):
             return [time / placement.stages_per_microbatch] * placement.num_stages
-        if len(time) != placement.stages_per_route:
-            raise ValueError(
-                f"{name} must have one time for each of {placement.stages_per_route} stages, got {len(time)}"
-            )
+        _check_stages(name, time, placement, "time")
         return list(time) * placement.num_routes
 
     def of(self, step: Step) -> float:
@@ -114,3 +118,11 @@ class Durations:
 
     def _length(self, microbatch: int) -> float:
         return self._lengths[microbatch] if self._lengths else 1
+
+
+def _check_stages(name: str, value: PerStage, placement: Placement, what: str = "number") -> None:
+    """Raises: ValueError for a list of other than one number a stage."""
+    if isinstance(value, Sequence) and len(value) != placement.stages_per_route:
+        raise ValueError(
+            f"{name} must have one {what} for each of {placement.stages_per_route} stages, got {len(value)}"
+        )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from math import floor, inf
 
@@ -67,6 +67,7 @@ def problem_of(placement: Placement, microbatches: int, costs: Costs, limit: flo
     Raises: ValueError for what `Problem` refuses.
     """
     length = costs.lengths[0] if costs.lengths else 1.0
+    share = costs.weight_memory_share
     forward, backward_input, backward_weight = (
         tuple(length * time for time in per_stage(name, getattr(costs, name), placement))
         for name in ("forward", "backward_input", "backward_weight")
@@ -79,7 +80,8 @@ def problem_of(placement: Placement, microbatches: int, costs: Costs, limit: flo
         backward_weight,
         transfer=costs.transfer + (length * costs.message_bytes / costs.bandwidth if costs.bandwidth else 0.0),
         max_live_microbatches=limit,
-        weight_memory_share=costs.weight_memory_share,
+        # A stage that keeps less than others only has more freedom.
+        weight_memory_share=min(1.0, *share) if isinstance(share, Sequence) else share,
     )
 
 

@@ -1,0 +1,168 @@
+"""What ranks hold at their peak, tapes and bytes, is what the simulation says: every schedule, few and many parts."""
+
+import weakref
+from collections.abc import Callable, Sequence
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from penstock import schedule
+from penstock.engine.activations import KeptBytes, bytes_of, costs_of_memory, kept_bytes
+from penstock.engine.options import EngineOptions
+from penstock.model import ModelConfig, Sequences, WeightGradients, decoder_units, defer
+from penstock.model.products import TORCH
+from penstock.runtime import (
+    Boundary,
+    Executor,
+    Feed,
+    InProcessHub,
+    InProcessTransport,
+    Lane,
+    Pairs,
+    Recorder,
+    Stage,
+    Tape,
+    run_together,
+)
+from penstock.runtime.stage import Finish
+from penstock.runtime.tape import Segment
+from penstock.runtime.trace import Record
+
+NAMES = [name for name in schedule.names() if name != "inference"]
+# Fewer microbatches than ranks, one, and more.
+SIZES = [(2, 1), (2, 5), (3, 2), (3, 7), (4, 3), (4, 9)]
+HIDDEN = 32
+CONFIG = ModelConfig(
+    vocab_size=64, hidden_size=HIDDEN, intermediate_size=80, num_layers=7, num_heads=4, num_kv_heads=2, max_length=64
+)
+
+
+class Kept:
+    """A tensor that autograd keeps; gone when autograd lets go of it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+class MeasuredStage(Stage):
+    """Knows the bytes that its tapes, and the graph behind them, hold now; calls `look` behind every forward."""
+
+    look: Callable[[], None]
+
+    def forward(self, tape: Tape | None, x: Tensor, sequences: Sequences, finish: Finish | None = None) -> Lane[Tensor]:
+        assert tape is not None
+        if not hasattr(self, "tapes"):
+            self.tapes: list[weakref.ref[Tape]] = []
+            self.kept: weakref.WeakSet[Kept] = weakref.WeakSet()
+        self.tapes.append(weakref.ref(tape))
+        with torch.autograd.graph.saved_tensors_hooks(self._keep, lambda kept: kept.tensor):
+            output = yield from super().forward(tape, x, sequences, finish)
+        self.look()  # in a pair the backward comes before the action's end
+        return output
+
+    def _keep(self, tensor: Tensor) -> Kept:
+        kept = Kept(tensor)
+        self.kept.add(kept)
+        return kept
+
+    def num_bytes(self) -> int:
+        if not hasattr(self, "tapes"):
+            return 0
+        held = [kept.tensor for kept in self.kept]
+        for tape in filter(None, (reference() for reference in self.tapes)):
+            held += [entry.leaf for entry in tape.segments if isinstance(entry, Segment) and entry.leaf is not None]
+            held += [factor for pending in tape.weight_gradients for factor in (pending.x_TI, pending.grad_TO)]
+        return bytes_of(held, [parameter for _, parameter in self.named_parameters()])
+
+
+class MeasuredRank(Recorder):
+    """Looks at a rank's stages whenever it ends an action."""
+
+    def __init__(self, rank: int, stages: Sequence[MeasuredStage]) -> None:
+        super().__init__(rank)
+        self.stages, self.peak_bytes = stages, 0
+        for stage in stages:
+            stage.look = self.look
+
+    def end(self, record: Record) -> None:
+        super().end(record)
+        self.look()
+
+    def look(self) -> None:
+        self.peak_bytes = max(self.peak_bytes, sum(stage.num_bytes() for stage in self.stages))
+
+
+def run(program: schedule.Program, modules: Sequence[Sequence[tuple[str, nn.Module]]], feeds: Sequence[Feed]):
+    """Run a program on stages made of these modules: the executors and the recorders by rank."""
+    hub, executors, recorders = InProcessHub(), [], []
+    for rank in range(program.placement.num_ranks):
+        stages = {}
+        for number in program.placement.stages_of(rank):
+            owner = WeightGradients()
+            for _, module in modules[number]:
+                defer(module, owner)
+            stages[number] = MeasuredStage(number, modules[number], Boundary(HIDDEN, torch.float32), owner)
+        recorders.append(MeasuredRank(rank, list(stages.values())))
+        # Overlapped, the halves of a pair without collectives follow each other, backward first: that takes less.
+        pairs, transport = Pairs(overlap=False), InProcessTransport(hub, rank)
+        executors.append(Executor(program, rank, stages, transport, recorders[rank], pairs=pairs))
+    run_together(executors, [feeds] * len(executors))
+    return executors, recorders
+
+
+class Emulated(nn.Module):
+    """Keeps nothing but what any stage keeps: the message that came in."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 1.0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_peaks_of_an_emulated_model_are_the_simulated_ones(name: str):
+    for ranks, microbatches in SIZES:
+        program = schedule.lower(schedule.build(name, ranks=ranks, microbatches=microbatches))
+        placement, lengths = program.placement, [3 + m % 4 for m in range(microbatches)]
+        modules = [[("layer", Emulated())] for _ in range(placement.num_stages)]
+        feeds = [Feed(n, Sequences.from_lengths([n]), torch.ones(n, HIDDEN), torch.sum) for n in lengths]
+        executors, recorders = run(program, modules, feeds)
+        costs = costs_of_memory([KeptBytes(4 * HIDDEN, 0)] * placement.stages_per_route, lengths)
+        simulated = schedule.simulate(program, costs)
+        tapes = [live * placement.stages_per_microbatch for live in schedule.simulate(program).peak_live_microbatches]
+        assert [executor.peak_live_tapes for executor in executors] == tapes
+        assert tapes == list(schedule.verify(program).peak_live_tapes)
+        assert [recorder.peak_bytes for recorder in recorders] == pytest.approx(list(simulated.peak_live_bytes))
+        assert min(recorder.peak_bytes for recorder in recorders) > 0 or microbatches < placement.num_routes
+
+
+@cache
+def decoder(recompute: str):
+    return decoder_units(CONFIG, products=TORCH), EngineOptions(recompute=recompute, device="cpu")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_bytes_of_a_decoder_are_within_a_twentieth_of_the_estimated_ones(name: str):
+    for ranks, microbatches in ((2, 5), (3, 2)):
+        program = schedule.lower(schedule.build(name, ranks=ranks, microbatches=microbatches))
+        units, options = decoder("none")
+        cut = schedule.partition([1.0] * len(units), program.placement.stages_per_route)
+        modules = []
+        for number in range(program.placement.num_stages):
+            members = [units[i] for i in cut[number % len(cut)]]
+            modules.append([(unit.name, unit.build()) for unit in members])
+            for unit, (_, module) in zip(members, modules[-1], strict=True):
+                unit.initialise(module, 0)
+        lengths = [[17, 8 + 4 * m] for m in range(microbatches)]
+        typical = lengths[microbatches // 2]
+        feeds = []
+        for length in lengths:
+            tokens = torch.zeros(sum(length), dtype=torch.int64)
+            loss = lambda logits, tokens=tokens: nn.functional.cross_entropy(logits, tokens)  # noqa: E731
+            feeds.append(Feed(sum(length), Sequences.from_lengths(length), tokens, loss))
+        _, recorders = run(program, modules, feeds)
+        kept = kept_bytes(units, HIDDEN, cut, options, typical)
+        factors = [sum(length) / sum(typical) for length in lengths]
+        simulated = schedule.simulate(program, costs_of_memory(kept, factors)).peak_live_bytes
+        for recorder, expected in zip(recorders, simulated, strict=True):
+            assert recorder.peak_bytes == pytest.approx(expected, rel=0.05)
