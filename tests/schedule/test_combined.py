@@ -30,6 +30,20 @@ def test_one_rank_pairs_each_backward_with_the_next_forward():
         assert build("combined", ranks=1, microbatches=m).orders == (order,)
 
 
+@pytest.mark.shows(33)
+@pytest.mark.parametrize("split_backward", [False, True])
+def test_one_rank_reduces_once_behind_the_last_backward_which_stands_alone(split_backward: bool):
+    for m in range(1, 9):
+        program = lower(build("combined-1f1b", ranks=1, microbatches=m, split_backward=split_backward))
+        (steps,) = program.ranks
+        reductions = [place for place, step in enumerate(steps) if step == Action(Op.REDUCE_GRAD, 0)]
+        assert len(reductions) == 1
+        before, after = steps[: reductions[0]], steps[reductions[0] + 1 :]
+        assert not isinstance(before[-1], Pair), "the last backward has no forward beside it"
+        assert [a.microbatch for a in parts(before[-1])] == [m - 1]
+        assert [a.op for step in after for a in parts(step)] == [Op.STEP]
+
+
 @pytest.mark.shows(42)
 def test_split_backwards_leave_the_pairs_and_their_partners_as_they_are():
     for name, p, v in (("combined-1f1b", 1, 1), ("combined-1f1b", 3, 1), ("combined-interleaved", 2, 3)):
