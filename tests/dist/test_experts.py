@@ -49,6 +49,8 @@ class Case:
     num_microbatches: int = 3
     recompute: str = "none"
     precision: Precision = Precision.FP32
+    num_predictions: int = 0
+    tied: bool = False
     favoured: int | None = None
     """An expert whose bias is so high that every token goes there."""
 
@@ -73,7 +75,7 @@ def documents() -> list[list[Tensor]]:
 
 
 def train(case: Case, layout: Layout) -> Outcome:
-    config = ModelConfig(48, 24, 32, 3, 4, num_kv_heads=2, experts=case.experts)
+    config = ModelConfig(48, 24, 32, 3, 4, num_kv_heads=2, experts=case.experts, num_predictions=case.num_predictions, tie_embeddings=case.tied)
     options = EngineOptions(
         schedule=case.schedule,
         recompute=case.recompute,
@@ -120,6 +122,9 @@ BITWISE = [
     Case(EVERYTHING, "zb-h1", num_microbatches=5),
     Case(DEEPSEEK, "zb-v"),
     Case(DEEPSEEK, "dualpipe-v", num_microbatches=5),
+    Case(DEEPSEEK, "1f1b", num_predictions=2),
+    Case(EVERYTHING, "zb-h1", num_predictions=1, tied=True),
+    Case(EVERYTHING, "interleaved-zb", recompute="full", num_predictions=2),
 ]
 
 
@@ -149,7 +154,7 @@ def test_any_schedule_gives_the_bits_of_one_process() -> None:
 FP64 = Case(LAYOUT_FREE, precision=Precision.FP64)
 SHARED = [
     FP64,
-    replace(FP64, recompute="full"),
+    replace(FP64, recompute="full", num_predictions=1),
     replace(FP64, favoured=3),
     replace(FP64, experts=replace(LAYOUT_FREE, num_experts=7, num_groups=1, num_active_groups=1)),
 ]

@@ -57,6 +57,10 @@ class ModelSection:
     """The head uses the embedding's weight."""
     sliding_window: int | None = None
     """Tokens that attention sees, the token itself included (Mistral); left out, all before it."""
+    num_predictions: int = 0
+    """Tokens beyond the next that are predicted too while the model learns, each through a further layer."""
+    prediction_loss: float = 0.3
+    """What the mean of their losses is weighted with."""
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ _NOT_NEGATIVE = frozenset(
         "checkpoint.every",
         "validation.every",
         "schedule.receives_ahead",
+        "model.num_predictions",
         "experts.num_experts",
         "experts.bias_step",
         "experts.microbatch_loss",

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from penstock.data import PackedBatch
 from penstock.engine.build import SECOND_COPY
-from penstock.model import LossTerms, Term
+from penstock.model import Ahead, LossTerms, Term
 from penstock.model.router import Balance
 from penstock.parallel import sum_tied
 from penstock.runtime import Feed, Stage
@@ -99,10 +101,33 @@ def with_terms(engine: Engine, feeds: Sequence[Feed], agreed: Agreed, factors: S
         with engine.recorder.collective("tell the loss's factors"):
             dist.broadcast(told, engine.grid.pp_ranks[last], group=engine.grid.pp_control)
     weight_per_token = sum(agreed.rank_totals) / agreed.num_tokens
-    return [
-        replace(feed, sequences=feed.sequences.learning(LossTerms(factor, factor * weight_per_token)))
-        for feed, factor in zip(feeds, told.tolist(), strict=True)
-    ]
+    found = []
+    for feed, factor, microbatch in zip(feeds, told.tolist(), agreed.microbatches, strict=True):
+        terms = LossTerms(factor, factor * weight_per_token, _ahead(engine, microbatch))
+        found.append(replace(feed, sequences=feed.sequences.learning(terms)))
+    return found
+
+
+def _ahead(engine: Engine, microbatch: PackedBatch) -> list[Ahead]:
+    """What a head that predicts further tokens must know, of this rank's part of the microbatch."""
+    distances = range(1, engine.units[-1].num_ahead + 1)
+    if not engine.holds_last_stage or not distances:
+        return []
+    tokens, labels = (microbatch[key].to(engine.device) for key in ("tokens", "labels"))
+    lengths = microbatch.sequence_lengths("tokens")
+    found = [Ahead.of(tokens, labels, lengths, distance) for distance in distances]
+    spread = engine.context.spread(microbatch)
+    if spread is None:
+        return found
+    starts = accumulate(lengths[:-1], initial=0)
+    rows = torch.cat(
+        [
+            torch.arange(start + piece.start, start + piece.stop)
+            for start, pieces in zip(starts, spread.pieces[spread.rank], strict=True)
+            for piece in pieces
+        ]
+    ).to(engine.device)
+    return [ahead.rows(rows) for ahead in found]
 
 
 def finish_extras(engine: Engine, feeds: Sequence[Feed], scale: float, learned: bool) -> Extras:

@@ -47,6 +47,8 @@ def model_config(config: RunConfig, vocab_size: int) -> ModelConfig:
         tie_embeddings=model.tie_embeddings,
         sliding_window=model.sliding_window,
         experts=expert_config(config.experts),
+        num_predictions=model.num_predictions,
+        prediction_loss=model.prediction_loss,
     )
 
 

@@ -11,7 +11,7 @@ from penstock.model.groups import ModelGroups
 from penstock.model.linear import Linear, PendingGradient, WeightGradients, defer, switch_linears
 from penstock.model.logprobs import TokenStatistics, token_log_probs, token_statistics
 from penstock.model.loss import cross_entropy_sum
-from penstock.model.loss_terms import LossTerms, Term
+from penstock.model.loss_terms import Ahead, LossTerms, Term
 from penstock.model.recompute import recomputed
 from penstock.model.sampling import Draw, Drawn, draw_tokens
 from penstock.model.sampling_params import SamplingParams
@@ -31,6 +31,7 @@ from penstock.model.sharded_logits import Logits, ShardedLogits, whole_logits
 from penstock.model.units import Limits, Shard, UnitSpec
 
 __all__ = [
+    "Ahead",
     "Beside",
     "CacheSize",
     "CachedRows",

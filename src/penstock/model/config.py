@@ -31,6 +31,9 @@ class ModelConfig:
         experts: what the layers that have experts have instead of one MLP; None means that none has.
         num_full_layers: the first so many layers see everything in spite of the window (Qwen2).
         rope_scaling: how the rotary frequencies are stretched (Llama 3); None leaves them alone.
+        num_predictions: tokens beyond the next that are predicted while the model learns, each through a further layer
+            like the last one (DeepSeek-V3).
+        prediction_loss: what the mean of their losses is weighted with.
 
     Raises:
         ValueError: naming the setting, its value and what would be possible.
@@ -53,11 +56,15 @@ class ModelConfig:
     experts: ExpertConfig | None = None
     num_full_layers: int = 0
     rope_scaling: RopeScaling | None = None
+    num_predictions: int = 0
+    prediction_loss: float = 0.3
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "max_length"):
             _require(getattr(self, name) >= 1, f"{name}={getattr(self, name)}: it must be at least 1")
         _require(self.rope_theta > 0, f"rope_theta={self.rope_theta}: it must be above 0")
+        _require(self.num_predictions >= 0, f"num_predictions={self.num_predictions}: it must be at least 0")
+        _require(self.prediction_loss > 0, f"prediction_loss={self.prediction_loss}: it must be above 0")
         _require(self.norm_eps > 0, f"norm_eps={self.norm_eps}: it must be above 0")
         _require(
             self.sliding_window is None or self.sliding_window >= 1,

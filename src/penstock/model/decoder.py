@@ -183,7 +183,6 @@ def decoder_units(
     dense = partial(MLPHalf, config, chosen), work.of_mlp(config)
     sparse = partial(ExpertHalf, config, chosen, groups), work.of_experts(config) if config.experts else 0.0
     shards = expert_shards(config, groups) if config.experts else {}
-    tied = {"projection.weight": "embedding.weight"} if config.tie_embeddings else {}
     embedding = _spec("embedding", config, partial(Embedding, config), work.of_embedding(config))
     specs = [replace(embedding, limits=Limits(config.vocab_size, config.max_length))]
     for i in range(config.num_layers):
@@ -196,13 +195,38 @@ def decoder_units(
             specs.append(_spec(f"layers.{i}.mlp", config, *sparse, sharding=shards))
         else:
             specs.append(_spec(f"layers.{i}.mlp", config, *dense))
-    specs.append(_spec("head", config, partial(Head, config, chosen), work.of_head(config), tied))
+    specs.append(_predicting_head(config, chosen, groups) if config.num_predictions else _head(config, chosen))
     if groups.tp is None:
         return tuple(specs)
     # The shared units are made of those above.
     from penstock.model.tensor_parallel import share_units
 
     return share_units(specs, config, groups, chosen)
+
+
+def _head(config: ModelConfig, products: Products) -> UnitSpec:
+    tied = {"projection.weight": "embedding.weight"} if config.tie_embeddings else {}
+    return _spec("head", config, partial(Head, config, products), work.of_head(config), tied)
+
+
+def _predicting_head(config: ModelConfig, products: Products, groups: ModelGroups) -> UnitSpec:
+    # Its layers are those above.
+    from penstock.model.prediction import PredictingHead
+
+    if groups.tp_size > 1:
+        raise ValueError(
+            f"tp={groups.tp_size}: a head that predicts further tokens can not be shared; tp=1 is possible"
+        )
+    tied = {"embedding.weight": "embedding.weight"}
+    if config.tie_embeddings:
+        tied["projection.weight"] = "embedding.weight"
+    flops = work.of_head(config) + work.of_predictions(config)
+    shards = expert_shards(config, groups) if config.is_sparse(config.num_layers - 1) else {}
+    shards = {
+        f"predictions.{i}.mlp.{name}": shard for i in range(config.num_predictions) for name, shard in shards.items()
+    }
+    spec = _spec("head", config, partial(PredictingHead, config, products, groups), flops, tied, shards)
+    return replace(spec, notes_terms=True, num_ahead=config.num_predictions)
 
 
 def _spec(
@@ -240,7 +264,7 @@ def _rule(full_name: str, shape: torch.Size, config: ModelConfig) -> Initial:
         return Constant(0.0)
     if kind == "load":
         return Constant(1.0)
-    if owner in ("norm", "q_norm", "k_norm"):
+    if owner.endswith("norm"):
         return Constant(1.0)
     if owner == "embedding" and not config.tie_embeddings:
         return Normal(_EMBEDDING_STD)

@@ -14,6 +14,7 @@ from functools import partial
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from penstock.model.cached import CachedRows, CacheSize
 from penstock.model.collectives import Collectives
 from penstock.model.config import ModelConfig
 from penstock.model.expert_config import ExpertConfig
@@ -81,6 +82,20 @@ class ExpertHalf(SegmentedUnit):
         self.router = Router(config.hidden_size, config.experts, products, groups)
         self.experts = Experts(config.hidden_size, config.experts, num_local, products)
         self.shared = SharedExpert(config.hidden_size, config.experts, products) if config.experts.shared_size else None
+
+    def new_cache(self, size: CacheSize) -> None:
+        """Nothing is remembered. Raises: ValueError where ranks share the experts, which are not in step then."""
+        if self.collectives.size > 1:
+            raise ValueError(f"ep={self.collectives.size}: shared experts can not generate; ep=1 is possible")
+
+    def decode(self, x_TD: Tensor, cache: None, rows: CachedRows) -> Tensor:
+        h_TD = self.norm(x_TD)
+        choice = self.router(h_TD)
+        order = Order.of(choice.experts_TK)
+        rows_ND = spread(h_TD, order)
+        out_ND = self.experts(rows_ND, Groups.of(choice.counts_E, rows_ND.shape[0]))
+        base_TD = x_TD if self.shared is None else x_TD + self.shared(h_TD)
+        return gather(out_ND, choice.weights_TK, base_TD, order)
 
     def segments(self, sequences: Sequences) -> Sequence[Segment]:
         route = Route()

@@ -6,11 +6,14 @@ microbatch's main loss, so a backward may come as late as the schedule likes.
 """
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from penstock.model.blocks import IGNORED
 
 
 class Term(enum.Enum):
@@ -23,6 +26,29 @@ class Term(enum.Enum):
     PREDICTION = "prediction"
 
 
+@dataclass(frozen=True, eq=False)
+class Ahead:
+    """For each token of a microbatch the token, and the label, that stand some places further on in its sequence.
+
+    tokens_T, labels_T: int64; where the sequence has ended before, the label is -100 and the token that itself.
+    """
+
+    tokens_T: Tensor
+    labels_T: Tensor
+
+    @classmethod
+    def of(cls, tokens_T: Tensor, labels_T: Tensor, lengths: Sequence[int], distance: int) -> "Ahead":
+        """Of packed sequences of these lengths."""
+        left_T = torch.cat([torch.arange(n - 1, -1, -1) for n in lengths]).to(tokens_T.device)
+        inside_T = left_T >= distance
+        tokens = tokens_T.roll(-distance).where(inside_T, tokens_T)
+        return cls(tokens, labels_T.roll(-distance).masked_fill(~inside_T, IGNORED))
+
+    def rows(self, rows: Tensor) -> "Ahead":
+        """Of these tokens only."""
+        return Ahead(self.tokens_T.index_select(0, rows), self.labels_T.index_select(0, rows))
+
+
 @dataclass(eq=False)
 class LossTerms:
     """What one microbatch's loss is multiplied by, and what the units on this rank added to it and counted.
@@ -33,10 +59,13 @@ class LossTerms:
         factor: of the microbatch's main loss, a sum over labels; loss scale included.
         per_token: the same for a sum over tokens: the factor times the labels' weight for each token of the step, so
             that a coefficient means the same whatever part of the tokens has a label.
+        ahead: one, two, ... tokens further on than the next one's predecessor, for a head that predicts them; known
+            where the last stage is.
     """
 
     factor: float
     per_token: float
+    ahead: Sequence[Ahead] = ()
     values: dict[tuple[nn.Module, Term], Tensor] = field(default_factory=dict)
     counts: dict[nn.Module, Tensor] = field(default_factory=dict)
 

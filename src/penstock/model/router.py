@@ -86,12 +86,12 @@ class Router(nn.Module):
         self.logits = Linear(hidden_size, config.num_experts, products=products)
         self.balance = Balance(config)
 
-    def forward(self, h_TD: Tensor, sequences: Sequences, tokens: range) -> Choice:
+    def forward(self, h_TD: Tensor, sequences: Sequences | None = None, tokens: range = range(0)) -> Choice:
         """The choice, with the terms of loss hung on its weights where the microbatch learns.
 
         `tokens`: which of the sequences' tokens these are.
         """
-        config, terms = self.config, sequences.terms
+        config, terms = self.config, None if sequences is None else sequences.terms
         with torch.autocast(h_TD.device.type, enabled=False):
             logits_TE = self.logits(h_TD.to(torch.promote_types(h_TD.dtype, torch.float32)))
             scores_TE = logits_TE.softmax(-1) if config.scores is Scores.SOFTMAX else logits_TE.sigmoid()
@@ -102,7 +102,7 @@ class Router(nn.Module):
             weights_TK = weights_TK * config.scaling_factor
             counts_E = torch.zeros(config.num_experts, dtype=torch.int64, device=h_TD.device)
             counts_E.index_add_(0, experts_TK.flatten(), torch.ones_like(experts_TK).flatten())
-            if terms is not None:
+            if sequences is not None and terms is not None:
                 terms.counts[self.balance] = counts_E
                 if config.has_losses:
                     choice = Choice(experts_TK, weights_TK, counts_E)

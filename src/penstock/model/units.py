@@ -85,6 +85,7 @@ class UnitSpec:
     sharding: Mapping[str, Shard] = field(default_factory=dict)
     partial: Set[str] = frozenset()
     notes_terms: bool = False
+    num_ahead: int = 0
     present: Callable[[Tensor], Any] | None = None
     limits: Limits | None = None
 

@@ -58,3 +58,11 @@ def of_experts(config: ModelConfig) -> float:
 def of_head(config: ModelConfig) -> float:
     """The projection, and the softmax of the loss that follows."""
     return config.vocab_size * (2.0 * config.hidden_size + _LOSS) + _NORM * config.hidden_size
+
+
+def of_predictions(config: ModelConfig) -> float:
+    """For each further token a join, a layer like the last one, and logits."""
+    last = config.num_layers - 1
+    mlp = of_experts(config) if config.is_sparse(last) else of_mlp(config)
+    join = 4.0 * config.hidden_size**2 + 2 * _NORM * config.hidden_size
+    return config.num_predictions * (join + of_attention(config.of_layer(last)) + mlp + of_head(config))

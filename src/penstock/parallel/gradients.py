@@ -255,19 +255,25 @@ class GradientBuckets:
 
 
 def sum_tied(ties: Mapping[str, str], gradients: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> None:
-    """Give both copies of every tied parameter the sum of their gradients, once.
+    """Give all copies of every tied parameter the sum of their gradients, once.
 
-    ties: full name of the copy -> full name of the owner. gradients: this rank's, by full name, reduced over dp.
-    group: the two ranks that hold a copy each, used for a tie of which this rank holds one copy alone. Called by all
-    ranks that hold a copy. With two summands the result is bitwise the same wherever the copies lie.
+    ties: full name of the copy -> full name of the owner; an owner's copies lie together. gradients: this rank's, by
+    full name, reduced over dp. group: the two ranks that hold the owner and its copies, used for a tie of which this
+    rank holds one side alone. Called by all ranks that hold one. Copies are added up first, so that there are two
+    summands, and the result is bitwise the same wherever both sides lie.
     """
-    for copy, owner in sorted(ties.items()):
-        if copy in gradients and owner in gradients:
-            gradients[owner].add_(gradients[copy])
-            gradients[copy].copy_(gradients[owner])
-        elif copy in gradients or owner in gradients:
-            assert group is not None, f"{copy} and {owner} are tied, and no group joins the ranks that hold them"
-            dist.all_reduce(gradients[copy if copy in gradients else owner], group=group)
+    for owner in sorted(set(ties.values())):
+        copies = [gradients[name] for name, of in sorted(ties.items()) if of == owner and name in gradients]
+        for other in copies[1:]:
+            copies[0].add_(other)
+        if copies and owner in gradients:
+            copies[0].add_(gradients[owner])
+            gradients[owner].copy_(copies[0])
+        elif copies or owner in gradients:
+            assert group is not None, f"{owner} is tied, and no group joins the ranks that hold it and its copies"
+            dist.all_reduce(copies[0] if copies else gradients[owner], group=group)
+        for other in copies[1:]:
+            other.copy_(copies[0])
 
 
 def _check_distinct(parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
