@@ -70,6 +70,18 @@ def _parser() -> Parser:
 
     _add(benchmarks, "scale", _scale, "time and memory to build, lower, prove and simulate up to a million actions")
 
+    overlap = _add(benchmarks, "overlap", _overlap, "what the combined schedule hides of all-to-all on a slow link")
+    overlap.add_argument("--layers", type=int, default=4)
+    overlap.add_argument("--hidden-size", type=int, default=256)
+    overlap.add_argument("--expert-size", type=int, default=1024)
+    overlap.add_argument("--tokens", type=int, default=1024, help="of a microbatch")
+    overlap.add_argument("--microbatches", type=int, default=16)
+    overlap.add_argument(
+        "--emulate", type=float, metavar="GFLOPS", help="matrix products sleep as long as at this speed"
+    )
+    overlap.add_argument("--rounds", type=int, default=3, help="steps of each side, in turn")
+    overlap.add_argument("--mbit", type=float, default=None, help="the link's rate (default: plain 1F1B waits 35%%)")
+
     _add(benchmarks, "all", _all, "all of the above as they are by default")
     return parser
 
@@ -149,6 +161,22 @@ def _scale(given: argparse.Namespace) -> dict[str, Any]:
     from penstock.cli.benchmarks.scale import measure
 
     return measure()
+
+
+def _overlap(given: argparse.Namespace) -> dict[str, Any]:
+    from penstock.cli.benchmarks.overlap import Size, measure
+
+    size = Size(
+        num_layers=given.layers,
+        hidden_size=given.hidden_size,
+        expert_size=given.expert_size,
+        microbatch_tokens=given.tokens,
+        num_microbatches=given.microbatches,
+        num_rounds=given.rounds,
+        rate=None if given.mbit is None else given.mbit * 1e6,
+        emulated_flops=None if given.emulate is None else given.emulate * 1e9,
+    )
+    return measure(size, _progress)
 
 
 def _all(given: argparse.Namespace) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from penstock.parallel.exchange import gather_json
@@ -16,11 +17,16 @@ if TYPE_CHECKING:
 
 def gather_recording(engine: Engine) -> Recording | None:
     """What pipeline 0 recorded of its last step, in ms; None on all ranks but 0. All ranks call it."""
-    actions = [_pack(record) for record in engine.recorder.records() if record.end_ns]
-    own = actions, [_pack_travel(travel) for travel in engine.recorder.travels() if travel.end_ns]
-    by_rank = gather_json(own, engine.grid.pp_control)
-    if engine.grid.rank != 0:
-        return None
+    by_rank = gather_json(_pack_all(engine), engine.grid.pp_control)
+    return None if engine.grid.rank else _recording(engine, by_rank)
+
+
+def own_recording(engine: Engine) -> Recording:
+    """What this rank recorded of its last step, in ms, as that of a pipeline of one rank."""
+    return _recording(engine, [_pack_all(engine)])
+
+
+def _recording(engine: Engine, by_rank: Sequence[Sequence[Any]]) -> Recording:
     return Recording.gathered(
         *zip(*by_rank, strict=True),
         title=f"{engine.options.choice.name}, {engine.layout.pp} ranks, measured in step {engine.step}",
@@ -33,6 +39,11 @@ def gather_events(engine: Engine) -> Timeline | None:
     """The last step of pipeline 0 as a timeline in ms; None on all ranks but 0. All ranks call it."""
     recording = gather_recording(engine)
     return None if recording is None else recording.timeline
+
+
+def _pack_all(engine: Engine) -> tuple[list[Any], list[Any]]:
+    actions = [_pack(record) for record in engine.recorder.records() if record.end_ns]
+    return actions, [_pack_travel(travel) for travel in engine.recorder.travels() if travel.end_ns]
 
 
 def _pack_travel(travel: Travel) -> list[Any]:

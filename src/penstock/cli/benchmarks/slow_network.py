@@ -82,6 +82,16 @@ class SlowNetwork:
         """Take it up again."""
         _ip("-n", self.hosts[0].namespace, "link", "set", INTERFACE, "up")
 
+    def set_rate(self, rate: str) -> None:
+        """Change the rate of the link, which stays up."""
+        self.rate = rate
+        for host in self.hosts:
+            self._limit(host, "change")
+
+    def _limit(self, host: Host, what: str) -> None:
+        limit = ("rate", self.rate, "burst", "256kb", "latency", f"{self.queue_ms:g}ms")
+        _run("tc", "-n", host.namespace, "qdisc", what, "dev", INTERFACE, "root", "tbf", *limit)
+
     def _set_up(self) -> None:
         for host in self.hosts:
             _ip("netns", "add", host.namespace)
@@ -94,8 +104,7 @@ class SlowNetwork:
             _ip(*of_host, "address", "add", f"{host.address}/24", "dev", INTERFACE)
             _ip(*of_host, "link", "set", INTERFACE, "up")
             _ip(*of_host, "link", "set", "lo", "up")
-            limit = ("rate", self.rate, "burst", "256kb", "latency", f"{self.queue_ms:g}ms")
-            _run("tc", *of_host, "qdisc", "add", "dev", INTERFACE, "root", "tbf", *limit)
+            self._limit(host, "add")
 
 
 def _check_allowed() -> None:

@@ -1,0 +1,248 @@
+"""How much of the experts' all-to-all the combined schedule hides on a real slow network, and what that is worth."""
+
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
+
+from penstock.cli.benchmarks.ranks import Team
+from penstock.cli.benchmarks.slow_network import INTERFACE, Host, SlowNetwork
+from penstock.data import MicroBatchSpec, PackedBatch
+from penstock.engine import Engine, EngineOptions
+from penstock.engine.measured import own_recording
+from penstock.model import ExpertConfig, ModelConfig, decoder_units
+from penstock.model.products import TORCH
+from penstock.parallel import Layout
+from penstock.runtime import Pairs
+from penstock.schedule.travels import CollectiveKind, Travelled
+
+NUM_RANKS = 2
+SHARE = 0.35
+"""Of the plain step's time, what the all-to-all is to take."""
+FASTEST_BITS = 1e9
+"""Of the link, in a second."""
+_NUM_TRIALS = 3
+_LIMIT_S = 900.0
+
+
+@dataclass(frozen=True)
+class Size:
+    """What is trained: layers of attention and experts, every rank with half of the experts and a batch of its own.
+
+    rate: of the link in bits a second; None for that at which the plain step spends `SHARE` of its time waiting for
+    the all-to-all. emulated_flops: matrix products sleep as long as they would take at so many operations a second,
+    so that what is measured does not depend on free cores; None to compute them.
+    """
+
+    num_layers: int = 4
+    hidden_size: int = 256
+    expert_size: int = 1024
+    num_experts: int = 8
+    num_active: int = 2
+    vocab_size: int = 512
+    microbatch_tokens: int = 1024
+    num_microbatches: int = 16
+    num_rounds: int = 3
+    rate: float | None = None
+    emulated_flops: float | None = None
+
+    def model(self) -> ModelConfig:
+        return ModelConfig(
+            vocab_size=self.vocab_size,
+            hidden_size=self.hidden_size,
+            intermediate_size=self.expert_size,
+            num_layers=self.num_layers,
+            num_heads=self.hidden_size // 64,
+            experts=ExpertConfig(self.num_experts, self.num_active, self.expert_size, bias_step=0.01),
+        )
+
+    def batch(self, rank: int) -> PackedBatch:
+        """Random tokens, four sequences a microbatch, so that experts get about as many rows each."""
+        generator = torch.Generator().manual_seed(rank)
+        length = self.microbatch_tokens // 4
+        documents = torch.randint(0, self.vocab_size, (4 * self.num_microbatches, length), generator=generator)
+        return PackedBatch.from_documents(list(documents))
+
+
+@dataclass(frozen=True)
+class SleepingProducts:
+    """Products that take their time and give zeros; those of a router are computed, for tokens to find experts."""
+
+    flops: float
+    smallest: int = 64
+
+    def output(self, x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+        if len(weight_OI) < self.smallest:
+            return TORCH.output(x, weight_OI, bias_O)
+        return self._after(x.numel() * len(weight_OI), x.new_zeros(*x.shape[:-1], len(weight_OI)))
+
+    def input_gradient(self, grad_TO: Tensor, weight_OI: Tensor) -> Tensor:
+        return self._after(len(grad_TO) * weight_OI.numel(), grad_TO.new_zeros(len(grad_TO), weight_OI.shape[1]))
+
+    def weight_gradient(self, grad_TO: Tensor, x_TI: Tensor) -> Tensor:
+        num_products = grad_TO.numel() * x_TI.shape[1]
+        return self._after(num_products, grad_TO.new_zeros(grad_TO.shape[1], x_TI.shape[1]))
+
+    def _after(self, num_products: int, result: Tensor) -> Tensor:
+        time.sleep(2 * num_products / self.flops)
+        return result
+
+
+@dataclass(frozen=True)
+class Side:
+    """One way to run the same step."""
+
+    name: str
+    schedule: str
+    overlap: bool = True
+
+
+PLAIN = Side("plain 1F1B", "1f1b")
+COMBINED = Side("combined", "combined")
+IN_TURN = Side("combined, halves in turn", "combined", overlap=False)
+
+
+@dataclass(frozen=True)
+class Figures:
+    """One step of one rank, in seconds; `idle_share` is that of the step's time in which it neither computed nor
+    stepped."""
+
+    step_s: float
+    idle_share: float
+    all_to_all: Travelled
+
+
+def measure(size: Size | None = None, progress: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
+    """Each side in processes of its own, in turn, over one link; medians and ranges over the rounds.
+
+    Raises: NoSlowNetwork where this machine does not allow one.
+    """
+    size = size or Size()
+    with ExitStack() as stack:
+        network = stack.enter_context(SlowNetwork(_words(size.rate or FASTEST_BITS)))
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        teams = {side: stack.enter_context(_team(side, size, network, folder)) for side in (PLAIN, COMBINED, IN_TURN)}
+        rate = size.rate or _choose_rate(teams[PLAIN], network, progress)
+        found: dict[Side, list[list[Figures]]] = {side: [] for side in teams}
+        for round_ in range(size.num_rounds + 1):
+            for side, team in teams.items():
+                progress(f"round {round_} of {size.num_rounds}, {side.name}")
+                found[side].append(_turn(team))
+    return _summary({side: rounds[1:] for side, rounds in found.items()}, rate)
+
+
+def _team(side: Side, size: Size, network: SlowNetwork, folder: Path) -> Team:
+    team = Team(NUM_RANKS, join=False, limit_s=_LIMIT_S)
+    team.call(_meet, network.hosts, str(folder / side.schedule / side.name.replace(" ", "-")))
+    team.prepare(_prepare, side, size)
+    team.sleep()
+    return team
+
+
+def _turn(team: Team) -> list[Figures]:
+    team.wake()
+    try:
+        return team.turn()
+    finally:
+        team.sleep()
+
+
+def _choose_rate(team: Team, network: SlowNetwork, progress: Callable[[str], None]) -> float:
+    """The rate at which the plain step waits for `SHARE` of its time, found by trying; at most `FASTEST_BITS`."""
+    rate = FASTEST_BITS
+    _turn(team)
+    for _ in range(_NUM_TRIALS):
+        ranks = _turn(team)
+        exposed_s = statistics.mean(figures.all_to_all.exposed for figures in ranks)
+        other_s = statistics.mean(figures.step_s for figures in ranks) - exposed_s
+        wanted_s = other_s * SHARE / (1 - SHARE)
+        progress(f"at {_words(rate)} the plain step waits {exposed_s / (exposed_s + other_s):.0%} for its all-to-all")
+        rate = min(FASTEST_BITS, rate * exposed_s / wanted_s)
+        network.set_rate(_words(rate))
+    return rate
+
+
+def _words(rate: float) -> str:
+    return f"{rate / 1e6:.0f}mbit"
+
+
+def _summary(found: dict[Side, list[list[Figures]]], rate: float) -> dict[str, Any]:
+    sides = {side.name: _side_summary(rounds) for side, rounds in found.items()}
+    exposed = {
+        side: [_mean(ranks, lambda f: f.all_to_all.exposed) for ranks in rounds] for side, rounds in found.items()
+    }
+    steps = {side: [max(f.step_s for f in ranks) for ranks in rounds] for side, rounds in found.items()}
+    pairs = list(zip(exposed[PLAIN], exposed[COMBINED], strict=True))
+    return {
+        "link_mbit_per_s": rate / 1e6,
+        **sides,
+        "hidden_of_what_plain_waits": _spread([1 - after / before for before, after in pairs]),
+        "plain_over_combined": _spread([a / b for a, b in zip(steps[PLAIN], steps[COMBINED], strict=True)]),
+    }
+
+
+def _side_summary(rounds: Sequence[Sequence[Figures]]) -> dict[str, Any]:
+    return {
+        "step_s": _spread([max(f.step_s for f in ranks) for ranks in rounds]),
+        "waits_for_all_to_all": _spread([_mean(ranks, lambda f: f.all_to_all.exposed / f.step_s) for ranks in rounds]),
+        "hidden_while_under_way": _spread([_mean(ranks, lambda f: f.all_to_all.hidden_share) for ranks in rounds]),
+        "idle": _spread([_mean(ranks, lambda f: f.idle_share) for ranks in rounds]),
+    }
+
+
+def _mean(ranks: Sequence[Figures], of: Callable[[Figures], float]) -> float:
+    return statistics.mean(map(of, ranks))
+
+
+def _spread(values: Sequence[float]) -> dict[str, Any]:
+    return {"median": statistics.median(values), "range": [min(values), max(values)]}
+
+
+# What runs in the processes.
+
+
+def _meet(rank: int, hosts: Sequence[Host], path: str) -> None:
+    """Move to this rank's host and join the others over the link; a file joins hosts that share a disk."""
+    hosts[rank].enter()
+    os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
+    Path(path).parent.mkdir(exist_ok=True)
+    store = FileStore(path, NUM_RANKS)
+    limit = timedelta(seconds=_LIMIT_S)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS, timeout=limit)
+
+
+def _prepare(rank: int, side: Side, size: Size) -> Callable[[], Figures]:
+    model = size.model()
+    options = EngineOptions(schedule=side.schedule, pairs=Pairs(overlap=side.overlap), device="cpu", timeout_s=_LIMIT_S)
+    products = None if size.emulated_flops is None else SleepingProducts(size.emulated_flops)
+    engine = Engine(
+        lambda groups: decoder_units(model, products, groups),
+        model.hidden_size,
+        Layout(dp=NUM_RANKS, ep=NUM_RANKS),
+        options,
+    )
+    batch, spec = size.batch(rank), MicroBatchSpec(num=size.num_microbatches)
+
+    def turn() -> Figures:
+        dist.barrier()
+        start = time.perf_counter()
+        engine.train_batch(batch, micro_batches=spec)
+        step_s = time.perf_counter() - start
+        recording = own_recording(engine)
+        ((spent,), (kinds,)) = recording.spent(), recording.travelled()
+        in_ms = kinds[CollectiveKind.ALL_TO_ALL]
+        in_s = replace(in_ms, exposed=1e-3 * in_ms.exposed, hidden=1e-3 * in_ms.hidden)
+        return Figures(step_s, spent.idle / recording.makespan, in_s)
+
+    return turn
