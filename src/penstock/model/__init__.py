@@ -24,6 +24,7 @@ from penstock.model.segments import (
     Segment,
     SegmentedUnit,
     Travelling,
+    Turn,
     cut,
 )
 from penstock.model.sequences import Sequences, Spread
@@ -66,6 +67,7 @@ __all__ = [
     "Term",
     "TokenStatistics",
     "Travelling",
+    "Turn",
     "UnitSpec",
     "WeightCasts",
     "WeightGradients",

@@ -171,10 +171,10 @@ class Route:
 
 @dataclass(frozen=True, eq=False)
 class Sizes:
-    """A segment that waits for the sizes, which have travelled while the router's segment went on.
+    """A segment that waits for the sizes, which the router's segment has sent off.
 
-    It does not yield: so little travels that it is soon there, and lanes that are resumed equally often in forward and
-    in backward hide more of each other.
+    Little travels, but behind whatever is under way already. A backward has a turn more too, before the experts'
+    weight gradients: lanes that are resumed equally often hide most of each other.
     """
 
     route: Route
@@ -182,9 +182,9 @@ class Sizes:
     name: str = "sizes"
 
     def forward(self, state: State, undo: list[Undo] | None) -> Lane[State]:
+        yield
         route = self.route
         assert route.choice is not None and route.sizes is not None
         received_RE = route.sizes.wait().view(len(self.experts_of_ranks), -1)
         route.arrived, route.sizes = Arrived.of(route.choice.counts_E, received_RE, self.experts_of_ranks), None
         return state
-        yield

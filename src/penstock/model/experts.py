@@ -101,7 +101,7 @@ class ExpertHalf(SegmentedUnit):
         route = Route()
         router = Compute("router", partial(self._route, route, sequences))
         # The tokens' weights, and what the experts' outputs are added to, wait for them.
-        experts = Beside(Compute("experts", partial(self._compute, route)), 2)
+        experts = Beside(Compute("experts", partial(self._compute, route), apart=True), 2)
         combine = Compute("combine", partial(self._combine, route))
         if self.collectives.size == 1:
             return [router, experts, combine]

@@ -20,6 +20,7 @@ from penstock.model.casts import WeightCasts
 from penstock.model.products import TORCH, Products
 
 Result = TypeVar("Result")
+Why = TypeVar("Why")
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,17 +64,15 @@ class WeightGradients:
         finally:
             self._queue = before
 
-    def collect(
-        self, lane: Generator[None, None, Result], queue: list[PendingGradient]
-    ) -> Generator[None, None, Result]:
+    def collect(self, lane: Generator[Why, None, Result], queue: list[PendingGradient]) -> Generator[Why, None, Result]:
         """The lane, with weight gradients queued whenever it runs but not while it is suspended: others run then."""
         while True:
             with self.deferred_to(queue):
                 try:
-                    next(lane)
+                    why = next(lane)
                 except StopIteration as stop:
                     return stop.value
-            yield
+            yield why
 
     def push(self, pending: PendingGradient) -> None:
         """Queue one gradient; only while deferring."""

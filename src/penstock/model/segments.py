@@ -6,6 +6,7 @@ the plain path (the lane is drained), the combined one (two lanes are zipped), r
 without a tape, where nothing is to be undone.
 """
 
+import enum
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -17,7 +18,15 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from penstock.model.sequences import Sequences
 
 Result = TypeVar("Result")
-Lane = Generator[None, None, Result]
+
+
+class Turn(enum.Enum):
+    """Why a lane lets another one go on, where it has launched nothing itself; see `Compute.apart`."""
+
+    WEIGHTS_WAIT = "weights wait"
+
+
+Lane = Generator[Turn | None, None, Result]
 
 State = tuple[Tensor, ...]
 Grads = tuple[Tensor | None, ...]
@@ -49,10 +58,14 @@ class Compute:
     """A segment that autograd undoes: `run(*state)` gives the next state.
 
     Of the state's data it keeps what autograd saved, and no more.
+
+    apart: in backward, a lane beside it goes on before the weight gradients are computed, which wait by their owner's
+    leave: so what that one launches travels meanwhile.
     """
 
     name: str
     run: Callable[..., State]
+    apart: bool = False
 
     def forward(self, state: State, undo: list[Undo] | None) -> Lane[State]:
         if undo is None:
@@ -61,7 +74,7 @@ class Compute:
         arrived: list[Tensor | None] = [None] * len(state)
         outputs = self.run(*_Entrance.apply(arrived, torch.empty(0, requires_grad=True), *state))  # type: ignore[misc]
         edges = tuple(get_gradient_edge(y) if y.requires_grad else None for y in outputs)
-        undo.append(_Computed(arrived, edges))
+        undo.append(_Computed(arrived, edges, self.apart))
         return tuple(y.detach() for y in outputs)
         yield
 
@@ -89,13 +102,15 @@ class _Computed:
 
     arrived: list[Tensor | None]
     edges: tuple[GradientEdge | None, ...]
+    apart: bool
 
     def backward(self, grads: Grads) -> Lane[Grads]:
         given = [(edge, grad) for edge, grad in zip(self.edges, grads, strict=True) if edge and grad is not None]
         roots, of_roots = [edge for edge, _ in given], [grad for _, grad in given]
         torch.autograd.backward(roots, of_roots)  # type: ignore[arg-type]  # the stubs lag behind GradientEdge
+        if self.apart:
+            yield Turn.WEIGHTS_WAIT
         return tuple(self.arrived)
-        yield
 
 
 @dataclass(frozen=True, eq=False)

@@ -220,7 +220,7 @@ class Executor:
         lanes = []
         for action, wire in halves:
             x = yield from self._input(action, wire, record)
-            lanes.append(self._lane(action, wire, x, self.pairs.hooks))
+            lanes.append(self._lane(action, wire, x, self.pairs.hooks, self.pairs.overlap))
         self.recorder.started(record)
         forward, backward = lanes
         if self.pairs.overlap:
@@ -230,8 +230,8 @@ class Executor:
             drain(forward)
             drain(backward)
 
-    def _lane(self, action: Action, wire: Wire, x: Tensor | None, hooks: Hooks) -> Lane[None]:
-        """The action's lane, which also hands its result on."""
+    def _lane(self, action: Action, wire: Wire, x: Tensor | None, hooks: Hooks, in_pair: bool = False) -> Lane[None]:
+        """The action's lane, which also hands its result on; `in_pair`: another lane goes on when it yields."""
         key = (action.stage, action.microbatch)
         hooks.before(action)
         if action.op is Op.F:
@@ -248,7 +248,7 @@ class Executor:
         if not fills:
             self._hand_on(action, wire, (yield from wire.stage.backward(tape, x, action.op is Op.I)), hooks)
         else:
-            self._hand_on(action, wire, (yield from wire.stage.filling_backward(tape, x)), hooks)
+            self._hand_on(action, wire, (yield from wire.stage.filling_backward(tape, x, in_pair)), hooks)
             if wire.leaving is not None:
                 yield  # the other half's message leaves before this rank is busy with weights again
             wire.stage.weight_backward(tape)

@@ -6,11 +6,11 @@ an ordinary forward or backward. Zipping a forward lane with a backward lane of 
 never by timing, so every process issues its collectives in the same order.
 """
 
-from collections.abc import Generator
 from typing import Any, TypeVar
 
+from penstock.model import Lane
+
 T = TypeVar("T")
-Lane = Generator[None, None, T]
 
 
 def drain(lane: Lane[T]) -> T:

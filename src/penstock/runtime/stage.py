@@ -171,20 +171,25 @@ class Stage:
             grad = yield from (lane if owner is None else owner.collect(lane, tape.weight_gradients))
         return grad
 
-    def filling_backward(self, tape: Tape, grad: Tensor | None) -> Lane[Tensor | None]:
-        """As `backward`, with weight gradients computed right behind the next launch, whose travel they fill.
+    def filling_backward(self, tape: Tape, grad: Tensor | None, in_pair: bool = False) -> Lane[Tensor | None]:
+        """As `backward`, with weight gradients computed while something travels.
 
-        Those behind the last launch stay on the tape for `weight_backward`: the gradient of the stage's input, which
-        others may be waiting for, is there without them.
+        They come right behind the next launch; or, in a pair and where a unit wants it so, behind what the other lane
+        launches. Those behind the last launch stay on the tape for `weight_backward`: the gradient of the stage's
+        input, which others may be waiting for, is there without them.
         """
         lane = self.backward(tape, grad, split=True)
         while True:
             try:
-                next(lane)
+                why = next(lane)
             except StopIteration as stop:
                 return stop.value
-            self.weight_backward(tape)
-            yield
+            if why is None:
+                self.weight_backward(tape)
+                yield
+            elif in_pair:
+                yield
+                self.weight_backward(tape)
 
     def weight_backward(self, tape: Tape) -> None:
         """Compute the weight gradients that a backward left on the tape, in its order."""

@@ -46,12 +46,12 @@ class Size:
     """
 
     num_layers: int = 4
-    hidden_size: int = 256
-    expert_size: int = 1024
+    hidden_size: int = 768
+    expert_size: int = 704
     num_experts: int = 8
     num_active: int = 2
     vocab_size: int = 512
-    microbatch_tokens: int = 1024
+    microbatch_tokens: int = 512
     num_microbatches: int = 16
     num_rounds: int = 3
     rate: float | None = None
