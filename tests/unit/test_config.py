@@ -123,6 +123,15 @@ IMPOSSIBLE = {
         {"parallel": {"dp": 4, "ep": 3}},
         "parallel.ep = 3 does not divide parallel.dp x parallel.cp = 4; possible are 1, 2, 4",
     ),
+    "heads that tp can not share": (
+        {"model": {"num_heads": 4, "intermediate_size": 48}, "parallel": {"tp": 3, "dp": 2}},
+        "parallel.tp = 3 can not share 4 query heads, 4 key heads and an MLP of model.intermediate_size = 48 evenly; "
+        "possible are 1, 2, 4, such as the layout dp=3 x pp=1 x cp=1 x tp=2",
+    ),
+    "a width that tp can not share": (
+        {"model": {"num_heads": 4, "intermediate_size": 50}, "parallel": {"tp": 4}},
+        "an MLP of model.intermediate_size = 50 evenly; possible are 1, 2, such as the layout",
+    ),
     "uneven dp": ({"parallel": {"dp": 3}}, "8 can not be shared evenly by parallel.dp = 3; 6 or 9 can"),
     "microbatches": ({"train": {"num_microbatches": 9}}, "9 is more than the 8 sequences.*at most 8"),
     "microbatches of a dp rank": ({"parallel": {"dp": 2}}, "8 is more than the 4 sequences"),

@@ -116,7 +116,8 @@ class Engine:
         self.sharing = Sharing.of(self.units, self.parameters(), self.grid)
         if self.options.optimizer.zero:
             self.sharing = shared_out(self.sharing, self._ties.owners, self.grid)
-        self.recorder = Recorder(self.grid.pp_rank)
+        alone = self.layout.world_size == self.layout.pp
+        self.recorder = Recorder(self.grid.pp_rank, place=None if alone else str(self.grid.place))
         observe_stages(self.stages.values(), self.recorder)
         self.gradients = {
             number: GradientBuckets(

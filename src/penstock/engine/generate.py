@@ -158,9 +158,9 @@ def check_requests(engine: Engine, prompts: Any, params: Any) -> tuple[Prompts, 
         raise error
     for rank, (theirs, refusal) in enumerate(told):
         if refusal is not None:
-            raise PipelineError(f"pipeline rank {rank} can not generate: {refusal}")
+            raise PipelineError(f"rank {rank} of those that generate together can not: {refusal}")
         if theirs != digest:
-            raise PipelineError(f"pipeline rank {rank} was given other prompts or parameters than this rank")
+            raise PipelineError(f"rank {rank} of those that generate together was given other prompts or parameters")
     assert found is not None
     return found
 

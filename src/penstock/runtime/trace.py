@@ -46,11 +46,12 @@ class Recorder:
     """The last `capacity` records of one rank's actions, and as many of its collectives, and what it is waiting for.
 
     Written by the executor between actions and by whoever launches a collective, read by anyone at any time, also from
-    another thread.
+    another thread. `rank` is that of the pipeline; `place` says which of several pipelines that is.
     """
 
-    def __init__(self, rank: int, capacity: int = 65536) -> None:
+    def __init__(self, rank: int, capacity: int = 65536, place: str | None = None) -> None:
         self.rank, self.capacity = rank, capacity
+        self._name = f"rank {rank}" if place is None else f"rank {rank} ({place})"
         self.step = 0
         self.awaited: Awaited | Travel | None = None
         self._travels: deque[Travel] = deque(maxlen=capacity)
@@ -143,11 +144,11 @@ class Recorder:
         """One sentence: the action this rank is in, what it waits for, from whom, and for how long."""
         record = self._current
         if self._together is not None:
-            return f"rank {self.rank}, step {self.step}: while the ranks {self._together}"
+            return f"{self._name}, step {self.step}: while the ranks {self._together}"
         if record is None:
-            return f"rank {self.rank}, step {self.step}: between steps"
+            return f"{self._name}, step {self.step}: between steps"
         if record.end_ns:
             ago = (time.perf_counter_ns() - record.end_ns) * 1e-9
-            return f"rank {self.rank}, step {self.step}: finished {record.action} {ago:.1f} s ago"
+            return f"{self._name}, step {self.step}: finished {record.action} {ago:.1f} s ago"
         doing = f"waits for {self.awaited}" if self.awaited else "computes"
-        return f"rank {self.rank}, step {self.step}: in {record.action} for {self.busy_since_s():.1f} s, {doing}"
+        return f"{self._name}, step {self.step}: in {record.action} for {self.busy_since_s():.1f} s, {doing}"
