@@ -78,7 +78,11 @@ def score(folder: Path, name: str, *words: str) -> list[dict[str, Any]]:
     """Score the texts in this process into a file of that name."""
     output = folder / name
     assert main(["score", str(folder / "run"), str(folder / "texts.jsonl"), "--output", str(output), *words]) == 0
-    return [json.loads(line) for line in output.read_text().splitlines()]
+    return lines_of(output)
+
+
+def lines_of(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 def test_every_token_has_the_log_probability_that_the_model_gives_it(
@@ -155,6 +159,10 @@ def test_a_hugging_face_folder_is_scored_like_the_run_it_was_made_from(
     for model in (folder / "run", hugging_face):
         assert main(["score", str(model), str(ids), "--output", str(folder / f"of_{model.name}.jsonl")]) == 0
     assert (folder / "of_hugging_face.jsonl").read_bytes() == (folder / "of_run.jsonl").read_bytes() != b""
+    others = folder / "by_transformers.jsonl"
+    assert main(["score", str(hugging_face), str(ids), "--no-native", "--output", str(others)]) == 0
+    for theirs, ours in zip(lines_of(others), lines_of(folder / "of_run.jsonl"), strict=True):
+        assert theirs["log_probs"] == pytest.approx(ours["log_probs"], abs=1e-5)
     capsys.readouterr()
     assert main(["score", str(hugging_face), str(folder / "texts.jsonl"), "--output", str(folder / "none.jsonl")]) == 2
     assert "has no tokenizer; give token ids" in capsys.readouterr().err

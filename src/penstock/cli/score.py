@@ -26,6 +26,7 @@ class ScoreArguments:
     device: str
     num_threads: int
     timeout_s: float
+    native: bool
     json: bool
 
     @property
@@ -66,6 +67,9 @@ An "id" is carried along. A call that was stopped is continued by the same comma
     parser.add_argument(
         "--timeout", type=float, default=600.0, metavar="SECONDS", help="for a silent peer (default 600)"
     )
+    parser.add_argument(
+        "--no-native", action="store_true", help="run a Hugging Face model by transformers' own layers, of any family"
+    )
     parser.add_argument("--json", action="store_true", help="print the summary as JSON, and progress to standard error")
     given = parser.parse_args(list(words))
     for name in ("pp", "max_tokens", "threads", "temperature", "timeout"):
@@ -83,6 +87,7 @@ An "id" is carried along. A call that was stopped is continued by the same comma
         device=given.device,
         num_threads=given.threads,
         timeout_s=given.timeout,
+        native=not given.no_native,
         json=given.json,
     )
 

@@ -46,7 +46,7 @@ def check(arguments: ScoreArguments) -> Job:
 
     Raises: ValueError for what can not be scored.
     """
-    model = open_model(arguments.model)
+    model = open_model(arguments.model, arguments.native)
     if arguments.pp > model.num_units:
         raise ValueError(
             f"--pp {arguments.pp} asks for {arguments.pp} stages, but {model.folder} has {model.num_units} units "

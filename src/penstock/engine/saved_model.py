@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from penstock.data import CorpusError
 from penstock.data.tokenizer import Tokenizer, load_tokenizer
@@ -20,6 +21,7 @@ from penstock.engine.options import EngineOptions
 from penstock.engine.pretrained import open_pretrained
 from penstock.engine.run_folder import CHECKPOINT_FOLDER, CONFIG_FILE
 from penstock.engine.run_parts import layout, run_engine
+from penstock.model import ModelGroups
 
 _HUGGING_FACE_CONFIG, _TOKENIZER = "config.json", "tokenizer.json"
 _GENERATION_CONFIG = "generation_config.json"
@@ -51,8 +53,10 @@ class SavedModel:
     end_tokens: tuple[int, ...] = ()
 
 
-def open_model(folder: Path | str) -> SavedModel:
+def open_model(folder: Path | str, native: bool = True) -> SavedModel:
     """The model in a folder; nothing is written there, and no weight is read yet.
+
+    Without `native` a Hugging Face model is run by transformers' own layers, whatever its family.
 
     Raises:
         ValueError: there is no such folder, no model in it, or one that can not be run.
@@ -61,7 +65,7 @@ def open_model(folder: Path | str) -> SavedModel:
     if (folder / CONFIG_FILE).is_file():
         return _open_run(folder)
     if (folder / _HUGGING_FACE_CONFIG).is_file():
-        return _open_hugging_face(folder)
+        return _open_hugging_face(folder, native)
     if not folder.is_dir():
         raise ConfigError(f"there is no folder {folder}; give that of a run, or one of Hugging Face's")
     raise ConfigError(f"{folder} holds neither a run ({CONFIG_FILE}) nor a Hugging Face model ({_HUGGING_FACE_CONFIG})")
@@ -117,23 +121,36 @@ def _load_run(folder: Path, config: RunConfig, vocab_size: int, parallel: Parall
 # ---- Hugging Face
 
 
-def _open_hugging_face(folder: Path) -> SavedModel:
+def _open_hugging_face(folder: Path, native: bool) -> SavedModel:
     try:
-        config = open_pretrained(folder).config
+        found = open_pretrained(folder, native)
     except FileNotFoundError as error:
         raise ConfigError(str(error)) from None
-    if config is None:
-        raise ConfigError(f"{folder} holds a model of a family that only transformers' own layers run")
+    content = found.form.describe()
     tokenizer = load_tokenizer(str(folder)) if (folder / _TOKENIZER).is_file() else None
 
     def load(parallel: ParallelSection) -> Loaded:
         grid = layout(RunConfig(parallel=parallel))
         options = EngineOptions(device=parallel.device, timeout_s=parallel.timeout_s)
-        return Loaded(Engine.from_hf(folder, grid, options), _version(folder))
+        return Loaded(Engine.from_hf(folder, grid, options, native), f"{_version(folder)} {native=}")
 
-    num_units = 2 * config.num_layers + 2
-    ends = _hugging_face_ends(folder)
-    return SavedModel(folder, config.vocab_size, config.max_length, num_units, tokenizer, load, ends)
+    return SavedModel(
+        folder,
+        vocab_size=_size(content, folder, "vocab_size"),
+        max_length=_size(content, folder, "max_position_embeddings", "n_positions", "max_seq_len"),
+        num_units=len(found.units(ModelGroups())),
+        tokenizer=tokenizer,
+        load=load,
+        end_tokens=_hugging_face_ends(folder),
+    )
+
+
+def _size(content: Mapping[str, Any], folder: Path, *names: str) -> int:
+    """The first of these settings that there is."""
+    for name in names:
+        if isinstance(content.get(name), int):
+            return content[name]
+    raise ConfigError(f"{folder / _HUGGING_FACE_CONFIG} has no {' or '.join(names)}")
 
 
 def _hugging_face_ends(folder: Path) -> tuple[int, ...]:
