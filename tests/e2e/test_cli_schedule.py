@@ -127,7 +127,7 @@ def test_export_refuses_what_it_cannot_write(run, tmp_path: Path):
 def test_verify_names_what_is_wrong(run, tmp_path: Path):
     broken = tmp_path / "broken.csv"
     broken.write_text("0F0,0F1,0B0,0B1\n1F1,1F0,1B0\n")
-    assert_refused(run("verify", broken), str(broken), "rank 0", "0B1", "rank 1")
+    assert_refused(run("verify", broken), str(broken), "row 2", "1B1", "missing")
     code, out, err = run("verify", broken, "--json")
     assert code == 2
     assert json.loads(out)["proved"] is False

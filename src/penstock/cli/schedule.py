@@ -8,6 +8,7 @@ from pathlib import Path
 from penstock import schedule
 from penstock.cli.commands import Command, Parser, dispatch, print_json, refuse_to_overwrite, write_text
 from penstock.cli.schedule_arguments import add_json, add_schedule, costs_of, flag, own_options, proved
+from penstock.schedule import files
 
 HEAD = """A schedule is each rank's order of actions: F forward, B backward (or I for inputs, then W for weights).
 Lowered to a program it also has its transfers, gradient reductions and the optimizer step. A program is
@@ -99,12 +100,12 @@ def verify(arguments: list[str]) -> int:
     add_json(parser)
     options = parser.parse_args(arguments)
     try:
-        program = _read(options.file)
-        proof = schedule.verify(program)
+        program = files.read_program(options.file)
     except schedule.ScheduleError as error:
         if options.json:
             print_json({"file": str(options.file), "proved": False, "reason": str(error)})
-        raise schedule.ScheduleError(f"{options.file}: {error}") from None
+        raise
+    proof = schedule.verify(program)
     if options.json:
         print_json({"file": str(options.file), "proved": True} | asdict(proof))
     else:
@@ -194,19 +195,6 @@ COMMANDS = {
     "compare": Command("all schedules side by side: bubble, memory, messages", "penstock.cli.schedule_compare"),
     "export": Command("write a schedule as text or as torch's CSV", __name__, "export"),
 }
-
-
-def _read(path: Path) -> schedule.Program:
-    """The program in a file, lowered from a schedule if it has compute actions alone."""
-    try:
-        text = path.read_text()
-    except UnicodeDecodeError:
-        raise schedule.ScheduleError("this is no text, so it is neither a schedule nor a program") from None
-    if text.startswith("penstock "):
-        plan = schedule.from_text(text)
-    else:
-        plan = schedule.from_csv(text, name=path.stem)
-    return schedule.lower(plan) if isinstance(plan, schedule.Schedule) else plan
 
 
 def _names(options: argparse.Namespace) -> dict[str, object]:

@@ -6,6 +6,7 @@ from typing import Any
 
 from penstock import schedule
 from penstock.cli.commands import Parser
+from penstock.schedule import files
 
 # Name, default, what it is. What a builder of that name wants to know too is not asked for twice.
 _TIMES = (
@@ -27,20 +28,22 @@ _PER_STAGE = ("microbatch_bytes", "weight_memory_share")
 COST_NAMES = (*(name for name, _, _ in (*_TIMES, *_OTHERS)), "lengths")
 
 
-def add_size(parser: Parser, *, ranks: int = 4, microbatches: int = 8) -> None:
-    """Add the counts."""
-    parser.add_argument(
-        "--ranks", type=int, default=ranks, metavar="N", help=f"processes of the pipeline (default {ranks})"
-    )
-    parser.add_argument(
-        "--microbatches", type=int, default=microbatches, metavar="N", help=f"parts of a batch (default {microbatches})"
-    )
+def add_size(parser: Parser, *, ranks: int = 4, microbatches: int = 8, of_file: bool = False) -> None:
+    """Add the counts; a file has its own."""
+    for option, default, what in (
+        ("--ranks", ranks, "processes of the pipeline"),
+        ("--microbatches", microbatches, "parts of a batch"),
+    ):
+        said = f"{what} (default {default})"
+        parser.add_argument(option, type=int, default=None if of_file else default, metavar="N", help=said)
 
 
 def add_schedule(parser: Parser, arguments: list[str], *, costs: bool = True) -> None:
     """Add NAME, the counts, the costs if they matter, and the options that the named schedule has of its own."""
-    parser.add_argument("name", metavar="NAME", help="a name that `penstock schedule list` prints")
-    add_size(parser)
+    parser.add_argument(
+        "name", metavar="NAME", help="a name that `penstock schedule list` prints, or a .csv or .txt file"
+    )
+    add_size(parser, of_file=_names_file(arguments))
     parser.add_argument(
         "--stages-per-rank", type=int, default=None, metavar="N", help="local stages (default: as the schedule has it)"
     )
@@ -49,6 +52,12 @@ def add_schedule(parser: Parser, arguments: list[str], *, costs: bool = True) ->
     name = next((word for word in arguments if word in schedule.names(with_aliases=True)), None)
     if name is not None:
         add_own_options(parser, [name], without=COST_NAMES if costs else ())
+
+
+def _names_file(arguments: list[str]) -> bool:
+    """Whether the schedule is one from a file; what is written into is none."""
+    before = ["", *arguments]
+    return any(files.is_file(word) and last != "--output" for last, word in zip(before, arguments))
 
 
 def add_own_options(parser: Parser, names: Sequence[str], *, without: Sequence[str]) -> None:
@@ -111,14 +120,38 @@ def own_options(name: str, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def proved(options: argparse.Namespace, name: str | None = None, *, shared_channels: bool = False) -> schedule.Program:
-    """The program of the schedule that the options name, or of another of that size, proved."""
+    """The program of the schedule that the options name, or of another of that size, proved.
+
+    A file has counts of its own, which the options then have too.
+
+    Raises: ScheduleError for a file that is wrong or has other counts than were asked for; ValueError as `build`.
+    """
+    name = options.name if name is None else name
+    assert name is not None
+    if files.is_file(name):
+        return _proved_file(options, name, shared_channels)
     built = schedule.build(
-        name or options.name,
+        name,
         ranks=options.ranks,
         microbatches=options.microbatches,
         stages_per_rank=getattr(options, "stages_per_rank", None),
-        **own_options(name or options.name, options),
+        **own_options(name, options),
     )
     program = schedule.lower(built, shared_channels=shared_channels)
     schedule.verify(program)
+    return program
+
+
+def _proved_file(options: argparse.Namespace, name: str, shared_channels: bool) -> schedule.Program:
+    program = files.read_program(name, shared_channels=shared_channels)
+    placement = program.placement
+    counts = {
+        "ranks": placement.num_ranks,
+        "microbatches": program.schedule.num_microbatches,
+        "stages_per_rank": placement.stages_per_rank,
+    }
+    for count, found in counts.items():
+        if getattr(options, count) not in (None, found):
+            raise schedule.ScheduleError(f"{name} has {found} {count.replace('_', ' ')}, not {getattr(options, count)}")
+        setattr(options, count, found)
     return program

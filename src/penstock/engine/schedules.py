@@ -1,12 +1,9 @@
 """Which schedule a run follows: one that is built by name, or one from a file; nothing heavy is imported here."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from penstock import schedule
-from penstock.schedule import Placement, PlacementKind, Program, Schedule, ScheduleError
-
-_FILES = (".csv", ".txt")
+from penstock.schedule import Placement, PlacementKind, Program, Schedule, ScheduleError, files
 
 
 @dataclass(frozen=True)
@@ -31,7 +28,7 @@ class ScheduleChoice:
 
     @property
     def is_file(self) -> bool:
-        return self.name.endswith(_FILES)
+        return files.is_file(self.name)
 
     def program(self, ranks: int, microbatches: int) -> Program:
         """The program of a step.
@@ -42,20 +39,13 @@ class ScheduleChoice:
         """
         if not self.is_file:
             return schedule.lower(self.build(ranks, microbatches), receives_ahead=self.receives_ahead)
-        found = self._read()
-        program = found if isinstance(found, Program) else schedule.lower(found, receives_ahead=self.receives_ahead)
+        program = files.read_program(self.name, receives_ahead=self.receives_ahead)
         given = (program.placement.num_ranks, program.schedule.num_microbatches)
         if given != (ranks, microbatches):
             raise ScheduleError(
                 f"{self.name} is for {given[0]} ranks and {given[1]} microbatches, not for {ranks} and {microbatches}"
             )
         return program
-
-    def _read(self) -> Schedule | Program:
-        path = Path(self.name)
-        if not path.is_file():
-            raise ScheduleError(f"there is no file {self.name}; a name of `penstock schedule list` will do as well")
-        return (schedule.from_csv if path.suffix == ".csv" else schedule.from_text)(path.read_text())
 
     def build(self, ranks: int, microbatches: int) -> Schedule:
         """The schedule of that name."""
@@ -75,7 +65,7 @@ class ScheduleChoice:
     def placement(self, ranks: int) -> Placement:
         """Where the stages live, whatever the number of microbatches."""
         if self.is_file:
-            return self._read().placement
+            return files.read(self.name).placement
         return self.build(ranks, microbatches=4 * ranks).placement
 
 

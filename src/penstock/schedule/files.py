@@ -1,0 +1,150 @@
+"""Schedules and programs in files: read, lowered and proved, or refused with the place in the file and the rule."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Iterator, Set
+from pathlib import Path
+
+from penstock.schedule.actions import Action, Op, Program, Schedule, ScheduleError, parts
+from penstock.schedule.lower import lower
+from penstock.schedule.text import Plan, from_csv, from_text, parse_step
+from penstock.schedule.verify import verify
+
+ENDINGS = (".csv", ".txt")
+"""torch's format, and Penstock's own."""
+
+_HEAD = "penstock "
+# Where a message speaks of a rank, and of an action of it.
+_RANK = re.compile(r"\brank (\d+)")
+_ACTION = re.compile(r"\b\d+(?:SEND_F|RECV_F|SEND_B|RECV_B|F|B|I|W)\d+\b|\b\d+REDUCE_GRAD\b|\bSTEP\b")
+
+
+def is_file(name: str) -> bool:
+    """Whether a schedule's name is that of a file."""
+    return name.lower().endswith(ENDINGS)
+
+
+def read(path: Path | str) -> Plan:
+    """The schedule or program in a file; it is not proved. What a file holds is told by its first line.
+
+    Raises: ScheduleError naming the file, the place in it and the rule that is broken.
+    """
+    return _parse(Path(path), _text_of(Path(path)))
+
+
+def read_program(path: Path | str, *, receives_ahead: int = 2, shared_channels: bool = False) -> Program:
+    """The program in a file, proved; a schedule is lowered first.
+
+    Raises: ScheduleError naming the file, the place in it and the rule that is broken.
+    """
+    path = Path(path)
+    text = _text_of(path)
+    plan = _parse(path, text)
+    if isinstance(plan, Schedule) and (fault := _first_fault(plan, text)) is not None:
+        raise ScheduleError(f"{path}: {fault}")
+    try:
+        program = plan
+        if isinstance(plan, Schedule):
+            program = lower(plan, receives_ahead=receives_ahead, shared_channels=shared_channels)
+        assert isinstance(program, Program)
+        verify(program)
+    except ScheduleError as error:
+        raise ScheduleError(f"{path}: {_located(str(error), text)}") from None
+    return program
+
+
+def _text_of(path: Path) -> str:
+    if path.is_dir():
+        raise ScheduleError(f"{path} is a folder; give a file ending in {' or '.join(ENDINGS)}")
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ScheduleError(f"{path}: this is no text, so it is neither a schedule nor a program") from None
+    except OSError as error:
+        raise ScheduleError(f"{path}: {(error.strerror or str(error)).lower()}") from None
+
+
+def _parse(path: Path, text: str) -> Plan:
+    try:
+        return from_text(text) if _is_text(text) else from_csv(text, name=path.stem)
+    except ScheduleError as error:
+        raise ScheduleError(f"{path}: {error}") from None
+
+
+def _located(fault: str, text: str) -> str:
+    """A fault that a proof found, behind the place in the file of the action that it speaks of."""
+    rank = _RANK.search(fault)
+    if rank is None:
+        return fault
+    action, number = _ACTION.search(fault, rank.end()), int(rank[1])
+    line, words = list(_rows(text))[number]
+    named = (at for at, word in words if action is not None and action[0] in map(str, _actions(word)))
+    return f"{_place(text, line, next(named, None))}: {fault}"
+
+
+# What an action needs before it on its rank, and what it must not come beside.
+_NEEDS = {Op.B: Op.F, Op.I: Op.F, Op.W: Op.I}
+_EXCLUDES = {Op.F: (Op.F,), Op.B: (Op.B, Op.I, Op.W), Op.I: (Op.I, Op.B), Op.W: (Op.W, Op.B)}
+
+
+def _first_fault(plan: Schedule, text: str) -> str | None:
+    """What is wrong with the rows of a schedule, each by itself; ranks that wait for each other are not found here."""
+    for rank, (line, words) in enumerate(_rows(text)):
+        places: dict[Action, str] = {}
+        given = ((at, action) for at, word in words for action in _actions(word) if action.op in _EXCLUDES)
+        for at, action in given:
+            here, twin = _place(text, line, at), (action.stage, action.microbatch)
+            for other in (Action(op, *twin) for op in _EXCLUDES[action.op]):
+                if other in places:
+                    rule = "each tape has one F, and one B or an I and then a W"
+                    return f"{here}: {action} cannot come beside {other} of {places[other]}: {rule}"
+            needed = Action(_NEEDS[action.op], *twin) if action.op in _NEEDS else None
+            if needed is not None and needed not in places:
+                return f"{here}: {action} needs {needed} before it in its {_KINDS[_is_text(text)][0]}"
+            places[action] = here
+        if (missing := _missing(plan, rank, places.keys())) is not None:
+            return f"{_place(text, line)}: {missing} is missing"
+    return None
+
+
+def _missing(plan: Schedule, rank: int, given: Set[Action]) -> str | None:
+    for stage in plan.placement.stages_of(rank):
+        for microbatch in plan.microbatches_of(stage):
+            forward, backward, weight = (Action(op, stage, microbatch) for op in (Op.F, Op.B, Op.W))
+            if forward not in given:
+                return str(forward)
+            if plan.training and backward not in given and weight not in given:
+                split = Action(Op.I, stage, microbatch) in given
+                return str(weight) if split else f"{backward}, or an I and a W,"
+    return None
+
+
+_KINDS = {False: ("row", "cell"), True: ("line", "word")}
+
+
+def _is_text(text: str) -> bool:
+    return text.startswith(_HEAD)
+
+
+def _place(text: str, line: int, at: int | None = None) -> str:
+    kind, where = _KINDS[_is_text(text)]
+    return f"{kind} {line}" if at is None else f"{kind} {line}, {where} {at}"
+
+
+def _rows(text: str) -> Iterator[tuple[int, list[tuple[int, str]]]]:
+    """Each rank's row: its number in the file, and its words with theirs; all counted from 1."""
+    if _is_text(text):
+        for number, line in enumerate(text.splitlines(), start=1):
+            if line.startswith("rank "):
+                yield number, list(enumerate(line.partition(":")[2].split(), start=1))
+    else:
+        for number, words in enumerate(csv.reader(io.StringIO(text.removeprefix("\ufeff"))), start=1):
+            yield number, list(enumerate(words, start=1))
+
+
+def _actions(word: str) -> tuple[Action, ...]:
+    step = parse_step(word.strip()) if word.strip() else None
+    return () if step is None else parts(step)
