@@ -150,7 +150,11 @@ class Conductor:
 
     def begin_round(self) -> tuple[int, ...]:
         """The slots that have a turn in the next round; none when all sequences have ended."""
-        return tuple(number for number, slot in enumerate(self._slots) if slot.in_flight is not None or self._waiting)
+        return tuple(
+            number
+            for number, slot in enumerate(self._slots)
+            if slot.in_flight is not None or (self._waiting and self._share(number) > len(slot.live))
+        )
 
     def in_flight(self, slot: int) -> bool:
         """Whether the slot's last visit has not come back yet."""
@@ -175,7 +179,7 @@ class Conductor:
         """Fill the slot's free rows and say what it carries next; nothing if there is nothing to do."""
         here = self._slots[slot]
         assert here.in_flight is None, f"slot {slot} is under way"
-        self._fill(here)
+        self._fill(slot)
         pieces = self._decode_pieces(here) + self._prefill_pieces(here)
         for piece in pieces:
             row = self._rows[piece.row]
@@ -222,16 +226,20 @@ class Conductor:
             del self._waiting[prompt]
             self._holder.pop(prompt, None)
 
-    def _fill(self, slot: _Slot) -> None:
-        """Give free rows to waiting sequences, no more than the slot's fair share of all that are left."""
+    def _fill(self, number: int) -> None:
+        """Give free rows to waiting sequences, no more than the slot's even share of all that are left."""
+        slot = self._slots[number]
         if not self.refill and slot.live:
             return
-        share = -(-self._num_unfinished // self.shape.num_slots)
         for place in slot.rows:
-            if len(slot.live) >= share or not self._waiting:
+            if len(slot.live) >= self._share(number) or not self._waiting:
                 return
             if self._rows[place].sequence is None:
                 self._settle(slot, place)
+
+    def _share(self, number: int) -> int:
+        """How many of the sequences that are left a slot may hold: as many as the others, the first ones the rest."""
+        return (self._num_unfinished + self.shape.num_slots - 1 - number) // self.shape.num_slots
 
     def _settle(self, slot: _Slot, place: int) -> None:
         """Give one free row to a sequence, if any can start now."""
@@ -262,22 +270,28 @@ class Conductor:
 
     def _is_read(self, place: int) -> bool:
         """Whether the row's prompt lies in its cache, at the latest when the next visit comes by."""
-        return self._rows[place].num_cached >= self._rows[place].num_prompt_tokens
+        return self._num_left(place) <= 0
 
     def _decode_pieces(self, slot: _Slot) -> tuple[Piece, ...]:
-        """One token for each row whose prompt is read, in the order of the rows."""
-        return tuple(self._piece(place, 1) for place in sorted(slot.live) if self._is_read(place))
+        """One token for each row of which all others are read, in the order of the rows.
+
+        Also where it is the prompt's last: a row that copies from another must do so now, before that is overwritten.
+        """
+        return tuple(self._piece(place, 1) for place in sorted(slot.live) if self._num_left(place) <= 1)
 
     def _prefill_pieces(self, slot: _Slot) -> tuple[Piece, ...]:
         """Parts of prompts within the budget, those that came first before the others."""
-        pieces, num_left = [], self.shape.prefill_tokens
+        pieces, budget = [], self.shape.prefill_tokens
         for place in slot.live:
-            row = self._rows[place]
-            length = min(self.shape.prefill_tokens, row.num_prompt_tokens - row.num_cached)
-            if 0 < length <= num_left:
+            length = min(self.shape.prefill_tokens, self._num_left(place))
+            if length <= budget and self._num_left(place) > 1:
                 pieces.append(self._piece(place, length))
-                num_left -= length
+                budget -= length
         return tuple(pieces)
+
+    def _num_left(self, place: int) -> int:
+        """Tokens of the row's prompt that are not read yet."""
+        return self._rows[place].num_prompt_tokens - self._rows[place].num_cached
 
     def _piece(self, place: int, length: int) -> Piece:
         row = self._rows[place]
