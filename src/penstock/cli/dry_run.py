@@ -11,9 +11,11 @@ from penstock.cli.layout_groups import group_rows, group_table
 from penstock.engine.activations import costs_of_memory, kept_bytes
 from penstock.engine.build import cut_units
 from penstock.engine.config import RunConfig
+from penstock.engine.memory import rank_state_bytes
 from penstock.engine.options import Precision
 from penstock.engine.run_parts import RunData, engine_options, layout, model_config
 from penstock.model import ModelGroups, decoder_units
+from penstock.parallel.buckets import StateBytes
 
 _FILE_COLUMNS = 120
 
@@ -23,7 +25,7 @@ class StagePlan:
     """A stage as it would be: its units by name, and what one rank's share of it weighs; `share_of_work` is of the
     whole model's.
 
-    `state_bytes`: parameters, fp32 gradients, optimizer. `activation_bytes`: what it keeps of microbatches for their
+    `state_bytes`: parameters, gradients, optimizer. `activation_bytes`: what it keeps of microbatches for their
     backwards when those of its rank are most.
     """
 
@@ -40,7 +42,8 @@ class StagePlan:
 class RunPlan:
     """A run as it would be; the schedule's figures are those of equal stages with backward twice as long as forward.
 
-    `peak_live_microbatches` counts a microbatch that waits for its W by the bytes that are left of it.
+    `peak_live_microbatches` counts a microbatch that waits for its W by the bytes that are left of it. `states`: what
+    each rank holds beside activations, to the byte.
     """
 
     world_size: int
@@ -53,6 +56,7 @@ class RunPlan:
     corpus_tokens: int
     epochs: float
     stages: tuple[StagePlan, ...]
+    states: tuple[StateBytes, ...]
 
     @property
     def memory_bytes(self) -> dict[int, int]:
@@ -82,6 +86,7 @@ def plan_run(config: RunConfig, data: RunData) -> RunPlan:
     kept = kept_bytes(units, shape.hidden_size, cut, options, lengths)
     timeline = schedule.simulate(program, costs_of_memory(kept))
     activations = [timeline.bytes_at_peak(rank) for rank in range(placement.num_ranks)]
+    num_owners = ours.dp * ours.cp if options.optimizer.zero else 1
     all_work = sum(unit.flops_per_token for unit in units)
     for number in range(placement.num_stages):
         members, rank = cut[number % len(cut)], placement.rank_of(number)
@@ -93,7 +98,7 @@ def plan_run(config: RunConfig, data: RunData) -> RunPlan:
                 units=tuple(units[i].name for i in members),
                 num_parameters=count,
                 share_of_work=sum(units[i].flops_per_token for i in members) / all_work,
-                state_bytes=count * _state_bytes(options.precision),
+                state_bytes=round(count * _state_bytes(options.precision, num_owners)),
                 activation_bytes=round(activations[rank].get(number, 0.0) / (ours.cp * ours.tp)),
             )
         )
@@ -112,6 +117,7 @@ def plan_run(config: RunConfig, data: RunData) -> RunPlan:
         corpus_tokens=corpus_tokens,
         epochs=config.train.steps * step_tokens / corpus_tokens,
         stages=tuple(stages),
+        states=tuple(rank_state_bytes(lambda groups: decoder_units(shape, groups=groups), layout(config), options)),
     )
 
 
@@ -153,6 +159,7 @@ def _print(config: RunConfig, plan: RunPlan) -> None:
         ("parameters", f"{plan.num_parameters:,} in {config.train.precision}"),
         ("data", f"{plan.corpus_tokens:,} tokens of {config.data.corpus}, {plan.step_tokens:,} a step"),
         ("length", f"{config.train.steps:,} steps, {plan.epochs:.2f} epochs"),
+        ("state", _largest_state(plan.states)),
         ("memory", f"{memory}, estimated from state and activations"),
         ("output", config.output),
     ):
@@ -176,6 +183,14 @@ def _print(config: RunConfig, plan: RunPlan) -> None:
     console.print("\nNothing was started; leave out --dry-run to train.", highlight=False)
 
 
+def _largest_state(states: Sequence[StateBytes]) -> str:
+    rank, most = max(enumerate(states), key=lambda numbered: numbered[1].total)
+    return (
+        f"at most {_mib(most.total)}, on rank {rank}: parameters {_mib(most.parameters)}, gradients "
+        f"{_mib(most.gradients)}, optimizer {_mib(most.optimizer)}"
+    )
+
+
 def _mib(num_bytes: int) -> str:
     return f"{num_bytes / 2**20:,.1f} MiB"
 
@@ -184,7 +199,8 @@ def _names(units: Sequence[str]) -> str:
     return units[0] if len(units) == 1 else f"{units[0]} ... {units[-1]} ({len(units)})"
 
 
-def _state_bytes(precision: Precision) -> int:
-    """Bytes of a parameter, its fp32 gradient, two fp32 means and, of 16-bit parameters, the fp32 master."""
+def _state_bytes(precision: Precision, num_owners: int) -> float:
+    """Bytes of a parameter, its gradient, and this rank's share of two means and, of 16-bit ones, the fp32 master."""
     size = precision.parameter_dtype.itemsize
-    return size + 4 + 8 + (4 if size == 2 else 0)
+    wide = max(size, 4)
+    return size + wide + wide * (3 if size == 2 else 2) / num_owners

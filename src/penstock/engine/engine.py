@@ -19,6 +19,7 @@ from penstock.engine.context import ContextShares
 from penstock.engine.extras import ExpertBalance
 from penstock.engine.forward import AggregateFn, Outputs, PostHook, forward_batch
 from penstock.engine.held import held_parameters, held_state
+from penstock.engine.memory import held_bytes
 from penstock.engine.normalise import Normalize
 from penstock.engine.optimizer import Optimizer
 from penstock.engine.options import EngineOptions, Precision
@@ -31,6 +32,7 @@ from penstock.engine.unit_times import measure_units
 from penstock.engine.zero import shared_out
 from penstock.model import Logits, ModelGroups, SamplingParams, Shard, WeightCasts, cross_entropy_sum, share_casts
 from penstock.parallel import GradientBuckets, Layout, sum_tied
+from penstock.parallel.buckets import StateBytes
 from penstock.parallel.parts import Held
 from penstock.runtime import (
     Boundary,
@@ -428,6 +430,10 @@ class Engine:
         """What this rank holds of the parameters and the optimizer's state, by full name: copy into it to load."""
         held = held_parameters(self.parameters(), self.shards)
         return held | held_state(self.optimizer, self.shards) if optimizer else held
+
+    def state_bytes(self) -> StateBytes:
+        """What this rank's parameters, gradients and optimizer take of its memory."""
+        return held_bytes(list(self.gradients.values()), self.optimizer.state_bytes)
 
     def progress(self) -> dict[str, Any]:
         """What a resumed run must know beside `state`, as JSON values; the same on every rank."""

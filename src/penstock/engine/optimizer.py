@@ -1,7 +1,7 @@
 """AdamW over flat buckets with one gradient norm for the whole model, equal bit for bit however the model is cut.
 
 Three things make it so. Elements are stepped by a fused kernel over flat tensors whose places are whole cache lines
-(see `penstock.parallel.gradients`). Norms are taken parameter by parameter, each over the same elements in the same
+(see `penstock.parallel.buckets`). Norms are taken parameter by parameter, each over the same elements in the same
 order wherever it lies. And their squares are added without rounding on the way, so the order does not matter.
 """
 
@@ -19,8 +19,8 @@ from torch import Tensor
 
 from penstock.engine.learning_rate import LearningRate, WeightDecay
 from penstock.engine.scaler import LossScaler
+from penstock.parallel import Bucket, Fragment, GradientBuckets
 from penstock.parallel.exchange import gather_json
-from penstock.parallel.gradients import Bucket, Fragment, GradientBuckets
 
 # As in torch.nn.utils.clip_grad_norm_: keeps the quotient finite.
 _CLIP_EPS = 1e-6

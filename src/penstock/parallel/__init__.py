@@ -1,8 +1,9 @@
 """The process grid, its groups, and the reduction of gradients over it; no other room but `schedule` is imported."""
 
+from penstock.parallel.buckets import Bucket, Fragment, Reduction
 from penstock.parallel.context import ContextCut, cut_sequences
 from penstock.parallel.exchange import gather_json
-from penstock.parallel.gradients import Bucket, Fragment, GradientBuckets, Reduction, sum_tied
+from penstock.parallel.gradients import GradientBuckets, sum_tied
 from penstock.parallel.layout import Coordinates, Grid, Layout
 
 __all__ = [

@@ -1,120 +1,17 @@
-"""Flat storage of one stage's parameters and of their gradients, and the gradients' sums over ranks.
+"""One stage's gradients in flat buckets, and their sums over ranks.
 
-Every parameter is a view of a bucket's flat tensor and so is its gradient, at the same offset. A place is padded to
-whole cache lines: a vectorised kernel that runs over a flat tensor then treats an element alike wherever its
-parameter lies, and weights do not depend on how the model was cut.
+Every parameter is a view of a bucket's flat tensor and so is its gradient, at the same offset.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from penstock.parallel.buckets import CAP_BYTES, Bucket, Place, Reduction, fill, is_16_bit, make_bucket, members_of
 from penstock.parallel.launched import Follow, Launched, launch_gather, launch_own_sum, launch_sum
-
-CAP_BYTES = 25 * 2**20
-_LINE_BYTES = 64
-
-
-@dataclass(frozen=True)
-class Reduction:
-    """Over which ranks a gradient is summed.
-
-    group: ranks that hold the same parameter and see other tokens. among: ranks that see the same tokens, and of which
-    each has computed a part of the gradient alone; where it is given, they are summed first. Ranks of `among` may hold
-    different ones of `num_parts` parts of a parameter, this rank part `part`: then only those with the same part are.
-    sharded: each rank of `group` gets the sum of the part alone that it owns, and steps it (ZeRO-1). alone: of
-    parameters that lie in a bucket of their own, the name that sets them apart.
-
-    Source: Rajbhandari et al. 2020 (ZeRO), section 5.1.
-    """
-
-    group: dist.ProcessGroup | None = None
-    among: dist.ProcessGroup | None = None
-    part: int = 0
-    num_parts: int = 1
-    sharded: bool = False
-    alone: str = ""
-
-    @property
-    def num_owners(self) -> int:
-        """Among how many ranks a bucket's elements are shared out for the optimizer's step."""
-        return self.group.size() if self.sharded and self.group is not None else 1
-
-
-@dataclass(frozen=True, eq=False)
-class Fragment:
-    """Elements `first` ... `last - 1` of a parameter; in what this rank owns of its bucket they lie from `start` on."""
-
-    name: str
-    parameter: nn.Parameter
-    first: int
-    last: int
-    start: int
-
-    def view(self, owned: Tensor) -> Tensor:
-        """Give these elements of the owned part of a flat tensor of their bucket, flat."""
-        return owned[self.start : self.start + self.last - self.first]
-
-    @property
-    def is_whole(self) -> bool:
-        return self.last - self.first == self.parameter.numel()
-
-
-@dataclass(frozen=True, eq=False)
-class Place:
-    """Where one parameter lies in its bucket's flat tensors: the elements from `start` on, in its own shape."""
-
-    name: str
-    parameter: nn.Parameter
-    start: int
-
-    def view(self, flat: Tensor) -> Tensor:
-        """Give this parameter's part of a flat tensor of its bucket (parameters, gradients, optimizer state)."""
-        return flat[self.start : self.start + self.parameter.numel()].view(self.parameter.shape)
-
-
-@dataclass(frozen=True, eq=False)
-class Bucket:
-    """Parameters that are reduced by one collective and stepped by one kernel.
-
-    parameters: flat, in the parameters' type. gradients: flat and of the same length; fp32 for 16-bit parameters,
-    else the parameters' type. decays: whether weight decay applies, one answer for the whole bucket. reduction: over
-    which ranks the gradients are summed, alike for all. The padding between places is zero in both.
-    """
-
-    places: tuple[Place, ...]
-    parameters: Tensor
-    gradients: Tensor
-    decays: bool
-    reduction: Reduction
-
-    def views(self, flat: Tensor) -> dict[str, Tensor]:
-        """Cut a flat tensor of this bucket's length into the parameters' parts, by name."""
-        return {place.name: place.view(flat) for place in self.places}
-
-    @property
-    def owned(self) -> slice:
-        """The elements that this rank steps: all, unless the ranks that hold the same parameters share them out."""
-        length = self.parameters.numel() // self.reduction.num_owners
-        rank = self.reduction.group.rank() if self.reduction.num_owners > 1 and self.reduction.group else 0
-        return slice(rank * length, (rank + 1) * length)
-
-    @property
-    def fragments(self) -> list[Fragment]:
-        """The parameters' elements that this rank steps, in order; of some parameters none."""
-        found = []
-        for place in self.places:
-            first = max(self.owned.start - place.start, 0)
-            last = min(self.owned.stop - place.start, place.parameter.numel())
-            if first < last or self.reduction.num_owners == 1:
-                start = place.start + first - self.owned.start
-                found.append(Fragment(place.name, place.parameter, first, last, start))
-        return found
 
 
 class GradientBuckets:
@@ -147,15 +44,10 @@ class GradientBuckets:
     ) -> None:
         _check_distinct(parameters)
         self._follow = follow
-        ordinary, others = Reduction(group), reductions or {}
         self._pending: list[Launched] = []
         self._gathering: list[Launched] = []
-        trained = [
-            _Member(name, parameter, others.get(name, ordinary))
-            for name, parameter in parameters
-            if parameter.requires_grad
-        ]
-        self.buckets: tuple[Bucket, ...] = tuple(_make_bucket(members) for members in _fill(trained, cap_bytes))
+        trained = members_of(parameters, group, reductions or {})
+        self.buckets: tuple[Bucket, ...] = tuple(make_bucket(members) for members in fill(trained, cap_bytes))
         self._gradients = {
             name: view for bucket in self.buckets for name, view in bucket.views(bucket.gradients).items()
         }
@@ -163,7 +55,7 @@ class GradientBuckets:
         for place in self._places():
             view = self._gradients[place.name]
             place.parameter.main_grad = view  # type: ignore[attr-defined]
-            hook = _add_and_drop if _is_16_bit(place.parameter) else _keep_in_view
+            hook = _add_and_drop if is_16_bit(place.parameter) else _keep_in_view
             self._hooks.append(place.parameter.register_post_accumulate_grad_hook(hook))
         self.zero_()
 
@@ -188,7 +80,7 @@ class GradientBuckets:
         for bucket in self.buckets:
             bucket.gradients.zero_()
         for place in self._places():
-            place.parameter.grad = None if _is_16_bit(place.parameter) else self._gradients[place.name]
+            place.parameter.grad = None if is_16_bit(place.parameter) else self._gradients[place.name]
 
     def launch(self) -> None:
         """Start summing every bucket over its group, in one fixed order; no backward may follow before `wait`.
@@ -286,71 +178,6 @@ def _check_distinct(parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
             raise ValueError(f"{name!r} and {seen[id(parameter)]!r} are one parameter; give it once, or tie two copies")
         names.add(name)
         seen[id(parameter)] = name
-
-
-@dataclass(frozen=True, eq=False)
-class _Member:
-    """A parameter that is to be given a place in a bucket."""
-
-    name: str
-    parameter: nn.Parameter
-    reduction: Reduction
-
-    @property
-    def kind(self) -> tuple[torch.dtype, torch.device, bool, Reduction]:
-        return self.parameter.dtype, self.parameter.device, _decays(self.parameter), self.reduction
-
-
-def _fill(members: Sequence[_Member], cap_bytes: int) -> list[list[_Member]]:
-    """Sort parameters into buckets, in order, one open bucket a kind at a time."""
-    filled: list[list[_Member]] = []
-    open_bucket: dict[tuple[torch.dtype, torch.device, bool, Reduction], tuple[list[_Member], int]] = {}
-    for member in members:
-        need_bytes = _padded_length(member.parameter) * _gradient_dtype(member.parameter).itemsize
-        held, held_bytes = open_bucket.get(member.kind, ([], cap_bytes))
-        if held_bytes + need_bytes > cap_bytes:
-            held, held_bytes = [], 0
-            filled.append(held)
-        held.append(member)
-        open_bucket[member.kind] = (held, held_bytes + need_bytes)
-    return filled
-
-
-def _make_bucket(members: Sequence[_Member]) -> Bucket:
-    """Move parameters into new flat storage, values kept, and lay out their gradients beside it."""
-    first = members[0].parameter
-    places, end = [], 0
-    for member in members:
-        places.append(Place(member.name, member.parameter, end))
-        end += _padded_length(member.parameter)
-    # Whole cache lines for every owner too.
-    share = _LINE_BYTES // first.element_size() * members[0].reduction.num_owners
-    end = -(-end // share) * share
-    flat = torch.zeros(end, dtype=first.dtype, device=first.device)
-    gradients = torch.zeros(end, dtype=_gradient_dtype(first), device=first.device)
-    for place in places:
-        view = place.view(flat)
-        view.copy_(place.parameter.detach())
-        place.parameter.data = view
-    return Bucket(tuple(places), flat, gradients, _decays(first), members[0].reduction)
-
-
-def _padded_length(parameter: nn.Parameter) -> int:
-    # In elements of the parameter's own type, which is never wider than its gradient's.
-    line = _LINE_BYTES // parameter.element_size()
-    return -(-parameter.numel() // line) * line
-
-
-def _decays(parameter: nn.Parameter) -> bool:
-    return parameter.ndim >= 2
-
-
-def _is_16_bit(parameter: nn.Parameter) -> bool:
-    return parameter.element_size() == 2
-
-
-def _gradient_dtype(parameter: nn.Parameter) -> torch.dtype:
-    return torch.float32 if _is_16_bit(parameter) else parameter.dtype
 
 
 def _add_and_drop(parameter: Tensor) -> None:

@@ -1,0 +1,78 @@
+"""What a dry run says each rank holds is what it does hold."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from penstock.cli.dry_run import plan_run
+from penstock.engine.config import (
+    DataSection,
+    ModelSection,
+    OptimizerSection,
+    ParallelSection,
+    RunConfig,
+    ScheduleSection,
+    TrainSection,
+)
+from penstock.engine.run_parts import RunData, run_engine
+from penstock.parallel.buckets import StateBytes
+from tests.dist.launch import run_ranks
+
+LAYOUTS = [
+    (ParallelSection(pp=4), "1f1b", False),
+    (ParallelSection(dp=4), "1f1b", False),
+    (ParallelSection(dp=4), "1f1b", True),
+    (ParallelSection(cp=4), "1f1b", True),
+    (ParallelSection(tp=4), "1f1b", False),
+    (ParallelSection(pp=2, dp=2), "interleaved", True),
+    (ParallelSection(pp=2, dp=2), "dualpipe", True),
+    (ParallelSection(pp=2, cp=2), "zb-v", False),
+    (ParallelSection(pp=2, tp=2), "1f1b", False),
+    (ParallelSection(dp=2, tp=2), "1f1b", True),
+    (ParallelSection(cp=2, tp=2, order="pp-tp-cp-dp"), "1f1b", True),
+]
+
+
+def config_of(folder: Path, index: int) -> RunConfig:
+    parallel, schedule, zero = LAYOUTS[index]
+    return RunConfig(
+        model=ModelSection(
+            hidden_size=48, intermediate_size=112, num_layers=4, num_kv_heads=2, tie_embeddings=index % 2 == 0
+        ),
+        data=DataSection(corpus=str(folder / "text.txt"), sequence_length=16, num_sequences=16, cache=None),
+        parallel=replace(parallel, timeout_s=60.0),
+        schedule=ScheduleSection(schedule),
+        optimizer=OptimizerSection(zero=zero),
+        train=TrainSection(precision="bf16" if index % 3 == 0 else "fp32", num_microbatches=4),
+    )
+
+
+def held(rank: int, configs: list[RunConfig]) -> list[StateBytes]:
+    found = []
+    for config in configs:
+        engine = run_engine(config, 256)
+        found.append(engine.state_bytes())
+        engine.close()
+    return found
+
+
+def with_zero(config: RunConfig) -> RunConfig:
+    return replace(config, optimizer=OptimizerSection(zero=True))
+
+
+@pytest.mark.shows(91)
+def test_a_dry_run_predicts_what_ranks_hold(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("All work and no play makes a dull text. " * 200)
+    configs = [config_of(tmp_path, index) for index in range(len(LAYOUTS))]
+    plans = [plan_run(config, RunData.load(config)) for config in configs]
+    by_rank = run_ranks(4, held, configs, timeout_s=120.0)
+    assert len(configs) >= 10
+    for index, plan in enumerate(plans):
+        assert len(plan.states) == 4
+        for predicted, measured in zip(plan.states, (of_rank[index] for of_rank in by_rank), strict=True):
+            for kind in ("parameters", "gradients", "optimizer"):
+                assert getattr(predicted, kind) == pytest.approx(getattr(measured, kind), rel=0.02), LAYOUTS[index]
+    off, on = (plan_run(config, RunData.load(config)).states[0] for config in (configs[1], with_zero(configs[1])))
+    # Shares are whole cache lines.
+    assert off.optimizer / 4 <= on.optimizer <= off.optimizer / 4 * 1.02
