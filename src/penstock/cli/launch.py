@@ -9,6 +9,7 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -188,6 +189,15 @@ def is_first_to_tell(store: "Store") -> bool:
     """Whether no other process has told the user of a mistake yet: all of them may find the same one."""
     # The store may have gone with a process that has told already.
     return _asked(lambda: store.add(_TOLD, 1) == 1, if_gone=False, if_silent=True)
+
+
+def stay_for_others(store: "Store", group: Group) -> None:
+    """On rank 0, with which the store may end: wait a moment until all have asked whether they are first to tell."""
+    deadline = time.monotonic() + _ANSWER_LIMIT_S
+    while group.rank == 0 and time.monotonic() < deadline:
+        if _asked(lambda: store.add(_TOLD, 0) >= group.world_size, if_gone=True, if_silent=True):
+            return
+        time.sleep(0.01)
 
 
 def is_told(store: "Store") -> bool:

@@ -14,7 +14,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from penstock.cli.launch import FAILED, REFUSED, Group, agree, follow_launcher, is_first_to_tell, is_told, join
+from penstock.cli.launch import (
+    FAILED,
+    REFUSED,
+    Group,
+    agree,
+    follow_launcher,
+    is_first_to_tell,
+    is_told,
+    join,
+    stay_for_others,
+)
 from penstock.engine.config import Device, differences
 from penstock.engine.config_file import ConfigError
 from penstock.runtime import PipelineError
@@ -41,6 +51,7 @@ def work_together(group: Group, num_threads: int, timeout_s: float, work: Callab
     except ValueError as error:
         if is_first_to_tell(store):
             print(f"penstock: {error}", file=sys.stderr)
+        stay_for_others(store, group)
         return _end(group, REFUSED)
     except Exception as error:
         if not is_told(store):
