@@ -10,6 +10,7 @@ COMMANDS = {
     "train": Command("train a model cut into stages, as a TOML file says", "penstock.cli.train"),
     "score": Command("write each token's log-probability and each text's perplexity", "penstock.cli.score"),
     "generate": Command("continue prompts with a saved model", "penstock.cli.generate"),
+    "convert": Command("a run's model for Hugging Face's transformers, and back", "penstock.cli.convert"),
     "schedule": Command("list, draw, prove, simulate and export schedules (no GPU, no torch)", "penstock.cli.schedule"),
     "trace": Command("draw a recorded step of a run, and say where its time went", "penstock.cli.trace"),
     "doctor": Command("say what this machine has, and test the links of a layout", "penstock.cli.doctor"),

@@ -9,6 +9,7 @@ from penstock.cli.launch import Group, find_group, launch
 from penstock.cli.train_arguments import TrainArguments, read_arguments
 from penstock.engine.config_check import check, check_world
 from penstock.engine.elastic import fit
+from penstock.engine.pretrained_settings import with_pretrained
 from penstock.engine.run_folder import check_folder
 
 
@@ -19,7 +20,8 @@ def main(argv: Sequence[str]) -> int:
         ValueError: the settings, the data or the output folder can not be used; nothing has been started or written.
     """
     arguments = read_arguments(argv)
-    config = check(arguments.config)
+    arguments = replace(arguments, config=check(with_pretrained(arguments.config)))
+    config = arguments.config
     if arguments.switches.dry_run:
         from penstock.cli.dry_run import show
 

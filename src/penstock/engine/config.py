@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from penstock.engine.schedules import ScheduleChoice
 
+RopeScalingName = Literal["none", "linear", "llama3", "yarn"]
 Precision = Literal["fp32", "bf16", "bf16-autocast", "fp16"]
 Recompute = Literal["none", "full"] | tuple[int, ...]
 Normalization = Literal["global", "dp", "token_per_microbatch", "microbatch_mean"]
@@ -29,6 +30,8 @@ Attention = Literal["ring", "all-to-all"]
 class ModelSection:
     """The decoder: Llama, Qwen2, Qwen3 and Mistral are settings of one."""
 
+    pretrained: str | None = None
+    """A Hugging Face folder, or that of a run, whose weights training starts from; it decides all that follows here."""
     vocab_size: int | None = None
     """Tokens the model knows; left out, as many as the tokenizer has."""
     hidden_size: int = 128
@@ -61,6 +64,28 @@ class ModelSection:
     """Tokens beyond the next that are predicted too while the model learns, each through a further layer."""
     prediction_loss: float = 0.3
     """What the mean of their losses is weighted with."""
+    num_full_layers: int = 0
+    """The first so many layers see all tokens in spite of that (Qwen2)."""
+
+
+@dataclass(frozen=True)
+class RopeSection:
+    """How rotary positions are stretched over longer texts than those a model was first trained on."""
+
+    scaling: RopeScalingName = "none"
+    """The way: all frequencies alike, as Llama 3 does, or YaRN."""
+    factor: float = 1.0
+    """By how much, at most."""
+    original_length: int | None = None
+    """The longest sequence before stretching (llama3, yarn)."""
+    low: float = 1.0
+    """Frequencies of fewer turns over that length are stretched in full (llama3, yarn)."""
+    high: float | None = None
+    """Those of more turns not at all; left out, 4 (llama3) or 32 (yarn)."""
+    attention_factor: float | None = None
+    """What tables are multiplied by (yarn); left out, 0.1 log(factor) + 1."""
+    truncate: bool = True
+    """The ends of the ramp between low and high are rounded to whole pairs (yarn)."""
 
 
 @dataclass(frozen=True)
@@ -300,6 +325,7 @@ class RunConfig:
     output: str = "runs/penstock"
     """The run's folder: checkpoints, metrics, a copy of the settings."""
     model: ModelSection = field(default_factory=ModelSection)
+    rope: RopeSection = field(default_factory=RopeSection)
     experts: ExpertsSection = field(default_factory=ExpertsSection)
     data: DataSection = field(default_factory=DataSection)
     parallel: ParallelSection = field(default_factory=ParallelSection)

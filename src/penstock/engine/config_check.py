@@ -27,6 +27,7 @@ _NOT_NEGATIVE = frozenset(
         "validation.every",
         "schedule.receives_ahead",
         "model.num_predictions",
+        "model.num_full_layers",
         "experts.num_experts",
         "experts.bias_step",
         "experts.microbatch_loss",

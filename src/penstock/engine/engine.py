@@ -153,9 +153,10 @@ class Engine:
         from penstock.data.tokenizer import load_tokenizer
         from penstock.engine.config_check import check
         from penstock.engine.config_file import read_config
+        from penstock.engine.pretrained_settings import with_pretrained
         from penstock.engine.run_parts import run_engine
 
-        settings = check(read_config(config) if isinstance(config, str | Path) else config)
+        settings = check(with_pretrained(read_config(config) if isinstance(config, str | Path) else config))
         tokenizer = load_tokenizer(settings.data.tokenizer, settings.data.end_token or False)
         return run_engine(settings, tokenizer.vocab_size)
 

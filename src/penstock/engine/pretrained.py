@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from penstock.engine.config_file import read_config
+from penstock.engine.manifest import CheckpointInfo, DamagedCheckpoint, check_files, published, read_manifest
+from penstock.engine.model_settings import model_config
+from penstock.engine.run_folder import CHECKPOINT_FOLDER, CONFIG_FILE
 from penstock.model import ModelConfig, ModelGroups, UnitSpec, decoder_units
+from penstock.model.huggingface import CONFIG_FILE as HUGGING_FACE_CONFIG
 from penstock.model.huggingface import config_from_json, config_to_json, names_of, read_config_json
-from penstock.model.placed import Names, placed_units
+from penstock.model.placed import Names, Piece, placed_units
 from penstock.model.weight_files import MissingFile, WeightFiles
 from penstock.parallel.exchange import together
 
@@ -49,40 +54,125 @@ class Pretrained:
     config: ModelConfig | None = None
 
 
-def open_pretrained(path: Path | str, native: bool = True) -> Pretrained:
-    """Open a Hugging Face folder; every process that will hold a part of the model calls this at the same point.
+@dataclass(frozen=True)
+class StoredDecoder:
+    """A decoder in files: its shape, its names there, the files' headers, and how it is written for transformers."""
 
-    Configuration, names, shapes and the files' sizes are held against each other; no value is read.
+    shape: ModelConfig
+    names: Names
+    files: WeightFiles
+    form: HuggingFaceForm
+
+
+def open_pretrained(path: Path | str, native: bool = True, shape: ModelConfig | None = None) -> Pretrained:
+    """Open a Hugging Face folder, or that of a run; every process that will hold a part of it calls this alike.
+
+    Configuration, names, shapes and the files' sizes are held against each other; no value is read. `shape`: of the
+    units, where it is the model's own but for what only training heeds.
 
     Raises:
         MissingFile: a FileNotFoundError with the path of what is missing; on every process if on one.
         ValueError: an architecture or a setting that can not be run so, damaged files, missing tensors, wrong shapes,
             or pickles; on every process if on one.
     """
-    return _on_every_process(lambda: _open(Path(path), native))
+    return _on_every_process(lambda: _open(Path(path), native, shape))
 
 
-def _open(folder: Path, native: bool) -> Pretrained:
+def pretrained_shape(path: Path | str) -> ModelConfig:
+    """The shape of the decoder in a folder. Raises: as `open_pretrained`, for what it has read."""
+    return find_decoder(Path(path)).shape
+
+
+def find_decoder(folder: Path) -> StoredDecoder:
+    """The decoder in a Hugging Face folder, or the newest intact one of a run. Raises: as `open_pretrained`."""
     if not folder.is_dir():
         raise MissingFile(f"there is no folder {folder} to read a model from")
+    if (folder / CONFIG_FILE).is_file():
+        return _decoder_of_run(folder)
     content = read_config_json(folder)
+    shape = config_from_json(content)
+    names = names_of(shape)
+    return StoredDecoder(shape, names, WeightFiles.open(folder), HuggingFaceForm(names, lambda: content, folder))
+
+
+def _decoder_of_run(folder: Path) -> StoredDecoder:
+    config, info = read_config(folder / CONFIG_FILE), _newest_checkpoint(folder)
+    names = CheckpointNames.of(info)
+    shape = model_config(config, names.vocab_size)
+    form = HuggingFaceForm.of(shape)
+    source = Path(config.model.pretrained or "")
+    if (source / HUGGING_FACE_CONFIG).is_file():
+        # What it says beside the shape (end tokens and the like) is still so.
+        form = replace(form, describe=lambda: read_config_json(source), folder=source)
+    elif (tokenizer := Path(config.data.tokenizer)).exists():
+        form = replace(form, folder=tokenizer if tokenizer.is_dir() else tokenizer.parent)
+    return StoredDecoder(shape, names, WeightFiles.of_files(info.path, info.files), form)
+
+
+def _newest_checkpoint(folder: Path) -> CheckpointInfo:
+    refused = ""
+    for path in reversed(published(folder / CHECKPOINT_FOLDER)):
+        try:
+            info = read_manifest(path)
+            check_files(info)
+            return info
+        except DamagedCheckpoint as error:
+            refused = refused or f"; {path.name} is damaged: {error}"
+    raise ValueError(f"{folder} holds no intact checkpoint{refused}")
+
+
+@dataclass(frozen=True)
+class CheckpointNames:
+    """Where a decoder's parameters lie in a run's checkpoint: whole, or in the parts that ranks held."""
+
+    stored: Mapping[str, tuple[Piece, ...]]
+    vocab_size: int
+
+    @classmethod
+    def of(cls, info: CheckpointInfo) -> CheckpointNames:
+        stored: dict[str, tuple[Piece, ...]] = {}
+        for name, record in info.tensors.items():
+            whole, place = name, ()
+            if record.whole is not None:
+                whole = record.whole.name
+                place = tuple(
+                    map(slice, record.whole.start, map(sum, zip(record.whole.start, record.shape, strict=True)))
+                )
+            stored[whole] = (*stored.get(whole, ()), Piece(name, place))
+        embedding = info.tensors[stored["embedding.weight"][0].stored]
+        return cls(stored, (embedding.whole or embedding).shape[0])
+
+    def pieces(self, full_name: str, shape: tuple[int, ...]) -> tuple[Piece, ...]:
+        """The stored tensors that make up the parameter; none for what only training heeds and this run did not."""
+        only_in_training = ".balance." in full_name or ".predictions." in full_name
+        return self.stored.get(full_name, () if only_in_training else (Piece(full_name),))
+
+    def is_surplus(self, stored: str) -> bool:
+        """Whether a stored tensor is rightly left unread: optimizer state is."""
+        return True
+
+
+def _open(folder: Path, native: bool, shape: ModelConfig | None) -> Pretrained:
     if not native:
-        return _open_foreign(folder, content)
-    config = config_from_json(content)
-    names, files = names_of(config), WeightFiles.open(folder)
+        return _open_foreign(folder)
+    found = find_decoder(folder)
+    shape = shape or found.shape
 
     def units(groups: ModelGroups) -> Sequence[UnitSpec]:
-        return placed_units(decoder_units(config, groups=groups), names, files)
+        return placed_units(decoder_units(shape, groups=groups), found.names, found.files)
 
     units(ModelGroups())
-    return Pretrained(units, config.hidden_size, HuggingFaceForm(names, lambda: content, folder), config)
+    # A run's names are not those that transformers reads.
+    return Pretrained(units, shape.hidden_size, replace(found.form, names=names_of(shape)), shape)
 
 
-def _open_foreign(folder: Path, content: Mapping[str, Any]) -> Pretrained:
+def _open_foreign(folder: Path) -> Pretrained:
     # Only now, since it loads transformers.
     from penstock.model.foreign import ForeignModel
 
-    files = WeightFiles.open(folder)
+    if not folder.is_dir():
+        raise MissingFile(f"there is no folder {folder} to read a model from")
+    content, files = read_config_json(folder), WeightFiles.open(folder)
     model = ForeignModel.open(files)
     placed = placed_units(model.units(), model.names, files)
 

@@ -1,6 +1,8 @@
 """From a run's settings to the parts of a run: each room's own frozen description."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from penstock.data import (
@@ -16,48 +18,19 @@ from penstock.data import (
     validation_batches,
 )
 from penstock.engine.build import cut_units
-from penstock.engine.config import ExpertsSection, RunConfig
+from penstock.engine.config import RunConfig
 from penstock.engine.config_file import ConfigError
 from penstock.engine.engine import Engine
 from penstock.engine.learning_rate import LearningRate, Ramp, WeightDecay
+from penstock.engine.manifest import published
+from penstock.engine.model_settings import model_config
 from penstock.engine.optimizer import OptimizerConfig
 from penstock.engine.options import EngineOptions, Precision
-from penstock.engine.pretrained import HuggingFaceForm
-from penstock.model import ContextForm, ExpertConfig, GroupScore, ModelConfig, ModelGroups, Scores, decoder_units
+from penstock.engine.pretrained import HuggingFaceForm, open_pretrained
+from penstock.engine.run_folder import CHECKPOINT_FOLDER
+from penstock.model import ContextForm, ModelConfig, ModelGroups, UnitSpec, decoder_units
 from penstock.parallel import Layout
 from penstock.runtime import Pairs
-
-
-def model_config(config: RunConfig, vocab_size: int) -> ModelConfig:
-    """The decoder's shape; `vocab_size` counts where the settings leave it to the tokenizer."""
-    model = config.model
-    return ModelConfig(
-        vocab_size=model.vocab_size or vocab_size,
-        hidden_size=model.hidden_size,
-        intermediate_size=model.intermediate_size,
-        num_layers=model.num_layers,
-        num_heads=model.num_heads,
-        num_kv_heads=model.num_kv_heads or 0,
-        head_dim=model.head_dim or 0,
-        max_length=model.max_length,
-        rope_theta=model.rope_theta,
-        norm_eps=model.norm_eps,
-        qkv_bias=model.qkv_bias,
-        qk_norm=model.qk_norm,
-        tie_embeddings=model.tie_embeddings,
-        sliding_window=model.sliding_window,
-        experts=expert_config(config.experts),
-        num_predictions=model.num_predictions,
-        prediction_loss=model.prediction_loss,
-    )
-
-
-def expert_config(section: ExpertsSection) -> ExpertConfig | None:
-    """The experts of a layer; None for a dense model."""
-    if not section.num_experts:
-        return None
-    values = vars(section) | {"scores": Scores(section.scores), "group_score": GroupScore(section.group_score)}
-    return ExpertConfig(**values)
 
 
 def layout(config: RunConfig) -> Layout:
@@ -114,13 +87,24 @@ def _typical_lengths(config: RunConfig) -> tuple[int, ...]:
 
 
 def run_engine(config: RunConfig, vocab_size: int) -> Engine:
-    """The engine of a run; every process of the layout calls this at the same point."""
+    """The engine of a run; every process of the layout calls this at the same point.
+
+    It begins with the weights of `model.pretrained`, unless the run has checkpoints to go on from.
+    """
     shape = model_config(config, vocab_size)
-    engine = Engine(
-        lambda groups: decoder_units(shape, groups=groups), shape.hidden_size, layout(config), engine_options(config)
-    )
-    engine.form = HuggingFaceForm.of(shape)
+    source = config.model.pretrained
+    if source is None or published(Path(config.output) / CHECKPOINT_FOLDER):
+        units, form = partial(_fresh_units, shape), HuggingFaceForm.of(shape)
+    else:
+        found = open_pretrained(source, shape=shape)
+        units, form = found.units, found.form
+    engine = Engine(units, shape.hidden_size, layout(config), engine_options(config))
+    engine.form = form
     return engine
+
+
+def _fresh_units(shape: ModelConfig, groups: ModelGroups) -> Sequence[UnitSpec]:
+    return decoder_units(shape, groups=groups)
 
 
 def check_parts(config: RunConfig) -> "RunData":

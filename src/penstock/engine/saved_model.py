@@ -103,7 +103,9 @@ def _load_run(folder: Path, config: RunConfig, vocab_size: int, parallel: Parall
         ConfigError: all its checkpoints are damaged.
     """
     # How it was trained has no say in how it is run: a plain cut, and nothing of the optimizer is read.
-    ours = replace(config, parallel=parallel, schedule=ScheduleSection(), optimizer=OptimizerSection())
+    # Nor has what it began with.
+    model = replace(config.model, pretrained=None)
+    ours = replace(config, model=model, parallel=parallel, schedule=ScheduleSection(), optimizer=OptimizerSection())
     engine = run_engine(ours, vocab_size)
     saved = Checkpointer(
         folder / CHECKPOINT_FOLDER, engine.grid, config.identity(), aliases=state_aliases(engine.ties), claim=False

@@ -56,13 +56,14 @@ class NativeNames:
     def pieces(self, full_name: str, shape: tuple[int, ...]) -> tuple[Piece, ...]:
         """The stored tensors that make up the parameter of that full name and (whole) shape.
 
-        None for what the files have no place for: it begins at zero.
+        None for what the files have no place for, since it is heeded in training alone.
         """
         if full_name in _OUTSIDE:
             return (Piece(_OUTSIDE[full_name]),)
         layers, number, rest = full_name.split(".", 2)
+        if layers != "layers":
+            return ()
         module, _, kind = rest.rpartition(".")
-        assert layers == "layers", full_name
         layer = f"model.layers.{number}"
         if module in _OF_LAYER:
             return (Piece(f"{layer}.{_OF_LAYER[module]}.{kind}"),)

@@ -117,13 +117,17 @@ def _check(units: Sequence[UnitSpec], names: Names, files: WeightFiles) -> None:
 
 @torch.no_grad()
 def _place(unit: UnitSpec, names: Names, files: WeightFiles, module: nn.Module, seed: int) -> None:
-    """Give a unit's parameters and lasting buffers their stored values, one at a time; meta ones become real."""
+    """Give a unit's parameters and lasting buffers their stored values, one at a time; meta ones become real.
+
+    What the files have no place for begins as in a fresh model.
+    """
+    found = list(pieces_of(unit, names))
+    if not all(pieces for _, _, pieces in found):
+        unit.initialise(module, seed)
     tensors = module.state_dict(keep_vars=True)
-    for name, shape, pieces in pieces_of(unit, names):
+    for name, shape, pieces in found:
         tensor, shard = tensors[name], unit.sharding.get(name)
         target = torch.empty(tensor.shape, dtype=tensor.dtype) if tensor.is_meta else tensor
-        if not pieces:
-            target.zero_()
         for piece in pieces:
             meeting = piece.within(shape, shard)
             if meeting is not None:

@@ -4,7 +4,7 @@ Everything that can be wrong with the files is found in their headers, before a 
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,6 +60,11 @@ class WeightFiles:
             if tensor not in headers[file]:
                 raise ValueError(f"{index} says that {tensor} is in {file}, but it is not")
         return cls(folder, {tensor: headers[file][tensor] for tensor, file in named.items()})
+
+    @classmethod
+    def of_files(cls, folder: Path, names: Iterable[str]) -> "WeightFiles":
+        """The tensors of these files of a folder. Raises: as `open`."""
+        return cls(folder, {k: tensor for name in names for k, tensor in _read_header(folder / name).items()})
 
     def read(self, name: str, part: tuple[slice, ...] = ()) -> Tensor:
         """The tensor of that name, or only a part of it: a view of the file, to be copied and let go."""

@@ -1,0 +1,83 @@
+"""`penstock convert`: a run's model as a Hugging Face folder, and such a folder as a run to begin with."""
+
+import re
+from pathlib import Path
+
+from penstock.cli.commands import Parser, print_json
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_FORMS = ("huggingface", "run")
+_RUN_FILE = "run.toml"
+
+
+def main(arguments: list[str]) -> int:
+    """Convert one model.
+
+    Raises: ValueError for users' mistakes, before anything is written.
+    """
+    parser = Parser(
+        "penstock convert",
+        "Write the model of a run as a Hugging Face folder that transformers loads, or the model of a Hugging Face\n"
+        "folder as a run whose weights another can begin with ([model] pretrained). What SOURCE is decides which.",
+        examples=(
+            "penstock convert runs/tiny tiny-hf",
+            "penstock convert Llama-3.2-1B runs/llama --dtype bf16",
+            "penstock convert Llama-3.2-1B smaller --to huggingface --dtype bf16 --max-shard-size 500MB",
+        ),
+    )
+    parser.add_argument("source", type=Path, metavar="SOURCE", help="the folder of a run, or one of Hugging Face's")
+    parser.add_argument("destination", type=Path, metavar="DESTINATION", help="a folder that does not exist yet")
+    parser.add_argument("--to", choices=_FORMS, help="the form to write; left out, the one that SOURCE has not")
+    parser.add_argument("--dtype", help="fp32, bf16 or fp16; left out, what is stored")
+    parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of one file, such as 500MB (5GB)")
+    parser.add_argument("--json", action="store_true", help="print one JSON document instead of progress")
+    options = parser.parse_args(arguments)
+    max_shard_bytes = parse_size(options.max_shard_size)
+    if not options.source.is_dir():
+        raise ValueError(f"there is no folder {options.source}; give that of a run, or one of Hugging Face's")
+    form = options.to or _FORMS[not (options.source / _RUN_FILE).is_file()]
+    if form == "huggingface":
+        num_bytes = _to_hugging_face(options.source, options.destination, options.dtype, max_shard_bytes, options.json)
+    else:
+        from penstock.engine.convert import to_run
+
+        to_run(options.source, options.destination, options.dtype)
+        num_bytes = sum(path.stat().st_size for path in options.destination.rglob("*.safetensors"))
+    told = {"source": str(options.source), "destination": str(options.destination), "form": form, "bytes": num_bytes}
+    if options.json:
+        print_json(told)
+    else:
+        print(f"wrote {num_bytes / 1e6:,.1f} MB of weights into {options.destination}")
+    return 0
+
+
+def parse_size(text: str) -> int:
+    """Bytes of a size such as 500MB or 2GiB.
+
+    Raises: ValueError for anything else.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
+    unit = _UNITS.get(match.group(2).upper()) if match else None
+    if match is None or unit is None or float(match.group(1)) * unit < 1:
+        raise ValueError(f"--max-shard-size {text!r} is no size; it is a number with B, KB, MB, GB, KiB, MiB or GiB")
+    return int(float(match.group(1)) * unit)
+
+
+def _to_hugging_face(source: Path, destination: Path, dtype: str | None, max_shard_bytes: int, quiet: bool) -> int:
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from penstock.engine.convert import to_hugging_face
+    from penstock.engine.export import ExportOptions
+
+    columns = TextColumn("writing"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=Console(stderr=True), disable=quiet, transient=True) as bar:
+        task = bar.add_task("writing")
+        to_hugging_face(
+            source,
+            destination,
+            ExportOptions(dtype, max_shard_bytes),
+            expect=lambda total: bar.update(task, total=total),
+            progress=lambda done: bar.update(task, advance=done),
+        )
+        return int(bar.tasks[0].completed)

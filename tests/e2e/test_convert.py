@@ -1,0 +1,147 @@
+"""`penstock convert` both ways, and training that begins with a model which is already there."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock import Engine
+from penstock.cli.main import main
+from penstock.engine import EngineOptions
+from penstock.engine.config_check import check
+from penstock.engine.config_file import ConfigError, read_config
+from penstock.engine.pretrained_settings import with_pretrained
+from tests.e2e.training import CORPUS
+from tests.hugging_face import CLOSE, make_model, make_sequences, reference_logits, stored_tensors
+
+RUN = """
+output = "{output}"
+
+[model]
+pretrained = "{pretrained}"
+{more}
+[data]
+corpus = "{corpus}"
+cache = "{cache}"
+sequence_length = 32
+num_sequences = 4
+
+[parallel]
+pp = 2
+timeout_s = 60
+
+[train]
+steps = 2
+num_microbatches = 2
+
+[log]
+tensorboard = false
+timeline = false
+"""
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 100.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tied model whose rotary positions are stretched, and something beside it to be copied."""
+    folder = tmp_path_factory.mktemp("model")
+    made = make_model("llama", vocab_size=260, tie_word_embeddings=True, rope_parameters=LLAMA3)
+    made.save_pretrained(folder)
+    (folder / "special_tokens_map.json").write_text("{}")
+    return folder
+
+
+def write_run(folder: Path, pretrained: Path, more: str = "") -> Path:
+    corpus = folder / "corpus.py"
+    corpus.write_text(CORPUS)
+    path = folder / "run.toml"
+    text = RUN.format(output=folder / "run", pretrained=pretrained, more=more, corpus=corpus, cache=folder / "cache")
+    path.write_text(text)
+    return path
+
+
+def same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.shows(98)
+def test_a_model_goes_into_a_run_and_back_bit_for_bit(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, back, half = tmp_path / "run", tmp_path / "back", tmp_path / "half"
+    assert main(["convert", str(model), str(run)]) == 0
+    assert main(["convert", str(run), str(back), "--max-shard-size", "20KB", "--json"]) == 0
+    assert len(list(back.glob("*.safetensors"))) > 1
+    assert same(stored_tensors(back), stored_tensors(model))
+    assert (back / "special_tokens_map.json").exists()
+    sequences = make_sequences((7, 1, 40))
+    expected = reference_logits(model, sequences)
+    torch.testing.assert_close(reference_logits(back, sequences), expected, rtol=0, atol=CLOSE)
+
+    assert main(["convert", str(model), str(half), "--to", "huggingface", "--dtype", "bf16"]) == 0
+    rounded = {name: tensor.bfloat16() for name, tensor in stored_tensors(model).items()}
+    assert same(stored_tensors(half), rounded)
+    assert json.loads((half / "config.json").read_text())["dtype"] == "bfloat16"
+    capsys.readouterr()
+
+
+def test_nothing_is_overwritten_and_mistakes_are_one_sentence(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    taken, new = tmp_path / "taken", tmp_path / "new"
+    taken.mkdir()
+    (taken / "precious").write_text("x")
+    for arguments, named in (
+        ([model, taken], str(taken)),
+        ([model, taken, "--to", "huggingface"], str(taken)),
+        ([tmp_path / "no", new], str(tmp_path / "no")),
+        ([tmp_path, new], "config.json"),
+        ([model, new, "--max-shard-size", "big"], "big"),
+        ([model, new, "--dtype", "int3"], "int3"),
+        ([model, new, "--to", "huggingface", "--dtype", "int3"], "int3"),
+    ):
+        assert main(["convert", *map(str, arguments)]) == 2
+        message = capsys.readouterr().err.strip()
+        assert named in message
+        assert "\n" not in message
+        assert not new.exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["taken"]
+    assert [path.name for path in taken.iterdir()] == ["precious"]
+
+
+@pytest.mark.shows(98)
+def test_training_begins_with_the_pretrained_weights_and_is_exported(model: Path, tmp_path: Path) -> None:
+    file = write_run(tmp_path, model)
+    command = [sys.executable, "-m", "penstock.cli.main", "train", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stderr
+    assert main(["convert", str(tmp_path / "run"), str(tmp_path / "trained")]) == 0
+    before, after = stored_tensors(model), stored_tensors(tmp_path / "trained")
+    assert before.keys() == after.keys()
+    # Two steps of Adam move no weight further than twice the rate, and decay it a little.
+    assert all(0 < (after[name] - before[name]).abs().max() < 3e-3 + 1e-3 * before[name].abs().max() for name in before)
+    assert torch.isfinite(reference_logits(tmp_path / "trained", make_sequences((5,)))).all()
+    # A run's folder is as good a beginning as the folder that it began with.
+    again = Engine.from_hf(tmp_path / "run", options=EngineOptions(device="cpu"))
+    assert torch.equal(again.parameters()["head.norm.weight"], after["model.norm.weight"])
+
+
+def test_settings_follow_the_pretrained_model_and_may_not_contradict_it(model: Path, tmp_path: Path) -> None:
+    config = check(with_pretrained(read_config(write_run(tmp_path, model))))
+    assert (config.model.hidden_size, config.model.vocab_size, config.rope.scaling) == (32, 260, "llama3")
+    assert with_pretrained(config) == config
+    with pytest.raises(ConfigError, match=r"model\.hidden_size = 64"):
+        with_pretrained(read_config(write_run(tmp_path, model, "hidden_size = 64\n")))
+    with pytest.raises(ConfigError, match=r"model\.pretrained"):
+        with_pretrained(read_config(write_run(tmp_path, tmp_path / "no")))
