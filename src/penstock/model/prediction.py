@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.model.config import ModelConfig
-from penstock.model.decoder import AttentionHalf, ContextAttentionHalf, Embedding, Head, MLPHalf
 from penstock.model.experts import ExpertHalf
 from penstock.model.groups import ModelGroups
+from penstock.model.halves import AttentionHalf, ContextAttentionHalf, Embedding, Head, MLPHalf
 from penstock.model.linear import Linear
 from penstock.model.loss import cross_entropy_sum
 from penstock.model.loss_terms import LossTerms, Term

@@ -28,9 +28,9 @@ from penstock.model.cached import CachedRows, CacheSize, KVCache
 from penstock.model.collectives import Collectives
 from penstock.model.config import ModelConfig
 from penstock.model.context_attention import HeadShape, check_heads, context_attention
-from penstock.model.decoder import AttentionHalf, Embedding, Head, MLPHalf
 from penstock.model.experts import ExpertHalf
 from penstock.model.groups import ModelGroups
+from penstock.model.halves import AttentionHalf, Embedding, Head, MLPHalf
 from penstock.model.initialise import Initialise
 from penstock.model.linear import Linear
 from penstock.model.norm import RMSNorm
