@@ -1,5 +1,7 @@
 """Fused pairs over experts that ranks share: the bits of plain execution, whoever waits for whom."""
 
+import random
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +14,20 @@ from penstock.engine import Engine, EngineOptions
 from penstock.engine.learning_rate import LearningRate
 from penstock.engine.optimizer import OptimizerConfig
 from penstock.engine.schedules import ScheduleChoice
-from penstock.model import ExpertConfig, ModelConfig, decoder_units
-from penstock.runtime import Pairs
+from penstock.model import (
+    Collectives,
+    Exchange,
+    ExpertConfig,
+    Lane,
+    ModelConfig,
+    Sequences,
+    Travelling,
+    decoder_units,
+)
+from penstock.model.experts import ExpertHalf
+from penstock.model.segments import Grads, State, Undo
+from penstock.runtime import Pairs, Record
+from penstock.schedule import Pair
 from tests.dist.launch import run_ranks
 
 STEPS = 3
@@ -31,6 +45,7 @@ class Run:
     overlap: bool = True
     recompute: str = "none"
     stages_per_rank: int | None = None
+    split_backward: bool = False
     cut: tuple[int, ...] | None = None
 
 
@@ -41,16 +56,17 @@ def config(num_layers: int = 4) -> ModelConfig:
     return ModelConfig(32, 16, 24, num_layers, 2, experts=EXPERTS)
 
 
-def engine_of(run: Run, layout: Layout) -> Engine:
+def engine_of(run: Run, layout: Layout, num_layers: int = 4) -> Engine:
+    model = config(num_layers)
     options = EngineOptions(
-        schedule=ScheduleChoice(run.schedule, run.stages_per_rank),
+        schedule=ScheduleChoice(run.schedule, run.stages_per_rank, split_backward=run.split_backward),
         cut=run.cut,
         recompute=run.recompute,
         optimizer=OptimizerConfig(LearningRate(1e-2)),
         pairs=Pairs(overlap=run.overlap),
         timeout_s=30.0,
     )
-    return Engine(lambda groups: decoder_units(config(), groups=groups), config().hidden_size, layout, options)
+    return Engine(lambda groups: decoder_units(model, groups=groups), model.hidden_size, layout, options)
 
 
 def batches(dp_rank: int, num_microbatches: int) -> list[PackedBatch]:
@@ -113,14 +129,192 @@ def check(groups: list[list[Run]], layout: Layout) -> None:
             number += 1
 
 
-@pytest.mark.shows(20, 37, 41)
+@pytest.mark.shows(20, 37, 41, 42)
 def test_one_rank_combined_equals_plain():
     groups = [
         [
             Run("1f1b", m, recompute=recompute),
-            Run("combined-1f1b", m, recompute=recompute),
-            Run("combined-1f1b", m, overlap=False, recompute=recompute),
+            Run("combined", m, recompute=recompute),
+            Run("combined", m, overlap=False, recompute=recompute),
+            Run("combined", m, recompute=recompute, split_backward=True),
         ]
         for m, recompute in ((1, "none"), (2, "none"), (5, "none"), (4, "full"))
     ]
     check(groups, Layout(dp=2, ep=2))
+
+
+@pytest.mark.shows(20, 40, 41, 42, 54)
+def test_a_pipeline_of_pairs_equals_plain_ones_whatever_the_halves_hold():
+    """Stages of unequal numbers of layers, so that one half of a pair has none, or several more than the other."""
+    uneven = (1, 5, 3, 1)
+    groups = [
+        [
+            Run("1f1b"),
+            Run("combined-1f1b"),
+            Run("combined-1f1b", split_backward=True),
+            Run("combined-interleaved", stages_per_rank=2, cut=uneven),
+            Run("combined-interleaved", stages_per_rank=2, overlap=False),
+            Run("dualpipe-v", cut=uneven),
+            Run("dualpipe-v", overlap=False),
+        ],
+        [Run("dualpipe", 6), Run("dualpipe", 6, overlap=False), Run("dualpipe", 6, recompute="full")],
+    ]
+    check(groups, Layout(pp=2, dp=2, ep=2))
+
+
+@dataclass(frozen=True)
+class Noted:
+    """A segment, or what undoes one, that says when it begins; an exchange begins by sending."""
+
+    inner: Any
+    what: str
+    log: list[str]
+
+    @property
+    def name(self) -> str:
+        return self.inner.name
+
+    def forward(self, state: State, undo: list[Undo] | None) -> Lane[State]:
+        own: list[Undo] = []
+        self.log.append(f"f {self.what}")
+        state = yield from self.inner.forward(state, None if undo is None else own)
+        if undo is not None:
+            undo.extend(Noted(entry, self.what, self.log) for entry in own)
+        return state
+
+    def backward(self, grads: Grads) -> Lane[Grads]:
+        self.log.append(f"b {self.what}")
+        return (yield from self.inner.backward(grads))
+
+
+def note(engine: Engine) -> list[str]:
+    """Have all expert halves of a rank's stages tell of their segments, and the stages of weight gradients."""
+    log: list[str] = []
+    owners: dict[int, str] = {}
+    for stage in engine.stages.values():
+        for name, module in stage.units:
+            layer = name.split(".")[1] if name.startswith("layers") else name
+            if isinstance(module, ExpertHalf):
+                segments_of = module.segments
+
+                def noted(sequences: Sequences, segments_of: Any = segments_of, layer: str = layer) -> list[Noted]:
+                    row = [segment for segment in segments_of(sequences)]
+                    kinds = {True: "send ", False: ""}
+                    return [Noted(s, f"{kinds[isinstance(s, Exchange)]}{s.name} {layer}", log) for s in row]
+
+                module.segments = noted  # type: ignore[method-assign]
+                owners |= {id(part): f"experts {layer}" for part in module.experts.modules()}
+            owners |= {id(p): f"before {layer}" for p in module.parameters()}
+
+        def weights(tape: Any, stage: Any = stage, original: Any = stage.weight_backward) -> None:
+            found = {owners[id(getattr(p, "stack", None) or p.weight)] for p in tape.weight_gradients}
+            log.extend(f"b weights of {what}" for what in sorted(found))
+            original(tape)
+
+        stage.weight_backward = weights
+    return log
+
+
+def noted_pair(rank: int) -> list[str]:
+    """What one pair of a rank does, in order."""
+    engine = engine_of(Run("combined", 2), Layout(dp=2, ep=2), num_layers=3)
+    log, of_pair, end = note(engine), [], engine.recorder.end
+
+    def at_end(record: Record) -> None:
+        if isinstance(record.action, Pair):
+            of_pair.extend(log)
+        log.clear()
+        end(record)
+
+    engine.recorder.end = at_end  # type: ignore[method-assign]
+    engine.train_batch(batches(engine.grid.dp_rank, 2)[0], micro_batches=MicroBatchSpec(num=2))
+    engine.close()
+    return [what for what in of_pair if "sizes" not in what]
+
+
+@pytest.mark.shows(38, 42)
+def test_the_segments_of_a_pair_take_turns_as_published():
+    """With a layer of the forward beside one of the backward, whose first layer is the other's last.
+
+    The order is that of Megatron Core's combined 1F1B. One launch comes earlier: that of the next layer's combine
+    does not wait for the weight gradients of what lies before the experts, which fill its travel instead.
+    """
+
+    def layer(f: int, b: int) -> list[str]:
+        return [
+            f"f router {f}",
+            f"b experts {b}",
+            f"f send dispatch {f}",
+            f"b weights of experts {b}",
+            f"b send dispatch {b}",
+            f"f experts {f}",
+            f"f send combine {f}",
+            f"b router {b}",
+        ]
+
+    expected = [
+        "b combine 2",
+        "b send combine 2",
+        "b weights of before head",
+        *layer(1, 2),
+        "b combine 1",
+        "b send combine 1",
+        "b weights of before 2",
+        "f combine 1",
+        *layer(2, 1),
+        # Layer 0 is dense: what is left of the backward exchanges nothing.
+        "b weights of before 0",
+        "b weights of before 1",
+        "f combine 2",
+    ]
+    for found in run_ranks(2, noted_pair, timeout_s=60.0):
+        assert found == expected
+
+
+class Telling(Collectives):
+    """Collectives that write down what they launch, each after a delay of its own, different on every rank."""
+
+    def __init__(self, inner: Collectives, name: str, engine: Engine, log: list[tuple[str, ...]]) -> None:
+        super().__init__(inner.group, inner.observer)
+        self.name, self.engine, self.log = name, engine, log
+        self.chance = random.Random(1000 * engine.grid.rank + len(name))
+
+    def all_to_all(self, x: Tensor, *splits: Any) -> Travelling:
+        # The delays are the point here: ranks must agree however late one of them is.
+        time.sleep(self.chance.choice([0.0, 0.0, 0.002, 0.01]))
+        what = "rows" if x.is_floating_point() else "sizes"
+        self.log.append((self.name, str(self.engine.recorder.records()[-1].action), what))
+        return super().all_to_all(x, *splits)
+
+
+def launches(rank: int, cases: list[tuple[Run, Layout]]) -> list[list[tuple[str, ...]]]:
+    found = []
+    for run, layout in cases:
+        engine, log = engine_of(run, layout), []
+        for stage in engine.stages.values():
+            for name, module in stage.units:
+                if isinstance(module, ExpertHalf):
+                    module.collectives = Telling(module.collectives, name, engine, log)
+        spec = MicroBatchSpec(num=run.num_microbatches)
+        engine.train_batch(batches(engine.grid.dp_rank, run.num_microbatches)[0], micro_batches=spec)
+        engine.close()
+        found.append(log)
+    return found
+
+
+@pytest.mark.shows(41)
+def test_all_ranks_of_a_group_launch_the_same_in_the_same_order_however_late_they_are():
+    cases = [
+        (Run("combined", 4), Layout(dp=4, ep=4)),
+        (Run("combined", 4), Layout(dp=4, ep=2)),
+        (Run("combined-1f1b", 4), Layout(pp=2, dp=2, ep=2)),
+        (Run("combined-interleaved", 4, stages_per_rank=2), Layout(pp=2, dp=2, ep=2)),
+    ]
+    by_rank = run_ranks(4, launches, cases, timeout_s=100.0)
+    for number, (_, layout) in enumerate(cases):
+        groups = layout.expert_groups()
+        assert {len(group) for group in groups} == {layout.ep}
+        for first, *others in groups:
+            log = by_rank[first][number]
+            assert any("OVERLAP" in action for _, action, _ in log)
+            assert all(by_rank[other][number] == log for other in others)

@@ -1,0 +1,99 @@
+"""The slow network keeps to its rate and leaves nothing behind; a refusal says what it needs."""
+
+import socket
+import subprocess
+import threading
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from penstock.cli.benchmarks import slow_network
+from penstock.cli.benchmarks.slow_network import Host, NoSlowNetwork, SlowNetwork
+from penstock.cli.main import main
+
+PORT, RATE_BITS = 40000, 80e6
+
+
+def namespaces() -> str:
+    return subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+
+
+def receive(host: Host, ready: threading.Event, got: list[tuple[int, float]]) -> None:
+    host.enter()
+    with socket.create_server((host.address, PORT)) as server:
+        ready.set()
+        connection, _ = server.accept()
+        num_bytes, start = 0, 0.0
+        with connection:
+            while part := connection.recv(1 << 16):
+                start = start or time.perf_counter()
+                num_bytes += len(part)
+        got.append((num_bytes, time.perf_counter() - start))
+
+
+def send(host: Host, address: str, num_bytes: int) -> None:
+    host.enter()
+    with socket.create_connection((address, PORT)) as connection:
+        connection.sendall(bytes(num_bytes))
+
+
+def test_bytes_keep_to_the_rate_and_nothing_is_left_behind():
+    network = SlowNetwork(f"{RATE_BITS / 1e6:.0f}mbit")
+    names = [host.namespace for host in network.hosts]
+    num_bytes, got, ready = 2_000_000, [], threading.Event()
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(network)
+        except NoSlowNetwork as refusal:
+            pytest.skip(str(refusal))
+        assert all(name in namespaces() for name in names)
+        # Namespaces belong to threads: this one stays where it is.
+        taking = threading.Thread(target=receive, args=(network.hosts[1], ready, got))
+        taking.start()
+        assert ready.wait(10)
+        giving = threading.Thread(target=send, args=(network.hosts[0], network.hosts[1].address, num_bytes))
+        giving.start()
+        for thread in (giving, taking):
+            thread.join(30)
+    assert not any(name in namespaces() for name in names)
+    ((received, time_s),) = got
+    assert received == num_bytes
+    # The bucket lets its first 256 KB through at once.
+    assert time_s > 0.9 * 8 * (num_bytes - 256_000) / RATE_BITS
+
+
+@pytest.mark.parametrize(
+    ("missing", "words"),
+    [
+        (lambda patch: patch.setattr(slow_network.os, "geteuid", lambda: 1000), "root"),
+        (lambda patch: patch.setattr(slow_network.shutil, "which", lambda tool: None), "iproute2"),
+        (lambda patch: patch.setattr(slow_network.sys, "platform", "darwin"), "Linux"),
+    ],
+)
+def test_where_it_may_not_it_says_what_it_needs(missing, words: str, monkeypatch: pytest.MonkeyPatch, capsys):
+    missing(monkeypatch)
+    assert main(["bench", "overlap"]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.count("\n") == 1
+    assert words in printed.err
+
+
+def test_a_failed_set_up_leaves_nothing(monkeypatch: pytest.MonkeyPatch):
+    undone = []
+
+    def ip(*arguments: str) -> None:
+        if arguments[:2] == ("netns", "delete"):
+            undone.append(arguments[2])
+        elif arguments[0] == "link":
+            raise NoSlowNetwork("no links here")
+
+    monkeypatch.setattr(slow_network, "_ip", ip)
+    monkeypatch.setattr(slow_network, "_check_allowed", lambda: None)
+    monkeypatch.setattr(slow_network, "_NETNS", Path("/nowhere"))
+    network = SlowNetwork()
+    with pytest.raises(NoSlowNetwork, match="no links"), network:
+        pass
+    assert sorted(undone) == sorted(host.namespace for host in network.hosts)

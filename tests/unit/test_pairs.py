@@ -1,0 +1,282 @@
+"""Fused pairs in one thread: who is told, what leaves when, what is kept and for how long."""
+
+import gc
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from penstock import schedule
+from penstock.engine.overlap import vain_overlap
+from penstock.model import Compute, Exchange, Linear, Segment, SegmentedUnit, Sequences, WeightGradients, defer
+from penstock.model.segments import Lane, State, Undo
+from penstock.runtime import (
+    Boundary,
+    Executor,
+    Feed,
+    Hooks,
+    InProcessHub,
+    InProcessTransport,
+    Pairs,
+    Recorder,
+    Stage,
+    Tape,
+    drain,
+    run_together,
+)
+from penstock.schedule import Action, Channel, Op, Pair
+
+WIDTH = 4
+
+
+@dataclass
+class Turned:
+    x: Tensor
+
+    def wait(self) -> Tensor:
+        return self.x
+
+
+@dataclass(eq=False)
+class Watched:
+    """Storages by the name of the segment that was given them, to be seen alive or gone."""
+
+    storages: dict[str, StorageWeakRef] = field(default_factory=dict)
+
+    def see(self, name: str, x: Tensor) -> Tensor:
+        self.storages[name] = StorageWeakRef(x.untyped_storage())
+        return x
+
+    def alive(self) -> set[str]:
+        return {name for name, storage in self.storages.items() if not storage.expired()}
+
+
+@dataclass(frozen=True)
+class Pause:
+    """Waits for something small in forward alone, as an expert half does for its sizes."""
+
+    name: str = "pause"
+
+    def forward(self, state: State, undo: list[Undo] | None) -> Lane[State]:
+        yield
+        return state
+
+
+class Mixer(SegmentedUnit):
+    """x + last(turn(tanh(first(turn(before(x)))))): what an expert half does, with rows turned over for an exchange."""
+
+    def __init__(self, seed: int, watched: Watched | None = None) -> None:
+        super().__init__()
+        self.before, self.experts = Linear(WIDTH, WIDTH), Linear(WIDTH, WIDTH)
+        self.watched = watched or Watched()
+        generator = torch.Generator().manual_seed(seed)
+        for weight in self.parameters():
+            nn.init.normal_(weight, std=0.3, generator=generator)
+
+    def segments(self, sequences: Sequences) -> Sequence[Segment]:
+        def turn(x: Tensor) -> Turned:
+            return Turned(x.flip(0))
+
+        def before(x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.before(self.watched.see("before", x)), x
+
+        def experts(rows: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.experts(self.watched.see("experts", rows)) + 0.0, x
+
+        def combine(rows: Tensor, x: Tensor) -> tuple[Tensor]:
+            return (self.watched.see("combine", rows) + x,)
+
+        return [
+            Compute("before", before),
+            Pause(),
+            Exchange("dispatch", turn, turn),
+            Compute("experts", experts, apart=True),
+            Exchange("combine", turn, turn),
+            Compute("combine", combine),
+        ]
+
+
+class Pipeline:
+    """All ranks of a pipeline of mixers in this thread, with a log of what they send and tell."""
+
+    def __init__(
+        self, name: str, ranks: int, microbatches: int, *, overlap: bool = True, alone: bool = False, **options: Any
+    ) -> None:
+        built = schedule.build(name, ranks=ranks, microbatches=microbatches, **options)
+        self.program, self.log, hub = schedule.lower(built), [[] for _ in range(ranks)], InProcessHub()
+        self.stages: dict[int, Stage] = {}
+        self.executors = []
+        for rank in range(ranks):
+            stages = {number: self.stage(number) for number in self.program.placement.stages_of(rank)}
+            self.stages |= stages
+            transport = InProcessTransport(hub, rank)
+            self._tell_sends(transport, self.log[rank])
+            told = Pairs(overlap, self._hooks(self.log[rank], alone))
+            self.executors.append(Executor(self.program, rank, stages, transport, Recorder(rank), pairs=told))
+
+    def stage(self, number: int) -> Stage:
+        owner = WeightGradients()
+        units = [(f"mixer.{number}.{i}", Mixer(10 * number + i)) for i in range(2)]
+        for _, unit in units:
+            defer(unit, owner)
+        return Stage(number, units, Boundary(WIDTH, torch.float32), owner)
+
+    @staticmethod
+    def _tell_sends(transport: InProcessTransport, log: list[tuple[str, int]]) -> None:
+        send = transport.send
+
+        def told(channel: Channel, tensor: Tensor) -> None:
+            log.append((f"send {channel.direction.name}", transport.rank))
+            send(channel, tensor)
+
+        transport.send = told  # type: ignore[method-assign]
+
+    @staticmethod
+    def _hooks(log: list[tuple[str, int]], alone: bool) -> Hooks:
+        def telling(what: str) -> Any:
+            return lambda stage: log.append((what, stage))
+
+        return Hooks(telling("before F"), telling("after F"), telling("before B"), telling("after B"), alone)
+
+    def run(self, microbatches: int) -> list[list[Tensor]]:
+        lengths = [2 + m % 3 for m in range(microbatches)]
+        feeds = [Feed(n, Sequences.from_lengths([n]), torch.ones(n, WIDTH), torch.sum) for n in lengths]
+        return run_together(self.executors, [feeds] * len(self.executors))
+
+    def gradients(self) -> list[Tensor]:
+        found = [p.grad for number in sorted(self.stages) for _, p in self.stages[number].named_parameters()]
+        assert found and all(grad is not None for grad in found)
+        return [grad for grad in found if grad is not None]
+
+
+@pytest.mark.shows(43)
+@pytest.mark.parametrize(("name", "ranks"), [("combined", 1), ("combined-1f1b", 3), ("dualpipe-v", 2)])
+def test_each_half_of_a_pair_is_told_of_once_and_with_its_stage(name: str, ranks: int) -> None:
+    for alone in (False, True):
+        pipeline = Pipeline(name, ranks, 8, alone=alone)
+        pipeline.run(8)
+        for order, log in zip(pipeline.program.schedule.orders, pipeline.log, strict=True):
+            steps = [s for s in order if isinstance(s, Pair) or (alone and s.op in (Op.F, Op.B, Op.I))]
+            actions = [a for s in steps for a in schedule.flatten([s])]
+            assert len(actions) > 3
+            for op, when in product((Op.F, Op.B), ("before", "after")):
+                told = [stage for what, stage in log if what == f"{when} {op.name}"]
+                assert told == [a.stage for a in actions if (a.op is Op.F) == (op is Op.F)], (alone, op, when)
+
+
+@pytest.mark.shows(42, 43)
+@pytest.mark.parametrize("overlap", [True, False])
+def test_each_half_leaves_when_it_is_done_and_weights_wait_for_it(overlap: bool) -> None:
+    pipeline = Pipeline("combined-1f1b", 3, 6, overlap=overlap)
+    middle, log = pipeline.stages[1], pipeline.log[1]
+    original = middle.weight_backward
+
+    def weights(tape: Tape) -> None:
+        if tape.weight_gradients:
+            log.append(("weights", len(tape.weight_gradients)))
+        original(tape)
+
+    middle.weight_backward = weights  # type: ignore[method-assign]
+    pipeline.run(6)
+    starts = [at for at, (what, _) in enumerate(log) if what == ("before B" if overlap else "before F")]
+    of_pairs = [log[start:end] for start, end in zip(starts, [*starts[1:], None], strict=True)]
+    # Of a mixer's two weights the experts' come while the rest goes on; the one before them waits for what leaves.
+    backward = [("weights", 1), ("weights", 1), ("weights", 1)]
+    if overlap:
+        expected = [("before B", 1), ("before F", 1), *backward, ("send B", 1), ("after B", 1)]
+        expected += [("send F", 1), ("after F", 1), ("weights", 1)]
+    else:
+        expected = [("before F", 1), ("send F", 1), ("after F", 1), ("before B", 1)]
+        expected += [*backward, ("send B", 1), ("after B", 1), ("weights", 1)]
+    assert len(of_pairs) > 2
+    for found in of_pairs[:-1]:
+        assert found == expected
+
+
+@pytest.mark.shows(40, 41)
+@pytest.mark.parametrize("options", [{}, {"split_backward": True}])
+@pytest.mark.parametrize(("name", "ranks"), [("combined", 1), ("combined-1f1b", 3), ("combined-interleaved", 2)])
+def test_pairs_give_the_bits_of_their_halves(name: str, ranks: int, options: dict[str, bool]) -> None:
+    together, in_turn = (Pipeline(name, ranks, 5, overlap=overlap, **options) for overlap in (True, False))
+    for one, other in zip(together.run(5), in_turn.run(5), strict=True):
+        assert list(map(float, one)) == list(map(float, other))
+    assert all(map(torch.equal, together.gradients(), in_turn.gradients()))
+
+
+@pytest.mark.shows(2, 45, 49)
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_one_microbatch_more_is_alive_on_one_rank_and_twice_as_many_in_a_pipeline(ranks: int) -> None:
+    for microbatches in (1, 3, 9):
+        pipeline = Pipeline("combined-1f1b", ranks, microbatches)
+        pipeline.run(microbatches)
+        peaks = [executor.peak_live_tapes for executor in pipeline.executors]
+        assert peaks == [min(2 * (ranks - rank), microbatches) for rank in range(ranks)]
+        assert peaks == list(schedule.simulate(pipeline.program).peak_live_microbatches)
+
+
+@pytest.mark.shows(2, 45)
+def test_interleaved_pairs_keep_one_tape_more_than_plain_turns() -> None:
+    for microbatches in (4, 8):
+        peaks = []
+        for name in ("interleaved", "combined-interleaved"):
+            pipeline = Pipeline(name, 2, microbatches)
+            pipeline.run(microbatches)
+            peaks.append([executor.peak_live_tapes for executor in pipeline.executors])
+        assert all(combined <= plain + 1 for plain, combined in zip(*peaks, strict=True))
+
+
+@pytest.mark.shows(44)
+def test_what_came_back_from_the_experts_is_freed_and_what_backward_reads_is_not() -> None:
+    owner, watched = WeightGradients(), Watched()
+    unit = Mixer(0, watched)
+    defer(unit, owner)
+    stage = Stage(0, [("mixer", unit)], Boundary(WIDTH, torch.float32), owner)
+    tape = Tape()
+    y = drain(stage.forward(tape, torch.ones(3, WIDTH), Sequences.from_lengths([3])))
+    assert watched.storages.keys() == {"before", "experts", "combine"}
+    # The inputs of linear layers are their weights' other factor; a sum needs neither of its terms.
+    assert watched.alive() == {"before", "experts"}
+    drain(stage.backward(tape, torch.ones_like(y)))
+    assert watched.alive() == set()
+
+
+@pytest.mark.shows(17, 45)
+def test_after_its_backward_nothing_holds_a_microbatch() -> None:
+    stage = Pipeline("combined", 1, 2).stages[0]
+    sequences, refs = Sequences.from_lengths([3]), []
+    gc.disable()  # nothing may be left to a collector of cycles
+    try:
+        for _ in range(2):
+            tape = Tape()
+            y = drain(stage.forward(tape, torch.ones(3, WIDTH), sequences))
+            refs += [weakref.ref(tape), *map(weakref.ref, tape.segments)]
+            drain(stage.backward(tape, torch.ones_like(y)))
+            del tape
+        assert len(refs) == 6
+        assert all(ref() is None for ref in refs)
+    finally:
+        gc.enable()
+
+
+def test_overlap_that_hides_nothing_is_told() -> None:
+    pipeline = Pipeline("combined", 1, 3)
+    told = vain_overlap(pipeline.program, pipeline.stages.values(), Pairs())
+    assert told is not None
+    assert "gains nothing" in told and "combined-1f1b" in told
+    # Nobody asked for it.
+    assert vain_overlap(pipeline.program, pipeline.stages.values(), Pairs(overlap=False)) is None
+    plain = schedule.lower(schedule.build("1f1b", ranks=1, microbatches=3))
+    assert vain_overlap(plain, pipeline.stages.values(), Pairs()) is None
+
+
+def test_a_pair_is_one_action_of_the_trace() -> None:
+    pipeline = Pipeline("combined", 1, 3)
+    pipeline.run(3)
+    steps = [record.action for record in pipeline.executors[0].recorder.records()]
+    assert [step for step in steps if step != Action(Op.REDUCE_GRAD, 0)] == list(pipeline.program.schedule.orders[0])
