@@ -82,6 +82,17 @@ def _parser() -> Parser:
     overlap.add_argument("--rounds", type=int, default=3, help="steps of each side, in turn")
     overlap.add_argument("--mbit", type=float, default=None, help="the link's rate (default: plain 1F1B waits 35%%)")
 
+    reduction = _add(benchmarks, "reduction", _reduction, "what dp = 2 x pp = 2 hides of gradients on a slow link")
+    reduction.add_argument("--emulate", type=float, default=100.0, metavar="GFLOPS", help="speed of matrix products")
+    reduction.add_argument("--zero", action="store_true", help="share out the optimizer's step")
+    reduction.add_argument("--rounds", type=int, default=3, help="steps that are measured")
+    reduction.add_argument("--mbit", type=float, default=1000.0, help="the link's rate")
+
+    ring = _add(benchmarks, "ring", _ring, "what cp = 2 hides of the ring's keys and values on a slow link")
+    ring.add_argument("--tokens", type=int, default=4096, help="of a sequence")
+    ring.add_argument("--rounds", type=int, default=3, help="steps that are measured")
+    ring.add_argument("--mbit", type=float, default=1000.0, help="the link's rate")
+
     _add(benchmarks, "all", _all, "all of the above as they are by default")
     return parser
 
@@ -177,6 +188,18 @@ def _overlap(given: argparse.Namespace) -> dict[str, Any]:
         emulated_flops=None if given.emulate is None else given.emulate * 1e9,
     )
     return measure(size, _progress)
+
+
+def _reduction(given: argparse.Namespace) -> dict[str, Any]:
+    from penstock.cli.benchmarks.hidden import measure, reduction
+
+    return measure(reduction(given.mbit, given.emulate, given.rounds, given.zero), _progress)
+
+
+def _ring(given: argparse.Namespace) -> dict[str, Any]:
+    from penstock.cli.benchmarks.hidden import measure, ring
+
+    return measure(ring(given.mbit, given.tokens, given.rounds), _progress)
 
 
 def _all(given: argparse.Namespace) -> dict[str, Any]:
