@@ -51,7 +51,9 @@ def _parser() -> Parser:
 
     train = _add(benchmarks, "train", _train, "tokens per second of training, the same modules under each engine")
     train.add_argument("--against", choices=["torch"], default="torch", help="torch.distributed.pipelining")
-    train.add_argument("--schedules", nargs="+", default=["1f1b"], metavar="NAME", help="run with Penstock's own cut")
+    train.add_argument(
+        "--schedules", nargs="+", default=["1f1b", "zb-h1", "zb-v"], metavar="NAME", help="run with Penstock's own cut"
+    )
     train.add_argument("--products", choices=["torch", "fastest"], default="torch", help="who multiplies, on all sides")
     train.add_argument("--layers", type=int, default=8)
     train.add_argument("--hidden-size", type=int, default=512)
