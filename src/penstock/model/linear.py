@@ -178,7 +178,7 @@ class Linear(nn.Linear):
         return self.weight.to(dtype) if self.casts is None else self.casts.of(self.weight, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.gradients is None and self.products is TORCH:
+        if self.gradients is None and self.products is TORCH and x.dtype == self.weight.dtype:
             return F.linear(x, self.weight, self.bias)
         if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
             x = x.to(torch.get_autocast_dtype(x.device.type))

@@ -166,6 +166,7 @@ _TINY = 1e-20
 
 def _loads(counts_BE: Tensor) -> Tensor:
     """Each expert's share of its row's tokens, 1 where it is the mean."""
+    counts_BE = counts_BE.to(torch.float64)
     return counts_BE * (counts_BE.shape[1] / counts_BE.sum(-1, keepdim=True))
 
 
