@@ -95,6 +95,10 @@ def _parser() -> Parser:
     ring.add_argument("--rounds", type=int, default=3, help="steps that are measured")
     ring.add_argument("--mbit", type=float, default=1000.0, help="the link's rate")
 
+    balance = _add(benchmarks, "balance", _balance, "how equally experts are used, and what they learn beside one MLP")
+    balance.add_argument("--steps", type=int, default=200)
+    balance.add_argument("--seed", type=int, default=0)
+
     _add(benchmarks, "all", _all, "all of the above as they are by default")
     return parser
 
@@ -204,8 +208,14 @@ def _ring(given: argparse.Namespace) -> dict[str, Any]:
     return measure(ring(given.mbit, given.tokens, given.rounds), _progress)
 
 
+def _balance(given: argparse.Namespace) -> dict[str, Any]:
+    from penstock.cli.benchmarks.balance import Learning, measure
+
+    return measure(Learning(num_steps=given.steps, seed=given.seed), _progress)
+
+
 def _all(given: argparse.Namespace) -> dict[str, Any]:
-    runs = [_parser().parse_args([name]) for name in ("schedules", "train", "overhead", "split", "scale")]
+    runs = [_parser().parse_args([name]) for name in ("schedules", "train", "overhead", "split", "scale", "balance")]
     return {one.benchmark: one.run(one) for one in runs}
 
 
