@@ -111,7 +111,8 @@ def attended(case: Case, spread: Spread, form: ContextForm, dtype: torch.dtype) 
 def errors_in_float64(rank: int, world: int, form: ContextForm) -> list[float]:
     """The largest error of each case, over output and gradients."""
     found = []
-    for case in cases():
+    # Every case for two ranks; for more, those in which ranks and pieces are what is new.
+    for case in list(cases())[:: 1 if world == 2 else 3]:
         if form is ContextForm.ALL_TO_ALL and not (case.sight.causal and case.heads[1] % world == 0):
             continue
         spread = Spread(rank, cut_sequences(case.lengths, world, case.cut))
