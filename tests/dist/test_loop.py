@@ -74,7 +74,7 @@ def train(engine: Engine, others: list[Callable[[Engine, int], None]]) -> dict[s
     found = {
         "losses": [r.loss for r in results],
         "norms": [r.grad_norm for r in results],
-        "state": {name: value.clone() for name, value in engine.state().items()},
+        "state": {name: value.clone() for name, value in engine.state().items() if isinstance(value, Tensor)},
         "pending": engine.transport.num_pending(),
         "random": torch.get_rng_state(),
     }
@@ -97,7 +97,8 @@ def test_training_is_bit_for_bit_what_it_is_without_scoring_and_generation(pp: i
         assert len(by_schedule) == len(schedules)
         for alone, among_others in by_schedule:
             assert among_others["losses"] == alone["losses"] and among_others["norms"] == alone["norms"]
-            assert alone["state"].keys() == among_others["state"].keys() != set()
+            assert alone["state"].keys() == among_others["state"].keys()
+            assert any(name.startswith("optimizer.exp_avg.") for name in alone["state"]), "weights are not all there is"
             assert all(torch.equal(value, among_others["state"][name]) for name, value in alone["state"].items())
             assert torch.equal(alone["random"], among_others["random"])
             assert alone["pending"] == among_others["pending"] == 0
@@ -153,7 +154,7 @@ def resident_bytes() -> int:
 
 def num_tensors() -> int:
     gc.collect()
-    return sum(isinstance(thing, Tensor) for thing in gc.get_objects())
+    return sum(issubclass(type(thing), Tensor) for thing in gc.get_objects())
 
 
 def loop(rank: int) -> tuple[list[int], list[int]]:
@@ -177,6 +178,6 @@ def test_nothing_grows_over_two_hundred_rounds() -> None:
     for tensors, resident in run_ranks(2, loop, timeout_s=110.0):
         assert len(tensors) == NUM_ROUNDS // SETTLED and min(tensors) > 0
         assert len(set(tensors)) == 1, f"tensors that are alive: {tensors}"
-        # A tensor of one element left behind a round would be 160 of some 500 bytes, well below: those are counted
-        # above. What this sees is memory that is no tensor's; the allocator itself keeps a few pages more or less.
-        assert resident[-1] - resident[0] < 2 * 2**20, f"resident bytes: {resident}"
+        # Tensors are counted above; this sees memory that is none's, once the second measure is there. Half a kilobyte
+        # left behind by each of some forty actions a round would be twice as much; the allocator keeps some pages.
+        assert resident[-1] - resident[1] < 2**20, f"resident bytes: {resident}"

@@ -15,7 +15,7 @@ from penstock import Layout, MicroBatchSpec, PackedBatch
 from penstock.data import PartitionError, split
 from penstock.engine import Engine, EngineOptions
 from penstock.engine.forward import token_scores
-from penstock.model import ModelConfig, Sequences, decoder_units
+from penstock.model import Logits, ModelConfig, Sequences, decoder_units, token_log_probs
 from penstock.runtime import PipelineError
 from tests.dist.launch import run_ranks
 
@@ -270,3 +270,44 @@ def test_pipelines_take_equally_many_microbatches_of_their_own_batches() -> None
     for dp, lengths in enumerate(((4, 9, 2, 6), (15, 14, 13, 12))):
         assert found[2 * dp][0] is None
         torch.testing.assert_close(found[2 * dp + 1][0], reference(batch_of(lengths, dp)), rtol=0, atol=1e-5)
+
+
+# ---- ranks that share a model
+
+
+def score_shared(rank: int, layouts: list[Layout]) -> list[tuple[list[int], Tensor, Tensor]]:
+    """By layout: rows of the logits that the hook sees, the whole logits, and log-probabilities."""
+    found = []
+    for layout in layouts:
+        engine = Engine(
+            lambda groups: decoder_units(CONFIG, groups=groups),
+            CONFIG.hidden_size,
+            layout,
+            EngineOptions(timeout_s=30.0, device="cpu"),
+        )
+        rows: list[int] = []
+
+        def hook(logits: Logits, microbatch: PackedBatch, rows: list[int] = rows) -> Tensor:
+            rows.append(logits.shape[0])
+            return token_log_probs(logits, microbatch["labels"])
+
+        batch = batch_of(LENGTHS)
+        log_probs = engine.forward(batch, hook, micro_batches=BUDGET)
+        found.append((rows, engine.forward(batch, micro_batches=BUDGET), log_probs))
+        engine.close()
+    return found
+
+
+@pytest.mark.shows(61)
+def test_ranks_that_share_tokens_or_vocabulary_score_what_one_process_does() -> None:
+    batch, parts = batch_of(LENGTHS), split(batch_of(LENGTHS), BUDGET).microbatches
+    assert any(part.num_tokens % 2 for part in parts), "tokens that two ranks can not share evenly"
+    expected = reference(batch)
+    log_p = expected.log_softmax(-1).gather(1, batch["labels"].clamp(min=0)[:, None]).squeeze(1)
+    wanted = torch.where(batch["labels"] < 0, 0, log_p)
+    layouts = [Layout(tp=2), Layout(cp=2)]
+    for by_layout in run_ranks(2, score_shared, layouts):
+        for rows, logits, log_probs in by_layout:
+            assert rows == [part.num_tokens for part in parts], "unpadded"
+            torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
+            torch.testing.assert_close(log_probs, wanted, rtol=0, atol=1e-5)

@@ -22,7 +22,9 @@ from penstock.runtime import Feed, PipelineError
 if TYPE_CHECKING:
     from penstock.engine.engine import Engine
 
-PostHook = Callable[[Logits, PackedBatch], Any]
+PostHook = Callable[[Any, PackedBatch], Any]
+"""Of logits (`Logits`: a Tensor, unless ranks share the vocabulary) and their microbatch."""
+
 AggregateFn = Callable[[list[Any]], Any]
 
 
