@@ -2,7 +2,7 @@
 
 import random
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -46,18 +46,19 @@ class Run:
     recompute: str = "none"
     stages_per_rank: int | None = None
     split_backward: bool = False
+    num_predictions: int = 0
     cut: tuple[int, ...] | None = None
 
 
 Outcome = tuple[list[float], dict[str, Tensor], dict[str, Tensor]]
 
 
-def config(num_layers: int = 4) -> ModelConfig:
-    return ModelConfig(32, 16, 24, num_layers, 2, experts=EXPERTS)
+def config(num_layers: int = 4, num_predictions: int = 0) -> ModelConfig:
+    return ModelConfig(32, 16, 24, num_layers, 2, experts=EXPERTS, num_predictions=num_predictions)
 
 
 def engine_of(run: Run, layout: Layout, num_layers: int = 4) -> Engine:
-    model = config(num_layers)
+    model = config(num_layers, run.num_predictions)
     options = EngineOptions(
         schedule=ScheduleChoice(run.schedule, run.stages_per_rank, split_backward=run.split_backward),
         cut=run.cut,
@@ -131,15 +132,13 @@ def check(groups: list[list[Run]], layout: Layout) -> None:
 
 @pytest.mark.shows(20, 37, 41, 42)
 def test_one_rank_combined_equals_plain():
-    groups = [
-        [
-            Run("1f1b", m, recompute=recompute),
-            Run("combined", m, recompute=recompute),
-            Run("combined", m, overlap=False, recompute=recompute),
-            Run("combined", m, recompute=recompute, split_backward=True),
-        ]
-        for m, recompute in ((1, "none"), (2, "none"), (5, "none"), (4, "full"))
-    ]
+    plain = (
+        *(Run("1f1b", m) for m in (1, 2, 5)),
+        Run("1f1b", 4, recompute="full"),
+        Run("1f1b", 3, num_predictions=1),
+    )
+    ways: tuple[dict[str, Any], ...] = ({}, {"overlap": False}, {"split_backward": True})
+    groups = [[run, *(replace(run, schedule="combined", **way) for way in ways)] for run in plain]
     check(groups, Layout(dp=2, ep=2))
 
 

@@ -1,7 +1,9 @@
 """The slow network keeps to its rate and leaves nothing behind; a refusal says what it needs."""
 
+import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 from contextlib import ExitStack
@@ -62,6 +64,24 @@ def test_bytes_keep_to_the_rate_and_nothing_is_left_behind():
     assert received == num_bytes
     # The bucket lets its first 256 KB through at once.
     assert time_s > 0.9 * 8 * (num_bytes - 256_000) / RATE_BITS
+
+
+def test_a_benchmark_that_is_told_to_end_takes_its_hosts_down():
+    program = (
+        "from penstock.cli.benchmarks.slow_network import *\n"
+        "import time\n"
+        "with SlowNetwork():\n"
+        "    print('up', flush=True)\n"
+        "    time.sleep(60)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        if process.stdout.readline() != "up\n":
+            pytest.skip("no slow network here")
+        assert f"-{process.pid}-a" in namespaces()
+        process.terminate()
+    assert f"-{process.pid}-" not in namespaces()
+    assert process.returncode == 128 + signal.SIGTERM
 
 
 @pytest.mark.parametrize(
