@@ -24,7 +24,7 @@ from penstock.model import (
     decoder_units,
     defer,
 )
-from penstock.model.expert_stack import ExpertStack, Groups, OneByOne, stack_products
+from penstock.model.expert_stack import AllAtOnce, ExpertStack, Groups, OneByOne, stack_products
 from penstock.model.experts import ExpertHalf, experts_of_ranks
 from penstock.model.products import TORCH
 from penstock.model.router import Balance, Router
@@ -205,6 +205,24 @@ class TestRouter:
         assert balance.bias.tolist() == [0.25, 0.0, -0.25]
         torch.testing.assert_close(balance.load.data, torch.tensor([2 / 3, 1.0, 4 / 3]))
 
+    @pytest.mark.parametrize("scores", list(Scores))
+    def test_the_bias_makes_experts_equally_busy_whatever_the_scores_prefer(self, scores: Scores) -> None:
+        router = Router(16, ExpertConfig(8, 2, 8, scores, bias_step=0.01), TORCH)
+        generator = torch.Generator().manual_seed(0)
+        router.logits.weight.data = 0.25 * torch.randn(8, 16, generator=generator)
+        assert router.balance.bias is not None
+        router.balance.bias.data.zero_()
+        # All tokens lean one way, so that without the bias few experts get most of them.
+        h_TD = torch.randn(512, 16, generator=generator) + 4.0 * torch.eye(16)[0]
+
+        def busiest() -> float:
+            counts = router(h_TD).counts_E
+            router.balance.update(counts)
+            return float(counts.max() / counts.double().mean())
+
+        assert busiest() > 3
+        assert max([busiest() for _ in range(200)][-20:]) < 1.5
+
     def test_in_16_bit_scores_are_computed_in_fp32_and_the_bias_stays_so(self) -> None:
         router = Router(8, ExpertConfig(4, 2, 8, bias_step=1e-3, z_loss=0.1), TORCH).to(torch.bfloat16)
         router.logits.weight.data = torch.randn(4, 8).to(torch.bfloat16)
@@ -241,6 +259,32 @@ class TestStack:
             rows = [i for i, of in enumerate(of_row) if of == e]
             torch.testing.assert_close(stack.weight.grad[e], grad[rows].T @ x.detach()[rows])
             assert size or not stack.weight.grad[e].any()
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_one_kernel_for_all_experts_computes_what_one_product_each_does(self, dtype: torch.dtype) -> None:
+        class Everywhere(AllAtOnce):
+            """The kernel is fast on a GPU alone, but there is one on any device."""
+
+            @staticmethod
+            def takes(x: Tensor, weight_EOI: Tensor) -> bool:
+                return True
+
+        groups, generator = Groups((3, 0, 5, 8), torch.device("cpu")), torch.Generator().manual_seed(0)
+        x, weight, grad = (
+            torch.randn(shape, generator=generator).to(dtype) for shape in ((16, 16), (4, 24, 16), (16, 24))
+        )
+        together, one_by_one = Everywhere(), OneByOne()
+        limit = {"rtol": 8 * torch.finfo(dtype).eps, "atol": 32 * torch.finfo(dtype).eps}
+        for one, other in (
+            (together.output(x, weight, groups), one_by_one.output(x, weight, groups)),
+            (together.input_gradient(grad, weight, groups), one_by_one.input_gradient(grad, weight, groups)),
+        ):
+            torch.testing.assert_close(one, other, **limit)
+        totals = torch.ones(2, 4, 24, 16)
+        together.add_weight_gradient(totals[0], grad, x, groups)
+        one_by_one.add_weight_gradient(totals[1], grad, x, groups)
+        torch.testing.assert_close(totals[0], totals[1], **limit)
+        assert totals[0, 1].eq(1).all()
 
     def test_a_gradient_that_waited_has_the_same_bits(self) -> None:
         stack, groups = ExpertStack(3, 4, 6, OneByOne()), Groups((2, 0, 3), torch.device("cpu"))

@@ -53,7 +53,8 @@ class Family:
         else:
             windows = self.windows is not Windows.NEVER
         layers = (self.qkv_bias, self.qk_norm) == (config.qkv_bias, config.qk_norm)
-        return windows and layers and self._fits_experts(config)
+        # Layers that predict further tokens have no place in these families' files.
+        return windows and layers and not config.num_predictions and self._fits_experts(config)
 
     def _fits_experts(self, config: ModelConfig) -> bool:
         experts = config.experts

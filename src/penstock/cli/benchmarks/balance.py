@@ -31,7 +31,7 @@ class Learning:
     num_experts: int = 8
     num_active: int = 2
     expert_size: int = 64
-    bias_step: float = 1e-2
+    bias_step: float = 3e-3
     seed: int = 0
 
     @property
