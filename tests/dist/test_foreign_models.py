@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from penstock import Engine, Layout, MicroBatchSpec, PackedBatch
 from penstock.engine import EngineOptions
+from penstock.model.sampling_params import SamplingParams
 from tests.dist.launch import run_ranks
 from tests.hugging_face import CLOSE, make_model, make_sequences, reference_logits, stored_tensors
 
@@ -34,16 +36,23 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mamba": {},
 }
 TRAINED = ("gpt2", "bloom", "mixtral")
+CONTINUED = ("gpt2", "bloom", "mixtral", "gemma2", "falcon", "opt")
+PROMPTS = ((3, 4, 5), (6,), tuple(range(7, 20)))
+NUM_NEW = 16
 
 
 def try_families(rank: int, layout: Layout, schedule: str, folders: dict[str, Path], out: Path) -> dict[str, Any]:
-    """By family the logits, and for some what a training step gives: loss, parameters, and the folder written."""
+    """By family the logits, for some what they continue prompts with, and what a training step after that gives."""
     found: dict[str, Any] = {}
     sequences = make_sequences(LENGTHS)
     for family, folder in folders.items():
         options = EngineOptions(schedule=schedule, device="cpu")
         engine = Engine.from_hf(folder, layout, options, native=False)
         found[family] = engine.forward(PackedBatch.from_sequences({"tokens": sequences}), micro_batches=SPLIT)
+        if family in CONTINUED:
+            greedy = SamplingParams(max_new_tokens=NUM_NEW, temperature=0.0, num_samples=2)
+            answers = engine.generate(PROMPTS, greedy).sequences
+            found[f"{family}, continued"] = [list(answer.tokens) for answer in answers]
         if family in TRAINED:
             loss = engine.train_batch(PackedBatch.from_documents(sequences), micro_batches=SPLIT).loss
             found[f"{family}, trained"] = loss
@@ -72,10 +81,31 @@ def test_any_family_scores_and_trains_alike_on_one_rank_and_on_two(folders: dict
         expected = reference_logits(folder, make_sequences(LENGTHS))
         torch.testing.assert_close(one[family], expected, rtol=0, atol=CLOSE, msg=family)
         assert torch.equal(one[family], two[family]), family
+    for family in CONTINUED:
+        expected = [tokens for tokens in continued(folders[family]) for _ in range(2)]
+        assert one[f"{family}, continued"] == two[f"{family}, continued"] == expected, family
     for family in TRAINED:
         assert one[f"{family}, trained"] == two[f"{family}, trained"]
         assert_equal_and_moved(stored_tensors(alone / family), stored_tensors(apart / family), folders[family])
         reference_logits(apart / family, make_sequences(LENGTHS))
+
+
+def continued(folder: Path) -> list[list[int]]:
+    """What transformers itself continues each prompt with, greedily."""
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    settings = {"max_new_tokens": NUM_NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    found = []
+    for prompt in PROMPTS:
+        given = torch.tensor([prompt])
+        tokens = model.generate(given, attention_mask=torch.ones_like(given), **settings)
+        found.append(tokens[0, len(prompt) :].tolist())
+    return found
+
+
+def test_a_model_that_keeps_more_than_keys_and_values_can_not_generate(folders: dict[str, Path]) -> None:
+    engine = Engine.from_hf(folders["mamba"], options=EngineOptions(device="cpu"), native=False)
+    with pytest.raises(ValueError, match="MambaForCausalLM can not generate"):
+        engine.generate(PROMPTS, SamplingParams(max_new_tokens=1))
 
 
 def assert_equal_and_moved(one: dict[str, Tensor], two: dict[str, Tensor], folder: Path) -> None:

@@ -5,7 +5,7 @@ Its modules are built without values; each unit's come from the folder's files w
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from penstock.model.foreign_units import AfterLayers, BeforeLayers, ForeignLayer
 from penstock.model.linear import switch_linears
 from penstock.model.placed import Piece
 from penstock.model.stand_ins import Skeleton, Slot
-from penstock.model.units import UnitSpec
+from penstock.model.units import Limits, UnitSpec
 from penstock.model.weight_files import WeightFiles
 
 _FIRST, _LAST, _OWN = "embedding", "head", "skeleton.model."
@@ -115,10 +115,16 @@ class ForeignModel:
             if self._first_slot(slot, first)
         }
         return (
-            _spec(_FIRST, before),
+            replace(_spec(_FIRST, before), limits=self._limits()),
             *(_spec(f"layers.{i}", lambda i=i: layer(i)) for i in range(len(self.layers))),
             _spec(_LAST, after, tied),
         )
+
+    def _limits(self) -> Limits | None:
+        """What the model takes; None where its config.json does not say how long a text may be."""
+        text = self.config.get_text_config()
+        length = getattr(text, "max_position_embeddings", None)
+        return None if length is None else Limits(text.vocab_size, length)
 
     def _first_slot(self, slot: str, first: frozenset[str]) -> str | None:
         """The slot before the layers that holds the same parameter."""

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock.model.cached import CachedRows, CacheSize
+from penstock.model.foreign_cache import Pasts, RowCaches
 from penstock.model.sequences import Sequences
 from penstock.model.stand_ins import Handed, Skeleton
 
@@ -87,6 +89,7 @@ class Guide:
 
     def __init__(self, skeleton: Skeleton, by_length: bool) -> None:
         self.skeleton, self.by_length = skeleton, by_length
+        self.pasts = Pasts(skeleton)
 
     def sides(self, sequences: Sequences) -> Sides:
         return sequences.shared((self, "sides"), lambda: Sides.of(sequences, self.by_length))
@@ -109,6 +112,11 @@ class _Foreign(nn.Module):
         super().__init__()
         # Not a submodule: what it holds belongs to all units.
         self.__dict__["guide"] = guide
+
+    def new_cache(self, size: CacheSize) -> RowCaches | None:
+        """What the unit must remember of the tokens it has read; nothing, but for layers."""
+        self.guide.pasts.check()
+        return None
 
     def _apply(self, fn: Any, recurse: bool = True) -> "_Foreign":
         before = {
@@ -136,6 +144,14 @@ class BeforeLayers(_Foreign):
         ]
         return sides.join(parts)
 
+    def decode(self, x: Tensor, cache: None, rows: CachedRows) -> Tensor:
+        """Token ids [T] of the visit's pieces -> hidden states [T, D]."""
+        parts = [
+            self.skeleton.before_layers(tokens[None], past.positions_1L, past.stub).squeeze(0)
+            for tokens, past in self.guide.pasts.each(x, rows)
+        ]
+        return torch.cat(parts)
+
 
 class ForeignLayer(_Foreign):
     """One layer, [T, D] -> [T, D]."""
@@ -153,6 +169,20 @@ class ForeignLayer(_Foreign):
             parts.append(side.take_up(output[0] if isinstance(output, tuple) else output))
         return sides.join(parts)
 
+    def new_cache(self, size: CacheSize) -> RowCaches:
+        """A cache of transformers for each row, made when the row is first read."""
+        self.guide.pasts.check()
+        return RowCaches(self.number)
+
+    def decode(self, x: Tensor, cache: RowCaches, rows: CachedRows) -> Tensor:
+        """[T, D] -> [T, D], piece by piece; each piece adds to its row's cache."""
+        parts = []
+        for (x_LD, past), piece in zip(self.guide.pasts.each(x, rows), rows.pieces, strict=True):
+            handed = past.handed(rows, x.dtype)[self.number].instead(past.stub, cache.of(piece))
+            output = self.layer(x_LD[None], *handed.args, **handed.kwargs)
+            parts.append((output[0] if isinstance(output, tuple) else output).squeeze(0))
+        return torch.cat(parts)
+
 
 class AfterLayers(_Foreign):
     """Hidden states [T, D] of the last layer -> logits [T, V]."""
@@ -163,3 +193,10 @@ class AfterLayers(_Foreign):
 
     def forward(self, x_TD: Tensor, sequences: Sequences) -> Tensor:
         return self.skeleton.after_layers(x_TD)
+
+    def decode(self, x: Tensor, cache: None, rows: CachedRows) -> Tensor:
+        """Hidden states [T, D] -> logits [S, V] of the sampled tokens."""
+        num_sampled = len(rows.sampled_S)
+        # Where none is sampled, one token tells how wide logits are.
+        sampled_SD = x.index_select(0, rows.sampled_S) if num_sampled else x[:1]
+        return self.skeleton.after_layers(sampled_SD)[:num_sampled]

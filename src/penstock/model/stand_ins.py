@@ -24,6 +24,11 @@ class Handed:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
 
+    def instead(self, one: object, other: object) -> "Handed":
+        """The same with another object in the place of one."""
+        args = tuple(other if value is one else value for value in self.args)
+        return Handed(args, {name: other if value is one else value for name, value in self.kwargs.items()})
+
 
 class _Enough(Exception):
     """Leaves a model's forward where no more of it is wanted."""
@@ -137,30 +142,35 @@ class Skeleton(nn.Module):
             slot.fill(self.model, values[slot.name])
         self._filled_for = (torch.float32, torch.device("cpu"))
 
-    def run(self, tokens_BL: Tensor, positions_BL: Tensor, visit: Visit) -> Tensor | None:
-        """Run the model's forward; the logits [B, L, V] where it comes to its end, None where it is left before."""
+    def run(self, tokens_BL: Tensor, positions_BL: Tensor, visit: Visit, past: Any = None) -> Tensor | None:
+        """Run the model's forward; the logits [B, L, V] where it comes to its end, None where it is left before.
+
+        `past` is transformers' cache of the tokens before these; None where there are none.
+        """
         self._receive(visit)
-        given = {"position_ids": positions_BL} if self.takes_positions else {}
+        given: dict[str, Any] = {"position_ids": positions_BL} if self.takes_positions else {}
+        if past is not None:
+            given["past_key_values"] = past
         try:
-            return self.model(input_ids=tokens_BL, use_cache=False, return_dict=True, **given).logits
+            return self.model(input_ids=tokens_BL, use_cache=past is not None, return_dict=True, **given).logits
         except _Enough:
             return None
         finally:
             self._receive(Visit())
 
-    def before_layers(self, tokens_BL: Tensor, positions_BL: Tensor) -> Tensor:
+    def before_layers(self, tokens_BL: Tensor, positions_BL: Tensor, past: Any = None) -> Tensor:
         """The hidden states [B, L, D] that the first layer is given."""
         visit = Visit(last=0)
         self._fill(self._own_dtype(), tokens_BL.device)
-        self.run(tokens_BL, positions_BL, visit)
+        self.run(tokens_BL, positions_BL, visit, past)
         return visit.hidden[0]
 
     @torch.no_grad()
-    def beside_hidden(self, positions_BL: Tensor, dtype: torch.dtype) -> Mapping[int, Handed]:
+    def beside_hidden(self, positions_BL: Tensor, dtype: torch.dtype, past: Any = None) -> Mapping[int, Handed]:
         """What each layer is given beside hidden states of that dtype, by its number."""
         visit = Visit(last=self.num_layers - 1, as_tuple=self.as_tuple)
         self._fill(dtype, positions_BL.device)
-        self.run(torch.zeros_like(positions_BL), positions_BL, visit)
+        self.run(torch.zeros_like(positions_BL), positions_BL, visit, past)
         return visit.handed
 
     def after_layers(self, hidden_TD: Tensor) -> Tensor:
@@ -182,7 +192,9 @@ class Skeleton(nn.Module):
     def _stand_ins(self) -> Iterator[StandIn]:
         return (module for module in self.model.modules() if isinstance(module, StandIn))
 
+    @torch.inference_mode(False)
     def _fill(self, dtype: torch.dtype, device: torch.device) -> None:
+        # What is made while generating serves training too.
         if self._filled_for != (dtype, device):
             for slot in self.hollow:
                 slot.fill(self.model, torch.zeros((), dtype=dtype, device=device).expand(slot.shape))
