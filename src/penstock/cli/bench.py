@@ -99,6 +99,15 @@ def _parser() -> Parser:
     balance.add_argument("--steps", type=int, default=200)
     balance.add_argument("--seed", type=int, default=0)
 
+    generate = _add(benchmarks, "generate", _generate, "tokens per second of generation, and how busy stages are")
+    generate.add_argument("--layers", type=int, default=8)
+    generate.add_argument("--hidden-size", type=int, default=512)
+    generate.add_argument("--prompts", type=int, default=8)
+    generate.add_argument("--prompt-tokens", type=int, default=64)
+    generate.add_argument("--new-tokens", type=int, default=64)
+    generate.add_argument("--parts", nargs="+", choices=_GENERATE_PARTS, default=_GENERATE_PARTS)
+    generate.add_argument("--rounds", type=int, default=3, help="of each side, in turn")
+
     _add(benchmarks, "all", _all, "all of the above as they are by default")
     return parser
 
@@ -214,8 +223,27 @@ def _balance(given: argparse.Namespace) -> dict[str, Any]:
     return measure(Learning(num_steps=given.steps, seed=given.seed), _progress)
 
 
+_GENERATE_PARTS = ("transformers", "refill", "emulated")
+
+
+def _generate(given: argparse.Namespace) -> dict[str, Any]:
+    from penstock.cli.benchmarks.generation import Generation, measure
+
+    generation = Generation(
+        num_layers=given.layers,
+        hidden_size=given.hidden_size,
+        num_prompts=given.prompts,
+        prompt_tokens=given.prompt_tokens,
+        new_tokens=given.new_tokens,
+        num_rounds=given.rounds,
+    )
+    _progress(f"{dataclasses.asdict(generation)}")
+    return measure(generation, given.parts)
+
+
 def _all(given: argparse.Namespace) -> dict[str, Any]:
-    runs = [_parser().parse_args([name]) for name in ("schedules", "train", "overhead", "split", "scale", "balance")]
+    names = ("schedules", "train", "overhead", "split", "scale", "balance", "generate")
+    runs = [_parser().parse_args([name]) for name in names]
     return {one.benchmark: one.run(one) for one in runs}
 
 

@@ -1,0 +1,255 @@
+"""Generation: against transformers in one process, with refilling against without, and how busy emulated stages are."""
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from penstock.cli.benchmarks.ranks import Turn, in_turns
+from penstock.engine import Engine, EngineOptions
+from penstock.engine.generate import GenerateOptions
+from penstock.model import CachedRows, CacheSize, ModelConfig, SamplingParams, UnitSpec, decoder_units
+from penstock.parallel import Layout
+
+NUM_RANKS = 2
+TRANSFORMERS, PENSTOCK = "transformers", "penstock"
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What is generated: by default 8 layers of width 512, 8 prompts of 64 tokens, 64 tokens each."""
+
+    num_layers: int = 8
+    hidden_size: int = 512
+    intermediate_size: int = 1408
+    vocab_size: int = 4096
+    num_prompts: int = 8
+    prompt_tokens: int = 64
+    new_tokens: int = 64
+    num_rounds: int = 3
+
+    @property
+    def config(self) -> ModelConfig:
+        return ModelConfig(
+            vocab_size=self.vocab_size,
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            num_layers=self.num_layers,
+            num_heads=self.hidden_size // 64,
+            max_length=self.prompt_tokens + self.new_tokens,
+        )
+
+    def prompts(self, count: int) -> list[list[int]]:
+        generator = torch.Generator().manual_seed(0)
+        return torch.randint(self.vocab_size, (count, self.prompt_tokens), generator=generator).tolist()
+
+    def engine(self) -> Engine:
+        options = EngineOptions(device="cpu", measure_lengths=(self.prompt_tokens,))
+        return Engine(decoder_units(self.config), self.hidden_size, Layout(pp=NUM_RANKS), options)
+
+
+def _penstock(generation: Generation, rank: int) -> Turn:
+    engine = generation.engine()
+    prompts, greedy = (
+        generation.prompts(generation.num_prompts),
+        SamplingParams(max_new_tokens=generation.new_tokens, temperature=0),
+    )
+
+    def turn() -> dict[str, float]:
+        dist.barrier()
+        result = engine.generate(prompts, greedy)
+        return {"one slot a stage": result.wall_s}
+
+    return turn
+
+
+def _transformers(generation: Generation, rank: int) -> Turn:
+    """On the first rank, with two threads, and each of the caches that it has; the second one waits."""
+    if rank > 0:
+        return dict
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    ours = generation.config
+    config = LlamaConfig(
+        vocab_size=ours.vocab_size,
+        hidden_size=ours.hidden_size,
+        intermediate_size=ours.intermediate_size,
+        num_hidden_layers=ours.num_layers,
+        num_attention_heads=ours.num_heads,
+        num_key_value_heads=ours.num_kv_heads,
+        max_position_embeddings=ours.max_length,
+        tie_word_embeddings=False,
+    )
+    model = LlamaForCausalLM(config).eval()
+    given = torch.tensor(generation.prompts(generation.num_prompts))
+    settings: dict[str, Any] = {
+        "attention_mask": torch.ones_like(given),
+        "max_new_tokens": generation.new_tokens,
+        "min_new_tokens": generation.new_tokens,
+        "do_sample": False,
+        "pad_token_id": 0,
+    }
+
+    def turn() -> dict[str, float]:
+        torch.set_num_threads(2)
+        found = {}
+        with torch.inference_mode():
+            for name, cache in {"growing cache": None, "static cache": "static"}.items():
+                start = time.perf_counter()
+                made = model.generate(given, cache_implementation=cache, **settings)  # pyright: ignore[reportCallIssue]
+                found[name] = time.perf_counter() - start
+                assert made.shape[1] == generation.prompt_tokens + generation.new_tokens
+        torch.set_num_threads(1)
+        return found
+
+    return turn
+
+
+def _prepare(side: str, rank: int, generation: Generation) -> Turn:
+    return (_penstock if side == PENSTOCK else _transformers)(generation, rank)
+
+
+def against_transformers(generation: Generation) -> dict[str, Any]:
+    """Tokens per second of both, in turn in one run; the ratio is over the better of transformers' caches."""
+    sides = in_turns((TRANSFORMERS, PENSTOCK), NUM_RANKS, _prepare, generation, num_rounds=generation.num_rounds)
+    num_tokens = generation.num_prompts * generation.new_tokens
+    rates: dict[str, list[float]] = {}
+    for side, ranks in sides.items():
+        for found in ranks[0]:
+            for name, wall_s in found.items():
+                rates.setdefault(f"{side}, {name}", []).append(num_tokens / wall_s)
+    median = {name: statistics.median(found) for name, found in rates.items()}
+    best = max(rate for name, rate in median.items() if name.startswith(TRANSFORMERS))
+    ours = max(rate for name, rate in median.items() if name.startswith(PENSTOCK))
+    return {
+        "tokens_per_s": {
+            name: {"median": median[name], "range": [min(found), max(found)]} for name, found in rates.items()
+        },
+        "over_transformers": ours / best,
+    }
+
+
+# ---- refilling
+
+
+def _prepare_refill(side: str, rank: int, generation: Generation) -> Turn:
+    """Answers of 8 to 64 tokens (of an eighth to all of the longest), as many short as long by the logarithm."""
+    engine = generation.engine()
+    draw, longest = random.Random(0), generation.new_tokens
+    prompts = generation.prompts(8 * generation.num_prompts)
+    params = [SamplingParams(max_new_tokens=round(longest * 8 ** -draw.random()), seed=i) for i in range(len(prompts))]
+
+    def turn() -> dict[str, tuple[float, int]]:
+        found = {}
+        for name, refill in (("refilled", True), ("not refilled", False)):
+            dist.barrier()
+            options = GenerateOptions(rows_per_slot=8, prefill_tokens=4 * generation.prompt_tokens, refill=refill)
+            result = engine.generate(prompts, params, options)
+            found[name] = (result.wall_s, result.num_tokens)
+        return found
+
+    return turn
+
+
+def refilling(generation: Generation) -> dict[str, Any]:
+    """The same engine with rows refilled at once, and only when all of a slot are free."""
+    found = in_turns((PENSTOCK,), NUM_RANKS, _prepare_refill, generation, num_rounds=generation.num_rounds)
+    rounds = found[PENSTOCK][0]
+    rates = {name: [turn[name][1] / turn[name][0] for turn in rounds] for name in ("refilled", "not refilled")}
+    median = {name: statistics.median(rate) for name, rate in rates.items()}
+    return {
+        "tokens_per_s": {
+            name: {"median": median[name], "range": [min(rate), max(rate)]} for name, rate in rates.items()
+        },
+        "over_not_refilled": median["refilled"] / median["not refilled"],
+    }
+
+
+# ---- emulated stages
+
+
+class SleepingUnit(nn.Module):
+    """Reads tokens, or hands on what it is given, and takes its time; the last one gives logits."""
+
+    def __init__(self, place: int, num_units: int, forward_s: float, size: int) -> None:
+        super().__init__()
+        self.first, self.last = place == 0, place == num_units - 1
+        self.forward_s, self.size = forward_s, size
+        self.weight = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: Tensor, sequences: object) -> Tensor:
+        time.sleep(self.forward_s)
+        return x.new_zeros(len(x), self.size, dtype=torch.float32) if self.first else x
+
+    def new_cache(self, size: CacheSize) -> None:
+        return None
+
+    def decode(self, x: Tensor, cache: None, rows: CachedRows) -> Tensor:
+        y = self(x, rows)
+        return y[rows.sampled_S] if self.last else y
+
+
+@dataclass(frozen=True)
+class EmulatedRing:
+    """Stages that sleep for `forward_s` at each visit, and how many slots go round them."""
+
+    num_ranks: int = 4
+    num_slots: int = 8
+    forward_s: float = 0.020
+    new_tokens: int = 24
+    num_rounds: int = 3
+
+    def units(self) -> tuple[UnitSpec, ...]:
+        count = self.num_ranks
+        return tuple(
+            UnitSpec(
+                f"sleep.{i}",
+                partial(SleepingUnit, i, count, self.forward_s, 128),
+                lambda module, seed: module.to_empty(device="cpu") and None,
+                1,
+                1.0,
+            )
+            for i in range(count)
+        )
+
+
+def _prepare_emulated(side: str, rank: int, ring: EmulatedRing) -> Turn:
+    engine = Engine(ring.units(), 128, Layout(pp=ring.num_ranks), EngineOptions(device="cpu"))
+    prompts = [[i + 1] for i in range(ring.num_slots)]
+    params = SamplingParams(max_new_tokens=ring.new_tokens)
+    options = GenerateOptions(num_slots=ring.num_slots, rows_per_slot=1)
+
+    def turn() -> float:
+        dist.barrier()
+        engine.generate(prompts, params, options)
+        # The ring has filled when a stage's first visit comes, for all slots start in the first round.
+        events = engine.recorder.events()
+        return sum(e.end - e.start for e in events) / (events[-1].end - events[0].start)
+
+    return turn
+
+
+def emulated(ring: EmulatedRing) -> dict[str, Any]:
+    """The share of the time in which each stage computes, from its first visit to its last."""
+    found = in_turns((PENSTOCK,), ring.num_ranks, _prepare_emulated, ring, num_rounds=ring.num_rounds)
+    shares = [statistics.median(rounds) for rounds in found[PENSTOCK]]
+    return {"ranks": ring.num_ranks, "slots": ring.num_slots, "busy_shares": shares, "least_busy_share": min(shares)}
+
+
+def measure(generation: Generation, parts: Sequence[str]) -> dict[str, Any]:
+    """The comparisons of these names."""
+    measured: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
+        "transformers": ("against transformers", lambda: against_transformers(generation)),
+        "refill": ("refilling", lambda: refilling(replace(generation, prompt_tokens=16))),
+        "emulated": ("emulated stages", lambda: emulated(EmulatedRing(num_rounds=generation.num_rounds))),
+    }
+    return {name: run() for part, (name, run) in measured.items() if part in parts}

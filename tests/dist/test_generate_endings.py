@@ -1,0 +1,135 @@
+"""Generation over real processes: all ranks leave however answers end, and training does not notice."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from penstock import Engine, Layout, MicroBatchSpec, PackedBatch, SamplingParams
+from penstock.engine import EngineOptions
+from penstock.engine.generate import GenerateOptions
+from penstock.model import decoder_units
+from penstock.runtime import PipelineError
+from tests.dist.launch import run_ranks
+from tests.generation import CONFIG, generate_together, load, random_prompts, random_weights
+
+PARAMS = SamplingParams(max_new_tokens=8, temperature=1.2, top_p=0.9, raw_log_probs=True, filter_mask=True)
+LENGTHS = ([1, 2, 3, 4, 5, 6, 7, 8], [8, 7, 6, 5, 4, 3, 2, 1], [1] * 5, [4] * 4, [1, 9, 1], [2, 3], [5], [1], [])
+
+
+def make_engine(pp: int) -> Engine:
+    engine = Engine(decoder_units(CONFIG), CONFIG.hidden_size, Layout(pp=pp), EngineOptions(timeout_s=60))
+    load(engine.parameters(), random_weights())
+    return engine
+
+
+def case(lengths: list[int]) -> tuple[list[list[int]], list[SamplingParams]]:
+    prompts = random_prompts([1 + i % 3 for i in range(len(lengths))])
+    return prompts, [replace(PARAMS, max_new_tokens=length) for length in lengths]
+
+
+def plain(answers: Any) -> list[Any]:
+    return [
+        (a.tokens, a.log_probs, a.raw_log_probs, a.ending.value, a.filter_mask.sum(-1).tolist()) for a in answers
+    ]
+
+
+def all_endings(rank: int, pp: int) -> list[Any]:
+    engine, found = make_engine(pp), []
+    for lengths in LENGTHS:
+        result = engine.generate(*case(lengths))
+        assert len(set(result.num_forwards)) == 1, "a stage has computed what others have not"
+        assert engine.transport.num_pending() == 0
+        assert engine._generator is not None and engine._generator.host.num_pending() == 0
+        found.append(plain(result))
+    engine.close()
+    return found
+
+
+@pytest.mark.shows(67, 70, 71, 73)
+@pytest.mark.parametrize("pp", [1, 2, 3, 4])
+def test_all_ranks_leave_with_the_same_answers_however_they_end(pp: int) -> None:
+    expected = [plain(generate_together(1, *case(lengths)).answers) for lengths in LENGTHS]
+    assert [len(answers) for answers in expected] == [len(lengths) for lengths in LENGTHS]
+    assert run_ranks(pp, all_endings, pp) == [expected] * pp
+
+
+def batch(seed: int) -> PackedBatch:
+    return PackedBatch.from_documents(random_prompts([9, 4, 12, 7], seed))
+
+
+def interleaved(rank: int, pp: int, with_others: bool) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """Three steps of training, with or without scoring and generation between them."""
+    engine, losses = make_engine(pp), []
+    prompts, params = case([4, 6])
+    for step in range(3):
+        if with_others:
+            engine.generate(prompts, params)
+            engine.evaluate([batch(7)])
+        losses.append(engine.train_batch(batch(step), micro_batches=MicroBatchSpec(num=2)).loss)
+        if with_others:
+            engine.generate(prompts, params, GenerateOptions(num_slots=3))
+            engine.release_caches()
+    weights = {name: parameter.detach() for name, parameter in engine.parameters().items()}
+    engine.close()
+    return weights, losses
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_training_is_bit_for_bit_the_same_with_generation_between_its_steps(pp: int) -> None:
+    alone, among = (run_ranks(pp, interleaved, pp, with_others) for with_others in (False, True))
+    for (weights, losses), (others, other_losses) in zip(alone, among, strict=True):
+        assert losses == other_losses and weights.keys() == others.keys() and weights
+        assert all(torch.equal(weights[name], others[name]) for name in weights)
+
+
+def refusals(rank: int, pp: int) -> list[str]:
+    """What each rank is told of prompts that can not be, that differ, and of a listener that fails."""
+    engine, told = make_engine(pp), []
+    prompts, params = case([3, 3])
+
+    def listener(number: int, token: int) -> None:
+        raise KeyError("made to fail")
+
+    def attempt(given: Any, **settings: Any) -> None:
+        try:
+            engine.generate(given, params, **settings)
+            told.append("done")
+        except (ValueError, PipelineError, KeyError) as error:
+            told.append(f"{type(error).__name__}: {error}")
+
+    attempt([[], [1]])
+    attempt([[1], [97]])
+    attempt([[1] * 94, [1]])
+    attempt([[1]])
+    attempt([[1], [2 + rank]])
+    attempt([[1], [-2 if rank == 1 else 2]])
+    attempt(prompts, on_token=listener)
+    attempt(prompts)
+    engine.close()
+    return told
+
+
+@pytest.mark.shows(67)
+def test_what_can_not_be_generated_is_told_on_every_rank_and_harms_nothing() -> None:
+    first, second = run_ranks(2, refusals, 2)
+    assert first[:4] == second[:4]
+    for text, part in zip(
+        first,
+        [
+            "ValueError: prompt 0 is empty",
+            "ValueError: prompt 1 holds the token 97; the model knows 0 to 96",
+            "ValueError: prompt 0 has 94 tokens, and with max_new_tokens=3 more it would pass the model's max_length=96",
+            "ValueError: 2 SamplingParams were given for 1 prompts",
+            "PipelineError: rank 1 of those that generate together was given other prompts",
+            "PipelineError: rank 1 of those that generate together can not: prompt 1 holds the token -2",
+            "KeyError: 'made to fail'",
+            "done",
+        ],
+        strict=True,
+    ):
+        assert text.startswith(part)
+    assert second[4].startswith("PipelineError: rank 0 of those that generate together was given other prompts")
+    assert second[5].startswith("ValueError: prompt 1 holds the token -2")
+    assert second[6:] == ["done", "done"]
