@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock import Layout, MicroBatchSpec, PackedBatch
+from penstock import Layout, MicroBatchSpec, PackedBatch, SamplingParams
 from penstock.engine import Engine, EngineOptions, Precision
 from penstock.engine.engine import token_cross_entropy
 from penstock.engine.learning_rate import LearningRate
@@ -65,8 +65,11 @@ def trained(case: Case, zero: bool) -> dict[str, Any]:
 
         result = engine.train_batch(batch, loss_fn=loss, micro_batches=MicroBatchSpec(num=4))
         results.append((result.success, result.grad_norm, result.learning_rate, result.loss_scale))
+    # At once, while the last step's results may still be on their way.
+    continued = engine.generate([documents[0].tolist()], SamplingParams(max_new_tokens=5, temperature=0.0))
     found = {
         "results": results,
+        "continued": [answer.tokens for answer in continued],
         "evaluated": engine.evaluate([batch]),
         "weights": {name: p.detach().clone() for name, p in engine.parameters().items()},
         "bytes": engine.optimizer.state_bytes,
@@ -97,6 +100,7 @@ def test_sharing_the_step_out_changes_bytes_alone(world: int) -> None:
                     assert torch.equal(weight, off["weights"][name]), (case, name)
                 else:
                     assert (weight - off["weights"][name]).abs().max() < 1e-10, (case, name)
+            assert on["continued"] == off["continued"] and len(on["continued"][0]) == 5
             assert on["evaluated"] == pytest.approx(off["evaluated"], rel=1e-10)
             # Shares are whole cache lines, so a small bucket's are longer than they need be.
             assert off["bytes"] <= on["bytes"] * num_owners <= off["bytes"] * 1.1

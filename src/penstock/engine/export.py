@@ -101,6 +101,7 @@ def export_engine(engine: Engine, folder: Path | str, options: ExportOptions | N
 def _tensors(engine: Engine) -> Iterator[tuple[str, Tensor]]:
     """This rank's parameters and lasting buffers by full name, those of second copies left out."""
     for stage in engine.stages.values():
+        stage.weights_ready()
         for unit, module in stage.units if not stage.suffix else ():
             yield from ((f"{unit}.{own}", tensor) for own, tensor in module.state_dict().items())
 

@@ -70,7 +70,7 @@ class Stage:
         recompute: names of the units whose activations are computed again in backward.
         suffix: ends the full names of the parameters; marks the second copy of a model that is held twice.
 
-    `weights_ready` is called before each forward, and may wait: for weights that other ranks have stepped.
+    `weights_ready` is called before weights are read, and may wait: for those that other ranks have stepped.
     """
 
     def __init__(
@@ -146,6 +146,7 @@ class Stage:
 
     def decode(self, x: Tensor, caches: Sequence[Any], rows: CachedRows) -> Tensor:
         """Read pieces of sequences: [T, D] to [T, D]; the first takes token ids [T], the last gives logits [S, V]."""
+        self.weights_ready()
         if rows.has_copies:
             for cache in caches:
                 if cache is not None:
