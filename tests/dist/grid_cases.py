@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -150,6 +151,8 @@ def run(case: Case) -> Outcome:
     weights = {name: p.detach().clone() for name, p in engine.parameters().items()}
     shards = dict(engine.shards)
     engine.close()
+    # A process runs many cases, and each group has a thread that never sleeps for long.
+    engine.grid.close()
     return Outcome(losses, norms, initial, gradients, weights, shards, scores, answers, list(own))
 
 
@@ -171,7 +174,11 @@ class Compared:
 
 def compare(rank: int, chosen: list[Case], references: dict[tuple[bool, int], Outcome]) -> list[Compared]:
     """Run all cases of one world, each against its reference."""
-    return [_compared(case, run(case), references[case.sparse, case.variant]) for case in chosen]
+    found = []
+    for case in chosen:
+        found.append(_compared(case, run(case), references[case.sparse, case.variant]))
+        gc.collect()
+    return found
 
 
 def _compared(case: Case, found: Outcome, expected: Outcome) -> Compared:

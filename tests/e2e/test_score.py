@@ -119,6 +119,19 @@ def test_two_stages_write_the_same_file(folder: Path) -> None:
     assert (folder / "two.jsonl").read_bytes() == (folder / "one.jsonl").read_bytes()
 
 
+def test_ranks_that_share_the_stage_score_alike(folder: Path) -> None:
+    expected = score(folder, "whole.jsonl")
+    words = ["score", "run", "texts.jsonl", "--output", "shared.jsonl", "--tp", "2", "--json"]
+    done = subprocess.run(
+        [sys.executable, "-m", "penstock.cli.main", *words], cwd=folder, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in (folder / "shared.jsonl").read_text().splitlines()]
+    assert len(lines) == len(TEXTS)
+    for line, alone in zip(lines, expected, strict=True):
+        assert line["log_probs"] == pytest.approx(alone["log_probs"], abs=1e-4)
+
+
 def test_a_call_that_was_stopped_is_continued_to_the_same_file(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

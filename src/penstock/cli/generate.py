@@ -32,10 +32,15 @@ class GenerateArguments:
     stop: tuple[str, ...]
     ring: dict[str, Any]
     pp: int
+    tp: int
     device: str
     num_threads: int
     timeout_s: float
     json: bool
+
+    @property
+    def world_size(self) -> int:
+        return self.pp * self.tp
 
 
 def _parser() -> Parser:
@@ -70,6 +75,7 @@ not on the other prompts, nor on --pp, --slots and --rows.""",
     sampling.add_argument("--raw-log-probs", action="store_true", help="those of the model itself as well")
     ring = parser.add_argument_group("how it runs")
     ring.add_argument("--pp", type=int, default=1, metavar="N", help="stages, each a process here (default 1)")
+    ring.add_argument("--tp", type=int, default=1, metavar="N", help="ranks that share each stage (default 1)")
     ring.add_argument("--slots", type=int, metavar="N", help="groups of answers under way (default: as many as stages)")
     ring.add_argument("--rows", type=int, metavar="N", help="answers of a slot (default: as many as needed, to 16)")
     ring.add_argument("--prefill-tokens", type=int, default=512, metavar="N", help="of prompts, a slot and round")
@@ -86,7 +92,7 @@ def read_arguments(words: Sequence[str]) -> GenerateArguments:
     Raises: ValueError for a mistake in it.
     """
     given = _parser().parse_args(list(words))
-    for name in ("pp", "threads", "timeout", "slots", "rows", "prefill_tokens"):
+    for name in ("pp", "tp", "threads", "timeout", "slots", "rows", "prefill_tokens"):
         value = getattr(given, name)
         if value is not None and not 0 < value < float("inf"):
             raise ValueError(f"--{name.replace('_', '-')} is {value}; it must be more than 0")
@@ -116,6 +122,7 @@ def read_arguments(words: Sequence[str]) -> GenerateArguments:
         stop=tuple(given.stop),
         ring={"num_slots": given.slots, "rows_per_slot": given.rows, "prefill_tokens": given.prefill_tokens},
         pp=given.pp,
+        tp=given.tp,
         device=given.device,
         num_threads=given.threads,
         timeout_s=given.timeout,
@@ -133,11 +140,12 @@ def main(words: Sequence[str]) -> int:
     if arguments.output is not None:
         refuse_to_overwrite(arguments.output, force=False)
     group = find_group(os.environ)
-    if group is not None and group.world_size != arguments.pp:
+    if group is not None and group.world_size != arguments.world_size:
         raise ValueError(
-            f"{group.origin} has {group.world_size} processes, but --pp is {arguments.pp}; make them equal"
+            f"{group.origin} has {group.world_size} processes, but --pp {arguments.pp} x --tp {arguments.tp} is "
+            f"{arguments.world_size}; make them equal"
         )
-    if group is None and arguments.pp > 1:
+    if group is None and arguments.world_size > 1:
         return _launch(words, arguments)
     from penstock.cli.generate_worker import run_worker
 
@@ -155,7 +163,7 @@ def _launch(words: Sequence[str], arguments: GenerateArguments) -> int:
             given = Path(folder) / "prompt.txt"
             given.write_text(job.prompts[0].text or "", encoding="utf-8")
             os.environ[STANDARD_INPUT] = str(given)
-        return launch(words, arguments.pp, arguments.num_threads, MODULE, "gives the same answers")
+        return launch(words, arguments.world_size, arguments.num_threads, MODULE, "gives the same answers")
 
 
 STANDARD_INPUT = "PENSTOCK_STANDARD_INPUT"

@@ -40,18 +40,26 @@ class Teller:
     """On the rank of the first stage: hears of every token, and tells the user.
 
     On the command line answers are printed as they grow; with a file or as JSON only how many have ended is shown, and
-    they are written when all are there.
+    they are written when all are there. A silent one only hears, and decides what ends.
     """
 
     def __init__(
-        self, arguments: GenerateArguments, model: SavedModel, prompts: Sequence[Prompt], params: SamplingParams
+        self,
+        arguments: GenerateArguments,
+        model: SavedModel,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        silent: bool = False,
     ) -> None:
+        self._silent = silent
         self._arguments, self._prompts, self._params = arguments, prompts, params
         num_answers = len(prompts) * params.num_samples
         self._texts = [AnswerText(model.tokenizer, arguments.stop) for _ in range(num_answers)]
         self._num_tokens = [0] * num_answers
         self._num_ended = 0
         self._in_turn = self._progress = None
+        if silent:
+            return
         if arguments.output is None and not arguments.json:
             self._in_turn = InTurn([self._heading(number, num_answers) for number in range(num_answers)])
         else:
@@ -78,6 +86,8 @@ class Teller:
 
     def end(self, result: GenerateResult) -> None:
         """Write the answers, and say what they took."""
+        if self._silent:
+            return
         answers = [self._described(number, answer) for number, answer in enumerate(result)]
         output = self._arguments.output
         if output is not None:

@@ -78,12 +78,17 @@ def _generate(arguments: GenerateArguments, group: Group, store: "Store") -> Non
     device = choose_device(store, group, arguments.device)
     initialise(store, group, device, arguments.timeout_s)
     parallel = ParallelSection(
-        pp=arguments.pp, device=device, num_threads=arguments.num_threads, timeout_s=arguments.timeout_s
+        pp=arguments.pp,
+        tp=arguments.tp,
+        device=device,
+        num_threads=arguments.num_threads,
+        timeout_s=arguments.timeout_s,
     )
     engine = job.model.load(parallel).engine
     teller = None
     if engine.holds_first_stage:
-        teller = Teller(arguments, job.model, job.prompts, job.params)
+        # All ranks that share the first stage hear of every token, for what they hear decides what ends; one tells.
+        teller = Teller(arguments, job.model, job.prompts, job.params, silent=engine.grid.tp_rank > 0)
     watchdog = Watchdog(engine.recorder, arguments.timeout_s)
     watchdog.listen_to_signals()
     try:

@@ -20,6 +20,7 @@ class ScoreArguments:
     file: Path
     output: Path
     pp: int
+    tp: int
     max_tokens: int | None
     temperature: float
     text_field: str
@@ -28,6 +29,10 @@ class ScoreArguments:
     timeout_s: float
     native: bool
     json: bool
+
+    @property
+    def world_size(self) -> int:
+        return self.pp * self.tp
 
     @property
     def decisive(self) -> dict[str, object]:
@@ -55,6 +60,7 @@ An "id" is carried along. A call that was stopped is continued by the same comma
     parser.add_argument("file", type=Path, metavar="FILE.jsonl", help="the texts, a JSON object a line")
     parser.add_argument("--output", type=Path, metavar="OUT.jsonl", help="default: FILE.scores.jsonl beside FILE")
     parser.add_argument("--pp", type=int, default=1, metavar="N", help="stages, each a process here (default 1)")
+    parser.add_argument("--tp", type=int, default=1, metavar="N", help="ranks that share each stage (default 1)")
     parser.add_argument(
         "--max-tokens", type=int, metavar="N", help="of a microbatch (default 2048, or the longest text)"
     )
@@ -72,7 +78,7 @@ An "id" is carried along. A call that was stopped is continued by the same comma
     )
     parser.add_argument("--json", action="store_true", help="print the summary as JSON, and progress to standard error")
     given = parser.parse_args(list(words))
-    for name in ("pp", "max_tokens", "threads", "temperature", "timeout"):
+    for name in ("pp", "tp", "max_tokens", "threads", "temperature", "timeout"):
         value = getattr(given, name)
         if value is not None and not 0 < value < float("inf"):
             raise ValueError(f"--{name.replace('_', '-')} is {value}; it must be more than 0")
@@ -81,6 +87,7 @@ An "id" is carried along. A call that was stopped is continued by the same comma
         file=given.file,
         output=given.output or given.file.with_suffix(".scores.jsonl"),
         pp=given.pp,
+        tp=given.tp,
         max_tokens=given.max_tokens,
         temperature=given.temperature,
         text_field=given.text_field,
@@ -104,16 +111,17 @@ def main(words: Sequence[str]) -> int:
     if not arguments.output.parent.is_dir():
         raise ValueError(f"cannot write {arguments.output}: there is no folder {arguments.output.parent}")
     group = find_group(os.environ)
-    if group is not None and group.world_size != arguments.pp:
+    if group is not None and group.world_size != arguments.world_size:
         raise ValueError(
-            f"{group.origin} has {group.world_size} processes, but --pp is {arguments.pp}; make them equal"
+            f"{group.origin} has {group.world_size} processes, but --pp {arguments.pp} x --tp {arguments.tp} is "
+            f"{arguments.world_size}; make them equal"
         )
     from penstock.cli.score_worker import check, run_worker
 
-    if group is None and arguments.pp > 1:
+    if group is None and arguments.world_size > 1:
         # All that can be known now is told here: the workers would each take seconds to find it out.
         check(arguments)
-        return launch(words, arguments.pp, arguments.num_threads, MODULE, "continues where it was stopped")
+        return launch(words, arguments.world_size, arguments.num_threads, MODULE, "continues where it was stopped")
     return run_worker(arguments, group or Group.alone())
 
 

@@ -76,7 +76,11 @@ def _score(arguments: ScoreArguments, group: Group, store: "Store") -> None:
     device = choose_device(store, group, arguments.device)
     initialise(store, group, device, arguments.timeout_s)
     parallel = ParallelSection(
-        pp=arguments.pp, device=device, num_threads=arguments.num_threads, timeout_s=arguments.timeout_s
+        pp=arguments.pp,
+        tp=arguments.tp,
+        device=device,
+        num_threads=arguments.num_threads,
+        timeout_s=arguments.timeout_s,
     )
     loaded = job.model.load(parallel)
     engine = loaded.engine
@@ -86,7 +90,11 @@ def _score(arguments: ScoreArguments, group: Group, store: "Store") -> None:
     watchdog = Watchdog(engine.recorder, arguments.timeout_s)
     watchdog.listen_to_signals()
     try:
-        file = ScoreFile(arguments.output, _digest(what), ends) if engine.gives_results else None
+        file = (
+            ScoreFile(arguments.output, _digest(what), ends)
+            if engine.gives_results and engine.grid.tp_rank == 0
+            else None
+        )
         summary = _run(engine, job, batches, arguments, file)
     finally:
         watchdog.close()
