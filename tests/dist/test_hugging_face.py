@@ -28,6 +28,7 @@ EXPERTS = {"num_local_experts": 6, "num_experts": 6, "num_experts_per_tok": 2}
 WINDOW = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
+    "llama, one key head": ("llama", {"num_key_value_heads": 1}),
     "llama, tied": ("llama", {"tie_word_embeddings": True}),
     "llama 3's rope": ("llama", {"rope_parameters": LLAMA3}),
     "linear rope": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 100.0, "factor": 4.0}}),
@@ -40,6 +41,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-moe": ("qwen2_moe", EXPERTS | {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 40}),
     "qwen3-moe": ("qwen3_moe", EXPERTS | {"moe_intermediate_size": 24, "mlp_only_layers": [1], "norm_topk_prob": True}),
 }
+
+SHARED = ("llama", "llama, one key head", "qwen2", "mixtral")
+"""Read and written by ranks that share every layer."""
 
 
 def make_folders(folders: dict[str, Path]) -> dict[str, Tensor]:
@@ -70,11 +74,11 @@ def import_and_export(rank: int, layout: Layout, folders: dict[str, Path], out: 
 
 
 @pytest.mark.shows(98)
-@pytest.mark.parametrize("layout", [Layout(), Layout(pp=2)], ids=str)
+@pytest.mark.parametrize("layout", [Layout(), Layout(pp=2), Layout(tp=2)], ids=str)
 def test_imported_models_score_as_in_transformers_and_are_written_back_bit_for_bit(
     layout: Layout, tmp_path: Path
 ) -> None:
-    folders = {name: tmp_path / name.replace(",", "") for name in FAMILIES}
+    folders = {name: tmp_path / name.replace(",", "") for name in FAMILIES if layout.tp == 1 or name in SHARED}
     expected = make_folders(folders)
     out = tmp_path / "out"
     out.mkdir()
@@ -87,3 +91,23 @@ def test_imported_models_score_as_in_transformers_and_are_written_back_bit_for_b
         # Equal weights at other addresses: kernels sum in another order.
         again = reference_logits(out / name, make_sequences(LENGTHS))
         torch.testing.assert_close(again, expected[name], rtol=0, atol=CLOSE, msg=name)
+
+
+def refuse_together(rank: int, folders: list[Path]) -> str:
+    """What this rank is told when its folder, or another's, can not be read."""
+    with pytest.raises(ValueError) as caught:
+        Engine.from_hf(folders[rank], Layout(pp=2), EngineOptions(device="cpu"))
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+@pytest.mark.shows(97)
+def test_all_ranks_refuse_what_one_can_not_read(tmp_path: Path) -> None:
+    make_model("llama").save_pretrained(tmp_path / "whole")
+    make_model("llama").save_pretrained(tmp_path / "cut")
+    path = tmp_path / "cut" / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    for other, kind, named in (("no", "MissingFile", tmp_path / "no"), ("cut", "ValueError", path)):
+        for rank, told in enumerate(run_ranks(2, refuse_together, [tmp_path / "whole", tmp_path / other])):
+            assert told.startswith(f"{kind}: {'rank 1: ' if rank == 0 else ''}")
+            assert str(named) in told
+            assert "\n" not in told
