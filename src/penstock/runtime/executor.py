@@ -17,7 +17,7 @@ from penstock.runtime.errors import Deadlock, PipelineError, TransportError
 from penstock.runtime.lanes import Lane, drain, zip_lanes
 from penstock.runtime.pairs import Hooks, Pairs
 from penstock.runtime.stage import Boundary, Finish, Stage
-from penstock.runtime.tape import Tape
+from penstock.runtime.tape import Tapes
 from penstock.runtime.trace import Awaited, Record, Recorder
 from penstock.runtime.transport import Receipt, Transport
 from penstock.schedule import Action, Channel, Op, Pair, Placement, Program, Step, verify
@@ -117,9 +117,8 @@ class Executor:
         self.transport, self.recorder, self.reduce = transport, recorder, reduce
         self.pairs = pairs or Pairs()
         self.training = program.schedule.training
-        self.peak_live_tapes = 0
         self._feeds: Sequence[Feed] = ()
-        self._tapes: dict[tuple[int, int], Tape] = {}
+        self._tapes = Tapes()
         self._arrivals: dict[Key, Receipt | Tensor] = {}
         self._departures: dict[Key, Tensor] = {}
         self._results: dict[int, Tensor] = {}
@@ -167,6 +166,11 @@ class Executor:
     def _wire(self, action: Action) -> Wire:
         return self._wires[_FLOW.get(action.op, Op.B), action.stage]
 
+    @property
+    def peak_live_tapes(self) -> int:
+        """The most tapes that this rank held at a time in the last step."""
+        return self._tapes.peak
+
     def run(self, feeds: Sequence[Feed]) -> list[Tensor]:
         """Run the program once; `feeds[m]` is microbatch m. Blocks in the transport.
 
@@ -185,7 +189,7 @@ class Executor:
             raise ValueError(
                 f"{len(feeds)} microbatches given; the program was built for {self.program.schedule.num_microbatches}"
             )
-        self._feeds, self.peak_live_tapes = feeds, 0
+        self._feeds, self._tapes.peak = feeds, 0
         begin, end, finished = self.recorder.begin, self.recorder.end, False
         try:
             for step, at_once, waiting in self._steps:
@@ -232,19 +236,17 @@ class Executor:
 
     def _lane(self, action: Action, wire: Wire, x: Tensor | None, hooks: Hooks, in_pair: bool = False) -> Lane[None]:
         """The action's lane, which also hands its result on; `in_pair`: another lane goes on when it yields."""
-        key = (action.stage, action.microbatch)
         hooks.before(action)
         if action.op is Op.F:
             feed, tape = self._feeds[action.microbatch], None
             if self.training:
-                tape = self._tapes[key] = Tape()
-                self.peak_live_tapes = max(self.peak_live_tapes, len(self._tapes))
+                tape = self._tapes.make(action.stage, action.microbatch)
             x = feed.tokens if x is None else x
             assert x is not None, f"{action} needs the microbatch's tokens"
             finish = feed.finish if wire.target is None else None
             self._hand_on(action, wire, (yield from wire.stage.forward(tape, x, feed.sequences, finish)), hooks)
             return
-        tape, fills = self._tapes[key], action.op is Op.B and wire.stage.exchanges
+        tape, fills = self._tapes.get(action.stage, action.microbatch), action.op is Op.B and wire.stage.exchanges
         if not fills:
             self._hand_on(action, wire, (yield from wire.stage.backward(tape, x, action.op is Op.I)), hooks)
         else:
@@ -253,10 +255,10 @@ class Executor:
                 yield  # the other half's message leaves before this rank is busy with weights again
             wire.stage.weight_backward(tape)
         if action.op is Op.B:
-            del self._tapes[key]
+            self._tapes.take(action.stage, action.microbatch)
 
     def _weight_backward(self, action: Action, wire: Wire) -> None:
-        wire.stage.weight_backward(self._tapes.pop((action.stage, action.microbatch)))
+        wire.stage.weight_backward(self._tapes.take(action.stage, action.microbatch))
 
     # Data flow: where an action's input comes from and where its result goes.
 

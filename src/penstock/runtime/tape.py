@@ -52,3 +52,40 @@ class Tape:
     def record(self, leaf: Tensor | None, output: Tensor) -> None:
         """Note the segment that led from `leaf` to `output`; only the output's gradient edge is kept."""
         self.segments.append(Segment(leaf, get_gradient_edge(output)))
+
+
+class Tapes:
+    """A rank's tapes by stage and microbatch: made by F, given out while a backward is due, let go by the last one."""
+
+    def __init__(self) -> None:
+        self._held: dict[tuple[int, int], Tape] = {}
+        self.peak = 0
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def make(self, stage: int, microbatch: int) -> Tape:
+        """A new tape, held from now on."""
+        assert (stage, microbatch) not in self._held, f"stage {stage} already has a tape of microbatch {microbatch}"
+        tape = self._held[stage, microbatch] = Tape()
+        self.peak = max(self.peak, len(self._held))
+        return tape
+
+    def get(self, stage: int, microbatch: int) -> Tape:
+        """The tape. Raises KeyError where there is none: F has not run, or the last backward has."""
+        self._check(stage, microbatch)
+        return self._held[stage, microbatch]
+
+    def take(self, stage: int, microbatch: int) -> Tape:
+        """The tape, no longer held here. Raises KeyError like `get`."""
+        self._check(stage, microbatch)
+        return self._held.pop((stage, microbatch))
+
+    def clear(self) -> None:
+        """Let go of all of them."""
+        self._held.clear()
+
+    def _check(self, stage: int, microbatch: int) -> None:
+        if (stage, microbatch) not in self._held:
+            held = ", ".join(f"{m} of stage {s}" for s, m in sorted(self._held)) or "none"
+            raise KeyError(f"no tape of microbatch {microbatch} of stage {stage}; held are those of microbatch {held}")
