@@ -13,6 +13,7 @@ from penstock import Layout, MicroBatchSpec, PackedBatch
 from penstock.engine import Engine, EngineOptions
 from penstock.engine.learning_rate import LearningRate
 from penstock.engine.optimizer import OptimizerConfig
+from penstock.engine.options import Precision
 from penstock.engine.schedules import ScheduleChoice
 from penstock.model import (
     Collectives,
@@ -47,6 +48,7 @@ class Run:
     stages_per_rank: int | None = None
     split_backward: bool = False
     num_predictions: int = 0
+    precision: Precision = Precision.FP32
     cut: tuple[int, ...] | None = None
 
 
@@ -63,6 +65,7 @@ def engine_of(run: Run, layout: Layout, num_layers: int = 4) -> Engine:
         schedule=ScheduleChoice(run.schedule, run.stages_per_rank, split_backward=run.split_backward),
         cut=run.cut,
         recompute=run.recompute,
+        precision=run.precision,
         optimizer=OptimizerConfig(LearningRate(1e-2)),
         pairs=Pairs(overlap=run.overlap),
         timeout_s=30.0,
@@ -130,12 +133,13 @@ def check(groups: list[list[Run]], layout: Layout) -> None:
             number += 1
 
 
-@pytest.mark.shows(20, 37, 41, 42)
+@pytest.mark.shows(20, 37, 41, 42, 46)
 def test_one_rank_combined_equals_plain():
     plain = (
         *(Run("1f1b", m) for m in (1, 2, 5)),
         Run("1f1b", 4, recompute="full"),
         Run("1f1b", 3, num_predictions=1),
+        Run("1f1b", 2, precision=Precision.BF16_AUTOCAST),
     )
     ways: tuple[dict[str, Any], ...] = ({}, {"overlap": False}, {"split_backward": True})
     groups = [[run, *(replace(run, schedule="combined", **way) for way in ways)] for run in plain]

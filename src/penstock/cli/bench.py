@@ -75,14 +75,14 @@ def _parser() -> Parser:
     overlap = _add(benchmarks, "overlap", _overlap, "what the combined schedule hides of all-to-all on a slow link")
     overlap.add_argument("--layers", type=int, default=4)
     overlap.add_argument("--hidden-size", type=int, default=768)
-    overlap.add_argument("--expert-size", type=int, default=704)
+    overlap.add_argument("--expert-size", type=int, default=768)
     overlap.add_argument("--tokens", type=int, default=512, help="of a microbatch")
     overlap.add_argument("--microbatches", type=int, default=16)
     overlap.add_argument(
         "--emulate", type=float, metavar="GFLOPS", help="matrix products sleep as long as at this speed"
     )
     overlap.add_argument("--rounds", type=int, default=3, help="steps of each side, in turn")
-    overlap.add_argument("--mbit", type=float, default=None, help="the link's rate (default: plain 1F1B waits 35%%)")
+    overlap.add_argument("--mbit", type=float, default=None, help="the link's rate (default: plain 1F1B waits 33%%)")
 
     reduction = _add(benchmarks, "reduction", _reduction, "what dp = 2 x pp = 2 hides of gradients on a slow link")
     reduction.add_argument("--emulate", type=float, default=100.0, metavar="GFLOPS", help="speed of matrix products")

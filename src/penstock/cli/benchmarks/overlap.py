@@ -28,7 +28,7 @@ from penstock.runtime import Pairs
 from penstock.schedule.travels import CollectiveKind, Travelled
 
 NUM_RANKS = 2
-SHARE = 0.35
+SHARE = 0.33
 """Of the plain step's time, what the all-to-all is to take."""
 FASTEST_BITS = 1e9
 """Of the link, in a second."""
@@ -47,7 +47,7 @@ class Size:
 
     num_layers: int = 4
     hidden_size: int = 768
-    expert_size: int = 704
+    expert_size: int = 768
     num_experts: int = 8
     num_active: int = 2
     vocab_size: int = 512
