@@ -26,6 +26,8 @@ class _GatedFunction(torch.autograd.Function):
 
 def gated(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up, element by element. Source: Shazeer 2020 (SwiGLU), equation 6."""
+    if not torch.is_grad_enabled():
+        return F.silu(gate).mul_(up)
     return _GatedFunction.apply(gate, up)  # pyright: ignore[reportReturnType]
 
 

@@ -127,7 +127,7 @@ class _LinearFunction(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: "Linear") -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.layer = layer
-        return layer.products.output(x, layer.weight_in(x.dtype), None if bias is None else bias.to(x.dtype))
+        return layer.product(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
@@ -182,7 +182,14 @@ class Linear(nn.Linear):
             return F.linear(x, self.weight, self.bias)
         if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
             x = x.to(torch.get_autocast_dtype(x.device.type))
+        if not torch.is_grad_enabled():
+            return self.product(x)
         return _LinearFunction.apply(x, self.weight, self.bias, self)  # pyright: ignore[reportReturnType]
+
+    def product(self, x: Tensor) -> Tensor:
+        """The output in the dtype of x, with nothing kept."""
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return self.products.output(x, self.weight_in(x.dtype), bias)
 
 
 def switch_linears(module: nn.Module) -> int:

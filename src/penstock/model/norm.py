@@ -18,11 +18,9 @@ class _RMSNormFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-        x_ND = _at_least_fp32(x.reshape(-1, x.shape[-1]))
-        mean_square_N1 = torch.linalg.vector_norm(x_ND, dim=-1, keepdim=True).square_().div_(x.shape[-1])
-        r_N1 = mean_square_N1.add_(eps).rsqrt_()
+        y, r_N1 = _normalised(x, weight_D, eps)
         ctx.save_for_backward(x, weight_D, r_N1)
-        return (x_ND * r_N1).mul_(weight_D).to(x.dtype).view_as(x)
+        return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
@@ -52,7 +50,17 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if x.is_cuda:
             return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
+        if not torch.is_grad_enabled():
+            return _normalised(x, self.weight, self.eps)[0]
         return _RMSNormFunction.apply(x, self.weight, self.eps)  # pyright: ignore[reportReturnType]
+
+
+def _normalised(x: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The result, and r [N, 1]."""
+    x_ND = _at_least_fp32(x.reshape(-1, x.shape[-1]))
+    mean_square_N1 = torch.linalg.vector_norm(x_ND, dim=-1, keepdim=True).square_().div_(x.shape[-1])
+    r_N1 = mean_square_N1.add_(eps).rsqrt_()
+    return (x_ND * r_N1).mul_(weight_D).to(x.dtype).view_as(x), r_N1
 
 
 def _at_least_fp32(x: Tensor) -> Tensor:

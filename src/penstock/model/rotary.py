@@ -99,6 +99,8 @@ class _RotateFunction(torch.autograd.Function):
 
 def rotate(x_THK: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
     """Queries or keys turned by their positions; computed in fp32, given back in the input's dtype."""
+    if not torch.is_grad_enabled():
+        return _turn(x_THK, *tables)
     return _RotateFunction.apply(x_THK, *tables)  # pyright: ignore[reportReturnType]
 
 
