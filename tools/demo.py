@@ -24,7 +24,7 @@ def train(folder: Path) -> list[str]:
 
 def generate(folder: Path) -> list[str]:
     """A sample from the trained model, over the same two stages."""
-    sampling = ["--max-new-tokens", "240", "--temperature", "0.6", "--top-p", "0.95"]
+    sampling = ["--max-new-tokens", "200", "--temperature", "0.6", "--top-p", "0.95"]
     return [str(PENSTOCK), "generate", str(folder), PROMPT, "--pp", "2", *sampling]
 
 

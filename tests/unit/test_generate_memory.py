@@ -1,0 +1,82 @@
+"""What generation keeps: its caches, allocated once, and nothing that grows."""
+
+import gc
+
+import pytest
+import torch
+
+from penstock import Engine, SamplingParams
+from penstock.engine.generate import GenerateOptions
+from penstock.model import CachedRows, CacheSize, KVCache, cached_attention, decoder_units
+from penstock.schedule import Piece
+from tests.generation import CONFIG, load, random_prompts, random_weights
+
+PARAMS = SamplingParams(max_new_tokens=3)
+
+
+def engine() -> Engine:
+    made = Engine(decoder_units(CONFIG), CONFIG.hidden_size)
+    load(made.parameters(), random_weights())
+    return made
+
+
+def caches(made: Engine) -> list[KVCache]:
+    assert made._generator is not None
+    return [cache for row in made._generator._caches.values() for cache in row if cache is not None]
+
+
+def num_tensors() -> int:
+    gc.collect()
+    return sum(1 for thing in gc.get_objects() if isinstance(thing, torch.Tensor))
+
+
+def test_no_memory_grows_over_200_rounds() -> None:
+    made, prompts = engine(), random_prompts([5, 2])
+    made.generate(prompts, PARAMS)
+    kept, counted = [cache.keys_RGLK.data_ptr() for cache in caches(made)], num_tensors()
+    assert len(kept) == CONFIG.num_layers
+    for _ in range(200):
+        made.generate(prompts, PARAMS)
+    assert [cache.keys_RGLK.data_ptr() for cache in caches(made)] == kept
+    assert num_tensors() == counted
+
+
+def test_released_caches_are_gone_and_made_anew_when_needed() -> None:
+    made, prompts = engine(), random_prompts([5, 2])
+    before = [answer.tokens for answer in made.generate(prompts, PARAMS)]
+    made.release_caches()
+    assert caches(made) == []
+    assert [answer.tokens for answer in made.generate(prompts, PARAMS)] == before
+
+
+@pytest.mark.shows(69)
+def test_a_cache_is_a_row_a_sequence_and_as_long_as_the_longest_answer() -> None:
+    made, prompts = engine(), random_prompts([5, 2, 60])
+    made.generate(prompts, SamplingParams(max_new_tokens=30), GenerateOptions(num_slots=2, rows_per_slot=2))
+    for cache in caches(made):
+        keys, values = cache.by_token()
+        # [rows, tokens rounded up, key heads, width of a head]
+        assert keys.shape == values.shape == (4, 128, CONFIG.num_kv_heads, CONFIG.head_dim)
+
+
+@pytest.mark.shows(69)
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("cuts", [[9], [4, 5], [1] * 9, [3, 1, 1, 4]])
+def test_attention_piece_by_piece_is_that_of_the_whole(cuts: list[int], window: int | None) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(9, heads, 8, generator=generator) for heads in (4, 2, 2))
+    scores = torch.einsum("thk,shk->hts", q, k.repeat_interleave(2, 1)) / 8**0.5
+    place = torch.arange(9)
+    hidden = (place[None] > place[:, None]) | (place[None] <= place[:, None] - (window or 99))
+    expected = torch.einsum(
+        "hts,shk->thk", scores.masked_fill(hidden, -torch.inf).softmax(-1), v.repeat_interleave(2, 1)
+    )
+    cache = KVCache(CacheSize(3, 16, torch.float32, torch.device("cpu")), 2, 8)
+    found, start = [], 0
+    for length in cuts:
+        rows = CachedRows.of([Piece(0, 1, start, length, sampled=True)])
+        part = slice(start, start + length)
+        cache.write(k[part], v[part], rows)
+        found.append(cached_attention(q[part], cache, rows, window))
+        start += length
+    torch.testing.assert_close(torch.cat(found), expected)
