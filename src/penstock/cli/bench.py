@@ -73,11 +73,11 @@ def _parser() -> Parser:
     _add(benchmarks, "scale", _scale, "time and memory to build, lower, prove and simulate up to a million actions")
 
     overlap = _add(benchmarks, "overlap", _overlap, "what the combined schedule hides of all-to-all on a slow link")
-    overlap.add_argument("--layers", type=int, default=4)
+    overlap.add_argument("--layers", type=int, default=3)
     overlap.add_argument("--hidden-size", type=int, default=768)
     overlap.add_argument("--expert-size", type=int, default=768)
     overlap.add_argument("--tokens", type=int, default=512, help="of a microbatch")
-    overlap.add_argument("--microbatches", type=int, default=16)
+    overlap.add_argument("--microbatches", type=int, default=24)
     overlap.add_argument(
         "--emulate", type=float, metavar="GFLOPS", help="matrix products sleep as long as at this speed"
     )

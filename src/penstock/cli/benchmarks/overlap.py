@@ -45,14 +45,14 @@ class Size:
     so that what is measured does not depend on free cores; None to compute them.
     """
 
-    num_layers: int = 4
+    num_layers: int = 3
     hidden_size: int = 768
     expert_size: int = 768
     num_experts: int = 8
     num_active: int = 2
     vocab_size: int = 512
     microbatch_tokens: int = 512
-    num_microbatches: int = 16
+    num_microbatches: int = 24
     num_rounds: int = 3
     rate: float | None = None
     emulated_flops: float | None = None
