@@ -106,3 +106,24 @@ def test_without_the_solver_it_is_said_what_to_install(monkeypatch: pytest.Monke
 def test_lengths_that_differ_have_no_optimum():
     with pytest.raises(ValueError, match="one length"):
         optimum(Placement(PlacementKind.LOOP, 2), 2, Costs(lengths=(1.0, 2.0)), 2)
+
+
+@solver
+def test_the_search_runs_a_w_early_where_the_optimum_does():
+    """Unequal stages, at 1F1B's memory: no rule by which a W fills a wait finds this order."""
+    placement, times = Placement(PlacementKind.LOOP, 3), ([14, 18, 16], [14, 18, 16], [7, 9, 8])
+    costs = Costs(*times, transfer=1, weight_memory_share=0.4)
+    best = optimum(placement, 6, costs, 3, time_limit_s=20)
+    assert best.is_proven and bound(placement, 6, costs, 3) < best.span
+    forward, backward_input, backward_weight = times
+    found = build(
+        "auto",
+        ranks=3,
+        microbatches=6,
+        weight_memory_share=0.4,
+        forward=forward,
+        backward_input=backward_input,
+        backward_weight=backward_weight,
+        transfer=1,
+    )
+    assert simulate(lower(found), costs).span_cost == pytest.approx(best.span)

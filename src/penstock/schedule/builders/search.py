@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice, product
 from math import inf
@@ -18,6 +18,7 @@ from penstock.schedule.builders.search_anneal import Cooling, anneal
 from penstock.schedule.builders.search_bounds import lower_bound
 from penstock.schedule.builders.search_dispatch import RULES, Rule, dispatch
 from penstock.schedule.builders.search_latest import latest_starts
+from penstock.schedule.builders.search_polish import polish
 from penstock.schedule.builders.search_problem import TOLERANCE, Codes, Maker, Problem
 from penstock.schedule.builders.search_skeletons import one_at_a_time, one_f_one_b, patterns, there_and_back, warm_ups
 from penstock.schedule.builders.search_weave import weave
@@ -43,6 +44,10 @@ _WAYS = (
 
 # How many actions are woven for each part of the search: about a second's worth.
 _NUM_ACTIONS = 2_500_000
+
+# With no more actions than this the orders that come of a skeleton are changed themselves: with more, changes to one
+# action at a time get nowhere in the time there is.
+_NUM_ACTIONS_POLISHED = 400
 
 # With no more actions than this all skeletons are compared in all their length.
 _NUM_ACTIONS_AT_ONCE = 3_000
@@ -72,7 +77,8 @@ def search(problem: Problem, effort: float = 1.0) -> Codes:
         candidates = sorted(few.change(candidates, effort) + candidates, key=_span)
     if trials is not few:
         candidates = trials.finalists(candidates)
-    return next(candidate.orders for candidate in sorted(candidates, key=_span) if trials.legal(candidate))
+    best = next(candidate for candidate in sorted(candidates, key=_span) if trials.legal(candidate))
+    return trials.polish(best, effort) if problem.num_actions <= _NUM_ACTIONS_POLISHED else best.orders
 
 
 def _few(problem: Problem) -> int:
@@ -165,6 +171,14 @@ class _Trials:
             tried = filter(None, (self.weave(skeleton, None, _WAYS) for skeleton in found[:-4:-1]))
             changed += islice(filter(self.legal, tried), 1)
         return changed
+
+    def polish(self, best: _Candidate, effort: float) -> Codes:
+        """The orders after small changes to all their actions, or as they were if no legal ones are shorter."""
+        if self.solved_by(best) or not effort:
+            return best.orders
+        num_steps = int(effort * _NUM_ACTIONS / (2 * self.problem.num_actions))
+        found = polish(self.problem, best.orders, self.least, Cooling(num_steps, 0.2))
+        return found if self.legal(replace(best, orders=found)) else best.orders
 
     def finalists(self, candidates: Sequence[_Candidate]) -> list[_Candidate]:
         """What comes of candidates for fewer microbatches: made anew, or by repeating their middle."""
