@@ -127,7 +127,7 @@ class ExpertsSection:
     num_dense_first: int = 0
     """Layers at the start that have one MLP."""
     every: int = 1
-    """Of the layers after them every so manieth has experts."""
+    """Of the layers after them only each n-th has experts."""
     dense_layers: tuple[int, ...] = ()
     """Further layers, by number, that have one MLP."""
 

@@ -48,7 +48,7 @@ class ExpertConfig:
         shared_size: width inside the shared expert, which every token goes to; 0 for none.
         shared_gate: the shared expert's output is scaled, token by token, by a sigmoid of its own.
         num_dense_first: layers at the start that have one MLP instead.
-        every: of the layers after them every so manieth has experts, the others one MLP.
+        every: of the layers after them only each n-th has experts, the others one MLP.
         dense_layers: further layers, by number, that have one MLP.
 
     Raises:
