@@ -63,6 +63,7 @@ def trained(case: Case) -> dict[str, Any]:
     found["evaluated"] = engine.evaluate([batch], micro_batches=MicroBatchSpec(num=2))
     found["logits"] = engine.forward(batch, broadcast=True)
     engine.close()
+    engine.grid.close()
     return found
 
 

@@ -106,6 +106,7 @@ def train(case: Case, layout: Layout) -> Outcome:
         dict(engine.shards),
     )
     engine.close()
+    engine.grid.close()
     return outcome
 
 

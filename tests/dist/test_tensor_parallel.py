@@ -215,6 +215,7 @@ def trained(rank: int) -> dict[str, list[Any]]:
         weights = {name: p.detach().clone() for name, p in engine.parameters().items()}
         found[f"{schedule}, {recompute}"] = [[(r.loss, r.grad_norm) for r in results], weights, sorted(set(sent))]
         engine.close()
+        engine.grid.close()
     return found
 
 

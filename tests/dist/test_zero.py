@@ -75,6 +75,7 @@ def trained(case: Case, zero: bool) -> dict[str, Any]:
         "bytes": engine.optimizer.state_bytes,
     }
     engine.close()
+    engine.grid.close()
     return found
 
 
