@@ -64,9 +64,9 @@ def inputs(case: Case, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tens
 
 
 def expected(case: Case, dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    *qkv, grad = (x.double() for x in inputs(case, dtype))
-    leaves = [x.requires_grad_() for x in qkv]
-    out = masked(*leaves, case.lengths, case.sight)
+    q, k, v, grad = (x.double() for x in inputs(case, dtype))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out = masked(q, k, v, case.lengths, case.sight)
     return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
 
 

@@ -23,7 +23,8 @@ from penstock.runtime import (
     Stage,
     run_together,
 )
-from penstock.schedule import Action, Channel, Op
+from penstock.runtime.transport import Line
+from penstock.schedule import Action, Op
 
 HIDDEN = 4
 
@@ -110,7 +111,7 @@ def test_the_data_of_an_output_is_gone_once_it_is_sent() -> None:
     class Wire(InProcessTransport):
         """Like a real wire: what arrives is a copy."""
 
-        def send(self, channel: Channel, tensor: Tensor) -> None:
+        def send(self, channel: Line, tensor: Tensor) -> None:
             alive.append([not storage.expired() for storage in storages])
             super().send(channel, tensor.clone())
 

@@ -105,7 +105,9 @@ def _transformers(generation: Generation, rank: int) -> Turn:
         with torch.inference_mode():
             for name, cache in {"growing cache": None, "static cache": "static"}.items():
                 start = time.perf_counter()
-                made = model.generate(given, cache_implementation=cache, **settings)  # pyright: ignore[reportCallIssue]
+                made = model.generate(  # pyright: ignore[reportAttributeAccessIssue, reportCallIssue]
+                    given, cache_implementation=cache, **settings
+                )
                 found[name] = time.perf_counter() - start
                 assert made.shape[1] == generation.prompt_tokens + generation.new_tokens
         torch.set_num_threads(1)
