@@ -94,6 +94,7 @@ def trained(run: Run, layout: Layout) -> Outcome:
     gradients = {name: engine.gradient(name).clone() for name in engine.parameters()}
     weights = {name: p.detach().clone() for name, p in engine.parameters().items()}
     engine.close()
+    engine.grid.close()
     return losses, gradients, weights
 
 
@@ -201,7 +202,7 @@ def note(engine: Engine) -> list[str]:
                 segments_of = module.segments
 
                 def noted(sequences: Sequences, segments_of: Any = segments_of, layer: str = layer) -> list[Noted]:
-                    row = [segment for segment in segments_of(sequences)]
+                    row = list(segments_of(sequences))
                     kinds = {True: "send ", False: ""}
                     return [Noted(s, f"{kinds[isinstance(s, Exchange)]}{s.name} {layer}", log) for s in row]
 
@@ -209,7 +210,7 @@ def note(engine: Engine) -> list[str]:
                 owners |= {id(part): f"experts {layer}" for part in module.experts.modules()}
             owners |= {id(p): f"before {layer}" for p in module.parameters()}
 
-        def weights(tape: Any, stage: Any = stage, original: Any = stage.weight_backward) -> None:
+        def weights(tape: Any, original: Any = stage.weight_backward, owners: dict[int, str] = owners) -> None:
             found = {owners[id(getattr(p, "stack", None) or p.weight)] for p in tape.weight_gradients}
             log.extend(f"b weights of {what}" for what in sorted(found))
             original(tape)
@@ -232,6 +233,7 @@ def noted_pair(rank: int) -> list[str]:
     engine.recorder.end = at_end  # type: ignore[method-assign]
     engine.train_batch(batches(engine.grid.dp_rank, 2)[0], micro_batches=MicroBatchSpec(num=2))
     engine.close()
+    engine.grid.close()
     return [what for what in of_pair if "sizes" not in what]
 
 
@@ -301,6 +303,7 @@ def launches(rank: int, cases: list[tuple[Run, Layout]]) -> list[list[tuple[str,
         spec = MicroBatchSpec(num=run.num_microbatches)
         engine.train_batch(batches(engine.grid.dp_rank, run.num_microbatches)[0], micro_batches=spec)
         engine.close()
+        engine.grid.close()
         found.append(log)
     return found
 

@@ -116,7 +116,10 @@ def test_training_and_scoring_equal_those_of_one_process(world: int) -> None:
 def refusals(rank: int) -> list[str]:
     """What all ranks are told, in turn; between the refusals the engine still works."""
     engine = Engine(
-        lambda groups: decoder_units(CONFIG, groups=groups), CONFIG.hidden_size, Layout(pp=1, dp=2, cp=2), EngineOptions()
+        lambda groups: decoder_units(CONFIG, groups=groups),
+        CONFIG.hidden_size,
+        Layout(pp=1, dp=2, cp=2),
+        EngineOptions(),
     )
     good, short = (PackedBatch.from_documents([torch.arange(n)] * 2) for n in (6, 1))
     said = []
@@ -129,6 +132,7 @@ def refusals(rank: int) -> list[str]:
         groups = ModelGroups.planned(cp=4, form=ContextForm.ALL_TO_ALL)
         decoder_units(CONFIG, groups=groups)
     engine.close()
+    engine.grid.close()
     return said
 
 
@@ -147,6 +151,7 @@ def means_of_parts(rank: int) -> float:
     batch = batch_of(0, 1)
     of_parts = engine.train_batch(batch, normalize="microbatch_mean", micro_batches=MicroBatchSpec(num=2)).loss
     engine.close()
+    engine.grid.close()
     return of_parts
 
 

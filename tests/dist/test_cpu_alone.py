@@ -45,11 +45,14 @@ def everything(rank: int, pp: int) -> dict[str, Any]:
             spec, told = MicroBatchSpec(num=4), []
             told.append(engine.train_batch(batch(), micro_batches=spec).loss)
             told.append(engine.evaluate([batch()], micro_batches=spec))
-            told.append(engine.forward(batch(), token_scores(), micro_batches=spec, broadcast=True)["log_probs"].tolist())
+            told.append(
+                engine.forward(batch(), token_scores(), micro_batches=spec, broadcast=True)["log_probs"].tolist()
+            )
             if name in GENERATING:
                 written = engine.generate([[1, 2, 3], [4]], SamplingParams(max_new_tokens=5))
                 told.append([token for one in written for token in one.tokens])
             engine.close()
+            engine.grid.close()
             found[name, precision.value] = told
     return found
 

@@ -56,6 +56,7 @@ def train_in_all_modes(rank: int, pp: int, dp: int) -> dict[str, tuple[float, di
         result = engine.train_batch(batch_of(engine.grid.dp_rank), micro_batches=MicroBatchSpec(num=3), normalize=mode)
         found[mode] = (result.loss, {name: engine.gradient(name).clone() for name in engine.parameters()})
         engine.close()
+        engine.grid.close()
     return found
 
 
@@ -126,6 +127,7 @@ def reductions_of(rank: int, name: str, num_microbatches: int) -> list[Any]:
     # Evaluation in between changes nothing of it, and reduces nothing.
     engine.evaluate([batch])
     engine.close()
+    engine.grid.close()
     return launched
 
 
@@ -156,6 +158,7 @@ def refusals(rank: int) -> list[tuple[type, str]]:
     with pytest.raises(ValueError, match="normalize must be one of"):
         engine.train_batch(good, normalize="mean")
     engine.close()
+    engine.grid.close()
     return raised
 
 
@@ -185,7 +188,10 @@ def fail_on_one_rank(rank: int) -> str:
         # What is under way can not be taken back, so the engine must not go on as if nothing had happened.
         with pytest.raises(TransportError, match="make a new engine"):
             engine.executor(2).run(
-                [engine.feed(m, lambda output, _: output.sum()) for m in split(batch, MicroBatchSpec(num=2)).microbatches]
+                [
+                    engine.feed(m, lambda output, _: output.sum())
+                    for m in split(batch, MicroBatchSpec(num=2)).microbatches
+                ]
             )
         raise
     return "went through"

@@ -1,4 +1,4 @@
-"""One denominator for all ranks, counted exactly before any backward, and gradients that are summed and nothing else."""
+"""One denominator for all ranks, counted exactly before any backward, and gradients that are only summed."""
 
 from typing import Any
 
@@ -52,6 +52,7 @@ def step(rank: int, layout: Layout) -> dict[str, Any]:
     train.loss_factors, dist.all_reduce = spy_on_factors, spy_on_sums
     engine.train_batch(batch(engine.grid.dp_rank), loss_weight_fn=weight, micro_batches=MicroBatchSpec(num=2))
     engine.close()
+    engine.grid.close()
     return {
         "totals": totals,
         "ops": [op for op, *_ in reductions],

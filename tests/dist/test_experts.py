@@ -75,7 +75,17 @@ def documents() -> list[list[Tensor]]:
 
 
 def train(case: Case, layout: Layout) -> Outcome:
-    config = ModelConfig(48, 24, 32, 3, 4, num_kv_heads=2, experts=case.experts, num_predictions=case.num_predictions, tie_embeddings=case.tied)
+    config = ModelConfig(
+        48,
+        24,
+        32,
+        3,
+        4,
+        num_kv_heads=2,
+        experts=case.experts,
+        num_predictions=case.num_predictions,
+        tie_embeddings=case.tied,
+    )
     options = EngineOptions(
         schedule=case.schedule,
         recompute=case.recompute,

@@ -58,6 +58,7 @@ def try_families(rank: int, layout: Layout, schedule: str, folders: dict[str, Pa
             found[f"{family}, trained"] = loss
             engine.save_hf(out / family)
         engine.close()
+        engine.grid.close()
     return found
 
 

@@ -35,6 +35,7 @@ def greedy(rank: int, pp: int, tp: int, config: Any, weights: dict[str, Any], pr
     engine = make_engine(config, weights, pp, tp=tp)
     found = [[list(answer.tokens) for answer in engine.generate(prompts, GREEDY, options)] for options in OPTIONS]
     engine.close()
+    engine.grid.close()
     return found
 
 

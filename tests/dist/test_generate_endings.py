@@ -30,9 +30,7 @@ def case(lengths: list[int]) -> tuple[list[list[int]], list[SamplingParams]]:
 
 
 def plain(answers: Any) -> list[Any]:
-    return [
-        (a.tokens, a.log_probs, a.raw_log_probs, a.ending.value, a.filter_mask.sum(-1).tolist()) for a in answers
-    ]
+    return [(a.tokens, a.log_probs, a.raw_log_probs, a.ending.value, a.filter_mask.sum(-1).tolist()) for a in answers]
 
 
 def all_endings(rank: int, pp: int) -> list[Any]:
@@ -44,6 +42,7 @@ def all_endings(rank: int, pp: int) -> list[Any]:
         assert engine._generator is not None and engine._generator.host.num_pending() == 0
         found.append(plain(result))
     engine.close()
+    engine.grid.close()
     return found
 
 
@@ -73,6 +72,7 @@ def interleaved(rank: int, pp: int, with_others: bool) -> tuple[dict[str, torch.
             engine.release_caches()
     weights = {name: parameter.detach() for name, parameter in engine.parameters().items()}
     engine.close()
+    engine.grid.close()
     return weights, losses
 
 
@@ -108,6 +108,7 @@ def refusals(rank: int, pp: int) -> list[str]:
     attempt(prompts, on_token=listener)
     attempt(prompts)
     engine.close()
+    engine.grid.close()
     return told
 
 
@@ -120,7 +121,8 @@ def test_what_can_not_be_generated_is_told_on_every_rank_and_harms_nothing() -> 
         [
             "ValueError: prompt 0 is empty",
             "ValueError: prompt 1 holds the token 97; the model knows 0 to 96",
-            "ValueError: prompt 0 has 94 tokens, and with max_new_tokens=3 more it would pass the model's max_length=96",
+            "ValueError: prompt 0 has 94 tokens, and with max_new_tokens=3 more it would pass "
+            "the model's max_length=96",
             "ValueError: 2 SamplingParams were given for 1 prompts",
             "PipelineError: rank 1 of those that generate together was given other prompts",
             "PipelineError: rank 1 of those that generate together can not: prompt 1 holds the token -2",

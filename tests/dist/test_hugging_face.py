@@ -70,6 +70,7 @@ def import_and_export(rank: int, layout: Layout, folders: dict[str, Path], out: 
         found[name] = scored(engine)
         engine.save_hf(out / name, max_shard_bytes=20_000)
         engine.close()
+        engine.grid.close()
     return found
 
 

@@ -79,6 +79,7 @@ def train(engine: Engine, others: list[Callable[[Engine, int], None]]) -> dict[s
         "random": torch.get_rng_state(),
     }
     engine.close()
+    engine.grid.close()
     return found
 
 
@@ -118,15 +119,14 @@ def generate_and_score(rank: int, pp: int) -> list[tuple[list[float], list[float
         )
         answers = engine.generate(asked, params, GenerateOptions(rows_per_slot=2))
         texts = [[*asked[one.prompt], *one.tokens] for one in answers]
-        labels = [
-            [NO_LABEL] * (len(asked[one.prompt]) - 1) + list(one.tokens) + [NO_LABEL] for one in answers
-        ]
+        labels = [[NO_LABEL] * (len(asked[one.prompt]) - 1) + list(one.tokens) + [NO_LABEL] for one in answers]
         packed = PackedBatch.from_sequences({"tokens": texts, "labels": labels})
         for divisor, told in ((temperature, "log_probs"), (1.0, "raw_log_probs")):
             scores = engine.forward(packed, token_scores(divisor), micro_batches=SPEC, broadcast=True)
             scored = scores["log_probs"][packed["labels"] != NO_LABEL].tolist()
             found.append(([value for one in answers for value in getattr(one, told)], scored))
     engine.close()
+    engine.grid.close()
     return found
 
 
@@ -171,6 +171,7 @@ def loop(rank: int) -> tuple[list[int], list[int]]:
             tensors.append(num_tensors())
             resident.append(resident_bytes())
     engine.close()
+    engine.grid.close()
     return tensors, resident
 
 

@@ -43,6 +43,7 @@ def trace(rank: int, names: tuple[str, ...]) -> dict[str, Seen]:
         )
         assert all(t.launch_ns <= t.wait_ns <= t.taken_ns and t.launch_ns <= t.end_ns <= t.taken_ns for t in travels)
         engine.close()
+        engine.grid.close()
     return found
 
 

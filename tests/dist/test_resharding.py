@@ -107,6 +107,7 @@ def walk(
         told.append(one_step(engine))
         saved.save(engine.step, engine.state(), engine.progress(), wait=True)
         engine.close()
+        engine.grid.close()
     return told
 
 

@@ -1,4 +1,4 @@
-"""`engine.forward`: outputs of any type in the order of the batch, on the last stage, one microbatch's logits at a time.
+"""`engine.forward`: outputs of any type in the order of the batch, on the last stage, one microbatch's at a time.
 
 All cases of a number of ranks run in the same processes, one engine a schedule.
 """
@@ -131,6 +131,7 @@ def score(rank: int, pp: int) -> list[dict[str, Any]]:
             }
         )
         engine.close()
+        engine.grid.close()
     return found
 
 
@@ -211,6 +212,7 @@ def refuse(rank: int) -> dict[str, Any]:
     }
     fine = engine.forward(batch, token_scores(), micro_batches=BUDGET, broadcast=True)
     engine.close()
+    engine.grid.close()
     return {"told": told, "calls": len(calls), "fine": fine["log_probs"].shape}
 
 
@@ -259,6 +261,7 @@ def score_shards(rank: int) -> Any:
     else:
         refused = ""
     engine.close()
+    engine.grid.close()
     return logits, len(counts), refused
 
 
@@ -295,6 +298,7 @@ def score_shared(rank: int, layouts: list[Layout]) -> list[tuple[list[int], Tens
         log_probs = engine.forward(batch, hook, micro_batches=BUDGET)
         found.append((rows, engine.forward(batch, micro_batches=BUDGET), log_probs))
         engine.close()
+        engine.grid.close()
     return found
 
 

@@ -54,6 +54,7 @@ def held(rank: int, configs: list[RunConfig]) -> list[StateBytes]:
         engine = run_engine(config, 256)
         found.append(engine.state_bytes())
         engine.close()
+        engine.grid.close()
     return found
 
 
