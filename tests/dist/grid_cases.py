@@ -151,7 +151,6 @@ def run(case: Case) -> Outcome:
     weights = {name: p.detach().clone() for name, p in engine.parameters().items()}
     shards = dict(engine.shards)
     engine.close()
-    engine.grid.close()
     # A process runs many cases, and each group has a thread that never sleeps for long.
     engine.grid.close()
     return Outcome(losses, norms, initial, gradients, weights, shards, scores, answers, list(own))
