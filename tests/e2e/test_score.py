@@ -136,7 +136,7 @@ def test_a_call_that_was_stopped_is_continued_to_the_same_file(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["score", str(folder / "run"), str(folder / "texts.jsonl"), "--max-tokens", "44", "--json", "--output"]
-    assert main([*words, str(folder / "whole.jsonl")]) == 0
+    assert main([*words, str(folder / "never_stopped.jsonl")]) == 0
     capsys.readouterr()
     half = folder / "half.jsonl"
     written: list[int] = []
@@ -159,7 +159,7 @@ def test_a_call_that_was_stopped_is_continued_to_the_same_file(
     assert main([*words, str(half)]) == 0
     summary = json.loads(capsys.readouterr().out)
     assert summary["resumed_from"] == written[0] > 0
-    assert half.read_bytes() == (folder / "whole.jsonl").read_bytes()
+    assert half.read_bytes() == (folder / "never_stopped.jsonl").read_bytes()
     assert not unfinished.exists()
 
 

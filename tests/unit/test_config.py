@@ -17,7 +17,7 @@ NAMES = list(setting_types())
 # A continued run may change these; docs and the class's docstring promise it.
 MAY_CHANGE = re.compile(
     r"output|(log|checkpoint|validation|schedule|parallel)\..*|train\.(steps|num_microbatches|max_microbatch_tokens)"
-    r"|data\.cache"
+    r"|data\.cache|optimizer\.zero"
 )
 
 
