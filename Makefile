@@ -23,7 +23,7 @@ lint: setup
 	$(BIN)/pyright
 
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 bench: setup
 	$(BIN)/penstock bench all
