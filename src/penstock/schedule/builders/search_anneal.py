@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import exp
 from random import Random
@@ -26,35 +27,52 @@ def anneal(
 ) -> list[Codes]:
     """The skeletons, each shorter than the one before, that come of moving one action of one rank at a time.
 
-    A change that makes the span longer is kept at times, the less likely the longer and the later. Nothing is tried
-    once the span is `least`. The same call has the same result.
+    Nothing is tried once the span is `least`. The same call has the same result.
+    """
+    current = [list(steps) for steps in skeleton]
+
+    def span(moved: list[int]) -> float | None:
+        woven = weave(problem, current, allowed_span)
+        return None if woven is None else woven.span
+
+    return list(shorter(current, span, _MOVES, least, cooling, problem.mean_action))
+
+
+def shorter(
+    current: Codes,
+    span: Callable[[list[int]], float | None],
+    moves: Sequence[int],
+    least: float,
+    cooling: Cooling,
+    mean_action: float,
+) -> Iterator[Codes]:
+    """Copies of `current`, each shorter than the one before, as one action of one rank is moved at a time in it.
+
+    `span` measures `current` and is given the rank's order that was moved; None where that can not be carried out.
+    A change that makes the span longer is kept at times, the less likely the longer and the later.
     """
     random = Random(cooling.num_steps)
-    current = [list(steps) for steps in skeleton]
-    start = weave(problem, current, allowed_span)
-    if start is None:
-        return []
-    span = shortest = start.span
-    found: list[Codes] = []
-    heat = cooling.heat * problem.mean_action
+    now = span(current[0])
+    if now is None:
+        return
+    shortest, heat = now, cooling.heat * mean_action
     for step in range(cooling.num_steps):
         if shortest <= least + TOLERANCE:
-            break
+            return
         steps = random.choice(current)
         source = random.randrange(len(steps))
-        target = source + random.choice(_MOVES)
+        target = source + random.choice(moves)
         if not 0 <= target < len(steps) or steps[source] == steps[target]:
             continue
         steps.insert(target, steps.pop(source))
-        changed = weave(problem, current, allowed_span)
-        if changed is None or not _keep(changed.span - span, heat * (1 - step / cooling.num_steps), random):
+        changed = span(steps)
+        if changed is None or not _keep(changed - now, heat * (1 - step / cooling.num_steps), random):
             steps.insert(source, steps.pop(target))
             continue
-        span = changed.span
-        if span < shortest - TOLERANCE:
-            shortest = span
-            found.append([list(order) for order in current])
-    return found
+        now = changed
+        if now < shortest - TOLERANCE:
+            shortest = now
+            yield [list(order) for order in current]
 
 
 def _keep(longer: float, heat: float, random: Random) -> bool:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from math import exp
-from random import Random
-
-from penstock.schedule.builders.search_anneal import Cooling
+from penstock.schedule.builders.search_anneal import Cooling, shorter
 from penstock.schedule.builders.search_problem import TOLERANCE, Codes, Problem
 
 # By how many places an action is moved in its rank's order.
@@ -17,30 +14,13 @@ def polish(problem: Problem, orders: Codes, least: float, cooling: Cooling) -> C
 
     Nothing is tried once the span is `least`. The same call has the same result.
     """
-    random = Random(cooling.num_steps)
     current = [list(order) for order in orders]
-    start = span_of(problem, current)
-    assert start is not None, "orders that can be carried out have a span"
-    span, shortest, best = start, start, [list(order) for order in orders]
-    heat = cooling.heat * problem.mean_action
-    for step in range(cooling.num_steps):
-        if shortest <= least + TOLERANCE:
-            break
-        order = random.choice(current)
-        source = random.randrange(len(order))
-        target = source + random.choice(_MOVES)
-        if not 0 <= target < len(order) or order[source] == order[target]:
-            continue
-        order.insert(target, order.pop(source))
-        changed = span_of(problem, current) if _fits(problem, order) else None
-        left = heat * (1 - step / cooling.num_steps)
-        if changed is None or (changed > span + TOLERANCE and random.random() >= exp((span - changed) / left)):
-            order.insert(source, order.pop(target))
-            continue
-        span = changed
-        if span < shortest - TOLERANCE:
-            shortest, best = span, [list(codes) for codes in current]
-    return best
+    assert span_of(problem, current) is not None, "orders that can be carried out have a span"
+
+    def span(moved: list[int]) -> float | None:
+        return span_of(problem, current) if _fits(problem, moved) else None
+
+    return [orders, *shorter(current, span, _MOVES, least, cooling, problem.mean_action)][-1]
 
 
 def _fits(problem: Problem, order: list[int]) -> bool:
