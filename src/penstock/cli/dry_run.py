@@ -77,7 +77,8 @@ def plan_run(config: RunConfig, data: RunData) -> RunPlan:
     shape = model_config(config, data.corpus.vocab_size)
     options = engine_options(config)
     lengths, num_microbatches = _microbatches(config)
-    program = options.choice.program(config.parallel.pp, num_microbatches)
+    shared = layout(config).shares_layers
+    program = options.choice.program(config.parallel.pp, num_microbatches, whole_backwards=shared)
     placement = program.placement
     units, ours = decoder_units(shape), config.parallel
     # What the rank with the largest parts holds.

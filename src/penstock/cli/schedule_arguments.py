@@ -47,6 +47,8 @@ def add_schedule(parser: Parser, arguments: list[str], *, costs: bool = True) ->
     parser.add_argument(
         "--stages-per-rank", type=int, default=None, metavar="N", help="local stages (default: as the schedule has it)"
     )
+    said = "gradients leave for the rank before as soon as they are there, before W, as the engine has it"
+    parser.add_argument("--early-gradients", action="store_true", help=said)
     if costs:
         add_costs(parser)
     name = next((word for word in arguments if word in schedule.names(with_aliases=True)), None)
@@ -137,6 +139,8 @@ def proved(options: argparse.Namespace, name: str | None = None, *, shared_chann
         stages_per_rank=getattr(options, "stages_per_rank", None),
         **own_options(name, options),
     )
+    if getattr(options, "early_gradients", False):
+        built = schedule.early_gradients(built)
     program = schedule.lower(built, shared_channels=shared_channels)
     schedule.verify(program)
     return program

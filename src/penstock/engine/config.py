@@ -216,6 +216,8 @@ class ScheduleSection:
     """In fused pairs, one half computes while the other's collectives travel; false: one half after the other."""
     split_backward: bool = False
     """In combined schedules, pairs hold the backward of the inputs, and that of the weights comes behind them."""
+    early_gradients: bool = True
+    """Gradients leave for the rank before as soon as they are there, before those of the weights are computed."""
     cut: tuple[int, ...] | None = None
     """Units of each stage, by hand; left out, the cut that makes the slowest stage fastest."""
     measure: bool = False
@@ -231,6 +233,7 @@ class ScheduleSection:
             self.group_size,
             self.max_live_microbatches,
             self.split_backward,
+            self.early_gradients,
         )
 
 

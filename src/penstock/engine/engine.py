@@ -343,7 +343,8 @@ class Engine:
     def program(self, num_microbatches: int, training: bool = True) -> Program:
         """The program of a step of so many microbatches, or of as many forwards alone."""
         if training:
-            return self.options.choice.program(self.layout.pp, num_microbatches)
+            shared = self.layout.shares_layers
+            return self.options.choice.program(self.layout.pp, num_microbatches, whole_backwards=shared)
         return forward_only(self.placement, num_microbatches)
 
     def executor(self, num_microbatches: int, training: bool = True) -> Executor:

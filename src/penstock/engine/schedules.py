@@ -17,6 +17,8 @@ class ScheduleChoice:
         group_size: microbatches that take turns at a rank's stages (interleaved schedules); None for the default.
         split_backward: whether pairs hold I and leave W behind them (combined schedules).
         max_live_microbatches: what `auto` may keep alive on a rank; None for the default.
+        early_gradients: whether a gradient leaves for the rank before as soon as it is there, before those of the
+            weights are computed (`schedule.early_gradients`); a file's order is always taken as it is.
     """
 
     name: str = "1f1b"
@@ -25,20 +27,27 @@ class ScheduleChoice:
     group_size: int | None = None
     max_live_microbatches: float | None = None
     split_backward: bool = False
+    early_gradients: bool = True
 
     @property
     def is_file(self) -> bool:
         return files.is_file(self.name)
 
-    def program(self, ranks: int, microbatches: int) -> Program:
+    def program(self, ranks: int, microbatches: int, *, whole_backwards: bool = False) -> Program:
         """The program of a step.
+
+        `whole_backwards` leaves every `B` whole: for stages that launch collectives, which send early by themselves and
+        fill what waits there are with weight gradients.
 
         Raises:
             ValueError: an unknown name or option, numbers that are not possible, or a file that can not be read or is
                 for other numbers.
         """
         if not self.is_file:
-            return schedule.lower(self.build(ranks, microbatches), receives_ahead=self.receives_ahead)
+            built = self.build(ranks, microbatches)
+            if self.early_gradients and not whole_backwards:
+                built = schedule.early_gradients(built)
+            return schedule.lower(built, receives_ahead=self.receives_ahead)
         program = files.read_program(self.name, receives_ahead=self.receives_ahead)
         given = (program.placement.num_ranks, program.schedule.num_microbatches)
         if given != (ranks, microbatches):

@@ -74,6 +74,11 @@ class Layout:
     def _sizes(self) -> tuple[int, ...]:
         return tuple(getattr(self, axis) for axis in AXES)
 
+    @property
+    def shares_layers(self) -> bool:
+        """Whether ranks work on a layer together, and so talk to each other within it."""
+        return self.tp > 1 or self.cp > 1 or self.ep > 1
+
     def __str__(self) -> str:
         text = " x ".join(f"{axis}={size}" for axis, size in zip(AXES, self._sizes, strict=True))
         return text if self.ep == 1 else f"{text} (ep={self.ep})"

@@ -22,6 +22,7 @@ from penstock.schedule.actions import (
 from penstock.schedule.builders import build, default_stages, describe, names, options
 from penstock.schedule.costs import Costs
 from penstock.schedule.critical import critical_path
+from penstock.schedule.early import early_gradients
 from penstock.schedule.generation import NO_ROW, Conductor, Ending, Piece, RingShape, Visit, Wish
 from penstock.schedule.lower import lower
 from penstock.schedule.partition import check_cut, partition
@@ -61,6 +62,7 @@ __all__ = [
     "critical_path",
     "default_stages",
     "describe",
+    "early_gradients",
     "flatten",
     "from_csv",
     "from_text",

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from penstock.cli.benchmarks.ranks import Turn, in_turns
@@ -203,59 +202,73 @@ def _torch(rank: int, training: Training, chosen: TorchSchedule) -> Step:
     return step
 
 
-def _prepare(engine: str, rank: int, training: Training) -> Turn:
-    """All sides of one engine, each with its step; of a process alone the second of the pair has none."""
-    if engine == "torch":
-        sides = {chosen.side: _torch(rank, training, chosen) for chosen in TORCH_SCHEDULES}
-    elif engine == "penstock":
-        sides = {"penstock 1f1b, even cut": _penstock(training, "1f1b", training.even_cut(NUM_RANKS))}
-        sides |= {f"penstock {name}, own cut": _penstock(training, name, None) for name in training.names}
-    elif rank == 0:
-        sides = {"one process, one thread": _alone(training, 1), "one process, two threads": _alone(training, 2)}
-    else:
-        return dict
+def _penstock_sides(training: Training) -> dict[str, tuple[str, tuple[int, ...] | None]]:
+    """Penstock's sides: schedule and cut, None for its own."""
+    sides: dict[str, tuple[str, tuple[int, ...] | None]] = {
+        "penstock 1f1b, even cut": ("1f1b", training.even_cut(NUM_RANKS))
+    }
+    return sides | {f"penstock {name}, own cut": (name, None) for name in training.names}
 
-    def turn() -> dict[str, tuple[float, Any]]:
-        found = {}
-        for side, step in sides.items():
-            if engine != "alone":
-                dist.barrier()
-            start = time.perf_counter()
-            cut = step()
-            found[side] = (time.perf_counter() - start, cut)
-        return found
+
+def _prepare(side: str, rank: int, training: Training) -> Turn:
+    """One side's step, timed; of a process alone the second of the pair has none."""
+    if side in _ALONE:
+        step = _alone(training, _ALONE[side]) if rank == 0 else _nothing
+    elif side in _TORCH:
+        step = _torch(rank, training, _TORCH[side])
+    else:
+        step = _penstock(training, *_penstock_sides(training)[side])
+
+    def turn() -> tuple[float, object]:
+        start = time.perf_counter()
+        cut = step()
+        return time.perf_counter() - start, cut
 
     return turn
+
+
+def _nothing() -> None:
+    pass
+
+
+_ONE_THREAD, _TWO_THREADS = "one process, one thread", "one process, two threads"
+_ALONE = {_ONE_THREAD: 1, _TWO_THREADS: 2}
+_TORCH = {chosen.side: chosen for chosen in TORCH_SCHEDULES}
 
 
 def compare(training: Training) -> dict[str, Any]:
     """Tokens per second of each side, measured in turn in one run, and the ratios that matter.
 
-    torch's best is that of its schedules which had the highest median here.
+    Each side has processes of its own: what another engine leaves behind in a process (threads of its groups, memory)
+    takes a few percent. A ratio is the median over rounds of the ratio within the round, for machines drift. torch's
+    best is that of its schedules which had the highest median here.
     """
-    engines = in_turns(("alone", "torch", "penstock"), NUM_RANKS, _prepare, training, num_rounds=training.num_steps)
-    rounds = {
-        side: [max(rank[i][side][0] for rank in ranks if side in rank[i]) for i in range(training.num_steps)]
-        for ranks in engines.values()
-        for side in ranks[0][0]
+    sides = (*_ALONE, *_TORCH, *_penstock_sides(training))
+    turns = in_turns(sides, NUM_RANKS, _prepare, training, num_rounds=training.num_steps)
+    rates = {
+        side: [training.step_tokens / max(seconds for seconds, _ in step) for step in zip(*ranks, strict=True)]
+        for side, ranks in turns.items()
     }
-    cuts = {side: cut for side, (_, cut) in engines["penstock"][0][0].items()}
-    rates = {side: [training.step_tokens / t for t in found] for side, found in rounds.items()}
     median = {side: statistics.median(found) for side, found in rates.items()}
+    best = max(_TORCH, key=lambda side: median[side])
     m, p = training.num_microbatches, NUM_RANKS
-    ideal = NUM_RANKS * median["one process, one thread"] * m / (m + p - 1)
-    torchs = {side: rate for side, rate in median.items() if side.startswith("torch")}
-    best = max(torchs, key=lambda side: torchs[side])
-    penstock = {side: rate for side, rate in median.items() if side.startswith("penstock")}
+
+    def over(base: str, factor: float = 1.0) -> dict[str, float]:
+        return {
+            side: statistics.median(a / (b * factor) for a, b in zip(rates[side], rates[base], strict=True))
+            for side in _penstock_sides(training)
+        }
+
     return {
         "products": training.products,
         "tokens_per_s": {
             side: {"median": median[side], "range": [min(found), max(found)]} for side, found in rates.items()
         },
-        "units_of_stages": cuts,
+        "units_of_stages": {side: turns[side][0][0][1] for side in _penstock_sides(training)},
         "torch's_best": best,
-        "over_torch's_best": {side: rate / torchs[best] for side, rate in penstock.items()},
-        "over_torch's_1F1B": {side: rate / torchs["torch 1F1B"] for side, rate in penstock.items()},
-        "over_twice_one_thread_less_bubble": {side: rate / ideal for side, rate in penstock.items()},
-        "over_two_threads": {side: rate / median["one process, two threads"] for side, rate in penstock.items()},
+        "over_torch's_best": over(best),
+        "over_torch's_1F1B": over("torch 1F1B"),
+        "over_twice_one_thread": over(_ONE_THREAD, p),
+        "over_twice_one_thread_less_bubble": over(_ONE_THREAD, p * m / (m + p - 1)),
+        "over_two_threads": over(_TWO_THREADS),
     }
