@@ -278,8 +278,9 @@ class Engine:
 
         Ranks of one pipeline give the same prompts and parameters (one for all, or one for each), and all get the
         result. `on_token(number, token)` is told of each new token on the rank of the first stage, with the answer's
-        number in the result; where it returns true that answer ends. A token depends on the seed, its prompt, which
-        sample it belongs to and its position, not on what else is generated nor on how.
+        number in the result, and where there are several stages in a thread beside the one that computes; where it
+        returns true that answer ends. A token depends on the seed, its prompt, which sample it belongs to and its
+        position, not on what else is generated nor on how.
 
         Raises:
             ValueError: what can not be generated; on all ranks alike, before any compute.

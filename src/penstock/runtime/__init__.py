@@ -6,7 +6,8 @@ from penstock.runtime.executor import Executor, Feed, run_together
 from penstock.runtime.host_memory import keep_freed_memory
 from penstock.runtime.lanes import Lane, drain, zip_lanes
 from penstock.runtime.pairs import Hooks, Pairs
-from penstock.runtime.ring import NUMBERS_PER_TOKEN, Journey, Lead, Ring, RingReport, host_channels, travel_together
+from penstock.runtime.ring import Journey, Ring, RingReport, travel_together
+from penstock.runtime.scout import NUMBERS_PER_TOKEN, Lead, host_channels
 from penstock.runtime.stage import Boundary, LaneUnit, Stage
 from penstock.runtime.tape import Segment, Tape
 from penstock.runtime.trace import Awaited, Record, Recorder

@@ -15,8 +15,11 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 
 from penstock.runtime.errors import TransportError, first_line
-from penstock.runtime.transport import Line, channels_of, describe
+from penstock.runtime.transport import HostChannel, Line, channels_of, describe
 from penstock.schedule import Placement
+
+_MOST_HELD_SENDS = 256
+"""More than are ever under way in a ring: the first of them has long been taken when one more is sent."""
 
 
 class DistributedTransport:
@@ -143,8 +146,10 @@ class _Link:
         store = PrefixStore(describe(channel), store)
         self.channel, self.peer = channel, int(outgoing)
         self.group = make(store, 1 - self.peer)
-        self._sends: _ThreadedSends | _PolledSends | None = None
-        if outgoing:
+        self._sends: _ThreadedSends | _PolledSends | _HeldSends | None = None
+        if outgoing and isinstance(channel, HostChannel):
+            self._sends = _HeldSends(channel)
+        elif outgoing:
             self._sends = _PolledSends() if watch_s is None else _ThreadedSends(channel, watch_s)
 
     def receive(self, buffer: Tensor) -> dist.Work:
@@ -187,6 +192,43 @@ class _PolledSends:
 
     def close(self) -> None:
         self._in_flight.clear()
+
+
+class _HeldSends:
+    """Holds the last messages that were sent: they are so small that nobody need know when they have left.
+
+    A thread would wake for each of them, just when its rank wants to compute.
+    """
+
+    def __init__(self, channel: Line) -> None:
+        self._channel = channel
+        self._held: deque[tuple[dist.Work, Tensor]] = deque()
+
+    def add(self, work: dist.Work, tensor: Tensor) -> None:
+        self._held.append((work, tensor))
+        if len(self._held) > _MOST_HELD_SENDS:
+            self._wait_for_first()
+
+    def num_in_flight(self) -> int:
+        return len(self._held)
+
+    def settle(self) -> None:
+        while self._held:
+            self._wait_for_first()
+
+    def close(self) -> None:
+        self._held.clear()
+
+    def _wait_for_first(self) -> None:
+        start = time.monotonic()
+        try:
+            self._held[0][0].wait()
+        except RuntimeError as error:
+            waited = time.monotonic() - start
+            raise TransportError(
+                f"{describe(self._channel)} were not taken after {waited:.1f} s ({first_line(error)})"
+            ) from error
+        self._held.popleft()
 
 
 class _ThreadedSends:
