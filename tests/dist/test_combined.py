@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock import Layout, MicroBatchSpec, PackedBatch
 from penstock.engine import Engine, EngineOptions
 from penstock.engine.learning_rate import LearningRate
 from penstock.engine.optimizer import OptimizerConfig
 from penstock.engine.options import Precision
+from penstock.engine.overlap import vain_overlap
 from penstock.engine.schedules import ScheduleChoice
 from penstock.model import (
     Collectives,
@@ -44,6 +46,7 @@ class Run:
     schedule: str
     num_microbatches: int = 5
     overlap: bool = True
+    early_release: bool = False
     recompute: str = "none"
     stages_per_rank: int | None = None
     split_backward: bool = False
@@ -55,19 +58,19 @@ class Run:
 Outcome = tuple[list[float], dict[str, Tensor], dict[str, Tensor]]
 
 
-def config(num_layers: int = 4, num_predictions: int = 0) -> ModelConfig:
-    return ModelConfig(32, 16, 24, num_layers, 2, experts=EXPERTS, num_predictions=num_predictions)
+def config(num_layers: int = 4, num_predictions: int = 0, experts: ExpertConfig = EXPERTS) -> ModelConfig:
+    return ModelConfig(32, 16, 24, num_layers, 2, experts=experts, num_predictions=num_predictions)
 
 
-def engine_of(run: Run, layout: Layout, num_layers: int = 4) -> Engine:
-    model = config(num_layers, run.num_predictions)
+def engine_of(run: Run, layout: Layout, model: ModelConfig | None = None) -> Engine:
+    model = model or config(num_predictions=run.num_predictions)
     options = EngineOptions(
         schedule=ScheduleChoice(run.schedule, run.stages_per_rank, split_backward=run.split_backward),
         cut=run.cut,
         recompute=run.recompute,
         precision=run.precision,
         optimizer=OptimizerConfig(LearningRate(1e-2)),
-        pairs=Pairs(overlap=run.overlap),
+        pairs=Pairs(run.overlap, early_release=run.early_release),
         timeout_s=30.0,
     )
     return Engine(lambda groups: decoder_units(model, groups=groups), model.hidden_size, layout, options)
@@ -139,11 +142,13 @@ def test_one_rank_combined_equals_plain():
     plain = (
         *(Run("1f1b", m) for m in (1, 2, 5)),
         Run("1f1b", 4, recompute="full"),
-        Run("1f1b", 3, num_predictions=1),
+        Run("1f1b", 3, num_predictions=2),
         Run("1f1b", 2, precision=Precision.BF16_AUTOCAST),
     )
     ways: tuple[dict[str, Any], ...] = ({}, {"overlap": False}, {"split_backward": True})
     groups = [[run, *(replace(run, schedule="combined", **way) for way in ways)] for run in plain]
+    for group in groups[2:5]:
+        group.append(replace(group[1], early_release=True))
     check(groups, Layout(dp=2, ep=2))
 
 
@@ -158,6 +163,7 @@ def test_a_pipeline_of_pairs_equals_plain_ones_whatever_the_halves_hold():
             Run("combined-1f1b", split_backward=True),
             Run("combined-interleaved", stages_per_rank=2, cut=uneven),
             Run("combined-interleaved", stages_per_rank=2, overlap=False),
+            Run("combined-interleaved", stages_per_rank=2, early_release=True, split_backward=True),
             Run("dualpipe-v", cut=uneven),
             Run("dualpipe-v", overlap=False),
         ],
@@ -219,9 +225,10 @@ def note(engine: Engine) -> list[str]:
     return log
 
 
-def noted_pair(rank: int) -> list[str]:
+def noted_pair(rank: int, early_release: bool) -> list[str]:
     """What one pair of a rank does, in order."""
-    engine = engine_of(Run("combined", 2), Layout(dp=2, ep=2), num_layers=3)
+    run = Run("combined", 2, early_release=early_release)
+    engine = engine_of(run, Layout(dp=2, ep=2), model=config(3))
     log, of_pair, end = note(engine), [], engine.recorder.end
 
     def at_end(record: Record) -> None:
@@ -237,43 +244,95 @@ def noted_pair(rank: int) -> list[str]:
     return [what for what in of_pair if "sizes" not in what]
 
 
+def layer_turns(f: int, b: int, released: list[str]) -> list[str]:
+    """A layer of the forward beside one of the backward, as published; what is `released` early comes before experts.
+
+    released: the backward's last steps then; nothing where they come late.
+    """
+    experts, last = [f"f experts {f}", f"f send combine {f}"], [f"b router {b}"]
+    return [
+        f"f router {f}",
+        f"b experts {b}",
+        f"f send dispatch {f}",
+        f"b weights of experts {b}",
+        f"b send dispatch {b}",
+        *(last + released + experts if released else experts + last),
+    ]
+
+
 @pytest.mark.shows(38, 42)
-def test_the_segments_of_a_pair_take_turns_as_published():
+@pytest.mark.parametrize("early_release", [False, True])
+def test_the_segments_of_a_pair_take_turns_as_published(early_release: bool):
     """With a layer of the forward beside one of the backward, whose first layer is the other's last.
 
     The order is that of Megatron Core's combined 1F1B. One launch comes earlier: that of the next layer's combine
-    does not wait for the weight gradients of what lies before the experts, which fill its travel instead.
+    does not wait for the weight gradients of what lies before the experts, which fill its travel instead. With early
+    release they are computed at once: the layer is to be gone before the forward's experts compute.
     """
-
-    def layer(f: int, b: int) -> list[str]:
-        return [
-            f"f router {f}",
-            f"b experts {b}",
-            f"f send dispatch {f}",
-            f"b weights of experts {b}",
-            f"b send dispatch {b}",
-            f"f experts {f}",
-            f"f send combine {f}",
-            f"b router {b}",
-        ]
-
+    of_layer_2 = ["b weights of before 2"]
+    # Layer 0 is dense: what is left of the backward exchanges nothing.
+    of_the_rest = ["b weights of before 0", "b weights of before 1"]
     expected = [
         "b combine 2",
         "b send combine 2",
         "b weights of before head",
-        *layer(1, 2),
+        *layer_turns(1, 2, of_layer_2 if early_release else []),
         "b combine 1",
         "b send combine 1",
-        "b weights of before 2",
+        *([] if early_release else of_layer_2),
         "f combine 1",
-        *layer(2, 1),
-        # Layer 0 is dense: what is left of the backward exchanges nothing.
-        "b weights of before 0",
-        "b weights of before 1",
+        *layer_turns(2, 1, of_the_rest if early_release else []),
+        *([] if early_release else of_the_rest),
         "f combine 2",
     ]
-    for found in run_ranks(2, noted_pair, timeout_s=60.0):
+    for found in run_ranks(2, noted_pair, early_release, timeout_s=60.0):
         assert found == expected
+
+
+class Launched(TorchDispatchMode):
+    """Counts what goes out to other ranks, whoever sends it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.namespace == "c10d"
+        return func(*args, **(kwargs or {}))
+
+
+def launches_of_pairs(rank: int, dense_of_cases: list[tuple[int, ...]]) -> list[list[int]]:
+    """How much each pair of a step launches where these of the three layers are dense."""
+    found = []
+    for dense in dense_of_cases:
+        experts = replace(EXPERTS, microbatch_loss=0.0, num_dense_first=0, dense_layers=dense)
+        engine = engine_of(Run("combined", 4), Layout(dp=2, ep=2), model=config(3, experts=experts))
+        of_pairs, begin, end = [], engine.recorder.begin, engine.recorder.end
+        with Launched() as launched:
+
+            def at_begin(action: Any, begin: Any = begin, launched: Launched = launched) -> Record:
+                launched.count = 0
+                return begin(action)
+
+            def at_end(record: Record, end: Any = end, launched: Launched = launched, log: list[int] = of_pairs):
+                if isinstance(record.action, Pair):
+                    log.append(launched.count)
+                end(record)
+
+            engine.recorder.begin, engine.recorder.end = at_begin, at_end  # type: ignore[method-assign]
+            engine.train_batch(batches(engine.grid.dp_rank, 4)[0], micro_batches=MicroBatchSpec(num=4))
+        engine.close()
+        engine.grid.close()
+        found.append(of_pairs)
+    return found
+
+
+@pytest.mark.shows(39)
+def test_dense_layers_launch_nothing_in_a_pair():
+    cases = [(0, 1, 2), (0, 2), (1,), ()]
+    for of_cases in run_ranks(2, launches_of_pairs, cases, timeout_s=60.0):
+        # A sparse layer: sizes, rows there and back; its gradients there and back.
+        assert of_cases == [[5 * (3 - len(dense))] * 3 for dense in cases]
 
 
 class Telling(Collectives):
@@ -324,3 +383,28 @@ def test_all_ranks_of_a_group_launch_the_same_in_the_same_order_however_late_the
             log = by_rank[first][number]
             assert any("OVERLAP" in action for _, action, _ in log)
             assert all(by_rank[other][number] == log for other in others)
+
+
+def told_of_overlap(rank: int, cases: list[tuple[Run, Layout, tuple[int, ...]]]) -> list[str | None]:
+    found = []
+    for run, layout, dense in cases:
+        experts = replace(EXPERTS, num_dense_first=0, dense_layers=dense)
+        engine = engine_of(run, layout, model=config(4, experts=experts))
+        found.append(vain_overlap(engine, run.num_microbatches))
+        engine.close()
+        engine.grid.close()
+    return found
+
+
+@pytest.mark.shows(48)
+def test_overlap_is_vain_only_where_no_rank_exchanges_anything():
+    shared, alone, all_dense = Layout(pp=2, dp=2, ep=2), Layout(pp=2, dp=2), (0, 1, 2, 3)
+    pairs = Run("combined-1f1b", 4)
+    in_vain = [(pairs, shared, all_dense), (pairs, alone, ())]
+    # The first pipeline rank's layers are dense, or the last's, or nobody asked for overlap.
+    not_in_vain = [(pairs, shared, (0, 1)), (pairs, shared, (2, 3))]
+    not_asked = [(replace(pairs, overlap=False), alone, all_dense), (replace(pairs, schedule="1f1b"), alone, all_dense)]
+    for told in run_ranks(4, told_of_overlap, in_vain + not_in_vain + not_asked, timeout_s=60.0):
+        assert told[:2] == [told[0]] * 2 and told[0] is not None
+        assert "gains nothing" in told[0] and "combined-1f1b" in told[0]
+        assert told[2:] == [None] * (len(not_in_vain) + len(not_asked))

@@ -3,7 +3,7 @@
 import gc
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from penstock import schedule
-from penstock.engine.overlap import vain_overlap
 from penstock.model import Compute, Exchange, Linear, Segment, SegmentedUnit, Sequences, WeightGradients, defer
 from penstock.model.segments import Lane, State, Undo
 from penstock.runtime import (
@@ -95,7 +94,7 @@ class Mixer(SegmentedUnit):
         return [
             Compute("before", before),
             Pause(),
-            Exchange("dispatch", turn, turn),
+            Exchange("dispatch", turn, turn, before_release=True),
             Compute("experts", experts, apart=True),
             Exchange("combine", turn, turn),
             Compute("combine", combine),
@@ -106,7 +105,14 @@ class Pipeline:
     """All ranks of a pipeline of mixers in this thread, with a log of what they send and tell."""
 
     def __init__(
-        self, name: str, ranks: int, microbatches: int, *, overlap: bool = True, alone: bool = False, **options: Any
+        self,
+        name: str,
+        ranks: int,
+        microbatches: int,
+        *,
+        pairs: Pairs | None = None,
+        alone: bool = False,
+        **options: Any,
     ) -> None:
         built = schedule.build(name, ranks=ranks, microbatches=microbatches, **options)
         self.program, self.log, hub = schedule.lower(built), [[] for _ in range(ranks)], InProcessHub()
@@ -117,7 +123,7 @@ class Pipeline:
             self.stages |= stages
             transport = InProcessTransport(hub, rank)
             self._tell_sends(transport, self.log[rank])
-            told = Pairs(overlap, self._hooks(self.log[rank], alone))
+            told = replace(pairs or Pairs(), hooks=self._hooks(self.log[rank], alone))
             self.executors.append(Executor(self.program, rank, stages, transport, Recorder(rank), pairs=told))
 
     def stage(self, number: int) -> Stage:
@@ -173,7 +179,7 @@ def test_each_half_of_a_pair_is_told_of_once_and_with_its_stage(name: str, ranks
 @pytest.mark.shows(42, 43)
 @pytest.mark.parametrize("overlap", [True, False])
 def test_each_half_leaves_when_it_is_done_and_weights_wait_for_it(overlap: bool) -> None:
-    pipeline = Pipeline("combined-1f1b", 3, 6, overlap=overlap)
+    pipeline = Pipeline("combined-1f1b", 3, 6, pairs=Pairs(overlap))
     middle, log = pipeline.stages[1], pipeline.log[1]
     original = middle.weight_backward
 
@@ -203,10 +209,13 @@ def test_each_half_leaves_when_it_is_done_and_weights_wait_for_it(overlap: bool)
 @pytest.mark.parametrize("options", [{}, {"split_backward": True}])
 @pytest.mark.parametrize(("name", "ranks"), [("combined", 1), ("combined-1f1b", 3), ("combined-interleaved", 2)])
 def test_pairs_give_the_bits_of_their_halves(name: str, ranks: int, options: dict[str, bool]) -> None:
-    together, in_turn = (Pipeline(name, ranks, 5, overlap=overlap, **options) for overlap in (True, False))
-    for one, other in zip(together.run(5), in_turn.run(5), strict=True):
-        assert list(map(float, one)) == list(map(float, other))
-    assert all(map(torch.equal, together.gradients(), in_turn.gradients()))
+    ways = (Pairs(overlap=False), Pairs(), Pairs(early_release=True))
+    in_turn, *together = (Pipeline(name, ranks, 5, pairs=pairs, **options) for pairs in ways)
+    expected = in_turn.run(5)
+    for pipeline in together:
+        for one, other in zip(pipeline.run(5), expected, strict=True):
+            assert list(map(float, one)) == list(map(float, other))
+        assert all(map(torch.equal, pipeline.gradients(), in_turn.gradients()))
 
 
 @pytest.mark.shows(2, 45, 49)
@@ -246,6 +255,36 @@ def test_what_came_back_from_the_experts_is_freed_and_what_backward_reads_is_not
     assert watched.alive() == set()
 
 
+def kept_while_experts_compute(early_release: bool) -> list[set[str]]:
+    """What is left of the last layer's backward whenever the experts beside it, of the first layer, compute."""
+    pipeline = Pipeline("combined", 1, 4, pairs=Pairs(early_release=early_release))
+    first, last = (unit for _, unit in pipeline.stages[0].units)
+    assert isinstance(first, Mixer) and isinstance(last, Mixer)
+    of_microbatches: list[Watched] = []
+    seen: list[set[str]] = []
+    segments_of, compute = last.segments, first.experts.forward
+
+    def segments(sequences: Sequences) -> Sequence[Segment]:
+        last.watched = Watched()
+        of_microbatches.append(last.watched)
+        return segments_of(sequences)
+
+    def experts(rows: Tensor) -> Tensor:
+        seen.extend(watched.alive() for watched in of_microbatches[-1:])
+        return compute(rows)
+
+    last.segments, first.experts.forward = segments, experts  # type: ignore[method-assign]
+    pipeline.run(4)
+    return seen
+
+
+@pytest.mark.shows(38)
+def test_early_release_lets_go_of_a_layer_before_the_experts_beside_it_compute() -> None:
+    late, early = kept_while_experts_compute(early_release=False), kept_while_experts_compute(early_release=True)
+    assert late == [{"before"}] * 3, "what its weights' gradients are made of"
+    assert early == [set()] * 3
+
+
 @pytest.mark.shows(17, 45)
 def test_after_its_backward_nothing_holds_a_microbatch() -> None:
     stage = Pipeline("combined", 1, 2).stages[0]
@@ -262,17 +301,6 @@ def test_after_its_backward_nothing_holds_a_microbatch() -> None:
         assert all(ref() is None for ref in refs)
     finally:
         gc.enable()
-
-
-def test_overlap_that_hides_nothing_is_told() -> None:
-    pipeline = Pipeline("combined", 1, 3)
-    told = vain_overlap(pipeline.program, pipeline.stages.values(), Pairs())
-    assert told is not None
-    assert "gains nothing" in told and "combined-1f1b" in told
-    # Nobody asked for it.
-    assert vain_overlap(pipeline.program, pipeline.stages.values(), Pairs(overlap=False)) is None
-    plain = schedule.lower(schedule.build("1f1b", ranks=1, microbatches=3))
-    assert vain_overlap(plain, pipeline.stages.values(), Pairs()) is None
 
 
 def test_a_pair_is_one_action_of_the_trace() -> None:

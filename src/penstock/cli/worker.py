@@ -59,7 +59,7 @@ def _train(arguments: TrainArguments, group: Group, store: "Store", stop: StopRe
     config = replace(config, parallel=replace(config.parallel, device=device))
     initialise(store, group, device, config.parallel.timeout_s)
     engine = run_engine(config, data.corpus.vocab_size)
-    vain = vain_overlap(engine.program(config.train.num_microbatches), engine.stages.values(), engine.options.pairs)
+    vain = vain_overlap(engine, config.train.num_microbatches)
     if vain is not None and group.rank == 0:
         print(f"penstock: {vain}", file=sys.stderr)
     try:

@@ -214,6 +214,8 @@ class ScheduleSection:
     """What the search `auto` may keep alive on a rank; left out, as many as ranks."""
     overlap: bool = True
     """In fused pairs, one half computes while the other's collectives travel; false: one half after the other."""
+    early_release: bool = False
+    """In overlapped pairs, a layer's backward ends before the forward's experts compute: less memory, less hidden."""
     split_backward: bool = False
     """In combined schedules, pairs hold the backward of the inputs, and that of the weights comes behind them."""
     early_gradients: bool = True

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from penstock.model import Collectives, observe
-from penstock.runtime import Pairs, Recorder, Stage
-from penstock.schedule import Pair, Program
+from penstock.runtime import Recorder, Stage
+from penstock.schedule import Pair
+
+if TYPE_CHECKING:
+    from penstock.engine.engine import Engine
 
 
 def observe_stages(stages: Iterable[Stage], recorder: Recorder) -> None:
@@ -16,10 +20,18 @@ def observe_stages(stages: Iterable[Stage], recorder: Recorder) -> None:
             observe(module, recorder)
 
 
-def vain_overlap(program: Program, stages: Iterable[Stage], pairs: Pairs) -> str | None:
-    """A sentence where overlap is asked for and nothing of these stages can travel meanwhile; else None."""
+def vain_overlap(engine: Engine, num_microbatches: int) -> str | None:
+    """A sentence where overlap is asked for and nothing of any rank's stages can travel meanwhile; else None.
+
+    All ranks call it at one point, and all get the same.
+    """
+    program = engine.program(num_microbatches)
     fused = any(isinstance(step, Pair) for order in program.schedule.orders for step in order)
-    if not (fused and pairs.overlap) or any(_exchanges(stage) for stage in stages):
+    if not (fused and engine.options.pairs.overlap):
+        return None
+    # A rank's own stages may be dense, and those of another exchange a lot.
+    (num_exchanging,) = engine.sum_over_ranks(float(any(map(_exchanges, engine.stages.values()))))
+    if num_exchanging:
         return None
     return (
         f"{program.schedule.name} fuses forwards with backwards, so that one computes while what the other exchanges "

@@ -75,7 +75,7 @@ def engine_options(config: RunConfig) -> EngineOptions:
         optimizer=optimizer_config(config),
         attention=ContextForm(config.parallel.attention),
         device=config.parallel.device,
-        pairs=Pairs(overlap=config.schedule.overlap),
+        pairs=Pairs(config.schedule.overlap, early_release=config.schedule.early_release),
         timeout_s=config.parallel.timeout_s,
     )
 

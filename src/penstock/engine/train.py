@@ -72,7 +72,7 @@ def train_batch(
 
     def feed(index: int, microbatch: PackedBatch) -> Feed:
         factor = factors[index] * scale if factors else 0.0
-        return engine.feed(microbatch, lambda output, own: loss_fn(output, own) * factor)
+        return engine.feed(microbatch, lambda output, own: _checked(loss_fn(output, own)) * factor)
 
     feeds = [feed(i, microbatch) for i, microbatch in enumerate(agreed.microbatches)]
     feeds = with_terms(engine, feeds, agreed, [factor * scale for factor in factors])
@@ -103,6 +103,19 @@ def train_batch(
         idle_share=1.0 - sum(e.end - e.start for e in engine.recorder.events()) / step_time_s,
         stop_requested=agreed.stop_requested,
         extras=extras,
+    )
+
+
+def _checked(loss: Any) -> Tensor:
+    """Raises ValueError where a loss function gives anything but one number to be differentiated."""
+    if isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad:
+        return loss
+    given = f"a {type(loss).__name__}"
+    if isinstance(loss, Tensor):
+        given = f"a tensor of shape {list(loss.shape)}" + ("" if loss.requires_grad else " without a graph")
+    raise ValueError(
+        f"loss_fn gave {given}; a step learns from the sum of a microbatch's losses, one number with its graph, and "
+        "`forward` gives whatever else is to be made of the outputs"
     )
 
 

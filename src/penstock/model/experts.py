@@ -108,7 +108,7 @@ class ExpertHalf(SegmentedUnit):
         return [
             router,
             Sizes(route, self.experts_of_ranks),
-            Exchange("dispatch", partial(self._to_experts, route), partial(self._from_experts, route)),
+            Exchange("dispatch", partial(self._to_experts, route), partial(self._from_experts, route), True),
             experts,
             Exchange("combine", partial(self._from_experts, route), partial(self._to_experts, route)),
             combine,

@@ -21,9 +21,14 @@ Result = TypeVar("Result")
 
 
 class Turn(enum.Enum):
-    """Why a lane lets another one go on, where it has launched nothing itself; see `Compute.apart`."""
+    """Why a lane lets another one go on, where that is not just that something travels.
+
+    WEIGHTS_WAIT: it has launched nothing, but weight gradients can wait; see `Compute.apart`. RELEASE_WAITS: behind
+    what travels it will let go of most of what it keeps; see `Exchange.before_release`.
+    """
 
     WEIGHTS_WAIT = "weights wait"
+    RELEASE_WAITS = "release waits"
 
 
 Lane = Generator[Turn | None, None, Result]
@@ -153,11 +158,13 @@ class Exchange:
     """A segment that moves the state's first tensor between ranks, and leaves the others where they are.
 
     `there` launches the collective of the forward, `back` the one that takes gradients the other way.
+    `before_release`: the backward of what stands before it lets go of a layer's largest part.
     """
 
     name: str
     there: Callable[[Tensor], Travelling]
     back: Callable[[Tensor], Travelling]
+    before_release: bool = False
 
     def forward(self, state: State, undo: list[Undo] | None) -> Lane[State]:
         travelling = self.there(state[0])
@@ -169,7 +176,7 @@ class Exchange:
     def backward(self, grads: Grads) -> Lane[Grads]:
         assert grads[0] is not None, f"nothing is left to send back through {self.name}"
         travelling = self.back(grads[0])
-        yield
+        yield Turn.RELEASE_WAITS if self.before_release else None
         return (travelling.wait(), *grads[1:])
 
 

@@ -248,9 +248,11 @@ class Executor:
             return
         tape, fills = self._tapes.get(action.stage, action.microbatch), action.op is Op.B and wire.stage.exchanges
         if not fills:
-            self._hand_on(action, wire, (yield from wire.stage.backward(tape, x, action.op is Op.I)), hooks)
+            lane = wire.stage.backward(tape, x, action.op is Op.I, in_pair and self.pairs.early_release)
+            self._hand_on(action, wire, (yield from lane), hooks)
         else:
-            self._hand_on(action, wire, (yield from wire.stage.filling_backward(tape, x, in_pair)), hooks)
+            lane = wire.stage.filling_backward(tape, x, in_pair, in_pair and self.pairs.early_release)
+            self._hand_on(action, wire, (yield from lane), hooks)
             if wire.leaving is not None:
                 yield  # the other half's message leaves before this rank is busy with weights again
             wire.stage.weight_backward(tape)

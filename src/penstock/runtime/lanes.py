@@ -6,9 +6,10 @@ an ordinary forward or backward. Zipping a forward lane with a backward lane of 
 never by timing, so every process issues its collectives in the same order.
 """
 
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from penstock.model import Lane
+from penstock.model import Lane, Turn
 
 T = TypeVar("T")
 
@@ -37,3 +38,22 @@ def zip_lanes(*lanes: Lane[Any]) -> list[Any]:
                 results[i] = stop.value
                 del running[i]
     return results
+
+
+@dataclass
+class EarlyRelease:
+    """Lanes that do not pause before they let go of what they keep; `owes_turn` while such a pause is due later."""
+
+    owes_turn: bool = False
+
+    def at_once(self, lane: Lane[T]) -> Lane[T]:
+        """The lane without those pauses."""
+        while True:
+            try:
+                why = next(lane)
+            except StopIteration as stop:
+                return stop.value
+            if why is Turn.RELEASE_WAITS:
+                self.owes_turn = True
+            else:
+                yield why

@@ -37,8 +37,19 @@ class Pairs:
     """How an executor runs fused pairs.
 
     overlap: one half computes while the other's collectives travel; otherwise the forward runs, then the backward,
-    in the same program and to the same bits.
+    in the same program and to the same bits. early_release: a layer's backward waits for its tokens' gradients and ends
+    before the forward's experts compute: what it kept is gone then, but that exchange is not hidden.
+
+    Raises:
+        ValueError: halves that run one after the other are to take turns otherwise.
     """
 
     overlap: bool = True
     hooks: Hooks = Hooks()
+    early_release: bool = False
+
+    def __post_init__(self) -> None:
+        if self.early_release and not self.overlap:
+            raise ValueError(
+                "early_release changes the turns of overlapped pairs, but overlap is off; set overlap, or leave it out"
+            )

@@ -19,12 +19,14 @@ from penstock.model import (
     CacheSize,
     RecomputedLane,
     Sequences,
+    Turn,
     WeightGradients,
     cut,
     recomputed,
 )
-from penstock.runtime.lanes import Lane
-from penstock.runtime.tape import Tape
+from penstock.runtime.errors import PipelineError
+from penstock.runtime.lanes import EarlyRelease, Lane
+from penstock.runtime.tape import Segment, Tape
 
 Finish = Callable[[Tensor], Tensor]
 
@@ -123,12 +125,18 @@ class Stage:
         h = x if leaf is None else leaf
         with self.autocast():
             for call in calls:
-                h = call(h, sequences)
-            if finish is not None:
-                h = finish(h)
+                h = call(self._one_tensor(h), sequences)
+            # The loss may want anything of the last layer.
+            h = self._one_tensor(h) if finish is None else finish(h)
         if tape is not None:
             tape.record(leaf, h)
         return h.detach()
+
+    def _one_tensor(self, h: Any) -> Tensor:
+        """Raises PipelineError where a layer gave something else."""
+        if isinstance(h, Tensor):
+            return h
+        raise PipelineError(f"stage {self.index}: a layer gave a {type(h).__name__}; what goes on is one tensor")
 
     def check_cached(self) -> None:
         """Refuse to read piece by piece what can not.
@@ -156,36 +164,45 @@ class Stage:
                 x = module.decode(x, cache, rows)  # pyright: ignore[reportCallIssue]
         return x
 
-    def backward(self, tape: Tape, grad: Tensor | None, split: bool = False) -> Lane[Tensor | None]:
+    def backward(
+        self, tape: Tape, grad: Tensor | None, split: bool = False, early_release: bool = False
+    ) -> Lane[Tensor | None]:
         """Backward of one microbatch from the gradient of its output [T, D] (None: of the loss).
 
         With `split` only gradients of inputs are computed, and the weights' wait on the tape for `weight_backward`.
+        With `early_release` a layer's last exchange is waited for at once, and the turn comes when the layer is done.
         Returns the gradient of the stage's input [T, D], None where the stage takes token ids.
         """
         if self.exchanges and not split:
             grad = yield from self.filling_backward(tape, grad)
             self.weight_backward(tape)
             return grad
-        owner = self.weight_gradients if split else None
+        owner, release = self.weight_gradients if split else None, EarlyRelease()
         while tape.segments:
-            lane = tape.segments.pop().backward(grad)
+            entry = tape.segments.pop()
+            if release.owes_turn and not isinstance(entry, Segment):
+                release.owes_turn = False
+                yield
+            lane = release.at_once(entry.backward(grad)) if early_release else entry.backward(grad)
             grad = yield from (lane if owner is None else owner.collect(lane, tape.weight_gradients))
         return grad
 
-    def filling_backward(self, tape: Tape, grad: Tensor | None, in_pair: bool = False) -> Lane[Tensor | None]:
+    def filling_backward(
+        self, tape: Tape, grad: Tensor | None, in_pair: bool = False, early_release: bool = False
+    ) -> Lane[Tensor | None]:
         """As `backward`, with weight gradients computed while something travels.
 
         They come right behind the next launch; or, in a pair and where a unit wants it so, behind what the other lane
         launches. Those behind the last launch stay on the tape for `weight_backward`: the gradient of the stage's
         input, which others may be waiting for, is there without them.
         """
-        lane = self.backward(tape, grad, split=True)
+        lane = self.backward(tape, grad, True, early_release)
         while True:
             try:
                 why = next(lane)
             except StopIteration as stop:
                 return stop.value
-            if why is None:
+            if why is not Turn.WEIGHTS_WAIT:
                 self.weight_backward(tape)
                 yield
             elif in_pair:
