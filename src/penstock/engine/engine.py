@@ -290,9 +290,9 @@ class Engine:
         from penstock.engine.generate import GenerateOptions, Generator, check_requests
 
         checked = check_requests(self, prompts, params)
-        self._generator = self._generator or Generator(self)
-        with self.fixed_weights():
-            return self._generator.generate(*checked, options or GenerateOptions(), on_token)
+        self._generator, options = self._generator or Generator(self), options or GenerateOptions()
+        with self.casts.kept(packed=options.packed):
+            return self._generator.generate(*checked, options, on_token)
 
     def fixed_weights(self) -> AbstractContextManager[None]:
         """Inside, weights that are computed with in another dtype (autocast) are cast once, by who needs them first.

@@ -43,6 +43,8 @@ class GenerateOptions:
         max_rows_per_slot: that limit; each row has a place in the cache.
         prefill_tokens: how many tokens of prompts a slot reads in a round; prompts are cut at its multiples.
         refill: whether a row is given to the next sequence at once, or only when all of its slot are free.
+        packed: whether a copy of the weights is made meanwhile, in the order in which they are read fastest; for fp32
+            on CPUs, where reading them takes most of the time. Elsewhere there is none.
 
     Raises:
         ValueError: a count below one.
@@ -53,6 +55,7 @@ class GenerateOptions:
     max_rows_per_slot: int = 16
     prefill_tokens: int = 512
     refill: bool = True
+    packed: bool = True
 
     def __post_init__(self) -> None:
         RingShape(self.num_slots or 1, self.rows_per_slot or 1, self.prefill_tokens)

@@ -1,6 +1,10 @@
-"""Weights in another dtype than they are kept in: cast at each use, or once while it is known that none changes."""
+"""Weights in another dtype or order than they are kept in, while it is known that none changes.
 
-from collections.abc import Iterator
+A cast is needed anyway, and is else made at each use; weights packed for the products are a copy of them, which only
+generation makes, for it reads all weights again for each token.
+"""
+
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol, runtime_checkable
 
@@ -9,7 +13,7 @@ from torch import Tensor, nn
 
 
 class WeightCasts:
-    """The casts of an engine's weights.
+    """The casts of an engine's weights, and weights packed for its products.
 
     While training, a cast lives as long as the product that needs it. A pass over many microbatches in which no
     weight changes keeps them, the first microbatch making each.
@@ -17,21 +21,39 @@ class WeightCasts:
 
     def __init__(self) -> None:
         self._kept: dict[Tensor, Tensor] | None = None
+        self._packed: dict[tuple[Tensor, ...], Tensor | None] = {}
+        self._packs = False
 
     @contextmanager
-    def kept(self) -> Iterator[None]:
-        """Inside, each weight is cast once at most; the outermost of several ends it, and gives the memory back."""
-        before = self._kept
+    def kept(self, packed: bool = False) -> Iterator[None]:
+        """Inside, each weight is cast once at most; the outermost of several ends it, and gives the memory back.
+
+        packed: whether weights are packed as well.
+        """
+        before, packs = self._kept, self._packs
         self._kept = {} if before is None else before
+        self._packs = packed
         try:
             yield
         finally:
-            self._kept = None if before is None else self._kept
+            self._packs = packs
+            if before is None:
+                self._kept = None
+                self._packed.clear()
 
     def renew(self) -> None:
         """The weights have changed: what is kept is of no use any more."""
         if self._kept is not None:
             self._kept = {}
+        self._packed.clear()
+
+    def packed(self, weights: tuple[Tensor, ...], pack: Callable[[], Tensor | None]) -> Tensor | None:
+        """What `pack` makes of the weights, made once; None where nothing is packed now, or these can not be."""
+        if not self._packs:
+            return None
+        if weights not in self._packed:
+            self._packed[weights] = pack()
+        return self._packed[weights]
 
     def of(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """The weight in that dtype; the weight itself if it is of it."""

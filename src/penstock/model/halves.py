@@ -14,7 +14,7 @@ from penstock.model.config import ModelConfig
 from penstock.model.context_attention import HeadShape, check_heads, context_attention
 from penstock.model.gated import gated
 from penstock.model.groups import ModelGroups
-from penstock.model.linear import Linear
+from penstock.model.linear import Linear, outputs
 from penstock.model.norm import RMSNorm
 from penstock.model.products import Products
 from penstock.model.rotary import Rotary, rotate
@@ -80,7 +80,9 @@ class AttentionHalf(nn.Module):
 
     def heads(self, h_TD: Tensor, sequences: Sequences | CachedRows) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values [T, heads, K] of the normalised stream, turned by their positions."""
-        q_THK, k_THK, v_THK = (part(h_TD).unflatten(-1, (-1, self.head_dim)) for part in (self.q, self.k, self.v))
+        q_THK, k_THK, v_THK = (
+            part_TX.unflatten(-1, (-1, self.head_dim)) for part_TX in outputs(h_TD, (self.q, self.k, self.v))
+        )
         if self.q_norm is not None and self.k_norm is not None:
             q_THK, k_THK = self.q_norm(q_THK), self.k_norm(k_THK)
         tables = self.rotary.tables(sequences)
@@ -127,7 +129,7 @@ class MLPHalf(nn.Module):
 
     def inner(self, h_TD: Tensor) -> Tensor:
         """What is added to the residual stream, from the normalised one."""
-        return self.down(gated(self.gate(h_TD), self.up(h_TD)))
+        return self.down(gated(*outputs(h_TD, (self.gate, self.up))))
 
     def new_cache(self, size: CacheSize) -> None:
         return None

@@ -7,7 +7,7 @@ same products in the same order, so gradients are equal bit for bit.
 Shapes: T tokens (all leading dimensions together), I inputs, O outputs.
 """
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, runtime_checkable
@@ -188,8 +188,37 @@ class Linear(nn.Linear):
 
     def product(self, x: Tensor) -> Tensor:
         """The output in the dtype of x, with nothing kept."""
+        packed = packed_product(x, (self,))
+        if packed is not None:
+            return packed
         bias = None if self.bias is None else self.bias.to(x.dtype)
         return self.products.output(x, self.weight_in(x.dtype), bias)
+
+
+def packed_product(x: Tensor, layers: "Sequence[Linear]") -> Tensor | None:
+    """The outputs of layers that read the same input, one behind the other; None where they are not packed.
+
+    The bits are those of one product each.
+    """
+    first = layers[0]
+    if first.casts is None:
+        return None
+    weights = tuple(layer.weight for layer in layers)
+    packed = first.casts.packed(weights, lambda: first.products.packed(weights, x.dtype))
+    if packed is None:
+        return None
+    bias = first.bias
+    if bias is not None and len(layers) > 1:
+        bias = torch.cat(tuple(layer.bias for layer in layers))
+    return first.products.output(x, packed, bias)
+
+
+def outputs(x: Tensor, layers: "Sequence[Linear]") -> Sequence[Tensor]:
+    """What each of the layers gives for the same input, by one product if they are packed."""
+    joint = None if torch.is_autocast_enabled(x.device.type) else packed_product(x, layers)
+    if joint is None:
+        return [layer(x) for layer in layers]
+    return joint.split([layer.out_features for layer in layers], -1)
 
 
 def switch_linears(module: nn.Module) -> int:

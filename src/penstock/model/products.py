@@ -6,6 +6,7 @@ carries too, uses AVX-512 wherever it is: on an AMD Zen 5 core 240 GFLOP/s again
 Shapes: T tokens, I inputs, O outputs.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,11 +14,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+_FEW_ROWS = 8
+"""For how many rows an order is chosen; it serves any other number as well."""
+
 
 class Products(Protocol):
     """One way to compute a linear layer and its gradients.
 
-    Gradients take and give matrices; the output keeps what leading dimensions there are.
+    Gradients take and give matrices; the output keeps what leading dimensions there are. `packed` gives weights one
+    below the other in an order of its own, which only `output` understands, where that is faster; else None.
     """
 
     def output(self, x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor: ...
@@ -25,6 +30,8 @@ class Products(Protocol):
     def input_gradient(self, grad_TO: Tensor, weight_OI: Tensor) -> Tensor: ...
 
     def weight_gradient(self, grad_TO: Tensor, x_TI: Tensor) -> Tensor: ...
+
+    def packed(self, weights_OI: Sequence[Tensor], dtype: torch.dtype) -> Tensor | None: ...
 
 
 @dataclass(frozen=True)
@@ -40,6 +47,9 @@ class TorchProducts:
     def weight_gradient(self, grad_TO: Tensor, x_TI: Tensor) -> Tensor:
         return grad_TO.t() @ x_TI
 
+    def packed(self, weights_OI: Sequence[Tensor], dtype: torch.dtype) -> None:
+        return None
+
 
 @dataclass(frozen=True)
 class OneDnnProducts:
@@ -47,6 +57,8 @@ class OneDnnProducts:
 
     oneDNN reads transposed operands in place, and its bits depend on shapes alone, not on addresses. Those of an
     output's row depend on that row alone: only a single row would be computed otherwise, so it is computed twice.
+    Where there are few rows most of the time goes into reading weights, which packed ones halve; their bits are the
+    same.
     """
 
     def output(self, x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
@@ -61,6 +73,12 @@ class OneDnnProducts:
 
     def weight_gradient(self, grad_TO: Tensor, x_TI: Tensor) -> Tensor:
         return _onednn(grad_TO.t(), x_TI.t()) if _is_fp32_on_cpu(grad_TO) else TORCH.weight_gradient(grad_TO, x_TI)
+
+    def packed(self, weights_OI: Sequence[Tensor], dtype: torch.dtype) -> Tensor | None:
+        if dtype is not torch.float32 or not all(_is_fp32_on_cpu(weight_OI) for weight_OI in weights_OI):
+            return None
+        joint_OI = weights_OI[0] if len(weights_OI) == 1 else torch.cat(tuple(weights_OI))
+        return torch.ops.mkldnn._reorder_linear_weight(joint_OI.detach(), _FEW_ROWS)
 
 
 TORCH = TorchProducts()
