@@ -22,7 +22,7 @@ from penstock.runtime import (
     Stage,
     travel_together,
 )
-from penstock.schedule import Placement, PlacementKind, partition
+from penstock.schedule import Conductor, Placement, PlacementKind, partition
 
 # Widths are multiples of the vectors' length, so that a row's bits do not depend on how many others there are.
 CONFIG = ModelConfig(
@@ -92,7 +92,9 @@ def generate_together(
     longest = max((len(p) + q.max_new_tokens for p, q in zip(prompts, own, strict=True)), default=1)
     size = CacheSize(shape.num_rows, longest, torch.float32, torch.device("cpu"))
     hubs, stages = (InProcessHub(), InProcessHub()), ring_stages(placement)
-    lead, drawing = Leading(prompts, requests, shape, options.refill, None), Drawing(prompts, requests)
+    wishes = [request.wish(prompts) for request in requests]
+    conductor = Conductor(wishes, shape, options.refill, options.longest_first)
+    lead, drawing = Leading(prompts, requests, conductor, None), Drawing(prompts, requests)
     rings, journeys = [], []
     for rank in range(num_ranks):
         local = {n: stage for n, stage in stages.items() if placement.rank_of(n) == rank}

@@ -94,7 +94,7 @@ def random_world(seed: int) -> World:
     shape = RingShape(draw.randint(1, 8), draw.randint(1, 4), draw.randint(1, 6))
     ends = [draw.randint(1, 12) for _ in wishes]
     token: Token = lambda sequence, position: END if position + 1 == ends[sequence] else 0  # noqa: E731
-    return World(Conductor(wishes, shape, refill=draw.random() < 0.7), token)
+    return World(Conductor(wishes, shape, draw.random() < 0.7, longest_first=draw.random() < 0.5), token)
 
 
 @pytest.mark.shows(70, 71, 74)
@@ -145,6 +145,20 @@ def test_a_free_row_is_taken_at_once_while_any_prompt_waits() -> None:
             assert len(visit.pieces) == 2 or any(piece.length == 3 for piece in visit.pieces)
     without = World(Conductor(world.conductor.wishes, shape, refill=False)).run()
     assert world.num_rounds < without.num_rounds
+
+
+def test_those_that_may_become_longest_are_begun_first_and_end_the_sooner_for_it() -> None:
+    answers = [2, 3, 9, 1, 9, 4, 3, 12, 2, 20]
+    shape = RingShape(num_slots=1, rows_per_slot=2)
+    wishes = [Wish(i, 3, length) for i, length in enumerate(answers)]
+    worlds = {first: World(Conductor(wishes, shape, longest_first=first)).run() for first in (True, False)}
+    begun = {
+        first: [piece.sequence for visit in world.visits for piece in visit.pieces if piece.start == 0]
+        for first, world in worlds.items()
+    }
+    assert begun[True] == [9, 7, 2, 4, 5, 1, 6, 0, 8, 3]
+    assert begun[False] == list(range(10))
+    assert worlds[True].num_rounds < worlds[False].num_rounds
 
 
 @pytest.mark.parametrize("num_sequences", [1, 2, 3, 5, 8, 13])

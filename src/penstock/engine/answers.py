@@ -19,7 +19,7 @@ from torch import Tensor
 from penstock.engine.generated import Generated
 from penstock.model import Draw, SamplingParams, draw_tokens
 from penstock.runtime import NUMBERS_PER_TOKEN, Lead
-from penstock.schedule import Conductor, Ending, Piece, RingShape, Wish
+from penstock.schedule import Conductor, Ending, Piece, Wish
 
 Prompts = Sequence[Sequence[int]]
 OnToken = Callable[[int, int], object]
@@ -73,14 +73,12 @@ class Leading:
         self,
         prompts: Prompts,
         requests: list[Request],
-        shape: RingShape,
-        refill: bool,
+        conductor: Conductor,
         on_token: OnToken | None,
     ) -> None:
         self.error: Exception | None = None
         self._on_token = on_token
         self._values: list[list[Sequence[int]]] = [[] for _ in requests]
-        conductor = Conductor([request.wish(prompts) for request in requests], shape, refill)
         self.lead = Lead(conductor, prompts, self._hear)
 
     def _hear(self, sequence: int, numbers: Sequence[int]) -> None:

@@ -25,7 +25,7 @@ from penstock.runtime import (
     RingReport,
     host_channels,
 )
-from penstock.schedule import RingShape
+from penstock.schedule import Conductor, RingShape
 
 if TYPE_CHECKING:
     from penstock.engine.engine import Engine
@@ -45,6 +45,7 @@ class GenerateOptions:
         refill: whether a row is given to the next sequence at once, or only when all of its slot are free.
         packed: whether a copy of the weights is made meanwhile, in the order in which they are read fastest; for fp32
             on CPUs, where reading them takes most of the time. Elsewhere there is none.
+        longest_first: whether sequences that may become longest are begun first, or all in the order given.
 
     Raises:
         ValueError: a count below one.
@@ -56,6 +57,7 @@ class GenerateOptions:
     prefill_tokens: int = 512
     refill: bool = True
     packed: bool = True
+    longest_first: bool = True
 
     def __post_init__(self) -> None:
         RingShape(self.num_slots or 1, self.rows_per_slot or 1, self.prefill_tokens)
@@ -107,7 +109,10 @@ class Generator:
         shape = options.shape(len(requests), engine.layout.pp)
         lengths = [len(prompts[r.prompt]) + r.params.max_new_tokens for r in requests]
         self._reserve(shape.num_rows, max(lengths, default=1))
-        lead = Leading(prompts, requests, shape, options.refill, on_token) if self.ring.rank == 0 else None
+        lead = None
+        if self.ring.rank == 0:
+            wishes = [request.wish(prompts) for request in requests]
+            lead = Leading(prompts, requests, Conductor(wishes, shape, options.refill, options.longest_first), on_token)
         drawing = Drawing(prompts, requests) if self.ring.rank == self.ring.drawer else None
         journey = Journey(shape, self._caches, drawing and drawing.draw, lead and lead.lead)
         report = self.ring.run(journey)

@@ -130,9 +130,13 @@ class Conductor:
         wishes: the sequences, several samples of one prompt with the same `prompt`. Their order is that of the queue.
         shape: slots and rows.
         refill: give a row to the next sequence as soon as it is free; else only once all of the slot's are.
+        longest_first: the queue begins with those that may become longest, so that none of them runs alone at the end;
+            equally long ones keep their order.
     """
 
-    def __init__(self, wishes: Sequence[Wish], shape: RingShape, refill: bool = True) -> None:
+    def __init__(
+        self, wishes: Sequence[Wish], shape: RingShape, refill: bool = True, longest_first: bool = False
+    ) -> None:
         self.wishes, self.shape, self.refill = tuple(wishes), shape, refill
         self.tokens: list[list[int]] = [[] for _ in self.wishes]
         self.endings: list[Ending | None] = [None] * len(self.wishes)
@@ -142,8 +146,11 @@ class Conductor:
         # Prompts with samples that wait, in the queue's order, and the row that holds, or will hold, each one begun.
         self._waiting: dict[int, deque[int]] = {}
         self._holder: dict[int, int] = {}
-        for sequence, wish in enumerate(self.wishes):
-            self._waiting.setdefault(wish.prompt, deque()).append(sequence)
+        queue = range(len(self.wishes))
+        if longest_first:
+            queue = sorted(queue, key=lambda sequence: -self.wishes[sequence].max_new_tokens)
+        for sequence in queue:
+            self._waiting.setdefault(self.wishes[sequence].prompt, deque()).append(sequence)
         self._num_unfinished = len(self.wishes)
 
     # ---- what the ring asks

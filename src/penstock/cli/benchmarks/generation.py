@@ -17,6 +17,7 @@ from penstock.engine import Engine, EngineOptions
 from penstock.engine.generate import GenerateOptions
 from penstock.model import CachedRows, CacheSize, ModelConfig, SamplingParams, UnitSpec, decoder_units
 from penstock.parallel import Layout
+from penstock.schedule import Conductor, Wish
 
 NUM_RANKS = 2
 TRANSFORMERS, PENSTOCK = "transformers", "penstock"
@@ -142,37 +143,81 @@ def against_transformers(generation: Generation) -> dict[str, Any]:
 
 # ---- refilling
 
+REFILLED, NOT_REFILLED = "refilled", "not refilled"
+REFILLS = {
+    REFILLED: {},
+    "refilled, in the order given": {"longest_first": False},
+    NOT_REFILLED: {"refill": False, "longest_first": False},
+}
+"""How the same answers are made; whoever does not refill takes them as they come."""
 
-def _prepare_refill(side: str, rank: int, generation: Generation) -> Turn:
-    """Answers of 8 to 64 tokens (of an eighth to all of the longest), as many short as long by the logarithm."""
-    engine = generation.engine()
-    draw, longest = random.Random(0), generation.new_tokens
-    prompts = generation.prompts(8 * generation.num_prompts)
-    params = [SamplingParams(max_new_tokens=round(longest * 8 ** -draw.random()), seed=i) for i in range(len(prompts))]
 
-    def turn() -> dict[str, tuple[float, int]]:
+@dataclass(frozen=True)
+class Refills:
+    """Many prompts for few rows, answers of an eighth to all of `longest`, as many short as long by the logarithm."""
+
+    generation: Generation
+    num_prompts: int = 64
+    rows_per_slot: int = 8
+
+    @property
+    def lengths(self) -> list[int]:
+        draw, longest = random.Random(0), self.generation.new_tokens
+        return [round(longest * 8 ** -draw.random()) for _ in range(self.num_prompts)]
+
+    def options(self, name: str) -> GenerateOptions:
+        prefill_tokens = self.rows_per_slot // 2 * self.generation.prompt_tokens
+        return GenerateOptions(rows_per_slot=self.rows_per_slot, prefill_tokens=prefill_tokens, **REFILLS[name])
+
+    def num_visits(self, name: str) -> int:
+        """Of every stage."""
+        options, num_visits = self.options(name), 0
+        wishes = [Wish(i, self.generation.prompt_tokens, length) for i, length in enumerate(self.lengths)]
+        shape = options.shape(len(wishes), NUM_RANKS)
+        conductor, num_drawn = Conductor(wishes, shape, options.refill, options.longest_first), {}
+        while turns := conductor.begin_round():
+            for slot in turns:
+                if conductor.in_flight(slot):
+                    conductor.take(slot, [0] * num_drawn[slot])
+                pieces = conductor.visit(slot)
+                num_drawn[slot] = sum(piece.sampled for piece in pieces)
+                num_visits += bool(pieces)
+        return num_visits
+
+
+def _prepare_refill(side: str, rank: int, refills: Refills) -> Turn:
+    engine = refills.generation.engine()
+    prompts = refills.generation.prompts(refills.num_prompts)
+    params = [SamplingParams(max_new_tokens=length, seed=i) for i, length in enumerate(refills.lengths)]
+
+    def turn() -> dict[str, float]:
         found = {}
-        for name, refill in (("refilled", True), ("not refilled", False)):
+        for name in REFILLS:
             dist.barrier()
-            options = GenerateOptions(rows_per_slot=8, prefill_tokens=4 * generation.prompt_tokens, refill=refill)
-            result = engine.generate(prompts, params, options)
-            found[name] = (result.wall_s, result.num_tokens)
+            found[name] = engine.generate(prompts, params, refills.options(name)).wall_s
         return found
 
     return turn
 
 
 def refilling(generation: Generation) -> dict[str, Any]:
-    """The same engine with rows refilled at once, and only when all of a slot are free."""
-    found = in_turns((PENSTOCK,), NUM_RANKS, _prepare_refill, generation, num_rounds=generation.num_rounds)
-    rounds = found[PENSTOCK][0]
-    rates = {name: [turn[name][1] / turn[name][0] for turn in rounds] for name in ("refilled", "not refilled")}
+    """The same engine with rows refilled at once, and only when all of a slot are free.
+
+    `ideal` is what refilling would give if no row were ever free, and a visit took equally long however many rows it
+    carries.
+    """
+    refills = Refills(generation)
+    found = in_turns((PENSTOCK,), NUM_RANKS, _prepare_refill, refills, num_rounds=generation.num_rounds)
+    num_tokens, visits = sum(refills.lengths), {name: refills.num_visits(name) for name in REFILLS}
+    rates = {name: [num_tokens / turn[name] for turn in found[PENSTOCK][0]] for name in REFILLS}
     median = {name: statistics.median(rate) for name, rate in rates.items()}
     return {
         "tokens_per_s": {
             name: {"median": median[name], "range": [min(rate), max(rate)]} for name, rate in rates.items()
         },
-        "over_not_refilled": median["refilled"] / median["not refilled"],
+        "visits": visits,
+        "over_not_refilled": {name: rate / median[NOT_REFILLED] for name, rate in median.items()},
+        "ideal_over_not_refilled": visits[NOT_REFILLED] * refills.rows_per_slot / num_tokens,
     }
 
 
