@@ -20,7 +20,7 @@ class Ledger:
 
     launched: list[tuple[str, int]] = field(default_factory=list)
 
-    def follow(self, kind: CollectiveKind, num_bytes: int, work: Work) -> Work:
+    def follow(self, kind: CollectiveKind, num_bytes: int, work: Work, group: object = None) -> Work:
         self.launched.append((str(kind), num_bytes))
         return work
 

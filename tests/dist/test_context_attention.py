@@ -155,7 +155,7 @@ def num_bytes_sent(rank: int) -> int:
     seen: list[int] = []
 
     class Watch:
-        def follow(self, kind: CollectiveKind, num_bytes: int, work: Work) -> Work:
+        def follow(self, kind: CollectiveKind, num_bytes: int, work: Work, group: object = None) -> Work:
             seen.append(num_bytes)
             return work
 

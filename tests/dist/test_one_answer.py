@@ -4,23 +4,42 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
+from collections.abc import Iterator
+from functools import cache
 
 import pytest
 
 from penstock import Layout
-from tests.dist.grid_cases import NUM_NEW_TOKENS, Case, Compared, cases, compare, documents, layouts, run
+from tests.dist.grid_cases import NUM_NEW_TOKENS, Case, Compared, Outcome, cases, compare, documents, layouts, run
 from tests.dist.launch import run_ranks
 
 TOLERANCE = 1e-10
-# Every layout with every schedule takes some minutes: PENSTOCK_ALL_LAYOUTS=1 runs them, else one in so many is run.
-EVERY = 1 if os.environ.get("PENSTOCK_ALL_LAYOUTS") else 11
+# Every layout with every schedule takes half an hour on two cores: PENSTOCK_ALL_LAYOUTS=1 runs them, else one in so
+# many is run. Layouts of one number of processes run in the same ones, so many at a time.
+ALL = bool(os.environ.get("PENSTOCK_ALL_LAYOUTS"))
+EVERY, AT_A_TIME, LIMIT_S = (1, 12, 1800.0) if ALL else (11, 50, 800.0)
 
 
-def by_world() -> dict[int, list[Case]]:
+def by_world() -> dict[str, list[Case]]:
+    """The cases that are run together, each such set by its number of processes and its place among these."""
     chosen: dict[int, list[Case]] = defaultdict(list)
-    for case in cases(sparse=False)[::EVERY] + cases(sparse=True)[5 :: 2 * EVERY if EVERY > 1 else 1]:
+    for case in cases(sparse=False)[::EVERY] + cases(sparse=True)[5 * (not ALL) :: EVERY * (1 if ALL else 2)]:
         chosen[case.layout.world_size].append(case)
-    return dict(sorted(chosen.items()))
+    return {
+        f"{world_size}-{number}": list(together)
+        for world_size, of_world in sorted(chosen.items())
+        for number, together in enumerate(batched(of_world, AT_A_TIME))
+    }
+
+
+def batched(items: list[Case], size: int) -> Iterator[list[Case]]:
+    return (items[start : start + size] for start in range(0, len(items), size))
+
+
+@cache
+def alone(sparse: bool, variant: int) -> Outcome:
+    """What one process gets for a model."""
+    return run(Case(Layout(), 1, "1f1b", sparse, variant))
 
 
 def check(case: Case, by_rank: list[Compared]) -> None:
@@ -50,14 +69,13 @@ def test_the_table_holds_at_least_forty_layouts() -> None:
 
 
 @pytest.mark.shows(84, 85, 87, 89, 90, 93)
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("world_size", by_world())
-def test_any_layout_gives_the_numbers_of_one_process(world_size: int) -> None:
-    chosen = by_world()[world_size]
-    variants = {(case.sparse, case.variant): case for case in chosen}
-    references = {key: run(Case(Layout(), 1, "1f1b", *key)) for key in variants}
+@pytest.mark.timeout(LIMIT_S + 100.0)
+@pytest.mark.parametrize("together", by_world())
+def test_any_layout_gives_the_numbers_of_one_process(together: str) -> None:
+    chosen = by_world()[together]
+    references = {(case.sparse, case.variant): alone(case.sparse, case.variant) for case in chosen}
     for (sparse, _), reference in references.items():
         assert sparse or len(set(reference.answers)) > 1, "answers that are alike show nothing"
-    by_rank = run_ranks(world_size, compare, chosen, references, timeout_s=800.0)
+    by_rank = run_ranks(chosen[0].layout.world_size, compare, chosen, references, timeout_s=LIMIT_S)
     for number, case in enumerate(chosen):
         check(case, [compared[number] for compared in by_rank])

@@ -50,7 +50,7 @@ class Ledger:
 
     launched: list[tuple[CollectiveKind, int]] = field(default_factory=list)
 
-    def follow(self, kind: CollectiveKind, num_bytes: int, work: Work) -> Work:
+    def follow(self, kind: CollectiveKind, num_bytes: int, work: Work, group: object = None) -> Work:
         self.launched.append((kind, num_bytes))
         return work
 

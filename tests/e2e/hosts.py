@@ -39,9 +39,10 @@ class Host:
         inside = [] if self.namespace is None else ["ip", "netns", "exec", self.namespace]
         settings = {
             "is_host": int(self.holds_store),
-            # A host counts as lost after two missed words, and those that are there wait this long for others.
+            # A host counts as lost after as many missed words, and those that are there wait this long for others.
+            # On a machine with much else to do one that lives may miss some: two halves of a run then start alone.
             "keep_alive_interval": 1,
-            "keep_alive_max_attempt": 2,
+            "keep_alive_max_attempt": 8,
             "last_call_timeout": 3,
         }
         launcher = [
@@ -94,6 +95,16 @@ def two_hosts() -> Iterator[tuple[Host, Host, Cable]]:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(int(pid), 9)
             subprocess.run(["ip", "netns", "delete", name], capture_output=True)
+
+
+@contextlib.contextmanager
+def either_hosts() -> Iterator[tuple[Host, Host]]:
+    """Two hosts of their own where this machine can make them; else two agents on this one."""
+    if why_no_hosts() is not None:
+        yield Host(), Host(holds_store=False)
+        return
+    with two_hosts() as (here, there, _):
+        yield here, there
 
 
 def why_no_hosts() -> str | None:

@@ -91,6 +91,7 @@ def _generate(arguments: GenerateArguments, group: Group, store: "Store") -> Non
         teller = Teller(arguments, job.model, job.prompts, job.params, silent=engine.grid.tp_rank > 0)
     watchdog = Watchdog(engine.recorder, arguments.timeout_s)
     watchdog.listen_to_signals()
+    watchdog.answer_peers(engine.grid.control, engine.grid.pp_ranks)
     try:
         prompts = [prompt.tokens for prompt in job.prompts]
         result = engine.generate(prompts, job.params, job.options, teller and teller.hear)

@@ -89,6 +89,7 @@ def _score(arguments: ScoreArguments, group: Group, store: "Store") -> None:
     ends = list(accumulate(map(len, batches)))
     watchdog = Watchdog(engine.recorder, arguments.timeout_s)
     watchdog.listen_to_signals()
+    watchdog.answer_peers(engine.grid.control, engine.grid.pp_ranks)
     try:
         file = (
             ScoreFile(arguments.output, _digest(what), ends)

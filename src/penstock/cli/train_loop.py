@@ -106,6 +106,7 @@ class TrainLoop:
         teller = _Teller(config, self.folder, engine.step, self._file) if self.folder is not None else None
         watchdog = Watchdog(engine.recorder, config.parallel.timeout_s)
         watchdog.listen_to_signals()
+        watchdog.answer_peers(engine.grid.control, engine.grid.pp_ranks)
         try:
             recorded = self._steps(stop_asked, teller)
             with engine.recorder.collective("finish saving"):

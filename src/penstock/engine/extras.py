@@ -98,7 +98,7 @@ def with_terms(engine: Engine, feeds: Sequence[Feed], agreed: Agreed, factors: S
         told[i] = factor if weight else 0.0
     if engine.grid.pp_control is not None:
         last = engine.placement.rank_of(engine.placement.stages_per_route - 1)
-        with engine.recorder.collective("tell the loss's factors"):
+        with engine.recorder.collective("tell the loss's factors", engine.grid.pp_control):
             dist.broadcast(told, engine.grid.pp_ranks[last], group=engine.grid.pp_control)
     weight_per_token = sum(agreed.rank_totals) / agreed.num_tokens
     found = []

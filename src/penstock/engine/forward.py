@@ -141,5 +141,5 @@ class _Run:
         if not self.outputs.broadcast:
             return value
         giver = engine.placement.rank_of(engine.placement.stages_per_route - 1)
-        with engine.recorder.collective("hand out the results"):
+        with engine.recorder.collective("hand out the results", engine.grid.pp_control):
             return broadcast_value(value, giver, engine.grid.pp_control)

@@ -134,7 +134,7 @@ class Generator:
     ) -> GenerateResult:
         """Hand what the leading rank has heard to all ranks of the pipeline."""
         engine, group = self._engine, self._engine.grid.pp_control
-        with engine.recorder.collective("hand out the sequences"):
+        with engine.recorder.collective("hand out the sequences", group):
             told = broadcast_value(lead and lead.told(), 0, group)
             masks: list[Tensor] = []
             if any(request.params.filter_mask for request in requests):
@@ -160,7 +160,7 @@ def check_requests(engine: Engine, prompts: Any, params: Any) -> tuple[Prompts, 
         digest = hashlib.blake2b(repr(found).encode(), digest_size=16).hexdigest()
     except ValueError as caught:  # told to all ranks, then raised here: nobody may wait for this rank
         error = caught
-    with engine.recorder.collective("agree on the prompts"):
+    with engine.recorder.collective("agree on the prompts", engine.grid.batch_control):
         told = gather_json([digest, error and str(error)], engine.grid.batch_control)
     if error is not None:
         raise error

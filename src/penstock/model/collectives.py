@@ -28,8 +28,11 @@ class Work(Protocol):
 class Observer(Protocol):
     """Told of every collective as soon as it has been launched."""
 
-    def follow(self, kind: CollectiveKind, num_bytes: int, work: Work) -> Work:
-        """The work, to be waited for in its place; `num_bytes` are those that this rank holds of the input."""
+    def follow(self, kind: CollectiveKind, num_bytes: int, work: Work, group: dist.ProcessGroup | None = None) -> Work:
+        """The work, to be waited for in its place.
+
+        `num_bytes` are those that this rank holds of the input, `group` the ranks that take part.
+        """
         ...
 
 
@@ -159,7 +162,7 @@ class Collectives:
     ) -> Travelling:
         assert work is not None, "a rank outside of the group has launched a collective"
         if self.observer is not None:
-            work = self.observer.follow(kind, x.numel() * x.element_size(), work)
+            work = self.observer.follow(kind, x.numel() * x.element_size(), work, self.group)
         return _Arriving(work, x, arrived)
 
 

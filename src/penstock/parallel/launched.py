@@ -15,8 +15,8 @@ from torch import Tensor
 
 from penstock.schedule.travels import CollectiveKind
 
-Follow = Callable[[CollectiveKind, int, Any], Any]
-"""Told of a collective that has been launched: its kind, its bytes and its work; gives the work to wait for."""
+Follow = Callable[[CollectiveKind, int, Any, dist.ProcessGroup], Any]
+"""Told of a collective that has been launched: kind, bytes, work and group; gives the work to wait for."""
 
 
 class Launched(Protocol):
@@ -39,7 +39,8 @@ class _Ending:
 
 def launch_sum(tensor: Tensor, group: dist.ProcessGroup, follow: Follow | None) -> Launched:
     """Sum over the group, in place on all ranks."""
-    return _followed(dist.all_reduce(tensor, group=group, async_op=True), tensor, CollectiveKind.GRADIENTS, follow)
+    work = dist.all_reduce(tensor, group=group, async_op=True)
+    return _followed(work, follow, CollectiveKind.GRADIENTS, tensor, group)
 
 
 def launch_own_sum(flat: Tensor, group: dist.ProcessGroup, follow: Follow | None) -> Launched:
@@ -47,11 +48,11 @@ def launch_own_sum(flat: Tensor, group: dist.ProcessGroup, follow: Follow | None
     own = owned_part(flat, group)
     if flat.device.type != "cpu":
         work = _reduce_scatter(own, flat, group=group, async_op=True)
-        return _followed(work, flat, CollectiveKind.GRADIENTS, follow)
+        return _followed(work, follow, CollectiveKind.GRADIENTS, flat, group)
     # gloo knows no other way than to sum everything on every rank: twice the bytes.
     parts = torch.empty_like(flat)
     work = dist.all_to_all_single(parts, flat, group=group, async_op=True)
-    launched = _followed(work, flat, CollectiveKind.GRADIENTS, follow)
+    launched = _followed(work, follow, CollectiveKind.GRADIENTS, flat, group)
     return _Ending(launched, lambda: torch.sum(parts.view(group.size(), -1), 0, out=own))
 
 
@@ -60,7 +61,7 @@ def launch_gather(flat: Tensor, group: dist.ProcessGroup, follow: Follow | None)
     # As bytes: gloo does not know every type. A copy: what is sent must not be where something arrives.
     own = owned_part(flat, group).clone()
     work = _all_gather(flat.view(torch.uint8), own.view(torch.uint8), group=group, async_op=True)
-    return _Ending(_followed(work, own, CollectiveKind.ALL_GATHER, follow), lambda: own)
+    return _Ending(_followed(work, follow, CollectiveKind.ALL_GATHER, own, group), lambda: own)
 
 
 def owned_part(flat: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -69,9 +70,11 @@ def owned_part(flat: Tensor, group: dist.ProcessGroup) -> Tensor:
     return flat[group.rank() * length : (group.rank() + 1) * length]
 
 
-def _followed(work: Any, tensor: Tensor, kind: CollectiveKind, follow: Follow | None) -> Launched:
+def _followed(
+    work: Any, follow: Follow | None, kind: CollectiveKind, tensor: Tensor, group: dist.ProcessGroup
+) -> Launched:
     assert work is not None, "a rank outside of the group has launched a collective"
-    return work if follow is None else follow(kind, tensor.nbytes, work)
+    return work if follow is None else follow(kind, tensor.nbytes, work, group)
 
 
 # Newer releases of PyTorch warn about the older names.

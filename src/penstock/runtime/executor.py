@@ -204,7 +204,7 @@ class Executor:
             finished = True
             return [self._results[m] for m in sorted(self._results)]
         except TransportError as error:
-            raise TransportError(f"{self.recorder.where()}: {error}") from error
+            raise TransportError(f"{self.recorder.where()}: {error}{self.recorder.missing()}") from error
         except Exception as error:
             error.add_note(f"{self.recorder.where()}")
             raise

@@ -6,8 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import torch.distributed as dist
+
 from penstock.model.collectives import Work
 from penstock.runtime.errors import TransportError, first_line
+from penstock.runtime.roll_call import Presence, RollCall, numbers
 from penstock.runtime.travels import FollowedWork, Travel
 from penstock.schedule import Event, Op, Step
 from penstock.schedule.travels import CollectiveKind
@@ -46,7 +49,8 @@ class Recorder:
     """The last `capacity` records of one rank's actions, and as many of its collectives, and what it is waiting for.
 
     Written by the executor between actions and by whoever launches a collective, read by anyone at any time, also from
-    another thread. `rank` is that of the pipeline; `place` says which of several pipelines that is.
+    another thread. `rank` is that of the pipeline; `place` says which of several pipelines that is. With a `roll_call`
+    (the watchdog gives one) it can tell on which hosts others are, and which of them still answer.
     """
 
     def __init__(self, rank: int, capacity: int = 65536, place: str | None = None) -> None:
@@ -59,7 +63,9 @@ class Recorder:
         self._next = 0
         self._step_first = 0
         self._current: Record | None = None
-        self._together: str | None = None
+        self._together: tuple[str, tuple[int, ...] | None] | None = None
+        self._ranks: dict[dist.ProcessGroup, tuple[int, ...]] = {}
+        self.roll_call: RollCall | None = None
 
     def begin_step(self, step: int) -> None:
         """From here on records belong to `step`."""
@@ -95,27 +101,33 @@ class Recorder:
         record.end_ns = time.perf_counter_ns()
 
     @contextmanager
-    def collective(self, what: str) -> Iterator[None]:
-        """While all ranks do something together outside of the program; `what` completes "the ranks ...".
+    def collective(self, what: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
+        """While ranks do something together outside of the program; `what` completes "the ranks ...".
+
+        `group` are those that do; left out, all of them.
 
         Raises:
-            TransportError: the backend gave up; the message says where the rank was.
+            TransportError: the backend gave up; the message says where the rank was, and who does not answer.
         """
-        self._together, start = what, time.monotonic()
+        self._together, start = (what, None if group is None else self._ranks_of(group)), time.monotonic()
         try:
             yield
         except RuntimeError as error:
             raise TransportError(
-                f"{self.where()}: gave up after {time.monotonic() - start:.1f} s ({first_line(error)})"
+                f"{self.where()}: gave up after {time.monotonic() - start:.1f} s ({first_line(error)}){self.missing()}"
             ) from error
         finally:
             self._together = None
 
-    def follow(self, kind: CollectiveKind, num_bytes: int, work: Work) -> Work:
+    def follow(self, kind: CollectiveKind, num_bytes: int, work: Work, group: dist.ProcessGroup | None = None) -> Work:
         """Note a collective that has just been launched; what is given back is to be waited for in its place."""
-        travel = Travel(kind, num_bytes, time.perf_counter_ns())
+        ranks = () if group is None else self._ranks.get(group) or self._ranks_of(group)
+        travel = Travel(kind, num_bytes, time.perf_counter_ns(), ranks)
         self._travels.append(travel)
         return FollowedWork(work, travel, self._await_travel)
+
+    def _ranks_of(self, group: dist.ProcessGroup) -> tuple[int, ...]:
+        return self._ranks.setdefault(group, tuple(dist.get_process_group_ranks(group)))
 
     def _await_travel(self, travel: Travel | None) -> None:
         self.awaited = travel
@@ -140,15 +152,53 @@ class Recorder:
             return 0.0
         return (time.perf_counter_ns() - record.begin_ns) * 1e-9
 
+    @property
+    def presence(self) -> Presence:
+        """What this rank answers to a peer that asks."""
+        return Presence(self.where(), self.awaited is not None or self._together is not None)
+
     def where(self) -> str:
         """One sentence: the action this rank is in, what it waits for, from whom, and for how long."""
-        record = self._current
+        record, here = self._current, f"{self._name}, step {self.step}"
         if self._together is not None:
-            return f"{self._name}, step {self.step}: while the ranks {self._together}"
+            what, ranks = self._together
+            travel = self.awaited if isinstance(self.awaited, Travel) else None
+            return (
+                f"{here}: while the ranks {what}{self._among(ranks) if travel is None else f', {self._named(travel)}'}"
+            )
         if record is None:
-            return f"{self._name}, step {self.step}: between steps"
+            return f"{here}: between steps"
         if record.end_ns:
             ago = (time.perf_counter_ns() - record.end_ns) * 1e-9
-            return f"{self._name}, step {self.step}: finished {record.action} {ago:.1f} s ago"
-        doing = f"waits for {self.awaited}" if self.awaited else "computes"
-        return f"{self._name}, step {self.step}: in {record.action} for {self.busy_since_s():.1f} s, {doing}"
+            return f"{here}: finished {record.action} {ago:.1f} s ago"
+        doing = f"waits for {self._named(self.awaited)}" if self.awaited else "computes"
+        return f"{here}: in {record.action} for {self.busy_since_s():.1f} s, {doing}"
+
+    def missing(self) -> str:
+        """Who of those that this rank waits for does not answer, to be put behind the sentence; may take two seconds.
+
+        Empty without a roll call.
+        """
+        if self.roll_call is None:
+            return ""
+        if isinstance(self.awaited, Travel) and self.awaited.ranks:
+            needed = self.awaited.ranks
+        elif isinstance(self.awaited, Awaited):
+            needed = (self.roll_call.pipeline[self.awaited.rank],)
+        elif self._together is None:
+            needed = self.roll_call.pipeline
+        else:
+            needed = self._together[1] or range(len(self.roll_call.members))
+        told = self.roll_call.missing(needed)
+        return told and f"; {told}"
+
+    def _named(self, awaited: Awaited | Travel) -> str:
+        if isinstance(awaited, Travel) and awaited.ranks:
+            return f"{awaited}{self._among(awaited.ranks)}"
+        return str(awaited)
+
+    def _among(self, ranks: tuple[int, ...] | None) -> str:
+        """Who is in a group; None is that of all."""
+        if self.roll_call is not None:
+            return f", among {self.roll_call.named(range(len(self.roll_call.members)) if ranks is None else ranks)}"
+        return f", among processes {numbers(ranks)}" if ranks else ""

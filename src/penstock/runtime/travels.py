@@ -19,12 +19,14 @@ class Travel:
 
     `launch_ns` is when it had been launched, `wait_ns` when the rank could not go on without it, `taken_ns` when it
     went on. `end_ns` is when the collective was done, which some backends tell by themselves; of others it is known
-    only that it was done when it was taken. On a GPU all of them are times of the host, which does not wait.
+    only that it was done when it was taken. On a GPU all of them are times of the host, which does not wait. `ranks`
+    are the global ranks that take part, where they are known.
     """
 
     kind: CollectiveKind
     num_bytes: int
     launch_ns: int
+    ranks: tuple[int, ...] = ()
     wait_ns: int = 0
     taken_ns: int = 0
     end_ns: int = 0
@@ -57,7 +59,7 @@ class FollowedWork:
         try:
             self._work.wait()
         except RuntimeError as error:
-            raise TransportError(f"{travel} failed ({first_line(error)})") from error
+            raise TransportError(f"the {travel.kind} failed ({first_line(error)})") from error
         travel.taken_ns = time.perf_counter_ns()
         self._awaiting(None)
         if not travel.end_ns:

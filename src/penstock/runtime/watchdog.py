@@ -1,4 +1,4 @@
-"""The watchdog: a thread that lets a rank that can not go on say where it is, and ends it.
+"""The watchdog: a thread that lets a rank that can not go on say where it is, and ends it; it also answers peers.
 
 Python's signal handlers and exceptions do not reach a main thread that is blocked inside a backend. This thread does
 not depend on it: it reads the recorder, is woken by signals through a file descriptor, and ends the process itself.
@@ -11,8 +11,11 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+from torch.distributed import ProcessGroup
+
+from penstock.runtime.roll_call import RollCall, answer, listen
 from penstock.runtime.trace import Recorder
 
 EXIT_CODE = 75
@@ -47,6 +50,7 @@ class Watchdog:
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
         self._previous_fd: int | None = None
+        self._listener: socket.socket | None = None
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="penstock watchdog", daemon=True)
         self._thread.start()
@@ -58,6 +62,18 @@ class Watchdog:
         """
         self._previous_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
 
+    def answer_peers(self, group: ProcessGroup | None, pipeline: Sequence[int]) -> None:
+        """From here on tell peers that ask where this rank is, and let its recorder ask them; all ranks call it.
+
+        `group` is the world's, in host memory (None: this rank is alone), `pipeline` the global ranks of this one's.
+        """
+        if group is None:
+            return
+        listener = listen()
+        self.recorder.roll_call = RollCall.of(listener, group, pipeline)
+        self._listener = listener
+        self._writer.send(b"\0")
+
     def close(self) -> None:
         """Stop watching."""
         if self._previous_fd is not None:
@@ -65,17 +81,22 @@ class Watchdog:
         self._closed.set()
         self._writer.send(b"\0")
         self._thread.join()
-        self._reader.close()
-        self._writer.close()
+        for end in (self._reader, self._writer, self._listener):
+            if end is not None:
+                end.close()
+        self.recorder.roll_call = None
 
     def _watch(self) -> None:
         while not self._closed.is_set():
-            readable, _, _ = select.select([self._reader], [], [], min(1.0, self.timeout_s / 4))
-            if readable and set(self._reader.recv(64)) & {signal.SIGTERM, signal.SIGINT}:
+            doors = [self._reader] if self._listener is None else [self._reader, self._listener]
+            readable, _, _ = select.select(doors, [], [], min(1.0, self.timeout_s / 4))
+            if self._reader in readable and set(self._reader.recv(64)) & {signal.SIGTERM, signal.SIGINT}:
                 self._signalled_at = self._signalled_at or time.monotonic()
+            if self._listener in readable:
+                answer(self._listener, self.recorder.presence)
             reason = self._reason_to_end()
             if reason is not None and not self._closed.is_set():
-                _tell(f"{self.recorder.where()}; {reason}")
+                _tell(f"{self.recorder.where()}; {reason}{self.recorder.missing()}")
                 self._end(EXIT_CODE)
                 return
 

@@ -1,0 +1,180 @@
+"""The roll call: who the processes of a run are, and, when one can not go on, which of the others still answer.
+
+A collective that fails does not say whose part was missing. So every process listens on a port of its own and answers
+whoever asks with where it is; its watchdog does this, also while its main thread is blocked inside a backend.
+"""
+
+import asyncio
+import contextlib
+import enum
+import json
+import os
+import socket
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Self
+
+from torch.distributed import ProcessGroup
+
+from penstock.parallel.exchange import gather_json
+
+# For a connection, and again for the answer; below the margin that the watchdog allows beyond a backend's own limit.
+_LIMIT_S = 0.9
+_MOST_QUOTED = 2
+_MOST_HOSTS = 8
+_LOOPBACK = "127.0.0.1"
+
+
+class Absence(enum.Enum):
+    """Why a process did not tell where it is: its host or the way there is gone, or it alone, or it stands still."""
+
+    UNREACHABLE = "not reachable"
+    ENDED = "ended"
+    SILENT = "reachable but silent"
+
+
+@dataclass(frozen=True)
+class Presence:
+    """A process's answer: where it is, and whether it waits for others itself."""
+
+    where: str
+    waits: bool
+
+
+@dataclass(frozen=True)
+class Member:
+    """A process of the run, by its global rank; `port` is None where no other host could reach its address."""
+
+    rank: int
+    host: str
+    address: str
+    port: int | None
+
+    @property
+    def place(self) -> str:
+        return self.host if self.address.startswith("127.") else f"{self.host} at {self.address}"
+
+
+@dataclass(frozen=True)
+class RollCall:
+    """All processes of a run, in the order of their global ranks, and how to ask them.
+
+    own: this process's rank. pipeline: the global ranks of its pipeline, in pipeline order.
+    """
+
+    own: int
+    members: tuple[Member, ...]
+    pipeline: tuple[int, ...]
+
+    @classmethod
+    def of(cls, listener: socket.socket, group: ProcessGroup, pipeline: Sequence[int]) -> Self:
+        """All processes of `group`, which is that of the world, in host memory; each gives its listening socket."""
+        address, port = listener.getsockname()[:2]
+        told = gather_json([socket.gethostname(), address, port], group)
+        several = len({host for host, *_ in told}) > 1
+        members = (
+            Member(rank, host, address, None if several and address.startswith("127.") else port)
+            for rank, (host, address, port) in enumerate(told)
+        )
+        return cls(group.rank(), tuple(members), tuple(pipeline))
+
+    def named(self, ranks: Iterable[int]) -> str:
+        """Processes in words, host by host: ``processes 0-3 (alpha), 4-7 (beta)``; of many hosts only how many."""
+        by_place: dict[str, list[int]] = {}
+        for rank in sorted(ranks):
+            by_place.setdefault(self.members[rank].place, []).append(rank)
+        every = [rank for there in by_place.values() for rank in there]
+        word = "process" if len(every) == 1 else "processes"
+        if len(by_place) > _MOST_HOSTS:
+            return f"{word} {numbers(every)} on {len(by_place)} hosts"
+        return f"{word} " + ", ".join(f"{numbers(there)} ({place})" for place, there in by_place.items())
+
+    def missing(self, ranks: Iterable[int]) -> str:
+        """Ask these processes, and say which of them do not answer; or, where all do, who does not wait for others."""
+        asked = [self.members[rank] for rank in ranks if rank != self.own and self.members[rank].port is not None]
+        if not asked:
+            return ""
+        answers = ask(asked)
+        absent = [
+            f"{absence.value}: {self.named(found)}"
+            for absence in Absence
+            if (found := [rank for rank, answer in answers.items() if answer is absence])
+        ]
+        if absent:
+            return "; ".join(absent)
+        busy = [
+            f"process {rank} does not wait: {answer.where}"
+            for rank, answer in answers.items()
+            if isinstance(answer, Presence) and not answer.waits
+        ]
+        return "; ".join([f"reachable: {self.named(answers)}", *busy[:_MOST_QUOTED]])
+
+
+def numbers(ranks: Iterable[int]) -> str:
+    """Ranks in words, those that follow each other as one run: ``0-3, 6``."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def listen() -> socket.socket:
+    """A listening socket at this host's address towards the place where all processes met (MASTER_ADDR)."""
+    address = _LOOPBACK
+    with contextlib.suppress(OSError):
+        family, kind, _, _, target = socket.getaddrinfo(
+            os.environ.get("MASTER_ADDR", _LOOPBACK), 1, type=socket.SOCK_DGRAM
+        )[0]
+        with socket.socket(family, kind) as probe:
+            # Nothing is sent: this only lets the system choose the way there.
+            probe.connect(target)
+            address = probe.getsockname()[0]
+    listener = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+    listener.setblocking(False)
+    return listener
+
+
+def answer(listener: socket.socket, presence: Presence) -> None:
+    """Tell whoever has asked where this process is; never blocks."""
+    with contextlib.suppress(OSError):
+        connection, _ = listener.accept()
+        with connection:
+            connection.setblocking(False)
+            connection.send(json.dumps(asdict(presence)).encode())
+
+
+def ask(members: Sequence[Member]) -> dict[int, Presence | Absence]:
+    """Every member's answer by rank, all asked at once; takes two seconds at most."""
+    answers: dict[int, Presence | Absence] = {}
+
+    async def ask_all() -> None:
+        found = await asyncio.gather(*(_answer_of(member) for member in members))
+        answers.update({member.rank: answer for member, answer in zip(members, found, strict=True)})
+
+    # In a thread of its own: this one may run a loop already.
+    thread = threading.Thread(target=lambda: asyncio.run(ask_all()), name="penstock roll call")
+    thread.start()
+    thread.join()
+    return answers
+
+
+async def _answer_of(member: Member) -> Presence | Absence:
+    try:
+        reader, writer = await asyncio.wait_for(asyncio.open_connection(member.address, member.port), _LIMIT_S)
+    except ConnectionRefusedError:
+        return Absence.ENDED
+    except (OSError, TimeoutError):
+        return Absence.UNREACHABLE
+    try:
+        return Presence(**json.loads(await asyncio.wait_for(reader.read(), _LIMIT_S)))
+    except TimeoutError:
+        return Absence.SILENT
+    except (OSError, ValueError, TypeError):
+        # The connection was closed without a word: the process has ended meanwhile.
+        return Absence.ENDED
+    finally:
+        writer.close()
