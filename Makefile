@@ -23,7 +23,8 @@ lint: setup
 	$(BIN)/pyright
 
 test: lint
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	# In the order of folders the tests of many processes come first and the short ones fill up the end.
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 bench: setup
 	$(BIN)/penstock bench all

@@ -69,7 +69,7 @@ def run_outcomes(
     """
     context = multiprocessing.get_context("forkserver")
     # Every rank would import these itself, the second at its first optimizer: seconds each.
-    context.set_forkserver_preload(["torch.distributed.checkpoint", "torch._dynamo"])
+    context.set_forkserver_preload(["torch.distributed.checkpoint", "torch._dynamo", "penstock.engine.engine"])
     store = dist.TCPStore(_LOOPBACK, 0, is_master=True, wait_for_workers=False)  # pyright: ignore[reportPrivateImportUsage]
     processes, pipes = [], []
     outcomes: dict[int, Outcome] = {}

@@ -4,6 +4,7 @@ The reference is a plain loop of its own: the model's units called one after the
 microbatch by microbatch, clipping and `torch.optim.AdamW` parameter by parameter. Only units and loss are shared.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -102,8 +103,8 @@ def run_cases(rank: int, cases: list[Case], pp: int) -> list[Outcome]:
 class Reference:
     """One process: units in a row, one loop over microbatches, one optimizer over parameters."""
 
-    def __init__(self, case: Case) -> None:
-        units = decoder_units(case.config())
+    def __init__(self, config: ModelConfig) -> None:
+        units = decoder_units(config)
         self.modules = [(unit.name, unit.build()) for unit in units]
         for unit, (_, module) in zip(units, self.modules, strict=True):
             unit.initialise(module, 0)
@@ -165,13 +166,20 @@ class Reference:
         return float(torch.stack(losses).sum()) if losses else 0.0, gradients
 
 
+@functools.cache
+def trained_alone(
+    config: ModelConfig, num_microbatches: int, num_directions: int
+) -> tuple[Reference, list[tuple[float, float]]]:
+    """The reference after all steps, and each step's loss and norm; neither schedule nor recompute has a say in it."""
+    reference = Reference(config)
+    return reference, [reference.step(batch, num_microbatches, num_directions) for batch in batches(num_microbatches)]
+
+
 def check(cases: list[Case], pp: int) -> None:
     by_rank = run_ranks(pp, run_cases, cases, pp, timeout_s=170.0)
     for number, case in enumerate(cases):
-        reference, directions = Reference(case), 2 if case.schedule == "dualpipe" else 1
-        expected = [
-            reference.step(batch, case.num_microbatches, directions) for batch in batches(case.num_microbatches)
-        ]
+        directions = 2 if case.schedule == "dualpipe" else 1
+        reference, expected = trained_alone(case.config(), case.num_microbatches, directions)
         seen: set[str] = set()
         for rank in range(pp):
             losses, norms, gradients, weights = by_rank[rank][number]

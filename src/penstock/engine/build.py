@@ -51,17 +51,16 @@ def cut_units(
     options: EngineOptions,
     times: Sequence[float] | None = None,
 ) -> tuple[range, ...]:
-    """The units of every stage: by hand if the options say so, else the cut whose slowest stage is fastest.
+    """The units of every stage: by hand if the options say so, else the cut whose slowest rank is fastest.
 
     `times` are the units' measured times; left out, their estimated work decides.
 
     Raises:
         ValueError: more stages than units, or a cut by hand that leaves units out.
     """
-    num_stages = placement.stages_per_route
     if options.cut is not None:
-        return schedule.check_cut(options.cut, num_units=len(units), num_stages=num_stages)
-    return schedule.partition(times or [unit.flops_per_token for unit in units], num_stages)
+        return schedule.check_cut(options.cut, num_units=len(units), num_stages=placement.stages_per_route)
+    return schedule.balanced_cut(times or [unit.flops_per_token for unit in units], placement)
 
 
 def build_stages(

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim.adamw import adamw
 
 from penstock.engine.learning_rate import LearningRate, WeightDecay
 from penstock.engine.scaler import LossScaler
@@ -103,7 +104,7 @@ class Optimizer:
         self._num_norms = _agree_on_names([piece for _, piece in told if piece is not None], group)
         counted = {name for name, piece in told if piece is not None and name not in (ties or {})}
         self._counted = [view for name, view in sorted(gradients, key=lambda pair: pair[0]) if name in counted]
-        self._adamw = self._make_adamw()
+        self._means = [_Means.of(master) for master in self._masters]
 
     @property
     def loss_scale(self) -> float:
@@ -124,8 +125,8 @@ class Optimizer:
         if success:
             self.learning_rate = self.config.learning_rate(self.num_steps)
             self._scale_gradients(norm)
-            self._set_rates(weight_decay)
-            self._adamw.step()
+            for decays, rate in ((False, 0.0), (True, weight_decay)):
+                self._update(decays, rate)
             self._num_updates += 1
             self._publish_masters()
         if self.scaler is not None:
@@ -144,8 +145,8 @@ class Optimizer:
     def owned_state(self) -> dict[str, tuple[Fragment, Tensor]]:
         """The same of all that this rank steps: which elements of a parameter they belong to, and a flat view."""
         state: dict[str, tuple[Fragment, Tensor]] = {}
-        for bucket, master in zip(self._buckets, self._masters, strict=True):
-            flats = {kind: self._adamw.state[master][kind] for kind in ("exp_avg", "exp_avg_sq")}
+        for bucket, master, means in zip(self._buckets, self._masters, self._means, strict=True):
+            flats = {"exp_avg": means.exp_avg, "exp_avg_sq": means.exp_avg_sq}
             if master.dtype != bucket.parameters.dtype:
                 flats["master"] = master
             for kind, flat in flats.items():
@@ -155,7 +156,7 @@ class Optimizer:
     @property
     def state_bytes(self) -> int:
         """Of running means and masters, as they lie on this rank."""
-        held = [self._adamw.state[master][kind] for master in self._masters for kind in ("exp_avg", "exp_avg_sq")]
+        held = [mean for means in self._means for mean in (means.exp_avg, means.exp_avg_sq)]
         held += [m for b, m in zip(self._buckets, self._masters, strict=True) if m.dtype != b.parameters.dtype]
         return sum(tensor.nbytes for tensor in held)
 
@@ -173,8 +174,8 @@ class Optimizer:
         self.num_steps = int(progress["num_steps"])
         self.learning_rate = float(progress["learning_rate"])
         self._num_updates = int(progress["num_updates"])
-        for master in self._masters:
-            self._adamw.state[master]["step"].fill_(self._num_updates)
+        for means in self._means:
+            means.step.fill_(self._num_updates)
         if self.scaler is not None and progress["scaler"] is not None:
             self.scaler.load_state(progress["scaler"])
         self._publish_masters()
@@ -186,20 +187,27 @@ class Optimizer:
             if master.dtype != bucket.parameters.dtype:
                 master.copy_(bucket.parameters[bucket.owned])
 
-    def _make_adamw(self) -> torch.optim.AdamW:
-        groups: list[dict[str, Any]] = [{"params": [], "decays": False}, {"params": [], "decays": True}]
-        for bucket, master in zip(self._buckets, self._masters, strict=True):
-            groups[bucket.decays]["params"].append(master)
-        adamw = torch.optim.AdamW(groups, betas=self.config.betas, eps=self.config.eps, fused=True)
-        for bucket, master in zip(self._buckets, self._masters, strict=True):
-            # torch makes these at the first step; here a resumed run finds them before it.
-            adamw.state[master] = {
-                "step": torch.zeros((), dtype=torch.float32, device=master.device),
-                "exp_avg": torch.zeros_like(master),
-                "exp_avg_sq": torch.zeros_like(master),
-            }
-            master.grad = bucket.gradients[bucket.owned]
-        return adamw
+    def _update(self, decays: bool, weight_decay: float) -> None:
+        """Step the masters that decay, or those that do not."""
+        buckets = zip(self._buckets, self._masters, self._means, strict=True)
+        own = [(bucket, master, means) for bucket, master, means in buckets if bucket.decays == decays]
+        # The class torch.optim.AdamW loads the compiler at its first use, which takes a second, and calls this.
+        adamw(
+            [master for _, master, _ in own],
+            [bucket.gradients[bucket.owned] for bucket, _, _ in own],
+            [means.exp_avg for *_, means in own],
+            [means.exp_avg_sq for *_, means in own],
+            [],
+            [means.step for *_, means in own],
+            fused=True,
+            amsgrad=False,
+            beta1=self.config.betas[0],
+            beta2=self.config.betas[1],
+            lr=self.learning_rate,
+            weight_decay=weight_decay,
+            eps=self.config.eps,
+            maximize=False,
+        )
 
     def _gradient_norm(self) -> float:
         """The norm of all gradients as they are, loss scale included; not finite if any element on any rank is not."""
@@ -227,16 +235,25 @@ class Optimizer:
             for bucket in self._buckets:
                 bucket.gradients[bucket.owned].mul_(factor)
 
-    def _set_rates(self, weight_decay: float) -> None:
-        for group in self._adamw.param_groups:
-            group["lr"] = self.learning_rate
-            group["weight_decay"] = weight_decay if group["decays"] else 0.0
-
     @torch.no_grad()
     def _publish_masters(self) -> None:
         for bucket, master in zip(self._buckets, self._masters, strict=True):
             if master.dtype != bucket.parameters.dtype:
                 bucket.parameters[bucket.owned].copy_(master)
+
+
+@dataclass(frozen=True)
+class _Means:
+    """AdamW's running means of a master's gradients and their squares, and the number of updates, as a tensor."""
+
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    step: Tensor
+
+    @classmethod
+    def of(cls, master: Tensor) -> _Means:
+        step = torch.zeros((), dtype=torch.float32, device=master.device)
+        return cls(torch.zeros_like(master), torch.zeros_like(master), step)
 
 
 def state_aliases(ties: Mapping[str, str]) -> dict[str, str]:

@@ -9,6 +9,7 @@ Shapes: T tokens of the microbatch, N sequences of a run, L tokens of each of th
 
 import inspect
 from collections.abc import Callable
+from functools import cache
 from itertools import groupby
 
 import torch
@@ -23,11 +24,12 @@ def packed_attention(q_THK: Tensor, k_THK: Tensor, v_THK: Tensor, sequences: Seq
 
     Keys and values may have fewer heads than queries (grouped queries: H is a multiple of theirs). Gives [T, H, K].
     """
-    if q_THK.is_cuda and _VARLEN is not None and q_THK.dtype in (torch.float16, torch.bfloat16):
+    kernel = _variable_length_kernel() if q_THK.is_cuda and q_THK.dtype in (torch.float16, torch.bfloat16) else None
+    if kernel is not None:
         starts, longest = sequences.cu_seqlens, sequences.max_length
         left = -1 if window is None else window - 1
         grouped = q_THK.shape[1] != k_THK.shape[1]
-        return _VARLEN(q_THK, k_THK, v_THK, starts, starts, longest, longest, window_size=(left, 0), enable_gqa=grouped)
+        return kernel(q_THK, k_THK, v_THK, starts, starts, longest, longest, window_size=(left, 0), enable_gqa=grouped)
     runs = [(length, len(list(same))) for length, same in groupby(sequences.lengths)]
     if len(runs) == 1:
         return _attention_of_run(q_THK, k_THK, v_THK, runs[0], window, sequences)
@@ -58,14 +60,13 @@ def _window_mask(length: int, window: int, device: torch.device) -> Tensor:
     return everything.tril().triu(1 - window)
 
 
+@cache
 def _variable_length_kernel() -> Callable[..., Tensor] | None:
     """PyTorch's kernel for packed sequences, where this release has it with windows and grouped queries."""
+    # Its module loads the compiler, which takes a second that a run on CPUs need not spend.
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return None
     has = {"window_size", "enable_gqa"} <= inspect.signature(varlen_attn).parameters.keys()
     return varlen_attn if has else None  # pyright: ignore[reportReturnType]
-
-
-_VARLEN = _variable_length_kernel()

@@ -26,6 +26,7 @@ from penstock.schedule.early import early_gradients
 from penstock.schedule.generation import NO_ROW, Conductor, Ending, Piece, RingShape, Visit, Wish
 from penstock.schedule.lower import lower
 from penstock.schedule.partition import check_cut, partition
+from penstock.schedule.partition_ranks import balanced_cut
 from penstock.schedule.rules import Channel, Rule, Rules, partner
 from penstock.schedule.simulate import simulate
 from penstock.schedule.text import from_csv, from_text, to_csv, to_text
@@ -57,6 +58,7 @@ __all__ = [
     "Timeline",
     "Visit",
     "Wish",
+    "balanced_cut",
     "build",
     "check_cut",
     "critical_path",

@@ -20,13 +20,23 @@ def partition(times: Sequence[float], num_stages: int) -> tuple[range, ...]:
 
     Raises: ValueError for more stages than units, or a time that is negative or not finite.
     """
+    until = prefix_times(times, num_stages)
+    return _most_even(until, num_stages, _least_largest(until, num_stages))
+
+
+def prefix_times(times: Sequence[float], num_stages: int) -> list[int]:
+    """The times of the first 0, 1, 2, ... units together, as whole numbers of a unit small enough for all of them.
+
+    Raises: ValueError for more stages than units, or a time that is negative or not finite.
+    """
     check_count("stages", num_stages)
     _check_stages(len(times), num_stages)
     for place, time in enumerate(times):
         if not isfinite(time) or time < 0:
             raise ValueError(f"unit {place} must take a time of at least 0, got {time!r}")
-    until = [0, *accumulate(_whole(times))]
-    return _most_even(until, num_stages, _least_largest(until, num_stages))
+    exact = [Fraction(time) for time in times]
+    unit = lcm(*(time.denominator for time in exact))
+    return [0, *accumulate(int(time * unit) for time in exact)]
 
 
 def check_cut(sizes: Sequence[int], num_units: int, num_stages: int) -> tuple[range, ...]:
@@ -42,7 +52,7 @@ def check_cut(sizes: Sequence[int], num_units: int, num_stages: int) -> tuple[ra
         check_count("each stage's number of units", size)
     if sum(sizes) != num_units:
         raise ValueError(f"the cut {list(sizes)} places {sum(sizes)} units, the model has {num_units}")
-    return _ranges([0, *accumulate(sizes)])
+    return ranges([0, *accumulate(sizes)])
 
 
 def _check_stages(num_units: int, num_stages: int) -> None:
@@ -50,15 +60,9 @@ def _check_stages(num_units: int, num_stages: int) -> None:
         raise ValueError(f"{num_units} units can be cut into at most {num_units} stages, not into {num_stages}")
 
 
-def _ranges(borders: Sequence[int]) -> tuple[range, ...]:
+def ranges(borders: Sequence[int]) -> tuple[range, ...]:
+    """The stages between borders, the first of which is 0."""
     return tuple(range(start, stop) for start, stop in pairwise(borders))
-
-
-def _whole(times: Sequence[float]) -> list[int]:
-    """The times as whole numbers of a unit small enough for all of them."""
-    exact = [Fraction(time) for time in times]
-    unit = lcm(*(time.denominator for time in exact))
-    return [int(time * unit) for time in exact]
 
 
 def _least_largest(until: list[int], num_stages: int) -> int:
@@ -109,4 +113,4 @@ def _most_even(until: list[int], num_stages: int, limit: int) -> tuple[range, ..
     borders = [0]
     for choice in reversed(choices):
         borders.append(choice[borders[-1]])
-    return _ranges(borders)
+    return ranges(borders)
