@@ -230,3 +230,19 @@ def test_a_schedule_has_the_stages_it_is_meant_for(run):
     assert code == 0 and json.loads(out)["stages_per_rank"] == 2
     assert_refused(run("simulate", "zb-v", "--stages-per-rank", 3), "stages_per_rank must be 2, got 3")
     assert run("simulate", "interleaved", "--group-size", 8, "--stages-per-rank", 3)[0] == 0
+
+
+def test_gradients_may_leave_early(run):
+    bubbles = []
+    for flag in ([], ["--early-gradients"]):
+        code, out, _ = run("simulate", "1f1b", "--ranks", 4, "--microbatches", 8, "--json", *flag)
+        assert code == 0
+        bubbles.append(json.loads(out)["bubble_rate"])
+    # F, I and W take 1 each: of the p - 1 times all three at both ends the W are gone.
+    assert bubbles == pytest.approx([9 / 33, 6 / 30])
+
+
+def test_a_file_is_taken_as_it_is(run, tmp_path: Path):
+    file = tmp_path / "mine.csv"
+    assert run("export", "1f1b", "--output", file)[0] == 0
+    assert_refused(run("simulate", file, "--early-gradients"), "--early-gradients goes with a schedule's name")

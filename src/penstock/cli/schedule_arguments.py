@@ -130,7 +130,10 @@ def proved(options: argparse.Namespace, name: str | None = None, *, shared_chann
     """
     name = options.name if name is None else name
     assert name is not None
+    early = getattr(options, "early_gradients", False)
     if files.is_file(name):
+        if early:
+            raise schedule.ScheduleError(f"{name} is taken as it is; --early-gradients goes with a schedule's name")
         return _proved_file(options, name, shared_channels)
     built = schedule.build(
         name,
@@ -139,7 +142,7 @@ def proved(options: argparse.Namespace, name: str | None = None, *, shared_chann
         stages_per_rank=getattr(options, "stages_per_rank", None),
         **own_options(name, options),
     )
-    if getattr(options, "early_gradients", False):
+    if early:
         built = schedule.early_gradients(built)
     program = schedule.lower(built, shared_channels=shared_channels)
     schedule.verify(program)
