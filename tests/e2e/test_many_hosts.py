@@ -102,9 +102,9 @@ def test_when_the_network_is_cut_every_process_says_so_and_a_restart_goes_on_bit
         for rank in range(4):
             [line] = [line for line in told.splitlines() if line.startswith(f"penstock: process {rank}:")]
             everybody = r"processes 0-1 \(.* at 10\.77\.0\.\d\), 2-3 \(.* at 10\.77\.0\.\d\)"
-            doing = rf"(in \d[FB]\d+ for .* rank \d|while the ranks .*, among {everybody}: gave up)"
+            doing = rf"(in \d[FBI]\d+ for .* rank \d|while the ranks .*, among {everybody}: gave up)"
             assert re.search(rf"rank {rank}, step \d+: {doing}", line), line
-            in_action += re.findall(rf"rank {rank}, step \d+: in \d[FB]\d+", line)
+            in_action += re.findall(rf"rank {rank}, step \d+: in \d[FBI]\d+", line)
         # Whoever needed a process of the other host has asked it, and says that it is out of reach.
         assert re.search(r"not reachable: processe?s? [\d-]+ \(.* at 10\.77\.0\.\d\)", told), told
         # Who was cut off from a neighbour in the pipeline names the link; a collective has no one link.
