@@ -105,7 +105,7 @@ class Outcome:
     """Of one rank: what each step told, and by full name what it holds at the start, after the first and the last step.
 
     scores: logits of the documents that this rank was given, on the ranks that have them. answers: greedy tokens to all
-    documents; none of models with experts.
+    documents.
     """
 
     losses: list[float]
@@ -143,11 +143,9 @@ def run(case: Case) -> Outcome:
             gradients = {name: engine.gradient(name).clone() for name in trained}
     own = range(len(scored))[engine.grid.dp_rank :: case.layout.dp]
     scores = engine.forward(PackedBatch.from_documents([scored[i] for i in own]))
-    answers = []
-    if not case.sparse:
-        prompts = [document.tolist() for document in scored]
-        found = engine.generate(prompts, SamplingParams(max_new_tokens=NUM_NEW_TOKENS, temperature=0))
-        answers = [answer.tokens for answer in found]
+    prompts = [document.tolist() for document in scored]
+    found = engine.generate(prompts, SamplingParams(max_new_tokens=NUM_NEW_TOKENS, temperature=0))
+    answers = [answer.tokens for answer in found]
     weights = {name: p.detach().clone() for name, p in engine.parameters().items()}
     shards = dict(engine.shards)
     engine.close()

@@ -75,11 +75,12 @@ class Leading:
         requests: list[Request],
         conductor: Conductor,
         on_token: OnToken | None,
+        goes_on: Callable[[bool], bool] | None = None,
     ) -> None:
         self.error: Exception | None = None
         self._on_token = on_token
         self._values: list[list[Sequence[int]]] = [[] for _ in requests]
-        self.lead = Lead(conductor, prompts, self._hear)
+        self.lead = Lead(conductor, prompts, self._hear, goes_on)
 
     def _hear(self, sequence: int, numbers: Sequence[int]) -> None:
         self._values[sequence].append(numbers)

@@ -280,7 +280,8 @@ class Engine:
         result. `on_token(number, token)` is told of each new token on the rank of the first stage, with the answer's
         number in the result, and where there are several stages in a thread beside the one that computes; where it
         returns true that answer ends. A token depends on the seed, its prompt, which sample it belongs to and its
-        position, not on what else is generated nor on how.
+        position, not on what else is generated nor on how. With shared experts (ep > 1) all ranks call it together,
+        each pipeline with prompts of its own, or none.
 
         Raises:
             ValueError: what can not be generated; on all ranks alike, before any compute.
@@ -289,8 +290,9 @@ class Engine:
         """
         from penstock.engine.generate import GenerateOptions, Generator, check_requests
 
-        checked = check_requests(self, prompts, params)
-        self._generator, options = self._generator or Generator(self), options or GenerateOptions()
+        options = options or GenerateOptions()
+        checked = check_requests(self, prompts, params, options)
+        self._generator = self._generator or Generator(self)
         with self.casts.kept(packed=options.packed):
             return self._generator.generate(*checked, options, on_token)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from penstock.engine.answers import Drawing, Leading, OnToken, Prompts, Request, answers
@@ -112,11 +113,25 @@ class Generator:
         lead = None
         if self.ring.rank == 0:
             wishes = [request.wish(prompts) for request in requests]
-            lead = Leading(prompts, requests, Conductor(wishes, shape, options.refill, options.longest_first), on_token)
+            conductor = Conductor(wishes, shape, options.refill, options.longest_first)
+            lead = Leading(prompts, requests, conductor, on_token, self._goes_on if self._in_step else None)
         drawing = Drawing(prompts, requests) if self.ring.rank == self.ring.drawer else None
-        journey = Journey(shape, self._caches, drawing and drawing.draw, lead and lead.lead)
+        journey = Journey(shape, self._caches, drawing and drawing.draw, lead and lead.lead, self._in_step)
         report = self.ring.run(journey)
         return self._result(requests, lead, drawing, report)
+
+    @property
+    def _in_step(self) -> bool:
+        """Whether this pipeline generates together with those it shares experts with."""
+        return self._engine.layout.ep > 1
+
+    def _goes_on(self, any_left: bool) -> bool:
+        """Whether any of the pipelines that keep in step has anything left; asked where their first stages are."""
+        engine = self._engine
+        num_left = torch.tensor([int(any_left)], device=engine.device)
+        with engine.recorder.collective("agree on whether to go on", engine.grid.ep_group):
+            dist.all_reduce(num_left, group=engine.grid.ep_group)
+        return bool(num_left)
 
     def _reserve(self, num_rows: int, num_tokens: int) -> None:
         """Make sure of caches of this size: those there are, if they are large enough."""
@@ -147,28 +162,38 @@ class Generator:
         return GenerateResult(sequences, wall_s[0], busy_s, num_forwards, report.num_rounds)
 
 
-def check_requests(engine: Engine, prompts: Any, params: Any) -> tuple[Prompts, list[SamplingParams]]:
-    """The prompts and their parameters, one for each, once all ranks that generate together hold the same.
+def check_requests(
+    engine: Engine, prompts: Any, params: Any, options: GenerateOptions
+) -> tuple[Prompts, list[SamplingParams]]:
+    """The prompts and their parameters, one for each, once all ranks of a pipeline hold the same.
+
+    Pipelines that share experts agree as well, each with prompts of its own, on the number of slots.
 
     Raises:
         ValueError: what can not be generated from, on every rank that was given it; before any compute.
         PipelineError: another rank was given something else.
     """
     error, found, digest = None, None, ""
+    grid, num_slots = engine.grid, options.num_slots or engine.layout.pp
     try:
         found = _checked(engine, prompts, params)
         digest = hashlib.blake2b(repr(found).encode(), digest_size=16).hexdigest()
     except ValueError as caught:  # told to all ranks, then raised here: nobody may wait for this rank
         error = caught
-    with engine.recorder.collective("agree on the prompts", engine.grid.batch_control):
-        told = gather_json([digest, error and str(error)], engine.grid.batch_control)
+    group = grid.batch_control if engine.layout.ep == 1 else grid.control
+    with engine.recorder.collective("agree on the prompts", group):
+        told = gather_json([grid.dp_rank, digest, num_slots, error and str(error)], group)
     if error is not None:
         raise error
-    for rank, (theirs, refusal) in enumerate(told):
+    for rank, (dp_rank, theirs, their_slots, refusal) in enumerate(told):
         if refusal is not None:
             raise PipelineError(f"rank {rank} of those that generate together can not: {refusal}")
-        if theirs != digest:
+        if dp_rank == grid.dp_rank and theirs != digest:
             raise PipelineError(f"rank {rank} of those that generate together was given other prompts or parameters")
+        if their_slots != num_slots:
+            raise PipelineError(
+                f"rank {rank} of those that generate together was given num_slots={their_slots}, not {num_slots}"
+            )
     assert found is not None
     return found
 

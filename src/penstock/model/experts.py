@@ -25,8 +25,18 @@ from penstock.model.groups import ModelGroups
 from penstock.model.linear import Linear
 from penstock.model.norm import RMSNorm
 from penstock.model.products import Products
-from penstock.model.router import Router
-from penstock.model.segments import Beside, Compute, Exchange, Segment, SegmentedUnit, State, Travelling
+from penstock.model.router import Choice, Router
+from penstock.model.segments import (
+    Beside,
+    Compute,
+    Exchange,
+    Segment,
+    SegmentedUnit,
+    State,
+    Travelling,
+    drained,
+    walk,
+)
 from penstock.model.sequences import Sequences
 from penstock.model.units import Shard
 
@@ -83,12 +93,18 @@ class ExpertHalf(SegmentedUnit):
         self.experts = Experts(config.hidden_size, config.experts, num_local, products)
         self.shared = SharedExpert(config.hidden_size, config.experts, products) if config.experts.shared_size else None
 
+    @property
+    def needs_all_pipelines(self) -> bool:
+        """Whether `decode` is called on all ranks that share the experts together, on those without tokens too."""
+        return self.collectives.size > 1
+
     def new_cache(self, size: CacheSize) -> None:
-        """Nothing is remembered. Raises: ValueError where ranks share the experts, which are not in step then."""
-        if self.collectives.size > 1:
-            raise ValueError(f"ep={self.collectives.size}: shared experts can not generate; ep=1 is possible")
+        """Nothing is remembered."""
 
     def decode(self, x_TD: Tensor, cache: None, rows: CachedRows) -> Tensor:
+        if self.needs_all_pipelines:
+            route = Route()
+            return drained(walk(self._row(route, Compute("router", partial(self._route_all, route))), None, x_TD))
         h_TD = self.norm(x_TD)
         choice = self.router(h_TD)
         order = Order.of(choice.experts_TK)
@@ -99,7 +115,9 @@ class ExpertHalf(SegmentedUnit):
 
     def segments(self, sequences: Sequences) -> Sequence[Segment]:
         route = Route()
-        router = Compute("router", partial(self._route, route, sequences))
+        return self._row(route, Compute("router", partial(self._route, route, sequences)))
+
+    def _row(self, route: Route, router: Compute) -> Sequence[Segment]:
         # The tokens' weights, and what the experts' outputs are added to, wait for them.
         experts = Beside(Compute("experts", partial(self._compute, route), apart=True), 2)
         combine = Compute("combine", partial(self._combine, route))
@@ -118,7 +136,15 @@ class ExpertHalf(SegmentedUnit):
         tokens, route.num_padding = self._own_tokens(sequences, x.shape[0])
         x_TD = x[: len(tokens)] if route.num_padding else x
         h_TD = self.norm(x_TD)
-        choice = route.choice = self.router(h_TD, sequences, tokens)
+        return self._permute(route, x_TD, h_TD, self.router(h_TD, sequences, tokens))
+
+    def _route_all(self, route: Route, x_TD: Tensor) -> State:
+        """Of pieces: every rank that shares the layers has all of their tokens, and there is nothing to learn."""
+        h_TD = self.norm(x_TD)
+        return self._permute(route, x_TD, h_TD, self.router(h_TD))
+
+    def _permute(self, route: Route, x_TD: Tensor, h_TD: Tensor, choice: Choice) -> State:
+        route.choice = choice
         if self.collectives.size > 1:
             route.tell_sizes(self.collectives, self.experts_of_ranks)
         order = route.order = Order.of(choice.experts_TK)

@@ -195,12 +195,7 @@ class SegmentedUnit(nn.Module):
 
     def forward(self, x: Tensor, sequences: Sequences) -> Tensor:
         """The output, with nothing kept for a backward: a unit's backward needs a tape."""
-        lane = self.forward_lane(None, x, sequences)
-        while True:
-            try:
-                next(lane)
-            except StopIteration as stop:
-                return stop.value
+        return drained(self.forward_lane(None, x, sequences))
 
 
 class LaneModule(Protocol):
@@ -255,6 +250,15 @@ def _entered(lane: Lane[Result], context: Any) -> Lane[Result]:
             except StopIteration as stop:
                 return stop.value
         yield
+
+
+def drained(lane: Lane[Result]) -> Result:
+    """What the lane returns, with nothing done while it is suspended."""
+    while True:
+        try:
+            next(lane)
+        except StopIteration as stop:
+            return stop.value
 
 
 def walk(row: Sequence[Segment], tape: HasSegments | None, x: Tensor) -> Lane[Tensor]:

@@ -39,13 +39,16 @@ class Journey:
     """One generation as a rank sees it.
 
     caches: of each local stage, a cache per unit. draw: on the rank of the last stage, from the logits [S, V] and their
-    pieces to the numbers that come back, [S, 3] int64 on the host. lead: on the rank of the first stage.
+    pieces to the numbers that come back, [S, 3] int64 on the host. lead: on the rank of the first stage. in_step:
+    whether stages compute together with those of other pipelines, which share experts with them: then all make the
+    same visits in the same order, each slot one a round, and a pipeline that has nothing to carry comes without tokens.
     """
 
     shape: RingShape
     caches: Mapping[int, Sequence[Any]]
     draw: Callable[[Tensor, Sequence[Piece]], Tensor] | None = None
     lead: Lead | None = None
+    in_step: bool = False
 
 
 @dataclass(slots=True)
@@ -94,7 +97,8 @@ class Ring:
         Raises:
             TransportError: a message did not come or was not taken in time.
         """
-        steps = self.steps(journey, scouts_ahead=self.placement.num_ranks > 1)
+        # In step the leading rank's word with the others has its place among what the stages exchange.
+        steps = self.steps(journey, scouts_ahead=self.placement.num_ranks > 1 and not journey.in_step)
         with torch.inference_mode():
             while True:
                 try:
@@ -199,7 +203,7 @@ class _Trip:
                     yield None
                 known = self._known.popleft()
                 ends_round = known.visit.ends_round
-                if known.visit.pieces:
+                if known.visit.pieces or self.journey.in_step:
                     carried.append(self._carried(known))
                     yield self._step(first, carried[-1])
             for stage in others:
@@ -216,7 +220,7 @@ class _Trip:
     def _step(self, stage: Stage, carried: _Carried) -> _Step:
         """Post the receive of what the stage is to be given."""
         ring, before = self.ring, self.ring.placement.previous(stage.index)
-        if before is None or ring.placement.rank_of(before) == ring.rank:
+        if before is None or ring.placement.rank_of(before) == ring.rank or not carried.visit.pieces:
             return _Step(stage, carried, None)
         channel = Channel(ring.placement.rank_of(before), ring.rank, Op.F)
         shape, dtype = stage.boundary.whole_shape(carried.visit.num_tokens), stage.boundary.dtype
@@ -228,6 +232,10 @@ class _Trip:
         """Take a visit through one stage and hand on what comes out."""
         stage, visit, ring = step.stage, step.carried.visit, self.ring
         record = ring.recorder.begin(Action(Op.F, stage.index, visit.slot))
+        if not visit.pieces:
+            stage.keep_step(step.carried.rows)
+            ring.recorder.end(record)
+            return
         x = yield from self._input(step, record)
         ring.recorder.started(record)
         y = stage.decode(x, self.journey.caches[stage.index], step.carried.rows)

@@ -38,11 +38,14 @@ class Lead:
     """What only the rank of the first stage needs.
 
     prompts: token ids of each prompt. heard: told of each sequence's new token and the numbers that came with it.
+    goes_on: where pipelines keep in step, from whether this one has anything left to whether any has; called once a
+    round, on the leading ranks of all of them together.
     """
 
     conductor: Conductor
     prompts: Sequence[Sequence[int]]
     heard: Callable[[int, Sequence[int]], None]
+    goes_on: Callable[[bool], bool] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +114,7 @@ class Scout:
         """The leading rank's next visit."""
         conductor = lead.conductor
         if self._place == len(self._turns):
-            self._turns, self._place = conductor.begin_round(), 0
+            self._turns, self._place = self._begin_round(lead), 0
             if not self._turns:
                 return None
         slot = self._turns[self._place]
@@ -126,6 +129,13 @@ class Scout:
             # Posted before anything is sent, so that the tokens are awaited when they come.
             self._returning[slot] = (len(visit.sampled), self._awaited_tokens(visit))
         return visit
+
+    def _begin_round(self, lead: Lead) -> Sequence[int]:
+        turns = lead.conductor.begin_round()
+        if lead.goes_on is None:
+            return turns
+        # In step every slot has its turn, in all pipelines or in none.
+        return range(lead.conductor.shape.num_slots) if lead.goes_on(bool(turns)) else ()
 
     def _awaited_tokens(self, visit: Visit) -> Receipt:
         if self._drawer == 0:

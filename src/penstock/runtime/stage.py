@@ -164,6 +164,15 @@ class Stage:
                 x = module.decode(x, cache, rows)  # pyright: ignore[reportCallIssue]
         return x
 
+    def keep_step(self, rows: CachedRows) -> None:
+        """Where ranks of several pipelines compute together, take part with no tokens; `rows` has none."""
+        self.weights_ready()
+        x_TD = torch.zeros(self.boundary.whole_shape(0), dtype=self.boundary.dtype, device=rows.positions.device)
+        with self.autocast():
+            for _, module in self.units:
+                if getattr(module, "needs_all_pipelines", False):
+                    module.decode(x_TD, None, rows)  # pyright: ignore[reportCallIssue]
+
     def backward(
         self, tape: Tape, grad: Tensor | None, split: bool = False, early_release: bool = False
     ) -> Lane[Tensor | None]:
