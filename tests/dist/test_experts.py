@@ -170,6 +170,11 @@ SHARED = [
     replace(FP64, favoured=3),
     replace(FP64, experts=replace(LAYOUT_FREE, num_experts=7, num_groups=1, num_active_groups=1)),
 ]
+# Further tokens through layers with experts, through dense ones, and where the weights of both ends are one.
+PREDICTING = [
+    replace(FP64, num_predictions=2, tied=True),
+    replace(FP64, num_predictions=1, recompute="full", experts=replace(LAYOUT_FREE, dense_layers=(2,))),
+]
 
 
 @pytest.mark.shows(88)
@@ -195,6 +200,26 @@ def test_sharing_the_experts_changes_nothing(layouts: list[Layout]) -> None:
             check_equal(outcomes[case], alone[number], layout)
         shared = {shard.count for outcomes in by_rank for shard in outcomes[case].shards.values() if shard.axis == "ep"}
         assert shared == ({layout.ep} if layout.ep > 1 else set())
+
+
+@pytest.mark.shows(27, 85)
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    "layouts",
+    [[Layout(tp=2)] * 2, [Layout(pp=2, tp=2), Layout(cp=2, tp=2, ep=2)]],
+    ids=["two", "four"],
+)
+def test_ranks_that_share_a_predicting_head_learn_what_one_learns(layouts: list[Layout]) -> None:
+    (alone,) = run_ranks(1, train_all, [(case, Layout()) for case in PREDICTING])
+    cases = list(zip(PREDICTING[:: 1 if layouts[0].pp == 1 else -1], layouts, strict=True))
+    by_rank = run_ranks(layouts[0].world_size, train_all, cases, timeout_s=110.0)
+    for number, (case, layout) in enumerate(cases):
+        held: set[str] = set()
+        for outcomes in by_rank:
+            check_equal(outcomes[number], alone[PREDICTING.index(case)], layout)
+            assert "prediction" in outcomes[number].extras[0][0]
+            held |= {name for name in outcomes[number].shards if name.startswith("head.")}
+        assert "head.embedding.weight" in held and "head.predictions.0.attention.q.weight" in held
 
 
 def check_equal(found: Outcome, expected: Outcome, layout: Layout) -> None:

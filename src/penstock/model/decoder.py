@@ -19,7 +19,7 @@ from penstock.model.halves import AttentionHalf, ContextAttentionHalf, Embedding
 from penstock.model.initialise import Constant, Initial, Initialise, Normal
 from penstock.model.prediction import PredictingHead
 from penstock.model.products import Products, fastest_products
-from penstock.model.tensor_parallel import share_units
+from penstock.model.shared_units import share_units
 from penstock.model.units import Limits, Shard, UnitSpec
 
 _EMBEDDING_STD = 0.5
@@ -65,10 +65,6 @@ def _head(config: ModelConfig, products: Products) -> UnitSpec:
 
 
 def _predicting_head(config: ModelConfig, products: Products, groups: ModelGroups) -> UnitSpec:
-    if groups.tp_size > 1:
-        raise ValueError(
-            f"tp={groups.tp_size}: a head that predicts further tokens can not be shared; tp=1 is possible"
-        )
     tied = {"embedding.weight": "embedding.weight"}
     if config.tie_embeddings:
         tied["projection.weight"] = "embedding.weight"

@@ -69,9 +69,12 @@ class LossTerms:
     values: dict[tuple[nn.Module, Term], Tensor] = field(default_factory=dict)
     counts: dict[nn.Module, Tensor] = field(default_factory=dict)
 
-    def add(self, carrier: Tensor, term: Tensor, owner: nn.Module, kind: Term) -> Tensor:
-        """The carrier, on which the backward of a term hangs from now on; its factor stands in the term."""
-        self.values[owner, kind] = term.detach()
+    def add(self, carrier: Tensor, term: Tensor, owner: nn.Module, kind: Term, num_sharing: int = 1) -> Tensor:
+        """The carrier, on which the backward of a term hangs from now on; its factor stands in the term.
+
+        `num_sharing` ranks that come to the same term each note their share of it, for notes are added up.
+        """
+        self.values[owner, kind] = term.detach() / num_sharing
         return _Carried.apply(carrier, term)  # pyright: ignore[reportReturnType]
 
 

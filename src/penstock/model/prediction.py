@@ -39,7 +39,7 @@ class Prediction(nn.Module):
         self.stream_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.token_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.join = Linear(2 * config.hidden_size, config.hidden_size, products=products)
-        if groups.cp is None:
+        if groups.cp is None or groups.tp is not None:
             self.attention: nn.Module = AttentionHalf(config.of_layer(last), products)
         else:
             self.attention = ContextAttentionHalf(config.of_layer(last), products, groups)

@@ -13,9 +13,8 @@ Shapes: T tokens of the microbatch, P ranks that share the units, S tokens of on
 Source: Korthikanti et al. 2022 (arXiv 2205.05198), section 4.2.2.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -28,17 +27,15 @@ from penstock.model.cached import CachedRows, CacheSize, KVCache
 from penstock.model.collectives import Collectives
 from penstock.model.config import ModelConfig
 from penstock.model.context_attention import HeadShape, check_heads, context_attention
-from penstock.model.experts import ExpertHalf
 from penstock.model.groups import ModelGroups
-from penstock.model.halves import AttentionHalf, Embedding, Head, MLPHalf
-from penstock.model.initialise import Initialise
+from penstock.model.halves import AttentionHalf, MLPHalf
 from penstock.model.linear import Linear
 from penstock.model.norm import RMSNorm
 from penstock.model.products import Products
 from penstock.model.segments import Compute, Exchange, Segment, SegmentedUnit, State
 from penstock.model.sequences import Sequences
 from penstock.model.sharded_logits import ShardedLogits
-from penstock.model.units import Shard, UnitSpec
+from penstock.model.units import Shard
 
 _CUT_DIMENSIONS = {"q": 0, "k": 0, "v": 0, "output": 1, "gate": 0, "up": 0, "down": 1, "projection": 0}
 """By the layer: which dimension of its weight is cut. A bias goes with the outputs, which only columns cut."""
@@ -143,12 +140,13 @@ class SharedEmbedding(_SharedUnit):
         self.weight = nn.Parameter(torch.empty(self.part.shape))
 
     def segments(self, sequences: Sequences) -> Sequence[Segment]:
-        return [Compute("look up", self._look_up), self.scatter()]
+        return [Compute("look up", self.look_up), self.scatter()]
 
     def decode(self, tokens_T: Tensor, cache: None, rows: CachedRows) -> Tensor:
         return self.summed(self._found(tokens_T))
 
-    def _look_up(self, tokens_T: Tensor) -> State:
+    def look_up(self, tokens_T: Tensor) -> State:
+        """What this rank has of the tokens, to be summed over ranks [P S, D]."""
         return (self.padded(self._found(tokens_T)),)
 
     def _found(self, tokens_T: Tensor) -> Tensor:
@@ -234,71 +232,3 @@ class SharedHead(_SharedUnit):
 
 def _add(y: Tensor, x: Tensor) -> State:
     return (x + y,)
-
-
-_SHARED: dict[type[nn.Module], Callable[[Peers, Products], nn.Module]] = {
-    Embedding: SharedEmbedding,
-    AttentionHalf: SharedAttentionHalf,
-    MLPHalf: SharedMLPHalf,
-    Head: SharedHead,
-}
-
-
-def _check_shared(config: ModelConfig, num_ranks: int) -> None:
-    """Refuse ranks that can not share a decoder evenly.
-
-    Raises:
-        ValueError: naming the numbers of ranks that can.
-    """
-    if not can_share(config, num_ranks):
-        possible = ", ".join(str(n) for n in range(1, config.num_heads + 1) if can_share(config, n))
-        raise ValueError(
-            f"tp={num_ranks} can not share {config.num_heads} query heads, {config.num_kv_heads} key heads and an MLP "
-            f"of width {config.intermediate_size} evenly; possible are {possible}"
-        )
-
-
-def share_units(
-    specs: Sequence[UnitSpec], config: ModelConfig, groups: ModelGroups, products: Products
-) -> tuple[UnitSpec, ...]:
-    """A decoder's units for the ranks of `groups.tp`, from its units as they are where nobody shares them.
-
-    Raises:
-        ValueError: the ranks can not share the model evenly, or some unit at all.
-    """
-    _check_shared(config, groups.tp_size)
-    # Two units a layer, between embedding and head.
-    layers = [config, *(config.of_layer(i // 2) for i in range(2 * config.num_layers)), config]
-    return tuple(share(spec, Peers(layer, groups), products) for spec, layer in zip(specs, layers, strict=True))
-
-
-def share(spec: UnitSpec, peers: Peers, products: Products) -> UnitSpec:
-    """The unit for ranks that share it, from the unit as it is where nobody does.
-
-    Parameters keep their names and, put together, their initial values.
-
-    Raises:
-        ValueError: it is a unit that ranks can not share.
-    """
-    with torch.device("meta"):
-        whole = spec.build()
-        if isinstance(whole, ExpertHalf):
-            # All hold it alike, and each routes its own tokens.
-            return replace(spec, partial=frozenset(name for name, _ in whole.named_parameters()))
-        if type(whole) not in _SHARED:
-            raise ValueError(f"tp={peers.size}: unit {spec.name} can not be shared by several ranks; tp=1 is possible")
-        build = partial(_SHARED[type(whole)], peers, products)
-        own = {name: parameter.numel() for name, parameter in build().named_parameters()}
-    shapes = {name: tuple(parameter.shape) for name, parameter in whole.named_parameters()}
-    sharding = {name: shard for name, shape in shapes.items() if (shard := peers.shard(name, shape)) is not None}
-    assert isinstance(spec.initialise, Initialise), f"{spec.name} is no unit of a decoder"
-    return replace(
-        spec,
-        build=build,
-        initialise=replace(spec.initialise, sharding=sharding),
-        num_parameters=sum(own.values()),
-        sharding=sharding,
-        # Several ranks hold these alike, and each has gradients of its own tokens or heads.
-        partial=frozenset(name for name in shapes if name not in sharding or sharding[name].count < peers.size),
-        present=peers.logits if isinstance(whole, Head) else None,
-    )

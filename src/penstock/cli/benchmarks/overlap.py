@@ -28,11 +28,14 @@ from penstock.runtime import Pairs
 from penstock.schedule.travels import CollectiveKind, Travelled
 
 NUM_RANKS = 2
-SHARE = 0.33
+SHARE = 0.34
 """Of the plain step's time, what the all-to-all is to take."""
+LEAST_SHARE, MOST_SHARE = 0.30, 0.40
+"""What counts: other work on this machine slows compute from round to round, and the link not at all."""
 FASTEST_BITS = 1e9
 """Of the link, in a second."""
-_NUM_TRIALS = 3
+_NUM_TRIALS = 6
+_MOST_LEFT_OUT = 4
 _LIMIT_S = 900.0
 
 
@@ -123,8 +126,33 @@ class Figures:
     all_to_all: Travelled
 
 
+@dataclass
+class Link:
+    """The link, whose rate follows what the plain step waits for, unless it is fixed."""
+
+    network: SlowNetwork
+    rate: float
+    fixed: bool
+
+    def suits(self, plain: Sequence[Figures]) -> bool:
+        """Whether a plain step waited for a share that counts; if not, the link gets the rate at which it would."""
+        share = _share(plain)
+        if self.fixed or LEAST_SHARE <= share <= MOST_SHARE:
+            return True
+        # What is exposed grows as the rate falls, and the rest stays.
+        suiting = min(FASTEST_BITS, self.rate * share / (1 - share) * (1 - SHARE) / SHARE)
+        if suiting == self.rate:
+            return True
+        self.rate = suiting
+        self.network.set_rate(_words(self.rate))
+        return False
+
+
 def measure(size: Size | None = None, progress: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
     """Each side in processes of its own, in turn, over one link; medians and ranges over the rounds.
+
+    A round whose plain step waited for less or more than what counts is left out, and followed by another one at
+    another rate, a few times at most; how often is told.
 
     Raises: NoSlowNetwork where this machine does not allow one.
     """
@@ -133,13 +161,25 @@ def measure(size: Size | None = None, progress: Callable[[str], None] = lambda t
         network = stack.enter_context(SlowNetwork(_words(size.rate or FASTEST_BITS)))
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         teams = {side: stack.enter_context(_team(side, size, network, folder)) for side in (PLAIN, COMBINED, IN_TURN)}
-        rate = size.rate or _choose_rate(teams[PLAIN], network, progress)
-        found: dict[Side, list[list[Figures]]] = {side: [] for side in teams}
-        for round_ in range(size.num_rounds + 1):
+        link = Link(network, size.rate or FASTEST_BITS, fixed=size.rate is not None)
+        for team in teams.values():
+            _turn(team)  # a first step does more
+        for _ in range(_NUM_TRIALS):
+            plain = _turn(teams[PLAIN])
+            progress(f"at {network.rate} the plain step waits {_share(plain):.0%} for its all-to-all")
+            if link.suits(plain):
+                break
+        rounds, num_left_out = [], 0
+        while len(rounds) < size.num_rounds:
+            rate, round_ = link.rate, {}
             for side, team in teams.items():
-                progress(f"round {round_} of {size.num_rounds}, {side.name}")
-                found[side].append(_turn(team))
-    return _summary({side: rounds[1:] for side, rounds in found.items()}, rate)
+                round_[side] = _turn(team)
+                progress(f"round {len(rounds) + 1} of {size.num_rounds}, {side.name}: {_share(round_[side]):.0%}")
+            if link.suits(round_[PLAIN]) or num_left_out == _MOST_LEFT_OUT:
+                rounds.append((rate, round_))
+            else:
+                num_left_out += 1
+    return _summary(rounds) | {"rounds_left_out": num_left_out}
 
 
 def _team(side: Side, size: Size, network: SlowNetwork, folder: Path) -> Team:
@@ -158,26 +198,18 @@ def _turn(team: Team) -> list[Figures]:
         team.sleep()
 
 
-def _choose_rate(team: Team, network: SlowNetwork, progress: Callable[[str], None]) -> float:
-    """The rate at which the plain step waits for `SHARE` of its time, found by trying; at most `FASTEST_BITS`."""
-    rate = FASTEST_BITS
-    _turn(team)
-    for _ in range(_NUM_TRIALS):
-        ranks = _turn(team)
-        exposed_s = statistics.mean(figures.all_to_all.exposed for figures in ranks)
-        other_s = statistics.mean(figures.step_s for figures in ranks) - exposed_s
-        wanted_s = other_s * SHARE / (1 - SHARE)
-        progress(f"at {_words(rate)} the plain step waits {exposed_s / (exposed_s + other_s):.0%} for its all-to-all")
-        rate = min(FASTEST_BITS, rate * exposed_s / wanted_s)
-        network.set_rate(_words(rate))
-    return rate
+def _share(ranks: Sequence[Figures]) -> float:
+    """What a step spends waiting for its all-to-all."""
+    return _mean(ranks, lambda f: f.all_to_all.exposed) / _mean(ranks, lambda f: f.step_s)
 
 
 def _words(rate: float) -> str:
     return f"{rate / 1e6:.0f}mbit"
 
 
-def _summary(found: dict[Side, list[list[Figures]]], rate: float) -> dict[str, Any]:
+def _summary(rounds: Sequence[tuple[float, dict[Side, list[Figures]]]]) -> dict[str, Any]:
+    """Of rounds, each with its link's rate and the figures of every side's ranks."""
+    found = {side: [figures[side] for _, figures in rounds] for side in rounds[0][1]}
     sides = {side.name: _side_summary(rounds) for side, rounds in found.items()}
     exposed = {
         side: [_mean(ranks, lambda f: f.all_to_all.exposed) for ranks in rounds] for side, rounds in found.items()
@@ -185,7 +217,8 @@ def _summary(found: dict[Side, list[list[Figures]]], rate: float) -> dict[str, A
     steps = {side: [max(f.step_s for f in ranks) for ranks in rounds] for side, rounds in found.items()}
     pairs = list(zip(exposed[PLAIN], exposed[COMBINED], strict=True))
     return {
-        "link_mbit_per_s": rate / 1e6,
+        "link_mbit_per_s": _spread([rate / 1e6 for rate, _ in rounds]),
+        "plain_waits_for_all_to_all": _spread([_share(figures[PLAIN]) for _, figures in rounds]),
         **sides,
         "hidden_of_what_plain_waits": _spread([1 - after / before for before, after in pairs]),
         "plain_over_combined": _spread([a / b for a, b in zip(steps[PLAIN], steps[COMBINED], strict=True)]),
@@ -195,7 +228,7 @@ def _summary(found: dict[Side, list[list[Figures]]], rate: float) -> dict[str, A
 def _side_summary(rounds: Sequence[Sequence[Figures]]) -> dict[str, Any]:
     return {
         "step_s": _spread([max(f.step_s for f in ranks) for ranks in rounds]),
-        "waits_for_all_to_all": _spread([_mean(ranks, lambda f: f.all_to_all.exposed / f.step_s) for ranks in rounds]),
+        "waits_for_all_to_all": _spread([_share(ranks) for ranks in rounds]),
         "hidden_while_under_way": _spread([_mean(ranks, lambda f: f.all_to_all.hidden_share) for ranks in rounds]),
         "idle": _spread([_mean(ranks, lambda f: f.idle_share) for ranks in rounds]),
     }
