@@ -4,6 +4,7 @@ All cases of a number of ranks run in the same processes, one engine a schedule.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from penstock import Layout, MicroBatchSpec, PackedBatch
 from penstock.data import PartitionError, split
 from penstock.engine import Engine, EngineOptions
-from penstock.engine.forward import token_scores
+from penstock.engine.context import ContextShares
+from penstock.engine.forward import PerToken, token_scores
 from penstock.model import Logits, ModelConfig, Sequences, decoder_units, token_log_probs
 from penstock.runtime import PipelineError
 from tests.dist.launch import run_ranks
@@ -278,25 +280,55 @@ def test_pipelines_take_equally_many_microbatches_of_their_own_batches() -> None
 # ---- ranks that share a model
 
 
-def score_shared(rank: int, layouts: list[Layout]) -> list[tuple[list[int], Tensor, Tensor]]:
-    """By layout: rows of the logits that the hook sees, the whole logits, and log-probabilities."""
-    found = []
+@dataclass
+class Shared:
+    """What one rank finds of a layout.
+
+    rows: of the logits that a hook sees. logits: whole. by_hook: log-probabilities by that hook; by_token: and
+    entropies, by a hook that is called per token. widest: of the rows that travelled for the latter. refused: what this
+    rank is told when such a hook fails on rank 1 alone.
+    """
+
+    rows: list[int]
+    logits: Tensor
+    by_hook: Tensor
+    by_token: dict[str, Tensor]
+    widest: int
+    refused: str
+
+
+def score_shared(rank: int, layouts: list[Layout]) -> list[Shared]:
+    found, put_together = [], ContextShares.whole
     for layout in layouts:
         engine = Engine(
             lambda groups: decoder_units(CONFIG, groups=groups),
             CONFIG.hidden_size,
             layout,
-            EngineOptions(timeout_s=30.0, device="cpu"),
+            EngineOptions(timeout_s=30.0, device="cpu", learns=False),
         )
         rows: list[int] = []
+        widths = [0]
 
         def hook(logits: Logits, microbatch: PackedBatch, rows: list[int] = rows) -> Tensor:
             rows.append(logits.shape[0])
             return token_log_probs(logits, microbatch["labels"])
 
+        def failing(logits: Logits, microbatch: PackedBatch) -> Tensor:
+            return torch.zeros(logits.shape[0] - rank)
+
+        def whole(shares: ContextShares, x: Tensor, microbatch: PackedBatch, widths: list[int] = widths) -> Tensor:
+            widths.append(x[0].numel())
+            return put_together(shares, x, microbatch)
+
         batch = batch_of(LENGTHS)
-        log_probs = engine.forward(batch, hook, micro_batches=BUDGET)
-        found.append((rows, engine.forward(batch, micro_batches=BUDGET), log_probs))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ContextShares, "whole", whole)
+            by_token = engine.forward(batch, token_scores(entropies=True), micro_batches=BUDGET)
+        with pytest.raises((ValueError, PipelineError)) as refused:
+            engine.forward(batch, PerToken(failing), micro_batches=BUDGET)
+        by_hook = engine.forward(batch, hook, micro_batches=BUDGET)
+        logits = engine.forward(batch, micro_batches=BUDGET)
+        found.append(Shared(rows, logits, by_hook, by_token, max(widths), str(refused.value)))
         engine.close()
         engine.grid.close()
     return found
@@ -307,11 +339,17 @@ def test_ranks_that_share_tokens_or_vocabulary_score_what_one_process_does() -> 
     batch, parts = batch_of(LENGTHS), split(batch_of(LENGTHS), BUDGET).microbatches
     assert any(part.num_tokens % 2 for part in parts), "tokens that two ranks can not share evenly"
     expected = reference(batch)
-    log_p = expected.log_softmax(-1).gather(1, batch["labels"].clamp(min=0)[:, None]).squeeze(1)
-    wanted = torch.where(batch["labels"] < 0, 0, log_p)
+    log_p = expected.log_softmax(-1)
+    wanted = torch.where(batch["labels"] < 0, 0, log_p.gather(1, batch["labels"].clamp(min=0)[:, None]).squeeze(1))
     layouts = [Layout(tp=2), Layout(cp=2)]
-    for by_layout in run_ranks(2, score_shared, layouts):
-        for rows, logits, log_probs in by_layout:
-            assert rows == [part.num_tokens for part in parts], "unpadded"
-            torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
-            torch.testing.assert_close(log_probs, wanted, rtol=0, atol=1e-5)
+    for rank, by_layout in enumerate(run_ranks(2, score_shared, layouts)):
+        for found, layout in zip(by_layout, layouts, strict=True):
+            assert found.rows == [part.num_tokens for part in parts], "unpadded"
+            torch.testing.assert_close(found.logits, expected, rtol=0, atol=1e-5)
+            torch.testing.assert_close(found.by_hook, wanted, rtol=0, atol=1e-5)
+            torch.testing.assert_close(found.by_token["log_probs"], wanted, rtol=0, atol=1e-5)
+            entropies = -(log_p.exp() * log_p).sum(-1)
+            torch.testing.assert_close(found.by_token["entropies"], entropies, rtol=0, atol=1e-5)
+            # Where ranks share the tokens a number each travels, and no logits do.
+            assert found.widest == (1 if layout.cp > 1 else 0)
+            assert ("a hook per token gave" if rank else "rank") in found.refused, found.refused

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from penstock.cli import score_file
 from penstock.cli.main import main
+from penstock.data import PackedBatch
 from penstock.engine.config import ParallelSection
 from penstock.engine.config_file import read_config
 from penstock.engine.run_parts import model_config
@@ -106,6 +107,15 @@ def test_every_token_has_the_log_probability_that_the_model_gives_it(
     assert summary["perplexity"] == pytest.approx(math.exp(-sum(every) / len(every)), rel=1e-5)
     hotter = score(folder, "hotter.jsonl", "--temperature", "2")
     assert hotter[0]["log_probs"] != lines[0]["log_probs"]
+
+
+def test_a_model_that_is_scored_holds_its_weights_alone(folder: Path) -> None:
+    engine = open_model(folder / "run").load(ParallelSection()).engine
+    held = engine.state_bytes()
+    assert (held.gradients, held.optimizer) == (0, 0)
+    assert held.parameters == sum(p.nbytes for p in engine.parameters().values()) > 0
+    with pytest.raises(ValueError, match="learns=False"):
+        engine.train_batch(PackedBatch.from_documents([[1, 2, 3]]))
 
 
 def test_two_stages_write_the_same_file(folder: Path) -> None:

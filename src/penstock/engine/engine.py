@@ -129,9 +129,10 @@ class Engine:
                 follow=self.recorder.follow,
             )
             for number, stage in self.stages.items()
+            if self.options.learns
         }
-        for number, stage in self.stages.items():
-            stage.weights_ready = self.gradients[number].settle
+        for number, buckets in self.gradients.items():
+            self.stages[number].weights_ready = buckets.settle
         self.balance = ExpertBalance(self.stages)
         self.optimizer = self._make_optimizer()
         self.transport = self._make_transport()
@@ -231,6 +232,8 @@ class Engine:
         normalize: Normalize | str = Normalize.GLOBAL,
     ) -> TrainResult:
         """One optimizer step; see `penstock.engine.train.train_batch`. Ranks of one pipeline give the same batch."""
+        if not self.options.learns:
+            raise ValueError("this engine was made with learns=False, to score and generate; make one that learns")
         spec = micro_batches or MicroBatchSpec(num=2 * self.layout.pp, allow_fewer=True)
         return train_batch(self, batch, loss_fn, loss_weight_fn, spec, Normalize.parse(normalize))
 
@@ -438,7 +441,7 @@ class Engine:
 
     def state_bytes(self) -> StateBytes:
         """What this rank's parameters, gradients and optimizer take of its memory."""
-        return held_bytes(list(self.gradients.values()), self.optimizer.state_bytes)
+        return held_bytes(self.parameters().values(), list(self.gradients.values()), self.optimizer.state_bytes)
 
     def progress(self) -> dict[str, Any]:
         """What a resumed run must know beside `state`, as JSON values; the same on every rank."""

@@ -5,11 +5,12 @@ Shapes: T tokens of a microbatch, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from penstock.data import MicroBatchSpec, PackedBatch, Split, check_lengths, merge, take_apart
@@ -28,6 +29,28 @@ PostHook = Callable[[Any, PackedBatch], Any]
 AggregateFn = Callable[[list[Any]], Any]
 
 
+@dataclass(frozen=True)
+class PerToken:
+    """A hook whose result has a row for each token, made of that token's logits and keys alone.
+
+    It gives a tensor [T, ...] or a mapping of such. Ranks that share every sequence (cp) each call it on their own part
+    of a microbatch, and only what it gives travels between them: whole logits exist nowhere.
+    """
+
+    hook: PostHook
+
+    def __call__(self, logits: Logits, microbatch: PackedBatch) -> Any:
+        result = self.hook(logits, microbatch)
+        for rows in result.values() if isinstance(result, Mapping) else [result]:
+            if not isinstance(rows, Tensor) or rows.shape[:1] != logits.shape[:1]:
+                given = tuple(rows.shape) if isinstance(rows, Tensor) else f"a {type(rows).__name__}"
+                raise ValueError(
+                    f"a hook per token gave {given} for {logits.shape[0]} tokens; a tensor with a row for each, or a "
+                    "mapping of such, is possible"
+                )
+        return result
+
+
 def token_scores(temperature: float = 1.0, entropies: bool = False) -> PostHook:
     """A hook that gives each token the log-probability of its label, the token after it: {"log_probs": [T]} in fp32.
 
@@ -40,7 +63,7 @@ def token_scores(temperature: float = 1.0, entropies: bool = False) -> PostHook:
             return token_statistics(logits_TV, labels_T, temperature)._asdict()
         return {"log_probs": token_log_probs(logits_TV, labels_T, temperature)}
 
-    return hook
+    return PerToken(hook)
 
 
 @dataclass(frozen=True)
@@ -49,6 +72,7 @@ class Outputs:
 
     post_hook: called on the last stage with each microbatch's logits [T, V] and the microbatch, right after its
     forward; its result is kept in their place, and the logits are freed unless it keeps them. None keeps them all.
+    Where ranks share sequences (cp), each of them is given whole logits for it, unless it is `PerToken`.
     aggregate_fn: from a list of one result per item, in the order of the batch (one per microbatch where they can not
     be taken apart), to what is returned; None joins them as `merge` does. output_seqlens: rows of each item in the
     results, where these are neither one per token, nor per sequence, nor per item. broadcast: whether all ranks of
@@ -100,7 +124,13 @@ class _Run:
         self._results: list[Any] = []
         self._error: Exception | None = None
 
+    @property
+    def _per_token(self) -> bool:
+        return isinstance(self.outputs.post_hook, PerToken)
+
     def feed(self, engine: Engine, microbatch: PackedBatch) -> Feed:
+        if self._per_token:
+            return engine.feed(microbatch, self._take)
         return engine.feed(
             microbatch, lambda logits, _: self._take(engine.context.whole_logits(logits, microbatch), microbatch)
         )
@@ -122,6 +152,8 @@ class _Run:
         """Gather the results, tell all ranks whether all is well, and hand out what is theirs."""
         value = None
         try:
+            if engine.gives_results and self._per_token:
+                self._join(engine, split)
             if self._error is not None:
                 raise self._error
             if engine.gives_results:
@@ -143,3 +175,20 @@ class _Run:
         giver = engine.placement.rank_of(engine.placement.stages_per_route - 1)
         with engine.recorder.collective("hand out the results", engine.grid.pp_control):
             return broadcast_value(value, giver, engine.grid.pp_control)
+
+    def _join(self, engine: Engine, split: Split) -> None:
+        """Put together what ranks that share every sequence have made of their parts, if none of them has failed."""
+        context = engine.context
+        if context.group is None:
+            return
+        failed = torch.tensor(int(self._error is not None), device=context.device)
+        with engine.recorder.collective("put the results together", context.group):
+            dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=context.group)
+            if failed:
+                raise self._error or PipelineError("a rank that shares the sequences can not make use of its outputs")
+            self._results = [
+                {name: context.whole(rows, microbatch) for name, rows in result.items()}
+                if isinstance(result, Mapping)
+                else context.whole(result, microbatch)
+                for result, microbatch in zip(self._results, split.microbatches, strict=True)
+            ]

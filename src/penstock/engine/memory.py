@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import cast
 
 import torch
@@ -56,11 +56,14 @@ def planned_grid(layout: Layout, rank: int) -> Grid:
     )
 
 
-def held_bytes(gradients: Sequence[GradientBuckets], optimizer_bytes: int) -> StateBytes:
-    """What a rank that runs does hold: its flat tensors, as they lie in memory."""
+def held_bytes(
+    parameters: Iterable[torch.nn.Parameter], gradients: Sequence[GradientBuckets], optimizer_bytes: int
+) -> StateBytes:
+    """What a rank that runs does hold: its tensors, flat ones of many parameters mostly, as they lie in memory."""
     buckets = [bucket for stage in gradients for bucket in stage.buckets]
+    storages = {storage.data_ptr(): storage for storage in (p.untyped_storage() for p in parameters)}
     return StateBytes(
-        sum(bucket.parameters.untyped_storage().nbytes() for bucket in buckets),
+        sum(storage.nbytes() for storage in storages.values()),
         sum(bucket.gradients.untyped_storage().nbytes() for bucket in buckets),
         optimizer_bytes,
     )

@@ -48,6 +48,8 @@ class EngineOptions:
         device: "cpu", "cuda" or "auto" (a GPU if there is one).
         pairs: how fused pairs of a forward and a backward run: overlapped or not, and who is told of their halves.
         timeout_s: for how long a rank waits for a peer before it says so and ends.
+        learns: whether it is to train. An engine that only scores and generates keeps weights alone: no gradients, no
+            fp32 masters and no state of an optimizer.
     """
 
     schedule: ScheduleChoice | str = "1f1b"
@@ -61,6 +63,7 @@ class EngineOptions:
     device: str = "auto"
     pairs: Pairs = field(default_factory=Pairs)
     timeout_s: float = 600.0
+    learns: bool = True
 
     def __post_init__(self) -> None:
         if not self.timeout_s > 0:

@@ -1,7 +1,7 @@
 """From a run's settings to the parts of a run: each room's own frozen description."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -86,7 +86,7 @@ def _typical_lengths(config: RunConfig) -> tuple[int, ...]:
     return (config.data.sequence_length,) * num_sequences
 
 
-def run_engine(config: RunConfig, vocab_size: int) -> Engine:
+def run_engine(config: RunConfig, vocab_size: int, learns: bool = True) -> Engine:
     """The engine of a run; every process of the layout calls this at the same point.
 
     It begins with the weights of `model.pretrained`, unless the run has checkpoints to go on from.
@@ -98,7 +98,8 @@ def run_engine(config: RunConfig, vocab_size: int) -> Engine:
     else:
         found = open_pretrained(source, shape=shape)
         units, form = found.units, found.form
-    engine = Engine(units, shape.hidden_size, layout(config), engine_options(config))
+    options = replace(engine_options(config), learns=learns)
+    engine = Engine(units, shape.hidden_size, layout(config), options)
     engine.form = form
     return engine
 

@@ -29,7 +29,7 @@ _GENERATION_CONFIG = "generation_config.json"
 
 @dataclass(frozen=True)
 class Loaded:
-    """An engine that has a saved model's weights; `version` says which, and differs where the weights do."""
+    """An engine that has a saved model's weights, and these alone; `version` says which, and differs where they do."""
 
     engine: Engine
     version: str
@@ -106,7 +106,7 @@ def _load_run(folder: Path, config: RunConfig, vocab_size: int, parallel: Parall
     # Nor has what it began with.
     model = replace(config.model, pretrained=None)
     ours = replace(config, model=model, parallel=parallel, schedule=ScheduleSection(), optimizer=OptimizerSection())
-    engine = run_engine(ours, vocab_size)
+    engine = run_engine(ours, vocab_size, learns=False)
     saved = Checkpointer(
         folder / CHECKPOINT_FOLDER, engine.grid, config.identity(), aliases=state_aliases(engine.ties), claim=False
     )
@@ -133,7 +133,7 @@ def _open_hugging_face(folder: Path, native: bool) -> SavedModel:
 
     def load(parallel: ParallelSection) -> Loaded:
         grid = layout(RunConfig(parallel=parallel))
-        options = EngineOptions(device=parallel.device, timeout_s=parallel.timeout_s)
+        options = EngineOptions(device=parallel.device, timeout_s=parallel.timeout_s, learns=False)
         return Loaded(Engine.from_hf(folder, grid, options, native), f"{_version(folder)} {native=}")
 
     return SavedModel(
