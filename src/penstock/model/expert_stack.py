@@ -107,10 +107,15 @@ class AllAtOnce:
         return F.grouped_mm(grad_NO, weight_EOI.to(grad_NO.dtype), offs=groups.ends)
 
     def add_weight_gradient(self, total_EOI: Tensor, grad_NO: Tensor, x_NI: Tensor, groups: Groups) -> None:
-        if self.takes(grad_NO, total_EOI):
-            total_EOI.add_(F.grouped_mm(grad_NO.t(), x_NI, offs=groups.ends))
-        else:
+        if not self.takes(grad_NO, total_EOI):
             self.otherwise.add_weight_gradient(total_EOI, grad_NO, x_NI, groups)
+            return
+        grad_EOI = F.grouped_mm(grad_NO.t(), x_NI, offs=groups.ends)
+        for expert, size in enumerate(groups.sizes):
+            if not size:
+                # Some GPUs' kernels leave there what the memory held before (PyTorch issue 172439).
+                grad_EOI[expert].zero_()
+        total_EOI.add_(grad_EOI)
 
 
 def stack_products(products: Products) -> StackProducts:
