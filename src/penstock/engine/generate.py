@@ -13,11 +13,14 @@ from torch import Tensor
 
 from penstock.engine.answers import Drawing, Leading, OnToken, Prompts, Request, answers
 from penstock.engine.generated import GenerateResult
+from penstock.engine.options import Precision
 from penstock.model import CacheSize, Limits, SamplingParams
 from penstock.parallel.broadcast import broadcast_value
 from penstock.parallel.exchange import gather_json
 from penstock.runtime import (
+    DecodeForm,
     DistributedTransport,
+    FixedDecoder,
     InProcessHub,
     InProcessTransport,
     Journey,
@@ -47,9 +50,12 @@ class GenerateOptions:
         packed: whether a copy of the weights is made meanwhile, in the order in which they are read fastest; for fp32
             on CPUs, where reading them takes most of the time. Elsewhere there is none.
         longest_first: whether sequences that may become longest are begun first, or all in the order given.
+        decode: how rows read one token each, see `DecodeForm`; a name will do. None for graphs where there is CUDA and
+            else for the live rows alone. A model that can not decode over fixed shapes (experts, layers of others or
+            shared by several ranks) decodes its live rows, and under autocast nothing is captured.
 
     Raises:
-        ValueError: a count below one.
+        ValueError: a count below one, or an unknown form.
     """
 
     num_slots: int | None = None
@@ -59,6 +65,7 @@ class GenerateOptions:
     refill: bool = True
     packed: bool = True
     longest_first: bool = True
+    decode: DecodeForm | str | None = None
 
     def __post_init__(self) -> None:
         RingShape(self.num_slots or 1, self.rows_per_slot or 1, self.prefill_tokens)
@@ -66,6 +73,15 @@ class GenerateOptions:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, not {value}")
+        if isinstance(self.decode, str) and self.decode not in [form.value for form in DecodeForm]:
+            forms = ", ".join(form.value for form in DecodeForm)
+            raise ValueError(f"decode={self.decode!r}: possible are {forms}")
+
+    def form(self, device: torch.device) -> DecodeForm:
+        """How rows are decoded on this device."""
+        if self.decode is None:
+            return DecodeForm.GRAPHS if device.type == "cuda" else DecodeForm.LIVE_ROWS
+        return DecodeForm(self.decode)
 
     def shape(self, num_sequences: int, num_ranks: int) -> RingShape:
         num_slots = self.num_slots or num_ranks
@@ -79,7 +95,9 @@ class Generator:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._caches: dict[int, list[Any]] = {}
+        self._fixed: dict[DecodeForm, dict[int, FixedDecoder]] = {}
         self._size: CacheSize | None = None
+        self._aside: torch.cuda.Stream | None = None
         group = engine.grid.pp_control
         if group is None:
             self.host = InProcessTransport(InProcessHub(), 0)
@@ -91,7 +109,11 @@ class Generator:
         )
 
     def release(self) -> None:
-        """Give the caches' memory back; the next call allocates anew."""
+        """Give back the memory of caches and graphs; the next call allocates anew."""
+        for decoders in self._fixed.values():
+            for decoder in decoders.values():
+                decoder.release()
+        self._fixed = {}
         self._caches, self._size = {}, None
 
     def close(self) -> None:
@@ -116,7 +138,9 @@ class Generator:
             conductor = Conductor(wishes, shape, options.refill, options.longest_first)
             lead = Leading(prompts, requests, conductor, on_token, self._goes_on if self._in_step else None)
         drawing = Drawing(prompts, requests) if self.ring.rank == self.ring.drawer else None
-        journey = Journey(shape, self._caches, drawing and drawing.draw, lead and lead.lead, self._in_step)
+        fixed = self._fixed_decoders(options.form(engine.device))
+        drawn = drawing and drawing.draw
+        journey = Journey(shape, self._caches, drawn, lead and lead.lead, self._in_step, fixed)
         report = self.ring.run(journey)
         return self._result(requests, lead, drawing, report)
 
@@ -143,6 +167,25 @@ class Generator:
         size = CacheSize(num_rows, num_tokens, dtype, self._engine.device)
         self._caches = {stage.index: stage.new_caches(size) for stage in self.ring.stages}
         self._size = size
+
+    def _fixed_decoders(self, form: DecodeForm) -> dict[int, FixedDecoder]:
+        """By stage who decodes over fixed shapes: kept, with what it has captured, as long as the caches are."""
+        if form is DecodeForm.LIVE_ROWS or self._size is None:
+            return {}
+        if form not in self._fixed:
+            # Under autocast weights are read from casts, which do not outlive a call.
+            plain = self._engine.options.precision is not Precision.BF16_AUTOCAST
+            captures = form is DecodeForm.GRAPHS and self._engine.device.type == "cuda" and plain
+            if captures and self._aside is None:
+                # Kept, for libraries set up a workspace for each stream.
+                self._aside = torch.cuda.Stream()
+            aside = self._aside if captures else None
+            self._fixed[form] = {
+                stage.index: FixedDecoder(stage, self._caches[stage.index], self._size.num_tokens, aside)
+                for stage in self.ring.stages
+                if FixedDecoder.takes(stage)
+            }
+        return self._fixed[form]
 
     def _result(
         self, requests: list[Request], lead: Leading | None, drawing: Drawing | None, report: RingReport

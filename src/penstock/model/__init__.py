@@ -29,6 +29,7 @@ from penstock.model.segments import (
 )
 from penstock.model.sequences import Sequences, Spread
 from penstock.model.sharded_logits import Logits, ShardedLogits, whole_logits
+from penstock.model.slot_rows import SlotRows, spare_position
 from penstock.model.units import Limits, Shard, UnitSpec
 
 __all__ = [
@@ -63,6 +64,7 @@ __all__ = [
     "Sequences",
     "Shard",
     "ShardedLogits",
+    "SlotRows",
     "Spread",
     "Term",
     "TokenStatistics",
@@ -80,6 +82,7 @@ __all__ = [
     "observe",
     "recomputed",
     "share_casts",
+    "spare_position",
     "switch_linears",
     "token_log_probs",
     "token_statistics",

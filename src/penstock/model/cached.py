@@ -99,11 +99,38 @@ class CachedRows:
         """Whether some row is given the beginning of its prompt from another one."""
         return any(piece.source != NO_ROW for piece in self.pieces)
 
+    def sampled(self, x_TD: Tensor) -> Tensor:
+        """The tokens [S, D] whose logits are wanted."""
+        return x_TD[self.sampled_S]
+
+    def write(self, cache: KVCache, k_TGK: Tensor, v_TGK: Tensor) -> None:
+        """Put every token's key and value at its row and position."""
+        cache.write(k_TGK, v_TGK, self)
+
+    def attend(self, q_THK: Tensor, cache: KVCache, window: int | None) -> Tensor:
+        """Each token's mean [T, H, K] of the values it sees."""
+        return cached_attention(q_THK, cache, self, window)
+
     def shared(self, key: Hashable, make: Callable[[], Value]) -> Value:
         """What all layers make alike of this metadata (rotary tables, masks): made once, kept with this object."""
         if key not in self._shared:
             self._shared[key] = make()
         return self._shared[key]
+
+
+class Reading(Protocol):
+    """The tokens of a visit, as the units of a decoder see them: pieces of any lengths, or all rows of a slot."""
+
+    @property
+    def positions(self) -> Tensor: ...
+
+    def shared(self, key: Hashable, make: Callable[[], Value]) -> Value: ...
+
+    def sampled(self, x_TD: Tensor) -> Tensor: ...
+
+    def write(self, cache: KVCache, k_TGK: Tensor, v_TGK: Tensor) -> None: ...
+
+    def attend(self, q_THK: Tensor, cache: KVCache, window: int | None) -> Tensor: ...
 
 
 @runtime_checkable
@@ -112,7 +139,8 @@ class CachedUnit(Protocol):
 
     `new_cache` gives what it must remember of tokens that it has read, None if nothing. `decode` is given the residual
     stream [T, D] of the visit's tokens (the first unit token ids [T]), and gives that of the next unit; the last one
-    gives logits [S, V], in fp32 or as it computes them, of the sampled tokens alone.
+    gives logits [S, V], in fp32 or as it computes them, of the sampled tokens alone. One whose `has_fixed_shapes` is
+    true does so for `SlotRows` as well, without waiting for the device.
     """
 
     def new_cache(self, size: CacheSize) -> Any: ...

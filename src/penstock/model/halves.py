@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.model.attention import packed_attention
-from penstock.model.cached import CachedRows, CacheSize, KVCache, cached_attention
+from penstock.model.cached import CacheSize, KVCache, Reading
 from penstock.model.collectives import Collectives
 from penstock.model.config import ModelConfig
 from penstock.model.context_attention import HeadShape, check_heads, context_attention
@@ -26,6 +26,7 @@ class Embedding(nn.Module):
     """Token ids [T] -> residual stream [T, D]."""
 
     has_randomness = False
+    has_fixed_shapes = True
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -37,7 +38,7 @@ class Embedding(nn.Module):
     def new_cache(self, size: CacheSize) -> None:
         return None
 
-    def decode(self, tokens_T: Tensor, cache: None, rows: CachedRows) -> Tensor:
+    def decode(self, tokens_T: Tensor, cache: None, rows: Reading) -> Tensor:
         return F.embedding(tokens_T, self.weight)
 
 
@@ -45,6 +46,7 @@ class AttentionHalf(nn.Module):
     """x + output(attention(norm(x))), with grouped queries, rotary positions and an optional window."""
 
     has_randomness = False
+    has_fixed_shapes = True
 
     def __init__(self, config: ModelConfig, products: Products) -> None:
         super().__init__()
@@ -65,20 +67,20 @@ class AttentionHalf(nn.Module):
     def new_cache(self, size: CacheSize) -> KVCache:
         return KVCache(size, self.k.out_features // self.head_dim, self.head_dim)
 
-    def decode(self, x_TD: Tensor, cache: KVCache, rows: CachedRows) -> Tensor:
+    def decode(self, x_TD: Tensor, cache: KVCache, rows: Reading) -> Tensor:
         return self.add_output(x_TD, self.attend_cached(x_TD, cache, rows))
 
-    def attend_cached(self, x_TD: Tensor, cache: KVCache, rows: CachedRows) -> Tensor:
+    def attend_cached(self, x_TD: Tensor, cache: KVCache, rows: Reading) -> Tensor:
         """The heads' means [T, H, K] over the cache, in which the tokens' own keys and values are from now on."""
         q_THK, k_THK, v_THK = self.project(x_TD, rows)
-        cache.write(k_THK, v_THK, rows)
-        return cached_attention(q_THK, cache, rows, self.window)
+        rows.write(cache, k_THK, v_THK)
+        return rows.attend(q_THK, cache, self.window)
 
-    def project(self, x_TD: Tensor, sequences: Sequences | CachedRows) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, x_TD: Tensor, sequences: Sequences | Reading) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values [T, heads, K] of the residual stream, turned by their positions."""
         return self.heads(self.norm(x_TD), sequences)
 
-    def heads(self, h_TD: Tensor, sequences: Sequences | CachedRows) -> tuple[Tensor, Tensor, Tensor]:
+    def heads(self, h_TD: Tensor, sequences: Sequences | Reading) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values [T, heads, K] of the normalised stream, turned by their positions."""
         q_THK, k_THK, v_THK = (
             part_TX.unflatten(-1, (-1, self.head_dim)) for part_TX in outputs(h_TD, (self.q, self.k, self.v))
@@ -116,6 +118,7 @@ class MLPHalf(nn.Module):
     """x + down(silu(gate(norm(x))) * up(norm(x)))."""
 
     has_randomness = False
+    has_fixed_shapes = True
 
     def __init__(self, config: ModelConfig, products: Products) -> None:
         super().__init__()
@@ -134,7 +137,7 @@ class MLPHalf(nn.Module):
     def new_cache(self, size: CacheSize) -> None:
         return None
 
-    def decode(self, x_TD: Tensor, cache: None, rows: CachedRows) -> Tensor:
+    def decode(self, x_TD: Tensor, cache: None, rows: Reading) -> Tensor:
         return x_TD + self.inner(self.norm(x_TD))
 
 
@@ -142,6 +145,7 @@ class Head(nn.Module):
     """Residual stream [T, D] -> logits [T, V]: the final norm and the projection on the vocabulary."""
 
     has_randomness = False
+    has_fixed_shapes = True
 
     def __init__(self, config: ModelConfig, products: Products) -> None:
         super().__init__()
@@ -154,5 +158,5 @@ class Head(nn.Module):
     def new_cache(self, size: CacheSize) -> None:
         return None
 
-    def decode(self, x_TD: Tensor, cache: None, rows: CachedRows) -> Tensor:
-        return self.projection(self.norm(x_TD[rows.sampled_S]))
+    def decode(self, x_TD: Tensor, cache: None, rows: Reading) -> Tensor:
+        return self.projection(self.norm(rows.sampled(x_TD)))

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.model.cached import CachedRows
+from penstock.model.cached import Reading
 from penstock.model.rope_scaling import RopeKind, RopeScaling
 from penstock.model.sequences import Sequences
 
@@ -25,7 +25,7 @@ class Rotary:
     theta: float
     scaling: RopeScaling | None = None
 
-    def tables(self, sequences: Sequences | CachedRows) -> tuple[Tensor, Tensor]:
+    def tables(self, sequences: Sequences | Reading) -> tuple[Tensor, Tensor]:
         """Cosines and signed sines [T, 1, K] fp32 of the given positions, made once for all layers."""
         return sequences.shared(self, lambda: self._tables(sequences.positions))
 

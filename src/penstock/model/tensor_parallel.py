@@ -105,6 +105,8 @@ def can_share(config: ModelConfig, num_ranks: int) -> bool:
 class _SharedUnit(SegmentedUnit):
     """A unit whose residual stream is cut by tokens over the ranks that share it."""
 
+    has_fixed_shapes = False
+
     collectives: Collectives
 
     def gather(self) -> Exchange:

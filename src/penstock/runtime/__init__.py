@@ -3,6 +3,7 @@
 from penstock.runtime.distributed import DistributedTransport
 from penstock.runtime.errors import Deadlock, PipelineError, TransportError
 from penstock.runtime.executor import Executor, Feed, run_together
+from penstock.runtime.graphs import DecodeForm, FixedDecoder
 from penstock.runtime.host_memory import keep_freed_memory
 from penstock.runtime.lanes import Lane, drain, zip_lanes
 from penstock.runtime.pairs import Hooks, Pairs
@@ -20,9 +21,11 @@ __all__ = [
     "Awaited",
     "Boundary",
     "Deadlock",
+    "DecodeForm",
     "DistributedTransport",
     "Executor",
     "Feed",
+    "FixedDecoder",
     "Hooks",
     "InProcessHub",
     "InProcessTransport",

@@ -12,7 +12,7 @@ Shapes: T tokens of a visit, S sampled ones, D hidden size, V vocabulary, R rows
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from penstock.model import CachedRows
 from penstock.runtime.errors import Deadlock, TransportError
+from penstock.runtime.graphs import FixedDecoder
 from penstock.runtime.scout import Ahead, Known, Lead, Scout
 from penstock.runtime.stage import Stage
 from penstock.runtime.trace import Awaited, Record, Recorder
@@ -42,6 +43,7 @@ class Journey:
     pieces to the numbers that come back, [S, 3] int64 on the host. lead: on the rank of the first stage. in_step:
     whether stages compute together with those of other pipelines, which share experts with them: then all make the
     same visits in the same order, each slot one a round, and a pipeline that has nothing to carry comes without tokens.
+    fixed: of the local stages that decode over fixed shapes, who does it.
     """
 
     shape: RingShape
@@ -49,6 +51,14 @@ class Journey:
     draw: Callable[[Tensor, Sequence[Piece]], Tensor] | None = None
     lead: Lead | None = None
     in_step: bool = False
+    fixed: Mapping[int, FixedDecoder] = field(default_factory=dict)
+
+    def decode(self, stage: Stage, x: Tensor, rows: CachedRows, slot: int) -> Tensor:
+        """What the stage makes of a slot's visit."""
+        fixed = self.fixed.get(stage.index)
+        if fixed is None:
+            return stage.decode(x, self.caches[stage.index], rows)
+        return fixed.decode(x, rows, self.shape.rows_of(slot))
 
 
 @dataclass(slots=True)
@@ -238,7 +248,7 @@ class _Trip:
             return
         x = yield from self._input(step, record)
         ring.recorder.started(record)
-        y = stage.decode(x, self.journey.caches[stage.index], step.carried.rows)
+        y = self.journey.decode(stage, x, step.carried.rows, visit.slot)
         if ring.placement.is_last(stage.index):
             assert self.journey.draw is not None
             y = self.journey.draw(y, visit.sampled)

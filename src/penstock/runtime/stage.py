@@ -19,6 +19,7 @@ from penstock.model import (
     CacheSize,
     RecomputedLane,
     Sequences,
+    SlotRows,
     Turn,
     WeightGradients,
     cut,
@@ -152,13 +153,21 @@ class Stage:
         """What each unit must remember of the tokens it has read, to be given to `decode`."""
         return [module.new_cache(size) for _, module in self.units]  # pyright: ignore[reportCallIssue]
 
-    def decode(self, x: Tensor, caches: Sequence[Any], rows: CachedRows) -> Tensor:
-        """Read pieces of sequences: [T, D] to [T, D]; the first takes token ids [T], the last gives logits [S, V]."""
-        self.weights_ready()
+    def copy_prompts(self, caches: Sequence[Any], rows: CachedRows) -> None:
+        """Give rows the beginning of their prompt from others that have read it, before anything is overwritten."""
         if rows.has_copies:
             for cache in caches:
                 if cache is not None:
                     cache.copy(rows)
+
+    def decode(self, x: Tensor, caches: Sequence[Any], rows: CachedRows | SlotRows) -> Tensor:
+        """Read pieces of sequences: [T, D] to [T, D]; the first takes token ids [T], the last gives logits [S, V].
+
+        Of `SlotRows` all rows are read, and copies are made already.
+        """
+        self.weights_ready()
+        if isinstance(rows, CachedRows):
+            self.copy_prompts(caches, rows)
         with self.autocast():
             for (_, module), cache in zip(self.units, caches, strict=True):
                 x = module.decode(x, cache, rows)  # pyright: ignore[reportCallIssue]
