@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.schedule import check_cut, partition
+from penstock.schedule import Placement, PlacementKind, balanced_cut, check_cut, partition
 
 
 def all_cuts(num_units: int, num_stages: int):
@@ -46,6 +46,38 @@ def test_every_unit_is_placed_once_and_no_stage_is_empty(times: list[float], dat
     assert len(cut) == num_stages and all(cut)
     assert [unit for stage in cut for unit in stage] == list(range(len(times)))
     assert check_cut([len(stage) for stage in cut], len(times), num_stages) == cut
+
+
+def rank_badness(times, cut) -> tuple:
+    """The largest load of a rank that holds both ends of what is left, then how uneven ranks are, then stages."""
+    stages = loads(times, cut)
+    ranks = [first + last for first, last in zip(stages, reversed(stages))][: len(stages) // 2]
+    return max(ranks), sum(load * load for load in ranks), sum(load * load for load in stages)
+
+
+@pytest.mark.shows(79)
+def test_the_slowest_rank_of_a_v_is_the_fastest_there_is():
+    chance = random.Random(1)
+    differs = 0
+    for num_ranks in (1, 2, 3):
+        for num_units in range(2 * num_ranks, 11):
+            for high in (1, 3, 20):
+                times = [chance.randint(0, high) for _ in range(num_units)]
+                best = min(rank_badness(times, cut) for cut in all_cuts(num_units, 2 * num_ranks))
+                found = balanced_cut(times, Placement(PlacementKind.V, num_ranks, 2))
+                assert check_cut([len(stage) for stage in found], num_units, 2 * num_ranks) == found
+                assert rank_badness(times, found) == best
+                differs += rank_badness(times, partition(times, 2 * num_ranks))[0] > best[0]
+    assert differs > 5, "the slowest stage alone does not tell"
+
+
+def test_a_cut_of_other_placements_looks_at_stages():
+    times = [1.0, 5.0, 2.0, 2.0, 3.0, 1.0, 4.0, 1.0]
+    for placement in (Placement(PlacementKind.LOOP, 4), Placement(PlacementKind.LOOP, 2, 2)):
+        assert balanced_cut(times, placement) == partition(times, 4)
+    assert balanced_cut(times, Placement(PlacementKind.BIDIRECTIONAL, 2, 2)) == partition(times, 2)
+    with pytest.raises(ValueError, match=r"8 units.*at most 8 stages, not into 10"):
+        balanced_cut(times, Placement(PlacementKind.V, 5, 2))
 
 
 def test_equal_times_that_floats_cannot_hold_are_cut_evenly():

@@ -26,6 +26,8 @@ def another_value(annotation: Any, value: Any) -> Any:
     kinds = [kind for kind in (get_args(annotation) or [annotation]) if kind is not type(None)]
     if get_origin(annotation) is Literal:
         return next(choice for choice in kinds if choice != value)
+    if get_origin(kinds[0]) is Literal:
+        return next(choice for choice in get_args(kinds[0]) if choice != value)
     if get_origin(annotation) is tuple or any(get_origin(kind) is tuple for kind in kinds):
         return (1, 0)
     if kinds[0] is bool:

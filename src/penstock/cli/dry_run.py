@@ -4,7 +4,9 @@ import json
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+
+import torch
 
 from penstock import schedule
 from penstock.cli.layout_groups import group_rows, group_table
@@ -12,9 +14,10 @@ from penstock.engine.activations import costs_of_memory, kept_bytes
 from penstock.engine.build import cut_units
 from penstock.engine.config import RunConfig
 from penstock.engine.memory import rank_state_bytes
-from penstock.engine.options import Precision
+from penstock.engine.options import EngineOptions, Precision
 from penstock.engine.run_parts import RunData, engine_options, layout, model_config
-from penstock.model import ModelGroups, decoder_units
+from penstock.engine.unit_times import UnitTimes, stage_costs, times_here
+from penstock.model import ModelGroups, UnitSpec, decoder_units
 from penstock.parallel.buckets import StateBytes
 
 _FILE_COLUMNS = 120
@@ -40,7 +43,8 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """A run as it would be; the schedule's figures are those of equal stages with backward twice as long as forward.
+    """A run as it would be; the schedule's figures are those of equal stages with backward twice as long as forward, or
+    of the times that were measured, where `is_measured`.
 
     `peak_live_microbatches` counts a microbatch that waits for its W by the bytes that are left of it. `states`: what
     each rank holds beside activations, to the byte.
@@ -57,6 +61,7 @@ class RunPlan:
     epochs: float
     stages: tuple[StagePlan, ...]
     states: tuple[StateBytes, ...]
+    is_measured: bool = False
 
     @property
     def memory_bytes(self) -> dict[int, int]:
@@ -77,15 +82,20 @@ def plan_run(config: RunConfig, data: RunData) -> RunPlan:
     shape = model_config(config, data.corpus.vocab_size)
     options = engine_options(config)
     lengths, num_microbatches = _microbatches(config)
-    shared = layout(config).shares_layers
-    program = options.choice.program(config.parallel.pp, num_microbatches, whole_backwards=shared)
-    placement = program.placement
     units, ours = decoder_units(shape), config.parallel
+    placement = options.choice.placement(ours.pp)
+    times = _measured(units, shape.hidden_size, options, config)
     # What the rank with the largest parts holds.
     held = decoder_units(shape, groups=ModelGroups.planned(tp=ours.tp, cp=ours.cp, ep=ours.ep))
-    cut, stages = cut_units(units, placement, options), []
-    kept = kept_bytes(units, shape.hidden_size, cut, options, lengths)
-    timeline = schedule.simulate(program, costs_of_memory(kept))
+    cut, stages = cut_units(units, placement, options, [own.total_s for own in times] if times else None), []
+    choice, costs = options.choice, costs_of_memory(kept_bytes(units, shape.hidden_size, cut, options, lengths))
+    if times:
+        found = stage_costs(times, cut)
+        choice, names = choice.timed(found), ("forward", "backward_input", "backward_weight")
+        costs = replace(costs, **{name: getattr(found, name) for name in names})
+        options = replace(options, cut=tuple(map(len, cut)))
+    program = choice.program(ours.pp, num_microbatches, whole_backwards=layout(config).shares_layers)
+    timeline = schedule.simulate(program, costs)
     activations = [timeline.bytes_at_peak(rank) for rank in range(placement.num_ranks)]
     num_owners = ours.dp * ours.cp if options.optimizer.zero else 1
     all_work = sum(unit.flops_per_token for unit in units)
@@ -119,7 +129,19 @@ def plan_run(config: RunConfig, data: RunData) -> RunPlan:
         epochs=config.train.steps * step_tokens / corpus_tokens,
         stages=tuple(stages),
         states=tuple(rank_state_bytes(lambda groups: decoder_units(shape, groups=groups), layout(config), options)),
+        is_measured=bool(times),
     )
+
+
+def _measured(
+    units: Sequence[UnitSpec], hidden_size: int, options: EngineOptions, config: RunConfig
+) -> list[UnitTimes] | None:
+    """The units' times on this machine, where the run would measure them too."""
+    if options.measure_lengths is None or config.parallel.pp == 1:
+        return None
+    torch.set_num_threads(config.parallel.num_threads)
+    device = torch.device("cuda" if torch.cuda.is_available() and options.device != "cpu" else "cpu")
+    return times_here(units, hidden_size, options.measure_lengths, options, device)
 
 
 def _microbatches(config: RunConfig) -> tuple[tuple[int, ...], int]:
@@ -152,11 +174,12 @@ def _print(config: RunConfig, plan: RunPlan) -> None:
     facts = Table.grid(padding=(0, 2))
     live = ", ".join(f"{number:g}" for number in plan.peak_live_microbatches)
     memory = ", ".join(f"rank {rank}: {_mib(used)}" for rank, used in plan.memory_bytes.items())
+    at_times = "at the times measured here" if plan.is_measured else "if all stages were equal"
     for name, text in (
         ("layout", f"{layout(config)}: {plan.world_size} processes of {config.parallel.num_threads} thread(s)"),
         *group_rows(layout(config)),
         ("schedule", f"{plan.schedule}, {plan.num_microbatches} microbatches: proved"),
-        ("", f"bubble {plan.bubble_rate:.1%} if all stages were equal; microbatches live at once, by rank: {live}"),
+        ("", f"bubble {plan.bubble_rate:.1%} {at_times}; microbatches live at once, by rank: {live}"),
         ("parameters", f"{plan.num_parameters:,} in {config.train.precision}"),
         ("data", f"{plan.corpus_tokens:,} tokens of {config.data.corpus}, {plan.step_tokens:,} a step"),
         ("length", f"{config.train.steps:,} steps, {plan.epochs:.2f} epochs"),

@@ -24,6 +24,7 @@ Device = Literal["auto", "cpu", "cuda"]
 Scores = Literal["softmax", "sigmoid"]
 GroupScore = Literal["best", "best-two"]
 Attention = Literal["ring", "all-to-all"]
+SearchedPlacement = Literal["loop", "v"]
 
 
 @dataclass(frozen=True)
@@ -212,6 +213,8 @@ class ScheduleSection:
     """Microbatches that take turns at a rank's stages in interleaved schedules; left out, as many as ranks."""
     max_live_microbatches: float | None = None
     """What the search `auto` may keep alive on a rank; left out, as many as ranks."""
+    placement: SearchedPlacement | None = None
+    """How `auto` deals stages to ranks: round and round, or there and back ("v"); left out, round and round."""
     overlap: bool = True
     """In fused pairs, one half computes while the other's collectives travel; false: one half after the other."""
     early_release: bool = False
@@ -221,9 +224,9 @@ class ScheduleSection:
     early_gradients: bool = True
     """Gradients leave for the rank before as soon as they are there, before those of the weights are computed."""
     cut: tuple[int, ...] | None = None
-    """Units of each stage, by hand; left out, the cut that makes the slowest stage fastest."""
+    """Units of each stage, by hand; left out, the cut that makes the slowest rank fastest."""
     measure: bool = False
-    """Measure the units' times before that cut, instead of estimating them."""
+    """Measure the units' times before that cut, instead of estimating them; `auto` searches an order for them."""
 
     @property
     def choice(self) -> ScheduleChoice:
@@ -236,6 +239,7 @@ class ScheduleSection:
             self.max_live_microbatches,
             self.split_backward,
             self.early_gradients,
+            self.placement,
         )
 
 

@@ -28,7 +28,7 @@ from penstock.engine.scaler import LossScaler
 from penstock.engine.schedules import forward_only
 from penstock.engine.sharing import Sharing, UnitSource, units_for
 from penstock.engine.train import LossFn, LossWeightFn, TrainResult, evaluate_batch, train_batch
-from penstock.engine.unit_times import measure_units
+from penstock.engine.unit_times import UnitTimes, measure_units, stage_costs
 from penstock.engine.zero import shared_out
 from penstock.model import Logits, ModelGroups, SamplingParams, Shard, WeightCasts, cross_entropy_sum, share_casts
 from penstock.parallel import GradientBuckets, Layout, sum_tied
@@ -105,7 +105,11 @@ class Engine:
         groups = ModelGroups(self.grid.tp_group, self.grid.cp_group, self.grid.ep_group, self.options.attention)
         self.units = units_for(units, groups, self.layout)
         self.placement = self.options.choice.placement(self.layout.pp)
-        self.cut = cut_units(self.units, self.placement, self.options, self._measured_times(units, hidden_size))
+        times = self._measured_times(units, hidden_size)
+        self.cut = cut_units(
+            self.units, self.placement, self.options, [own.total_s for own in times] if times else None
+        )
+        self.choice = self.options.choice.timed(stage_costs(times, self.cut)) if times else self.options.choice
         self.boundary = Boundary(hidden_size, self.options.precision.parameter_dtype, self.layout.tp)
         local = self.placement.stages_of(self.grid.pp_rank)
         self.stages = build_stages(self.units, self.cut, local, self.boundary, self.options, self.device)
@@ -350,7 +354,7 @@ class Engine:
         """The program of a step of so many microbatches, or of as many forwards alone."""
         if training:
             shared = self.layout.shares_layers
-            return self.options.choice.program(self.layout.pp, num_microbatches, whole_backwards=shared)
+            return self.choice.program(self.layout.pp, num_microbatches, whole_backwards=shared)
         return forward_only(self.placement, num_microbatches)
 
     def executor(self, num_microbatches: int, training: bool = True) -> Executor:
@@ -461,9 +465,9 @@ class Engine:
 
     # ---- parts
 
-    def _measured_times(self, units: UnitSource, hidden_size: int) -> list[float] | None:
-        lengths = self.options.measure_lengths
-        if lengths is None or self.options.cut is not None or self.layout.pp == 1:
+    def _measured_times(self, units: UnitSource, hidden_size: int) -> list[UnitTimes] | None:
+        lengths, choice = self.options.measure_lengths, self.options.choice
+        if lengths is None or self.layout.pp == 1 or (self.options.cut is not None and not choice.is_searched):
             return None
         # One rank measures, so the units as they are when nobody shares them: what counts is their proportions.
         alone = units_for(units, ModelGroups(), Layout())

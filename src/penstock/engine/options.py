@@ -36,9 +36,9 @@ class EngineOptions:
 
     Args:
         schedule: which schedule to run; a name alone will do.
-        cut: units of each stage, by hand; None for the cut with the fastest slowest stage.
+        cut: units of each stage, by hand; None for the cut with the fastest slowest rank.
         measure_lengths: lengths of a typical microbatch's sequences: units are measured on them before the cut, on the
-            first rank; None for the units' estimated work.
+            first rank, and `auto` searches an order for their times; None for the units' estimated work.
         seed: decides the initial weights.
         precision: dtype of parameters and compute.
         recompute: whether each unit's activations are computed again in backward ("full"), or only those of the

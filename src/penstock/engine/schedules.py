@@ -1,9 +1,10 @@
 """Which schedule a run follows: one that is built by name, or one from a file; nothing heavy is imported here."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from penstock import schedule
-from penstock.schedule import Placement, PlacementKind, Program, Schedule, ScheduleError, files
+from penstock.schedule import Costs, Placement, PlacementKind, Program, Schedule, ScheduleError, files
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,8 @@ class ScheduleChoice:
         max_live_microbatches: what `auto` may keep alive on a rank; None for the default.
         early_gradients: whether a gradient leaves for the rank before as soon as it is there, before those of the
             weights are computed (`schedule.early_gradients`); a file's order is always taken as it is.
+        placement_kind: "loop" or "v", for schedules that leave it open (`auto`); None for the default.
+        costs: the times that `auto` searches for, one for each stage of the model; None for equal ones.
     """
 
     name: str = "1f1b"
@@ -28,10 +31,21 @@ class ScheduleChoice:
     max_live_microbatches: float | None = None
     split_backward: bool = False
     early_gradients: bool = True
+    placement_kind: str | None = None
+    costs: Costs | None = None
 
     @property
     def is_file(self) -> bool:
         return files.is_file(self.name)
+
+    @property
+    def is_searched(self) -> bool:
+        """Whether the order depends on the stages' times."""
+        return not self.is_file and "forward" in schedule.options(self.name)
+
+    def timed(self, costs: Costs) -> "ScheduleChoice":
+        """The same for stages that take these times."""
+        return replace(self, costs=costs)
 
     def program(self, ranks: int, microbatches: int, *, whole_backwards: bool = False) -> Program:
         """The program of a step.
@@ -58,24 +72,37 @@ class ScheduleChoice:
 
     def build(self, ranks: int, microbatches: int) -> Schedule:
         """The schedule of that name."""
-        options = {
+        options: dict[str, Any] = {
             "group_size": self.group_size,
             "max_live_microbatches": self.max_live_microbatches,
             "split_backward": self.split_backward or None,
+            "placement": self.placement_kind,
         }
+        if self.costs is not None and self.is_searched:
+            times = ("forward", "backward_input", "backward_weight", "transfer")
+            options |= {name: getattr(self.costs, name) for name in times}
         return schedule.build(
             self.name,
             ranks=ranks,
             microbatches=microbatches,
-            stages_per_rank=self.stages_per_rank,
+            stages_per_rank=self._stages_per_rank,
             **{name: value for name, value in options.items() if value is not None},
         )
 
     def placement(self, ranks: int) -> Placement:
-        """Where the stages live, whatever the number of microbatches."""
+        """Where the stages live, whatever the number of microbatches and the stages' times."""
         if self.is_file:
             return files.read(self.name).placement
-        return self.build(ranks, microbatches=4 * ranks).placement
+        # One microbatch is enough for a search, and has one order at most times.
+        few = replace(self, costs=None)
+        return few.build(ranks, microbatches=1 if self.is_searched else 4 * ranks).placement
+
+    @property
+    def _stages_per_rank(self) -> int | None:
+        """As asked for; a V that is left open goes there and back once."""
+        if self.stages_per_rank is None and self.placement_kind == PlacementKind.V.value:
+            return 2
+        return self.stages_per_rank
 
 
 def forward_only(placement: Placement, microbatches: int) -> Program:

@@ -1,10 +1,12 @@
-"""How long units take, measured: for a cut that is balanced on the machine it runs on.
+"""How long units take, measured: for a cut and an order that suit the machine they run on.
 
 Shapes: T tokens of a typical microbatch, D hidden size.
 """
 
 import time
 from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -15,28 +17,47 @@ from penstock.model import Sequences, UnitSpec
 from penstock.parallel import Grid, gather_json
 from penstock.runtime import Boundary, Stage, Tape, drain
 from penstock.runtime.stage import Finish
+from penstock.schedule import Costs
 
 NUM_RUNS = 5
 
 
+@dataclass(frozen=True)
+class UnitTimes:
+    """Seconds of one microbatch through a unit: F, I and W."""
+
+    forward_s: float
+    backward_input_s: float
+    backward_weight_s: float
+
+    @property
+    def total_s(self) -> float:
+        return self.forward_s + self.backward_input_s + self.backward_weight_s
+
+
 def measure_units(
     units: Sequence[UnitSpec], hidden_size: int, lengths: Sequence[int], options: EngineOptions, grid: Grid
-) -> list[float]:
-    """Seconds of each unit's forward and backward on sequences of these lengths, the same on every rank.
+) -> list[UnitTimes]:
+    """The units' times on sequences of these lengths, the same on every rank.
 
-    The first rank measures for all, so that all cut alike. Units that do equal work (the layers of a decoder) are
-    measured once, with the options' precision and recompute.
+    The first rank measures for all, so that all cut alike and follow one order.
     """
-    times = _measure(units, hidden_size, lengths, options, grid.device) if grid.rank == 0 else None
-    return gather_json(times, grid.control)[0]
+    times = None
+    if grid.rank == 0:
+        times = [astuple(own) for own in times_here(units, hidden_size, lengths, options, grid.device)]
+    return [UnitTimes(*own) for own in gather_json(times, grid.control)[0]]
 
 
-def _measure(
+def times_here(
     units: Sequence[UnitSpec], hidden_size: int, lengths: Sequence[int], options: EngineOptions, device: torch.device
-) -> list[float]:
+) -> list[UnitTimes]:
+    """The units' times in this process, with the options' precision and recompute.
+
+    Units that do equal work (the layers of a decoder) are measured once.
+    """
     sequences = Sequences.from_lengths(lengths, device)
     boundary = Boundary(hidden_size, options.precision.parameter_dtype)
-    known: dict[tuple[str, int, float], float] = {}
+    known: dict[tuple[str, int, float], UnitTimes] = {}
     found = []
     for i, unit in enumerate(units):
         kind = (unit.name.rpartition(".")[2], unit.num_parameters, unit.flops_per_token)
@@ -46,9 +67,18 @@ def _measure(
                 x = torch.zeros(sequences.num_tokens, device=device, dtype=torch.int64)
             stages = build_stages(units, (range(i, i + 1),), (0,), boundary, options, device)
             finish = _like_a_loss if i == len(units) - 1 else torch.sum
-            known[kind] = _seconds(stages[0], x, sequences, finish)
+            known[kind] = _measured(stages[0], x, sequences, finish)
         found.append(known[kind])
     return found
+
+
+def stage_costs(times: Sequence[UnitTimes], cut: Sequence[range]) -> Costs:
+    """The times of a cut's stages, in seconds, as a search and a simulation take them."""
+
+    def of_stages(name: str) -> list[float]:
+        return [sum(getattr(times[i], f"{name}_s") for i in members) for members in cut]
+
+    return Costs(of_stages("forward"), of_stages("backward_input"), of_stages("backward_weight"))
 
 
 def _like_a_loss(output: Tensor) -> Tensor:
@@ -56,21 +86,25 @@ def _like_a_loss(output: Tensor) -> Tensor:
     return output.float().logsumexp(-1).sum() if output.is_floating_point() else output.sum()
 
 
-def _seconds(stage: Stage, x: Tensor, sequences: Sequences, finish: Finish) -> float:
-    """The least time of a forward and backward, the first one not counted: other work only ever adds."""
-    times = []
+def _measured(stage: Stage, x: Tensor, sequences: Sequences, finish: Finish) -> UnitTimes:
+    """The least time of each part, the first run not counted: other work only ever adds."""
+    runs = []
     for _ in range(NUM_RUNS + 1):
-        _synchronise(x.device)
-        start, tape = time.perf_counter(), Tape()
+        tape, moments = Tape(), [_now(x.device)]
         drain(stage.forward(tape, x, sequences, finish))
-        drain(stage.backward(tape, None))
-        _synchronise(x.device)
-        times.append(time.perf_counter() - start)
+        moments.append(_now(x.device))
+        drain(stage.backward(tape, None, split=True))
+        moments.append(_now(x.device))
+        stage.weight_backward(tape)
+        moments.append(_now(x.device))
+        runs.append([after - before for before, after in pairwise(moments)])
     for _, parameter in stage.named_parameters():
         parameter.grad = None
-    return min(times[1:])
+    return UnitTimes(*map(min, zip(*runs[1:], strict=True)))
 
 
-def _synchronise(device: torch.device) -> None:
+def _now(device: torch.device) -> float:
+    """Seconds, once the device has done what it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+    return time.perf_counter()
