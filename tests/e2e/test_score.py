@@ -118,9 +118,11 @@ def test_a_model_that_is_scored_holds_its_weights_alone(folder: Path) -> None:
         engine.train_batch(PackedBatch.from_documents([[1, 2, 3]]))
 
 
-def test_two_stages_write_the_same_file(folder: Path) -> None:
-    score(folder, "one.jsonl", "--max-tokens", "64")
-    words = ["score", "run", "texts.jsonl", "--output", "two.jsonl", "--max-tokens", "64", "--pp", "2", "--json"]
+def test_two_pipelines_of_two_stages_write_the_same_file(folder: Path) -> None:
+    assert sum(len(tokens_of(text)[0]) for text in TEXTS) > 2 * 8 * 44, "more than a batch for each pipeline"
+    score(folder, "one.jsonl", "--max-tokens", "44")
+    words = ["score", "run", "texts.jsonl", "--output", "two.jsonl", "--max-tokens", "44", "--pp", "2", "--dp", "2"]
+    words.append("--json")
     done = subprocess.run(
         [sys.executable, "-m", "penstock.cli.main", *words], cwd=folder, capture_output=True, text=True, timeout=100
     )
@@ -129,9 +131,9 @@ def test_two_stages_write_the_same_file(folder: Path) -> None:
     assert (folder / "two.jsonl").read_bytes() == (folder / "one.jsonl").read_bytes()
 
 
-def test_ranks_that_share_the_stage_score_alike(folder: Path) -> None:
+def test_ranks_that_share_the_stage_and_its_tokens_score_alike(folder: Path) -> None:
     expected = score(folder, "whole.jsonl")
-    words = ["score", "run", "texts.jsonl", "--output", "shared.jsonl", "--tp", "2", "--json"]
+    words = ["score", "run", "texts.jsonl", "--output", "shared.jsonl", "--tp", "2", "--cp", "2", "--json"]
     done = subprocess.run(
         [sys.executable, "-m", "penstock.cli.main", *words], cwd=folder, capture_output=True, text=True, timeout=100
     )
@@ -211,6 +213,11 @@ REFUSED = {
     "a budget below a text": (["FOLDER/run", "FOLDER/texts.jsonl", "--max-tokens", "9"], "give at least that"),
     "no stages": (["FOLDER/run", "FOLDER/texts.jsonl", "--pp", "0"], "--pp is 0; it must be more than 0"),
     "more stages than units": (["FOLDER/run", "FOLDER/texts.jsonl", "--pp", "7"], "7 stages.* 6 units"),
+    "no pipelines": (["FOLDER/run", "FOLDER/texts.jsonl", "--dp", "0"], "--dp is 0; it must be more than 0"),
+    "texts too short to share": (
+        ["FOLDER/run", "FOLDER/bad/single.jsonl", "--cp", "2"],
+        "cp=2 ranks can not share sequences of .1. tokens.* at most cp=1 can",
+    ),
     "no temperature": (["FOLDER/run", "FOLDER/texts.jsonl", "--temperature", "nan"], "--temperature is nan"),
     "an output that exists": (
         ["FOLDER/run", "FOLDER/texts.jsonl", "--output", "FOLDER/corpus.py"],
@@ -227,6 +234,7 @@ BAD = {
     "completion": '{"prompt": "a", "completion": ""}',
     "outside": '{"tokens": [1, 256]}',
     "halves": '{"tokens": [0.5]}',
+    "single": '{"text": "a"}',
     "long": json.dumps({"text": "a" * 2049}),
 }
 

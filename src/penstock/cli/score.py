@@ -20,6 +20,8 @@ class ScoreArguments:
     file: Path
     output: Path
     pp: int
+    dp: int
+    cp: int
     tp: int
     max_tokens: int | None
     temperature: float
@@ -32,7 +34,7 @@ class ScoreArguments:
 
     @property
     def world_size(self) -> int:
-        return self.pp * self.tp
+        return self.pp * self.dp * self.cp * self.tp
 
     @property
     def decisive(self) -> dict[str, object]:
@@ -54,12 +56,15 @@ An "id" is carried along. A call that was stopped is continued by the same comma
         examples=(
             "penstock score runs/demo texts.jsonl                 writes texts.scores.jsonl",
             "penstock score runs/demo texts.jsonl --pp 2 --json   two stages, and a summary as JSON",
+            "penstock score runs/demo texts.jsonl --dp 4          four models, each with its part of the texts",
         ),
     )
     parser.add_argument("model", type=Path, metavar="MODEL", help="the folder of a run, or of a Hugging Face model")
     parser.add_argument("file", type=Path, metavar="FILE.jsonl", help="the texts, a JSON object a line")
     parser.add_argument("--output", type=Path, metavar="OUT.jsonl", help="default: FILE.scores.jsonl beside FILE")
     parser.add_argument("--pp", type=int, default=1, metavar="N", help="stages, each a process here (default 1)")
+    parser.add_argument("--dp", type=int, default=1, metavar="N", help="pipelines that share the texts (default 1)")
+    parser.add_argument("--cp", type=int, default=1, metavar="N", help="ranks that share each text (default 1)")
     parser.add_argument("--tp", type=int, default=1, metavar="N", help="ranks that share each stage (default 1)")
     parser.add_argument(
         "--max-tokens", type=int, metavar="N", help="of a microbatch (default 2048, or the longest text)"
@@ -78,7 +83,7 @@ An "id" is carried along. A call that was stopped is continued by the same comma
     )
     parser.add_argument("--json", action="store_true", help="print the summary as JSON, and progress to standard error")
     given = parser.parse_args(list(words))
-    for name in ("pp", "tp", "max_tokens", "threads", "temperature", "timeout"):
+    for name in ("pp", "dp", "cp", "tp", "max_tokens", "threads", "temperature", "timeout"):
         value = getattr(given, name)
         if value is not None and not 0 < value < float("inf"):
             raise ValueError(f"--{name.replace('_', '-')} is {value}; it must be more than 0")
@@ -87,6 +92,8 @@ An "id" is carried along. A call that was stopped is continued by the same comma
         file=given.file,
         output=given.output or given.file.with_suffix(".scores.jsonl"),
         pp=given.pp,
+        dp=given.dp,
+        cp=given.cp,
         tp=given.tp,
         max_tokens=given.max_tokens,
         temperature=given.temperature,
@@ -113,8 +120,8 @@ def main(words: Sequence[str]) -> int:
     group = find_group(os.environ)
     if group is not None and group.world_size != arguments.world_size:
         raise ValueError(
-            f"{group.origin} has {group.world_size} processes, but --pp {arguments.pp} x --tp {arguments.tp} is "
-            f"{arguments.world_size}; make them equal"
+            f"{group.origin} has {group.world_size} processes, but --pp {arguments.pp} x --dp {arguments.dp} x --cp "
+            f"{arguments.cp} x --tp {arguments.tp} is {arguments.world_size}; make them equal"
         )
     from penstock.cli.score_worker import check, run_worker
 

@@ -1,4 +1,4 @@
-"""One worker of `penstock score`: its stage of the model over all texts; the last stage's writes what comes out."""
+"""One worker of `penstock score`: its stage of the model over its pipeline's texts; one writes what comes out."""
 
 import hashlib
 import json
@@ -9,17 +9,19 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from penstock.cli.launch import Group
+from penstock.cli.launch import Group, agree
 from penstock.cli.progress import LineProgress
 from penstock.cli.score import ScoreArguments
 from penstock.cli.score_file import Scored, ScoreFile, Summary
+from penstock.cli.score_pipelines import Pipelines
 from penstock.cli.texts import Text, read_texts
 from penstock.cli.together import choose_device, initialise, refuse_differing, together, work_together
-from penstock.data import NO_LABEL, MicroBatchSpec, PackedBatch
+from penstock.data import NO_LABEL, MicroBatchSpec, PackedBatch, split
 from penstock.engine.config import ParallelSection
 from penstock.engine.engine import Engine
-from penstock.engine.forward import token_scores
+from penstock.engine.forward import PostHook, token_scores
 from penstock.engine.saved_model import SavedModel, open_model
+from penstock.parallel import cut_sequences
 from penstock.runtime import Watchdog
 
 if TYPE_CHECKING:
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
 # Enough for a microbatch to be worth its overhead, and few enough that its logits stay small.
 _MICROBATCH_TOKENS = 2048
 # What is written at once, and lost at most when the command is stopped. Batches and microbatches do not depend on the
-# number of stages, so neither does a bit of the file.
+# number of stages or pipelines, so neither does a bit of the file.
 _MICROBATCHES = 8
 
 
@@ -39,6 +41,17 @@ class Job:
     model: SavedModel
     texts: Sequence[Text]
     max_tokens: int
+    cp: int = 1
+
+    @property
+    def batches(self) -> list[Sequence[Text]]:
+        return _batches(self.texts, self.max_tokens * _MICROBATCHES)
+
+    @property
+    def spec(self) -> MicroBatchSpec:
+        """Ranks that share each text (cp) share the more easily the more tokens there are."""
+        num = _MICROBATCHES if self.cp == 1 else None
+        return MicroBatchSpec(num=num, max_tokens=self.max_tokens, allow_fewer=True)
 
 
 def check(arguments: ScoreArguments) -> Job:
@@ -59,7 +72,11 @@ def check(arguments: ScoreArguments) -> Job:
             f"{arguments.file}, line {longest.line}: has {len(longest.tokens)} tokens, more than --max-tokens "
             f"{arguments.max_tokens}; no text is cut, so give at least that"
         )
-    return Job(model, texts, arguments.max_tokens or max(_MICROBATCH_TOKENS, len(longest.tokens)))
+    job = Job(model, texts, arguments.max_tokens or max(_MICROBATCH_TOKENS, len(longest.tokens)), arguments.cp)
+    if arguments.cp > 1:
+        for microbatch in (part for batch in job.batches for part in split(_packed(batch), job.spec).microbatches):
+            cut_sequences(microbatch.sequence_lengths("tokens"), arguments.cp)
+    return job
 
 
 def run_worker(arguments: ScoreArguments, group: Group) -> int:
@@ -74,9 +91,11 @@ def _score(arguments: ScoreArguments, group: Group, store: "Store") -> None:
     digest = _digest(job.texts)
     refuse_differing(store, group, "scoring", {**arguments.decisive, "texts": digest, "max_tokens": job.max_tokens})
     device = choose_device(store, group, arguments.device)
-    initialise(store, group, device, arguments.timeout_s)
+    pipelines = Pipelines.of(store, group, arguments.dp, arguments.timeout_s)
+    initialise(*pipelines.world(group), device, arguments.timeout_s)
     parallel = ParallelSection(
         pp=arguments.pp,
+        cp=arguments.cp,
         tp=arguments.tp,
         device=device,
         num_threads=arguments.num_threads,
@@ -85,18 +104,22 @@ def _score(arguments: ScoreArguments, group: Group, store: "Store") -> None:
     loaded = job.model.load(parallel)
     engine = loaded.engine
     what = [str(job.model.folder.resolve()), loaded.version, digest, job.max_tokens, arguments.decisive]
-    batches = _batches(job.texts, job.max_tokens * _MICROBATCHES)
-    ends = list(accumulate(map(len, batches)))
+    ends = list(accumulate(map(len, job.batches)))
     watchdog = Watchdog(engine.recorder, arguments.timeout_s)
     watchdog.listen_to_signals()
     watchdog.answer_peers(engine.grid.control, engine.grid.pp_ranks)
+    # Ranks that share the last stage have the same results.
+    tells = engine.gives_results and (engine.grid.tp_rank, engine.grid.cp_rank) == (0, 0)
     try:
-        file = (
-            ScoreFile(arguments.output, _digest(what), ends)
-            if engine.gives_results and engine.grid.tp_rank == 0
-            else None
+        writes = tells and pipelines.index == 0
+        file = together(
+            store, group, "file", lambda: ScoreFile(arguments.output, _digest(what), ends) if writes else None
         )
-        summary = _run(engine, job, batches, arguments, file)
+        told = agree(store, group, "lines", {"num": 0 if file is None else file.num_lines})
+        scoring = Scoring(engine, job, pipelines, tells, file, first=max(lines["num"] for lines in told))
+        summary = scoring.run(arguments)
+        # The store may lie in a process whose own work is done.
+        agree(store, group, "end", {})
     finally:
         watchdog.close()
         engine.close()
@@ -105,32 +128,51 @@ def _score(arguments: ScoreArguments, group: Group, store: "Store") -> None:
         _tell(summary, arguments)
 
 
-def _run(
-    engine: Engine, job: Job, batches: Sequence[Sequence[Text]], arguments: ScoreArguments, file: ScoreFile | None
-) -> Summary | None:
-    """Score what is left, batch by batch; returns the summary where the file is written."""
-    start_s, num_tokens = time.perf_counter(), 0
-    first = int(engine.sum_over_ranks(0 if file is None else file.num_lines)[0])
-    progress = None
-    if file is not None:
-        progress = LineProgress(sum(map(len, batches)), first, sys.stderr if arguments.json else sys.stdout)
-    hook, spec = (
-        token_scores(arguments.temperature),
-        MicroBatchSpec(num=_MICROBATCHES, max_tokens=job.max_tokens, allow_fewer=True),
-    )
-    for batch, end in zip(batches, accumulate(map(len, batches)), strict=True):
-        if end <= first:
-            continue
-        items = engine.forward(_packed(batch), hook, list, micro_batches=spec)
-        if file is not None and progress is not None:
-            file.write([Scored.of(text, item["log_probs"].tolist()) for text, item in zip(batch, items, strict=True)])
-            held = sum(len(text.tokens) for text in batch)
-            num_tokens += held
-            progress.update(end, held)
-    if file is None or progress is None:
-        return None
-    progress.close()
-    return file.summary(first, num_tokens, time.perf_counter() - start_s)
+@dataclass(frozen=True)
+class Scoring:
+    """One process's part of a call: `tells` what its pipeline makes of a batch, and writes all of it if it has `file`.
+
+    first: the line up to which everything was there already.
+    """
+
+    engine: Engine
+    job: Job
+    pipelines: Pipelines
+    tells: bool
+    file: ScoreFile | None
+    first: int
+
+    def run(self, arguments: ScoreArguments) -> Summary | None:
+        """Score what is left, batch by batch; returns the summary where the file is written."""
+        start_s, num_tokens = time.perf_counter(), 0
+        batches, hook, progress = self.job.batches, token_scores(arguments.temperature), None
+        if self.file is not None:
+            progress = LineProgress(len(self.job.texts), self.first, sys.stderr if arguments.json else sys.stdout)
+        for number, (batch, end) in enumerate(zip(batches, accumulate(map(len, batches)), strict=True)):
+            if end <= self.first:
+                continue
+            lines = self._lines(number, batch, hook)
+            if self.file is not None and progress is not None:
+                self.file.write(lines)
+                held = sum(len(text.tokens) for text in batch)
+                num_tokens += held
+                progress.update(end, held)
+        if self.file is None or progress is None:
+            return None
+        progress.close()
+        return self.file.summary(self.first, num_tokens, time.perf_counter() - start_s)
+
+    def _lines(self, number: int, batch: Sequence[Text], hook: PostHook) -> list[Scored]:
+        """A batch's lines where they are written; elsewhere this process's part in making them."""
+        if not self.pipelines.takes(number):
+            return [] if self.file is None else self.pipelines.receive(number)
+        items = self.engine.forward(_packed(batch), hook, list, micro_batches=self.job.spec)
+        if not self.tells:
+            return []
+        lines = [Scored.of(text, item["log_probs"].tolist()) for text, item in zip(batch, items, strict=True)]
+        if self.file is None:
+            self.pipelines.hand_over(number, lines)
+        return lines
 
 
 def _batches(texts: Sequence[Text], num_tokens: int) -> list[Sequence[Text]]:
