@@ -7,7 +7,7 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
-from penstock.engine.answers import Drawing, Leading, Request, answers
+from penstock.engine.answers import Drawing, Leading, Listeners, Request, answers
 from penstock.engine.generate import GenerateOptions
 from penstock.engine.generated import Generated
 from penstock.model import CacheSize, ModelConfig, SamplingParams, decoder_units
@@ -94,7 +94,7 @@ def generate_together(
     hubs, stages = (InProcessHub(), InProcessHub()), ring_stages(placement)
     wishes = [request.wish(prompts) for request in requests]
     conductor = Conductor(wishes, shape, options.refill, options.longest_first)
-    lead, drawing = Leading(prompts, requests, conductor, None), Drawing(prompts, requests)
+    lead, drawing = Leading(prompts, requests, conductor, Listeners()), Drawing(prompts, requests)
     rings, journeys = [], []
     for rank in range(num_ranks):
         local = {n: stage for n, stage in stages.items() if placement.rank_of(n) == rank}

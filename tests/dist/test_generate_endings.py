@@ -33,10 +33,18 @@ def plain(answers: Any) -> list[Any]:
     return [(a.tokens, a.log_probs, a.raw_log_probs, a.ending.value, a.filter_mask.sum(-1).tolist()) for a in answers]
 
 
+def ended(answer: Any) -> tuple[Any, ...]:
+    return answer.tokens, answer.log_probs, answer.ending
+
+
 def all_endings(rank: int, pp: int) -> list[Any]:
     engine, found = make_engine(pp), []
     for lengths in LENGTHS:
-        result = engine.generate(*case(lengths))
+        told: dict[int, Any] = {}
+        result = engine.generate(*case(lengths), on_answer=told.__setitem__)
+        # Told once it has ended, where the ring begins, and as it is in the result.
+        assert sorted(told) == (list(range(len(lengths))) if rank == 0 else [])
+        assert all(ended(answer) == ended(result[number]) for number, answer in told.items())
         assert len(set(result.num_forwards)) == 1, "a stage has computed what others have not"
         assert engine.transport.num_pending() == 0
         assert engine._generator is not None and engine._generator.host.num_pending() == 0

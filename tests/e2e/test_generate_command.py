@@ -5,11 +5,14 @@ import io
 import json
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from penstock.cli.answer_text import AnswerText
+from penstock.cli.answers_file import AnswersFile
 from penstock.cli.main import main
 from penstock.data.tokenizer import load_tokenizer
 from tests.e2e.training import run, write_run
@@ -65,6 +68,71 @@ def test_a_file_of_prompts_becomes_a_file_of_answers_in_its_order(model: Path, t
     assert code == 2 and "exists already" in err
 
 
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    """A file of six prompts, two of them alike."""
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(
+        "".join(f"{json.dumps({'prompt': text})}\n" for text in ("def f1", "return", "a", "a", "if", "x ="))
+    )
+    return path
+
+
+def stop_in_the_middle(model: Path, prompts: Path, patch: pytest.MonkeyPatch, *words: str) -> list[Path]:
+    """The command, which dies once three answers are there; gives what it has left."""
+    write = AnswersFile.write
+
+    def write_three(file: AnswersFile, answer: Mapping[str, Any]) -> None:
+        if len(file.kept) == 3:
+            raise KeyError("made to stop")
+        write(file, answer)
+
+    with patch.context() as patched, pytest.raises(KeyError, match="made to stop"):
+        patched.setattr(AnswersFile, "write", write_three)
+        patched.setattr("penstock.cli.together._tell_failure", fail)
+        main(["generate", str(model), "--file", str(prompts), "--max-new-tokens", "5", *words])
+    return sorted(prompts.parent.glob(".*.unfinished"))
+
+
+def fail(group: object, error: Exception) -> None:
+    raise error
+
+
+def test_a_stopped_call_goes_on_with_the_answers_that_are_not_there_yet(
+    model: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    words = [str(model), "--file", str(prompts), "--max-new-tokens", "5", "--samples", "2", "--rows", "2"]
+    assert call(*words, "--output", str(tmp_path / "whole.jsonl"))[0] == 0
+    [left] = stop_in_the_middle(model, prompts, monkeypatch, "--samples", "2", "--rows", "2")
+    kept = left.read_text()
+    assert kept.count("\n") == 3
+    left.write_text(kept + '{"prompt": 5, "sam')  # what a kill may leave of a line
+    code, out, _ = call(*words)
+    assert code == 0 and "12 answers (3 of them there already), 45 tokens" in out
+    found, whole = ((tmp_path / name).read_text().splitlines() for name in ("prompts.answers.jsonl", "whole.jsonl"))
+    assert set(kept.splitlines()) < set(found) and not left.exists()
+    assert len({json.loads(line)["text"] for line in whole}) > 6
+    for one, other in zip(map(json.loads, found), map(json.loads, whole), strict=True):
+        # Which rows are read beside others may change a product's last bit.
+        assert one.pop("log_probs") == pytest.approx(other.pop("log_probs"), abs=1e-5)
+        assert one == other
+
+
+def test_what_a_stopped_call_has_left_is_not_mixed_with_other_answers(
+    model: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [left] = stop_in_the_middle(model, prompts, monkeypatch)
+    content = left.read_bytes()
+    words = [str(model), "--file", str(prompts), "--max-new-tokens", "5", "--temperature", "0"]
+    code, out, err = call(*words)
+    assert (code, out) == (2, "") and err.count("\n") == 1
+    assert f"{left} holds answers of a stopped call" in err and "--fresh" in err
+    assert sorted(prompts.parent.glob(".*.unfinished")) == [left] and left.read_bytes() == content
+    code, out, _ = call(*words, "--fresh")
+    assert code == 0 and "6 answers, 30 tokens" in out
+    assert not left.exists() and len((prompts.parent / "prompts.answers.jsonl").read_text().splitlines()) == 6
+
+
 def test_an_answer_ends_before_its_stop_string(model: Path) -> None:
     words = [str(model), "def f1", "--max-new-tokens", "40", "--json"]
     [whole] = answers(call(*words)[1])
@@ -93,6 +161,7 @@ def test_answers_are_printed_one_after_another_behind_their_prompts(model: Path)
         (["a", "--pp", "99"], "at most 6 are possible"),
         (["a", "--file", "b.jsonl"], "given twice"),
         (["a", "--stop", ""], "--stop is an empty text"),
+        (["a", "--fresh"], "--fresh drops answers to --file"),
         (["--file", "nowhere.jsonl"], "nowhere.jsonl: no such file"),
     ],
 )

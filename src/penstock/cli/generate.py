@@ -27,6 +27,7 @@ class GenerateArguments:
     prompts: tuple[str, ...]
     file: Path | None
     output: Path | None
+    fresh: bool
     sampling: dict[str, Any]
     end_tokens: tuple[int, ...] | None
     stop: tuple[str, ...]
@@ -48,11 +49,12 @@ def _parser() -> Parser:
         "penstock generate",
         """Continue prompts with the model in a folder: that of a run, whose newest checkpoint is taken, or of a Hugging
 Face model. Prompts are given on the command line, or as JSON lines ({"prompt": ...} or {"tokens": [...]}, with an "id"
-that is carried along), or one comes from standard input. A token depends on the seed, its prompt and its place alone:
+that is carried along), or one comes from standard input. Answers to a file are kept as soon as they have ended: a call
+that was stopped goes on when it is given again. A token depends on the seed, its prompt and its place alone:
 not on the other prompts, nor on --pp, --slots and --rows.""",
         examples=(
             'penstock generate runs/demo "def main("                  print the answer as it comes',
-            "penstock generate runs/demo --file prompts.jsonl         write prompts.answers.jsonl",
+            "penstock generate runs/demo --file prompts.jsonl         write prompts.answers.jsonl, or go on with it",
             'penstock generate model/ "Once" --samples 4 --json       tokens, texts and log-probabilities as JSON',
         ),
     )
@@ -60,6 +62,7 @@ not on the other prompts, nor on --pp, --slots and --rows.""",
     parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="a text to continue")
     parser.add_argument("--file", type=Path, metavar="FILE.jsonl", help="prompts, a JSON object a line")
     parser.add_argument("--output", type=Path, metavar="OUT.jsonl", help="default with --file: FILE.answers.jsonl")
+    parser.add_argument("--fresh", action="store_true", help="drop the answers that a stopped call has left")
     sampling = parser.add_argument_group("sampling")
     sampling.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="tokens of an answer, at most")
     sampling.add_argument("--min-new-tokens", type=int, default=0, metavar="N", help="no end token before so many")
@@ -100,6 +103,8 @@ def read_arguments(words: Sequence[str]) -> GenerateArguments:
         raise ValueError(f"prompts are given twice: {given.prompts[0]!r} and --file {given.file}; give one of them")
     if given.output is not None and given.file is None:
         raise ValueError("--output is where the answers to --file go; give --file, or leave it out")
+    if given.fresh and given.file is None:
+        raise ValueError("--fresh drops answers to --file that a stopped call has left; give --file, or leave it out")
     if "" in given.stop:
         raise ValueError("--stop is an empty text, which every answer holds; give some characters")
     return GenerateArguments(
@@ -107,6 +112,7 @@ def read_arguments(words: Sequence[str]) -> GenerateArguments:
         prompts=tuple(given.prompts),
         file=given.file,
         output=given.output or (given.file and given.file.with_suffix(".answers.jsonl")),
+        fresh=given.fresh,
         sampling={
             "max_new_tokens": given.max_new_tokens,
             "min_new_tokens": given.min_new_tokens,
@@ -163,7 +169,8 @@ def _launch(words: Sequence[str], arguments: GenerateArguments) -> int:
             given = Path(folder) / "prompt.txt"
             given.write_text(job.prompts[0].text or "", encoding="utf-8")
             os.environ[STANDARD_INPUT] = str(given)
-        return launch(words, arguments.world_size, arguments.num_threads, MODULE, "gives the same answers")
+        again = "gives the same answers" if arguments.output is None else "continues where it was stopped"
+        return launch(words, arguments.world_size, arguments.num_threads, MODULE, again)
 
 
 STANDARD_INPUT = "PENSTOCK_STANDARD_INPUT"

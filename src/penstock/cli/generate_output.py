@@ -1,19 +1,31 @@
 """What `penstock generate` shows while answers grow, and what it writes when all are there."""
 
-import json
 import math
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from penstock.cli.answer_text import AnswerText
-from penstock.cli.commands import print_json, write_text
+from penstock.cli.answers_file import AnswersFile
+from penstock.cli.commands import print_json
 from penstock.cli.generate import GenerateArguments
 from penstock.cli.progress import LineProgress
 from penstock.cli.prompts import Prompt
+from penstock.engine.generate import GenerateOptions
 from penstock.engine.generated import Generated, GenerateResult
 from penstock.engine.saved_model import SavedModel
 from penstock.model import SamplingParams
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one call is to generate, read and found possible."""
+
+    model: SavedModel
+    prompts: Sequence[Prompt]
+    params: SamplingParams
+    options: GenerateOptions
 
 
 class InTurn:
@@ -39,31 +51,33 @@ class InTurn:
 class Teller:
     """On the rank of the first stage: hears of every token, and tells the user.
 
-    On the command line answers are printed as they grow; with a file or as JSON only how many have ended is shown, and
-    they are written when all are there. A silent one only hears, and decides what ends.
+    On the command line answers are printed as they grow; with a file or as JSON only how many have ended is shown. To
+    a file each is written as soon as it has ended, as JSON all when they are there. A silent one only hears, and
+    decides what ends.
     """
 
     def __init__(
         self,
         arguments: GenerateArguments,
-        model: SavedModel,
-        prompts: Sequence[Prompt],
-        params: SamplingParams,
+        job: Job,
+        file: AnswersFile | None,
         silent: bool = False,
     ) -> None:
-        self._silent = silent
-        self._arguments, self._prompts, self._params = arguments, prompts, params
-        num_answers = len(prompts) * params.num_samples
-        self._texts = [AnswerText(model.tokenizer, arguments.stop) for _ in range(num_answers)]
+        self._arguments, self._file, self._silent = arguments, file, silent
+        self._prompts, self._params = job.prompts, job.params
+        num_answers = len(job.prompts) * job.params.num_samples
+        self._texts = [AnswerText(job.model.tokenizer, arguments.stop) for _ in range(num_answers)]
         self._num_tokens = [0] * num_answers
-        self._num_ended = 0
+        self._num_kept = self._num_ended = 0 if file is None else len(file.kept)
         self._in_turn = self._progress = None
         if silent:
             return
         if arguments.output is None and not arguments.json:
             self._in_turn = InTurn([self._heading(number, num_answers) for number in range(num_answers)])
         else:
-            self._progress = LineProgress(num_answers, 0, sys.stderr if arguments.json else sys.stdout, "answer")
+            self._progress = LineProgress(
+                num_answers, self._num_kept, sys.stderr if arguments.json else sys.stdout, "answer"
+            )
 
     def hear(self, number: int, token: int) -> bool:
         """Of an answer's next token; whether a stop string has come, which ends it."""
@@ -80,6 +94,11 @@ class Teller:
             self._progress.update(self._num_ended, 1)
         return text.stopped
 
+    def take(self, number: int, answer: Generated) -> None:
+        """Write an answer that has ended, once its last token has been heard."""
+        if self._file is not None:
+            self._file.write(self._described(number, answer))
+
     def close(self) -> None:
         if self._progress is not None:
             self._progress.close()
@@ -88,18 +107,19 @@ class Teller:
         """Write the answers, and say what they took."""
         if self._silent:
             return
-        answers = [self._described(number, answer) for number, answer in enumerate(result)]
-        output = self._arguments.output
-        if output is not None:
-            lines = (json.dumps(answer, ensure_ascii=False, allow_nan=False) for answer in answers)
-            write_text(output, "".join(f"{line}\n" for line in lines), force=False)
+        if self._file is not None:
+            self._file.publish()
         if self._arguments.json:
-            content = {} if output is not None else {"answers": answers}
+            content: dict[str, Any] = {"resumed_from": self._num_kept}
+            if self._file is None:
+                content = {"answers": [self._described(number, answer) for number, answer in enumerate(result)]}
             print_json({"model": str(self._arguments.model), **content, **_figures(result)})
-        elif output is not None:
+        elif self._file is not None:
+            kept = f" ({self._num_kept} of them there already)" if self._num_kept else ""
             print(
-                f"{len(answers)} answers, {result.num_tokens:,} tokens, {result.tokens_per_s:,.0f} tokens/s, "
-                f"idle {result.idle_share:.1%}; wrote {output}"
+                f"{len(result)} answers{kept}, {result.num_tokens:,} tokens, {result.tokens_per_s:,.0f} tokens/s, "
+                f"idle {result.idle_share:.1%}; "
+                f"wrote {self._arguments.output}"
             )
 
     def _heading(self, number: int, num_answers: int) -> str:

@@ -1,35 +1,28 @@
 """One worker of `penstock generate`: its stage of the model; the first stage's tells of the answers."""
 
+import hashlib
+import json
 import os
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from penstock.cli.answers_file import AnswersFile
 from penstock.cli.generate import STANDARD_INPUT, GenerateArguments
-from penstock.cli.generate_output import Teller
+from penstock.cli.generate_output import Job, Teller
 from penstock.cli.launch import Group
-from penstock.cli.prompts import Prompt, prompts_of_texts, read_prompts
+from penstock.cli.prompts import prompts_of_texts, read_prompts
 from penstock.cli.together import choose_device, initialise, refuse_differing, together, work_together
 from penstock.engine.config import ParallelSection
 from penstock.engine.generate import GenerateOptions, check_prompts
-from penstock.engine.saved_model import SavedModel, open_model
+from penstock.engine.saved_model import Loaded, open_model
 from penstock.model import Limits, SamplingParams
+from penstock.parallel.broadcast import broadcast_value
 from penstock.runtime import Watchdog
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
-
-
-@dataclass(frozen=True)
-class Job:
-    """What one call is to generate, read and found possible."""
-
-    model: SavedModel
-    prompts: Sequence[Prompt]
-    params: SamplingParams
-    options: GenerateOptions
 
 
 def check(arguments: GenerateArguments) -> Job:
@@ -65,6 +58,19 @@ def _standard_input() -> str:
     return sys.stdin.read()
 
 
+def _answers_file(arguments: GenerateArguments, job: Job, loaded: Loaded) -> AnswersFile | None:
+    """Where the answers go, with those that a stopped call to the same end has left there.
+
+    Raises: ValueError if the file can not be written, or what is left answers something else.
+    """
+    if arguments.output is None:
+        return None
+    given = [[list(prompt.tokens), prompt.line, prompt.id] for prompt in job.prompts]
+    what = [str(job.model.folder.resolve()), loaded.version, given, asdict(job.params), arguments.stop]
+    digest = hashlib.blake2b(json.dumps(what).encode(), digest_size=8).hexdigest()
+    return AnswersFile(arguments.output, digest, job.params.num_samples, arguments.fresh)
+
+
 def run_worker(arguments: GenerateArguments, group: Group) -> int:
     """Generate as one process of `group`; returns the exit code."""
     return work_together(
@@ -84,17 +90,27 @@ def _generate(arguments: GenerateArguments, group: Group, store: "Store") -> Non
         num_threads=arguments.num_threads,
         timeout_s=arguments.timeout_s,
     )
-    engine = job.model.load(parallel).engine
+    loaded = job.model.load(parallel)
+    engine = loaded.engine
+    file = together(store, group, "output", lambda: _answers_file(arguments, job, loaded) if group.rank == 0 else None)
+    kept: list[int] = broadcast_value(file and file.kept, 0, engine.grid.control) or []
     teller = None
     if engine.holds_first_stage:
         # All ranks that share the first stage hear of every token, for what they hear decides what ends; one tells.
-        teller = Teller(arguments, job.model, job.prompts, job.params, silent=engine.grid.tp_rank > 0)
+        teller = Teller(arguments, job, file, silent=engine.grid.tp_rank > 0)
     watchdog = Watchdog(engine.recorder, arguments.timeout_s)
     watchdog.listen_to_signals()
     watchdog.answer_peers(engine.grid.control, engine.grid.pp_ranks)
     try:
         prompts = [prompt.tokens for prompt in job.prompts]
-        result = engine.generate(prompts, job.params, job.options, teller and teller.hear)
+        options = replace(job.options, skip=frozenset(kept))
+        result = engine.generate(
+            prompts, job.params, options, teller and teller.hear, teller.take if teller is not None and file else None
+        )
+    except BaseException:
+        if file is not None:
+            file.close()
+        raise
     finally:
         if teller is not None:
             teller.close()

@@ -1,15 +1,14 @@
 """The file that `penstock score` writes: line by line into a hidden one, which is given its name when all is there."""
 
-import fcntl
 import json
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
 from penstock.cli.texts import Text
+from penstock.cli.unfinished import Unfinished
 
 
 @dataclass(frozen=True)
@@ -66,41 +65,23 @@ class ScoreFile:
     """
 
     def __init__(self, path: Path, digest: str, ends: Sequence[int]) -> None:
-        self.path = path
-        # Another model or other texts have another name, so nothing is ever mixed.
-        self._unfinished = path.with_name(f".{path.name}.{digest}.unfinished")
+        self._unfinished = Unfinished(path, digest)
         self.num_lines = self._num_tokens = 0
         self._total: float | None = 0.0
-        try:
-            self._file = self._unfinished.open("a+b")
-        except OSError as error:
-            raise ValueError(f"cannot write {path}: {(error.strerror or str(error)).lower()}") from None
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise ValueError(f"{path} is being written by another call; wait, or give another --output") from None
         self._take_up(ends)
 
     def write(self, lines: Sequence[Scored]) -> None:
         """Append lines, through to the disk."""
+        self._unfinished.append([scored.to_json() for scored in lines], to_disk=True)
         for scored in lines:
-            self._file.write(scored.to_json().encode() + b"\n")
             self._count(scored.log_probs)
-        self._file.flush()
-        os.fsync(self._file.fileno())
 
     def publish(self) -> None:
         """Give the file its name.
 
         Raises: ValueError if a file of that name has come into being meanwhile; what was written stays.
         """
-        self._file.close()
-        try:
-            # Unlike a rename, a link never takes another file's place.
-            os.link(self._unfinished, self.path)
-        except FileExistsError:
-            raise ValueError(f"{self.path} exists by now; what was scored is in {self._unfinished}") from None
-        self._unfinished.unlink()
+        self._unfinished.publish()
 
     def summary(self, resumed_from: int, num_tokens: int, time_s: float) -> Summary:
         return Summary(
@@ -114,12 +95,11 @@ class ScoreFile:
         )
 
     def _take_up(self, ends: Sequence[int]) -> None:
-        self._file.seek(0)
-        lines = [line for line in self._file if line.endswith(b"\n")]
+        lines = self._unfinished.lines()
         kept = lines[: max((end for end in ends if end <= len(lines)), default=0)]
         for line in kept:
             self._count(json.loads(line)["log_probs"])
-        self._file.truncate(sum(map(len, kept)))
+        self._unfinished.keep(kept)
 
     def _count(self, log_probs: Sequence[float | None]) -> None:
         total = _total(log_probs)

@@ -23,6 +23,15 @@ from penstock.schedule import Conductor, Ending, Piece, Wish
 
 Prompts = Sequence[Sequence[int]]
 OnToken = Callable[[int, int], object]
+OnAnswer = Callable[[int, Generated], object]
+
+
+@dataclass(frozen=True)
+class Listeners:
+    """Who is told, on the rank of the first stage, of each new token and of each answer that has ended."""
+
+    on_token: OnToken | None = None
+    on_answer: OnAnswer | None = None
 
 
 @dataclass(frozen=True)
@@ -74,30 +83,38 @@ class Leading:
         prompts: Prompts,
         requests: list[Request],
         conductor: Conductor,
-        on_token: OnToken | None,
+        listeners: Listeners,
         goes_on: Callable[[bool], bool] | None = None,
     ) -> None:
         self.error: Exception | None = None
-        self._on_token = on_token
+        self._requests, self._listeners = requests, listeners
         self._values: list[list[Sequence[int]]] = [[] for _ in requests]
         self.lead = Lead(conductor, prompts, self._hear, goes_on)
 
     def _hear(self, sequence: int, numbers: Sequence[int]) -> None:
         self._values[sequence].append(numbers)
-        if self._on_token is None or self.error is not None:
+        if self.error is not None:
             return
+        conductor, on_token, on_answer = self.lead.conductor, self._listeners.on_token, self._listeners.on_answer
         try:
-            if self._on_token(sequence, numbers[0]):
-                self.lead.conductor.stop([sequence])
+            if on_token is not None and on_token(sequence, numbers[0]):
+                conductor.stop([sequence])
+            ending = conductor.endings[sequence]
+            if on_answer is not None and ending is not None:
+                on_answer(sequence, self._requests[sequence].generated(self._numbers(sequence), ending, None))
         except Exception as error:
             # It waits for the end of the ring, so that no other rank is left alone with its messages.
             self.error = error
-            self.lead.conductor.stop(range(len(self._values)))
+            conductor.stop(range(len(self._values)))
+
+    def _numbers(self, sequence: int) -> Tensor:
+        """Of its tokens so far, [tokens, 3] int64."""
+        return torch.tensor(self._values[sequence], dtype=torch.int64).view(-1, NUMBERS_PER_TOKEN)
 
     def told(self) -> dict[str, Any]:
         endings = self.lead.conductor.endings
         return {
-            "values": [torch.tensor(values, dtype=torch.int64).view(-1, NUMBERS_PER_TOKEN) for values in self._values],
+            "values": [self._numbers(sequence) for sequence in range(len(self._values))],
             "endings": [ending.value for ending in endings if ending is not None],
         }
 

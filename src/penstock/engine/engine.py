@@ -48,7 +48,7 @@ from penstock.runtime import (
 from penstock.schedule import Program, Timeline
 
 if TYPE_CHECKING:
-    from penstock.engine.answers import OnToken
+    from penstock.engine.answers import OnAnswer, OnToken
     from penstock.engine.config import RunConfig
     from penstock.engine.generate import GenerateOptions, Generator
     from penstock.engine.generated import GenerateResult
@@ -280,28 +280,33 @@ class Engine:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         options: GenerateOptions | None = None,
         on_token: OnToken | None = None,
+        on_answer: OnAnswer | None = None,
     ) -> GenerateResult:
         """Answers to the prompts (token ids), in their order, on the stages and weights as they are.
 
         Ranks of one pipeline give the same prompts and parameters (one for all, or one for each), and all get the
         result. `on_token(number, token)` is told of each new token on the rank of the first stage, with the answer's
         number in the result, and where there are several stages in a thread beside the one that computes; where it
-        returns true that answer ends. A token depends on the seed, its prompt, which sample it belongs to and its
-        position, not on what else is generated nor on how. With shared experts (ep > 1) all ranks call it together,
-        each pipeline with prompts of its own, or none.
+        returns true that answer ends. `on_answer(number, answer)` is told of each answer as soon as it has ended, in
+        the same place; its filter mask is only in the result.
+
+        A token depends on the seed, its prompt, which sample it belongs to and its position, not on what else is
+        generated nor on how. With shared experts (ep > 1) all ranks call it together, each pipeline with prompts of its
+        own, or none.
 
         Raises:
             ValueError: what can not be generated; on all ranks alike, before any compute.
             PipelineError: the ranks of the pipeline were given different things.
             TransportError: a peer did not send or receive in time.
         """
+        from penstock.engine.answers import Listeners
         from penstock.engine.generate import GenerateOptions, Generator, check_requests
 
         options = options or GenerateOptions()
         checked = check_requests(self, prompts, params, options)
         self._generator = self._generator or Generator(self)
         with self.casts.kept(packed=options.packed):
-            return self._generator.generate(*checked, options, on_token)
+            return self._generator.generate(*checked, options, Listeners(on_token, on_answer))
 
     def fixed_weights(self) -> AbstractContextManager[None]:
         """Inside, weights that are computed with in another dtype (autocast) are cast once, by who needs them first.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.engine.answers import Drawing, Leading, OnToken, Prompts, Request, answers
+from penstock.engine.answers import Drawing, Leading, Listeners, Prompts, Request, answers
 from penstock.engine.generated import GenerateResult
 from penstock.engine.options import Precision
 from penstock.model import CacheSize, Limits, SamplingParams
@@ -53,6 +53,8 @@ class GenerateOptions:
         decode: how rows read one token each, see `DecodeForm`; a name will do. None for graphs where there is CUDA and
             else for the live rows alone. A model that can not decode over fixed shapes (experts, layers of others or
             shared by several ranks) decodes its live rows, and under autocast nothing is captured.
+        skip: answers, by their number in the result, that are not made; they come back stopped and without a token. So
+            a call can be continued whose other answers are then what they would have been.
 
     Raises:
         ValueError: a count below one, or an unknown form.
@@ -66,6 +68,7 @@ class GenerateOptions:
     packed: bool = True
     longest_first: bool = True
     decode: DecodeForm | str | None = None
+    skip: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         RingShape(self.num_slots or 1, self.rows_per_slot or 1, self.prefill_tokens)
@@ -123,20 +126,21 @@ class Generator:
 
     @torch.inference_mode()
     def generate(
-        self, prompts: Prompts, params: Sequence[SamplingParams], options: GenerateOptions, on_token: OnToken | None
+        self, prompts: Prompts, params: Sequence[SamplingParams], options: GenerateOptions, listeners: Listeners
     ) -> GenerateResult:
         """See `Engine.generate`; there is one of `params` for each prompt."""
         engine = self._engine
         engine.recorder.begin_step(engine.step)
         requests = Request.all_of(prompts, params)
-        shape = options.shape(len(requests), engine.layout.pp)
+        shape = options.shape(len(requests) - len(options.skip), engine.layout.pp)
         lengths = [len(prompts[r.prompt]) + r.params.max_new_tokens for r in requests]
         self._reserve(shape.num_rows, max(lengths, default=1))
         lead = None
         if self.ring.rank == 0:
             wishes = [request.wish(prompts) for request in requests]
             conductor = Conductor(wishes, shape, options.refill, options.longest_first)
-            lead = Leading(prompts, requests, conductor, on_token, self._goes_on if self._in_step else None)
+            conductor.stop(options.skip)
+            lead = Leading(prompts, requests, conductor, listeners, self._goes_on if self._in_step else None)
         drawing = Drawing(prompts, requests) if self.ring.rank == self.ring.drawer else None
         fixed = self._fixed_decoders(options.form(engine.device))
         drawn = drawing and drawing.draw
@@ -220,7 +224,9 @@ def check_requests(
     grid, num_slots = engine.grid, options.num_slots or engine.layout.pp
     try:
         found = _checked(engine, prompts, params)
-        digest = hashlib.blake2b(repr(found).encode(), digest_size=16).hexdigest()
+        _check_skipped(options.skip, sum(own.num_samples for own in found[1]))
+        told = repr((found, sorted(options.skip)))
+        digest = hashlib.blake2b(told.encode(), digest_size=16).hexdigest()
     except ValueError as caught:  # told to all ranks, then raised here: nobody may wait for this rank
         error = caught
     group = grid.batch_control if engine.layout.ep == 1 else grid.control
@@ -254,6 +260,12 @@ def _checked(engine: Engine, prompts: Any, params: Any) -> tuple[Prompts, list[S
         stage.check_cached()
     check_prompts(prompts, params, engine.units[0].limits)
     return prompts, params
+
+
+def _check_skipped(skip: Set[int], num_answers: int) -> None:
+    for number in sorted(skip):
+        if not 0 <= number < num_answers:
+            raise ValueError(f"skip names the answer {number}; there are {num_answers}, counted from 0")
 
 
 def check_prompts(prompts: Prompts, params: Sequence[SamplingParams], limits: Limits | None) -> None:
