@@ -82,7 +82,7 @@ def _parser() -> Parser:
         "--emulate", type=float, metavar="GFLOPS", help="matrix products sleep as long as at this speed"
     )
     overlap.add_argument("--rounds", type=int, default=3, help="steps of each side, in turn")
-    overlap.add_argument("--mbit", type=float, default=None, help="the link's rate (default: plain 1F1B waits 33%%)")
+    overlap.add_argument("--mbit", type=float, default=None, help="the link's rate (default: plain 1F1B waits 34%%)")
 
     reduction = _add(benchmarks, "reduction", _reduction, "what dp = 2 x pp = 2 hides of gradients on a slow link")
     reduction.add_argument("--emulate", type=float, default=100.0, metavar="GFLOPS", help="speed of matrix products")

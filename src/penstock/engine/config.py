@@ -218,7 +218,7 @@ class ScheduleSection:
     overlap: bool = True
     """In fused pairs, one half computes while the other's collectives travel; false: one half after the other."""
     early_release: bool = False
-    """In overlapped pairs, a layer's backward ends before the forward's experts compute: less memory, less hidden."""
+    """In overlapped pairs, a layer's backward ends, and lets go of it, before the forward's experts compute."""
     split_backward: bool = False
     """In combined schedules, pairs hold the backward of the inputs, and that of the weights comes behind them."""
     early_gradients: bool = True
