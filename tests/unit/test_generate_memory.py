@@ -80,3 +80,21 @@ def test_attention_piece_by_piece_is_that_of_the_whole(cuts: list[int], window: 
         found.append(cached_attention(q[part], cache, rows, window))
         start += length
     torch.testing.assert_close(torch.cat(found), expected)
+
+
+@pytest.mark.shows(74)
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("num_groups", [1, 2, 4])
+def test_rows_that_attend_in_one_call_have_the_bits_of_each_alone(num_groups: int, window: int | None) -> None:
+    generator = torch.Generator().manual_seed(0)
+    cache = KVCache(CacheSize(6, 96, torch.float32, torch.device("cpu")), num_groups, 32)
+    for store in (cache.keys_RGLK, cache.values_RGLK):
+        store.copy_(torch.randn(store.shape, generator=generator))
+    # Rows 0 to 2 are neighbours and equally long, so are 4 and 5.
+    pieces = [
+        Piece(i, row, start, 1, True) for i, (row, start) in enumerate([(0, 70), (1, 70), (2, 70), (4, 9), (5, 9)])
+    ]
+    q = torch.randn(len(pieces), 4, 32, generator=generator)
+    found = cached_attention(q, cache, CachedRows.of(pieces), window)
+    for i, piece in enumerate(pieces):
+        assert torch.equal(found[i : i + 1], cached_attention(q[i : i + 1], cache, CachedRows.of([piece]), window))

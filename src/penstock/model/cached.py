@@ -1,7 +1,8 @@
 """Reading sequences piece by piece: the cache of keys and values, and attention over it.
 
 Where the bits allow it (fp32 on a CPU), a sequence's numbers do not depend on what else is read beside it: each piece
-attends by itself, over exactly the tokens before it. Elsewhere all rows that read one token attend in one call.
+attends over exactly the tokens before it. Rows that read one token each attend in one call where they are neighbours
+and equally long, as the samples of one prompt are.
 
 Shapes: T tokens of all pieces, R rows of the cache, L tokens of a row, H query heads, G key and value heads, K width
 of a head, D hidden size, S tokens whose logits are wanted.
@@ -154,20 +155,45 @@ def cached_attention(q_THK: Tensor, cache: KVCache, rows: CachedRows, window: in
     The tokens' own keys and values are in the cache already. Gives [T, H, K].
     """
     parts, begin = [], 0
-    for piece in rows.pieces:
-        q_LHK, begin = q_THK[begin : begin + piece.length], begin + piece.length
-        parts.append(_attention_of_piece(q_LHK, cache, piece, rows, window))
+    for run in rows.shared("runs", lambda: _runs(rows.pieces)):
+        length = sum(piece.length for piece in run)
+        q_LHK, begin = q_THK[begin : begin + length], begin + length
+        if length == len(run):
+            parts.append(_attention_of_rows(q_LHK, cache, run, window))
+        else:
+            parts.append(_attention_of_piece(q_LHK, cache, run[0], rows, window))
     return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
+def _runs(pieces: Sequence[Piece]) -> list[list[Piece]]:
+    """The pieces in order, those of one token together where neighbouring rows are equally long, all others alone."""
+    runs: list[list[Piece]] = []
+    for piece in pieces:
+        last = runs[-1][-1] if runs else None
+        if last is not None and last.length == piece.length == 1 and (last.row + 1, last.end) == (piece.row, piece.end):
+            runs[-1].append(piece)
+        else:
+            runs.append([piece])
+    return runs
+
+
+def _first_seen(piece: Piece, window: int | None) -> int:
+    return 0 if window is None else max(0, piece.start + 1 - window)
+
+
+def _attention_of_rows(q_RHK: Tensor, cache: KVCache, run: Sequence[Piece], window: int | None) -> Tensor:
+    """[R, H, K] of neighbouring, equally long rows that read one token each; the bits are those of each alone."""
+    rows, seen = slice(run[0].row, run[-1].row + 1), slice(_first_seen(run[0], window), run[0].end)
+    k_RGLK, v_RGLK = (x[rows, :, seen] for x in (cache.keys_RGLK, cache.values_RGLK))
+    # The queries of a group are the rows of one product: nothing is repeated for them.
+    q_RGQK = q_RHK.unflatten(1, (k_RGLK.shape[1], -1))
+    return F.scaled_dot_product_attention(q_RGQK, k_RGLK, v_RGLK).flatten(1, 2)
+
+
 def _attention_of_piece(q_LHK: Tensor, cache: KVCache, piece: Piece, rows: CachedRows, window: int | None) -> Tensor:
-    first = 0 if window is None else max(0, piece.start + 1 - window)
+    first = _first_seen(piece, window)
     k_GLK, v_GLK = (x[piece.row, :, first : piece.end] for x in (cache.keys_RGLK, cache.values_RGLK))
     num_groups, (length, num_heads, _) = len(k_GLK), q_LHK.shape
-    if length == 1:
-        # The queries of a group are the rows of one product: nothing is repeated for them.
-        q_GQK = q_LHK.view(num_groups, num_heads // num_groups, -1)
-        return _attend(q_GQK, k_GLK, v_GLK).reshape(1, num_heads, -1)
     mask_LL = None
     if first or piece.start or (window is not None and window < length):
         key = ("cached mask", length, piece.start, window)
@@ -181,10 +207,6 @@ def _attention_of_piece(q_LHK: Tensor, cache: KVCache, piece: Piece, rows: Cache
         enable_gqa=num_heads != num_groups,
     )[0]
     return out_HLK.transpose(0, 1)
-
-
-def _attend(q_GQK: Tensor, k_GLK: Tensor, v_GLK: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(q_GQK[None], k_GLK[None], v_GLK[None])[0]
 
 
 def _mask(piece: Piece, first: int, window: int | None, device: torch.device) -> Tensor:
