@@ -10,7 +10,7 @@ from penstock import Engine, Layout, MicroBatchSpec, PackedBatch, SamplingParams
 from penstock.engine import EngineOptions
 from penstock.engine.generate import GenerateOptions
 from penstock.model import decoder_units
-from penstock.runtime import PipelineError
+from penstock.runtime import PipelineError, TransportError
 from tests.dist.launch import run_ranks
 from tests.generation import CONFIG, generate_together, load, random_prompts, random_weights
 
@@ -60,6 +60,36 @@ def test_all_ranks_leave_with_the_same_answers_however_they_end(pp: int) -> None
     expected = [plain(generate_together(1, *case(lengths)).answers) for lengths in LENGTHS]
     assert [len(answers) for answers in expected] == [len(lengths) for lengths in LENGTHS]
     assert run_ranks(pp, all_endings, pp) == [expected] * pp
+
+
+def failing_stage(rank: int) -> str:
+    """What each rank is told when the second one's stage fails in the middle."""
+    engine = Engine(decoder_units(CONFIG), CONFIG.hidden_size, Layout(pp=3), EngineOptions(timeout_s=6))
+    [stage] = engine.stages.values()
+    decode, num_visits = stage.decode, 0
+
+    def decode_twice(*arguments: Any) -> torch.Tensor:
+        nonlocal num_visits
+        num_visits += 1
+        if num_visits > 2:
+            raise KeyError("made to fail")
+        return decode(*arguments)
+
+    if rank == 1:
+        stage.decode = decode_twice  # type: ignore[method-assign]
+    try:
+        engine.generate(*case([6, 6, 6]))
+    except (TransportError, KeyError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "done"
+
+
+@pytest.mark.shows(99)
+def test_a_stage_that_fails_leaves_no_rank_waiting() -> None:
+    first, second, third = run_ranks(3, failing_stage)
+    assert second == "KeyError: 'made to fail'"
+    assert first.startswith("TransportError: rank 0") and "tokens from rank 2 to rank 0" in first
+    assert third.startswith("TransportError: rank 2") and "from rank 1 to rank 2" in third
 
 
 def batch(seed: int) -> PackedBatch:
