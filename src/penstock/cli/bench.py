@@ -105,7 +105,7 @@ def _parser() -> Parser:
     generate.add_argument("--prompts", type=int, default=8)
     generate.add_argument("--prompt-tokens", type=int, default=64)
     generate.add_argument("--new-tokens", type=int, default=64)
-    generate.add_argument("--parts", nargs="+", choices=_GENERATE_PARTS, default=_GENERATE_PARTS)
+    generate.add_argument("--parts", nargs="+", choices=[*_GENERATE_PARTS, "gpu"], default=_GENERATE_PARTS)
     generate.add_argument("--rounds", type=int, default=3, help="of each side, in turn")
 
     _add(benchmarks, "all", _all, "all of the above as they are by default")
@@ -228,7 +228,11 @@ _GENERATE_PARTS = ("transformers", "refill", "emulated")
 
 def _generate(given: argparse.Namespace) -> dict[str, Any]:
     from penstock.cli.benchmarks.generation import Generation, measure
+    from penstock.cli.benchmarks.gpu_generation import GpuGeneration, check_gpu, on_gpu
 
+    gpu = "gpu" in given.parts
+    if gpu:
+        check_gpu()
     generation = Generation(
         num_layers=given.layers,
         hidden_size=given.hidden_size,
@@ -238,7 +242,8 @@ def _generate(given: argparse.Namespace) -> dict[str, Any]:
         num_rounds=given.rounds,
     )
     _progress(f"{dataclasses.asdict(generation)}")
-    return measure(generation, given.parts)
+    found = measure(generation, given.parts)
+    return found | {"on a GPU": on_gpu(GpuGeneration(num_rounds=given.rounds))} if gpu else found
 
 
 def _all(given: argparse.Namespace) -> dict[str, Any]:
