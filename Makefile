@@ -5,14 +5,15 @@ BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: setup demo test lint bench promises clean
+.PHONY: setup demo test pytest lint bench promises clean
 
 setup: .venv/stamp
 
+# Compiling every module of every package takes most of a minute; left to Python, it compiles those it imports.
 .venv/stamp: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "Penstock needs Python 3.11 or newer; name one with make PYTHON=...")'
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
 demo: setup
@@ -22,8 +23,12 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/pyright
 
-test: lint
-	# In the order of folders the tests of many processes come first and the short ones fill up the end.
+# Checking types keeps one core busy and waits for no other; beside the tests it fills what they leave idle.
+test: setup
+	$(MAKE) --jobs 2 lint pytest
+
+# In the order of folders the tests of many processes come first and the short ones fill up the end.
+pytest: setup
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 bench: setup
