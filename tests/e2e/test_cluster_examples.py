@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed.elastic
 import yaml
 from torch.distributed.run import config_from_args, get_args_parser
 
@@ -61,6 +62,49 @@ def test_the_slurm_script_starts_a_run_on_the_hosts_it_asks_for(tmp_path: Path):
     assert (launch.rdzv_endpoint, launch.run_id) == ("node07:29400", "41")
     assert launch.nproc_per_node == int(asked["gpus-per-node"]) and launch.max_nodes == int(asked["nodes"])
     assert_fits(launch, config)
+
+
+# Those of sbatch's manual that a training job may want; a misspelt one would only be seen on a cluster.
+SBATCH_OPTIONS = {
+    *("account", "constraint", "cpus-per-task", "error", "exclusive", "export", "gpus", "gpus-per-node", "job-name"),
+    *(
+        "mem",
+        "no-kill",
+        "nodes",
+        "ntasks",
+        "ntasks-per-node",
+        "output",
+        "partition",
+        "qos",
+        "requeue",
+        "signal",
+        "time",
+    ),
+}
+
+
+def test_the_slurm_script_is_bash_and_names_only_options_that_there_are():
+    text = SLURM.read_text()
+    done = subprocess.run(["bash", "-n", str(SLURM)], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    asked = re.findall(r"^#SBATCH --([\w-]+)", text, re.MULTILINE)
+    assert len(asked) > 5 and len(asked) == len(re.findall("^#SBATCH", text, re.MULTILINE))
+    assert set(asked) <= SBATCH_OPTIONS
+    # Its first lines are the command that starts it, with options that the test below passes on.
+    assert re.search(
+        r"^#   sbatch examples/slurm/train\.sbatch run\.toml --parallel\.pp 8 --parallel\.dp 2$", text, re.M
+    )
+
+
+def test_what_the_examples_set_is_known_to_torch():
+    """A variable that nobody reads would be set in vain."""
+    job = yaml.safe_load(KUBERNETES.read_text())
+    (container,) = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"]
+    names = {entry["name"] for entry in container["env"]}
+    assert names == set(re.findall(r"^export (\w+)=", SLURM.read_text(), re.MULTILINE)) != set()
+    elastic = Path(torch.distributed.elastic.__file__).parent
+    sources = "".join(path.read_text() for path in elastic.rglob("*.py"))
+    assert all(f'"{name}"' in sources for name in names)
 
 
 def test_the_kubernetes_job_starts_a_run_on_the_hosts_it_asks_for(monkeypatch: pytest.MonkeyPatch):
