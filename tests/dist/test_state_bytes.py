@@ -58,6 +58,19 @@ def held(rank: int, configs: list[RunConfig]) -> list[StateBytes]:
     return found
 
 
+def test_a_rank_with_both_ends_holds_a_tied_weight_once(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("All work and no play makes a dull text. " * 200)
+    config = replace(config_of(tmp_path, 7), parallel=ParallelSection(), schedule=ScheduleSection())
+    tied = replace(config, model=replace(config.model, tie_embeddings=True))
+    num_elements, element_bytes = 256 * config.model.hidden_size, 4
+    apart, shared = (run_engine(one, 256).state_bytes() for one in (config, tied))
+    assert not config.model.tie_embeddings
+    assert apart.parameters - shared.parameters == num_elements * element_bytes
+    assert apart.optimizer - shared.optimizer == 2 * num_elements * element_bytes
+    # The two uses' gradients are added up once both are whole, so that they have the bits of any other cut.
+    assert apart.gradients == shared.gradients
+
+
 def with_zero(config: RunConfig) -> RunConfig:
     return replace(config, optimizer=OptimizerSection(zero=True))
 

@@ -44,6 +44,20 @@ class Ties:
         owners = {copy: tied.get(owner, owner) for copy, owner in copies.items()} | tied
         return cls(copies, crossed, owners)
 
+    def loans(self, parameters: Iterable[str]) -> dict[str, str]:
+        """Tied copies that lie beside their owner, among these parameters: copy -> owner. One weight serves both.
+
+        Of a model that is held twice there are none: what ties it together are sums over ranks.
+        """
+        held = set(parameters)
+        return {} if self.copies else {copy: owner for copy, owner in self.tied.items() if {copy, owner} <= held}
+
+
+def lend_weights(parameters: Mapping[str, nn.Parameter], loans: Mapping[str, str]) -> None:
+    """Let copies, the keys of `loans`, lie where their owners do; the storage that they had is freed."""
+    for copy, owner in loans.items():
+        parameters[copy].data = parameters[owner].data
+
 
 def cut_units(
     units: Sequence[UnitSpec],

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from penstock import schedule
 from penstock.data import NO_LABEL, MicroBatchSpec, PackedBatch
-from penstock.engine.build import Ties, build_stages, cut_units, units_of_layers
+from penstock.engine.build import Ties, build_stages, cut_units, lend_weights, units_of_layers
 from penstock.engine.context import ContextShares
 from penstock.engine.extras import ExpertBalance
 from penstock.engine.forward import AggregateFn, Outputs, PostHook, forward_batch
@@ -119,7 +119,8 @@ class Engine:
                 share_casts(module, self.casts)
         self.gradients: dict[int, GradientBuckets] = {}
         self._ties = Ties.of(self.units, self.parameters(), self.placement.num_routes)
-        self.sharing = Sharing.of(self.units, self.parameters(), self.grid)
+        loans = self._ties.loans(self.parameters())
+        self.sharing = Sharing.of(self.units, self.parameters(), self.grid).lending(loans)
         if self.options.optimizer.zero:
             self.sharing = shared_out(self.sharing, self._ties.owners, self.grid)
         alone = self.layout.world_size == self.layout.pp
@@ -136,7 +137,8 @@ class Engine:
             if self.options.learns
         }
         for number, buckets in self.gradients.items():
-            self.stages[number].weights_ready = buckets.settle
+            self.stages[number].weights_ready = self._settle if loans else buckets.settle
+        lend_weights(self.parameters(), loans)
         self.balance = ExpertBalance(self.stages)
         self.optimizer = self._make_optimizer()
         self.transport = self._make_transport()
@@ -432,8 +434,7 @@ class Engine:
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """This rank's parameters by full name."""
-        for buckets in self.gradients.values():
-            buckets.settle()
+        self._settle()
         return {name: p for stage in self.stages.values() for name, p in stage.named_parameters()}
 
     def gradient(self, name: str) -> Tensor:
@@ -469,6 +470,11 @@ class Engine:
             self.transport.close()
 
     # ---- parts
+
+    def _settle(self) -> None:
+        """Wait for the parameters that other ranks step."""
+        for buckets in self.gradients.values():
+            buckets.settle()
 
     def _measured_times(self, units: UnitSource, hidden_size: int) -> list[UnitTimes] | None:
         lengths, choice = self.options.measure_lengths, self.options.choice

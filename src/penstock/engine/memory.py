@@ -80,9 +80,10 @@ def _of_rank(source: UnitSource, grid: Grid, options: EngineOptions) -> StateByt
         for number, members in stages.items()
     }
     names = [name for held in parameters.values() for name, _ in held]
-    sharing = Sharing.of(units, names, grid)
+    ties = Ties.of(units, names, placement.num_routes)
+    sharing = Sharing.of(units, names, grid).lending(ties.loans(names))
     if options.optimizer.zero:
-        sharing = shared_out(sharing, Ties.of(units, names, placement.num_routes).owners, grid)
+        sharing = shared_out(sharing, ties.owners, grid)
     parts = [state_bytes(held, grid.dp_cp_group, sharing.reductions) for held in parameters.values()]
     return sum(parts, StateBytes(0, 0, 0))
 

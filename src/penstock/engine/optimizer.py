@@ -98,7 +98,9 @@ class Optimizer:
         self.learning_rate = config.learning_rate(0)
         self._group = group
         self._buckets: tuple[Bucket, ...] = tuple(bucket for stage in stages for bucket in stage.buckets)
-        self._masters = [_master(bucket) for bucket in self._buckets]
+        # Lent parameters are stepped by their owners; only their gradients lie here.
+        self._stepped = [bucket for bucket in self._buckets if not bucket.reduction.lent]
+        self._masters = [_master(bucket) for bucket in self._stepped]
         gradients = [(name, view) for stage in stages for name, view in stage.owned_gradients.items()]
         told = [(name, (pieces or {}).get(name, name)) for name, _ in gradients]
         self._num_norms = _agree_on_names([piece for _, piece in told if piece is not None], group)
@@ -145,7 +147,7 @@ class Optimizer:
     def owned_state(self) -> dict[str, tuple[Fragment, Tensor]]:
         """The same of all that this rank steps: which elements of a parameter they belong to, and a flat view."""
         state: dict[str, tuple[Fragment, Tensor]] = {}
-        for bucket, master, means in zip(self._buckets, self._masters, self._means, strict=True):
+        for bucket, master, means in zip(self._stepped, self._masters, self._means, strict=True):
             flats = {"exp_avg": means.exp_avg, "exp_avg_sq": means.exp_avg_sq}
             if master.dtype != bucket.parameters.dtype:
                 flats["master"] = master
@@ -157,7 +159,7 @@ class Optimizer:
     def state_bytes(self) -> int:
         """Of running means and masters, as they lie on this rank."""
         held = [mean for means in self._means for mean in (means.exp_avg, means.exp_avg_sq)]
-        held += [m for b, m in zip(self._buckets, self._masters, strict=True) if m.dtype != b.parameters.dtype]
+        held += [m for b, m in zip(self._stepped, self._masters, strict=True) if m.dtype != b.parameters.dtype]
         return sum(tensor.nbytes for tensor in held)
 
     def progress(self) -> dict[str, Any]:
@@ -183,13 +185,13 @@ class Optimizer:
     @torch.no_grad()
     def renew_masters(self) -> None:
         """Take the masters' values from the parameters, after these were set from elsewhere."""
-        for bucket, master in zip(self._buckets, self._masters, strict=True):
+        for bucket, master in zip(self._stepped, self._masters, strict=True):
             if master.dtype != bucket.parameters.dtype:
                 master.copy_(bucket.parameters[bucket.owned])
 
     def _update(self, decays: bool, weight_decay: float) -> None:
         """Step the masters that decay, or those that do not."""
-        buckets = zip(self._buckets, self._masters, self._means, strict=True)
+        buckets = zip(self._stepped, self._masters, self._means, strict=True)
         own = [(bucket, master, means) for bucket, master, means in buckets if bucket.decays == decays]
         # The class torch.optim.AdamW loads the compiler at its first use, which takes a second, and calls this.
         adamw(
@@ -237,7 +239,7 @@ class Optimizer:
 
     @torch.no_grad()
     def _publish_masters(self) -> None:
-        for bucket, master in zip(self._buckets, self._masters, strict=True):
+        for bucket, master in zip(self._stepped, self._masters, strict=True):
             if master.dtype != bucket.parameters.dtype:
                 bucket.parameters[bucket.owned].copy_(master)
 

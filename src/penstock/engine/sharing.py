@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from penstock.engine.build import SECOND_COPY
 from penstock.model import ModelGroups, Shard, UnitSpec
@@ -53,6 +53,11 @@ class Sharing:
             {name: _reduction(shards.get(of), of in partial, grid) for name, of in plain.items()},
             {name: _piece(name, shards.get(of), grid) for name, of in plain.items()},
         )
+
+    def lending(self, loans: Mapping[str, str]) -> Sharing:
+        """The same, where copies (the keys of `loans`) use another parameter's values and have a gradient alone."""
+        lent = {name: replace(reduction, lent=name in loans) for name, reduction in self.reductions.items()}
+        return replace(self, reductions=lent)
 
 
 def _reduction(shard: Shard | None, partial: bool, grid: Grid) -> Reduction:

@@ -25,7 +25,8 @@ class Reduction:
     each has computed a part of the gradient alone; where it is given, they are summed first. Ranks of `among` may hold
     different ones of `num_parts` parts of a parameter, this rank part `part`: then only those with the same part are.
     sharded: each rank of `group` gets the sum of the part alone that it owns, and steps it (ZeRO-1). alone: of
-    parameters that lie in a bucket of their own, the name that sets them apart.
+    parameters that lie in a bucket of their own, the name that sets them apart. lent: the parameter is a copy whose
+    values are another's storage, which is stepped there: here lies its gradient alone.
 
     Source: Rajbhandari et al. 2020 (ZeRO), section 5.1.
     """
@@ -36,6 +37,7 @@ class Reduction:
     num_parts: int = 1
     sharded: bool = False
     alone: str = ""
+    lent: bool = False
 
     @property
     def num_owners(self) -> int:
@@ -81,7 +83,8 @@ class Bucket:
 
     parameters: flat, in the parameters' type. gradients: flat and of the same length; fp32 for 16-bit parameters,
     else the parameters' type. decays: whether weight decay applies, one answer for the whole bucket. reduction: over
-    which ranks the gradients are summed, alike for all. The padding between places is zero in both.
+    which ranks the gradients are summed, alike for all. The padding between places is zero in both. Of lent parameters
+    there are gradients alone.
     """
 
     places: tuple[Place, ...]
@@ -97,7 +100,7 @@ class Bucket:
     @property
     def owned(self) -> slice:
         """The elements that this rank steps: all, unless the ranks that hold the same parameters share them out."""
-        length = self.parameters.numel() // self.reduction.num_owners
+        length = self.gradients.numel() // self.reduction.num_owners
         rank = self.reduction.group.rank() if self.reduction.num_owners > 1 and self.reduction.group else 0
         return slice(rank * length, (rank + 1) * length)
 
@@ -145,10 +148,11 @@ def state_bytes(
         gradient_size, num_owners = _gradient_dtype(parameter).itemsize, members[0].reduction.num_owners
         # Two running means, and of 16-bit parameters the masters.
         num_copies = 3 if is_16_bit(parameter) else 2
+        num_values = 0 if members[0].reduction.lent else length
         total += StateBytes(
-            length * parameter.element_size(),
+            num_values * parameter.element_size(),
             length * gradient_size,
-            length // num_owners * gradient_size * num_copies,
+            num_values // num_owners * gradient_size * num_copies,
         )
     return total
 
@@ -191,20 +195,23 @@ def fill(members: Sequence[Member], cap_bytes: int) -> list[list[Member]]:
 
 
 def make_bucket(members: Sequence[Member]) -> Bucket:
-    """Move parameters into new flat storage, values kept, and lay out their gradients beside it."""
-    first = members[0].parameter
+    """Move parameters into new flat storage, values kept, and lay out their gradients beside it.
+
+    Lent parameters stay where they are.
+    """
+    first, reduction = members[0].parameter, members[0].reduction
     places, end = [], 0
     for member in members:
         places.append(Place(member.name, member.parameter, end))
         end += _padded_length(member.parameter)
     end = _bucket_length(members)
-    flat = torch.zeros(end, dtype=first.dtype, device=first.device)
+    flat = torch.zeros(0 if reduction.lent else end, dtype=first.dtype, device=first.device)
     gradients = torch.zeros(end, dtype=_gradient_dtype(first), device=first.device)
-    for place in places:
+    for place in places if not reduction.lent else []:
         view = place.view(flat)
         view.copy_(place.parameter.detach())
         place.parameter.data = view
-    return Bucket(tuple(places), flat, gradients, _decays(first), members[0].reduction)
+    return Bucket(tuple(places), flat, gradients, _decays(first), reduction)
 
 
 def _bucket_length(members: Sequence[Member]) -> int:

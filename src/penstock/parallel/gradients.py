@@ -119,8 +119,9 @@ class GradientBuckets:
         """Start giving every rank the parameters that others have stepped; they may be read after `settle`."""
         self.settle()
         for bucket in self.buckets:
-            if bucket.reduction.num_owners > 1 and bucket.reduction.group is not None:
-                self._gathering.append(launch_gather(bucket.parameters, bucket.reduction.group, self._follow))
+            reduction = bucket.reduction
+            if reduction.num_owners > 1 and reduction.group is not None and not reduction.lent:
+                self._gathering.append(launch_gather(bucket.parameters, reduction.group, self._follow))
 
     def settle(self) -> None:
         """Wait for what `gather` started; costs nothing where nothing is under way."""
