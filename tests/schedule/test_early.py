@@ -13,10 +13,7 @@ TRAINING = [name for name in NAMES if built(name, 2, 4).training]
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("name", TRAINING)
 def test_every_schedule_stays_proved_and_is_never_slower(name: str, ranks: int, microbatches: int) -> None:
-    try:
-        whole = built(name, ranks, microbatches)
-    except ValueError:
-        pytest.skip("not a size of this schedule")
+    whole = built(name, ranks, microbatches)
     early = early_gradients(whole)
     before, after = lower(whole), lower(early)
     verify(before)
