@@ -163,14 +163,14 @@ def _launch(words: Sequence[str], arguments: GenerateArguments) -> int:
     from penstock.cli.generate_worker import check
 
     with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
-        job = check(arguments)
+        job, environ = check(arguments), {}
         if not arguments.prompts and arguments.file is None:
             # What stands on standard input can be read once only.
             given = Path(folder) / "prompt.txt"
             given.write_text(job.prompts[0].text or "", encoding="utf-8")
-            os.environ[STANDARD_INPUT] = str(given)
+            environ[STANDARD_INPUT] = str(given)
         again = "gives the same answers" if arguments.output is None else "continues where it was stopped"
-        return launch(words, arguments.world_size, arguments.num_threads, MODULE, again)
+        return launch(words, arguments.world_size, arguments.num_threads, MODULE, again, environ)
 
 
 STANDARD_INPUT = "PENSTOCK_STANDARD_INPUT"

@@ -11,7 +11,8 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -28,6 +29,7 @@ _LAUNCHER_PID = "PENSTOCK_LAUNCHER_PID"
 _ENDED_WELL = "PENSTOCK_ENDED_WELL"
 # Set by torchrun where its agents, which outlive the workers, lend them their store.
 _AGENTS_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+_AGENTS_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 # The store's counter of processes that have told the user of a mistake.
 _TOLD = "penstock/told"
 # How long a process that fails waits for the store's answer.
@@ -108,12 +110,14 @@ def launch(
     num_threads: int,
     module: str = "penstock.cli.train",
     again: str = "continues from the newest checkpoint",
+    environ: Mapping[str, str] | None = None,
 ) -> int:
     """Start the workers of a command on this machine, wait for them, and return the exit code of the command.
 
     `arguments` are those of the command, whose `module` every worker runs as a script and which reads them again.
-    `again` ends the sentence "the same command ...", which is told after a worker was killed. SIGTERM and SIGINT are
-    passed on; workers that have more to save than they save anyway then finish their step, save and end well.
+    `again` ends the sentence "the same command ...", which is told after a worker was killed. `environ` is for the
+    workers alone. SIGTERM and SIGINT are passed on; workers that have more to save than they save anyway then finish
+    their step, save and end well.
     """
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -123,10 +127,6 @@ def launch(
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
-    loopback = "lo0" if sys.platform == "darwin" else "lo"
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
-    os.environ.setdefault("OMP_NUM_THREADS", str(num_threads))
-    os.environ[_LAUNCHER_PID] = str(os.getpid())
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -139,9 +139,11 @@ def launch(
         monitor_interval=0.1,
         shutdown_timeout=_SAVE_LIMIT_S,
     )
-    with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
+    with tempfile.TemporaryDirectory(prefix="penstock-") as folder, _process_kept():
         ended_well = Path(folder) / "ended_well"
-        os.environ[_ENDED_WELL] = str(ended_well)
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+        os.environ.setdefault("OMP_NUM_THREADS", str(num_threads))
+        os.environ |= {**(environ or {}), _LAUNCHER_PID: str(os.getpid()), _ENDED_WELL: str(ended_well)}
         try:
             elastic_launch(config, sys.executable)("-m", module, *arguments)
         except ChildFailedError as error:
@@ -152,6 +154,24 @@ def launch(
             print(f"penstock: stopped by {error.sigval.name}; the same command {again}", file=sys.stderr)
             return 128 + error.sigval
     return 0
+
+
+@contextmanager
+def _process_kept() -> Iterator[None]:
+    """Give this process its environment and signal handlers back, which workers inherit and the agent replaces.
+
+    It may launch more: one that found itself named as its own launcher would take it for dead.
+    """
+    environ = dict(os.environ)
+    signals = {number: signal.getsignal(number) for number in _AGENTS_SIGNALS}
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ |= environ
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in signals.items():
+                signal.signal(number, handler)
 
 
 def follow_launcher() -> None:

@@ -20,6 +20,8 @@ from typing import Any, Self
 
 LOOPBACK = "127.0.0.1"
 _LIMIT_S = 1800.0
+_SILENCE_S = 2.0
+"""How long the death of another rank is waited for once one has failed: whichever died is the cause."""
 
 
 class RankFailed(RuntimeError):
@@ -119,17 +121,29 @@ class Team:
                 raise RankFailed(f"rank {late} of the benchmark gave no result in {self._limit_s:g} s")
             for pipe in ready:
                 rank = waiting.pop(pipe)  # pyright: ignore[reportArgumentType]  # it was made of these
-                answers[rank] = self._answer(rank)
+                answers[rank] = self._answer(rank, waiting.values())
         return [answers[rank] for rank in range(len(self._pipes))]
 
-    def _answer(self, rank: int) -> Any:
+    def _answer(self, rank: int, unheard: Iterable[int]) -> Any:
         try:
             answer: _Answer = self._pipes[rank].recv()
         except (EOFError, ConnectionError):
             raise self._failure(rank) from None
         if answer.failure is not None:
+            # A rank that dies says nothing, and its peer's complaint may be heard before its pipe is seen to close.
+            for other in unheard:
+                if self._pipes[other].poll(_SILENCE_S) and not self._says(other):
+                    raise self._failure(other)
             raise RankFailed(f"rank {rank} of the benchmark failed:\n{answer.failure}")
         return answer.value
+
+    def _says(self, rank: int) -> bool:
+        """Whether there is a word in the pipe of a rank, and not its end."""
+        try:
+            self._pipes[rank].recv()
+        except (EOFError, ConnectionError):
+            return False
+        return True
 
     def _failure(self, rank: int) -> RankFailed:
         self._processes[rank].join(timeout=5)
