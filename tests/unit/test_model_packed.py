@@ -5,9 +5,10 @@ import torch
 
 from penstock import Engine, MicroBatchSpec, PackedBatch, SamplingParams
 from penstock.engine.generate import GenerateOptions
-from penstock.model import Linear, ModelConfig, WeightCasts, decoder_units, share_casts
+from penstock.model import CachedRows, CacheSize, Linear, ModelConfig, WeightCasts, decoder_units, share_casts
 from penstock.model.linear import outputs
 from penstock.model.products import fastest_products
+from penstock.schedule import Piece
 
 # As in `tests.generation`, widths are multiples of the vectors' length.
 CONFIG = ModelConfig(64, 32, 64, 2, 4, num_kv_heads=2, qkv_bias=True, max_length=64)
@@ -81,3 +82,15 @@ def test_nothing_but_generation_packs() -> None:
         engine.forward(batch(1))
         engine.train_batch(batch(2), micro_batches=MicroBatchSpec(num=1))
         assert num_packed(engine.casts) == 0
+
+
+def test_a_stage_packs_beforehand_all_that_its_units_read_packed() -> None:
+    engine = make()
+    stage, rows = engine.stages[0], CachedRows.of([Piece(0, 0, start=0, length=3, sampled=True)])
+    caches = stage.new_caches(CacheSize(1, 8, torch.float32, torch.device("cpu")))
+    with torch.inference_mode(), engine.casts.kept(packed=True):
+        stage.pack_weights()
+        beforehand = dict(engine.casts._packed)
+        stage.decode(torch.tensor([5, 9, 2]), caches, rows)
+        assert engine.casts._packed.keys() == beforehand.keys()
+    assert len(beforehand) == 4 * CONFIG.num_layers + 1

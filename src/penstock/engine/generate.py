@@ -28,6 +28,7 @@ from penstock.runtime import (
     Ring,
     RingReport,
     host_channels,
+    prepare_large_pages,
 )
 from penstock.schedule import Conductor, RingShape
 
@@ -135,6 +136,8 @@ class Generator:
         shape = options.shape(len(requests) - len(options.skip), engine.layout.pp)
         lengths = [len(prompts[r.prompt]) + r.params.max_new_tokens for r in requests]
         self._reserve(shape.num_rows, max(lengths, default=1))
+        if options.packed:
+            self._pack_weights()
         lead = None
         if self.ring.rank == 0:
             wishes = [request.wish(prompts) for request in requests]
@@ -171,6 +174,13 @@ class Generator:
         size = CacheSize(num_rows, num_tokens, dtype, self._engine.device)
         self._caches = {stage.index: stage.new_caches(size) for stage in self.ring.stages}
         self._size = size
+
+    def _pack_weights(self) -> None:
+        """Pack them here, while nothing is waited for, and not one by one as the first prompts come."""
+        if self._engine.device.type == "cpu":
+            prepare_large_pages(sum(stage.weight_bytes for stage in self.ring.stages))
+        for stage in self.ring.stages:
+            stage.pack_weights()
 
     def _fixed_decoders(self, form: DecodeForm) -> dict[int, FixedDecoder]:
         """By stage who decodes over fixed shapes: kept, with what it has captured, as long as the caches are."""

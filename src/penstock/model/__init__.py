@@ -8,7 +8,7 @@ from penstock.model.context_attention import ContextForm
 from penstock.model.decoder import decoder_units
 from penstock.model.expert_config import ExpertConfig, GroupScore, Scores
 from penstock.model.groups import ModelGroups
-from penstock.model.linear import Linear, PendingGradient, WeightGradients, defer, switch_linears
+from penstock.model.linear import Linear, PendingGradient, WeightGradients, defer, pack, switch_linears
 from penstock.model.logprobs import TokenStatistics, token_log_probs, token_statistics
 from penstock.model.loss import cross_entropy_sum
 from penstock.model.loss_terms import Ahead, LossTerms, Term
@@ -80,6 +80,7 @@ __all__ = [
     "defer",
     "draw_tokens",
     "observe",
+    "pack",
     "recomputed",
     "share_casts",
     "spare_position",

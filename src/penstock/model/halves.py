@@ -60,6 +60,11 @@ class AttentionHalf(nn.Module):
         self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
         self.output = Linear(config.query_size, config.hidden_size, products=products)
 
+    @property
+    def joint_layers(self) -> tuple[tuple[Linear, ...], ...]:
+        """Those that read the same input; see `JointLayers`."""
+        return (self.q, self.k, self.v), (self.output,)
+
     def forward(self, x_TD: Tensor, sequences: Sequences) -> Tensor:
         mean_THK = packed_attention(*self.project(x_TD, sequences), sequences, self.window)
         return self.add_output(x_TD, mean_THK)
@@ -127,6 +132,11 @@ class MLPHalf(nn.Module):
         self.up = Linear(config.hidden_size, config.intermediate_size, products=products)
         self.down = Linear(config.intermediate_size, config.hidden_size, products=products)
 
+    @property
+    def joint_layers(self) -> tuple[tuple[Linear, ...], ...]:
+        """Those that read the same input; see `JointLayers`."""
+        return (self.gate, self.up), (self.down,)
+
     def forward(self, x_TD: Tensor, sequences: Sequences) -> Tensor:
         return x_TD + self.inner(self.norm(x_TD))
 
@@ -151,6 +161,11 @@ class Head(nn.Module):
         super().__init__()
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.projection = Linear(config.hidden_size, config.vocab_size, products=products)
+
+    @property
+    def joint_layers(self) -> tuple[tuple[Linear, ...], ...]:
+        """Those that read the same input; see `JointLayers`."""
+        return ((self.projection,),)
 
     def forward(self, x_TD: Tensor, sequences: Sequences) -> Tensor:
         return self.projection(self.norm(x_TD))

@@ -200,17 +200,38 @@ def packed_product(x: Tensor, layers: "Sequence[Linear]") -> Tensor | None:
 
     The bits are those of one product each.
     """
-    first = layers[0]
-    if first.casts is None:
-        return None
-    weights = tuple(layer.weight for layer in layers)
-    packed = first.casts.packed(weights, lambda: first.products.packed(weights, x.dtype))
+    first, packed = layers[0], packed_weights(layers, x.dtype)
     if packed is None:
         return None
     bias = first.bias
     if bias is not None and len(layers) > 1:
         bias = torch.cat(tuple(layer.bias for layer in layers))
     return first.products.output(x, packed, bias)
+
+
+def packed_weights(layers: "Sequence[Linear]", dtype: torch.dtype) -> Tensor | None:
+    """Their weights in the order in which one product reads them fastest, made once; None where they are not packed."""
+    first = layers[0]
+    if first.casts is None:
+        return None
+    weights = tuple(layer.weight for layer in layers)
+    return first.casts.packed(weights, lambda: first.products.packed(weights, dtype))
+
+
+@runtime_checkable
+class JointLayers(Protocol):
+    """A module that says which of its layers read the same input, so that their weights can be packed beforehand."""
+
+    @property
+    def joint_layers(self) -> "Sequence[Sequence[Linear]]": ...
+
+
+def pack(module: nn.Module, dtype: torch.dtype) -> None:
+    """Pack the weights that the parts of the module read jointly, where weights are packed, before their first use."""
+    for part in module.modules():
+        if isinstance(part, JointLayers):
+            for layers in part.joint_layers:
+                packed_weights(layers, dtype)
 
 
 def outputs(x: Tensor, layers: "Sequence[Linear]") -> Sequence[Tensor]:

@@ -4,7 +4,7 @@ from penstock.runtime.distributed import DistributedTransport
 from penstock.runtime.errors import Deadlock, PipelineError, TransportError
 from penstock.runtime.executor import Executor, Feed, run_together
 from penstock.runtime.graphs import DecodeForm, FixedDecoder
-from penstock.runtime.host_memory import keep_freed_memory
+from penstock.runtime.host_memory import keep_freed_memory, prepare_large_pages
 from penstock.runtime.lanes import Lane, drain, zip_lanes
 from penstock.runtime.pairs import Hooks, Pairs
 from penstock.runtime.ring import Journey, Ring, RingReport, travel_together
@@ -50,6 +50,7 @@ __all__ = [
     "drain",
     "host_channels",
     "keep_freed_memory",
+    "prepare_large_pages",
     "run_together",
     "travel_together",
     "zip_lanes",

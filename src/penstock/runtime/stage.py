@@ -23,6 +23,7 @@ from penstock.model import (
     Turn,
     WeightGradients,
     cut,
+    pack,
     recomputed,
 )
 from penstock.runtime.errors import PipelineError
@@ -152,6 +153,17 @@ class Stage:
     def new_caches(self, size: CacheSize) -> list[Any]:
         """What each unit must remember of the tokens it has read, to be given to `decode`."""
         return [module.new_cache(size) for _, module in self.units]  # pyright: ignore[reportCallIssue]
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of all its parameters."""
+        return sum(weight.nbytes for _, module in self.units for weight in module.parameters())
+
+    def pack_weights(self) -> None:
+        """Pack the weights that `decode` reads now and not at their first use, where an engine packs them."""
+        self.weights_ready()
+        for _, module in self.units:
+            pack(module, self.boundary.dtype)
 
     def copy_prompts(self, caches: Sequence[Any], rows: CachedRows) -> None:
         """Give rows the beginning of their prompt from others that have read it, before anything is overwritten."""

@@ -65,8 +65,9 @@ def _penstock(generation: Generation, rank: int) -> Turn:
 
     def turn() -> dict[str, float]:
         dist.barrier()
-        result = engine.generate(prompts, greedy)
-        return {"one slot a stage": result.wall_s}
+        start = time.perf_counter()
+        engine.generate(prompts, greedy)
+        return {"one slot a stage": time.perf_counter() - start}
 
     return turn
 

@@ -1,0 +1,32 @@
+"""What an engine asks of the memory of a process on a CPU."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock.runtime import keep_freed_memory, prepare_large_pages
+
+MIB = 1 << 20
+
+
+def advised_bytes(start: int, size: int) -> int:
+    """How many bytes of a piece of memory the system was asked to map in large pages."""
+    found = 0
+    for area in re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text()):
+        first, end = (int(number, 16) for number in area.split(" ", 1)[0].split("-"))
+        flags = re.search(r"^VmFlags:(.*)$", area, re.MULTILINE)
+        if flags is not None and "hg" in flags[1].split():
+            found += max(0, min(end, start + size) - max(first, start))
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux alone tells how memory is mapped")
+def test_tensors_allocated_next_lie_in_large_pages() -> None:
+    if not (keep_freed_memory() and prepare_large_pages(96 * MIB)):
+        pytest.skip("this C library or system has no large pages to be asked for")
+    weights = [torch.empty(6 * MIB, dtype=torch.uint8) for _ in range(12)]
+    advised = sum(advised_bytes(weight.data_ptr(), weight.nbytes) for weight in weights)
+    assert advised >= 0.8 * sum(weight.nbytes for weight in weights)
