@@ -55,7 +55,7 @@ class Size:
     num_active: int = 2
     vocab_size: int = 512
     microbatch_tokens: int = 512
-    num_microbatches: int = 24
+    num_microbatches: int = 48
     num_rounds: int = 3
     rate: float | None = None
     emulated_flops: float | None = None
