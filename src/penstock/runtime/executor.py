@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from penstock.model import Sequences
-from penstock.runtime.errors import Deadlock, PipelineError, TransportError
+from penstock.runtime.errors import PipelineError, TransportError
+from penstock.runtime.in_turn import Participant, run_in_turn
 from penstock.runtime.lanes import Lane, drain, zip_lanes
 from penstock.runtime.pairs import Hooks, Pairs
 from penstock.runtime.stage import Boundary, Finish, Stage
@@ -341,26 +342,9 @@ def run_together(executors: Sequence[Executor], feeds: Sequence[Sequence[Feed]])
     Raises:
         Deadlock: no rank can go on; the message says for each what it waits for.
     """
-    running = {e.rank: e.steps(f) for e, f in zip(executors, feeds, strict=True)}
-    awaited: dict[int, Receipt] = {}
-    results: dict[int, list[Tensor]] = {}
-    try:
-        while running:
-            able = [e for e in executors if e.rank in running and (e.rank not in awaited or awaited[e.rank].ready())]
-            if not able:
-                stuck = "; ".join(e.recorder.where() for e in executors if e.rank in running)
-                raise Deadlock(f"no rank can go on: {stuck}")
-            for executor in able:
-                rank = executor.rank
-                try:
-                    with torch.set_grad_enabled(executor.training):
-                        awaited[rank] = next(running[rank])
-                except StopIteration as stop:
-                    results[rank] = stop.value
-                    del running[rank]
-                    awaited.pop(rank, None)
-    finally:
-        # Where one rank has failed, the others can not finish their step either.
-        for steps in running.values():
-            steps.close()
+    ranks = {
+        e.rank: Participant(e.steps(feed), e.recorder.where, partial(torch.set_grad_enabled, e.training))
+        for e, feed in zip(executors, feeds, strict=True)
+    }
+    results = run_in_turn(ranks)
     return [results[e.rank] for e in executors]

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from penstock.model import CachedRows
-from penstock.runtime.errors import Deadlock, TransportError
+from penstock.runtime.errors import TransportError
 from penstock.runtime.graphs import FixedDecoder
+from penstock.runtime.in_turn import Participant, run_in_turn
 from penstock.runtime.scout import Ahead, Known, Lead, Scout
 from penstock.runtime.stage import Stage
 from penstock.runtime.trace import Awaited, Record, Recorder
@@ -288,24 +289,9 @@ def travel_together(rings: Sequence[Ring], journeys: Sequence[Journey]) -> list[
     Raises:
         Deadlock: no rank can go on; the message says for each what it waits for.
     """
-    running = {ring.rank: ring.steps(journey) for ring, journey in zip(rings, journeys, strict=True)}
-    awaited: dict[int, Receipt] = {}
-    reports: dict[int, RingReport] = {}
-    try:
-        while running:
-            able = [r for r in running if r not in awaited or awaited[r].ready()]
-            if not able:
-                stuck = "; ".join(ring.recorder.where() for ring in rings if ring.rank in running)
-                raise Deadlock(f"no rank can go on: {stuck}")
-            for rank in able:
-                try:
-                    with torch.inference_mode():
-                        awaited[rank] = next(running[rank])
-                except StopIteration as stop:
-                    reports[rank] = stop.value
-                    del running[rank]
-                    awaited.pop(rank, None)
-    finally:
-        for steps in running.values():
-            steps.close()
+    ranks = {
+        ring.rank: Participant(ring.steps(journey), ring.recorder.where, torch.inference_mode)
+        for ring, journey in zip(rings, journeys, strict=True)
+    }
+    reports = run_in_turn(ranks)
     return [reports[ring.rank] for ring in rings]

@@ -1,0 +1,51 @@
+"""Ranks that share one thread: each goes on as far as its messages allow, then the next one."""
+
+from collections.abc import Callable, Generator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from penstock.runtime.errors import Deadlock
+from penstock.runtime.transport import Receipt
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, eq=False)
+class Participant(Generic[T]):
+    """A rank's work.
+
+    steps: yields the receipts it can not yet take, and returns its result. where: says what the rank is at. mode: of
+    torch's gradients, in force while this rank works and not while others do.
+    """
+
+    steps: Generator[Receipt, None, T]
+    where: Callable[[], str]
+    mode: Callable[[], AbstractContextManager[object]]
+
+
+def run_in_turn(ranks: Mapping[int, Participant[T]]) -> dict[int, T]:
+    """The result of every rank. Where one fails, the others can not finish either, and are closed.
+
+    Raises:
+        Deadlock: no rank can go on; the message says for each what it waits for.
+    """
+    running, awaited, results = dict(ranks), dict[int, Receipt](), dict[int, T]()
+    try:
+        while running:
+            able = [rank for rank in running if rank not in awaited or awaited[rank].ready()]
+            if not able:
+                stuck = "; ".join(one.where() for one in running.values())
+                raise Deadlock(f"no rank can go on: {stuck}")
+            for rank in able:
+                try:
+                    with running[rank].mode():
+                        awaited[rank] = next(running[rank].steps)
+                except StopIteration as stop:
+                    results[rank] = stop.value
+                    del running[rank]
+                    awaited.pop(rank, None)
+    finally:
+        for one in running.values():
+            one.steps.close()
+    return results
