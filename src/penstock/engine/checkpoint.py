@@ -18,8 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
 from penstock.engine.manifest import (
     CheckpointError,
@@ -49,6 +47,9 @@ _SAVING, _REPLACED, _DELETING = ".saving-", ".replaced-", ".deleting-"
 # training can not launch anything. Large states get larger files, so that their number stays sensible.
 _FILE_BYTES = 16 * 2**20
 _MAX_FILES = 64
+
+WriteTensors = Callable[[Path, Mapping[str, Tensor], dict[str, int]], list[str]]
+"""Files of these tensors, each with the number of its file, in a folder; see `write_tensors`."""
 
 _logger = logging.getLogger(__name__)
 
@@ -89,6 +90,11 @@ class Checkpointer:
         self._aliases = dict(aliases or {})
         self._host_copies: dict[str, Tensor] = {}
         self._writer: _Writer | None = None
+        self._write_tensors: WriteTensors | None = None
+        if claim:
+            from penstock.engine.tensor_writer import write_tensors
+
+            self._write_tensors = write_tensors
         self._together(self._open if claim and grid.rank == 0 else lambda: None)
 
     def latest(self) -> CheckpointInfo | None:
@@ -214,8 +220,9 @@ class Checkpointer:
     def _write(self, staging: Path, step: int, copies: Mapping[str, Tensor], plan: _SavePlan, extra: Any) -> None:
         """Write this rank's share and, when all have, publish; runs in the background on every rank."""
         files, error = {}, None
+        assert self._write_tensors is not None, "a folder that was not claimed is only read"
         try:
-            names = _write_tensors(staging, copies, plan.file_of)
+            names = self._write_tensors(staging, copies, plan.file_of)
             files = {name: asdict(describe_file(staging / name)) for name in names}
         except Exception as caught:
             error = f"{type(caught).__name__}: {caught}"
@@ -345,21 +352,6 @@ def _cut_into_files(
             held_bytes += sizes_bytes[name]
             file_of[name] = num_files
     return file_of
-
-
-def _write_tensors(folder: Path, tensors: Mapping[str, Tensor], file_of: dict[str, int]) -> list[str]:
-    """Write through torch's distributed checkpoint and give the names of the files, which are on the disk then.
-
-    Each process follows a plan of its own, so torch has nothing to send between them (it would pickle).
-    """
-    writer = HuggingFaceStorageWriter(str(folder), fqn_to_index_mapping=file_of)
-    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(dict(tensors), writer.storage_meta(), is_coordinator=True)
-    writer.set_up_storage_writer(is_coordinator=True)
-    plans, _ = planner.create_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
-    [plan] = writer.prepare_global_plan(plans)
-    results = writer.write_data(planner.finish_plan(plan), planner).wait()
-    return sorted({result.storage_data.relative_path for result in results})
 
 
 def _raise_first(step: int, errors: list[str | None]) -> None:
