@@ -27,10 +27,10 @@ lint: setup
 test: setup
 	$(MAKE) --jobs 2 lint pytest
 
-# In the order of folders the tests of many processes come first and the short ones fill up the end. Three at a time,
+# In the order of folders the tests of many processes come first and the short ones fill up the end. Four at a time,
 # for two cores: those of many processes spend half of their time waiting for each other.
 pytest: setup
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder
 
 bench: setup
 	$(BIN)/penstock bench all

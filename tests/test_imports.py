@@ -115,7 +115,7 @@ print(len(modules))
 @pytest.mark.parametrize("room", [room for room in STANDARD_LIBRARY_ONLY if (PACKAGE / room).is_dir()])
 def test_torch_free_rooms_import_where_nothing_is_installed(room: str):
     done = subprocess.run(
-        [sys.executable, "-c", IMPORT_ALL_OF, f"penstock.{room}"], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", IMPORT_ALL_OF, f"penstock.{room}"], capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 0
@@ -128,7 +128,7 @@ def test_quick_commands_load_nothing_heavy(arguments: list[str]):
         "print(*sorted({'torch', 'numpy', 'matplotlib', 'transformers', 'tyro'} & set(sys.modules)), file=sys.stderr);"
         "sys.exit(code)"
     )
-    done = subprocess.run([sys.executable, "-c", probe, *arguments], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", probe, *arguments], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout
     assert not done.stderr.strip()

@@ -26,6 +26,8 @@ import torch
 import torch.distributed as dist
 
 _LOOPBACK = "127.0.0.1"
+# Limits are given for a quiet machine; only what hangs is meant to reach them.
+_PATIENCE = 3.0
 # After one rank has failed the others usually wait for it: long enough for them to tell what they saw.
 _GRACE_S = 3.0
 # A rank that has reported still takes its process group down.
@@ -50,8 +52,8 @@ class Outcome:
 def run_ranks(world: int, function: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
     """Call ``function(rank, *args)`` on `world` ranks and return their results in rank order.
 
-    Raises: `RankFailure` when any rank raises, dies or has not ended after `timeout_s`. All processes have ended
-    when this returns or raises.
+    Raises: `RankFailure` when any rank raises, dies, or hangs, which it does after `timeout_s` on a quiet machine. All
+    processes have ended when this returns or raises.
     """
     outcomes = run_outcomes(world, function, *args, timeout_s=timeout_s, stop_at_failure=True)
     failed = [outcome for outcome in outcomes if outcome.error is not None]
@@ -67,6 +69,7 @@ def run_outcomes(
 
     With `stop_at_failure`, ranks that still run shortly after the first failure are killed.
     """
+    timeout_s *= _PATIENCE
     context = multiprocessing.get_context("forkserver")
     # Every rank would import these itself, the second at its first optimizer: seconds each.
     context.set_forkserver_preload(["torch.distributed.checkpoint", "torch._dynamo", "penstock.engine.engine"])

@@ -61,7 +61,7 @@ FAMILY = [
     Case(schedule, m, recompute, tied)
     for schedule in names()
     if schedule not in ("afab", "1f1b", "inference")
-    for m, recompute, tied in ((1, "none", True), (3, "full", False), (5, "none", True), (8, "full", True))
+    for m, recompute, tied in ((1, "none", True), (5, "none", False), (8, "full", True))
 ]
 
 
@@ -196,13 +196,11 @@ def check(cases: list[Case], pp: int) -> None:
 
 @pytest.mark.shows(4, 20, 21, 29, 89, 90, 93)
 @pytest.mark.parametrize("pp", [1, 2, 3, 4])
-@pytest.mark.timeout(200)
 def test_any_cut_gives_the_bits_of_one_process(pp: int) -> None:
     check(CASES, pp)
 
 
 @pytest.mark.shows(4, 7, 20, 54)
 @pytest.mark.parametrize("pp", [2, 3, 4])
-@pytest.mark.timeout(200)
 def test_any_schedule_gives_the_bits_of_one_process(pp: int) -> None:
-    check([case for case in FAMILY if pp < 4 or not case.tied or case.num_microbatches == 5], pp)
+    check([case for case in FAMILY if pp < 4 or case.num_microbatches > 1], pp)

@@ -58,7 +58,6 @@ def everything(rank: int, pp: int) -> dict[str, Any]:
 
 
 @pytest.mark.shows(14)
-@pytest.mark.timeout(200)
 def test_every_mode_runs_without_a_gpu_and_says_what_one_process_says() -> None:
     alone = run_ranks(1, everything, 1, timeout_s=90.0)[0]
     for found in run_ranks(2, everything, 2, timeout_s=150.0):

@@ -140,7 +140,6 @@ BITWISE = [
 
 
 @pytest.mark.shows(20, 27)
-@pytest.mark.timeout(120)
 def test_any_schedule_gives_the_bits_of_one_process() -> None:
     (alone,) = run_ranks(1, train_all, [(replace(case, schedule="1f1b"), Layout()) for case in BITWISE])
     for pp, step in ((2, 1), (3, 2)):
@@ -178,7 +177,6 @@ PREDICTING = [
 
 
 @pytest.mark.shows(88)
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     "layouts",
     [
@@ -203,7 +201,6 @@ def test_sharing_the_experts_changes_nothing(layouts: list[Layout]) -> None:
 
 
 @pytest.mark.shows(27, 85)
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     "layouts",
     [[Layout(tp=2)] * 2, [Layout(pp=2, tp=2), Layout(cp=2, tp=2, ep=2)]],

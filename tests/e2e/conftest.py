@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+OF_RUNS = ("PENSTOCK", "TORCHELASTIC", "MASTER", "RANK", "WORLD_SIZE", "LOCAL_", "GLOO", "OMP")
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
@@ -19,6 +20,6 @@ def process_kept() -> Iterator[None]:
 
 
 def of_process() -> Mapping[str, Any]:
-    """The environment and the signal handlers; pytest's own variable says which test runs."""
-    variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    """The variables by which processes of a run know each other, and the signal handlers."""
+    variables = {name: value for name, value in os.environ.items() if name.startswith(OF_RUNS)}
     return {**variables, **{number.name: signal.getsignal(number) for number in SIGNALS}}

@@ -38,7 +38,7 @@ def assert_refused(result: tuple[int, str, str], *words: str) -> None:
 
 def test_the_installed_command_answers():
     command = Path(sys.executable).with_name("penstock")
-    done = subprocess.run([command, "schedule", "list"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([command, "schedule", "list"], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     named = [line.split()[0] for line in done.stdout.splitlines() if not line.startswith(" ")]
     assert named == list(schedule.names())

@@ -54,7 +54,7 @@ def test_the_slurm_script_starts_a_run_on_the_hosts_it_asks_for(tmp_path: Path):
         "SLURM_JOB_ID": "41",
     }
     words = ["bash", str(SLURM), RUN, "--parallel.pp", "8", "--parallel.dp", "2"]
-    done = subprocess.run(words, env=environ, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(words, env=environ, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     _, program, *told = done.stdout.splitlines()
     assert program == "torchrun"
@@ -85,7 +85,7 @@ SBATCH_OPTIONS = {
 
 def test_the_slurm_script_is_bash_and_names_only_options_that_there_are():
     text = SLURM.read_text()
-    done = subprocess.run(["bash", "-n", str(SLURM)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["bash", "-n", str(SLURM)], capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stderr) == (0, "")
     asked = re.findall(r"^#SBATCH --([\w-]+)", text, re.MULTILINE)
     assert len(asked) > 5 and len(asked) == len(re.findall("^#SBATCH", text, re.MULTILINE))

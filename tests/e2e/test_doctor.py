@@ -32,7 +32,7 @@ def test_the_groups_of_a_layout_are_printed_without_starting_anything(capsys: py
 def test_a_ring_of_local_processes_is_tested() -> None:
     environ = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     command = [sys.executable, "-m", "penstock.cli.main", "doctor", "--tp", "2", "--device", "cpu", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=90, env=environ, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environ, check=False)
     assert done.returncode == 0, done.stderr
     links = json.loads(done.stdout)["links"]
     assert len(links["hosts"]) == 2 and links["device"] == "cpu"

@@ -46,7 +46,7 @@ def test_two_processes_give_the_same_answers_as_one(model: Path) -> None:
     code, alone, _ = call(*words)
     assert code == 0
     command = [sys.executable, "-m", "penstock.cli.main", "generate", *words, "--pp", "2", "--rows", "1"]
-    two = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
+    two = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert two.returncode == 0, two.stderr
     assert answers(two.stdout) == answers(alone)
     assert [(answer["prompt"], answer["sample"]) for answer in answers(alone)] == [(0, 0), (0, 1), (1, 0), (1, 1)]

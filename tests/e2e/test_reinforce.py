@@ -3,8 +3,6 @@
 import re
 from pathlib import Path
 
-import pytest
-
 from tests.e2e.test_own_layers import ROOT, run
 
 EXAMPLE = ROOT / "examples" / "reinforce.py"
@@ -15,7 +13,6 @@ def test_the_example_stays_short() -> None:
     assert len(EXAMPLE.read_text().splitlines()) <= 150
 
 
-@pytest.mark.timeout(300)
 def test_two_stages_learn_sums_from_reward(tmp_path: Path) -> None:
     lines = [re.fullmatch(LINE, line) for line in run(EXAMPLE, 2, "--goal", "0.5").splitlines()]
     told = [[float(value) for value in line.groups()] for line in lines if line]

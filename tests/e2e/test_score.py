@@ -125,7 +125,7 @@ def test_two_pipelines_of_two_stages_write_the_same_file(folder: Path) -> None:
     words = ["score", "run", "texts.jsonl", "--output", "two.jsonl", "--max-tokens", "44", "--pp", "2", "--dp", "2"]
     words.append("--json")
     done = subprocess.run(
-        [sys.executable, "-m", "penstock.cli.main", *words], cwd=folder, capture_output=True, text=True, timeout=100
+        [sys.executable, "-m", "penstock.cli.main", *words], cwd=folder, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["num_lines"] == len(TEXTS)
@@ -136,7 +136,7 @@ def test_ranks_that_share_the_stage_and_its_tokens_score_alike(folder: Path) -> 
     expected = score(folder, "whole.jsonl")
     words = ["score", "run", "texts.jsonl", "--output", "shared.jsonl", "--tp", "2", "--cp", "2", "--json"]
     done = subprocess.run(
-        [sys.executable, "-m", "penstock.cli.main", *words], cwd=folder, capture_output=True, text=True, timeout=100
+        [sys.executable, "-m", "penstock.cli.main", *words], cwd=folder, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in (folder / "shared.jsonl").read_text().splitlines()]

@@ -43,7 +43,6 @@ def step_of(checkpoint: Path) -> int:
 
 
 @pytest.mark.shows(96, 97)
-@pytest.mark.timeout(240)
 def test_a_run_ended_in_every_way_continues_bit_for_bit(folder: Path, reference: Path):
     file, output = str(write_run(folder, "ended", STEPS)), folder / "ended"
     expected = exact_metrics(reference)

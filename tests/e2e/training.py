@@ -84,7 +84,7 @@ def last_step(folder: Path) -> int:
     return max((entry["step"] for entry in read_metrics(folder / METRICS_FILE)), default=0)
 
 
-def wait_until(condition: Callable[[], bool], started: "Started", limit_s: float = 90.0) -> None:
+def wait_until(condition: Callable[[], bool], started: "Started", limit_s: float = 300.0) -> None:
     """Look again and again, until it is so; fails when the run has ended or the time is up."""
     deadline = time.monotonic() + limit_s
     while not condition():
@@ -163,7 +163,7 @@ class Started:
         self.kill()
         return self.process.communicate(timeout=10)[1]
 
-    def end(self, limit_s: float = 90.0) -> Ended:
+    def end(self, limit_s: float = 300.0) -> Ended:
         """Wait for the run to end."""
         out, err = self.process.communicate(timeout=limit_s)
         return Ended(self.process.returncode, out, err)

@@ -72,7 +72,7 @@ def test_every_process_finds_the_same_built_in_corpus():
     code = "from penstock.data import *; print(load_corpus(CorpusSpec()).fingerprint)"
     environment = {"PYTHONPATH": ":".join(sys.path), "PYTHONHASHSEED": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300, check=True
     )
     assert done.stdout.strip() == load_corpus(CorpusSpec()).fingerprint
 
