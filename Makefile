@@ -9,11 +9,13 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
 setup: .venv/stamp
 
-# Compiling every module of every package takes most of a minute; left to Python, it compiles those it imports.
+# Packages are compiled here, on all cores: where Python may write no bytecode, each of a run's processes would do it.
+# A few modules are written for newer versions of Python, and can not be.
 .venv/stamp: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "Penstock needs Python 3.11 or newer; name one with make PYTHON=...")'
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m compileall -q -q -j 0 .venv/lib || true
 	@touch $@
 
 demo: setup

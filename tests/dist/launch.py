@@ -141,6 +141,10 @@ def _rank_main(sender: Connection, rank: int, world: int, port: int, timeout_s: 
         limit = datetime.timedelta(seconds=timeout_s)
         store = dist.TCPStore(_LOOPBACK, port, timeout=limit, wait_for_workers=False)  # pyright: ignore[reportPrivateImportUsage]
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
+        # Until all are connected none may end: the others would find it gone.
+        if store.add("num_connected", 1) == world:
+            store.set("all_connected", "")
+        store.wait(["all_connected"])
         message = (function(rank, *args), None)
     except BaseException:  # whatever ends a rank belongs into the report
         message = (None, traceback.format_exc())

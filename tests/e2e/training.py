@@ -93,9 +93,15 @@ def wait_until(condition: Callable[[], bool], started: "Started", limit_s: float
         select.select([], [], [], 0.005)
 
 
+# How long an agent of torchrun may stay without processes: between two of its starts it is a few seconds.
+_ALONE_S = 45
+
+
 @dataclass(frozen=True)
 class Ended:
-    exit_code: int
+    """What has ended, how, and what it wrote; the exit code is None for an agent that had to be ended."""
+
+    exit_code: int | None
     out: str
     err: str
 
@@ -167,6 +173,26 @@ class Started:
         """Wait for the run to end."""
         out, err = self.process.communicate(timeout=limit_s)
         return Ended(self.process.returncode, out, err)
+
+    def end_of_agent(self, limit_s: float = 300.0) -> Ended:
+        """Wait for the run to end on one of several hosts, whose agent is the command.
+
+        At the end torchrun's agents wait for each other's word. Once in many runs one hears nothing, for five minutes:
+        an agent whose processes have long ended is ended as well.
+        """
+        deadline, alone_since, has_had_workers = time.monotonic() + limit_s, time.monotonic(), False
+        while True:
+            try:
+                out, err = self.process.communicate(timeout=1.0)
+                return Ended(self.process.returncode, out, err)
+            except subprocess.TimeoutExpired:
+                now = time.monotonic()
+                assert now < deadline, "the run did not end in time"
+                if self.workers():
+                    has_had_workers, alone_since = True, now
+                elif has_had_workers and now > alone_since + _ALONE_S:
+                    self.process.kill()
+                    return Ended(None, *self.process.communicate())
 
 
 def run(*arguments: str) -> Ended:
