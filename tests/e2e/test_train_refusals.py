@@ -158,7 +158,9 @@ def test_when_a_rank_hangs_every_other_tells_where_it_waits_and_ends_in_time(tmp
     assert ended.exit_code == 1
     assert "Traceback" not in ended.err
     for rank in (0, 2):
-        [line] = [line for line in ended.err.splitlines() if line.startswith(f"penstock: process {rank}:")]
+        lines = [line for line in ended.err.splitlines() if line.startswith(f"penstock: process {rank}:")]
+        assert len(lines) == 1, ended.err
+        line = lines[0]
         waits = rf"rank {rank}, step \d+: in \d(F|B)\d+ for .*microbatch \d+ from rank 1.* after [\d.]+ s"
         between = rf"rank {rank}, step \d+: while the ranks .*gave up after [\d.]+ s"
         assert re.search(f"{waits}|{between}", line), line

@@ -3,6 +3,7 @@
 What training, scoring and generating have in common when they run on several processes.
 """
 
+import faulthandler
 import os
 import re
 import sys
@@ -42,6 +43,8 @@ def work_together(group: Group, num_threads: int, timeout_s: float, work: Callab
     was and ends at once: nothing that could wait for the peer is called any more.
     """
     follow_launcher()
+    if group.world_size > 1:
+        faulthandler.enable()  # what crashes below Python says where it was
     torch.set_num_threads(num_threads)
     store = join(group, timeout_s)
     try:
@@ -57,7 +60,7 @@ def work_together(group: Group, num_threads: int, timeout_s: float, work: Callab
         if not is_told(store):
             _tell_failure(group, error)
         return _end(group, FAILED)
-    return 0
+    return _end(group, 0)
 
 
 def refuse_differing(store: "Store", group: Group, key: str, ours: Mapping[str, Any]) -> None:
@@ -144,7 +147,11 @@ def _is_of_backend(error: Exception) -> bool:
 
 
 def _end(group: Group, code: int) -> int:
-    """End now where others may be waiting: a regular end would wait for threads and groups that wait for a peer."""
+    """End a process of its own now.
+
+    A regular end would wait for threads and groups that wait for a peer, and a thread that is inside a backend while
+    the interpreter goes away would abort a process that has done all its work.
+    """
     if group.world_size == 1:
         return code
     sys.stdout.flush()
