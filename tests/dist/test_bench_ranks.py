@@ -95,3 +95,13 @@ def test_one_command_measures_several_schedules_and_sizes(capfd: pytest.CaptureF
 def test_what_cannot_be_measured_is_refused(name: str, told: str, capsys: pytest.CaptureFixture[str]):
     assert main(["bench", "schedules", "--emulate", "--schedules", name]) == 2
     assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "combined-1f1b"])
+def test_the_overhead_of_an_action_is_measured_both_ways(name: str, capsys: pytest.CaptureFixture[str]):
+    words = ["--schedule", name, "--ranks", "2", "--microbatches", "4", "--steps", "2", "--json"]
+    assert main(["bench", "overhead", *words]) == 0
+    found = json.loads(capsys.readouterr().out)
+    for side in ("gloo_us", "in_process_us"):
+        least, most = found[side]["range"]
+        assert 0 < least <= found[side]["median"] <= most

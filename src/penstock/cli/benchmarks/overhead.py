@@ -41,7 +41,9 @@ class EmptyStage(Stage):
         return self._ready
         yield
 
-    def backward(self, tape: Tape, grad: Tensor | None, split: bool = False) -> Lane[Tensor | None]:
+    def backward(
+        self, tape: Tape, grad: Tensor | None, split: bool = False, early_release: bool = False
+    ) -> Lane[Tensor | None]:
         return self._ready
         yield
 
