@@ -228,7 +228,7 @@ _GENERATE_PARTS = ("transformers", "refill", "emulated")
 
 def _generate(given: argparse.Namespace) -> dict[str, Any]:
     from penstock.cli.benchmarks.generation import Generation, measure
-    from penstock.cli.benchmarks.gpu_generation import GpuGeneration, check_gpu, on_gpu
+    from penstock.cli.benchmarks.gpu_generation import LLAMA_1B, check_gpu, on_gpu
 
     gpu = "gpu" in given.parts
     if gpu:
@@ -243,7 +243,7 @@ def _generate(given: argparse.Namespace) -> dict[str, Any]:
     )
     _progress(f"{dataclasses.asdict(generation)}")
     found = measure(generation, given.parts)
-    return found | {"on a GPU": on_gpu(GpuGeneration(num_rounds=given.rounds))} if gpu else found
+    return found | {"on a GPU": on_gpu(dataclasses.replace(LLAMA_1B, num_rounds=given.rounds))} if gpu else found
 
 
 def _all(given: argparse.Namespace) -> dict[str, Any]:

@@ -31,6 +31,8 @@ class Generation:
     hidden_size: int = 512
     intermediate_size: int = 1408
     vocab_size: int = 4096
+    num_kv_heads: int = 0
+    tie_embeddings: bool = False
     num_prompts: int = 8
     prompt_tokens: int = 64
     new_tokens: int = 64
@@ -44,6 +46,8 @@ class Generation:
             intermediate_size=self.intermediate_size,
             num_layers=self.num_layers,
             num_heads=self.hidden_size // 64,
+            num_kv_heads=self.num_kv_heads,
+            tie_embeddings=self.tie_embeddings,
             max_length=self.prompt_tokens + self.new_tokens,
         )
 
@@ -76,6 +80,25 @@ def _transformers(generation: Generation, rank: int) -> Turn:
     """On the first rank, with two threads, and each of the caches that it has; the second one waits."""
     if rank > 0:
         return dict
+    sides = transformers_sides(generation)
+
+    def turn() -> dict[str, float]:
+        torch.set_num_threads(2)
+        found = {}
+        for name, generate in sides.items():
+            start = time.perf_counter()
+            generate()
+            found[name] = time.perf_counter() - start
+        torch.set_num_threads(1)
+        return found
+
+    return turn
+
+
+def transformers_sides(
+    generation: Generation, device: str = "cpu", dtype: torch.dtype = torch.float32
+) -> dict[str, Callable[[], None]]:
+    """By cache: `transformers.generate` of the same prompts, greedily, by a model of the same shape."""
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.utils import logging
 
@@ -89,33 +112,27 @@ def _transformers(generation: Generation, rank: int) -> Turn:
         num_attention_heads=ours.num_heads,
         num_key_value_heads=ours.num_kv_heads,
         max_position_embeddings=ours.max_length,
-        tie_word_embeddings=False,
+        tie_word_embeddings=ours.tie_embeddings,
     )
-    model = LlamaForCausalLM(config).eval()
-    given = torch.tensor(generation.prompts(generation.num_prompts))
-    settings: dict[str, Any] = {
-        "attention_mask": torch.ones_like(given),
-        "max_new_tokens": generation.new_tokens,
-        "min_new_tokens": generation.new_tokens,
-        "do_sample": False,
-        "pad_token_id": 0,
-    }
+    with torch.device(device):
+        model: Any = LlamaForCausalLM(config)
+    model.to(dtype).eval()
+    given = torch.tensor(generation.prompts(generation.num_prompts), device=device)
 
-    def turn() -> dict[str, float]:
-        torch.set_num_threads(2)
-        found = {}
-        with torch.inference_mode():
-            for name, cache in {"growing cache": None, "static cache": "static"}.items():
-                start = time.perf_counter()
-                made = model.generate(  # pyright: ignore[reportAttributeAccessIssue, reportCallIssue]
-                    given, cache_implementation=cache, **settings
-                )
-                found[name] = time.perf_counter() - start
-                assert made.shape[1] == generation.prompt_tokens + generation.new_tokens
-        torch.set_num_threads(1)
-        return found
+    @torch.inference_mode()
+    def generate(cache: str | None) -> None:
+        made = model.generate(
+            given,
+            attention_mask=torch.ones_like(given),
+            max_new_tokens=generation.new_tokens,
+            min_new_tokens=generation.new_tokens,
+            do_sample=False,
+            pad_token_id=0,
+            cache_implementation=cache,
+        )
+        assert made.shape[1] == generation.prompt_tokens + generation.new_tokens
 
-    return turn
+    return {"growing cache": partial(generate, None), "static cache": partial(generate, "static")}
 
 
 def _prepare(side: str, rank: int, generation: Generation) -> Turn:

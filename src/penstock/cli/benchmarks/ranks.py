@@ -23,7 +23,6 @@ _LIMIT_S = 1800.0
 _SILENCE_S = 2.0
 """How long the death of another rank is waited for once one has failed: whichever died is the cause."""
 
-
 _IMPORTED_ONCE = ["penstock.engine.engine", "torch.distributed.pipelining"]
 
 
