@@ -2,7 +2,10 @@
 
 import json
 import os
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -49,6 +52,28 @@ def test_a_rank_that_fails_ends_the_benchmark_at_once(function, told: str):
         team.call(function)
     assert time.monotonic() - start < LIMIT_S / 4
     assert [process.is_alive() for process in processes] == [False, False]
+
+
+KILLED_BENCHMARK = """
+import os, sys
+from penstock.cli.benchmarks.ranks import Team
+with Team(2) as team:
+    team.sleep()
+    print(*(process.pid for process in team._processes), flush=True)
+    os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nobody ends what is stopped")
+def test_no_stopped_rank_outlives_a_benchmark_that_is_killed():
+    killed = subprocess.run([sys.executable, "-c", KILLED_BENCHMARK], stdout=subprocess.PIPE, text=True, timeout=60)
+    assert killed.returncode == -9
+    ranks = [Path("/proc") / pid for pid in killed.stdout.split()]
+    assert len(ranks) == 2
+    deadline = time.monotonic() + LIMIT_S / 4
+    while any(rank.exists() for rank in ranks) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(rank.exists() for rank in ranks)
 
 
 class Counted:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from types import TracebackType
@@ -23,6 +24,7 @@ _LIMIT_S = 1800.0
 _SILENCE_S = 2.0
 """How long the death of another rank is waited for once one has failed: whichever died is the cause."""
 
+_PR_SET_PDEATHSIG, _PR_SET_TIMERSLACK = 1, 29  # <linux/prctl.h>
 _IMPORTED_ONCE = ["penstock.engine.engine", "torch.distributed.pipelining"]
 
 
@@ -68,6 +70,12 @@ class Team:
             theirs.close()
             self._processes.append(process)
             self._pipes.append(ours)
+        # Stopped before it has begun, a rank could outlive whoever began the benchmark.
+        try:
+            self._hear_all()
+        except BaseException:
+            self._kill()
+            raise
 
     def __enter__(self) -> Self:
         return self
@@ -79,6 +87,9 @@ class Team:
                 pipe.send((_Task.END, None, ()))
             for process in self._processes:
                 process.join(timeout=10)
+        self._kill()
+
+    def _kill(self) -> None:
         for process in self._processes:
             process.kill()
             process.join()
@@ -117,6 +128,9 @@ class Team:
                 pipe.send((task, function, arguments))
             except BrokenPipeError:
                 raise self._failure(rank) from None
+        return self._hear_all()
+
+    def _hear_all(self) -> list[Any]:
         deadline = time.monotonic() + self._limit_s
         waiting = {pipe: rank for rank, pipe in enumerate(self._pipes)}
         answers: dict[int, Any] = {}
@@ -231,6 +245,8 @@ class _Answer:
 
 
 def _rank_main(pipe: Connection, rank: int, num_ranks: int, port: int | None, limit_s: float) -> None:
+    _end_with_the_benchmark()
+    pipe.send(_Answer())
     os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
     try:
         _join(rank, num_ranks, port, limit_s)
@@ -241,6 +257,19 @@ def _rank_main(pipe: Connection, rank: int, num_ranks: int, port: int | None, li
         pipe.send(_Answer(failure=traceback.format_exc()))
         # Told before peers notice that this one is gone; nothing that could wait for them is called any more.
         os._exit(1)
+
+
+def _end_with_the_benchmark() -> None:
+    """Let the system kill this process, stopped or not, once nobody is left to tell it anything.
+
+    The process that forks all others goes as soon as the last of those is gone who hold its lifeline, which whoever
+    began the benchmark does, and so does every process forked until it lets go.
+    """
+    if sys.platform == "linux":
+        lifeline = getattr(getattr(forkserver, "_forkserver", None), "_forkserver_alive_fd", None)
+        if lifeline is not None:
+            os.close(lifeline)
+            _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _join(rank: int, num_ranks: int, port: int | None, limit_s: float) -> None:
@@ -291,6 +320,9 @@ def _nothing() -> None:
 
 def _sharpen_timers() -> None:
     """Let sleeps end on time: Linux otherwise adds up to 50 us, which would drown what is measured."""
-    pr_set_timerslack = 29
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(pr_set_timerslack, 1, 0, 0, 0)
+        _prctl(_PR_SET_TIMERSLACK, 1)
+
+
+def _prctl(option: int, value: int) -> None:
+    ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
