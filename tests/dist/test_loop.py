@@ -5,8 +5,10 @@ The ranks of a case are started once and run all of it.
 
 import gc
 import resource
+import statistics
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -182,5 +184,7 @@ def test_nothing_grows_over_two_hundred_rounds() -> None:
         assert len(tensors) == NUM_ROUNDS // SETTLED and min(tensors) > 0
         assert len(set(tensors)) == 1, f"tensors that are alive: {tensors}"
         # Tensors are counted above; this sees memory that is none's, once the second measure is there. Half a kilobyte
-        # left behind by each of some forty actions a round would be twice as much; the allocator keeps some pages.
-        assert resident[-1] - resident[1] < 2**20, f"resident bytes: {resident}"
+        # left behind by each of some forty actions a round would be more than twice as much between any two measures;
+        # the allocator takes some pages more now and then, and a new arena once.
+        grown = statistics.median(after - before for before, after in pairwise(resident[1:]))
+        assert grown < 2**20 / 3, f"resident bytes: {resident}"
