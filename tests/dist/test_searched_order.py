@@ -15,7 +15,7 @@ from penstock.engine import EngineOptions, unit_times
 from penstock.engine.schedules import ScheduleChoice
 from penstock.engine.unit_times import UnitTimes, stage_costs
 from penstock.model import ModelConfig, decoder_units
-from penstock.schedule import to_text
+from penstock.schedule import cut_search, to_text
 from tests.dist.launch import run_ranks
 
 CONFIG = ModelConfig(vocab_size=40, hidden_size=16, intermediate_size=24, num_layers=3, num_heads=2)
@@ -25,11 +25,15 @@ SPEC = MicroBatchSpec(num=4)
 
 @dataclass(frozen=True)
 class Case:
-    """How stages are placed and cut, and how long each unit's F, I and W take on the first rank; None to measure."""
+    """How stages are placed and cut, and how long each unit's F, I and W take on the first rank; None to measure.
+
+    With `search_cut` the cut is searched for, too.
+    """
 
     placement: str
     times: tuple[tuple[float, float, float], ...] | None = None
     cut: tuple[int, ...] | None = None
+    search_cut: bool = False
 
 
 ALIKE = ((1.0, 1.0, 1.0),) * NUM_UNITS
@@ -38,6 +42,7 @@ CASES = [
     Case("loop"),
     Case("v", cut=(1, 3, 1, 3)),
     *(Case(kind, times) for kind in ("loop", "v") for times in (ALIKE, CHEAP_WEIGHTS)),
+    Case("v", search_cut=True),
 ]
 
 
@@ -58,7 +63,7 @@ def batches() -> list[PackedBatch]:
 
 
 def train(case: Case, pp: int) -> Outcome:
-    choice = ScheduleChoice("auto", placement_kind=case.placement)
+    choice = ScheduleChoice("auto", placement_kind=case.placement, search_cut=case.search_cut)
     options = EngineOptions(choice, case.cut if pp > 1 else None, measure_lengths=(6, 6), timeout_s=60.0, device="cpu")
     engine = Engine(decoder_units(CONFIG), CONFIG.hidden_size, Layout(pp=pp), options)
     losses = [engine.train_batch(batch, micro_batches=SPEC).loss for batch in batches()]
@@ -76,6 +81,7 @@ def train(case: Case, pp: int) -> Outcome:
 def train_all(rank: int, pp: int) -> list[Outcome]:
     """Every case; times that are given are those of the first rank alone."""
     found = []
+    cut_search._TRIALS = ((2, 0.1),)
     for case in CASES:
         if case.times is None:
             found.append(train(case, pp))

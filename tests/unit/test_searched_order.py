@@ -2,6 +2,7 @@
 
 import random
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,13 @@ from penstock.cli import dry_run
 from penstock.engine import EngineOptions
 from penstock.engine.config_check import check
 from penstock.engine.config_file import ConfigError, from_dict
-from penstock.engine.run_parts import RunData
+from penstock.engine.model_settings import model_config
+from penstock.engine.run_parts import RunData, engine_options
 from penstock.engine.schedules import ScheduleChoice
+from penstock.engine.timed_cut import timed_cut
 from penstock.engine.unit_times import UnitTimes, stage_costs, times_here
 from penstock.model import ModelConfig, decoder_units
-from penstock.schedule import Costs, PlacementKind, Timeline
+from penstock.schedule import Costs, PlacementKind, Timeline, cut_search
 from tests.e2e.training import CORPUS
 
 RIVALS = {"loop": ("zb-h1", "1f1b"), "v": ("zb-v", "v-half")}
@@ -117,6 +120,42 @@ def test_a_dry_run_tells_the_bubble_of_the_order_it_would_run(tmp_path: Path, mo
     assert max(loads[0] + loads[3], loads[1] + loads[2]) < 0.6 * sum(loads)
     equal = check(from_dict(settings(tmp_path)))
     assert not dry_run.plan_run(equal, RunData.load(equal)).is_measured
+
+
+def test_a_dry_run_searches_the_cut_that_the_run_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    times = [
+        UnitTimes(0.1, 0.1, 0.1),
+        *[UnitTimes(2.0, 3.0, 2.0), UnitTimes(3.0, 3.0, 3.0)] * 4,
+        UnitTimes(3.0, 3.0, 3.0),
+    ]
+    monkeypatch.setattr(dry_run, "times_here", lambda *arguments: times)
+    monkeypatch.setattr(cut_search, "_TRIALS", ((6, 0.1), (2, 0.2)))
+    of_schedule = {"measure": True, "search_cut": True, "stages_per_rank": 2}
+    config = check(from_dict(settings(tmp_path, **of_schedule)))
+    data = RunData.load(config)
+    sizes = [len(stage.units) for stage in dry_run.plan_run(config, data).stages]
+    assert sum(sizes) == len(times) and len(sizes) == 4
+    options = engine_options(config)
+    units = decoder_units(model_config(config, data.corpus.vocab_size))
+    cut, choice = timed_cut(units, 16, options.choice.placement(2), options, times)
+    assert sizes == [len(stage) for stage in cut]
+    costs = stage_costs(times, cut)
+    whole = simulated(choice, 2, 8, costs).makespan
+    # Cut for the slowest rank and ordered for each rank's own span, it takes longer.
+    spans = replace(options, schedule=replace(options.choice, search_cut=False))
+    other, plain = timed_cut(units, 16, options.choice.placement(2), spans, times)
+    assert whole < simulated(plain, 2, 8, stage_costs(times, other)).makespan
+
+
+def test_a_search_for_the_cut_that_can_not_be_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    for of_schedule, told in (
+        ({"measure": True, "name": "zb-v"}, "zb-v has an order of its own; possible is schedule.name = auto"),
+        ({}, "needs the units' times; add schedule.measure = true"),
+        ({"measure": True, "cut": [5, 5]}, "searches for what schedule.cut gives by hand; leave out one"),
+    ):
+        with pytest.raises(ConfigError, match=told) as caught:
+            check(from_dict(settings(tmp_path, **{"search_cut": True, **of_schedule})))
+        assert "\n" not in str(caught.value)
 
 
 def test_a_placement_that_can_not_be_is_refused_in_one_sentence(tmp_path: Path) -> None:

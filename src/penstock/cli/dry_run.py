@@ -16,6 +16,7 @@ from penstock.engine.config import RunConfig
 from penstock.engine.memory import rank_state_bytes
 from penstock.engine.options import EngineOptions, Precision
 from penstock.engine.run_parts import RunData, engine_options, layout, model_config
+from penstock.engine.timed_cut import timed_cut
 from penstock.engine.unit_times import UnitTimes, stage_costs, times_here
 from penstock.model import ModelGroups, UnitSpec, decoder_units
 from penstock.parallel.buckets import StateBytes
@@ -87,13 +88,16 @@ def plan_run(config: RunConfig, data: RunData) -> RunPlan:
     times = _measured(units, shape.hidden_size, options, config)
     # What the rank with the largest parts holds.
     held = decoder_units(shape, groups=ModelGroups.planned(tp=ours.tp, cp=ours.cp, ep=ours.ep))
-    cut, stages = cut_units(units, placement, options, [own.total_s for own in times] if times else None), []
-    choice, costs = options.choice, costs_of_memory(kept_bytes(units, shape.hidden_size, cut, options, lengths))
     if times:
-        found = stage_costs(times, cut)
-        choice, names = choice.timed(found), ("forward", "backward_input", "backward_weight")
+        cut, choice = timed_cut(units, shape.hidden_size, placement, options, times)
+    else:
+        cut, choice = cut_units(units, placement, options), options.choice
+    costs = costs_of_memory(kept_bytes(units, shape.hidden_size, cut, options, lengths))
+    if times:
+        found, names = stage_costs(times, cut), ("forward", "backward_input", "backward_weight")
         costs = replace(costs, **{name: getattr(found, name) for name in names})
         options = replace(options, cut=tuple(map(len, cut)))
+    stages = []
     program = choice.program(ours.pp, num_microbatches, whole_backwards=layout(config).shares_layers)
     timeline = schedule.simulate(program, costs)
     activations = [timeline.bytes_at_peak(rank) for rank in range(placement.num_ranks)]

@@ -228,6 +228,9 @@ class ScheduleSection:
     measure: bool = False
     """Measure the units' times before that cut, instead of estimating them; `auto` searches an order for them."""
 
+    search_cut: bool = False
+    """Search for that cut together with the order of `auto`, for the shortest step by the times measured."""
+
     @property
     def choice(self) -> ScheduleChoice:
         """The schedule as the engine takes it."""
@@ -240,6 +243,7 @@ class ScheduleSection:
             self.split_backward,
             self.early_gradients,
             self.placement,
+            self.search_cut,
         )
 
 

@@ -10,7 +10,7 @@ from penstock import schedule
 from penstock.engine.config import RunConfig
 from penstock.engine.config_file import ConfigError
 from penstock.engine.elastic import check_elastic
-from penstock.engine.schedule_check import check_options, check_pairs
+from penstock.engine.schedule_check import check_options, check_pairs, check_search
 
 _NOT_NEGATIVE = frozenset(
     {
@@ -240,6 +240,7 @@ def _schedule(config: RunConfig) -> None:
     if name not in known and not choice.is_file:
         raise ConfigError(f"schedule.name = {name!r} is none of {', '.join(known)}, nor a file ending in .csv or .txt")
     check_options(config)
+    check_search(config)
     program = choice.program(config.parallel.pp, config.train.num_microbatches)
     if not program.schedule.training:
         raise ConfigError(f"schedule.name = {name!r} has no backward and can not train; 1f1b can")

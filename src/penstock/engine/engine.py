@@ -25,10 +25,11 @@ from penstock.engine.optimizer import Optimizer
 from penstock.engine.options import EngineOptions, Precision
 from penstock.engine.overlap import observe_stages
 from penstock.engine.scaler import LossScaler
-from penstock.engine.schedules import forward_only
+from penstock.engine.schedules import ScheduleChoice, forward_only
 from penstock.engine.sharing import Sharing, UnitSource, units_for
+from penstock.engine.timed_cut import timed_cut
 from penstock.engine.train import LossFn, LossWeightFn, TrainResult, evaluate_batch, train_batch
-from penstock.engine.unit_times import UnitTimes, measure_units, stage_costs
+from penstock.engine.unit_times import measure_units
 from penstock.engine.zero import shared_out
 from penstock.model import Logits, ModelGroups, SamplingParams, Shard, WeightCasts, cross_entropy_sum, share_casts
 from penstock.parallel import GradientBuckets, Layout, sum_tied
@@ -105,11 +106,7 @@ class Engine:
         groups = ModelGroups(self.grid.tp_group, self.grid.cp_group, self.grid.ep_group, self.options.attention)
         self.units = units_for(units, groups, self.layout)
         self.placement = self.options.choice.placement(self.layout.pp)
-        times = self._measured_times(units, hidden_size)
-        self.cut = cut_units(
-            self.units, self.placement, self.options, [own.total_s for own in times] if times else None
-        )
-        self.choice = self.options.choice.timed(stage_costs(times, self.cut)) if times else self.options.choice
+        self.cut, self.choice = self._cut(units, hidden_size)
         self.boundary = Boundary(hidden_size, self.options.precision.parameter_dtype, self.layout.tp)
         local = self.placement.stages_of(self.grid.pp_rank)
         self.stages = build_stages(self.units, self.cut, local, self.boundary, self.options, self.device)
@@ -476,13 +473,15 @@ class Engine:
         for buckets in self.gradients.values():
             buckets.settle()
 
-    def _measured_times(self, units: UnitSource, hidden_size: int) -> list[UnitTimes] | None:
+    def _cut(self, units: UnitSource, hidden_size: int) -> tuple[tuple[range, ...], ScheduleChoice]:
+        """The units of every stage, and the schedule, which may depend on how long they take."""
         lengths, choice = self.options.measure_lengths, self.options.choice
         if lengths is None or self.layout.pp == 1 or (self.options.cut is not None and not choice.is_searched):
-            return None
+            return cut_units(self.units, self.placement, self.options), choice
         # One rank measures, so the units as they are when nobody shares them: what counts is their proportions.
         alone = units_for(units, ModelGroups(), Layout())
-        return measure_units(alone, hidden_size, lengths, self.options, self.grid)
+        times = measure_units(alone, hidden_size, lengths, self.options, self.grid)
+        return timed_cut(alone, hidden_size, self.placement, self.options, times)
 
     def _make_optimizer(self) -> Optimizer:
         scaler = LossScaler() if self.options.precision is Precision.FP16 else None

@@ -32,6 +32,26 @@ def check_options(config: RunConfig) -> None:
             )
 
 
+def check_search(config: RunConfig) -> None:
+    """Refuse a search for the cut where none can take place.
+
+    Raises:
+        ConfigError: the message says what would be possible.
+    """
+    ours = config.schedule
+    if not ours.search_cut:
+        return
+    if not ours.choice.is_searched:
+        raise ConfigError(
+            f"schedule.search_cut = true searches for a cut together with the order, but {ours.name} has an order of "
+            "its own; possible is schedule.name = auto"
+        )
+    if not ours.measure:
+        raise ConfigError("schedule.search_cut = true needs the units' times; add schedule.measure = true")
+    if ours.cut is not None:
+        raise ConfigError("schedule.search_cut = true searches for what schedule.cut gives by hand; leave out one")
+
+
 def check_pairs(config: RunConfig, program: Program) -> None:
     """Refuse what changes the turns of fused pairs where nothing takes turns.
 

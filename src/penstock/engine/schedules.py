@@ -21,6 +21,7 @@ class ScheduleChoice:
         early_gradients: whether a gradient leaves for the rank before as soon as it is there, before those of the
             weights are computed (`schedule.early_gradients`); a file's order is always taken as it is.
         placement_kind: "loop" or "v", for schedules that leave it open (`auto`); None for the default.
+        search_cut: whether the cut is searched for together with the order of `auto`, for the shortest whole step.
         costs: the times that `auto` searches for, one for each stage of the model; None for equal ones.
     """
 
@@ -32,6 +33,7 @@ class ScheduleChoice:
     split_backward: bool = False
     early_gradients: bool = True
     placement_kind: str | None = None
+    search_cut: bool = False
     costs: Costs | None = None
 
     @property
@@ -78,7 +80,9 @@ class ScheduleChoice:
             "split_backward": self.split_backward or None,
             "placement": self.placement_kind,
         }
-        if self.costs is not None and self.is_searched:
+        if self.costs is not None and self.is_searched and self.search_cut:
+            options |= schedule.options_for_step(self.costs)
+        elif self.costs is not None and self.is_searched:
             times = ("forward", "backward_input", "backward_weight", "transfer")
             options |= {name: getattr(self.costs, name) for name in times}
         return schedule.build(

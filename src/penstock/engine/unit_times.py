@@ -17,7 +17,7 @@ from penstock.model import Sequences, UnitSpec
 from penstock.parallel import Grid, gather_json
 from penstock.runtime import Boundary, Stage, Tape, drain
 from penstock.runtime.stage import Finish
-from penstock.schedule import Costs
+from penstock.schedule import Costs, costs_of_cut
 
 NUM_RUNS = 5
 
@@ -74,11 +74,13 @@ def times_here(
 
 def stage_costs(times: Sequence[UnitTimes], cut: Sequence[range]) -> Costs:
     """The times of a cut's stages, in seconds, as a search and a simulation take them."""
+    return costs_of_cut(unit_costs(times), cut)
 
-    def of_stages(name: str) -> list[float]:
-        return [sum(getattr(times[i], f"{name}_s") for i in members) for members in cut]
 
-    return Costs(of_stages("forward"), of_stages("backward_input"), of_stages("backward_weight"))
+def unit_costs(times: Sequence[UnitTimes]) -> Costs:
+    """The times in seconds, one for each unit where `Costs` has one for each stage."""
+    forward, backward_input, backward_weight = zip(*map(astuple, times), strict=True)
+    return Costs(forward, backward_input, backward_weight)
 
 
 def _like_a_loss(output: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from penstock.schedule.actions import (
 from penstock.schedule.builders import build, default_stages, describe, names, options
 from penstock.schedule.costs import Costs
 from penstock.schedule.critical import critical_path
+from penstock.schedule.cut_search import SearchedCut, costs_of_cut, options_for_step, search_cut
 from penstock.schedule.early import early_gradients
 from penstock.schedule.generation import NO_ROW, Conductor, Ending, Piece, RingShape, Visit, Wish
 from penstock.schedule.lower import lower
@@ -54,6 +55,7 @@ __all__ = [
     "Rules",
     "Schedule",
     "ScheduleError",
+    "SearchedCut",
     "Step",
     "Timeline",
     "Visit",
@@ -61,6 +63,7 @@ __all__ = [
     "balanced_cut",
     "build",
     "check_cut",
+    "costs_of_cut",
     "critical_path",
     "default_stages",
     "describe",
@@ -71,9 +74,11 @@ __all__ = [
     "lower",
     "names",
     "options",
+    "options_for_step",
     "partition",
     "partner",
     "parts",
+    "search_cut",
     "simulate",
     "to_csv",
     "to_text",

@@ -14,6 +14,7 @@ from penstock.data import MicroBatchSpec, PackedBatch
 from penstock.engine import Engine, EngineOptions
 from penstock.engine.learning_rate import LearningRate, WeightDecay
 from penstock.engine.optimizer import OptimizerConfig
+from penstock.engine.schedules import ScheduleChoice
 from penstock.model import ModelConfig, Sequences, UnitSpec, cross_entropy_sum, decoder_units
 from penstock.model.products import TORCH, fastest_products
 from penstock.parallel import Layout
@@ -130,7 +131,12 @@ def _alone(training: Training, num_threads: int) -> Step:
 
 def _penstock(training: Training, name: str, cut: tuple[int, ...] | None) -> Step:
     optimizer = OptimizerConfig(LearningRate(RATE), WeightDecay(DECAY), BETAS, EPS, clip_norm=None)
-    options = EngineOptions(schedule=name, cut=cut, measure_lengths=training.lengths, optimizer=optimizer, device="cpu")
+    # Three stages a rank can be cut more evenly than two.
+    auto = ScheduleChoice("auto", stages_per_rank=3, search_cut=True)
+    choice = auto if name == auto.name else ScheduleChoice(name)
+    options = EngineOptions(
+        schedule=choice, cut=cut, measure_lengths=training.lengths, optimizer=optimizer, device="cpu"
+    )
     engine = Engine(training.units(), training.hidden_size, Layout(pp=NUM_RANKS), options)
     batch, spec = training.batch(), MicroBatchSpec(num=training.num_microbatches)
 

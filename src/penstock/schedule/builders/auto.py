@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from math import inf
+
 from penstock.schedule.actions import Placement, PlacementKind, Schedule, check_count
-from penstock.schedule.builders.search import search
+from penstock.schedule.builders.search import search, search_step
 from penstock.schedule.builders.search_problem import PerStage, Problem, per_stage
 
 _KINDS = (PlacementKind.LOOP, PlacementKind.V)
@@ -22,6 +24,8 @@ def auto(
     backward_weight: PerStage = 1.0,
     transfer: float = 0.0,
     effort: float = 1.0,
+    whole_step: bool = False,
+    microbatch_bytes: PerStage = 0.0,
 ) -> Schedule:
     """Searched: the shortest order found for given times within a limit of live microbatches.
 
@@ -31,6 +35,10 @@ def auto(
     stage's tape counts for its part of its rank. No rank has more than `max_live_microbatches` at any time, p by
     default; 1 is enough for any schedule. That is the paper's M_limit in units of M_B, with M_W / M_B as the share: so
     read, the paper's own heuristic gives the two search columns of its table of theoretical bubble rates.
+
+    With `whole_step` shortest is the time from the common start of all ranks until the last has ended, as where every
+    step begins and ends with all of them; and a stage's tape counts for what it keeps, `microbatch_bytes` (all alike
+    where it is 0): no rank keeps more than `max_live_microbatches` do on the rank that keeps the most of one.
 
     `placement` is loop or v; `effort` scales how many small changes are tried where the lower bound is not reached.
 
@@ -55,4 +63,11 @@ def auto(
         max_live_microbatches=ranks if max_live_microbatches is None else max_live_microbatches,
         weight_memory_share=weight_memory_share,
     )
+    if whole_step:
+        kept = per_stage("microbatch_bytes", microbatch_bytes, where)
+        if not all(0 <= stage < inf for stage in kept):
+            raise ValueError(f"microbatch_bytes must be numbers of at least 0, got {microbatch_bytes!r}")
+        if not any(kept):
+            kept = (1.0,) * where.num_stages
+        return problem.schedule("auto", search_step(problem, kept, effort))
     return problem.schedule("auto", search(problem, effort))

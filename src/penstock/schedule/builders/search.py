@@ -21,6 +21,7 @@ from penstock.schedule.builders.search_latest import latest_starts
 from penstock.schedule.builders.search_polish import polish
 from penstock.schedule.builders.search_problem import TOLERANCE, Codes, Maker, Problem
 from penstock.schedule.builders.search_skeletons import one_at_a_time, one_f_one_b, patterns, there_and_back, warm_ups
+from penstock.schedule.builders.search_step import limit_of, peak_of, shorten_step
 from penstock.schedule.builders.search_weave import weave
 from penstock.schedule.lower import lower
 from penstock.schedule.verify import verify
@@ -44,6 +45,9 @@ _WAYS = (
 
 # How many actions are woven for each part of the search: about a second's worth.
 _NUM_ACTIONS = 2_500_000
+
+# The same for the changes to whole orders: two seconds' worth.
+_NUM_ACTIONS_OF_STEP = 4_000_000
 
 # With no more actions than this the orders that come of a skeleton are changed themselves: with more, changes to one
 # action at a time get nowhere in the time there is.
@@ -79,6 +83,28 @@ def search(problem: Problem, effort: float = 1.0) -> Codes:
         candidates = trials.finalists(candidates)
     best = next(candidate for candidate in sorted(candidates, key=_span) if trials.legal(candidate))
     return trials.polish(best, effort) if problem.num_actions <= _NUM_ACTIONS_POLISHED else best.orders
+
+
+def search_step(problem: Problem, kept: Sequence[float], effort: float = 1.0) -> Codes:
+    """The orders found for the shortest whole step, where stages keep `kept` of a microbatch; legal like `search`'s.
+
+    The search counts tapes. Where those are too many for what the stages really keep it is done again for fewer.
+    """
+    most, start = limit_of(problem, kept), search(problem, effort)
+    if (peak := max(peak_of(problem, order, kept) for order in start)) > most * (1 + TOLERANCE):
+        fewer = max(1.0, problem.max_live_microbatches * most / peak)
+        start = search(replace(problem, max_live_microbatches=fewer), effort)
+    found = shorten_step(problem, start, kept, int(effort * _NUM_ACTIONS_OF_STEP / problem.num_actions))
+    return next(orders for orders in found if _is_legal(problem, orders))
+
+
+def _is_legal(problem: Problem, orders: Codes) -> bool:
+    """Whether no ranks wait for each other in a ring, if a send waits for its receive and those are posted late."""
+    try:
+        verify(lower(problem.schedule("auto", orders), receives_ahead=1))
+    except ScheduleError:
+        return False
+    return True
 
 
 def _few(problem: Problem) -> int:
@@ -118,11 +144,7 @@ class _Trials:
 
     def legal(self, candidate: _Candidate) -> bool:
         """Whether no ranks wait for each other in a ring, if a send waits for its receive and those are posted late."""
-        try:
-            verify(lower(self.problem.schedule("auto", candidate.orders), receives_ahead=1))
-        except ScheduleError:
-            return False
-        return True
+        return _is_legal(self.problem, candidate.orders)
 
     def compare(self) -> list[_Candidate]:
         """All candidates, the best first; there are no more once one solves the problem.

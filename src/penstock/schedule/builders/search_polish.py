@@ -6,7 +6,7 @@ from penstock.schedule.builders.search_anneal import Cooling, shorter
 from penstock.schedule.builders.search_problem import TOLERANCE, Codes, Problem
 
 # By how many places an action is moved in its rank's order.
-_MOVES = (1, -1, 1, -1, 2, -2, 3, -3, 5, -5)
+MOVES = (1, -1, 1, -1, 2, -2, 3, -3, 5, -5)
 
 
 def polish(problem: Problem, orders: Codes, least: float, cooling: Cooling) -> Codes:
@@ -20,7 +20,7 @@ def polish(problem: Problem, orders: Codes, least: float, cooling: Cooling) -> C
     def span(moved: list[int]) -> float | None:
         return span_of(problem, current) if _fits(problem, moved) else None
 
-    return [orders, *shorter(current, span, _MOVES, least, cooling, problem.mean_action)][-1]
+    return [orders, *shorter(current, span, MOVES, least, cooling, problem.mean_action)][-1]
 
 
 def _fits(problem: Problem, order: list[int]) -> bool:
@@ -34,8 +34,11 @@ def _fits(problem: Problem, order: list[int]) -> bool:
     return True
 
 
-def span_of(problem: Problem, orders: Codes) -> float | None:
-    """The longest time over ranks from a rank's own first start to its own end; None if the ranks cannot end."""
+def span_of(problem: Problem, orders: Codes, from_start: bool = False) -> float | None:
+    """The longest time over ranks from a rank's own first start to its own end; None if the ranks cannot end.
+
+    With `from_start` the time until all ranks have ended, which started together.
+    """
     durations = (problem.forward, problem.backward_input, problem.backward_weight)
     arrivals: list[list[float]] = [[] for _ in range(2 * problem.num_stages)]
     arrivals[0] = [0.0] * problem.num_microbatches
@@ -70,4 +73,4 @@ def span_of(problem: Problem, orders: Codes) -> float | None:
                     ready.append(following.rank)
     if any(place[rank] < len(order) for rank, order in enumerate(orders)):
         return None
-    return max(end - (start or 0.0) for end, start in zip(now, first))
+    return max(now) if from_start else max(end - (start or 0.0) for end, start in zip(now, first))

@@ -1,0 +1,156 @@
+"""The cut of a model's units for which the search finds the shortest step: cut and order chosen together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from heapq import heappop, heappush, nsmallest
+from itertools import pairwise
+from math import isclose
+
+from penstock.schedule.actions import Placement
+from penstock.schedule.builders import build
+from penstock.schedule.costs import Costs
+from penstock.schedule.lower import lower
+from penstock.schedule.partition import partition, ranges
+from penstock.schedule.partition_ranks import balanced_cut
+from penstock.schedule.simulate import simulate
+
+_TIMES = ("forward", "backward_input", "backward_weight")
+_NUM_LOOKED_AT = 300
+_TRIALS = ((24, 0.1), (8, 0.3), (2, 1.0))
+"""How many cuts are tried with what part of the effort, each time the best of those before."""
+
+
+@dataclass(frozen=True)
+class SearchedCut:
+    """A cut with the options of `auto` for it, and how long its order takes in the units' times."""
+
+    cut: tuple[range, ...]
+    max_live_microbatches: float
+    makespan: float
+
+
+def search_cut(
+    units: Costs,
+    placement: Placement,
+    microbatches: int,
+    max_live_microbatches: float | None = None,
+    effort: float = 1.0,
+) -> SearchedCut:
+    """The cut into a placement's stages whose order by `auto`, with `whole_step`, ends first.
+
+    Cuts with even ranks are tried, the most even ones with the most even stages first: a short first stage lets later
+    ranks begin earlier, and three stages a rank can be more even than two. `units` holds times and `microbatch_bytes`
+    for each unit of the model. A rank keeps at most as much at a time as 1F1B would with its own cut, or, with
+    `max_live_microbatches`, as much more or less as that is than the number of ranks.
+
+    Raises: ValueError for more stages than units, for costs without one number a unit, and for times or a limit that
+    are not possible.
+    """
+    _check_units(units)
+    num_ranks = placement.num_ranks
+    most = _heaviest(units, partition(_totals(units), num_ranks), Placement(placement.kind, num_ranks, 1))
+    most *= num_ranks if max_live_microbatches is None else max_live_microbatches
+
+    def tried(cut: tuple[range, ...], effort: float) -> SearchedCut | None:
+        # Of a rank that keeps nothing any number may live.
+        whole = _heaviest(units, cut, placement)
+        limit = most / whole if whole else float(microbatches)
+        if limit < 1 and not isclose(limit, 1):
+            return None
+        costs, limit = costs_of_cut(units, cut), max(1.0, limit)
+        made = build(
+            "auto",
+            ranks=num_ranks,
+            microbatches=microbatches,
+            stages_per_rank=placement.stages_per_rank,
+            placement=placement.kind.value,
+            max_live_microbatches=limit,
+            effort=effort,
+            **options_for_step(costs),
+        )
+        return SearchedCut(cut, limit, simulate(lower(made), costs).makespan)
+
+    cuts = list(even_cuts(_totals(units), placement, _TRIALS[0][0]))
+    found = list[SearchedCut]()
+    for number, part in _TRIALS:
+        found = [one for cut in cuts[:number] if (one := tried(cut, part * effort)) is not None]
+        found.sort(key=lambda one: one.makespan)
+        cuts = [one.cut for one in found]
+    if not found:
+        raise ValueError(f"no cut keeps to {max_live_microbatches:g} live microbatches; {num_ranks} are possible")
+    return found[0]
+
+
+def options_for_step(costs: Costs) -> dict[str, object]:
+    """What `auto` is to be told for the shortest whole step with these costs of stages."""
+    share = costs.weight_memory_share
+    return {
+        "forward": costs.forward,
+        "backward_input": costs.backward_input,
+        "backward_weight": costs.backward_weight,
+        "transfer": costs.transfer,
+        "microbatch_bytes": costs.microbatch_bytes,
+        # One number serves all stages: that of the one that keeps the most.
+        "weight_memory_share": min(1.0, max(share)) if isinstance(share, Sequence) else share,
+        "whole_step": True,
+    }
+
+
+def costs_of_cut(units: Costs, cut: Sequence[range]) -> Costs:
+    """The costs of a cut's stages, where `units` has those of each unit of the model."""
+
+    def of_stages(values: object) -> tuple[float, ...]:
+        assert isinstance(values, Sequence)
+        return tuple(sum(values[i] for i in members) for members in cut)
+
+    names = (*_TIMES, "microbatch_bytes") if isinstance(units.microbatch_bytes, Sequence) else _TIMES
+    return replace(units, **{name: of_stages(getattr(units, name)) for name in names})  # type: ignore[arg-type]
+
+
+def even_cuts(times: Sequence[float], placement: Placement, number: int) -> Iterator[tuple[range, ...]]:
+    """Cuts whose slowest rank is hardly slower than need be, the most even first.
+
+    They are found from one such cut by moving one border after the other.
+    """
+    mean = sum(times) / placement.num_ranks
+
+    def key(borders: tuple[int, ...]) -> tuple[int, float, tuple[int, ...]]:
+        stages = [sum(times[start:stop]) for start, stop in pairwise(borders)]
+        slowest = max(sum(stages[stage] for stage in placement.stages_of(rank)) for rank in range(placement.num_ranks))
+        # Half a percent is more than times can be measured to.
+        return round(200 * slowest / mean) if mean else 0, sum(time * time for time in stages), borders
+
+    start = tuple(members.start for members in balanced_cut(times, placement)) + (len(times),)
+    seen, open_ones, closed = {start}, [key(start)], []
+    while open_ones and len(closed) < _NUM_LOOKED_AT:
+        closed.append(heappop(open_ones))
+        borders = closed[-1][-1]
+        for place in range(1, len(borders) - 1):
+            for step in (-2, -1, 1, 2):
+                moved = (*borders[:place], borders[place] + step, *borders[place + 1 :])
+                if moved[place - 1] < moved[place] < moved[place + 1] and moved not in seen:
+                    seen.add(moved)
+                    heappush(open_ones, key(moved))
+    for *_, borders in nsmallest(number, closed + open_ones):
+        yield ranges(borders)
+
+
+def _totals(units: Costs) -> list[float]:
+    return [sum(of_unit) for of_unit in zip(*(getattr(units, name) for name in _TIMES), strict=True)]
+
+
+def _heaviest(units: Costs, cut: Sequence[range], placement: Placement) -> float:
+    """What a microbatch leaves on the rank that keeps the most of it."""
+    kept = units.microbatch_bytes
+    assert isinstance(kept, Sequence)
+    of_stages = [sum(kept[i] for i in members) for members in cut]
+    return max(sum(of_stages[stage] for stage in placement.stages_of(rank)) for rank in range(placement.num_ranks))
+
+
+def _check_units(units: Costs) -> None:
+    names = (*_TIMES, "microbatch_bytes")
+    lengths = {len(value) if isinstance(value := getattr(units, name), Sequence) else None for name in names}
+    if None in lengths or len(lengths) > 1:
+        raise ValueError(f"{', '.join(names)} must have one number for each unit of the model")
