@@ -1,9 +1,12 @@
 """Two pipelines side by side: the gradients of both batches, normalised as asked, as one process sums them."""
 
+import threading
+import time
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from penstock import Layout, MicroBatchSpec, PackedBatch
@@ -180,8 +183,20 @@ def fail_on_one_rank(rank: int) -> str:
     """The last stage's loss raises; the other rank must not wait for ever."""
     engine = Engine(decoder_units(CONFIG), CONFIG.hidden_size, Layout(pp=2), EngineOptions(timeout_s=3.0))
 
+    store = dist.distributed_c10d._get_default_store()
+
+    def tell_once_it_waits() -> None:
+        while engine.recorder.awaited is None:
+            time.sleep(0.001)
+        store.set("waits", "")
+
     def broken(output: Tensor, microbatch: PackedBatch) -> Tensor:
+        # Else it could be gone before the other one has sent it everything.
+        store.wait(["waits"])
         raise ArithmeticError("no loss today")
+
+    if rank == 0:
+        threading.Thread(target=tell_once_it_waits, daemon=True).start()
 
     batch = PackedBatch.from_documents([torch.arange(6), torch.arange(4)])
     try:

@@ -1,5 +1,6 @@
 """The transport over real processes: shapes, order, freeing, failing links, and peers that never send."""
 
+import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -112,6 +113,34 @@ def test_a_failing_link_is_named_at_the_start() -> None:
     outcomes = run_outcomes(3, with_a_dead_link, timeout_s=30.0)
     assert [outcome.value for outcome in outcomes[:2]] == ["passed", "passed"]
     assert "the link test failed: no activations from rank 1 to rank 2 after" in outcomes[2].value
+
+
+def reach_a_peer_that_has_ended(rank: int) -> list[str]:
+    """Rank 1 ends once both have connected, and rank 0 sees that it did; each way a message is then begun anew."""
+    transport, told = transport_of(2, timeout_s=5.0), []
+    if rank == 1:
+        dist.distributed_c10d._get_default_store().set("ended", "")
+        os._exit(0)
+    dist.distributed_c10d._get_default_store().wait(["ended"])
+    for begin in (
+        lambda: transport.send(Channel(0, 1, Op.F), torch.ones(3)),
+        lambda: transport.receive(Channel(1, 0, Op.B), (3,), torch.float32).wait(),
+    ):
+        with pytest.raises(TransportError) as caught:
+            while True:  # the first may still go on its way
+                begin()
+                time.sleep(0.01)
+        told.append(str(caught.value))
+    return told
+
+
+@pytest.mark.shows(99)
+def test_what_a_peer_that_has_ended_can_not_take_or_give_is_named() -> None:
+    first, _ = run_outcomes(2, reach_a_peer_that_has_ended, timeout_s=30.0)
+    assert first.error is None
+    sending, receiving = first.value
+    assert "activations from rank 0 to rank 1 can no longer be sent (" in sending
+    assert "gradients from rank 1 to rank 0" in receiving
 
 
 def wait_in_vain(rank: int, peer: Callable[[], None]) -> str:

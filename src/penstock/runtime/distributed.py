@@ -86,23 +86,22 @@ class DistributedTransport:
     def _test_links(self) -> None:
         """Send a word over each link and check it: a link that can not carry it is named before any work starts."""
         arrivals = []
-        for channel, link in self._links.items():
-            word = torch.tensor(
-                [channel.source, channel.destination, crc32(describe(channel).encode())], device=self.device
-            )
-            if channel.source == self.rank:
-                link.send(word)
-            else:
-                arrivals.append((channel, word, self.receive(channel, word.shape, word.dtype)))
-        for channel, word, receipt in arrivals:
-            try:
+        try:
+            for channel, link in self._links.items():
+                word = torch.tensor(
+                    [channel.source, channel.destination, crc32(describe(channel).encode())], device=self.device
+                )
+                if channel.source == self.rank:
+                    link.send(word)
+                else:
+                    arrivals.append((channel, word, self.receive(channel, word.shape, word.dtype)))
+            for channel, word, receipt in arrivals:
                 got = receipt.wait()
-            except TransportError as error:
-                raise TransportError(f"the link test failed: {error}") from error
-            if not torch.equal(got, word):
-                carried = f"{got.tolist()} instead of {word.tolist()}"
-                raise TransportError(f"the link test failed: the {describe(channel)} carried {carried}")
-        self.settle()
+                if not torch.equal(got, word):
+                    raise TransportError(f"the {describe(channel)} carried {got.tolist()} instead of {word.tolist()}")
+            self.settle()
+        except TransportError as error:
+            raise TransportError(f"the link test failed: {error}") from error
 
 
 class _PostedReceive:
@@ -153,11 +152,22 @@ class _Link:
             self._sends = _PolledSends() if watch_s is None else _ThreadedSends(channel, watch_s)
 
     def receive(self, buffer: Tensor) -> dist.Work:
-        return self.group.recv([buffer], self.peer, 0)
+        try:
+            return self.group.recv([buffer], self.peer, 0)
+        except RuntimeError as error:
+            raise self._lost("received", error) from error
 
     def send(self, tensor: Tensor) -> None:
         assert self._sends is not None, f"this rank is not the source of the {describe(self.channel)}"
-        self._sends.add(self.group.send([tensor], self.peer, 0), tensor)
+        try:
+            work = self.group.send([tensor], self.peer, 0)
+        except RuntimeError as error:
+            raise self._lost("sent", error) from error
+        self._sends.add(work, tensor)
+
+    def _lost(self, done: str, error: RuntimeError) -> TransportError:
+        """Over a link whose other end is gone a backend refuses even to begin."""
+        return TransportError(f"{describe(self.channel)} can no longer be {done} ({first_line(error)})")
 
     def num_in_flight(self) -> int:
         return self._sends.num_in_flight() if self._sends else 0

@@ -14,7 +14,8 @@ class Deadlock(PipelineError):
 
 
 def first_line(error: BaseException) -> str:
-    """The part of a backend's error that helps: its first sentence, without the native stack."""
+    """The part of a backend's error that helps: its first line, without the place in its source and general advice."""
     text = str(error).strip().splitlines()
     line = text[0] if text else type(error).__name__
-    return line.split("] ", 1)[-1] if line.startswith("[") else line
+    line = line.split("] ", 1)[-1] if line.startswith("[") else line
+    return line.partition(". This is typically caused by ")[0]

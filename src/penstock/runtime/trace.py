@@ -12,8 +12,16 @@ from penstock.model.collectives import Work
 from penstock.runtime.errors import TransportError, first_line
 from penstock.runtime.roll_call import Presence, RollCall, numbers
 from penstock.runtime.travels import FollowedWork, Travel
-from penstock.schedule import Event, Op, Step
+from penstock.schedule import Action, Event, Op, Step
 from penstock.schedule.travels import CollectiveKind
+
+_DOING = {
+    Op.SEND_F: "sends activations",
+    Op.SEND_B: "sends gradients",
+    Op.RECV_F: "posts a receive of activations",
+    Op.RECV_B: "posts a receive of gradients",
+    Op.REDUCE_GRAD: "starts a reduction",
+}  # all others compute
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +179,7 @@ class Recorder:
         if record.end_ns:
             ago = (time.perf_counter_ns() - record.end_ns) * 1e-9
             return f"{here}: finished {record.action} {ago:.1f} s ago"
-        doing = f"waits for {self._named(self.awaited)}" if self.awaited else "computes"
+        doing = f"waits for {self._named(self.awaited)}" if self.awaited else _doing(record.action)
         return f"{here}: in {record.action} for {self.busy_since_s():.1f} s, {doing}"
 
     def missing(self) -> str:
@@ -202,3 +210,8 @@ class Recorder:
         if self.roll_call is not None:
             return f", among {self.roll_call.named(range(len(self.roll_call.members)) if ranks is None else ranks)}"
         return f", among processes {numbers(ranks)}" if ranks else ""
+
+
+def _doing(step: Step) -> str:
+    """What a rank does in a step for which it waits for nobody."""
+    return _DOING.get(step.op, "computes") if isinstance(step, Action) else "computes"
