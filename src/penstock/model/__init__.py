@@ -26,6 +26,7 @@ from penstock.model.segments import (
     Travelling,
     Turn,
     cut,
+    enter_graph,
 )
 from penstock.model.sequences import Sequences, Spread
 from penstock.model.sharded_logits import Logits, ShardedLogits, whole_logits
@@ -79,6 +80,7 @@ __all__ = [
     "decoder_units",
     "defer",
     "draw_tokens",
+    "enter_graph",
     "observe",
     "pack",
     "recomputed",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from penstock.model import PendingGradient
+from penstock.model import PendingGradient, enter_graph
 from penstock.runtime.lanes import Lane
 
 
@@ -31,7 +31,10 @@ class Segment:
 
         Nothing is launched, so the lane never yields.
         """
-        torch.autograd.backward(self.root, grad)  # type: ignore[arg-type]  # the stubs lag behind GradientEdge
+        if grad is None:
+            torch.autograd.backward(self.root)  # type: ignore[arg-type]  # the stubs lag behind GradientEdge
+        else:
+            enter_graph((self.root,), (grad,))
         return None if self.leaf is None else self.leaf.grad
         yield
 
