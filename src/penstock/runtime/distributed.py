@@ -22,6 +22,10 @@ _MOST_HELD_SENDS = 256
 """More than are ever under way in a ring: the first of them has long been taken when one more is sent."""
 
 
+_MOST_KEPT_BYTES = 512 << 10
+"""What of a link's sends is kept before somebody looks whether they have left."""
+
+
 class DistributedTransport:
     """Messages of one rank over torch.distributed (gloo on CPU, NCCL on CUDA).
 
@@ -181,11 +185,14 @@ class _Link:
             self._sends.close()
 
 
+_Sends = deque[tuple[dist.Work, Tensor]]
+
+
 class _PolledSends:
     """Holds sent tensors until their work is complete, asked whenever another is sent (CUDA: works can be asked)."""
 
     def __init__(self) -> None:
-        self._in_flight: deque[tuple[dist.Work, Tensor]] = deque()
+        self._in_flight: _Sends = deque()
 
     def add(self, work: dist.Work, tensor: Tensor) -> None:
         self._in_flight.append((work, tensor))
@@ -212,7 +219,7 @@ class _HeldSends:
 
     def __init__(self, channel: Line) -> None:
         self._channel = channel
-        self._held: deque[tuple[dist.Work, Tensor]] = deque()
+        self._held: _Sends = deque()
 
     def add(self, work: dist.Work, tensor: Tensor) -> None:
         self._held.append((work, tensor))
@@ -244,12 +251,16 @@ class _HeldSends:
 class _ThreadedSends:
     """Holds sent tensors until their work is complete, known by waiting in a thread (gloo's works can not be asked).
 
-    The main thread must not wait: it would block compute. The thread spends its life inside gloo without the GIL.
+    The main thread must not wait: it would block compute. The thread spends its life inside gloo without the GIL; but
+    to wake it costs the main thread as much as half a send, and then it wants the GIL. So small tensors are handed over
+    several at a time.
     """
 
     def __init__(self, channel: Line, timeout_s: float) -> None:
         self._channel, self._timeout_s = channel, timeout_s
-        self._queue: queue.SimpleQueue[tuple[dist.Work, Tensor] | Callable[[], None] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Sends | Callable[[], None] | None] = queue.SimpleQueue()
+        self._kept: _Sends = deque()
+        self._kept_bytes = 0
         self._num_added = self._num_left = 0
         self._error: TransportError | None = None
         self._thread = threading.Thread(target=self._watch, name=f"penstock sends {describe(channel)}", daemon=True)
@@ -260,29 +271,38 @@ class _ThreadedSends:
             if callable(item):
                 item()
                 continue
-            start = time.monotonic()
-            try:
-                if self._error is None:
-                    item[0].wait()
-            except RuntimeError as error:
-                waited = time.monotonic() - start
-                self._error = TransportError(
-                    f"{describe(self._channel)} were not taken after {waited:.1f} s ({first_line(error)})"
-                )
-            item = None  # the tensor is free from here on, not from the next message on
-            self._num_left += 1
+            while item:
+                start = time.monotonic()
+                try:
+                    if self._error is None:
+                        item[0][0].wait()
+                except RuntimeError as error:
+                    waited = time.monotonic() - start
+                    self._error = TransportError(
+                        f"{describe(self._channel)} were not taken after {waited:.1f} s ({first_line(error)})"
+                    )
+                item.popleft()
+                self._num_left += 1
 
     def add(self, work: dist.Work, tensor: Tensor) -> None:
         if self._error is not None:
             raise self._error
         self._num_added += 1
-        self._queue.put((work, tensor))
+        self._kept.append((work, tensor))
+        self._kept_bytes += tensor.nbytes
+        if self._kept_bytes >= _MOST_KEPT_BYTES:
+            self._hand_over()
+
+    def _hand_over(self) -> None:
+        self._queue.put(self._kept)
+        self._kept, self._kept_bytes = deque(), 0
 
     def num_in_flight(self) -> int:
         return self._num_added - self._num_left
 
     def settle(self) -> None:
         if self._num_added != self._num_left:
+            self._hand_over()
             reached = threading.Event()
             self._queue.put(reached.set)
             # The works have the same limit; the margin lets their own, more telling error come first.
