@@ -66,11 +66,11 @@ with Team(2) as team:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nobody ends what is stopped")
 def test_no_stopped_rank_outlives_a_benchmark_that_is_killed():
-    killed = subprocess.run([sys.executable, "-c", KILLED_BENCHMARK], stdout=subprocess.PIPE, text=True, timeout=60)
+    killed = subprocess.run([sys.executable, "-c", KILLED_BENCHMARK], stdout=subprocess.PIPE, text=True, timeout=300)
     assert killed.returncode == -9
     ranks = [Path("/proc") / pid for pid in killed.stdout.split()]
     assert len(ranks) == 2
-    deadline = time.monotonic() + LIMIT_S / 4
+    deadline = time.monotonic() + LIMIT_S
     while any(rank.exists() for rank in ranks) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(rank.exists() for rank in ranks)
