@@ -147,3 +147,5 @@ def test_what_can_not_be_searched_is_refused_in_one_sentence():
         search_cut(Costs(), Placement(LOOP, 2, 2), 8)
     with pytest.raises(ValueError, match=r"no cut keeps to 0\.2 live microbatches; 2 are possible"):
         search_cut(units, Placement(LOOP, 2, 2), 8, 0.2)
+    with pytest.raises(ValueError, match="microbatch_bytes must have one number for each of 2 stages, got 1"):
+        build("auto", ranks=2, microbatches=2, whole_step=True, microbatch_bytes=[1.0])

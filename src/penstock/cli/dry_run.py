@@ -97,12 +97,11 @@ def plan_run(config: RunConfig, data: RunData) -> RunPlan:
         found, names = stage_costs(times, cut), ("forward", "backward_input", "backward_weight")
         costs = replace(costs, **{name: getattr(found, name) for name in names})
         options = replace(options, cut=tuple(map(len, cut)))
-    stages = []
     program = choice.program(ours.pp, num_microbatches, whole_backwards=layout(config).shares_layers)
     timeline = schedule.simulate(program, costs)
     activations = [timeline.bytes_at_peak(rank) for rank in range(placement.num_ranks)]
     num_owners = ours.dp * ours.cp if options.optimizer.zero else 1
-    all_work = sum(unit.flops_per_token for unit in units)
+    all_work, stages = sum(unit.flops_per_token for unit in units), []
     for number in range(placement.num_stages):
         members, rank = cut[number % len(cut)], placement.rank_of(number)
         count = sum(held[i].num_parameters for i in members)

@@ -82,7 +82,7 @@ class Durations:
         if costs.lengths and len(costs.lengths) != schedule.num_microbatches:
             raise ValueError(f"{schedule.num_microbatches} microbatches need as many lengths, got {len(costs.lengths)}")
         for name in ("microbatch_bytes", "weight_memory_share"):
-            _check_stages(name, getattr(costs, name), self._placement)
+            check_stages(name, getattr(costs, name), self._placement)
         self._lengths = tuple(costs.lengths)
         forward = self._by_stage("forward", costs.forward)
         inputs = self._by_stage("backward_input", costs.backward_input)
@@ -98,7 +98,7 @@ class Durations:
         placement = self._placement
         if not isinstance(time, Sequence):
             return [time / placement.stages_per_microbatch] * placement.num_stages
-        _check_stages(name, time, placement, "time")
+        check_stages(name, time, placement, "time")
         return list(time) * placement.num_routes
 
     def of(self, step: Step) -> float:
@@ -120,7 +120,7 @@ class Durations:
         return self._lengths[microbatch] if self._lengths else 1
 
 
-def _check_stages(name: str, value: PerStage, placement: Placement, what: str = "number") -> None:
+def check_stages(name: str, value: PerStage, placement: Placement, what: str = "number") -> None:
     """Raises: ValueError for a list of other than one number a stage."""
     if isinstance(value, Sequence) and len(value) != placement.stages_per_route:
         raise ValueError(

@@ -6,7 +6,8 @@ from math import inf
 
 from penstock.schedule.actions import Placement, PlacementKind, Schedule, check_count
 from penstock.schedule.builders.search import search, search_step
-from penstock.schedule.builders.search_problem import PerStage, Problem, per_stage
+from penstock.schedule.builders.search_problem import Problem, per_stage
+from penstock.schedule.costs import PerStage
 
 _KINDS = (PlacementKind.LOOP, PlacementKind.V)
 
@@ -64,7 +65,7 @@ def auto(
         weight_memory_share=weight_memory_share,
     )
     if whole_step:
-        kept = per_stage("microbatch_bytes", microbatch_bytes, where)
+        kept = per_stage("microbatch_bytes", microbatch_bytes, where, "number")
         if not all(0 <= stage < inf for stage in kept):
             raise ValueError(f"microbatch_bytes must be numbers of at least 0, got {microbatch_bytes!r}")
         if not any(kept):

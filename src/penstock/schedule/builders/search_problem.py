@@ -15,14 +15,13 @@ from math import floor, isfinite
 from typing import NamedTuple, TypeAlias
 
 from penstock.schedule.actions import Action, Op, Placement, PlacementKind, Schedule, check_count
+from penstock.schedule.costs import PerStage, check_stages
 
 Codes: TypeAlias = list[list[int]]
 """One list of numbers a rank: a skeleton, or the orders."""
 
 Maker: TypeAlias = Callable[["Problem"], Codes]
 """What makes a skeleton for any number of microbatches."""
-
-PerStage: TypeAlias = float | Sequence[float]
 
 # Sums of times and shares of memory that differ by less are the same.
 TOLERANCE = 1e-9
@@ -163,16 +162,15 @@ class Problem:
         return Schedule(name, self.placement, self.num_microbatches, tuple(decoded), tuple(peaks))
 
 
-def per_stage(name: str, time: PerStage, placement: Placement) -> tuple[float, ...]:
-    """The time of each stage: as given, or a rank's time divided evenly among its stages.
+def per_stage(name: str, value: PerStage, placement: Placement, what: str = "time") -> tuple[float, ...]:
+    """What belongs to each stage: as given, or a rank's divided evenly among its stages.
 
-    Raises: ValueError for a list with other than one time a stage.
+    Raises: ValueError for a list with other than one number a stage; the message calls it `what`.
     """
-    if not isinstance(time, Sequence):
-        return (time / placement.stages_per_rank,) * placement.num_stages
-    if len(time) != placement.num_stages:
-        raise ValueError(f"{name} must have one time for each of {placement.num_stages} stages, got {len(time)}")
-    return tuple(time)
+    if not isinstance(value, Sequence):
+        return (value / placement.stages_per_rank,) * placement.num_stages
+    check_stages(name, value, placement, what)
+    return tuple(value)
 
 
 def _check_time(name: str, time: float) -> None:
