@@ -237,14 +237,7 @@ class _HeldSends:
         self._held.clear()
 
     def _wait_for_first(self) -> None:
-        start = time.monotonic()
-        try:
-            self._held[0][0].wait()
-        except RuntimeError as error:
-            waited = time.monotonic() - start
-            raise TransportError(
-                f"{describe(self._channel)} were not taken after {waited:.1f} s ({first_line(error)})"
-            ) from error
+        _wait_until_left(self._channel, self._held[0][0])
         self._held.popleft()
 
 
@@ -272,15 +265,11 @@ class _ThreadedSends:
                 item()
                 continue
             while item:
-                start = time.monotonic()
                 try:
                     if self._error is None:
-                        item[0][0].wait()
-                except RuntimeError as error:
-                    waited = time.monotonic() - start
-                    self._error = TransportError(
-                        f"{describe(self._channel)} were not taken after {waited:.1f} s ({first_line(error)})"
-                    )
+                        _wait_until_left(self._channel, item[0][0])
+                except TransportError as error:
+                    self._error = error
                 item.popleft()
                 self._num_left += 1
 
@@ -291,18 +280,14 @@ class _ThreadedSends:
         self._kept.append((work, tensor))
         self._kept_bytes += tensor.nbytes
         if self._kept_bytes >= _MOST_KEPT_BYTES:
-            self._hand_over()
-
-    def _hand_over(self) -> None:
-        self._queue.put(self._kept)
-        self._kept, self._kept_bytes = deque(), 0
+            self._queue.put(self._kept)
+            self._kept, self._kept_bytes = deque(), 0
 
     def num_in_flight(self) -> int:
         return self._num_added - self._num_left
 
     def settle(self) -> None:
-        if self._num_added != self._num_left:
-            self._hand_over()
+        if self.num_in_flight() > len(self._kept):
             reached = threading.Event()
             self._queue.put(reached.set)
             # The works have the same limit; the margin lets their own, more telling error come first.
@@ -310,9 +295,26 @@ class _ThreadedSends:
                 raise TransportError(f"{describe(self._channel)} were not taken after {self._timeout_s:.1f} s")
         if self._error is not None:
             raise self._error
+        while self._kept:
+            _wait_until_left(self._channel, self._kept[0][0])
+            self._kept.popleft()
+            self._num_left += 1
+        self._kept_bytes = 0
 
     def close(self) -> None:
         self._queue.put(None)
+
+
+def _wait_until_left(channel: Line, work: dist.Work) -> None:
+    """Raises: TransportError where that takes longer than the backend waits."""
+    start = time.monotonic()
+    try:
+        work.wait()
+    except RuntimeError as error:
+        waited = time.monotonic() - start
+        raise TransportError(
+            f"{describe(channel)} were not taken after {waited:.1f} s ({first_line(error)})"
+        ) from error
 
 
 def _default_store() -> Store:
