@@ -75,7 +75,7 @@ def test_the_terminal_gets_a_picture_and_a_table(run_folder: Path, trace):
     assert code == 0
     assert "1f1b, 2 ranks, measured in step 6" in out
     assert max(map(len, out.splitlines())) <= 80
-    rows = re.findall(r"^ +([01]) ((?: +[\d.]+ +\d+%){7})$", out, re.MULTILINE)
+    rows = re.findall(r"^ +([01])((?: +[\d.]+ +\d+%){7})$", out, re.MULTILINE)
     assert [rank for rank, _ in rows] == ["0", "1"]
     for _, row in rows:
         shares = [int(share) for share in re.findall(r"(\d+)%", row)]
