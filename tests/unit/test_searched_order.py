@@ -122,7 +122,9 @@ def test_a_dry_run_tells_the_bubble_of_the_order_it_would_run(tmp_path: Path, mo
     assert not dry_run.plan_run(equal, RunData.load(equal)).is_measured
 
 
-def test_a_dry_run_searches_the_cut_that_the_run_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dry_run_searches_the_cut_that_the_run_would(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     times = [
         UnitTimes(0.1, 0.1, 0.1),
         *[UnitTimes(2.0, 3.0, 2.0), UnitTimes(3.0, 3.0, 3.0)] * 4,
@@ -133,7 +135,11 @@ def test_a_dry_run_searches_the_cut_that_the_run_would(tmp_path: Path, monkeypat
     of_schedule = {"measure": True, "search_cut": True, "stages_per_rank": 2}
     config = check(from_dict(settings(tmp_path, **of_schedule)))
     data = RunData.load(config)
+    caplog.set_level("INFO", "penstock")
     sizes = [len(stage.units) for stage in dry_run.plan_run(config, data).stages]
+    assert [record.getMessage() for record in caplog.records] == [
+        f"searching for the cut of the shortest step: round {turn} of 2, {cuts} cuts" for turn, cuts in ((1, 6), (2, 2))
+    ]
     assert sum(sizes) == len(times) and len(sizes) == 4
     options = engine_options(config)
     units = decoder_units(model_config(config, data.corpus.vocab_size))

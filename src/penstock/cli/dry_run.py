@@ -10,6 +10,7 @@ import torch
 
 from penstock import schedule
 from penstock.cli.layout_groups import group_rows, group_table
+from penstock.cli.progress import show_log
 from penstock.engine.activations import costs_of_memory, kept_bytes
 from penstock.engine.build import cut_units
 from penstock.engine.config import RunConfig
@@ -159,6 +160,7 @@ def _microbatches(config: RunConfig) -> tuple[tuple[int, ...], int]:
 
 def show(config: RunConfig, as_json: bool) -> None:
     """Print the plan of a run; start and write nothing."""
+    show_log()
     data = RunData.load(config)
     plan = plan_run(config, data)
     if as_json:

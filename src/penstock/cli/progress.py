@@ -1,6 +1,8 @@
 """Progress of a run on one rank: a live bar on a terminal, plain lines elsewhere."""
 
+import logging
 import math
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,6 +11,15 @@ from typing import TextIO
 # How much one step counts in the running means that speed and time left are told by.
 _STEP_SHARE = 0.1
 _SECONDS_BETWEEN_LINES = 2.0
+
+
+def show_log() -> None:
+    """Show on standard error what the package logs, such as the rounds of a search that takes long."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    logger = logging.getLogger("penstock")
+    logger.handlers = [handler]  # a second command in one process shows a line once, too
+    logger.setLevel(logging.INFO)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Self
 
 from penstock.cli.launch import Group, report_end
+from penstock.cli.progress import show_log
 from penstock.cli.together import choose_device, initialise, refuse_differing, together, work_together
 from penstock.cli.train_arguments import TrainArguments
 from penstock.cli.train_loop import TrainLoop
@@ -50,6 +51,8 @@ def run_worker(arguments: TrainArguments, group: Group) -> int:
 
 def _train(arguments: TrainArguments, group: Group, store: "Store", stop: StopRequest) -> None:
     config, switches = arguments.config, arguments.switches
+    if group.rank == 0:
+        show_log()
     refuse_differing(store, group, "settings", json.loads(json.dumps(config.flat())))
     together(store, group, "folder", lambda: check_folder(config, switches.fresh, switches.resume))
     data = together(store, group, "data", lambda: check_parts(config))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush, nsmallest
@@ -20,6 +21,8 @@ _TIMES = ("forward", "backward_input", "backward_weight")
 _NUM_LOOKED_AT = 300
 _TRIALS = ((24, 0.1), (8, 0.3), (2, 1.0))
 """How many cuts are tried with what part of the effort, each time the best of those before."""
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,8 @@ def search_cut(
     ranks begin earlier, and three stages a rank can be more even than two. `units` holds times and `microbatch_bytes`
     for each unit of the model. A rank keeps at most as much at a time as 1F1B would with its own cut, or, with
     `max_live_microbatches`, as much more or less as that is than the number of ranks.
+
+    What is being tried is logged, since it can take a minute.
 
     Raises: ValueError for more stages than units, for costs without one number a unit, and for times or a limit that
     are not possible.
@@ -74,8 +79,11 @@ def search_cut(
 
     cuts = list(even_cuts(_totals(units), placement, _TRIALS[0][0]))
     found = list[SearchedCut]()
-    for number, part in _TRIALS:
-        found = [one for cut in cuts[:number] if (one := tried(cut, part * effort)) is not None]
+    for turn, (number, part) in enumerate(_TRIALS, start=1):
+        cuts = cuts[:number]
+        round_of = (turn, len(_TRIALS), len(cuts))
+        _logger.info("searching for the cut of the shortest step: round %d of %d, %d cuts", *round_of)
+        found = [one for cut in cuts if (one := tried(cut, part * effort)) is not None]
         found.sort(key=lambda one: one.makespan)
         cuts = [one.cut for one in found]
     if not found:
