@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from penstock import Engine, Layout, MicroBatchSpec, PackedBatch, SamplingParams
 from penstock.engine import EngineOptions
@@ -77,11 +78,16 @@ def failing_stage(rank: int) -> str:
 
     if rank == 1:
         stage.decode = decode_twice  # type: ignore[method-assign]
+    told = "done"
     try:
         engine.generate(*case([6, 6, 6]))
     except (TransportError, KeyError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "done"
+        told = f"{type(error).__name__}: {error}"
+    # One that is gone at once may be missed by another one's send, before that one waits for what never comes.
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"told {rank}", "")
+    store.wait([f"told {other}" for other in range(3)])
+    return told
 
 
 @pytest.mark.shows(99)
