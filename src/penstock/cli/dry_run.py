@@ -102,7 +102,8 @@ def plan_run(config: RunConfig, data: RunData) -> RunPlan:
     timeline = schedule.simulate(program, costs)
     activations = [timeline.bytes_at_peak(rank) for rank in range(placement.num_ranks)]
     num_owners = ours.dp * ours.cp if options.optimizer.zero else 1
-    all_work, stages = sum(unit.flops_per_token for unit in units), []
+    all_work = sum(unit.flops_per_token for unit in units)
+    stages = []
     for number in range(placement.num_stages):
         members, rank = cut[number % len(cut)], placement.rank_of(number)
         count = sum(held[i].num_parameters for i in members)

@@ -81,8 +81,7 @@ def search_cut(
     found = list[SearchedCut]()
     for turn, (number, part) in enumerate(_TRIALS, start=1):
         cuts = cuts[:number]
-        round_of = (turn, len(_TRIALS), len(cuts))
-        _logger.info("searching for the cut of the shortest step: round %d of %d, %d cuts", *round_of)
+        _logger.info("searching for a cut: round %d of %d, %d cuts", turn, len(_TRIALS), len(cuts))
         found = [one for cut in cuts if (one := tried(cut, part * effort)) is not None]
         found.sort(key=lambda one: one.makespan)
         cuts = [one.cut for one in found]
