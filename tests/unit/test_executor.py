@@ -2,7 +2,8 @@
 
 import gc
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -23,41 +24,52 @@ from penstock.runtime import (
     Stage,
     run_together,
 )
-from penstock.runtime.transport import Line
+from penstock.runtime.lanes import Lane
+from penstock.runtime.transport import Line, Receipt
 from penstock.schedule import Action, Op
 
 HIDDEN = 4
 
 
 class Layer(nn.Module):
-    """Remembers, weakly, every tensor it made; the last thing it does is an addition, which keeps no operand."""
+    """Counts its calls; the last thing it does is an addition, which keeps no operand."""
 
     def __init__(self, fail_at: int | None = None) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(HIDDEN, HIDDEN, generator=torch.Generator().manual_seed(0)))
-        self.outputs: list[weakref.ref[Tensor]] = []
+        self.num_calls = 0
         self.fail_at = fail_at
 
     def forward(self, x: Tensor) -> Tensor:
-        if len(self.outputs) == self.fail_at:
+        if self.num_calls == self.fail_at:
             raise ZeroDivisionError("made to fail")
-        y = x + torch.tanh(x @ self.weight)
-        self.outputs.append(weakref.ref(y))
-        return y
+        self.num_calls += 1
+        return x + torch.tanh(x @ self.weight)
 
 
 class Pipeline:
     """All ranks of one pipeline in this thread."""
 
-    def __init__(self, name: str, ranks: int, microbatches: int, layers: Sequence[Layer] | None = None) -> None:
-        self.program = schedule.lower(schedule.build(name, ranks=ranks, microbatches=microbatches))
-        self.layers = layers or [Layer() for _ in range(ranks)]
+    def __init__(
+        self,
+        name: str,
+        ranks: int,
+        microbatches: int,
+        layers: Sequence[Layer] | None = None,
+        stages_per_rank: int = 1,
+    ) -> None:
+        built = schedule.build(name, ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank)
+        self.program = schedule.lower(built)
+        self.layers = layers or [Layer() for _ in range(built.placement.num_stages)]
         self.hub = InProcessHub()
         self.executors = [
             Executor(
                 self.program,
                 rank,
-                {rank: Stage(rank, [("layer", self.layers[rank])], Boundary(HIDDEN, torch.float32))},
+                {
+                    number: Stage(number, [("layer", self.layers[number])], Boundary(HIDDEN, torch.float32))
+                    for number in built.placement.stages_of(rank)
+                },
                 InProcessTransport(self.hub, rank),
                 Recorder(rank),
             )
@@ -124,20 +136,83 @@ def test_the_data_of_an_output_is_gone_once_it_is_sent() -> None:
     assert alive == [[m == now for m in range(now + 1)] for now in range(4)]
 
 
+class Watched:
+    """Whatever enters or leaves the model in a step, by kind, to be seen alive or gone: storages, so also as views."""
+
+    def __init__(self) -> None:
+        self.storages: dict[str, list[StorageWeakRef]] = {"tokens": [], "outputs": [], "results": []}
+        self.finishes: list[weakref.ref[Callable[[Tensor], Tensor]]] = []
+
+    def see(self, kind: str, tensor: Tensor) -> Tensor:
+        self.storages[kind].append(StorageWeakRef(tensor.untyped_storage()))
+        return tensor
+
+    def alive(self) -> set[str]:
+        alive = {kind for kind, found in self.storages.items() if not all(one.expired() for one in found)}
+        return alive | {"finish" for ref in self.finishes if ref() is not None}
+
+    def feed(self, num_tokens: int, fail: bool) -> Feed:
+        def finish(output: Tensor) -> Tensor:
+            if fail:
+                raise ZeroDivisionError("made to fail")
+            return self.see("results", output.sum())
+
+        self.finishes.append(weakref.ref(finish))
+        tokens = self.see("tokens", torch.ones(num_tokens, HIDDEN))
+        return Feed(num_tokens, Sequences.from_lengths([num_tokens]), tokens, finish)
+
+
+class WatchedLayer(Layer):
+    def __init__(self, watched: Watched, fail_at: int | None = None) -> None:
+        super().__init__(fail_at)
+        self.watched = watched
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.watched.see("outputs", super().forward(x))
+
+
+class BrokenWire(InProcessTransport):
+    """Fails at its last receive: with outputs that wait to be sent, and inputs that wait to be used."""
+
+    num_left = 3
+
+    def receive(self, channel: Line, shape: Sequence[int], dtype: torch.dtype) -> Receipt:
+        self.num_left -= 1
+        if self.num_left < 0:
+            raise ZeroDivisionError("made to fail")
+        return super().receive(channel, shape, dtype)
+
+
+ENDINGS = ("well", "first layer", "last layer", "loss", "wire")
+
+
 @pytest.mark.shows(17)
-@pytest.mark.parametrize("fail_at", [None, 0, 2])
-def test_no_tensor_outlives_a_step_however_it_ends(fail_at: int | None) -> None:
-    layers = [Layer(), Layer(), Layer(fail_at)]
-    pipeline = Pipeline("1f1b", 3, 4, layers)
-    if fail_at is None:
-        pipeline.run([2, 3, 4, 5])
+@pytest.mark.parametrize("ending", ENDINGS)
+@pytest.mark.parametrize(("name", "stages_per_rank"), [("1f1b", 1), ("afab", 1), ("interleaved", 2), ("inference", 1)])
+def test_no_tensor_outlives_a_step_however_it_ends(name: str, stages_per_rank: int, ending: str) -> None:
+    """No token, no output between stages and no result: the executors are there for the next step, and hold none."""
+    watched, lengths = Watched(), (2, 3, 4, 5)
+    layers = [
+        WatchedLayer(watched, 2 if ending == place else None)
+        for place in ("first layer", *["middle"] * (3 * stages_per_rank - 2), "last layer")
+    ]
+    pipeline = Pipeline(name, 3, len(lengths), layers, stages_per_rank)
+    if ending == "wire":
+        pipeline.executors[1].transport = BrokenWire(pipeline.hub, 1)
+    feeds = [watched.feed(n, ending == "loss" and n == lengths[2]) for n in lengths]
+    if ending == "well":
+        results = run_together(pipeline.executors, [feeds] * 3)
+        del feeds
+        gc.collect()
+        assert watched.alive() == {"results"}, "what the caller was given, and has"
+        del results
     else:
         with pytest.raises(ZeroDivisionError):
-            pipeline.run([2, 3, 4, 5])
+            run_together(pipeline.executors, [feeds] * 3)
+        del feeds
     gc.collect()
-    outputs = [ref for layer in layers for ref in layer.outputs]
-    assert len(outputs) >= 2
-    assert all(ref() is None for ref in outputs)
+    assert all(len(found) >= 2 for kind, found in watched.storages.items() if kind != "results" or ending == "loss")
+    assert watched.alive() == set()
 
 
 @pytest.mark.shows(15)
@@ -183,14 +258,71 @@ def test_two_pipelines_in_one_process_share_nothing() -> None:
     assert results == alone
 
 
-@pytest.mark.shows(12)
-def test_an_output_of_another_shape_never_leaves_its_stage() -> None:
-    class Shorter(Layer):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x)[:-1]
+class Spoilt(Stage):
+    """A stage that gives something else than it should: its outputs, or its gradients, as `spoil` leaves them."""
 
-    with pytest.raises(PipelineError, match=r"0F0 on rank 0: stage 0 gives \[4, 4\].*microbatch 0.*awaits \[5, 4\]"):
-        Pipeline("1f1b", 2, 1, [Shorter(), Layer()]).run([5])
+    def __init__(self, layer: Layer, flow: Op, spoil: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(0 if flow is Op.F else 1, [("layer", layer)], Boundary(HIDDEN, torch.float32))
+        self.flow, self.spoil = flow, spoil
+
+    def forward(self, *args: Any) -> Lane[Tensor]:
+        output = yield from super().forward(*args)
+        return self.spoil(output) if self.flow is Op.F else output
+
+    def backward(self, *args: Any) -> Lane[Tensor | None]:
+        grad = yield from super().backward(*args)
+        return grad if grad is None or self.flow is Op.F else self.spoil(grad)
+
+
+DISAGREEMENTS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "fewer tokens": (lambda x: x[:-1], "[4, 4] of torch.float32"),
+    "another width": (lambda x: x[:, :-1], "[5, 3] of torch.float32"),
+    "another dtype of that size": (lambda x: x.view(torch.int32), "[5, 4] of torch.int32"),
+    "a wider dtype": (lambda x: x.double(), "[5, 4] of torch.float64"),
+}
+
+
+@pytest.mark.shows(12)
+@pytest.mark.parametrize("flow", [Op.F, Op.B])
+@pytest.mark.parametrize("spoil, came", DISAGREEMENTS.values(), ids=DISAGREEMENTS.keys())
+def test_what_the_neighbour_does_not_await_never_leaves_and_its_stage_says_so(
+    flow: Op, spoil: Callable[[Tensor], Tensor], came: str
+) -> None:
+    pipeline, giver = Pipeline("1f1b", 2, 2), 0 if flow is Op.F else 1
+    stage = Spoilt(pipeline.layers[giver], flow, lambda x: spoil(x) if len(x) == 5 else x)
+    first = pipeline.executors[giver]
+    pipeline.executors[giver] = Executor(pipeline.program, giver, {giver: stage}, first.transport, first.recorder)
+    with pytest.raises(PipelineError) as caught:
+        pipeline.run([3, 5])
+    assert str(caught.value) == (
+        f"{giver}{flow.name}1 on rank {giver}: stage {giver} gives {came} for microbatch 1; "
+        "its neighbour awaits [5, 4] of torch.float32"
+    )
+    assert pipeline.hub.num_messages == (1 if flow is Op.F else 3), "those before it alone"
+
+
+@pytest.mark.shows(12)
+@pytest.mark.parametrize("flow", [Op.F, Op.B])
+@pytest.mark.parametrize("awaited", [Boundary(HIDDEN, torch.float64), Boundary(HIDDEN + 1, torch.float32)])
+def test_who_awaits_something_else_than_comes_says_what_came_and_from_whom(flow: Op, awaited: Boundary) -> None:
+    pipeline, taker = Pipeline("1f1b", 2, 1), 1 if flow is Op.F else 0
+    stage = pipeline.executors[taker].stages[taker]
+    # Only what the first rank receives: its own output must be able to leave.
+    receive = pipeline.executors[taker].transport.receive
+    pipeline.executors[taker].transport.receive = (  # type: ignore[method-assign]
+        lambda channel, shape, dtype: receive(channel, awaited.shape(5), awaited.dtype)
+    )
+    assert stage.boundary != awaited
+    with pytest.raises(PipelineError) as caught:
+        pipeline.run([5])
+    what, gift = ("the output", "activations") if flow is Op.F else ("the gradient", "gradients")
+    assert f"rank {taker}, step 0: in {taker}{flow.name}0 for" in str(caught.value)
+    assert f"waits for {what} of stage {1 - taker} for microbatch 0 from rank {1 - taker}: {gift} from rank" in str(
+        caught.value
+    )
+    assert str(caught.value).endswith(
+        f"expected {list(awaited.shape(5))} of {awaited.dtype}, got [5, 4] of torch.float32"
+    )
 
 
 @pytest.mark.shows(99)
