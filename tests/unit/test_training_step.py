@@ -1,0 +1,152 @@
+"""One training step of an engine in this process: the loss scale, the auxiliary losses and the routers' memory."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock import Engine, MicroBatchSpec, PackedBatch
+from penstock.data import NO_LABEL
+from penstock.engine import EngineOptions, Normalize, Precision
+from penstock.engine.engine import token_cross_entropy
+from penstock.engine.optimizer import OptimizerConfig
+from penstock.engine.train import TrainResult
+from penstock.model import ExpertConfig, ModelConfig, decoder_units
+
+VOCABULARY = 48
+EXPERTS = ExpertConfig(
+    num_experts=6,
+    num_active=2,
+    intermediate_size=16,
+    bias_step=0.05,
+    microbatch_loss=0.4,
+    sequence_loss=0.3,
+    global_loss=0.2,
+    z_loss=0.1,
+)
+MODEL = ModelConfig(VOCABULARY, 24, 32, 2, 4, num_kv_heads=2, experts=EXPERTS)
+
+
+def engine_of(precision: Precision = Precision.FP64, model: ModelConfig = MODEL) -> Engine:
+    options = EngineOptions(precision=precision, optimizer=OptimizerConfig(clip_norm=None), device="cpu")
+    return Engine(decoder_units(model), model.hidden_size, options=options)
+
+
+def batch_of(lengths: Sequence[int], masked: Sequence[int] = ()) -> PackedBatch:
+    """Random documents; the `masked` ones, by their number, have no label."""
+    generator = torch.Generator().manual_seed(4)
+    documents = [torch.randint(0, VOCABULARY, (n,), generator=generator) for n in lengths]
+    batch = PackedBatch.from_documents(documents)
+    labels = list(batch["labels"].split(list(lengths)))
+    for number in masked:
+        labels[number] = torch.full_like(labels[number], NO_LABEL)
+    return PackedBatch.from_data({"tokens": batch["tokens"], "labels": torch.cat(labels)}, batch.lengths, batch.ids)
+
+
+# ---- the loss scale
+
+
+def step_with_weights(precision: Precision, weights: dict[str, Tensor]) -> tuple[TrainResult, dict[str, Tensor]]:
+    """One step from these weights; its result, and the gradients it has learned from."""
+    engine = engine_of(precision, replace(MODEL, num_predictions=1))
+    with torch.no_grad():
+        for name, parameter in engine.parameters().items():
+            parameter.copy_(weights[name])
+    engine.optimizer.renew_masters()
+    result = engine.train_batch(batch_of((12, 7, 9, 14)), micro_batches=MicroBatchSpec(num=2))
+    trained = [name for name, p in engine.parameters().items() if p.requires_grad]
+    return result, {name: engine.gradient(name).float().clone() for name in trained}
+
+
+@pytest.mark.shows(27, 28, 91)
+def test_the_loss_scale_of_fp16_shows_in_no_loss_and_no_gradient() -> None:
+    """What fp16 rounds is a few thousandths; a scale that is lost, or never taken off, is a factor of 65,536."""
+    start = engine_of(Precision.FP16, replace(MODEL, num_predictions=1)).parameters()
+    weights = {name: parameter.detach().float() for name, parameter in start.items()}
+    (exact, exact_gradients), (found, gradients) = (
+        step_with_weights(precision, weights) for precision in (Precision.FP32, Precision.FP16)
+    )
+    assert (exact.loss_scale, found.loss_scale) == (1.0, 2.0**16) and found.success
+    assert found.loss == pytest.approx(exact.loss, rel=0.01)
+    assert found.grad_norm == pytest.approx(exact.grad_norm, rel=0.01)
+    assert set(exact.extras.losses) == {"balance", "sequence_balance", "global_balance", "z", "prediction"}
+    assert dict(found.extras.losses) == pytest.approx(dict(exact.extras.losses), rel=0.01)
+    assert gradients.keys() == exact_gradients.keys()
+    for name, gradient in gradients.items():
+        assert (gradient - exact_gradients[name]).norm() <= 0.05 * exact_gradients[name].norm(), name
+
+
+# ---- auxiliary losses
+
+
+def losses_of_indifferent_routers(batch: PackedBatch, normalize: Normalize, num_microbatches: int) -> dict[str, float]:
+    """A step's auxiliary losses where each router gives all experts the same score, so that each token costs the same.
+
+    One token's share of an expert is 1 / E, so its balance terms are 1 and its z term is log(E)^2, before coefficients.
+    """
+    engine = engine_of()
+    with torch.no_grad():
+        for name, parameter in engine.parameters().items():
+            if name.endswith("router.logits.weight"):
+                parameter.zero_()
+    result = engine.train_batch(batch, micro_batches=MicroBatchSpec(num=num_microbatches), normalize=normalize)
+    return dict(result.extras.losses)
+
+
+def expected_losses(share: float = 1.0) -> dict[str, float]:
+    """By hand: of the model's layers, if `share` of a step's tokens count, each as much as one token of its loss."""
+    each = {
+        "balance": EXPERTS.microbatch_loss,
+        "sequence_balance": EXPERTS.sequence_loss,
+        "global_balance": EXPERTS.global_loss,
+        "z": EXPERTS.z_loss * math.log(EXPERTS.num_experts) ** 2,
+    }
+    return {name: MODEL.num_layers * share * value for name, value in each.items()}
+
+
+@pytest.mark.shows(27)
+@pytest.mark.parametrize("masked", [(), (0, 2), (0, 1, 2)], ids=["all labels", "half the labels", "a few labels"])
+def test_a_coefficient_means_the_same_whatever_part_of_the_tokens_has_a_label(masked: tuple[int, ...]) -> None:
+    batch = batch_of((9, 7, 5, 8), masked)
+    found = losses_of_indifferent_routers(batch, Normalize.GLOBAL, num_microbatches=1)
+    assert found == pytest.approx(expected_losses(), rel=1e-12)
+
+
+@pytest.mark.shows(24, 27)
+def test_a_fully_masked_microbatch_adds_no_auxiliary_loss() -> None:
+    lengths = (11, 6)
+    found = losses_of_indifferent_routers(batch_of(lengths, masked=(0,)), Normalize.GLOBAL, num_microbatches=2)
+    assert found == pytest.approx(expected_losses(share=6 / 17), rel=1e-12)
+    # The mean over two microbatches, of which one has no loss: half of the other's, and each of its tokens counts as
+    # the labels of the step are spread over all tokens.
+    found = losses_of_indifferent_routers(
+        batch_of(lengths, masked=(0,)), Normalize.TOKEN_PER_MICROBATCH, num_microbatches=2
+    )
+    assert found == pytest.approx(expected_losses(share=6 / 17 / 2), rel=1e-12)
+
+
+# ---- what routers remember
+
+
+def infinite_loss(output: Tensor, microbatch: PackedBatch) -> Tensor:
+    return token_cross_entropy(output, microbatch) * math.inf
+
+
+@pytest.mark.shows(92)
+@pytest.mark.parametrize("precision", [Precision.FP32, Precision.FP16])
+def test_a_skipped_step_moves_no_router(precision: Precision) -> None:
+    engine, batch = engine_of(precision), batch_of((12, 7, 9, 14))
+    spec = MicroBatchSpec(num=2)
+
+    def remembered() -> dict[str, Tensor]:
+        return {name: p.detach().clone() for name, p in engine.parameters().items() if ".balance." in name}
+
+    before = remembered()
+    assert len(before) == 2 * MODEL.num_layers, "a bias and a load each"
+    assert not engine.train_batch(batch, loss_fn=infinite_loss, micro_batches=spec).success
+    assert all(torch.equal(value, before[name]) for name, value in remembered().items())
+    assert engine.train_batch(batch, micro_batches=spec).success
+    assert not any(torch.equal(value, before[name]) for name, value in remembered().items())
