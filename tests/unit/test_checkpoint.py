@@ -17,7 +17,13 @@ import torch
 from torch import Tensor
 
 from penstock.engine.checkpoint import AnotherRun, Checkpointer
-from penstock.engine.manifest import CheckpointError, CheckpointInfo, check_files, read_manifest
+from penstock.engine.manifest import (
+    CheckpointError,
+    CheckpointInfo,
+    DamagedCheckpoint,
+    check_files,
+    read_manifest,
+)
 from penstock.parallel import Layout
 
 IDENTITY = {"model.num_layers": 2, "optimizer.learning_rate": 0.001}
@@ -216,6 +222,33 @@ def test_a_damaged_checkpoint_is_refused_by_name_and_the_one_before_taken(
     [record] = caplog.records
     assert "step-00000003 is refused" in record.getMessage()
     assert re.search(reason, record.getMessage())
+
+
+@pytest.mark.shows(97)
+def test_damage_to_any_one_file_is_found_however_many_ranks_share_the_reading(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.engine.checkpoint._FILE_BYTES", 600)
+    _save(tmp_path, [1, 2])
+    newest = tmp_path / "step-00000002"
+    info = read_manifest(newest)
+    assert len(info.files) >= 5
+    for name in info.files:
+        # Its size stays, so that only its checksum can tell.
+        _flip(newest / name)
+        found = _checkpointer(tmp_path).latest()
+        assert found is not None and found.step == 1, name
+        for num_shares in range(1, len(info.files) + 2):
+            refused = []
+            for share in range(num_shares):
+                try:
+                    check_files(info, share, num_shares)
+                except DamagedCheckpoint as error:
+                    refused.append(str(error))
+            assert refused == [f"its {name} was altered: the checksum differs"], "one rank, and it names the file"
+        _flip(newest / name)
+        found = _checkpointer(tmp_path).latest()
+        assert found is not None and found.step == 2
 
 
 @pytest.mark.shows(97)

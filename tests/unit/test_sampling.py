@@ -98,6 +98,32 @@ def test_ties_with_the_last_of_top_k_are_kept() -> None:
 
 
 @pytest.mark.shows(63)
+@pytest.mark.parametrize(
+    ("top_p", "left"),
+    [(0.001, 1), (0.399, 1), (0.401, 2), (0.699, 2), (0.701, 3), (0.899, 3), (0.901, 4), (0.999, 4)],
+)
+def test_the_token_that_reaches_top_p_is_kept_and_the_next_one_is_not(top_p: float, left: int) -> None:
+    """Of 0.4, 0.3, 0.2 and 0.1 the first 1, 2, 3 and 4 together have 0.4, 0.7, 0.9 and 1."""
+    for order in ([0, 1, 2, 3], [3, 1, 0, 2]):
+        logits = [math.log((0.4, 0.3, 0.2, 0.1)[rank]) for rank in order]
+        assert {order[token] for token in kept(logits, SamplingParams(top_p=top_p))} == set(range(left))
+    # The same of what top-k leaves of more tokens: 4/7 and 3/7.
+    first_alone = SamplingParams(top_k=2, top_p=4 / 7 - 0.001, chained=True)
+    logits = [math.log(p) for p in (0.1, 0.4, 0.2, 0.3)]
+    assert kept(logits, first_alone) == [1]
+    assert kept(logits, replace(first_alone, top_p=4 / 7 + 0.001)) == [1, 3]
+
+
+@pytest.mark.shows(63)
+@pytest.mark.parametrize(("top_p", "left"), [(0.25, 1), (0.26, 2), (0.5, 2), (0.51, 3), (0.75, 3), (0.76, 4)])
+def test_equally_likely_tokens_are_kept_until_they_have_top_p_exactly(top_p: float, left: int) -> None:
+    """Four of 0.25 each, exactly: as many as are needed and no more, though others are as likely."""
+    assert len(kept([1.5] * 4, SamplingParams(top_p=top_p))) == left
+    # Others that can hardly be drawn change nothing of it.
+    assert len(kept([-200.0, 1.5, 1.5, -200.0, 1.5, 1.5], SamplingParams(top_p=top_p))) == left
+
+
+@pytest.mark.shows(63)
 @pytest.mark.parametrize("params", [SamplingParams(top_p=1e-9), SamplingParams(top_k=1, top_p=1e-9, chained=True)])
 def test_one_token_is_always_left(params: SamplingParams) -> None:
     assert kept(TIED, params) == [0]
