@@ -63,6 +63,7 @@ KINDS = {
     "another seed": SamplingParams(seed=7),
     "top-k": SamplingParams(top_k=2),
     "top-p": SamplingParams(top_p=0.3),
+    "both": SamplingParams(top_k=20, top_p=0.5),
     "chained": SamplingParams(top_k=20, top_p=0.5, chained=True),
     "short": SamplingParams(max_new_tokens=3),
     "ends": SamplingParams(end_tokens=EVEN),
@@ -83,6 +84,9 @@ def test_each_request_of_a_mixed_call_gets_what_it_gets_alone() -> None:
         own = seen[kind] = [answer for answer in mixed if answer.prompt == number]
         alone = list(engine.generate([prompt], params))
         assert [_all_of(answer) for answer in own] == [_all_of(answer) for answer in alone], kind
+        plain = replace(KINDS["plain"], max_new_tokens=12)
+        if params != plain:
+            assert [_all_of(answer) for answer in own] != [_all_of(a) for a in engine.generate([prompt], plain)], kind
     assert [len(seen[kind][0].tokens) for kind in ("plain", "short")] == [12, 3]
     assert len(seen["several"]) == 3 and seen["ends"][0].ending is seen["ends late"][0].ending is Ending.END_TOKEN
     assert len(seen["ends"][0].tokens) <= 6 < len(seen["ends late"][0].tokens)
@@ -105,7 +109,7 @@ def test_the_same_prompt_is_drawn_by_each_kinds_own_parameters() -> None:
         kept[kind] = (~answer.filter_mask[0]).sum().item()
     assert kept["plain"] == kept["warm"] == kept["cold"] == kept["another seed"] == CONFIG.vocab_size
     assert kept["top-k"] == 2 and 1 <= kept["top-p"] < 20
-    assert kept["chained"] <= 20 and kept["ends late"] == CONFIG.vocab_size // 2
+    assert kept["chained"] < kept["both"] <= 20 and kept["ends late"] == CONFIG.vocab_size // 2
 
 
 # ---- the padded form
