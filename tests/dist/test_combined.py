@@ -301,38 +301,43 @@ class Launched(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def launches_of_pairs(rank: int, dense_of_cases: list[tuple[int, ...]]) -> list[list[int]]:
-    """How much each pair of a step launches where these of the three layers are dense."""
+def launches_by_kind(rank: int, cases: list[tuple[str, tuple[int, ...]]]) -> list[dict[str, list[int]]]:
+    """By kind of action, how much each one of a step launches where these of the three layers are dense."""
     found = []
-    for dense in dense_of_cases:
+    for schedule, dense in cases:
         experts = replace(EXPERTS, microbatch_loss=0.0, num_dense_first=0, dense_layers=dense)
-        engine = engine_of(Run("combined", 4), Layout(dp=2, ep=2), model=config(3, experts=experts))
-        of_pairs, begin, end = [], engine.recorder.begin, engine.recorder.end
+        engine = engine_of(Run(schedule, 4), Layout(dp=2, ep=2), model=config(3, experts=experts))
+        of_steps: dict[str, list[int]] = {}
+        begin, end = engine.recorder.begin, engine.recorder.end
         with Launched() as launched:
 
             def at_begin(action: Any, begin: Any = begin, launched: Launched = launched) -> Record:
                 launched.count = 0
                 return begin(action)
 
-            def at_end(record: Record, end: Any = end, launched: Launched = launched, log: list[int] = of_pairs):
-                if isinstance(record.action, Pair):
-                    log.append(launched.count)
+            def at_end(record: Record, end: Any = end, launched: Launched = launched, log: Any = of_steps) -> None:
+                kind = "pair" if isinstance(record.action, Pair) else record.action.op.name
+                log.setdefault(kind, []).append(launched.count)
                 end(record)
 
             engine.recorder.begin, engine.recorder.end = at_begin, at_end  # type: ignore[method-assign]
             engine.train_batch(batches(engine.grid.dp_rank, 4)[0], micro_batches=MicroBatchSpec(num=4))
         engine.close()
         engine.grid.close()
-        found.append(of_pairs)
+        found.append({kind: of_steps[kind] for kind in ("F", "B", "pair") if kind in of_steps})
     return found
 
 
 @pytest.mark.shows(39)
-def test_dense_layers_launch_nothing_in_a_pair():
-    cases = [(0, 1, 2), (0, 2), (1,), ()]
-    for of_cases in run_ranks(2, launches_of_pairs, cases, timeout_s=60.0):
-        # A sparse layer: sizes, rows there and back; its gradients there and back.
-        assert of_cases == [[5 * (3 - len(dense))] * 3 for dense in cases]
+def test_dense_layers_launch_nothing_in_a_pair_or_alone():
+    cases = [("combined", dense) for dense in ((0, 1, 2), (0, 2), (1,), ())] + [("1f1b", (0, 1, 2)), ("1f1b", (1,))]
+    for found in run_ranks(2, launches_by_kind, cases, timeout_s=60.0):
+        for (schedule, dense), counts in zip(cases, found, strict=True):
+            # A sparse layer: sizes, rows there and back; its gradients there and back.
+            num_sparse = 3 - len(dense)
+            num_alone, pairs = (1, {"pair": [5 * num_sparse] * 3}) if schedule == "combined" else (4, {})
+            alone = {"F": [3 * num_sparse] * num_alone, "B": [2 * num_sparse] * num_alone}
+            assert counts == alone | pairs, (schedule, dense)
 
 
 class Telling(Collectives):
