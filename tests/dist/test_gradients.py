@@ -14,7 +14,19 @@ from torch import Tensor, nn
 from penstock.engine.learning_rate import LearningRate
 from penstock.engine.optimizer import Optimizer, OptimizerConfig, Update
 from penstock.engine.scaler import LossScaler, LossScalerConfig
+from penstock.model import Sequences
 from penstock.parallel import GradientBuckets, Grid, Layout, gather_json, sum_tied
+from penstock.runtime import (
+    Boundary,
+    Executor,
+    Feed,
+    InProcessHub,
+    InProcessTransport,
+    Recorder,
+    Stage,
+    run_together,
+)
+from penstock.schedule import build, lower
 from tests.dist.launch import run_ranks
 
 CPU = torch.device("cpu")
@@ -148,6 +160,97 @@ def test_bucket_sums_equal_a_reduction_parameter_by_parameter(dtype: torch.dtype
         assert seen["equal"] == dict.fromkeys(SHAPES, True)
         assert seen["launched"] == seen["buckets"], "each bucket once, in its order"
         assert len(seen["buckets"]) == (len(SHAPES) if cap_bytes == 0 else 2)
+
+
+class _Failing(nn.Module):
+    """A layer that fails in the forward or the backward of one microbatch, if told so."""
+
+    def __init__(self, stage: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4, generator=torch.Generator().manual_seed(stage)))
+        self.fails_in: tuple[str, int] | None = None
+        self.num_forwards = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        number, self.num_forwards = self.num_forwards, self.num_forwards + 1
+        if self.fails_in == ("forward", number):
+            raise ZeroDivisionError("made to fail")
+        y = x + torch.tanh(x @ self.weight)
+        if self.fails_in == ("backward", number):
+            y.register_hook(lambda gradient: 1 / 0)
+        return y
+
+
+class _Pipeline:
+    """Two stages in this process, and their gradients, which are summed over the ranks of a group."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        program, hub = lower(build("1f1b", ranks=2, microbatches=3)), InProcessHub()
+        self.layers = [_Failing(stage) for stage in range(2)]
+        self.buckets = [GradientBuckets(list(layer.named_parameters()), group) for layer in self.layers]
+        self.reduced: list[int] = []
+        self.executors = [
+            Executor(
+                program,
+                number,
+                {number: Stage(number, [("layer", layer)], Boundary(4, torch.float32))},
+                InProcessTransport(hub, number),
+                Recorder(number),
+                reduce=self._reduce,
+            )
+            for number, layer in enumerate(self.layers)
+        ]
+
+    def _reduce(self, stage: int) -> None:
+        self.reduced.append(stage)
+        self.buckets[stage].launch()
+
+    def step(self, seed: int) -> tuple[list[Tensor], list[Tensor], list[int]]:
+        """The losses, the summed gradients and which stages were reduced, in their order."""
+        self.reduced.clear()
+        for layer, buckets in zip(self.layers, self.buckets, strict=True):
+            layer.num_forwards = 0
+            buckets.zero_()
+        generator = torch.Generator().manual_seed(seed)
+        feeds = [
+            Feed(n, Sequences.from_lengths([n]), torch.randn(n, 4, generator=generator), torch.sum) for n in (3, 1, 2)
+        ]
+        losses = run_together(self.executors, [feeds] * 2)[1]
+        for buckets in self.buckets:
+            buckets.wait()
+        return losses, [buckets.gradient("weight").clone() for buckets in self.buckets], list(self.reduced)
+
+
+FAILURES = {
+    "in the last stage's first forward": (1, ("forward", 0), []),
+    "in the last stage's second backward": (1, ("backward", 1), []),
+    "when the last stage is reduced already": (0, ("backward", 2), [1]),
+}
+
+
+def _step_after_failures(rank: int) -> list[tuple[str, list[int], bool, list[int]]]:
+    group = Layout(dp=2).connect(CPU).dp_cp_group
+    pipeline, found = _Pipeline(group), []
+    for name, (stage, place, _) in FAILURES.items():
+        pipeline.layers[stage].fails_in = place
+        with pytest.raises(ZeroDivisionError):
+            pipeline.step(seed=rank)
+        reduced_before = list(pipeline.reduced)
+        pipeline.layers[stage].fails_in = None
+        losses, gradients, reduced = pipeline.step(seed=10 + rank)
+        other_losses, other_gradients, _ = _Pipeline(group).step(seed=10 + rank)
+        own = _Pipeline(None).step(seed=10 + rank)[1]
+        equal = all(torch.equal(a, b) for a, b in zip(losses, other_losses, strict=True))
+        equal &= all(torch.equal(a, b) for a, b in zip(gradients, other_gradients, strict=True))
+        summed = not any(torch.equal(a, b) for a, b in zip(gradients, own, strict=True))
+        found.append((name, reduced_before, equal and summed, reduced))
+    return found
+
+
+@pytest.mark.shows(34)
+def test_a_pipelines_step_after_a_failed_one_reduces_as_if_nothing_had_happened() -> None:
+    for found in run_ranks(2, _step_after_failures):
+        assert found == [(name, reduced, True, [1, 0]) for name, (_, _, reduced) in FAILURES.items()]
 
 
 # ---- tied parameters and the optimizer over a pipeline
