@@ -74,7 +74,7 @@ def documents() -> list[list[Tensor]]:
     return [[torch.randint(0, 48, (n,), generator=generator) for n in step] for step in lengths]
 
 
-def train(case: Case, layout: Layout) -> Outcome:
+def train(case: Case, layout: Layout, steps: list[list[Tensor]] | None = None) -> Outcome:
     config = ModelConfig(
         48,
         24,
@@ -104,7 +104,7 @@ def train(case: Case, layout: Layout) -> Outcome:
             PackedBatch.from_documents(step[engine.grid.dp_rank :: layout.dp]),
             micro_batches=MicroBatchSpec(num=case.num_microbatches),
         )
-        for step in documents()
+        for step in steps or documents()
     ]
     trained = [name for buckets in engine.gradients.values() for name in buckets.gradients]
     outcome = Outcome(
@@ -217,6 +217,32 @@ def test_ranks_that_share_a_predicting_head_learn_what_one_learns(layouts: list[
             assert "prediction" in outcomes[number].extras[0][0]
             held |= {name for name in outcomes[number].shards if name.startswith("head.")}
         assert "head.embedding.weight" in held and "head.predictions.0.attention.q.weight" in held
+
+
+def train_with_padding(rank: int, layout: Layout) -> list[Outcome]:
+    """Microbatches of 3, 5, 1, 4, 9 and 7 tokens, which two tensor-parallel ranks divide after padding alone."""
+    generator = torch.Generator().manual_seed(6)
+    lengths = ((3, 5), (1, 4), (9, 7))
+    steps = [[torch.randint(0, 48, (n,), generator=generator) for n in step] for step in lengths]
+    experts = replace(LAYOUT_FREE, shared_size=0)
+    cases = [Case(experts, num_microbatches=2, precision=Precision.FP64, recompute=way) for way in ("none", "full")]
+    return [train(case, layout, steps) for case in cases]
+
+
+@pytest.mark.shows(47)
+def test_padding_changes_neither_routing_nor_its_losses() -> None:
+    (alone,) = run_ranks(1, train_with_padding, Layout())
+    for outcomes in run_ranks(2, train_with_padding, Layout(tp=2)):
+        for found, expected in zip(outcomes, alone, strict=True):
+            check_equal(found, expected, Layout(tp=2))
+            assert {"sequence_balance", "global_balance", "z"} <= set(found.extras[0][0])
+            # What was counted: each expert's share of the last step's 16 tokens, two to each.
+            loads = {name: value for name, value in found.parameters.items() if name.endswith("balance.load")}
+            assert loads
+            for name, load in loads.items():
+                assert torch.equal(load, expected.parameters[name])
+                tokens = load * 2 * 16 / len(load)
+                assert torch.equal(tokens, tokens.round()) and int(tokens.sum()) == 2 * 16
 
 
 def check_equal(found: Outcome, expected: Outcome, layout: Layout) -> None:
