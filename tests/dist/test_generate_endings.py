@@ -63,6 +63,46 @@ def test_all_ranks_leave_with_the_same_answers_however_they_end(pp: int) -> None
     assert run_ranks(pp, all_endings, pp) == [expected] * pp
 
 
+ENDS = tuple(range(0, CONFIG.vocab_size, 2))
+"""Half of the vocabulary, so that an answer rarely has more than a few tokens."""
+BOUNDS = ((0, 1), (1, 1), (0, 12), (3, 12), (7, 12), (12, 12))
+"""The fewest and the most new tokens."""
+
+
+def bounded(rank: int, temperature: float) -> list[list[tuple[int, ...]]]:
+    """The answers to the same prompts under each of the bounds, in a call each and then all in one call."""
+    engine, prompts = make_engine(2), random_prompts([3, 1, 6, 2])
+    params = [
+        SamplingParams(temperature=temperature, min_new_tokens=least, max_new_tokens=most, end_tokens=ENDS)
+        for least, most in BOUNDS
+    ]
+    found = [[answer.tokens for answer in engine.generate(prompts, one)] for one in params]
+    mixed = engine.generate([prompts[0]] * len(params), params)
+    found.append([answer.tokens for answer in mixed])
+    engine.close()
+    engine.grid.close()
+    return found
+
+
+@pytest.mark.shows(65)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_answers_keep_to_the_fewest_and_the_most_tokens_that_were_asked_for(temperature: float) -> None:
+    first, second = run_ranks(2, bounded, temperature)
+    assert first == second
+    *calls, mixed = first
+    cases = [(bounds, tokens) for bounds, call in zip(BOUNDS, calls, strict=True) for tokens in call]
+    cases += zip(BOUNDS, mixed, strict=True)
+    for (least, most), tokens in cases:
+        ended = [place for place, token in enumerate(tokens) if token in ENDS]
+        assert max(least, 1) <= len(tokens) <= most
+        assert all(place >= least for place in ended), "no end token comes before the fewest"
+        # The first end token, and nothing else but length, ends an answer.
+        assert ended == [len(tokens) - 1] if ended else len(tokens) == most
+    lengths = {bounds: [len(tokens) for tokens in call] for bounds, call in zip(BOUNDS, calls, strict=True)}
+    assert min(lengths[0, 12]) < 3, "answers that would not have ended earlier show nothing"
+    assert lengths[0, 1] == lengths[1, 1] == [1] * 4 and lengths[12, 12] == [12] * 4
+
+
 def failing_stage(rank: int) -> str:
     """What each rank is told when the second one's stage fails in the middle."""
     engine = Engine(decoder_units(CONFIG), CONFIG.hidden_size, Layout(pp=3), EngineOptions(timeout_s=6))
