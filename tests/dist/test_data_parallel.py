@@ -153,8 +153,15 @@ def refusals(rank: int) -> list[tuple[type, str]]:
     masked = relabelled(good, torch.full((10,), NO_LABEL))
     other = PackedBatch.from_documents([torch.arange(5), torch.arange(5)])
     single = PackedBatch.from_documents([torch.arange(6)])
+    # As many tokens in as many sequences, of other documents.
+    alike = PackedBatch.from_documents([torch.arange(6), torch.arange(4)], ids=(7, 8))
     raised = []
-    for batch in (masked, other if engine.grid.rank == 1 else good, single if engine.grid.dp_rank == 1 else good):
+    for batch in (
+        masked,
+        other if engine.grid.rank == 1 else good,
+        single if engine.grid.dp_rank == 1 else good,
+        alike if engine.grid.rank == 3 else good,
+    ):
         try:
             engine.train_batch(batch, micro_batches=MicroBatchSpec(num=2))
         except (ValueError, PipelineError) as error:
@@ -171,12 +178,15 @@ def refusals(rank: int) -> list[tuple[type, str]]:
 def test_what_one_rank_can_not_do_no_rank_starts() -> None:
     by_rank = run_ranks(4, refusals, timeout_s=60.0)
     assert by_rank == [by_rank[0]] * 4
-    (zero, zero_text), (differing, differing_text), (too_few, too_few_text) = by_rank[0]
+    (zero, zero_text), (differing, differing_text), (too_few, too_few_text), (alike, alike_text) = by_rank[0]
     assert zero is ZeroLossWeight and "at least one token must carry loss" in zero_text
     assert differing is PipelineError
     assert "(dp 0, pp 0, cp 0, tp 0) has 2 items" in differing_text
     assert "(dp 0, pp 1, cp 0, tp 0) has 2 items" in differing_text
     assert too_few is TooFewItems and "2 microbatches" in too_few_text
+    assert alike is PipelineError and "(dp 0," not in alike_text
+    views = [f"(dp 1, pp {pp}, cp 0, tp 0) has 2 items, 10 tokens, digest " for pp in range(2)]
+    assert all(view in alike_text for view in views)
 
 
 def fail_on_one_rank(rank: int) -> str:
