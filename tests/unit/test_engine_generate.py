@@ -24,7 +24,7 @@ def make() -> Engine:
     return engine
 
 
-def tokens(answers: Sequence[Generated]) -> list[tuple[int, ...]]:
+def tokens(answers: GenerateResult) -> list[tuple[int, ...]]:
     return [answer.tokens for answer in answers]
 
 
