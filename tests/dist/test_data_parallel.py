@@ -2,6 +2,9 @@
 
 import threading
 import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -14,9 +17,10 @@ from penstock.data import NO_LABEL, TooFewItems, split
 from penstock.engine import Engine, EngineOptions, Normalize, Precision, ZeroLossWeight
 from penstock.engine.optimizer import OptimizerConfig
 from penstock.model import ModelConfig, Sequences, cross_entropy_sum, decoder_units
-from penstock.runtime import PipelineError, TransportError
+from penstock.runtime import Executor, Feed, PipelineError, TransportError
 from penstock.schedule import Action, Op
 from tests.dist.launch import run_outcomes, run_ranks
+from tests.host_waits import HostWaits
 
 CONFIG = ModelConfig(
     vocab_size=40, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=2, tie_embeddings=True
@@ -109,6 +113,48 @@ def test_gradients_of_two_pipelines_are_those_of_one_process(pp: int, dp: int) -
                 assert (gradient - gradients[name]).abs().max() <= TOLERANCE, (mode, name)
             seen |= its_gradients.keys()
         assert seen == gradients.keys()
+
+
+def cost_of_the_loss(
+    rank: int, layout: Layout, numbers: Sequence[int]
+) -> list[tuple[float, Counter[str], Counter[str]]]:
+    """By number of microbatches: the loss, what was read back since the first forward, and all of the collectives."""
+    found, run = [], Executor.run
+    for number in numbers:
+        engine, since_start, whole_step, watching = (
+            engine_of(layout.pp, layout.dp),
+            HostWaits(),
+            HostWaits(),
+            ExitStack(),
+        )
+
+        def watched(executor: Executor, feeds: Sequence[Feed], waits: Any = since_start, stack: Any = watching) -> Any:
+            stack.enter_context(waits.watch())
+            return run(executor, feeds)
+
+        Executor.run = watched  # type: ignore[method-assign]
+        with whole_step.watch(), watching:
+            result = engine.train_batch(batch_of(engine.grid.dp_rank), micro_batches=MicroBatchSpec(num=number))
+        Executor.run = run
+        assert result.num_microbatches == number
+        found.append((result.loss, since_start.reads, whole_step.collectives))
+        engine.close()
+        engine.grid.close()
+    return found
+
+
+@pytest.mark.shows(28)
+def test_the_loss_costs_no_more_readings_and_collectives_for_more_microbatches() -> None:
+    loss, _ = reference("global", 2)
+    for pp in (1, 2):
+        ranks = run_ranks(2 * pp, cost_of_the_loss, Layout(pp=pp, dp=2), (1, 2, 5), timeout_s=60.0)
+        for (one, reads, collectives), *others in ranks:
+            assert one == pytest.approx(loss, abs=TOLERANCE, rel=0)
+            for several, its_reads, its_collectives in others:
+                assert several == pytest.approx(loss, abs=TOLERANCE, rel=0)
+                assert its_reads == reads and 0 < reads.total() <= 6
+                assert its_collectives == collectives and collectives.total() > 0
+        assert len({tuple(loss for loss, *_ in found) for found in ranks}) == 1, "every rank has the same bits"
 
 
 def reductions_of(rank: int, name: str, num_microbatches: int) -> list[Any]:

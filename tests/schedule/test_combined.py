@@ -1,12 +1,26 @@
 """Combined 1F1B: fused pairs that never need each other, at twice the lead."""
 
 import re
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 
-from penstock.schedule import Action, Costs, Op, Pair, ScheduleError, build, from_csv, lower, simulate, verify
-from penstock.schedule.actions import parts
+from penstock.schedule import (
+    Action,
+    Costs,
+    Op,
+    Pair,
+    Schedule,
+    ScheduleError,
+    build,
+    from_csv,
+    lower,
+    simulate,
+    verify,
+)
+from penstock.schedule.actions import flatten, parts
+from penstock.schedule.builders import combined
 from penstock.schedule.builders.orders import backwards, forwards, fuse_turns
 from tests.schedule.families import built, lowered
 
@@ -108,6 +122,44 @@ def test_without_the_additional_forward_the_last_rank_would_pair_a_forward_with_
             passes = [pass_over(placement, last, 2 * p, p) for pass_over in (forwards, backwards)]
             with pytest.raises(ValueError, match=f"{p * v - 1}B0 needs {p * v - 1}F0"):
                 fuse_turns(*passes, warm_up=(v - 1) * p)
+
+
+@pytest.mark.shows(52)
+@pytest.mark.parametrize("name", ["combined-1f1b", "combined-interleaved"])
+def test_with_one_warm_up_forward_less_the_builders_schedule_is_refused(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The builder's own code, started with a forward less on every rank, makes a pair that needs itself."""
+    sizes = [(p, v, m) for p, v, m in GRID if 2 * p <= m <= 17 and (v == 1 or name == "combined-interleaved")]
+    whole = combined.warm_up
+    monkeypatch.setattr(combined, "warm_up", lambda placement, rank, size: whole(placement, rank, size) - 1)
+    for p, v, m in sizes:
+        with pytest.raises(ValueError, match=f"^{p * v - 1}B0 needs {p * v - 1}F0, so they cannot be one pair$"):
+            build(name, ranks=p, microbatches=m, stages_per_rank=v)
+    assert len(sizes) > 20
+
+
+def fewer_forwards(schedule: Schedule, rank: int, fewer: int) -> Schedule:
+    """The schedule, whose rank starts with so many forwards less: each later one is paired with a later backward."""
+    order = schedule.orders[rank]
+    own = {op: [a for a in flatten(order) if (a.op is Op.F) == (op is Op.F)] for op in (Op.F, Op.B)}
+    warm_up = next(at for at, step in enumerate(order) if isinstance(step, Pair)) - fewer
+    orders = list(schedule.orders)
+    orders[rank] = tuple(fuse_turns(own[Op.F], own[Op.B], warm_up))
+    return replace(schedule, orders=tuple(orders))
+
+
+@pytest.mark.shows(52)
+@pytest.mark.parametrize("p", range(2, 9))
+def test_the_proof_refuses_the_builders_schedule_where_a_rank_pairs_too_early(p: int) -> None:
+    """One forward less may still do on a rank before the last, which starts with one to spare; a second never does."""
+    schedule = build("combined-1f1b", ranks=p, microbatches=3 * p)
+    with pytest.raises(ValueError, match=f"{p - 1}B0 needs {p - 1}F0"):
+        fewer_forwards(schedule, p - 1, 1)
+    for rank in range(p - 1):
+        verify(lower(fewer_forwards(schedule, rank, 1)))
+        with pytest.raises(ScheduleError, match=r"deadlock"):
+            verify(lower(fewer_forwards(schedule, rank, 2)))
 
 
 def test_a_file_with_such_a_pair_is_refused_by_its_cell():
