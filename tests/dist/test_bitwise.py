@@ -90,7 +90,7 @@ def engine_run(case: Case, pp: int) -> Outcome:
     ]
     gradients = {name: engine.gradient(name).clone() for name in engine.parameters()}
     weights = {name: p.detach().clone() for name, p in engine.parameters().items()}
-    assert engine.transport.num_pending() == 0
+    assert engine.pipeline.transport.num_pending() == 0
     engine.close()
     engine.grid.close()
     return [r.loss for r in results], [r.grad_norm for r in results], gradients, weights

@@ -15,7 +15,6 @@ from penstock.engine import Engine, EngineOptions
 from penstock.engine.learning_rate import LearningRate
 from penstock.engine.optimizer import OptimizerConfig
 from penstock.engine.options import Precision
-from penstock.engine.overlap import vain_overlap
 from penstock.engine.schedules import ScheduleChoice
 from penstock.model import (
     Collectives,
@@ -201,7 +200,7 @@ def note(engine: Engine) -> list[str]:
     """Have all expert halves of a rank's stages tell of their segments, and the stages of weight gradients."""
     log: list[str] = []
     owners: dict[int, str] = {}
-    for stage in engine.stages.values():
+    for stage in engine.pipeline.stages.values():
         for name, module in stage.units:
             layer = name.split(".")[1] if name.startswith("layers") else name
             if isinstance(module, ExpertHalf):
@@ -360,7 +359,7 @@ def launches(rank: int, cases: list[tuple[Run, Layout]]) -> list[list[tuple[str,
     found = []
     for run, layout in cases:
         engine, log = engine_of(run, layout), []
-        for stage in engine.stages.values():
+        for stage in engine.pipeline.stages.values():
             for name, module in stage.units:
                 if isinstance(module, ExpertHalf):
                     module.collectives = Telling(module.collectives, name, engine, log)
@@ -395,7 +394,7 @@ def told_of_overlap(rank: int, cases: list[tuple[Run, Layout, tuple[int, ...]]])
     for run, layout, dense in cases:
         experts = replace(EXPERTS, num_dense_first=0, dense_layers=dense)
         engine = engine_of(run, layout, model=config(4, experts=experts))
-        found.append(vain_overlap(engine, run.num_microbatches))
+        found.append(engine.pipeline.vain_overlap(run.num_microbatches))
         engine.close()
         engine.grid.close()
     return found

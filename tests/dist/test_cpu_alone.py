@@ -7,8 +7,8 @@ import torch
 
 from penstock import Engine, Layout, MicroBatchSpec, PackedBatch, SamplingParams
 from penstock.engine import EngineOptions, Precision
-from penstock.engine.forward import token_scores
 from penstock.engine.schedules import ScheduleChoice
+from penstock.engine.scorer import token_scores
 from penstock.model import ModelConfig, decoder_units
 from penstock.schedule import names
 from tests.dist.launch import run_ranks

@@ -161,7 +161,7 @@ def reductions_of(rank: int, name: str, num_microbatches: int) -> list[Any]:
     """Per bucket: how often it was reduced, and after which action of this rank."""
     engine = engine_of(2, 2, name)
     launched = []
-    for number, buckets in engine.gradients.items():
+    for number, buckets in engine.trainer.gradients.items():
         original = buckets.launch
 
         def launch(original: Any = original, number: int = number) -> None:
@@ -260,9 +260,9 @@ def fail_on_one_rank(rank: int) -> str:
     except ArithmeticError:
         # What is under way can not be taken back, so the engine must not go on as if nothing had happened.
         with pytest.raises(TransportError, match="make a new engine"):
-            engine.executor(2).run(
+            engine.pipeline.executor(2, engine.trainer.start_reduction).run(
                 [
-                    engine.feed(m, lambda output, _: output.sum())
+                    engine.pipeline.feed(m, lambda output, _: output.sum())
                     for m in split(batch, MicroBatchSpec(num=2)).microbatches
                 ]
             )

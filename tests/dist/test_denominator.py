@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock import Engine, Layout, MicroBatchSpec, PackedBatch
-from penstock.engine import EngineOptions, Precision, train
+from penstock.engine import EngineOptions, Precision, trainer
 from penstock.engine.optimizer import OptimizerConfig
 from penstock.model import ModelConfig, decoder_units
 from tests.dist.launch import run_ranks
@@ -33,10 +33,10 @@ def step(rank: int, layout: Layout) -> dict[str, Any]:
         precision=Precision.FP64, optimizer=OptimizerConfig(clip_norm=None), timeout_s=30.0, device="cpu"
     )
     engine = Engine(decoder_units(CONFIG), CONFIG.hidden_size, layout, options)
-    buckets = {b.gradients.data_ptr(): b.gradients for g in engine.gradients.values() for b in g.buckets}
+    buckets = {b.gradients.data_ptr(): b.gradients for g in engine.trainer.gradients.values() for b in g.buckets}
     totals: list[list[float]] = []
     reductions: list[tuple[str, Tensor, int]] = []
-    factors, all_reduce = train.loss_factors, dist.all_reduce
+    factors, all_reduce = trainer.loss_factors, dist.all_reduce
 
     def spy_on_factors(mode: Any, weights: Any, rank_totals: Any) -> Any:
         assert not any(gradients.any() for gradients in buckets.values()), "before any backward"
@@ -48,8 +48,8 @@ def step(rank: int, layout: Layout) -> dict[str, Any]:
             reductions.append((str(op), tensor.clone(), tensor.data_ptr()))
         return all_reduce(tensor, op=op, **rest)
 
-    engine.zero_gradients()
-    train.loss_factors, dist.all_reduce = spy_on_factors, spy_on_sums
+    engine.trainer.zero_gradients()
+    trainer.loss_factors, dist.all_reduce = spy_on_factors, spy_on_sums
     engine.train_batch(batch(engine.grid.dp_rank), loss_weight_fn=weight, micro_batches=MicroBatchSpec(num=2))
     engine.close()
     engine.grid.close()

@@ -47,8 +47,8 @@ def all_endings(rank: int, pp: int) -> list[Any]:
         assert sorted(told) == (list(range(len(lengths))) if rank == 0 else [])
         assert all(ended(answer) == ended(result[number]) for number, answer in told.items())
         assert len(set(result.num_forwards)) == 1, "a stage has computed what others have not"
-        assert engine.transport.num_pending() == 0
-        assert engine._generator is not None and engine._generator.host.num_pending() == 0
+        assert engine.pipeline.transport.num_pending() == 0
+        assert engine.generator is not None and engine.generator.host.num_pending() == 0
         found.append(plain(result))
     engine.close()
     engine.grid.close()
@@ -106,7 +106,7 @@ def test_answers_keep_to_the_fewest_and_the_most_tokens_that_were_asked_for(temp
 def failing_stage(rank: int) -> str:
     """What each rank is told when the second one's stage fails in the middle."""
     engine = Engine(decoder_units(CONFIG), CONFIG.hidden_size, Layout(pp=3), EngineOptions(timeout_s=6))
-    [stage] = engine.stages.values()
+    [stage] = engine.pipeline.stages.values()
     decode, num_visits = stage.decode, 0
 
     def decode_twice(*arguments: Any) -> torch.Tensor:

@@ -51,8 +51,8 @@ def answers(rank: int, layout: Layout, num_local_stages: int) -> list[Any]:
     for share in SHARES:
         for options in OPTIONS:
             result = engine.generate(prompts_of(engine.grid.dp_rank, share[engine.grid.dp_rank]), PARAMS, options)
-            assert engine.transport.num_pending() == 0
-            assert engine._generator is not None and engine._generator.host.num_pending() == 0
+            assert engine.pipeline.transport.num_pending() == 0
+            assert engine.generator is not None and engine.generator.host.num_pending() == 0
             found.append([(answer.tokens, answer.log_probs, answer.ending) for answer in result])
     close(engine)
     return found

@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from penstock.engine.learning_rate import LearningRate
-from penstock.engine.optimizer import Optimizer, OptimizerConfig, Update
-from penstock.engine.scaler import LossScaler, LossScalerConfig
+from penstock.engine.optimizer import LossScaler, LossScalerConfig, Optimizer, OptimizerConfig, Update
 from penstock.model import Sequences
 from penstock.parallel import GradientBuckets, Grid, Layout, gather_json, sum_tied
 from penstock.runtime import (

@@ -20,7 +20,7 @@ from torch import Tensor
 from penstock import Engine, Layout, MicroBatchSpec, PackedBatch, SamplingParams
 from penstock.data import NO_LABEL
 from penstock.engine import EngineOptions, GenerateOptions
-from penstock.engine.forward import token_scores
+from penstock.engine.scorer import token_scores
 from penstock.model import ModelConfig, decoder_units
 from tests.dist.launch import run_ranks
 
@@ -78,7 +78,7 @@ def train(engine: Engine, others: list[Callable[[Engine, int], None]]) -> dict[s
         "losses": [r.loss for r in results],
         "norms": [r.grad_norm for r in results],
         "state": {name: value.clone() for name, value in engine.state().items() if isinstance(value, Tensor)},
-        "pending": engine.transport.num_pending(),
+        "pending": engine.pipeline.transport.num_pending(),
         "random": torch.get_rng_state(),
     }
     engine.close()

@@ -39,7 +39,7 @@ def trace(rank: int, names: tuple[str, ...]) -> dict[str, Seen]:
         found[name] = Seen(
             [(record.action, record.begin_ns, record.end_ns) for record in engine.recorder.records()],
             [(t.num_bytes, t.launch_ns, t.wait_ns) for t in travels],
-            {n: [b.gradients.nbytes for b in buckets.buckets] for n, buckets in engine.gradients.items()},
+            {n: [b.gradients.nbytes for b in buckets.buckets] for n, buckets in engine.trainer.gradients.items()},
         )
         assert all(t.launch_ns <= t.wait_ns <= t.taken_ns and t.launch_ns <= t.end_ns <= t.taken_ns for t in travels)
         engine.close()

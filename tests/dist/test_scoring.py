@@ -16,7 +16,7 @@ from penstock import Layout, MicroBatchSpec, PackedBatch
 from penstock.data import PartitionError, split
 from penstock.engine import Engine, EngineOptions
 from penstock.engine.context import ContextShares
-from penstock.engine.forward import PerToken, token_scores
+from penstock.engine.scorer import PerToken, token_scores
 from penstock.model import Logits, ModelConfig, Sequences, decoder_units, token_log_probs
 from penstock.runtime import PipelineError
 from tests.dist.launch import run_ranks
@@ -129,7 +129,7 @@ def score(rank: int, pp: int) -> list[dict[str, Any]]:
                 "all in one": engine.forward(batch, token_scores(), micro_batches=MicroBatchSpec(num=1)),
                 "broadcast": engine.forward(batch, hooks()["a mapping"][0], micro_batches=BUDGET, broadcast=True),
                 "results": results,
-                "pending": engine.transport.num_pending(),
+                "pending": engine.pipeline.transport.num_pending(),
             }
         )
         engine.close()

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from penstock import Engine, Layout, MicroBatchSpec, PackedBatch
-from penstock.engine import EngineOptions, unit_times
+from penstock.engine import EngineOptions, timed_cut
 from penstock.engine.schedules import ScheduleChoice
-from penstock.engine.unit_times import UnitTimes, stage_costs
+from penstock.engine.timed_cut import UnitTimes, stage_costs
 from penstock.model import ModelConfig, decoder_units
 from penstock.schedule import cut_search, to_text
 from tests.dist.launch import run_ranks
@@ -70,8 +70,8 @@ def train(case: Case, pp: int) -> Outcome:
     found = Outcome(
         losses,
         {name: p.detach().clone() for name, p in engine.parameters().items()},
-        [len(stage) for stage in engine.cut],
-        to_text(engine.program(4).schedule),
+        [len(stage) for stage in engine.pipeline.cut],
+        to_text(engine.pipeline.program(4).schedule),
     )
     engine.close()
     engine.grid.close()
@@ -91,7 +91,7 @@ def train_all(rank: int, pp: int) -> list[Outcome]:
             assert rank == 0, "the first rank measures for all"
             return [UnitTimes(*own) for own in times]
 
-        with mock.patch.object(unit_times, "times_here", given):
+        with mock.patch.object(timed_cut, "times_here", given):
             found.append(train(case, pp))
     return found
 

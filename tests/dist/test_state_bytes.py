@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 from penstock.cli.dry_run import plan_run
+from penstock.engine import Engine
+from penstock.engine.arguments import engine_arguments
 from penstock.engine.config import (
     DataSection,
     ModelSection,
@@ -15,7 +17,7 @@ from penstock.engine.config import (
     ScheduleSection,
     TrainSection,
 )
-from penstock.engine.run_parts import RunData, run_engine
+from penstock.engine.run_parts import RunData
 from penstock.parallel.buckets import StateBytes
 from tests.dist.launch import run_ranks
 
@@ -51,7 +53,7 @@ def config_of(folder: Path, index: int) -> RunConfig:
 def held(rank: int, configs: list[RunConfig]) -> list[StateBytes]:
     found = []
     for config in configs:
-        engine = run_engine(config, 256)
+        engine = Engine(*engine_arguments(config, 256))
         found.append(engine.state_bytes())
         engine.close()
         engine.grid.close()
@@ -63,7 +65,7 @@ def test_a_rank_with_both_ends_holds_a_tied_weight_once(tmp_path: Path) -> None:
     config = replace(config_of(tmp_path, 7), parallel=ParallelSection(), schedule=ScheduleSection())
     tied = replace(config, model=replace(config.model, tie_embeddings=True))
     num_elements, element_bytes = 256 * config.model.hidden_size, 4
-    apart, shared = (run_engine(one, 256).state_bytes() for one in (config, tied))
+    apart, shared = (Engine(*engine_arguments(one, 256)).state_bytes() for one in (config, tied))
     assert not config.model.tie_embeddings
     assert apart.parameters - shared.parameters == num_elements * element_bytes
     assert apart.optimizer - shared.optimizer == 2 * num_elements * element_bytes

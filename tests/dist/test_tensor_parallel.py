@@ -204,13 +204,13 @@ def trained(rank: int) -> dict[str, list[Any]]:
     found = {}
     for schedule, recompute in (("1f1b", "none"), ("1f1b", "full"), ("combined-1f1b", "none"), ("zb-h1", "full")):
         engine = engine_of(schedule, recompute=recompute)
-        sent, send = [], engine.transport.send
+        sent, send = [], engine.pipeline.transport.send
 
         def spy(channel: Any, tensor: Tensor, sent: list[Any] = sent, send: Any = send) -> None:
             sent.append(tuple(tensor.shape))
             send(channel, tensor)
 
-        engine.transport.send = spy  # type: ignore[method-assign]
+        engine.pipeline.transport.send = spy  # type: ignore[method-assign]
         results = [engine.train_batch(documents(), micro_batches=MicroBatchSpec(num=3)) for _ in range(3)]
         weights = {name: p.detach().clone() for name, p in engine.parameters().items()}
         found[f"{schedule}, {recompute}"] = [[(r.loss, r.grad_norm) for r in results], weights, sorted(set(sent))]

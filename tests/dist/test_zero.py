@@ -72,7 +72,7 @@ def trained(case: Case, zero: bool) -> dict[str, Any]:
         "continued": [answer.tokens for answer in continued],
         "evaluated": engine.evaluate([batch]),
         "weights": {name: p.detach().clone() for name, p in engine.parameters().items()},
-        "bytes": engine.optimizer.state_bytes,
+        "bytes": engine.trainer.optimizer.state_bytes,
     }
     engine.close()
     engine.grid.close()

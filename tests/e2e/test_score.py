@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from penstock.cli import score_file
 from penstock.cli.main import main
 from penstock.data import PackedBatch
+from penstock.engine import Engine
 from penstock.engine.config import ParallelSection
 from penstock.engine.config_file import read_config
 from penstock.engine.run_parts import model_config
@@ -109,8 +110,15 @@ def test_every_token_has_the_log_probability_that_the_model_gives_it(
     assert hotter[0]["log_probs"] != lines[0]["log_probs"]
 
 
+def load(folder: Path) -> Engine:
+    model = open_model(folder)
+    engine = Engine(*model.arguments(ParallelSection()))
+    model.load(engine)
+    return engine
+
+
 def test_a_model_that_is_scored_holds_its_weights_alone(folder: Path) -> None:
-    engine = open_model(folder / "run").load(ParallelSection()).engine
+    engine = load(folder / "run")
     held = engine.state_bytes()
     assert (held.gradients, held.optimizer) == (0, 0)
     own = {p.data_ptr(): p.nbytes for p in engine.parameters().values()}  # a tied weight lies there once
@@ -180,7 +188,7 @@ def test_a_hugging_face_folder_is_scored_like_the_run_it_was_made_from(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     hugging_face, ids = folder / "hugging_face", folder / "ids.jsonl"
-    open_model(folder / "run").load(ParallelSection()).engine.save_hf(hugging_face)
+    load(folder / "run").save_hf(hugging_face)
     ids.write_text("".join(json.dumps({"tokens": tokens_of(text)[0]}) + "\n" for text in TEXTS))
     for model in (folder / "run", hugging_face):
         assert main(["score", str(model), str(ids), "--output", str(folder / f"of_{model.name}.jsonl")]) == 0

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from penstock.engine.metrics import METRICS_FILE, read_metrics
+from penstock.engine.runs import METRICS_FILE, read_metrics
 
 CORPUS = "".join(f"def f{i}(x):\n    return x * {i * i} + {i}\n\n\n" for i in range(400))
 

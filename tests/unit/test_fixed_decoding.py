@@ -36,8 +36,8 @@ def params(kind: SamplingParams, count: int) -> list[SamplingParams]:
 
 
 def decoders(engine: Engine) -> list[FixedDecoder]:
-    assert engine._generator is not None
-    return [decoder for of_form in engine._generator._fixed.values() for decoder in of_form.values()]
+    assert engine.generator is not None
+    return [decoder for of_form in engine.generator._fixed.values() for decoder in of_form.values()]
 
 
 @pytest.mark.shows(72)

@@ -21,8 +21,8 @@ def engine() -> Engine:
 
 
 def caches(made: Engine) -> list[KVCache]:
-    assert made._generator is not None
-    return [cache for row in made._generator._caches.values() for cache in row if cache is not None]
+    assert made.generator is not None
+    return [cache for row in made.generator._caches.values() for cache in row if cache is not None]
 
 
 def num_tensors() -> int:

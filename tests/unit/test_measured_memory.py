@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock import schedule
-from penstock.engine.activations import KeptBytes, bytes_of, costs_of_memory, kept_bytes
+from penstock.engine.memory import KeptBytes, bytes_of, costs_of_memory, kept_bytes
 from penstock.engine.options import EngineOptions
 from penstock.model import ModelConfig, Sequences, WeightGradients, decoder_units, defer
 from penstock.model.products import TORCH

@@ -65,10 +65,10 @@ def test_a_step_between_two_generations_is_seen_also_where_both_are_one_pass() -
     with engine.fixed_weights():
         found.append(answers(engine))
         # Each layer has one for q, k and v, output, gate and up, and down; the head one.
-        assert num_packed(engine.casts) in (0, 4 * CONFIG.num_layers + 1)
+        assert num_packed(engine.pipeline.casts) in (0, 4 * CONFIG.num_layers + 1)
         engine.train_batch(batch(1), micro_batches=MicroBatchSpec(num=1))
         found.append(answers(engine))
-    assert num_packed(engine.casts) == 0, "the pass has given the memory back"
+    assert num_packed(engine.pipeline.casts) == 0, "the pass has given the memory back"
     expected.append(answers(plain, packed=False))
     plain.train_batch(batch(1), micro_batches=MicroBatchSpec(num=1))
     expected.append(answers(plain, packed=False))
@@ -81,16 +81,16 @@ def test_nothing_but_generation_packs() -> None:
     with engine.fixed_weights():
         engine.forward(batch(1))
         engine.train_batch(batch(2), micro_batches=MicroBatchSpec(num=1))
-        assert num_packed(engine.casts) == 0
+        assert num_packed(engine.pipeline.casts) == 0
 
 
 def test_a_stage_packs_beforehand_all_that_its_units_read_packed() -> None:
     engine = make()
-    stage, rows = engine.stages[0], CachedRows.of([Piece(0, 0, start=0, length=3, sampled=True)])
+    stage, rows = engine.pipeline.stages[0], CachedRows.of([Piece(0, 0, start=0, length=3, sampled=True)])
     caches = stage.new_caches(CacheSize(1, 8, torch.float32, torch.device("cpu")))
-    with torch.inference_mode(), engine.casts.kept(packed=True):
+    with torch.inference_mode(), engine.pipeline.casts.kept(packed=True):
         stage.pack_weights()
-        beforehand = dict(engine.casts._packed)
+        beforehand = dict(engine.pipeline.casts._packed)
         stage.decode(torch.tensor([5, 9, 2]), caches, rows)
-        assert engine.casts._packed.keys() == beforehand.keys()
+        assert engine.pipeline.casts._packed.keys() == beforehand.keys()
     assert len(beforehand) == 4 * CONFIG.num_layers + 1

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.engine.learning_rate import LearningRate, WeightDecay
-from penstock.engine.optimizer import Optimizer, OptimizerConfig, state_aliases
-from penstock.engine.scaler import LossScaler, LossScalerConfig
+from penstock.engine.optimizer import LossScaler, LossScalerConfig, Optimizer, OptimizerConfig, state_aliases
 from penstock.parallel import GradientBuckets
 
 SHAPES = {

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from penstock.engine.learning_rate import LearningRate, WeightDecay
-from penstock.engine.scaler import LossScaler, LossScalerConfig
+from penstock.engine.optimizer import LossScaler, LossScalerConfig
 
 # Both sides do a few float64 operations.
 EXACT = 1e-14

@@ -12,8 +12,15 @@ from penstock.cli.launch import Group, find_group
 from penstock.cli.progress import Progress, StepFigures, duration
 from penstock.engine.config import RunConfig
 from penstock.engine.config_file import ConfigError, from_dict, read_config
-from penstock.engine.metrics import METRICS_FILE, TENSORBOARD_FOLDER, MetricsLog, read_metrics
-from penstock.engine.run_folder import CONFIG_FILE, RunFolder, check_folder
+from penstock.engine.runs import (
+    CONFIG_FILE,
+    METRICS_FILE,
+    TENSORBOARD_FOLDER,
+    MetricsLog,
+    RunFolder,
+    check_folder,
+    read_metrics,
+)
 
 
 def files_of(folder: Path) -> dict[str, bytes]:

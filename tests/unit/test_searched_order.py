@@ -17,8 +17,7 @@ from penstock.engine.config_file import ConfigError, from_dict
 from penstock.engine.model_settings import model_config
 from penstock.engine.run_parts import RunData, engine_options
 from penstock.engine.schedules import ScheduleChoice
-from penstock.engine.timed_cut import timed_cut
-from penstock.engine.unit_times import UnitTimes, stage_costs, times_here
+from penstock.engine.timed_cut import UnitTimes, stage_costs, timed_cut, times_here
 from penstock.model import ModelConfig, decoder_units
 from penstock.schedule import Costs, PlacementKind, Timeline, cut_search
 from tests.e2e.training import CORPUS

@@ -13,7 +13,7 @@ from penstock.data import NO_LABEL
 from penstock.engine import EngineOptions, Normalize, Precision
 from penstock.engine.engine import token_cross_entropy
 from penstock.engine.optimizer import OptimizerConfig
-from penstock.engine.train import TrainResult
+from penstock.engine.trainer import TrainResult
 from penstock.model import ExpertConfig, ModelConfig, decoder_units
 
 VOCABULARY = 48
@@ -55,7 +55,7 @@ def step_with_weights(precision: Precision, weights: dict[str, Tensor]) -> tuple
     with torch.no_grad():
         for name, parameter in engine.parameters().items():
             parameter.copy_(weights[name])
-    engine.optimizer.renew_masters()
+    engine.trainer.optimizer.renew_masters()
     result = engine.train_batch(batch_of((12, 7, 9, 14)), micro_batches=MicroBatchSpec(num=2))
     trained = [name for name, p in engine.parameters().items() if p.requires_grad]
     return result, {name: engine.gradient(name).float().clone() for name in trained}

@@ -11,14 +11,12 @@ import torch
 from penstock import schedule
 from penstock.cli.layout_groups import group_rows, group_table
 from penstock.cli.progress import show_log
-from penstock.engine.activations import costs_of_memory, kept_bytes
 from penstock.engine.build import cut_units
 from penstock.engine.config import RunConfig
-from penstock.engine.memory import rank_state_bytes
+from penstock.engine.memory import costs_of_memory, kept_bytes, rank_state_bytes
 from penstock.engine.options import EngineOptions, Precision
 from penstock.engine.run_parts import RunData, engine_options, layout, model_config
-from penstock.engine.timed_cut import timed_cut
-from penstock.engine.unit_times import UnitTimes, stage_costs, times_here
+from penstock.engine.timed_cut import UnitTimes, stage_costs, timed_cut, times_here
 from penstock.model import ModelGroups, UnitSpec, decoder_units
 from penstock.parallel.buckets import StateBytes
 

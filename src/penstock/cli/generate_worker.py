@@ -15,8 +15,9 @@ from penstock.cli.launch import Group
 from penstock.cli.prompts import prompts_of_texts, read_prompts
 from penstock.cli.together import choose_device, initialise, refuse_differing, together, work_together
 from penstock.engine.config import ParallelSection
+from penstock.engine.engine import Engine
 from penstock.engine.generate import GenerateOptions, check_prompts
-from penstock.engine.saved_model import Loaded, open_model
+from penstock.engine.saved_model import open_model
 from penstock.model import Limits, SamplingParams
 from penstock.parallel.broadcast import broadcast_value
 from penstock.runtime import Watchdog
@@ -58,7 +59,7 @@ def _standard_input() -> str:
     return sys.stdin.read()
 
 
-def _answers_file(arguments: GenerateArguments, job: Job, loaded: Loaded) -> AnswersFile | None:
+def _answers_file(arguments: GenerateArguments, job: Job, version: str) -> AnswersFile | None:
     """Where the answers go, with those that a stopped call to the same end has left there.
 
     Raises: ValueError if the file can not be written, or what is left answers something else.
@@ -66,7 +67,7 @@ def _answers_file(arguments: GenerateArguments, job: Job, loaded: Loaded) -> Ans
     if arguments.output is None:
         return None
     given = [[list(prompt.tokens), prompt.line, prompt.id] for prompt in job.prompts]
-    what = [str(job.model.folder.resolve()), loaded.version, given, asdict(job.params), arguments.stop]
+    what = [str(job.model.folder.resolve()), version, given, asdict(job.params), arguments.stop]
     digest = hashlib.blake2b(json.dumps(what).encode(), digest_size=8).hexdigest()
     return AnswersFile(arguments.output, digest, job.params.num_samples, arguments.fresh)
 
@@ -90,12 +91,12 @@ def _generate(arguments: GenerateArguments, group: Group, store: "Store") -> Non
         num_threads=arguments.num_threads,
         timeout_s=arguments.timeout_s,
     )
-    loaded = job.model.load(parallel)
-    engine = loaded.engine
-    file = together(store, group, "output", lambda: _answers_file(arguments, job, loaded) if group.rank == 0 else None)
+    engine = Engine(*job.model.arguments(parallel))
+    version = job.model.load(engine)
+    file = together(store, group, "output", lambda: _answers_file(arguments, job, version) if group.rank == 0 else None)
     kept: list[int] = broadcast_value(file and file.kept, 0, engine.grid.control) or []
     teller = None
-    if engine.holds_first_stage:
+    if engine.pipeline.holds_first_stage:
         # All ranks that share the first stage hear of every token, for what they hear decides what ends; one tells.
         teller = Teller(arguments, job, file, silent=engine.grid.tp_rank > 0)
     watchdog = Watchdog(engine.recorder, arguments.timeout_s)

@@ -19,8 +19,8 @@ from penstock.cli.together import choose_device, initialise, refuse_differing, t
 from penstock.data import NO_LABEL, MicroBatchSpec, PackedBatch, split
 from penstock.engine.config import ParallelSection
 from penstock.engine.engine import Engine
-from penstock.engine.forward import PostHook, token_scores
 from penstock.engine.saved_model import SavedModel, open_model
+from penstock.engine.scorer import PostHook, token_scores
 from penstock.parallel import cut_sequences
 from penstock.runtime import Watchdog
 
@@ -101,15 +101,15 @@ def _score(arguments: ScoreArguments, group: Group, store: "Store") -> None:
         num_threads=arguments.num_threads,
         timeout_s=arguments.timeout_s,
     )
-    loaded = job.model.load(parallel)
-    engine = loaded.engine
-    what = [str(job.model.folder.resolve()), loaded.version, digest, job.max_tokens, arguments.decisive]
+    engine = Engine(*job.model.arguments(parallel))
+    version = job.model.load(engine)
+    what = [str(job.model.folder.resolve()), version, digest, job.max_tokens, arguments.decisive]
     ends = list(accumulate(map(len, job.batches)))
     watchdog = Watchdog(engine.recorder, arguments.timeout_s)
     watchdog.listen_to_signals()
     watchdog.answer_peers(engine.grid.control, engine.grid.pp_ranks)
     # Ranks that share the last stage have the same results.
-    tells = engine.gives_results and (engine.grid.tp_rank, engine.grid.cp_rank) == (0, 0)
+    tells = engine.pipeline.gives_results and (engine.grid.tp_rank, engine.grid.cp_rank) == (0, 0)
     try:
         writes = tells and pipelines.index == 0
         file = together(

@@ -10,7 +10,7 @@ from penstock.cli.train_arguments import TrainArguments, read_arguments
 from penstock.engine.config_check import check, check_world
 from penstock.engine.elastic import fit
 from penstock.engine.pretrained_settings import with_pretrained
-from penstock.engine.run_folder import check_folder
+from penstock.engine.runs import check_folder
 
 
 def main(argv: Sequence[str]) -> int:

@@ -17,11 +17,10 @@ from penstock.engine.config import RunConfig
 from penstock.engine.config_file import ConfigError
 from penstock.engine.engine import Engine
 from penstock.engine.measured import gather_recording
-from penstock.engine.metrics import METRICS_FILE, MetricsLog, read_metrics
 from penstock.engine.optimizer import state_aliases
-from penstock.engine.run_folder import CHECKPOINT_FOLDER, RunFolder
 from penstock.engine.run_parts import RunData, micro_batches
-from penstock.engine.train import TrainResult
+from penstock.engine.runs import CHECKPOINT_FOLDER, METRICS_FILE, MetricsLog, RunFolder, read_metrics
+from penstock.engine.trainer import TrainResult
 from penstock.runtime import Watchdog
 from penstock.schedule import Costs, Op, Timeline
 
@@ -56,7 +55,7 @@ class TrainLoop:
         self.config, self.engine, self.folder = config, engine, folder
         shard = Shard(engine.grid.dp_rank, config.parallel.dp)
         # Middle stages need to know a batch's lengths, not its tokens.
-        with_data = engine.holds_first_stage or engine.holds_last_stage
+        with_data = engine.pipeline.holds_first_stage or engine.pipeline.holds_last_stage
         self.loader = data.loader(shard, with_data)
         self.validation = data.validation(shard, with_data)
         self.checkpoints = Checkpointer(
@@ -177,11 +176,11 @@ class TrainLoop:
 
     def _recorded(self, num_microbatches: int) -> RecordedStep | None:
         """The last step as it was measured, and as it was simulated with the mean times that were measured."""
-        measured = gather_recording(self.engine)
+        measured = gather_recording(self.engine.pipeline)
         if measured is None:
             return None
         costs = _costs(measured.timeline, num_microbatches)
-        return RecordedStep(measured, self.engine.simulated(num_microbatches, costs))
+        return RecordedStep(measured, self.engine.pipeline.simulated(num_microbatches, costs))
 
 
 class _Teller:

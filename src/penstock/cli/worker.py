@@ -12,9 +12,10 @@ from penstock.cli.progress import show_log
 from penstock.cli.together import choose_device, initialise, refuse_differing, together, work_together
 from penstock.cli.train_arguments import TrainArguments
 from penstock.cli.train_loop import TrainLoop
-from penstock.engine.overlap import vain_overlap
-from penstock.engine.run_folder import RunFolder, check_folder
-from penstock.engine.run_parts import check_parts, run_engine
+from penstock.engine.arguments import engine_arguments
+from penstock.engine.engine import Engine
+from penstock.engine.run_parts import check_parts
+from penstock.engine.runs import RunFolder, check_folder
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
@@ -61,8 +62,8 @@ def _train(arguments: TrainArguments, group: Group, store: "Store", stop: StopRe
     device = choose_device(store, group, config.parallel.device)
     config = replace(config, parallel=replace(config.parallel, device=device))
     initialise(store, group, device, config.parallel.timeout_s)
-    engine = run_engine(config, data.corpus.vocab_size)
-    vain = vain_overlap(engine, config.train.num_microbatches)
+    engine = Engine(*engine_arguments(config, data.corpus.vocab_size))
+    vain = engine.pipeline.vain_overlap(config.train.num_microbatches)
     if vain is not None and group.rank == 0:
         print(f"penstock: {vain}", file=sys.stderr)
     try:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from penstock.engine.engine import Engine
     from penstock.engine.generate import GenerateOptions
-    from penstock.engine.normalise import Normalize, ZeroLossWeight
+    from penstock.engine.losses import Normalize, ZeroLossWeight
     from penstock.engine.options import EngineOptions, Precision
-    from penstock.engine.train import TrainResult
+    from penstock.engine.trainer import TrainResult
 
 __all__ = ["Engine", "EngineOptions", "GenerateOptions", "Normalize", "Precision", "TrainResult", "ZeroLossWeight"]
 
@@ -19,10 +19,10 @@ _FILE_OF = {
     "Engine": "engine",
     "EngineOptions": "options",
     "GenerateOptions": "generate",
-    "Normalize": "normalise",
+    "Normalize": "losses",
     "Precision": "options",
-    "TrainResult": "train",
-    "ZeroLossWeight": "normalise",
+    "TrainResult": "trainer",
+    "ZeroLossWeight": "losses",
 }
 
 

@@ -16,14 +16,17 @@ from typing import get_args
 import torch
 from torch import Tensor
 
+from penstock.engine.arguments import engine_arguments
 from penstock.engine.checkpoint import Checkpointer
 from penstock.engine.config import DataSection, ModelSection, Precision, RunConfig, TrainSection
 from penstock.engine.export import ExportOptions, Parameter, Progress, Share, write_folder
 from penstock.engine.optimizer import state_aliases
+from penstock.engine.pipeline import Pipeline
 from penstock.engine.pretrained import StoredDecoder, find_decoder
 from penstock.engine.pretrained_settings import with_pretrained
-from penstock.engine.run_folder import CHECKPOINT_FOLDER, CONFIG_FILE, RunFolder
-from penstock.engine.run_parts import run_engine
+from penstock.engine.runs import CHECKPOINT_FOLDER, CONFIG_FILE, RunFolder
+from penstock.engine.state import ModelState
+from penstock.engine.trainer import Trainer
 from penstock.model import decoder_units
 from penstock.model.huggingface import names_of
 from penstock.model.placed import Piece, pieces_of, placed_units
@@ -87,13 +90,15 @@ def to_run(source: Path, destination: Path, dtype: str | None) -> None:
             train=TrainSection(precision=dtype or "fp32"),  # pyright: ignore[reportArgumentType]  # checked above
         )
     )
-    engine = run_engine(config, config.model.vocab_size or 0)
+    units, hidden_size, layout, options, _ = engine_arguments(config, config.model.vocab_size or 0)
+    pipeline = Pipeline(units, hidden_size, layout, options)
+    state = ModelState(pipeline, Trainer(pipeline))
     before = destination.exists()
     folder = RunFolder(config)
     try:
-        aliases = state_aliases(engine.ties)
-        saved = Checkpointer(destination / CHECKPOINT_FOLDER, engine.grid, config.identity(), aliases=aliases)
-        saved.save(0, engine.state(optimizer=False), extra={}, wait=True)
+        aliases = state_aliases(state.ties)
+        saved = Checkpointer(destination / CHECKPOINT_FOLDER, pipeline.grid, config.identity(), aliases=aliases)
+        saved.save(0, state.state(optimizer=False), extra={}, wait=True)
     except BaseException:
         folder.close()
         shutil.rmtree(destination / CHECKPOINT_FOLDER, ignore_errors=True)
@@ -102,5 +107,5 @@ def to_run(source: Path, destination: Path, dtype: str | None) -> None:
             shutil.rmtree(destination, ignore_errors=True)
         raise
     finally:
-        engine.close()
+        state.close()
     folder.close()

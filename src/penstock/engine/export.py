@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,14 +20,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from penstock.engine.pretrained import HuggingFaceForm
+from penstock.engine.state import ModelState
 from penstock.model import Shard
 from penstock.model.huggingface import CONFIG_FILE
 from penstock.model.placed import Piece
 from penstock.model.weight_files import INDEX_FILE, SINGLE_FILE
 from penstock.parallel.exchange import gather_json, together
-
-if TYPE_CHECKING:
-    from penstock.engine.engine import Engine
 
 MAX_SHARD_BYTES = 5 * 10**9
 TOKENIZER_FILES = (
@@ -82,35 +80,34 @@ class Parameter:
     fetch: Callable[[], Tensor]
 
 
-def export_engine(engine: Engine, folder: Path | str, options: ExportOptions | None = None) -> None:
-    """Write an engine's model; all its ranks call this at the same point.
+def export_model(state: ModelState, form: HuggingFaceForm | None, folder: Path | str, options: ExportOptions) -> None:
+    """Write a model in this form as a new folder; all ranks call this at the same point.
 
     Raises:
-        ValueError: the engine's model has no form that transformers knows, or the folder holds something; on all
-            ranks alike.
+        ValueError: the model has no form that transformers knows, or the folder holds something; on all ranks alike.
     """
-    if engine.form is None:
+    if form is None:
         raise ValueError("this engine's model was given as layers, for which transformers has no config.json")
-    parameters = [_parameter(engine, name, own) for name, own in _tensors(engine) if name not in engine.ties]
-    grid = engine.grid
+    parameters = [_parameter(state, name, own) for name, own in _tensors(state) if name not in state.ties]
+    grid = state.pipeline.grid
     writes = (grid.dp_rank, grid.cp_rank, grid.tp_rank) == (0, 0, 0)
     share = Share(parameters if writes else (), () if writes else parameters)
-    write_folder(Path(folder), engine.form, share, options or ExportOptions(), grid.control)
+    write_folder(Path(folder), form, share, options, grid.control)
 
 
-def _tensors(engine: Engine) -> Iterator[tuple[str, Tensor]]:
+def _tensors(state: ModelState) -> Iterator[tuple[str, Tensor]]:
     """This rank's parameters and lasting buffers by full name, those of second copies left out."""
-    for stage in engine.stages.values():
+    for stage in state.pipeline.stages.values():
         stage.weights_ready()
         for unit, module in stage.units if not stage.suffix else ():
             yield from ((f"{unit}.{own}", tensor) for own, tensor in module.state_dict().items())
 
 
-def _parameter(engine: Engine, name: str, own: Tensor) -> Parameter:
-    shard = engine.shards.get(name)
+def _parameter(state: ModelState, name: str, own: Tensor) -> Parameter:
+    shard, grid = state.shards.get(name), state.pipeline.grid
     if shard is None:
         return Parameter(name, tuple(own.shape), own.dtype, lambda: own)
-    group = engine.grid.tp_group if shard.axis == "tp" else engine.grid.ep_group
+    group = grid.tp_group if shard.axis == "tp" else grid.ep_group
     return Parameter(name, shard.full_shape, own.dtype, lambda: _whole(own, shard, group))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from torch import Tensor
 from penstock.engine.answers import Drawing, Leading, Listeners, Prompts, Request, answers
 from penstock.engine.generated import GenerateResult
 from penstock.engine.options import Precision
+from penstock.engine.pipeline import Pipeline
 from penstock.model import CacheSize, Limits, SamplingParams
 from penstock.parallel.broadcast import broadcast_value
 from penstock.parallel.exchange import gather_json
@@ -31,9 +32,6 @@ from penstock.runtime import (
     prepare_large_pages,
 )
 from penstock.schedule import Conductor, RingShape
-
-if TYPE_CHECKING:
-    from penstock.engine.engine import Engine
 
 _CACHE_STEP_TOKENS = 64
 
@@ -94,22 +92,28 @@ class GenerateOptions:
 
 
 class Generator:
-    """An engine's part in generation: its place in the ring, and its caches, kept from call to call."""
+    """Generates on a pipeline; its place in the ring and its caches are kept from call to call."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, pipeline: Pipeline) -> None:
+        self._pipeline = pipeline
         self._caches: dict[int, list[Any]] = {}
         self._fixed: dict[DecodeForm, dict[int, FixedDecoder]] = {}
         self._size: CacheSize | None = None
         self._aside: torch.cuda.Stream | None = None
-        group = engine.grid.pp_control
+        group = pipeline.grid.pp_control
         if group is None:
             self.host = InProcessTransport(InProcessHub(), 0)
         else:
-            host, cpu = host_channels(engine.placement), torch.device("cpu")
-            self.host = DistributedTransport(host, group, cpu, engine.options.timeout_s)
+            host, cpu = host_channels(pipeline.placement), torch.device("cpu")
+            self.host = DistributedTransport(host, group, cpu, pipeline.options.timeout_s)
+        pipeline.at_close(self.close)
         self.ring = Ring(
-            engine.placement, engine.stages, engine.transport, self.host, engine.recorder, device=engine.device
+            pipeline.placement,
+            pipeline.stages,
+            pipeline.transport,
+            self.host,
+            pipeline.recorder,
+            device=pipeline.device,
         )
 
     def release(self) -> None:
@@ -125,15 +129,35 @@ class Generator:
         if isinstance(self.host, DistributedTransport):
             self.host.close()
 
-    @torch.inference_mode()
     def generate(
         self, prompts: Prompts, params: Sequence[SamplingParams], options: GenerateOptions, listeners: Listeners
     ) -> GenerateResult:
-        """See `Engine.generate`; there is one of `params` for each prompt."""
-        engine = self._engine
-        engine.recorder.begin_step(engine.step)
+        """Answers to the prompts, in their order, on the stages and weights as they are; one of `params` for each.
+
+        Ranks of one pipeline give the same prompts and parameters, and all get the result. `on_token(number, token)` is
+        called for each new token on the rank of the first stage, with the answer's number in the result, and where
+        there are several stages in a thread beside the one that computes; where it returns true that answer ends.
+        `on_answer(number, answer)` is called for each answer as soon as it has ended, in the same place; its filter
+        mask is only in the result.
+
+        A token depends on the seed, its prompt, which sample it belongs to and its position, not on what else is
+        generated nor on how. With shared experts (ep > 1) all ranks call it together, each pipeline with prompts of its
+        own, or none.
+
+        Raises:
+            TransportError: a peer did not send or receive in time.
+        """
+        with self._pipeline.casts.kept(packed=options.packed):
+            return self._generate(prompts, params, options, listeners)
+
+    @torch.inference_mode()
+    def _generate(
+        self, prompts: Prompts, params: Sequence[SamplingParams], options: GenerateOptions, listeners: Listeners
+    ) -> GenerateResult:
+        pipeline = self._pipeline
+        pipeline.begin_recording()
         requests = Request.all_of(prompts, params)
-        shape = options.shape(len(requests) - len(options.skip), engine.layout.pp)
+        shape = options.shape(len(requests) - len(options.skip), pipeline.layout.pp)
         lengths = [len(prompts[r.prompt]) + r.params.max_new_tokens for r in requests]
         self._reserve(shape.num_rows, max(lengths, default=1))
         if options.packed:
@@ -145,7 +169,7 @@ class Generator:
             conductor.stop(options.skip)
             lead = Leading(prompts, requests, conductor, listeners, self._goes_on if self._in_step else None)
         drawing = Drawing(prompts, requests) if self.ring.rank == self.ring.drawer else None
-        fixed = self._fixed_decoders(options.form(engine.device))
+        fixed = self._fixed_decoders(options.form(pipeline.device))
         drawn = drawing and drawing.draw
         journey = Journey(shape, self._caches, drawn, lead and lead.lead, self._in_step, fixed)
         report = self.ring.run(journey)
@@ -154,30 +178,30 @@ class Generator:
     @property
     def _in_step(self) -> bool:
         """Whether this pipeline generates together with those it shares experts with."""
-        return self._engine.layout.ep > 1
+        return self._pipeline.layout.ep > 1
 
     def _goes_on(self, any_left: bool) -> bool:
         """Whether any of the pipelines that keep in step has anything left; asked where their first stages are."""
-        engine = self._engine
-        num_left = torch.tensor([int(any_left)], device=engine.device)
-        with engine.recorder.collective("agree on whether to go on", engine.grid.ep_group):
-            dist.all_reduce(num_left, group=engine.grid.ep_group)
+        pipeline = self._pipeline
+        num_left = torch.tensor([int(any_left)], device=pipeline.device)
+        with pipeline.recorder.collective("agree on whether to go on", pipeline.grid.ep_group):
+            dist.all_reduce(num_left, group=pipeline.grid.ep_group)
         return bool(num_left)
 
     def _reserve(self, num_rows: int, num_tokens: int) -> None:
         """Make sure of caches of this size: those there are, if they are large enough."""
-        kept, dtype = self._size, self._engine.boundary.dtype
+        kept, dtype = self._size, self._pipeline.boundary.dtype
         if kept is not None and kept.num_rows >= num_rows and kept.num_tokens >= num_tokens:
             return
         self.release()
         num_tokens = -(-num_tokens // _CACHE_STEP_TOKENS) * _CACHE_STEP_TOKENS
-        size = CacheSize(num_rows, num_tokens, dtype, self._engine.device)
+        size = CacheSize(num_rows, num_tokens, dtype, self._pipeline.device)
         self._caches = {stage.index: stage.new_caches(size) for stage in self.ring.stages}
         self._size = size
 
     def _pack_weights(self) -> None:
         """Pack them here, while nothing is waited for, and not one by one as the first prompts come."""
-        if self._engine.device.type == "cpu":
+        if self._pipeline.device.type == "cpu":
             prepare_large_pages(sum(stage.weight_bytes for stage in self.ring.stages))
         for stage in self.ring.stages:
             stage.pack_weights()
@@ -188,8 +212,8 @@ class Generator:
             return {}
         if form not in self._fixed:
             # Under autocast weights are read from casts, which do not outlive a call.
-            plain = self._engine.options.precision is not Precision.BF16_AUTOCAST
-            captures = form is DecodeForm.GRAPHS and self._engine.device.type == "cuda" and plain
+            plain = self._pipeline.options.precision is not Precision.BF16_AUTOCAST
+            captures = form is DecodeForm.GRAPHS and self._pipeline.device.type == "cuda" and plain
             if captures and self._aside is None:
                 # Kept, for libraries set up a workspace for each stream.
                 self._aside = torch.cuda.Stream()
@@ -205,8 +229,8 @@ class Generator:
         self, requests: list[Request], lead: Leading | None, drawing: Drawing | None, report: RingReport
     ) -> GenerateResult:
         """Hand what the leading rank has heard to all ranks of the pipeline."""
-        engine, group = self._engine, self._engine.grid.pp_control
-        with engine.recorder.collective("hand out the sequences", group):
+        pipeline, group = self._pipeline, self._pipeline.grid.pp_control
+        with pipeline.recorder.collective("hand out the sequences", group):
             told = broadcast_value(lead and lead.told(), 0, group)
             masks: list[Tensor] = []
             if any(request.params.filter_mask for request in requests):
@@ -220,7 +244,7 @@ class Generator:
 
 
 def check_requests(
-    engine: Engine, prompts: Any, params: Any, options: GenerateOptions
+    pipeline: Pipeline, prompts: Any, params: Any, options: GenerateOptions
 ) -> tuple[Prompts, list[SamplingParams]]:
     """The prompts and their parameters, one for each, once all ranks of a pipeline hold the same.
 
@@ -231,16 +255,16 @@ def check_requests(
         PipelineError: another rank was given something else.
     """
     error, found, digest = None, None, ""
-    grid, num_slots = engine.grid, options.num_slots or engine.layout.pp
+    grid, num_slots = pipeline.grid, options.num_slots or pipeline.layout.pp
     try:
-        found = _checked(engine, prompts, params)
+        found = _checked(pipeline, prompts, params)
         _check_skipped(options.skip, sum(own.num_samples for own in found[1]))
         told = repr((found, sorted(options.skip)))
         digest = hashlib.blake2b(told.encode(), digest_size=16).hexdigest()
     except ValueError as caught:  # told to all ranks, then raised here: nobody may wait for this rank
         error = caught
-    group = grid.batch_control if engine.layout.ep == 1 else grid.control
-    with engine.recorder.collective("agree on the prompts", group):
+    group = grid.batch_control if pipeline.layout.ep == 1 else grid.control
+    with pipeline.recorder.collective("agree on the prompts", group):
         told = gather_json([grid.dp_rank, digest, num_slots, error and str(error)], group)
     if error is not None:
         raise error
@@ -257,7 +281,7 @@ def check_requests(
     return found
 
 
-def _checked(engine: Engine, prompts: Any, params: Any) -> tuple[Prompts, list[SamplingParams]]:
+def _checked(pipeline: Pipeline, prompts: Any, params: Any) -> tuple[Prompts, list[SamplingParams]]:
     prompts = [[int(token) for token in prompt] for prompt in prompts]
     if params is None or isinstance(params, SamplingParams):
         params = [params or SamplingParams()] * len(prompts)
@@ -266,9 +290,9 @@ def _checked(engine: Engine, prompts: Any, params: Any) -> tuple[Prompts, list[S
         raise ValueError(
             f"{len(params)} SamplingParams were given for {len(prompts)} prompts; give one, or one for each"
         )
-    for stage in engine.stages.values():
+    for stage in pipeline.stages.values():
         stage.check_cached()
-    check_prompts(prompts, params, engine.units[0].limits)
+    check_prompts(prompts, params, pipeline.units[0].limits)
     return prompts, params
 
 

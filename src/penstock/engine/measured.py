@@ -3,47 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from penstock.engine.pipeline import Pipeline
 from penstock.parallel.exchange import gather_json
 from penstock.runtime.trace import Record
 from penstock.runtime.travels import Travel
 from penstock.schedule import Timeline
 from penstock.schedule.recording import Recording
 
-if TYPE_CHECKING:
-    from penstock.engine.engine import Engine
 
-
-def gather_recording(engine: Engine) -> Recording | None:
+def gather_recording(pipeline: Pipeline) -> Recording | None:
     """What pipeline 0 recorded of its last step, in ms; None on all ranks but 0. All ranks call it."""
-    by_rank = gather_json(_pack_all(engine), engine.grid.pp_control)
-    return None if engine.grid.rank else _recording(engine, by_rank)
+    by_rank = gather_json(_pack_all(pipeline), pipeline.grid.pp_control)
+    return None if pipeline.grid.rank else _recording(pipeline, by_rank)
 
 
-def own_recording(engine: Engine) -> Recording:
+def own_recording(pipeline: Pipeline) -> Recording:
     """What this rank recorded of its last step, in ms, as that of a pipeline of one rank."""
-    return _recording(engine, [_pack_all(engine)])
+    return _recording(pipeline, [_pack_all(pipeline)])
 
 
-def _recording(engine: Engine, by_rank: Sequence[Sequence[Any]]) -> Recording:
+def _recording(pipeline: Pipeline, by_rank: Sequence[Sequence[Any]]) -> Recording:
     return Recording.gathered(
         *zip(*by_rank, strict=True),
-        title=f"{engine.options.choice.name}, {engine.layout.pp} ranks, measured in step {engine.step}",
-        step=engine.step,
-        stages_per_rank=engine.placement.stages_per_microbatch,
+        title=f"{pipeline.options.choice.name}, {pipeline.layout.pp} ranks, measured in step {pipeline.step}",
+        step=pipeline.step,
+        stages_per_rank=pipeline.placement.stages_per_microbatch,
     )
 
 
-def gather_events(engine: Engine) -> Timeline | None:
+def gather_events(pipeline: Pipeline) -> Timeline | None:
     """The last step of pipeline 0 as a timeline in ms; None on all ranks but 0. All ranks call it."""
-    recording = gather_recording(engine)
+    recording = gather_recording(pipeline)
     return None if recording is None else recording.timeline
 
 
-def _pack_all(engine: Engine) -> tuple[list[Any], list[Any]]:
-    actions = [_pack(record) for record in engine.recorder.records() if record.end_ns]
-    return actions, [_pack_travel(travel) for travel in engine.recorder.travels() if travel.end_ns]
+def _pack_all(pipeline: Pipeline) -> tuple[list[Any], list[Any]]:
+    actions = [_pack(record) for record in pipeline.recorder.records() if record.end_ns]
+    return actions, [_pack_travel(travel) for travel in pipeline.recorder.travels() if travel.end_ns]
 
 
 def _pack_travel(travel: Travel) -> list[Any]:

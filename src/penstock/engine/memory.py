@@ -1,29 +1,41 @@
-"""What parameters, gradients and the optimizer weigh on each rank of a layout, worked out without starting any."""
+"""Memory of a run, worked out without starting it: state on each rank of a layout, and what stages keep for backward.
+
+Shapes: T tokens of a microbatch, D hidden size.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import cast
 
 import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import ProcessGroup
 
-from penstock.engine.build import SECOND_COPY, Ties, cut_units
-from penstock.engine.options import EngineOptions
+from penstock import schedule
+from penstock.engine.build import SECOND_COPY, Ties, cut_units, recomputes
+from penstock.engine.options import EngineOptions, Precision
 from penstock.engine.sharing import Sharing, UnitSource, units_for
 from penstock.engine.zero import shared_out
-from penstock.model import ModelGroups, UnitSpec
+from penstock.model import ModelGroups, Sequences, UnitSpec, WeightGradients, cross_entropy_sum, defer
 from penstock.model.groups import PlannedPeers
 from penstock.parallel import GradientBuckets, Grid, Layout
 from penstock.parallel.buckets import StateBytes, state_bytes
+from penstock.runtime import Boundary, Stage, Tape, drain
+from penstock.runtime.tape import Segment
+
+# ---- parameters, gradients and the optimizer's state
 
 
 def rank_state_bytes(source: UnitSource, layout: Layout, options: EngineOptions) -> list[StateBytes]:
-    """Of each rank, in order, what it holds throughout training beside activations.
+    """The memory of each rank, in order, that it holds throughout training, activations not included.
 
-    The cut is that of the units' estimated work, or the options' own.
+    The cut follows the units' estimated work unless the options give one.
 
-    Raises: ValueError when the model can not be shared or cut so.
+    Raises: ValueError when the model cannot be shared or cut so.
     """
     known: dict[tuple[int, ...], StateBytes] = {}
     found = []
@@ -37,7 +49,7 @@ def rank_state_bytes(source: UnitSource, layout: Layout, options: EngineOptions)
 
 
 def planned_grid(layout: Layout, rank: int) -> Grid:
-    """A rank's place in a layout, with groups that say their size and the place in them, and do not exist."""
+    """A rank's place in a layout; its groups know their size and the rank's place in them, and cannot communicate."""
 
     def group(groups: Sequence[tuple[int, ...]]) -> ProcessGroup | None:
         ranks = next(ranks for ranks in groups if rank in ranks)
@@ -59,7 +71,7 @@ def planned_grid(layout: Layout, rank: int) -> Grid:
 def held_bytes(
     parameters: Iterable[torch.nn.Parameter], gradients: Sequence[GradientBuckets], optimizer_bytes: int
 ) -> StateBytes:
-    """What a rank that runs does hold: its tensors, flat ones of many parameters mostly, as they lie in memory."""
+    """The memory that a running rank holds, counted by storage: most parameters lie in flat buckets."""
     buckets = [bucket for stage in gradients for bucket in stage.buckets]
     storages = {storage.data_ptr(): storage for storage in (p.untyped_storage() for p in parameters)}
     return StateBytes(
@@ -92,3 +104,105 @@ def _parameters(units: Sequence[UnitSpec], suffix: str, options: EngineOptions) 
     with torch.device("meta"):
         built = [(unit.name, unit.build().to(dtype=options.precision.parameter_dtype)) for unit in units]
     return [(f"{name}.{own}{suffix}", p) for name, module in built for own, p in module.named_parameters()]
+
+
+# ---- activations
+
+
+@dataclass(frozen=True)
+class KeptBytes:
+    """Bytes a stage keeps of one microbatch: `whole` from its F to its I or B, `for_weights` from I to W.
+
+    With recompute (activation checkpointing) `for_weights` may be larger: by then W's inputs are computed again.
+    """
+
+    whole: int
+    for_weights: int
+
+
+def costs_of_memory(kept: Sequence[KeptBytes], lengths: Sequence[float] = ()) -> schedule.Costs:
+    """Costs with which a simulation counts the bytes of live tapes; all times are 1.
+
+    lengths: for each microbatch a factor on the bytes, where they differ.
+    """
+    return schedule.Costs(
+        microbatch_bytes=[stage.whole for stage in kept],
+        weight_memory_share=[stage.for_weights / stage.whole if stage.whole else 0.0 for stage in kept],
+        lengths=lengths,
+    )
+
+
+def kept_bytes(
+    units: Sequence[UnitSpec], hidden_size: int, cut: Sequence[range], options: EngineOptions, lengths: Sequence[int]
+) -> list[KeptBytes]:
+    """Bytes that each stage of a cut keeps of a microbatch with sequences of these lengths; nothing is computed.
+
+    The last stage's output goes into a cross entropy. Parameters are not counted; storage that units share counts once.
+    """
+    boundary = Boundary(hidden_size, options.precision.parameter_dtype)
+    found = []
+    with FakeTensorMode(), _default_dtype(boundary.dtype):
+        sequences = Sequences.from_lengths(lengths, torch.device("cpu"))
+        for number, members in enumerate(cut):
+            x = torch.zeros(boundary.shape(sequences.num_tokens), dtype=boundary.dtype)
+            if number == 0:
+                x = torch.zeros(sequences.num_tokens, dtype=torch.int64)
+            stage = _stage(number, [units[i] for i in members], boundary, options)
+            found.append(_kept_of_stage(stage, x, sequences, is_last=number == len(cut) - 1))
+    return found
+
+
+def _stage(number: int, units: Sequence[UnitSpec], boundary: Boundary, options: EngineOptions) -> Stage:
+    owner = WeightGradients()
+    modules = [(unit.name, unit.build()) for unit in units]
+    for _, module in modules:
+        defer(module, owner)
+    under_autocast = options.precision is Precision.BF16_AUTOCAST
+    return Stage(
+        number,
+        modules,
+        boundary,
+        owner,
+        autocast=lambda: torch.autocast("cpu", torch.bfloat16, enabled=under_autocast),
+        recompute=frozenset(unit.name for unit in units if recomputes(unit.name, options)),
+    )
+
+
+def _kept_of_stage(stage: Stage, x: Tensor, sequences: Sequences, *, is_last: bool) -> KeptBytes:
+    def finish(output: Tensor) -> Tensor:
+        labels = torch.zeros(sequences.num_tokens, dtype=torch.int64)
+        return cross_entropy_sum(output, labels) if is_last else output
+
+    tape, parameters = Tape(), [parameter for _, parameter in stage.named_parameters()]
+    saved: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        output = drain(stage.forward(tape, x, sequences, finish if is_last else None))
+    leaves = [entry.leaf for entry in tape.segments if isinstance(entry, Segment) and entry.leaf is not None]
+    whole = bytes_of(saved + leaves, parameters)
+    saved.clear()
+    drain(stage.backward(tape, None if is_last else torch.zeros_like(output), split=True))
+    factors = [factor for pending in tape.weight_gradients for factor in (pending.x_TI, pending.grad_TO)]
+    return KeptBytes(whole, bytes_of(factors, parameters))
+
+
+def bytes_of(tensors: Iterable[Tensor], parameters: Iterable[Tensor]) -> int:
+    """Bytes of the tensors' storages, each counted once; storages of parameters are left out."""
+    not_counted = {parameter.untyped_storage()._cdata for parameter in parameters}
+    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
+    return sum(storage.nbytes() for place, storage in storages.items() if place not in not_counted)
+
+
+@contextlib.contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Build modules in the run's dtype: those without data cannot be converted."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

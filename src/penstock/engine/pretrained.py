@@ -12,7 +12,7 @@ import torch.distributed as dist
 from penstock.engine.config_file import read_config
 from penstock.engine.manifest import CheckpointInfo, DamagedCheckpoint, check_files, published, read_manifest
 from penstock.engine.model_settings import model_config
-from penstock.engine.run_folder import CHECKPOINT_FOLDER, CONFIG_FILE
+from penstock.engine.runs import CHECKPOINT_FOLDER, CONFIG_FILE
 from penstock.model import ModelConfig, ModelGroups, UnitSpec, decoder_units
 from penstock.model.huggingface import CONFIG_FILE as HUGGING_FACE_CONFIG
 from penstock.model.huggingface import config_from_json, config_to_json, names_of, read_config_json

@@ -1,8 +1,6 @@
 """From a run's settings to the parts of a run: each room's own frozen description."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.data import (
@@ -20,15 +18,11 @@ from penstock.data import (
 from penstock.engine.build import cut_units
 from penstock.engine.config import RunConfig
 from penstock.engine.config_file import ConfigError
-from penstock.engine.engine import Engine
 from penstock.engine.learning_rate import LearningRate, Ramp, WeightDecay
-from penstock.engine.manifest import published
 from penstock.engine.model_settings import model_config
 from penstock.engine.optimizer import OptimizerConfig
 from penstock.engine.options import EngineOptions, Precision
-from penstock.engine.pretrained import HuggingFaceForm, open_pretrained
-from penstock.engine.run_folder import CHECKPOINT_FOLDER
-from penstock.model import ContextForm, ModelConfig, ModelGroups, UnitSpec, decoder_units
+from penstock.model import ContextForm, ModelGroups, decoder_units
 from penstock.parallel import Layout
 from penstock.runtime import Pairs
 
@@ -84,28 +78,6 @@ def _typical_lengths(config: RunConfig) -> tuple[int, ...]:
     """The lengths of a full microbatch's sequences."""
     num_sequences = -(-config.data.num_sequences // config.parallel.dp // config.train.num_microbatches)
     return (config.data.sequence_length,) * num_sequences
-
-
-def run_engine(config: RunConfig, vocab_size: int, learns: bool = True) -> Engine:
-    """The engine of a run; every process of the layout calls this at the same point.
-
-    It begins with the weights of `model.pretrained`, unless the run has checkpoints to go on from.
-    """
-    shape = model_config(config, vocab_size)
-    source = config.model.pretrained
-    if source is None or published(Path(config.output) / CHECKPOINT_FOLDER):
-        units, form = partial(_fresh_units, shape), HuggingFaceForm.of(shape)
-    else:
-        found = open_pretrained(source, shape=shape)
-        units, form = found.units, found.form
-    options = replace(engine_options(config), learns=learns)
-    engine = Engine(units, shape.hidden_size, layout(config), options)
-    engine.form = form
-    return engine
-
-
-def _fresh_units(shape: ModelConfig, groups: ModelGroups) -> Sequence[UnitSpec]:
-    return decoder_units(shape, groups=groups)
 
 
 def check_parts(config: RunConfig) -> "RunData":

@@ -11,16 +11,17 @@ from typing import Any
 
 from penstock.data import CorpusError
 from penstock.data.tokenizer import Tokenizer, load_tokenizer
+from penstock.engine.arguments import EngineArguments, engine_arguments
 from penstock.engine.checkpoint import Checkpointer
 from penstock.engine.config import OptimizerSection, ParallelSection, RunConfig, ScheduleSection
 from penstock.engine.config_file import ConfigError, read_config
-from penstock.engine.engine import Engine
 from penstock.engine.manifest import published
 from penstock.engine.optimizer import state_aliases
 from penstock.engine.options import EngineOptions
 from penstock.engine.pretrained import open_pretrained
-from penstock.engine.run_folder import CHECKPOINT_FOLDER, CONFIG_FILE
-from penstock.engine.run_parts import layout, run_engine
+from penstock.engine.run_parts import layout
+from penstock.engine.runs import CHECKPOINT_FOLDER, CONFIG_FILE
+from penstock.engine.state import ModelState
 from penstock.model import ModelGroups
 
 _HUGGING_FACE_CONFIG, _TOKENIZER = "config.json", "tokenizer.json"
@@ -28,28 +29,23 @@ _GENERATION_CONFIG = "generation_config.json"
 
 
 @dataclass(frozen=True)
-class Loaded:
-    """An engine that has a saved model's weights, and these alone; `version` says which, and differs where they do."""
-
-    engine: Engine
-    version: str
-
-
-@dataclass(frozen=True)
 class SavedModel:
-    """What is known of a model before its weights are read.
-
-    max_length: tokens of the longest sequence. num_units: pieces that stages can be cut from. tokenizer: None where
-    the folder has none, and only token ids can be given. load: makes the engine and reads the weights; every process
-    of the layout calls it at the same point. end_tokens: those that end a text.
-    """
+    """A model in a folder, before its weights are read."""
 
     folder: Path
     vocab_size: int
+    #: tokens of the longest sequence
     max_length: int
+    #: pieces that stages can be cut from
     num_units: int
+    #: None where the folder has none, and only token ids can be given
     tokenizer: Tokenizer | None
-    load: Callable[[ParallelSection], Loaded]
+    #: the arguments of an engine that scores and generates with the model in a layout
+    arguments: Callable[[ParallelSection], EngineArguments]
+    #: reads the weights into such an engine's state, and returns a version that differs where the weights do; every
+    #: process of the layout calls it at the same point
+    load: Callable[[ModelState], str]
+    #: tokens that end a text
     end_tokens: tuple[int, ...] = ()
 
 
@@ -90,34 +86,34 @@ def _open_run(folder: Path) -> SavedModel:
         tokenizer, ends = None, ()
     size = vocab_size
 
-    def load(parallel: ParallelSection) -> Loaded:
-        return _load_run(folder, config, size, parallel)
+    def arguments(parallel: ParallelSection) -> EngineArguments:
+        # Neither how it was trained nor what it began with matters here: a plain cut, and no optimizer.
+        model = replace(config.model, pretrained=None)
+        ours = replace(config, model=model, parallel=parallel, schedule=ScheduleSection(), optimizer=OptimizerSection())
+        return engine_arguments(ours, size, learns=False)
 
-    return SavedModel(folder, size, config.model.max_length, config.num_units, tokenizer, load, ends)
+    def load(state: ModelState) -> str:
+        return _load_run(folder, config, state)
+
+    return SavedModel(folder, size, config.model.max_length, config.num_units, tokenizer, arguments, load, ends)
 
 
-def _load_run(folder: Path, config: RunConfig, vocab_size: int, parallel: ParallelSection) -> Loaded:
-    """The engine of a run in another layout, with the weights of its newest intact checkpoint.
+def _load_run(folder: Path, config: RunConfig, state: ModelState) -> str:
+    """Read the weights of a run's newest intact checkpoint; returns their version.
 
     Raises:
         ConfigError: all its checkpoints are damaged.
     """
-    # How it was trained has no say in how it is run: a plain cut, and nothing of the optimizer is read.
-    # Nor has what it began with.
-    model = replace(config.model, pretrained=None)
-    ours = replace(config, model=model, parallel=parallel, schedule=ScheduleSection(), optimizer=OptimizerSection())
-    engine = run_engine(ours, vocab_size, learns=False)
-    saved = Checkpointer(
-        folder / CHECKPOINT_FOLDER, engine.grid, config.identity(), aliases=state_aliases(engine.ties), claim=False
-    )
+    aliases, grid = state_aliases(state.ties), state.pipeline.grid
+    saved = Checkpointer(folder / CHECKPOINT_FOLDER, grid, config.identity(), aliases=aliases, claim=False)
     found = saved.latest()
     if found is None:
         path, reason = next(iter(saved.refused.items()))
         raise ConfigError(
             f"all {len(saved.refused)} checkpoints of {folder} are damaged, such as {path.name} ({reason})"
         )
-    saved.load(found, engine.state(optimizer=False))
-    return Loaded(engine, f"step {found.step} of {config.digest()}")
+    saved.load(found, state.state(optimizer=False))
+    return f"step {found.step} of {config.digest()}"
 
 
 # ---- Hugging Face
@@ -131,10 +127,16 @@ def _open_hugging_face(folder: Path, native: bool) -> SavedModel:
     content = found.form.describe()
     tokenizer = load_tokenizer(str(folder)) if (folder / _TOKENIZER).is_file() else None
 
-    def load(parallel: ParallelSection) -> Loaded:
-        grid = layout(RunConfig(parallel=parallel))
+    def arguments(parallel: ParallelSection) -> EngineArguments:
         options = EngineOptions(device=parallel.device, timeout_s=parallel.timeout_s, learns=False)
-        return Loaded(Engine.from_hf(folder, grid, options, native), f"{_version(folder)} {native=}")
+        found = open_pretrained(folder, native)
+        return EngineArguments(
+            found.units, found.hidden_size, layout(RunConfig(parallel=parallel)), options, found.form
+        )
+
+    def load(state: ModelState) -> str:
+        # The engine's units have read them as it was made.
+        return f"{_version(folder)} {native=}"
 
     return SavedModel(
         folder,
@@ -142,6 +144,7 @@ def _open_hugging_face(folder: Path, native: bool) -> SavedModel:
         max_length=_size(content, folder, "max_position_embeddings", "n_positions", "max_seq_len"),
         num_units=len(found.units(ModelGroups())),
         tokenizer=tokenizer,
+        arguments=arguments,
         load=load,
         end_tokens=_hugging_face_ends(folder),
     )

@@ -1,27 +1,128 @@
-"""Which stage holds which units, and in which order they work, where the units' times are known."""
+"""A cut and an order for the machine that the model runs on: units' times, measured, and the cut that suits them.
 
+Shapes: T tokens of a typical microbatch, D hidden size.
+"""
+
+import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import astuple, dataclass, replace
+from itertools import pairwise
+
+import torch
+from torch import Tensor
 
 from penstock import schedule
-from penstock.engine.activations import kept_bytes
-from penstock.engine.build import cut_units
+from penstock.engine.build import build_stages, cut_units
+from penstock.engine.memory import kept_bytes
 from penstock.engine.options import EngineOptions
 from penstock.engine.schedules import ScheduleChoice
-from penstock.engine.unit_times import UnitTimes, stage_costs, unit_costs
-from penstock.model import UnitSpec
-from penstock.schedule import Costs, Placement
+from penstock.model import Sequences, UnitSpec
+from penstock.parallel import Grid, gather_json
+from penstock.runtime import Boundary, Stage, Tape, drain
+from penstock.runtime.stage import Finish
+from penstock.schedule import Costs, Placement, costs_of_cut
 
-_MICROBATCHES_A_RANK = 4
-"""For how many a cut is searched: later steps may have any number, and each its own order."""
+NUM_RUNS = 5
+_MICROBATCHES_PER_RANK = 4
+"""The number for which a cut is searched; later steps may have any number, and each has an order of its own."""
+
+
+@dataclass(frozen=True)
+class UnitTimes:
+    """Seconds of one microbatch through a unit: F, I and W."""
+
+    forward_s: float
+    backward_input_s: float
+    backward_weight_s: float
+
+    @property
+    def total_s(self) -> float:
+        return self.forward_s + self.backward_input_s + self.backward_weight_s
+
+
+def measure_units(
+    units: Sequence[UnitSpec], hidden_size: int, lengths: Sequence[int], options: EngineOptions, grid: Grid
+) -> list[UnitTimes]:
+    """The units' times on sequences of these lengths, the same on every rank.
+
+    The first rank measures for all, so that all ranks cut alike and follow one order.
+    """
+    times = None
+    if grid.rank == 0:
+        times = [astuple(own) for own in times_here(units, hidden_size, lengths, options, grid.device)]
+    return [UnitTimes(*own) for own in gather_json(times, grid.control)[0]]
+
+
+def times_here(
+    units: Sequence[UnitSpec], hidden_size: int, lengths: Sequence[int], options: EngineOptions, device: torch.device
+) -> list[UnitTimes]:
+    """The units' times in this process, with the options' precision and recompute.
+
+    Units that do equal work (the layers of a decoder) are measured once.
+    """
+    sequences = Sequences.from_lengths(lengths, device)
+    boundary = Boundary(hidden_size, options.precision.parameter_dtype)
+    known: dict[tuple[str, int, float], UnitTimes] = {}
+    found = []
+    for i, unit in enumerate(units):
+        kind = (unit.name.rpartition(".")[2], unit.num_parameters, unit.flops_per_token)
+        if kind not in known:
+            x = torch.randn(boundary.shape(sequences.num_tokens), device=device, dtype=boundary.dtype)
+            if i == 0:
+                x = torch.zeros(sequences.num_tokens, device=device, dtype=torch.int64)
+            stages = build_stages(units, (range(i, i + 1),), (0,), boundary, options, device)
+            finish = _like_a_loss if i == len(units) - 1 else torch.sum
+            known[kind] = _measured(stages[0], x, sequences, finish)
+        found.append(known[kind])
+    return found
+
+
+def stage_costs(times: Sequence[UnitTimes], cut: Sequence[range]) -> Costs:
+    """The times of a cut's stages, in seconds, as a search and a simulation take them."""
+    return costs_of_cut(unit_costs(times), cut)
+
+
+def unit_costs(times: Sequence[UnitTimes]) -> Costs:
+    """The times in seconds, one for each unit where `Costs` has one for each stage."""
+    forward, backward_input, backward_weight = zip(*map(astuple, times), strict=True)
+    return Costs(forward, backward_input, backward_weight)
+
+
+def _like_a_loss(output: Tensor) -> Tensor:
+    """The work of a cross entropy on the logits, whose softmax counts where the vocabulary is large."""
+    return output.float().logsumexp(-1).sum() if output.is_floating_point() else output.sum()
+
+
+def _measured(stage: Stage, x: Tensor, sequences: Sequences, finish: Finish) -> UnitTimes:
+    """The least time of each part, the first run not counted: other work only ever adds."""
+    runs = []
+    for _ in range(NUM_RUNS + 1):
+        tape, moments = Tape(), [_now(x.device)]
+        drain(stage.forward(tape, x, sequences, finish))
+        moments.append(_now(x.device))
+        drain(stage.backward(tape, None, split=True))
+        moments.append(_now(x.device))
+        stage.weight_backward(tape)
+        moments.append(_now(x.device))
+        runs.append([after - before for before, after in pairwise(moments)])
+    for _, parameter in stage.named_parameters():
+        parameter.grad = None
+    return UnitTimes(*map(min, zip(*runs[1:], strict=True)))
+
+
+def _now(device: torch.device) -> float:
+    """Seconds, once the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def timed_cut(
     units: Sequence[UnitSpec], hidden_size: int, placement: Placement, options: EngineOptions, times: list[UnitTimes]
 ) -> tuple[tuple[range, ...], ScheduleChoice]:
-    """The units of every stage of a placement, and the schedule for the times that they take.
+    """The units of every stage of a placement, and the schedule for their times.
 
-    The same on every rank that has the same times.
+    Ranks with the same times get the same result.
 
     Raises:
         ValueError: more stages than units, or a cut by hand that leaves units out.
@@ -31,14 +132,14 @@ def timed_cut(
         cut = cut_units(units, placement, options, [own.total_s for own in times])
         return cut, choice.timed(stage_costs(times, cut))
     costs = with_kept_bytes(unit_costs(times), units, hidden_size, options)
-    num_microbatches = _MICROBATCHES_A_RANK * placement.num_ranks
+    num_microbatches = _MICROBATCHES_PER_RANK * placement.num_ranks
     found = schedule.search_cut(costs, placement, num_microbatches, choice.max_live_microbatches)
     timed = choice.timed(schedule.costs_of_cut(costs, found.cut))
     return found.cut, replace(timed, max_live_microbatches=found.max_live_microbatches)
 
 
 def with_kept_bytes(costs: Costs, units: Sequence[UnitSpec], hidden_size: int, options: EngineOptions) -> Costs:
-    """The units' costs with what each keeps of a microbatch, and of that for W what the model as a whole does."""
+    """The units' costs with the bytes that each keeps of a microbatch; W's share of them is that of the whole model."""
     alone = [range(i, i + 1) for i in range(len(units))]
     kept = kept_bytes(units, hidden_size, alone, options, options.measure_lengths or ())
     whole, for_weights = sum(own.whole for own in kept), sum(own.for_weights for own in kept)

@@ -73,9 +73,10 @@ class Stage:
         autocast: makes the context in which forwards run.
         recompute: names of the units whose activations are computed again in backward.
         suffix: ends the full names of the parameters; marks the second copy of a model that is held twice.
-
-    `weights_ready` is called before weights are read, and may wait: for those that other ranks have stepped.
     """
+
+    #: called before weights are read; may wait for those that other ranks step
+    weights_ready: Callable[[], None]
 
     def __init__(
         self,
@@ -90,8 +91,12 @@ class Stage:
         self.index, self.boundary, self.weight_gradients, self.autocast = index, boundary, weight_gradients, autocast
         self.units, self.suffix = tuple(units), suffix
         self._runs = _runs([_call(module, name in recompute) for name, module in units])
-        self.weights_ready: Callable[[], None] = _at_once
+        self.weights_ready = _at_once
         self.exchanges = any(isinstance(run, LaneUnit) for run in self._runs)
+
+    def read_weights_after(self, ready: Callable[[], None]) -> None:
+        """From here on call `ready`, which may wait, before weights are read."""
+        self.weights_ready = ready
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """(full name, parameter) in model order."""

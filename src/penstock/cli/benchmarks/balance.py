@@ -8,11 +8,12 @@ from typing import Any
 import torch
 
 from penstock.data import Shard
+from penstock.engine.arguments import engine_arguments
 from penstock.engine.config import RunConfig
 from penstock.engine.config_check import check
 from penstock.engine.config_file import from_dict
 from penstock.engine.engine import Engine
-from penstock.engine.run_parts import RunData, micro_batches, run_engine
+from penstock.engine.run_parts import RunData, micro_batches
 
 LARGEST_ALLOWED = 1.5
 """Tokens of the busiest expert over the mean of its layer, with the bias."""
@@ -79,7 +80,7 @@ def measure(learning: Learning | None = None, progress: Callable[[str], None] = 
 
 
 def _train(config: RunConfig, data: RunData) -> dict[str, Any]:
-    engine = run_engine(config, data.corpus.vocab_size)
+    engine = Engine(*engine_arguments(config, data.corpus.vocab_size))
     try:
         return _figures(engine, config, data)
     finally:

@@ -275,7 +275,7 @@ def _prepare(rank: int, side: Side, size: Size) -> Callable[[], Figures]:
         start = time.perf_counter()
         engine.train_batch(batch, micro_batches=spec)
         step_s = time.perf_counter() - start
-        recording = own_recording(engine)
+        recording = own_recording(engine.pipeline)
         ((spent,), (kinds,)) = recording.spent(), recording.travelled()
         in_ms = kinds[CollectiveKind.ALL_TO_ALL]
         in_s = replace(in_ms, exposed=1e-3 * in_ms.exposed, hidden=1e-3 * in_ms.hidden)

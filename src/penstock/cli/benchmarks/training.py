@@ -142,7 +142,7 @@ def _penstock(training: Training, name: str, cut: tuple[int, ...] | None) -> Ste
 
     def step() -> list[int]:
         engine.train_batch(batch, micro_batches=spec)
-        return [len(units) for units in engine.cut]
+        return [len(units) for units in engine.pipeline.cut]
 
     return step
 

@@ -1,0 +1,111 @@
+"""The loss of a step: the default loss function and its weight, and what the loss is divided by.
+
+A loss function gives the *sum* of a microbatch's losses, g, and gradients are summed over microbatches and
+data-parallel ranks, never averaged. So the mode of normalisation is one factor f for each microbatch, known before any
+backward, and the loss of the step is the sum of g * f over all microbatches and data-parallel ranks.
+"""
+
+import enum
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from penstock.data import NO_LABEL, PackedBatch
+from penstock.model import Logits, cross_entropy_sum
+
+LossFn = Callable[[Any, PackedBatch], Tensor]
+"""From the last stage's output and its microbatch to the sum of the microbatch's losses."""
+
+LossWeightFn = Callable[[PackedBatch], float]
+"""A microbatch's weight in the denominator."""
+
+
+def token_cross_entropy(output: Logits, microbatch: PackedBatch) -> Tensor:
+    """The sum of the tokens' cross entropies in nats; the default loss of a language model.
+
+    >>> batch = PackedBatch.from_documents([torch.tensor([0, 1, 0])])
+    >>> logits = torch.zeros(3, 2)
+    >>> round(float(token_cross_entropy(logits, batch)) / num_loss_tokens(batch), 4)
+    0.6931
+    """
+    return cross_entropy_sum(output, microbatch["labels"].to(output.device))
+
+
+def num_loss_tokens(microbatch: PackedBatch) -> float:
+    """The number of tokens with a label: the weight that belongs to `token_cross_entropy`.
+
+    >>> num_loss_tokens(PackedBatch.from_documents([torch.tensor([0, 1, 0]), torch.tensor([1, 1])]))
+    3.0
+    """
+    return float((microbatch["labels"] != NO_LABEL).sum())
+
+
+def checked_loss(loss: Any) -> Tensor:
+    """Refuse what no step can learn from. Raises: ValueError unless `loss` is one number with its graph."""
+    if isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad:
+        return loss
+    given = f"a {type(loss).__name__}"
+    if isinstance(loss, Tensor):
+        given = f"a tensor of shape {list(loss.shape)}" + ("" if loss.requires_grad else " without a graph")
+    raise ValueError(
+        f"loss_fn gave {given}; a step learns from the sum of a microbatch's losses, one number with its graph, and "
+        "`forward` gives whatever else is to be made of the outputs"
+    )
+
+
+class ZeroLossWeight(ValueError):
+    """No token of the whole batch, on any rank, carries loss; raised on all ranks alike, before any backward."""
+
+
+class Normalize(enum.Enum):
+    """The denominator of the loss; w are the microbatches' loss weights, usually their numbers of loss tokens.
+
+    GLOBAL: the sum of w over all microbatches and data-parallel ranks. DP: the sum of w on the rank, then the mean
+    over ranks. TOKEN_PER_MICROBATCH and MICROBATCH_MEAN: the microbatch's own w, then the mean over microbatches
+    and ranks; they differ only where context parallelism splits a microbatch's tokens.
+    """
+
+    GLOBAL = "global"
+    DP = "dp"
+    TOKEN_PER_MICROBATCH = "token_per_microbatch"
+    MICROBATCH_MEAN = "microbatch_mean"
+
+    @classmethod
+    def parse(cls, mode: "Normalize | str") -> "Normalize":
+        """The mode of that name. Raises ValueError that lists the names."""
+        if isinstance(mode, cls):
+            return mode
+        try:
+            return cls({"global_token": "global", "dp_token": "dp"}.get(str(mode), mode))
+        except ValueError:
+            names = ", ".join(repr(m.value) for m in cls)
+            raise ValueError(f"normalize must be one of {names}, not {mode!r}") from None
+
+
+def loss_factors(mode: Normalize, weights: Sequence[float], rank_totals: Sequence[float]) -> list[float]:
+    """The factor of each of this rank's microbatches.
+
+    Args:
+        weights: loss weight of each microbatch on this data-parallel rank.
+        rank_totals: sum of the weights on each data-parallel rank, this one included.
+
+    Raises:
+        ZeroLossWeight: all totals are zero.
+    """
+    num_dp, total = len(rank_totals), math.fsum(rank_totals)
+    if not total > 0:
+        raise ZeroLossWeight(
+            f"the loss weights of the whole batch sum to {total:g} over {num_dp} data-parallel rank(s): "
+            "at least one token must carry loss"
+        )
+    match mode:
+        case Normalize.GLOBAL:
+            return [1.0 / total] * len(weights)
+        case Normalize.DP:
+            own = math.fsum(weights)
+            return [1.0 / (own * num_dp) if own else 0.0] * len(weights)
+        case Normalize.TOKEN_PER_MICROBATCH | Normalize.MICROBATCH_MEAN:
+            # A microbatch without loss tokens has the sum 0, so any finite factor will do.
+            return [1.0 / ((w or 1.0) * len(weights) * num_dp) for w in weights]

@@ -1,0 +1,322 @@
+"""A model cut into stages over a grid of processes, and what every job on it shares: training, scoring, generation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from penstock import schedule
+from penstock.data import PackedBatch
+from penstock.engine.build import Ties, build_stages, cut_units, lend_weights
+from penstock.engine.context import ContextShares
+from penstock.engine.options import EngineOptions
+from penstock.engine.schedules import ScheduleChoice, forward_only
+from penstock.engine.sharing import Sharing, UnitSource, units_for
+from penstock.engine.timed_cut import measure_units, timed_cut
+from penstock.engine.zero import shared_out
+from penstock.model import Collectives, ModelGroups, UnitSpec, WeightCasts, observe, share_casts
+from penstock.parallel import Grid, Layout
+from penstock.runtime import (
+    Boundary,
+    DistributedTransport,
+    Executor,
+    Feed,
+    InProcessHub,
+    InProcessTransport,
+    Recorder,
+    Stage,
+    Transport,
+    keep_freed_memory,
+)
+from penstock.schedule import Costs, Pair, Placement, Program, Timeline
+
+Finish = Callable[[Any, PackedBatch], Tensor]
+"""From the last stage's output and its microbatch to a result; for training, the scaled scalar loss."""
+
+StartReduction = Callable[[int], None]
+"""Starts summing the gradients of a local stage, given by number, over ranks; does not wait."""
+
+_MAX_EXECUTORS = 64
+"""Numbers of microbatches whose programs are kept; a budget of tokens may lead to any number."""
+
+
+class Pipeline:
+    """This rank's part of a model that is cut into stages, with all that running a program on it takes.
+
+    Every process of the layout constructs it at the same point and calls its methods in the same order.
+
+    Args:
+        units: the model in order, or a function that makes it from the groups that share it.
+        hidden_size: width of the residual stream that travels between stages.
+        layout: the grid of processes.
+        options: schedule, precision, optimizer and the rest.
+
+    Raises:
+        ValueError: the layout does not fit the world, or the model cannot be cut so.
+        TransportError: a link between two ranks failed its test; the message names it.
+    """
+
+    #: the settings that the caller gave
+    options: EngineOptions
+
+    # -- the grid
+    #: sizes of the grid's axes
+    layout: Layout
+    #: the device on which this rank computes
+    device: torch.device
+    #: this rank's place in the layout, and its process groups
+    grid: Grid
+    #: this rank's share of each microbatch's tokens under context parallelism
+    context: ContextShares
+    #: pipeline rank of the last stage of the first copy of the model: it sees the labels and gets the results
+    last_rank: int
+
+    # -- the model
+    #: all units of the model, in order
+    units: tuple[UnitSpec, ...]
+    #: stage -> the rank that holds it
+    placement: Placement
+    #: stage -> its units, as positions in `units`; stages of a second copy are not listed
+    cut: tuple[range, ...]
+    #: the schedule, with the stages' times where an order is searched for
+    choice: ScheduleChoice
+    #: shape and dtype of the messages between stages
+    boundary: Boundary
+    #: stage -> its modules, for the stages of this rank
+    stages: dict[int, Stage]
+    #: which parameters of the model are copies of others
+    ties: Ties
+    #: tied copies on this rank -> the owner beside them, whose storage they use
+    loans: dict[str, str]
+    #: which part of a parameter this rank holds, over which ranks its gradient is summed, and who counts it
+    sharing: Sharing
+    #: casts of the weights, kept while no weight changes
+    casts: WeightCasts
+
+    # -- running
+    #: records this rank's actions and collectives, and says where it is
+    recorder: Recorder
+    #: carries messages between the ranks of the pipeline
+    transport: Transport
+    #: optimizer steps taken so far; records bear this number
+    step: int
+    #: (training, number of microbatches) -> executor of the proved program, least recently used first
+    _executors: dict[tuple[bool, int], Executor]
+    #: close what others have opened on this pipeline
+    _closing: list[Callable[[], None]]
+
+    def __init__(
+        self,
+        units: UnitSource,
+        hidden_size: int,
+        layout: Layout | None = None,
+        options: EngineOptions | None = None,
+    ) -> None:
+        self.layout, self.options = layout or Layout(), options or EngineOptions()
+        self.device = _device(self.options.device)
+        if self.device.type == "cpu":
+            keep_freed_memory()
+        self.grid = self.layout.connect(self.device, timedelta(seconds=self.options.timeout_s))
+        self.context = ContextShares(self.grid.cp_group, self.device)
+        groups = ModelGroups(self.grid.tp_group, self.grid.cp_group, self.grid.ep_group, self.options.attention)
+        self.units = units_for(units, groups, self.layout)
+        self.placement = self.options.choice.placement(self.layout.pp)
+        self.last_rank = self.placement.rank_of(self.placement.stages_per_route - 1)
+        self.cut, self.choice = self._cut(units, hidden_size)
+        self.boundary = Boundary(hidden_size, self.options.precision.parameter_dtype, self.layout.tp)
+        self.step, self._executors, self._closing = 0, {}, []
+        pipelines = self.layout.world_size // self.layout.pp
+        self.recorder = Recorder(self.grid.pp_rank, place=None if pipelines == 1 else str(self.grid.place))
+        self._build_stages()
+        self.transport = self._connect()
+
+    def _build_stages(self) -> None:
+        """Make this rank's stages, and find out who else holds their parameters."""
+        local = self.placement.stages_of(self.grid.pp_rank)
+        self.stages = build_stages(self.units, self.cut, local, self.boundary, self.options, self.device)
+        self.casts = WeightCasts()
+        for stage in self.stages.values():
+            for _, module in stage.units:
+                share_casts(module, self.casts)
+                observe(module, self.recorder)
+        names = self.parameters()
+        self.ties = Ties.of(self.units, names, self.placement.num_routes)
+        self.loans = self.ties.loans(names)
+        self.sharing = Sharing.of(self.units, names, self.grid).lending(self.loans)
+        if self.options.optimizer.zero:
+            self.sharing = shared_out(self.sharing, self.ties.owners, self.grid)
+        self.lend_weights()
+
+    def _cut(self, units: UnitSource, hidden_size: int) -> tuple[tuple[range, ...], ScheduleChoice]:
+        """The units of every stage, and the schedule, which may depend on the units' measured times."""
+        lengths, choice = self.options.measure_lengths, self.options.choice
+        if lengths is None or self.layout.pp == 1 or (self.options.cut is not None and not choice.is_searched):
+            return cut_units(self.units, self.placement, self.options), choice
+        # One rank measures, so units that are not shared with other ranks: only their proportions count.
+        alone = units_for(units, ModelGroups(), Layout())
+        times = measure_units(alone, hidden_size, lengths, self.options, self.grid)
+        return timed_cut(alone, hidden_size, self.placement, self.options, times)
+
+    def _connect(self) -> Transport:
+        if self.grid.pp_control is None:
+            return InProcessTransport(InProcessHub(), 0)
+        return DistributedTransport(self.placement, self.grid.pp_control, self.device, self.options.timeout_s)
+
+    # ---- the model on this rank
+
+    @property
+    def holds_first_stage(self) -> bool:
+        return any(self.placement.is_first(number) for number in self.stages)
+
+    @property
+    def holds_last_stage(self) -> bool:
+        return any(self.placement.is_last(number) for number in self.stages)
+
+    @property
+    def gives_results(self) -> bool:
+        """Whether this rank is the one of its pipeline that gets what `forward` makes of a batch."""
+        return self.grid.pp_rank == self.last_rank
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """This rank's parameters by full name, once values that other ranks step have arrived."""
+        for stage in self.stages.values():
+            stage.weights_ready()
+        return {name: p for stage in self.stages.values() for name, p in stage.named_parameters()}
+
+    def lend_weights(self) -> None:
+        """Let tied copies use the storage of the owner beside them; called again when owners have moved."""
+        lend_weights(self.parameters(), self.loans)
+
+    # ---- running a program
+
+    def feed(self, microbatch: PackedBatch, finish: Finish) -> Feed:
+        """The executor's view of a microbatch: tokens and `finish` only where this rank holds that end.
+
+        Here alone a microbatch is cut among context-parallel ranks: `finish` gets this rank's part and its logits;
+        where ranks share the vocabulary, these are `ShardedLogits`.
+        """
+        own, sequences = self.context.share(microbatch)
+        present = self.units[-1].present or _as_it_is
+        return Feed(
+            num_tokens=sequences.num_tokens,
+            sequences=sequences,
+            tokens=own["tokens"].to(self.device) if self.holds_first_stage else None,
+            finish=(lambda output: finish(present(output), own)) if self.holds_last_stage else None,
+        )
+
+    def program(self, num_microbatches: int, training: bool = True) -> Program:
+        """The program of a step of so many microbatches, or of as many forwards alone."""
+        if training:
+            shared = self.layout.shares_layers
+            return self.choice.program(self.layout.pp, num_microbatches, whole_backwards=shared)
+        return forward_only(self.placement, num_microbatches)
+
+    def executor(self, num_microbatches: int, reduce: StartReduction | None = None) -> Executor:
+        """The executor of a step, or without `reduce` of forwards alone; proved once and kept while in use."""
+        key = (reduce is not None, num_microbatches)
+        found = self._executors.pop(key, None)
+        if found is None:
+            program = self.program(num_microbatches, training=reduce is not None)
+            found = Executor(
+                program,
+                self.grid.pp_rank,
+                {n: stage for n, stage in self.stages.items() if n < program.placement.num_stages},
+                self.transport,
+                self.recorder,
+                reduce=reduce or _no_reduction,
+                pairs=self.options.pairs,
+            )
+        self._executors[key] = found
+        if len(self._executors) > _MAX_EXECUTORS:
+            del self._executors[next(iter(self._executors))]
+        return found
+
+    def begin_recording(self) -> None:
+        """From here on records belong to a new step or pass."""
+        self.recorder.begin_step(self.step)
+
+    def count_step(self) -> int:
+        """Count one more optimizer step; returns its number."""
+        self.step += 1
+        return self.step
+
+    def continue_from(self, step: int) -> None:
+        """Go on as if so many optimizer steps had been taken."""
+        self.step = step
+
+    def sum_over_ranks(self, *values: float) -> list[float]:
+        """The sums of the ranks' values, on every rank; exact where all but one rank give zero."""
+        if self.grid.control is None:
+            return list(values)
+        tensor = torch.tensor(values, dtype=torch.float64)
+        with self.recorder.collective("add up the loss"):
+            dist.all_reduce(tensor, group=self.grid.control)
+        return tensor.tolist()
+
+    def total_loss(self, losses: Sequence[Tensor]) -> float:
+        """The sum of all ranks' losses, on every rank; ranks of a tp group have the same ones, which count once."""
+        own = float(torch.stack(list(losses)).sum()) if losses and self.grid.tp_rank == 0 else 0.0
+        return self.sum_over_ranks(own)[0]
+
+    def at_close(self, close: Callable[[], None]) -> None:
+        """Call `close` before the transport is closed."""
+        self._closing.append(close)
+
+    def close(self) -> None:
+        """Stop helper threads; process groups belong to torch.distributed."""
+        for close in self._closing:
+            close()
+        if isinstance(self.transport, DistributedTransport):
+            self.transport.close()
+
+    # ---- looking at a step
+
+    def simulated(self, num_microbatches: int, costs: Costs) -> Timeline:
+        """The simulated timeline of a step."""
+        return schedule.simulate(self.program(num_microbatches), costs)
+
+    def vain_overlap(self, num_microbatches: int) -> str | None:
+        """A sentence where overlap is asked for and no rank's stages exchange anything meanwhile; else None.
+
+        All ranks call it at one point, and all get the same.
+        """
+        program = self.program(num_microbatches)
+        fused = any(isinstance(step, Pair) for order in program.schedule.orders for step in order)
+        if not (fused and self.options.pairs.overlap):
+            return None
+        # A rank's own stages may be dense, and those of another exchange a lot.
+        (num_exchanging,) = self.sum_over_ranks(float(any(map(_exchanges, self.stages.values()))))
+        if num_exchanging:
+            return None
+        return (
+            f"{program.schedule.name} fuses forwards with backwards, so that one computes while what the other "
+            "exchanges with its peers travels; here no layer exchanges anything, so overlap gains nothing"
+        )
+
+
+def _exchanges(stage: Stage) -> bool:
+    """Whether lanes of the stage are suspended while something travels between ranks."""
+    parts = (part for _, module in stage.units for part in module.modules())
+    shared = (value for part in parts for value in vars(part).values() if isinstance(value, Collectives))
+    return stage.exchanges and any(collectives.size > 1 for collectives in shared)
+
+
+def _as_it_is(output: Tensor) -> Tensor:
+    return output
+
+
+def _no_reduction(stage: int) -> None:
+    return None
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device(name)

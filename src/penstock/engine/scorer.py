@@ -1,0 +1,223 @@
+"""Scoring: forwards alone, and what is made of each microbatch's logits, back in the order of the batch.
+
+Shapes: T tokens of a microbatch, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from penstock.data import MicroBatchSpec, PackedBatch, Split, check_lengths, merge, take_apart
+from penstock.engine.losses import LossFn, LossWeightFn
+from penstock.engine.microbatches import agree_on_microbatches
+from penstock.engine.pipeline import Pipeline
+from penstock.model import Logits, token_log_probs, token_statistics, whole_logits
+from penstock.parallel.broadcast import broadcast_value, check_portable
+from penstock.parallel.exchange import gather_json
+from penstock.runtime import Feed, PipelineError
+
+PostHook = Callable[[Any, PackedBatch], Any]
+"""Of logits (`Logits`: a Tensor, unless ranks share the vocabulary) and their microbatch."""
+
+AggregateFn = Callable[[list[Any]], Any]
+
+
+class Scorer:
+    """Runs forwards alone on a pipeline: scores, outputs, and the loss of an evaluation. Nothing is learned."""
+
+    #: stages, transport and recorder
+    pipeline: Pipeline
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self.pipeline = pipeline
+
+    def forward(self, batch: PackedBatch, micro_batches: MicroBatchSpec | None, outputs: Outputs) -> Any:
+        """Run the batch through the model; every rank of the grid calls it.
+
+        Ranks of one pipeline give the same batch. The rank of the last stage gets the result, the others None, unless
+        all are to have it.
+
+        Raises:
+            PipelineError, ValueError: the batches differ or cannot be split; on all ranks alike, before any compute.
+            Any exception of a hook, or `PartitionError` for results that do not fit: on the rank of the last stage, and
+            PipelineError on the others; the engine can be used further.
+        """
+        pipeline = self.pipeline
+        with pipeline.casts.kept():
+            pipeline.begin_recording()
+            agreed = agree_on_microbatches(pipeline, batch, micro_batches, check=lambda: outputs.check(batch))
+            results = _Results(pipeline, outputs)
+            feeds = [results.feed(microbatch) for microbatch in agreed.microbatches]
+            pipeline.executor(len(feeds)).run(feeds)
+            return results.handed_out(agreed.split)
+
+    def evaluate(
+        self,
+        batches: Iterable[PackedBatch],
+        loss_fn: LossFn,
+        loss_weight_fn: LossWeightFn,
+        micro_batches: MicroBatchSpec | None = None,
+    ) -> float:
+        """The loss per unit of weight over all ranks' batches, the same on every rank."""
+        loss = weight = 0.0
+        with self.pipeline.casts.kept():
+            for batch in batches:
+                agreed = agree_on_microbatches(self.pipeline, batch, micro_batches, loss_weight_fn)
+                feeds = [self.pipeline.feed(microbatch, loss_fn) for microbatch in agreed.microbatches]
+                losses = self.pipeline.executor(len(feeds)).run(feeds)
+                loss += self.pipeline.total_loss(losses)
+                weight += sum(agreed.rank_totals)
+        return loss / weight if weight else float("nan")
+
+
+@dataclass(frozen=True)
+class PerToken:
+    """A hook whose result has a row for each token, made of that token's logits and keys alone.
+
+    It gives a tensor [T, ...] or a mapping of such. Ranks that share every sequence (cp) each call it on their own part
+    of a microbatch, and only what it gives travels between them: whole logits exist nowhere.
+    """
+
+    hook: PostHook
+
+    def __call__(self, logits: Logits, microbatch: PackedBatch) -> Any:
+        result = self.hook(logits, microbatch)
+        for rows in result.values() if isinstance(result, Mapping) else [result]:
+            if not isinstance(rows, Tensor) or rows.shape[:1] != logits.shape[:1]:
+                given = tuple(rows.shape) if isinstance(rows, Tensor) else f"a {type(rows).__name__}"
+                raise ValueError(
+                    f"a hook per token gave {given} for {logits.shape[0]} tokens; a tensor with a row for each, or a "
+                    "mapping of such, is possible"
+                )
+        return result
+
+
+def token_scores(temperature: float = 1.0, entropies: bool = False) -> PostHook:
+    """A hook that gives each token the log-probability of its label, the next token: {"log_probs": [T]} in fp32.
+
+    Where the label is `NO_LABEL` it is 0. With `entropies` those of the tokens' distributions are given beside them.
+    """
+
+    def hook(logits_TV: Logits, microbatch: PackedBatch) -> dict[str, Tensor]:
+        labels_T = microbatch["labels"].to(logits_TV.device)
+        if entropies:
+            return token_statistics(logits_TV, labels_T, temperature)._asdict()
+        return {"log_probs": token_log_probs(logits_TV, labels_T, temperature)}
+
+    return PerToken(hook)
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """The results that a caller wants of a batch, and which ranks get them."""
+
+    #: called on the last stage with each microbatch's logits [T, V] and the microbatch, right after its forward; its
+    #: result is kept, and the logits are freed unless it keeps them. None keeps all logits. Where ranks share sequences
+    #: (cp), each of them gets whole logits, unless the hook is `PerToken`
+    post_hook: PostHook | None = None
+    #: from one result per item, in the order of the batch (one per microbatch where they cannot be taken apart), to
+    #: what is returned; None joins them as `merge` does
+    aggregate_fn: AggregateFn | None = None
+    #: rows of each item in the results, where these are neither one per token, nor per sequence, nor per item
+    output_seqlens: Sequence[int] | None = None
+    #: whether all ranks of the pipeline get the result, not its last stage's alone
+    broadcast: bool = False
+
+    def check(self, batch: PackedBatch) -> None:
+        """Refuse before anything is computed what cannot fit. Raises: `PartitionError`."""
+        if self.output_seqlens is not None:
+            check_lengths(self.output_seqlens, batch.num_items)
+
+    def gathered(self, results: Sequence[Any], split: Split) -> Any:
+        """The microbatches' results as one, in the order of the batch."""
+        if self.aggregate_fn is None:
+            return merge(results, split, self.output_seqlens)
+        pieces = take_apart(results, split, self.output_seqlens)
+        return self.aggregate_fn(list(results) if pieces is None else pieces)
+
+
+class _Results:
+    """The results of one batch, gathered microbatch by microbatch."""
+
+    #: stages, grid and recorder
+    pipeline: Pipeline
+    #: what to make of the logits
+    outputs: Outputs
+    #: one result per microbatch, on ranks that hold the last stage
+    _results: list[Any]
+    #: the first exception, kept to the end of the batch so that no other rank waits for messages in vain
+    _error: Exception | None
+
+    def __init__(self, pipeline: Pipeline, outputs: Outputs) -> None:
+        self.pipeline, self.outputs = pipeline, outputs
+        self._results, self._error = [], None
+
+    @property
+    def _per_token(self) -> bool:
+        return isinstance(self.outputs.post_hook, PerToken)
+
+    def feed(self, microbatch: PackedBatch) -> Feed:
+        if self._per_token:
+            return self.pipeline.feed(microbatch, self._take)
+        whole = self.pipeline.context.whole_logits
+        return self.pipeline.feed(microbatch, lambda logits, _: self._take(whole(logits, microbatch), microbatch))
+
+    def _take(self, logits: Logits, microbatch: PackedBatch) -> Tensor:
+        """Keep the hook's result; the executor carries on with an empty tensor in place of the logits."""
+        if self._error is None:
+            try:
+                hook = self.outputs.post_hook
+                self._results.append(whole_logits(logits) if hook is None else hook(logits, microbatch))
+            except Exception as error:
+                self._error = error
+        return torch.empty(0, device=logits.device)
+
+    def handed_out(self, split: Split) -> Any:
+        """Gather the results, report to all ranks whether all is well, and return this rank's."""
+        pipeline, value = self.pipeline, None
+        try:
+            if pipeline.gives_results and self._per_token:
+                self._join(split)
+            if self._error is not None:
+                raise self._error
+            if pipeline.gives_results:
+                value = self.outputs.gathered(self._results, split)
+                if self.outputs.broadcast:
+                    check_portable(value)
+        except Exception as error:
+            self._error = error
+        report = None if self._error is None else f"{type(self._error).__name__}: {self._error}"
+        with pipeline.recorder.collective("hand out the results"):
+            failures = gather_json(report, pipeline.grid.control)
+        if self._error is not None:
+            raise self._error
+        for rank, failure in enumerate(failures):
+            if failure is not None:
+                raise PipelineError(f"rank {rank} can not make use of its outputs: {failure}")
+        if not self.outputs.broadcast:
+            return value
+        with pipeline.recorder.collective("hand out the results", pipeline.grid.pp_control):
+            return broadcast_value(value, pipeline.last_rank, pipeline.grid.pp_control)
+
+    def _join(self, split: Split) -> None:
+        """Join the results of ranks that share every sequence, if none of them has failed."""
+        context = self.pipeline.context
+        if context.group is None:
+            return
+        failed = torch.tensor(int(self._error is not None), device=context.device)
+        with self.pipeline.recorder.collective("put the results together", context.group):
+            dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=context.group)
+            if failed:
+                raise self._error or PipelineError("a rank that shares the sequences can not make use of its outputs")
+            self._results = [
+                {name: context.whole(rows, microbatch) for name, rows in result.items()}
+                if isinstance(result, Mapping)
+                else context.whole(result, microbatch)
+                for result, microbatch in zip(self._results, split.microbatches, strict=True)
+            ]

@@ -1,0 +1,222 @@
+"""Training: one optimizer step. Each thing that happens once per batch is a line of `Trainer.train_batch`; each thing
+that happens once per microbatch is an action of the program.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from penstock.data import MicroBatchSpec, PackedBatch
+from penstock.engine.aux_losses import AuxLosses, AuxLossReport
+from penstock.engine.losses import LossFn, LossWeightFn, Normalize, checked_loss, loss_factors
+from penstock.engine.microbatches import AgreedSplit, agree_on_microbatches
+from penstock.engine.optimizer import LossScaler, Optimizer, Update
+from penstock.engine.options import Precision
+from penstock.engine.pipeline import Pipeline
+from penstock.parallel import GradientBuckets, sum_tied
+from penstock.runtime import Feed
+from penstock.schedule import Action, Op
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """The outcome of one step, the same on every rank but for `idle_share` and `step_time_s`."""
+
+    #: the step's number, from 1
+    step: int
+    #: the main loss, normalised as the gradients are
+    loss: float
+    #: tokens of all data-parallel ranks
+    num_tokens: int
+    #: microbatches of each rank
+    num_microbatches: int
+    #: norm of all gradients before clipping; NaN where one was not finite
+    grad_norm: float
+    #: of the last step that succeeded, this or an earlier one
+    learning_rate: float
+    #: factor on this step's loss; 1 unless training in fp16
+    loss_scale: float
+    #: False where a gradient was not finite: then no weight has changed
+    success: bool
+    #: wall time of the step
+    step_time_s: float
+    #: share of that time in which this rank waited
+    idle_share: float
+    #: whether some rank was asked to end after this step
+    stop_requested: bool
+    #: auxiliary losses, and the experts' load
+    extras: AuxLossReport
+
+
+class Trainer:
+    """Takes optimizer steps on a pipeline's weights.
+
+    Every process of the layout constructs it at the same point and calls its methods in the same order. With
+    `learns=False` there are no gradients, and no step can be taken.
+    """
+
+    #: stages, transport and recorder
+    pipeline: Pipeline
+    #: local stage -> its flat gradients, which the program's REDUCE_GRAD actions sum over ranks
+    gradients: dict[int, GradientBuckets]
+    #: losses that units add in the middle of the model, and the routers that learn from the experts' load
+    aux_losses: AuxLosses
+    #: steps the parameters of this rank, or its share of them
+    optimizer: Optimizer
+    #: whether this rank was asked to end after the next step
+    _stop_requested: bool
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self.pipeline, self._stop_requested = pipeline, False
+        self.gradients = _make_buckets(pipeline)
+        # Parameters have moved into their buckets.
+        pipeline.lend_weights()
+        self.aux_losses = AuxLosses(pipeline)
+        self.optimizer = _make_optimizer(pipeline, list(self.gradients.values()))
+
+    def train_batch(
+        self,
+        batch: PackedBatch,
+        loss_fn: LossFn,
+        loss_weight_fn: LossWeightFn,
+        micro_batches: MicroBatchSpec | None = None,
+        normalize: Normalize | str = Normalize.GLOBAL,
+    ) -> TrainResult:
+        """One optimizer step on `batch`; every rank of the grid calls it, ranks of one pipeline with the same batch.
+
+        `loss_fn(output, microbatch)` gives the sum of the microbatch's losses from the last stage's output (logits
+        [T, V]), `loss_weight_fn(microbatch)` its weight in the denominator.
+
+        Raises:
+            ZeroLossWeight, PipelineError, ValueError: on all ranks alike, before anything is computed.
+            TransportError: a peer did not send or receive in time.
+        """
+        if not self.pipeline.options.learns:
+            raise ValueError("this engine was made with learns=False, to score and generate; make one that learns")
+        start, pipeline, normalize = time.perf_counter(), self.pipeline, Normalize.parse(normalize)
+        scale = self.optimizer.loss_scale
+        pipeline.begin_recording()
+        agreed = agree_on_microbatches(pipeline, batch, micro_batches, loss_weight_fn, stop=self._stop_requested)
+        factors = loss_factors(normalize, *self._weights(agreed, loss_weight_fn, normalize))
+        feeds = self._feeds(agreed, loss_fn, [factor * scale for factor in factors])
+        self.zero_gradients()
+        losses = pipeline.executor(len(feeds), self.start_reduction).run(feeds)
+        update, aux_losses = self._step(feeds, scale)
+        loss = pipeline.total_loss(losses) / scale
+        step, step_time_s = pipeline.count_step(), time.perf_counter() - start
+        return TrainResult(
+            step=step,
+            loss=loss,
+            num_tokens=agreed.num_tokens,
+            num_microbatches=len(feeds),
+            grad_norm=update.grad_norm,
+            learning_rate=update.learning_rate,
+            loss_scale=scale,
+            success=update.success,
+            step_time_s=step_time_s,
+            idle_share=1.0 - sum(e.end - e.start for e in pipeline.recorder.events()) / step_time_s,
+            stop_requested=agreed.stop_requested,
+            extras=aux_losses,
+        )
+
+    def request_stop(self) -> None:
+        """Ask all ranks to end after the next step: its `TrainResult.stop_requested` is true on each of them."""
+        self._stop_requested = True
+
+    # ---- the parts of a step, in order
+
+    def _weights(
+        self, agreed: AgreedSplit, loss_weight_fn: LossWeightFn, normalize: Normalize
+    ) -> tuple[Sequence[float], Sequence[float]]:
+        """The loss weights of this rank's microbatches, and the totals of the ranks that the mode takes a mean over."""
+        num_cp = self.pipeline.layout.cp
+        if normalize is not Normalize.MICROBATCH_MEAN or num_cp == 1:
+            return agreed.weights, agreed.rank_totals
+        # Here each context-parallel rank is a rank of its own, with the mean of its part of every microbatch.
+        share = self.pipeline.context.share
+        own = [float(loss_weight_fn(share(m)[0])) for m in agreed.microbatches if agreed.weights]
+        return own, [total for total in agreed.rank_totals for _ in range(num_cp)]
+
+    def _feeds(self, agreed: AgreedSplit, loss_fn: LossFn, factors: Sequence[float]) -> list[Feed]:
+        """The microbatches with their losses, each times its factor; `factors` is empty where no labels are seen."""
+
+        def finish(factor: float, output: Any, microbatch: PackedBatch) -> Tensor:
+            return checked_loss(loss_fn(output, microbatch)) * factor
+
+        feeds = [
+            self.pipeline.feed(microbatch, partial(finish, factors[i] if factors else 0.0))
+            for i, microbatch in enumerate(agreed.microbatches)
+        ]
+        return self.aux_losses.attached_to(feeds, agreed, factors)
+
+    def zero_gradients(self) -> None:
+        for buckets in self.gradients.values():
+            buckets.zero_()
+
+    def start_reduction(self, stage: int) -> None:
+        """Start summing the gradients of a local stage over ranks."""
+        self.gradients[stage].launch()
+
+    def _step(self, feeds: Sequence[Feed], loss_scale: float) -> tuple[Update, AuxLossReport]:
+        """Finish the gradients, clip them and step the weights; the casts of these are made anew."""
+        pipeline = self.pipeline
+        record = pipeline.recorder.begin(Action(Op.STEP))
+        with pipeline.recorder.collective("finish the gradients and step"):
+            self._finish_gradients()
+            update = self.optimizer.step()
+            for buckets in self.gradients.values():
+                buckets.gather()
+            pipeline.casts.renew()
+            aux_losses = self.aux_losses.finish(feeds, loss_scale, learns=update.success)
+        pipeline.recorder.end(record)
+        return update, aux_losses
+
+    def _finish_gradients(self) -> None:
+        """Wait for the reductions that the program started, then add up the copies of each tied parameter."""
+        for buckets in self.gradients.values():
+            buckets.wait()
+        every = {name: view for buckets in self.gradients.values() for name, view in buckets.owned_gradients.items()}
+        for ties in (self.pipeline.ties.copies, self.pipeline.ties.tied):
+            sum_tied(ties, every, self.pipeline.grid.mirror_group)
+
+
+def _make_buckets(pipeline: Pipeline) -> dict[int, GradientBuckets]:
+    """Gradient buckets of this rank's stages, into which their parameters move; none where nothing is learned."""
+    if not pipeline.options.learns:
+        return {}
+    found = {
+        number: GradientBuckets(
+            stage.named_parameters(),
+            pipeline.grid.dp_cp_group,
+            reductions=pipeline.sharing.reductions,
+            follow=pipeline.recorder.follow,
+        )
+        for number, stage in pipeline.stages.items()
+    }
+
+    def settle_all() -> None:
+        for buckets in found.values():
+            buckets.settle()
+
+    for number, buckets in found.items():
+        # The owner of a lent weight may lie in any stage of this rank.
+        pipeline.stages[number].read_weights_after(settle_all if pipeline.loans else buckets.settle)
+    return found
+
+
+def _make_optimizer(pipeline: Pipeline, buckets: list[GradientBuckets]) -> Optimizer:
+    options, grid = pipeline.options, pipeline.grid
+    return Optimizer(
+        buckets,
+        options.optimizer,
+        grid.control if options.optimizer.zero else grid.model_control,
+        pipeline.ties.owners,
+        LossScaler() if options.precision is Precision.FP16 else None,
+        pipeline.sharing.pieces,
+    )
