@@ -53,6 +53,10 @@ class PackedBatch:
     None for metadata alone. metadata: name -> one value per item; it follows its item through every method.
 
     Raises: a `BatchError` that names the field, if the parts contradict each other.
+
+    >>> batch = PackedBatch.from_documents([torch.tensor([5, 6, 7]), torch.tensor([8, 9])])
+    >>> batch.num_items, batch.num_tokens, batch["tokens"].tolist()
+    (2, 5, [5, 6, 7, 8, 9])
     """
 
     ids: tuple[ItemId, ...]

@@ -14,6 +14,10 @@ class MicroBatchSpec:
 
     num: None leaves the number to the budget of tokens. allow_fewer: where a batch has fewer items than `num`, take
     as many microbatches as it has items instead of refusing.
+
+    >>> batch = PackedBatch.from_documents([torch.arange(n) for n in (4, 3, 2, 1)])
+    >>> [part.num_tokens for part in split(batch, MicroBatchSpec(num=2)).microbatches]
+    [5, 5]
     """
 
     num: int | None = 1
