@@ -10,9 +10,9 @@ from torch import Tensor
 
 from penstock import Engine, Layout, MicroBatchSpec, PackedBatch
 from penstock.engine import EngineOptions, Precision
-from penstock.engine.forward import token_scores
 from penstock.engine.optimizer import OptimizerConfig
 from penstock.engine.schedules import ScheduleChoice
+from penstock.engine.scorer import token_scores
 from penstock.model import ModelConfig, decoder_units
 from penstock.runtime import Executor, Feed
 from tests.dist.launch import run_ranks
