@@ -13,7 +13,7 @@ from penstock.schedule import Action, Costs, Op, Pair
 from penstock.schedule.actions import parts
 from penstock.schedule.recording import Recording, Span, Wait
 from penstock.schedule.travels import CollectiveKind
-from tests.unit.test_executor import Pipeline
+from tests.unit.runtime.test_executor import Pipeline
 
 
 def made_up(seed: int, ranks: int = 3) -> Recording:
