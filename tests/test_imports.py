@@ -20,7 +20,8 @@ MAY_IMPORT = {
     "data": {"schedule"},
     "runtime": {"model", "parallel", "data", "schedule"},
     "engine": {"runtime", "model", "parallel", "data", "schedule"},
-    "cli": {"engine", "runtime", "model", "parallel", "data", "draw", "planner", "schedule"},
+    "bench": {"engine", "runtime", "model", "parallel", "data", "schedule"},
+    "cli": {"bench", "engine", "runtime", "model", "parallel", "data", "draw", "planner", "schedule"},
 }
 STANDARD_LIBRARY_ONLY = ("schedule", "planner")
 FILES = sorted(PACKAGE.glob("*/**/*.py"))

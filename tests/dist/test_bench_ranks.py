@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from penstock import schedule
-from penstock.cli.benchmarks.ranks import Job, RankFailed, Team, jobs_in_turns
+from penstock.bench.ranks import Job, RankFailed, Team, jobs_in_turns
 from penstock.cli.main import main
 
 # How long the ranks of a failed team would wait for each other, if nobody ended them.
@@ -56,7 +56,7 @@ def test_a_rank_that_fails_ends_the_benchmark_at_once(function, told: str):
 
 KILLED_BENCHMARK = """
 import os, sys
-from penstock.cli.benchmarks.ranks import Team
+from penstock.bench.ranks import Team
 with Team(2) as team:
     team.sleep()
     print(*(process.pid for process in team._processes), flush=True)

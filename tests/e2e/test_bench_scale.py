@@ -3,7 +3,7 @@
 import pytest
 
 from penstock import schedule
-from penstock.cli.benchmarks import scale
+from penstock.bench import scale
 
 
 def test_each_size_is_timed_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch):

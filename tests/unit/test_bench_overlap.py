@@ -5,8 +5,8 @@ from typing import Any, cast
 
 import pytest
 
-from penstock.cli.benchmarks import overlap
-from penstock.cli.benchmarks.overlap import FASTEST_BITS, LEAST_SHARE, MOST_SHARE, Figures, Link
+from penstock.bench import overlap
+from penstock.bench.overlap import FASTEST_BITS, LEAST_SHARE, MOST_SHARE, Figures, Link
 from penstock.schedule.travels import Travelled
 
 

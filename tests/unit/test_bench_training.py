@@ -3,7 +3,7 @@
 import pytest
 from torch.distributed.pipelining import schedules
 
-from penstock.cli.benchmarks.training import NUM_RANKS, TORCH_SCHEDULES, Training
+from penstock.bench.training import NUM_RANKS, TORCH_SCHEDULES, Training
 from penstock.schedule import Placement, PlacementKind
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from penstock import schedule
-from penstock.cli.benchmarks.ranks import RankFailed
+from penstock.bench.ranks import RankFailed
 from penstock.cli.commands import Parser, print_json, print_table
 
 DESCRIPTION = """Measure Penstock on this machine, against its peers where there are any. Each side runs several times
@@ -120,7 +120,7 @@ def _add(benchmarks: Any, name: str, run: Callable[[argparse.Namespace], Any], w
 
 
 def _schedules(given: argparse.Namespace) -> list[dict[str, Any]]:
-    from penstock.cli.benchmarks.emulated import Emulation, compare
+    from penstock.bench.emulated import Emulation, compare
 
     names = _names(given.schedules)
     num_rows = len(names) * len(given.ranks) * len(given.microbatches)
@@ -150,13 +150,13 @@ def _names(given: list[str]) -> list[str]:
 
 
 def _show_schedules(rows: list[dict[str, Any]]) -> None:
-    from penstock.cli.benchmarks.emulated import cells
+    from penstock.bench.emulated import cells
 
     print_table(cells(rows))
 
 
 def _train(given: argparse.Namespace) -> dict[str, Any]:
-    from penstock.cli.benchmarks.training import Training, compare
+    from penstock.bench.training import Training, compare
 
     training = Training(
         num_layers=given.layers,
@@ -171,26 +171,26 @@ def _train(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def _overhead(given: argparse.Namespace) -> dict[str, Any]:
-    from penstock.cli.benchmarks.overhead import measure
+    from penstock.bench.overhead import measure
 
     return measure(given.schedule, given.ranks, given.microbatches, given.steps)
 
 
 def _split(given: argparse.Namespace) -> dict[str, Any]:
-    from penstock.cli.benchmarks.split import measure
-    from penstock.cli.benchmarks.training import Training
+    from penstock.bench.split import measure
+    from penstock.bench.training import Training
 
     return measure(Training(products=given.products), given.runs)
 
 
 def _scale(given: argparse.Namespace) -> dict[str, Any]:
-    from penstock.cli.benchmarks.scale import measure
+    from penstock.bench.scale import measure
 
     return measure()
 
 
 def _overlap(given: argparse.Namespace) -> dict[str, Any]:
-    from penstock.cli.benchmarks.overlap import Size, measure
+    from penstock.bench.overlap import Size, measure
 
     size = Size(
         num_layers=given.layers,
@@ -206,19 +206,19 @@ def _overlap(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def _reduction(given: argparse.Namespace) -> dict[str, Any]:
-    from penstock.cli.benchmarks.hidden import measure, reduction
+    from penstock.bench.hidden import measure, reduction
 
     return measure(reduction(given.mbit, given.emulate, given.rounds, given.zero), _progress)
 
 
 def _ring(given: argparse.Namespace) -> dict[str, Any]:
-    from penstock.cli.benchmarks.hidden import measure, ring
+    from penstock.bench.hidden import measure, ring
 
     return measure(ring(given.mbit, given.tokens, given.rounds), _progress)
 
 
 def _balance(given: argparse.Namespace) -> dict[str, Any]:
-    from penstock.cli.benchmarks.balance import Learning, measure
+    from penstock.bench.balance import Learning, measure
 
     return measure(Learning(num_steps=given.steps, seed=given.seed), _progress)
 
@@ -227,8 +227,8 @@ _GENERATE_PARTS = ("transformers", "refill", "emulated")
 
 
 def _generate(given: argparse.Namespace) -> dict[str, Any]:
-    from penstock.cli.benchmarks.generation import Generation, measure
-    from penstock.cli.benchmarks.gpu_generation import LLAMA_1B, check_gpu, on_gpu
+    from penstock.bench.generation import Generation, measure
+    from penstock.bench.gpu_generation import LLAMA_1B, check_gpu, on_gpu
 
     gpu = "gpu" in given.parts
     if gpu:

@@ -83,4 +83,4 @@ def timed(name: str, size: Size) -> dict[str, Any]:
 
 if __name__ == "__main__":
     name, *counts = sys.argv[1:]
-    print(json.dumps(timed(name, Size(*map(int, counts)))))
+    sys.stdout.write(json.dumps(timed(name, Size(*map(int, counts)))))

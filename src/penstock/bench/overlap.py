@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
 
-from penstock.cli.benchmarks.ranks import Team
-from penstock.cli.benchmarks.slow_network import INTERFACE, Host, SlowNetwork
+from penstock.bench.ranks import Team
+from penstock.bench.slow_network import INTERFACE, Host, SlowNetwork
 from penstock.data import MicroBatchSpec, PackedBatch
 from penstock.engine import Engine, EngineOptions
 from penstock.engine.measured import own_recording

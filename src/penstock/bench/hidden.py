@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
 
-from penstock.cli.benchmarks.overlap import SleepingProducts
-from penstock.cli.benchmarks.ranks import Team
-from penstock.cli.benchmarks.slow_network import INTERFACE, Host, SlowNetwork
+from penstock.bench.overlap import SleepingProducts
+from penstock.bench.ranks import Team
+from penstock.bench.slow_network import INTERFACE, Host, SlowNetwork
 from penstock.data import MicroBatchSpec, PackedBatch
 from penstock.engine import Engine, EngineOptions
 from penstock.engine.measured import own_recording

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.cli.benchmarks.ranks import Turn, in_turns
+from penstock.bench.ranks import Turn, in_turns
 from penstock.data import MicroBatchSpec, PackedBatch
 from penstock.engine import Engine, EngineOptions
 from penstock.engine.learning_rate import LearningRate, WeightDecay

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from penstock.cli.benchmarks.ranks import Turn, in_turns
+from penstock.bench.ranks import Turn, in_turns
 from penstock.engine import Engine, EngineOptions
 from penstock.engine.generate import GenerateOptions
 from penstock.model import CachedRows, CacheSize, ModelConfig, SamplingParams, UnitSpec, decoder_units

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock import schedule
-from penstock.cli.benchmarks.ranks import on_ranks
+from penstock.bench.ranks import on_ranks
 from penstock.model import Sequences
 from penstock.runtime import (
     Boundary,

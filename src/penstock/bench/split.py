@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from penstock.cli.benchmarks.training import Training
+from penstock.bench.training import Training
 from penstock.engine.build import build_stages
 from penstock.engine.options import EngineOptions
 from penstock.model import Sequences

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from penstock import schedule
-from penstock.cli.benchmarks.ranks import Job, jobs_in_turns
+from penstock.bench.ranks import Job, jobs_in_turns
 from penstock.model import Sequences, WeightGradients
 from penstock.runtime import Boundary, DistributedTransport, Executor, Feed, Recorder, Stage
 

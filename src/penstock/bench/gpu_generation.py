@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from penstock.cli.benchmarks.generation import TRANSFORMERS, Generation, transformers_sides
+from penstock.bench.generation import TRANSFORMERS, Generation, transformers_sides
 from penstock.engine import Engine, EngineOptions, Precision
 from penstock.engine.generate import GenerateOptions
 from penstock.model import SamplingParams, decoder_units
