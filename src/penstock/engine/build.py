@@ -20,15 +20,17 @@ SECOND_COPY = "@2"
 
 @dataclass(frozen=True)
 class Ties:
-    """Parameters that are one logical parameter, in two rounds of sums: full name of the copy -> of the owner.
+    """Parameters that are one logical parameter, by full name: copy -> owner.
 
-    copies: the second copy of every parameter of a bidirectional model. tied: a weight that two units share. Where a
-    model is held twice, the second copies are added to the first ones, and then each rank adds up the two ends of a
-    tied weight that it holds, which belong to different copies.
+    Their gradients are summed in two rounds. Where a model is held twice, second copies are added to the first ones;
+    then each rank adds up the two ends of a tied weight that it holds, which belong to different copies.
     """
 
+    #: first round: the second copy of every parameter of a bidirectional model
     copies: Mapping[str, str]
+    #: second round: a weight that two units share
     tied: Mapping[str, str]
+    #: every copy -> the parameter that counts, in norms and in checkpoints
     owners: Mapping[str, str]
 
     @classmethod
@@ -47,14 +49,14 @@ class Ties:
     def loans(self, parameters: Iterable[str]) -> dict[str, str]:
         """Tied copies that lie beside their owner, among these parameters: copy -> owner. One weight serves both.
 
-        Of a model that is held twice there are none: what ties it together are sums over ranks.
+        A model that is held twice has none: sums over ranks tie it together.
         """
         held = set(parameters)
         return {} if self.copies else {copy: owner for copy, owner in self.tied.items() if {copy, owner} <= held}
 
 
 def lend_weights(parameters: Mapping[str, nn.Parameter], loans: Mapping[str, str]) -> None:
-    """Let copies, the keys of `loans`, lie where their owners do; the storage that they had is freed."""
+    """Let copies, the keys of `loans`, use the storage of their owners; their own is freed."""
     for copy, owner in loans.items():
         parameters[copy].data = parameters[owner].data
 
@@ -65,9 +67,9 @@ def cut_units(
     options: EngineOptions,
     times: Sequence[float] | None = None,
 ) -> tuple[range, ...]:
-    """The units of every stage: by hand if the options say so, else the cut whose slowest rank is fastest.
+    """The units of every stage: by hand if the options give a cut, else the cut whose slowest rank is fastest.
 
-    `times` are the units' measured times; left out, their estimated work decides.
+    times: of the units, measured; left out, their estimated work decides.
 
     Raises:
         ValueError: more stages than units, or a cut by hand that leaves units out.
@@ -112,7 +114,7 @@ def _build_unit(unit: UnitSpec, options: EngineOptions, device: torch.device) ->
 
 
 def recomputes(unit: str, options: EngineOptions) -> bool:
-    """Whether the options ask for recompute of the unit of that name; layers are chosen by number."""
+    """True where the options recompute the activations of the unit of that name; layers are chosen by number."""
     if isinstance(options.recompute, str):
         return options.recompute == "full"
     layer = unit.split(".")[1:2]
@@ -122,8 +124,11 @@ def recomputes(unit: str, options: EngineOptions) -> bool:
 def units_of_layers(layers: Sequence[nn.Module]) -> tuple[UnitSpec, ...]:
     """A user's own layers as units, with the weights that they have; their linear layers can defer weight gradients.
 
+    The first takes token ids [T], the last gives what the loss takes, and [T, hidden_size] goes from one to the next; a
+    layer whose forward has a second argument gets the microbatch's `Sequences`.
+
     Raises:
-        ValueError: nothing is given, or something that is no module.
+        ValueError: there is no layer, or one is not a module.
     """
     if not layers:
         raise ValueError("a model needs at least one layer")

@@ -9,18 +9,17 @@ from penstock.engine.pipeline import Pipeline
 from penstock.parallel.exchange import gather_json
 from penstock.runtime.trace import Record
 from penstock.runtime.travels import Travel
-from penstock.schedule import Timeline
 from penstock.schedule.recording import Recording
 
 
 def gather_recording(pipeline: Pipeline) -> Recording | None:
-    """What pipeline 0 recorded of its last step, in ms; None on all ranks but 0. All ranks call it."""
+    """The record of pipeline 0's last step, in ms; None on all ranks but 0. All ranks call it."""
     by_rank = gather_json(_pack_all(pipeline), pipeline.grid.pp_control)
     return None if pipeline.grid.rank else _recording(pipeline, by_rank)
 
 
 def own_recording(pipeline: Pipeline) -> Recording:
-    """What this rank recorded of its last step, in ms, as that of a pipeline of one rank."""
+    """The record of this rank's last step, in ms, as that of a pipeline of one rank."""
     return _recording(pipeline, [_pack_all(pipeline)])
 
 
@@ -31,12 +30,6 @@ def _recording(pipeline: Pipeline, by_rank: Sequence[Sequence[Any]]) -> Recordin
         step=pipeline.step,
         stages_per_rank=pipeline.placement.stages_per_microbatch,
     )
-
-
-def gather_events(pipeline: Pipeline) -> Timeline | None:
-    """The last step of pipeline 0 as a timeline in ms; None on all ranks but 0. All ranks call it."""
-    recording = gather_recording(pipeline)
-    return None if recording is None else recording.timeline
 
 
 def _pack_all(pipeline: Pipeline) -> tuple[list[Any], list[Any]]:

@@ -1,4 +1,4 @@
-"""The state of a model under training: what checkpoints, exports and a user's own loop read and write of it."""
+"""The state of a model under training: all that checkpoints, exports and a user's own loop read and write of it."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ from typing import Any
 from torch import Tensor, nn
 
 from penstock.engine.held import held_parameters, held_state
+from penstock.engine.measured import gather_recording
 from penstock.engine.memory import held_bytes
 from penstock.engine.pipeline import Pipeline
 from penstock.engine.trainer import Trainer
 from penstock.model import Shard
 from penstock.parallel.buckets import StateBytes
 from penstock.parallel.parts import Held
+from penstock.schedule import Costs, Timeline
 
 
 class ModelState:
-    """This rank's weights, gradients and optimizer state, by the parameters' full names."""
+    """This rank's weights, gradients and optimizer state by the parameters' full names, and the record of a step."""
 
     #: the model, cut into stages over the grid of processes
     pipeline: Pipeline
@@ -72,6 +74,18 @@ class ModelState:
         """Go on from there, after the tensors of `state` have been loaded."""
         self.pipeline.continue_from(int(progress["step"]))
         self.trainer.optimizer.load_progress(progress["optimizer"])
+
+    def simulated(self, num_microbatches: int, costs: Costs) -> Timeline:
+        """The simulated timeline of a step."""
+        return self.pipeline.simulated(num_microbatches, costs)
+
+    def timeline(self) -> Timeline | None:
+        """The measured timeline of the last step of pipeline 0, in ms, on rank 0; None elsewhere. All ranks call it.
+
+        Ranks on one host share a clock; those of several hosts are aligned by it as well as the hosts are.
+        """
+        recording = gather_recording(self.pipeline)
+        return None if recording is None else recording.timeline
 
     def fixed_weights(self) -> AbstractContextManager[None]:
         """Within this context each weight is cast at most once, on first use (for autocast).
