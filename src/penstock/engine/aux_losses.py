@@ -39,7 +39,7 @@ class AuxLossReport:
         return found if self.busiest_expert is None else found | {"busiest_expert": self.busiest_expert}
 
 
-class AuxLosses:
+class AuxLossTracker:
     """The auxiliary losses of a model's units, and the routers that learn once a step from the experts' load.
 
     Loads are summed over all microbatches and over all ranks that saw other tokens, copies of a bidirectional model

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from penstock.data import MicroBatchSpec, PackedBatch
-from penstock.engine.aux_losses import AuxLosses, AuxLossReport
+from penstock.engine.aux_losses import AuxLossReport, AuxLossTracker
 from penstock.engine.losses import LossFn, LossWeightFn, Normalize, checked_loss, loss_factors
 from penstock.engine.microbatches import AgreedSplit, agree_on_microbatches
 from penstock.engine.optimizer import LossScaler, Optimizer, Update
@@ -66,7 +66,7 @@ class Trainer:
     #: local stage -> its flat gradients, which the program's REDUCE_GRAD actions sum over ranks
     gradients: dict[int, GradientBuckets]
     #: losses that units add in the middle of the model, and the routers that learn from the experts' load
-    aux_losses: AuxLosses
+    aux_losses: AuxLossTracker
     #: steps the parameters of this rank, or its share of them
     optimizer: Optimizer
     #: whether this rank was asked to end after the next step
@@ -77,7 +77,7 @@ class Trainer:
         self.gradients = _make_buckets(pipeline)
         # Parameters have moved into their buckets.
         pipeline.lend_weights()
-        self.aux_losses = AuxLosses(pipeline)
+        self.aux_losses = AuxLossTracker(pipeline)
         self.optimizer = _make_optimizer(pipeline, list(self.gradients.values()))
 
     def train_batch(
