@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from penstock.runtime import DistributedTransport, TransportError
 from penstock.runtime import distributed as module
-from penstock.schedule import Channel, Op, Placement, PlacementKind
+from penstock.schedule import Channel, Direction, Placement, PlacementKind
 from tests.dist.launch import run_outcomes, run_ranks
 
 CPU = torch.device("cpu")
@@ -27,7 +27,7 @@ def transport_of(ranks: int, stages_per_rank: int = 1, timeout_s: float = 20.0) 
 def exchange_shapes(rank: int) -> list[bool]:
     """Both ranks send eight messages of different shapes each way, all posted first; no device or host is stopped."""
     transport = transport_of(2)
-    there, back = Channel(0, 1, Op.F), Channel(1, 0, Op.B)
+    there, back = Channel(0, 1, Direction.FORWARD), Channel(1, 0, Direction.BACKWARD)
     inward, outward = (there, back) if rank == 1 else (back, there)
     messages = [torch.full((n + 1, 3), float(n), dtype=torch.float64 if n % 2 else torch.float32) for n in range(8)]
     spied: list[str] = []
@@ -51,7 +51,7 @@ def test_tensors_of_different_shapes_arrive_intact() -> None:
 def send_and_forget(rank: int) -> bool:
     """The sender drops its tensors at once and fills memory of the same size; large ones, which do not fit a buffer."""
     transport = transport_of(2)
-    channel, shape = Channel(0, 1, Op.F), (1 << 20,)
+    channel, shape = Channel(0, 1, Direction.FORWARD), (1 << 20,)
     if rank == 0:
         for n in range(6):
             transport.send(channel, torch.full(shape, float(n)))
@@ -74,7 +74,7 @@ def count_backends(rank: int, ranks: int, stages_per_rank: int) -> list[tuple[in
     original = module._Link.__init__
 
     def init(self: Any, channel: Channel, *rest: Any) -> None:
-        made.append((channel.source, channel.destination, channel.direction.name))
+        made.append((channel.source, channel.destination, channel.direction.name[0]))
         original(self, channel, *rest)
 
     setattr(module._Link, "__init__", init)  # noqa: B010
@@ -123,8 +123,8 @@ def reach_a_peer_that_has_ended(rank: int) -> list[str]:
         os._exit(0)
     dist.distributed_c10d._get_default_store().wait(["ended"])
     for begin in (
-        lambda: transport.send(Channel(0, 1, Op.F), torch.ones(3)),
-        lambda: transport.receive(Channel(1, 0, Op.B), (3,), torch.float32).wait(),
+        lambda: transport.send(Channel(0, 1, Direction.FORWARD), torch.ones(3)),
+        lambda: transport.receive(Channel(1, 0, Direction.BACKWARD), (3,), torch.float32).wait(),
     ):
         with pytest.raises(TransportError) as caught:
             while True:  # the first may still go on its way
@@ -150,7 +150,7 @@ def wait_in_vain(rank: int, peer: Callable[[], None]) -> str:
         return "went"
     start = time.monotonic()
     try:
-        transport.receive(Channel(1, 0, Op.B), (3,), torch.float32).wait()
+        transport.receive(Channel(1, 0, Direction.BACKWARD), (3,), torch.float32).wait()
     except TransportError as error:
         assert time.monotonic() - start < 10.0
         return str(error)

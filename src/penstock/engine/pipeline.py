@@ -126,7 +126,7 @@ class Pipeline:
         groups = ModelGroups(self.grid.tp_group, self.grid.cp_group, self.grid.ep_group, self.options.attention)
         self.units = units_for(units, groups, self.layout)
         self.placement = self.options.choice.placement(self.layout.pp)
-        self.last_rank = self.placement.rank_of(self.placement.stages_per_route - 1)
+        self.last_rank = self.placement.output_rank
         self.cut, self.choice = self._cut(units, hidden_size)
         self.boundary = Boundary(hidden_size, self.options.precision.parameter_dtype, self.layout.tp)
         self.step, self._executors, self._closing = 0, {}, []

@@ -12,7 +12,7 @@ from penstock.runtime.scout import NUMBERS_PER_TOKEN, Lead, host_channels
 from penstock.runtime.stage import Boundary, LaneUnit, Stage
 from penstock.runtime.tape import Segment, Tape
 from penstock.runtime.trace import Awaited, Record, Recorder
-from penstock.runtime.transport import InProcessHub, InProcessTransport, Transport, channels_of
+from penstock.runtime.transport import InProcessHub, InProcessTransport, Transport
 from penstock.runtime.travels import Travel
 from penstock.runtime.watchdog import Watchdog
 
@@ -46,7 +46,6 @@ __all__ = [
     "TransportError",
     "Travel",
     "Watchdog",
-    "channels_of",
     "drain",
     "host_channels",
     "keep_freed_memory",

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 
 from penstock.runtime.errors import TransportError, first_line
-from penstock.runtime.transport import HostChannel, Line, channels_of, describe
+from penstock.runtime.transport import HostChannel, Line, describe
 from penstock.schedule import Placement
 
 _MOST_HELD_SENDS = 256
@@ -49,7 +49,7 @@ class DistributedTransport:
         self._abandoned = False
         store = PrefixStore(f"penstock/{_agree_on_number(group)}", _default_store())
         make = _backend_maker(group, device, timedelta(seconds=timeout_s))
-        lines = channels_of(lines) if isinstance(lines, Placement) else lines
+        lines = lines.channels() if isinstance(lines, Placement) else lines
         self._links: dict[Line, _Link] = {
             channel: _Link(channel, self.rank, store, make, None if device.type == "cuda" else timeout_s)
             for channel in lines

@@ -21,7 +21,7 @@ from penstock.runtime.stage import Boundary, Finish, Stage
 from penstock.runtime.tape import Tapes
 from penstock.runtime.trace import Awaited, Record, Recorder
 from penstock.runtime.transport import Receipt, Transport
-from penstock.schedule import Action, Channel, Op, Pair, Placement, Program, Step, verify
+from penstock.schedule import Action, Channel, Direction, Op, Pair, Placement, Program, Step, verify
 from penstock.schedule.actions import SENDS, TRANSFERS, parts
 
 
@@ -41,13 +41,13 @@ class Feed:
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """One flow (F or B) through one local stage: whence its input comes and where its result goes, looked up once.
+    """One direction through one local stage: whence its input comes and where its result goes, looked up once.
 
     source: the neighbour that gives the input, as (stage, rank); None at the model's end. target: the neighbour that
     takes the result; None at the end. A channel is None where the neighbour is on this rank, or there is none.
     """
 
-    flow: Op
+    direction: Direction
     stage: Stage
     source: tuple[int, int] | None
     arriving: Channel | None
@@ -55,28 +55,19 @@ class Wire:
     leaving: Channel | None
 
     @classmethod
-    def of(cls, flow: Op, stage: Stage, placement: Placement) -> "Wire":
-        here, before, after = (
-            placement.rank_of(stage.index),
-            placement.previous(stage.index),
-            placement.next(stage.index),
-        )
-        source, target = (before, after) if flow is Op.F else (after, before)
-        giver = None if source is None else placement.rank_of(source)
-        taker = None if target is None else placement.rank_of(target)
+    def of(cls, direction: Direction, stage: Stage, placement: Placement) -> "Wire":
+        source = placement.source(stage.index, direction)
         return cls(
-            flow,
+            direction,
             stage,
-            None if source is None or giver is None else (source, giver),
-            None if giver is None or giver == here else Channel(giver, here, flow),
-            target,
-            None if taker is None or taker == here else Channel(here, taker, flow),
+            None if source is None else (source, placement.rank_of(source)),
+            placement.channel_to(stage.index, direction),
+            placement.target(stage.index, direction),
+            placement.channel_from(stage.index, direction),
         )
 
 
-_FLOW = {Op.F: Op.F, Op.SEND_F: Op.F, Op.RECV_F: Op.F}  # all others belong to the flow of gradients
-
-Key = tuple[Op, int, int]  # (F: a stage's input or output | B: a gradient, stage, microbatch)
+Key = tuple[Direction, int, int]  # (forward: a stage's input or output, backward: a gradient; stage, microbatch)
 Waiting = Generator[Receipt, None, Any]
 
 
@@ -124,9 +115,9 @@ class Executor:
         self._departures: dict[Key, Tensor] = {}
         self._results: dict[int, Tensor] = {}
         self._wires = {
-            (flow, number): Wire.of(flow, stage, program.placement)
+            (direction, number): Wire.of(direction, stage, program.placement)
             for number, stage in stages.items()
-            for flow in (Op.F, Op.B)
+            for direction in Direction
         }
         # The optimizer step is a line of train_batch.
         steps = [step for step in program.ranks[rank] if step != Action(Op.STEP)]
@@ -156,16 +147,16 @@ class Executor:
         for at, step in enumerate(steps):
             if not isinstance(step, Pair) and not (step.op is Op.B and self.stages[step.stage].exchanges):
                 continue
-            made = {(self._wire(action).flow, action.stage, action.microbatch) for action in parts(step)}
+            made = {(action.op.direction, action.stage, action.microbatch) for action in parts(step)}
             for transfer in steps[at + 1 :]:
                 if not isinstance(transfer, Action) or transfer.op not in TRANSFERS:
                     break
-                key = (self._wire(transfer).flow, transfer.stage, transfer.microbatch)
+                key = (transfer.op.direction, transfer.stage, transfer.microbatch)
                 if transfer.op in SENDS and key in made:
                     yield key
 
     def _wire(self, action: Action) -> Wire:
-        return self._wires[_FLOW.get(action.op, Op.B), action.stage]
+        return self._wires[action.op.direction, action.stage]
 
     @property
     def peak_live_tapes(self) -> int:
@@ -267,11 +258,11 @@ class Executor:
 
     def _input(self, action: Action, wire: Wire, record: Record) -> Waiting:
         """What the neighbour gives for an action; None at the model's end."""
-        receipt = self._arrivals.pop((wire.flow, action.stage, action.microbatch), None)
+        receipt = self._arrivals.pop((wire.direction, action.stage, action.microbatch), None)
         if receipt is None or isinstance(receipt, Tensor):
             return receipt
         assert wire.source is not None
-        self.recorder.awaits(record, Awaited(wire.flow, wire.source[0], action.microbatch, wire.source[1]))
+        self.recorder.awaits(record, Awaited(wire.direction, wire.source[0], action.microbatch, wire.source[1]))
         while not receipt.ready():
             yield receipt
         return receipt.wait()
@@ -279,7 +270,7 @@ class Executor:
     def _hand_on(self, action: Action, wire: Wire, result: Tensor | None, hooks: Hooks) -> None:
         if wire.target is not None:
             self._to_neighbour(action, wire, result)
-        elif wire.flow is Op.F and result is not None:
+        elif wire.direction is Direction.FORWARD and result is not None:
             self._results[action.microbatch] = result
         hooks.after(action)
 
@@ -287,9 +278,9 @@ class Executor:
         self._check(action, wire.stage.boundary, result)
         assert result is not None and wire.target is not None
         if wire.leaving is None:
-            self._arrivals[wire.flow, wire.target, action.microbatch] = result
+            self._arrivals[wire.direction, wire.target, action.microbatch] = result
         else:
-            key = (wire.flow, action.stage, action.microbatch)
+            key = (wire.direction, action.stage, action.microbatch)
             if key in self._leaving_at_once:
                 self.transport.send(wire.leaving, result.contiguous())
             else:
@@ -307,14 +298,14 @@ class Executor:
 
     def _send(self, action: Action, wire: Wire) -> None:
         assert wire.leaving is not None
-        key = (wire.flow, action.stage, action.microbatch)
+        key = (wire.direction, action.stage, action.microbatch)
         if key not in self._leaving_at_once:
             self.transport.send(wire.leaving, self._departures.pop(key).contiguous())
 
     def _receive(self, action: Action, wire: Wire) -> None:
         assert wire.arriving is not None
         boundary = wire.stage.boundary
-        self._arrivals[wire.flow, action.stage, action.microbatch] = self.transport.receive(
+        self._arrivals[wire.direction, action.stage, action.microbatch] = self.transport.receive(
             wire.arriving, boundary.shape(self._feeds[action.microbatch].num_tokens), boundary.dtype
         )
 

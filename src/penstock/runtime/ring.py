@@ -26,7 +26,7 @@ from penstock.runtime.scout import Ahead, Known, Lead, Scout
 from penstock.runtime.stage import Stage
 from penstock.runtime.trace import Awaited, Record, Recorder
 from penstock.runtime.transport import Receipt, Transport
-from penstock.schedule import Action, Channel, Op, Piece, Placement, RingShape, Visit
+from penstock.schedule import Action, Direction, Op, Piece, Placement, RingShape, Visit
 
 Waiting = Generator[Receipt, None, Any]
 
@@ -99,7 +99,7 @@ class Ring:
         self.placement, self.transport, self.host = placement, transport, host
         self.recorder, self.device = recorder, torch.device(device)
         self.rank = transport.rank
-        self.drawer = placement.rank_of(placement.stages_per_route - 1)
+        self.drawer = placement.output_rank
         self.stages = [stage for number, stage in sorted(stages.items()) if number < placement.stages_per_route]
 
     def run(self, journey: Journey) -> RingReport:
@@ -230,10 +230,9 @@ class _Trip:
 
     def _step(self, stage: Stage, carried: _Carried) -> _Step:
         """Post the receive of what the stage is to be given."""
-        ring, before = self.ring, self.ring.placement.previous(stage.index)
-        if before is None or ring.placement.rank_of(before) == ring.rank or not carried.visit.pieces:
+        ring, channel = self.ring, self.ring.placement.channel_to(stage.index, Direction.FORWARD)
+        if channel is None or not carried.visit.pieces:
             return _Step(stage, carried, None)
-        channel = Channel(ring.placement.rank_of(before), ring.rank, Op.F)
         shape, dtype = stage.boundary.whole_shape(carried.visit.num_tokens), stage.boundary.dtype
         return _Step(stage, carried, ring.transport.receive(channel, shape, dtype))
 
@@ -265,22 +264,19 @@ class _Trip:
             return step.carried.tokens
         if receipt is None:
             return self._handed.pop((before, visit.slot))
-        ring.recorder.awaits(record, Awaited(Op.F, before, visit.slot, ring.placement.rank_of(before)))
+        ring.recorder.awaits(record, Awaited(Direction.FORWARD, before, visit.slot, ring.placement.rank_of(before)))
         while not receipt.ready():
             yield receipt
         return receipt.wait()
 
     def _hand_on(self, stage: Stage, visit: Visit, y: Tensor) -> None:
         ring = self.ring
-        after = ring.placement.next(stage.index)
-        if after is None:
+        if ring.placement.is_last(stage.index):
             self._scout.drawn(y)
-            return
-        taker = ring.placement.rank_of(after)
-        if taker == ring.rank:
+        elif (channel := ring.placement.channel_from(stage.index, Direction.FORWARD)) is None:
             self._handed[stage.index, visit.slot] = y
         else:
-            ring.transport.send(Channel(ring.rank, taker, Op.F), y.contiguous())
+            ring.transport.send(channel, y.contiguous())
 
 
 def travel_together(rings: Sequence[Ring], journeys: Sequence[Journey]) -> list[RingReport]:

@@ -29,7 +29,7 @@ _HEAD, _PIECE = 3, 6
 def host_channels(placement: Placement) -> list[HostChannel]:
     """The lines of headers, from each rank to the next, and the one of tokens, in the order of their creation."""
     channels = [HostChannel(rank, rank + 1, HEADERS) for rank in range(placement.num_ranks - 1)]
-    drawer = placement.rank_of(placement.stages_per_route - 1)
+    drawer = placement.output_rank
     return channels if drawer == 0 else [*channels, HostChannel(drawer, 0, TOKENS)]
 
 
@@ -71,7 +71,7 @@ class Scout:
     def __init__(self, host: Transport, placement: Placement, shape: RingShape, lead: Lead | None) -> None:
         self._host, self._lead, self.rank = host, lead, host.rank
         self._is_last = host.rank + 1 == placement.num_ranks
-        self._drawer = placement.rank_of(placement.stages_per_route - 1)
+        self._drawer = placement.output_rank
         self._header_shape = (_HEAD + _PIECE * shape.rows_per_slot,)
         self._header: Receipt | None = None
         self._turns: Sequence[int] = ()

@@ -12,7 +12,7 @@ from penstock.model.collectives import Work
 from penstock.runtime.errors import TransportError, first_line
 from penstock.runtime.roll_call import Presence, RollCall, numbers
 from penstock.runtime.travels import FollowedWork, Travel
-from penstock.schedule import Action, Event, Op, Step
+from penstock.schedule import Action, Direction, Event, Op, Step
 from penstock.schedule.travels import CollectiveKind
 
 _DOING = {
@@ -28,13 +28,13 @@ _DOING = {
 class Awaited:
     """A message for which a rank waits: what `stage` on `rank` gives for a microbatch."""
 
-    flow: Op
+    direction: Direction
     stage: int
     microbatch: int
     rank: int
 
     def __str__(self) -> str:
-        what = "the output" if self.flow is Op.F else "the gradient"
+        what = "the output" if self.direction is Direction.FORWARD else "the gradient"
         return f"{what} of stage {self.stage} for microbatch {self.microbatch} from rank {self.rank}"
 
 

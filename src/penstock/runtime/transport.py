@@ -1,8 +1,8 @@
 """Point-to-point messages between the ranks of a pipeline.
 
-A channel is one direction of one edge: (source rank, destination rank, F or B). Messages of a channel arrive in the
-order in which they were sent. Receives are posted ahead with the shape known to both sides; a send never blocks and
-its tensor is released once it has left. Two implementations share the interface: `DistributedTransport` over
+A channel is one direction of one edge: (source rank, destination rank, forward or backward). Messages of a channel
+arrive in the order in which they were sent. Receives are posted ahead with the shape known to both sides; a send never
+blocks and its tensor is released once it has left. Two implementations share the interface: `DistributedTransport` over
 torch.distributed (one communicator a channel) and `InProcessTransport`, in which all ranks live in one thread.
 """
 
@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from penstock.runtime.errors import TransportError
-from penstock.schedule import Op, Placement
-from penstock.schedule.rules import Channel
+from penstock.schedule import Channel, Direction
 
 
 class HostChannel(NamedTuple):
@@ -34,7 +33,7 @@ def describe(channel: Line) -> str:
     if isinstance(channel, HostChannel):
         what = channel.cargo
     else:
-        what = "activations" if channel.direction is Op.F else "gradients"
+        what = "activations" if channel.direction is Direction.FORWARD else "gradients"
     return f"{what} from rank {channel.source} to rank {channel.destination}"
 
 
@@ -74,19 +73,6 @@ class Transport(Protocol):
     def abandon(self) -> None:
         """A step has failed: what is under way belongs to nobody, and must not be taken for the next step's."""
         ...
-
-
-def channels_of(placement: Placement) -> list[Channel]:
-    """Every channel of a placement, in the one order in which all ranks create them."""
-    found: set[Channel] = set()
-    for stage in range(placement.num_stages):
-        following = placement.next(stage)
-        if following is None:
-            continue
-        here, there = placement.rank_of(stage), placement.rank_of(following)
-        if here != there:
-            found |= {Channel(here, there, Op.F), Channel(there, here, Op.B)}
-    return sorted(found)
 
 
 class InProcessHub:

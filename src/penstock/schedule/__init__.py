@@ -8,6 +8,8 @@ simulate(p, Costs(forward=1.0, backward_input=1.0, backward_weight=1.0)).bubble_
 
 from penstock.schedule.actions import (
     Action,
+    Channel,
+    Direction,
     Op,
     Pair,
     Placement,
@@ -23,12 +25,11 @@ from penstock.schedule.builders import build, default_stages, describe, names, o
 from penstock.schedule.costs import Costs
 from penstock.schedule.critical import critical_path
 from penstock.schedule.cut_search import SearchedCut, costs_of_cut, options_for_step, search_cut
-from penstock.schedule.early import early_gradients
 from penstock.schedule.generation import NO_ROW, Conductor, Ending, Piece, RingShape, Visit, Wish
-from penstock.schedule.lower import lower
+from penstock.schedule.lower import early_gradients, lower
 from penstock.schedule.partition import check_cut, partition
 from penstock.schedule.partition_ranks import balanced_cut
-from penstock.schedule.rules import Channel, Rule, Rules, partner
+from penstock.schedule.rules import Rule, Rules, partner
 from penstock.schedule.simulate import simulate
 from penstock.schedule.text import from_csv, from_text, to_csv, to_text
 from penstock.schedule.timeline import Event, Memory, Timeline
@@ -40,6 +41,7 @@ __all__ = [
     "Channel",
     "Conductor",
     "Costs",
+    "Direction",
     "Ending",
     "Event",
     "Memory",

@@ -1,22 +1,42 @@
-"""The words of a schedule: actions, where the stages live, and the two forms of a plan, schedule and program."""
+"""The words of a schedule: actions, the placement of stages on ranks, and the plan's two forms, schedule and program.
+
+A model is cut into *stages*, a batch into *microbatches*. Each rank holds some of the stages and carries out actions on
+them, one after another. What a stage keeps of a microbatch, from its forward to its last backward action, is a *tape*.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum, IntEnum
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 
 class ScheduleError(ValueError):
-    """A schedule, program or file that cannot be carried out; the message names the rank, the action and the reason."""
+    """A schedule, program or file that cannot be carried out; the message names the rank, the action and the reason.
+
+    >>> from penstock.schedule import Action, Op, Program, build, verify
+    >>> verify(Program(build("1f1b", ranks=1, microbatches=1), ranks=((Action(Op.F, 0, 0),),)))
+    Traceback (most recent call last):
+    penstock.schedule.actions.ScheduleError: rank 0: 0B0 or 0I0 is missing
+    """
+
+
+class Direction(IntEnum):
+    """The two ways in which tensors run through the stages: activations forward, gradients backward."""
+
+    FORWARD = 0
+    BACKWARD = 1
 
 
 class Op(IntEnum):
-    """What an action does; the names are those of torch.distributed.pipelining.
+    """The kind of an action, named as in torch.distributed.pipelining.
 
     `F` forward, `B` full backward, `I` backward for the inputs, `W` backward for the weights. A `RECV_*` posts a
-    receive and returns, the compute action that needs the message waits for it. A `SEND_*` starts a send and returns.
+    receive and returns; the compute action that needs the message waits for it. A `SEND_*` starts a send and returns.
+
+    >>> Op["SEND_B"].direction.name
+    'BACKWARD'
     """
 
     F = 0
@@ -30,11 +50,20 @@ class Op(IntEnum):
     REDUCE_GRAD = 8
     STEP = 9
 
+    @property
+    def direction(self) -> Direction:
+        """The direction that an action belongs to."""
+        return Direction.FORWARD if self in (Op.F, Op.SEND_F, Op.RECV_F) else Direction.BACKWARD
+
 
 COMPUTE = frozenset({Op.F, Op.B, Op.I, Op.W})
 SENDS = frozenset({Op.SEND_F, Op.SEND_B})
 RECEIVES = frozenset({Op.RECV_F, Op.RECV_B})
 TRANSFERS = SENDS | RECEIVES
+
+
+ALL = -1
+"""In place of a microbatch or a stage: the action concerns all of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +72,15 @@ class Action:
 
     `SEND_F` of stage s sends s's output to the next stage and `RECV_F` of s receives s's *input*; `SEND_B` of s sends
     the gradient of s's input to the previous stage and `RECV_B` of s receives the gradient of s's *output*.
-    `REDUCE_GRAD` has no microbatch and `STEP` neither stage nor microbatch: those fields are -1.
+    `REDUCE_GRAD` concerns `ALL` microbatches of its stage, `STEP` (of the optimizer) also `ALL` stages of its rank.
+
+    >>> print(Action(Op.F, stage=2, microbatch=5), Action(Op.REDUCE_GRAD, stage=2), Action(Op.STEP))
+    2F5 2REDUCE_GRAD STEP
     """
 
     op: Op
-    stage: int = -1
-    microbatch: int = -1
+    stage: int = ALL
+    microbatch: int = ALL
 
     def __str__(self) -> str:
         if self.op is Op.STEP:
@@ -60,9 +92,12 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A forward and a backward that do not need each other, carried out together as one step of a rank.
+    """A forward and a backward of different microbatches or stages, carried out together as one step of a rank.
 
-    Raises: ValueError if the first is no `F` or the second neither `B` nor `I`, or one the backward of the other.
+    >>> print(Pair(Action(Op.F, 0, 7), Action(Op.B, 7, 3)))
+    (0F7;7B3)OVERLAP_F_B
+
+    Raises: ValueError unless `forward` is an `F` and `backward` a `B` or `I`, and neither needs the other.
     """
 
     forward: Action
@@ -82,12 +117,20 @@ Step: TypeAlias = Action | Pair
 
 
 def parts(step: Step) -> tuple[Action, ...]:
-    """The actions in a step: itself, or a pair's forward and backward."""
+    """The actions in a step: the action itself, or a pair's forward and backward.
+
+    >>> [str(action) for action in parts(Pair(Action(Op.F, 0, 7), Action(Op.B, 7, 3)))]
+    ['0F7', '7B3']
+    """
     return (step.forward, step.backward) if isinstance(step, Pair) else (step,)
 
 
 def flatten(steps: Iterable[Step]) -> Iterator[Action]:
-    """All actions of a rank in order, pairs opened."""
+    """All actions of a rank in order; a pair gives its forward, then its backward.
+
+    >>> [str(action) for action in flatten([Action(Op.F, 0, 0), Pair(Action(Op.F, 0, 1), Action(Op.B, 0, 0))])]
+    ['0F0', '0F1', '0B0']
+    """
     for step in steps:
         if isinstance(step, Pair):
             yield step.forward
@@ -97,9 +140,9 @@ def flatten(steps: Iterable[Step]) -> Iterator[Action]:
 
 
 def check_count(name: str, value: object, least: int = 1) -> int:
-    """The value, if it is a whole number of at least `least`.
+    """Return the value if it is a whole number of at least `least`.
 
-    Raises: ValueError naming the setting, the value and what is possible.
+    Raises: ValueError naming the setting, the value and the least possible one.
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
@@ -111,6 +154,9 @@ class PlacementKind(Enum):
 
     `LOOP`: stage s on rank s mod p. `V`: there and back again. `BIDIRECTIONAL`: two copies of the model, two *routes*
     of stages; the first copy's stages run up the ranks, the second copy's (numbered after them) run down.
+
+    >>> [Placement(PlacementKind.V, num_ranks=2, stages_per_rank=2).rank_of(stage) for stage in range(4)]
+    [0, 1, 1, 0]
     """
 
     LOOP = "loop"
@@ -118,9 +164,25 @@ class PlacementKind(Enum):
     BIDIRECTIONAL = "bidirectional"
 
 
+class Channel(NamedTuple):
+    """A one-way line between two ranks, first in first out, for the tensors of one direction.
+
+    >>> Channel(source=0, destination=1, direction=Direction.FORWARD).direction.name
+    'FORWARD'
+    """
+
+    source: int
+    destination: int
+    direction: Direction
+
+
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Which rank holds which stage, and which stages are neighbours.
+    """Which rank holds which stage, which stages are neighbours, and the channels between them.
+
+    >>> placement = Placement(PlacementKind.LOOP, num_ranks=2, stages_per_rank=2)
+    >>> placement.num_stages, placement.stages_of(1), placement.output_rank
+    (4, (1, 3), 1)
 
     Raises: ValueError for counts below one, or an odd number of stages a rank when there are two routes.
     """
@@ -156,6 +218,11 @@ class Placement:
         """Number of stages of one rank that a microbatch goes through: those of its route."""
         return self.stages_per_rank // self.num_routes
 
+    @property
+    def output_rank(self) -> int:
+        """The rank that holds the last stage of the first route, where the model's output is."""
+        return self.rank_of(self.stages_per_route - 1)
+
     def route_of(self, stage: int) -> int:
         return stage // self.stages_per_route
 
@@ -181,20 +248,49 @@ class Placement:
         """Whether the stage gives the model's output."""
         return (stage + 1) % self.stages_per_route == 0
 
+    def source(self, stage: int, direction: Direction) -> int | None:
+        """The neighbour whose result the stage takes; None at the model's end."""
+        return self.previous(stage) if direction is Direction.FORWARD else self.next(stage)
+
+    def target(self, stage: int, direction: Direction) -> int | None:
+        """The neighbour that takes the stage's result; None at the model's end."""
+        return self.next(stage) if direction is Direction.FORWARD else self.previous(stage)
+
+    def channel_to(self, stage: int, direction: Direction) -> Channel | None:
+        """The channel by which a stage's input arrives; None at the model's end, or from a stage of the same rank."""
+        source = self.source(stage, direction)
+        return None if source is None else self.channel_from(source, direction)
+
+    def channel_from(self, stage: int, direction: Direction) -> Channel | None:
+        """The channel by which a stage's result leaves; None at the model's end, or to a stage of the same rank."""
+        target = self.target(stage, direction)
+        if target is None or self.rank_of(stage) == self.rank_of(target):
+            return None
+        return Channel(self.rank_of(stage), self.rank_of(target), direction)
+
+    def channels(self) -> tuple[Channel, ...]:
+        """Every channel, in the one order in which all ranks create them."""
+        found = (self.channel_from(stage, way) for stage in range(self.num_stages) for way in Direction)
+        return tuple(sorted({channel for channel in found if channel is not None}))
+
 
 @dataclass(frozen=True)
 class Schedule:
-    """Each rank's order of compute actions; plain data that says nothing yet of transfers.
+    """Each rank's order of compute actions, as plain data; `lower` adds the transfers.
 
-    `orders` holds one order a rank. `live_bound` is, per rank, how many tapes (one a local stage and microbatch) may
-    be live at once, or None where the builder promises nothing. Without `training` there are only forwards.
+    >>> orders = ((Action(Op.F, 0, 0), Action(Op.B, 0, 0)),)
+    >>> Schedule("mine", Placement(PlacementKind.LOOP, num_ranks=1), num_microbatches=1, orders=orders).training
+    True
     """
 
     name: str
     placement: Placement
     num_microbatches: int
+    #: One order a rank.
     orders: tuple[tuple[Step, ...], ...]
+    #: The most tapes that a rank may keep at once, one number a rank; None where the builder promises nothing.
     live_bound: tuple[int, ...] | None = None
+    #: Without training there are only forwards.
     training: bool = True
 
     def __post_init__(self) -> None:
@@ -205,7 +301,7 @@ class Schedule:
             raise ValueError(f"{self.placement.num_ranks} ranks need as many bounds, got {len(self.live_bound)}")
 
     def microbatches_of(self, stage: int) -> range:
-        """The microbatches that pass through a stage: all of them, or its route's share of them."""
+        """The microbatches that pass through a stage: all, or those of its route."""
         num_routes, route = self.placement.num_routes, self.placement.route_of(stage)
         share = -(-self.num_microbatches // num_routes)
         return range(min(route * share, self.num_microbatches), min((route + 1) * share, self.num_microbatches))
@@ -215,10 +311,13 @@ class Schedule:
 class Program:
     """A schedule with its transfers, reductions and optimizer step: what is proved, simulated, drawn and run.
 
-    `ranks` holds one list of steps a rank.
+    >>> from penstock.schedule import build, lower
+    >>> print(*lower(build("1f1b", ranks=2, microbatches=1)).ranks[1])
+    1RECV_F0 1F0 1B0 1SEND_B0 1REDUCE_GRAD STEP
     """
 
     schedule: Schedule
+    #: One list of steps a rank.
     ranks: tuple[tuple[Step, ...], ...]
 
     def __post_init__(self) -> None:

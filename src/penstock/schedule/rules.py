@@ -4,22 +4,25 @@ Every action *gives* facts ("the output of stage 2 for microbatch 5 is there") a
 the same rank gave. What another rank computed comes by a message: a `RECV_*` action posts the receive, which gives a
 fact, and the compute action that needs it also waits until the message has arrived.
 
-Facts are whole numbers, so that programs of a million actions are proved in seconds: a rule holds the number that a
-fact has for microbatch 0, and adding the action's microbatch gives the fact itself.
+A rule is the same for each microbatch of a stage, and facts are numbered, so that a program of a million actions is
+proved in seconds: a rule holds numbers to which an action adds its microbatch. Only `Rules.number` knows the numbering.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
 
-from penstock.schedule.actions import Action, Op, Schedule
+from penstock.schedule.actions import ALL, Action, Channel, Direction, Op, Schedule
 
 
-class Fact(IntEnum):
-    """What can be true of a stage and a microbatch; `REDUCED` of a stage alone, `STEPPED` of a rank's first stage."""
+class FactKind(IntEnum):
+    """What can be true of a stage and a microbatch.
+
+    `REDUCED` is true of a stage and all microbatches; so is `STEPPED`, where the stage is the first one of its rank.
+    """
 
     INPUT_POSTED = 0
     OUTPUT = 1
@@ -32,19 +35,25 @@ class Fact(IntEnum):
     STEPPED = 8
 
 
-GIVERS = {
-    Fact.INPUT_POSTED: (Op.RECV_F,),
-    Fact.OUTPUT: (Op.F,),
-    Fact.OUTPUT_SENT: (Op.SEND_F,),
-    Fact.OUTPUT_GRADIENT_POSTED: (Op.RECV_B,),
-    Fact.INPUT_GRADIENT: (Op.B, Op.I),
-    Fact.INPUT_GRADIENT_SENT: (Op.SEND_B,),
-    Fact.WEIGHT_GRADIENT: (Op.B, Op.W),
-    Fact.REDUCED: (Op.REDUCE_GRAD,),
-    Fact.STEPPED: (Op.STEP,),
-}
+class Fact(NamedTuple):
+    """Something that is true once an action has been carried out."""
 
-_NO_MICROBATCH = range(-1, 0)
+    kind: FactKind
+    stage: int
+    microbatch: int
+
+
+_GIVERS = {
+    FactKind.INPUT_POSTED: (Op.RECV_F,),
+    FactKind.OUTPUT: (Op.F,),
+    FactKind.OUTPUT_SENT: (Op.SEND_F,),
+    FactKind.OUTPUT_GRADIENT_POSTED: (Op.RECV_B,),
+    FactKind.INPUT_GRADIENT: (Op.B, Op.I),
+    FactKind.INPUT_GRADIENT_SENT: (Op.SEND_B,),
+    FactKind.WEIGHT_GRADIENT: (Op.B, Op.W),
+    FactKind.REDUCED: (Op.REDUCE_GRAD,),
+    FactKind.STEPPED: (Op.STEP,),
+}
 
 _PARTNERS = {
     Op.SEND_F: (Op.RECV_F, +1),
@@ -55,139 +64,128 @@ _PARTNERS = {
 
 
 def partner(transfer: Action) -> Action:
-    """The transfer at the other end: the receive that a send meets, or the send that a receive waits for."""
+    """Return the transfer at the other end: the receive that a send meets, or the send that a receive waits for.
+
+    >>> print(partner(Action(Op.SEND_F, stage=0, microbatch=3)))
+    1RECV_F3
+    """
     op, distance = _PARTNERS[transfer.op]
     return Action(op, transfer.stage + distance, transfer.microbatch)
 
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """One of the two directions in which tensors run through the stages; the wiring of both is the same."""
+    """The ops and facts of one direction; the rules of both directions are the same."""
 
+    direction: Direction
     computes: tuple[Op, ...]
     receive: Op
     send: Op
-    posted: Fact
-    made: Fact
-    sent: Fact
+    posted: FactKind
+    made: FactKind
+    sent: FactKind
 
 
-FORWARD = Flow((Op.F,), Op.RECV_F, Op.SEND_F, Fact.INPUT_POSTED, Fact.OUTPUT, Fact.OUTPUT_SENT)
+FORWARD = Flow(
+    Direction.FORWARD,
+    (Op.F,),
+    Op.RECV_F,
+    Op.SEND_F,
+    FactKind.INPUT_POSTED,
+    FactKind.OUTPUT,
+    FactKind.OUTPUT_SENT,
+)
 BACKWARD = Flow(
+    Direction.BACKWARD,
     (Op.B, Op.I),
     Op.RECV_B,
     Op.SEND_B,
-    Fact.OUTPUT_GRADIENT_POSTED,
-    Fact.INPUT_GRADIENT,
-    Fact.INPUT_GRADIENT_SENT,
+    FactKind.OUTPUT_GRADIENT_POSTED,
+    FactKind.INPUT_GRADIENT,
+    FactKind.INPUT_GRADIENT_SENT,
 )
-
-
-class Channel(NamedTuple):
-    """A one-way line between two ranks, first in first out: `Op.F` is that of activations, `Op.B` that of gradients."""
-
-    source: int
-    destination: int
-    direction: Op
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What one op on one stage needs and gives, alike for each of its `microbatches`.
+    """What one op on one stage needs and gives, the same for each microbatch. Numbers of facts are relative.
 
-    `message` is what a transfer carries or a compute action waits for, named by the fact that its receive gives, and
-    `channel` the line it takes. `send` is the transfer that has to follow a compute action. A tape is there from the
-    start of an action that `opens` it to the end of the one that `closes` it.
+    >>> from penstock.schedule import build
+    >>> rules = Rules(build("1f1b", ranks=2, microbatches=3))
+    >>> rule = rules.of_rank[0][Op.B][0]
+    >>> [rules.fact(number + 2).kind.name for number in rule.needs]
+    ['OUTPUT', 'OUTPUT_GRADIENT_POSTED']
     """
 
+    #: The microbatches that the op is for.
     microbatches: range
+    #: The facts that must be true before; adding the action's microbatch gives a fact's number.
     needs: tuple[int, ...]
+    #: The facts that are true afterwards, numbered as in `needs`.
     gives: tuple[int, ...]
+    #: The message that a transfer carries or a compute action waits for, named by the fact that its receive gives.
     message: int | None = None
+    #: The fact on another rank that the action waits for, where every send waits for its receive.
+    awaits: int | None = None
+    #: The channel that the message takes.
     channel: Channel | None = None
+    #: The transfer that has to follow a compute action.
     send: Op | None = None
+    #: Whether a tape begins where the action starts.
     opens: bool = False
+    #: Whether a tape ends where the action ends.
     closes: bool = False
 
 
 class Rules:
-    """All rules of a schedule: `of_rank[rank][op][stage]`, with nothing where a rank has no such action."""
+    """All rules of a schedule.
+
+    >>> from penstock.schedule import build
+    >>> rules = Rules(build("1f1b", ranks=2, microbatches=3))
+    >>> print(rules.of_rank[0][Op.F][0].microbatches, rules.of_rank[0][Op.F].get(1))
+    range(0, 3) None
+    """
+
+    #: `of_rank[rank][op][stage]`; a stage is missing where the rank has no such action.
+    of_rank: list[list[dict[int, Rule]]]
+    #: One more than the highest number of a fact.
+    num_facts: int
 
     def __init__(self, schedule: Schedule) -> None:
-        self.placement = schedule.placement
-        self.schedule = schedule
-        # The first place of each stage is for facts without a microbatch, whose microbatch is -1.
-        self._stride = schedule.num_microbatches + 1
-        self.num_facts = len(Fact) * self.placement.num_stages * self._stride
-        self.of_rank: list[list[dict[int, Rule]]] = [[{} for _ in Op] for _ in range(self.placement.num_ranks)]
+        self.schedule, self.placement = schedule, schedule.placement
+        # The facts of a kind and stage: one for all microbatches, then one for each.
+        self._facts_per_stage = schedule.num_microbatches + 1
+        self.num_facts = len(FactKind) * self.placement.num_stages * self._facts_per_stage
+        self.of_rank = [[{} for _ in Op] for _ in range(self.placement.num_ranks)]
         for stage in range(self.placement.num_stages):
             own = self.of_rank[self.placement.rank_of(stage)]
             for op, rule in self._rules_of(stage):
                 own[op][stage] = rule
         for own in self.of_rank if schedule.training else ():
             stages = list(own[Op.REDUCE_GRAD])
-            # Counted from microbatch -1, which is the step's own.
-            needs = tuple(self._fact(Fact.REDUCED, stage) for stage in stages)
-            own[Op.STEP][-1] = Rule(_NO_MICROBATCH, needs, (self._fact(Fact.STEPPED, stages[0]),))
+            reduced = (Fact(FactKind.REDUCED, stage, ALL) for stage in stages)
+            own[Op.STEP][ALL] = self._rule_for_all(reduced, Fact(FactKind.STEPPED, stages[0], ALL))
 
-    def _rules_of(self, stage: int) -> Iterator[tuple[Op, Rule]]:
-        """Every op that a stage takes part in, with its rule."""
-        previous, following = self.placement.previous(stage), self.placement.next(stage)
-        yield from self._flow_rules(FORWARD, stage, previous, following)
-        if not self.schedule.training:
-            return
-        yield from self._flow_rules(BACKWARD, stage, following, previous)
-        microbatches = self.schedule.microbatches_of(stage)
-        weight_gradient = self._fact(Fact.WEIGHT_GRADIENT, stage)
-        gradient = self._fact(Fact.INPUT_GRADIENT, stage)
-        yield Op.W, Rule(microbatches, (gradient,), (weight_gradient,), closes=True)
-        # Counted from microbatch -1, which is the reduction's own.
-        written = tuple(weight_gradient + 1 + microbatch for microbatch in microbatches)
-        yield Op.REDUCE_GRAD, Rule(_NO_MICROBATCH, written, (self._fact(Fact.REDUCED, stage),))
+    def number(self, fact: Fact) -> int:
+        """The number of a fact; those of a kind and stage follow each other as their microbatches do."""
+        kind, stage, microbatch = fact
+        return (kind * self.placement.num_stages + stage) * self._facts_per_stage + microbatch - ALL
 
-    def _flow_rules(self, flow: Flow, stage: int, source: int | None, target: int | None) -> Iterator[tuple[Op, Rule]]:
-        """What a stage does with the tensors that come from one neighbour and go to the other."""
-        microbatches, training = self.schedule.microbatches_of(stage), self.schedule.training
-        line_in, line_out = self._channel(flow, source, stage), self._channel(flow, stage, target)
-        posted, made, sent = (self._fact(kind, stage) for kind in (flow.posted, flow.made, flow.sent))
-
-        needs = [] if flow is FORWARD else [self._fact(Fact.OUTPUT, stage)]
-        if source is not None:
-            needs.append(posted if line_in else self._fact(flow.made, source))
-        for op in flow.computes:
-            rule = Rule(
-                microbatches,
-                needs=tuple(needs),
-                gives=(made, self._fact(Fact.WEIGHT_GRADIENT, stage)) if op is Op.B else (made,),
-                message=posted if line_in else None,
-                channel=line_in,
-                send=flow.send if line_out else None,
-                opens=op is Op.F,
-                closes=op is Op.B or not training,
-            )
-            yield op, rule
-        if line_in:
-            yield flow.receive, Rule(microbatches, (), (posted,), posted, line_in)
-        if line_out and target is not None:
-            yield flow.send, Rule(microbatches, (made,), (sent,), self._fact(flow.posted, target), line_out)
-
-    def _channel(self, flow: Flow, source: int | None, target: int | None) -> Channel | None:
-        """The line between two neighbours; none beyond the model's ends, nor where one rank holds both stages."""
-        if source is None or target is None:
-            return None
-        ranks = self.placement.rank_of(source), self.placement.rank_of(target)
-        return Channel(*ranks, flow.computes[0]) if ranks[0] != ranks[1] else None
-
-    def _fact(self, kind: Fact, stage: int) -> int:
-        """The number of a fact for microbatch 0."""
-        return (kind * self.placement.num_stages + stage) * self._stride + 1
-
-    def givers(self, fact: int) -> tuple[Action, ...]:
-        """The actions any one of which gives a fact."""
-        place, offset = divmod(fact, self._stride)
+    def fact(self, number: int) -> Fact:
+        """The fact that has a number."""
+        place, offset = divmod(number, self._facts_per_stage)
         kind, stage = divmod(place, self.placement.num_stages)
-        ops = GIVERS[Fact(kind)]
-        return tuple(Action(op) if op is Op.STEP else Action(op, stage, offset - 1) for op in ops)
+        return Fact(FactKind(kind), stage, offset + ALL)
+
+    def numbers_of(self, kind: FactKind) -> slice:
+        """The numbers of all facts of a kind."""
+        num_facts = self.placement.num_stages * self._facts_per_stage
+        return slice(kind * num_facts, (kind + 1) * num_facts)
+
+    def givers(self, number: int) -> tuple[Action, ...]:
+        """The actions any one of which gives a fact."""
+        kind, stage, microbatch = self.fact(number)
+        return tuple(Action(op) if op is Op.STEP else Action(op, stage, microbatch) for op in _GIVERS[kind])
 
     def receive_of(self, message: int) -> Action:
         """The action that posts the receive of a message."""
@@ -195,11 +193,62 @@ class Rules:
         return receive
 
     def facts_due(self, rank: int) -> dict[int, range]:
-        """The facts that a complete program gives on a rank, each with the microbatches it is due for."""
+        """The facts that a complete program gives on a rank, numbered as in a rule, with their microbatches."""
         rules = (rule for of_stage in self.of_rank[rank] for rule in of_stage.values())
         return {fact: rule.microbatches for rule in rules for fact in rule.gives}
 
     def channels(self) -> tuple[Channel, ...]:
-        """Every line that the placement uses, in one order which all ranks share."""
-        rules = (rule for own in self.of_rank for of_stage in own for rule in of_stage.values())
-        return tuple(sorted({rule.channel for rule in rules if rule.channel is not None}))
+        """Every channel in use, in one order which all ranks share."""
+        directions = Direction if self.schedule.training else (Direction.FORWARD,)
+        return tuple(channel for channel in self.placement.channels() if channel.direction in directions)
+
+    def _rules_of(self, stage: int) -> Iterator[tuple[Op, Rule]]:
+        """Every op that a stage takes part in, with its rule."""
+        yield from self._flow_rules(FORWARD, stage)
+        if not self.schedule.training:
+            return
+        yield from self._flow_rules(BACKWARD, stage)
+        microbatches = self.schedule.microbatches_of(stage)
+        gradient, weight_gradient = (self._first(kind, stage) for kind in (BACKWARD.made, FactKind.WEIGHT_GRADIENT))
+        yield Op.W, Rule(microbatches, (gradient,), (weight_gradient,), closes=True)
+        written = (Fact(FactKind.WEIGHT_GRADIENT, stage, microbatch) for microbatch in microbatches)
+        yield Op.REDUCE_GRAD, self._rule_for_all(written, Fact(FactKind.REDUCED, stage, ALL))
+
+    def _flow_rules(self, flow: Flow, stage: int) -> Iterator[tuple[Op, Rule]]:
+        """The rules for the tensors that reach a stage from one neighbour and leave for the other."""
+        microbatches, training = self.schedule.microbatches_of(stage), self.schedule.training
+        source, target = (of(stage, flow.direction) for of in (self.placement.source, self.placement.target))
+        arriving = self.placement.channel_to(stage, flow.direction)
+        leaving = self.placement.channel_from(stage, flow.direction)
+        posted, made, sent = (self._first(kind, stage) for kind in (flow.posted, flow.made, flow.sent))
+
+        needs = [] if flow is FORWARD else [self._first(FactKind.OUTPUT, stage)]
+        if source is not None:
+            needs.append(posted if arriving else self._first(flow.made, source))
+        for op in flow.computes:
+            rule = Rule(
+                microbatches,
+                needs=tuple(needs),
+                gives=(made, self._first(FactKind.WEIGHT_GRADIENT, stage)) if op is Op.B else (made,),
+                message=posted if arriving else None,
+                awaits=None if arriving is None or source is None else self._first(flow.sent, source),
+                channel=arriving,
+                send=flow.send if leaving else None,
+                opens=op is Op.F,
+                closes=op is Op.B or not training,
+            )
+            yield op, rule
+        if arriving:
+            yield flow.receive, Rule(microbatches, (), (posted,), message=posted, channel=arriving)
+        if leaving and target is not None:
+            there = self._first(flow.posted, target)
+            yield flow.send, Rule(microbatches, (made,), (sent,), message=there, awaits=there, channel=leaving)
+
+    def _first(self, kind: FactKind, stage: int) -> int:
+        """The number of a fact for microbatch 0, to which each action adds its own microbatch."""
+        return self.number(Fact(kind, stage, microbatch=0))
+
+    def _rule_for_all(self, needs: Iterable[Fact], gives: Fact) -> Rule:
+        """The rule of an action on `ALL` microbatches; adding `ALL` to its numbers gives the facts'."""
+        first, *others = (self.number(fact) - ALL for fact in (gives, *needs))
+        return Rule(range(ALL, ALL + 1), tuple(others), (first,))

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import TypeAlias
 
 from penstock.schedule.actions import (
+    ALL,
     COMPUTE,
     RECEIVES,
     SENDS,
@@ -24,7 +25,7 @@ from penstock.schedule.actions import (
     flatten,
     parts,
 )
-from penstock.schedule.lower import add_reductions
+from penstock.schedule.lower import add_reductions, add_step
 
 Plan: TypeAlias = Schedule | Program
 
@@ -144,8 +145,9 @@ def from_csv(text: str, *, name: str = "imported", with_transfers: bool | None =
         return schedule
     if training and Op.REDUCE_GRAD not in ops:
         rows = [tuple(add_reductions(row, placement.stages_of(rank))) for rank, row in enumerate(rows)]
-    end = (Action(Op.STEP),) if training else ()
-    return Program(schedule, tuple(row + end for row in rows))
+    if training:
+        rows = [tuple(add_step(row)) for row in rows]
+    return Program(schedule, tuple(rows))
 
 
 def _rows(plan: Plan) -> tuple[tuple[Step, ...], ...]:
@@ -175,7 +177,7 @@ def _infer(rows: list[dict[int, Step]]) -> tuple[Placement, int]:
     Raises: ScheduleError where a cell repeats another, or stages or microbatches are numbered with gaps.
     """
     homes: dict[int, int] = {}
-    last_microbatch, last_cell = -1, ""
+    last_microbatch, last_cell = ALL, ""
     microbatches: set[int] = set()
     for rank, row in enumerate(rows):
         seen: dict[Action, int] = {}
@@ -193,9 +195,9 @@ def _infer(rows: list[dict[int, Step]]) -> tuple[Placement, int]:
             microbatches.add(action.microbatch)
             if action.microbatch > last_microbatch:
                 last_microbatch, last_cell = action.microbatch, here
-    if last_microbatch < 0:
+    if last_microbatch == ALL:
         raise ScheduleError("no action of the file computes anything")
-    for number in range(len(microbatches - {-1})):
+    for number in range(len(microbatches - {ALL})):
         if number not in microbatches:
             raise ScheduleError(f"{last_cell} has a number too high: no action has microbatch {number}")
     return _infer_placement(homes, len(rows)), last_microbatch + 1
@@ -250,4 +252,4 @@ def parse_step(word: str) -> Step | None:
         raise ScheduleError(f"{word!r} must {'not name' if microbatch else 'name'} a microbatch")
     if op in ("UNSHARD", "RESHARD"):
         return None
-    return Action(Op[op], int(stage), int(microbatch) if microbatch else -1)
+    return Action(Op[op], int(stage), int(microbatch) if microbatch else ALL)

@@ -6,73 +6,91 @@ from array import array
 from collections import defaultdict
 from dataclasses import dataclass
 
-from penstock.schedule.actions import RECEIVES, SENDS, Action, Op, Program, ScheduleError, flatten
-from penstock.schedule.rules import BACKWARD, FORWARD, Channel, Rule, Rules, partner
+from penstock.schedule.actions import RECEIVES, SENDS, Action, Channel, Op, Program, ScheduleError, flatten
+from penstock.schedule.rules import BACKWARD, FORWARD, Rule, Rules, partner
 
 
 @dataclass(frozen=True)
 class Proof:
-    """What a proof found out about a program.
+    """The counts that a proof found.
 
-    `num_actions` counts both halves of a pair. `peak_live_tapes` holds, per rank, the most tapes (one a local stage and
-    microbatch) that are there at once.
+    >>> from penstock.schedule import build, lower
+    >>> verify(lower(build("1f1b", ranks=2, microbatches=3)))
+    Proof(num_actions=28, num_messages=6, peak_live_tapes=(2, 1))
     """
 
+    #: Actions of all ranks; a pair counts as two.
     num_actions: int
     num_messages: int
+    #: The most tapes (one a local stage and microbatch) that each rank keeps at once.
     peak_live_tapes: tuple[int, ...]
 
 
 def verify(program: Program) -> Proof:
     """Prove that a program is complete, legal in its order, and ends even if every send waits for its receive.
 
-    Shown are, in this order: each rank has every action it needs exactly once, each behind those it depends on, the
-    optimizer step last; the live tapes keep to the schedule's bound; every channel is received from in the order in
+    The proof shows, in this order: each rank has every action it needs exactly once, each behind those it depends on,
+    the optimizer step last; the live tapes keep to the schedule's bound; every channel is received from in the order in
     which it is sent to; and no ring of ranks waits for each other.
+
+    >>> from dataclasses import replace
+    >>> from penstock.schedule import build, lower
+    >>> program = lower(build("1f1b", ranks=2, microbatches=1))
+    >>> verify(replace(program, ranks=(program.ranks[0][1:], program.ranks[1])))
+    Traceback (most recent call last):
+    penstock.schedule.actions.ScheduleError: rank 0, action 3: 0B0 waits for 0RECV_B0, which this rank does not have
 
     Raises: ScheduleError naming rank, action and what it waits for.
     """
     rules = Rules(program.schedule)
-    walks = [_Walk(program, rules, rank) for rank in range(program.placement.num_ranks)]
-    faults = [fault for walk in walks if (fault := walk.first_fault()) is not None]
+    readings = [_Reading(program, rules, rank) for rank in range(program.placement.num_ranks)]
+    faults = [fault for reading in readings if (fault := reading.first_fault()) is not None]
     if not faults:
-        faults = _crossed_channels(rules, walks)
-    deadlock = _deadlock(rules, walks)
+        faults = _crossed_channels(rules, readings)
+    deadlock = _deadlock(rules, readings)
     if faults or deadlock:
         raise ScheduleError("; ".join([*faults[:1], *deadlock]))
     return Proof(
-        num_actions=sum(walk.num_actions for walk in walks),
-        num_messages=sum(len(messages) for walk in walks for messages in walk.sent.values()),
-        peak_live_tapes=tuple(walk.peak_live for walk in walks),
+        num_actions=sum(reading.num_actions for reading in readings),
+        num_messages=sum(len(messages) for reading in readings for messages in reading.sent.values()),
+        peak_live_tapes=tuple(reading.peak_live for reading in readings),
     )
 
 
-# What a rank does to a message; three times the message's number plus one of these is a move.
-_POST, _SEND, _AWAIT = range(3)
+_NOTHING = -1
 
 
-class _Walk:
+class _Reading:
     """One rank's actions, read once in order.
 
-    `moves` keeps what matters to other ranks, `sent` and `received` the messages of each channel, all in order.
+    `given` and `awaited` have an entry for each action that sends, receives or needs a message.
     """
+
+    #: The fact that the action gives.
+    given: array[int]
+    #: The fact of another rank that it waits for, or `_NOTHING`.
+    awaited: array[int]
+    #: The messages that the rank sends on each channel, in order.
+    sent: dict[Channel, array[int]]
+    #: The messages that the rank receives from each channel, in order.
+    received: dict[Channel, array[int]]
 
     def __init__(self, program: Program, rules: Rules, rank: int) -> None:
         self.program, self.rules, self.rank = program, rules, rank
         self.own = rules.of_rank[rank]
         self.num_actions = self.peak_live = 0
-        self.moves = array("q")
-        self.sent: dict[Channel, array[int]] = defaultdict(lambda: array("q"))
-        self.received: dict[Channel, array[int]] = defaultdict(lambda: array("q"))
+        self.given, self.awaited = array("i"), array("i")
+        self.sent = defaultdict(lambda: array("i"))
+        self.received = defaultdict(lambda: array("i"))
 
     def first_fault(self) -> str | None:
-        """What is wrong with the rank by itself: an action that is not due here, done before, too early, or missing."""
+        """The first fault of the rank by itself: an action that does not belong here, is repeated, early or missing."""
         own, given, live, last, fault = self.own, bytearray(self.rules.num_facts), 0, None, None
         for last in flatten(self.program.ranks[self.rank]):
             self.num_actions += 1
             rule, microbatch = own[last.op].get(last.stage), last.microbatch
             if rule is None or microbatch not in rule.microbatches:
-                fault = fault or self._foreign(last, rule)
+                fault = fault or self._misplaced(last, rule)
                 continue
             for fact in rule.needs:
                 if not given[fact + microbatch]:
@@ -82,7 +100,7 @@ class _Walk:
                     fault = fault or self._repeated(last, fact + microbatch)
                 given[fact + microbatch] = 1
             if rule.message is not None:
-                self._record(last.op, rule, rule.message + microbatch)
+                self._record(last.op, rule, microbatch)
             if rule.opens:
                 live += 1
                 self.peak_live = max(self.peak_live, live)
@@ -90,16 +108,14 @@ class _Walk:
                 live -= 1
         return fault or self._missing(given) or self._misplaced_step(last) or self._too_many_live()
 
-    def _record(self, op: Op, rule: Rule, message: int) -> None:
-        assert rule.channel is not None
+    def _record(self, op: Op, rule: Rule, microbatch: int) -> None:
+        assert rule.channel is not None and rule.message is not None
+        self.given.append(rule.gives[0] + microbatch)
+        self.awaited.append(_NOTHING if rule.awaits is None else rule.awaits + microbatch)
         if op in SENDS:
-            self.sent[rule.channel].append(message)
-            self.moves.append(3 * message + _SEND)
+            self.sent[rule.channel].append(rule.message + microbatch)
         elif op in RECEIVES:
-            self.received[rule.channel].append(message)
-            self.moves.append(3 * message + _POST)
-        else:
-            self.moves.append(3 * message + _AWAIT)
+            self.received[rule.channel].append(rule.message + microbatch)
 
     def _missing(self, given: bytearray) -> str | None:
         for fact, microbatches in self.rules.facts_due(self.rank).items():
@@ -122,7 +138,7 @@ class _Walk:
             f"{schedule.name} promises at most {schedule.live_bound[self.rank]}"
         )
 
-    def _foreign(self, action: Action, rule: Rule | None) -> str:
+    def _misplaced(self, action: Action, rule: Rule | None) -> str:
         placement = self.program.placement
         where = f"rank {self.rank}, action {self.num_actions}: {action}"
         if rule is not None:
@@ -155,12 +171,12 @@ def _either(actions: tuple[Action, ...]) -> str:
     return " or ".join(map(str, actions))
 
 
-def _crossed_channels(rules: Rules, walks: list[_Walk]) -> list[str]:
-    """What is wrong between complete ranks: channels whose two ends do not name the messages in one order."""
+def _crossed_channels(rules: Rules, readings: list[_Reading]) -> list[str]:
+    """The faults between complete ranks: channels whose two ends do not name the messages in one order."""
     faults = []
     for channel in rules.channels():
-        sent = walks[channel.source].sent[channel]
-        received = walks[channel.destination].received[channel]
+        sent = readings[channel.source].sent[channel]
+        received = readings[channel.destination].received[channel]
         if sent == received:
             continue
         # Both ends are complete, so they have the same messages and differ in order alone.
@@ -173,12 +189,12 @@ def _crossed_channels(rules: Rules, walks: list[_Walk]) -> list[str]:
     return faults
 
 
-def _deadlock(rules: Rules, walks: list[_Walk]) -> list[str]:
-    """A sentence on a ring of ranks each of which waits for the next, if there is one."""
-    waits = _carry_out(rules, walks)
-    peers = {rank: _peer(rules, move) for rank, move in waits.items()}
-    # A move that its rank has not in its program is missing there, not late: that is another fault.
-    late = {rank: peers[rank] for rank, move in waits.items() if move in walks[peers[rank]].moves}
+def _deadlock(rules: Rules, readings: list[_Reading]) -> list[str]:
+    """One sentence on a ring of ranks each of which waits for the next, if there is such a ring."""
+    waits = _run_blocking(rules, readings)
+    givers = {rank: rules.placement.rank_of(rules.fact(awaited).stage) for rank, awaited in waits.items()}
+    # A fact that no action of its rank gives is missing there, not late: that is another fault.
+    late = {rank: givers[rank] for rank, awaited in waits.items() if awaited in readings[givers[rank]].given}
     for rank in late:
         ring: list[int] = []
         while rank in late and rank not in ring:
@@ -186,52 +202,43 @@ def _deadlock(rules: Rules, walks: list[_Walk]) -> list[str]:
             rank = late[rank]
         if rank in ring:
             ring = ring[ring.index(rank) :]
-            sentences = [_waiting(rules, walks[rank], waits[rank], peers[rank]) for rank in ring]
+            sentences = [_waiting(rules, readings[rank], waits[rank], givers[rank]) for rank in ring]
             return [f"deadlock, if sends wait for their receives: {'; '.join(sentences)}"]
     return []
 
 
-def _carry_out(rules: Rules, walks: list[_Walk]) -> dict[int, int]:
-    """Make all ranks' moves, a send waiting until its receive is posted and a compute action until its message is sent.
+def _run_blocking(rules: Rules, readings: list[_Reading]) -> dict[int, int]:
+    """Run all ranks, a send waiting until its receive is posted and a compute action until its message is sent.
 
-    Each move is looked at once or twice: a rank that must wait is put aside until the move it waits for is made. Given
-    back is, for each rank that never comes to its end, the move which it waits for.
+    Each action is looked at once or twice: a rank that must wait is put aside until the fact it waits for is given. The
+    result has, for each rank that never comes to its end, the fact that it waits for.
     """
-    made = bytearray(3 * rules.num_facts)
-    next_move = [0] * len(walks)
-    put_aside: dict[int, int] = {}  # by the move that is waited for, the rank that waits
-    ready = list(range(len(walks)))
+    given_so_far = bytearray(rules.num_facts)
+    position = [0] * len(readings)
+    put_aside: dict[int, int] = {}  # awaited fact -> the rank that waits for it
+    ready = list(range(len(readings)))
     while ready:
         rank = ready.pop()
-        moves, at = walks[rank].moves, next_move[rank]
-        while at < len(moves):
-            move = moves[at]
-            # One below a send's number is the post of its receive, one below a compute's the send.
-            if move % 3 != _POST and not made[move - 1]:
-                put_aside[move - 1] = rank
+        given, awaited, at = readings[rank].given, readings[rank].awaited, position[rank]
+        while at < len(given):
+            if awaited[at] != _NOTHING and not given_so_far[awaited[at]]:
+                put_aside[awaited[at]] = rank
                 break
-            made[move] = 1
-            if move in put_aside:
-                ready.append(put_aside.pop(move))
+            given_so_far[given[at]] = 1
+            if given[at] in put_aside:
+                ready.append(put_aside.pop(given[at]))
             at += 1
-        next_move[rank] = at
-    return {rank: move for move, rank in put_aside.items()}
+        position[rank] = at
+    return {rank: fact for fact, rank in put_aside.items()}
 
 
-def _peer(rules: Rules, move: int) -> int:
-    """The rank that has to make a move."""
-    message, kind = divmod(move, 3)
-    receive = rules.receive_of(message)
-    return rules.placement.rank_of(receive.stage if kind == _POST else partner(receive).stage)
-
-
-def _waiting(rules: Rules, walk: _Walk, move: int, peer: int) -> str:
-    """What a rank waits for, where `move` is the one that is due from `peer`."""
-    message, kind = divmod(move, 3)
-    receive = rules.receive_of(message)
-    if kind == _POST:
-        return f"rank {walk.rank} at {partner(receive)} waits until rank {peer} posts {receive}"
+def _waiting(rules: Rules, reading: _Reading, awaited: int, giver: int) -> str:
+    """Say what a rank waits for, where the rank `giver` has to give the fact that is awaited."""
+    (transfer,) = rules.givers(awaited)
+    if transfer.op in RECEIVES:
+        return f"rank {reading.rank} at {partner(transfer)} waits until rank {giver} posts {transfer}"
+    receive = partner(transfer)
     ops = FORWARD.computes if receive.op is FORWARD.receive else BACKWARD.computes
     users = [Action(op, receive.stage, receive.microbatch) for op in ops]
-    user = next(action for action in flatten(walk.program.ranks[walk.rank]) if action in users)
-    return f"rank {walk.rank} at {user} waits until rank {peer} starts {partner(receive)}"
+    user = next(action for action in flatten(reading.program.ranks[reading.rank]) if action in users)
+    return f"rank {reading.rank} at {user} waits until rank {giver} starts {transfer}"

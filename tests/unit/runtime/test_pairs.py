@@ -138,7 +138,7 @@ class Pipeline:
         send = transport.send
 
         def told(channel: Channel, tensor: Tensor) -> None:
-            log.append((f"send {channel.direction.name}", transport.rank))
+            log.append((f"send {channel.direction.name[0]}", transport.rank))
             send(channel, tensor)
 
         transport.send = told  # type: ignore[method-assign]

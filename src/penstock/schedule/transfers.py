@@ -1,0 +1,214 @@
+"""The pass of `lower` that adds the transfers: each send behind its maker, receives posted ahead of need."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+from penstock.schedule.actions import COMPUTE, Action, Channel, Op, Schedule, ScheduleError, Step, flatten, parts
+from penstock.schedule.rules import BACKWARD, FORWARD, Rule, Rules
+
+
+def add_transfers(schedule: Schedule, receives_ahead: int, shared_channels: bool) -> list[list[Step]]:
+    """Each rank's steps with its sends and receives, in an order that never deadlocks if the schedule's is legal.
+
+    To find the order, the ranks are walked through their steps with sends that block. Should they all wait for each
+    other, the rank that a send is blocked by posts one receive more, there and from then on. The result records that
+    walk. Every send was received in it, so a legal schedule never deadlocks, and no channel has more receives open than
+    it needs.
+
+    Raises: ScheduleError for an action the placement does not have.
+
+    Source: Parks, Bounded Scheduling of Process Networks (Berkeley, 1995), chapter 4: enlarging what is too small.
+    """
+    rules = Rules(schedule)
+    lines = {channel: _Line(channel, receives_ahead) for channel in rules.channels()}
+    if shared_channels:
+        of_ranks = {channel[:2]: line for channel, line in lines.items()}
+        lines = {channel: of_ranks[channel[:2]] for channel in lines}
+    ranks = [_Walker(rules, rank, lines) for rank in range(schedule.placement.num_ranks)]
+    _walk_all(ranks, list(dict.fromkeys(lines.values())), _Meeting(rules))
+    return [rank.done for rank in ranks]
+
+
+class _Line:
+    """A channel in use, or the two of both directions where they are shared."""
+
+    channel: Channel
+    #: How many receives may be open.
+    depth: int
+    #: How many are.
+    num_open: int
+    #: The messages it will carry that have no receive yet, in order.
+    coming: deque[int]
+
+    def __init__(self, channel: Channel, depth: int) -> None:
+        self.channel, self.depth, self.num_open = channel, depth, 0
+        self.coming = deque()
+
+
+@dataclass(frozen=True, slots=True)
+class _Traffic:
+    """The messages of one op on one stage; adding the action's microbatch to a number gives that of its fact."""
+
+    #: The line by which the op's input comes; None if it comes from this rank.
+    source: _Line | None
+    #: The message that brings the input.
+    arriving: int
+    #: The fact that it was sent.
+    arriving_sent: int
+    #: The line by which the result leaves; None if it stays on this rank.
+    target: _Line | None
+    #: The message that takes the result.
+    leaving: int
+    #: The fact that it was sent.
+    leaving_sent: int
+    #: The op that sends it.
+    send: Op | None
+
+
+class _Meeting:
+    """What the walking ranks know of each other."""
+
+    #: By number, the facts that are true: receives posted and messages sent.
+    given: bytearray
+    #: The ranks that can go on.
+    ready: list[int]
+    #: The fact that is waited for -> the rank that waits.
+    put_aside: dict[int, int]
+
+    def __init__(self, rules: Rules) -> None:
+        self.given = bytearray(rules.num_facts)
+        self.ready = list(range(rules.placement.num_ranks))
+        self.put_aside = {}
+        self._sent = [rules.numbers_of(flow.sent) for flow in (FORWARD, BACKWARD)]
+
+    def give(self, fact: int) -> None:
+        self.given[fact] = 1
+        if fact in self.put_aside:
+            self.ready.append(self.put_aside.pop(fact))
+
+    def give_up(self) -> None:
+        """Let all ranks go on, as if every message had been sent."""
+        for numbers in self._sent:
+            self.given[numbers] = b"\1" * (numbers.stop - numbers.start)
+        self.ready += self.put_aside.values()
+        self.put_aside.clear()
+
+
+def _walk_all(ranks: list[_Walker], lines: Collection[_Line], meeting: _Meeting) -> None:
+    """Walk all ranks to their ends, a send waiting for its receive and a compute action for its message.
+
+    Where the schedule's own order is at fault nobody waits any more; the proof will report the fault.
+    """
+    walks = [rank.walk(meeting) for rank in ranks]
+    while True:
+        while meeting.ready:
+            rank = meeting.ready.pop()
+            if (awaited := next(walks[rank], None)) is not None:
+                meeting.put_aside[awaited] = rank
+        if not meeting.put_aside:
+            return
+        if too_short := [line for line in lines if line.coming and line.coming[0] in meeting.put_aside]:
+            line = min(too_short, key=lambda line: line.depth)
+            line.depth = max(line.depth, line.num_open) + 1
+            ranks[line.channel.destination].post_ahead(line, meeting)
+        else:
+            meeting.give_up()
+
+
+class _Walker:
+    """One rank on its way through its order."""
+
+    #: The rank's steps so far, with their transfers.
+    done: list[Step]
+    #: The lines that end at this rank.
+    arriving: list[_Line]
+    #: `traffic[op][stage]`.
+    traffic: list[dict[int, _Traffic]]
+
+    def __init__(self, rules: Rules, rank: int, lines: dict[Channel, _Line]) -> None:
+        self.rank, self.rules, self.own = rank, rules, rules.of_rank[rank]
+        self.order = rules.schedule.orders[rank]
+        self.done = []
+        self.arriving = list(dict.fromkeys(line for channel, line in lines.items() if channel.destination == rank))
+        self.traffic = [{stage: self._traffic_of(stage, rule, lines) for stage, rule in of.items()} for of in self.own]
+        for action in flatten(self.order):
+            traffic = self.traffic[action.op].get(action.stage)
+            if traffic is None or action.op not in COMPUTE:
+                raise ScheduleError(f"rank {rank}: {action} does not belong here: {_stages(rules.schedule, rank)}")
+            if traffic.target is not None:
+                traffic.target.coming.append(traffic.leaving + action.microbatch)
+
+    def _traffic_of(self, stage: int, rule: Rule, lines: dict[Channel, _Line]) -> _Traffic:
+        source = None if rule.channel is None else lines[rule.channel]
+        arriving, arriving_sent = (-1 if number is None else number for number in (rule.message, rule.awaits))
+        if rule.send is None:
+            return _Traffic(source, arriving, arriving_sent, None, -1, -1, None)
+        send = self.own[rule.send][stage]
+        assert send.channel is not None and send.message is not None
+        return _Traffic(
+            source, arriving, arriving_sent, lines[send.channel], send.message, send.gives[0], send=rule.send
+        )
+
+    def walk(self, meeting: _Meeting) -> Iterator[int]:
+        """Add the rank's steps to `done`; yield each fact that it must wait for."""
+        given, done = meeting.given, self.done
+        for line in self.arriving:
+            self.post_ahead(line, meeting)
+        for step in self.order:
+            traffics = [(self.traffic[action.op][action.stage], action) for action in parts(step)]
+            for traffic, action in traffics:
+                if traffic.source is not None:
+                    microbatch = action.microbatch
+                    self._post_needed(traffic.source, action, traffic.arriving + microbatch, meeting)
+                    if not given[traffic.arriving_sent + microbatch]:
+                        yield traffic.arriving_sent + microbatch
+            done.append(step)
+            for traffic, _ in traffics:
+                if traffic.source is not None:
+                    traffic.source.num_open -= 1
+            for traffic, action in traffics:
+                if traffic.send is not None:
+                    message = traffic.leaving + action.microbatch
+                    if not given[message]:
+                        # The send may have to wait: first let the others know where their next messages may go.
+                        self._post_behind(traffics, meeting)
+                    if not given[message]:
+                        yield message
+                    done.append(Action(traffic.send, action.stage, action.microbatch))
+                    meeting.give(traffic.leaving_sent + action.microbatch)
+            self._post_behind(traffics, meeting)
+
+    def _post_behind(self, traffics: Sequence[tuple[_Traffic, Action]], meeting: _Meeting) -> None:
+        for traffic, _ in traffics:
+            if traffic.source is not None:
+                self.post_ahead(traffic.source, meeting)
+
+    def post_ahead(self, line: _Line, meeting: _Meeting) -> None:
+        """Post as many receives as may be open."""
+        while line.coming and line.num_open < line.depth:
+            self._post(line, meeting)
+
+    def _post(self, line: _Line, meeting: _Meeting) -> None:
+        message = line.coming.popleft()
+        line.num_open += 1
+        self.done.append(self.rules.receive_of(message))
+        meeting.give(message)
+
+    def _post_needed(self, line: _Line, action: Action, message: int, meeting: _Meeting) -> None:
+        """Post the receive that an action waits for, and with it those before it in its line's order."""
+        while not meeting.given[message]:
+            if not line.coming:
+                raise ScheduleError(
+                    f"rank {self.rank}: {action} waits for {self.rules.receive_of(message)}, but nothing is sent "
+                    f"there: rank {line.channel.source} has no such action"
+                )
+            self._post(line, meeting)
+
+
+def _stages(schedule: Schedule, rank: int) -> str:
+    kind = "training" if schedule.training else "forward-only"
+    stages = ", ".join(map(str, schedule.placement.stages_of(rank)))
+    return f"in this {kind} schedule the rank computes stage{'s' * (',' in stages)} {stages}"
