@@ -71,7 +71,7 @@ def test_imports_follow_the_table():
 
 
 # The exact search asks for its solver when it is called, and says how to install it.
-OPTIONAL = {("schedule/builders/exact.py", "ortools")}
+OPTIONAL = {("schedule/search/exact.py", "ortools")}
 
 
 def test_torch_free_rooms_import_the_standard_library_alone():

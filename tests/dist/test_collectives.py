@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from penstock.model import Collectives, observe
 from penstock.model.collectives import Work
-from penstock.schedule.travels import CollectiveKind
+from penstock.schedule.recording import CollectiveKind
 from tests.dist.launch import run_ranks
 
 RANKS = 3

@@ -11,7 +11,7 @@ from penstock.engine.schedules import ScheduleChoice
 from penstock.model import ModelConfig, decoder_units
 from penstock.schedule import Action, Op, Step
 from penstock.schedule.actions import COMPUTE, TRANSFERS, parts
-from penstock.schedule.travels import CollectiveKind
+from penstock.schedule.recording import CollectiveKind
 from tests.dist.launch import run_ranks
 
 CONFIG = ModelConfig(vocab_size=40, hidden_size=16, intermediate_size=24, num_layers=5, num_heads=2)

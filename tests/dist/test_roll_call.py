@@ -13,7 +13,7 @@ import torch.distributed as dist
 from penstock.runtime import PipelineError, Recorder, Watchdog
 from penstock.runtime.roll_call import Member, RollCall, numbers
 from penstock.schedule import Action, Op
-from penstock.schedule.travels import CollectiveKind
+from penstock.schedule.recording import CollectiveKind
 from tests.dist.launch import run_outcomes
 
 LIMIT = timedelta(seconds=3.0)

@@ -15,7 +15,8 @@ from penstock.engine import EngineOptions, timed_cut
 from penstock.engine.schedules import ScheduleChoice
 from penstock.engine.timed_cut import UnitTimes, stage_costs
 from penstock.model import ModelConfig, decoder_units
-from penstock.schedule import cut_search, to_text
+from penstock.schedule import to_text
+from penstock.schedule.search import cut as cut_search
 from tests.dist.launch import run_ranks
 
 CONFIG = ModelConfig(vocab_size=40, hidden_size=16, intermediate_size=24, num_layers=3, num_heads=2)

@@ -28,7 +28,7 @@ from penstock.model import (
 )
 from penstock.model.collectives import Work
 from penstock.runtime import Boundary, Stage, Tape, drain
-from penstock.schedule.travels import CollectiveKind
+from penstock.schedule.recording import CollectiveKind
 from tests.dist.launch import run_ranks
 
 # Sums of a few hundred terms of size one, in another order.

@@ -7,7 +7,7 @@ from random import Random
 import pytest
 
 from penstock.schedule import Costs, Op, Placement, PlacementKind, Schedule, build, flatten, lower, simulate, verify
-from penstock.schedule.builders.search_bounds import bound
+from penstock.schedule.search import bound
 from tests.schedule.families import NAMES, lowered
 
 # Table 5 of Zero Bubble Pipeline Parallelism (arXiv 2401.10241) with the times of its table 9: microbatches, times of

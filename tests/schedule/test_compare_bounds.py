@@ -10,7 +10,7 @@ import pytest
 
 from penstock.cli.main import main
 from penstock.schedule import Action, Costs, Op, Placement, PlacementKind, Schedule, ScheduleError, lower, simulate
-from penstock.schedule.builders.search_bounds import bound
+from penstock.schedule.search import bound
 
 Order = tuple[Action, ...]
 SPLIT = (Op.F, Op.I, Op.W)

@@ -25,7 +25,7 @@ from penstock.schedule import (
     simulate,
     verify,
 )
-from penstock.schedule.cut_search import even_cuts
+from penstock.schedule.search.cut import even_cuts
 
 # Milliseconds of F, I and W, and megabytes kept, of the units of a decoder of 8 layers with a head that is no whole
 # number of halves of layers, as measured on two cores.

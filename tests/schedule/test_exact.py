@@ -7,8 +7,7 @@ from itertools import pairwise
 import pytest
 
 from penstock.schedule import Costs, Op, Placement, PlacementKind, build, flatten, lower, simulate, verify
-from penstock.schedule.builders.exact import optimum
-from penstock.schedule.builders.search_bounds import bound
+from penstock.schedule.search import bound, optimum
 
 solver = pytest.mark.skipif(find_spec("ortools") is None, reason="OR-Tools is not installed")
 

@@ -3,7 +3,7 @@
 import pytest
 
 from penstock.schedule import Costs, Timeline, build, lower, simulate, verify
-from penstock.schedule.builders.squeeze import PERIOD, RULES, pattern, squeeze
+from penstock.schedule.builders.squeeze import PERIOD, PREFERENCES, pattern, squeeze
 from tests.schedule.families import built, lowered
 
 # One slot for each of F, I and W on each of a rank's two stages.
@@ -80,7 +80,7 @@ def test_too_little_memory_is_noticed():
     placement = built("v-min", 4, 4).placement
     orders = pattern(placement, 4, 1, (1, 1, 1))
     assert orders is not None
-    assert all(squeeze(placement, orders, rule, max_tapes=1) is None for rule in RULES)
+    assert all(squeeze(placement, orders, preference, max_tapes=1) is None for preference in PREFERENCES)
 
 
 def test_uneven_times_do_not_stop_it():

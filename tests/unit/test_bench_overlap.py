@@ -7,7 +7,7 @@ import pytest
 
 from penstock.bench import overlap
 from penstock.bench.overlap import FASTEST_BITS, LEAST_SHARE, MOST_SHARE, Figures, Link
-from penstock.schedule.travels import Travelled
+from penstock.schedule.recording import Travelled
 
 
 @dataclass

@@ -11,8 +11,7 @@ from penstock import schedule
 from penstock.draw.record import RecordedStep, read_recorded_step, write_recorded_step
 from penstock.schedule import Action, Costs, Op, Pair
 from penstock.schedule.actions import parts
-from penstock.schedule.recording import Recording, Span, Wait
-from penstock.schedule.travels import CollectiveKind
+from penstock.schedule.recording import CollectiveKind, Recording, Span, Wait
 from tests.unit.runtime.test_executor import Pipeline
 
 

@@ -29,7 +29,7 @@ from penstock.engine.optimizer import OptimizerConfig
 from penstock.engine.schedules import ScheduleChoice
 from penstock.model import ModelConfig, decoder_units
 from penstock.parallel import Layout
-from penstock.schedule.travels import CollectiveKind
+from penstock.schedule.recording import CollectiveKind
 
 _LIMIT_S = 600.0
 

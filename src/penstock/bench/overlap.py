@@ -25,7 +25,7 @@ from penstock.model import ExpertConfig, ModelConfig, decoder_units
 from penstock.model.products import TORCH
 from penstock.parallel import Layout
 from penstock.runtime import Pairs
-from penstock.schedule.travels import CollectiveKind, Travelled
+from penstock.schedule.recording import CollectiveKind, Travelled
 
 NUM_RANKS = 2
 SHARE = 0.34

@@ -6,7 +6,7 @@ from typing import Any
 from penstock import schedule
 from penstock.cli.commands import Parser, print_json, print_table
 from penstock.cli.schedule_arguments import COST_NAMES, add_costs, add_json, add_own_options, add_size, costs_of, proved
-from penstock.schedule.builders.search_bounds import bound
+from penstock.schedule.search import bound
 
 _UNKNOWN = "-"
 _COLUMNS = (

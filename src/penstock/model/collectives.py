@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from penstock.model.segments import Travelling
-from penstock.schedule.travels import CollectiveKind
+from penstock.schedule.recording import CollectiveKind
 
 
 class Work(Protocol):

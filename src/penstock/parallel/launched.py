@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.schedule.travels import CollectiveKind
+from penstock.schedule.recording import CollectiveKind
 
 Follow = Callable[[CollectiveKind, int, Any, dist.ProcessGroup], Any]
 """Told of a collective that has been launched: kind, bytes, work and group; gives the work to wait for."""

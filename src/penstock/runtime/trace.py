@@ -13,7 +13,7 @@ from penstock.runtime.errors import TransportError, first_line
 from penstock.runtime.roll_call import Presence, RollCall, numbers
 from penstock.runtime.travels import FollowedWork, Travel
 from penstock.schedule import Action, Direction, Event, Op, Step
-from penstock.schedule.travels import CollectiveKind
+from penstock.schedule.recording import CollectiveKind
 
 _DOING = {
     Op.SEND_F: "sends activations",

@@ -10,7 +10,7 @@ from torch.futures import Future
 
 from penstock.model.collectives import Work
 from penstock.runtime.errors import TransportError, first_line
-from penstock.schedule.travels import CollectiveKind
+from penstock.schedule.recording import CollectiveKind
 
 
 @dataclass(slots=True)

@@ -23,14 +23,12 @@ from penstock.schedule.actions import (
 )
 from penstock.schedule.builders import build, default_stages, describe, names, options
 from penstock.schedule.costs import Costs
-from penstock.schedule.critical import critical_path
-from penstock.schedule.cut_search import SearchedCut, costs_of_cut, options_for_step, search_cut
 from penstock.schedule.generation import NO_ROW, Conductor, Ending, Piece, RingShape, Visit, Wish
 from penstock.schedule.lower import early_gradients, lower
-from penstock.schedule.partition import check_cut, partition
-from penstock.schedule.partition_ranks import balanced_cut
+from penstock.schedule.partition import balanced_cut, check_cut, partition
 from penstock.schedule.rules import Rule, Rules, partner
-from penstock.schedule.simulate import simulate
+from penstock.schedule.search import SearchedCut, costs_of_cut, options_for_step, search_cut
+from penstock.schedule.simulate import critical_path, simulate
 from penstock.schedule.text import from_csv, from_text, to_csv, to_text
 from penstock.schedule.timeline import Event, Memory, Timeline
 from penstock.schedule.verify import Proof, verify

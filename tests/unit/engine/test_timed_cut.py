@@ -19,7 +19,8 @@ from penstock.engine.run_parts import RunData, engine_options
 from penstock.engine.schedules import ScheduleChoice
 from penstock.engine.timed_cut import UnitTimes, stage_costs, timed_cut, times_here
 from penstock.model import ModelConfig, decoder_units
-from penstock.schedule import Costs, PlacementKind, Timeline, cut_search
+from penstock.schedule import Costs, PlacementKind, Timeline
+from penstock.schedule.search import cut as cut_search
 from tests.e2e.training import CORPUS
 
 RIVALS = {"loop": ("zb-h1", "1f1b"), "v": ("zb-v", "v-half")}

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from penstock.schedule.actions import Placement, PlacementKind, Schedule
 from penstock.schedule.builders.orders import backwards, forwards
+from penstock.schedule.builders.registry import builder
 
 
+@builder("afab")
 def afab(ranks: int, microbatches: int, stages_per_rank: int = 1) -> Schedule:
     """All forwards, then all backwards: the simplest order, and the most memory.
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from penstock.schedule.actions import Placement, PlacementKind, Schedule
 from penstock.schedule.builders.interleaved import groups, warm_up
 from penstock.schedule.builders.orders import backwards, forwards, fuse_turns, peak_tapes, renumber, split_backwards
+from penstock.schedule.builders.registry import builder
 
 
+@builder("combined-1f1b")
 def combined_1f1b(ranks: int, microbatches: int, stages_per_rank: int = 1, split_backward: bool = False) -> Schedule:
     """1F1B in fused pairs, which hide expert and tensor communication, for twice its memory.
 
@@ -26,6 +28,7 @@ def combined_1f1b(ranks: int, microbatches: int, stages_per_rank: int = 1, split
     return _combined("combined-1f1b", ranks, microbatches, stages_per_rank, 0, split_backward)
 
 
+@builder("combined-interleaved")
 def combined_interleaved(
     ranks: int, microbatches: int, stages_per_rank: int = 2, group_size: int = 0, split_backward: bool = False
 ) -> Schedule:

@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 
 from penstock.schedule.actions import Action, Op, Pair, Placement, PlacementKind, Schedule, Step
 from penstock.schedule.builders.orders import peak_tapes
+from penstock.schedule.builders.registry import builder
 
 
+@builder("dualpipe-v")
 def dualpipe_v(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
     """DualPipe folded into a V: fused pairs that hide communication, with one copy of the model.
 
@@ -30,6 +32,7 @@ def dualpipe_v(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Sched
     return Schedule("dualpipe-v", placement, microbatches, tuple(orders), tuple(map(peak_tapes, orders)))
 
 
+@builder("dualpipe")
 def dualpipe(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
     """Microbatches enter at both ends at once, each half with its own copy of the model; pairs are fused.
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from penstock.schedule.actions import Placement, PlacementKind, Schedule
 from penstock.schedule.builders.orders import forwards
+from penstock.schedule.builders.registry import builder
 
 
+@builder("inference")
 def inference(ranks: int, microbatches: int, stages_per_rank: int = 1, placement: str = "loop") -> Schedule:
     """Forwards alone: a microbatch passes a stage a step.
 

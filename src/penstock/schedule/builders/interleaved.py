@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from penstock.schedule.actions import Placement, PlacementKind, Schedule, check_count
 from penstock.schedule.builders.orders import backwards, forwards, peak_tapes, renumber, take_turns
+from penstock.schedule.builders.registry import builder
 
 
+@builder("interleaved")
 def interleaved(ranks: int, microbatches: int, stages_per_rank: int = 2, group_size: int = 0) -> Schedule:
     """One forward, one backward over several local stages: 1F1B's bubble cut by their number, for more memory.
 

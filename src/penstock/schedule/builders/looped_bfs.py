@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from penstock.schedule.actions import Placement, PlacementKind, Schedule
 from penstock.schedule.builders.orders import backwards, forwards
+from penstock.schedule.builders.registry import builder
 
 
+@builder("looped-bfs")
 def looped_bfs(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
     """All microbatches through one local stage after another: each stage's work in one piece, and the most memory.
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from penstock.schedule.actions import Action, Op, Placement, PlacementKind, Schedule
+from penstock.schedule.builders.registry import builder
 
 
+@builder("1f1b")
 def one_f_one_b(ranks: int, microbatches: int, stages_per_rank: int = 1) -> Schedule:
     """One forward, one backward in turn: AFAB's bubble at the memory of p microbatches.
 

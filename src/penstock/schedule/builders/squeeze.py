@@ -18,7 +18,7 @@ Order = tuple[Action, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class Preference:
     """Which of the actions that are ready a rank takes.
 
     Those deeper into the pipeline come first where `deepest_first` is set, and otherwise those earlier in the pattern.
@@ -29,7 +29,7 @@ class Rule:
     steady_entry: bool
 
 
-RULES = tuple(Rule(*flags) for flags in ((False, False), (False, True), (True, True)))
+PREFERENCES = tuple(Preference(*flags) for flags in ((False, False), (False, True), (True, True)))
 
 
 def pattern(placement: Placement, num_microbatches: int, step: int, gaps: tuple[int, int, int]) -> list[Order] | None:
@@ -70,14 +70,14 @@ class Squeezed:
     orders: tuple[Order, ...]
 
 
-def squeeze(placement: Placement, orders: Sequence[Order], rule: Rule, max_tapes: int) -> Squeezed | None:
+def squeeze(placement: Placement, orders: Sequence[Order], preference: Preference, max_tapes: int) -> Squeezed | None:
     """Run every rank's actions as early as can be, and W where nothing else can run.
 
     An action may overtake those before it in its rank's order as long as the order that is left can still be carried
     out within `max_tapes`, W directly behind I. None, if the ranks get stuck.
     """
     ends = _Ends({}, {})
-    ranks = [_Rank(placement, order, rule, max_tapes) for order in orders]
+    ranks = [_SqueezedRank(placement, order, preference, max_tapes) for order in orders]
     slot = 0
     while not all(rank.finished for rank in ranks):
         acted = [rank.act(slot, ends) for rank in ranks]
@@ -95,15 +95,15 @@ class _Ends(NamedTuple):
     backward: dict[tuple[int, int], int]
 
 
-class _Rank:
+class _SqueezedRank:
     """One rank on its way through its order.
 
     `passes` tells which of four passes an action belongs to, counted along a microbatch's way: forward through the
     first and the second stage, and back through both.
     """
 
-    def __init__(self, placement: Placement, order: Order, rule: Rule, max_tapes: int) -> None:
-        self.placement, self.rule, self.max_tapes = placement, rule, max_tapes
+    def __init__(self, placement: Placement, order: Order, preference: Preference, max_tapes: int) -> None:
+        self.placement, self.preference, self.max_tapes = placement, preference, max_tapes
         self.rest, self.weights = list(order), deque[Action]()
         first, second = placement.stages_of(placement.rank_of(order[0].stage))
         self.passes = {(Op.F, first): 0, (Op.F, second): 1, (Op.I, second): 2, (Op.I, first): 3}
@@ -153,9 +153,9 @@ class _Rank:
                 fits = highest + tapes <= self.max_tapes and (number > 0 or self._may_enter())
                 if fits and self._ready(action, slot, ends):
                     # Counted from the second pass on, so that what enters comes last.
-                    found = ((number - 1) % 4 if self.rule.deepest_first else place), place
+                    found = ((number - 1) % 4 if self.preference.deepest_first else place), place
                     best = min(best, found) if best else found
-                    if not self.rule.deepest_first:
+                    if not self.preference.deepest_first:
                         break
                 if len(seen) == len(self.passes):
                     break
@@ -164,7 +164,7 @@ class _Rank:
         return best[1] if best else None
 
     def _may_enter(self) -> bool:
-        return not self.rule.steady_entry or self.entered < self.max_entered
+        return not self.preference.steady_entry or self.entered < self.max_entered
 
     def _ready(self, action: Action, slot: int, ends: _Ends) -> bool:
         """Whether all that an action needs was there before this slot."""

@@ -11,7 +11,8 @@ from typing import TypeAlias
 from penstock.schedule.actions import Action, Op, Placement, PlacementKind, Schedule
 from penstock.schedule.builders.dualpipe import check_two_stages
 from penstock.schedule.builders.orders import peak_tapes
-from penstock.schedule.builders.squeeze import RULES, Order, Rule, Squeezed, pattern, squeeze
+from penstock.schedule.builders.registry import builder
+from penstock.schedule.builders.squeeze import PREFERENCES, Order, Preference, Squeezed, pattern, squeeze
 
 # Each rank's forwards and input backwards, for a number of microbatches; None where the pattern does not fit p.
 Base: TypeAlias = Callable[[Placement, int], list[Order] | None]
@@ -20,6 +21,7 @@ Base: TypeAlias = Callable[[Placement, int], list[Order] | None]
 _GAPS = ((1, 1, 1), (1, 3, 1), (1, 5, 1), (1, 1, 2), (1, 4, 2))
 
 
+@builder("zb-v")
 def zb_v(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
     """Zero bubble in a V: no bubble at all where F, I and W take equal times, at 1F1B's memory.
 
@@ -37,6 +39,7 @@ def zb_v(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
     return _squeezed("zb-v", placement, microbatches, 2 * ranks, [_short])
 
 
+@builder("v-half")
 def v_half(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
     """A V at half of 1F1B's memory, and with about half of its bubble.
 
@@ -51,6 +54,7 @@ def v_half(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
     return _squeezed("v-half", placement, microbatches, 2 * (ranks // 2 + 1), _patterns(step=2))
 
 
+@builder("v-min")
 def v_min(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
     """A V at a third of 1F1B's memory, the least that keeps every rank busy.
 
@@ -80,25 +84,27 @@ def _patterns(step: int) -> list[Base]:
 def _squeezed(
     name: str, placement: Placement, num_microbatches: int, max_tapes: int, bases: Sequence[Base]
 ) -> Schedule:
-    """The shortest that comes of the bases under any of the rules.
+    """The shortest that comes of the bases under any of the preferences.
 
     Beyond three times p microbatches only the steady middle grows, so that no more are needed to compare.
     """
     num_compared = min(num_microbatches, 3 * placement.num_ranks)
     results = [
-        ((tried.span, tried.makespan), base, rule)
-        for base, rule in product(bases, RULES)
-        if (tried := _squeeze(placement, num_compared, base, rule, max_tapes)) is not None
+        ((tried.span, tried.makespan), base, preference)
+        for base, preference in product(bases, PREFERENCES)
+        if (tried := _squeeze(placement, num_compared, base, preference, max_tapes)) is not None
     ]
-    _, base, rule = min(results, key=lambda result: result[0])
-    best = _squeeze(placement, num_microbatches, base, rule, max_tapes)
+    _, base, preference = min(results, key=lambda result: result[0])
+    best = _squeeze(placement, num_microbatches, base, preference, max_tapes)
     assert best is not None, f"{name} ends with {num_compared} microbatches, but not with {num_microbatches}"
     return _schedule(name, placement, num_microbatches, best.orders)
 
 
-def _squeeze(placement: Placement, num_microbatches: int, base: Base, rule: Rule, max_tapes: int) -> Squeezed | None:
+def _squeeze(
+    placement: Placement, num_microbatches: int, base: Base, preference: Preference, max_tapes: int
+) -> Squeezed | None:
     orders = base(placement, num_microbatches)
-    return None if orders is None else squeeze(placement, orders, rule, max_tapes)
+    return None if orders is None else squeeze(placement, orders, preference, max_tapes)
 
 
 def _short(placement: Placement, num_microbatches: int) -> list[Order]:

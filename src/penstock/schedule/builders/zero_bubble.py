@@ -5,8 +5,10 @@ from __future__ import annotations
 from penstock.schedule.actions import Op, Placement, PlacementKind, Schedule
 from penstock.schedule.builders.interleaved import groups, warm_up
 from penstock.schedule.builders.orders import backwards, forwards, peak_tapes, renumber, take_turns_split
+from penstock.schedule.builders.registry import builder
 
 
+@builder("zb-h1")
 def zb_h1(ranks: int, microbatches: int, stages_per_rank: int = 1) -> Schedule:
     """1F1B with W apart from I: a third of the bubble at 1F1B's memory.
 
@@ -20,6 +22,7 @@ def zb_h1(ranks: int, microbatches: int, stages_per_rank: int = 1) -> Schedule:
     return _handcrafted("zb-h1", ranks, microbatches, stages_per_rank, lead=1)
 
 
+@builder("zb-h2")
 def zb_h2(ranks: int, microbatches: int, stages_per_rank: int = 1) -> Schedule:
     """ZB-H1 with twice the forwards ahead: next to no bubble at twice 1F1B's memory.
 
@@ -50,6 +53,7 @@ def _handcrafted(name: str, ranks: int, microbatches: int, stages_per_rank: int,
     return Schedule(name, placement, microbatches, orders, (min(lead * (ranks - 1) + 1, microbatches),) * ranks)
 
 
+@builder("interleaved-zb")
 def interleaved_zb(ranks: int, microbatches: int, stages_per_rank: int = 2, group_size: int = 0) -> Schedule:
     """The interleaved order with W apart from I: less bubble at the memory that its first rank needs anyway.
 

@@ -8,11 +8,10 @@ from math import floor, lcm
 from typing import Any
 
 from penstock.schedule.actions import Op, Placement, Schedule
-from penstock.schedule.builders.search import search
-from penstock.schedule.builders.search_bounds import lower_bound, problem_of
-from penstock.schedule.builders.search_problem import Codes, Problem
 from penstock.schedule.costs import Costs
 from penstock.schedule.lower import lower
+from penstock.schedule.search.order import search
+from penstock.schedule.search.problem import Codes, Problem, lower_bound, problem_of
 from penstock.schedule.simulate import simulate
 
 # Times are whole numbers to the solver: the least of these powers of ten that makes them so, or else the last.

@@ -10,11 +10,10 @@ from itertools import pairwise
 from math import isclose
 
 from penstock.schedule.actions import Placement
-from penstock.schedule.builders import build
 from penstock.schedule.costs import Costs
 from penstock.schedule.lower import lower
-from penstock.schedule.partition import partition, ranges
-from penstock.schedule.partition_ranks import balanced_cut
+from penstock.schedule.partition import balanced_cut, partition, ranges
+from penstock.schedule.search.order import SearchOptions, shortest
 from penstock.schedule.simulate import simulate
 
 _TIMES = ("forward", "backward_input", "backward_weight")
@@ -65,16 +64,8 @@ def search_cut(
         if limit < 1 and not isclose(limit, 1):
             return None
         costs, limit = costs_of_cut(units, cut), max(1.0, limit)
-        made = build(
-            "auto",
-            ranks=num_ranks,
-            microbatches=microbatches,
-            stages_per_rank=placement.stages_per_rank,
-            placement=placement.kind.value,
-            max_live_microbatches=limit,
-            effort=effort,
-            **options_for_step(costs),
-        )
+        options = SearchOptions(max_live_microbatches=limit, effort=effort, **options_for_step(costs))  # type: ignore[arg-type]
+        made = shortest(placement, microbatches, options)
         return SearchedCut(cut, limit, simulate(lower(made), costs).makespan)
 
     cuts = list(even_cuts(_totals(units), placement, _TRIALS[0][0]))

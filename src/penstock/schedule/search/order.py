@@ -13,18 +13,82 @@ from functools import partial
 from itertools import islice, product
 from math import inf
 
-from penstock.schedule.actions import PlacementKind, ScheduleError
-from penstock.schedule.builders.search_anneal import Cooling, anneal
-from penstock.schedule.builders.search_bounds import lower_bound
-from penstock.schedule.builders.search_dispatch import RULES, Rule, dispatch
-from penstock.schedule.builders.search_latest import latest_starts
-from penstock.schedule.builders.search_polish import polish
-from penstock.schedule.builders.search_problem import TOLERANCE, Codes, Maker, Problem
-from penstock.schedule.builders.search_skeletons import one_at_a_time, one_f_one_b, patterns, there_and_back, warm_ups
-from penstock.schedule.builders.search_step import limit_of, peak_of, shorten_step
-from penstock.schedule.builders.search_weave import weave
+from penstock.schedule.actions import Placement, PlacementKind, Schedule, ScheduleError
+from penstock.schedule.costs import PerStage
 from penstock.schedule.lower import lower
+from penstock.schedule.search.anneal import Cooling, anneal, limit_of, peak_of, polish, shorten_step
+from penstock.schedule.search.problem import TOLERANCE, Codes, Maker, Problem, lower_bound, per_stage
+from penstock.schedule.search.skeletons import (
+    PRIORITIES,
+    Priority,
+    dispatch,
+    one_at_a_time,
+    one_f_one_b,
+    patterns,
+    there_and_back,
+    warm_ups,
+)
+from penstock.schedule.search.weave import latest_starts, weave
 from penstock.schedule.verify import verify
+
+
+@dataclass(frozen=True)
+class SearchOptions:
+    """What an order is searched for, and for how long.
+
+    A time is that of one microbatch through all stages of a rank, or a list with one for each stage of the model, as in
+    `Costs`. A microbatch counts 1 from its F to its I, and `weight_memory_share` from then to its W; a stage's tape
+    counts for its part of its rank.
+    """
+
+    #: Where the stages live: "loop" or "v".
+    placement: str = "loop"
+    #: The most microbatches that a rank keeps at any time; None for p. 1 is enough for any schedule.
+    max_live_microbatches: float | None = None
+    #: What a microbatch counts between its I and its W, from 0 to 1.
+    weight_memory_share: float = 1.0
+    #: The time of F.
+    forward: PerStage = 1.0
+    #: The time of I.
+    backward_input: PerStage = 1.0
+    #: The time of W.
+    backward_weight: PerStage = 1.0
+    #: The time of a message between two ranks.
+    transfer: float = 0.0
+    #: A factor on the number of small changes that are tried where the lower bound is not reached.
+    effort: float = 1.0
+    #: Whether to shorten the time until all ranks have ended, not the longest time of a rank from its own start.
+    whole_step: bool = False
+    #: With `whole_step`, what a stage keeps of a microbatch; all stages alike where it is 0.
+    microbatch_bytes: PerStage = 0.0
+
+
+def shortest(placement: Placement, microbatches: int, options: SearchOptions) -> Schedule:
+    """Find the shortest order for some times within some memory; `options.placement` is not read here.
+
+    Raises: ValueError for options that are not possible, naming the option.
+    """
+    if not options.effort >= 0:
+        raise ValueError(f"effort must be at least 0, got {options.effort!r}")
+    most = options.max_live_microbatches
+    problem = Problem(
+        placement,
+        microbatches,
+        per_stage("forward", options.forward, placement),
+        per_stage("backward_input", options.backward_input, placement),
+        per_stage("backward_weight", options.backward_weight, placement),
+        options.transfer,
+        max_live_microbatches=placement.num_ranks if most is None else most,
+        weight_memory_share=options.weight_memory_share,
+    )
+    if not options.whole_step:
+        return problem.schedule("auto", search(problem, options.effort))
+    kept = per_stage("microbatch_bytes", options.microbatch_bytes, placement, "number")
+    if not all(0 <= stage < inf for stage in kept):
+        raise ValueError(f"microbatch_bytes must be numbers of at least 0, got {options.microbatch_bytes!r}")
+    if not any(kept):
+        kept = (1.0,) * placement.num_stages
+    return problem.schedule("auto", search_step(problem, kept, options.effort))
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,11 +284,11 @@ class _Trials:
             yield there_and_back
         for num_live in islice(self._warm_ups(), num_makers):
             yield partial(one_f_one_b, num_live=num_live)
-        for rule, allowance in product(RULES, (0.0, 0.5, 1.0, 2.0)):
-            yield partial(_dispatched, rule=rule, allowance=allowance)
+        for priority, allowance in product(PRIORITIES, (0.0, 0.5, 1.0, 2.0)):
+            yield partial(_dispatched, priority=priority, allowance=allowance)
         for num_live in islice(self._warm_ups(), 8):
-            for rule, allowance in product(RULES[::2], (0.0, 1.0)):
-                yield partial(_dispatched, rule=rule, allowance=allowance, num_live=num_live)
+            for priority, allowance in product(PRIORITIES[::2], (0.0, 1.0)):
+                yield partial(_dispatched, priority=priority, allowance=allowance, num_live=num_live)
         found = patterns(self.problem)
         for pattern in found[:: -(-len(found) // num_makers) or 1]:
             yield pattern.skeleton
@@ -238,8 +302,8 @@ class _Trials:
         return None if way.allowance is None else self.least + way.allowance * self.problem.mean_action
 
 
-def _dispatched(problem: Problem, rule: Rule, allowance: float, num_live: Sequence[int] | None = None) -> Codes:
-    return dispatch(problem, rule, lower_bound(problem) + allowance * problem.mean_action, num_live)
+def _dispatched(problem: Problem, priority: Priority, allowance: float, num_live: Sequence[int] | None = None) -> Codes:
+    return dispatch(problem, priority, lower_bound(problem) + allowance * problem.mean_action, num_live)
 
 
 def _stretched(skeleton: Codes, problem: Problem) -> Iterator[Codes]:

@@ -1,0 +1,206 @@
+"""Small changes to a skeleton, kept where they shorten the span: simulated annealing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import exp
+from random import Random
+
+from penstock.schedule.search.problem import TOLERANCE, Codes, Problem
+from penstock.schedule.search.skeletons import one_at_a_time
+from penstock.schedule.search.weave import weave
+
+# By how many places an action is moved in its rank's order.
+_MOVES = (1, 1, -2, 2, 3, -3)
+
+
+@dataclass(frozen=True, slots=True)
+class Cooling:
+    """How many changes are tried, and by how many mean actions longer the span may become at first."""
+
+    num_steps: int
+    heat: float
+
+
+def anneal(
+    problem: Problem, skeleton: Codes, allowed_span: float | None, least: float, cooling: Cooling
+) -> list[Codes]:
+    """The skeletons, each shorter than the one before, that come of moving one action of one rank at a time.
+
+    Nothing is tried once the span is `least`. The same call has the same result.
+    """
+    current = [list(steps) for steps in skeleton]
+
+    def span(moved: list[int]) -> float | None:
+        woven = weave(problem, current, allowed_span)
+        return None if woven is None else woven.span
+
+    return list(shorter(current, span, _MOVES, least, cooling, problem.mean_action))
+
+
+def shorter(
+    current: Codes,
+    span: Callable[[list[int]], float | None],
+    moves: Sequence[int],
+    least: float,
+    cooling: Cooling,
+    mean_action: float,
+) -> Iterator[Codes]:
+    """Copies of `current`, each shorter than the one before, as one action of one rank is moved at a time in it.
+
+    `span` measures `current` and is given the rank's order that was moved; None where that can not be carried out.
+    A change that makes the span longer is kept at times, the less likely the longer and the later.
+    """
+    random = Random(cooling.num_steps)
+    now = span(current[0])
+    if now is None:
+        return
+    shortest, heat = now, cooling.heat * mean_action
+    for step in range(cooling.num_steps):
+        if shortest <= least + TOLERANCE:
+            return
+        steps = random.choice(current)
+        source = random.randrange(len(steps))
+        target = source + random.choice(moves)
+        if not 0 <= target < len(steps) or steps[source] == steps[target]:
+            continue
+        steps.insert(target, steps.pop(source))
+        changed = span(steps)
+        if changed is None or not _keep(changed - now, heat * (1 - step / cooling.num_steps), random):
+            steps.insert(source, steps.pop(target))
+            continue
+        now = changed
+        if now < shortest - TOLERANCE:
+            shortest = now
+            yield [list(order) for order in current]
+
+
+def _keep(longer: float, heat: float, random: Random) -> bool:
+    return longer <= TOLERANCE or (heat > 0 and random.random() < exp(-longer / heat))
+
+
+# By how many places an action is moved in its rank's order.
+MOVES = (1, -1, 1, -1, 2, -2, 3, -3, 5, -5)
+
+
+def polish(problem: Problem, orders: Codes, least: float, cooling: Cooling) -> Codes:
+    """The shortest orders that come of moving one action of one rank at a time, by simulated annealing.
+
+    Nothing is tried once the span is `least`. The same call has the same result.
+    """
+    current = [list(order) for order in orders]
+    assert span_of(problem, current) is not None, "orders that can be carried out have a span"
+
+    def span(moved: list[int]) -> float | None:
+        return span_of(problem, current) if _fits(problem, moved) else None
+
+    return [orders, *shorter(current, span, MOVES, least, cooling, problem.mean_action)][-1]
+
+
+def _fits(problem: Problem, order: list[int]) -> bool:
+    """Whether a rank's order keeps to the memory."""
+    share, live = problem.weight_memory_share, 0.0
+    change = (1.0, share - 1.0, -share)
+    for code in order:
+        live += change[code % 3]
+        if live > problem.max_tapes + TOLERANCE:
+            return False
+    return True
+
+
+def span_of(problem: Problem, orders: Codes, from_start: bool = False) -> float | None:
+    """The longest time over ranks from a rank's own first start to its own end; None if the ranks cannot end.
+
+    With `from_start` the time until all ranks have ended, which started together.
+    """
+    durations = (problem.forward, problem.backward_input, problem.backward_weight)
+    arrivals: list[list[float]] = [[] for _ in range(2 * problem.num_stages)]
+    arrivals[0] = [0.0] * problem.num_microbatches
+    done = [0] * (3 * problem.num_stages)
+    place, now = [0] * problem.num_ranks, [0.0] * problem.num_ranks
+    first: list[float | None] = [None] * problem.num_ranks
+    ready = list(range(problem.num_ranks))
+    while ready:
+        rank = ready.pop()
+        order = orders[rank]
+        while place[rank] < len(order):
+            code = order[place[rank]]
+            stage, op = divmod(code, 3)
+            number = done[code]
+            if op == 2:
+                if number == done[code - 1]:
+                    return None
+                start = now[rank]
+            else:
+                known = arrivals[2 * stage + op]
+                if number == len(known):
+                    break
+                start = max(now[rank], known[number])
+            if first[rank] is None:
+                first[rank] = start
+            now[rank] = start + durations[op][stage]
+            done[code] += 1
+            place[rank] += 1
+            if op < 2 and (following := problem.following[2 * stage + op]) is not None:
+                arrivals[following.step].append(now[rank] + following.hop)
+                if following.rank != rank:
+                    ready.append(following.rank)
+    if any(place[rank] < len(order) for rank, order in enumerate(orders)):
+        return None
+    return max(now) if from_start else max(end - (start or 0.0) for end, start in zip(now, first))
+
+
+def shorten_step(problem: Problem, orders: Codes, kept: Sequence[float], num_steps: int) -> list[Codes]:
+    """Orders whose last rank ends early, all ranks starting together; the best first.
+
+    `kept` is what each stage keeps of a microbatch, in any unit. No rank keeps more at a time than
+    `max_live_microbatches` whole ones of the rank that keeps the most; the orders to begin with may. The last of those
+    given back is one microbatch at a time, which always fits.
+    """
+    alone = [_with_weights(steps) for steps in one_at_a_time(problem)]
+    found = _shortened(problem, orders, kept, Cooling(num_steps, 0.05))
+    if not found:
+        # What does not come to fit from an order that keeps too much may do so from one that takes too long.
+        found = _shortened(problem, alone, kept, Cooling(num_steps, 0.5))
+    return [*found[:-4:-1], alone]
+
+
+def _shortened(problem: Problem, orders: Codes, kept: Sequence[float], cooling: Cooling) -> list[Codes]:
+    """Those that fit, each shorter than the one before, as actions are moved."""
+    most = limit_of(problem, kept)
+    # A little too much costs more than any order could gain by it.
+    penalty = sum(problem.work) / most
+    current = [list(order) for order in orders]
+
+    def cost(moved: list[int]) -> float | None:
+        end = span_of(problem, current, from_start=True)
+        if end is None:
+            return None
+        excess = sum(max(0.0, peak_of(problem, order, kept) - most) for order in current)
+        return end if excess <= TOLERANCE * most else end + penalty * excess + problem.mean_action
+
+    found = [orders, *shorter(current, cost, MOVES, 0.0, cooling, problem.mean_action)]
+    return [one for one in found if max(peak_of(problem, order, kept) for order in one) <= most * (1 + TOLERANCE)]
+
+
+def limit_of(problem: Problem, kept: Sequence[float]) -> float:
+    """What a rank may keep at a time."""
+    return problem.max_live_microbatches * max(sum(kept[stage] for stage in own) for own in problem.stages_of)
+
+
+def peak_of(problem: Problem, order: Sequence[int], kept: Sequence[float]) -> float:
+    """The most that a rank keeps at a time with its order."""
+    share = problem.weight_memory_share
+    change = (1.0, share - 1.0, -share)
+    return max(accumulate(kept[code // 3] * change[code % 3] for code in order))
+
+
+def _with_weights(steps: Sequence[int]) -> list[int]:
+    """A skeleton's order with each W behind its I."""
+    order = []
+    for step in steps:
+        code = 3 * (step >> 1)
+        order += [code + 1, code + 2] if step & 1 else [code]
+    return order
