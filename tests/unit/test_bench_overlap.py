@@ -7,7 +7,7 @@ import pytest
 
 from penstock.bench import overlap
 from penstock.bench.overlap import FASTEST_BITS, LEAST_SHARE, MOST_SHARE, Figures, Link
-from penstock.schedule.recording import Travelled
+from penstock.schedule.recording import CollectiveTotal
 
 
 @dataclass
@@ -23,7 +23,9 @@ class FakeNetwork:
 def plain_step(link: Link, compute_s: float, num_bytes: float = 4e7) -> list[Figures]:
     """A step that computes so long and then waits for all its bytes."""
     exposed_s = 8 * num_bytes / link.rate
-    return [Figures(compute_s + exposed_s, 0.0, Travelled(exposed=exposed_s, hidden=0.0, num_bytes=int(num_bytes)))]
+    return [
+        Figures(compute_s + exposed_s, 0.0, CollectiveTotal(exposed=exposed_s, hidden=0.0, num_bytes=int(num_bytes)))
+    ]
 
 
 def link_at(rate: float, fixed: bool = False) -> tuple[Link, FakeNetwork]:

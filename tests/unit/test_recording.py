@@ -106,7 +106,7 @@ def with_collectives() -> Recording:
 @pytest.mark.shows(100)
 def test_what_ranks_waited_for_is_exposed_and_all_else_under_way_is_hidden():
     recording = with_collectives()
-    ((spent,), (kinds,)) = recording.spent(), recording.travelled()
+    ((spent,), (kinds,)) = recording.spent(), recording.collective_totals()
     assert (spent.compute, spent.collectives, spent.reduction, spent.step) == (7.0, 3.0, 4.0, 2.0)
     assert (spent.between, spent.idle) == (0.0, 7.0)
     assert {str(kind): (sums.number, sums.num_bytes, sums.exposed, sums.hidden) for kind, sums in kinds.items()} == {

@@ -162,7 +162,7 @@ def _prepare(rank: int, traffic: Traffic) -> Callable[[], Figures]:
         start = time.perf_counter()
         engine.train_batch(batch, micro_batches=spec)
         step_s = time.perf_counter() - start
-        (kinds,) = own_recording(engine.pipeline).travelled()
+        (kinds,) = own_recording(engine.pipeline).collective_totals()
         found = kinds[traffic.kind]
         return Figures(step_s, 1e-3 * found.exposed, found.hidden_share, found.num_bytes)
 

@@ -25,7 +25,7 @@ from penstock.model import ExpertConfig, ModelConfig, decoder_units
 from penstock.model.products import TORCH
 from penstock.parallel import Layout
 from penstock.runtime import Pairs
-from penstock.schedule.recording import CollectiveKind, Travelled
+from penstock.schedule.recording import CollectiveKind, CollectiveTotal
 
 NUM_RANKS = 2
 SHARE = 0.34
@@ -126,7 +126,7 @@ class Figures:
 
     step_s: float
     idle_share: float
-    all_to_all: Travelled
+    all_to_all: CollectiveTotal
 
 
 @dataclass
@@ -276,7 +276,7 @@ def _prepare(rank: int, side: Side, size: Size) -> Callable[[], Figures]:
         engine.train_batch(batch, micro_batches=spec)
         step_s = time.perf_counter() - start
         recording = own_recording(engine.pipeline)
-        ((spent,), (kinds,)) = recording.spent(), recording.travelled()
+        ((spent,), (kinds,)) = recording.spent(), recording.collective_totals()
         in_ms = kinds[CollectiveKind.ALL_TO_ALL]
         in_s = replace(in_ms, exposed=1e-3 * in_ms.exposed, hidden=1e-3 * in_ms.hidden)
         return Figures(step_s, spent.idle / recording.makespan, in_s)

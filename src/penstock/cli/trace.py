@@ -97,7 +97,7 @@ def _to_json(recorded: RecordedStep) -> dict[str, object]:
         "ranks": ranks,
         "collectives": [
             {str(kind): asdict(sums) | {"hidden_share": sums.hidden_share} for kind, sums in rank.items()}
-            for rank in recording.travelled()
+            for rank in recording.collective_totals()
         ],
     }
 
@@ -126,15 +126,15 @@ def _print_spent(recording: Recording) -> None:
     if awaited:
         peer, time = awaited.most_common(1)[0]
         print(f"most for rank {peer}: {number(time)} ms, all ranks together")
-    if any(recording.travels):
-        _print_travelled(recording)
+    if any(recording.collectives):
+        _print_collectives(recording)
 
 
-def _print_travelled(recording: Recording) -> None:
+def _print_collectives(recording: Recording) -> None:
     """Of each kind of collective, the time in which its rank waited for it and that in which it did something else."""
     print("\ncollectives: exposed while their rank waited for them, hidden while it did not")
     print("rank  kind                number       MiB     exposed          hidden")
-    for rank, kinds in enumerate(recording.travelled()):
+    for rank, kinds in enumerate(recording.collective_totals()):
         for kind, sums in kinds.items():
             exposed, hidden = f"{_short(sums.exposed)} ms", f"{_short(sums.hidden)} ms"
             size = _short(sums.num_bytes / 2**20)

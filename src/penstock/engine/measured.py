@@ -9,7 +9,7 @@ from penstock.engine.pipeline import Pipeline
 from penstock.parallel.exchange import gather_json
 from penstock.runtime.trace import Record
 from penstock.runtime.travels import Travel
-from penstock.schedule.recording import Recording
+from penstock.schedule.recording import Recording, pack_action, pack_collective
 
 
 def gather_recording(pipeline: Pipeline) -> Recording | None:
@@ -39,10 +39,10 @@ def _pack_all(pipeline: Pipeline) -> tuple[list[Any], list[Any]]:
 
 def _pack_travel(travel: Travel) -> list[Any]:
     times_ns = (travel.launch_ns, travel.end_ns, travel.wait_ns, travel.taken_ns)
-    return [str(travel.kind), travel.num_bytes, *(time_ns * 1e-6 if time_ns else None for time_ns in times_ns)]
+    return pack_collective(travel.kind, travel.num_bytes, (time_ns * 1e-6 if time_ns else None for time_ns in times_ns))
 
 
 def _pack(record: Record) -> list[Any]:
     """A row as `Recording` reads it, on the host's monotonic clock."""
     times = (time_ns * 1e-6 for time_ns in (record.begin_ns, record.start_ns, record.end_ns))
-    return [str(record.action), *times, [[rank, since_ns * 1e-6] for rank, since_ns in record.waits]]
+    return pack_action(record.action, times, ((rank, since_ns * 1e-6) for rank, since_ns in record.waits))

@@ -1,4 +1,8 @@
-"""What the ranks recorded of one step they ran: when each action's turn came, for whom it waited, when it was done."""
+"""The record of a step that ran: when each action's turn came, for which rank it waited, when it was done.
+
+Ranks send their records as rows of plain values, packed by `pack_action` and `pack_collective`; a JSON file holds the
+same rows.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +22,73 @@ from penstock.schedule.timeline import Event, Timeline
 _DRAWN = COMPUTE | {Op.REDUCE_GRAD, Op.STEP}
 
 
+class CollectiveKind(StrEnum):
+    """The kinds of collectives that a trace tells apart; `SEND_RECEIVE` is a step round a ring."""
+
+    ALL_TO_ALL = "all-to-all"
+    ALL_GATHER = "all-gather"
+    REDUCE_SCATTER = "reduce-scatter"
+    ALL_REDUCE = "all-reduce"
+    SEND_RECEIVE = "send-receive"
+    GRADIENTS = "gradient reduction"
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedCollective:
+    """One collective of one rank; `wait` and `taken` are None where the rank never waited for it."""
+
+    kind: CollectiveKind
+    num_bytes: int
+    #: When it was launched.
+    launch: float
+    #: When it was done.
+    end: float
+    #: When the rank could not go on without it.
+    wait: float | None = None
+    #: When the rank went on.
+    taken: float | None = None
+
+    @property
+    def exposed(self) -> float:
+        """The time that the rank waited for it."""
+        return 0.0 if self.wait is None or self.taken is None else self.taken - self.wait
+
+    @property
+    def hidden(self) -> float:
+        """The time that it was under way while the rank did something else."""
+        return max(0.0, self.end - self.launch - self.exposed)
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveTotal:
+    """All collectives of one kind of one rank."""
+
+    number: int = 0
+    num_bytes: int = 0
+    exposed: float = 0.0
+    hidden: float = 0.0
+
+    @property
+    def hidden_share(self) -> float:
+        """The hidden part of the time under way; 1 where nothing was under way."""
+        whole = self.exposed + self.hidden
+        return self.hidden / whole if whole else 1.0
+
+    @classmethod
+    def of(cls, collectives: Sequence[RecordedCollective]) -> CollectiveTotal:
+        return cls(
+            len(collectives),
+            sum(one.num_bytes for one in collectives),
+            sum(one.exposed for one in collectives),
+            sum(one.hidden for one in collectives),
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """A stretch of time in which a rank waited for a message of another."""
+    """A stretch of time in which a rank waited for a message from another."""
 
+    #: The rank that was waited for.
     rank: int
     start: float
     end: float
@@ -29,11 +96,14 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One action: its turn came at `begin`, its inputs were there at `start`, it was done at `end`."""
+    """One action of one rank."""
 
     action: Step
+    #: When its turn came.
     begin: float
+    #: When its inputs were there.
     start: float
+    #: When it was done.
     end: float
     waits: tuple[Wait, ...] = ()
 
@@ -44,21 +114,22 @@ class Span:
 
 @dataclass(frozen=True)
 class Spent:
-    """Where one rank's time went, in ms; together the fields are the recording's makespan.
-
-    `waiting` has the time waited for messages by the rank that sent them, `collectives` the time in which compute
-    actions waited for a collective. `transfers` is spent on starting sends and posting receives. `reduction` is the
-    start of the gradient reductions and the wait for them before the optimizer `step`. `between` is what is left
-    between a rank's actions, `outside` lies before its first and after its last.
-    """
+    """Where one rank's time went, in ms; together the fields are the recording's makespan."""
 
     compute: float = 0.0
+    #: The time waited for messages, by the rank that sent them.
     waiting: Mapping[int, float] = field(default_factory=dict)
+    #: The time in which compute actions waited for a collective.
     collectives: float = 0.0
+    #: Starting sends and posting receives.
     transfers: float = 0.0
+    #: Starting the gradient reductions, and waiting for them before the optimizer step.
     reduction: float = 0.0
+    #: The optimizer step.
     step: float = 0.0
+    #: What is left between the rank's actions.
     between: float = 0.0
+    #: Before the rank's first action and after its last.
     outside: float = 0.0
 
     @property
@@ -69,17 +140,19 @@ class Spent:
 
 @dataclass(frozen=True)
 class Recording:
-    """One step of a pipeline as it was measured: per rank its spans in order, in ms from a common 0.
+    """One step of a pipeline as it was measured, in ms from a common 0.
 
-    Unlike the `Timeline` made from it, it has the transfers too, and the waiting, and in `travels`, per rank, the
-    collectives in the order of their launch.
+    Unlike the `Timeline` made from it, it has the transfers, the waiting and the collectives too.
     """
 
     title: str
+    #: The number of the training step.
     step: int
     stages_per_rank: int
+    #: Each rank's actions in order.
     spans: tuple[tuple[Span, ...], ...]
-    travels: tuple[tuple[Travel, ...], ...] = ()
+    #: Each rank's collectives in the order of their launch.
+    collectives: tuple[tuple[RecordedCollective, ...], ...] = ()
 
     @cached_property
     def makespan(self) -> float:
@@ -96,51 +169,51 @@ class Recording:
 
     @cached_property
     def waits(self) -> tuple[tuple[Wait, ...], ...]:
-        """Per rank, when it waited and for whom."""
+        """Each rank's waits for messages."""
         return tuple(tuple(wait for span in rank for wait in span.waits) for rank in self.spans)
 
     def spent(self) -> tuple[Spent, ...]:
         """Where each rank's time went."""
-        travels = self.travels or ((),) * len(self.spans)
-        return tuple(_spent(rank, own, self.makespan) for rank, own in zip(self.spans, travels))
+        collectives = self.collectives or ((),) * len(self.spans)
+        return tuple(_spent(rank, own, self.makespan) for rank, own in zip(self.spans, collectives))
 
-    def travelled(self) -> tuple[Mapping[CollectiveKind, Travelled], ...]:
-        """Per rank and kind, how much of the time in which collectives were under way was hidden."""
-        return tuple({kind: travelled(kind, own) for kind in sorted({t.kind for t in own})} for own in self.travels)
+    def collective_totals(self) -> tuple[Mapping[CollectiveKind, CollectiveTotal], ...]:
+        """Each rank's collectives, summed up by kind."""
+        return tuple(
+            {kind: CollectiveTotal.of([c for c in own if c.kind is kind]) for kind in sorted({c.kind for c in own})}
+            for own in self.collectives
+        )
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values; an action is a list [text, begin, start, end, [[awaited rank, since], ...]].
-
-        A collective is a list [kind, bytes, launch, end, wait, taken], the last two null where nobody waited.
-        """
+        """The recording as plain values; `from_json` reads them. Times have 6 digits."""
         return {
             "title": self.title,
             "step": self.step,
             "unit": "ms",
             "stages_per_rank": self.stages_per_rank,
-            "ranks": [[_to_row(span) for span in rank] for rank in self.spans],
-            "collectives": [[travel_row(travel) for travel in rank] for rank in self.travels],
+            "ranks": [[_span_row(span) for span in rank] for rank in self.spans],
+            "collectives": [[_collective_row(one) for one in rank] for rank in self.collectives],
         }
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Recording:
-        """What `to_json` gave.
+        """Read what `to_json` gave.
 
         Raises: ValueError saying what is wrong with it.
         """
         try:
             title, step, stages = str(values["title"]), int(values["step"]), int(values["stages_per_rank"])
-            spans = tuple(tuple(_from_row(row) for row in rank) for rank in values["ranks"])
-            travels = tuple(tuple(travel_from_row(row) for row in rank) for rank in values.get("collectives", ()))
+            spans = tuple(tuple(_span(row) for row in rank) for rank in values["ranks"])
+            collectives = tuple(tuple(_collective(row) for row in rank) for rank in values.get("collectives", ()))
         except KeyError as error:
             raise ValueError(f"it has no {error}") from None
         except TypeError as error:
             raise ValueError(f"it is built wrongly: {error}") from None
         if stages < 1 or not any(spans):
             raise ValueError("it holds no action of any rank")
-        if travels and len(travels) != len(spans):
-            raise ValueError(f"it has collectives of {len(travels)} ranks, and actions of {len(spans)}")
-        return cls(title, step, stages, spans, travels)
+        if collectives and len(collectives) != len(spans):
+            raise ValueError(f"it has collectives of {len(collectives)} ranks, and actions of {len(spans)}")
+        return cls(title, step, stages, spans, collectives)
 
     @classmethod
     def gathered(
@@ -152,14 +225,14 @@ class Recording:
         step: int,
         stages_per_rank: int,
     ) -> Recording:
-        """The recording of the rows that the ranks packed on clocks that agree; 0 is where the first of them began."""
+        """Put together the rows that ranks packed, on clocks that agree; 0 is where the first of them began."""
         first = min((row[1] for rank in ranks for row in rank), default=0.0)
-        spans = tuple(tuple(_from_row(row, first) for row in rank) for rank in ranks)
-        travels = tuple(tuple(travel_from_row(row, first) for row in rank) for rank in collectives)
-        return cls(title, step, stages_per_rank, spans, travels)
+        spans = tuple(tuple(_span(row, first) for row in rank) for rank in ranks)
+        found = tuple(tuple(_collective(row, first) for row in rank) for rank in collectives)
+        return cls(title, step, stages_per_rank, spans, found)
 
 
-def _spent(spans: Sequence[Span], travels: Sequence[Travel], makespan: float) -> Spent:
+def _spent(spans: Sequence[Span], collectives: Sequence[RecordedCollective], makespan: float) -> Spent:
     if not spans:
         return Spent(outside=makespan)
     by_op = dict.fromkeys(Op, 0.0)
@@ -168,8 +241,8 @@ def _spent(spans: Sequence[Span], travels: Sequence[Travel], makespan: float) ->
         by_op[parts(span.action)[0].op] += span.duration
         for wait in span.waits:
             waiting[wait.rank] = waiting.get(wait.rank, 0.0) + wait.end - wait.start
-    in_compute = waits_inside([(s.start, s.end) for s in spans if parts(s.action)[0].op in COMPUTE], travels)
-    in_step = waits_inside([(s.start, s.end) for s in spans if parts(s.action)[0].op is Op.STEP], travels)
+    in_compute = _waited_within([(s.start, s.end) for s in spans if parts(s.action)[0].op in COMPUTE], collectives)
+    in_step = _waited_within([(s.start, s.end) for s in spans if parts(s.action)[0].op is Op.STEP], collectives)
     compute = sum(by_op[op] for op in COMPUTE) - in_compute
     step = by_op[Op.STEP] - in_step
     transfers = sum(by_op[op] for op in SENDS | RECEIVES)
@@ -188,19 +261,42 @@ def _spent(spans: Sequence[Span], travels: Sequence[Travel], makespan: float) ->
 
 
 def _before_step(spans: Sequence[Span]) -> Iterator[float]:
-    """From the end of the last action of a program to the optimizer step, ranks wait for the reductions."""
+    """The waits for reductions: from the end of a program's last action to the optimizer step."""
     for before, span in pairwise(spans):
         if parts(span.action)[0].op is Op.STEP:
             yield span.begin - before.end
 
 
-def _to_row(span: Span) -> list[Any]:
+def _waited_within(stretches: Iterable[tuple[float, float]], collectives: Iterable[RecordedCollective]) -> float:
+    """The time that a rank waited for collectives within stretches of its time, given as (start, end)."""
+    waits = sorted((one.wait, one.exposed) for one in collectives if one.wait is not None)
+    starts = [start for start, _ in waits]
+    sums = [0.0, *accumulate(exposed for _, exposed in waits)]
+    return sum(sums[bisect_left(starts, end)] - sums[bisect_left(starts, start)] for start, end in stretches)
+
+
+def pack_action(action: Step, times: Iterable[float], waits: Iterable[tuple[int, float]]) -> list[Any]:
+    """Pack an action as a row: text, begin, start, end, [[awaited rank, since], ...]."""
+    return [str(action), *times, [[rank, since] for rank, since in waits]]
+
+
+def pack_collective(kind: CollectiveKind, num_bytes: int, times: Iterable[float | None]) -> list[Any]:
+    """Pack a collective as a row: kind, bytes, launch, end, wait, taken; the last two None where nobody waited."""
+    return [str(kind), num_bytes, *times]
+
+
+def _span_row(span: Span) -> list[Any]:
     times = (round(time, 6) for time in (span.begin, span.start, span.end))
-    return [str(span.action), *times, [[wait.rank, round(wait.start, 6)] for wait in span.waits]]
+    return pack_action(span.action, times, ((wait.rank, round(wait.start, 6)) for wait in span.waits))
 
 
-def _from_row(row: Sequence[Any], origin: float = 0.0) -> Span:
-    """The span of a packed row, whose times are counted from `origin`.
+def _collective_row(one: RecordedCollective) -> list[Any]:
+    times = (one.launch, one.end, one.wait, one.taken)
+    return pack_collective(one.kind, one.num_bytes, (None if time is None else round(time, 6) for time in times))
+
+
+def _span(row: Sequence[Any], origin: float = 0.0) -> Span:
+    """Read the row of an action whose times are counted from `origin`.
 
     Raises: ValueError naming the row if it is none.
     """
@@ -218,78 +314,8 @@ def _from_row(row: Sequence[Any], origin: float = 0.0) -> Span:
     return Span(action, begin, start, end, tuple(Wait(rank, time, to) for (rank, time), to in zip(since, ends)))
 
 
-class CollectiveKind(StrEnum):
-    """What ranks do together, as the trace tells it apart; `SEND_RECEIVE` is a step round a ring."""
-
-    ALL_TO_ALL = "all-to-all"
-    ALL_GATHER = "all-gather"
-    REDUCE_SCATTER = "reduce-scatter"
-    ALL_REDUCE = "all-reduce"
-    SEND_RECEIVE = "send-receive"
-    GRADIENTS = "gradient reduction"
-
-
-@dataclass(frozen=True, slots=True)
-class Travel:
-    """One collective, under way from `launch` to `end`; its rank could not go on without it from `wait` to `taken`.
-
-    The latter two are None where nobody waited.
-    """
-
-    kind: CollectiveKind
-    num_bytes: int
-    launch: float
-    end: float
-    wait: float | None = None
-    taken: float | None = None
-
-    @property
-    def exposed(self) -> float:
-        """How long the rank waited for it."""
-        return 0.0 if self.wait is None or self.taken is None else self.taken - self.wait
-
-    @property
-    def hidden(self) -> float:
-        """How long it was under way while the rank did something else."""
-        return max(0.0, self.end - self.launch - self.exposed)
-
-
-@dataclass(frozen=True, slots=True)
-class Travelled:
-    """All collectives of one kind of one rank: how many, how large, for how long waited for and for how long not."""
-
-    number: int = 0
-    num_bytes: int = 0
-    exposed: float = 0.0
-    hidden: float = 0.0
-
-    @property
-    def hidden_share(self) -> float:
-        """Of the time under way; 1 where nothing was."""
-        whole = self.exposed + self.hidden
-        return self.hidden / whole if whole else 1.0
-
-
-def travelled(kind: CollectiveKind, travels: Iterable[Travel]) -> Travelled:
-    own = [travel for travel in travels if travel.kind is kind]
-    return Travelled(len(own), sum(t.num_bytes for t in own), sum(t.exposed for t in own), sum(t.hidden for t in own))
-
-
-def waits_inside(stretches: Iterable[tuple[float, float]], travels: Iterable[Travel]) -> float:
-    """How long a rank waited for collectives within stretches of its time, given as (start, end)."""
-    waits = sorted((travel.wait, travel.exposed) for travel in travels if travel.wait is not None)
-    starts = [start for start, _ in waits]
-    sums = [0.0, *accumulate(exposed for _, exposed in waits)]
-    return sum(sums[bisect_left(starts, end)] - sums[bisect_left(starts, start)] for start, end in stretches)
-
-
-def travel_row(travel: Travel) -> list[Any]:
-    times = (travel.launch, travel.end, travel.wait, travel.taken)
-    return [str(travel.kind), travel.num_bytes, *(None if time is None else round(time, 6) for time in times)]
-
-
-def travel_from_row(row: Sequence[Any], origin: float = 0.0) -> Travel:
-    """The collective of a packed row, whose times are counted from `origin`.
+def _collective(row: Sequence[Any], origin: float = 0.0) -> RecordedCollective:
+    """Read the row of a collective whose times are counted from `origin`.
 
     Raises: ValueError naming the row if it is none.
     """
@@ -304,4 +330,4 @@ def travel_from_row(row: Sequence[Any], origin: float = 0.0) -> Travel:
         if one is None or other is None or not one <= other < inf:
             raise ValueError(f"{row!r} is no recorded collective: its times must be numbers in order")
     assert launch is not None and end is not None
-    return Travel(*known, launch, end, wait, taken)
+    return RecordedCollective(*known, launch, end, wait, taken)

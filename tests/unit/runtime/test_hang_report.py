@@ -13,7 +13,7 @@ from penstock.runtime.roll_call import Absence, Member, RollCall
 from penstock.runtime.trace import Awaited
 from penstock.runtime.travels import Travel
 from penstock.schedule import Action, Op
-from penstock.schedule.travels import CollectiveKind
+from penstock.schedule.recording import CollectiveKind
 
 LAYOUTS = [
     Layout(pp=3),
