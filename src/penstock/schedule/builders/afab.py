@@ -11,8 +11,8 @@ from penstock.schedule.builders.registry import builder
 def afab(ranks: int, microbatches: int, stages_per_rank: int = 1) -> Schedule:
     """All forwards, then all backwards: the simplest order, and the most memory.
 
-    The backwards take the microbatches in the forwards' order, not the reverse, so that every order this package builds
-    adds up gradients alike. All microbatches are live at the peak; the bubble is (p-1)/(m+p-1).
+    The backwards take the microbatches in the forwards' order, not the reverse, so that every schedule of this package
+    adds gradients in the same order. All microbatches are live at the peak; the bubble is (p-1)/(m+p-1).
 
     Raises: ValueError for counts below one.
 

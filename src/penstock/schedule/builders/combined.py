@@ -12,12 +12,12 @@ from penstock.schedule.builders.registry import builder
 def combined_1f1b(ranks: int, microbatches: int, stages_per_rank: int = 1, split_backward: bool = False) -> Schedule:
     """1F1B in fused pairs, which hide expert and tensor communication, for twice its memory.
 
-    A pair is one step for its neighbours, so that the way to the last rank and back takes twice as many steps as in
-    1F1B: stage s starts with 2(p-s-1) + 1 forwards, the last of which keeps the halves of every pair apart. At most
-    2(p-s) microbatches are live. On one rank these are F0, (F1, B0), (F2, B1) and so on until the last B, alone.
+    A pair is one step for its neighbours, so the way to the last rank and back takes twice as many steps as in 1F1B.
+    Stage s starts with 2(p-s-1) + 1 forwards; the last of them makes the two actions of every pair independent. At most
+    2(p-s) microbatches are live. On one rank the order is F0, (F1, B0), (F2, B1) and so on, and the last B alone.
 
-    With `split_backward` every backward is an I in its pair and a W right behind it: a rank passes the gradient on
-    before it computes those of its weights.
+    With `split_backward` every backward is an I in its pair and a W right behind it, so that a rank sends the gradient
+    on before it computes those of its weights.
 
     Raises: ValueError for counts below one, or more than one stage a rank (see combined-interleaved).
 
@@ -34,8 +34,8 @@ def combined_interleaved(
 ) -> Schedule:
     """The interleaved order in fused pairs, which hide expert and tensor communication, for one more tape.
 
-    The order is that of `interleaved`, with one forward more ahead of the first pair: without it the last rank would
-    pair a forward with the backward that needs it. `split_backward` as in `combined_1f1b`.
+    The order is that of `interleaved` with one more forward ahead of the first pair; without it the last rank would
+    pair a forward with the backward that needs it. `split_backward` is that of `combined_1f1b`.
 
     Raises: ValueError for counts below one.
 

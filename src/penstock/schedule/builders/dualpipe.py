@@ -1,4 +1,4 @@
-"""Two streams of microbatches that meet on every rank, the forward of one fused with the backward of the other."""
+"""Two streams of microbatches that meet on every rank; the forward of one is fused with the backward of the other."""
 
 from __future__ import annotations
 
@@ -65,7 +65,10 @@ def check_two_stages(name: str, stages_per_rank: int) -> None:
 
 @dataclass
 class _Stream:
-    """What passes one local stage; a turn beyond its microbatches gives nothing, which leaves the rest legal."""
+    """The microbatches that pass one local stage.
+
+    A turn beyond them gives no action, which leaves the rest of an order legal.
+    """
 
     stage: int
     microbatches: range
@@ -86,53 +89,63 @@ class _Stream:
 
 @dataclass
 class _Order:
-    """A rank's order in the making, of the stream that enters on its side and of the one that comes from afar.
+    """One rank's order in the making.
 
-    `to_middle` ranks lie between it and where the streams meet, `from_end` is its place counted from its own end.
+    The comments on its eight steps use F, B, I, W for the near stream, F', B', I', W' for the far one.
     """
 
+    #: The stream that enters on the rank's side.
     near: _Stream
+    #: The stream that comes from the other side.
     far: _Stream
+    #: How many ranks lie between this one and where the streams meet.
     to_middle: int
+    #: The rank's place, counted from 1 at its own end.
     from_end: int
+    #: The steps so far.
     done: list[Step] = field(default_factory=list)
+    #: The W of each I that has none yet, oldest first.
     weights: deque[list[Action]] = field(default_factory=deque)
 
     def steps(self, num_turns: int) -> tuple[Step, ...]:
         """The whole order, for `num_turns` microbatches in each stream."""
         near, far = self.near, self.far
+        # Step 1, F: the far stream has not arrived.
         for _ in range(2 * self.to_middle):
             self._forward(near)
+        # Step 2, F F': it arrives, but no backward does.
         for _ in range(self.from_end):
             self._forward(near)
             self._forward(far)
+        # Step 3, I' W' F': the first backwards arrive. They are split, since the ranks before wait for their gradients.
         for _ in range(self.to_middle):
             self._inputs(far)
             self._weights()
             self._forward(far)
+        # Step 4, (F;B') (F';B): the steady middle, where every action is in a pair.
         for turn in range(num_turns - 2 * self.to_middle - self.from_end):
             # At the middle the first backward has nothing before it to wait for, and needs not wait for a forward.
             self._pair(near, far, fused=turn > 0 or self.to_middle > 0)
             self._pair(far, near)
+        # Step 5, B' (F';B): the near stream has no forwards left.
         for _ in range(self.to_middle):
             self._backward(far)
             self._pair(far, near)
-        self._drain()
-        return tuple(self.done)
-
-    def _drain(self) -> None:
-        """The backwards that are left: whole ones first, then split so that the other ranks need not wait for W."""
+        # Step 6, B' B, from the half on I' I: no forwards are left. Late backwards are split, as in step 3.
         for turn in range(2 * self.from_end):
-            stream = self.near if turn % 2 else self.far
+            stream = near if turn % 2 else far
             if turn < self.from_end:
                 self._backward(stream)
             else:
                 self._inputs(stream)
+        # Step 7, W I: the W that wait fill the time until the near stream's last gradients arrive.
         for _ in range(self.to_middle):
             self._weights()
-            self._inputs(self.near)
+            self._inputs(near)
+        # Step 8, W: the rest.
         while self.weights:
             self._weights()
+        return tuple(self.done)
 
     def _forward(self, stream: _Stream) -> None:
         self.done += stream.forward()

@@ -11,9 +11,9 @@ from penstock.schedule.builders.registry import builder
 def inference(ranks: int, microbatches: int, stages_per_rank: int = 1, placement: str = "loop") -> Schedule:
     """Forwards alone: a microbatch passes a stage a step.
 
-    With one stage a rank, stage s has microbatch m at step m + s, and all ends after m + p - 1 steps. Nothing outlives
-    its own forward, so that one tape a rank is live at a time. `placement` is that of the training between which it
-    runs: loop, v or bidirectional.
+    With one stage a rank, stage s has microbatch m at step m + s, and all ends after m + p - 1 steps. A tape ends with
+    its forward, so one tape a rank is live at a time. `placement` is loop, v or bidirectional, to run on the stages of
+    a schedule that trains.
 
     Raises: ValueError for counts below one, or an unknown placement.
     """

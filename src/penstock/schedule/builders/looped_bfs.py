@@ -11,9 +11,9 @@ from penstock.schedule.builders.registry import builder
 def looped_bfs(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
     """All microbatches through one local stage after another: each stage's work in one piece, and the most memory.
 
-    With all of a stage's backwards side by side its gradients are reduced, and its sharded weights gathered, once and
-    early, while the other stages compute. All microbatches are live at the peak; for m a multiple of p the bubble is
-    (p-1)/(vm+p-1). The backwards take the microbatches in the forwards' order, as everywhere here.
+    All of a stage's backwards stand side by side, so its gradients are reduced, and its sharded weights gathered, once
+    and early, while the other stages compute. All microbatches are live at the peak; if m is a multiple of p, the
+    bubble is (p-1)/(vm+p-1). The backwards take the microbatches in the forwards' order, as in every builder.
 
     Raises: ValueError for counts below one.
 

@@ -1,4 +1,4 @@
-"""What several builders share: whole passes over a rank's stages, and how forwards and backwards take turns."""
+"""Orders that several builders share: whole passes over a rank's stages, and forwards and backwards in turn."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from penstock.schedule.actions import Action, Op, Pair, Placement, Step, flatten
 
 
 def forwards(placement: Placement, rank: int, num_microbatches: int, group_size: int = 0) -> list[Action]:
-    """A rank's forwards: in groups of `group_size` microbatches (0: of p), each through the rank's stages in turn.
+    """A rank's forwards: groups of `group_size` microbatches (0: of p), each group through the rank's stages in turn.
 
-    While the last microbatch of a group of p is still under way to the last rank, the first is back at the first rank,
-    ready for its next stage: no rank waits between groups.
+    In a group of p, the first microbatch is back at the first rank, ready for its next stage, while the last one is
+    still under way to the last rank, so no rank waits between groups.
     """
     return _passes(Op.F, placement.stages_of(rank), num_microbatches, group_size or placement.num_ranks)
 
@@ -19,7 +19,7 @@ def forwards(placement: Placement, rank: int, num_microbatches: int, group_size:
 def backwards(
     placement: Placement, rank: int, num_microbatches: int, group_size: int = 0, *, op: Op = Op.B
 ) -> list[Action]:
-    """The mirror of a rank's forwards: the same groups, through the stages from the last to the first."""
+    """A rank's backwards: the groups of its forwards, each through the stages from the last to the first."""
     stages = placement.stages_of(rank)[::-1]
     return _passes(op, stages, num_microbatches, group_size or placement.num_ranks)
 
@@ -43,16 +43,17 @@ def take_turns(forwards: Sequence[Action], backwards: Sequence[Action], warm_up:
 
 
 def fuse_turns(forwards: Sequence[Action], backwards: Sequence[Action], warm_up: int) -> list[Step]:
-    """As `take_turns`, with each forward fused with the backward that follows it."""
+    """Take turns as in `take_turns`, with each forward fused with the backward that follows it."""
     warm_up = min(warm_up, len(forwards))
     pairs: list[Step] = [Pair(forward, backward) for forward, backward in zip(forwards[warm_up:], backwards)]
     return [*forwards[:warm_up], *pairs, *backwards[len(pairs) :]]
 
 
 def take_turns_split(forwards: Sequence[Action], backwards: Sequence[Action], warm_up: int, delay: int) -> list[Step]:
-    """As `take_turns` with split backwards: the oldest `W` follows each `I`, once more than `delay` of them have run.
+    """Take turns as in `take_turns`, with split backwards.
 
-    When no forwards are left a `W` follows every `I`; the rest of the `W` come last.
+    Once more than `delay` of the `I` have run, or no forwards are left, the oldest `W` follows each `I`; the rest of
+    the `W` come last.
     """
     warm_up = min(warm_up, len(forwards))
     num_pairs = len(forwards) - warm_up
@@ -70,7 +71,7 @@ def take_turns_split(forwards: Sequence[Action], backwards: Sequence[Action], wa
 
 
 def split_backwards(order: Sequence[Step]) -> list[Step]:
-    """An order with each `B`, in a pair or alone, become an `I` with its `W` right behind."""
+    """Replace each `B` of an order, in a pair or alone, by an `I` with its `W` right behind."""
     done: list[Step] = []
     for step in order:
         split = [Action(Op.I, a.stage, a.microbatch) if a.op is Op.B else a for a in parts(step)]
@@ -80,10 +81,10 @@ def split_backwards(order: Sequence[Step]) -> list[Step]:
 
 
 def renumber(order: Sequence[Step], places: Sequence[int | None]) -> tuple[Step, ...]:
-    """An order in which the microbatch at each place gets the number that stands there, or is left out.
+    """Replace each microbatch m of an order by `places[m]`, or leave it out where that is None.
 
-    An order stays legal when a microbatch is left out everywhere, for no other waits for it: so an order for convenient
-    numbers serves for any others. A pair that loses one half becomes the other.
+    An order stays legal when a microbatch is left out everywhere, since no other waits for it; so an order for
+    convenient numbers serves for any others. A pair that loses one action becomes the other one.
     """
     renumbered: list[Step] = []
     for step in order:

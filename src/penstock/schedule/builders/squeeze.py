@@ -1,6 +1,6 @@
-"""Orders for a V placement from a repeated pattern: squeezed by running what can run within the memory allowed.
+"""Orders for a V placement from a repeated pattern, squeezed: each action runs as early as memory allows.
 
-The times are those of the papers: an F, an I and a W of one stage each take one slot.
+As in the papers, an F, an I and a W of one stage take one slot each.
 """
 
 from __future__ import annotations
@@ -19,13 +19,11 @@ Order = tuple[Action, ...]
 
 @dataclass(frozen=True, slots=True)
 class Preference:
-    """Which of the actions that are ready a rank takes.
+    """The choice among the actions that a rank could start."""
 
-    Those deeper into the pipeline come first where `deepest_first` is set, and otherwise those earlier in the pattern.
-    With `steady_entry` a rank lets no more microbatches in than the pattern has under way there.
-    """
-
+    #: Prefer the action deepest in the pipeline; else the one that comes first in the pattern.
     deepest_first: bool
+    #: Let no more microbatches in than the pattern has under way on the rank.
     steady_entry: bool
 
 
@@ -33,11 +31,11 @@ PREFERENCES = tuple(Preference(*flags) for flags in ((False, False), (False, Tru
 
 
 def pattern(placement: Placement, num_microbatches: int, step: int, gaps: tuple[int, int, int]) -> list[Order] | None:
-    """Each rank's forwards and input backwards in the order of a building block that is repeated every period.
+    """Each rank's forwards and input backwards, in the order of a building block that is repeated every period.
 
-    On the way down the ranks a microbatch's actions start `step` slots apart, on the way up one slot. At the three
-    turns (down to up, forward to backward, down to up again) they start as far apart as `gaps` says. None, if actions
-    of a rank would meet.
+    On the way down the ranks a microbatch's actions start `step` slots apart, on the way up one slot. `gaps` has the
+    slots between starts at the three turns: down to up, forward to backward, down to up again. The result is None if
+    two actions of a rank would fall into one slot.
 
     Source: Qi et al., Pipeline Parallelism with Controllable Memory (arXiv 2405.15362), section 3.
     """
@@ -63,18 +61,20 @@ def pattern(placement: Placement, num_microbatches: int, step: int, gaps: tuple[
 
 @dataclass(frozen=True, slots=True)
 class Squeezed:
-    """What came of a pattern: orders with their W, and how long the slowest rank and all ranks together take."""
+    """Orders with their W, and the slots that they take."""
 
+    #: The slots of the slowest rank, from its first start to its end.
     span: int
+    #: The slots until all ranks have ended.
     makespan: int
     orders: tuple[Order, ...]
 
 
 def squeeze(placement: Placement, orders: Sequence[Order], preference: Preference, max_tapes: int) -> Squeezed | None:
-    """Run every rank's actions as early as can be, and W where nothing else can run.
+    """Run every rank's actions as early as possible, and W where nothing else can run; None if the ranks get stuck.
 
-    An action may overtake those before it in its rank's order as long as the order that is left can still be carried
-    out within `max_tapes`, W directly behind I. None, if the ranks get stuck.
+    An action may overtake those before it in its rank's order if the remaining order, with W directly behind I, still
+    keeps to `max_tapes`.
     """
     ends = _Ends({}, {})
     ranks = [_SqueezedRank(placement, order, preference, max_tapes) for order in orders]
@@ -96,11 +96,12 @@ class _Ends(NamedTuple):
 
 
 class _SqueezedRank:
-    """One rank on its way through its order.
+    """One rank on its way through its order."""
 
-    `passes` tells which of four passes an action belongs to, counted along a microbatch's way: forward through the
-    first and the second stage, and back through both.
-    """
+    #: (op, stage) -> the pass it belongs to, along a microbatch's way: forward through both stages is 0, 1; back 2, 3.
+    passes: dict[tuple[Op, int], int]
+    #: The most microbatches that the pattern has between their first pass and their last.
+    max_entered: int
 
     def __init__(self, placement: Placement, order: Order, preference: Preference, max_tapes: int) -> None:
         self.placement, self.preference, self.max_tapes = placement, preference, max_tapes
@@ -143,7 +144,7 @@ class _SqueezedRank:
             self.weights.append(Action(Op.W, *work))
 
     def _choice(self, slot: int, ends: _Ends) -> int | None:
-        """The place of the action to take; what memory is held only for a W counts as free."""
+        """The place of the action to take, if any; memory kept only for a W counts as free."""
         best, seen = None, set[int]()
         live = highest = self.live - len(self.weights)
         for place, action in enumerate(self.rest):
@@ -167,7 +168,7 @@ class _SqueezedRank:
         return not self.preference.steady_entry or self.entered < self.max_entered
 
     def _ready(self, action: Action, slot: int, ends: _Ends) -> bool:
-        """Whether all that an action needs was there before this slot."""
+        """Whether everything an action needs was done before this slot."""
         stage, microbatch = action.stage, action.microbatch
         never = slot + 1
         if action.op is Op.F:
@@ -179,5 +180,5 @@ class _SqueezedRank:
 
 
 def _whole(action: Action) -> Action:
-    """The action with which a tape is given back, if W followed I at once."""
+    """The action that would end the tape if W followed I at once."""
     return Action(Op.B, action.stage, action.microbatch) if action.op is Op.I else action

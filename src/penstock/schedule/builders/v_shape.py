@@ -1,4 +1,4 @@
-"""Two stages a rank in a V: the first rank has the model's both ends, and memory can be had for bubble."""
+"""Two stages a rank in a V: the first rank has both ends of the model, and less memory costs more bubble."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from penstock.schedule.builders.orders import peak_tapes
 from penstock.schedule.builders.registry import builder
 from penstock.schedule.builders.squeeze import PREFERENCES, Order, Preference, Squeezed, pattern, squeeze
 
-# Each rank's forwards and input backwards, for a number of microbatches; None where the pattern does not fit p.
+# Makes each rank's forwards and input backwards for a number of microbatches; None where the pattern does not fit p.
 Base: TypeAlias = Callable[[Placement, int], list[Order] | None]
 
-# The turns of the patterns that are tried, in slots; which of them are good depends on p modulo 2 and 3.
+# The turns of the patterns that are tried, in slots; the best depends on p modulo 2 and 3.
 _GAPS = ((1, 1, 1), (1, 3, 1), (1, 5, 1), (1, 1, 2), (1, 4, 2))
 
 
@@ -84,9 +84,9 @@ def _patterns(step: int) -> list[Base]:
 def _squeezed(
     name: str, placement: Placement, num_microbatches: int, max_tapes: int, bases: Sequence[Base]
 ) -> Schedule:
-    """The shortest that comes of the bases under any of the preferences.
+    """The shortest schedule of any of the bases, squeezed under any of the preferences.
 
-    Beyond three times p microbatches only the steady middle grows, so that no more are needed to compare.
+    They are compared with at most three times p microbatches; beyond that only the steady middle grows.
     """
     num_compared = min(num_microbatches, 3 * placement.num_ranks)
     results = [
@@ -108,21 +108,21 @@ def _squeeze(
 
 
 def _short(placement: Placement, num_microbatches: int) -> list[Order]:
-    """The forwards and input backwards of the first microbatches of the order without bubble."""
+    """The order without bubble, cut down to the first microbatches and without W."""
     num_ranks = placement.num_ranks
     whole = (_without_bubble(placement, rank, 2 * num_ranks - 1) for rank in range(num_ranks))
     return [tuple(a for a in order if a.op is not Op.W and a.microbatch < num_microbatches) for order in whole]
 
 
 def _without_bubble(placement: Placement, rank: int, num_microbatches: int) -> Order:
-    """A rank's order where 2p-1 microbatches or more leave it no time to wait; the later ranks only start later."""
+    """A rank's order for at least 2p-1 microbatches, with which no rank waits once it has started."""
     num_ranks = placement.num_ranks
     stages = placement.stages_of(rank)
     counts: Counter[tuple[Op, int]] = Counter()
     order: list[Action] = []
 
     def run(words: str, times: int = 1) -> None:
-        """Each word is an op and 1 or 2 for the stage; it takes that pass's next microbatch."""
+        """Add an action for each word: an op, and 1 or 2 for the stage; it takes the next microbatch of that pass."""
         for op, which in words.split() * times:
             key = Op[op], stages[int(which) - 1]
             order.append(Action(*key, counts[key]))

@@ -1,4 +1,4 @@
-"""The backward split in two, so that the part nobody waits for fills the bubbles."""
+"""The backward split in two, so that the part no other rank waits for fills the bubbles."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def _handcrafted(name: str, ranks: int, microbatches: int, stages_per_rank: int,
 def interleaved_zb(ranks: int, microbatches: int, stages_per_rank: int = 2, group_size: int = 0) -> Schedule:
     """The interleaved order with W apart from I: less bubble at the memory that its first rank needs anyway.
 
-    Forwards and `I` stand as in `interleaved`, with the same `group_size`; rank s lets its W fall behind its I by 2s,
-    which is by how much it has fewer forwards ahead than the first rank.
+    Forwards and `I` stand as in `interleaved`, with the same `group_size`. Rank s has 2s fewer forwards ahead than the
+    first rank, and lets its W fall behind its I by as many.
 
     Raises: ValueError for counts below one.
 

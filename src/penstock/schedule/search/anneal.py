@@ -1,4 +1,8 @@
-"""Small changes to a skeleton, kept where they shorten the span: simulated annealing."""
+"""Simulated annealing: small changes to a skeleton or to whole orders, kept where they shorten them.
+
+`anneal` changes a skeleton. `polish` changes whole orders, since a rank may do well to run a W although nothing makes
+it wait. `shorten_step` changes whole orders for the end of the whole step, within the bytes that stages really keep.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +22,18 @@ _MOVES = (1, 1, -2, 2, 3, -3)
 
 @dataclass(frozen=True, slots=True)
 class Cooling:
-    """How many changes are tried, and by how many mean actions longer the span may become at first."""
+    """The effort of an annealing."""
 
+    #: How many changes are tried.
     num_steps: int
+    #: By how many mean actions the span may grow at first.
     heat: float
 
 
 def anneal(
     problem: Problem, skeleton: Codes, allowed_span: float | None, least: float, cooling: Cooling
 ) -> list[Codes]:
-    """The skeletons, each shorter than the one before, that come of moving one action of one rank at a time.
+    """Move one action of one rank at a time; return the skeletons found, each shorter than the one before.
 
     Nothing is tried once the span is `least`. The same call has the same result.
     """
@@ -48,10 +54,10 @@ def shorter(
     cooling: Cooling,
     mean_action: float,
 ) -> Iterator[Codes]:
-    """Copies of `current`, each shorter than the one before, as one action of one rank is moved at a time in it.
+    """Move one action of one rank in `current` at a time; yield a copy whenever it is shorter than all before.
 
-    `span` measures `current` and is given the rank's order that was moved; None where that can not be carried out.
-    A change that makes the span longer is kept at times, the less likely the longer and the later.
+    `span` measures `current`; it is given the order of the rank that changed, and returns None if that cannot be
+    carried out. A change that makes the span longer is kept at times, less likely the longer it is and the later.
     """
     random = Random(cooling.num_steps)
     now = span(current[0])
@@ -86,7 +92,7 @@ MOVES = (1, -1, 1, -1, 2, -2, 3, -3, 5, -5)
 
 
 def polish(problem: Problem, orders: Codes, least: float, cooling: Cooling) -> Codes:
-    """The shortest orders that come of moving one action of one rank at a time, by simulated annealing.
+    """Move one action of one rank at a time in whole orders; return the shortest orders found.
 
     Nothing is tried once the span is `least`. The same call has the same result.
     """
@@ -113,7 +119,7 @@ def _fits(problem: Problem, order: list[int]) -> bool:
 def span_of(problem: Problem, orders: Codes, from_start: bool = False) -> float | None:
     """The longest time over ranks from a rank's own first start to its own end; None if the ranks cannot end.
 
-    With `from_start` the time until all ranks have ended, which started together.
+    With `from_start`, the time until all ranks have ended, counted from a common start.
     """
     durations = (problem.forward, problem.backward_input, problem.backward_weight)
     arrivals: list[list[float]] = [[] for _ in range(2 * problem.num_stages)]
@@ -153,24 +159,24 @@ def span_of(problem: Problem, orders: Codes, from_start: bool = False) -> float 
 
 
 def shorten_step(problem: Problem, orders: Codes, kept: Sequence[float], num_steps: int) -> list[Codes]:
-    """Orders whose last rank ends early, all ranks starting together; the best first.
+    """Find orders whose last rank ends early, all ranks starting together; the best first.
 
-    `kept` is what each stage keeps of a microbatch, in any unit. No rank keeps more at a time than
-    `max_live_microbatches` whole ones of the rank that keeps the most; the orders to begin with may. The last of those
-    given back is one microbatch at a time, which always fits.
+    `kept` is what each stage keeps of a microbatch, in any unit. In the result no rank keeps more at a time than
+    `max_live_microbatches` whole ones of the rank that keeps the most; in `orders` it may. The last orders of the
+    result take one microbatch at a time, which always fits.
     """
     alone = [_with_weights(steps) for steps in one_at_a_time(problem)]
     found = _shortened(problem, orders, kept, Cooling(num_steps, 0.05))
     if not found:
-        # What does not come to fit from an order that keeps too much may do so from one that takes too long.
+        # An order that keeps too much may never come to fit; one that takes too long fits from the start.
         found = _shortened(problem, alone, kept, Cooling(num_steps, 0.5))
     return [*found[:-4:-1], alone]
 
 
 def _shortened(problem: Problem, orders: Codes, kept: Sequence[float], cooling: Cooling) -> list[Codes]:
-    """Those that fit, each shorter than the one before, as actions are moved."""
+    """Move actions; return the orders found that fit, each shorter than the one before."""
     most = limit_of(problem, kept)
-    # A little too much costs more than any order could gain by it.
+    # Keeping a little too much costs more than any order could gain by it.
     penalty = sum(problem.work) / most
     current = [list(order) for order in orders]
 
@@ -186,19 +192,19 @@ def _shortened(problem: Problem, orders: Codes, kept: Sequence[float], cooling: 
 
 
 def limit_of(problem: Problem, kept: Sequence[float]) -> float:
-    """What a rank may keep at a time."""
+    """The most that a rank may keep at a time, in the unit of `kept`."""
     return problem.max_live_microbatches * max(sum(kept[stage] for stage in own) for own in problem.stages_of)
 
 
 def peak_of(problem: Problem, order: Sequence[int], kept: Sequence[float]) -> float:
-    """The most that a rank keeps at a time with its order."""
+    """The most that a rank keeps at a time with its order, in the unit of `kept`."""
     share = problem.weight_memory_share
     change = (1.0, share - 1.0, -share)
     return max(accumulate(kept[code // 3] * change[code % 3] for code in order))
 
 
 def _with_weights(steps: Sequence[int]) -> list[int]:
-    """A skeleton's order with each W behind its I."""
+    """A rank's skeleton as an order, with each W behind its I."""
     order = []
     for step in steps:
         code = 3 * (step >> 1)

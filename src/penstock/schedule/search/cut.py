@@ -1,4 +1,4 @@
-"""The cut of a model's units for which the search finds the shortest step: cut and order chosen together."""
+"""The search for a cut of a model's units together with the order of its actions, for the shortest step."""
 
 from __future__ import annotations
 
@@ -18,18 +18,25 @@ from penstock.schedule.simulate import simulate
 
 _TIMES = ("forward", "backward_input", "backward_weight")
 _NUM_LOOKED_AT = 300
+# How many cuts are tried with which part of the effort; each round takes the best of the round before.
 _TRIALS = ((24, 0.1), (8, 0.3), (2, 1.0))
-"""How many cuts are tried with what part of the effort, each time the best of those before."""
 
 _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class SearchedCut:
-    """A cut with the options of `auto` for it, and how long its order takes in the units' times."""
+    """A cut, and the order that was found for it.
 
+    >>> SearchedCut((range(0, 3), range(3, 5)), max_live_microbatches=2.0, makespan=12.5).cut[1]
+    range(3, 5)
+    """
+
+    #: The units of each stage.
     cut: tuple[range, ...]
+    #: The option of `auto` with which the order was found.
     max_live_microbatches: float
+    #: The time of a whole step.
     makespan: float
 
 
@@ -40,14 +47,19 @@ def search_cut(
     max_live_microbatches: float | None = None,
     effort: float = 1.0,
 ) -> SearchedCut:
-    """The cut into a placement's stages whose order by `auto`, with `whole_step`, ends first.
+    """Find the cut into a placement's stages whose order by `auto`, with `whole_step`, ends first.
 
     Cuts with even ranks are tried, the most even ones with the most even stages first: a short first stage lets later
     ranks begin earlier, and three stages a rank can be more even than two. `units` holds times and `microbatch_bytes`
-    for each unit of the model. A rank keeps at most as much at a time as 1F1B would with its own cut, or, with
-    `max_live_microbatches`, as much more or less as that is than the number of ranks.
+    for each unit of the model. A rank keeps at most as much at a time as 1F1B would with its own cut. With
+    `max_live_microbatches` that limit is scaled by `max_live_microbatches` / number of ranks.
 
-    What is being tried is logged, since it can take a minute.
+    The search can take a minute; it logs each round.
+
+    >>> from penstock.schedule import PlacementKind
+    >>> units = Costs(*[[1.0, 2.0, 2.0, 1.0]] * 3, microbatch_bytes=[1.0] * 4)
+    >>> search_cut(units, Placement(PlacementKind.LOOP, num_ranks=2), microbatches=2, effort=0.01).cut
+    (range(0, 2), range(2, 4))
 
     Raises: ValueError for more stages than units, for costs without one number a unit, and for times or a limit that
     are not possible.
@@ -58,7 +70,7 @@ def search_cut(
     most *= num_ranks if max_live_microbatches is None else max_live_microbatches
 
     def tried(cut: tuple[range, ...], effort: float) -> SearchedCut | None:
-        # Of a rank that keeps nothing any number may live.
+        # Where a microbatch leaves nothing on a rank, any number may be live.
         whole = _heaviest(units, cut, placement)
         limit = most / whole if whole else float(microbatches)
         if limit < 1 and not isclose(limit, 1):
@@ -82,7 +94,11 @@ def search_cut(
 
 
 def options_for_step(costs: Costs) -> dict[str, object]:
-    """What `auto` is to be told for the shortest whole step with these costs of stages."""
+    """The options of `auto` for the shortest whole step with these costs of stages.
+
+    >>> options_for_step(Costs(forward=[1.0, 2.0]))["forward"]
+    (1.0, 2.0)
+    """
     share = costs.weight_memory_share
     return {
         "forward": costs.forward,
@@ -90,14 +106,18 @@ def options_for_step(costs: Costs) -> dict[str, object]:
         "backward_weight": costs.backward_weight,
         "transfer": costs.transfer,
         "microbatch_bytes": costs.microbatch_bytes,
-        # One number serves all stages: that of the one that keeps the most.
+        # One number serves all stages: that of the stage that keeps the most.
         "weight_memory_share": min(1.0, max(share)) if isinstance(share, Sequence) else share,
         "whole_step": True,
     }
 
 
 def costs_of_cut(units: Costs, cut: Sequence[range]) -> Costs:
-    """The costs of a cut's stages, where `units` has those of each unit of the model."""
+    """Add up the costs of units to those of a cut's stages.
+
+    >>> costs_of_cut(Costs([1, 2, 3], [1, 1, 1], [2, 2, 2]), [range(0, 2), range(2, 3)]).forward
+    (3, 3)
+    """
 
     def of_stages(values: object) -> tuple[float, ...]:
         assert isinstance(values, Sequence)
@@ -108,16 +128,16 @@ def costs_of_cut(units: Costs, cut: Sequence[range]) -> Costs:
 
 
 def even_cuts(times: Sequence[float], placement: Placement, number: int) -> Iterator[tuple[range, ...]]:
-    """Cuts whose slowest rank is hardly slower than need be, the most even first.
+    """Yield cuts whose slowest rank is hardly slower than it must be, the most even first.
 
-    They are found from one such cut by moving one border after the other.
+    They are found from one such cut by moving one border at a time.
     """
     mean = sum(times) / placement.num_ranks
 
     def key(borders: tuple[int, ...]) -> tuple[int, float, tuple[int, ...]]:
         stages = [sum(times[start:stop]) for start, stop in pairwise(borders)]
         slowest = max(sum(stages[stage] for stage in placement.stages_of(rank)) for rank in range(placement.num_ranks))
-        # Half a percent is more than times can be measured to.
+        # Times cannot be measured to half a percent.
         return round(200 * slowest / mean) if mean else 0, sum(time * time for time in stages), borders
 
     start = tuple(members.start for members in balanced_cut(times, placement)) + (len(times),)
@@ -140,7 +160,7 @@ def _totals(units: Costs) -> list[float]:
 
 
 def _heaviest(units: Costs, cut: Sequence[range], placement: Placement) -> float:
-    """What a microbatch leaves on the rank that keeps the most of it."""
+    """The bytes of a microbatch on the rank that keeps the most of it."""
     kept = units.microbatch_bytes
     assert isinstance(kept, Sequence)
     of_stages = [sum(kept[i] for i in members) for members in cut]

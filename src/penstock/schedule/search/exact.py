@@ -1,4 +1,4 @@
-"""The shortest orders there are, or how much shorter any could be: a constraint solver for small pipelines."""
+"""The shortest order there is, or a bound on how much shorter any could be: a constraint solver for small pipelines."""
 
 from __future__ import annotations
 
@@ -14,32 +14,33 @@ from penstock.schedule.search.order import search
 from penstock.schedule.search.problem import Codes, Problem, lower_bound, problem_of
 from penstock.schedule.simulate import simulate
 
-# Times are whole numbers to the solver: the least of these powers of ten that makes them so, or else the last.
+# The solver needs whole numbers: times are scaled by the least of these factors that makes them whole, or the last.
 _SCALES = tuple(10**digits for digits in range(7))
 
 
 @dataclass(frozen=True)
 class Optimum:
-    """The shortest schedule known, with its span, and a proven bound that no schedule's span is below."""
+    """The shortest schedule found, and a proven bound."""
 
     schedule: Schedule
     span: float
+    #: No schedule's span is below it.
     bound: float
 
     @property
     def is_proven(self) -> bool:
-        """Whether the schedule is the shortest there is, but for the rounding of times."""
+        """Whether no schedule is shorter, up to the rounding of times."""
         return self.span <= self.bound * (1 + 1e-6)
 
 
 def optimum(
     placement: Placement, microbatches: int, costs: Costs, limit: float, *, time_limit_s: float = 60.0, workers: int = 1
 ) -> Optimum:
-    """The shortest schedule within `limit` live microbatches on a rank, as far as the solver gets in its time.
+    """Find the shortest schedule within `limit` live microbatches on a rank, as far as the solver gets in its time.
 
-    Span and memory are those of `bound`. Four ranks and eight microbatches take seconds to minutes; with more, what
-    comes back is the search's order or a better one, and the bound. The same call gives the same result where the
-    solver ends before its time is up and has one worker.
+    Span and memory are those of `bound`. Four ranks and eight microbatches take seconds to minutes; with more, the
+    result is the search's order or a better one, and the bound. The same call gives the same result if the solver ends
+    before its time is up and has one worker.
 
     Raises: ValueError for what `bound` refuses and for lengths that differ, ImportError if OR-Tools is missing.
     """
@@ -60,11 +61,18 @@ def _span(problem: Problem, orders: Codes) -> float:
 
 
 class _Model:
-    """The problem in the solver's terms: when each action starts, one at a time on a rank, within the memory.
+    """The problem in the solver's terms: the start of each action, one at a time on a rank, within the memory.
 
-    Times that are no whole numbers at any scale are rounded down. The true starts of any orders, rounded down too, then
-    are a solution, whose span is at most one unit too long: less that unit, the bound holds for the true times.
+    Times that are whole at no scale are rounded down. The true starts of any order, rounded down too, then are a
+    solution, whose span is at most one unit too long. So the bound less one unit holds for the true times.
     """
+
+    #: `starts[code][microbatch]`, where code numbers the actions as in an order.
+    starts: list[list[Any]]
+    #: `durations[op][stage]`.
+    durations: list[list[int]]
+    #: No action starts later.
+    horizon: int
 
     def __init__(self, problem: Problem, hint: Codes) -> None:
         self.problem, self.solver_module = problem, _import_solver()
@@ -76,7 +84,7 @@ class _Model:
             [self._scaled(time) for time in of_stages]
             for of_stages in (problem.forward, problem.backward_input, problem.backward_weight)
         ]
-        # No rank waits for ever: one microbatch at a time takes no longer than this.
+        # One microbatch at a time takes no longer than this.
         once = sum(sum(of_stages) for of_stages in self.durations) + 2 * sum(map(self._scaled, problem.hops))
         self.horizon = once * problem.num_microbatches
         self.starts = [
@@ -90,7 +98,7 @@ class _Model:
         self._add_hint(hint)
 
     def solve(self, time_limit_s: float, workers: int) -> tuple[Codes | None, float]:
-        """The best orders found, if any, and the bound that is proven."""
+        """Find the best orders, if any, and a proven bound."""
         solver: Any = self.solver_module.CpSolver()
         solver.parameters.max_time_in_seconds = time_limit_s
         solver.parameters.num_workers = workers
@@ -102,7 +110,7 @@ class _Model:
         orders = []
         for stages in self.problem.stages_of:
             codes = [3 * stage + op for stage in stages for op in range(3)]
-            # Actions that take no time start together: those of one microbatch then come in the order of their ops.
+            # Actions that take no time start together; those of one microbatch come in the order of their ops.
             numbered = ((code, number) for code in codes for number in range(self.problem.num_microbatches))
             timed = sorted((solver.value(self.starts[code][number]), number, code) for code, number in numbered)
             orders.append([code for _, _, code in timed])
@@ -116,7 +124,7 @@ class _Model:
         return self.starts[code][microbatch] + self.durations[op][stage]
 
     def _add_order(self) -> None:
-        """What comes before what: along each microbatch's way, and on each stage one microbatch after the other."""
+        """Order the actions along each microbatch's way, and the microbatches on each stage."""
         for code, starts in enumerate(self.starts):
             stage, op = divmod(code, 3)
             followers = [(code + 1, 0)] if op == 1 else []
@@ -129,7 +137,7 @@ class _Model:
                     self.model.add(self.starts[follower][number] >= self._end(code, number) + hop)
 
     def _add_rank(self, stages: tuple[int, ...]) -> None:
-        """One action at a time, and no more live tapes than there is memory for."""
+        """Allow one action at a time, and no more live tapes than memory holds."""
         problem, model = self.problem, self.model
         share = Fraction(str(problem.weight_memory_share))
         max_tapes = Fraction(str(problem.max_live_microbatches)) * problem.placement.stages_per_rank
@@ -149,7 +157,7 @@ class _Model:
         model.add_cumulative(tapes, demands, int(max_tapes * unit))
 
     def _add_span(self) -> None:
-        """The longest time from a rank's first start to its end; the first rank's first start is 0."""
+        """Minimise the longest time from a rank's first start to its end; the first rank's first start is 0."""
         span = self.model.new_int_var(0, self.horizon, "")
         self.model.add(self.starts[0][0] == 0)
         for stages in self.problem.stages_of:

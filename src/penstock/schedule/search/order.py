@@ -1,7 +1,7 @@
-"""The search for the shortest order within a limit of memory: many skeletons, each with W woven in; then small changes.
+"""The search for the shortest order within a limit of memory.
 
-A skeleton comes from a closed form, a rule of thumb or a repeated pattern. Which of them is best is found with a few
-microbatches, beyond which only the steady middle grows; the rest is a matter of repeating it.
+Many skeletons are made, W is woven into each, and small changes are tried on the best. The best skeleton is found with
+few microbatches; beyond those only the steady middle of an order grows, so that it is repeated.
 """
 
 from __future__ import annotations
@@ -93,12 +93,11 @@ def shortest(placement: Placement, microbatches: int, options: SearchOptions) ->
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """How W are woven in: how far the span may exceed the lower bound, in mean actions, and whether ends may be late.
+    """How W are woven in."""
 
-    Without an allowance no rank waits for longer than another.
-    """
-
+    #: How far the span may exceed the lower bound, in mean actions; without it no rank waits longer than another.
     allowance: float | None
+    #: Whether a W may go early where no end is late for it.
     in_time: bool = False
 
 
@@ -107,36 +106,38 @@ _WAYS = (
     *(_Way(allowance, in_time=True) for allowance in (0.0, 1.0)),
 )
 
-# How many actions are woven for each part of the search: about a second's worth.
+# How many actions are woven in each part of the search, which takes about a second.
 _NUM_ACTIONS = 2_500_000
 
-# The same for the changes to whole orders: two seconds' worth.
+# The same for changes to whole orders, which takes about two seconds.
 _NUM_ACTIONS_OF_STEP = 4_000_000
 
-# With no more actions than this the orders that come of a skeleton are changed themselves: with more, changes to one
-# action at a time get nowhere in the time there is.
+# With at most so many actions, whole orders are changed too; with more, changes to one action at a time get nowhere in
+# the time there is.
 _NUM_ACTIONS_POLISHED = 400
 
-# With no more actions than this all skeletons are compared in all their length.
+# With at most so many actions, skeletons are compared at their full length.
 _NUM_ACTIONS_AT_ONCE = 3_000
 
 
 @dataclass(frozen=True, slots=True)
 class _Candidate:
-    """Orders with their span, and what they come from: a skeleton, what made it (if nothing was changed) and a way."""
+    """Orders with their span and their origin."""
 
     span: float
     orders: Codes
+    #: The skeleton that W were woven into.
     skeleton: Codes
+    #: Makes the skeleton; None if it was changed since.
     make: Maker | None
     way: _Way
 
 
 def search(problem: Problem, effort: float = 1.0) -> Codes:
-    """The shortest orders found, and legal even where a send waits for its receive.
+    """Find the shortest orders that are legal even if a send waits for its receive.
 
-    Small changes are tried where no skeleton reaches the lower bound; `effort` scales their number. A problem has one
-    answer: nothing depends on chance or on the clock.
+    Small changes are tried if no skeleton reaches the lower bound; `effort` scales their number. A problem has one
+    answer, which depends neither on chance nor on the clock.
     """
     few = _Trials(problem.with_microbatches(_few(problem)))
     trials = few if few.problem == problem else _Trials(problem)
@@ -150,9 +151,9 @@ def search(problem: Problem, effort: float = 1.0) -> Codes:
 
 
 def search_step(problem: Problem, kept: Sequence[float], effort: float = 1.0) -> Codes:
-    """The orders found for the shortest whole step, where stages keep `kept` of a microbatch; legal like `search`'s.
+    """Find orders for the shortest whole step, where stages keep `kept` of a microbatch; legal like those of `search`.
 
-    The search counts tapes. Where those are too many for what the stages really keep it is done again for fewer.
+    The search counts tapes. If those are too many for what the stages really keep, it is repeated for fewer.
     """
     most, start = limit_of(problem, kept), search(problem, effort)
     if (peak := max(peak_of(problem, order, kept) for order in start)) > most * (1 + TOLERANCE):
@@ -163,7 +164,7 @@ def search_step(problem: Problem, kept: Sequence[float], effort: float = 1.0) ->
 
 
 def _is_legal(problem: Problem, orders: Codes) -> bool:
-    """Whether no ranks wait for each other in a ring, if a send waits for its receive and those are posted late."""
+    """Whether the orders end even if a send waits for its receive and receives are posted late."""
     try:
         verify(lower(problem.schedule("auto", orders), receives_ahead=1))
     except ScheduleError:
@@ -172,10 +173,10 @@ def _is_legal(problem: Problem, orders: Codes) -> bool:
 
 
 def _few(problem: Problem) -> int:
-    """A number of microbatches that tells how good a skeleton is for all of them: three times p, or some more.
+    """A number of microbatches that shows how good a skeleton is for all of them: three times p, or some more.
 
-    It is a multiple of 12 less than all, so that pieces of 1 to 4 can be repeated, and the least whose lower bound does
-    not see a bubble that there is not with all: with few, W may be too few for the end.
+    It is a multiple of 12 less than all, so that pieces of 1 to 4 can be repeated. It is the least whose lower bound
+    has no more bubble than that of all: with few microbatches, W may be too few to fill the end.
     """
     total = problem.num_microbatches
     least = 3 * problem.num_ranks
@@ -197,7 +198,7 @@ def _span(candidate: _Candidate) -> float:
 
 
 class _Trials:
-    """Skeletons tried on one problem, whose lower bound tells how good they are."""
+    """Skeletons tried on one problem, and measured against its lower bound."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem, self.least = problem, lower_bound(problem)
@@ -207,13 +208,13 @@ class _Trials:
         return candidate.span <= self.least + self.tolerance and self.legal(candidate)
 
     def legal(self, candidate: _Candidate) -> bool:
-        """Whether no ranks wait for each other in a ring, if a send waits for its receive and those are posted late."""
+        """Whether the orders end even if a send waits for its receive and receives are posted late."""
         return _is_legal(self.problem, candidate.orders)
 
     def compare(self) -> list[_Candidate]:
-        """All candidates, the best first; there are no more once one solves the problem.
+        """Make all candidates, the best first; stop at one that solves the problem.
 
-        When much has been woven, every skeleton that is left is tried in one way, and the best of them in all.
+        When many actions have been woven, each remaining skeleton is tried in one way, and the best of them in all.
         """
         alone = self.weave(one_at_a_time(self.problem), one_at_a_time, _WAYS)
         assert alone is not None, "one microbatch at a time fits in any memory"
@@ -231,7 +232,7 @@ class _Trials:
         return sorted(candidates, key=_span)
 
     def weave(self, skeleton: Codes, make: Maker | None, ways: Sequence[_Way]) -> _Candidate | None:
-        """The shortest orders that come of a skeleton in some ways; none, if it takes too much memory."""
+        """Weave W into a skeleton in some ways and keep the shortest; None if it takes too much memory."""
         latest, best = None, None
         for way in ways:
             if way.in_time and latest is None:
@@ -245,7 +246,7 @@ class _Trials:
         return best
 
     def change(self, candidates: Sequence[_Candidate], effort: float) -> list[_Candidate]:
-        """The shortest legal orders that come of small changes to the best skeleton, and of bolder ones to the next."""
+        """Try small changes to the best skeleton and bolder ones to the next; keep the best legal orders of each."""
         best = candidates[0]
         other = next((one for one in candidates if one.skeleton != best.skeleton), best)
         num_steps = int(effort * _NUM_ACTIONS / (2 * self.problem.num_actions))
@@ -253,13 +254,13 @@ class _Trials:
         for start, heat in ((best, 0.2), (other, 2.0)):
             allowed_span = self._allowed_span(start.way)
             found = anneal(self.problem, start.skeleton, allowed_span, self.least, Cooling(num_steps, heat))
-            # Of many the last few are enough: the one before is hardly longer, where the last is not legal.
+            # The last few are enough: if the last is not legal, the one before is hardly longer.
             tried = filter(None, (self.weave(skeleton, None, _WAYS) for skeleton in found[:-4:-1]))
             changed += islice(filter(self.legal, tried), 1)
         return changed
 
     def polish(self, best: _Candidate, effort: float) -> Codes:
-        """The orders after small changes to all their actions, or as they were if no legal ones are shorter."""
+        """Try small changes to whole orders; return them as they were if no legal ones are shorter."""
         if self.solved_by(best) or not effort:
             return best.orders
         num_steps = int(effort * _NUM_ACTIONS / (2 * self.problem.num_actions))
@@ -267,7 +268,7 @@ class _Trials:
         return found if self.legal(replace(best, orders=found)) else best.orders
 
     def finalists(self, candidates: Sequence[_Candidate]) -> list[_Candidate]:
-        """What comes of candidates for fewer microbatches: made anew, or by repeating their middle."""
+        """Extend candidates for fewer microbatches: make their skeletons anew, or repeat the middle of them."""
         found = [self.weave(one_at_a_time(self.problem), None, _WAYS[:1])]
         for candidate in candidates[: max(3, min(24, _NUM_ACTIONS // (3 * self.problem.num_actions)))]:
             if candidate.make is not None:
@@ -277,7 +278,7 @@ class _Trials:
         return [candidate for candidate in found if candidate is not None]
 
     def _makers(self) -> Iterator[Maker]:
-        """What makes the skeletons, of each kind as many as are worth the time."""
+        """The makers of skeletons; of each kind as many as are worth the time."""
         num_makers = max(4, min(64, _NUM_ACTIONS // (self.problem.num_actions * len(_WAYS))))
         placement = self.problem.placement
         if placement.stages_per_rank == 2 and placement.kind is PlacementKind.V:
@@ -294,7 +295,7 @@ class _Trials:
             yield pattern.skeleton
 
     def _warm_ups(self) -> Iterator[tuple[int, ...]]:
-        """Numbers of live microbatches to hold to, where a rank has one stage."""
+        """Numbers of live microbatches to keep to, if a rank has one stage."""
         if self.problem.placement.stages_per_rank == 1:
             yield from warm_ups(self.problem, may_wait=self.least - max(self.problem.work))
 
@@ -307,9 +308,9 @@ def _dispatched(problem: Problem, priority: Priority, allowance: float, num_live
 
 
 def _stretched(skeleton: Codes, problem: Problem) -> Iterator[Codes]:
-    """The skeleton for more microbatches: a piece of its middle, through which each action comes equally often.
+    """Extend a skeleton to more microbatches by repeating a piece of its middle, if the middle is steady.
 
-    On every rank the piece lies between the same two of its first backwards. None, where the middle is not steady.
+    Every action occurs equally often in the piece. On every rank it lies between the same two of its first backwards.
     """
     num_microbatches = skeleton[problem.rank_of[0]].count(0)
     more = problem.num_microbatches - num_microbatches

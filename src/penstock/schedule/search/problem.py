@@ -1,8 +1,8 @@
-"""What the search is asked for: stages, their times and the memory, in the numbers that its inner loops work with.
+"""The problem that is searched, in the numbers that inner loops work with, and lower bounds that no order can beat.
 
 Within the search an action is a whole number. A *skeleton* holds each rank's order of forwards (2 * stage) and input
-backwards (2 * stage + 1), W left out; an *order* holds all three (3 * stage + 0, 1, 2 for F, I, W). Microbatches are
-left out, for every stage takes them in turn: the n-th F of a stage is that of microbatch n.
+backwards (2 * stage + 1), without W; an *order* holds all three (3 * stage + 0, 1, 2 for F, I, W). Microbatches are
+left out, because every stage takes them in turn: the n-th F of a stage is that of microbatch n.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from penstock.schedule.actions import Action, Op, Placement, PlacementKind, Sche
 from penstock.schedule.costs import Costs, Durations, PerStage, check_stages
 
 Codes: TypeAlias = list[list[int]]
-"""One list of numbers a rank: a skeleton, or the orders."""
+"""One list of numbers a rank: a skeleton, or orders."""
 
 Maker: TypeAlias = Callable[["Problem"], Codes]
-"""What makes a skeleton for any number of microbatches."""
+"""Makes a skeleton for any number of microbatches."""
 
-# Sums of times and shares of memory that differ by less are the same.
+# Sums of times, and shares of memory, that differ by less count as equal.
 TOLERANCE = 1e-9
 
 _OPS = (Op.F, Op.I, Op.W)
@@ -31,10 +31,12 @@ _TAPES = (1, 0, -1)
 
 
 class Following(NamedTuple):
-    """The next step on a microbatch's way, the time of a message to it, and its rank."""
+    """The next step on a microbatch's way."""
 
     step: int
+    #: The time of a message to it.
     hop: float
+    #: Its rank.
     rank: int
 
 
@@ -42,21 +44,22 @@ class Following(NamedTuple):
 class Problem:
     """A pipeline for which an order is wanted.
 
-    The times are per stage of the model, of one microbatch; `transfer` is that of a message between two ranks, which
-    keeps neither busy. At most `max_live_microbatches` may be live on a rank: a tape counts 1 / stages_per_rank from
-    the start of its F to the end of its I, and `weight_memory_share` of that from then to the end of its W.
-
     Raises: ValueError for a placement with two routes, for times, shares and counts that are not possible, and for a
     limit below 1, with which no microbatch could pass.
     """
 
     placement: Placement
     num_microbatches: int
+    #: The times of one microbatch, one for each stage of the model.
     forward: tuple[float, ...]
     backward_input: tuple[float, ...]
     backward_weight: tuple[float, ...]
+    #: The time of a message between two ranks, which keeps neither busy.
     transfer: float
+    #: The most that may be live on a rank. A tape counts 1 / stages_per_rank, from the start of its F to the end of its
+    #: I.
     max_live_microbatches: float
+    #: The part of that which it counts from then to the end of its W.
     weight_memory_share: float
 
     def __post_init__(self) -> None:
@@ -96,13 +99,13 @@ class Problem:
 
     @cached_property
     def hops(self) -> tuple[float, ...]:
-        """The time of a message between a stage and the next, none behind the last stage or within a rank."""
+        """The time of a message from each stage to the next; 0 behind the last stage and within a rank."""
         ranks = self.rank_of
         return (*(self.transfer if here != there else 0.0 for here, there in pairwise(ranks)), 0.0)
 
     @cached_property
     def following(self) -> tuple[Following | None, ...]:
-        """For each step of a skeleton what comes next on a microbatch's way; nothing behind the first stage's I."""
+        """By step of a skeleton, the next one on a microbatch's way; None behind the first stage's I."""
         hops, ranks, last = self.hops, self.rank_of, 2 * self.num_stages - 2
         found: list[Following | None] = []
         for stage in range(self.num_stages):
@@ -114,7 +117,7 @@ class Problem:
 
     @cached_property
     def source_rank(self) -> tuple[int | None, ...]:
-        """For each step of a skeleton the rank of what comes before it on a microbatch's way."""
+        """By step of a skeleton, the rank of the step before it on a microbatch's way."""
         ranks: list[int | None] = [None] * (2 * self.num_stages)
         for step, following in enumerate(self.following):
             if following is not None:
@@ -123,7 +126,7 @@ class Problem:
 
     @cached_property
     def work(self) -> tuple[float, ...]:
-        """The time that each rank computes."""
+        """The compute time of each rank."""
         each = [sum(times) for times in zip(self.forward, self.backward_input, self.backward_weight)]
         return tuple(self.num_microbatches * sum(each[stage] for stage in stages) for stages in self.stages_of)
 
@@ -138,7 +141,7 @@ class Problem:
 
     @cached_property
     def max_tapes(self) -> float:
-        """How many tapes with no I behind them a rank may have, not always a whole number."""
+        """The most tapes without I that a rank may have, not always a whole number."""
         return self.max_live_microbatches * self.placement.stages_per_rank
 
     @cached_property
@@ -146,7 +149,7 @@ class Problem:
         return floor(min(self.max_tapes, self.num_microbatches * self.placement.stages_per_rank) + TOLERANCE)
 
     def schedule(self, name: str, orders: Codes) -> Schedule:
-        """The schedule that orders stand for, with the peaks of live tapes as its bounds."""
+        """Turn orders into a schedule, with the peaks of live tapes as its bounds."""
         decoded, peaks = [], []
         for codes in orders:
             counts = [0] * (3 * self.num_stages)
@@ -163,9 +166,9 @@ class Problem:
 
 
 def per_stage(name: str, value: PerStage, placement: Placement, what: str = "time") -> tuple[float, ...]:
-    """What belongs to each stage: as given, or a rank's divided evenly among its stages.
+    """One number for each stage: those given, or a rank's number divided evenly among its stages.
 
-    Raises: ValueError for a list with other than one number a stage; the message calls it `what`.
+    Raises: ValueError for a list that does not have one number a stage; the message calls the number `what`.
     """
     if not isinstance(value, Sequence):
         return (value / placement.stages_per_rank,) * placement.num_stages
@@ -179,29 +182,32 @@ def _check_time(name: str, time: float) -> None:
 
 
 def bound(placement: Placement, microbatches: int, costs: Costs, limit: float = inf) -> float:
-    """A lower bound on the span of every order with at most `limit` live microbatches on a rank.
+    """Compute a lower bound on the span of every order with at most `limit` live microbatches on a rank.
 
     The span is the longest time over ranks from a rank's own first start to its own end; a microbatch counts 1 from its
     F to its I and `costs.weight_memory_share` from then to its W. The bound is the largest of these:
 
     * *Work.* A rank computes for as long as its actions take.
-    * *Idle.* Between a rank's first start and its first I a microbatch goes to the last stage and back, while the rank
-      has nothing to run but as many F as it has memory for. Between its last F and the I of that microbatch lies
-      another such way, while it has nothing to run but what is live by then: for live microbatches what is left of
-      them, for those with only W to go W; how many of each memory allows is a knapsack, solved by trying all numbers.
-      Both waits add to its work, as long as the last F comes after the first I, which memory enforces for more
-      microbatches than fit in it; for fewer the longer one does. For 1F1B's memory and equal stages this is exactly
-      the span of ZB-H1.
-    * *Window.* Whatever a rank does, all F and I of a stage lie between the arrival of its first input and the
-      departure of its last gradient. Before that window lies the way down from any earlier rank's first stage, behind
-      it the way back up and a W there; and within it, beside F and I, as many W as memory forces (those that cannot
-      all wait until the last I), and the rank's idle time from above.
-    * *Rounds.* With memory for k tapes of a stage the F of microbatch j + k waits for the I of microbatch j.
+    * *Idle.* Between a rank's first start and its first I, a microbatch goes to the last stage and back. Meanwhile the
+      rank can only run as many F as it has memory for. Between its last F and the I of that microbatch lies another
+      such way. Meanwhile the rank can only run the rest of the microbatches that are live by then, and the W that are
+      left; how many of each memory allows is a knapsack, solved by trying all numbers. Both waits add to the rank's
+      work if the last F comes after the first I, which memory enforces for more microbatches than fit in it; for fewer,
+      the longer wait does. For 1F1B's memory and equal stages this is exactly the span of ZB-H1.
+    * *Window.* All F and I of a stage lie between the arrival of its first input and the departure of its last
+      gradient. Before that window lies the way down from any earlier rank's first stage, behind it the way back up and
+      a W there. Within it, beside F and I, lie as many W as memory forces (those that cannot all wait until the last
+      I), and the rank's idle time from above.
+    * *Rounds.* With memory for k tapes of a stage, the F of microbatch j + k waits for the I of microbatch j.
     * *Area.* Each tape lives at least for its way to the last stage and back, and for its share until its W has run.
       All these times together fit in the memory times the span, less what cannot be used: tapes come one F apart, and
       go one I and W, or one W, apart.
 
-    Where microbatches differ in length and in a bidirectional placement it is the work alone.
+    If microbatches differ in length, or the placement is bidirectional, the bound is the work alone.
+
+    >>> from penstock.schedule import PlacementKind
+    >>> bound(Placement(PlacementKind.LOOP, num_ranks=4), microbatches=8, costs=Costs(), limit=4)
+    27.0
 
     Raises: ValueError for what `Problem` refuses, and where fused pairs have a time of their own.
     """
@@ -213,7 +219,7 @@ def bound(placement: Placement, microbatches: int, costs: Costs, limit: float = 
 
 
 def _work(placement: Placement, num_microbatches: int, costs: Costs) -> float:
-    """How long the busiest rank computes."""
+    """The compute time of the busiest rank."""
     schedule = Schedule("", placement, num_microbatches, ((),) * placement.num_ranks)
     durations = Durations(costs, schedule)
     tapes = {stage: schedule.microbatches_of(stage) for stage in range(placement.num_stages)}
@@ -229,7 +235,7 @@ def _work(placement: Placement, num_microbatches: int, costs: Costs) -> float:
 
 
 def problem_of(placement: Placement, microbatches: int, costs: Costs, limit: float) -> Problem:
-    """The problem with these costs, where all microbatches are alike.
+    """State the problem with these costs, where all microbatches have one length.
 
     Raises: ValueError for what `Problem` refuses.
     """
@@ -247,13 +253,13 @@ def problem_of(placement: Placement, microbatches: int, costs: Costs, limit: flo
         backward_weight,
         transfer=costs.transfer + (length * costs.message_bytes / costs.bandwidth if costs.bandwidth else 0.0),
         max_live_microbatches=limit,
-        # A stage that keeps less than others only has more freedom.
+        # A stage that keeps less than others has more freedom, so the least share keeps the bound a bound.
         weight_memory_share=min(1.0, *share) if isinstance(share, Sequence) else share,
     )
 
 
 def lower_bound(problem: Problem) -> float:
-    """The bound of `bound`, for a problem."""
+    """Compute the bound of `bound` for a problem."""
     ways = _Ways(problem)
     idle = [_idle(problem, ways, rank) for rank in range(problem.num_ranks)]
     return max(
@@ -265,7 +271,7 @@ def lower_bound(problem: Problem) -> float:
 
 
 class _Ways:
-    """How long a microbatch needs at least from stage to stage, if it never waits."""
+    """The least times of a microbatch from stage to stage, if it never waits."""
 
     def __init__(self, problem: Problem) -> None:
         self._hops = hops = problem.hops
@@ -288,7 +294,7 @@ class _Ways:
 
 
 def _idle(problem: Problem, ways: _Ways, rank: int) -> float:
-    """How long a rank waits at least: before its first I, and between its last F and that microbatch's I."""
+    """The least time that a rank waits: before its first I, and between its last F and that microbatch's I."""
     stages, num_microbatches = problem.stages_of[rank], problem.num_microbatches
     first, last = stages[0], stages[-1]
     num_tapes, runnable = problem.max_whole_tapes, 0.0
@@ -317,7 +323,7 @@ def _runnable_in_drain(problem: Problem, rank: int) -> float:
 
 
 def _num_waiting(problem: Problem, num_live: int) -> int:
-    """How many tapes that wait for their W alone there is memory for beside live ones."""
+    """The most tapes with only a W to go that fit in memory beside live ones."""
     num_tapes = problem.num_microbatches * problem.placement.stages_per_rank
     free = problem.max_tapes - num_live + TOLERANCE
     if free >= num_tapes * problem.weight_memory_share:
@@ -343,7 +349,7 @@ def _windows(problem: Problem, ways: _Ways, idle: list[float]) -> Iterator[float
 
 
 def _rounds(problem: Problem, ways: _Ways, rank: int) -> float:
-    """The span if a rank has as many microbatches under way as it has memory for, each going its way without a wait."""
+    """The span if a rank has as many microbatches under way as memory allows, none of which ever waits."""
     first, num_tapes = problem.stages_of[rank][0], problem.max_whole_tapes
     way = ways.back(first) + problem.backward_input[first]
     weight = problem.backward_weight[first]

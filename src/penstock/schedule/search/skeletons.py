@@ -1,4 +1,8 @@
-"""Skeletons from closed forms: one forward one backward after any warm-up, the V without bubble, repeated patterns."""
+"""Skeletons: orders of forwards and input backwards, from closed forms, repeated patterns and rules of thumb.
+
+Closed forms are one forward, one backward after any warm-up, and the V without bubble. By a rule of thumb every rank
+takes the best of the steps it could start (`dispatch`).
+"""
 
 from __future__ import annotations
 
@@ -27,13 +31,11 @@ def one_f_one_b(problem: Problem, num_live: Sequence[int]) -> Codes:
 
 
 class _WarmUp(NamedTuple):
-    """The last ranks' numbers of live microbatches, and what they mean for the rank before.
+    """The numbers of live microbatches on the last ranks, and their consequence for the rank before."""
 
-    `wait` is the longest that one of them waits for its first I, `ready` the time from the end of the first F to the
-    start of the first I on the first of them.
-    """
-
+    #: The longest time that one of the ranks waits for its first I.
     wait: float
+    #: On the first of them, the time from the end of the first F to the start of the first I.
     ready: float
     numbers: tuple[int, ...]
 
@@ -41,16 +43,16 @@ class _WarmUp(NamedTuple):
 def warm_ups(problem: Problem, may_wait: float) -> Iterator[tuple[int, ...]]:
     """Numbers of live microbatches for `one_f_one_b`, the most promising first.
 
-    A rank whose first backward comes t after the end of its first forward can fill t with whole forwards and wait for
-    the rest, or run one forward more and let its first backward, and those of all ranks before it, be late: then it
-    need not wait. First come 1F1B's numbers and twice as many, then those of ranks that all wait or are all late; then
-    for each rank both are tried. Best are the numbers with which no rank waits for longer than `may_wait`, or else for
-    the least time, and of those the ones with which backwards come early.
+    A rank whose first backward comes t after the end of its first forward has two choices. It can fill t with whole
+    forwards and wait for the rest. Or it can run one forward more and need not wait; then its first backward, and those
+    of all ranks before it, are late. First come 1F1B's numbers and twice as many, then those of ranks that all wait or
+    are all late; then both choices are tried for each rank. Best are the numbers with which no rank waits longer than
+    `may_wait`, or else the least time, and among those the numbers with which backwards come early.
     """
     num_ranks = problem.num_ranks
     most = [problem.num_microbatches] * num_ranks
     if problem.max_whole_tapes < problem.num_microbatches:
-        # What a rank has beyond its predecessor's memory it would get only after that one's first backward.
+        # A microbatch beyond its predecessor's memory would reach a rank only after that one's first backward.
         most = [max(1, problem.max_whole_tapes - rank) for rank in range(num_ranks)]
     yield tuple(min(most[rank], num_ranks - rank) for rank in range(num_ranks))
     yield tuple(min(most[rank], 2 * (num_ranks - rank) - 1) for rank in range(num_ranks))
@@ -69,7 +71,7 @@ def warm_ups(problem: Problem, may_wait: float) -> Iterator[tuple[int, ...]]:
 
 
 def _one_rank_more(problem: Problem, rank: int, most: int, later: _WarmUp) -> list[_WarmUp]:
-    """What a rank can do in front of later ones: wait, be late, or have one microbatch more than the next."""
+    """The choices of a rank in front of later ones: wait, be late, or have one microbatch more than the next."""
     forward = problem.forward[rank]
     ready = later.ready + problem.forward[rank + 1] + problem.backward_input[rank + 1] + 2 * problem.hops[rank]
     whole = floor(ready / forward + TOLERANCE) if forward > 0 else most
@@ -82,10 +84,10 @@ def _one_rank_more(problem: Problem, rank: int, most: int, later: _WarmUp) -> li
 
 
 def there_and_back(problem: Problem) -> Codes:
-    """Two stages a rank in a V: without bubble at 2p tapes, where all actions take equal times.
+    """Two stages a rank in a V: no bubble at 2p tapes, if all actions take equal times.
 
-    A rank runs first stages until a microbatch comes back, then both stages in turn until the first backward arrives;
-    from then on each forward is followed by a backward.
+    A rank runs its first stage until a microbatch comes back, then both stages in turn until the first backward
+    arrives; from then on each forward is followed by a backward.
 
     Source: ZB-V, Zero Bubble Pipeline Parallelism (arXiv 2401.10241), section 6.
     """
@@ -100,7 +102,7 @@ def there_and_back(problem: Problem) -> Codes:
 
 
 def _complete(order: Sequence[int], first: int, second: int, num_microbatches: int) -> list[int]:
-    """The order without what comes too often or before it is possible, and with what is then missing at the end."""
+    """Drop the steps that come too often or before they are possible, and add those missing at the end."""
     steps = [2 * first, 2 * second, 2 * second + 1, 2 * first + 1]
     done = [num_microbatches, 0, 0, 0, 0]
     kept = []
@@ -114,19 +116,20 @@ def _complete(order: Sequence[int], first: int, second: int, num_microbatches: i
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """When one microbatch starts each F (`forward`) and I (`backward`) of its way; the next follows a `period` later.
-
-    `tapes` is the highest mean of live tapes of a rank.
-    """
+    """The starts of one microbatch's F and I; the next microbatch follows a period later."""
 
     period: float
+    #: The time of the whole way.
     length: float
+    #: The highest mean of live tapes of a rank.
     tapes: float
+    #: The start of F on each stage.
     forward: tuple[float, ...]
+    #: The start of I on each stage.
     backward: tuple[float, ...]
 
     def skeleton(self, problem: Problem) -> Codes:
-        """The orders in which the ranks meet the actions of microbatches that follow each other at the period."""
+        """The orders in which the ranks meet the actions of microbatches that start a period apart."""
         skeleton = []
         for stages in problem.stages_of:
             starts = [(start[stage], 2 * stage + op) for stage in stages for op, start in enumerate(self._starts)]
@@ -143,8 +146,9 @@ class Pattern:
 def patterns(problem: Problem) -> list[Pattern]:
     """Patterns without collisions that keep a rank busy all the time, within the memory, the shortest first.
 
-    The way of a microbatch is laid out action by action, each as early as its rank is free at that time of the period;
-    what is varied is how long a microbatch waits at each rank of a lap, and between two laps, in units of a forward.
+    The way of a microbatch is laid out action by action, each as early as its rank is free at that time of the period.
+    The patterns differ in how long a microbatch waits at each rank of a lap, and between two laps, in units of a
+    forward.
 
     Source: the building blocks of Pipeline Parallelism with Controllable Memory (arXiv 2405.15362), section 3.
     """
@@ -163,7 +167,7 @@ def patterns(problem: Problem) -> list[Pattern]:
 
 
 def _lay_out(problem: Problem, period: float, waits: Sequence[float]) -> Pattern | None:
-    """One microbatch's way; `waits` has one number for each lap there and back, then one for each turn between laps."""
+    """Lay out one microbatch's way; `waits` has a number for each lap there and back, then for each turn."""
     num_stages, num_ranks = problem.num_stages, problem.num_ranks
     laps = problem.placement.stages_per_rank
     taken: list[list[tuple[float, float]]] = [[] for _ in range(num_ranks)]
@@ -189,7 +193,7 @@ def _lay_out(problem: Problem, period: float, waits: Sequence[float]) -> Pattern
 
 
 def _place(taken: list[tuple[float, float]], time: float, duration: float, period: float) -> float | None:
-    """The earliest start from a time on at which a rank is free in every period; None, if there is none."""
+    """The earliest start from `time` on at which a rank is free in every period, if any."""
     for _ in range(2 * len(taken) + 1):
         for other, length in taken:
             behind = (time - other) % period
@@ -223,7 +227,7 @@ def _mean_tapes(problem: Problem, period: float, starts: tuple[list[float], list
 
 
 def one_at_a_time(problem: Problem) -> Codes:
-    """Each microbatch all the way before the next begins: it fits in any memory."""
+    """Each microbatch goes all the way before the next begins, which fits in any memory."""
     stages_of = problem.stages_of
     once = [[2 * stage for stage in own] + [2 * stage + 1 for stage in reversed(own)] for own in stages_of]
     return [steps * problem.num_microbatches for steps in once]
@@ -231,13 +235,11 @@ def one_at_a_time(problem: Problem) -> Codes:
 
 @dataclass(frozen=True, slots=True)
 class Priority:
-    """What a rank takes first.
+    """The choice among the steps that a rank could start."""
 
-    With `backward_first` an I, else an F if the last was an I and the other way round. Among several the one of the
-    oldest microbatch with `oldest_first`, else the one whose stage is deepest in the model.
-    """
-
+    #: Prefer an I; else F and I in turn.
     backward_first: bool
+    #: Among several, prefer the oldest microbatch; else the stage deepest in the model.
     oldest_first: bool
 
 
@@ -247,13 +249,13 @@ PRIORITIES = tuple(
 
 
 def dispatch(problem: Problem, priority: Priority, allowed_span: float, num_live: Sequence[int] | None = None) -> Codes:
-    """The skeleton that comes of running all ranks by a priority, W where a rank would wait (as in `weave`).
+    """Run all ranks by a priority, with W where a rank would wait (as in `weave`), and return the skeleton.
 
-    With `num_live` the first stage of a rank has no more microbatches live than that.
+    With `num_live`, the first stage of each rank has at most so many microbatches live.
 
-    No rank gets stuck: a forward leaves room for the tapes of the rank's later stages. So the microbatch that has come
-    farthest always finds room for its next forward: each tape on that rank is of an earlier stage, and the last of them
-    to be made left room for this one.
+    No rank gets stuck, because a forward leaves room for the tapes of the rank's later stages. So the microbatch that
+    is farthest always finds room for its next forward: each tape on that rank is of an earlier stage, and the last of
+    them to be made left room for this one.
     """
     dispatching = _Dispatching(problem, priority, allowed_span)
     if num_live is not None:
@@ -266,23 +268,39 @@ def dispatch(problem: Problem, priority: Priority, allowed_span: float, num_live
 class _Dispatching:
     """All ranks at one time, which goes from each moment at which a rank can start something to the next."""
 
+    #: By step, the arrivals of its inputs so far.
+    arrivals: list[list[float]]
+    #: By step, how often it has run.
+    done: list[int]
+    #: By rank, the end of its last action.
+    free: list[float]
+    #: By rank, the tapes without I.
+    live: list[int]
+    #: By rank, the time that it may still be idle.
+    may_idle: list[float]
+    #: By rank, the stages of the W that can run.
+    waiting: list[deque[int]]
+    #: By stage, the number of tapes above which its forward would leave no room for the later stages of its rank.
+    room: list[float]
+    #: The times at which a rank has to look again.
+    wakes: list[tuple[float, int]]
+
     def __init__(self, problem: Problem, priority: Priority, allowed_span: float) -> None:
         num_ranks, placement = problem.num_ranks, problem.placement
         self.problem, self.priority = problem, priority
-        self.arrivals: list[list[float]] = [[] for _ in range(2 * problem.num_stages)]
+        self.arrivals = [[] for _ in range(2 * problem.num_stages)]
         self.arrivals[0] = [0.0] * problem.num_microbatches
         self.done = [0] * (2 * problem.num_stages)
-        self.free = [0.0] * num_ranks  # when the rank's last action ends
+        self.free = [0.0] * num_ranks
         self.live = [0] * num_ranks
         self.last_backward = [True] * num_ranks
         self.may_idle = [allowed_span - work + TOLERANCE for work in problem.work]
-        self.waiting: list[deque[int]] = [deque() for _ in range(num_ranks)]
+        self.waiting = [deque() for _ in range(num_ranks)]
         self.skeleton: Codes = [[] for _ in range(num_ranks)]
-        # The room that each stage's forward has to leave: one tape for each later stage of its rank.
         later = {stage: len(own) - 1 - lap for own in problem.stages_of for lap, stage in enumerate(own)}
         self.room = [problem.max_tapes - later[stage] + TOLERANCE for stage in range(placement.num_stages)]
         self.most: dict[int, int] = {}
-        self.wakes: list[tuple[float, int]] = [(0.0, 0)]
+        self.wakes = [(0.0, 0)]
 
     def wake(self) -> None:
         """Let the next rank do something, if it is free and finds anything."""
@@ -304,7 +322,7 @@ class _Dispatching:
         return self.problem.backward_weight[self.waiting[rank][0]]
 
     def _choose(self, rank: int, time: float) -> tuple[int | None, float, bool]:
-        """The best step that could start now, when the next input arrives, and whether W must make room first."""
+        """The best step that could start now, if any, the next input's arrival, and whether W must make room first."""
         best: tuple[tuple[bool, int], int, bool] | None = None
         next_arrival = inf
         tapes = self.live[rank] + 1
@@ -327,7 +345,7 @@ class _Dispatching:
         return (None, next_arrival, False) if best is None else (best[1], next_arrival, best[2])
 
     def _full(self, stage: int) -> bool:
-        """Whether a stage has as many live microbatches as it may."""
+        """Whether a stage has as many live microbatches as it may have."""
         return stage in self.most and self.done[2 * stage] - self.done[2 * stage + 1] >= self.most[stage]
 
     def _run(self, rank: int, step: int, time: float) -> None:
@@ -349,7 +367,7 @@ class _Dispatching:
             heappush(self.wakes, (arrival, following.rank))
 
     def _occupy(self, rank: int, time: float, duration: float) -> None:
-        """Let a rank be busy from now on; what it waited for before counts as idle, unless it had not begun."""
+        """Keep a rank busy from now on; its wait before counts as idle, unless it had not begun."""
         if self.skeleton[rank]:
             self.may_idle[rank] -= time - self.free[rank]
         self.free[rank] = time + duration

@@ -1,4 +1,4 @@
-"""From a skeleton to an order: where each W goes."""
+"""Weaving: put the W between the forwards and input backwards of a skeleton, which makes it an order."""
 
 from __future__ import annotations
 
@@ -23,13 +23,15 @@ def weave(
 ) -> Woven | None:
     """Put each rank's W between the forwards and input backwards of a skeleton; None if memory does not allow it.
 
-    A W goes where it costs nothing: into a wait that is as long as the W itself. A forward for which there is no memory
-    makes W go before it. A wait shorter than a W stays one as long as the rank can be idle for so long and still end
-    within `allowed_span`; after that it takes a W, and whatever comes next is late. With `latest`, the starts that a
-    span of 0 would need, it takes a W even before that if no end is late for it. Backwards that no other rank waits for
-    are late whenever a W fits. What is left comes at the end. So `allowed_span` is a wish: a small one lets every rank
-    be busy at the expense of those that wait for it. Without one, no rank waits for longer in all than another has
-    before; the ranks then take turns, forwards from the first to the last and one backward each on the way back.
+    A W goes where it costs nothing: into a wait that is at least as long as the W. Where memory is full, W go before
+    the next forward. In a wait shorter than a W the rank stays idle while it can still end within `allowed_span`; after
+    that it takes a W, and the next step is late. With `latest`, the starts that a span of 0 would need, it takes a W
+    even before that if no end is late for it. Backwards that no other rank waits for are late whenever a W fits. The W
+    that are left come at the end.
+
+    So `allowed_span` is a goal, not a limit: a small one keeps every rank busy at the expense of those that wait for
+    it. Without one, no rank waits longer in all than another has before; the ranks then take turns, forwards from the
+    first to the last and one backward each on the way back.
 
     Source: without `allowed_span` and `latest` this is the rule of Zero Bubble Pipeline Parallelism (arXiv 2401.10241),
     section 3.1.
@@ -41,13 +43,32 @@ def weave(
 
 
 class _Weaving:
-    """All ranks on their way through a skeleton; a rank that needs what is not made yet is put aside."""
+    """All ranks on their way through a skeleton; a rank that needs an input that is not made yet is put aside."""
+
+    #: By step, the arrivals of its inputs so far.
+    arrivals: list[list[float]]
+    #: By step, how often it has run.
+    done: list[int]
+    #: By rank, its place in the skeleton.
+    place: list[int]
+    #: By rank, the end of its last action.
+    now: list[float]
+    #: By rank, the tapes without I.
+    live: list[int]
+    #: By rank, the time that it has been idle, and may be; the latter None without an allowed span.
+    idle: list[float]
+    may_idle: list[float] | None
+    #: By rank, the stages of the W that can run.
+    waiting: list[deque[int]]
+    #: By rank, the steps that others may wait for: not the backwards of the first stage at the end.
+    awaited: list[int]
+    #: By rank and place, the latest start.
+    latest: list[list[float]] | None
 
     def __init__(self, problem: Problem, skeleton: Codes, allowed_span: float | None) -> None:
         num_ranks = problem.num_ranks
         self.problem, self.skeleton = problem, skeleton
-        # When the inputs of each step arrive, as far as that is known.
-        self.arrivals: list[list[float]] = [[] for _ in range(2 * problem.num_stages)]
+        self.arrivals = [[] for _ in range(2 * problem.num_stages)]
         self.arrivals[0] = [0.0] * problem.num_microbatches
         self.done = [0] * (2 * problem.num_stages)
         self.place, self.now = [0] * num_ranks, [0.0] * num_ranks
@@ -55,11 +76,10 @@ class _Weaving:
         self.live = [0] * num_ranks
         self.idle = [0.0] * num_ranks
         self.may_idle = None if allowed_span is None else [allowed_span - work + TOLERANCE for work in problem.work]
-        self.waiting: list[deque[int]] = [deque() for _ in range(num_ranks)]  # the stages of W that can run
+        self.waiting = [deque() for _ in range(num_ranks)]
         self.orders: Codes = [[] for _ in range(num_ranks)]
-        # How many steps of a rank others may wait for: not the backwards of the first stage at the end.
         self.awaited = [len(steps) - _num_trailing(steps, 1) for steps in skeleton]
-        self.latest: list[list[float]] | None = None
+        self.latest = None
 
     def result(self) -> Woven | None:
         weight = self.problem.backward_weight
@@ -88,7 +108,7 @@ class _Weaving:
         return True
 
     def _run_in_turns(self) -> bool:
-        """The same, in turns: so all ranks are about equally far when their waits are compared."""
+        """Run in turns, so that all ranks are about equally far when their waits are compared."""
         ranks = range(self.problem.num_ranks)
         num_done = -1
         while num_done < (num_done := sum(self.place)):
@@ -100,9 +120,9 @@ class _Weaving:
         return True
 
     def _run(self, rank: int, only: int | None = None) -> set[int] | None:
-        """Go on as far as inputs allow, and say which ranks got something; None if memory is full for good.
+        """Go on as far as inputs allow; return the ranks that got an input, or None if memory is full for good.
 
-        With `only` 0 no further than to the next backward, with 1 over one backward.
+        With `only` 0 the rank stops at the next backward, with 1 after one backward.
         """
         problem, steps = self.problem, self.skeleton[rank]
         times, weight = (problem.forward, problem.backward_input), problem.backward_weight
@@ -158,7 +178,7 @@ class _Weaving:
 
 
 def _num_trailing(steps: list[int], step: int) -> int:
-    """How often a step comes at the end of a list."""
+    """Count the copies of a step at the end of a list."""
     number = 0
     while number < len(steps) and steps[-1 - number] == step:
         number += 1
@@ -166,11 +186,11 @@ def _num_trailing(steps: list[int], step: int) -> int:
 
 
 def latest_starts(problem: Problem, skeleton: Codes) -> list[list[float]] | None:
-    """For each rank and step the latest start with which all ranks can still end within a span of 0.
+    """By rank and place, the latest starts with which all ranks can still end within a span of 0.
 
-    A span of s allows s more, for each step alike. A rank's first start is taken to be the earliest there is; between
-    the steps those W are given time that memory forces, and behind a step those that cannot come before it. None, if
-    memory does not allow the skeleton.
+    A span of s allows s more, the same for each step. A rank's first start is taken to be the earliest possible. Time
+    is kept for the W that memory forces between steps, and behind a step for those that cannot come before it. The
+    result is None if memory does not allow the skeleton.
     """
     forced = [_forced_weight_time(problem, rank, steps) for rank, steps in enumerate(skeleton)]
     if any(time == inf for times in forced for time in times):
@@ -179,7 +199,7 @@ def latest_starts(problem: Problem, skeleton: Codes) -> list[list[float]] | None
 
 
 def _forced_weight_time(problem: Problem, rank: int, steps: list[int]) -> list[float]:
-    """How long a rank must run W before each step, for there to be memory; infinite if that is not enough."""
+    """The time that a rank must run W before each step to have memory for it; infinite if that is not enough."""
     weight = min(problem.backward_weight[stage] for stage in problem.stages_of[rank])
     share = problem.weight_memory_share
     num_live = num_backward = num_forced = 0
@@ -202,7 +222,7 @@ def _forced_weight_time(problem: Problem, rank: int, steps: list[int]) -> list[f
 
 
 class _Backwards:
-    """All ranks on their way back through a skeleton; a rank that needs what is not known yet is put aside."""
+    """All ranks on their way back through a skeleton; a rank that needs a start not known yet is put aside."""
 
     def __init__(self, problem: Problem, skeleton: Codes, forced: list[list[float]]) -> None:
         self.problem, self.skeleton, self.forced = problem, skeleton, forced
@@ -225,7 +245,7 @@ class _Backwards:
         return None if any(self.left) else self.latest
 
     def _run(self, rank: int) -> set[int]:
-        """Go back as far as what follows is known, and say which other ranks may now know more."""
+        """Go back as far as the following steps are known; return the other ranks that may now know more."""
         problem, steps, reached = self.problem, self.skeleton[rank], set()
         while self.left[rank]:
             place = self.left[rank] - 1
