@@ -12,7 +12,7 @@ from penstock.model import Sequences, WeightGradients, defer, switch_linears
 from penstock.runtime import Boundary, Executor, Feed, InProcessHub, InProcessTransport, Recorder, Stage, run_together
 from penstock.runtime.trace import Record
 from penstock.runtime.transport import Line, Receipt
-from penstock.schedule import Action, Channel, Op
+from penstock.schedule import Action, Channel, Direction, Op
 from penstock.schedule.actions import COMPUTE, parts
 
 HIDDEN, RECEIVES_AHEAD = 2, 2
@@ -99,7 +99,7 @@ def received(program: schedule.Program, rank: int) -> Counter[Line]:
             placement, forward = program.placement, step.op is Op.RECV_F
             giver = placement.previous(step.stage) if forward else placement.next(step.stage)
             assert giver is not None
-            found[Channel(placement.rank_of(giver), rank, Op.F if forward else Op.B)] += 1
+            found[Channel(placement.rank_of(giver), rank, Direction.FORWARD if forward else Direction.BACKWARD)] += 1
     return found
 
 

@@ -12,7 +12,7 @@ from penstock.runtime import Recorder, roll_call
 from penstock.runtime.roll_call import Absence, Member, RollCall
 from penstock.runtime.trace import Awaited
 from penstock.runtime.travels import Travel
-from penstock.schedule import Action, Op
+from penstock.schedule import Action, Direction, Op
 from penstock.schedule.recording import CollectiveKind
 
 LAYOUTS = [
@@ -57,7 +57,7 @@ def test_who_waits_for_a_message_asks_the_process_of_its_own_pipeline_that_owes_
         for pp in {place.pp - 1, place.pp + 1} & set(range(layout.pp)):
             recorder, owing = recorder_of(layout, process), layout.rank_of(**{**place._asdict(), "pp": pp})
             asked.clear()
-            recorder.awaits(recorder.begin(Action(Op.F, place.pp, 5)), Awaited(Op.F, pp, 5, pp))
+            recorder.awaits(recorder.begin(Action(Op.F, place.pp, 5)), Awaited(Direction.FORWARD, pp, 5, pp))
             assert recorder.missing() == f"; ended: process {owing} (host{owing} at 10.0.0.{owing})"
             assert asked == [owing]
             where = recorder.where()
