@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 
 from penstock.model import ModelConfig, Sequences, UnitSpec, cross_entropy_sum, decoder_units
-from penstock.model.products import TORCH, OneDnnProducts, Products
+from penstock.model.matmul import TORCH, OneDnnProducts, Products
 
 LIBRARIES: dict[str, Products] = {"torch": TORCH, "onednn": OneDnnProducts()}
 

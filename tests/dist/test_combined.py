@@ -26,7 +26,7 @@ from penstock.model import (
     Travelling,
     decoder_units,
 )
-from penstock.model.experts import ExpertHalf
+from penstock.model.layers.moe import ExpertHalf
 from penstock.model.segments import Grads, State, Undo
 from penstock.runtime import Pairs, Record
 from penstock.schedule import Pair

@@ -12,7 +12,7 @@ from penstock.engine.generate import GenerateOptions
 from penstock.model import decoder_units
 from tests.dist.launch import run_ranks
 from tests.generation import load, random_prompts
-from tests.unit.test_model_parity import FAMILIES, hugging_face_model, hugging_face_name
+from tests.unit.model.test_parity import FAMILIES, hugging_face_model, hugging_face_name
 
 GREEDY = SamplingParams(max_new_tokens=64, temperature=0)
 OPTIONS = (

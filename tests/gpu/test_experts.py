@@ -13,7 +13,7 @@ from penstock.engine.learning_rate import LearningRate
 from penstock.engine.optimizer import OptimizerConfig
 from penstock.engine.options import Precision
 from penstock.model import ExpertConfig, ModelConfig, WeightGradients, decoder_units, defer
-from penstock.model.expert_stack import AllAtOnce, ExpertStack, Groups, OneByOne, StackProducts
+from penstock.model.layers.grouped_linear import AllAtOnce, ExpertStack, Groups, OneByOne, StackProducts
 from penstock.runtime import Pairs
 
 BF16_EPS = torch.finfo(torch.bfloat16).eps

@@ -22,7 +22,7 @@ from penstock.data import MicroBatchSpec, PackedBatch
 from penstock.engine import Engine, EngineOptions
 from penstock.engine.measured import own_recording
 from penstock.model import ExpertConfig, ModelConfig, decoder_units
-from penstock.model.products import TORCH
+from penstock.model.matmul import TORCH
 from penstock.parallel import Layout
 from penstock.runtime import Pairs
 from penstock.schedule.recording import CollectiveKind, CollectiveTotal

@@ -16,7 +16,7 @@ from penstock.engine.learning_rate import LearningRate, WeightDecay
 from penstock.engine.optimizer import OptimizerConfig
 from penstock.engine.schedules import ScheduleChoice
 from penstock.model import ModelConfig, Sequences, UnitSpec, cross_entropy_sum, decoder_units
-from penstock.model.products import TORCH, fastest_products
+from penstock.model.matmul import TORCH, fastest_products
 from penstock.parallel import Layout
 
 RATE, DECAY, BETAS, EPS = 1e-4, 0.1, (0.9, 0.95), 1e-8

@@ -28,9 +28,9 @@ from penstock.engine.runs import CHECKPOINT_FOLDER, CONFIG_FILE, RunFolder
 from penstock.engine.state import ModelState
 from penstock.engine.trainer import Trainer
 from penstock.model import decoder_units
-from penstock.model.huggingface import names_of
-from penstock.model.placed import Piece, pieces_of, placed_units
-from penstock.model.weight_files import WeightFiles
+from penstock.model.hf.config_json import names_of
+from penstock.model.hf.files import WeightFiles
+from penstock.model.hf.load import Piece, pieces_of, placed_units
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _TOKENIZER = "tokenizer.json"

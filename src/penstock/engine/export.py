@@ -22,9 +22,9 @@ from torch import Tensor
 from penstock.engine.pretrained import HuggingFaceForm
 from penstock.engine.state import ModelState
 from penstock.model import Shard
-from penstock.model.huggingface import CONFIG_FILE
-from penstock.model.placed import Piece
-from penstock.model.weight_files import INDEX_FILE, SINGLE_FILE
+from penstock.model.hf.config_json import CONFIG_FILE
+from penstock.model.hf.files import INDEX_FILE, SINGLE_FILE
+from penstock.model.hf.load import Piece
 from penstock.parallel.exchange import gather_json, together
 
 MAX_SHARD_BYTES = 5 * 10**9

@@ -14,10 +14,10 @@ from penstock.engine.manifest import CheckpointInfo, DamagedCheckpoint, check_fi
 from penstock.engine.model_settings import model_config
 from penstock.engine.runs import CHECKPOINT_FOLDER, CONFIG_FILE
 from penstock.model import ModelConfig, ModelGroups, UnitSpec, decoder_units
-from penstock.model.huggingface import CONFIG_FILE as HUGGING_FACE_CONFIG
-from penstock.model.huggingface import config_from_json, config_to_json, names_of, read_config_json
-from penstock.model.placed import Names, Piece, placed_units
-from penstock.model.weight_files import MissingFile, WeightFiles
+from penstock.model.hf.config_json import CONFIG_FILE as HUGGING_FACE_CONFIG
+from penstock.model.hf.config_json import config_from_json, config_to_json, names_of, read_config_json
+from penstock.model.hf.files import MissingFile, WeightFiles
+from penstock.model.hf.load import Names, Piece, placed_units
 from penstock.parallel.exchange import together
 
 T = TypeVar("T")
@@ -168,7 +168,7 @@ def _open(folder: Path, native: bool, shape: ModelConfig | None) -> Pretrained:
 
 def _open_foreign(folder: Path) -> Pretrained:
     # Only now, since it loads transformers.
-    from penstock.model.foreign import ForeignModel
+    from penstock.model.adapters.transformers.model import ForeignModel
 
     if not folder.is_dir():
         raise MissingFile(f"there is no folder {folder} to read a model from")

@@ -1,17 +1,17 @@
 """The decoder as a list of units, and what a stage needs to run them; given process groups, it never looks one up."""
 
+from penstock.model.attention.all_to_all import ContextForm
+from penstock.model.aux_losses import Ahead, LossTerms, Term
 from penstock.model.cached import CachedRows, CachedUnit, CacheSize, KVCache, cached_attention
 from penstock.model.casts import WeightCasts, share_casts
 from penstock.model.collectives import Collectives, Observer, observe
 from penstock.model.config import ModelConfig
-from penstock.model.context_attention import ContextForm
 from penstock.model.decoder import decoder_units
 from penstock.model.expert_config import ExpertConfig, GroupScore, Scores
 from penstock.model.groups import ModelGroups
 from penstock.model.linear import Linear, PendingGradient, WeightGradients, defer, pack, switch_linears
 from penstock.model.logprobs import TokenStatistics, token_log_probs, token_statistics
 from penstock.model.loss import cross_entropy_sum
-from penstock.model.loss_terms import Ahead, LossTerms, Term
 from penstock.model.recompute import recomputed
 from penstock.model.sampling import Draw, Drawn, draw_tokens
 from penstock.model.sampling_params import SamplingParams

@@ -11,15 +11,15 @@ from functools import partial
 import torch
 from torch import nn
 
-from penstock.model import work
+from penstock.model import flops as estimates
 from penstock.model.config import ModelConfig
-from penstock.model.experts import ExpertHalf, expert_shards
 from penstock.model.groups import ModelGroups
-from penstock.model.halves import AttentionHalf, ContextAttentionHalf, Embedding, Head, MLPHalf
 from penstock.model.initialise import Constant, Initial, Initialise, Normal
-from penstock.model.prediction import PredictingHead
-from penstock.model.products import Products, fastest_products
-from penstock.model.shared_units import share_units
+from penstock.model.layers.attention import AttentionHalf, ContextAttentionHalf, Embedding, Head, MLPHalf
+from penstock.model.layers.moe import ExpertHalf, expert_shards
+from penstock.model.layers.multi_token import PredictingHead
+from penstock.model.layers.shared_units import share_units
+from penstock.model.matmul import Products, fastest_products
 from penstock.model.units import Limits, Shard, UnitSpec
 
 _EMBEDDING_STD = 0.5
@@ -38,17 +38,17 @@ def decoder_units(
     if groups.ep_size > 1 and config.experts is None:
         raise ValueError(f"ep = {groups.ep_size}: the model has no experts to share; ep = 1 is possible")
     chosen = fastest_products() if products is None else products
-    dense = partial(MLPHalf, config, chosen), work.of_mlp(config)
-    sparse = partial(ExpertHalf, config, chosen, groups), work.of_experts(config) if config.experts else 0.0
+    dense = partial(MLPHalf, config, chosen), estimates.of_mlp(config)
+    sparse = partial(ExpertHalf, config, chosen, groups), estimates.of_experts(config) if config.experts else 0.0
     shards = expert_shards(config, groups) if config.experts else {}
-    embedding = _spec("embedding", config, partial(Embedding, config), work.of_embedding(config))
+    embedding = _spec("embedding", config, partial(Embedding, config), estimates.of_embedding(config))
     specs = [replace(embedding, limits=Limits(config.vocab_size, config.max_length))]
     for i in range(config.num_layers):
         layer = config.of_layer(i)
         half = partial(AttentionHalf, layer, chosen)
         if groups.cp is not None and groups.tp is None:
             half = partial(ContextAttentionHalf, layer, chosen, groups)
-        specs.append(_spec(f"layers.{i}.attention", config, half, work.of_attention(layer)))
+        specs.append(_spec(f"layers.{i}.attention", config, half, estimates.of_attention(layer)))
         if config.is_sparse(i):
             specs.append(_spec(f"layers.{i}.mlp", config, *sparse, sharding=shards))
         else:
@@ -61,14 +61,14 @@ def decoder_units(
 
 def _head(config: ModelConfig, products: Products) -> UnitSpec:
     tied = {"projection.weight": "embedding.weight"} if config.tie_embeddings else {}
-    return _spec("head", config, partial(Head, config, products), work.of_head(config), tied)
+    return _spec("head", config, partial(Head, config, products), estimates.of_head(config), tied)
 
 
 def _predicting_head(config: ModelConfig, products: Products, groups: ModelGroups) -> UnitSpec:
     tied = {"embedding.weight": "embedding.weight"}
     if config.tie_embeddings:
         tied["projection.weight"] = "embedding.weight"
-    flops = work.of_head(config) + work.of_predictions(config)
+    flops = estimates.of_head(config) + estimates.of_predictions(config)
     shards = expert_shards(config, groups) if config.is_sparse(config.num_layers - 1) else {}
     shards = {
         f"predictions.{i}.mlp.{name}": shard for i in range(config.num_predictions) for name, shard in shards.items()

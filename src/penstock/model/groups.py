@@ -5,7 +5,7 @@ from typing import Protocol, cast
 
 from torch.distributed import ProcessGroup
 
-from penstock.model.context_attention import ContextForm
+from penstock.model.attention.all_to_all import ContextForm
 
 
 class Peers(Protocol):

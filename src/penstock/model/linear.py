@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.model.casts import WeightCasts
-from penstock.model.products import TORCH, Products
+from penstock.model.matmul import TORCH, Products
 
 Result = TypeVar("Result")
 Why = TypeVar("Why")

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from penstock.model.loss_terms import LossTerms
+from penstock.model.aux_losses import LossTerms
 
 Value = TypeVar("Value")
 

@@ -12,7 +12,7 @@ from penstock import schedule
 from penstock.engine.memory import KeptBytes, bytes_of, costs_of_memory, kept_bytes
 from penstock.engine.options import EngineOptions
 from penstock.model import ModelConfig, Sequences, WeightGradients, decoder_units, defer
-from penstock.model.products import TORCH
+from penstock.model.matmul import TORCH
 from penstock.runtime import (
     Boundary,
     Executor,

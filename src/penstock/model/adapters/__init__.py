@@ -1,0 +1,1 @@
+"""Models of other libraries, run by their own code."""

@@ -1,0 +1,1 @@
+"""Causal models of the transformers library, cut into a stage's units."""

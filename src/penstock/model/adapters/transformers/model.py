@@ -1,0 +1,205 @@
+"""Any causal model of transformers as a list of units: what comes before its layers, each layer, what comes after.
+
+Its modules are built without values; each unit's come from the folder's files when a rank builds it.
+"""
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from penstock.model.adapters.transformers.inspection import CannotCut, Side, list_of_layers, uses_outside
+from penstock.model.adapters.transformers.names import StoredNames
+from penstock.model.adapters.transformers.skeleton import Skeleton, Slot
+from penstock.model.adapters.transformers.units import AfterLayers, BeforeLayers, ForeignLayer, Guide
+from penstock.model.hf.files import WeightFiles
+from penstock.model.hf.load import Piece
+from penstock.model.linear import switch_linears
+from penstock.model.units import Limits, UnitSpec
+
+_FIRST, _LAST, _OWN = "embedding", "head", "skeleton.model."
+
+
+@dataclass(frozen=True)
+class ForeignNames:
+    """A foreign model's names in its files, asked for by its units' full names."""
+
+    path: str
+    stored: StoredNames
+
+    def pieces(self, full_name: str, shape: tuple[int, ...]) -> tuple[Piece, ...]:
+        """The stored tensors that make up the parameter of that full name and shape."""
+        unit, _, rest = full_name.partition(".")
+        if unit in (_FIRST, _LAST):
+            return self.stored.pieces(rest.removeprefix(_OWN), shape)
+        number, _, own = rest.partition(".layer.")
+        return self.stored.pieces(f"{self.path}.{number}.{own}", shape)
+
+    def is_surplus(self, stored: str) -> bool:
+        """Whether a stored tensor is rightly left unread."""
+        return self.stored.is_surplus(stored)
+
+
+@dataclass(frozen=True, eq=False)
+class ForeignModel:
+    """A causal model of transformers, taken apart.
+
+    skeleton: all but its layers, without values. layers: without values. path: the name of their list. uses: the slots
+    used on each side of the layers. owners: of a parameter in several slots, slot -> the slot that counts. names: those
+    in the files.
+    """
+
+    skeleton: Skeleton
+    layers: Sequence[nn.Module]
+    path: str
+    config: Any
+    slots: tuple[Slot, ...]
+    uses: Mapping[Side, frozenset[str]]
+    owners: Mapping[str, str]
+    names: ForeignNames
+
+    @classmethod
+    def open(cls, files: WeightFiles) -> "ForeignModel":
+        """Build the modules of the model that the folder's config.json describes, and find out how to cut them.
+
+        Raises:
+            ValueError: transformers has no such causal model, or it can not be cut into its layers.
+        """
+        model, config = _without_values(files.folder)
+        name, text = type(model).__name__, config.get_text_config()
+        path = list_of_layers(model, text.num_hidden_layers)
+        owners = _owners(model)
+        names = ForeignNames(path, StoredNames.of(model, owners, files.tensors))
+        layers = list(model.get_submodule(path).children())
+        skeleton = Skeleton(model, path)
+        slots = skeleton.slots()
+        skeleton.keep(())
+        uses = uses_outside(skeleton, text.vocab_size)
+        if shared := [slot for slot, owner in owners.items() if f"{path}." in f"{slot} {owner}"]:
+            raise CannotCut(f"{name} shares {shared[0]} between layers, so they can not be cut")
+        both = [slot for slot, owner in owners.items() for side in uses.values() if slot in side and owner in side]
+        if both:
+            raise CannotCut(f"{name} uses {both[0]} and {owners[both[0]]}, one parameter, on one side of its layers")
+        return cls(skeleton, layers, path, config, slots, uses, owners, names)
+
+    @property
+    def hidden_size(self) -> int:
+        return self.config.get_text_config().hidden_size
+
+    def units(self) -> tuple[UnitSpec, ...]:
+        """The model's units; their values are still to be placed."""
+        guide = Guide(copy.deepcopy(self.skeleton), _changes_with_length(self.config))
+        last = self.uses[Side.AFTER]
+        # What is never used is kept with the first, so that it is not lost when the model is written.
+        first = frozenset(slot.name for slot in self.slots) - (last - self.uses[Side.BEFORE])
+
+        def before() -> nn.Module:
+            return BeforeLayers(self._part(first), guide)
+
+        def after() -> nn.Module:
+            return AfterLayers(self._part(last), guide)
+
+        def layer(number: int) -> nn.Module:
+            module = copy.deepcopy(self.layers[number])
+            switch_linears(module)
+            return ForeignLayer(module, number, guide)
+
+        tied = {
+            _OWN + slot: f"{_FIRST}.{_OWN}{self._first_slot(slot, first)}"
+            for slot in last
+            if self._first_slot(slot, first)
+        }
+        return (
+            replace(_spec(_FIRST, before), limits=self._limits()),
+            *(_spec(f"layers.{i}", lambda i=i: layer(i)) for i in range(len(self.layers))),
+            _spec(_LAST, after, tied),
+        )
+
+    def _limits(self) -> Limits | None:
+        """What the model takes; None where its config.json does not say how long a text may be."""
+        text = self.config.get_text_config()
+        length = getattr(text, "max_position_embeddings", None)
+        return None if length is None else Limits(text.vocab_size, length)
+
+    def _first_slot(self, slot: str, first: frozenset[str]) -> str | None:
+        """The slot before the layers that holds the same parameter."""
+        same = {slot} | {s for s, owner in self.owners.items() if owner == slot} | {self.owners.get(slot, slot)}
+        return next(iter(sorted(same & first)), None)
+
+    def _part(self, slots: frozenset[str]) -> Skeleton:
+        part = copy.deepcopy(self.skeleton)
+        shapes = {slot.name: slot.shape for slot in self.slots}
+        part.hollow = tuple(slot for slot in part.hollow if slot.name not in slots)
+        for name in slots:
+            path, _, own = name.rpartition(".")
+            owner = part.model.get_submodule(path)
+            owner.__dict__.pop(own, None)
+            owner.register_parameter(own, nn.Parameter(torch.empty(shapes[name], device="meta")))
+        switch_linears(part)
+        return part
+
+
+class _EmptyOnMeta(TorchFunctionMode):
+    """Inside, uninitialised tensors, which parameters begin as, take no memory; tables are computed as ever."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = dict(kwargs or {})
+        if func is torch.empty:
+            given["device"] = "meta"
+        return func(*args, **given)
+
+
+def _without_values(folder: Path) -> tuple[nn.Module, Any]:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        with torch.device("cpu"), _EmptyOnMeta():
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
+    except (ValueError, KeyError, OSError, ImportError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(f"transformers can not build the causal model of {folder}: {reason}") from None
+    for part in model.modules():
+        for name, parameter in part._parameters.items():
+            if parameter is not None and not parameter.is_meta:
+                # Scales of norms, which begin as ones.
+                part._parameters[name] = nn.Parameter(parameter.to("meta"))
+    return model.eval(), config
+
+
+def _owners(model: nn.Module) -> dict[str, str]:
+    """Slots that hold a parameter which another slot, found earlier, holds too: slot -> that one."""
+    first: dict[int, str] = {}
+    owners: dict[str, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owner = first.setdefault(id(parameter), name)
+        if owner != name:
+            owners[name] = owner
+    return owners
+
+
+def _changes_with_length(config: Any) -> bool:
+    """Whether the model's rotary tables depend on how long the longest text beside a text is."""
+    return any(
+        kind in str(config.to_dict().get(key))
+        for key in ("rope_parameters", "rope_scaling")
+        for kind in ("dynamic", "longrope")
+    )
+
+
+def _spec(name: str, build: Any, tied: Mapping[str, str] | None = None) -> UnitSpec:
+    with torch.device("meta"):
+        module = build()
+    num_parameters = sum(p.numel() for p in module.parameters())
+    # A lookup costs next to nothing; anything else multiplies by each of its weights once.
+    num_looked_up = num_parameters if name == _FIRST else 0
+    return UnitSpec(name, build, _no_values, num_parameters, 2.0 * (num_parameters - num_looked_up) + 1.0, tied or {})
+
+
+def _no_values(module: nn.Module, seed: int) -> None:
+    raise AssertionError("a foreign model's values come from its files")

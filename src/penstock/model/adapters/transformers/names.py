@@ -1,0 +1,109 @@
+"""Where a foreign model's parameters lie in its files, whose names may be older than the model's own.
+
+transformers renames what older files hold, and keeps the matrices of all experts in one parameter that files hold
+apart. Its own rules are asked; nothing here knows a family.
+"""
+
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from penstock.model.hf.load import Piece
+
+_STACKED = (["MergeModulelist"], ["MergeModulelist", "Concatenate"])
+"""The forms of a parameter that can be read in place: experts along its first dimension, parts along its second."""
+
+
+@dataclass(frozen=True, order=True)
+class _Source:
+    """A stored tensor that is part `part` of `num_parts` of an expert's matrix, or without an expert all of it."""
+
+    expert: int | None
+    part: int
+    num_parts: int
+    stored: str
+
+    def piece(self, shape: tuple[int, ...]) -> Piece:
+        if self.expert is None:
+            return Piece(self.stored)
+        if self.num_parts == 1:
+            return Piece(self.stored, (self.expert,))
+        size = shape[1] // self.num_parts
+        return Piece(self.stored, (self.expert, slice(self.part * size, (self.part + 1) * size)))
+
+
+@dataclass(frozen=True)
+class StoredNames:
+    """By the model's own names: the stored tensors that make up each parameter.
+
+    owners: of a parameter with several names, name -> the one that counts. ignored: patterns of stored tensors that
+    the model says it has no use for.
+    """
+
+    sources: Mapping[str, tuple[_Source, ...]]
+    owners: Mapping[str, str]
+    ignored: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, model: nn.Module, owners: Mapping[str, str], stored: Collection[str]) -> "StoredNames":
+        """The names of a whole model's parameters among these."""
+        known = frozenset(model.state_dict())
+        found: dict[str, list[_Source]] = {}
+        for own, source in _renamed(model, known, stored):
+            found.setdefault(own, []).append(source)
+        ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+        return cls({own: tuple(sorted(sources)) for own, sources in found.items()}, owners, tuple(ignored))
+
+    def pieces(self, name: str, shape: tuple[int, ...]) -> tuple[Piece, ...]:
+        """The stored tensors of the parameter of that name, or of another of its names."""
+        owner = self.owners.get(name, name)
+        for candidate in (name, owner, *(other for other, of in self.owners.items() if of == owner)):
+            if candidate in self.sources:
+                return tuple(source.piece(shape) for source in self.sources[candidate])
+        return (Piece(name),)
+
+    def is_surplus(self, stored: str) -> bool:
+        """Whether a stored tensor is rightly left unread: a tied copy, or what the model computes for itself."""
+        copies = {source.stored for name in self.owners for source in self.sources.get(name, ())}
+        computed = stored.endswith(("inv_freq", "masked_bias")) or any(re.search(p, stored) for p in self.ignored)
+        return stored in copies or computed
+
+
+def _renamed(model: nn.Module, known: frozenset[str], stored: Iterable[str]) -> Iterable[tuple[str, _Source]]:
+    """Each stored tensor with the parameter that it is, or is part of."""
+    renamings, converters = _rules(model)
+    prefix = getattr(model, "base_model_prefix", "")
+    for name in stored:
+        own, pattern = name, None
+        if renamings or converters:
+            from transformers.core_model_loading import rename_source_key
+
+            own, pattern = rename_source_key(name, renamings, converters)
+        if own not in known:
+            # Files of a model without its head leave the prefix out.
+            own = next((other for other in (f"{prefix}.{own}", own.removeprefix(f"{prefix}.")) if other in known), own)
+        converter = next((rule for rule in converters if pattern in rule.source_patterns), None)
+        if converter is None:
+            yield own, _Source(None, 0, 1, name)
+        elif [type(operation).__name__ for operation in converter.operations] in _STACKED:
+            parts = list(converter.source_patterns)
+            expert = int(re.findall(r"\.(\d+)\.", name)[-1])
+            yield own, _Source(expert, parts.index(pattern), len(parts), name)
+        else:
+            # Left unknown, it is refused as a tensor that belongs to no parameter.
+            yield name, _Source(None, 0, 1, name)
+
+
+def _rules(model: nn.Module) -> tuple[list[Any], list[Any]]:
+    """transformers' renamings and conversions for this model; before its version 5 there were none."""
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter
+    except ImportError:
+        return [], []
+    rules = get_model_conversion_mapping(model)  # pyright: ignore[reportArgumentType]  # it is transformers' own model
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    return [rule for rule in rules if not isinstance(rule, WeightConverter)], converters

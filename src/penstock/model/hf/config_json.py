@@ -1,0 +1,300 @@
+"""The families of Hugging Face's models that the decoder is: their config.json and ours, their names and ours.
+
+A family is a row of `FAMILIES`.
+"""
+
+import enum
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.model.config import ModelConfig
+from penstock.model.expert_config import ExpertConfig, Scores
+from penstock.model.hf.families import MIXTRAL_EXPERTS, QWEN_EXPERTS, ExpertNames, NativeNames
+from penstock.model.hf.files import MissingFile
+from penstock.model.rope_scaling import RopeKind, RopeScaling
+
+CONFIG_FILE = "config.json"
+_OTHERWISE = "Engine.from_hf(..., native=False) runs transformers' own layers"
+
+
+class Windows(enum.Enum):
+    """Which of a family's layers look back over a window of tokens alone, where config.json gives one."""
+
+    NEVER = enum.auto()
+    ALL = enum.auto()
+    IF_USED = enum.auto()
+    """All, with "use_sliding_window"."""
+    LATER = enum.auto()
+    """With "use_sliding_window" those from "max_window_layers" on."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """What tells one family's decoder from another's; lengths count where a config.json leaves them out."""
+
+    model_type: str
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    windows: Windows = Windows.NEVER
+    experts: ExpertNames | None = None
+    shared_expert: bool = False
+    max_length: int = 32768
+    window: int | None = None
+
+    def fits(self, config: ModelConfig) -> bool:
+        """Whether a model of this family can be that decoder."""
+        if config.sliding_window is None:
+            windows = True
+        elif config.num_full_layers:
+            windows = self.windows is Windows.LATER
+        else:
+            windows = self.windows is not Windows.NEVER
+        layers = (self.qkv_bias, self.qk_norm) == (config.qkv_bias, config.qk_norm)
+        # Layers that predict further tokens have no place in these families' files.
+        return windows and layers and not config.num_predictions and self._fits_experts(config)
+
+    def _fits_experts(self, config: ModelConfig) -> bool:
+        experts = config.experts
+        if experts is None or self.experts is None:
+            return experts is None and self.experts is None
+        plain = (experts.scores, experts.num_groups, experts.scaling_factor) == (Scores.SOFTMAX, 1, 1.0)
+        shared = experts.shared_gate if self.shared_expert else experts.shared_size == 0
+        everywhere = experts.normalise and all(map(experts.is_sparse, range(config.num_layers)))
+        # A bias for the choice of experts has no place in these families' files.
+        return plain and shared and not experts.bias_step and (everywhere or self.experts is not MIXTRAL_EXPERTS)
+
+
+FAMILIES = {
+    "LlamaForCausalLM": Family("llama", max_length=2048),
+    "MistralForCausalLM": Family("mistral", windows=Windows.ALL, max_length=131072, window=4096),
+    "Qwen2ForCausalLM": Family("qwen2", qkv_bias=True, windows=Windows.LATER),
+    "Qwen3ForCausalLM": Family("qwen3", qk_norm=True, windows=Windows.LATER),
+    "MixtralForCausalLM": Family("mixtral", windows=Windows.ALL, experts=MIXTRAL_EXPERTS, max_length=131072),
+    "Qwen2MoeForCausalLM": Family(
+        "qwen2_moe", qkv_bias=True, windows=Windows.LATER, experts=QWEN_EXPERTS, shared_expert=True
+    ),
+    "Qwen3MoeForCausalLM": Family("qwen3_moe", qk_norm=True, windows=Windows.IF_USED, experts=QWEN_EXPERTS),
+}
+
+
+def names_of(config: ModelConfig) -> NativeNames:
+    """The names of that decoder's parameters in the files of its family (any, where none is that decoder)."""
+    family = next((family for family in FAMILIES.values() if family.fits(config)), None)
+    return NativeNames(config.tie_embeddings, family.experts if family else QWEN_EXPERTS)
+
+
+def read_config_json(folder: Path) -> dict[str, Any]:
+    """The folder's config.json.
+
+    Raises:
+        MissingFile: with the path of what is missing.
+        ValueError: it is no JSON object.
+    """
+    path = folder / CONFIG_FILE
+    if not path.is_file():
+        raise MissingFile(f"{path} is missing: a model's folder has one")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} can not be read: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} is no JSON object")
+    return content
+
+
+def architecture(content: Mapping[str, Any]) -> str:
+    """The name of the model's class, as config.json gives it, or as its model_type implies."""
+    named = content.get("architectures") or []
+    if named:
+        return str(named[0])
+    types = {family.model_type: name for name, family in FAMILIES.items()}
+    return types.get(str(content.get("model_type")), f"model_type {content.get('model_type')!r}")
+
+
+def config_from_json(content: Mapping[str, Any]) -> ModelConfig:
+    """The decoder that a config.json describes.
+
+    Raises:
+        ValueError: another architecture, or something in it that the decoder has not; says what would be possible.
+    """
+    name = architecture(content)
+    if name not in FAMILIES:
+        raise ValueError(f"the decoder is none of {name}; it is {', '.join(FAMILIES)}, and {_OTHERWISE}")
+    family = FAMILIES[name]
+    _refuse_strangers(content, name)
+    window, num_full_layers = _window(content, family)
+    sizes = {ours: _required(content, theirs, name) for ours, theirs in _SIZES.items()}
+    return ModelConfig(
+        **sizes,
+        num_kv_heads=content.get("num_key_value_heads") or 0,
+        head_dim=content.get("head_dim") or 0,
+        max_length=content.get("max_position_embeddings") or family.max_length,
+        rope_theta=float(_rope(content).get("rope_theta") or 10000.0),
+        norm_eps=float(content.get("rms_norm_eps", 1e-6)),
+        qkv_bias=family.qkv_bias,
+        qk_norm=family.qk_norm,
+        tie_embeddings=bool(content.get("tie_word_embeddings", False)),
+        sliding_window=window,
+        num_full_layers=num_full_layers,
+        rope_scaling=_scaling(_rope(content)),
+        experts=_experts(content, family, name),
+    )
+
+
+_SIZES = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+}
+
+
+def config_to_json(config: ModelConfig) -> dict[str, Any]:
+    """A config.json, readable by transformers, for a decoder that was not imported.
+
+    Raises:
+        ValueError: no family is this decoder.
+    """
+    name = next((name for name, family in FAMILIES.items() if family.fits(config)), None)
+    if name is None:
+        raise ValueError(
+            f"none of {', '.join(FAMILIES)} is a decoder with qkv_bias={config.qkv_bias}, qk_norm={config.qk_norm} "
+            f"and sliding_window={config.sliding_window}, so it can not be written for transformers"
+        )
+    family = FAMILIES[name]
+    content: dict[str, Any] = {
+        "architectures": [name],
+        "model_type": family.model_type,
+        **{theirs: getattr(config, ours) for ours, theirs in _SIZES.items()},
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "max_position_embeddings": config.max_length,
+        "rope_theta": config.rope_theta,
+        "rms_norm_eps": config.norm_eps,
+        "tie_word_embeddings": config.tie_embeddings,
+        "hidden_act": "silu",
+        "rope_scaling": _scaling_to_json(config.rope_scaling),
+    }
+    if family.windows is not Windows.NEVER:
+        content["sliding_window"] = config.sliding_window
+    if family.windows in (Windows.IF_USED, Windows.LATER):
+        content["use_sliding_window"] = config.sliding_window is not None
+        content["max_window_layers"] = config.num_full_layers if config.sliding_window else config.num_layers
+    if config.experts is not None:
+        content |= _experts_to_json(config, config.experts, family)
+    return content
+
+
+def _required(content: Mapping[str, Any], key: str, name: str) -> Any:
+    if key not in content:
+        raise ValueError(f"a config.json of {name} needs {key!r}")
+    return content[key]
+
+
+def _refuse_strangers(content: Mapping[str, Any], name: str) -> None:
+    """Refuse what a family's config.json may ask for and the decoder does not compute."""
+    for key, known in (("hidden_act", "silu"), ("attention_bias", False), ("mlp_bias", False)):
+        value = content.get(key, known)
+        if value != known:
+            raise ValueError(f"{name} with {key}={value!r} is not the decoder's ({known!r} is); {_OTHERWISE}")
+
+
+def _window(content: Mapping[str, Any], family: Family) -> tuple[int | None, int]:
+    """The sliding window, and how many layers from the first on see everything in spite of it."""
+    num_layers = content.get("num_hidden_layers", 0)
+    if family.windows is Windows.ALL:
+        # Families that always look back over a window do so too where config.json does not mention it.
+        return content.get("sliding_window", family.window), 0
+    if family.windows is Windows.NEVER or not content.get("use_sliding_window") or not content.get("sliding_window"):
+        return None, 0
+    if family.windows is Windows.IF_USED:
+        return content["sliding_window"], 0
+    types = content.get("layer_types")
+    num_full = content.get("max_window_layers", num_layers)
+    if types:
+        num_full = types.index("sliding_attention") if "sliding_attention" in types else num_layers
+        if "full_attention" in types[num_full:]:
+            raise ValueError(
+                f"its layer_types alternate ({', '.join(types[:4])}, ...), but the decoder's first layers see "
+                f"everything and the others a window; {_OTHERWISE}"
+            )
+    return (content["sliding_window"], num_full) if num_full < num_layers else (None, 0)
+
+
+def _rope(content: Mapping[str, Any]) -> dict[str, Any]:
+    """The rotary settings, whichever way the file gives them."""
+    older = {"rope_theta": content.get("rope_theta"), **(content.get("rope_scaling") or {})}
+    return {key: value for key, value in older.items() if value is not None} | (content.get("rope_parameters") or {})
+
+
+def _scaling(rope: Mapping[str, Any]) -> RopeScaling | None:
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return None
+    if kind not in [known.value for known in RopeKind]:
+        known = ", ".join(known.value for known in RopeKind)
+        raise ValueError(f"rope scaling {kind!r} is not the decoder's; it has default, {known}, and {_OTHERWISE}")
+    for key, default in (("mscale", None), ("mscale_all_dim", None), ("partial_rotary_factor", 1.0)):
+        if rope.get(key, default) != default:
+            raise ValueError(f"rope scaling with {key}={rope[key]!r} is not the decoder's; {_OTHERWISE}")
+    low, high = (1.0, 4.0) if kind == "llama3" else (1.0, 32.0)
+    return RopeScaling(
+        RopeKind(kind),
+        factor=float(rope["factor"]),
+        original_length=rope.get("original_max_position_embeddings") or 0,
+        low=float(rope.get("low_freq_factor") or rope.get("beta_slow") or low),
+        high=float(rope.get("high_freq_factor") or rope.get("beta_fast") or high),
+        attention_factor=rope.get("attention_factor"),
+        truncate=rope.get("truncate", True),
+    )
+
+
+def _scaling_to_json(scaling: RopeScaling | None) -> dict[str, Any] | None:
+    if scaling is None:
+        return None
+    content: dict[str, Any] = {"rope_type": scaling.kind.value, "factor": scaling.factor}
+    if scaling.kind is RopeKind.LINEAR:
+        return content
+    content["original_max_position_embeddings"] = scaling.original_length
+    if scaling.kind is RopeKind.LLAMA3:
+        return content | {"low_freq_factor": scaling.low, "high_freq_factor": scaling.high}
+    content |= {"beta_slow": scaling.low, "beta_fast": scaling.high, "truncate": scaling.truncate}
+    return content if scaling.attention_factor is None else content | {"attention_factor": scaling.attention_factor}
+
+
+def _experts(content: Mapping[str, Any], family: Family, name: str) -> ExpertConfig | None:
+    if family.experts is None:
+        return None
+    mixtral = family.experts is MIXTRAL_EXPERTS
+    known = {"num_experts": content.get("num_experts", content.get("num_local_experts"))}
+    num_experts = _required({key: value for key, value in known.items() if value is not None}, "num_experts", name)
+    shared = _required(content, "shared_expert_intermediate_size", name) if family.shared_expert else 0
+    return ExpertConfig(
+        num_experts=num_experts,
+        num_active=_required(content, "num_experts_per_tok", name),
+        intermediate_size=_required(content, "intermediate_size" if mixtral else "moe_intermediate_size", name),
+        normalise=mixtral or bool(content.get("norm_topk_prob", False)),
+        shared_size=shared,
+        shared_gate=shared > 0,
+        every=content.get("decoder_sparse_step") or 1,
+        dense_layers=tuple(content.get("mlp_only_layers") or ()),
+    )
+
+
+def _experts_to_json(config: ModelConfig, experts: ExpertConfig, family: Family) -> dict[str, Any]:
+    shared: dict[str, Any] = {"num_experts_per_tok": experts.num_active}
+    if family.experts is MIXTRAL_EXPERTS:
+        return shared | {"num_local_experts": experts.num_experts, "intermediate_size": experts.intermediate_size}
+    if family.shared_expert:
+        shared["shared_expert_intermediate_size"] = experts.shared_size
+    return shared | {
+        "num_experts": experts.num_experts,
+        "moe_intermediate_size": experts.intermediate_size,
+        "norm_topk_prob": experts.normalise,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [layer for layer in range(config.num_layers) if not experts.is_sparse(layer)],
+    }

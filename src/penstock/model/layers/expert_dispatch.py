@@ -1,0 +1,190 @@
+"""How tokens reach their experts and come back: sorted by expert, and between ranks by unequal all-to-alls.
+
+Shapes: T tokens, D hidden size, K active experts, N = T K rows (a token's copies, one for each of its experts), E
+experts, R ranks that share them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.model.collectives import Collectives
+from penstock.model.layers.grouped_linear import Groups
+from penstock.model.layers.router import Choice
+from penstock.model.segments import Lane, State, Travelling, Undo
+
+
+@dataclass(frozen=True, eq=False)
+class Order:
+    """The rows of a microbatch sorted by expert, those of one expert in the order of their tokens.
+
+    token_of_row: [N]. row_of_slot: [T, K], where the copy for each of a token's choices lies.
+    """
+
+    token_of_row_N: Tensor
+    row_of_slot_TK: Tensor
+
+    @classmethod
+    def of(cls, experts_TK: Tensor) -> "Order":
+        slots_N = experts_TK.flatten().sort(stable=True).indices
+        row_of_slot = torch.empty_like(slots_N)
+        row_of_slot[slots_N] = torch.arange(len(slots_N), device=slots_N.device)
+        return cls(slots_N // experts_TK.shape[1], row_of_slot.view_as(experts_TK))
+
+
+class _Spread(torch.autograd.Function):
+    """Tokens [T, D] -> rows [N, D]; a token's gradient is the sum of its rows', in the order of its choices."""
+
+    @staticmethod
+    def forward(ctx: Any, h_TD: Tensor, order: Order) -> Tensor:
+        ctx.order = order
+        return h_TD.index_select(0, order.token_of_row_N)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _sum_of_rows(grads[0], ctx.order.row_of_slot_TK, None), None
+
+
+class _Gather(torch.autograd.Function):
+    """Base [T, D] + the sum of each token's rows times its weights."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_ND: Tensor, weights_TK: Tensor, base_TD: Tensor, order: Order) -> Tensor:
+        ctx.save_for_backward(rows_ND, weights_TK)
+        ctx.order, ctx.base_dtype = order, base_TD.dtype
+        return _sum_of_rows(rows_ND, order.row_of_slot_TK, weights_TK).to(base_TD.dtype).add_(base_TD)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        (grad_TD,), (rows_ND, weights_TK), order = grads, ctx.saved_tensors, ctx.order
+        weights_N = torch.empty_like(weights_TK.flatten())
+        weights_N[order.row_of_slot_TK.flatten()] = weights_TK.flatten()
+        of_rows_ND = grad_TD.index_select(0, order.token_of_row_N)
+        products_N = torch.linalg.vecdot(of_rows_ND.to(weights_TK.dtype), rows_ND.to(weights_TK.dtype))
+        grad_weights_TK = products_N[order.row_of_slot_TK]
+        grad_rows_ND = of_rows_ND.mul_(weights_N[:, None]).to(rows_ND.dtype)
+        return grad_rows_ND, grad_weights_TK, grad_TD, None
+
+
+def _sum_of_rows(rows_ND: Tensor, row_of_slot_TK: Tensor, weights_TK: Tensor | None) -> Tensor:
+    """Each token's rows, weighted or not, added up in the order of its choices; 16-bit rows in fp32."""
+    dtype = torch.promote_types(rows_ND.dtype, torch.float32)
+    total_TD = None
+    for k in range(row_of_slot_TK.shape[1]):
+        part_TD = rows_ND.index_select(0, row_of_slot_TK[:, k]).to(dtype)
+        if weights_TK is None:
+            total_TD = part_TD if total_TD is None else total_TD.add_(part_TD)
+        elif total_TD is None:
+            total_TD = part_TD.mul_(weights_TK[:, k : k + 1])
+        else:
+            total_TD.addcmul_(part_TD, weights_TK[:, k : k + 1])
+    assert total_TD is not None
+    return total_TD.to(rows_ND.dtype) if weights_TK is None else total_TD
+
+
+def spread(h_TD: Tensor, order: Order) -> Tensor:
+    """A row for each token and expert it goes to [N, D], sorted by expert."""
+    return _Spread.apply(h_TD, order)  # pyright: ignore[reportReturnType]
+
+
+def gather(rows_ND: Tensor, weights_TK: Tensor, base_TD: Tensor, order: Order) -> Tensor:
+    """The base and each token's rows by their weights [T, D], summed in fp32 and given in the base's dtype."""
+    return _Gather.apply(rows_ND, weights_TK, base_TD, order)  # pyright: ignore[reportReturnType]
+
+
+class _Arrange(torch.autograd.Function):
+    """Rows in another order; `back` leads to the old one."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_ND: Tensor, there_N: Tensor, back_N: Tensor) -> Tensor:
+        ctx.there_N, ctx.back_N = there_N, back_N
+        return rows_ND.index_select(0, there_N)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return grads[0].index_select(0, ctx.back_N), None, None
+
+
+@dataclass(frozen=True, eq=False)
+class Arrived:
+    """The rows of this rank's experts, which came from rank after rank, each one's sorted by expert."""
+
+    groups: Groups
+    sent: tuple[int, ...]
+    received: tuple[int, ...]
+    by_expert_N: Tensor
+    by_rank_N: Tensor
+
+    @classmethod
+    def of(cls, sent_counts_E: Tensor, received_counts_RE: Tensor, experts_of_ranks: Sequence[int]) -> "Arrived":
+        """From how many rows go to each expert of all, and come for each expert here from each rank."""
+        device = sent_counts_E.device
+        # One wait for the device, for both together.
+        sizes = torch.cat([sent_counts_E, received_counts_RE.flatten()]).tolist()
+        num_experts = len(sent_counts_E)
+        sent = [sum(part) for part in _split(sizes[:num_experts], experts_of_ranks)]
+        by_rank = _split(sizes[num_experts:], [received_counts_RE.shape[1]] * len(experts_of_ranks))
+        received = [sum(part) for part in by_rank]
+        runs = torch.tensor(by_rank, dtype=torch.int64).view(len(experts_of_ranks), -1)
+        expert_of_run = torch.arange(runs.shape[1]).expand(runs.shape).flatten()
+        expert_of_row = torch.repeat_interleave(expert_of_run, runs.flatten())
+        by_expert = expert_of_row.sort(stable=True).indices
+        by_rank_N = torch.empty_like(by_expert)
+        by_rank_N[by_expert] = torch.arange(len(by_expert))
+        groups = Groups(tuple(runs.sum(0).tolist()), device)
+        return cls(groups, tuple(sent), tuple(received), by_expert.to(device), by_rank_N.to(device))
+
+    def sorted_by_expert(self, rows_ND: Tensor) -> Tensor:
+        return _Arrange.apply(rows_ND, self.by_expert_N, self.by_rank_N)  # pyright: ignore[reportReturnType]
+
+    def sorted_by_rank(self, rows_ND: Tensor) -> Tensor:
+        return _Arrange.apply(rows_ND, self.by_rank_N, self.by_expert_N)  # pyright: ignore[reportReturnType]
+
+
+def _split(values: list[int], sizes: Sequence[int]) -> list[list[int]]:
+    parts, first = [], 0
+    for size in sizes:
+        parts.append(values[first : first + size])
+        first += size
+    return parts
+
+
+@dataclass(eq=False)
+class Route:
+    """Where one microbatch's tokens go in one layer; filled as its row of segments is walked."""
+
+    order: Order | None = None
+    choice: Choice | None = None
+    sizes: Travelling | None = None
+    arrived: Arrived | None = None
+    num_padding: int = 0
+
+    def tell_sizes(self, collectives: Collectives, experts_of_ranks: Sequence[int]) -> None:
+        """Start telling every rank how many rows it will get for each of its experts."""
+        assert self.choice is not None
+        num_local = experts_of_ranks[collectives.rank]
+        self.sizes = collectives.all_to_all(self.choice.counts_E, experts_of_ranks, [num_local] * len(experts_of_ranks))
+
+
+@dataclass(frozen=True, eq=False)
+class Sizes:
+    """A segment that waits for the sizes, which the router's segment has sent off.
+
+    Little travels, but behind whatever is under way already. A backward has a turn more too, before the experts'
+    weight gradients: lanes that are resumed equally often hide most of each other.
+    """
+
+    route: Route
+    experts_of_ranks: tuple[int, ...]
+    name: str = "sizes"
+
+    def forward(self, state: State, undo: list[Undo] | None) -> Lane[State]:
+        yield
+        route = self.route
+        assert route.choice is not None and route.sizes is not None
+        received_RE = route.sizes.wait().view(len(self.experts_of_ranks), -1)
+        route.arrived, route.sizes = Arrived.of(route.choice.counts_E, received_RE, self.experts_of_ranks), None
+        return state

@@ -1,0 +1,208 @@
+"""The MLP half of a layer with experts, as a row of segments.
+
+    router with norm, shared expert and permutation | sizes, dispatch | experts | combine with residual
+
+Where one rank holds all experts, nothing travels and the two exchanges are left out.
+
+Shapes: T tokens of this rank, S with what pads them, D hidden size, K active experts, N rows (copies of tokens, one
+for each expert they go to).
+"""
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from penstock.model.cached import CachedRows, CacheSize
+from penstock.model.collectives import Collectives
+from penstock.model.config import ModelConfig
+from penstock.model.expert_config import ExpertConfig
+from penstock.model.groups import ModelGroups
+from penstock.model.layers.expert_dispatch import Order, Route, Sizes, gather, spread
+from penstock.model.layers.grouped_linear import ExpertStack, Groups, stack_products
+from penstock.model.layers.mlp import gated, gated_halves
+from penstock.model.layers.norm import RMSNorm
+from penstock.model.layers.router import Choice, Router
+from penstock.model.linear import Linear
+from penstock.model.matmul import Products
+from penstock.model.segments import (
+    Beside,
+    Compute,
+    Exchange,
+    Segment,
+    SegmentedUnit,
+    State,
+    Travelling,
+    drained,
+    walk,
+)
+from penstock.model.sequences import Sequences
+from penstock.model.units import Shard
+
+
+class Experts(nn.Module):
+    """This rank's experts: rows sorted by expert [N, D] -> down(silu(gate) * up) [N, D]."""
+
+    def __init__(self, hidden_size: int, config: ExpertConfig, num_local: int, products: Products) -> None:
+        super().__init__()
+        stacked = stack_products(products)
+        self.gate_up = ExpertStack(num_local, hidden_size, 2 * config.intermediate_size, stacked)
+        self.down = ExpertStack(num_local, config.intermediate_size, hidden_size, stacked)
+
+    def forward(self, rows_ND: Tensor, groups: Groups) -> Tensor:
+        return self.down(gated_halves(self.gate_up(rows_ND, groups)), groups)
+
+
+class SharedExpert(nn.Module):
+    """The expert that every token goes to, scaled by a gate of its own where there is one."""
+
+    def __init__(self, hidden_size: int, config: ExpertConfig, products: Products) -> None:
+        super().__init__()
+        self.gate = Linear(hidden_size, config.shared_size, products=products)
+        self.up = Linear(hidden_size, config.shared_size, products=products)
+        self.down = Linear(config.shared_size, hidden_size, products=products)
+        self.scale = Linear(hidden_size, 1, products=products) if config.shared_gate else None
+
+    def forward(self, h_TD: Tensor) -> Tensor:
+        out_TD = self.down(gated(self.gate(h_TD), self.up(h_TD)))
+        return out_TD if self.scale is None else out_TD * self.scale(h_TD).sigmoid()
+
+
+class ExpertHalf(SegmentedUnit):
+    """x + shared(norm(x)) + the sum of each token's experts' outputs by its weights.
+
+    Each rank routes its own tokens: where a tp group cuts the residual stream by tokens, its run of them [S, D], and
+    what pads the last run stays zero and goes to nobody.
+
+    Args:
+        config: of the model, with experts.
+        products: computes the matrix products.
+        groups: `ep` are the ranks that share the experts, each holding a run of neighbours.
+    """
+
+    def __init__(self, config: ModelConfig, products: Products, groups: ModelGroups | None = None) -> None:
+        super().__init__()
+        assert config.experts is not None
+        groups = groups or ModelGroups()
+        self.collectives, self.token_peers = Collectives(groups.ep), Collectives(groups.tp)
+        self.experts_of_ranks = experts_of_ranks(config.experts.num_experts, self.collectives.size)
+        num_local = self.experts_of_ranks[self.collectives.rank]
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.router = Router(config.hidden_size, config.experts, products, groups)
+        self.experts = Experts(config.hidden_size, config.experts, num_local, products)
+        self.shared = SharedExpert(config.hidden_size, config.experts, products) if config.experts.shared_size else None
+
+    @property
+    def needs_all_pipelines(self) -> bool:
+        """Whether `decode` is called on all ranks that share the experts together, on those without tokens too."""
+        return self.collectives.size > 1
+
+    def new_cache(self, size: CacheSize) -> None:
+        """Nothing is remembered."""
+
+    def decode(self, x_TD: Tensor, cache: None, rows: CachedRows) -> Tensor:
+        if self.needs_all_pipelines:
+            route = Route()
+            return drained(walk(self._row(route, Compute("router", partial(self._route_all, route))), None, x_TD))
+        h_TD = self.norm(x_TD)
+        choice = self.router(h_TD)
+        order = Order.of(choice.experts_TK)
+        rows_ND = spread(h_TD, order)
+        out_ND = self.experts(rows_ND, Groups.of(choice.counts_E, rows_ND.shape[0]))
+        base_TD = x_TD if self.shared is None else x_TD + self.shared(h_TD)
+        return gather(out_ND, choice.weights_TK, base_TD, order)
+
+    def segments(self, sequences: Sequences) -> Sequence[Segment]:
+        route = Route()
+        return self._row(route, Compute("router", partial(self._route, route, sequences)))
+
+    def _row(self, route: Route, router: Compute) -> Sequence[Segment]:
+        # The tokens' weights, and what the experts' outputs are added to, wait for them.
+        experts = Beside(Compute("experts", partial(self._compute, route), apart=True), 2)
+        combine = Compute("combine", partial(self._combine, route))
+        if self.collectives.size == 1:
+            return [router, experts, combine]
+        return [
+            router,
+            Sizes(route, self.experts_of_ranks),
+            Exchange("dispatch", partial(self._to_experts, route), partial(self._from_experts, route), True),
+            experts,
+            Exchange("combine", partial(self._from_experts, route), partial(self._to_experts, route)),
+            combine,
+        ]
+
+    def _route(self, route: Route, sequences: Sequences, x: Tensor) -> State:
+        tokens, route.num_padding = self._own_tokens(sequences, x.shape[0])
+        x_TD = x[: len(tokens)] if route.num_padding else x
+        h_TD = self.norm(x_TD)
+        return self._permute(route, x_TD, h_TD, self.router(h_TD, sequences, tokens))
+
+    def _route_all(self, route: Route, x_TD: Tensor) -> State:
+        """Of pieces: every rank that shares the layers has all of their tokens, and there is nothing to learn."""
+        h_TD = self.norm(x_TD)
+        return self._permute(route, x_TD, h_TD, self.router(h_TD))
+
+    def _permute(self, route: Route, x_TD: Tensor, h_TD: Tensor, choice: Choice) -> State:
+        route.choice = choice
+        if self.collectives.size > 1:
+            route.tell_sizes(self.collectives, self.experts_of_ranks)
+        order = route.order = Order.of(choice.experts_TK)
+        base_TD = x_TD if self.shared is None else x_TD + self.shared(h_TD)
+        return spread(h_TD, order), choice.weights_TK, base_TD
+
+    def _own_tokens(self, sequences: Sequences, num_rows: int) -> tuple[range, int]:
+        """Which of the microbatch's tokens these rows are, and how many rows behind them are none."""
+        if self.token_peers.size == 1:
+            return range(num_rows), 0
+        first = min(self.token_peers.rank * num_rows, sequences.num_tokens)
+        tokens = range(first, min(first + num_rows, sequences.num_tokens))
+        return tokens, num_rows - len(tokens)
+
+    def _compute(self, route: Route, rows_ND: Tensor) -> State:
+        if route.arrived is None:
+            assert route.choice is not None
+            return (self.experts(rows_ND, Groups.of(route.choice.counts_E, rows_ND.shape[0])),)
+        arrived = route.arrived
+        out_ND = self.experts(arrived.sorted_by_expert(rows_ND), arrived.groups)
+        return (arrived.sorted_by_rank(out_ND),)
+
+    def _combine(self, route: Route, rows_ND: Tensor, weights_TK: Tensor, base_TD: Tensor) -> State:
+        assert route.order is not None
+        y_TD = gather(rows_ND, weights_TK, base_TD, route.order)
+        return (F.pad(y_TD, (0, 0, 0, route.num_padding)) if route.num_padding else y_TD,)
+
+    def _to_experts(self, route: Route, rows: Tensor) -> Travelling:
+        assert route.arrived is not None
+        return self.collectives.all_to_all(rows, route.arrived.sent, route.arrived.received)
+
+    def _from_experts(self, route: Route, rows: Tensor) -> Travelling:
+        assert route.arrived is not None
+        return self.collectives.all_to_all(rows, route.arrived.received, route.arrived.sent)
+
+
+def expert_shards(config: ModelConfig, groups: ModelGroups) -> dict[str, Shard]:
+    """This rank's part of an expert half's parameters, by their names in it; none where it has all experts.
+
+    Raises:
+        ValueError: there are more ranks than experts.
+    """
+    experts = config.experts
+    assert experts is not None
+    if groups.ep_size == 1:
+        return {}
+    if groups.ep_size > experts.num_experts:
+        raise ValueError(
+            f"ep = {groups.ep_size} is more than the {experts.num_experts} experts of a layer; "
+            f"at most ep = {experts.num_experts} is possible"
+        )
+    shapes = {
+        "experts.gate_up.weight": (experts.num_experts, 2 * experts.intermediate_size, config.hidden_size),
+        "experts.down.weight": (experts.num_experts, config.hidden_size, experts.intermediate_size),
+    }
+    return {name: Shard("ep", 0, groups.ep_rank, groups.ep_size, shape) for name, shape in shapes.items()}
+
+
+def experts_of_ranks(num_experts: int, num_ranks: int) -> tuple[int, ...]:
+    """How many neighbouring experts each rank holds: as equal as can be, the larger shares first, as `Shard` has it."""
+    return tuple(num_experts // num_ranks + (rank < num_experts % num_ranks) for rank in range(num_ranks))

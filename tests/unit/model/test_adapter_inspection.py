@@ -1,0 +1,75 @@
+"""A model that can not be cut by its list of layers is refused by name, with what was found in it."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from penstock.model.adapters.transformers.inspection import CannotCut, Side, list_of_layers, uses_outside
+from penstock.model.adapters.transformers.skeleton import Skeleton
+
+VOCAB_SIZE, WIDTH, NUM_LAYERS = 11, 4, 3
+
+
+class Block(nn.Module):
+    def forward(self, hidden_states: Tensor, beside: Tensor | None = None) -> Tensor:
+        return hidden_states
+
+
+class Model(nn.Module):
+    """Embedding, layers, norm and head, with something that may stand in the way of cutting it."""
+
+    def __init__(self, obstacle: str = "") -> None:
+        super().__init__()
+        self.obstacle = obstacle
+        self.embed = nn.Embedding(VOCAB_SIZE, WIDTH)
+        self.layers = nn.ModuleList(Block() for _ in range(NUM_LAYERS))
+        self.bias = nn.Parameter(torch.zeros(WIDTH))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCAB_SIZE)
+
+    def forward(self, input_ids: Tensor, use_cache: bool, return_dict: bool) -> SimpleNamespace:
+        x = self.embed(input_ids)
+        beside = x if self.obstacle == "text" else torch.ones(())
+        if self.obstacle == "error":
+            raise RuntimeError("needs a picture")
+        for layer in self.layers:
+            x = layer(x, beside=beside)
+            if self.obstacle == "between":
+                x = x + self.bias
+        return SimpleNamespace(logits=self.head(self.norm(x)))
+
+
+def skeleton(obstacle: str) -> Skeleton:
+    found = Skeleton(Model(obstacle), "layers")
+    found.keep(())
+    return found
+
+
+def test_parameters_are_found_on_their_side_of_the_layers() -> None:
+    uses = uses_outside(skeleton(""), VOCAB_SIZE)
+    assert uses[Side.BEFORE] == {"embed.weight"}
+    assert uses[Side.BETWEEN] == frozenset()
+    assert uses[Side.AFTER] == {"norm.weight", "norm.bias", "head.weight", "head.bias"}
+
+
+@pytest.mark.parametrize(
+    ("obstacle", "told"),
+    [
+        ("text", "hands its layers beside, which depends on the text"),
+        ("between", "changes the hidden states between its layers"),
+        ("error", "needs a picture"),
+    ],
+)
+def test_what_stands_in_the_way_is_told(obstacle: str, told: str) -> None:
+    with pytest.raises(CannotCut, match=told):
+        uses_outside(skeleton(obstacle), VOCAB_SIZE)
+
+
+def test_the_lists_of_modules_are_named_where_none_has_as_many_as_there_are_layers() -> None:
+    assert list_of_layers(Model(), NUM_LAYERS) == "layers"
+    with pytest.raises(CannotCut, match=r"Model has no list of its 5 layers .* layers of 3"):
+        list_of_layers(Model(), 5)
+    with pytest.raises(CannotCut, match="none at all"):
+        list_of_layers(nn.Linear(1, 1), 5)

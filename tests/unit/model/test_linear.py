@@ -1,0 +1,260 @@
+"""Weight gradients that wait are bit for bit those that do not."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from penstock.model import Linear, ModelConfig, PendingGradient, Sequences, WeightGradients, decoder_units, defer
+from penstock.model.linear import switch_linears
+from penstock.model.matmul import TORCH, fastest_products
+from penstock.model.recompute import recomputed
+
+MODEL = ModelConfig(33, 16, 24, 2, 4, num_kv_heads=2, qkv_bias=True)
+LENGTHS = (5, 1, 7)
+
+
+class Foreign(nn.Module):
+    """Somebody else's layers, which know nothing of Penstock; one of them is used twice."""
+
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(8, 24, bias), nn.GELU(), nn.Linear(24, 8, bias))
+        self.twice = nn.Linear(8, 8, bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.twice(x + self.inner(self.twice(x)))
+
+
+def gradients(module: nn.Module) -> dict[str, Tensor]:
+    found = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+    assert len(found) == len(list(module.parameters()))
+    return found
+
+
+def assert_same_bits(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
+    assert left.keys() == right.keys()
+    assert left
+    for name, value in left.items():
+        assert torch.equal(value, right[name]), name
+
+
+def decoder(recompute: bool, seed: int = 3):
+    """A small decoder's modules, and its forward over packed tokens."""
+    units = decoder_units(MODEL)
+    modules = nn.ModuleList(unit.build() for unit in units)
+    for unit, module in zip(units, modules, strict=True):
+        unit.initialise(module, seed)
+    sequences = Sequences.from_lengths(LENGTHS)
+
+    def forward(tokens: Tensor) -> Tensor:
+        x = tokens
+        for module in modules:
+            x = recomputed(module, x, sequences) if recompute else module(x, sequences)
+        return x.square().sum()
+
+    return modules, forward
+
+
+@pytest.mark.parametrize(("bias", "shape"), list(itertools.product([False, True], [(7, 8), (2, 5, 8), (3, 2, 5, 8)])))
+@pytest.mark.parametrize("turned", [False, True])
+def test_switched_linears_of_a_foreign_module_keep_their_bits(bias: bool, shape: tuple[int, ...], turned: bool) -> None:
+    torch.manual_seed(0)
+    module = Foreign(bias)
+    batches = [torch.randn(shape) for _ in range(3)]
+    if turned:
+        batches = [x.transpose(0, -2) for x in batches]
+    for x in batches:
+        module(x).square().sum().backward()
+    plain = gradients(module)
+    module.zero_grad()
+
+    owner = WeightGradients()
+    assert switch_linears(module) == 3
+    assert defer(module, owner) == 3
+    queues: list[list[PendingGradient]] = [[] for _ in batches]
+    for x, queue in zip(batches, queues, strict=True):
+        loss = module(x).square().sum()
+        with owner.deferred_to(queue):
+            loss.backward()
+    assert all(p.grad is None for p in module.parameters())
+    for queue in queues:
+        assert len(queue) == 4
+        owner.drain(queue)
+        assert not queue
+    # A gradient that waits is added use by use to a sum of its own: the same order as autograd's.
+    assert_same_bits(gradients(module), plain)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("attached", [False, True])
+def test_a_decoder_gives_the_same_bits_whether_its_gradients_wait_or_not(recompute: bool, attached: bool) -> None:
+    batches = [torch.arange(13) % 33, (torch.arange(13) * 7) % 33]
+    modules, forward = decoder(recompute=False)
+    for tokens in batches:
+        forward(tokens).backward()
+    plain = gradients(modules)
+
+    modules, forward = decoder(recompute)
+    owner = WeightGradients()
+    if attached:
+        assert defer(modules, owner) == 15
+    queue: list[PendingGradient] = []
+    for tokens in batches:
+        loss = forward(tokens)
+        with owner.deferred_to(queue):
+            loss.backward()
+        assert len(queue) == (15 if attached else 0)
+        owner.drain(queue)
+    assert_same_bits(gradients(modules), plain)
+
+
+def test_an_owner_that_does_not_defer_changes_nothing() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(6, 8, requires_grad=True)
+    layer, reference = Linear(8, 5, bias=True), nn.Linear(8, 5)
+    layer.load_state_dict(reference.state_dict())
+    defer(layer, WeightGradients())
+    (expected_x,) = torch.autograd.grad(reference(x).exp().sum(), x)
+    reference(x).exp().sum().backward()
+    assert torch.equal(layer(x), reference(x))
+    assert torch.equal(torch.autograd.grad(layer(x).exp().sum(), x)[0], expected_x)
+    layer(x).exp().sum().backward()
+    assert_same_bits(gradients(layer), gradients(reference))
+
+
+def test_the_input_gradient_does_not_wait() -> None:
+    torch.manual_seed(0)
+    layer, owner, queue = Linear(4, 3), WeightGradients(), []
+    nn.init.normal_(layer.weight)
+    defer(layer, owner)
+    x = torch.randn(5, 4, requires_grad=True)
+    y = layer(x)
+    with owner.deferred_to(queue):
+        assert owner.deferring
+        y.sum().backward()
+    assert not owner.deferring
+    assert x.grad is not None
+    assert torch.equal(x.grad, torch.ones(5, 3) @ layer.weight)
+    assert layer.weight.grad is None
+    owner.drain(queue)
+    assert layer.weight.grad is not None
+
+
+def test_frozen_parameters_get_no_gradient_and_a_needless_input_gradient_is_not_computed() -> None:
+    layer, owner, queue = Linear(4, 3, bias=True), WeightGradients(), []
+    nn.init.normal_(layer.weight)
+    nn.init.zeros_(layer.bias)
+    layer.weight.requires_grad_(False)
+    defer(layer, owner)
+    y = layer(torch.randn(5, 4))
+    with owner.deferred_to(queue):
+        y.sum().backward()
+    owner.drain(queue)
+    assert layer.weight.grad is None
+    assert layer.bias.grad is not None
+    assert torch.equal(layer.bias.grad, torch.full((3,), 5.0))
+
+
+def test_sixteen_bit_parameters_accumulate_in_fp32_where_they_have_a_view() -> None:
+    torch.manual_seed(0)
+    layer, owner, queue = Linear(8, 8).to(torch.bfloat16), WeightGradients(), []
+    nn.init.normal_(layer.weight)
+    batches = [torch.randn(16, 8, dtype=torch.bfloat16) for _ in range(5)]
+    expected = torch.zeros(8, 8)
+    for x in batches:
+        layer(x).sum().backward()
+        assert layer.weight.grad is not None
+        expected += layer.weight.grad
+        layer.weight.grad = None
+    main_grad = torch.zeros(8, 8)
+    layer.weight.main_grad = main_grad  # pyright: ignore[reportAttributeAccessIssue]
+    defer(layer, owner)
+    for x in batches:
+        y = layer(x)
+        with owner.deferred_to(queue):
+            y.sum().backward()
+        owner.drain(queue)
+    assert torch.equal(main_grad, expected)
+    assert layer.weight.grad is None
+
+
+def test_gradients_are_added_into_a_view_that_exists() -> None:
+    layer, owner, queue = Linear(2, 2), WeightGradients(), []
+    nn.init.ones_(layer.weight)
+    bucket = torch.ones(4)
+    layer.weight.grad = bucket.view(2, 2)
+    defer(layer, owner)
+    y = layer(torch.ones(3, 2))
+    with owner.deferred_to(queue):
+        y.sum().backward()
+    owner.drain(queue)
+    assert torch.equal(bucket, torch.full((4,), 4.0))
+
+
+def test_only_what_runs_inside_the_lane_waits() -> None:
+    layer, owner, queue = Linear(2, 2), WeightGradients(), []
+    nn.init.ones_(layer.weight)
+    defer(layer, owner)
+
+    def lane():
+        loss = layer(torch.ones(1, 2)).sum()
+        yield
+        loss.backward()
+        yield
+        return "done"
+
+    collected = owner.collect(lane(), queue)
+    next(collected)
+    assert not owner.deferring
+    layer(torch.ones(1, 2)).sum().backward()
+    assert layer.weight.grad is not None
+    next(collected)
+    assert len(queue) == 1
+    with pytest.raises(StopIteration) as stop:
+        next(collected)
+    assert stop.value.value == "done"
+
+
+def test_an_error_in_backward_leaves_the_owner_as_it_was() -> None:
+    owner = WeightGradients()
+    with pytest.raises(RuntimeError), owner.deferred_to([]):
+        raise RuntimeError
+    assert not owner.deferring
+
+
+@pytest.mark.parametrize("num_tokens", [1, 5, 64])
+def test_the_fastest_products_agree_with_double_precision(num_tokens: int) -> None:
+    torch.manual_seed(0)
+    x, weight, grad = torch.randn(num_tokens, 48), torch.randn(32, 48), torch.randn(num_tokens, 32)
+    fast = fastest_products()
+    for name, operands in {
+        "output": (x, weight, torch.randn(32)),
+        "input_gradient": (grad, weight),
+        "weight_gradient": (grad, x),
+    }.items():
+        exact = getattr(TORCH, name)(*(operand.double() for operand in operands))
+        torch.testing.assert_close(getattr(fast, name)(*operands).double(), exact, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("products", [TORCH, fastest_products()])
+@pytest.mark.parametrize("waits", [False, True])
+def test_autocast_computes_in_bf16_and_gives_fp32_gradients(products, waits: bool) -> None:
+    torch.manual_seed(0)
+    layer, owner, queue = Linear(16, 8, bias=True, products=products), WeightGradients(), []
+    reference = nn.Linear(16, 8)
+    layer.load_state_dict(reference.state_dict())
+    if waits:
+        defer(layer, owner)
+    x = torch.randn(4, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        y, expected = layer(x), reference(x)
+    assert y.dtype == torch.bfloat16
+    assert torch.equal(y, expected)
+    F.mse_loss(expected.float(), torch.zeros(4, 8)).backward()
+    with owner.deferred_to(queue):
+        F.mse_loss(y.float(), torch.zeros(4, 8)).backward()
+    owner.drain(queue)
+    assert_same_bits(gradients(layer), gradients(reference))

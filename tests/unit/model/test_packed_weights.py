@@ -1,0 +1,96 @@
+"""Weights packed while generating: the same bits, the weights as they are now, and nothing kept behind."""
+
+import pytest
+import torch
+
+from penstock import Engine, MicroBatchSpec, PackedBatch, SamplingParams
+from penstock.engine.generate import GenerateOptions
+from penstock.model import CachedRows, CacheSize, Linear, ModelConfig, WeightCasts, decoder_units, share_casts
+from penstock.model.linear import outputs
+from penstock.model.matmul import fastest_products
+from penstock.schedule import Piece
+
+# As in `tests.generation`, widths are multiples of the vectors' length.
+CONFIG = ModelConfig(64, 32, 64, 2, 4, num_kv_heads=2, qkv_bias=True, max_length=64)
+PROMPTS = [[5, 9, 2], [7], [1, 2, 3, 4, 5]]
+PARAMS = SamplingParams(max_new_tokens=6, temperature=1.2, raw_log_probs=True)
+
+
+def make() -> Engine:
+    return Engine(decoder_units(CONFIG), CONFIG.hidden_size)
+
+
+def batch(seed: int) -> PackedBatch:
+    generator = torch.Generator().manual_seed(seed)
+    return PackedBatch.from_documents([torch.randint(0, 64, (n,), generator=generator) for n in (5, 9, 3)])
+
+
+def answers(engine: Engine, packed: bool = True) -> list[object]:
+    found = engine.generate(PROMPTS, PARAMS, GenerateOptions(packed=packed))
+    return [(answer.tokens, answer.log_probs, answer.raw_log_probs) for answer in found]
+
+
+def num_packed(casts: WeightCasts) -> int:
+    return sum(packed is not None for packed in casts._packed.values())
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 8, 17, 64])
+def test_one_packed_product_of_several_layers_has_the_bits_of_each_ones_own(num_rows: int, bias: bool) -> None:
+    torch.manual_seed(0)
+    layers = [Linear(48, size, bias, fastest_products()) for size in (96, 32, 32)]
+    casts = WeightCasts()
+    for layer in layers:
+        torch.nn.init.normal_(layer.weight)
+        if bias:
+            torch.nn.init.normal_(layer.bias)
+        share_casts(layer, casts)
+    x = torch.randn(num_rows, 48)
+    with torch.inference_mode():
+        expected = [layer(x) for layer in layers]
+        with casts.kept(packed=True):
+            joint, alone = outputs(x, layers), [layer(x) for layer in layers]
+    for of_all, own, plain in zip(joint, alone, expected, strict=True):
+        assert torch.equal(of_all, plain) and torch.equal(own, plain)
+
+
+def test_answers_have_the_same_bits_packed_or_not() -> None:
+    engine = make()
+    assert answers(engine, packed=True) == answers(engine, packed=False)
+
+
+def test_a_step_between_two_generations_is_seen_also_where_both_are_one_pass() -> None:
+    engine, plain = make(), make()
+    found, expected = [answers(engine)], [answers(plain, packed=False)]
+    with engine.fixed_weights():
+        found.append(answers(engine))
+        # Each layer has one for q, k and v, output, gate and up, and down; the head one.
+        assert num_packed(engine.pipeline.casts) in (0, 4 * CONFIG.num_layers + 1)
+        engine.train_batch(batch(1), micro_batches=MicroBatchSpec(num=1))
+        found.append(answers(engine))
+    assert num_packed(engine.pipeline.casts) == 0, "the pass has given the memory back"
+    expected.append(answers(plain, packed=False))
+    plain.train_batch(batch(1), micro_batches=MicroBatchSpec(num=1))
+    expected.append(answers(plain, packed=False))
+    assert found == expected
+    assert found[1] != found[2]
+
+
+def test_nothing_but_generation_packs() -> None:
+    engine = make()
+    with engine.fixed_weights():
+        engine.forward(batch(1))
+        engine.train_batch(batch(2), micro_batches=MicroBatchSpec(num=1))
+        assert num_packed(engine.pipeline.casts) == 0
+
+
+def test_a_stage_packs_beforehand_all_that_its_units_read_packed() -> None:
+    engine = make()
+    stage, rows = engine.pipeline.stages[0], CachedRows.of([Piece(0, 0, start=0, length=3, sampled=True)])
+    caches = stage.new_caches(CacheSize(1, 8, torch.float32, torch.device("cpu")))
+    with torch.inference_mode(), engine.pipeline.casts.kept(packed=True):
+        stage.pack_weights()
+        beforehand = dict(engine.pipeline.casts._packed)
+        stage.decode(torch.tensor([5, 9, 2]), caches, rows)
+        assert engine.pipeline.casts._packed.keys() == beforehand.keys()
+    assert len(beforehand) == 4 * CONFIG.num_layers + 1
