@@ -15,9 +15,9 @@ from collections.abc import Callable
 import torch
 
 from penstock.model import ModelConfig, Sequences, UnitSpec, cross_entropy_sum, decoder_units
-from penstock.model.matmul import TORCH, OneDnnProducts, Products
+from penstock.model.matmul import TORCH, Matmul, OneDnnMatmul
 
-LIBRARIES: dict[str, Products] = {"torch": TORCH, "onednn": OneDnnProducts()}
+LIBRARIES: dict[str, Matmul] = {"torch": TORCH, "onednn": OneDnnMatmul()}
 
 SIZES = {"vocabulary": 260, "hidden": 512, "inner": 1408, "heads": 8, "length": 256, "sequences": 2}
 
@@ -31,7 +31,7 @@ def median_s(run: Callable[[], object], num_runs: int = 15) -> float:
     return statistics.median(times[2:])
 
 
-def time_products(library: Products, num_tokens: int, num_in: int, num_out: int) -> dict[str, float]:
+def time_products(library: Matmul, num_tokens: int, num_in: int, num_out: int) -> dict[str, float]:
     """GFLOP/s of each product."""
     x, weight, grad = torch.randn(num_tokens, num_in), torch.randn(num_out, num_in), torch.randn(num_tokens, num_out)
     giga = 2e-9 * num_tokens * num_in * num_out

@@ -26,7 +26,7 @@ from penstock.model import (
     Travelling,
     decoder_units,
 )
-from penstock.model.layers.moe import ExpertHalf
+from penstock.model.layers.moe import ExpertBlock
 from penstock.model.segments import Grads, State, Undo
 from penstock.runtime import Pairs, Record
 from penstock.schedule import Pair
@@ -203,7 +203,7 @@ def note(engine: Engine) -> list[str]:
     for stage in engine.pipeline.stages.values():
         for name, module in stage.units:
             layer = name.split(".")[1] if name.startswith("layers") else name
-            if isinstance(module, ExpertHalf):
+            if isinstance(module, ExpertBlock):
                 segments_of = module.segments
 
                 def noted(sequences: Sequences, segments_of: Any = segments_of, layer: str = layer) -> list[Noted]:
@@ -361,7 +361,7 @@ def launches(rank: int, cases: list[tuple[Run, Layout]]) -> list[list[tuple[str,
         engine, log = engine_of(run, layout), []
         for stage in engine.pipeline.stages.values():
             for name, module in stage.units:
-                if isinstance(module, ExpertHalf):
+                if isinstance(module, ExpertBlock):
                     module.collectives = Telling(module.collectives, name, engine, log)
         spec = MicroBatchSpec(num=run.num_microbatches)
         engine.train_batch(batches(engine.grid.dp_rank, run.num_microbatches)[0], micro_batches=spec)

@@ -9,10 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.model.attention.all_to_all import ContextForm, HeadShape, context_attention
+from penstock.model.attention.all_to_all import ContextForm, HeadShape
 from penstock.model.attention.ring import RingAttention
 from penstock.model.attention.tiles import Sight
 from penstock.model.collectives import Collectives, Work
+from penstock.model.layers.attention import context_attention
 from penstock.model.segments import Grads, Lane, Segment, State, Undo
 from penstock.model.sequences import Sequences, Spread
 from penstock.parallel.context import ContextCut, cut_sequences

@@ -13,7 +13,13 @@ from penstock.engine.learning_rate import LearningRate
 from penstock.engine.optimizer import OptimizerConfig
 from penstock.engine.options import Precision
 from penstock.model import ExpertConfig, ModelConfig, WeightGradients, decoder_units, defer
-from penstock.model.layers.grouped_linear import AllAtOnce, ExpertStack, Groups, OneByOne, StackProducts
+from penstock.model.layers.grouped_linear import (
+    GroupedLinear,
+    GroupedMatmul,
+    GroupedMatmulKernel,
+    MatmulPerExpert,
+    RowGroups,
+)
 from penstock.runtime import Pairs
 
 BF16_EPS = torch.finfo(torch.bfloat16).eps
@@ -22,15 +28,15 @@ NUM_OUTPUTS, NUM_INPUTS = 48, 64
 SIZES = [(16, 32, 8), (0, 33, 1, 0, 0, 90, 7, 0), (1,), (0, 0, 5)]
 
 
-def operands(sizes: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor, Groups]:
+def operands(sizes: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor, RowGroups]:
     """Rows, their gradients and the weights in bfloat16, and which rows belong to which expert."""
     generator = torch.Generator().manual_seed(sum(sizes))
     shapes = (sum(sizes), NUM_INPUTS), (sum(sizes), NUM_OUTPUTS), (len(sizes), NUM_OUTPUTS, NUM_INPUTS)
     x_NI, grad_NO, weight_EOI = (torch.randn(s, generator=generator).to("cuda", torch.bfloat16) for s in shapes)
-    return x_NI, grad_NO, weight_EOI, Groups(sizes, torch.device("cuda"))
+    return x_NI, grad_NO, weight_EOI, RowGroups(sizes, torch.device("cuda"))
 
 
-def computed(products: StackProducts, sizes: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def computed(products: GroupedMatmul, sizes: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """The layer's output and its two gradients, the weights' added to ones."""
     x_NI, grad_NO, weight_EOI, groups = operands(sizes)
     x_NI, grad_NO, weight_EOI = x_NI.to(dtype), grad_NO.to(dtype), weight_EOI.to(dtype)
@@ -51,10 +57,10 @@ def leftovers_of_nan(num_bytes: int = 1 << 22) -> Iterator[None]:
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_one_kernel_for_all_experts_gives_what_a_loop_gives(sizes: tuple[int, ...]) -> None:
     x_NI, _, weight_EOI, _ = operands(sizes)
-    assert AllAtOnce.takes(x_NI, weight_EOI)
-    exact = computed(OneByOne(), sizes, torch.float64)
+    assert GroupedMatmulKernel.takes(x_NI, weight_EOI)
+    exact = computed(MatmulPerExpert(), sizes, torch.float64)
     with leftovers_of_nan():
-        at_once = computed(AllAtOnce(), sizes, torch.bfloat16)
+        at_once = computed(GroupedMatmulKernel(), sizes, torch.bfloat16)
     for found, wanted in zip(at_once, exact, strict=True):
         # Sums are fp32 and rounded once; the largest element bounds what cancels in a smaller one.
         scale = float(wanted.abs().max())
@@ -69,7 +75,7 @@ def test_weight_gradients_that_wait_are_those_that_do_not(sizes: tuple[int, ...]
     x_NI, grad_NO, weight_EOI, groups = operands(sizes)
     found = []
     for waits in (False, True):
-        stack = ExpertStack(len(sizes), NUM_INPUTS, NUM_OUTPUTS, AllAtOnce()).cuda()
+        stack = GroupedLinear(len(sizes), NUM_INPUTS, NUM_OUTPUTS, GroupedMatmulKernel()).cuda()
         stack.weight.data.copy_(weight_EOI)
         owner, queue = WeightGradients(), []
         defer(stack, owner)
@@ -91,11 +97,13 @@ def test_weight_gradients_that_wait_are_those_that_do_not(sizes: tuple[int, ...]
 def test_rows_that_the_kernel_can_not_take_go_through_the_loop() -> None:
     x_NI, _, weight_EOI, groups = operands((3, 4))
     for rows, weight in ((x_NI.float(), weight_EOI.float()), (x_NI[:, :60], weight_EOI[..., :60])):
-        assert not AllAtOnce.takes(rows, weight)
+        assert not GroupedMatmulKernel.takes(rows, weight)
         rows, weight = rows.contiguous(), weight.contiguous()
-        assert torch.equal(AllAtOnce().output(rows, weight, groups), OneByOne().output(rows, weight, groups))
-    assert not AllAtOnce.takes(x_NI[:0], weight_EOI), "nobody came"
-    assert AllAtOnce().output(x_NI[:0], weight_EOI, Groups((0, 0), x_NI.device)).shape == (0, NUM_OUTPUTS)
+        assert torch.equal(
+            GroupedMatmulKernel().output(rows, weight, groups), MatmulPerExpert().output(rows, weight, groups)
+        )
+    assert not GroupedMatmulKernel.takes(x_NI[:0], weight_EOI), "nobody came"
+    assert GroupedMatmulKernel().output(x_NI[:0], weight_EOI, RowGroups((0, 0), x_NI.device)).shape == (0, NUM_OUTPUTS)
 
 
 def trained(schedule: str, pairs: Pairs, precision: Precision) -> tuple[list[float], dict[str, Tensor]]:

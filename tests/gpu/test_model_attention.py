@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from penstock.model import Sequences
-from penstock.model.attention.packed import packed_attention
+from penstock.model.attention.kernels import packed_attention
 from tests.attention_reference import masked_attention
 
 

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
 
-from penstock.bench.overlap import SleepingProducts
+from penstock.bench.overlap import SleepingMatmul
 from penstock.bench.ranks import Team
 from penstock.bench.slow_network import INTERFACE, Host, SlowNetwork
 from penstock.data import MicroBatchSpec, PackedBatch
@@ -142,7 +142,7 @@ def _meet(rank: int, hosts: Sequence[Host], world_size: int, path: str) -> None:
 
 
 def _prepare(rank: int, traffic: Traffic) -> Callable[[], Figures]:
-    products = None if traffic.emulated_flops is None else SleepingProducts(traffic.emulated_flops)
+    products = None if traffic.emulated_flops is None else SleepingMatmul(traffic.emulated_flops)
     options = EngineOptions(
         schedule=traffic.schedule, optimizer=OptimizerConfig(zero=traffic.zero), device="cpu", timeout_s=_LIMIT_S
     )

@@ -79,8 +79,8 @@ class Size:
 
 
 @dataclass(frozen=True)
-class SleepingProducts:
-    """Products that take their time and give zeros; those of a router are computed, for tokens to find experts."""
+class SleepingMatmul:
+    """Matmul that take their time and give zeros; those of a router are computed, for tokens to find experts."""
 
     flops: float
     smallest: int = 64
@@ -261,7 +261,7 @@ def _meet(rank: int, hosts: Sequence[Host], path: str) -> None:
 def _prepare(rank: int, side: Side, size: Size) -> Callable[[], Figures]:
     model = size.model()
     options = EngineOptions(schedule=side.schedule, pairs=Pairs(overlap=side.overlap), device="cpu", timeout_s=_LIMIT_S)
-    products = None if size.emulated_flops is None else SleepingProducts(size.emulated_flops)
+    products = None if size.emulated_flops is None else SleepingMatmul(size.emulated_flops)
     engine = Engine(
         lambda groups: decoder_units(model, products, groups),
         model.hidden_size,

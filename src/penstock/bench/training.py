@@ -16,7 +16,7 @@ from penstock.engine.learning_rate import LearningRate, WeightDecay
 from penstock.engine.optimizer import OptimizerConfig
 from penstock.engine.schedules import ScheduleChoice
 from penstock.model import ModelConfig, Sequences, UnitSpec, cross_entropy_sum, decoder_units
-from penstock.model.matmul import TORCH, fastest_products
+from penstock.model.matmul import TORCH, fastest_matmul
 from penstock.parallel import Layout
 
 RATE, DECAY, BETAS, EPS = 1e-4, 0.1, (0.9, 0.95), 1e-8
@@ -63,7 +63,7 @@ class Training:
             num_heads=self.hidden_size // 64,
             max_length=self.sequence_tokens,
         )
-        return decoder_units(config, TORCH if self.products == "torch" else fastest_products())
+        return decoder_units(config, TORCH if self.products == "torch" else fastest_matmul())
 
     def even_cut(self, num_stages: int) -> tuple[int, ...]:
         """As many layers for each stage; the embedding comes to the first, the head to the last.

@@ -28,7 +28,7 @@ from penstock.engine.runs import CHECKPOINT_FOLDER, CONFIG_FILE, RunFolder
 from penstock.engine.state import ModelState
 from penstock.engine.trainer import Trainer
 from penstock.model import decoder_units
-from penstock.model.hf.config_json import names_of
+from penstock.model.hf.families import names_of
 from penstock.model.hf.files import WeightFiles
 from penstock.model.hf.load import Piece, pieces_of, placed_units
 

@@ -21,7 +21,7 @@ from penstock.engine.options import EngineOptions, Precision
 from penstock.engine.sharing import Sharing, UnitSource, units_for
 from penstock.engine.zero import shared_out
 from penstock.model import ModelGroups, Sequences, UnitSpec, WeightGradients, cross_entropy_sum, defer
-from penstock.model.groups import PlannedPeers
+from penstock.model.groups import PlannedGroup
 from penstock.parallel import GradientBuckets, Grid, Layout
 from penstock.parallel.buckets import StateBytes, state_bytes
 from penstock.runtime import Boundary, Stage, Tape, drain
@@ -54,7 +54,7 @@ def planned_grid(layout: Layout, rank: int) -> Grid:
     def group(groups: Sequence[tuple[int, ...]]) -> ProcessGroup | None:
         ranks = next(ranks for ranks in groups if rank in ranks)
         # Nothing is sent, so a size and a place will do.
-        return None if len(ranks) == 1 else cast(ProcessGroup, PlannedPeers(len(ranks), ranks.index(rank)))
+        return None if len(ranks) == 1 else cast(ProcessGroup, PlannedGroup(len(ranks), ranks.index(rank)))
 
     return Grid(
         layout,

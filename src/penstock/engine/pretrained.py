@@ -15,7 +15,8 @@ from penstock.engine.model_settings import model_config
 from penstock.engine.runs import CHECKPOINT_FOLDER, CONFIG_FILE
 from penstock.model import ModelConfig, ModelGroups, UnitSpec, decoder_units
 from penstock.model.hf.config_json import CONFIG_FILE as HUGGING_FACE_CONFIG
-from penstock.model.hf.config_json import config_from_json, config_to_json, names_of, read_config_json
+from penstock.model.hf.config_json import config_from_json, config_to_json, read_config_json
+from penstock.model.hf.families import names_of
 from penstock.model.hf.files import MissingFile, WeightFiles
 from penstock.model.hf.load import Names, Piece, placed_units
 from penstock.parallel.exchange import together
@@ -168,12 +169,12 @@ def _open(folder: Path, native: bool, shape: ModelConfig | None) -> Pretrained:
 
 def _open_foreign(folder: Path) -> Pretrained:
     # Only now, since it loads transformers.
-    from penstock.model.adapters.transformers.model import ForeignModel
+    from penstock.model.adapters.transformers.model import TransformersModel
 
     if not folder.is_dir():
         raise MissingFile(f"there is no folder {folder} to read a model from")
     content, files = read_config_json(folder), WeightFiles.open(folder)
-    model = ForeignModel.open(files)
+    model = TransformersModel.open(files)
     placed = placed_units(model.units(), model.names, files)
 
     def units(groups: ModelGroups) -> Sequence[UnitSpec]:

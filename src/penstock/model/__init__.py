@@ -1,17 +1,24 @@
-"""The decoder as a list of units, and what a stage needs to run them; given process groups, it never looks one up."""
+"""The decoder as a list of units, and the parts that a stage needs to run it. Process groups are arguments."""
 
 from penstock.model.attention.all_to_all import ContextForm
-from penstock.model.aux_losses import Ahead, LossTerms, Term
+from penstock.model.aux_losses import AuxLosses, FutureTokens, Term
 from penstock.model.cached import CachedRows, CachedUnit, CacheSize, KVCache, cached_attention
-from penstock.model.casts import WeightCasts, share_casts
 from penstock.model.collectives import Collectives, Observer, observe
 from penstock.model.config import ModelConfig
 from penstock.model.decoder import decoder_units
 from penstock.model.expert_config import ExpertConfig, GroupScore, Scores
 from penstock.model.groups import ModelGroups
 from penstock.model.linear import Linear, PendingGradient, WeightGradients, defer, pack, switch_linears
-from penstock.model.logprobs import TokenStatistics, token_log_probs, token_statistics
-from penstock.model.loss import cross_entropy_sum
+from penstock.model.loss import (
+    Logits,
+    ShardedLogits,
+    TokenStatistics,
+    cross_entropy_sum,
+    token_log_probs,
+    token_statistics,
+    whole_logits,
+)
+from penstock.model.matmul import WeightCasts, share_casts
 from penstock.model.recompute import recomputed
 from penstock.model.sampling import Draw, Drawn, draw_tokens
 from penstock.model.sampling_params import SamplingParams
@@ -29,12 +36,11 @@ from penstock.model.segments import (
     enter_graph,
 )
 from penstock.model.sequences import Sequences, Spread
-from penstock.model.sharded_logits import Logits, ShardedLogits, whole_logits
 from penstock.model.slot_rows import SlotRows, spare_position
 from penstock.model.units import Limits, Shard, UnitSpec
 
 __all__ = [
-    "Ahead",
+    "AuxLosses",
     "Beside",
     "CacheSize",
     "CachedRows",
@@ -46,13 +52,13 @@ __all__ = [
     "Drawn",
     "Exchange",
     "ExpertConfig",
+    "FutureTokens",
     "GroupScore",
     "KVCache",
     "Lane",
     "Limits",
     "Linear",
     "Logits",
-    "LossTerms",
     "ModelConfig",
     "ModelGroups",
     "Observer",

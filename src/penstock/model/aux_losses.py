@@ -1,8 +1,8 @@
-"""Terms that units in the middle of a model add to the loss, and what they count of a microbatch's tokens.
+"""Auxiliary losses that units in the middle of a model add to the loss, and their counts of a microbatch's tokens.
 
-A term enters autograd where it is made: a tensor on its way to the loss carries it, and in backward the term gets
-the gradient 1 whenever that microbatch's backward passes. Its factor stands in it already, the one of the
-microbatch's main loss, so a backward may come as late as the schedule likes.
+An auxiliary loss enters autograd where it is computed: it is attached to a tensor on its way to the main loss, and in
+backward it receives the gradient 1 when that tensor's gradient passes. It is already multiplied with the factor of the
+microbatch's main loss, so the backward may run at any later time.
 """
 
 import enum
@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.model.blocks import IGNORED
+IGNORED = -100
+"""The label of a token that has no loss."""
 
 
 class Term(enum.Enum):
-    """The kinds of terms."""
+    """The kinds of auxiliary losses."""
 
     BALANCE = "balance"
     SEQUENCE_BALANCE = "sequence_balance"
@@ -27,59 +28,59 @@ class Term(enum.Enum):
 
 
 @dataclass(frozen=True, eq=False)
-class Ahead:
-    """For each token of a microbatch the token, and the label, that stand some places further on in its sequence.
+class FutureTokens:
+    """The token and label some places further on in the sequence of each token of a microbatch.
 
-    tokens_T, labels_T: int64; where the sequence has ended before, the label is -100 and the token that itself.
+    Past the end of the sequence the label is -100 and the token is the token itself.
     """
 
+    #: int64
     tokens_T: Tensor
     labels_T: Tensor
 
     @classmethod
-    def of(cls, tokens_T: Tensor, labels_T: Tensor, lengths: Sequence[int], distance: int) -> "Ahead":
-        """Of packed sequences of these lengths."""
+    def of(cls, tokens_T: Tensor, labels_T: Tensor, lengths: Sequence[int], distance: int) -> "FutureTokens":
+        """The tokens and labels `distance` places further on, in packed sequences of these lengths."""
         left_T = torch.cat([torch.arange(n - 1, -1, -1) for n in lengths]).to(tokens_T.device)
         inside_T = left_T >= distance
         tokens = tokens_T.roll(-distance).where(inside_T, tokens_T)
         return cls(tokens, labels_T.roll(-distance).masked_fill(~inside_T, IGNORED))
 
-    def rows(self, rows: Tensor) -> "Ahead":
-        """Of these tokens only."""
-        return Ahead(self.tokens_T.index_select(0, rows), self.labels_T.index_select(0, rows))
+    def rows(self, rows: Tensor) -> "FutureTokens":
+        """The same for these tokens alone."""
+        return FutureTokens(self.tokens_T.index_select(0, rows), self.labels_T.index_select(0, rows))
 
 
 @dataclass(eq=False)
-class LossTerms:
-    """What one microbatch's loss is multiplied by, and what the units on this rank added to it and counted.
+class AuxLosses:
+    """The factors of one microbatch's loss, and the auxiliary losses and counts of the units on this rank.
 
-    What is computed again in backward replaces what was noted in forward by the same.
-
-    Args:
-        factor: of the microbatch's main loss, a sum over labels; loss scale included.
-        per_token: the same for a sum over tokens: the factor times the labels' weight for each token of the step, so
-            that a coefficient means the same whatever part of the tokens has a label.
-        ahead: one, two, ... tokens further on than the next one's predecessor, for a head that predicts them; known
-            where the last stage is.
+    Activation checkpointing computes a unit again in backward; it then replaces its entries by the same values.
     """
 
+    #: of the microbatch's main loss, which is a sum over labels; includes the loss scale
     factor: float
+    #: of a sum over tokens: the factor times the labels' weight per token of the step, so that a coefficient means the
+    #: same whatever part of the tokens has a label
     per_token: float
-    ahead: Sequence[Ahead] = ()
+    #: tokens one, two, ... places further on, for a head that predicts them; known on the last stage
+    ahead: Sequence[FutureTokens] = ()
+    #: (unit, kind) -> the loss, detached
     values: dict[tuple[nn.Module, Term], Tensor] = field(default_factory=dict)
+    #: router's state -> tokens of each expert
     counts: dict[nn.Module, Tensor] = field(default_factory=dict)
 
     def add(self, carrier: Tensor, term: Tensor, owner: nn.Module, kind: Term, num_sharing: int = 1) -> Tensor:
-        """The carrier, on which the backward of a term hangs from now on; its factor stands in the term.
+        """The carrier with the loss `term`, which includes its factor, attached to it.
 
-        `num_sharing` ranks that come to the same term each note their share of it, for notes are added up.
+        Where `num_sharing` ranks compute the same term, each records its share, because records are summed over ranks.
         """
         self.values[owner, kind] = term.detach() / num_sharing
-        return _Carried.apply(carrier, term)  # pyright: ignore[reportReturnType]
+        return _AttachedLoss.apply(carrier, term)  # pyright: ignore[reportReturnType]
 
 
-class _Carried(torch.autograd.Function):
-    """The first argument as it is; in backward the second, a scalar that is part of the loss, gets the gradient 1."""
+class _AttachedLoss(torch.autograd.Function):
+    """Returns the carrier; in backward the term, a scalar that is part of the loss, gets the gradient 1."""
 
     @staticmethod
     def forward(ctx: Any, carrier: Tensor, term: Tensor) -> Tensor:

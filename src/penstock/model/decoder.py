@@ -1,9 +1,8 @@
-"""The decoder of the Llama, Qwen, Mistral and Mixtral family, dense or with experts, as a list of units.
+"""The decoder of the Llama, Qwen, Mistral and Mixtral families, dense or with experts, as a list of units.
 
-What the units compute stands in `halves`, `experts`, `prediction` and, where ranks share them, `tensor_parallel`.
+`layers` has what the units compute, in the form that the process groups need.
 """
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -11,15 +10,18 @@ from functools import partial
 import torch
 from torch import nn
 
-from penstock.model import flops as estimates
 from penstock.model.config import ModelConfig
+from penstock.model.flops import of_attention, of_embedding, of_experts, of_head, of_mlp, of_predictions
 from penstock.model.groups import ModelGroups
 from penstock.model.initialise import Constant, Initial, Initialise, Normal
-from penstock.model.layers.attention import AttentionHalf, ContextAttentionHalf, Embedding, Head, MLPHalf
-from penstock.model.layers.moe import ExpertHalf, expert_shards
-from penstock.model.layers.multi_token import PredictingHead
-from penstock.model.layers.shared_units import share_units
-from penstock.model.matmul import Products, fastest_products
+from penstock.model.layers.attention import attention_block
+from penstock.model.layers.embedding import embedding
+from penstock.model.layers.head import Head, head
+from penstock.model.layers.mlp import mlp_block
+from penstock.model.layers.moe import ExpertBlock, check_expert_parallel, expert_shards
+from penstock.model.layers.multi_token import multi_token_head
+from penstock.model.layers.tensor_parallel import TensorParallelSplit, check_tensor_parallel
+from penstock.model.matmul import Matmul, fastest_matmul
 from penstock.model.units import Limits, Shard, UnitSpec
 
 _EMBEDDING_STD = 0.5
@@ -27,85 +29,95 @@ _EMBEDDING_STD = 0.5
 
 
 def decoder_units(
-    config: ModelConfig, products: Products | None = None, groups: ModelGroups | None = None
+    config: ModelConfig, matmul: Matmul | None = None, groups: ModelGroups | None = None
 ) -> tuple[UnitSpec, ...]:
-    """The decoder's units in order: embedding, then attention and mlp of each layer, then head.
+    """The decoder's units in order: embedding, attention and MLP of each layer, head.
 
-    `products` computes the linear layers' matrix products; left out, the fastest this machine has. `groups` are the
-    ranks that share the units; left out, nobody does.
+    Args:
+        config: the decoder's shape.
+        matmul: computes the linear layers' matrix products; by default the fastest library that is available.
+        groups: the ranks that share the units; by default this rank has whole units.
+
+    Raises:
+        ValueError: the groups cannot share this decoder; names the sizes that could.
     """
-    groups = groups or ModelGroups()
-    if groups.ep_size > 1 and config.experts is None:
-        raise ValueError(f"ep = {groups.ep_size}: the model has no experts to share; ep = 1 is possible")
-    chosen = fastest_products() if products is None else products
-    dense = partial(MLPHalf, config, chosen), estimates.of_mlp(config)
-    sparse = partial(ExpertHalf, config, chosen, groups), estimates.of_experts(config) if config.experts else 0.0
-    shards = expert_shards(config, groups) if config.experts else {}
-    embedding = _spec("embedding", config, partial(Embedding, config), estimates.of_embedding(config))
-    specs = [replace(embedding, limits=Limits(config.vocab_size, config.max_length))]
+    groups, matmul = groups or ModelGroups(), matmul or fastest_matmul()
+    check_expert_parallel(config, groups.ep_size)
+    if groups.tp is not None:
+        check_tensor_parallel(config, groups.tp_size)
+    first = _spec("embedding", config, groups, partial(embedding, config), of_embedding(config))
+    specs = [replace(first, limits=Limits(config.vocab_size, config.max_length))]
     for i in range(config.num_layers):
         layer = config.of_layer(i)
-        half = partial(AttentionHalf, layer, chosen)
-        if groups.cp is not None and groups.tp is None:
-            half = partial(ContextAttentionHalf, layer, chosen, groups)
-        specs.append(_spec(f"layers.{i}.attention", config, half, estimates.of_attention(layer)))
+        attention = partial(attention_block, layer, matmul)
+        specs.append(_spec(f"layers.{i}.attention", config, groups, attention, of_attention(layer)))
+        mlp, flops = partial(mlp_block, config, matmul), of_mlp(config)
         if config.is_sparse(i):
-            specs.append(_spec(f"layers.{i}.mlp", config, *sparse, sharding=shards))
-        else:
-            specs.append(_spec(f"layers.{i}.mlp", config, *dense))
-    specs.append(_predicting_head(config, chosen, groups) if config.num_predictions else _head(config, chosen))
-    if groups.tp is None:
-        return tuple(specs)
-    return share_units(specs, config, groups, chosen)
+            mlp, flops = partial(ExpertBlock, config, matmul), of_experts(config)
+        specs.append(_spec(f"layers.{i}.mlp", config, groups, mlp, flops))
+    return (*specs, _head(config, groups, matmul))
 
 
-def _head(config: ModelConfig, products: Products) -> UnitSpec:
+def _head(config: ModelConfig, groups: ModelGroups, matmul: Matmul) -> UnitSpec:
     tied = {"projection.weight": "embedding.weight"} if config.tie_embeddings else {}
-    return _spec("head", config, partial(Head, config, products), estimates.of_head(config), tied)
-
-
-def _predicting_head(config: ModelConfig, products: Products, groups: ModelGroups) -> UnitSpec:
-    tied = {"embedding.weight": "embedding.weight"}
-    if config.tie_embeddings:
-        tied["projection.weight"] = "embedding.weight"
-    flops = estimates.of_head(config) + estimates.of_predictions(config)
-    shards = expert_shards(config, groups) if config.is_sparse(config.num_layers - 1) else {}
-    shards = {
-        f"predictions.{i}.mlp.{name}": shard for i in range(config.num_predictions) for name, shard in shards.items()
-    }
-    spec = _spec("head", config, partial(PredictingHead, config, products, groups), flops, tied, shards)
+    if not config.num_predictions:
+        return _spec("head", config, groups, partial(head, config, matmul), of_head(config), tied)
+    tied["embedding.weight"] = "embedding.weight"
+    flops = of_head(config) + of_predictions(config)
+    spec = _spec("head", config, groups, partial(multi_token_head, config, matmul), flops, tied)
     return replace(spec, notes_terms=True, num_ahead=config.num_predictions)
 
 
 def _spec(
     name: str,
     config: ModelConfig,
-    build: Callable[[], nn.Module],
+    groups: ModelGroups,
+    build: Callable[[ModelGroups], nn.Module],
     flops: float,
     tied: Mapping[str, str] | None = None,
-    sharding: Mapping[str, Shard] | None = None,
 ) -> UnitSpec:
+    """The unit that `build` makes for groups; a parameter has the same name and initial values in all of them."""
     with torch.device("meta"):
-        shapes = {parameter: value.shape for parameter, value in build().named_parameters()}
-    tied, sharding = tied or {}, sharding or {}
+        own = build(groups)
+        whole = own if groups.tp is None and groups.ep is None else build(ModelGroups())
+    shapes = {parameter: value.shape for parameter, value in whole.named_parameters()}
+    tied, sharding = tied or {}, _sharding(whole, config, groups)
     full_names = {parameter: tied.get(parameter, f"{name}.{parameter}") for parameter in shapes}
     rules = {parameter: _rule(full_name, shapes[parameter], config) for parameter, full_name in full_names.items()}
+    split = None if groups.tp is None else TensorParallelSplit(config, groups)
     return UnitSpec(
         name,
-        build,
+        partial(build, groups),
         Initialise(rules, full_names, sharding),
-        sum(math.prod(shape) for shape in shapes.values()),
+        sum(parameter.numel() for parameter in own.parameters()),
         flops,
         tied,
         sharding,
+        # Several ranks hold these, and each computes gradients of its own tokens or heads alone.
+        frozenset(parameter for parameter in shapes if split and split.is_repeated(sharding.get(parameter))),
         notes_terms=any("router" in parameter for parameter in shapes),
+        present=split.logits if split and isinstance(whole, Head) else None,
     )
+
+
+def _sharding(whole: nn.Module, config: ModelConfig, groups: ModelGroups) -> dict[str, Shard]:
+    """This rank's part of each of a unit's parameters, by name in the module; without those that all ranks hold."""
+    blocks = [f"{path}." if path else "" for path, part in whole.named_modules() if isinstance(part, ExpertBlock)]
+    found = {block + name: shard for block in blocks for name, shard in expert_shards(config, groups).items()}
+    if groups.tp is not None:
+        split = TensorParallelSplit(config, groups)
+        for name, parameter in whole.named_parameters():
+            # Ranks of a tensor-parallel group hold the same experts: each routes its own tokens.
+            in_experts = any(name.startswith(block) for block in blocks)
+            if not in_experts and (shard := split.shard(name, tuple(parameter.shape))) is not None:
+                found[name] = shard
+    return found
 
 
 def _rule(full_name: str, shape: torch.Size, config: ModelConfig) -> Initial:
     """Initial values by the kind of parameter.
 
-    Source: Radford et al. 2019 (GPT-2), section 2.3, for what is added to the residual stream.
+    Source: Radford et al. 2019 (GPT-2), section 2.3, for weights whose output is added to the residual stream.
     """
     *_, owner, kind = full_name.split(".")
     if kind == "bias":

@@ -1,8 +1,8 @@
-"""How long units take, estimated well enough to cut a model into balanced stages before anything is measured.
+"""Estimates of the units' work, good enough to cut a model into balanced stages before anything is measured.
 
-Work is counted per token and forward, in floating point operations of matrix products. What is no matrix product is
-counted by its time: a third of that of forward and backward together, in such operations. The weights were measured on
-one CPU core in fp32 (`python benchmarks/units.py`), sequences are taken to be as long as the model allows.
+Work is counted per token of a forward, in floating point operations of matrix products. Other operations count by their
+time: a third of the time of forward and backward together, in operations of matrix products. The weights were measured
+on one CPU core in fp32 (`python benchmarks/units.py`). Sequences are assumed to be as long as the model allows.
 """
 
 from penstock.model.config import ModelConfig
@@ -14,22 +14,22 @@ _RESIDUAL = 35.0
 _EMBED = 40.0
 _LOSS = 240.0
 _MOVED = 80.0
-"""Each for one element of the normalised, rotated, ... tensor; the loss for one logit."""
+"""Operations for one element of the normalised, rotated, ... tensor; of the loss, for one logit."""
 
 _DENSE_GRADIENT = 130.0
-"""For one element of the embedding's weight, once a microbatch: its gradient is a full tensor, added to the last."""
+"""For one element of the embedding's weight, once a microbatch: a full gradient tensor is added to the last one."""
 
 _ATTENTION_KERNEL = 6.0
-"""How many times longer an operation takes in the attention kernel than in a matrix product."""
+"""Time of an operation in the attention kernel, relative to one in a matrix product."""
 
 
 def of_embedding(config: ModelConfig) -> float:
-    """A look-up, and its share of a gradient as large as the weight; a microbatch is taken to be one sequence."""
+    """A lookup, and its share of a gradient as large as the weight, for microbatches of one sequence."""
     return config.hidden_size * (_EMBED + _DENSE_GRADIENT * config.vocab_size / config.max_length)
 
 
 def of_attention(config: ModelConfig) -> float:
-    """Projections, and attention over the tokens that a token sees on average."""
+    """The projections, and attention over the average number of tokens that a token sees."""
     rotated = config.query_size + config.kv_size
     products = 2.0 * config.hidden_size * (2 * config.query_size + 2 * config.kv_size)
     seen = min(config.sliding_window or config.max_length, config.max_length)
@@ -40,13 +40,13 @@ def of_attention(config: ModelConfig) -> float:
 
 
 def of_mlp(config: ModelConfig) -> float:
-    """Three products and the gate."""
+    """Three matrix products and the gate."""
     products = 6.0 * config.hidden_size * config.intermediate_size
     return products + _GATE * config.intermediate_size + (_NORM + _RESIDUAL) * config.hidden_size
 
 
 def of_experts(config: ModelConfig) -> float:
-    """The active experts and the shared one, the router, and rows that are moved there and back."""
+    """The active experts, the shared expert, the router, and the permutation of rows there and back."""
     experts = config.experts
     assert experts is not None
     inner = experts.num_active * experts.intermediate_size + experts.shared_size
@@ -56,12 +56,12 @@ def of_experts(config: ModelConfig) -> float:
 
 
 def of_head(config: ModelConfig) -> float:
-    """The projection, and the softmax of the loss that follows."""
+    """The projection, and the softmax of the loss."""
     return config.vocab_size * (2.0 * config.hidden_size + _LOSS) + _NORM * config.hidden_size
 
 
 def of_predictions(config: ModelConfig) -> float:
-    """For each further token a join, a layer like the last one, and logits."""
+    """For each further token: a join, a layer like the last one, and logits."""
     last = config.num_layers - 1
     mlp = of_experts(config) if config.is_sparse(last) else of_mlp(config)
     join = 4.0 * config.hidden_size**2 + 2 * _NORM * config.hidden_size

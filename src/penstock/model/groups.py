@@ -1,4 +1,4 @@
-"""The ranks that share a model's layers, sequences and experts, as the model is given them."""
+"""The process groups over which a model's layers, sequences and experts are split."""
 
 from dataclasses import dataclass
 from typing import Protocol, cast
@@ -8,8 +8,8 @@ from torch.distributed import ProcessGroup
 from penstock.model.attention.all_to_all import ContextForm
 
 
-class Peers(Protocol):
-    """What building a model must know of a group: its size, and this rank's place in it."""
+class GroupShape(Protocol):
+    """The size of a process group and this rank's place in it, which is all that building a model needs."""
 
     def size(self) -> int: ...
 
@@ -17,8 +17,8 @@ class Peers(Protocol):
 
 
 @dataclass(frozen=True)
-class PlannedPeers:
-    """A place in a group that does not exist (yet): enough to build a rank's modules and count their elements."""
+class PlannedGroup:
+    """A place in a group that does not exist: enough to build a rank's modules and count their elements."""
 
     num_ranks: int
     place: int = 0
@@ -32,23 +32,23 @@ class PlannedPeers:
 
 @dataclass(frozen=True, eq=False)
 class ModelGroups:
-    """The groups a model's units talk in, each None where the rank would be alone in it.
+    """The process groups in which a model's units communicate, each None where this rank would be alone in it."""
 
-    tp: ranks that share every layer. cp: ranks that share every sequence's tokens. ep: ranks that share every layer's
-    experts. context_form: how the ranks of cp attend to each other's tokens.
-    """
-
+    #: tensor parallelism: its ranks split every layer
     tp: ProcessGroup | None = None
+    #: context parallelism: its ranks split every sequence's tokens
     cp: ProcessGroup | None = None
+    #: expert parallelism: its ranks split every layer's experts
     ep: ProcessGroup | None = None
+    #: the form of attention between the ranks of cp
     context_form: ContextForm = ContextForm.RING
 
     @classmethod
     def planned(cls, *, tp: int = 1, cp: int = 1, ep: int = 1, form: ContextForm = ContextForm.RING) -> "ModelGroups":
-        """First places in groups of these sizes that do not exist, to see what a rank would hold."""
-        # Nothing is sent while modules are merely built, so a size and a place will do.
-        peers = (None if size == 1 else cast(ProcessGroup, PlannedPeers(size)) for size in (tp, cp, ep))
-        return cls(*peers, context_form=form)
+        """First places in groups of these sizes that do not exist, to find what a rank would hold."""
+        # Building modules sends nothing, so a size and a place suffice.
+        groups = (None if size == 1 else cast(ProcessGroup, PlannedGroup(size)) for size in (tp, cp, ep))
+        return cls(*groups, context_form=form)
 
     @property
     def tp_size(self) -> int:
@@ -75,9 +75,9 @@ class ModelGroups:
         return _rank(self.ep)
 
 
-def _size(peers: Peers | None) -> int:
-    return 1 if peers is None else peers.size()
+def _size(group: GroupShape | None) -> int:
+    return 1 if group is None else group.size()
 
 
-def _rank(peers: Peers | None) -> int:
-    return 0 if peers is None else peers.rank()
+def _rank(group: GroupShape | None) -> int:
+    return 0 if group is None else group.rank()

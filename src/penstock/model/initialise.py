@@ -1,7 +1,7 @@
 """Initial values that depend on the seed and a parameter's full name alone.
 
-Not on the order in which units are built, nor on the rank, the stage, the device or the dtype: values are drawn in
-fp32 on the CPU from the parameter's own generator and then cast.
+They do not depend on the order in which units are built, the rank, the stage, the device or the dtype: values are drawn
+in fp32 on the CPU from the parameter's own generator and then cast.
 """
 
 import hashlib
@@ -42,7 +42,7 @@ class Constant:
 
 
 def initial_values(full_name: str, shape: torch.Size, rule: Initial, seed: int) -> Tensor:
-    """The values of the parameter of that name: fp32, on the CPU, whole."""
+    """The values of the whole parameter of that name, in fp32 on the CPU."""
     digest = hashlib.sha256(f"{seed}:{full_name}".encode()).digest()
     generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "big") >> 1)
     return rule.draw(shape, generator)
@@ -50,13 +50,14 @@ def initial_values(full_name: str, shape: torch.Size, rule: Initial, seed: int) 
 
 @dataclass(frozen=True)
 class Initialise:
-    """Gives a unit's module the values that belong to a seed; everything is by the parameter's name in the module.
+    """Sets the parameters of a unit's module to the values of a seed; keys are names in the module."""
 
-    rules: how values are drawn. full_names: of the parameter that the values belong to. sharding: see `initialise`.
-    """
+    #: parameter -> the distribution of its values
 
     rules: Mapping[str, Initial]
+    #: parameter -> the full name that determines its values; of a tied one, the other's
     full_names: Mapping[str, str]
+    #: parameter -> this rank's part of it
     sharding: Mapping[str, Shard] = field(default_factory=dict)
 
     def __call__(self, module: nn.Module, seed: int) -> None:
@@ -71,12 +72,10 @@ def initialise(
     seed: int,
     sharding: Mapping[str, Shard] | None = None,
 ) -> None:
-    """Give every parameter of the module its initial values.
+    """Set every parameter of the module to its initial values; for the arguments see `Initialise`.
 
-    Parameters with storage are written in place, wherever it is; those on the meta device become real on the CPU,
-    one at a time. `rules`, `full_names` and `sharding` are by the parameter's name in the module. A parameter that is
-    tied to another bears the other's full name, and so takes its values. Of a parameter that is shared with other
-    ranks the whole is drawn and the part kept: so each element has the same value in every layout.
+    Parameters with storage are written in place; those on the meta device become real on the CPU, one at a time. Of a
+    sharded parameter the whole is drawn and this rank's part kept, so each element has the same value in every layout.
     """
     for name, parameter in list(module.named_parameters()):
         shard = (sharding or {}).get(name)

@@ -1,8 +1,8 @@
-"""The linear layer whose weight gradient can wait, and the queue where it waits.
+"""The linear layer whose weight gradient can be deferred, and the queue of deferred gradients.
 
-An autograd function gives the input gradient at once. While its owner defers, it queues (input, output gradient)
-instead of multiplying them; `drain` multiplies later and adds into the parameter's gradient. Both ways compute the
-same products in the same order, so gradients are equal bit for bit.
+Its autograd function computes the input gradient at once. While its owner defers, it queues (input, output gradient)
+instead of multiplying them; `drain` multiplies later and adds to the parameter's gradient. Both ways compute the same
+products in the same order, so gradients are equal bit for bit.
 
 Shapes: T tokens (all leading dimensions together), I inputs, O outputs.
 """
@@ -16,8 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from penstock.model.casts import WeightCasts
-from penstock.model.matmul import TORCH, Products
+from penstock.model.matmul import TORCH, Matmul, WeightCasts
 
 Result = TypeVar("Result")
 Why = TypeVar("Why")
@@ -25,39 +24,40 @@ Why = TypeVar("Why")
 
 @dataclass(frozen=True, eq=False)
 class PendingGradient:
-    """The weight gradient, and bias gradient, of one use of one linear layer, not computed yet; keeps both factors."""
+    """The weight and bias gradient of one use of one linear layer, not computed yet; holds both factors."""
 
     weight: nn.Parameter | None
     bias: nn.Parameter | None
     x_TI: Tensor
     grad_TO: Tensor
-    products: Products
+    matmul: Matmul
 
     def compute(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Each parameter with this use's part of its gradient, in the parameter's dtype."""
         if self.weight is not None:
-            yield self.weight, self.products.weight_gradient(self.grad_TO, self.x_TI).to(self.weight.dtype)
+            yield self.weight, self.matmul.weight_gradient(self.grad_TO, self.x_TI).to(self.weight.dtype)
         if self.bias is not None:
             yield self.bias, self.grad_TO.sum(0).to(self.bias.dtype)
 
 
 class WeightGradients:
-    """Decides for the linear layers of one stage whether their weight gradients wait; the queues lie on the tapes.
+    """Switches the linear layers of one stage between computing and deferring; the queues lie on the tapes.
 
-    A gradient that waited reaches its parameter by `drain` and not by autograd, so hooks on parameters do not fire.
+    A deferred gradient reaches its parameter through `drain` and not through autograd, so parameter hooks do not fire.
     """
 
     def __init__(self) -> None:
+        #: the queue for gradients of the backward that runs now; None while nothing is deferred
         self._queue: list[PendingGradient] | None = None
 
     @property
     def deferring(self) -> bool:
-        """Whether weight gradients of a backward that runs now are queued."""
+        """True while weight gradients of the running backward are queued."""
         return self._queue is not None
 
     @contextmanager
     def deferred_to(self, queue: list[PendingGradient]) -> Iterator[None]:
-        """Inside, weight gradients are queued there instead of computed."""
+        """Within this context weight gradients are queued there instead of computed."""
         before, self._queue = self._queue, queue
         try:
             yield
@@ -82,10 +82,10 @@ class WeightGradients:
     @staticmethod
     @torch.no_grad()
     def drain(queue: list[PendingGradient]) -> None:
-        """Compute what waits, add it to the parameters' gradients, and leave the queue empty.
+        """Compute the queued gradients, accumulate them in the parameters, and leave the queue empty.
 
-        A parameter's gradient is `parameter.grad` in fp32 (and where there is nothing else); 16-bit parameters with
-        a fp32 `main_grad` accumulate there. Several uses of one parameter are added up first, as autograd does.
+        16-bit parameters with an fp32 `main_grad` accumulate there, all others in `parameter.grad`. Several uses of one
+        parameter are summed first, as autograd does.
         """
         num_uses: dict[nn.Parameter, int] = {}
         for pending in queue:
@@ -95,7 +95,7 @@ class WeightGradients:
         sums: dict[nn.Parameter, Tensor] = {}
         queue.reverse()
         while queue:
-            # Popped, so that both factors are freed as soon as their product stands.
+            # Popped, so that both factors are freed as soon as their product is computed.
             for parameter, grad in queue.pop().compute():
                 sums[parameter] = sums[parameter].add_(grad) if parameter in sums else grad
                 num_uses[parameter] -= 1
@@ -105,7 +105,7 @@ class WeightGradients:
 
 @runtime_checkable
 class Deferring(Protocol):
-    """A module whose weight gradients wait while its owner says so."""
+    """A module whose weight gradients its owner can defer."""
 
     gradients: WeightGradients | None
 
@@ -136,13 +136,13 @@ class _LinearFunction(torch.autograd.Function):
         grad_TO = grad.reshape(-1, grad.shape[-1])
         grad_x = grad_weight = grad_bias = None
         if needs_x:
-            grad_x = layer.products.input_gradient(grad_TO, weight.to(x.dtype)).view_as(x)
+            grad_x = layer.matmul.input_gradient(grad_TO, weight.to(x.dtype)).view_as(x)
         pending = PendingGradient(
             layer.weight if needs_weight else None,
             layer.bias if needs_bias else None,
             x.reshape(-1, x.shape[-1]),
             grad_TO,
-            layer.products,
+            layer.matmul,
         )
         if layer.gradients is not None and layer.gradients.deferring:
             layer.gradients.push(pending)
@@ -156,29 +156,29 @@ class _LinearFunction(torch.autograd.Function):
 
 
 class Linear(nn.Linear):
-    """`nn.Linear` whose weight gradient can be deferred by its owner, with a choice of the products' library.
+    """`nn.Linear` whose weight gradient its owner can defer, with a choice of the library that multiplies.
 
-    With an owner or without, deferring or not, the bits are the same; with `TORCH` products (the default) they are
-    those of `nn.Linear`. The owner is attached by `defer`.
+    The bits are the same with and without an owner, deferring or not; with `TORCH` (the default) they are those of
+    `nn.Linear`. `defer` attaches the owner.
     """
 
     gradients: WeightGradients | None = None
-    products: Products = TORCH
+    matmul: Matmul = TORCH
     casts: WeightCasts | None = None
 
-    def __init__(self, in_features: int, out_features: int, bias: bool = False, products: Products = TORCH) -> None:
+    def __init__(self, in_features: int, out_features: int, bias: bool = False, matmul: Matmul = TORCH) -> None:
         super().__init__(in_features, out_features, bias)
-        self.products = products
+        self.matmul = matmul
 
     def reset_parameters(self) -> None:
-        """Leave the values alone: they come from `initialise`."""
+        """Keep the values as they are: `initialise` sets them."""
 
     def weight_in(self, dtype: torch.dtype) -> Tensor:
-        """The weight in another dtype, if need be."""
+        """The weight, cast if necessary."""
         return self.weight.to(dtype) if self.casts is None else self.casts.of(self.weight, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.gradients is None and self.products is TORCH and x.dtype == self.weight.dtype:
+        if self.gradients is None and self.matmul is TORCH and x.dtype == self.weight.dtype:
             return F.linear(x, self.weight, self.bias)
         if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
             x = x.to(torch.get_autocast_dtype(x.device.type))
@@ -187,18 +187,18 @@ class Linear(nn.Linear):
         return _LinearFunction.apply(x, self.weight, self.bias, self)  # pyright: ignore[reportReturnType]
 
     def product(self, x: Tensor) -> Tensor:
-        """The output in the dtype of x, with nothing kept."""
+        """The output in the dtype of x, keeping nothing for a backward."""
         packed = packed_product(x, (self,))
         if packed is not None:
             return packed
         bias = None if self.bias is None else self.bias.to(x.dtype)
-        return self.products.output(x, self.weight_in(x.dtype), bias)
+        return self.matmul.output(x, self.weight_in(x.dtype), bias)
 
 
 def packed_product(x: Tensor, layers: "Sequence[Linear]") -> Tensor | None:
-    """The outputs of layers that read the same input, one behind the other; None where they are not packed.
+    """The outputs of layers that read the same input, concatenated; None where their weights are not packed.
 
-    The bits are those of one product each.
+    The bits are those of separate products.
     """
     first, packed = layers[0], packed_weights(layers, x.dtype)
     if packed is None:
@@ -206,28 +206,28 @@ def packed_product(x: Tensor, layers: "Sequence[Linear]") -> Tensor | None:
     bias = first.bias
     if bias is not None and len(layers) > 1:
         bias = torch.cat(tuple(layer.bias for layer in layers))
-    return first.products.output(x, packed, bias)
+    return first.matmul.output(x, packed, bias)
 
 
 def packed_weights(layers: "Sequence[Linear]", dtype: torch.dtype) -> Tensor | None:
-    """Their weights in the order in which one product reads them fastest, made once; None where they are not packed."""
+    """The layers' weights in the order that one product reads fastest, made once; None where nothing is packed."""
     first = layers[0]
     if first.casts is None:
         return None
     weights = tuple(layer.weight for layer in layers)
-    return first.casts.packed(weights, lambda: first.products.packed(weights, dtype))
+    return first.casts.packed(weights, lambda: first.matmul.packed(weights, dtype))
 
 
 @runtime_checkable
 class JointLayers(Protocol):
-    """A module that says which of its layers read the same input, so that their weights can be packed beforehand."""
+    """A module that lists which of its layers read the same input, so that their weights can be packed beforehand."""
 
     @property
     def joint_layers(self) -> "Sequence[Sequence[Linear]]": ...
 
 
 def pack(module: nn.Module, dtype: torch.dtype) -> None:
-    """Pack the weights that the parts of the module read jointly, where weights are packed, before their first use."""
+    """Pack the weights that parts of the module read jointly before their first use, where weights are packed."""
     for part in module.modules():
         if isinstance(part, JointLayers):
             for layers in part.joint_layers:
@@ -235,7 +235,7 @@ def pack(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def outputs(x: Tensor, layers: "Sequence[Linear]") -> Sequence[Tensor]:
-    """What each of the layers gives for the same input, by one product if they are packed."""
+    """The output of each of the layers for the same input, computed by one product if their weights are packed."""
     joint = None if torch.is_autocast_enabled(x.device.type) else packed_product(x, layers)
     if joint is None:
         return [layer(x) for layer in layers]
@@ -243,9 +243,9 @@ def outputs(x: Tensor, layers: "Sequence[Linear]") -> Sequence[Tensor]:
 
 
 def switch_linears(module: nn.Module) -> int:
-    """Make every plain `nn.Linear` of a foreign module a `Linear`, keeping parameters and bits; how many there were.
+    """Turn every plain `nn.Linear` of a module into a `Linear` with the same parameters and bits; returns their number.
 
-    Subclasses of `nn.Linear` are left alone, for they may compute something else.
+    Subclasses of `nn.Linear` stay as they are, because they may compute something else.
     """
     plain = [part for part in module.modules() if type(part) is nn.Linear]
     for part in plain:
@@ -254,7 +254,7 @@ def switch_linears(module: nn.Module) -> int:
 
 
 def defer(module: nn.Module, gradients: WeightGradients) -> int:
-    """Attach the owner to every `Linear`, and whatever else can defer, of the module; how many there were."""
+    """Attach the owner to every part of the module that can defer; returns how many there were."""
     parts = [part for part in module.modules() if isinstance(part, Deferring)]
     for part in parts:
         part.gradients = gradients

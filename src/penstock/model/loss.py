@@ -1,20 +1,188 @@
-"""Cross entropy as a sum over tokens, in fp32, without an fp32 copy of the logits.
+"""Cross entropy, log-probabilities and entropies of tokens, for whole logits and for logits cut by vocabulary.
 
-Shapes: T tokens, V vocabulary, R rows of a block.
+Everything goes through the logits a block of rows at a time, so that no fp32 copy of all logits is ever made, and keeps
+beside the logits at most two numbers a token. All results have gradients. Of logits that are cut by vocabulary every
+rank computes three numbers a token; these few are exchanged, and the rest is local again.
+
+Shapes: T tokens, V vocabulary, U this rank's part of it, P ranks, R rows of a block.
 """
 
+import math
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from penstock.model.blocks import IGNORED, at_least_fp32, rows_of_block
-from penstock.model.sharded_logits import Logits, ShardedLogits, sharded_statistics
+from penstock.model.aux_losses import IGNORED
+from penstock.model.collectives import Collectives
+from penstock.model.units import Shard
+
+NEVER = -1e4
+"""Replaces the log-probability of an impossible token: times its probability, which is 0, it stays 0."""
+
+_CPU_BLOCK_ELEMENTS = 1 << 18
+"""Logits of a block: 1 MiB of fp32, which stays in a core's cache from one operation to the next."""
+
+_GPU_BLOCK_ELEMENTS = 1 << 26
+"""The same on a GPU, where launching costs more than memory traffic: 256 MiB of fp32."""
+
+
+def rows_of_block(logits_TV: Tensor) -> int:
+    """The number of rows of a block; at least one."""
+    num_elements = _CPU_BLOCK_ELEMENTS if logits_TV.device.type == "cpu" else _GPU_BLOCK_ELEMENTS
+    return max(1, num_elements // logits_TV.shape[1])
+
+
+def at_least_fp32(logits_TV: Tensor) -> torch.dtype:
+    """The dtype in which a softmax of these logits is computed."""
+    return torch.promote_types(logits_TV.dtype, torch.float32)
+
+
+def blocks(logits_TV: Tensor) -> list[slice]:
+    """The rows of each block, in order."""
+    num_rows = rows_of_block(logits_TV)
+    return [slice(first, first + num_rows) for first in range(0, logits_TV.shape[0], num_rows)]
+
+
+def scaled(logits_RV: Tensor, dtype: torch.dtype, temperature: float) -> Tensor:
+    """A new tensor with the block divided by the temperature."""
+    return logits_RV.to(dtype, copy=True).div_(temperature)
+
+
+@dataclass(frozen=True, eq=False)
+class TokenGradients:
+    """The values of each token from which the gradient of its logits is computed, all [T]."""
+
+    #: logarithm of the softmax's normaliser
+    log_norms: Tensor
+    entropies: Tensor
+    #: the label's column among these logits, and whether it is one of them
+    columns: Tensor
+    here: Tensor
+    #: gradients, 0 for tokens without a label
+    of_log_probs: Tensor
+    #: gradients; None if no gradient of the entropies is needed
+    of_entropies: Tensor | None
+
+
+def logits_gradient(logits_TV: Tensor, tokens: TokenGradients, temperature: float) -> Tensor:
+    """The gradient of the logits [T, V], or of this rank's part [T, U].
+
+    With z = logits / temperature, p = softmax(z) and H its entropy:
+    d log p(label) / dz = onehot(label) - p, and dH / dz = -p (log p + H).
+    """
+    grad_TV = torch.empty_like(logits_TV)
+    of_labels_T = tokens.of_log_probs.where(tokens.here, 0)
+    for rows in blocks(logits_TV):
+        log_p_RV = scaled(logits_TV[rows], tokens.log_norms.dtype, temperature).sub_(tokens.log_norms[rows, None])
+        grad_RV, of_log_probs_R1 = log_p_RV.exp().neg_(), tokens.of_log_probs[rows, None]
+        if tokens.of_entropies is None:
+            grad_RV.mul_(of_log_probs_R1)
+        else:
+            above_RV = log_p_RV.clamp_(min=NEVER).add_(tokens.entropies[rows, None])
+            grad_RV.mul_(above_RV.mul_(tokens.of_entropies[rows, None]).add_(of_log_probs_R1))
+        grad_RV.scatter_add_(1, tokens.columns[rows, None], of_labels_T[rows, None])
+        grad_TV[rows] = grad_RV.div_(temperature)
+    return grad_TV
+
+
+@dataclass(frozen=True, eq=False)
+class ShardedLogits:
+    """Logits [T, V] of which this rank holds [T, U]; all ranks of the group make the same calls in the same order."""
+
+    #: this rank's part [T, U]
+    own: Tensor
+    #: the part of the vocabulary that this is; dimension 0 is the vocabulary
+    part: Shard
+    collectives: Collectives
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of the whole, [T, V]."""
+        return torch.Size((self.own.shape[0], self.part.full_shape[0]))
+
+    @property
+    def device(self) -> torch.device:
+        return self.own.device
+
+    def gathered(self) -> Tensor:
+        """The whole logits [T, V] on every rank, without a graph; they take V / U times the memory."""
+        if not self.own.shape[0]:
+            return self.own.new_empty(self.shape)
+        longest = -(-self.part.full_shape[0] // self.part.count)
+        parts = [Shard("tp", 0, index, self.part.count, self.part.full_shape) for index in range(self.part.count)]
+        padded_UT = self.own.new_zeros(longest, self.own.shape[0])
+        padded_UT[: self.part.length] = self.own.detach().t()
+        every = self.collectives.all_gather(padded_UT).wait().split(longest)
+        return torch.cat([rows[: part.length] for rows, part in zip(every, parts, strict=True)]).t().contiguous()
+
+
+Logits = Tensor | ShardedLogits
+
+
+def whole_logits(logits: Logits) -> Tensor:
+    """The logits [T, V] of the whole vocabulary, without a graph."""
+    return logits.gathered() if isinstance(logits, ShardedLogits) else logits.detach()
+
+
+def sharded_statistics(logits: ShardedLogits, labels_T: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Log-probability of each token's label (0 where it is -100) and entropy of its distribution, both [T].
+
+    The distribution is softmax(logits / temperature). Values are equal on every rank; gradients are those of this
+    rank's part of the logits.
+    """
+    return _ShardedTokenStatistics.apply(logits.own, labels_T, logits, temperature)  # pyright: ignore[reportReturnType]
+
+
+class _ShardedTokenStatistics(torch.autograd.Function):
+    """Keeps the logits and each token's normaliser and entropy; recomputes the rest in backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, own_TU: Tensor, labels_T: Tensor, logits: ShardedLogits, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        columns_T = labels_T - logits.part.start
+        here_T = (columns_T >= 0) & (columns_T < logits.part.length)
+        columns_T = columns_T.where(here_T, 0)
+        # Of this rank's part: the logarithm of the sum of exponentials, the label's logit if it is here, the mean.
+        own_3T = own_TU.new_zeros(3, own_TU.shape[0], dtype=at_least_fp32(own_TU))
+        for rows in blocks(own_TU):
+            z_RU = scaled(own_TU[rows], own_3T.dtype, temperature)
+            of_label_R = z_RU.gather(1, columns_T[rows, None]).squeeze(1)
+            own_3T[0, rows] = torch.logsumexp(z_RU, -1)
+            own_3T[1, rows] = of_label_R.where(here_T[rows], 0)
+            own_3T[2, rows] = _mean(z_RU, own_3T[0, rows])
+        every_P3T = logits.collectives.all_gather(own_3T).wait().unflatten(0, (-1, 3))
+        norms_PT, of_labels_T, means_PT = every_P3T[:, 0], every_P3T[:, 1].sum(0), every_P3T[:, 2]
+        norm_T = torch.logsumexp(norms_PT, 0)
+        kept_T = labels_T != IGNORED
+        entropies_T = norm_T - ((norms_PT - norm_T).exp() * means_PT).sum(0)
+        ctx.save_for_backward(own_TU, columns_T, here_T, kept_T, norm_T, entropies_T)
+        ctx.temperature = temperature
+        ctx.set_materialize_grads(False)
+        return (of_labels_T - norm_T).where(kept_T, 0), entropies_T
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None, None]:
+        own_TU, columns_T, here_T, kept_T, norm_T, entropies_T = ctx.saved_tensors
+        of_log_probs_T, of_entropies_T = grads
+        if of_log_probs_T is None and of_entropies_T is None:
+            return None, None, None, None
+        of_log_probs_T = torch.zeros_like(norm_T) if of_log_probs_T is None else of_log_probs_T.where(kept_T, 0)
+        tokens = TokenGradients(norm_T, entropies_T, columns_T, here_T, of_log_probs_T, of_entropies_T)
+        return logits_gradient(own_TU, tokens, ctx.temperature), None, None, None
+
+
+def _mean(z_RU: Tensor, norms_R: Tensor) -> Tensor:
+    """The mean of logits under their own softmax; logits of probability 0 add nothing, however low they are."""
+    log_p_RU = z_RU.sub_(norms_R[:, None])
+    return (log_p_RU.exp() * log_p_RU.clamp_(min=NEVER)).sum(-1) + norms_R
 
 
 class _CrossEntropySum(torch.autograd.Function):
-    """sum over tokens of log(sum(exp(logits))) - logits[label]; keeps the logits as they are and recomputes."""
+    """The sum over tokens of log(sum(exp(logits))) - logits[label]; keeps the logits and recomputes the rest."""
 
     @staticmethod
     def forward(ctx: Any, logits_TV: Tensor, labels_T: Tensor) -> Tensor:
@@ -43,19 +211,15 @@ class _CrossEntropySum(torch.autograd.Function):
 
 
 def cross_entropy_sum(logits_TV: Logits, labels_T: Tensor) -> Tensor:
-    """Sum of the tokens' cross entropies in nats, a scalar in fp32 (fp64 for fp64 logits); -100 has none.
+    """The sum of the tokens' cross entropies in nats, a scalar in fp32 (fp64 for fp64 logits).
 
-    From the logits to their gradient nothing of size [T, V] is kept but the logits themselves. Those of which every
-    rank holds a part are not gathered, and the sum is the same on all ranks.
+    Tokens with label -100 are ignored. From the logits to their gradient nothing of size [T, V] is kept but the logits
+    themselves. `ShardedLogits` are not gathered; the sum is the same on all ranks.
 
     Raises:
         ValueError: the shapes do not fit.
     """
-    if len(logits_TV.shape) != 2 or labels_T.shape != logits_TV.shape[:1]:
-        raise ValueError(
-            f"logits have shape {tuple(logits_TV.shape)} and labels {tuple(labels_T.shape)}: "
-            "needed are [tokens, vocabulary] and [tokens]"
-        )
+    _check_shapes(logits_TV, labels_T)
     if isinstance(logits_TV, ShardedLogits):
         return -sharded_statistics(logits_TV, labels_T)[0].sum()
     return _CrossEntropySum.apply(logits_TV, labels_T)  # pyright: ignore[reportReturnType]
@@ -64,3 +228,93 @@ def cross_entropy_sum(logits_TV: Logits, labels_T: Tensor) -> Tensor:
 def _blocks(logits_TV: Tensor, labels_T: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     num_rows = rows_of_block(logits_TV)
     return zip(logits_TV.split(num_rows), labels_T.split(num_rows), strict=True)
+
+
+class TokenStatistics(NamedTuple):
+    """Statistics of each token in nats, [T] in fp32 (fp64 for fp64 logits)."""
+
+    #: of the labels; 0 where the label is -100
+    log_probs: Tensor
+    #: of the distributions
+    entropies: Tensor
+
+
+def token_log_probs(logits_TV: Logits, labels_T: Tensor, temperature: float = 1.0) -> Tensor:
+    """The log-probability of each token's label under softmax(logits / temperature): [T] in fp32 (fp64 for fp64).
+
+    It is 0, without a gradient, for tokens whose label is -100.
+
+    Raises:
+        ValueError: the shapes do not fit, or the temperature is not positive.
+    """
+    _check(logits_TV, labels_T, temperature)
+    if isinstance(logits_TV, ShardedLogits):
+        return sharded_statistics(logits_TV, labels_T, temperature)[0]
+    return _TokenStatistics.apply(logits_TV, labels_T, temperature, False)[0]  # pyright: ignore[reportOptionalSubscript]
+
+
+def token_statistics(logits_TV: Logits, labels_T: Tensor, temperature: float = 1.0) -> TokenStatistics:
+    """`token_log_probs` and the entropy of each token's distribution, in one pass over the logits.
+
+    Entropies do not depend on the labels; tokens whose label is -100 have one too.
+
+    Raises:
+        ValueError: the shapes do not fit, or the temperature is not positive.
+    """
+    _check(logits_TV, labels_T, temperature)
+    if isinstance(logits_TV, ShardedLogits):
+        return TokenStatistics(*sharded_statistics(logits_TV, labels_T, temperature))
+    return TokenStatistics(*_TokenStatistics.apply(logits_TV, labels_T, temperature, True))  # pyright: ignore[reportArgumentType]
+
+
+class _TokenStatistics(torch.autograd.Function):
+    """Keeps the logits, the labels, and each token's normaliser and entropy; recomputes the rest in backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits_TV: Tensor, labels_T: Tensor, temperature: float, with_entropies: bool
+    ) -> tuple[Tensor, Tensor]:
+        num_tokens, dtype = logits_TV.shape[0], at_least_fp32(logits_TV)
+        log_probs_T, log_norms_T = (logits_TV.new_empty(num_tokens, dtype=dtype) for _ in range(2))
+        entropies_T = logits_TV.new_empty(num_tokens if with_entropies else 0, dtype=dtype)
+        for rows in blocks(logits_TV):
+            z_RV = scaled(logits_TV[rows], dtype, temperature)
+            log_norms_T[rows] = torch.logsumexp(z_RV, -1)
+            log_p_RV, labels_R = z_RV.sub_(log_norms_T[rows, None]), labels_T[rows]
+            of_labels_R = log_p_RV.gather(1, labels_R.clamp(min=0)[:, None]).squeeze(1)
+            log_probs_T[rows] = torch.where(labels_R != IGNORED, of_labels_R, 0)
+            if with_entropies:
+                p_RV = log_p_RV.exp()
+                entropies_T[rows] = p_RV.mul_(log_p_RV.clamp_(min=NEVER)).sum(-1).neg_()
+        ctx.save_for_backward(logits_TV, labels_T, log_norms_T, entropies_T)
+        ctx.temperature, ctx.with_entropies = temperature, with_entropies
+        ctx.set_materialize_grads(False)
+        if not with_entropies:
+            ctx.mark_non_differentiable(entropies_T)
+        return log_probs_T, entropies_T
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None, None]:
+        logits_TV, labels_T, log_norms_T, entropies_T = ctx.saved_tensors
+        of_log_probs_T, of_entropies_T = grads[0], grads[1] if ctx.with_entropies else None
+        if of_log_probs_T is None and of_entropies_T is None:
+            return None, None, None, None
+        of_log_probs_T = torch.zeros_like(log_norms_T) if of_log_probs_T is None else of_log_probs_T
+        of_labels_T = torch.where(labels_T != IGNORED, of_log_probs_T, 0)
+        columns_T, here_T = labels_T.clamp(min=0), labels_T != IGNORED
+        tokens = TokenGradients(log_norms_T, entropies_T, columns_T, here_T, of_labels_T, of_entropies_T)
+        return logits_gradient(logits_TV, tokens, ctx.temperature), None, None, None
+
+
+def _check(logits_TV: Logits, labels_T: Tensor, temperature: float) -> None:
+    _check_shapes(logits_TV, labels_T)
+    if not (temperature > 0 and math.isfinite(temperature)):
+        raise ValueError(f"temperature={temperature}: it must be positive; 1 leaves the distribution as it is")
+
+
+def _check_shapes(logits_TV: Logits, labels_T: Tensor) -> None:
+    if len(logits_TV.shape) != 2 or labels_T.shape != logits_TV.shape[:1]:
+        raise ValueError(
+            f"logits have shape {tuple(logits_TV.shape)} and labels {tuple(labels_T.shape)}: "
+            "needed are [tokens, vocabulary] and [tokens]"
+        )

@@ -1,28 +1,30 @@
-"""The three matrix products of a linear layer, and the library that computes them.
+"""The three matrix products of a linear layer: the libraries that compute them, and weights cast or packed for them.
 
 PyTorch gives fp32 products on CPUs to MKL, which runs AVX2 code on CPUs that are not Intel's. oneDNN, which PyTorch
-carries too, uses AVX-512 wherever it is: on an AMD Zen 5 core 240 GFLOP/s against 107 (`python benchmarks/units.py`).
+ships too, uses AVX-512 wherever it is available: 240 GFLOP/s against 107 on an AMD Zen 5 core
+(`python benchmarks/units.py`).
 
 Shapes: T tokens, I inputs, O outputs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 _FEW_ROWS = 8
-"""For how many rows an order is chosen; it serves any other number as well."""
+"""The number of rows for which a packed order is chosen; it serves any other number as well."""
 
 
-class Products(Protocol):
+class Matmul(Protocol):
     """One way to compute a linear layer and its gradients.
 
-    Gradients take and give matrices; the output keeps what leading dimensions there are. `packed` gives weights one
-    below the other in an order of its own, which only `output` understands, where that is faster; else None.
+    Gradients take and return matrices; `output` keeps the leading dimensions. `packed` returns weights, stacked along
+    their outputs, in an order that only `output` understands, where that is faster; otherwise None.
     """
 
     def output(self, x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor: ...
@@ -35,7 +37,7 @@ class Products(Protocol):
 
 
 @dataclass(frozen=True)
-class TorchProducts:
+class TorchMatmul:
     """The products that `nn.Linear` and autograd compute, bit for bit."""
 
     def output(self, x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
@@ -52,13 +54,12 @@ class TorchProducts:
 
 
 @dataclass(frozen=True)
-class OneDnnProducts:
-    """The same products by oneDNN where it is faster, which is fp32 on a CPU; elsewhere those of `TorchProducts`.
+class OneDnnMatmul:
+    """oneDNN's products where they are faster, which is in fp32 on a CPU; elsewhere those of `TorchMatmul`.
 
-    oneDNN reads transposed operands in place, and its bits depend on shapes alone, not on addresses. Those of an
-    output's row depend on that row alone: only a single row would be computed otherwise, so it is computed twice.
-    Where there are few rows most of the time goes into reading weights, which packed ones halve; their bits are the
-    same.
+    oneDNN reads transposed operands in place, and its bits depend on shapes alone, not on addresses. A row of an output
+    depends on that row of the input alone; only a single row would be computed differently, so it is computed twice.
+    With few rows most of the time goes into reading weights. Packing halves that, and the bits stay the same.
     """
 
     def output(self, x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
@@ -81,12 +82,12 @@ class OneDnnProducts:
         return torch.ops.mkldnn._reorder_linear_weight(joint_OI.detach(), _FEW_ROWS)
 
 
-TORCH = TorchProducts()
+TORCH = TorchMatmul()
 
 
-def fastest_products() -> Products:
-    """oneDNN's products where this build of PyTorch carries them, else PyTorch's own choice."""
-    return OneDnnProducts() if hasattr(torch.ops.mkldnn, "_linear_pointwise") else TORCH
+def fastest_matmul() -> Matmul:
+    """oneDNN's products if this build of PyTorch has them, else PyTorch's own choice."""
+    return OneDnnMatmul() if hasattr(torch.ops.mkldnn, "_linear_pointwise") else TORCH
 
 
 def _is_fp32_on_cpu(x: Tensor) -> bool:
@@ -95,3 +96,74 @@ def _is_fp32_on_cpu(x: Tensor) -> bool:
 
 def _onednn(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(x, weight_OI, bias_O, "none", [], "")
+
+
+class WeightCasts:
+    """Copies of an engine's weights in another dtype, or packed for its products, while no weight changes.
+
+    In training a cast lives as long as the product that needs it. A pass over many microbatches in which no weight
+    changes keeps the casts that its first microbatch makes. Only generation packs weights: it reads all of them for
+    each token.
+    """
+
+    def __init__(self) -> None:
+        #: weight -> its cast; None outside of `kept`
+        self._kept: dict[Tensor, Tensor] | None = None
+        #: weights read by one product -> those weights packed, or None where they cannot be
+        self._packed: dict[tuple[Tensor, ...], Tensor | None] = {}
+        self._packs = False
+
+    @contextmanager
+    def kept(self, packed: bool = False) -> Iterator[None]:
+        """Within this context each weight is cast at most once, on first use, and with `packed` also packed.
+
+        Contexts nest; the outermost one frees the memory.
+        """
+        before, packs = self._kept, self._packs
+        self._kept = {} if before is None else before
+        self._packs = packed
+        try:
+            yield
+        finally:
+            self._packs = packs
+            if before is None:
+                self._kept = None
+                self._packed.clear()
+
+    def renew(self) -> None:
+        """Drop all copies, because the weights have changed."""
+        if self._kept is not None:
+            self._kept = {}
+        self._packed.clear()
+
+    def packed(self, weights: tuple[Tensor, ...], pack: Callable[[], Tensor | None]) -> Tensor | None:
+        """The result of `pack`, computed once; None where nothing is packed now or these weights cannot be."""
+        if not self._packs:
+            return None
+        if weights not in self._packed:
+            self._packed[weights] = pack()
+        return self._packed[weights]
+
+    def of(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """The weight in that dtype; the weight itself if it has that dtype already."""
+        if weight.dtype == dtype or self._kept is None:
+            return weight.to(dtype)
+        found = self._kept.get(weight)
+        if found is None or found.dtype != dtype:
+            found = self._kept[weight] = weight.detach().to(dtype)
+        return found
+
+
+@runtime_checkable
+class Casting(Protocol):
+    """A module that looks up its weights' casts in `casts`, if it has been given one."""
+
+    casts: WeightCasts | None
+
+
+def share_casts(module: nn.Module, casts: WeightCasts) -> int:
+    """Attach `casts` to every part of the module that casts weights; returns how many there were."""
+    found = [part for part in module.modules() if isinstance(part, Casting)]
+    for part in found:
+        part.casts = casts
+    return len(found)

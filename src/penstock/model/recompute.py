@@ -1,4 +1,4 @@
-"""Activation recompute: a unit keeps its input alone, and computes the rest again when its backward needs it."""
+"""Activation checkpointing: a unit keeps only its input and computes everything else again in backward."""
 
 from typing import cast
 
@@ -9,10 +9,10 @@ from penstock.model.sequences import Sequences
 
 
 def recomputed(unit: nn.Module, x: Tensor, sequences: Sequences) -> Tensor:
-    """The unit's output, with its activations computed again in backward; bit for bit what the plain call gives.
+    """The unit's output, bit for bit that of the plain call, with activations computed again in backward.
 
-    The random state is replayed for every unit but those that say `has_randomness = False`, for keeping it costs a
-    copy each time. Weight gradients that wait keep the recomputed activations, so nothing is computed a third time.
+    The random state is replayed except for units with `has_randomness = False`, because saving it costs a copy each
+    time. Deferred weight gradients keep the recomputed activations, so nothing is computed a third time.
     """
     preserve = bool(getattr(unit, "has_randomness", True))
     return cast(Tensor, checkpoint(unit, x, sequences, use_reentrant=False, preserve_rng_state=preserve))

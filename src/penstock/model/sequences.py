@@ -11,19 +11,18 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from penstock.model.aux_losses import LossTerms
+from penstock.model.aux_losses import AuxLosses
 
 Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Which positions of every sequence each of the ranks holds that share them.
+    """The positions of every sequence on each rank of a context-parallel group."""
 
-    rank: this one. pieces: by rank, by sequence, the runs of positions held, in ascending order.
-    """
-
+    #: this rank
     rank: int
+    #: rank -> sequence -> its runs of positions there, ascending
     pieces: tuple[tuple[tuple[range, ...], ...], ...]
 
     @property
@@ -32,44 +31,39 @@ class Spread:
 
     @property
     def num_tokens(self) -> tuple[int, ...]:
-        """How many tokens each rank holds."""
-        return tuple(sum(len(piece) for held in sequences for piece in held) for sequences in self.pieces)
+        """The number of tokens on each rank."""
+        return tuple(sum(len(run) for runs in sequences for run in runs) for sequences in self.pieces)
 
     @property
     def lengths(self) -> tuple[int, ...]:
         """Tokens of each whole sequence."""
-        return tuple(
-            sum(len(piece) for held in of_ranks for piece in held) for of_ranks in zip(*self.pieces, strict=True)
-        )
+        return tuple(sum(len(run) for runs in of_ranks for run in runs) for of_ranks in zip(*self.pieces, strict=True))
 
 
 @dataclass(frozen=True, eq=False)
 class Sequences:
-    """Where each of the packed sequences begins and ends, and the position of every token in its own.
+    """The boundaries of packed sequences, and the position of each token in its sequence."""
 
-    Args:
-        lengths: tokens of each sequence.
-        cu_seqlens: [B+1] int32, where each sequence begins, and where the last one ends.
-        positions: [T] int64, what the rotary positions turn by.
-        max_length: the longest of `lengths`, known without asking the device.
-        spread: where several ranks share each sequence's tokens, who holds which; all else is of this rank's then, and
-            a sequence of which it holds nothing has the length 0.
-        terms: where units note what they add to the microbatch's loss; None where nothing is learned.
-    """
-
+    #: tokens of each sequence
     lengths: tuple[int, ...]
+    #: [B+1] int32, each sequence's first token, and the end of the last sequence
     cu_seqlens: Tensor
+    #: [T] int64, for the rotary positions
     positions: Tensor
+    #: the longest of `lengths`, known without asking the device
     max_length: int
+    #: under context parallelism, the positions on each rank; everything else describes this rank's part, and a sequence
+    #: of which this rank has no token has the length 0
     spread: Spread | None = None
-    terms: LossTerms | None = None
+    #: the record of auxiliary losses; None outside of training
+    terms: AuxLosses | None = None
     _shared: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
     def from_lengths(
         cls, lengths: Sequence[int], device: torch.device | str = "cpu", positions: Tensor | None = None
     ) -> "Sequences":
-        """Sequences of these lengths; without `positions` [T] each one counts from 0.
+        """Sequences of these lengths; without `positions` [T] each sequence starts at position 0.
 
         Raises:
             ValueError: no sequence, a length below 1, or positions of another length.
@@ -87,15 +81,15 @@ class Sequences:
 
     @classmethod
     def of_spread(cls, spread: Spread, device: torch.device | str = "cpu") -> "Sequences":
-        """This rank's part of sequences that are spread over several ranks; each sequence counts from 0."""
-        held = spread.pieces[spread.rank]
-        lengths = tuple(sum(map(len, pieces)) for pieces in held)
-        positions = torch.cat([torch.arange(piece.start, piece.stop) for pieces in held for piece in pieces])
+        """This rank's part of sequences that are spread over several ranks; each sequence starts at position 0."""
+        own = spread.pieces[spread.rank]
+        lengths = tuple(sum(map(len, runs)) for runs in own)
+        positions = torch.cat([torch.arange(run.start, run.stop) for runs in own for run in runs])
         starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
         return cls(lengths, starts.to(device), positions.to(device, torch.int64), max(lengths), spread)
 
-    def learning(self, terms: LossTerms) -> "Sequences":
-        """The same, for a microbatch whose loss takes these terms."""
+    def learning(self, terms: AuxLosses) -> "Sequences":
+        """The same sequences with a record for auxiliary losses."""
         return replace(self, terms=terms)
 
     @property
@@ -104,7 +98,7 @@ class Sequences:
         return sum(self.lengths)
 
     def shared(self, key: Hashable, make: Callable[[], Value]) -> Value:
-        """What all layers make alike of this metadata (rotary tables, masks): made once, kept with this object."""
+        """A value that all layers compute from this metadata (rotary tables, masks): computed once and kept here."""
         if key not in self._shared:
             self._shared[key] = make()
         return self._shared[key]

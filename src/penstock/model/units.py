@@ -1,7 +1,7 @@
-"""A unit: the smallest piece a stage is cut from, described before it is built.
+"""The description of a unit, the smallest part that a stage is cut from, before it is built.
 
-A unit is a module whose forward takes (x, Sequences) and returns a tensor. The first of a model takes token ids
-[T] int64, all others the residual stream [T, D]; the last gives logits [T, V].
+A unit is a module whose forward takes (x, Sequences) and returns a tensor. A model's first unit takes token ids [T]
+int64, all others the residual stream [T, D]; the last returns logits [T, V].
 """
 
 from collections.abc import Callable, Mapping, Set
@@ -51,7 +51,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Limits:
-    """What a model's first unit takes: token ids below `vocab_size`, and sequences of at most `max_length`."""
+    """The inputs of a model's first unit: token ids below `vocab_size`, and sequences of at most `max_length`."""
 
     vocab_size: int
     max_length: int
@@ -59,34 +59,32 @@ class Limits:
 
 @dataclass(frozen=True)
 class UnitSpec:
-    """What must be known of a unit to cut the model into stages, and how to make it.
+    """The properties of a unit by which a model is cut into stages, and the functions that make it."""
 
-    Args:
-        name: unique in the model; a parameter's full name is this name, a dot, and its name in the module.
-        build: makes the module, its weights not initialised; cheap under `torch.device("meta")`.
-        initialise: gives every parameter the values that belong to (seed, full name); meta ones become real on the CPU.
-        num_parameters: elements of all its parameters on this rank, a tied copy included.
-        flops_per_token: forward work on one token, in units of a floating point operation of a matrix product.
-        tied: parameters which are one logical parameter with another unit's: name in the module -> full name there.
-        sharding: parameters of which this rank holds a part: name in the module -> which.
-        partial: names in the module of parameters that several ranks of the tp group hold alike (all of them, or those
-            with the same part) and whose gradients each computes in part: they are summed over those ranks.
-        notes_terms: whether the unit adds to the loss or counts tokens, in `Sequences.terms`.
-        present: what the last unit's output is to those who make a loss of it, where it is not the logits themselves.
-        limits: of the first unit, what it takes; None where that is not known.
-    """
-
+    #: unique in the model; a parameter's full name is this name, a dot, and its name in the module
     name: str
+    #: makes the module without initialising its weights; cheap under `torch.device("meta")`
     build: Callable[[], nn.Module]
+    #: sets every parameter to the values of (seed, full name); meta ones become real on the CPU
     initialise: Callable[[nn.Module, int], None]
+    #: elements of all its parameters on this rank, tied copies included
     num_parameters: int
+    #: forward work on one token, in floating point operations of a matrix product
     flops_per_token: float
+    #: name in the module of a parameter that is tied to another unit's -> the full name there
     tied: Mapping[str, str] = field(default_factory=dict)
+    #: name in the module -> the part of the parameter that this rank holds
     sharding: Mapping[str, Shard] = field(default_factory=dict)
+    #: names in the module of parameters that several ranks of the tensor-parallel group hold (all of them, or those
+    #: with the same part) and whose gradients each computes in part: they are summed over those ranks
     partial: Set[str] = frozenset()
+    #: if the unit adds auxiliary losses or counts tokens, in `Sequences.terms`
     notes_terms: bool = False
+    #: tokens beyond the next that the unit predicts in training
     num_ahead: int = 0
+    #: turns the last unit's output into the logits from which a loss is computed, where it is not the logits
     present: Callable[[Tensor], Any] | None = None
+    #: of the first unit; None where they are not known
     limits: Limits | None = None
 
     def full_name(self, parameter: str) -> str:

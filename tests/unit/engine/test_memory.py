@@ -138,7 +138,7 @@ def test_peaks_of_an_emulated_model_are_the_simulated_ones(name: str):
 
 @cache
 def decoder(recompute: str):
-    return decoder_units(CONFIG, products=TORCH), EngineOptions(recompute=recompute, device="cpu")
+    return decoder_units(CONFIG, matmul=TORCH), EngineOptions(recompute=recompute, device="cpu")
 
 
 @pytest.mark.parametrize("name", NAMES)

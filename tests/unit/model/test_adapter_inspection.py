@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock.model.adapters.transformers.inspection import CannotCut, Side, list_of_layers, uses_outside
+from penstock.model.adapters.transformers.inspection import CannotCut, ForwardPart, list_of_layers, uses_outside
 from penstock.model.adapters.transformers.skeleton import Skeleton
 
 VOCAB_SIZE, WIDTH, NUM_LAYERS = 11, 4, 3
@@ -49,9 +49,9 @@ def skeleton(obstacle: str) -> Skeleton:
 
 def test_parameters_are_found_on_their_side_of_the_layers() -> None:
     uses = uses_outside(skeleton(""), VOCAB_SIZE)
-    assert uses[Side.BEFORE] == {"embed.weight"}
-    assert uses[Side.BETWEEN] == frozenset()
-    assert uses[Side.AFTER] == {"norm.weight", "norm.bias", "head.weight", "head.bias"}
+    assert uses[ForwardPart.BEFORE] == {"embed.weight"}
+    assert uses[ForwardPart.BETWEEN] == frozenset()
+    assert uses[ForwardPart.AFTER] == {"norm.weight", "norm.bias", "head.weight", "head.bias"}
 
 
 @pytest.mark.parametrize(

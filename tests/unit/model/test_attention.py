@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from penstock.model import Sequences
-from penstock.model.attention.packed import packed_attention
+from penstock.model.attention.kernels import packed_attention
 from tests.attention_reference import masked_attention
 
 PACKINGS = [(1,), (6,), (4, 4, 4), (5, 1, 9), (3, 3, 8, 8, 3)]

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.model import (
-    Ahead,
+    AuxLosses,
     ExpertConfig,
+    FutureTokens,
     GroupScore,
-    LossTerms,
     ModelConfig,
     ModelGroups,
     Scores,
@@ -24,8 +24,14 @@ from penstock.model import (
     decoder_units,
     defer,
 )
-from penstock.model.layers.grouped_linear import AllAtOnce, ExpertStack, Groups, OneByOne, stack_products
-from penstock.model.layers.moe import ExpertHalf, experts_of_ranks
+from penstock.model.layers.grouped_linear import (
+    GroupedLinear,
+    GroupedMatmulKernel,
+    MatmulPerExpert,
+    RowGroups,
+    grouped_matmul,
+)
+from penstock.model.layers.moe import ExpertBlock, experts_of_ranks
 from penstock.model.layers.router import Balance, Router
 from penstock.model.matmul import TORCH
 from penstock.runtime import Boundary, Stage, Tape, drain, zip_lanes
@@ -47,9 +53,9 @@ MODEL = ModelConfig(40, D, 16, 2, 2, experts=EXPERTS)
 
 
 @torch.no_grad()
-def half_of(experts: ExpertConfig, seed: int = 0) -> ExpertHalf:
+def half_of(experts: ExpertConfig, seed: int = 0) -> ExpertBlock:
     """A unit in float64 with random weights; every expert's last load differs."""
-    half = ExpertHalf(replace(MODEL, experts=experts), TORCH).double()
+    half = ExpertBlock(replace(MODEL, experts=experts), TORCH).double()
     generator = torch.Generator().manual_seed(seed)
     for parameter in half.parameters():
         parameter.copy_(0.5 * torch.randn(parameter.shape, generator=generator))
@@ -57,7 +63,7 @@ def half_of(experts: ExpertConfig, seed: int = 0) -> ExpertHalf:
     return half
 
 
-def plain(half: ExpertHalf, x_TD: Tensor, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
+def plain(half: ExpertBlock, x_TD: Tensor, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
     """The unit's output and its terms for each token together, by a loop over tokens and experts, in one graph."""
     config = half.router.config
     h_TD = F.rms_norm(x_TD, (D,), half.norm.weight, half.norm.eps)
@@ -99,7 +105,7 @@ class Microbatch:
     x: Tensor
     grad: Tensor
     sequences: Sequences
-    terms: LossTerms
+    terms: AuxLosses
 
 
 def microbatches() -> list[Microbatch]:
@@ -108,12 +114,12 @@ def microbatches() -> list[Microbatch]:
     found = []
     for lengths, factor in zip(LENGTHS, (0.25, 3.0), strict=True):
         x, grad = torch.randn(2, sum(lengths), D, generator=generator, dtype=torch.float64)
-        terms = LossTerms(factor, factor * 0.5)
+        terms = AuxLosses(factor, factor * 0.5)
         found.append(Microbatch(x, grad, Sequences.from_lengths(lengths).learning(terms), terms))
     return found
 
 
-def walk(half: ExpertHalf, split: bool, recompute: bool) -> tuple[list[Tensor], list[Tensor]]:
+def walk(half: ExpertBlock, split: bool, recompute: bool) -> tuple[list[Tensor], list[Tensor]]:
     """Outputs and input gradients, all forwards before all backwards, the last two lanes zipped."""
     owner = WeightGradients()
     defer(half, owner)
@@ -168,7 +174,7 @@ def test_balanced_experts_cost_the_coefficient_and_idle_ones_more() -> None:
         config = ExpertConfig(4, 1, 8, microbatch_loss=1.0)
         router = Router(4, config, TORCH)
         router.logits.weight.data = torch.eye(4)
-        terms = LossTerms(1.0, 1.0 / len(logits_TE))
+        terms = AuxLosses(1.0, 1.0 / len(logits_TE))
         router(logits_TE, Sequences.from_lengths([len(logits_TE)]).learning(terms), range(len(logits_TE)))
         (value,) = terms.values.values()
         return float(value)
@@ -247,10 +253,10 @@ class TestRouter:
 class TestStack:
     @pytest.mark.parametrize("sizes", [(3, 0, 4, 1), (0, 0, 8, 0), (0, 0, 0, 0)])
     def test_each_row_meets_its_own_expert_and_empty_experts_get_zero(self, sizes: tuple[int, ...]) -> None:
-        stack = ExpertStack(4, 5, 7, stack_products(TORCH)).double()
+        stack = GroupedLinear(4, 5, 7, grouped_matmul(TORCH)).double()
         nn.init.normal_(stack.weight)
         x = torch.randn(sum(sizes), 5, dtype=torch.float64, requires_grad=True)
-        groups = Groups(sizes, x.device)
+        groups = RowGroups(sizes, x.device)
         out = stack(x, groups)
         of_row = [e for e, size in enumerate(sizes) for _ in range(size)]
         expected = [stack.weight[e] @ x[i] for i, e in enumerate(of_row)]
@@ -265,18 +271,18 @@ class TestStack:
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_one_kernel_for_all_experts_computes_what_one_product_each_does(self, dtype: torch.dtype) -> None:
-        class Everywhere(AllAtOnce):
+        class Everywhere(GroupedMatmulKernel):
             """The kernel is fast on a GPU alone, but there is one on any device."""
 
             @staticmethod
             def takes(x: Tensor, weight_EOI: Tensor) -> bool:
                 return True
 
-        groups, generator = Groups((3, 0, 5, 8), torch.device("cpu")), torch.Generator().manual_seed(0)
+        groups, generator = RowGroups((3, 0, 5, 8), torch.device("cpu")), torch.Generator().manual_seed(0)
         x, weight, grad = (
             torch.randn(shape, generator=generator).to(dtype) for shape in ((16, 16), (4, 24, 16), (16, 24))
         )
-        together, one_by_one = Everywhere(), OneByOne()
+        together, one_by_one = Everywhere(), MatmulPerExpert()
         limit = 32 * torch.finfo(dtype).eps
         for one, other in (
             (together.output(x, weight, groups), one_by_one.output(x, weight, groups)),
@@ -290,7 +296,7 @@ class TestStack:
         assert totals[0, 1].eq(1).all()
 
     def test_a_gradient_that_waited_has_the_same_bits(self) -> None:
-        stack, groups = ExpertStack(3, 4, 6, OneByOne()), Groups((2, 0, 3), torch.device("cpu"))
+        stack, groups = GroupedLinear(3, 4, 6, MatmulPerExpert()), RowGroups((2, 0, 3), torch.device("cpu"))
         nn.init.normal_(stack.weight)
         found = []
         for waits in (False, True):
@@ -364,17 +370,17 @@ def test_what_can_not_be_routed_is_refused(settings: dict[str, Any], message: st
 def test_dense_layers_stand_between(settings: dict[str, Any], sparse: list[int]) -> None:
     config = replace(MODEL, num_layers=6, experts=ExpertConfig(4, 2, 8, **settings))
     units = {unit.name: unit for unit in decoder_units(config)}
-    found = [i for i in range(6) if isinstance(units[f"layers.{i}.mlp"].build(), ExpertHalf)]
+    found = [i for i in range(6) if isinstance(units[f"layers.{i}.mlp"].build(), ExpertBlock)]
     assert found == sparse
 
 
 class TestPrediction:
     def test_tokens_ahead_end_with_their_sequence(self) -> None:
         tokens, labels = torch.arange(10, 18), torch.tensor([11, 12, 13, -100, 15, 16, -100, 99])
-        ahead = Ahead.of(tokens, labels, [4, 3, 1], 1)
+        ahead = FutureTokens.of(tokens, labels, [4, 3, 1], 1)
         assert ahead.tokens_T.tolist() == [11, 12, 13, 13, 15, 16, 16, 17]
         assert ahead.labels_T.tolist() == [12, 13, -100, -100, 16, -100, -100, -100]
-        assert Ahead.of(tokens, labels, [4, 3, 1], 5).labels_T.eq(-100).all()
+        assert FutureTokens.of(tokens, labels, [4, 3, 1], 5).labels_T.eq(-100).all()
 
     @pytest.mark.parametrize("tied", [False, True])
     def test_the_loss_is_that_of_each_further_layer_in_one_graph(self, tied: bool) -> None:
@@ -390,8 +396,8 @@ class TestPrediction:
         lengths, generator = (5, 4), torch.Generator().manual_seed(1)
         tokens, labels = torch.randint(0, 40, (2, 9), generator=generator)
         x = torch.randn(9, D, generator=generator, dtype=torch.float64)
-        ahead = [Ahead.of(tokens, labels, lengths, distance) for distance in (1, 2)]
-        terms = LossTerms(0.7, 0.7, ahead)
+        ahead = [FutureTokens.of(tokens, labels, lengths, distance) for distance in (1, 2)]
+        terms = AuxLosses(0.7, 0.7, ahead)
         sequences = Sequences.from_lengths(lengths)
         ours, tape = head(), Tape()
         stage = Stage(0, [("head", ours)], Boundary(D, torch.float64))

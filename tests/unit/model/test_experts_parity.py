@@ -20,7 +20,7 @@ from transformers import (
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 
 from penstock.model import ExpertConfig, GroupScore, ModelConfig, Scores, Sequences, cross_entropy_sum, decoder_units
-from penstock.model.layers.moe import ExpertHalf
+from penstock.model.layers.moe import ExpertBlock
 from penstock.model.matmul import TORCH
 from penstock.runtime import Boundary, Stage, Tape, drain
 
@@ -194,7 +194,7 @@ def test_groups_sigmoids_bias_and_scale_are_those_of_deepseek() -> None:
     randomise(block)
     bias = 0.3 * torch.randn(16, generator=torch.Generator().manual_seed(3))
     block.gate.e_score_correction_bias.copy_(bias)
-    ours = ExpertHalf(replace(MIXTRAL, experts=experts), TORCH)
+    ours = ExpertBlock(replace(MIXTRAL, experts=experts), TORCH)
     weights = {
         "norm.weight": torch.ones(32),
         "router.logits.weight": block.gate.weight,

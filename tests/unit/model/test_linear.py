@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from penstock.model import Linear, ModelConfig, PendingGradient, Sequences, WeightGradients, decoder_units, defer
 from penstock.model.linear import switch_linears
-from penstock.model.matmul import TORCH, fastest_products
+from penstock.model.matmul import TORCH, fastest_matmul
 from penstock.model.recompute import recomputed
 
 MODEL = ModelConfig(33, 16, 24, 2, 4, num_kv_heads=2, qkv_bias=True)
@@ -229,7 +229,7 @@ def test_an_error_in_backward_leaves_the_owner_as_it_was() -> None:
 def test_the_fastest_products_agree_with_double_precision(num_tokens: int) -> None:
     torch.manual_seed(0)
     x, weight, grad = torch.randn(num_tokens, 48), torch.randn(32, 48), torch.randn(num_tokens, 32)
-    fast = fastest_products()
+    fast = fastest_matmul()
     for name, operands in {
         "output": (x, weight, torch.randn(32)),
         "input_gradient": (grad, weight),
@@ -239,11 +239,11 @@ def test_the_fastest_products_agree_with_double_precision(num_tokens: int) -> No
         torch.testing.assert_close(getattr(fast, name)(*operands).double(), exact, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("products", [TORCH, fastest_products()])
+@pytest.mark.parametrize("products", [TORCH, fastest_matmul()])
 @pytest.mark.parametrize("waits", [False, True])
 def test_autocast_computes_in_bf16_and_gives_fp32_gradients(products, waits: bool) -> None:
     torch.manual_seed(0)
-    layer, owner, queue = Linear(16, 8, bias=True, products=products), WeightGradients(), []
+    layer, owner, queue = Linear(16, 8, bias=True, matmul=products), WeightGradients(), []
     reference = nn.Linear(16, 8)
     layer.load_state_dict(reference.state_dict())
     if waits:

@@ -7,7 +7,7 @@ from penstock import Engine, MicroBatchSpec, PackedBatch, SamplingParams
 from penstock.engine.generate import GenerateOptions
 from penstock.model import CachedRows, CacheSize, Linear, ModelConfig, WeightCasts, decoder_units, share_casts
 from penstock.model.linear import outputs
-from penstock.model.matmul import fastest_products
+from penstock.model.matmul import fastest_matmul
 from penstock.schedule import Piece
 
 # As in `tests.generation`, widths are multiples of the vectors' length.
@@ -38,7 +38,7 @@ def num_packed(casts: WeightCasts) -> int:
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 8, 17, 64])
 def test_one_packed_product_of_several_layers_has_the_bits_of_each_ones_own(num_rows: int, bias: bool) -> None:
     torch.manual_seed(0)
-    layers = [Linear(48, size, bias, fastest_products()) for size in (96, 32, 32)]
+    layers = [Linear(48, size, bias, fastest_matmul()) for size in (96, 32, 32)]
     casts = WeightCasts()
     for layer in layers:
         torch.nn.init.normal_(layer.weight)

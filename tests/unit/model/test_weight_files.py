@@ -16,8 +16,9 @@ from penstock import Engine
 from penstock.engine import EngineOptions
 from penstock.model import ModelConfig, ModelGroups, UnitSpec, decoder_units
 from penstock.model.expert_config import ExpertConfig
-from penstock.model.groups import PlannedPeers
-from penstock.model.hf.config_json import config_from_json, config_to_json, names_of, read_config_json
+from penstock.model.groups import PlannedGroup
+from penstock.model.hf.config_json import config_from_json, config_to_json, read_config_json
+from penstock.model.hf.families import names_of
 from penstock.model.hf.files import INDEX_FILE, SINGLE_FILE, WeightFiles
 from penstock.model.hf.load import Piece, placed_units
 from penstock.model.rope_scaling import RopeKind, RopeScaling
@@ -127,7 +128,7 @@ def test_a_rank_reads_its_own_part_of_its_own_tensors_and_holds_one_at_a_time(
     model = make_model("mixtral", num_local_experts=5, num_experts_per_tok=2)
     model.save_pretrained(tmp_path)
     config, files = config_from_json(read_config_json(tmp_path)), WeightFiles.open(tmp_path)
-    group = cast(ProcessGroup, PlannedPeers(2, place))
+    group = cast(ProcessGroup, PlannedGroup(2, place))
     units = placed_units(decoder_units(config, groups=ModelGroups(ep=group)), names_of(config), files)
     read, held, read_bytes = WeightFiles.read, list[weakref.ref[Tensor]](), 0
 

@@ -1,9 +1,11 @@
-"""Attention of ranks that share every sequence's tokens, as rows of segments: round a ring, or heads for tokens.
+"""All-to-all context parallelism: ranks that hold parts of every sequence exchange heads for tokens.
 
-Shapes: T tokens of this rank, A of all ranks, n ranks, R = n T rows, H query heads, G key and value heads, h of
-them one rank's share, K width of a head.
+For the attention itself each rank holds all tokens of its share of the heads.
 
-Source of the exchange of heads for tokens: Jacobs et al. 2023 (DeepSpeed-Ulysses, arXiv 2309.14509), section 3.
+Shapes: T tokens of this rank, A tokens of all ranks, n ranks, R = n T rows, H query heads, G key and value heads, h one
+rank's share of the heads, K width of a head.
+
+Source: Jacobs et al. 2023 (DeepSpeed-Ulysses, arXiv 2309.14509), section 3.
 """
 
 import enum
@@ -14,19 +16,17 @@ from itertools import accumulate, chain
 import torch
 from torch import Tensor
 
-from penstock.model.attention.packed import packed_attention
-from penstock.model.attention.ring import RingAttention
-from penstock.model.attention.tiles import Sight
+from penstock.model.attention.kernels import packed_attention
 from penstock.model.collectives import Collectives
 from penstock.model.segments import Compute, Exchange, Segment, State, Travelling
 from penstock.model.sequences import Sequences, Spread
 
 
 class ContextForm(enum.Enum):
-    """How ranks that share sequences attend to each other's tokens.
+    """How the ranks of a context-parallel group attend to each other's tokens.
 
-    RING: keys and values go round; any number of heads. ALL_TO_ALL: every rank is given all tokens of some of the
-    heads, and gives its own tokens of the others; fewer and larger messages, where the ranks divide the heads.
+    RING: keys and values travel round a ring, for any number of heads. ALL_TO_ALL: each rank receives all tokens of its
+    share of the heads; fewer and larger messages, but the number of ranks must divide the heads.
     """
 
     RING = "ring"
@@ -35,7 +35,7 @@ class ContextForm(enum.Enum):
 
 @dataclass(frozen=True)
 class HeadShape:
-    """How many heads of queries, and of keys, this rank's layer has, and how many tokens they see (None: all)."""
+    """The numbers of query and key heads of this rank's layer, and the tokens that each query sees (None: all)."""
 
     num_heads: int
     num_kv_heads: int
@@ -43,9 +43,10 @@ class HeadShape:
 
 
 def check_heads(form: ContextForm, num_ranks: int, shape: HeadShape) -> None:
-    """Refuse an exchange of heads that can not be shared evenly.
+    """Refuse ranks that cannot divide the heads evenly, where heads are exchanged.
 
-    Raises: ValueError naming the numbers of ranks that would do.
+    Raises:
+        ValueError: naming the numbers of ranks that can.
     """
     num_heads, num_kv_heads = shape.num_heads, shape.num_kv_heads
     if form is ContextForm.ALL_TO_ALL and (num_heads % num_ranks or num_kv_heads % num_ranks):
@@ -56,22 +57,10 @@ def check_heads(form: ContextForm, num_ranks: int, shape: HeadShape) -> None:
         )
 
 
-def context_attention(
-    form: ContextForm, collectives: Collectives, sequences: Sequences, shape: HeadShape
-) -> Sequence[Segment]:
-    """The segments from a state (queries, keys, values, ...) to (means [T, H, K], ...), all of this rank's tokens.
-
-    Every rank of the group walks them at the same point, with its part of the same sequences.
-    """
-    spread = sequences.spread
-    assert spread is not None and spread.num_ranks == collectives.size, "sequences that are not spread over this group"
-    if form is ContextForm.RING:
-        return [RingAttention(collectives, spread, Sight(window=shape.window))]
-    return _HeadExchange(collectives, spread, sequences, shape).segments()
-
-
 @dataclass(frozen=True, eq=False)
-class _HeadExchange:
+class HeadExchange:
+    """The segments from a state (queries, keys, values, ...) to (means [T, H, K], ...), all of this rank's tokens."""
+
     collectives: Collectives
     spread: Spread
     sequences: Sequences
@@ -87,13 +76,13 @@ class _HeadExchange:
         ]
 
     def _pack(self, q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, *others: Tensor) -> State:
-        """Each rank's share of the heads in turn, [R, H/n + 2 G/n, K]."""
+        """The heads ordered by the rank that gets them, [R, H/n + 2 G/n, K]."""
         n = self.spread.num_ranks
         heads_TnhK = torch.cat([x.unflatten(1, (n, -1)) for x in (q_THK, k_TGK, v_TGK)], 2)
         return (heads_TnhK.transpose(0, 1).flatten(0, 1), *others)
 
     def _attend(self, heads_AhK: Tensor, *others: Tensor) -> State:
-        """Attention over whole sequences in their own order, for this rank's share of the heads."""
+        """Attention over whole sequences for this rank's share of the heads."""
         num_heads, num_kv_heads = (n // self.spread.num_ranks for n in (self.shape.num_heads, self.shape.num_kv_heads))
         there, back = self.sequences.shared("order of all ranks' tokens", self._orders)
         q, k, v = heads_AhK.index_select(0, there).split([num_heads, num_kv_heads, num_kv_heads], 1)
@@ -107,23 +96,23 @@ class _HeadExchange:
         return (mean_nThK.transpose(0, 1).flatten(1, 2), *others)
 
     def _gather_tokens(self, x_RhK: Tensor) -> Travelling:
-        """From this rank's tokens of all heads [R, h, K] to all tokens of its heads [A, h, K]."""
+        """Exchange this rank's tokens of all heads [R, h, K] for all tokens of its heads [A, h, K]."""
         counts = self.spread.num_tokens
         return self.collectives.all_to_all(x_RhK, [counts[self.spread.rank]] * len(counts), counts)
 
     def _gather_heads(self, x_AhK: Tensor) -> Travelling:
-        """From all tokens of this rank's heads [A, h, K] to its tokens of all heads [R, h, K]."""
+        """Exchange all tokens of this rank's heads [A, h, K] for its tokens of all heads [R, h, K]."""
         counts = self.spread.num_tokens
         return self.collectives.all_to_all(x_AhK, counts, [counts[self.spread.rank]] * len(counts))
 
     def _orders(self) -> tuple[Tensor, Tensor]:
-        """Where in the tokens of rank after rank each token of the whole sequences stands, and the other way round."""
+        """The permutation from tokens ordered by rank to tokens ordered by sequence, and its inverse."""
         starts = list(accumulate(self.spread.lengths[:-1], initial=0))
-        held = chain.from_iterable(
-            range(start + piece.start, start + piece.stop)
+        by_rank = chain.from_iterable(
+            range(start + run.start, start + run.stop)
             for of_rank in self.spread.pieces
-            for start, pieces in zip(starts, of_rank, strict=True)
-            for piece in pieces
+            for start, runs in zip(starts, of_rank, strict=True)
+            for run in runs
         )
-        back = torch.tensor(list(held), device=self.sequences.positions.device)
+        back = torch.tensor(list(by_rank), device=self.sequences.positions.device)
         return back.argsort(), back

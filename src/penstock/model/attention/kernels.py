@@ -1,32 +1,97 @@
-"""Attention of some tokens over some others, with what is needed to put several such parts together.
+"""Attention kernels: over whole packed sequences on one rank, and over parts of the keys, to be merged.
 
-A softmax over all keys is the mean of those over parts of the keys, weighted by the parts' sums of exponentials; so
-each part gives its output and the logarithm of its sum. Its gradient needs the sum over all keys alone.
+Packed sequences of unequal lengths need no padding: runs of adjacent sequences of equal length are one call of
+`scaled_dot_product_attention`, which usually is the whole microbatch. On a GPU in 16 bit, one call of the
+variable-length kernel takes all lengths. Results depend on the microbatch alone.
 
-PyTorch's flash kernels compute it on CPUs in any precision, and on GPUs in 16 bit; elsewhere it is written out.
+A softmax over all keys is the mean of the softmaxes over parts of the keys, weighted by each part's sum of
+exponentials. So `attend` returns a part's output and the logarithm of its sum, `merge` combines parts, and
+`attend_backward` needs the sum over all keys alone. PyTorch's flash kernels compute them on CPUs in any precision and
+on GPUs in 16 bit; elsewhere they are written out.
 
-Shapes: N sequences, H query heads, G key and value heads, L queries, S keys, K width of a head, R = H / G.
+Shapes: T tokens of the microbatch, N sequences of a run, L tokens or queries of each of them, S keys, H query heads, G
+key and value heads, K width of a head, R = H / G.
 
 Source: Dao 2023 (FlashAttention-2), sections 2.3 and 3.1, for parts and their gradients.
 """
 
+import inspect
+from collections.abc import Callable
+from functools import cache
+from itertools import groupby
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.model.attention.tiles import Relation, Tile
+from penstock.model.sequences import Sequences
 
 Three = tuple[Tensor, Tensor, Tensor]
 
 
+def packed_attention(q_THK: Tensor, k_THK: Tensor, v_THK: Tensor, sequences: Sequences, window: int | None) -> Tensor:
+    """Causal attention [T, H, K] within each sequence, over a token's last `window` tokens (itself included) or all.
+
+    Keys and values may have fewer heads than queries (grouped queries: H is a multiple of G).
+    """
+    kernel = _variable_length_kernel() if q_THK.is_cuda and q_THK.dtype in (torch.float16, torch.bfloat16) else None
+    if kernel is not None:
+        starts, longest = sequences.cu_seqlens, sequences.max_length
+        left = -1 if window is None else window - 1
+        grouped = q_THK.shape[1] != k_THK.shape[1]
+        return kernel(q_THK, k_THK, v_THK, starts, starts, longest, longest, window_size=(left, 0), enable_gqa=grouped)
+    runs = [(length, len(list(same))) for length, same in groupby(sequences.lengths)]
+    if len(runs) == 1:
+        return _attention_of_run(q_THK, k_THK, v_THK, runs[0], window, sequences)
+    # split, not slices: its gradient is one concatenation, while that of a slice is a zero tensor of full size.
+    sizes = [length * count for length, count in runs]
+    parts = zip(runs, q_THK.split(sizes), k_THK.split(sizes), v_THK.split(sizes), strict=True)
+    return torch.cat([_attention_of_run(q, k, v, run, window, sequences) for run, q, k, v in parts])
+
+
+def _attention_of_run(
+    q: Tensor, k: Tensor, v: Tensor, run: tuple[int, int], window: int | None, sequences: Sequences
+) -> Tensor:
+    """Attention of adjacent sequences of one length, `run` being (length, number); [N * L, H, K] in and out."""
+    length, count = run
+    q_NHLK, k_NHLK, v_NHLK = (x.unflatten(0, (count, length)).transpose(1, 2) for x in (q, k, v))
+    mask_LL = None
+    if window is not None and window < length:
+        mask_LL = sequences.shared(("window", length, window), lambda: _window_mask(length, window, q.device))
+    out_NHLK = F.scaled_dot_product_attention(
+        q_NHLK, k_NHLK, v_NHLK, mask_LL, is_causal=mask_LL is None, enable_gqa=q.shape[1] != k.shape[1]
+    )
+    return out_NHLK.transpose(1, 2).flatten(0, 1)
+
+
+def _window_mask(length: int, window: int, device: torch.device) -> Tensor:
+    """[L, L], true where the row's token sees the column's token."""
+    everything = torch.ones(length, length, dtype=torch.bool, device=device)
+    return everything.tril().triu(1 - window)
+
+
+@cache
+def _variable_length_kernel() -> Callable[..., Tensor] | None:
+    """PyTorch's kernel for packed sequences, if this release has it with windows and grouped queries."""
+    # Importing it loads the compiler, which takes a second that a run on CPUs need not spend.
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    has = {"window_size", "enable_gqa"} <= inspect.signature(varlen_attn).parameters.keys()
+    return varlen_attn if has else None  # pyright: ignore[reportReturnType]
+
+
 def attend(q_NHLK: Tensor, k_NGSK: Tensor, v_NGSK: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
-    """Output [N, H, L, K] and, in at least fp32, log-sum-exp [N, H, L]; of a row that sees nothing 0 and -inf."""
+    """Output [N, H, L, K] and, in at least fp32, log-sum-exp [N, H, L]; 0 and -inf for a row that sees nothing."""
     causal = tile.relation is Relation.CAUSAL
     if q_NHLK.device.type == "cpu":
         mask_LS = tile.mask(q_NHLK.device) if tile.relation is Relation.MASKED else None
         out, lse_NHL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q_NHLK, k_NGSK, v_NGSK, 0.0, causal, attn_mask=_additive(mask_LS, q_NHLK.dtype)
         )
-        # Of the sum of nothing this kernel says 0.
+        # This kernel returns 0 for the sum of nothing.
         return out, lse_NHL if mask_LS is None else lse_NHL.masked_fill(~mask_LS.any(1), -torch.inf)
     if not _has_flash(q_NHLK, tile):
         return attend_written_out(q_NHLK, k_NGSK, v_NGSK, tile)
@@ -37,7 +102,7 @@ def attend(q_NHLK: Tensor, k_NGSK: Tensor, v_NGSK: Tensor, tile: Tile) -> tuple[
 
 
 def attend_backward(grad_NHLK: Tensor, qkv: Three, out_NHLK: Tensor, lse_NHL: Tensor, tile: Tile) -> Three:
-    """A tile's part of the gradients of q, k and v; output and log-sum-exp are those over all keys."""
+    """A tile's addend to the gradients of q, k and v; output and log-sum-exp are those over all keys."""
     causal = tile.relation is Relation.CAUSAL
     if grad_NHLK.device.type == "cpu":
         mask_LS = tile.mask(grad_NHLK.device) if tile.relation is Relation.MASKED else None
@@ -57,7 +122,7 @@ def attend_backward(grad_NHLK: Tensor, qkv: Three, out_NHLK: Tensor, lse_NHL: Te
 
 
 def attend_written_out(q_NHLK: Tensor, k_NGSK: Tensor, v_NGSK: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
-    """`attend` in plain operations, for any device and precision; keeps [L, S] scores while it runs."""
+    """`attend` in plain operations, for any device and precision; allocates [L, S] scores while it runs."""
     scores_NGRLS = _scores(q_NHLK, k_NGSK, tile)
     lse_NGRL = scores_NGRLS.logsumexp(-1)
     p_NGRLS = (scores_NGRLS - _finite(lse_NGRL)[..., None]).exp()
@@ -79,7 +144,7 @@ def attend_backward_written_out(grad_NHLK: Tensor, qkv: Three, out_NHLK: Tensor,
 
 
 def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Take a part into the output [..., K] and log-sum-exp [...] of the others, both in place and in at least fp32."""
+    """Merge a part into the output [..., K] and log-sum-exp [...] of the others, in place and in at least fp32."""
     together = torch.logaddexp(lse, part_lse)
     floor = _finite(together)
     out.mul_((lse - floor).exp_()[..., None]).addcmul_(part.to(out.dtype), (part_lse - floor).exp_()[..., None])
@@ -87,7 +152,7 @@ def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
 
 
 def _scores(q_NHLK: Tensor, k_NGSK: Tensor, tile: Tile) -> Tensor:
-    """Scaled products [N, G, R, L, S] in at least fp32, -inf where nothing is seen."""
+    """Scaled products [N, G, R, L, S] in at least fp32, -inf where a query does not see a key."""
     q_NGRLK = _precise(q_NHLK).unflatten(1, (k_NGSK.shape[1], -1))
     scores = q_NGRLK @ _precise(k_NGSK)[:, :, None].transpose(-1, -2) * q_NHLK.shape[-1] ** -0.5
     if tile.relation is Relation.FULL:
@@ -106,7 +171,7 @@ def _additive(mask_LS: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 
 def _finite(lse: Tensor) -> Tensor:
-    """Of rows that see nothing, 0: what is subtracted from -inf must not be -inf too."""
+    """The log-sum-exp with 0 for rows that see nothing, because -inf minus -inf is not a number."""
     return lse.masked_fill(lse == -torch.inf, 0)
 
 

@@ -1,9 +1,9 @@
-"""Attention over sequences whose tokens several ranks share: keys and values go round, and queries stay at home.
+"""Ring attention: each rank keeps its queries, and the keys and values of all ranks travel round the ring.
 
-While the keys and values of one rank are attended to, those of the next are on their way; key heads travel as they
-are, however many queries each of them serves. In backward they go round once more, and behind them go their gradients,
-which every rank adds to, until they are home. A rank's own keys need no journey, so a part of them is left for the time
-in which the last gradients come home.
+While a rank attends to one rank's keys and values, the next ones are on their way. Key heads travel once, however many
+query heads each of them serves. In backward keys and values go round again, followed by their gradients, to which every
+rank adds until they are back at their owner. A rank's own keys are available at any time, so a part of that work is
+left to overlap with the return of the last gradients.
 
 Shapes: T tokens of this rank, S tokens of another, N sequences of a run, L rows of each of them, H query heads, G key
 and value heads, K width of a head.
@@ -44,7 +44,7 @@ class RingAttention:
     def forward(self, state: State, undo: list[Undo] | None) -> Lane[State]:
         q_THK, k_TGK, v_TGK, *others = state
         own = kv = torch.stack((k_TGK, v_TGK), 1)
-        ring = _Ring(self)
+        ring = _RingSteps(self)
         out_THK = torch.zeros_like(q_THK, dtype=_precise(q_THK))
         lse_TH = torch.full(q_THK.shape[:2], -torch.inf, dtype=out_THK.dtype, device=q_THK.device)
         for step in range(ring.num_ranks):
@@ -65,9 +65,9 @@ class RingAttention:
 
 @dataclass(eq=False)
 class _Attended:
-    """What the ring leaves behind: its own part of everything, and nothing of what went round."""
+    """The state kept for backward: this rank's own tensors, none of those that went round."""
 
-    ring: "_Ring"
+    ring: "_RingSteps"
     q_THK: Tensor
     kv: Tensor
     mean_THK: Tensor
@@ -79,7 +79,7 @@ class _Attended:
         ring, kv = self.ring, self.kv
         grad_q = torch.zeros_like(self.q_THK, dtype=_precise(self.q_THK))
         grad_own = torch.zeros_like(kv, dtype=grad_q.dtype)
-        first, rest = ring.halves()
+        first, rest = ring.own_parts()
         travelling = None
         if ring.num_ranks > 1:
             travelling = ring.send_on(kv, 0)
@@ -119,56 +119,60 @@ class _Attended:
 
 @dataclass(frozen=True)
 class _Rows:
-    """Some rows of each of a run's sequences: `start` is the run's first token, `length` a sequence's."""
+    """Some rows of each sequence of a run."""
 
+    #: the run's first token
     start: int
+    #: sequences of the run, and tokens of each
     count: int
     length: int
     rows: slice
 
     def of(self, x: Tensor) -> Tensor:
-        """[N, heads, L, ...] of [T, heads, ...], a view."""
+        """A view [N, heads, L, ...] of [T, heads, ...]."""
         run = x[self.start : self.start + self.count * self.length].unflatten(0, (self.count, self.length))
         return run[:, self.rows].transpose(1, 2)
 
     def of_both(self, kv_T2GK: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values, [N, G, L, K] each, views."""
+        """Views of keys and values, [N, G, L, K] each."""
         k_TGK, v_TGK = kv_T2GK.unbind(1)
         return self.of(k_TGK), self.of(v_TGK)
 
 
 _Meeting = tuple[_Rows, _Rows, Tile]
+"""Rows of queries, rows of keys, and their tile."""
 
 
-class _Ring:
-    """Who meets whom when, and the way there: at step s a rank has what the rank s places before it holds."""
+class _RingSteps:
+    """The steps of the ring: at step s a rank has the keys of the rank s places before it."""
 
     def __init__(self, attention: RingAttention) -> None:
         self._collectives, self._sight, self._spread = attention.collectives, attention.sight, attention.spread
         self.num_ranks = self._spread.num_ranks
-        self._next, self._before = self.visitor(-1), self.visitor(1)
+        self._next, self._before = self.source(-1), self.source(1)
         self._num_tokens = self._spread.num_tokens
 
-    def visitor(self, step: int) -> int:
+    def source(self, step: int) -> int:
+        """The rank whose keys are here at a step."""
         return (self._spread.rank - step) % self.num_ranks
 
     def meetings(self, step: int) -> list[_Meeting]:
-        """This rank's queries and the keys that are here at a step, tile by tile, run by run of equal sequences."""
-        return list(self._tiles(self.visitor(step), apart=False))
+        """This rank's queries and the keys that are here at a step, tile by tile for each run of equal sequences."""
+        return list(self._tiles(self.source(step), apart=False))
 
-    def halves(self) -> tuple[list[_Meeting], list[_Meeting]]:
-        """The rank's own queries and keys in two parts of about the same work."""
+    def own_parts(self) -> tuple[list[_Meeting], list[_Meeting]]:
+        """The rank's own queries and keys, in two parts of about equal work."""
         every = list(self._tiles(self._spread.rank, apart=True))
         first = [meeting for meeting in every if meeting[0].rows == meeting[1].rows]
         return first, [meeting for meeting in every if meeting not in first]
 
     def send_on(self, x: Tensor, step: int) -> Travelling:
-        """Send to the next rank what is here at a step, and receive from the one before what is here at the next."""
-        num_rows = self._num_tokens[self.visitor(step + 1)]
+        """Send this step's tensor to the next rank and receive the next step's from the rank before."""
+        num_rows = self._num_tokens[self.source(step + 1)]
         return self._collectives.send_receive(x, self._next, self._before, num_rows)
 
-    def _tiles(self, visitor: int, apart: bool) -> Iterator[_Meeting]:
-        own, theirs = self._spread.pieces[self._spread.rank], self._spread.pieces[visitor]
+    def _tiles(self, source: int, apart: bool) -> Iterator[_Meeting]:
+        own, theirs = self._spread.pieces[self._spread.rank], self._spread.pieces[source]
         start = their_start = 0
         for (mine, keys), same in groupby(zip(own, theirs, strict=True)):
             count, length, their_length = len(list(same)), _length(mine), _length(keys)

@@ -1,4 +1,4 @@
-"""What some tokens see of some others, cut into tiles: rows of queries against rows of keys.
+"""The mask of attention between two sets of tokens, cut into tiles: rows of queries against rows of keys.
 
 Shapes: L queries, S keys.
 """
@@ -14,15 +14,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Sight:
-    """Which tokens of its own sequence a token sees: with `causal` none after it, and of those before (and after)
-    it only such as are less than `window` away; None for all."""
+    """The tokens of its own sequence that a token sees: none after it if `causal`, and none `window` or more away."""
 
     causal: bool = True
     window: int | None = None
 
 
 class Relation(Enum):
-    """What the queries of a tile see of its keys: everything, what does not come later, or what a mask tells."""
+    """The keys of a tile that its queries see: all, those that do not come later, or those that a mask shows."""
 
     FULL = auto()
     CAUSAL = auto()
@@ -36,7 +35,7 @@ Positions = tuple[range, ...]
 class Tile:
     """Some rows of queries against some rows of keys, the same ones in each sequence of a run.
 
-    Rows count from the sequence's first token here; the positions say where in the whole sequence these tokens stand.
+    Rows count from the sequence's first token on this rank; positions are those in the whole sequence.
     """
 
     queries: slice
@@ -47,7 +46,7 @@ class Tile:
     sight: Sight
 
     def mask(self, device: torch.device) -> Tensor:
-        """[L, S], true where the row's token sees the column's."""
+        """[L, S], true where the row's token sees the column's token."""
         return _mask(self.query_positions, self.key_positions, self.sight).to(device)
 
 
@@ -61,14 +60,14 @@ def _mask(queries: Positions, keys: Positions, sight: Sight) -> Tensor:
 
 @lru_cache(maxsize=4096)
 def tiles(queries: Positions, keys: Positions, sight: Sight, apart: bool = False) -> tuple[Tile, ...]:
-    """The tiles in which queries at these positions see keys at those, both ascending: as few as possible.
+    """The tiles, as few as possible, in which queries at these positions see keys at those; both are ascending.
 
-    With `apart` they are cut along the pieces, and those that are seen in part come first.
+    With `apart` tiles are cut along the runs of positions, and those that are seen in part come first.
     """
     if not (queries and keys):
         return ()
     if not apart and queries == keys and sight.causal and not _narrows(sight, _span(queries), _span(keys)):
-        # Of tokens in ascending order an earlier row is an earlier position, whatever lies between them.
+        # Tokens are ascending, so an earlier row is an earlier position, whatever lies between them.
         return (Tile(_rows(queries), _rows(keys), Relation.CAUSAL, queries, keys, sight),)
     found = [
         Tile(_rows(queries, i), _rows(keys, j), relation, (query,), (key,), sight)
@@ -78,7 +77,7 @@ def tiles(queries: Positions, keys: Positions, sight: Sight, apart: bool = False
     ]
     if apart:
         return tuple(sorted(found, key=lambda tile: tile.relation is Relation.FULL))
-    # First what lies side by side, then what of that lies one below the other.
+    # First tiles side by side are merged, then the results one below the other.
     return tuple(_merged(_merged(found)))
 
 
@@ -106,7 +105,7 @@ def _relation(queries: range, keys: range, sight: Sight) -> Relation | None:
 
 
 def _narrows(sight: Sight, queries: range, keys: range) -> bool:
-    """Whether the window hides some key that causality leaves."""
+    """True if the window hides some key that causality does not."""
     if sight.window is None:
         return False
     after = 0 if sight.causal else keys.stop - 1 - queries.start
@@ -114,7 +113,7 @@ def _narrows(sight: Sight, queries: range, keys: range) -> bool:
 
 
 def _joined(first: Tile, second: Tile) -> Tile | None:
-    """One tile for two full ones that lie side by side or one below the other."""
+    """One tile for two full tiles that lie side by side or one below the other."""
     if not first.relation is second.relation is Relation.FULL:
         return None
     if first.queries == second.queries and first.keys.stop == second.keys.start:

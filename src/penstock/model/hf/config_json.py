@@ -1,18 +1,13 @@
-"""The families of Hugging Face's models that the decoder is: their config.json and ours, their names and ours.
+"""config.json of a Hugging Face folder, converted to the decoder's configuration and back."""
 
-A family is a row of `FAMILIES`.
-"""
-
-import enum
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from penstock.model.config import ModelConfig
-from penstock.model.expert_config import ExpertConfig, Scores
-from penstock.model.hf.families import MIXTRAL_EXPERTS, QWEN_EXPERTS, ExpertNames, NativeNames
+from penstock.model.expert_config import ExpertConfig
+from penstock.model.hf.families import FAMILIES, MIXTRAL_EXPERTS, Family, Windows
 from penstock.model.hf.files import MissingFile
 from penstock.model.rope_scaling import RopeKind, RopeScaling
 
@@ -20,77 +15,11 @@ CONFIG_FILE = "config.json"
 _OTHERWISE = "Engine.from_hf(..., native=False) runs transformers' own layers"
 
 
-class Windows(enum.Enum):
-    """Which of a family's layers look back over a window of tokens alone, where config.json gives one."""
-
-    NEVER = enum.auto()
-    ALL = enum.auto()
-    IF_USED = enum.auto()
-    """All, with "use_sliding_window"."""
-    LATER = enum.auto()
-    """With "use_sliding_window" those from "max_window_layers" on."""
-
-
-@dataclass(frozen=True)
-class Family:
-    """What tells one family's decoder from another's; lengths count where a config.json leaves them out."""
-
-    model_type: str
-    qkv_bias: bool = False
-    qk_norm: bool = False
-    windows: Windows = Windows.NEVER
-    experts: ExpertNames | None = None
-    shared_expert: bool = False
-    max_length: int = 32768
-    window: int | None = None
-
-    def fits(self, config: ModelConfig) -> bool:
-        """Whether a model of this family can be that decoder."""
-        if config.sliding_window is None:
-            windows = True
-        elif config.num_full_layers:
-            windows = self.windows is Windows.LATER
-        else:
-            windows = self.windows is not Windows.NEVER
-        layers = (self.qkv_bias, self.qk_norm) == (config.qkv_bias, config.qk_norm)
-        # Layers that predict further tokens have no place in these families' files.
-        return windows and layers and not config.num_predictions and self._fits_experts(config)
-
-    def _fits_experts(self, config: ModelConfig) -> bool:
-        experts = config.experts
-        if experts is None or self.experts is None:
-            return experts is None and self.experts is None
-        plain = (experts.scores, experts.num_groups, experts.scaling_factor) == (Scores.SOFTMAX, 1, 1.0)
-        shared = experts.shared_gate if self.shared_expert else experts.shared_size == 0
-        everywhere = experts.normalise and all(map(experts.is_sparse, range(config.num_layers)))
-        # A bias for the choice of experts has no place in these families' files.
-        return plain and shared and not experts.bias_step and (everywhere or self.experts is not MIXTRAL_EXPERTS)
-
-
-FAMILIES = {
-    "LlamaForCausalLM": Family("llama", max_length=2048),
-    "MistralForCausalLM": Family("mistral", windows=Windows.ALL, max_length=131072, window=4096),
-    "Qwen2ForCausalLM": Family("qwen2", qkv_bias=True, windows=Windows.LATER),
-    "Qwen3ForCausalLM": Family("qwen3", qk_norm=True, windows=Windows.LATER),
-    "MixtralForCausalLM": Family("mixtral", windows=Windows.ALL, experts=MIXTRAL_EXPERTS, max_length=131072),
-    "Qwen2MoeForCausalLM": Family(
-        "qwen2_moe", qkv_bias=True, windows=Windows.LATER, experts=QWEN_EXPERTS, shared_expert=True
-    ),
-    "Qwen3MoeForCausalLM": Family("qwen3_moe", qk_norm=True, windows=Windows.IF_USED, experts=QWEN_EXPERTS),
-}
-
-
-def names_of(config: ModelConfig) -> NativeNames:
-    """The names of that decoder's parameters in the files of its family (any, where none is that decoder)."""
-    family = next((family for family in FAMILIES.values() if family.fits(config)), None)
-    return NativeNames(config.tie_embeddings, family.experts if family else QWEN_EXPERTS)
-
-
 def read_config_json(folder: Path) -> dict[str, Any]:
     """The folder's config.json.
 
     Raises:
-        MissingFile: with the path of what is missing.
+        MissingFile: with the missing path.
         ValueError: it is no JSON object.
     """
     path = folder / CONFIG_FILE
@@ -106,7 +35,7 @@ def read_config_json(folder: Path) -> dict[str, Any]:
 
 
 def architecture(content: Mapping[str, Any]) -> str:
-    """The name of the model's class, as config.json gives it, or as its model_type implies."""
+    """The name of the model's class, from "architectures" or else from "model_type"."""
     named = content.get("architectures") or []
     if named:
         return str(named[0])
@@ -118,13 +47,13 @@ def config_from_json(content: Mapping[str, Any]) -> ModelConfig:
     """The decoder that a config.json describes.
 
     Raises:
-        ValueError: another architecture, or something in it that the decoder has not; says what would be possible.
+        ValueError: another architecture, or a setting that the decoder does not have; names what would be possible.
     """
     name = architecture(content)
     if name not in FAMILIES:
         raise ValueError(f"the decoder is none of {name}; it is {', '.join(FAMILIES)}, and {_OTHERWISE}")
     family = FAMILIES[name]
-    _refuse_strangers(content, name)
+    _refuse_unknown(content, name)
     window, num_full_layers = _window(content, family)
     sizes = {ours: _required(content, theirs, name) for ours, theirs in _SIZES.items()}
     return ModelConfig(
@@ -154,7 +83,7 @@ _SIZES = {
 
 
 def config_to_json(config: ModelConfig) -> dict[str, Any]:
-    """A config.json, readable by transformers, for a decoder that was not imported.
+    """A config.json for a decoder that was not imported, readable by transformers.
 
     Raises:
         ValueError: no family is this decoder.
@@ -195,8 +124,8 @@ def _required(content: Mapping[str, Any], key: str, name: str) -> Any:
     return content[key]
 
 
-def _refuse_strangers(content: Mapping[str, Any], name: str) -> None:
-    """Refuse what a family's config.json may ask for and the decoder does not compute."""
+def _refuse_unknown(content: Mapping[str, Any], name: str) -> None:
+    """Refuse settings that a family's config.json may have and the decoder does not compute."""
     for key, known in (("hidden_act", "silu"), ("attention_bias", False), ("mlp_bias", False)):
         value = content.get(key, known)
         if value != known:
@@ -204,10 +133,10 @@ def _refuse_strangers(content: Mapping[str, Any], name: str) -> None:
 
 
 def _window(content: Mapping[str, Any], family: Family) -> tuple[int | None, int]:
-    """The sliding window, and how many layers from the first on see everything in spite of it."""
+    """The sliding window, and the number of first layers that see everything in spite of it."""
     num_layers = content.get("num_hidden_layers", 0)
     if family.windows is Windows.ALL:
-        # Families that always look back over a window do so too where config.json does not mention it.
+        # Families that always have a window have one even if config.json does not mention it.
         return content.get("sliding_window", family.window), 0
     if family.windows is Windows.NEVER or not content.get("use_sliding_window") or not content.get("sliding_window"):
         return None, 0
@@ -226,7 +155,7 @@ def _window(content: Mapping[str, Any], family: Family) -> tuple[int | None, int
 
 
 def _rope(content: Mapping[str, Any]) -> dict[str, Any]:
-    """The rotary settings, whichever way the file gives them."""
+    """The rotary settings, in whichever form the file has them."""
     older = {"rope_theta": content.get("rope_theta"), **(content.get("rope_scaling") or {})}
     return {key: value for key, value in older.items() if value is not None} | (content.get("rope_parameters") or {})
 

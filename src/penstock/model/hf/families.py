@@ -1,8 +1,14 @@
-"""The decoder's parameters under the names that they have in Hugging Face's files; a kind of parameter is a row."""
+"""The families of Hugging Face models that the decoder can be, and the names of their parameters in files.
 
+A family is a row of `FAMILIES`; a kind of parameter is a row of a table of names.
+"""
+
+import enum
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from penstock.model.config import ModelConfig
+from penstock.model.expert_config import Scores
 from penstock.model.hf.load import Piece
 
 _OUTSIDE = {
@@ -34,7 +40,7 @@ _OF_EXPERTS = {
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """What a family calls its layers' experts, and the three matrices of each."""
+    """A family's names of the block with a layer's experts, and of each expert's three matrices."""
 
     block: str
     gate: str
@@ -46,9 +52,69 @@ MIXTRAL_EXPERTS = ExpertNames("block_sparse_moe", "w1", "w3", "w2")
 QWEN_EXPERTS = ExpertNames("mlp", "gate_proj", "up_proj", "down_proj")
 
 
+class Windows(enum.Enum):
+    """The layers of a family that use the sliding window, where config.json gives one."""
+
+    NEVER = enum.auto()
+    ALL = enum.auto()
+    IF_USED = enum.auto()
+    """All, if "use_sliding_window" is set."""
+    LATER = enum.auto()
+    """Those from "max_window_layers" on, if "use_sliding_window" is set."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """The switches in which families differ; the lengths apply where a config.json leaves them out."""
+
+    model_type: str
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    windows: Windows = Windows.NEVER
+    experts: ExpertNames | None = None
+    shared_expert: bool = False
+    max_length: int = 32768
+    window: int | None = None
+
+    def fits(self, config: ModelConfig) -> bool:
+        """True if a model of this family can be that decoder."""
+        if config.sliding_window is None:
+            windows = True
+        elif config.num_full_layers:
+            windows = self.windows is Windows.LATER
+        else:
+            windows = self.windows is not Windows.NEVER
+        layers = (self.qkv_bias, self.qk_norm) == (config.qkv_bias, config.qk_norm)
+        # Layers that predict further tokens have no place in these families' files.
+        return windows and layers and not config.num_predictions and self._fits_experts(config)
+
+    def _fits_experts(self, config: ModelConfig) -> bool:
+        experts = config.experts
+        if experts is None or self.experts is None:
+            return experts is None and self.experts is None
+        plain = (experts.scores, experts.num_groups, experts.scaling_factor) == (Scores.SOFTMAX, 1, 1.0)
+        shared = experts.shared_gate if self.shared_expert else experts.shared_size == 0
+        everywhere = experts.normalise and all(map(experts.is_sparse, range(config.num_layers)))
+        # A bias for the choice of experts has no place in these families' files.
+        return plain and shared and not experts.bias_step and (everywhere or self.experts is not MIXTRAL_EXPERTS)
+
+
+FAMILIES = {
+    "LlamaForCausalLM": Family("llama", max_length=2048),
+    "MistralForCausalLM": Family("mistral", windows=Windows.ALL, max_length=131072, window=4096),
+    "Qwen2ForCausalLM": Family("qwen2", qkv_bias=True, windows=Windows.LATER),
+    "Qwen3ForCausalLM": Family("qwen3", qk_norm=True, windows=Windows.LATER),
+    "MixtralForCausalLM": Family("mixtral", windows=Windows.ALL, experts=MIXTRAL_EXPERTS, max_length=131072),
+    "Qwen2MoeForCausalLM": Family(
+        "qwen2_moe", qkv_bias=True, windows=Windows.LATER, experts=QWEN_EXPERTS, shared_expert=True
+    ),
+    "Qwen3MoeForCausalLM": Family("qwen3_moe", qk_norm=True, windows=Windows.IF_USED, experts=QWEN_EXPERTS),
+}
+
+
 @dataclass(frozen=True)
 class NativeNames:
-    """Where the decoder's parameters lie in a family's files, and which tensors there are no parameters."""
+    """The decoder's parameters in a family's files, and the tensors there that are no parameters."""
 
     tied: bool
     experts: ExpertNames | None = None
@@ -56,7 +122,7 @@ class NativeNames:
     def pieces(self, full_name: str, shape: tuple[int, ...]) -> tuple[Piece, ...]:
         """The stored tensors that make up the parameter of that full name and (whole) shape.
 
-        None for what the files have no place for, since it is heeded in training alone.
+        The result is empty for parameters that the files have no place for, because only training uses them.
         """
         if full_name in _OUTSIDE:
             return (Piece(_OUTSIDE[full_name]),)
@@ -74,8 +140,14 @@ class NativeNames:
         return tuple(_stacked(f"{block}.experts", self.experts, module, shape))
 
     def is_surplus(self, stored: str) -> bool:
-        """Whether a stored tensor is rightly left unread: a table of frequencies, or a tied head's copy."""
+        """True for a stored tensor that no parameter needs: a table of frequencies, or a tied head's copy."""
         return stored.endswith("rotary_emb.inv_freq") or (self.tied and stored == "lm_head.weight")
+
+
+def names_of(config: ModelConfig) -> NativeNames:
+    """The names of that decoder's parameters in the files of its family (of any family if none is that decoder)."""
+    family = next((family for family in FAMILIES.values() if family.fits(config)), None)
+    return NativeNames(config.tie_embeddings, family.experts if family else QWEN_EXPERTS)
 
 
 def _stacked(experts: str, names: ExpertNames, module: str, shape: tuple[int, ...]) -> Iterator[Piece]:

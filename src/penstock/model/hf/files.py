@@ -1,6 +1,6 @@
-"""A folder of safetensors files, one or several with an index, read tensor by tensor and never whole.
+"""A folder of safetensors files, one or several with an index, read tensor by tensor.
 
-Everything that can be wrong with the files is found in their headers, before a single value is read.
+All errors in the files are found in their headers, before any value is read.
 """
 
 import json
@@ -21,21 +21,22 @@ _MAX_HEADER_BYTES = 100_000_000
 
 
 class MissingFile(FileNotFoundError, ValueError):
-    """A model's file or folder is not there; the message has its path. A user's mistake like any other."""
+    """A file or folder of a model is missing; the message has its path. Also a ValueError, as other users' mistakes."""
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor lies, and what it is; `dtype` in the format's words (``F32``)."""
+    """A tensor's file, shape and dtype."""
 
     file: Path
     shape: tuple[int, ...]
+    #: in the format's words (``F32``)
     dtype: str
 
 
 @dataclass(frozen=True)
 class WeightFiles:
-    """The tensors of a folder by name; owns nothing but knowledge of the headers."""
+    """The tensors of a folder by name, as their headers describe them."""
 
     folder: Path
     tensors: Mapping[str, StoredTensor]
@@ -45,9 +46,9 @@ class WeightFiles:
         """Read the headers of all files.
 
         Raises:
-            MissingFile: with the path of the folder or file that is missing.
-            ValueError: a file is cut short or no safetensors file, an index names what is not there, or there are
-                pickles alone.
+            MissingFile: with the path of the missing folder or file.
+            ValueError: a file is truncated or no safetensors file, an index names a missing tensor, or the folder has
+                only pickles.
         """
         if not folder.is_dir():
             raise MissingFile(f"there is no folder {folder} to read a model from")
@@ -67,7 +68,7 @@ class WeightFiles:
         return cls(folder, {k: tensor for name in names for k, tensor in _read_header(folder / name).items()})
 
     def read(self, name: str, part: tuple[slice, ...] = ()) -> Tensor:
-        """The tensor of that name, or only a part of it: a view of the file, to be copied and let go."""
+        """The tensor of that name, or a part of it, as a view of the file: copy it and drop it."""
         with safe_open(self.tensors[name].file, framework="pt") as file:
             return file.get_slice(name)[part] if part else file.get_tensor(name)
 
@@ -92,7 +93,7 @@ def _read_index(index: Path) -> dict[str, str]:
     except (ValueError, KeyError, TypeError, AttributeError):
         raise ValueError(f"{index} is no index of safetensors files: it has no weight_map") from None
     for file in files.values():
-        # An index could point anywhere, for instance at somebody's private files.
+        # An index could point anywhere, for instance at private files.
         if Path(file).name != file:
             raise ValueError(f"{index} names {file!r}, which is not a file beside it")
         if not file.endswith(".safetensors"):

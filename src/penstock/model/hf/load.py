@@ -1,7 +1,7 @@
-"""Stored tensors put straight into the parameters that they are, or are parts of.
+"""Loading of stored tensors into parameters.
 
-A parameter may be several stored tensors (experts one after the other), and a rank may hold only a part of it: each
-piece is cut to that part before it is read, so nothing is read that is not kept.
+A parameter may consist of several stored tensors (one for each expert), and a rank may hold only a part of it. Each
+stored tensor is cut to that part before it is read, so only values that are kept are read.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,68 +1,50 @@
-"""The decoder's units where nobody shares them: embedding, the two halves of a layer, head.
+"""The attention block, plain, context-parallel and tensor-parallel.
 
-Shapes: T tokens of the microbatch, D hidden size, H heads, K width of a head, V vocabulary, S sampled tokens.
+Shapes: T tokens of the microbatch, S tokens of one rank, D hidden size, H query heads, K width of a head.
 """
 
-import torch
-import torch.nn.functional as F
+from collections.abc import Sequence
+
 from torch import Tensor, nn
 
-from penstock.model.attention.all_to_all import HeadShape, check_heads, context_attention
-from penstock.model.attention.packed import packed_attention
-from penstock.model.cached import CacheSize, KVCache, Reading
+from penstock.model.attention.all_to_all import ContextForm, HeadExchange, HeadShape, check_heads
+from penstock.model.attention.kernels import packed_attention
+from penstock.model.attention.ring import RingAttention
+from penstock.model.attention.tiles import Sight
+from penstock.model.cached import CachedRows, CacheSize, KVCache, Reading
 from penstock.model.collectives import Collectives
 from penstock.model.config import ModelConfig
 from penstock.model.groups import ModelGroups
-from penstock.model.layers.mlp import gated
 from penstock.model.layers.norm import RMSNorm
 from penstock.model.layers.rotary import Rotary, rotate
+from penstock.model.layers.tensor_parallel import TensorParallelSplit, TensorParallelUnit, add_residual
 from penstock.model.linear import Linear, outputs
-from penstock.model.matmul import Products
-from penstock.model.segments import Compute, Segment, SegmentedUnit
+from penstock.model.matmul import Matmul
+from penstock.model.segments import Compute, Segment, SegmentedUnit, State
 from penstock.model.sequences import Sequences
 
 
-class Embedding(nn.Module):
-    """Token ids [T] -> residual stream [T, D]."""
+class AttentionBlock(nn.Module):
+    """x + output(attention(norm(x))), with grouped queries, rotary positions and an optional sliding window."""
 
     has_randomness = False
     has_fixed_shapes = True
 
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
-
-    def forward(self, tokens_T: Tensor, sequences: Sequences) -> Tensor:
-        return F.embedding(tokens_T, self.weight)
-
-    def new_cache(self, size: CacheSize) -> None:
-        return None
-
-    def decode(self, tokens_T: Tensor, cache: None, rows: Reading) -> Tensor:
-        return F.embedding(tokens_T, self.weight)
-
-
-class AttentionHalf(nn.Module):
-    """x + output(attention(norm(x))), with grouped queries, rotary positions and an optional window."""
-
-    has_randomness = False
-    has_fixed_shapes = True
-
-    def __init__(self, config: ModelConfig, products: Products) -> None:
+    def __init__(self, config: ModelConfig, matmul: Matmul) -> None:
         super().__init__()
         self.head_dim, self.window = config.head_dim, config.sliding_window
         self.rotary = Rotary(config.head_dim, config.rope_theta, config.rope_scaling)
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.q = Linear(config.hidden_size, config.query_size, config.qkv_bias, products)
-        self.k = Linear(config.hidden_size, config.kv_size, config.qkv_bias, products)
-        self.v = Linear(config.hidden_size, config.kv_size, config.qkv_bias, products)
+        self.q = Linear(config.hidden_size, config.query_size, config.qkv_bias, matmul)
+        self.k = Linear(config.hidden_size, config.kv_size, config.qkv_bias, matmul)
+        self.v = Linear(config.hidden_size, config.kv_size, config.qkv_bias, matmul)
         self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
-        self.output = Linear(config.query_size, config.hidden_size, products=products)
+        self.output = Linear(config.query_size, config.hidden_size, matmul=matmul)
 
     @property
     def joint_layers(self) -> tuple[tuple[Linear, ...], ...]:
-        """Those that read the same input; see `JointLayers`."""
+        """The layers by the input that they read; see `JointLayers`."""
         return (self.q, self.k, self.v), (self.output,)
 
     def forward(self, x_TD: Tensor, sequences: Sequences) -> Tensor:
@@ -76,17 +58,17 @@ class AttentionHalf(nn.Module):
         return self.add_output(x_TD, self.attend_cached(x_TD, cache, rows))
 
     def attend_cached(self, x_TD: Tensor, cache: KVCache, rows: Reading) -> Tensor:
-        """The heads' means [T, H, K] over the cache, in which the tokens' own keys and values are from now on."""
+        """Write the tokens' keys and values to the cache and attend over it; returns the means [T, H, K]."""
         q_THK, k_THK, v_THK = self.project(x_TD, rows)
         rows.write(cache, k_THK, v_THK)
         return rows.attend(q_THK, cache, self.window)
 
     def project(self, x_TD: Tensor, sequences: Sequences | Reading) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values [T, heads, K] of the residual stream, turned by their positions."""
+        """Rotated queries, rotated keys, and values [T, heads, K] of the residual stream."""
         return self.heads(self.norm(x_TD), sequences)
 
     def heads(self, h_TD: Tensor, sequences: Sequences | Reading) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values [T, heads, K] of the normalised stream, turned by their positions."""
+        """Rotated queries, rotated keys, and values [T, heads, K] of the normalised stream."""
         q_THK, k_THK, v_THK = (
             part_TX.unflatten(-1, (-1, self.head_dim)) for part_TX in outputs(h_TD, (self.q, self.k, self.v))
         )
@@ -96,22 +78,22 @@ class AttentionHalf(nn.Module):
         return rotate(q_THK, tables), rotate(k_THK, tables), v_THK
 
     def add_output(self, x_TD: Tensor, mean_THK: Tensor) -> Tensor:
-        """The residual stream with the output of the heads' means added."""
+        """The residual stream after the block, from the heads' means."""
         return x_TD + self.output(mean_THK.flatten(1))
 
 
-class ContextAttentionHalf(SegmentedUnit, AttentionHalf):
-    """The same with every sequence's tokens shared by several ranks; whole sequences it attends to by itself."""
+class ContextParallelAttentionBlock(SegmentedUnit, AttentionBlock):
+    """The attention block where several ranks hold parts of each sequence; plain attention for whole sequences."""
 
-    def __init__(self, config: ModelConfig, products: Products, groups: ModelGroups) -> None:
-        super().__init__(config, products)
+    def __init__(self, config: ModelConfig, matmul: Matmul, groups: ModelGroups) -> None:
+        super().__init__(config, matmul)
         self.form, self.collectives = groups.context_form, Collectives(groups.cp)
         self.shape = HeadShape(config.num_heads, config.num_kv_heads, config.sliding_window)
         check_heads(self.form, groups.cp_size, self.shape)
 
     def segments(self, sequences: Sequences) -> list[Segment]:
         if sequences.spread is None:
-            return [Compute("attention half", lambda x_TD: (AttentionHalf.forward(self, x_TD, sequences),))]
+            return [Compute("attention", lambda x_TD: (AttentionBlock.forward(self, x_TD, sequences),))]
         return [
             Compute("project", lambda x_TD: (*self.project(x_TD, sequences), x_TD)),
             *context_attention(self.form, self.collectives, sequences, self.shape),
@@ -119,59 +101,63 @@ class ContextAttentionHalf(SegmentedUnit, AttentionHalf):
         ]
 
 
-class MLPHalf(nn.Module):
-    """x + down(silu(gate(norm(x))) * up(norm(x)))."""
+class TensorParallelAttentionBlock(TensorParallelUnit, AttentionBlock):
+    """The attention block for this rank's heads, over whole sequences or, with context parallelism, parts of them."""
 
-    has_randomness = False
-    has_fixed_shapes = True
+    def __init__(self, config: ModelConfig, matmul: Matmul, groups: ModelGroups) -> None:
+        split = TensorParallelSplit(config, groups)
+        own = split.own
+        AttentionBlock.__init__(self, own, matmul)
+        self.collectives, self.context = Collectives(split.group), Collectives(groups.cp)
+        self.form, self.shape = groups.context_form, HeadShape(own.num_heads, own.num_kv_heads, self.window)
+        check_heads(self.form, self.context.size, self.shape)
 
-    def __init__(self, config: ModelConfig, products: Products) -> None:
-        super().__init__()
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.gate = Linear(config.hidden_size, config.intermediate_size, products=products)
-        self.up = Linear(config.hidden_size, config.intermediate_size, products=products)
-        self.down = Linear(config.intermediate_size, config.hidden_size, products=products)
+    def segments(self, sequences: Sequences) -> Sequence[Segment]:
+        num_tokens = sequences.num_tokens
 
-    @property
-    def joint_layers(self) -> tuple[tuple[Linear, ...], ...]:
-        """Those that read the same input; see `JointLayers`."""
-        return (self.gate, self.up), (self.down,)
+        def heads(h: Tensor, x: Tensor) -> State:
+            return *self.heads(h[:num_tokens], sequences), x
 
-    def forward(self, x_TD: Tensor, sequences: Sequences) -> Tensor:
-        return x_TD + self.inner(self.norm(x_TD))
+        def attend(q_THK: Tensor, k_THK: Tensor, v_THK: Tensor, x: Tensor) -> State:
+            return packed_attention(q_THK, k_THK, v_THK, sequences, self.window), x
 
-    def inner(self, h_TD: Tensor) -> Tensor:
-        """What is added to the residual stream, from the normalised one."""
-        return self.down(gated(*outputs(h_TD, (self.gate, self.up))))
+        def output(mean_THK: Tensor, x: Tensor) -> State:
+            return self.padded(self.output(mean_THK.flatten(1))), x
 
-    def new_cache(self, size: CacheSize) -> None:
-        return None
+        norm, residual = Compute("norm", lambda x: (self.norm(x), x)), Compute("residual", add_residual)
+        if sequences.spread is None:
+            attention = [Compute("attention", lambda h, x: output(*attend(*heads(h, x))))]
+        else:
+            among_ranks = context_attention(self.form, self.context, sequences, self.shape)
+            attention = [Compute("heads", heads), *among_ranks, Compute("output", output)]
+        return [norm, self.gather(), *attention, self.scatter(), residual]
 
-    def decode(self, x_TD: Tensor, cache: None, rows: Reading) -> Tensor:
-        return x_TD + self.inner(self.norm(x_TD))
+    def new_cache(self, size: CacheSize) -> KVCache:
+        return AttentionBlock.new_cache(self, size)
+
+    def decode(self, x_TD: Tensor, cache: KVCache, rows: CachedRows) -> Tensor:
+        mean_THK = self.attend_cached(x_TD, cache, rows)
+        return x_TD + self.summed(self.output(mean_THK.flatten(1)))
 
 
-class Head(nn.Module):
-    """Residual stream [T, D] -> logits [T, V]: the final norm and the projection on the vocabulary."""
+def attention_block(config: ModelConfig, matmul: Matmul, groups: ModelGroups) -> AttentionBlock:
+    """The attention block of a layer of this shape, in the form that these groups need."""
+    if groups.tp is not None:
+        return TensorParallelAttentionBlock(config, matmul, groups)
+    if groups.cp is not None:
+        return ContextParallelAttentionBlock(config, matmul, groups)
+    return AttentionBlock(config, matmul)
 
-    has_randomness = False
-    has_fixed_shapes = True
 
-    def __init__(self, config: ModelConfig, products: Products) -> None:
-        super().__init__()
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.projection = Linear(config.hidden_size, config.vocab_size, products=products)
+def context_attention(
+    form: ContextForm, collectives: Collectives, sequences: Sequences, shape: HeadShape
+) -> Sequence[Segment]:
+    """The segments from a state (queries, keys, values, ...) to (means [T, H, K], ...), all of this rank's tokens.
 
-    @property
-    def joint_layers(self) -> tuple[tuple[Linear, ...], ...]:
-        """Those that read the same input; see `JointLayers`."""
-        return ((self.projection,),)
-
-    def forward(self, x_TD: Tensor, sequences: Sequences) -> Tensor:
-        return self.projection(self.norm(x_TD))
-
-    def new_cache(self, size: CacheSize) -> None:
-        return None
-
-    def decode(self, x_TD: Tensor, cache: None, rows: Reading) -> Tensor:
-        return self.projection(self.norm(rows.sampled(x_TD)))
+    Every rank of the context-parallel group walks them at the same point, with its part of the same sequences.
+    """
+    spread = sequences.spread
+    assert spread is not None and spread.num_ranks == collectives.size, "sequences that are not spread over this group"
+    if form is ContextForm.RING:
+        return [RingAttention(collectives, spread, Sight(window=shape.window))]
+    return HeadExchange(collectives, spread, sequences, shape).segments()

@@ -1,7 +1,7 @@
-"""How tokens reach their experts and come back: sorted by expert, and between ranks by unequal all-to-alls.
+"""Dispatch of tokens to their experts and back: sorted by expert, and between ranks by unequal all-to-alls.
 
 Shapes: T tokens, D hidden size, K active experts, N = T K rows (a token's copies, one for each of its experts), E
-experts, R ranks that share them.
+experts, R ranks of the expert-parallel group.
 """
 
 from collections.abc import Sequence
@@ -12,23 +12,22 @@ import torch
 from torch import Tensor
 
 from penstock.model.collectives import Collectives
-from penstock.model.layers.grouped_linear import Groups
+from penstock.model.layers.grouped_linear import RowGroups
 from penstock.model.layers.router import Choice
 from penstock.model.segments import Lane, State, Travelling, Undo
 
 
 @dataclass(frozen=True, eq=False)
-class Order:
-    """The rows of a microbatch sorted by expert, those of one expert in the order of their tokens.
+class RowOrder:
+    """The rows of a microbatch sorted by expert, those of one expert in the order of their tokens."""
 
-    token_of_row: [N]. row_of_slot: [T, K], where the copy for each of a token's choices lies.
-    """
-
+    #: row -> its token
     token_of_row_N: Tensor
+    #: (token, number of its choice) -> row
     row_of_slot_TK: Tensor
 
     @classmethod
-    def of(cls, experts_TK: Tensor) -> "Order":
+    def of(cls, experts_TK: Tensor) -> "RowOrder":
         slots_N = experts_TK.flatten().sort(stable=True).indices
         row_of_slot = torch.empty_like(slots_N)
         row_of_slot[slots_N] = torch.arange(len(slots_N), device=slots_N.device)
@@ -39,7 +38,7 @@ class _Spread(torch.autograd.Function):
     """Tokens [T, D] -> rows [N, D]; a token's gradient is the sum of its rows', in the order of its choices."""
 
     @staticmethod
-    def forward(ctx: Any, h_TD: Tensor, order: Order) -> Tensor:
+    def forward(ctx: Any, h_TD: Tensor, order: RowOrder) -> Tensor:
         ctx.order = order
         return h_TD.index_select(0, order.token_of_row_N)
 
@@ -52,7 +51,7 @@ class _Gather(torch.autograd.Function):
     """Base [T, D] + the sum of each token's rows times its weights."""
 
     @staticmethod
-    def forward(ctx: Any, rows_ND: Tensor, weights_TK: Tensor, base_TD: Tensor, order: Order) -> Tensor:
+    def forward(ctx: Any, rows_ND: Tensor, weights_TK: Tensor, base_TD: Tensor, order: RowOrder) -> Tensor:
         ctx.save_for_backward(rows_ND, weights_TK)
         ctx.order, ctx.base_dtype = order, base_TD.dtype
         return _sum_of_rows(rows_ND, order.row_of_slot_TK, weights_TK).to(base_TD.dtype).add_(base_TD)
@@ -70,7 +69,7 @@ class _Gather(torch.autograd.Function):
 
 
 def _sum_of_rows(rows_ND: Tensor, row_of_slot_TK: Tensor, weights_TK: Tensor | None) -> Tensor:
-    """Each token's rows, weighted or not, added up in the order of its choices; 16-bit rows in fp32."""
+    """The sum of each token's rows in the order of its choices, weighted if there are weights; in at least fp32."""
     dtype = torch.promote_types(rows_ND.dtype, torch.float32)
     total_TD = None
     for k in range(row_of_slot_TK.shape[1]):
@@ -85,18 +84,18 @@ def _sum_of_rows(rows_ND: Tensor, row_of_slot_TK: Tensor, weights_TK: Tensor | N
     return total_TD.to(rows_ND.dtype) if weights_TK is None else total_TD
 
 
-def spread(h_TD: Tensor, order: Order) -> Tensor:
-    """A row for each token and expert it goes to [N, D], sorted by expert."""
+def spread(h_TD: Tensor, order: RowOrder) -> Tensor:
+    """One row for each pair of a token and an expert that it goes to [N, D], sorted by expert."""
     return _Spread.apply(h_TD, order)  # pyright: ignore[reportReturnType]
 
 
-def gather(rows_ND: Tensor, weights_TK: Tensor, base_TD: Tensor, order: Order) -> Tensor:
-    """The base and each token's rows by their weights [T, D], summed in fp32 and given in the base's dtype."""
+def gather(rows_ND: Tensor, weights_TK: Tensor, base_TD: Tensor, order: RowOrder) -> Tensor:
+    """The base plus the weighted sum of each token's rows [T, D], summed in fp32, returned in the base's dtype."""
     return _Gather.apply(rows_ND, weights_TK, base_TD, order)  # pyright: ignore[reportReturnType]
 
 
 class _Arrange(torch.autograd.Function):
-    """Rows in another order; `back` leads to the old one."""
+    """Rows in another order; `back` is the inverse permutation."""
 
     @staticmethod
     def forward(ctx: Any, rows_ND: Tensor, there_N: Tensor, back_N: Tensor) -> Tensor:
@@ -109,20 +108,22 @@ class _Arrange(torch.autograd.Function):
 
 
 @dataclass(frozen=True, eq=False)
-class Arrived:
-    """The rows of this rank's experts, which came from rank after rank, each one's sorted by expert."""
+class ArrivedRows:
+    """The rows of this rank's experts, as received: rank after rank, each rank's rows sorted by expert."""
 
-    groups: Groups
+    groups: RowGroups
+    #: rank -> number of rows sent to it, and received from it
     sent: tuple[int, ...]
     received: tuple[int, ...]
+    #: permutation that sorts received rows by expert, and its inverse
     by_expert_N: Tensor
     by_rank_N: Tensor
 
     @classmethod
-    def of(cls, sent_counts_E: Tensor, received_counts_RE: Tensor, experts_of_ranks: Sequence[int]) -> "Arrived":
-        """From how many rows go to each expert of all, and come for each expert here from each rank."""
+    def of(cls, sent_counts_E: Tensor, received_counts_RE: Tensor, experts_of_ranks: Sequence[int]) -> "ArrivedRows":
+        """Computed from the rows sent to every expert, and the rows that each rank sends to each expert here."""
         device = sent_counts_E.device
-        # One wait for the device, for both together.
+        # Both together, to wait for the device only once.
         sizes = torch.cat([sent_counts_E, received_counts_RE.flatten()]).tolist()
         num_experts = len(sent_counts_E)
         sent = [sum(part) for part in _split(sizes[:num_experts], experts_of_ranks)]
@@ -134,7 +135,7 @@ class Arrived:
         by_expert = expert_of_row.sort(stable=True).indices
         by_rank_N = torch.empty_like(by_expert)
         by_rank_N[by_expert] = torch.arange(len(by_expert))
-        groups = Groups(tuple(runs.sum(0).tolist()), device)
+        groups = RowGroups(tuple(runs.sum(0).tolist()), device)
         return cls(groups, tuple(sent), tuple(received), by_expert.to(device), by_rank_N.to(device))
 
     def sorted_by_expert(self, rows_ND: Tensor) -> Tensor:
@@ -154,27 +155,28 @@ def _split(values: list[int], sizes: Sequence[int]) -> list[list[int]]:
 
 @dataclass(eq=False)
 class Route:
-    """Where one microbatch's tokens go in one layer; filled as its row of segments is walked."""
+    """The routing of one microbatch in one layer, filled in as its row of segments runs."""
 
-    order: Order | None = None
     choice: Choice | None = None
+    order: RowOrder | None = None
+    #: the numbers of rows that other ranks will send, on their way here
     sizes: Travelling | None = None
-    arrived: Arrived | None = None
+    arrived: ArrivedRows | None = None
     num_padding: int = 0
 
-    def tell_sizes(self, collectives: Collectives, experts_of_ranks: Sequence[int]) -> None:
-        """Start telling every rank how many rows it will get for each of its experts."""
+    def send_sizes(self, collectives: Collectives, experts_of_ranks: Sequence[int]) -> None:
+        """Start sending every rank the number of rows that each of its experts will receive."""
         assert self.choice is not None
         num_local = experts_of_ranks[collectives.rank]
         self.sizes = collectives.all_to_all(self.choice.counts_E, experts_of_ranks, [num_local] * len(experts_of_ranks))
 
 
 @dataclass(frozen=True, eq=False)
-class Sizes:
-    """A segment that waits for the sizes, which the router's segment has sent off.
+class AwaitSizes:
+    """A segment that waits for the sizes, whose exchange the router's segment has launched.
 
-    Little travels, but behind whatever is under way already. A backward has a turn more too, before the experts'
-    weight gradients: lanes that are resumed equally often hide most of each other.
+    The message is small but queues behind collectives in flight. The extra yield matches the backward's, which comes
+    before the experts' weight gradients, so that both lanes alternate evenly.
     """
 
     route: Route
@@ -186,5 +188,5 @@ class Sizes:
         route = self.route
         assert route.choice is not None and route.sizes is not None
         received_RE = route.sizes.wait().view(len(self.experts_of_ranks), -1)
-        route.arrived, route.sizes = Arrived.of(route.choice.counts_E, received_RE, self.experts_of_ranks), None
+        route.arrived, route.sizes = ArrivedRows.of(route.choice.counts_E, received_RE, self.experts_of_ranks), None
         return state

@@ -1,9 +1,9 @@
-"""Linear layers of many experts in one stacked weight, and the products that compute them group by group.
+"""The grouped linear layer: one stacked weight for many experts, and the grouped matrix products that compute it.
 
-Rows are sorted by expert, so every expert works on a run of neighbouring rows; no row is padded and none is dropped.
-As in `penstock.model.linear` the weight gradient can wait. It is added to the parameter's gradient expert by expert,
-now or later alike, and never stands as a tensor of its own: where few rows meet many experts, writing it out and
-adding it would take longer than the product.
+Rows are sorted by expert, so each expert works on a run of neighbouring rows; no row is padded and none is dropped. The
+weight gradient can be deferred as in `penstock.model.linear`. Deferred or not, it is added to the parameter's gradient
+expert by expert and never stored as a tensor of its own: with few rows for many experts, writing it out and adding it
+would take longer than the product.
 
 Shapes: N rows of all experts, E experts of this rank, I inputs, O outputs.
 """
@@ -20,125 +20,125 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from penstock.model.linear import PendingGradient, WeightGradients
-from penstock.model.matmul import TORCH, Products
+from penstock.model.matmul import TORCH, Matmul
 
 
 @dataclass(frozen=True, eq=False)
-class Groups:
-    """How many of the rows, which are sorted by expert, belong to each expert."""
+class RowGroups:
+    """The number of rows of each expert, where rows are sorted by expert."""
 
     sizes: tuple[int, ...]
     device: torch.device
 
     @classmethod
-    def of(cls, counts_E: Tensor, num_rows: int) -> "Groups":
-        """Waits for the device. Where tensors have no data, as in a plan of memory, rows are shared out evenly."""
+    def of(cls, counts_E: Tensor, num_rows: int) -> "RowGroups":
+        """Waits for the device. Tensors without data, as in a rehearsal, get an even split of the rows."""
         if isinstance(counts_E, FakeTensor):
             whole, longer = divmod(num_rows, len(counts_E))
             return cls(tuple(whole + (e < longer) for e in range(len(counts_E))), counts_E.device)
         return cls(tuple(counts_E.tolist()), counts_E.device)
 
     def ranges(self) -> Iterator[tuple[int, int, int]]:
-        """(expert, first row, row after its last) of each expert that has any."""
+        """(expert, first row, row after its last) of each expert that has rows."""
         for expert, (size, end) in enumerate(zip(self.sizes, accumulate(self.sizes), strict=True)):
             if size:
                 yield expert, end - size, end
 
     @cached_property
     def ends(self) -> Tensor:
-        """[E] int32, the row after each expert's last."""
+        """The row after each expert's last, [E] int32."""
         return torch.tensor(list(accumulate(self.sizes)), dtype=torch.int32).to(self.device, non_blocking=True)
 
 
-class StackProducts(Protocol):
-    """One way to compute a stacked linear layer and its gradients."""
+class GroupedMatmul(Protocol):
+    """One way to compute a grouped linear layer and its gradients."""
 
-    def output(self, x_NI: Tensor, weight_EOI: Tensor, groups: Groups) -> Tensor: ...
+    def output(self, x_NI: Tensor, weight_EOI: Tensor, groups: RowGroups) -> Tensor: ...
 
-    def input_gradient(self, grad_NO: Tensor, weight_EOI: Tensor, groups: Groups) -> Tensor: ...
+    def input_gradient(self, grad_NO: Tensor, weight_EOI: Tensor, groups: RowGroups) -> Tensor: ...
 
-    def add_weight_gradient(self, total_EOI: Tensor, grad_NO: Tensor, x_NI: Tensor, groups: Groups) -> None: ...
+    def add_weight_gradient(self, total_EOI: Tensor, grad_NO: Tensor, x_NI: Tensor, groups: RowGroups) -> None: ...
 
 
 @dataclass(frozen=True)
-class OneByOne:
-    """One product an expert; those without rows cost nothing."""
+class MatmulPerExpert:
+    """One product for each expert; experts without rows cost nothing."""
 
-    products: Products = TORCH
+    matmul: Matmul = TORCH
 
-    def output(self, x_NI: Tensor, weight_EOI: Tensor, groups: Groups) -> Tensor:
+    def output(self, x_NI: Tensor, weight_EOI: Tensor, groups: RowGroups) -> Tensor:
         out_NO = x_NI.new_empty(x_NI.shape[0], weight_EOI.shape[1])
         for expert, first, end in groups.ranges():
             # Copied expert by expert, while the result is still in the cache.
-            out_NO[first:end] = self.products.output(x_NI[first:end], weight_EOI[expert].to(x_NI.dtype), None)
+            out_NO[first:end] = self.matmul.output(x_NI[first:end], weight_EOI[expert].to(x_NI.dtype), None)
         return out_NO
 
-    def input_gradient(self, grad_NO: Tensor, weight_EOI: Tensor, groups: Groups) -> Tensor:
+    def input_gradient(self, grad_NO: Tensor, weight_EOI: Tensor, groups: RowGroups) -> Tensor:
         grad_NI = grad_NO.new_empty(grad_NO.shape[0], weight_EOI.shape[2])
         for expert, first, end in groups.ranges():
             weight_OI = weight_EOI[expert].to(grad_NO.dtype)
-            grad_NI[first:end] = self.products.input_gradient(grad_NO[first:end], weight_OI)
+            grad_NI[first:end] = self.matmul.input_gradient(grad_NO[first:end], weight_OI)
         return grad_NI
 
-    def add_weight_gradient(self, total_EOI: Tensor, grad_NO: Tensor, x_NI: Tensor, groups: Groups) -> None:
+    def add_weight_gradient(self, total_EOI: Tensor, grad_NO: Tensor, x_NI: Tensor, groups: RowGroups) -> None:
         for expert, first, end in groups.ranges():
-            total_EOI[expert].add_(self.products.weight_gradient(grad_NO[first:end], x_NI[first:end]))
+            total_EOI[expert].add_(self.matmul.weight_gradient(grad_NO[first:end], x_NI[first:end]))
 
 
 @dataclass(frozen=True)
-class AllAtOnce:
+class GroupedMatmulKernel:
     """PyTorch's grouped product, one kernel for all experts: bfloat16 on a GPU, with widths in whole 16 bytes."""
 
-    otherwise: StackProducts = field(default_factory=OneByOne)
+    otherwise: GroupedMatmul = field(default_factory=MatmulPerExpert)
 
     @staticmethod
     def takes(x: Tensor, weight_EOI: Tensor) -> bool:
         whole = all(size % 8 == 0 for size in weight_EOI.shape[1:])
         return x.is_cuda and x.dtype is torch.bfloat16 and whole and x.shape[0] > 0
 
-    def output(self, x_NI: Tensor, weight_EOI: Tensor, groups: Groups) -> Tensor:
+    def output(self, x_NI: Tensor, weight_EOI: Tensor, groups: RowGroups) -> Tensor:
         if not self.takes(x_NI, weight_EOI):
             return self.otherwise.output(x_NI, weight_EOI, groups)
         return F.grouped_mm(x_NI, weight_EOI.to(x_NI.dtype).transpose(1, 2), offs=groups.ends)
 
-    def input_gradient(self, grad_NO: Tensor, weight_EOI: Tensor, groups: Groups) -> Tensor:
+    def input_gradient(self, grad_NO: Tensor, weight_EOI: Tensor, groups: RowGroups) -> Tensor:
         if not self.takes(grad_NO, weight_EOI):
             return self.otherwise.input_gradient(grad_NO, weight_EOI, groups)
         return F.grouped_mm(grad_NO, weight_EOI.to(grad_NO.dtype), offs=groups.ends)
 
-    def add_weight_gradient(self, total_EOI: Tensor, grad_NO: Tensor, x_NI: Tensor, groups: Groups) -> None:
+    def add_weight_gradient(self, total_EOI: Tensor, grad_NO: Tensor, x_NI: Tensor, groups: RowGroups) -> None:
         if not self.takes(grad_NO, total_EOI):
             self.otherwise.add_weight_gradient(total_EOI, grad_NO, x_NI, groups)
             return
         grad_EOI = F.grouped_mm(grad_NO.t(), x_NI, offs=groups.ends)
         for expert, size in enumerate(groups.sizes):
             if not size:
-                # Some GPUs' kernels leave there what the memory held before (PyTorch issue 172439).
+                # Some GPU kernels leave this memory uninitialised (PyTorch issue 172439).
                 grad_EOI[expert].zero_()
         total_EOI.add_(grad_EOI)
 
 
-def stack_products(products: Products) -> StackProducts:
-    """The fastest way here: one kernel for all experts where there is one, else `products` for each of them."""
-    one_by_one = OneByOne(products)
-    return AllAtOnce(one_by_one) if hasattr(F, "grouped_mm") else one_by_one
+def grouped_matmul(matmul: Matmul) -> GroupedMatmul:
+    """One kernel for all experts if this PyTorch has it, else `matmul` for each of them."""
+    one_by_one = MatmulPerExpert(matmul)
+    return GroupedMatmulKernel(one_by_one) if hasattr(F, "grouped_mm") else one_by_one
 
 
 @dataclass(frozen=True, eq=False)
-class PendingStackGradient(PendingGradient):
-    """The weight gradient of one use of a stacked layer; it adds itself to the parameter's gradient."""
+class PendingGroupedGradient(PendingGradient):
+    """The weight gradient of one use of a grouped layer; `compute` adds it to the parameter's gradient itself."""
 
-    stack: "ExpertStack"
-    groups: Groups
+    layer: "GroupedLinear"
+    groups: RowGroups
 
     def compute(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Nothing is left to be added by others."""
-        self.stack.products.add_weight_gradient(_total(self.stack.weight), self.grad_TO, self.x_TI, self.groups)
+        """Yields nothing: no gradient is left for the caller to add."""
+        self.layer.matmul.add_weight_gradient(_total(self.layer.weight), self.grad_TO, self.x_TI, self.groups)
         yield from ()
 
 
 def _total(weight: nn.Parameter) -> Tensor:
-    """Where the weight's gradient accumulates, as `WeightGradients.drain` has it."""
+    """The tensor in which the weight's gradient accumulates, as in `WeightGradients.drain`."""
     main_grad: Tensor | None = getattr(weight, "main_grad", None)
     if main_grad is not None and weight.dtype != torch.float32:
         return main_grad
@@ -147,40 +147,40 @@ def _total(weight: nn.Parameter) -> Tensor:
     return weight.grad
 
 
-class _StackFunction(torch.autograd.Function):
-    """Each row times the weight of its expert. The weight's gradient bypasses autograd; see the head of the file."""
+class _GroupedLinearFunction(torch.autograd.Function):
+    """Each row times its expert's weight. The weight gradient bypasses autograd; see the head of the file."""
 
     @staticmethod
-    def forward(ctx: Any, x_NI: Tensor, weight_EOI: Tensor, stack: "ExpertStack", groups: Groups) -> Tensor:
+    def forward(ctx: Any, x_NI: Tensor, weight_EOI: Tensor, layer: "GroupedLinear", groups: RowGroups) -> Tensor:
         ctx.save_for_backward(x_NI, weight_EOI)
-        ctx.stack, ctx.groups = stack, groups
-        return stack.products.output(x_NI, weight_EOI, groups)
+        ctx.layer, ctx.groups = layer, groups
+        return layer.matmul.output(x_NI, weight_EOI, groups)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None]:
-        (grad_NO,), (x_NI, weight_EOI), stack = grads, ctx.saved_tensors, ctx.stack
+        (grad_NO,), (x_NI, weight_EOI), layer = grads, ctx.saved_tensors, ctx.layer
         needs_x, needs_weight, *_ = ctx.needs_input_grad
-        grad_NI = stack.products.input_gradient(grad_NO, weight_EOI, ctx.groups) if needs_x else None
+        grad_NI = layer.matmul.input_gradient(grad_NO, weight_EOI, ctx.groups) if needs_x else None
         if needs_weight:
-            pending = PendingStackGradient(None, None, x_NI, grad_NO, TORCH, stack, ctx.groups)
-            if stack.gradients is not None and stack.gradients.deferring:
-                stack.gradients.push(pending)
+            pending = PendingGroupedGradient(None, None, x_NI, grad_NO, TORCH, layer, ctx.groups)
+            if layer.gradients is not None and layer.gradients.deferring:
+                layer.gradients.push(pending)
             else:
                 WeightGradients.drain([pending])
         return grad_NI, None, None, None
 
 
-class ExpertStack(nn.Module):
-    """A linear layer without bias for each expert, in one parameter [E, O, I]; the owner is attached by `defer`."""
+class GroupedLinear(nn.Module):
+    """A linear layer without bias for each expert, in one parameter [E, O, I]; `defer` attaches the owner."""
 
-    def __init__(self, num_experts: int, in_features: int, out_features: int, products: StackProducts) -> None:
+    def __init__(self, num_experts: int, in_features: int, out_features: int, matmul: GroupedMatmul) -> None:
         super().__init__()
         self.gradients: WeightGradients | None = None
-        self.products = products
+        self.matmul = matmul
         self.weight = nn.Parameter(torch.empty(num_experts, out_features, in_features))
 
-    def forward(self, x_NI: Tensor, groups: Groups) -> Tensor:
+    def forward(self, x_NI: Tensor, groups: RowGroups) -> Tensor:
         """Rows sorted by expert -> their outputs, in the same order."""
         if torch.is_autocast_enabled(x_NI.device.type) and x_NI.dtype != torch.float64:
             x_NI = x_NI.to(torch.get_autocast_dtype(x_NI.device.type))
-        return _StackFunction.apply(x_NI, self.weight, self, groups)  # pyright: ignore[reportReturnType]
+        return _GroupedLinearFunction.apply(x_NI, self.weight, self, groups)  # pyright: ignore[reportReturnType]

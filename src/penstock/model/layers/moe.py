@@ -1,11 +1,12 @@
-"""The MLP half of a layer with experts, as a row of segments.
+"""The mixture-of-experts block, in place of a layer's MLP block, as a row of segments.
 
     router with norm, shared expert and permutation | sizes, dispatch | experts | combine with residual
 
-Where one rank holds all experts, nothing travels and the two exchanges are left out.
+Each token goes to its `num_active` highest-scoring experts. There is no capacity limit; no token is dropped. Where one
+rank holds all experts, the two exchanges are left out.
 
-Shapes: T tokens of this rank, S with what pads them, D hidden size, K active experts, N rows (copies of tokens, one
-for each expert they go to).
+Shapes: T tokens of this rank, S the same with padding, D hidden size, K active experts, N rows (copies of tokens, one
+for each expert that they go to).
 """
 
 from collections.abc import Sequence
@@ -19,13 +20,13 @@ from penstock.model.collectives import Collectives
 from penstock.model.config import ModelConfig
 from penstock.model.expert_config import ExpertConfig
 from penstock.model.groups import ModelGroups
-from penstock.model.layers.expert_dispatch import Order, Route, Sizes, gather, spread
-from penstock.model.layers.grouped_linear import ExpertStack, Groups, stack_products
-from penstock.model.layers.mlp import gated, gated_halves
+from penstock.model.layers.expert_dispatch import AwaitSizes, Route, RowOrder, gather, spread
+from penstock.model.layers.grouped_linear import GroupedLinear, RowGroups, grouped_matmul
+from penstock.model.layers.mlp import gated, gated_joint
 from penstock.model.layers.norm import RMSNorm
 from penstock.model.layers.router import Choice, Router
 from penstock.model.linear import Linear
-from penstock.model.matmul import Products
+from penstock.model.matmul import Matmul
 from penstock.model.segments import (
     Beside,
     Compute,
@@ -44,44 +45,44 @@ from penstock.model.units import Shard
 class Experts(nn.Module):
     """This rank's experts: rows sorted by expert [N, D] -> down(silu(gate) * up) [N, D]."""
 
-    def __init__(self, hidden_size: int, config: ExpertConfig, num_local: int, products: Products) -> None:
+    def __init__(self, hidden_size: int, config: ExpertConfig, num_local: int, matmul: Matmul) -> None:
         super().__init__()
-        stacked = stack_products(products)
-        self.gate_up = ExpertStack(num_local, hidden_size, 2 * config.intermediate_size, stacked)
-        self.down = ExpertStack(num_local, config.intermediate_size, hidden_size, stacked)
+        grouped = grouped_matmul(matmul)
+        self.gate_up = GroupedLinear(num_local, hidden_size, 2 * config.intermediate_size, grouped)
+        self.down = GroupedLinear(num_local, config.intermediate_size, hidden_size, grouped)
 
-    def forward(self, rows_ND: Tensor, groups: Groups) -> Tensor:
-        return self.down(gated_halves(self.gate_up(rows_ND, groups)), groups)
+    def forward(self, rows_ND: Tensor, groups: RowGroups) -> Tensor:
+        return self.down(gated_joint(self.gate_up(rows_ND, groups)), groups)
 
 
 class SharedExpert(nn.Module):
-    """The expert that every token goes to, scaled by a gate of its own where there is one."""
+    """The expert that every token goes to, with an optional gate that scales its output token by token."""
 
-    def __init__(self, hidden_size: int, config: ExpertConfig, products: Products) -> None:
+    def __init__(self, hidden_size: int, config: ExpertConfig, matmul: Matmul) -> None:
         super().__init__()
-        self.gate = Linear(hidden_size, config.shared_size, products=products)
-        self.up = Linear(hidden_size, config.shared_size, products=products)
-        self.down = Linear(config.shared_size, hidden_size, products=products)
-        self.scale = Linear(hidden_size, 1, products=products) if config.shared_gate else None
+        self.gate = Linear(hidden_size, config.shared_size, matmul=matmul)
+        self.up = Linear(hidden_size, config.shared_size, matmul=matmul)
+        self.down = Linear(config.shared_size, hidden_size, matmul=matmul)
+        self.scale = Linear(hidden_size, 1, matmul=matmul) if config.shared_gate else None
 
     def forward(self, h_TD: Tensor) -> Tensor:
         out_TD = self.down(gated(self.gate(h_TD), self.up(h_TD)))
         return out_TD if self.scale is None else out_TD * self.scale(h_TD).sigmoid()
 
 
-class ExpertHalf(SegmentedUnit):
-    """x + shared(norm(x)) + the sum of each token's experts' outputs by its weights.
+class ExpertBlock(SegmentedUnit):
+    """x + shared(norm(x)) + the weighted sum of the outputs of each token's experts.
 
-    Each rank routes its own tokens: where a tp group cuts the residual stream by tokens, its run of them [S, D], and
-    what pads the last run stays zero and goes to nobody.
+    Each rank routes its own tokens. Under tensor parallelism these are its run of the residual stream [S, D]; the
+    padding of the last run stays zero and goes to no expert.
 
     Args:
         config: of the model, with experts.
-        products: computes the matrix products.
-        groups: `ep` are the ranks that share the experts, each holding a run of neighbours.
+        matmul: computes the matrix products.
+        groups: each rank of `ep` holds a run of neighbouring experts.
     """
 
-    def __init__(self, config: ModelConfig, products: Products, groups: ModelGroups | None = None) -> None:
+    def __init__(self, config: ModelConfig, matmul: Matmul, groups: ModelGroups | None = None) -> None:
         super().__init__()
         assert config.experts is not None
         groups = groups or ModelGroups()
@@ -89,17 +90,17 @@ class ExpertHalf(SegmentedUnit):
         self.experts_of_ranks = experts_of_ranks(config.experts.num_experts, self.collectives.size)
         num_local = self.experts_of_ranks[self.collectives.rank]
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.router = Router(config.hidden_size, config.experts, products, groups)
-        self.experts = Experts(config.hidden_size, config.experts, num_local, products)
-        self.shared = SharedExpert(config.hidden_size, config.experts, products) if config.experts.shared_size else None
+        self.router = Router(config.hidden_size, config.experts, matmul, groups)
+        self.experts = Experts(config.hidden_size, config.experts, num_local, matmul)
+        self.shared = SharedExpert(config.hidden_size, config.experts, matmul) if config.experts.shared_size else None
 
     @property
     def needs_all_pipelines(self) -> bool:
-        """Whether `decode` is called on all ranks that share the experts together, on those without tokens too."""
+        """True if all ranks of the expert-parallel group must call `decode` together, those without tokens too."""
         return self.collectives.size > 1
 
     def new_cache(self, size: CacheSize) -> None:
-        """Nothing is remembered."""
+        return None
 
     def decode(self, x_TD: Tensor, cache: None, rows: CachedRows) -> Tensor:
         if self.needs_all_pipelines:
@@ -107,9 +108,9 @@ class ExpertHalf(SegmentedUnit):
             return drained(walk(self._row(route, Compute("router", partial(self._route_all, route))), None, x_TD))
         h_TD = self.norm(x_TD)
         choice = self.router(h_TD)
-        order = Order.of(choice.experts_TK)
+        order = RowOrder.of(choice.experts_TK)
         rows_ND = spread(h_TD, order)
-        out_ND = self.experts(rows_ND, Groups.of(choice.counts_E, rows_ND.shape[0]))
+        out_ND = self.experts(rows_ND, RowGroups.of(choice.counts_E, rows_ND.shape[0]))
         base_TD = x_TD if self.shared is None else x_TD + self.shared(h_TD)
         return gather(out_ND, choice.weights_TK, base_TD, order)
 
@@ -118,14 +119,14 @@ class ExpertHalf(SegmentedUnit):
         return self._row(route, Compute("router", partial(self._route, route, sequences)))
 
     def _row(self, route: Route, router: Compute) -> Sequence[Segment]:
-        # The tokens' weights, and what the experts' outputs are added to, wait for them.
+        # The tokens' weights, and the stream that the outputs are added to, pass by the experts.
         experts = Beside(Compute("experts", partial(self._compute, route), apart=True), 2)
         combine = Compute("combine", partial(self._combine, route))
         if self.collectives.size == 1:
             return [router, experts, combine]
         return [
             router,
-            Sizes(route, self.experts_of_ranks),
+            AwaitSizes(route, self.experts_of_ranks),
             Exchange("dispatch", partial(self._to_experts, route), partial(self._from_experts, route), True),
             experts,
             Exchange("combine", partial(self._from_experts, route), partial(self._to_experts, route)),
@@ -139,20 +140,20 @@ class ExpertHalf(SegmentedUnit):
         return self._permute(route, x_TD, h_TD, self.router(h_TD, sequences, tokens))
 
     def _route_all(self, route: Route, x_TD: Tensor) -> State:
-        """Of pieces: every rank that shares the layers has all of their tokens, and there is nothing to learn."""
+        """Route tokens to be decoded: each rank of the tensor-parallel group has all of them, none has a loss."""
         h_TD = self.norm(x_TD)
         return self._permute(route, x_TD, h_TD, self.router(h_TD))
 
     def _permute(self, route: Route, x_TD: Tensor, h_TD: Tensor, choice: Choice) -> State:
         route.choice = choice
         if self.collectives.size > 1:
-            route.tell_sizes(self.collectives, self.experts_of_ranks)
-        order = route.order = Order.of(choice.experts_TK)
+            route.send_sizes(self.collectives, self.experts_of_ranks)
+        order = route.order = RowOrder.of(choice.experts_TK)
         base_TD = x_TD if self.shared is None else x_TD + self.shared(h_TD)
         return spread(h_TD, order), choice.weights_TK, base_TD
 
     def _own_tokens(self, sequences: Sequences, num_rows: int) -> tuple[range, int]:
-        """Which of the microbatch's tokens these rows are, and how many rows behind them are none."""
+        """The microbatch's tokens that these rows are, and the number of padding rows behind them."""
         if self.token_peers.size == 1:
             return range(num_rows), 0
         first = min(self.token_peers.rank * num_rows, sequences.num_tokens)
@@ -162,7 +163,7 @@ class ExpertHalf(SegmentedUnit):
     def _compute(self, route: Route, rows_ND: Tensor) -> State:
         if route.arrived is None:
             assert route.choice is not None
-            return (self.experts(rows_ND, Groups.of(route.choice.counts_E, rows_ND.shape[0])),)
+            return (self.experts(rows_ND, RowGroups.of(route.choice.counts_E, rows_ND.shape[0])),)
         arrived = route.arrived
         out_ND = self.experts(arrived.sorted_by_expert(rows_ND), arrived.groups)
         return (arrived.sorted_by_rank(out_ND),)
@@ -181,21 +182,29 @@ class ExpertHalf(SegmentedUnit):
         return self.collectives.all_to_all(rows, route.arrived.received, route.arrived.sent)
 
 
-def expert_shards(config: ModelConfig, groups: ModelGroups) -> dict[str, Shard]:
-    """This rank's part of an expert half's parameters, by their names in it; none where it has all experts.
+def check_expert_parallel(config: ModelConfig, num_ranks: int) -> None:
+    """Refuse a number of ranks that cannot split the experts.
 
     Raises:
-        ValueError: there are more ranks than experts.
+        ValueError: there are no experts, or fewer than ranks.
     """
+    if num_ranks == 1:
+        return
+    if config.experts is None:
+        raise ValueError(f"ep = {num_ranks}: the model has no experts to share; ep = 1 is possible")
+    if num_ranks > config.experts.num_experts:
+        raise ValueError(
+            f"ep = {num_ranks} is more than the {config.experts.num_experts} experts of a layer; "
+            f"at most ep = {config.experts.num_experts} is possible"
+        )
+
+
+def expert_shards(config: ModelConfig, groups: ModelGroups) -> dict[str, Shard]:
+    """This rank's part of an expert block's parameters, by their names in it; empty where it has all experts."""
     experts = config.experts
     assert experts is not None
     if groups.ep_size == 1:
         return {}
-    if groups.ep_size > experts.num_experts:
-        raise ValueError(
-            f"ep = {groups.ep_size} is more than the {experts.num_experts} experts of a layer; "
-            f"at most ep = {experts.num_experts} is possible"
-        )
     shapes = {
         "experts.gate_up.weight": (experts.num_experts, 2 * experts.intermediate_size, config.hidden_size),
         "experts.down.weight": (experts.num_experts, config.hidden_size, experts.intermediate_size),
@@ -204,5 +213,5 @@ def expert_shards(config: ModelConfig, groups: ModelGroups) -> dict[str, Shard]:
 
 
 def experts_of_ranks(num_experts: int, num_ranks: int) -> tuple[int, ...]:
-    """How many neighbouring experts each rank holds: as equal as can be, the larger shares first, as `Shard` has it."""
+    """The number of neighbouring experts on each rank, as even as possible, larger numbers first as in `Shard`."""
     return tuple(num_experts // num_ranks + (rank < num_experts % num_ranks) for rank in range(num_ranks))

@@ -1,103 +1,174 @@
-"""The head of a model that also predicts tokens further ahead, each through one more layer, while it learns.
+"""Multi-token prediction: a head that in training also predicts tokens further ahead, each through one more layer.
 
-    for each further token: join the stream with that token's predecessor | a layer
+    for each further token: look up that token's predecessor | join it with the stream | attention | mlp
     then the logits, and beside them the loss of each prediction
 
-What layer k has made is the stream that layer k + 1 starts from. Embedding and projection are those of the model, so
-all of it is one unit, on the stage of the head. Where nothing is learned only the logits are computed.
+Layer k's output is the stream that layer k + 1 starts from. Embedding and projection are those of the model, so all of
+it is one unit, on the stage of the head. Outside of training only the logits are computed.
 
-Shapes: T tokens, D hidden size, V vocabulary.
+Under tensor parallelism each rank joins its own tokens with the whole weight, and the streams of all predictions are
+gathered together with the main one. The padding of the last rank's run stays zero.
+
+Shapes: T tokens of the microbatch, P ranks of the tensor-parallel group, S tokens of one rank, D hidden size, V
+vocabulary, U this rank's part of it, K streams.
 Source: DeepSeek-AI 2024 (arXiv 2412.19437), section 2.2.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from penstock.model.aux_losses import LossTerms, Term
+from penstock.model.aux_losses import AuxLosses, FutureTokens, Term
 from penstock.model.config import ModelConfig
 from penstock.model.groups import ModelGroups
-from penstock.model.layers.attention import AttentionHalf, ContextAttentionHalf, Embedding, Head, MLPHalf
-from penstock.model.layers.moe import ExpertHalf
+from penstock.model.layers.attention import attention_block
+from penstock.model.layers.embedding import Embedding, TensorParallelEmbedding
+from penstock.model.layers.head import Head, TensorParallelHead
+from penstock.model.layers.mlp import mlp_block
+from penstock.model.layers.moe import ExpertBlock
 from penstock.model.layers.norm import RMSNorm
 from penstock.model.linear import Linear
-from penstock.model.loss import cross_entropy_sum
-from penstock.model.matmul import Products
+from penstock.model.loss import ShardedLogits, cross_entropy_sum
+from penstock.model.matmul import Matmul
 from penstock.model.segments import Beside, Compute, Segment, SegmentedUnit, State
 from penstock.model.sequences import Sequences
 
 
-class Prediction(nn.Module):
-    """One further token: the stream and the token before that one, each normalised, joined and sent through a layer."""
+class TokenPrediction(nn.Module):
+    """One further token: the stream and that token's predecessor, each normalised, joined and sent through a layer."""
 
-    def __init__(self, config: ModelConfig, products: Products, groups: ModelGroups) -> None:
+    def __init__(self, config: ModelConfig, matmul: Matmul, groups: ModelGroups) -> None:
         super().__init__()
         last = config.num_layers - 1
+        layer = config.of_layer(last)
         self.stream_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.token_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.join = Linear(2 * config.hidden_size, config.hidden_size, products=products)
-        if groups.cp is None or groups.tp is not None:
-            self.attention: nn.Module = AttentionHalf(config.of_layer(last), products)
-        else:
-            self.attention = ContextAttentionHalf(config.of_layer(last), products, groups)
+        self.join = Linear(2 * config.hidden_size, config.hidden_size, matmul=matmul)
+        self.attention = attention_block(layer, matmul, groups)
         sparse = config.is_sparse(last)
-        self.mlp: nn.Module = ExpertHalf(config, products, groups) if sparse else MLPHalf(config, products)
+        self.mlp = ExpertBlock(config, matmul, groups) if sparse else mlp_block(layer, matmul, groups)
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
 
-    def segments(self, table_VD: nn.Parameter, tokens_T: Tensor, sequences: Sequences) -> list[Segment]:
+    def segments(
+        self, embedding: Embedding | TensorParallelEmbedding, tokens_T: Tensor, sequences: Sequences
+    ) -> list[Segment]:
         """The row from the stream to the one that the token, and the next prediction, are predicted from."""
 
-        def join(h_TD: Tensor) -> State:
-            embedded_TD = F.embedding(tokens_T, table_VD)
-            return (self.join(torch.cat((self.stream_norm(h_TD), self.token_norm(embedded_TD)), -1)),)
+        def look_up(h: Tensor) -> State:
+            return *embedding.look_up(tokens_T), h
 
-        row: list[Segment] = [Compute("join", join)]
-        for half in (self.attention, self.mlp):
-            row += half.segments(sequences) if isinstance(half, SegmentedUnit) else [_whole(half, sequences)]
+        def join(embedded: Tensor, h: Tensor) -> State:
+            return (self.join(torch.cat((self.stream_norm(h), self.token_norm(embedded)), -1)),)
+
+        row: list[Segment] = [Compute("look up", look_up), *embedding.reduction(), Compute("join", join)]
+        for block in (self.attention, self.mlp):
+            row += block.segments(sequences) if isinstance(block, SegmentedUnit) else [_whole(block, sequences)]
         return row
 
 
-def _whole(half: nn.Module, sequences: Sequences) -> Segment:
-    return Compute("half", lambda x_TD: (half(x_TD, sequences),))
+def _whole(block: nn.Module, sequences: Sequences) -> Segment:
+    return Compute("block", lambda x_TD: (block(x_TD, sequences),))
 
 
-class PredictingHead(SegmentedUnit, Head):
-    """Residual stream [T, D] -> logits [T, V], on which the losses of the predictions hang.
+class TokenPredictions(nn.ModuleList):
+    """All further tokens' predictions, one after the other."""
+
+    def __init__(self, config: ModelConfig, matmul: Matmul, groups: ModelGroups) -> None:
+        super().__init__(TokenPrediction(config, matmul, groups) for _ in range(config.num_predictions))
+        self.loss_weight = config.prediction_loss / config.num_predictions
+
+    def __iter__(self) -> Iterator[TokenPrediction]:
+        return cast(Iterator[TokenPrediction], super().__iter__())
+
+    def segments(
+        self, embedding: Embedding | TensorParallelEmbedding, targets: Sequence[FutureTokens], sequences: Sequences
+    ) -> list[Segment]:
+        """The row from the model's stream to a state of all streams, the newest first and the model's own last."""
+        assert len(targets) == len(self)
+        row: list[Segment] = []
+        for number, (prediction, target) in enumerate(zip(self, targets, strict=True)):
+            # A stream is kept for its logits when the next one starts from it.
+            keep = Compute("keep the stream", lambda h: (h, h))
+            row.append(Beside(keep, number) if number else keep)
+            layer = prediction.segments(embedding, target.tokens_T, sequences)
+            row += [Beside(segment, number + 1) for segment in layer]
+        return row
+
+
+class MultiTokenHead(SegmentedUnit, Head):
+    """Residual stream [T, D] -> logits [T, V], to which the losses of the predictions are attached.
 
     `embedding` is a tied copy of the model's, and a tied projection another: their gradients come at different times.
     """
 
-    def __init__(self, config: ModelConfig, products: Products, groups: ModelGroups) -> None:
-        super().__init__(config, products)
-        self.loss_weight = config.prediction_loss / config.num_predictions
+    def __init__(self, config: ModelConfig, matmul: Matmul, groups: ModelGroups) -> None:
+        super().__init__(config, matmul)
         self.embedding = Embedding(config)
-        self.predictions = nn.ModuleList(Prediction(config, products, groups) for _ in range(config.num_predictions))
+        self.predictions = TokenPredictions(config, matmul, groups)
 
     def segments(self, sequences: Sequences) -> Sequence[Segment]:
         terms = sequences.terms
         if terms is None or not terms.ahead:
             return [Compute("head", lambda x_TD: (Head.forward(self, x_TD, sequences),))]
-        assert len(terms.ahead) == len(self.predictions)
-        # The newest stream stands first; it is kept for its logits when the next one starts from it.
-        row: list[Segment] = []
-        for number, (prediction, ahead) in enumerate(zip(self.predictions, terms.ahead, strict=True)):
-            keep = Compute("keep the stream", lambda h_TD: (h_TD, h_TD))
-            row.append(Beside(keep, number) if number else keep)
-            assert isinstance(prediction, Prediction)
-            layer = prediction.segments(self.embedding.weight, ahead.tokens_T, sequences)
-            row += [Beside(segment, number + 1) for segment in layer]
-        # One segment for all uses of the projection, whose gradients add up in one order then, now or later.
-        return [*row, Compute("head", partial(self._logits, terms, sequences))]
+        # One segment for all uses of the projection, so that its gradients add up in one order, deferred or not.
+        head = Compute("head", partial(self._logits, terms, sequences))
+        return [*self.predictions.segments(self.embedding, terms.ahead, sequences), head]
 
-    def _logits(self, terms: LossTerms, sequences: Sequences, *streams: Tensor) -> State:
+    def _logits(self, terms: AuxLosses, sequences: Sequences, *streams: Tensor) -> State:
         *ahead, x_TD = streams
         logits_TV = Head.forward(self, x_TD, sequences)
         for prediction, h_TD, target in zip(self.predictions, reversed(ahead), terms.ahead, strict=True):
-            assert isinstance(prediction, Prediction)
             total = cross_entropy_sum(self.projection(prediction.norm(h_TD)), target.labels_T)
-            term = total * (terms.factor * self.loss_weight)
+            term = total * (terms.factor * self.predictions.loss_weight)
             logits_TV = terms.add(logits_TV, term, prediction, Term.PREDICTION)
         return (logits_TV,)
+
+
+class TensorParallelMultiTokenHead(TensorParallelHead):
+    """This rank's tokens of the stream [S, D] -> its part of the logits [T, U], with the losses of the predictions.
+
+    `embedding` is a tied copy of this rank's part of the model's, and a tied projection another.
+    """
+
+    def __init__(self, config: ModelConfig, matmul: Matmul, groups: ModelGroups) -> None:
+        super().__init__(config, matmul, groups)
+        self.embedding = TensorParallelEmbedding(config, groups)
+        self.predictions = TokenPredictions(config, matmul, groups)
+
+    def segments(self, sequences: Sequences) -> Sequence[Segment]:
+        terms = sequences.terms
+        if terms is None or not terms.ahead:
+            return super().segments(sequences)
+        norms, logits = Compute("norms", self._norms), Compute("logits", partial(self._logits, terms, sequences))
+        return [*self.predictions.segments(self.embedding, terms.ahead, sequences), norms, self.gather(), logits]
+
+    def _norms(self, *streams: Tensor) -> State:
+        """All streams normalised and concatenated [K S, D]: the model's own, then the predictions'."""
+        normalised = [self.norm(streams[-1])]
+        normalised += [
+            prediction.norm(h_SD) for prediction, h_SD in zip(self.predictions, streams[-2::-1], strict=True)
+        ]
+        return (torch.cat(normalised),)
+
+    def _logits(self, terms: AuxLosses, sequences: Sequences, gathered: Tensor) -> State:
+        of_ranks = gathered.unflatten(0, (self.collectives.size, len(self.predictions) + 1, -1))
+        h_TD, *ahead = of_ranks.transpose(0, 1).flatten(1, 2)[:, : sequences.num_tokens]
+        logits_TU = self.projection(h_TD)
+        for prediction, own_TD, target in zip(self.predictions, ahead, terms.ahead, strict=True):
+            sharded = ShardedLogits(self.projection(own_TD), self.part, self.collectives)
+            term = cross_entropy_sum(sharded, target.labels_T) * (terms.factor * self.predictions.loss_weight)
+            # All ranks compute the same term.
+            logits_TU = terms.add(logits_TU, term, prediction, Term.PREDICTION, self.collectives.size)
+        return (logits_TU,)
+
+
+def multi_token_head(
+    config: ModelConfig, matmul: Matmul, groups: ModelGroups
+) -> MultiTokenHead | TensorParallelMultiTokenHead:
+    """The head that predicts further tokens, in the form that these groups need."""
+    if groups.tp is None:
+        return MultiTokenHead(config, matmul, groups)
+    return TensorParallelMultiTokenHead(config, matmul, groups)

@@ -1,7 +1,7 @@
 """RMSNorm, computed in fp32 for 16-bit inputs.
 
-On a CPU PyTorch's `rms_norm` is a chain of separate operations, forward and backward; here its gradient is written
-out, which takes a third of the time. On a GPU PyTorch's own kernel is fused and is used.
+On a CPU PyTorch's `rms_norm` is a chain of separate operations, forward and backward; the explicit gradient here takes
+a third of the time. On a GPU PyTorch's own fused kernel is used.
 
 Shapes: N rows (tokens, or tokens times heads), D normalised width.
 """
@@ -37,9 +37,9 @@ class _RMSNormFunction(torch.autograd.Function):
 
 
 class RMSNorm(nn.Module):
-    """Root mean square norm over the last dimension. Source: Zhang and Sennrich 2019, equation 4.
+    """Root mean square norm over the last dimension; the result has the input's dtype.
 
-    The result has the input's dtype, whatever the weight's.
+    Source: Zhang and Sennrich 2019, equation 4.
     """
 
     def __init__(self, size: int, eps: float) -> None:
@@ -56,7 +56,7 @@ class RMSNorm(nn.Module):
 
 
 def _normalised(x: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The result, and r [N, 1]."""
+    """The normalised rows, and r [N, 1]."""
     x_ND = _at_least_fp32(x.reshape(-1, x.shape[-1]))
     mean_square_N1 = torch.linalg.vector_norm(x_ND, dim=-1, keepdim=True).square_().div_(x.shape[-1])
     r_N1 = mean_square_N1.add_(eps).rsqrt_()

@@ -1,6 +1,7 @@
-"""Rotary positions, with tables in fp32 whatever the model's dtype.
+"""Rotary positions, with fp32 tables whatever the model's dtype.
 
-A head's first half and second half make the pairs that turn, as in Hugging Face's models.
+Element i of a head's first half and element i of its second half form a pair that is rotated, as in Hugging Face's
+models.
 
 Shapes: T tokens, H heads, K width of a head.
 """
@@ -19,14 +20,14 @@ from penstock.model.sequences import Sequences
 
 @dataclass(frozen=True)
 class Rotary:
-    """Which angle a position turns each pair by. Source: Su et al. 2021 (RoFormer), section 3.2.2."""
+    """The angle by which a position rotates each pair. Source: Su et al. 2021 (RoFormer), section 3.2.2."""
 
     head_dim: int
     theta: float
     scaling: RopeScaling | None = None
 
     def tables(self, sequences: Sequences | Reading) -> tuple[Tensor, Tensor]:
-        """Cosines and signed sines [T, 1, K] fp32 of the given positions, made once for all layers."""
+        """Cosines and signed sines [T, 1, K] in fp32 of the positions, computed once for all layers."""
         return sequences.shared(self, lambda: self._tables(sequences.positions))
 
     def _tables(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
@@ -36,9 +37,10 @@ class Rotary:
         return torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None]
 
     def _frequencies(self, device: torch.device) -> Tensor:
-        """Radians a token of each pair [K / 2], in fp32 and in Hugging Face's order of operations.
+        """Radians per token of each pair [K / 2], in fp32 and in Hugging Face's order of operations.
 
-        Far into a text the last bit of a frequency is a visible angle, and imported models were trained with theirs.
+        Far into a text the last bit of a frequency changes the angle visibly, and imported models were trained with
+        these.
         """
         exponents = torch.arange(0, self.head_dim, 2, device=device, dtype=torch.float32) / self.head_dim
         frequencies = 1.0 / self.theta**exponents
@@ -49,12 +51,12 @@ class Rotary:
 
 
 def _linear(rotary: Rotary, scaling: RopeScaling, frequencies: Tensor) -> Tensor:
-    """Every frequency divided. Source: Chen et al. 2023 (position interpolation), equation 4."""
+    """Divide every frequency. Source: Chen et al. 2023 (position interpolation), equation 4."""
     return frequencies / scaling.factor
 
 
 def _llama3(rotary: Rotary, scaling: RopeScaling, frequencies: Tensor) -> Tensor:
-    """Divided below `low` turns over the original length, kept above `high`, mixed between.
+    """Divide frequencies below `low` turns over the original length, keep those above `high`, interpolate between.
 
     Source: Llama 3.1's published inference code, `apply_scaling`.
     """
@@ -64,7 +66,7 @@ def _llama3(rotary: Rotary, scaling: RopeScaling, frequencies: Tensor) -> Tensor
 
 
 def _yarn(rotary: Rotary, scaling: RopeScaling, frequencies: Tensor) -> Tensor:
-    """Kept for the pairs that turn fastest, divided for the slowest, along a ramp over the pairs between.
+    """Keep the fastest pairs' frequencies, divide the slowest pairs', interpolate along a ramp over the pairs between.
 
     Source: Peng et al. 2023 (YaRN), section 3.2, definition 2.
     """
@@ -78,13 +80,13 @@ def _yarn(rotary: Rotary, scaling: RopeScaling, frequencies: Tensor) -> Tensor:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, rotary.head_dim - 1)
     pairs = torch.arange(len(frequencies), device=frequencies.device, dtype=torch.float32)
-    # Both ends on one pair make a step there.
+    # If both ends are the same pair, the ramp is a step.
     divided = ((pairs - first) / max(last - first, 1e-3)).clamp(0.0, 1.0)
     return frequencies / scaling.factor * divided + frequencies * (1 - divided)
 
 
 class _RotateFunction(torch.autograd.Function):
-    """Turn every pair; the gradient turns back."""
+    """Rotate every pair; the gradient is rotated back."""
 
     @staticmethod
     def forward(ctx: Any, x_THK: Tensor, cos_T1K: Tensor, sin_T1K: Tensor) -> Tensor:
@@ -98,14 +100,14 @@ class _RotateFunction(torch.autograd.Function):
 
 
 def rotate(x_THK: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-    """Queries or keys turned by their positions; computed in fp32, given back in the input's dtype."""
+    """Queries or keys rotated by their positions, computed in fp32 and returned in the input's dtype."""
     if not torch.is_grad_enabled():
         return _turn(x_THK, *tables)
     return _RotateFunction.apply(x_THK, *tables)  # pyright: ignore[reportReturnType]
 
 
 def _turn(x_THK: Tensor, cos_T1K: Tensor, sin_T1K: Tensor) -> Tensor:
-    # An fp32 table promotes a 16-bit x; the second factor must be promoted by hand, for addcmul_ works in place.
+    # An fp32 table promotes a 16-bit x; addcmul_ works in place, so its factor must be promoted explicitly.
     turned_THK = x_THK * cos_T1K
     swapped_THK = x_THK.roll(x_THK.shape[-1] // 2, -1).to(turned_THK.dtype)
     return turned_THK.addcmul_(swapped_THK, sin_T1K).to(x_THK.dtype)

@@ -1,6 +1,6 @@
-"""The router: which experts each token goes to, with which weights, and what keeps the experts equally busy.
+"""The router: each token's experts and their weights, and the losses and biases that balance the experts' load.
 
-Everything is computed in fp32 at least, whatever the model's dtype, and without autocast.
+Everything is computed in at least fp32, whatever the model's dtype, and without autocast.
 
 Shapes: T tokens, D hidden size, E experts, G groups, K active experts, B sequences.
 """
@@ -12,18 +12,18 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-from penstock.model.aux_losses import LossTerms, Term
+from penstock.model.aux_losses import AuxLosses, Term
 from penstock.model.collectives import Collectives
 from penstock.model.expert_config import ExpertConfig, GroupScore, Scores
 from penstock.model.groups import ModelGroups
 from penstock.model.linear import Linear
-from penstock.model.matmul import Products
+from penstock.model.matmul import Matmul
 from penstock.model.sequences import Sequences
 
 
 @dataclass(frozen=True, eq=False)
 class Choice:
-    """For each token its experts [T, K] int64, in no order, their weights [T, K], and tokens of each expert [E]."""
+    """Each token's experts [T, K] int64 in no particular order, their weights [T, K], and each expert's tokens [E]."""
 
     experts_TK: Tensor
     weights_TK: Tensor
@@ -31,10 +31,10 @@ class Choice:
 
 
 class Balance(nn.Module):
-    """What a router remembers from step to step, moved by counts and not by gradients; fp32 in every model.
+    """A router's state from step to step, updated by counts instead of gradients; fp32 in every model.
 
-    bias [E]: added to scores for the choice alone. load [E]: each expert's share of the last step's tokens, 1 where it
-    is the mean.
+    bias [E]: added to the scores for the choice of experts alone. load [E]: each expert's share of the last step's
+    tokens, relative to the mean.
 
     Source: Wang et al. 2024 (arXiv 2408.15664), algorithm 1, for the bias.
     """
@@ -42,20 +42,20 @@ class Balance(nn.Module):
     def __init__(self, config: ExpertConfig) -> None:
         super().__init__()
         self.num_experts, self.bias_step = config.num_experts, config.bias_step
-        self.bias = self._remembered(config) if config.bias_step else None
-        self.load = self._remembered(config) if config.global_loss else None
+        self.bias = self._state(config) if config.bias_step else None
+        self.load = self._state(config) if config.global_loss else None
 
     @staticmethod
-    def _remembered(config: ExpertConfig) -> nn.Parameter:
+    def _state(config: ExpertConfig) -> nn.Parameter:
         return nn.Parameter(torch.empty(config.num_experts, dtype=torch.float32), requires_grad=False)
 
     def no_counts(self, device: torch.device) -> Tensor:
-        """What the counts of no token are."""
+        """Counts of no tokens."""
         return torch.zeros(self.num_experts, dtype=torch.int64, device=device)
 
     @torch.no_grad()
     def update(self, counts_E: Tensor) -> None:
-        """Learn from the tokens of each expert, all ranks' and microbatches' of one step together."""
+        """Update from the number of tokens of each expert in one step, over all ranks and microbatches."""
         if self.bias is not None:
             below_mean_E = torch.sign(counts_E.sum() - counts_E * counts_E.numel())
             self.bias.add_(below_mean_E.to(self.bias.dtype), alpha=self.bias_step)
@@ -63,7 +63,7 @@ class Balance(nn.Module):
             self.load.copy_(_loads(counts_E[None])[0])
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Moves to another device, but stays in fp32: in 16 bit small steps would be lost."""
+        """Move to another device but stay in fp32: 16 bits would lose small steps."""
 
         def moved(tensor: Tensor) -> Tensor:
             result = fn(tensor)
@@ -76,18 +76,18 @@ class Router(nn.Module):
     """Hidden states [T, D] -> each token's experts and weights."""
 
     def __init__(
-        self, hidden_size: int, config: ExpertConfig, products: Products, groups: ModelGroups | None = None
+        self, hidden_size: int, config: ExpertConfig, matmul: Matmul, groups: ModelGroups | None = None
     ) -> None:
         super().__init__()
         groups = groups or ModelGroups()
-        # Who holds the other tokens of the same sequences.
+        # The ranks that hold the other tokens of the same sequences.
         self.token_peers, self.context = Collectives(groups.tp), Collectives(groups.cp)
         self.config = config
-        self.logits = Linear(hidden_size, config.num_experts, products=products)
+        self.logits = Linear(hidden_size, config.num_experts, matmul=matmul)
         self.balance = Balance(config)
 
     def forward(self, h_TD: Tensor, sequences: Sequences | None = None, tokens: range = range(0)) -> Choice:
-        """The choice, with the terms of loss hung on its weights where the microbatch learns.
+        """The choice; in training the auxiliary losses are attached to its weights.
 
         `tokens`: which of the sequences' tokens these are.
         """
@@ -106,11 +106,11 @@ class Router(nn.Module):
                 terms.counts[self.balance] = counts_E
                 if config.has_losses:
                     choice = Choice(experts_TK, weights_TK, counts_E)
-                    weights_TK = self._carry_losses(_Scored(choice, logits_TE, scores_TE), sequences, tokens, terms)
+                    weights_TK = self._attach_losses(_Scored(choice, logits_TE, scores_TE), sequences, tokens, terms)
         return Choice(experts_TK, weights_TK, counts_E)
 
     def _best(self, scores_TE: Tensor) -> Tensor:
-        """The experts of the highest scores, biased where there is a bias, of the best groups only [T, K]."""
+        """The highest-scoring experts of the best groups [T, K], with the bias added to the scores."""
         config = self.config
         if self.balance.bias is not None:
             scores_TE = scores_TE + self.balance.bias
@@ -123,37 +123,37 @@ class Router(nn.Module):
             scores_TE = scores_TGE.masked_fill(left_out_TG[..., None], -torch.inf).flatten(1)
         return scores_TE.topk(config.num_active, dim=-1, sorted=False).indices
 
-    def _carry_losses(self, scored: "_Scored", sequences: Sequences, tokens: range, terms: LossTerms) -> Tensor:
-        """The weights with the terms hung on them."""
+    def _attach_losses(self, scored: "_Scored", sequences: Sequences, tokens: range, terms: AuxLosses) -> Tensor:
+        """The weights with the auxiliary losses attached."""
         config, choice, weights_TK, shares_TE = self.config, scored.choice, scored.choice.weights_TK, scored.scores_TE
         if config.scores is Scores.SIGMOID:
             shares_TE = shares_TE / (shares_TE.sum(-1, keepdim=True) + _TINY)
         if config.microbatch_loss:
             total = _imbalance(shares_TE, _loads(self._of_all_ranks(choice.counts_E[None])))
-            weights_TK = self._hang(weights_TK, config.microbatch_loss * total, Term.BALANCE, terms)
+            weights_TK = self._attach(weights_TK, config.microbatch_loss * total, Term.BALANCE, terms)
         if config.sequence_loss:
             of_token_T, counts_BE = _sequence_counts(choice.experts_TK, sequences, tokens, config.num_experts)
             total = _imbalance(shares_TE, _loads(self._of_all_ranks(counts_BE))[of_token_T])
-            weights_TK = self._hang(weights_TK, config.sequence_loss * total, Term.SEQUENCE_BALANCE, terms)
+            weights_TK = self._attach(weights_TK, config.sequence_loss * total, Term.SEQUENCE_BALANCE, terms)
         if self.balance.load is not None:
             total = _imbalance(shares_TE, self.balance.load[None])
-            weights_TK = self._hang(weights_TK, config.global_loss * total, Term.GLOBAL_BALANCE, terms)
+            weights_TK = self._attach(weights_TK, config.global_loss * total, Term.GLOBAL_BALANCE, terms)
         if config.z_loss:
             total = scored.logits_TE.logsumexp(-1).square().sum()
-            weights_TK = self._hang(weights_TK, config.z_loss * total, Term.Z, terms)
+            weights_TK = self._attach(weights_TK, config.z_loss * total, Term.Z, terms)
         return weights_TK
 
     def _of_all_ranks(self, counts: Tensor) -> Tensor:
-        """The counts of all ranks that hold tokens of the same sequences."""
+        """The counts summed over all ranks that hold tokens of the same sequences."""
         return self.context.all_reduce(self.token_peers.all_reduce(counts).wait()).wait()
 
-    def _hang(self, weights_TK: Tensor, total: Tensor, kind: Term, terms: LossTerms) -> Tensor:
+    def _attach(self, weights_TK: Tensor, total: Tensor, kind: Term, terms: AuxLosses) -> Tensor:
         return terms.add(weights_TK, total * terms.per_token, self, kind)
 
 
 @dataclass(frozen=True, eq=False)
 class _Scored:
-    """A choice, and what it was made from."""
+    """A choice, with the logits and scores that it was made from."""
 
     choice: Choice
     logits_TE: Tensor
@@ -161,19 +161,19 @@ class _Scored:
 
 
 _TINY = 1e-20
-"""Keeps a quotient finite where all of a token's sigmoids have vanished."""
+"""Keeps a quotient finite where all sigmoids of a token underflow."""
 
 
 def _loads(counts_BE: Tensor) -> Tensor:
-    """Each expert's share of its row's tokens, 1 where it is the mean."""
+    """Each expert's share of its row's tokens, relative to the mean."""
     counts_BE = counts_BE.to(torch.float64)
     return counts_BE * (counts_BE.shape[1] / counts_BE.sum(-1, keepdim=True))
 
 
 def _imbalance(shares_TE: Tensor, loads: Tensor) -> Tensor:
-    """Sum over tokens of sum_e share_e load_e: 1 each where all experts are equally busy, E where one does everything.
+    """Sum over tokens of sum_e share_e load_e: 1 a token if the load is even, E if one expert gets everything.
 
-    Loads count as constants. Source: DeepSeek-AI 2024 (arXiv 2412.19437), equations 17 to 20; there for a sequence.
+    Loads are constants to autograd. Source: DeepSeek-AI 2024 (arXiv 2412.19437), equations 17 to 20, for a sequence.
     """
     return (shares_TE * loads.to(shares_TE.dtype)).sum()
 
@@ -181,7 +181,7 @@ def _imbalance(shares_TE: Tensor, loads: Tensor) -> Tensor:
 def _sequence_counts(
     experts_TK: Tensor, sequences: Sequences, tokens: range, num_experts: int
 ) -> tuple[Tensor, Tensor]:
-    """Each token's sequence [T], and how many of these tokens go to every expert in every sequence [B, E]."""
+    """Each token's sequence [T], and the number of tokens of each sequence that go to each expert [B, E]."""
     device = experts_TK.device
     of_all_tokens = sequences.shared("sequence of token", lambda: _sequence_of_token(sequences, device))
     of_token_T = of_all_tokens[tokens.start : tokens.stop]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.model.adapters.transformers.skeleton import Handed, Skeleton
+from penstock.model.adapters.transformers.skeleton import LayerArguments, Skeleton
 from penstock.model.cached import CachedRows
 from penstock.schedule import NO_ROW, Piece
 
@@ -48,13 +48,13 @@ class Past:
     skeleton: Skeleton
     positions_1L: Tensor
     stub: Any
-    _handed: dict[torch.dtype, Mapping[int, Handed]] = field(default_factory=dict)
+    _arguments: dict[torch.dtype, Mapping[int, LayerArguments]] = field(default_factory=dict)
 
-    def handed(self, rows: CachedRows, dtype: torch.dtype) -> Mapping[int, Handed]:
-        """What each layer is handed for this piece, worked out once for all of them."""
-        if dtype not in self._handed:
-            self._handed[dtype] = self.skeleton.beside_hidden(self.positions_1L, dtype, self.stub)
-        return self._handed[dtype]
+    def arguments(self, rows: CachedRows, dtype: torch.dtype) -> Mapping[int, LayerArguments]:
+        """Each layer's arguments for this piece, computed once for all layers."""
+        if dtype not in self._arguments:
+            self._arguments[dtype] = self.skeleton.layer_arguments(self.positions_1L, dtype, self.stub)
+        return self._arguments[dtype]
 
 
 class Pasts:

@@ -1,7 +1,7 @@
-"""What must be known of a causal model of transformers before it is cut, found by running it without its layers.
+"""Inspection of a causal model of transformers before it is cut, by running it without its layers.
 
-The model is run on two short texts with stand-ins for layers and made-up values for parameters, none of which takes
-memory. What is found not to fit is refused by name.
+The model runs on two short texts with stubs for layers and dummy values for parameters, none of which takes memory. A
+model that cannot be cut is refused with the reason.
 
 Shapes: B sequences, L tokens, D hidden size, V vocabulary.
 """
@@ -14,14 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from penstock.model.adapters.transformers.skeleton import Handed, Skeleton, Slot, Visit
+from penstock.model.adapters.transformers.skeleton import LayerArguments, ParameterSlot, Skeleton, StubbedForward
 
 _FEW, _LONG = 2, 3
 """Sequences and tokens of the texts."""
 
 
-class Side(enum.Enum):
-    """Where in a forward a parameter is used."""
+class ForwardPart(enum.Enum):
+    """The part of a forward in which a parameter is used, relative to the layers."""
 
     BEFORE = enum.auto()
     BETWEEN = enum.auto()
@@ -29,14 +29,14 @@ class Side(enum.Enum):
 
 
 class CannotCut(ValueError):
-    """A model's layers can not be run apart from each other; the message says what was found, or not."""
+    """A model's layers cannot be run separately; the message says why."""
 
 
 def list_of_layers(model: nn.Module, num_layers: int) -> str:
     """The name of the list of layers: the outermost `nn.ModuleList` of as many modules as the model has layers.
 
     Raises:
-        CannotCut: there is none; names those there are.
+        CannotCut: there is none; names the lists that exist.
     """
     lists = {name: len(part) for name, part in model.named_modules() if isinstance(part, nn.ModuleList)}
     fitting = [name for name, length in lists.items() if length == num_layers]
@@ -48,51 +48,51 @@ def list_of_layers(model: nn.Module, num_layers: int) -> str:
     return min(fitting, key=lambda name: name.count("."))
 
 
-def uses_outside(skeleton: Skeleton, vocab_size: int) -> dict[Side, frozenset[str]]:
-    """The slots whose parameters are used before the layers, and after them; sets `skeleton.as_tuple`.
+def uses_outside(skeleton: Skeleton, vocab_size: int) -> dict[ForwardPart, frozenset[str]]:
+    """The slots whose parameters are used before, between and after the layers; sets `skeleton.as_tuple`.
 
     The skeleton, whose slots are all hollow, is left without values.
 
     Raises:
-        CannotCut: something passes from the text to the layers, or from layer to layer, beside the hidden states; or
-            the forward does something else that it can not do without its layers.
+        CannotCut: something passes from the text to the layers, or from layer to layer, beside the hidden states, or
+            the forward fails without its layers.
     """
     name = type(skeleton.model).__name__
-    with torch.no_grad(), _MadeUp(skeleton) as made_up:
+    with torch.no_grad(), _DummyValues(skeleton) as dummies:
         try:
             skeleton.as_tuple = _gives_tuples(skeleton)
             first, second = (_reach_last(skeleton, vocab_size, offset) for offset in (0, _LONG))
             logits = skeleton.after_layers(first.hidden[0].flatten(0, 1))
-        except Exception as error:  # whatever a model may do that knows nothing of stand-ins
+        except Exception as error:  # any error of a model that expects its own layers
             reason = " ".join(str(error).split())
             raise CannotCut(f"{name} can not be cut into its layers: run without them, it says {reason!r}") from error
     if any(hidden is not first.hidden[0] for hidden in first.hidden):
         raise CannotCut(f"{name} changes the hidden states between its layers, so they can not be cut")
-    for layer, handed in first.handed.items():
-        if (culprit := _difference(handed, second.handed[layer])) is not None:
+    for layer, arguments in first.arguments.items():
+        if (culprit := _difference(arguments, second.arguments[layer])) is not None:
             raise CannotCut(f"{name} hands its layers {culprit}, which depends on the text, so they can not be cut")
     if logits.shape != (_FEW * _LONG, vocab_size):
         raise CannotCut(f"{name} makes logits of the shape {list(logits.shape)} of {_FEW * _LONG} tokens")
-    if between := made_up.uses[Side.BETWEEN]:
+    if between := dummies.uses[ForwardPart.BETWEEN]:
         raise CannotCut(f"{name} uses its {sorted(between)[0]} between its layers, so they can not be cut")
-    return {side: frozenset(slots) for side, slots in made_up.uses.items()}
+    return {part: frozenset(slots) for part, slots in dummies.uses.items()}
 
 
 def _gives_tuples(skeleton: Skeleton) -> bool:
-    """Whether the model takes hidden states out of tuples that its layers give."""
+    """True if the model takes hidden states out of tuples that its layers return."""
     last = skeleton.num_layers - 1 or None
-    visit = Visit(last=last, as_tuple=True)
+    forward = StubbedForward(last=last, as_tuple=True)
     try:
-        skeleton.run(*_text(0, 2), visit)
+        skeleton.run(*_text(0, 2), forward)
     except (TypeError, AttributeError):
         return False
-    return not any(isinstance(hidden, tuple) for hidden in visit.hidden)
+    return not any(isinstance(hidden, tuple) for hidden in forward.hidden)
 
 
-def _reach_last(skeleton: Skeleton, vocab_size: int, offset: int) -> Visit:
-    visit = Visit(last=skeleton.num_layers - 1, as_tuple=skeleton.as_tuple)
-    skeleton.run(*_text(offset, vocab_size), visit)
-    return visit
+def _reach_last(skeleton: Skeleton, vocab_size: int, offset: int) -> StubbedForward:
+    forward = StubbedForward(last=skeleton.num_layers - 1, as_tuple=skeleton.as_tuple)
+    skeleton.run(*_text(offset, vocab_size), forward)
+    return forward
 
 
 def _text(offset: int, vocab_size: int) -> tuple[Tensor, Tensor]:
@@ -101,10 +101,10 @@ def _text(offset: int, vocab_size: int) -> tuple[Tensor, Tensor]:
     return tokens.view(_FEW, _LONG), torch.arange(_LONG).expand(_FEW, _LONG)
 
 
-def _difference(handed: Handed, other: Handed) -> str | None:
-    """The name of an argument in which the two differ."""
-    pairs = [(f"argument {i + 1}", *pair) for i, pair in enumerate(zip(handed.args, other.args, strict=True))]
-    pairs += [(name, value, other.kwargs.get(name)) for name, value in handed.kwargs.items()]
+def _difference(arguments: LayerArguments, other: LayerArguments) -> str | None:
+    """The name of an argument in which the two differ, or None."""
+    pairs = [(f"argument {i + 1}", *pair) for i, pair in enumerate(zip(arguments.args, other.args, strict=True))]
+    pairs += [(name, value, other.kwargs.get(name)) for name, value in arguments.kwargs.items()]
     return next((name for name, value, theirs in pairs if not _same(value, theirs)), None)
 
 
@@ -119,14 +119,14 @@ def _same(value: Any, other: Any) -> bool:
     return True
 
 
-class _MadeUp(TorchFunctionMode):
-    """Inside, a skeleton's slots hold made-up values, and every use of one is noted with its side of the layers."""
+class _DummyValues(TorchFunctionMode):
+    """Within this context a skeleton's slots hold dummy values, and each use of one is recorded with its part."""
 
     def __init__(self, skeleton: Skeleton) -> None:
         super().__init__()
         self._skeleton = skeleton
-        self.uses: dict[Side, set[str]] = {side: set() for side in Side}
-        self._values = {slot.name: _made_up(slot) for slot in skeleton.hollow}
+        self.uses: dict[ForwardPart, set[str]] = {part: set() for part in ForwardPart}
+        self._values = {slot.name: _dummy(slot) for slot in skeleton.hollow}
         self._slot_of = {id(values): name for name, values in self._values.items()}
 
     def __enter__(self) -> Any:
@@ -141,21 +141,21 @@ class _MadeUp(TorchFunctionMode):
         kwargs = kwargs or {}
         used = [value for value in (*args, *kwargs.values()) if id(value) in self._slot_of]
         for value in used:
-            self.uses[self._side()].add(self._slot_of[id(value)])
+            self.uses[self._part()].add(self._slot_of[id(value)])
         if used and func is F.linear:
-            # Expanded values would be written out for the product: for a large vocabulary gigabytes.
+            # A product would write the expanded values out, which takes gigabytes for a large vocabulary.
             x, weight = args[0], args[1]
             return x.mean(-1, keepdim=True).expand(*x.shape[:-1], weight.shape[0]).contiguous()
         return func(*args, **kwargs)
 
-    def _side(self) -> Side:
-        num_handed = len(self._skeleton.visit.handed)
-        if num_handed == 0:
-            return Side.BEFORE
-        return Side.AFTER if num_handed == self._skeleton.num_layers else Side.BETWEEN
+    def _part(self) -> ForwardPart:
+        num_reached = len(self._skeleton.current.arguments)
+        if num_reached == 0:
+            return ForwardPart.BEFORE
+        return ForwardPart.AFTER if num_reached == self._skeleton.num_layers else ForwardPart.BETWEEN
 
 
-def _made_up(slot: Slot) -> Tensor:
-    """Values that tell the rows apart, in the memory of one column."""
+def _dummy(slot: ParameterSlot) -> Tensor:
+    """Values that differ from row to row, in the memory of one column."""
     rows = torch.linspace(0.5, 1.0, slot.shape[0]) if slot.shape else torch.ones(())
     return rows.view(-1, *[1] * (len(slot.shape) - 1)).expand(slot.shape) if slot.shape else rows

@@ -1,6 +1,6 @@
-"""Any causal model of transformers as a list of units: what comes before its layers, each layer, what comes after.
+"""Any causal model of transformers as a list of units: everything before its layers, each layer, everything after.
 
-Its modules are built without values; each unit's come from the folder's files when a rank builds it.
+Its modules are built without values; when a rank builds a unit, the values come from the folder's files.
 """
 
 import copy
@@ -13,10 +13,10 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from penstock.model.adapters.transformers.inspection import CannotCut, Side, list_of_layers, uses_outside
+from penstock.model.adapters.transformers.inspection import CannotCut, ForwardPart, list_of_layers, uses_outside
 from penstock.model.adapters.transformers.names import StoredNames
-from penstock.model.adapters.transformers.skeleton import Skeleton, Slot
-from penstock.model.adapters.transformers.units import AfterLayers, BeforeLayers, ForeignLayer, Guide
+from penstock.model.adapters.transformers.skeleton import ParameterSlot, Skeleton
+from penstock.model.adapters.transformers.units import AfterLayers, BeforeLayers, LayerInputs, TransformersLayer
 from penstock.model.hf.files import WeightFiles
 from penstock.model.hf.load import Piece
 from penstock.model.linear import switch_linears
@@ -26,8 +26,8 @@ _FIRST, _LAST, _OWN = "embedding", "head", "skeleton.model."
 
 
 @dataclass(frozen=True)
-class ForeignNames:
-    """A foreign model's names in its files, asked for by its units' full names."""
+class TransformersNames:
+    """A model's names in its files, by its units' full names."""
 
     path: str
     stored: StoredNames
@@ -41,40 +41,41 @@ class ForeignNames:
         return self.stored.pieces(f"{self.path}.{number}.{own}", shape)
 
     def is_surplus(self, stored: str) -> bool:
-        """Whether a stored tensor is rightly left unread."""
+        """True for a stored tensor that no parameter needs."""
         return self.stored.is_surplus(stored)
 
 
 @dataclass(frozen=True, eq=False)
-class ForeignModel:
-    """A causal model of transformers, taken apart.
+class TransformersModel:
+    """A causal model of transformers, taken apart."""
 
-    skeleton: all but its layers, without values. layers: without values. path: the name of their list. uses: the slots
-    used on each side of the layers. owners: of a parameter in several slots, slot -> the slot that counts. names: those
-    in the files.
-    """
-
+    #: everything but the layers, without values
     skeleton: Skeleton
+    #: the layers, without values
     layers: Sequence[nn.Module]
+    #: the name of the list of layers
     path: str
     config: Any
-    slots: tuple[Slot, ...]
-    uses: Mapping[Side, frozenset[str]]
+    slots: tuple[ParameterSlot, ...]
+    #: part of the forward -> the slots used in it
+    uses: Mapping[ForwardPart, frozenset[str]]
+    #: slot of a tied parameter -> the slot that counts
     owners: Mapping[str, str]
-    names: ForeignNames
+    #: the names in the files
+    names: TransformersNames
 
     @classmethod
-    def open(cls, files: WeightFiles) -> "ForeignModel":
-        """Build the modules of the model that the folder's config.json describes, and find out how to cut them.
+    def open(cls, files: WeightFiles) -> "TransformersModel":
+        """Build the modules of the model that the folder's config.json describes, and find where to cut them.
 
         Raises:
-            ValueError: transformers has no such causal model, or it can not be cut into its layers.
+            ValueError: transformers has no such causal model, or it cannot be cut into its layers.
         """
         model, config = _without_values(files.folder)
         name, text = type(model).__name__, config.get_text_config()
         path = list_of_layers(model, text.num_hidden_layers)
         owners = _owners(model)
-        names = ForeignNames(path, StoredNames.of(model, owners, files.tensors))
+        names = TransformersNames(path, StoredNames.of(model, owners, files.tensors))
         layers = list(model.get_submodule(path).children())
         skeleton = Skeleton(model, path)
         slots = skeleton.slots()
@@ -82,7 +83,7 @@ class ForeignModel:
         uses = uses_outside(skeleton, text.vocab_size)
         if shared := [slot for slot, owner in owners.items() if f"{path}." in f"{slot} {owner}"]:
             raise CannotCut(f"{name} shares {shared[0]} between layers, so they can not be cut")
-        both = [slot for slot, owner in owners.items() for side in uses.values() if slot in side and owner in side]
+        both = [slot for slot, owner in owners.items() for part in uses.values() if slot in part and owner in part]
         if both:
             raise CannotCut(f"{name} uses {both[0]} and {owners[both[0]]}, one parameter, on one side of its layers")
         return cls(skeleton, layers, path, config, slots, uses, owners, names)
@@ -92,22 +93,22 @@ class ForeignModel:
         return self.config.get_text_config().hidden_size
 
     def units(self) -> tuple[UnitSpec, ...]:
-        """The model's units; their values are still to be placed."""
-        guide = Guide(copy.deepcopy(self.skeleton), _changes_with_length(self.config))
-        last = self.uses[Side.AFTER]
-        # What is never used is kept with the first, so that it is not lost when the model is written.
-        first = frozenset(slot.name for slot in self.slots) - (last - self.uses[Side.BEFORE])
+        """The model's units, without values."""
+        inputs = LayerInputs(copy.deepcopy(self.skeleton), _changes_with_length(self.config))
+        last = self.uses[ForwardPart.AFTER]
+        # Unused parameters belong to the first unit, so that they are not lost when the model is saved.
+        first = frozenset(slot.name for slot in self.slots) - (last - self.uses[ForwardPart.BEFORE])
 
         def before() -> nn.Module:
-            return BeforeLayers(self._part(first), guide)
+            return BeforeLayers(self._part(first), inputs)
 
         def after() -> nn.Module:
-            return AfterLayers(self._part(last), guide)
+            return AfterLayers(self._part(last), inputs)
 
         def layer(number: int) -> nn.Module:
             module = copy.deepcopy(self.layers[number])
             switch_linears(module)
-            return ForeignLayer(module, number, guide)
+            return TransformersLayer(module, number, inputs)
 
         tied = {
             _OWN + slot: f"{_FIRST}.{_OWN}{self._first_slot(slot, first)}"
@@ -121,7 +122,7 @@ class ForeignModel:
         )
 
     def _limits(self) -> Limits | None:
-        """What the model takes; None where its config.json does not say how long a text may be."""
+        """The model's limits; None if its config.json does not limit the length of a text."""
         text = self.config.get_text_config()
         length = getattr(text, "max_position_embeddings", None)
         return None if length is None else Limits(text.vocab_size, length)
@@ -145,7 +146,7 @@ class ForeignModel:
 
 
 class _EmptyOnMeta(TorchFunctionMode):
-    """Inside, uninitialised tensors, which parameters begin as, take no memory; tables are computed as ever."""
+    """Within this context uninitialised tensors (parameters) take no memory; tables are computed as usual."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = dict(kwargs or {})
@@ -167,13 +168,13 @@ def _without_values(folder: Path) -> tuple[nn.Module, Any]:
     for part in model.modules():
         for name, parameter in part._parameters.items():
             if parameter is not None and not parameter.is_meta:
-                # Scales of norms, which begin as ones.
+                # Scales of norms, which are created as ones.
                 part._parameters[name] = nn.Parameter(parameter.to("meta"))
     return model.eval(), config
 
 
 def _owners(model: nn.Module) -> dict[str, str]:
-    """Slots that hold a parameter which another slot, found earlier, holds too: slot -> that one."""
+    """Slots with a parameter that an earlier slot has too: slot -> the earlier one."""
     first: dict[int, str] = {}
     owners: dict[str, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -184,7 +185,7 @@ def _owners(model: nn.Module) -> dict[str, str]:
 
 
 def _changes_with_length(config: Any) -> bool:
-    """Whether the model's rotary tables depend on how long the longest text beside a text is."""
+    """True if the model's rotary tables depend on the longest text in the batch."""
     return any(
         kind in str(config.to_dict().get(key))
         for key in ("rope_parameters", "rope_scaling")
@@ -196,10 +197,10 @@ def _spec(name: str, build: Any, tied: Mapping[str, str] | None = None) -> UnitS
     with torch.device("meta"):
         module = build()
     num_parameters = sum(p.numel() for p in module.parameters())
-    # A lookup costs next to nothing; anything else multiplies by each of its weights once.
+    # A lookup costs next to nothing; all other units multiply by each of their weights once.
     num_looked_up = num_parameters if name == _FIRST else 0
     return UnitSpec(name, build, _no_values, num_parameters, 2.0 * (num_parameters - num_looked_up) + 1.0, tied or {})
 
 
 def _no_values(module: nn.Module, seed: int) -> None:
-    raise AssertionError("a foreign model's values come from its files")
+    raise AssertionError("the values of a model of transformers come from its files")

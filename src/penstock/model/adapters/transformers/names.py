@@ -1,7 +1,7 @@
-"""Where a foreign model's parameters lie in its files, whose names may be older than the model's own.
+"""The names of a transformers model's parameters in its files, which may be older than the model's own names.
 
-transformers renames what older files hold, and keeps the matrices of all experts in one parameter that files hold
-apart. Its own rules are asked; nothing here knows a family.
+transformers renames tensors of older files, and stacks the matrices of all experts, which files store separately, in
+one parameter. Its own rules are applied; nothing here knows a family.
 """
 
 import re
@@ -14,12 +14,12 @@ from torch import nn
 from penstock.model.hf.load import Piece
 
 _STACKED = (["MergeModulelist"], ["MergeModulelist", "Concatenate"])
-"""The forms of a parameter that can be read in place: experts along its first dimension, parts along its second."""
+"""The conversions that can be read in place: experts along the first dimension, parts along the second."""
 
 
 @dataclass(frozen=True, order=True)
 class _Source:
-    """A stored tensor that is part `part` of `num_parts` of an expert's matrix, or without an expert all of it."""
+    """A stored tensor: part `part` of `num_parts` of an expert's matrix, or without an expert a whole parameter."""
 
     expert: int | None
     part: int
@@ -37,19 +37,18 @@ class _Source:
 
 @dataclass(frozen=True)
 class StoredNames:
-    """By the model's own names: the stored tensors that make up each parameter.
+    """The stored tensors that make up each of a model's parameters."""
 
-    owners: of a parameter with several names, name -> the one that counts. ignored: patterns of stored tensors that
-    the model says it has no use for.
-    """
-
+    #: parameter -> its stored tensors
     sources: Mapping[str, tuple[_Source, ...]]
+    #: name of a tied parameter -> the name that counts
     owners: Mapping[str, str]
+    #: patterns of stored tensors that the model declares unused
     ignored: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, model: nn.Module, owners: Mapping[str, str], stored: Collection[str]) -> "StoredNames":
-        """The names of a whole model's parameters among these."""
+        """The stored tensors of a whole model's parameters."""
         known = frozenset(model.state_dict())
         found: dict[str, list[_Source]] = {}
         for own, source in _renamed(model, known, stored):
@@ -66,14 +65,14 @@ class StoredNames:
         return (Piece(name),)
 
     def is_surplus(self, stored: str) -> bool:
-        """Whether a stored tensor is rightly left unread: a tied copy, or what the model computes for itself."""
+        """True for a stored tensor that no parameter needs: a tied copy, or a tensor that the model computes itself."""
         copies = {source.stored for name in self.owners for source in self.sources.get(name, ())}
         computed = stored.endswith(("inv_freq", "masked_bias")) or any(re.search(p, stored) for p in self.ignored)
         return stored in copies or computed
 
 
 def _renamed(model: nn.Module, known: frozenset[str], stored: Iterable[str]) -> Iterable[tuple[str, _Source]]:
-    """Each stored tensor with the parameter that it is, or is part of."""
+    """Each stored tensor with the parameter that it belongs to."""
     renamings, converters = _rules(model)
     prefix = getattr(model, "base_model_prefix", "")
     for name in stored:
@@ -83,7 +82,7 @@ def _renamed(model: nn.Module, known: frozenset[str], stored: Iterable[str]) -> 
 
             own, pattern = rename_source_key(name, renamings, converters)
         if own not in known:
-            # Files of a model without its head leave the prefix out.
+            # Files of a model without its head omit the prefix.
             own = next((other for other in (f"{prefix}.{own}", own.removeprefix(f"{prefix}.")) if other in known), own)
         converter = next((rule for rule in converters if pattern in rule.source_patterns), None)
         if converter is None:
@@ -93,12 +92,12 @@ def _renamed(model: nn.Module, known: frozenset[str], stored: Iterable[str]) -> 
             expert = int(re.findall(r"\.(\d+)\.", name)[-1])
             yield own, _Source(expert, parts.index(pattern), len(parts), name)
         else:
-            # Left unknown, it is refused as a tensor that belongs to no parameter.
+            # Unknown, so it is refused as a tensor that belongs to no parameter.
             yield name, _Source(None, 0, 1, name)
 
 
 def _rules(model: nn.Module) -> tuple[list[Any], list[Any]]:
-    """transformers' renamings and conversions for this model; before its version 5 there were none."""
+    """transformers' renamings and conversions for this model; it has none before version 5."""
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter
