@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from penstock.model import blocks, token_log_probs, token_statistics
+from penstock.model import loss, token_log_probs, token_statistics
 from penstock.model.loss import IGNORED
 
 T, V = 37, 50
@@ -19,7 +19,7 @@ T, V = 37, 50
 @pytest.fixture(params=[1, 4, 1000], ids="rows of a block {}".format)
 def _rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever fits into a block, the last one is rarely full."""
-    monkeypatch.setattr(blocks, "_CPU_BLOCK_ELEMENTS", request.param * V)
+    monkeypatch.setattr(loss, "_CPU_BLOCK_ELEMENTS", request.param * V)
 
 
 def given(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -100,7 +100,7 @@ class _Largest(TorchDispatchMode):
 
 
 def test_no_fp32_copy_of_the_logits_is_ever_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks, "_CPU_BLOCK_ELEMENTS", 4 * V)
+    monkeypatch.setattr(loss, "_CPU_BLOCK_ELEMENTS", 4 * V)
     logits_TV, labels_T = given(torch.bfloat16)
     logits_TV.requires_grad_()
     with _Largest() as largest:

@@ -28,7 +28,7 @@ def read_config_json(folder: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{path} can not be read: {error}") from None
+        raise ValueError(f"{path} cannot be read: {error}") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path} is no JSON object")
     return content
@@ -92,7 +92,7 @@ def config_to_json(config: ModelConfig) -> dict[str, Any]:
     if name is None:
         raise ValueError(
             f"none of {', '.join(FAMILIES)} is a decoder with qkv_bias={config.qkv_bias}, qk_norm={config.qk_norm} "
-            f"and sliding_window={config.sliding_window}, so it can not be written for transformers"
+            f"and sliding_window={config.sliding_window}, so it cannot be written for transformers"
         )
     family = FAMILIES[name]
     content: dict[str, Any] = {

@@ -116,7 +116,7 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
             ends_bytes = [entry["data_offsets"][1] for entry in header.values()]
             found = {name: StoredTensor(path, tuple(e["shape"]), str(e["dtype"])) for name, e in header.items()}
         except (ValueError, KeyError, TypeError, IndexError, AttributeError):
-            raise ValueError(f"{path} is no safetensors file, or was cut short: its header can not be read") from None
+            raise ValueError(f"{path} is no safetensors file, or was cut short: its header cannot be read") from None
     expected_bytes = _LENGTH_BYTES + header_bytes + max(ends_bytes, default=0)
     if size_bytes != expected_bytes:
         raise ValueError(f"{path} has {size_bytes} bytes instead of {expected_bytes}: it was cut short or altered")

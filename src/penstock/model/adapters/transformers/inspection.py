@@ -65,16 +65,16 @@ def uses_outside(skeleton: Skeleton, vocab_size: int) -> dict[ForwardPart, froze
             logits = skeleton.after_layers(first.hidden[0].flatten(0, 1))
         except Exception as error:  # any error of a model that expects its own layers
             reason = " ".join(str(error).split())
-            raise CannotCut(f"{name} can not be cut into its layers: run without them, it says {reason!r}") from error
+            raise CannotCut(f"{name} cannot be cut into its layers: run without them, it says {reason!r}") from error
     if any(hidden is not first.hidden[0] for hidden in first.hidden):
-        raise CannotCut(f"{name} changes the hidden states between its layers, so they can not be cut")
+        raise CannotCut(f"{name} changes the hidden states between its layers, so they cannot be cut")
     for layer, arguments in first.arguments.items():
         if (culprit := _difference(arguments, second.arguments[layer])) is not None:
-            raise CannotCut(f"{name} hands its layers {culprit}, which depends on the text, so they can not be cut")
+            raise CannotCut(f"{name} hands its layers {culprit}, which depends on the text, so they cannot be cut")
     if logits.shape != (_FEW * _LONG, vocab_size):
         raise CannotCut(f"{name} makes logits of the shape {list(logits.shape)} of {_FEW * _LONG} tokens")
     if between := dummies.uses[ForwardPart.BETWEEN]:
-        raise CannotCut(f"{name} uses its {sorted(between)[0]} between its layers, so they can not be cut")
+        raise CannotCut(f"{name} uses its {sorted(between)[0]} between its layers, so they cannot be cut")
     return {part: frozenset(slots) for part, slots in dummies.uses.items()}
 
 

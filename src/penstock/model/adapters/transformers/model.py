@@ -82,7 +82,7 @@ class TransformersModel:
         skeleton.keep(())
         uses = uses_outside(skeleton, text.vocab_size)
         if shared := [slot for slot, owner in owners.items() if f"{path}." in f"{slot} {owner}"]:
-            raise CannotCut(f"{name} shares {shared[0]} between layers, so they can not be cut")
+            raise CannotCut(f"{name} shares {shared[0]} between layers, so they cannot be cut")
         both = [slot for slot, owner in owners.items() for part in uses.values() if slot in part and owner in part]
         if both:
             raise CannotCut(f"{name} uses {both[0]} and {owners[both[0]]}, one parameter, on one side of its layers")
@@ -164,7 +164,7 @@ def _without_values(folder: Path) -> tuple[nn.Module, Any]:
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
     except (ValueError, KeyError, OSError, ImportError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise ValueError(f"transformers can not build the causal model of {folder}: {reason}") from None
+        raise ValueError(f"transformers cannot build the causal model of {folder}: {reason}") from None
     for part in model.modules():
         for name, parameter in part._parameters.items():
             if parameter is not None and not parameter.is_meta:
