@@ -18,8 +18,8 @@ from penstock.data import PackedBatch
 from penstock.engine.build import SECOND_COPY
 from penstock.engine.microbatches import AgreedSplit
 from penstock.engine.pipeline import Pipeline
-from penstock.model import Ahead, LossTerms, Term
-from penstock.model.router import Balance
+from penstock.model import AuxLosses, FutureTokens, Term
+from penstock.model.layers.router import Balance
 from penstock.parallel import sum_tied
 from penstock.runtime import Feed
 
@@ -75,7 +75,7 @@ class AuxLossTracker:
         weight_per_token = sum(agreed.rank_totals) / agreed.num_tokens
         found = []
         for feed, factor, microbatch in zip(feeds, everywhere, agreed.microbatches, strict=True):
-            terms = LossTerms(factor, factor * weight_per_token, self._ahead(microbatch))
+            terms = AuxLosses(factor, factor * weight_per_token, self._ahead(microbatch))
             found.append(replace(feed, sequences=feed.sequences.learning(terms)))
         return found
 
@@ -108,7 +108,7 @@ class AuxLossTracker:
                 dist.broadcast(sent, source, group=pipeline.grid.pp_control)
         return sent.tolist()
 
-    def _ahead(self, microbatch: PackedBatch) -> list[Ahead]:
+    def _ahead(self, microbatch: PackedBatch) -> list[FutureTokens]:
         """Tokens and labels further ahead, of this rank's part of the microbatch, for multi-token prediction."""
         pipeline = self.pipeline
         distances = range(1, pipeline.units[-1].num_ahead + 1)
@@ -116,7 +116,7 @@ class AuxLossTracker:
             return []
         tokens, labels = (microbatch[key].to(pipeline.device) for key in ("tokens", "labels"))
         lengths = microbatch.sequence_lengths("tokens")
-        found = [Ahead.of(tokens, labels, lengths, distance) for distance in distances]
+        found = [FutureTokens.of(tokens, labels, lengths, distance) for distance in distances]
         spread = pipeline.context.spread(microbatch)
         if spread is None:
             return found
@@ -130,7 +130,7 @@ class AuxLossTracker:
         ).to(pipeline.device)
         return [ahead.rows(rows) for ahead in found]
 
-    def _loads(self, terms: Sequence[LossTerms]) -> dict[str, Tensor]:
+    def _loads(self, terms: Sequence[AuxLosses]) -> dict[str, Tensor]:
         """Tokens of each expert [E] int64 by router, of the whole step; all ranks call it at the same point."""
         pipeline = self.pipeline
         loads = {
