@@ -18,7 +18,7 @@ from penstock.data import PackedBatch
 from penstock.engine.build import SECOND_COPY
 from penstock.engine.microbatches import AgreedSplit
 from penstock.engine.pipeline import Pipeline
-from penstock.model import AuxLosses, FutureTokens, Term
+from penstock.model import AuxLoss, AuxLosses, FutureTokens
 from penstock.model.layers.router import Balance
 from penstock.parallel import sum_tied
 from penstock.runtime import Feed
@@ -55,7 +55,7 @@ class AuxLossTracker:
 
     def __init__(self, pipeline: Pipeline) -> None:
         self.pipeline = pipeline
-        self.needed = any(unit.notes_terms for unit in pipeline.units)
+        self.needed = any(unit.has_aux_losses for unit in pipeline.units)
         self._routers = {
             f"{unit}.{name}{stage.suffix}": part
             for stage in pipeline.stages.values()
@@ -75,24 +75,24 @@ class AuxLossTracker:
         weight_per_token = sum(agreed.rank_totals) / agreed.num_tokens
         found = []
         for feed, factor, microbatch in zip(feeds, everywhere, agreed.microbatches, strict=True):
-            terms = AuxLosses(factor, factor * weight_per_token, self._ahead(microbatch))
-            found.append(replace(feed, sequences=feed.sequences.learning(terms)))
+            aux_losses = AuxLosses(factor, factor * weight_per_token, self._ahead(microbatch))
+            found.append(replace(feed, sequences=feed.sequences.with_aux_losses(aux_losses)))
         return found
 
     def finish(self, feeds: Sequence[Feed], loss_scale: float, learns: bool) -> AuxLossReport:
         """Gather what the units noted of a step; with `learns` the routers learn from it. All ranks call it."""
         if not self.needed:
             return AuxLossReport()
-        terms = [feed.sequences.terms for feed in feeds if feed.sequences.terms is not None]
-        loads = self._loads(terms)
+        aux_losses = [feed.sequences.aux_losses for feed in feeds if feed.sequences.aux_losses is not None]
+        loads = self._loads(aux_losses)
         if learns:
             for name, router in self._routers.items():
                 router.update(loads[name])
         busiest = self._busiest(loads)
-        notes = [note for t in terms for note in t.values.items()]
-        own = [sum(float(value) for (_, kind), value in notes if kind is term) for term in Term]
+        notes = [note for t in aux_losses for note in t.values.items()]
+        own = [sum(float(value) for (_, kind), value in notes if kind is wanted) for wanted in AuxLoss]
         sums = self.pipeline.sum_over_ranks(*own)
-        losses = {term.value: value / loss_scale for term, value in zip(Term, sums, strict=True) if value}
+        losses = {kind.value: value / loss_scale for kind, value in zip(AuxLoss, sums, strict=True) if value}
         return AuxLossReport(losses, busiest or None)
 
     def _send_factors(self, agreed: AgreedSplit, factors: Sequence[float]) -> list[float]:
@@ -130,11 +130,13 @@ class AuxLossTracker:
         ).to(pipeline.device)
         return [ahead.rows(rows) for ahead in found]
 
-    def _loads(self, terms: Sequence[AuxLosses]) -> dict[str, Tensor]:
+    def _loads(self, aux_losses: Sequence[AuxLosses]) -> dict[str, Tensor]:
         """Tokens of each expert [E] int64 by router, of the whole step; all ranks call it at the same point."""
         pipeline = self.pipeline
         loads = {
-            name: sum((t.counts[router] for t in terms if router in t.counts), start=router.no_counts(pipeline.device))
+            name: sum(
+                (t.counts[router] for t in aux_losses if router in t.counts), start=router.no_counts(pipeline.device)
+            )
             for name, router in self._routers.items()
         }
         if loads:

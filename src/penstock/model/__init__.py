@@ -1,7 +1,7 @@
 """The decoder as a list of units, and the parts that a stage needs to run it. Process groups are arguments."""
 
 from penstock.model.attention.all_to_all import ContextForm
-from penstock.model.aux_losses import AuxLosses, FutureTokens, Term
+from penstock.model.aux_losses import AuxLoss, AuxLosses, FutureTokens
 from penstock.model.cached import CachedRows, CachedUnit, CacheSize, KVCache, cached_attention
 from penstock.model.collectives import Collectives, Observer, observe
 from penstock.model.config import ModelConfig
@@ -40,6 +40,7 @@ from penstock.model.slot_rows import SlotRows, spare_position
 from penstock.model.units import Limits, Shard, UnitSpec
 
 __all__ = [
+    "AuxLoss",
     "AuxLosses",
     "Beside",
     "CacheSize",
@@ -73,7 +74,6 @@ __all__ = [
     "ShardedLogits",
     "SlotRows",
     "Spread",
-    "Term",
     "TokenStatistics",
     "Travelling",
     "Turn",

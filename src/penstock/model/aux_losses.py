@@ -17,7 +17,7 @@ IGNORED = -100
 """The label of a token that has no loss."""
 
 
-class Term(enum.Enum):
+class AuxLoss(enum.Enum):
     """The kinds of auxiliary losses."""
 
     BALANCE = "balance"
@@ -66,28 +66,28 @@ class AuxLosses:
     #: tokens one, two, ... places further on, for a head that predicts them; known on the last stage
     ahead: Sequence[FutureTokens] = ()
     #: (unit, kind) -> the loss, detached
-    values: dict[tuple[nn.Module, Term], Tensor] = field(default_factory=dict)
+    values: dict[tuple[nn.Module, AuxLoss], Tensor] = field(default_factory=dict)
     #: router's state -> tokens of each expert
     counts: dict[nn.Module, Tensor] = field(default_factory=dict)
 
-    def add(self, carrier: Tensor, term: Tensor, owner: nn.Module, kind: Term, num_sharing: int = 1) -> Tensor:
-        """The carrier with the loss `term`, which includes its factor, attached to it.
+    def add(self, carrier: Tensor, loss: Tensor, owner: nn.Module, kind: AuxLoss, num_sharing: int = 1) -> Tensor:
+        """The carrier with a loss, which includes its factor, attached to it.
 
-        Where `num_sharing` ranks compute the same term, each records its share, because records are summed over ranks.
+        Where `num_sharing` ranks compute the same loss, each records its share, because records are summed over ranks.
         """
-        self.values[owner, kind] = term.detach() / num_sharing
-        return _AttachedLoss.apply(carrier, term)  # pyright: ignore[reportReturnType]
+        self.values[owner, kind] = loss.detach() / num_sharing
+        return _AttachedLoss.apply(carrier, loss)  # pyright: ignore[reportReturnType]
 
 
 class _AttachedLoss(torch.autograd.Function):
-    """Returns the carrier; in backward the term, a scalar that is part of the loss, gets the gradient 1."""
+    """Returns the carrier; in backward the attached loss, a scalar, gets the gradient 1."""
 
     @staticmethod
-    def forward(ctx: Any, carrier: Tensor, term: Tensor) -> Tensor:
-        ctx.save_for_backward(term)
+    def forward(ctx: Any, carrier: Tensor, loss: Tensor) -> Tensor:
+        ctx.save_for_backward(loss)
         return carrier.view_as(carrier)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        (term,) = ctx.saved_tensors
-        return grads[0], torch.ones_like(term)
+        (loss,) = ctx.saved_tensors
+        return grads[0], torch.ones_like(loss)

@@ -65,7 +65,7 @@ def _head(config: ModelConfig, groups: ModelGroups, matmul: Matmul) -> UnitSpec:
     tied["embedding.weight"] = "embedding.weight"
     flops = of_head(config) + of_predictions(config)
     spec = _spec("head", config, groups, partial(multi_token_head, config, matmul), flops, tied)
-    return replace(spec, notes_terms=True, num_ahead=config.num_predictions)
+    return replace(spec, has_aux_losses=True, num_ahead=config.num_predictions)
 
 
 def _spec(
@@ -95,7 +95,7 @@ def _spec(
         sharding,
         # Several ranks hold these, and each computes gradients of its own tokens or heads alone.
         frozenset(parameter for parameter in shapes if split and split.is_repeated(sharding.get(parameter))),
-        notes_terms=any("router" in parameter for parameter in shapes),
+        has_aux_losses=any("router" in parameter for parameter in shapes),
         present=split.logits if split and isinstance(whole, Head) else None,
     )
 

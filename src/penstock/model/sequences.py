@@ -56,7 +56,7 @@ class Sequences:
     #: of which this rank has no token has the length 0
     spread: Spread | None = None
     #: the record of auxiliary losses; None outside of training
-    terms: AuxLosses | None = None
+    aux_losses: AuxLosses | None = None
     _shared: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
@@ -88,9 +88,9 @@ class Sequences:
         starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
         return cls(lengths, starts.to(device), positions.to(device, torch.int64), max(lengths), spread)
 
-    def learning(self, terms: AuxLosses) -> "Sequences":
+    def with_aux_losses(self, aux_losses: AuxLosses) -> "Sequences":
         """The same sequences with a record for auxiliary losses."""
-        return replace(self, terms=terms)
+        return replace(self, aux_losses=aux_losses)
 
     @property
     def num_tokens(self) -> int:

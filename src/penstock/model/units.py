@@ -78,8 +78,8 @@ class UnitSpec:
     #: names in the module of parameters that several ranks of the tensor-parallel group hold (all of them, or those
     #: with the same part) and whose gradients each computes in part: they are summed over those ranks
     partial: Set[str] = frozenset()
-    #: if the unit adds auxiliary losses or counts tokens, in `Sequences.terms`
-    notes_terms: bool = False
+    #: if the unit adds auxiliary losses or counts tokens, in `Sequences.aux_losses`
+    has_aux_losses: bool = False
     #: tokens beyond the next that the unit predicts in training
     num_ahead: int = 0
     #: turns the last unit's output into the logits from which a loss is computed, where it is not the logits

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.model import (
+    AuxLoss,
     AuxLosses,
     ExpertConfig,
     FutureTokens,
@@ -18,7 +19,6 @@ from penstock.model import (
     ModelGroups,
     Scores,
     Sequences,
-    Term,
     WeightGradients,
     cross_entropy_sum,
     decoder_units,
@@ -115,7 +115,7 @@ def microbatches() -> list[Microbatch]:
     for lengths, factor in zip(LENGTHS, (0.25, 3.0), strict=True):
         x, grad = torch.randn(2, sum(lengths), D, generator=generator, dtype=torch.float64)
         terms = AuxLosses(factor, factor * 0.5)
-        found.append(Microbatch(x, grad, Sequences.from_lengths(lengths).learning(terms), terms))
+        found.append(Microbatch(x, grad, Sequences.from_lengths(lengths).with_aux_losses(terms), terms))
     return found
 
 
@@ -163,7 +163,7 @@ def test_noted_terms_and_counts_are_each_microbatchs_own() -> None:
     drain(stage.forward(Tape(), part.x, part.sequences))
     terms = plain(half, part.x, part.sequences.lengths)[1].detach()
     noted = {kind: float(value) for (_, kind), value in part.terms.values.items()}
-    assert set(noted) == {Term.BALANCE, Term.SEQUENCE_BALANCE, Term.GLOBAL_BALANCE, Term.Z}
+    assert set(noted) == {AuxLoss.BALANCE, AuxLoss.SEQUENCE_BALANCE, AuxLoss.GLOBAL_BALANCE, AuxLoss.Z}
     assert sum(noted.values()) == pytest.approx(float(terms) * part.terms.per_token, rel=1e-12)
     (counts,) = part.terms.counts.values()
     assert int(counts.sum()) == len(part.x) * EXPERTS.num_active
@@ -175,7 +175,7 @@ def test_balanced_experts_cost_the_coefficient_and_idle_ones_more() -> None:
         router = Router(4, config, TORCH)
         router.logits.weight.data = torch.eye(4)
         terms = AuxLosses(1.0, 1.0 / len(logits_TE))
-        router(logits_TE, Sequences.from_lengths([len(logits_TE)]).learning(terms), range(len(logits_TE)))
+        router(logits_TE, Sequences.from_lengths([len(logits_TE)]).with_aux_losses(terms), range(len(logits_TE)))
         (value,) = terms.values.values()
         return float(value)
 
@@ -401,7 +401,7 @@ class TestPrediction:
         sequences = Sequences.from_lengths(lengths)
         ours, tape = head(), Tape()
         stage = Stage(0, [("head", ours)], Boundary(D, torch.float64))
-        drain(stage.forward(tape, x, sequences.learning(terms), lambda y: cross_entropy_sum(y, labels) * 0.7))
+        drain(stage.forward(tape, x, sequences.with_aux_losses(terms), lambda y: cross_entropy_sum(y, labels) * 0.7))
         grad = drain(stage.backward(tape, None))
 
         module, leaf = head(), x.clone().requires_grad_()
@@ -418,4 +418,4 @@ class TestPrediction:
         wanted = dict(module.named_parameters())
         for name, parameter in ours.named_parameters():
             torch.testing.assert_close(parameter.grad, wanted[name].grad, rtol=1e-12, atol=1e-12, msg=name)
-        assert {kind for _, kind in terms.values} == {Term.PREDICTION}
+        assert {kind for _, kind in terms.values} == {AuxLoss.PREDICTION}

@@ -21,7 +21,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from penstock.model.aux_losses import AuxLosses, FutureTokens, Term
+from penstock.model.aux_losses import AuxLoss, AuxLosses, FutureTokens
 from penstock.model.config import ModelConfig
 from penstock.model.groups import ModelGroups
 from penstock.model.layers.attention import attention_block
@@ -110,20 +110,20 @@ class MultiTokenHead(SegmentedUnit, Head):
         self.predictions = TokenPredictions(config, matmul, groups)
 
     def segments(self, sequences: Sequences) -> Sequence[Segment]:
-        terms = sequences.terms
-        if terms is None or not terms.ahead:
+        aux_losses = sequences.aux_losses
+        if aux_losses is None or not aux_losses.ahead:
             return [Compute("head", lambda x_TD: (Head.forward(self, x_TD, sequences),))]
         # One segment for all uses of the projection, so that its gradients add up in one order, deferred or not.
-        head = Compute("head", partial(self._logits, terms, sequences))
-        return [*self.predictions.segments(self.embedding, terms.ahead, sequences), head]
+        head = Compute("head", partial(self._logits, aux_losses, sequences))
+        return [*self.predictions.segments(self.embedding, aux_losses.ahead, sequences), head]
 
-    def _logits(self, terms: AuxLosses, sequences: Sequences, *streams: Tensor) -> State:
+    def _logits(self, aux_losses: AuxLosses, sequences: Sequences, *streams: Tensor) -> State:
         *ahead, x_TD = streams
         logits_TV = Head.forward(self, x_TD, sequences)
-        for prediction, h_TD, target in zip(self.predictions, reversed(ahead), terms.ahead, strict=True):
+        for prediction, h_TD, target in zip(self.predictions, reversed(ahead), aux_losses.ahead, strict=True):
             total = cross_entropy_sum(self.projection(prediction.norm(h_TD)), target.labels_T)
-            term = total * (terms.factor * self.predictions.loss_weight)
-            logits_TV = terms.add(logits_TV, term, prediction, Term.PREDICTION)
+            loss = total * (aux_losses.factor * self.predictions.loss_weight)
+            logits_TV = aux_losses.add(logits_TV, loss, prediction, AuxLoss.PREDICTION)
         return (logits_TV,)
 
 
@@ -139,11 +139,11 @@ class TensorParallelMultiTokenHead(TensorParallelHead):
         self.predictions = TokenPredictions(config, matmul, groups)
 
     def segments(self, sequences: Sequences) -> Sequence[Segment]:
-        terms = sequences.terms
-        if terms is None or not terms.ahead:
+        aux_losses = sequences.aux_losses
+        if aux_losses is None or not aux_losses.ahead:
             return super().segments(sequences)
-        norms, logits = Compute("norms", self._norms), Compute("logits", partial(self._logits, terms, sequences))
-        return [*self.predictions.segments(self.embedding, terms.ahead, sequences), norms, self.gather(), logits]
+        norms, logits = Compute("norms", self._norms), Compute("logits", partial(self._logits, aux_losses, sequences))
+        return [*self.predictions.segments(self.embedding, aux_losses.ahead, sequences), norms, self.gather(), logits]
 
     def _norms(self, *streams: Tensor) -> State:
         """All streams normalised and concatenated [K S, D]: the model's own, then the predictions'."""
@@ -153,15 +153,15 @@ class TensorParallelMultiTokenHead(TensorParallelHead):
         ]
         return (torch.cat(normalised),)
 
-    def _logits(self, terms: AuxLosses, sequences: Sequences, gathered: Tensor) -> State:
+    def _logits(self, aux_losses: AuxLosses, sequences: Sequences, gathered: Tensor) -> State:
         of_ranks = gathered.unflatten(0, (self.collectives.size, len(self.predictions) + 1, -1))
         h_TD, *ahead = of_ranks.transpose(0, 1).flatten(1, 2)[:, : sequences.num_tokens]
         logits_TU = self.projection(h_TD)
-        for prediction, own_TD, target in zip(self.predictions, ahead, terms.ahead, strict=True):
+        for prediction, own_TD, target in zip(self.predictions, ahead, aux_losses.ahead, strict=True):
             sharded = ShardedLogits(self.projection(own_TD), self.part, self.collectives)
-            term = cross_entropy_sum(sharded, target.labels_T) * (terms.factor * self.predictions.loss_weight)
-            # All ranks compute the same term.
-            logits_TU = terms.add(logits_TU, term, prediction, Term.PREDICTION, self.collectives.size)
+            loss = cross_entropy_sum(sharded, target.labels_T) * (aux_losses.factor * self.predictions.loss_weight)
+            # All ranks compute the same loss.
+            logits_TU = aux_losses.add(logits_TU, loss, prediction, AuxLoss.PREDICTION, self.collectives.size)
         return (logits_TU,)
 
 

@@ -12,7 +12,7 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-from penstock.model.aux_losses import AuxLosses, Term
+from penstock.model.aux_losses import AuxLoss, AuxLosses
 from penstock.model.collectives import Collectives
 from penstock.model.expert_config import ExpertConfig, GroupScore, Scores
 from penstock.model.groups import ModelGroups
@@ -91,7 +91,7 @@ class Router(nn.Module):
 
         `tokens`: which of the sequences' tokens these are.
         """
-        config, terms = self.config, None if sequences is None else sequences.terms
+        config, aux_losses = self.config, None if sequences is None else sequences.aux_losses
         with torch.autocast(h_TD.device.type, enabled=False):
             logits_TE = self.logits(h_TD.to(torch.promote_types(h_TD.dtype, torch.float32)))
             scores_TE = logits_TE.softmax(-1) if config.scores is Scores.SOFTMAX else logits_TE.sigmoid()
@@ -102,11 +102,13 @@ class Router(nn.Module):
             weights_TK = weights_TK * config.scaling_factor
             counts_E = torch.zeros(config.num_experts, dtype=torch.int64, device=h_TD.device)
             counts_E.index_add_(0, experts_TK.flatten(), torch.ones_like(experts_TK).flatten())
-            if sequences is not None and terms is not None:
-                terms.counts[self.balance] = counts_E
+            if sequences is not None and aux_losses is not None:
+                aux_losses.counts[self.balance] = counts_E
                 if config.has_losses:
                     choice = Choice(experts_TK, weights_TK, counts_E)
-                    weights_TK = self._attach_losses(_Scored(choice, logits_TE, scores_TE), sequences, tokens, terms)
+                    weights_TK = self._attach_losses(
+                        _Scored(choice, logits_TE, scores_TE), sequences, tokens, aux_losses
+                    )
         return Choice(experts_TK, weights_TK, counts_E)
 
     def _best(self, scores_TE: Tensor) -> Tensor:
@@ -123,32 +125,32 @@ class Router(nn.Module):
             scores_TE = scores_TGE.masked_fill(left_out_TG[..., None], -torch.inf).flatten(1)
         return scores_TE.topk(config.num_active, dim=-1, sorted=False).indices
 
-    def _attach_losses(self, scored: "_Scored", sequences: Sequences, tokens: range, terms: AuxLosses) -> Tensor:
+    def _attach_losses(self, scored: "_Scored", sequences: Sequences, tokens: range, aux_losses: AuxLosses) -> Tensor:
         """The weights with the auxiliary losses attached."""
         config, choice, weights_TK, shares_TE = self.config, scored.choice, scored.choice.weights_TK, scored.scores_TE
         if config.scores is Scores.SIGMOID:
             shares_TE = shares_TE / (shares_TE.sum(-1, keepdim=True) + _TINY)
         if config.microbatch_loss:
             total = _imbalance(shares_TE, _loads(self._of_all_ranks(choice.counts_E[None])))
-            weights_TK = self._attach(weights_TK, config.microbatch_loss * total, Term.BALANCE, terms)
+            weights_TK = self._attach(weights_TK, config.microbatch_loss * total, AuxLoss.BALANCE, aux_losses)
         if config.sequence_loss:
             of_token_T, counts_BE = _sequence_counts(choice.experts_TK, sequences, tokens, config.num_experts)
             total = _imbalance(shares_TE, _loads(self._of_all_ranks(counts_BE))[of_token_T])
-            weights_TK = self._attach(weights_TK, config.sequence_loss * total, Term.SEQUENCE_BALANCE, terms)
+            weights_TK = self._attach(weights_TK, config.sequence_loss * total, AuxLoss.SEQUENCE_BALANCE, aux_losses)
         if self.balance.load is not None:
             total = _imbalance(shares_TE, self.balance.load[None])
-            weights_TK = self._attach(weights_TK, config.global_loss * total, Term.GLOBAL_BALANCE, terms)
+            weights_TK = self._attach(weights_TK, config.global_loss * total, AuxLoss.GLOBAL_BALANCE, aux_losses)
         if config.z_loss:
             total = scored.logits_TE.logsumexp(-1).square().sum()
-            weights_TK = self._attach(weights_TK, config.z_loss * total, Term.Z, terms)
+            weights_TK = self._attach(weights_TK, config.z_loss * total, AuxLoss.Z, aux_losses)
         return weights_TK
 
     def _of_all_ranks(self, counts: Tensor) -> Tensor:
         """The counts summed over all ranks that hold tokens of the same sequences."""
         return self.context.all_reduce(self.token_peers.all_reduce(counts).wait()).wait()
 
-    def _attach(self, weights_TK: Tensor, total: Tensor, kind: Term, terms: AuxLosses) -> Tensor:
-        return terms.add(weights_TK, total * terms.per_token, self, kind)
+    def _attach(self, weights_TK: Tensor, total: Tensor, kind: AuxLoss, aux_losses: AuxLosses) -> Tensor:
+        return aux_losses.add(weights_TK, total * aux_losses.per_token, self, kind)
 
 
 @dataclass(frozen=True, eq=False)
