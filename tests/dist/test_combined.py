@@ -216,7 +216,7 @@ def note(engine: Engine) -> list[str]:
             owners |= {id(p): f"before {layer}" for p in module.parameters()}
 
         def weights(tape: Any, original: Any = stage.weight_backward, owners: dict[int, str] = owners) -> None:
-            found = {owners[id(getattr(p, "stack", None) or p.weight)] for p in tape.weight_gradients}
+            found = {owners[id(getattr(p, "layer", None) or p.weight)] for p in tape.weight_gradients}
             log.extend(f"b weights of {what}" for what in sorted(found))
             original(tape)
 
