@@ -1,28 +1,21 @@
-"""Small models and prompts for the tests of generation, and every rank of a ring in this thread."""
+"""Small models and prompts for the tests of generation, and every rank of a ring in a thread of its own."""
 
+import queue
+import threading
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 
 import torch
 from torch import Tensor, nn
 
-from penstock.engine.answers import Drawing, Leading, Listeners, Request, answers
-from penstock.engine.generate import GenerateOptions
-from penstock.engine.generated import Generated
+from penstock import schedule
+from penstock.engine.generator import GenerateOptions
 from penstock.model import CacheSize, ModelConfig, SamplingParams, decoder_units
-from penstock.runtime import (
-    Boundary,
-    InProcessHub,
-    InProcessTransport,
-    Journey,
-    Recorder,
-    Ring,
-    RingReport,
-    Stage,
-    travel_together,
-)
-from penstock.schedule import Conductor, Placement, PlacementKind, partition
+from penstock.runtime import Boundary, DecodeLoop, DecodeReport, Recorder, Ring, Stage, StageDecoder, TransportError
+from penstock.runtime.transport import Line
+from penstock.schedule import Placement, PlacementKind, Scheduler, partition
 
 # Widths are multiples of the vectors' length, so that a row's bits do not depend on how many others there are.
 CONFIG = ModelConfig(
@@ -56,12 +49,74 @@ def load(parameters: dict[str, nn.Parameter], weights: dict[str, Tensor]) -> Non
 
 @dataclass(frozen=True)
 class Together:
-    """What came of all ranks in one thread: the answers, each rank's report, and messages, sent and never taken."""
+    """What came of all ranks: the answers, each rank's report, and messages, sent and never taken."""
 
-    answers: tuple[Generated, ...]
-    reports: list[RingReport]
+    answers: Sequence[schedule.Sequence]
+    reports: list[DecodeReport]
     num_messages: int
     num_pending: int
+
+
+@dataclass(eq=False)
+class Lines:
+    """The queues that join the transports of ranks in threads; every line has one sender and one receiver."""
+
+    queues: dict[Line, "queue.SimpleQueue[Tensor]"] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    num_messages: int = 0
+
+    def queue(self, line: Line) -> "queue.SimpleQueue[Tensor]":
+        with self.lock:
+            return self.queues.setdefault(line, queue.SimpleQueue())
+
+
+class ThreadTransport:
+    """The transport of a rank in a thread: a send appends to the line's queue, and a receipt blocks."""
+
+    def __init__(self, lines: Lines, rank: int) -> None:
+        self.lines, self.rank = lines, rank
+        self.posted: dict[Line, deque[ThreadReceipt]] = {}
+
+    def receive(self, channel: Line, shape: Sequence[int], dtype: torch.dtype) -> "ThreadReceipt":
+        receipt = ThreadReceipt(self, channel, torch.Size(shape), dtype)
+        self.posted.setdefault(channel, deque()).append(receipt)
+        return receipt
+
+    def send(self, channel: Line, tensor: Tensor) -> None:
+        self.lines.queue(channel).put(tensor)
+        with self.lines.lock:
+            self.lines.num_messages += 1
+
+    def num_pending(self) -> int:
+        sent = (queue.qsize() for line, queue in self.lines.queues.items() if line.source == self.rank)
+        return sum(map(len, self.posted.values())) + sum(sent)
+
+    def settle(self) -> None:
+        """A queued message has left its sender."""
+
+    def abandon(self) -> None:
+        """Other ranks stop waiting after a while."""
+
+
+@dataclass(frozen=True, eq=False)
+class ThreadReceipt:
+    transport: ThreadTransport
+    line: Line
+    shape: torch.Size
+    dtype: torch.dtype
+
+    def ready(self) -> bool:
+        return True
+
+    def wait(self) -> Tensor:
+        assert self.transport.posted[self.line][0] is self, f"{self.line}: messages are awaited in another order"
+        try:
+            tensor = self.transport.lines.queue(self.line).get(timeout=60)
+        except queue.Empty:
+            raise TransportError(f"{self.line}: no message came") from None
+        self.transport.posted[self.line].popleft()
+        assert (tensor.shape, tensor.dtype) == (self.shape, self.dtype), self.line
+        return tensor
 
 
 @cache
@@ -84,27 +139,47 @@ def generate_together(
     kind: PlacementKind = PlacementKind.LOOP,
     stages_per_rank: int = 1,
 ) -> Together:
-    """Generate with every rank of a ring in this thread."""
+    """Generate with every rank of a ring in a thread of its own."""
     placement, options = Placement(kind, num_ranks, stages_per_rank), options or GenerateOptions()
     own = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
-    requests = Request.all_of(prompts, own)
-    shape = options.shape(len(requests), num_ranks)
+    sequences = schedule.Sequence.all_of(prompts, own)
+    shape = options.shape(len(sequences), num_ranks)
     longest = max((len(p) + q.max_new_tokens for p, q in zip(prompts, own, strict=True)), default=1)
     size = CacheSize(shape.num_rows, longest, torch.float32, torch.device("cpu"))
-    hubs, stages = (InProcessHub(), InProcessHub()), ring_stages(placement)
-    wishes = [request.wish(prompts) for request in requests]
-    conductor = Conductor(wishes, shape, options.refill, options.longest_first)
-    lead, drawing = Leading(prompts, requests, conductor, Listeners()), Drawing(prompts, requests)
-    rings, journeys = [], []
+    activations, host, stages = Lines(), Lines(), ring_stages(placement)
+    scheduler = Scheduler(sequences, shape, options.refill, options.longest_first)
+    loops = []
     for rank in range(num_ranks):
-        local = {n: stage for n, stage in stages.items() if placement.rank_of(n) == rank}
-        transport, host = (InProcessTransport(hub, rank) for hub in hubs)
-        ring = Ring(placement, local, transport, host, Recorder(rank))
-        caches = {number: stage.new_caches(size) for number, stage in local.items()}
-        draw = drawing.draw if ring.drawer == rank else None
-        journeys.append(Journey(shape, caches, draw, lead.lead if rank == 0 else None))
-        rings.append(ring)
-    reports = travel_together(rings, journeys)
-    found = answers(requests, lead.told(), drawing.told())
-    pending = sum(ring.transport.num_pending() + ring.host.num_pending() for ring in rings)
-    return Together(found, reports, sum(hub.num_messages for hub in hubs), pending)
+        local = [stage for number, stage in stages.items() if placement.rank_of(number) == rank]
+        ring = Ring(
+            placement, ThreadTransport(activations, rank), ThreadTransport(host, rank), Recorder(rank), size.device
+        )
+        # The ranks would have sequences of their own, and here share those of the first.
+        decoders = [StageDecoder(stage, stage.new_caches(size)) for stage in local]
+        loops.append(DecodeLoop(ring, decoders, sequences, shape, scheduler if rank == 0 else None))
+    run_together(loops)
+    for sequence, masks in zip(sequences, loops[placement.rank_of(placement.stages_per_route - 1)].filter_masks):
+        sequence.filter_mask = torch.stack(masks) if masks else torch.empty(0, 0, dtype=torch.bool)
+    pending = sum(loop.ring.transport.num_pending() + loop.ring.host.num_pending() for loop in loops)
+    num_messages = activations.num_messages + host.num_messages
+    return Together(sequences, [loop.report for loop in loops], num_messages, pending)
+
+
+def run_together(loops: Sequence[DecodeLoop]) -> None:
+    """Run all ranks of a ring, and raise what the first of them failed with."""
+    errors: list[BaseException] = []
+
+    def run(loop: DecodeLoop) -> None:
+        try:
+            loop.run()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(loop,), daemon=True) for loop in loops[1:]]
+    for thread in threads:
+        thread.start()
+    run(loops[0])
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from penstock import Engine, Layout, MicroBatchSpec, PackedBatch, SamplingParams
 from penstock.engine import EngineOptions
-from penstock.engine.generate import GenerateOptions
+from penstock.engine.generator import GenerateOptions
 from penstock.model import decoder_units
 from penstock.runtime import PipelineError, TransportError
 from tests.dist.launch import run_ranks
@@ -48,7 +48,7 @@ def all_endings(rank: int, pp: int) -> list[Any]:
         assert all(ended(answer) == ended(result[number]) for number, answer in told.items())
         assert len(set(result.num_forwards)) == 1, "a stage has computed what others have not"
         assert engine.pipeline.transport.num_pending() == 0
-        assert engine.generator is not None and engine.generator.host.num_pending() == 0
+        assert engine.generator.ring.host.num_pending() == 0
         found.append(plain(result))
     engine.close()
     engine.grid.close()

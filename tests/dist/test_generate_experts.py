@@ -52,7 +52,7 @@ def answers(rank: int, layout: Layout, num_local_stages: int) -> list[Any]:
         for options in OPTIONS:
             result = engine.generate(prompts_of(engine.grid.dp_rank, share[engine.grid.dp_rank]), PARAMS, options)
             assert engine.pipeline.transport.num_pending() == 0
-            assert engine.generator is not None and engine.generator.host.num_pending() == 0
+            assert engine.generator.ring.host.num_pending() == 0
             found.append([(answer.tokens, answer.log_probs, answer.ending) for answer in result])
     close(engine)
     return found

@@ -7,7 +7,7 @@ import torch
 
 from penstock import Engine, MicroBatchSpec, PackedBatch, SamplingParams
 from penstock.engine import EngineOptions, Precision
-from penstock.engine.generate import GenerateOptions
+from penstock.engine.generator import GenerateOptions
 from penstock.model import ModelConfig, decoder_units
 from penstock.runtime import FixedDecoder
 
@@ -32,8 +32,8 @@ def params(kind: SamplingParams, count: int) -> list[SamplingParams]:
 
 
 def decoders(engine: Engine) -> list[FixedDecoder]:
-    assert engine.generator is not None
-    return [decoder for of_form in engine.generator._fixed.values() for decoder in of_form.values()]
+    every = (decoder for decoders in engine.generator._decoders.values() for decoder in decoders)
+    return [decoder for decoder in every if isinstance(decoder, FixedDecoder)]
 
 
 @pytest.mark.gpu

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from penstock.engine.generated import Generated, GenerateResult
 
 from penstock import Engine, SamplingParams
 from penstock.engine import EngineOptions, GenerateOptions
-from penstock.engine.generated import Generated, GenerateResult
 from penstock.model import decoder_units
 from penstock.schedule import Ending
 from tests.generation import CONFIG, load, random_prompts, random_weights

@@ -12,11 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock import Engine, MicroBatchSpec, PackedBatch, SamplingParams
 from penstock.engine import EngineOptions, Precision
-from penstock.engine.generate import GenerateOptions
+from penstock.engine.generator import GenerateOptions
 from penstock.model import CachedRows, CacheSize, KVCache, ModelConfig, SlotRows, decoder_units
 from penstock.model.expert_config import ExpertConfig
 from penstock.runtime import Boundary, DecodeForm, FixedDecoder, Stage
-from penstock.schedule import Piece
+from penstock.schedule import BatchItem
 from tests.generation import CONFIG, load, random_prompts, random_weights
 
 GREEDY = SamplingParams(max_new_tokens=12, temperature=0)
@@ -36,8 +36,8 @@ def params(kind: SamplingParams, count: int) -> list[SamplingParams]:
 
 
 def decoders(engine: Engine) -> list[FixedDecoder]:
-    assert engine.generator is not None
-    return [decoder for of_form in engine.generator._fixed.values() for decoder in of_form.values()]
+    every = (decoder for decoders in engine.generator._decoders.values() for decoder in decoders)
+    return [decoder for decoder in every if isinstance(decoder, FixedDecoder)]
 
 
 @pytest.mark.shows(72)
@@ -87,7 +87,7 @@ def decoder_of_slot(num_tokens: int = 128) -> Iterator[FixedDecoder]:
 
 
 def visit(row_starts: dict[int, int]) -> CachedRows:
-    return CachedRows.of([Piece(row, row, start, 1, True) for row, start in row_starts.items()])
+    return CachedRows.of([BatchItem(row, row, start, 1, True) for row, start in row_starts.items()])
 
 
 def inputs(count: int, seed: int = 1) -> Tensor:

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from penstock import Engine, SamplingParams
-from penstock.engine.generate import GenerateOptions
+from penstock.engine.generator import GenerateOptions
 from penstock.model import CachedRows, CacheSize, KVCache, cached_attention, decoder_units
-from penstock.schedule import Piece
+from penstock.schedule import BatchItem
 from tests.generation import CONFIG, load, random_prompts, random_weights
 
 PARAMS = SamplingParams(max_new_tokens=3)
@@ -21,7 +21,6 @@ def engine() -> Engine:
 
 
 def caches(made: Engine) -> list[KVCache]:
-    assert made.generator is not None
     return [cache for row in made.generator._caches.values() for cache in row if cache is not None]
 
 
@@ -74,7 +73,7 @@ def test_attention_piece_by_piece_is_that_of_the_whole(cuts: list[int], window: 
     cache = KVCache(CacheSize(3, 16, torch.float32, torch.device("cpu")), 2, 8)
     found, start = [], 0
     for length in cuts:
-        rows = CachedRows.of([Piece(0, 1, start, length, sampled=True)])
+        rows = CachedRows.of([BatchItem(0, 1, start, length, sampled=True)])
         part = slice(start, start + length)
         cache.write(k[part], v[part], rows)
         found.append(cached_attention(q[part], cache, rows, window))
@@ -92,7 +91,7 @@ def test_rows_that_attend_in_one_call_have_the_bits_of_each_alone(num_groups: in
         store.copy_(torch.randn(store.shape, generator=generator))
     # Rows 0 to 2 are neighbours and equally long, so are 4 and 5.
     pieces = [
-        Piece(i, row, start, 1, True) for i, (row, start) in enumerate([(0, 70), (1, 70), (2, 70), (4, 9), (5, 9)])
+        BatchItem(i, row, start, 1, True) for i, (row, start) in enumerate([(0, 70), (1, 70), (2, 70), (4, 9), (5, 9)])
     ]
     q = torch.randn(len(pieces), 4, 32, generator=generator)
     found = cached_attention(q, cache, CachedRows.of(pieces), window)

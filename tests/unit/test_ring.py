@@ -1,4 +1,4 @@
-"""Generation with every rank of the ring in this thread: endings of every kind, rings of every shape."""
+"""Generation with every rank of the ring in a thread: endings of every kind, rings of every shape."""
 
 import random
 from collections.abc import Sequence
@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock.engine.generate import GenerateOptions
-from penstock.engine.generated import Generated
+from penstock import schedule
+from penstock.engine.generator import GenerateOptions
 from penstock.model import SamplingParams, Sequences, decoder_units
 from penstock.schedule import Ending, PlacementKind
 from tests.generation import CONFIG, Together, generate_together, load, random_prompts, random_weights
@@ -17,7 +17,7 @@ from tests.generation import CONFIG, Together, generate_together, load, random_p
 SAMPLED = SamplingParams(max_new_tokens=12, temperature=1.3, top_k=40, top_p=0.95, raw_log_probs=True)
 
 
-def everything(answers: Sequence[Generated]) -> list[object]:
+def everything(answers: Sequence[schedule.Sequence]) -> list[object]:
     return [(a.tokens, a.log_probs, a.raw_log_probs, a.ending) for a in answers]
 
 

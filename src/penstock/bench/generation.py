@@ -3,7 +3,7 @@
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from penstock.bench.ranks import Turn, in_turns
 from penstock.engine import Engine, EngineOptions
-from penstock.engine.generate import GenerateOptions
+from penstock.engine.generator import GenerateOptions
 from penstock.model import CachedRows, CacheSize, ModelConfig, SamplingParams, UnitSpec, decoder_units
 from penstock.parallel import Layout
-from penstock.schedule import Conductor, Wish
+from penstock.schedule import Batch, Scheduler, Sequence
 
 NUM_RANKS = 2
 TRANSFORMERS, PENSTOCK = "transformers", "penstock"
@@ -187,20 +187,24 @@ class Refills:
         prefill_tokens = self.rows_per_slot // 2 * self.generation.prompt_tokens
         return GenerateOptions(rows_per_slot=self.rows_per_slot, prefill_tokens=prefill_tokens, **REFILLS[name])
 
-    def num_visits(self, name: str) -> int:
-        """Of every stage."""
-        options, num_visits = self.options(name), 0
-        wishes = [Wish(i, self.generation.prompt_tokens, length) for i, length in enumerate(self.lengths)]
-        shape = options.shape(len(wishes), NUM_RANKS)
-        conductor, num_drawn = Conductor(wishes, shape, options.refill, options.longest_first), {}
-        while turns := conductor.begin_round():
-            for slot in turns:
-                if conductor.in_flight(slot):
-                    conductor.take(slot, [0] * num_drawn[slot])
-                pieces = conductor.visit(slot)
-                num_drawn[slot] = sum(piece.sampled for piece in pieces)
-                num_visits += bool(pieces)
-        return num_visits
+    def num_batches(self, name: str) -> int:
+        """Batches that every stage computes."""
+        options, num_batches = self.options(name), 0
+        prompt = range(self.generation.prompt_tokens)
+        sequences = [Sequence(i, i, 0, prompt, SamplingParams(length)) for i, length in enumerate(self.lengths)]
+        shape = options.shape(len(sequences), NUM_RANKS)
+        scheduler = Scheduler(sequences, shape, options.refill, options.longest_first)
+        in_flight: dict[int, Batch] = {}
+        while (slot := scheduler.next_slot()) is not None:
+            if slot in in_flight:
+                last = in_flight.pop(slot)
+                scheduler.update(last, [(0, 0.0, 0.0)] * len(last.sampled))
+            batch = scheduler.schedule()
+            assert batch is not None
+            if batch.items:
+                in_flight[slot] = batch
+                num_batches += 1
+        return num_batches
 
 
 def _prepare_refill(side: str, rank: int, refills: Refills) -> Turn:
@@ -226,7 +230,7 @@ def refilling(generation: Generation) -> dict[str, Any]:
     """
     refills = Refills(generation)
     found = in_turns((PENSTOCK,), NUM_RANKS, _prepare_refill, refills, num_rounds=generation.num_rounds)
-    num_tokens, visits = sum(refills.lengths), {name: refills.num_visits(name) for name in REFILLS}
+    num_tokens, visits = sum(refills.lengths), {name: refills.num_batches(name) for name in REFILLS}
     rates = {name: [num_tokens / turn[name] for turn in found[PENSTOCK][0]] for name in REFILLS}
     median = {name: statistics.median(rate) for name, rate in rates.items()}
     return {
@@ -310,7 +314,7 @@ def emulated(ring: EmulatedRing) -> dict[str, Any]:
     return {"ranks": ring.num_ranks, "slots": ring.num_slots, "busy_shares": shares, "least_busy_share": min(shares)}
 
 
-def measure(generation: Generation, parts: Sequence[str]) -> dict[str, Any]:
+def measure(generation: Generation, parts: tuple[str, ...]) -> dict[str, Any]:
     """The comparisons of these names."""
     measured: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
         "transformers": ("against transformers", lambda: against_transformers(generation)),

@@ -13,7 +13,7 @@ import torch
 
 from penstock.bench.generation import TRANSFORMERS, Generation, transformers_sides
 from penstock.engine import Engine, EngineOptions, Precision
-from penstock.engine.generate import GenerateOptions
+from penstock.engine.generator import GenerateOptions
 from penstock.model import SamplingParams, decoder_units
 
 _COPIED_BYTES = 1 << 30

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from penstock import schedule
 from penstock.cli.answer_text import AnswerText
 from penstock.cli.answers_file import AnswersFile
 from penstock.cli.commands import print_json
 from penstock.cli.generate import GenerateArguments
 from penstock.cli.progress import LineProgress
 from penstock.cli.prompts import Prompt
-from penstock.engine.generate import GenerateOptions
-from penstock.engine.generated import Generated, GenerateResult
+from penstock.engine.generator import GenerateOptions, GenerateResult
 from penstock.engine.saved_model import SavedModel
 from penstock.model import SamplingParams
 
@@ -94,7 +94,7 @@ class Teller:
             self._progress.update(self._num_ended, 1)
         return text.stopped
 
-    def take(self, number: int, answer: Generated) -> None:
+    def take(self, number: int, answer: schedule.Sequence) -> None:
         """Write an answer that has ended, once its last token has been heard."""
         if self._file is not None:
             self._file.write(self._described(number, answer))
@@ -131,7 +131,7 @@ class Teller:
         of_samples = f", sample {sample}" if self._params.num_samples > 1 else ""
         return f"{'' if number == 0 else chr(10)}--- prompt {prompt}{of_samples} ---\n{text}"
 
-    def _described(self, number: int, answer: Generated) -> dict[str, Any]:
+    def _described(self, number: int, answer: schedule.Sequence) -> dict[str, Any]:
         prompt = self._prompts[answer.prompt]
         described: dict[str, Any] = {"prompt": answer.prompt, "sample": answer.sample}
         if prompt.line is not None:
@@ -142,7 +142,7 @@ class Teller:
             "text": self._texts[number].text,
             "tokens": list(answer.tokens),
             "log_probs": _plain(answer.log_probs),
-            "ending": answer.ending.value,
+            "ending": answer.ending and answer.ending.value,
         }
         if answer.raw_log_probs is not None:
             described["raw_log_probs"] = _plain(answer.raw_log_probs)

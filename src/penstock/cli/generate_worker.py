@@ -16,7 +16,7 @@ from penstock.cli.prompts import prompts_of_texts, read_prompts
 from penstock.cli.together import choose_device, initialise, refuse_differing, together, work_together
 from penstock.engine.config import ParallelSection
 from penstock.engine.engine import Engine
-from penstock.engine.generate import GenerateOptions, check_prompts
+from penstock.engine.generator import GenerateOptions, check_prompts
 from penstock.engine.saved_model import open_model
 from penstock.model import Limits, SamplingParams
 from penstock.parallel.broadcast import broadcast_value

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from penstock.engine.engine import Engine
-    from penstock.engine.generate import GenerateOptions
+    from penstock.engine.generator import GenerateOptions
     from penstock.engine.losses import Normalize, ZeroLossWeight
     from penstock.engine.options import EngineOptions, Precision
     from penstock.engine.trainer import TrainResult
@@ -18,7 +18,7 @@ __all__ = ["Engine", "EngineOptions", "GenerateOptions", "Normalize", "Precision
 _FILE_OF = {
     "Engine": "engine",
     "EngineOptions": "options",
-    "GenerateOptions": "generate",
+    "GenerateOptions": "generator",
     "Normalize": "losses",
     "Precision": "options",
     "TrainResult": "trainer",

@@ -7,13 +7,11 @@ from typing import Any, Self
 from torch import nn
 
 from penstock.data import MicroBatchSpec, PackedBatch
-from penstock.engine.answers import Listeners, OnAnswer, OnToken
 from penstock.engine.arguments import read_arguments
 from penstock.engine.build import units_of_layers
 from penstock.engine.config import RunConfig
 from penstock.engine.export import MAX_SHARD_BYTES, ExportOptions, export_model
-from penstock.engine.generate import GenerateOptions, Generator, check_requests
-from penstock.engine.generated import GenerateResult
+from penstock.engine.generator import GenerateOptions, GenerateResult, Generator, OnAnswer, OnToken
 from penstock.engine.losses import LossFn, LossWeightFn, Normalize, num_loss_tokens, token_cross_entropy
 from penstock.engine.options import EngineOptions
 from penstock.engine.pipeline import Pipeline
@@ -46,8 +44,8 @@ class Engine(ModelState):
     recorder: Recorder
     #: runs forwards alone
     scorer: Scorer
-    #: continues prompts; made by the first `generate`, since it opens channels of its own
-    generator: Generator | None
+    #: continues prompts
+    generator: Generator
     #: how `save_hf` writes the model; None where transformers does not know it
     form: HuggingFaceForm | None
 
@@ -62,7 +60,7 @@ class Engine(ModelState):
         pipeline = Pipeline(units, hidden_size, layout, options)
         super().__init__(pipeline, Trainer(pipeline))
         self.layout, self.grid, self.recorder = pipeline.layout, pipeline.grid, pipeline.recorder
-        self.scorer, self.generator, self.form = Scorer(pipeline), None, form
+        self.scorer, self.generator, self.form = Scorer(pipeline), Generator(pipeline), form
 
     @classmethod
     def from_config(cls, config: RunConfig | str | Path) -> Self:
@@ -139,12 +137,8 @@ class Engine(ModelState):
         on_answer: OnAnswer | None = None,
     ) -> GenerateResult:
         """Answers to the prompts (token ids), in their order; see `Generator.generate`."""
-        options = options or GenerateOptions()
-        checked = check_requests(self.pipeline, prompts, params, options)
-        self.generator = self.generator or Generator(self.pipeline)
-        return self.generator.generate(*checked, options, Listeners(on_token, on_answer))
+        return self.generator.generate(prompts, params, options or GenerateOptions(), on_token, on_answer)
 
     def release_caches(self) -> None:
         """Free the memory that generation keeps for its next call."""
-        if self.generator is not None:
-            self.generator.release()
+        self.generator.release()

@@ -2,12 +2,20 @@
 
 from penstock.model.attention.all_to_all import ContextForm
 from penstock.model.aux_losses import AuxLoss, AuxLosses, FutureTokens
-from penstock.model.cached import CachedRows, CachedUnit, CacheSize, KVCache, cached_attention
 from penstock.model.collectives import Collectives, Observer, observe
 from penstock.model.config import ModelConfig
 from penstock.model.decoder import decoder_units
 from penstock.model.expert_config import ExpertConfig, GroupScore, Scores
 from penstock.model.groups import ModelGroups
+from penstock.model.kv_cache import (
+    CachedRows,
+    CachedUnit,
+    CacheSize,
+    KVCache,
+    SlotRows,
+    cached_attention,
+    spare_position,
+)
 from penstock.model.linear import Linear, PendingGradient, WeightGradients, defer, pack, switch_linears
 from penstock.model.loss import (
     Logits,
@@ -36,7 +44,6 @@ from penstock.model.segments import (
     enter_graph,
 )
 from penstock.model.sequences import Sequences, Spread
-from penstock.model.slot_rows import SlotRows, spare_position
 from penstock.model.units import Limits, Shard, UnitSpec
 
 __all__ = [

@@ -1,7 +1,7 @@
-"""From logits to tokens: which are left to choose from, how likely each is, and the choice.
+"""From logits to tokens: which can be drawn, how likely each is, and the draw.
 
-Nothing here has a state. The random number of a token is a hash of (seed, sequence, position), so it is the same on
-whatever rank, in whatever batch and order it is drawn.
+Nothing here has a state. The random number of a token is a hash of (seed, sequence, position), so a draw does not
+depend on the rank, the batch or the order.
 
 Shapes: S sequences, V vocabulary.
 """
@@ -15,11 +15,15 @@ import torch
 from torch import Tensor
 
 from penstock.model.sampling_params import SamplingParams
+from penstock.schedule import Token
+
+NUMBERS_PER_TOKEN = 3
+"""Numbers that one token is sent as: its id, and the bits of two log-probabilities in fp64."""
 
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """One token to be drawn: the `position`-th new one (from 0) of the sequence that `sequence` identifies."""
+    """One token to be drawn: new token number `position` (from 0) of the sequence with the identity `sequence`."""
 
     params: SamplingParams
     sequence: int
@@ -37,14 +41,25 @@ class Drawn:
     """The chosen tokens, [S] each.
 
     log_probs: fp32, under the distribution that was drawn from. raw_log_probs: fp32, under the model's own, before
-    temperature and filters; 0 where not asked for. dropped_SV: the tokens that could not be drawn, where some row asks
-    for it; on the CPU.
+    temperature and filters; 0 unless asked for. dropped_SV: the tokens that could not be drawn, on the CPU; None unless
+    some row asks for it.
     """
 
     tokens: Tensor
     log_probs: Tensor
     raw_log_probs: Tensor
     dropped_SV: Tensor | None
+
+    def packed(self) -> Tensor:
+        """[S, 3] int64 on the CPU: token ids, and the bits of both log-probabilities in fp64."""
+        bits = (x.double().view(torch.int64) for x in (self.log_probs, self.raw_log_probs))
+        return torch.stack([self.tokens, *bits], -1).cpu()
+
+
+def unpacked(numbers_S3: Tensor) -> list[Token]:
+    """The tokens that `Drawn.packed` was made of."""
+    bits_S2 = numbers_S3[:, 1:].contiguous().view(torch.float64)
+    return [(token, *log_probs) for token, log_probs in zip(numbers_S3[:, 0].tolist(), bits_S2.tolist(), strict=True)]
 
 
 def draw_tokens(logits_SV: Tensor, draws: Sequence[Draw]) -> Drawn:
@@ -73,9 +88,10 @@ def draw_tokens(logits_SV: Tensor, draws: Sequence[Draw]) -> Drawn:
 
 
 def filtered(logits_SV: Tensor, draws: Sequence[Draw]) -> Tensor:
-    """The fp32 logits of what is drawn from: with temperature, and -inf for tokens that can not be drawn.
+    """The fp32 logits to draw from: divided by the temperature, with -inf for tokens that cannot be drawn.
 
-    All draws have the same temperature and filters. Greedy choice has neither, but for end tokens that come too early.
+    All draws have the same temperature and filters. A greedy choice has neither, and only excludes end tokens that
+    come too early.
     """
     params = draws[0].params
     early = [row for row, draw in enumerate(draws) if draw.position < draw.params.min_new_tokens]
@@ -101,14 +117,14 @@ def filtered(logits_SV: Tensor, draws: Sequence[Draw]) -> Tensor:
 
 
 def below_largest(logits_SV: Tensor, count: int) -> Tensor:
-    """Which tokens are strictly below the `count`-th largest of their row; ties with it are not."""
+    """True for tokens strictly below the `count`-th largest of their row; false for ties with it."""
     return logits_SV < logits_SV.topk(count, -1).values[:, -1:]
 
 
 def outside_nucleus(logits_SV: Tensor, top_p: float) -> Tensor:
-    """Which tokens are not among the likeliest that together have probability `top_p`; the likeliest one always is.
+    """True for tokens outside the likeliest ones that together have probability `top_p`; false for the likeliest.
 
-    From the least likely on, tokens are left out as long as those left out have at most 1 - top_p together.
+    Tokens are left out from the least likely on, while all left out have at most probability 1 - top_p together.
     """
     ascending_SV, order_SV = logits_SV.sort(dim=-1, stable=True)
     left_out_SV = ascending_SV.softmax(-1).double().cumsum(-1) <= 1.0 - top_p
@@ -117,7 +133,7 @@ def outside_nucleus(logits_SV: Tensor, top_p: float) -> Tensor:
 
 
 def _alike(draws: Sequence[Draw]) -> list[list[int]]:
-    """Rows grouped by how they are drawn; seeds and lengths may differ within a group."""
+    """Rows grouped by temperature and filters; seeds and lengths may differ within a group."""
     groups: dict[tuple[object, ...], list[int]] = {}
     for row, draw in enumerate(draws):
         groups.setdefault(draw.params.recipe, []).append(row)

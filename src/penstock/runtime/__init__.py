@@ -1,14 +1,14 @@
 """Running a proved program: stages, lanes, tapes, the executor, the transport and the trace."""
 
+from penstock.runtime.decode.graphs import DecodeForm, FixedDecoder, StageDecoder
+from penstock.runtime.decode.loop import DecodeLoop, DecodeReport
+from penstock.runtime.decode.relay import Ring, host_channels
 from penstock.runtime.distributed import DistributedTransport
 from penstock.runtime.errors import Deadlock, PipelineError, TransportError
 from penstock.runtime.executor import Executor, Feed, run_together
-from penstock.runtime.graphs import DecodeForm, FixedDecoder
 from penstock.runtime.host_memory import keep_freed_memory, prepare_large_pages
 from penstock.runtime.lanes import Lane, drain, zip_lanes
 from penstock.runtime.pairs import Hooks, Pairs
-from penstock.runtime.ring import Journey, Ring, RingReport, travel_together
-from penstock.runtime.scout import NUMBERS_PER_TOKEN, Lead, host_channels
 from penstock.runtime.stage import Boundary, LaneUnit, Stage
 from penstock.runtime.tape import Segment, Tape
 from penstock.runtime.trace import Awaited, Record, Recorder
@@ -17,11 +17,12 @@ from penstock.runtime.travels import Travel
 from penstock.runtime.watchdog import Watchdog
 
 __all__ = [
-    "NUMBERS_PER_TOKEN",
     "Awaited",
     "Boundary",
     "Deadlock",
     "DecodeForm",
+    "DecodeLoop",
+    "DecodeReport",
     "DistributedTransport",
     "Executor",
     "Feed",
@@ -29,18 +30,16 @@ __all__ = [
     "Hooks",
     "InProcessHub",
     "InProcessTransport",
-    "Journey",
     "Lane",
     "LaneUnit",
-    "Lead",
     "Pairs",
     "PipelineError",
     "Record",
     "Recorder",
     "Ring",
-    "RingReport",
     "Segment",
     "Stage",
+    "StageDecoder",
     "Tape",
     "Transport",
     "TransportError",
@@ -51,6 +50,5 @@ __all__ = [
     "keep_freed_memory",
     "prepare_large_pages",
     "run_together",
-    "travel_together",
     "zip_lanes",
 ]

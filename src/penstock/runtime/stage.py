@@ -146,7 +146,7 @@ class Stage:
         raise PipelineError(f"stage {self.index}: a layer gave a {type(h).__name__}; what goes on is one tensor")
 
     def check_cached(self) -> None:
-        """Refuse to read piece by piece what can not.
+        """Refuse units that cannot read chunk by chunk.
 
         Raises:
             ValueError: naming the unit.
@@ -178,9 +178,9 @@ class Stage:
                     cache.copy(rows)
 
     def decode(self, x: Tensor, caches: Sequence[Any], rows: CachedRows | SlotRows) -> Tensor:
-        """Read pieces of sequences: [T, D] to [T, D]; the first takes token ids [T], the last gives logits [S, V].
+        """Compute a batch of generation: [T, D] to [T, D]; the first takes token ids [T], the last gives logits [S, V].
 
-        Of `SlotRows` all rows are read, and copies are made already.
+        For `SlotRows`, prompts have been copied already.
         """
         self.weights_ready()
         if isinstance(rows, CachedRows):

@@ -23,7 +23,16 @@ from penstock.schedule.actions import (
 )
 from penstock.schedule.builders import build, default_stages, describe, names, options
 from penstock.schedule.costs import Costs
-from penstock.schedule.generation import NO_ROW, Conductor, Ending, Piece, RingShape, Visit, Wish
+from penstock.schedule.generation import (
+    NO_ROW,
+    Batch,
+    BatchItem,
+    Ending,
+    RingShape,
+    Scheduler,
+    Sequence,
+    Token,
+)
 from penstock.schedule.lower import early_gradients, lower
 from penstock.schedule.partition import balanced_cut, check_cut, partition
 from penstock.schedule.rules import Rule, Rules, partner
@@ -36,8 +45,9 @@ from penstock.schedule.verify import Proof, verify
 __all__ = [
     "NO_ROW",
     "Action",
+    "Batch",
+    "BatchItem",
     "Channel",
-    "Conductor",
     "Costs",
     "Direction",
     "Ending",
@@ -45,7 +55,6 @@ __all__ = [
     "Memory",
     "Op",
     "Pair",
-    "Piece",
     "Placement",
     "PlacementKind",
     "Program",
@@ -55,11 +64,12 @@ __all__ = [
     "Rules",
     "Schedule",
     "ScheduleError",
+    "Scheduler",
     "SearchedCut",
+    "Sequence",
     "Step",
     "Timeline",
-    "Visit",
-    "Wish",
+    "Token",
     "balanced_cut",
     "build",
     "check_cut",

@@ -1,37 +1,157 @@
-"""Generation's decisions: who is in which row, and what each slot carries next. Without input, output or tensors.
+"""Generation: which sequences compute next, decided without tensors, messages or clocks.
 
-A *slot* is a group of rows of the cache that goes round the ring of stages together, a *row* is the place of one
-sequence. A prompt is read in pieces; later visits carry one token a row, the one that was drawn last. The conductor is
-told what was drawn and says what the slot carries next; whoever owns it does the rest. It sits where the first stage
-is; other ranks are told its visits and decide nothing.
+On one rank with one slot, generation is this loop::
+
+    while (batch := scheduler.schedule()) is not None:
+        tokens = run(batch)
+        scheduler.update(batch, tokens)
+
+In a ring of ranks several slots go round together. A *slot* is a group of rows of the KV cache, a *row* is the place
+of one sequence. In each *round* every slot that has work gets one turn, and a batch's tokens come back before its
+slot's next turn. A prompt is read in chunks; from then on a turn computes one token of each sequence in the slot, the
+one sampled last. The scheduler sits on the rank of the first stage and decides for all ranks.
 """
 
-from collections import deque
-from collections.abc import Iterable, Sequence
+import hashlib
+import struct
+from array import array
+from collections import Counter, abc, deque
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 from penstock.schedule.actions import check_count
 
 NO_ROW = -1
 
+Token = tuple[int, float, float]
+"""A sampled token: its id, its log-probability under the distribution it was drawn from, and under the model's own."""
 
-@dataclass(frozen=True, slots=True)
-class Wish:
-    """One sequence to be generated: a sample of prompt number `prompt`, until a token of `end_tokens` or its length."""
 
+class Ending(Enum):
+    """Why a sequence ended: its end token, its length, or a caller who stopped it (a stop string)."""
+
+    END_TOKEN = "end_token"
+    LENGTH = "length"
+    STOPPED = "stopped"
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One prompt with what has been generated for it, from request to answer.
+
+    >>> one, other = Sequence.all_of([[5, 3]], [SamplingParams(max_new_tokens=2, num_samples=2)])
+    >>> one.append((7, -0.5, -0.5))
+    >>> one.tokens, one.ending
+    ((7,), None)
+    """
+
+    # ---- the request
+
+    #: place among all sequences, and in the result
+    number: int
+    #: number of its prompt; samples of one prompt share it
     prompt: int
-    num_prompt_tokens: int
-    max_new_tokens: int
-    end_tokens: frozenset[int] = frozenset()
+    #: number of this sample among those of its prompt
+    sample: int
+    #: token ids of the prompt
+    prompt_tokens: abc.Sequence[int] = field(repr=False)
+    #: a `SamplingParams`
+    params: Any = field(repr=False)
+    #: stands for the sequence in the random numbers, whatever else is generated
+    identity: int = field(default=0, repr=False)
+
+    # ---- the answer
+
+    #: None while it is being generated
+    ending: Ending | None = None
+    #: [tokens, vocabulary], true for tokens that could not have been drawn; only if asked for
+    filter_mask: Any = field(default=None, repr=False)
+    #: new tokens with their log-probabilities, in order
+    generated: list[Token] = field(default_factory=list)
+
+    # ---- the scheduler's notes
+
+    #: row of the KV cache while it is computed; None while it waits and once it has ended
+    row: int | None = field(default=None, repr=False)
+    #: tokens in its row of the KV cache, counting those of batches in flight
+    num_cached: int = field(default=0, repr=False)
+    #: row that holds the beginning of this prompt, to be copied with the next batch
+    source: int = field(default=NO_ROW, repr=False)
+
+    @classmethod
+    def all_of(cls, prompts: abc.Sequence[abc.Sequence[int]], params: abc.Sequence[Any]) -> "list[Sequence]":
+        """The sequences that are asked for, in the order of the results; there is one of `params` for each prompt.
+
+        Equal prompts get different identities, by how many came before. So the order of different prompts does not
+        matter.
+        """
+        sequences: list[Sequence] = []
+        seen = Counter[bytes]()
+        for number, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
+            content = hashlib.blake2b(array("q", prompt).tobytes(), digest_size=16).digest()
+            for sample in range(own.num_samples):
+                name = content + struct.pack("<QQ", seen[content], sample)
+                identity = int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little")
+                sequences.append(cls(len(sequences), number, sample, prompt, own, identity))
+            seen[content] += 1
+        return sequences
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """The new tokens, an end token included."""
+        return tuple(token for token, _, _ in self.generated)
+
+    @property
+    def log_probs(self) -> tuple[float, ...]:
+        """Of each new token, under the distribution it was drawn from.
+
+        For a greedy choice that is the model's own, without the end tokens that came too early.
+        """
+        return tuple(log_prob for _, log_prob, _ in self.generated)
+
+    @property
+    def raw_log_probs(self) -> tuple[float, ...] | None:
+        """Of each new token, under the model's own distribution; None unless asked for."""
+        return tuple(raw for _, _, raw in self.generated) if self.params.raw_log_probs else None
+
+    @property
+    def num_tokens(self) -> int:
+        """New tokens so far."""
+        return len(self.generated)
+
+    @property
+    def last_token(self) -> int:
+        """The newest token."""
+        return self.generated[-1][0]
+
+    @property
+    def num_unread(self) -> int:
+        """Tokens of the prompt that are in no batch yet."""
+        return len(self.prompt_tokens) - self.num_cached
+
+    def token_ids(self, start: int, end: int) -> abc.Sequence[int]:
+        """The token ids at these positions, all of the prompt or all generated."""
+        num_prompt_tokens = len(self.prompt_tokens)
+        if start < num_prompt_tokens:
+            return self.prompt_tokens[start:end]
+        return [token for token, _, _ in self.generated[start - num_prompt_tokens : end - num_prompt_tokens]]
+
+    def append(self, token: Token) -> None:
+        """Add a sampled token, which may end the sequence."""
+        self.generated.append(token)
+        if token[0] in self.params.end_tokens:
+            self.ending = Ending.END_TOKEN
+        elif len(self.generated) == self.params.max_new_tokens:
+            self.ending = Ending.LENGTH
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """`length` tokens of one sequence for the stages to read, the first of which has position `start`.
+class BatchItem:
+    """One sequence's part of a batch: the `length` tokens from position `start` on.
 
-    row: where its cache lies. sampled: the token that follows the last one is to be drawn. source: the row whose first
-    `start` positions hold this prompt already and are copied first (`NO_ROW`: nothing is).
+    row: its row of the KV cache. sampled: whether the token after the last one is sampled. source: the row from which
+    the first `start` positions are copied beforehand (`NO_ROW`: none are).
     """
 
     sequence: int
@@ -43,36 +163,38 @@ class Piece:
 
     @property
     def end(self) -> int:
-        """Tokens in the cache once the piece is read."""
+        """Tokens in the row once this item is computed."""
         return self.start + self.length
 
 
 @dataclass(frozen=True, slots=True)
-class Visit:
-    """What a slot carries through the stages once; without pieces there is nothing to compute."""
+class Batch:
+    """What a slot computes in one turn; without items there is nothing to compute."""
 
     slot: int
-    pieces: tuple[Piece, ...]
+    items: tuple[BatchItem, ...]
     ends_round: bool = True
 
     @property
     def num_tokens(self) -> int:
-        return sum(piece.length for piece in self.pieces)
+        """Tokens that the stages read."""
+        return sum(item.length for item in self.items)
 
     @property
-    def sampled(self) -> tuple[Piece, ...]:
-        """The pieces whose next token is drawn, in order."""
-        return tuple(piece for piece in self.pieces if piece.sampled)
+    def sampled(self) -> tuple[BatchItem, ...]:
+        """The items after which a token is sampled, in order."""
+        return tuple(item for item in self.items if item.sampled)
 
 
 @dataclass(frozen=True, slots=True)
 class RingShape:
-    """How many sequences go round together: slots, rows of each, and how many tokens of prompts a visit may read.
+    """Slots that go round together, rows of each, and how many prompt tokens a batch may read.
 
-    A prompt is always cut at multiples of `prefill_tokens`, whatever else the visit carries, so that its numbers do not
-    depend on its company.
+    A prompt is always cut at multiples of `prefill_tokens`, whatever else the batch carries, so that its numbers do
+    not depend on its company.
 
-    Raises: ValueError for a count below one.
+    Raises:
+        ValueError: a count is below one.
     """
 
     num_slots: int
@@ -86,222 +208,243 @@ class RingShape:
 
     @property
     def num_rows(self) -> int:
+        """Rows of all slots."""
         return self.num_slots * self.rows_per_slot
 
     def rows_of(self, slot: int) -> range:
+        """The slot's rows of the KV cache."""
         return range(slot * self.rows_per_slot, (slot + 1) * self.rows_per_slot)
 
 
-class Ending(Enum):
-    """Why a sequence ended: its end token, its length, or somebody's word (a stop string)."""
-
-    END_TOKEN = "end_token"
-    LENGTH = "length"
-    STOPPED = "stopped"
-
-
-@dataclass(slots=True)
-class _Row:
-    """sequence: who lives here. num_cached: tokens that the visits so far have read. prompt: the one whose tokens lie
-    at the head of the cache, also after the sequence has left."""
-
-    sequence: int | None = None
-    num_cached: int = 0
-    num_prompt_tokens: int = 0
-    source: int = NO_ROW
-    prompt: int | None = None
-
-
-@dataclass(slots=True)
-class _Slot:
-    rows: range
-    in_flight: tuple[Piece, ...] | None = None
-    live: list[int] = field(default_factory=list)
-
-
-class Conductor:
-    """Decides what each slot carries, from what was drawn before.
-
-    A round is one pass of the slots of `begin_round`, in order; for each, whoever owns the conductor gives `take` what
-    the slot's last visit has drawn, if it is in flight, and asks for its next `visit`. Generation is over when a round
-    has no slots.
+class Scheduler:
+    """Decides which sequences compute next, from the tokens sampled so far.
 
     Args:
-        wishes: the sequences, several samples of one prompt with the same `prompt`. Their order is that of the queue.
+        sequences: the order is that of the queue; samples of one prompt have the same `prompt`.
         shape: slots and rows.
-        refill: give a row to the next sequence as soon as it is free; else only once all of the slot's are.
-        longest_first: the queue begins with those that may become longest, so that none of them runs alone at the end;
-            equally long ones keep their order.
+        refill: gives a free row to the next sequence at once; else only when all rows of its slot are free.
+        longest_first: begins with the sequences that may become longest, so that none runs alone at the end.
+            Equally long ones keep their order.
+        any_goes_on: for pipelines that compute in lockstep: from whether this one has work left to whether any has,
+            called once a round. Every round then gives every slot a turn.
+
+    >>> sequences = Sequence.all_of([[5, 3], [8]], [SamplingParams(max_new_tokens=2)] * 2)
+    >>> scheduler = Scheduler(sequences, RingShape(num_slots=1, rows_per_slot=2))
+    >>> while (batch := scheduler.schedule()) is not None:
+    ...     print([(item.sequence, item.start, item.length) for item in batch.items])
+    ...     grown = scheduler.update(batch, [(9, 0.0, 0.0)] * len(batch.sampled))
+    [(1, 0, 1), (0, 0, 2)]
+    [(0, 2, 1), (1, 1, 1)]
+    []
     """
 
     def __init__(
-        self, wishes: Sequence[Wish], shape: RingShape, refill: bool = True, longest_first: bool = False
+        self,
+        sequences: abc.Sequence[Sequence],
+        shape: RingShape,
+        refill: bool = True,
+        longest_first: bool = False,
+        any_goes_on: abc.Callable[[bool], bool] | None = None,
     ) -> None:
-        self.wishes, self.shape, self.refill = tuple(wishes), shape, refill
-        self.tokens: list[list[int]] = [[] for _ in self.wishes]
-        self.endings: list[Ending | None] = [None] * len(self.wishes)
-        self._rows = [_Row() for _ in range(shape.num_rows)]
-        self._slots = [_Slot(shape.rows_of(slot)) for slot in range(shape.num_slots)]
-        self._home: dict[int, int] = {}  # sequence -> row
-        # Prompts with samples that wait, in the queue's order, and the row that holds, or will hold, each one begun.
-        self._waiting: dict[int, deque[int]] = {}
-        self._holder: dict[int, int] = {}
-        queue = range(len(self.wishes))
-        if longest_first:
-            queue = sorted(queue, key=lambda sequence: -self.wishes[sequence].max_new_tokens)
+        #: all sequences, by number
+        self.sequences = sequences
+        #: slots, rows of each, prompt tokens of a batch
+        self.shape = shape
+        #: whether a free row is given to the next sequence at once
+        self.refill = refill
+        #: of pipelines in lockstep: whether any of them has work left
+        self.any_goes_on = any_goes_on
+
+        # ---- the round
+
+        #: slots that still have a turn in this round
+        self._turns = deque[int]()
+        #: slot -> whether its last batch had items
+        self._busy = [False] * shape.num_slots
+        #: slots whose last batch has not come back yet
+        self._in_flight = set[int]()
+
+        # ---- the rows
+
+        #: slot -> its sequences, those that came first before the others
+        self._live: list[list[Sequence]] = [[] for _ in range(shape.num_slots)]
+        #: row -> the sequence that has it, or had it last: its prompt still lies at the head of the row
+        self._rows: list[Sequence | None] = [None] * shape.num_rows
+
+        # ---- the queue
+
+        #: prompt -> its sequences without a row, in the order of the queue
+        self._waiting: dict[int, deque[Sequence]] = {}
+        #: prompt with sequences that wait -> the row that has read it, or is reading it
+        self._reader: dict[int, int] = {}
+        #: sequences without an ending
+        self._num_unfinished = len(sequences)
+
+        queue = sorted(sequences, key=lambda s: -s.params.max_new_tokens) if longest_first else sequences
         for sequence in queue:
-            self._waiting.setdefault(self.wishes[sequence].prompt, deque()).append(sequence)
-        self._num_unfinished = len(self.wishes)
+            self._waiting.setdefault(sequence.prompt, deque()).append(sequence)
 
-    # ---- what the ring asks
+    # ---- what the loop calls
 
-    def begin_round(self) -> tuple[int, ...]:
-        """The slots that have a turn in the next round; none when all sequences have ended."""
-        return tuple(
-            number
-            for number, slot in enumerate(self._slots)
-            if slot.in_flight is not None or (self._waiting and self._share(number) > len(slot.live))
-        )
+    def next_slot(self) -> int | None:
+        """The slot whose turn is next; None when every sequence has ended. Begins a round when the last is over."""
+        if not self._turns:
+            self._begin_round()
+        return self._turns[0] if self._turns else None
 
-    def in_flight(self, slot: int) -> bool:
-        """Whether the slot's last visit has not come back yet."""
-        return self._slots[slot].in_flight is not None
-
-    def take(self, slot: int, tokens: Sequence[int]) -> list[int | None]:
-        """The slot has come back with the tokens drawn, one for each sampled piece.
-
-        Returns the sequence that each has gone to; None for one that was stopped meanwhile and takes no more.
-        """
-        here = self._slots[slot]
-        assert here.in_flight is not None, f"slot {slot} is not under way"
-        drawn, here.in_flight = [piece.sequence for piece in here.in_flight if piece.sampled], None
-        assert len(drawn) == len(tokens), f"slot {slot} has drawn {len(drawn)} tokens, not {len(tokens)}"
-        takers = [None if self.endings[sequence] else sequence for sequence in drawn]
-        for sequence, token in zip(takers, tokens):
-            if sequence is not None:
-                self._append(sequence, token)
-        return takers
-
-    def visit(self, slot: int) -> tuple[Piece, ...]:
-        """Fill the slot's free rows and say what it carries next; nothing if there is nothing to do."""
-        here = self._slots[slot]
-        assert here.in_flight is None, f"slot {slot} is under way"
+    def schedule(self) -> Batch | None:
+        """The next slot's batch; None when every sequence has ended. The slot's last batch has come back before."""
+        slot = self.next_slot()
+        if slot is None:
+            return None
+        assert slot not in self._in_flight, f"slot {slot} is in flight"
+        self._turns.popleft()
         self._fill(slot)
-        pieces = self._decode_pieces(here) + self._prefill_pieces(here)
-        for piece in pieces:
-            row = self._rows[piece.row]
-            row.num_cached, row.source = piece.end, NO_ROW
-        here.in_flight = pieces or None
-        return pieces
+        items = self._decode_items(slot) + self._prefill_items(slot)
+        for item in items:
+            sequence = self.sequences[item.sequence]
+            sequence.num_cached, sequence.source = item.end, NO_ROW
+        self._busy[slot] = bool(items)
+        if items:
+            self._in_flight.add(slot)
+        return Batch(slot, items, ends_round=not self._turns)
 
-    def stop(self, sequences: Iterable[int]) -> None:
-        """End these sequences where they are, whether they wait or are under way."""
-        for sequence in sequences:
-            if self.endings[sequence] is None:
-                self._end(sequence, Ending.STOPPED)
+    def update(self, batch: Batch, tokens: abc.Sequence[Token]) -> list[Sequence]:
+        """Take the tokens of a batch that has come back, one for each sampled item.
 
-    # ---- decisions
+        Returns the sequences that have grown; one that was stopped meanwhile takes no more.
+        """
+        assert not batch.items or batch.slot in self._in_flight, f"slot {batch.slot} is not in flight"
+        self._in_flight.discard(batch.slot)
+        sampled = [self.sequences[item.sequence] for item in batch.sampled]
+        assert len(sampled) == len(tokens), f"slot {batch.slot} has sampled {len(tokens)} tokens, not {len(sampled)}"
+        grown: list[Sequence] = []
+        for sequence, token in zip(sampled, tokens, strict=True):
+            if sequence.ending is None:
+                sequence.append(token)
+                grown.append(sequence)
+                if sequence.ending is not None:
+                    self._release(sequence)
+        return grown
 
-    def _append(self, sequence: int, token: int) -> None:
-        wish = self.wishes[sequence]
-        self.tokens[sequence].append(token)
-        if token in wish.end_tokens:
-            self._end(sequence, Ending.END_TOKEN)
-        elif len(self.tokens[sequence]) == wish.max_new_tokens:
-            self._end(sequence, Ending.LENGTH)
+    def stop(self, sequences: abc.Iterable[int]) -> None:
+        """End these sequences where they are, whether they wait or compute."""
+        for number in sequences:
+            sequence = self.sequences[number]
+            if sequence.ending is None:
+                sequence.ending = Ending.STOPPED
+                self._release(sequence)
 
-    def _end(self, sequence: int, ending: Ending) -> None:
-        self.endings[sequence] = ending
-        self._num_unfinished -= 1
-        place = self._home.pop(sequence, None)
-        if place is None:
-            self._leave_queue(sequence)
+    # ---- rounds
+
+    def _begin_round(self) -> None:
+        """Give a turn to each slot that computed in the last round, or may take a sequence from the queue."""
+        turns = [
+            slot
+            for slot in range(self.shape.num_slots)
+            if self._busy[slot] or (self._waiting and self._share(slot) > len(self._live[slot]))
+        ]
+        if self.any_goes_on is None:
+            self._turns.extend(turns)
+        elif self.any_goes_on(bool(turns)):
+            self._turns.extend(range(self.shape.num_slots))
+
+    def _share(self, slot: int) -> int:
+        """The slot's even share of the unfinished sequences; the first slots take the remainder."""
+        return (self._num_unfinished + self.shape.num_slots - 1 - slot) // self.shape.num_slots
+
+    # ---- rows
+
+    def _fill(self, slot: int) -> None:
+        """Give free rows to sequences from the queue, up to the slot's share."""
+        live = self._live[slot]
+        if not self.refill and live:
             return
-        row = self._rows[place]
-        row.sequence = None
-        self._slots[place // self.shape.rows_per_slot].live.remove(place)
-        if not self._is_read(place):
-            # Stopped in the middle of its prompt: whoever waits for that must read it anew.
-            if self._holder.get(self.wishes[sequence].prompt) == place:
-                del self._holder[self.wishes[sequence].prompt]
-            row.prompt = None
-
-    def _leave_queue(self, sequence: int) -> None:
-        prompt = self.wishes[sequence].prompt
-        self._waiting[prompt].remove(sequence)
-        if not self._waiting[prompt]:
-            del self._waiting[prompt]
-            self._holder.pop(prompt, None)
-
-    def _fill(self, number: int) -> None:
-        """Give free rows to waiting sequences, no more than the slot's even share of all that are left."""
-        slot = self._slots[number]
-        if not self.refill and slot.live:
-            return
-        for place in slot.rows:
-            if len(slot.live) >= self._share(number) or not self._waiting:
+        for row in self.shape.rows_of(slot):
+            if len(live) >= self._share(slot) or not self._waiting:
                 return
-            if self._rows[place].sequence is None:
-                self._settle(slot, place)
+            last = self._rows[row]
+            if last is None or last.row != row:
+                self._settle(slot, row, last)
 
-    def _share(self, number: int) -> int:
-        """How many of the sequences that are left a slot may hold: as many as the others, the first ones the rest."""
-        return (self._num_unfinished + self.shape.num_slots - 1 - number) // self.shape.num_slots
-
-    def _settle(self, slot: _Slot, place: int) -> None:
-        """Give one free row to a sequence, if any can start now."""
-        row = self._rows[place]
+    def _settle(self, slot: int, row: int, last: Sequence | None) -> None:
+        """Give a free row, which was `last`'s, to a sequence from the queue, if any can start now."""
         # A row whose prompt is still wanted stays with it: so every prompt is read once.
-        prompt = row.prompt if row.prompt in self._waiting else self._next_prompt()
+        prompt = last.prompt if last is not None and last.prompt in self._waiting else self._next_prompt()
         if prompt is None:
             return
-        sequence, holder = self._waiting[prompt][0], self._holder.get(prompt)
-        row.num_cached, row.source = 0, NO_ROW
-        if holder is not None:
-            # Only the prompt's last token is read again, for what follows it.
-            row.num_cached = self.wishes[sequence].num_prompt_tokens - 1
-            row.source = NO_ROW if row.prompt == prompt else holder
-        row.prompt, row.sequence, row.num_prompt_tokens = prompt, sequence, self.wishes[sequence].num_prompt_tokens
-        self._holder.setdefault(prompt, place)
+        sequence, reader = self._waiting[prompt][0], self._reader.get(prompt)
+        if reader is not None:
+            # Only the prompt's last token is computed again, for the logits after it.
+            sequence.num_cached = len(sequence.prompt_tokens) - 1
+            sequence.source = NO_ROW if last is not None and last.prompt == prompt else reader
+        self._rows[row], sequence.row = sequence, row
+        self._reader.setdefault(prompt, row)
         self._leave_queue(sequence)
-        self._home[sequence] = place
-        slot.live.append(place)
+        self._live[slot].append(sequence)
 
     def _next_prompt(self) -> int | None:
-        """The first in the queue that has not been begun, or has been read to its end; others must wait for that."""
+        """The first prompt of the queue that nobody is reading just now: others wait until that is done."""
         for prompt in self._waiting:
-            holder = self._holder.get(prompt)
-            if holder is None or self._is_read(holder):
+            reader = self._reader.get(prompt)
+            if reader is None or self._has_read(reader):
                 return prompt
         return None
 
-    def _is_read(self, place: int) -> bool:
-        """Whether the row's prompt lies in its cache, at the latest when the next visit comes by."""
-        return self._num_left(place) <= 0
+    def _has_read(self, row: int) -> bool:
+        """Whether the row's prompt is in the KV cache, at the latest when the next batch is computed."""
+        sequence = self._rows[row]
+        return sequence is not None and sequence.num_unread <= 0
 
-    def _decode_pieces(self, slot: _Slot) -> tuple[Piece, ...]:
-        """One token for each row of which all others are read, in the order of the rows.
+    def _release(self, sequence: Sequence) -> None:
+        """Take an ended sequence out of its row, or out of the queue."""
+        self._num_unfinished -= 1
+        row, sequence.row = sequence.row, None
+        if row is None:
+            self._leave_queue(sequence)
+            return
+        self._live[row // self.shape.rows_per_slot].remove(sequence)
+        if sequence.num_unread > 0:
+            # Stopped in the middle of its prompt: other samples must read it anew.
+            if self._reader.get(sequence.prompt) == row:
+                del self._reader[sequence.prompt]
+            self._rows[row] = None
 
-        Also where it is the prompt's last: a row that copies from another must do so now, before that is overwritten.
+    def _leave_queue(self, sequence: Sequence) -> None:
+        prompt = sequence.prompt
+        self._waiting[prompt].remove(sequence)
+        if not self._waiting[prompt]:
+            del self._waiting[prompt]
+            self._reader.pop(prompt, None)
+
+    # ---- items
+
+    def _decode_items(self, slot: int) -> tuple[BatchItem, ...]:
+        """One token of each sequence that lacks no more than that, by row.
+
+        That includes the last token of a prompt: a row that copies from another must do so now, before the other is
+        overwritten.
         """
-        return tuple(self._piece(place, 1) for place in sorted(slot.live) if self._num_left(place) <= 1)
+        ready = [sequence for sequence in self._live[slot] if sequence.num_unread <= 1]
+        return tuple(_item(sequence, 1) for sequence in sorted(ready, key=_row))
 
-    def _prefill_pieces(self, slot: _Slot) -> tuple[Piece, ...]:
-        """Parts of prompts within the budget, those that came first before the others."""
-        pieces, budget = [], self.shape.prefill_tokens
-        for place in slot.live:
-            length = min(self.shape.prefill_tokens, self._num_left(place))
-            if length <= budget and self._num_left(place) > 1:
-                pieces.append(self._piece(place, length))
+    def _prefill_items(self, slot: int) -> tuple[BatchItem, ...]:
+        """Chunks of prompts within the budget, of sequences that came first before the others."""
+        items, budget = [], self.shape.prefill_tokens
+        for sequence in self._live[slot]:
+            length = min(self.shape.prefill_tokens, sequence.num_unread)
+            if length <= budget and sequence.num_unread > 1:
+                items.append(_item(sequence, length))
                 budget -= length
-        return tuple(pieces)
+        return tuple(items)
 
-    def _num_left(self, place: int) -> int:
-        """Tokens of the row's prompt that are not read yet."""
-        return self._rows[place].num_prompt_tokens - self._rows[place].num_cached
 
-    def _piece(self, place: int, length: int) -> Piece:
-        row = self._rows[place]
-        assert row.sequence is not None
-        sampled = row.num_cached + length >= row.num_prompt_tokens
-        return Piece(row.sequence, place, row.num_cached, length, sampled, row.source)
+def _row(sequence: Sequence) -> int:
+    assert sequence.row is not None
+    return sequence.row
+
+
+def _item(sequence: Sequence, length: int) -> BatchItem:
+    start = sequence.num_cached
+    sampled = start + length >= len(sequence.prompt_tokens)
+    return BatchItem(sequence.number, _row(sequence), start, length, sampled, sequence.source)

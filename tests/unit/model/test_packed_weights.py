@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from penstock import Engine, MicroBatchSpec, PackedBatch, SamplingParams
-from penstock.engine.generate import GenerateOptions
+from penstock.engine.generator import GenerateOptions
 from penstock.model import CachedRows, CacheSize, Linear, ModelConfig, WeightCasts, decoder_units, share_casts
 from penstock.model.linear import outputs
 from penstock.model.matmul import fastest_matmul
-from penstock.schedule import Piece
+from penstock.schedule import BatchItem
 
 # As in `tests.generation`, widths are multiples of the vectors' length.
 CONFIG = ModelConfig(64, 32, 64, 2, 4, num_kv_heads=2, qkv_bias=True, max_length=64)
@@ -86,7 +86,7 @@ def test_nothing_but_generation_packs() -> None:
 
 def test_a_stage_packs_beforehand_all_that_its_units_read_packed() -> None:
     engine = make()
-    stage, rows = engine.pipeline.stages[0], CachedRows.of([Piece(0, 0, start=0, length=3, sampled=True)])
+    stage, rows = engine.pipeline.stages[0], CachedRows.of([BatchItem(0, 0, start=0, length=3, sampled=True)])
     caches = stage.new_caches(CacheSize(1, 8, torch.float32, torch.device("cpu")))
     with torch.inference_mode(), engine.pipeline.casts.kept(packed=True):
         stage.pack_weights()

@@ -11,10 +11,10 @@ from penstock.model.attention.all_to_all import ContextForm, HeadExchange, HeadS
 from penstock.model.attention.kernels import packed_attention
 from penstock.model.attention.ring import RingAttention
 from penstock.model.attention.tiles import Sight
-from penstock.model.cached import CachedRows, CacheSize, KVCache, Reading
 from penstock.model.collectives import Collectives
 from penstock.model.config import ModelConfig
 from penstock.model.groups import ModelGroups
+from penstock.model.kv_cache import CachedRows, CacheSize, KVCache, Rows
 from penstock.model.layers.norm import RMSNorm
 from penstock.model.layers.rotary import Rotary, rotate
 from penstock.model.layers.tensor_parallel import TensorParallelSplit, TensorParallelUnit, add_residual
@@ -54,20 +54,20 @@ class AttentionBlock(nn.Module):
     def new_cache(self, size: CacheSize) -> KVCache:
         return KVCache(size, self.k.out_features // self.head_dim, self.head_dim)
 
-    def decode(self, x_TD: Tensor, cache: KVCache, rows: Reading) -> Tensor:
+    def decode(self, x_TD: Tensor, cache: KVCache, rows: Rows) -> Tensor:
         return self.add_output(x_TD, self.attend_cached(x_TD, cache, rows))
 
-    def attend_cached(self, x_TD: Tensor, cache: KVCache, rows: Reading) -> Tensor:
+    def attend_cached(self, x_TD: Tensor, cache: KVCache, rows: Rows) -> Tensor:
         """Write the tokens' keys and values to the cache and attend over it; returns the means [T, H, K]."""
         q_THK, k_THK, v_THK = self.project(x_TD, rows)
         rows.write(cache, k_THK, v_THK)
         return rows.attend(q_THK, cache, self.window)
 
-    def project(self, x_TD: Tensor, sequences: Sequences | Reading) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, x_TD: Tensor, sequences: Sequences | Rows) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries, rotated keys, and values [T, heads, K] of the residual stream."""
         return self.heads(self.norm(x_TD), sequences)
 
-    def heads(self, h_TD: Tensor, sequences: Sequences | Reading) -> tuple[Tensor, Tensor, Tensor]:
+    def heads(self, h_TD: Tensor, sequences: Sequences | Rows) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries, rotated keys, and values [T, heads, K] of the normalised stream."""
         q_THK, k_THK, v_THK = (
             part_TX.unflatten(-1, (-1, self.head_dim)) for part_TX in outputs(h_TD, (self.q, self.k, self.v))

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from penstock.model.cached import CachedRows, CacheSize, Reading
 from penstock.model.collectives import Collectives
 from penstock.model.config import ModelConfig
 from penstock.model.groups import ModelGroups
+from penstock.model.kv_cache import CachedRows, CacheSize, Rows
 from penstock.model.layers.tensor_parallel import TensorParallelSplit, TensorParallelUnit
 from penstock.model.segments import Compute, Exchange, Segment, State
 from penstock.model.sequences import Sequences
@@ -34,7 +34,7 @@ class Embedding(nn.Module):
     def new_cache(self, size: CacheSize) -> None:
         return None
 
-    def decode(self, tokens_T: Tensor, cache: None, rows: Reading) -> Tensor:
+    def decode(self, tokens_T: Tensor, cache: None, rows: Rows) -> Tensor:
         return F.embedding(tokens_T, self.weight)
 
     def look_up(self, tokens_T: Tensor) -> State:

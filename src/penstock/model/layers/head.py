@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from penstock.model.cached import CachedRows, CacheSize, Reading
 from penstock.model.collectives import Collectives
 from penstock.model.config import ModelConfig
 from penstock.model.groups import ModelGroups
+from penstock.model.kv_cache import CachedRows, CacheSize, Rows
 from penstock.model.layers.norm import RMSNorm
 from penstock.model.layers.tensor_parallel import TensorParallelSplit, TensorParallelUnit
 from penstock.model.linear import Linear
@@ -43,7 +43,7 @@ class Head(nn.Module):
     def new_cache(self, size: CacheSize) -> None:
         return None
 
-    def decode(self, x_TD: Tensor, cache: None, rows: Reading) -> Tensor:
+    def decode(self, x_TD: Tensor, cache: None, rows: Rows) -> Tensor:
         return self.projection(self.norm(rows.sampled(x_TD)))
 
 

@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from penstock.model.cached import CachedRows, CacheSize, Reading
 from penstock.model.collectives import Collectives
 from penstock.model.config import ModelConfig
 from penstock.model.groups import ModelGroups
+from penstock.model.kv_cache import CachedRows, CacheSize, Rows
 from penstock.model.layers.norm import RMSNorm
 from penstock.model.layers.tensor_parallel import TensorParallelSplit, TensorParallelUnit, add_residual
 from penstock.model.linear import Linear, outputs
@@ -50,7 +50,7 @@ class MLPBlock(nn.Module):
     def new_cache(self, size: CacheSize) -> None:
         return None
 
-    def decode(self, x_TD: Tensor, cache: None, rows: Reading) -> Tensor:
+    def decode(self, x_TD: Tensor, cache: None, rows: Rows) -> Tensor:
         return x_TD + self.inner(self.norm(x_TD))
 
 

@@ -15,11 +15,11 @@ from functools import partial
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from penstock.model.cached import CachedRows, CacheSize
 from penstock.model.collectives import Collectives
 from penstock.model.config import ModelConfig
 from penstock.model.expert_config import ExpertConfig
 from penstock.model.groups import ModelGroups
+from penstock.model.kv_cache import CachedRows, CacheSize
 from penstock.model.layers.expert_dispatch import AwaitSizes, Route, RowOrder, gather, spread
 from penstock.model.layers.grouped_linear import GroupedLinear, RowGroups, grouped_matmul
 from penstock.model.layers.mlp import gated, gated_joint

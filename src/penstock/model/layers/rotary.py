@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.model.cached import Reading
+from penstock.model.kv_cache import Rows
 from penstock.model.rope_scaling import RopeKind, RopeScaling
 from penstock.model.sequences import Sequences
 
@@ -26,7 +26,7 @@ class Rotary:
     theta: float
     scaling: RopeScaling | None = None
 
-    def tables(self, sequences: Sequences | Reading) -> tuple[Tensor, Tensor]:
+    def tables(self, sequences: Sequences | Rows) -> tuple[Tensor, Tensor]:
         """Cosines and signed sines [T, 1, K] in fp32 of the positions, computed once for all layers."""
         return sequences.shared(self, lambda: self._tables(sequences.positions))
 

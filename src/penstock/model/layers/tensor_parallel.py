@@ -22,10 +22,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from penstock.model.cached import CacheSize
 from penstock.model.collectives import Collectives
 from penstock.model.config import ModelConfig
 from penstock.model.groups import ModelGroups
+from penstock.model.kv_cache import CacheSize
 from penstock.model.loss import ShardedLogits
 from penstock.model.segments import Exchange, SegmentedUnit, State
 from penstock.model.units import Shard

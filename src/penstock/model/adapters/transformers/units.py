@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from penstock.model.adapters.transformers.cache import Pasts, RowCaches
 from penstock.model.adapters.transformers.skeleton import LayerArguments, Skeleton
-from penstock.model.cached import CachedRows, CacheSize
+from penstock.model.kv_cache import CachedRows, CacheSize
 from penstock.model.sequences import Sequences
 
 
@@ -148,7 +148,7 @@ class BeforeLayers(_TransformersUnit):
         return padded.join(parts)
 
     def decode(self, x: Tensor, cache: None, rows: CachedRows) -> Tensor:
-        """Token ids [T] of the visit's pieces -> hidden states [T, D]."""
+        """Token ids [T] of a batch -> hidden states [T, D]."""
         parts = [
             self.skeleton.before_layers(tokens[None], past.positions_1L, past.stub).squeeze(0)
             for tokens, past in self.inputs.pasts.each(x, rows)
@@ -178,10 +178,10 @@ class TransformersLayer(_TransformersUnit):
         return RowCaches(self.number)
 
     def decode(self, x: Tensor, cache: RowCaches, rows: CachedRows) -> Tensor:
-        """[T, D] -> [T, D], piece by piece; each piece adds to its row's cache."""
+        """[T, D] -> [T, D], item by item; each adds to its row's cache."""
         parts = []
-        for (x_LD, past), piece in zip(self.inputs.pasts.each(x, rows), rows.pieces, strict=True):
-            arguments = past.arguments(rows, x.dtype)[self.number].instead(past.stub, cache.of(piece))
+        for (x_LD, past), item in zip(self.inputs.pasts.each(x, rows), rows.items, strict=True):
+            arguments = past.arguments(rows, x.dtype)[self.number].instead(past.stub, cache.of(item))
             output = self.layer(x_LD[None], *arguments.args, **arguments.kwargs)
             parts.append((output[0] if isinstance(output, tuple) else output).squeeze(0))
         return torch.cat(parts)

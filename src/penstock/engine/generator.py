@@ -1,0 +1,481 @@
+"""Generation with a pipeline: prompts are checked and agreed on, the ring of stages decodes, all ranks get the answers.
+
+Shapes: B sequences, L tokens of the longest answer, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Callable, Iterator, Sequence, Set
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from penstock import schedule
+from penstock.engine.options import Precision
+from penstock.engine.pipeline import Pipeline
+from penstock.model import CacheSize, Limits, SamplingParams
+from penstock.parallel.broadcast import broadcast_value
+from penstock.parallel.exchange import gather_json
+from penstock.runtime import (
+    DecodeForm,
+    DecodeLoop,
+    DistributedTransport,
+    FixedDecoder,
+    InProcessHub,
+    InProcessTransport,
+    PipelineError,
+    Ring,
+    Stage,
+    StageDecoder,
+    host_channels,
+    prepare_large_pages,
+)
+from penstock.schedule import Ending, RingShape, Scheduler
+
+Prompts = Sequence[Sequence[int]]
+OnToken = Callable[[int, int], object]
+OnAnswer = Callable[[int, schedule.Sequence], object]
+
+_CACHE_STEP_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class GenerateOptions:
+    """How sequences go round the ring; none of it changes a token.
+
+    Args:
+        num_slots: groups of sequences under way at the same time; None for one a pipeline rank.
+        rows_per_slot: sequences of a slot; None for all there are, at most `max_rows_per_slot`.
+        max_rows_per_slot: that limit; each row has a place in the KV cache.
+        prefill_tokens: prompt tokens that a slot reads in a round; prompts are cut at its multiples.
+        refill: gives a free row to the next sequence at once; else only when all rows of its slot are free.
+        packed: makes a copy of the weights for the time of the call, in the order in which they are read fastest; for
+            fp32 on CPUs, where reading them takes most of the time. Elsewhere there is none.
+        longest_first: begins with the sequences that may become longest; else all begin in the order given.
+        decode: how rows compute one token each, a `DecodeForm` or its name. None for graphs where there is CUDA and
+            for the live rows elsewhere. A model that cannot decode over fixed shapes (experts, layers of other
+            libraries or shared by several ranks) decodes its live rows, and under autocast nothing is captured.
+        skip: answers, by their number in the result, that are not made; they come back stopped and without a token.
+            So a call can be continued whose other answers are then what they would have been.
+
+    Raises:
+        ValueError: a count is below one, or the form is unknown.
+    """
+
+    num_slots: int | None = None
+    rows_per_slot: int | None = None
+    max_rows_per_slot: int = 16
+    prefill_tokens: int = 512
+    refill: bool = True
+    packed: bool = True
+    longest_first: bool = True
+    decode: DecodeForm | str | None = None
+    skip: frozenset[int] = frozenset()
+
+    def __post_init__(self) -> None:
+        RingShape(self.num_slots or 1, self.rows_per_slot or 1, self.prefill_tokens)
+        for name in ("num_slots", "rows_per_slot", "max_rows_per_slot"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, not {value}")
+        if isinstance(self.decode, str) and self.decode not in [form.value for form in DecodeForm]:
+            forms = ", ".join(form.value for form in DecodeForm)
+            raise ValueError(f"decode={self.decode!r}: possible are {forms}")
+
+    def form(self, device: torch.device) -> DecodeForm:
+        """The form of decoding on this device."""
+        if self.decode is None:
+            return DecodeForm.GRAPHS if device.type == "cuda" else DecodeForm.LIVE_ROWS
+        return DecodeForm(self.decode)
+
+    def shape(self, num_sequences: int, num_ranks: int) -> RingShape:
+        """Slots and rows for so many sequences."""
+        num_slots = self.num_slots or num_ranks
+        even = max(1, -(-num_sequences // num_slots))
+        return RingShape(num_slots, self.rows_per_slot or min(even, self.max_rows_per_slot), self.prefill_tokens)
+
+
+@dataclass(frozen=True, eq=False)
+class Padded:
+    """Answers side by side, [B, L] each: token ids int64, log-probabilities fp32 (0 after the end), and which count."""
+
+    tokens: Tensor
+    log_probs: Tensor
+    valid: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class GenerateResult:
+    """All answers, by prompt and sample, the same on every rank of the pipeline, and what they took.
+
+    wall_s: from the first header to the last. busy_s, num_forwards: of each pipeline rank.
+    """
+
+    sequences: tuple[schedule.Sequence, ...]
+    wall_s: float
+    busy_s: tuple[float, ...]
+    num_forwards: tuple[int, ...]
+    num_rounds: int
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    def __iter__(self) -> Iterator[schedule.Sequence]:
+        return iter(self.sequences)
+
+    def __getitem__(self, number: int) -> schedule.Sequence:
+        return self.sequences[number]
+
+    @property
+    def num_tokens(self) -> int:
+        """New tokens of all answers."""
+        return sum(sequence.num_tokens for sequence in self.sequences)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_tokens / self.wall_s if self.wall_s else 0.0
+
+    @property
+    def idle_share(self) -> float:
+        """The share of the time in which a rank computed nothing, over all ranks of the pipeline."""
+        return 1.0 - sum(self.busy_s) / (len(self.busy_s) * self.wall_s) if self.wall_s else 0.0
+
+    def padded(self, pad_token: int | None = None) -> Padded:
+        """The answers as tensors, filled up with `pad_token` on the right.
+
+        Raises:
+            ValueError: they are of different lengths, and no pad token is given.
+        """
+        lengths = [sequence.num_tokens for sequence in self.sequences]
+        longest = max(lengths, default=0)
+        if pad_token is None and any(length < longest for length in lengths):
+            raise ValueError(
+                f"the answers have {min(lengths)} to {longest} tokens; give a pad_token to fill them up with"
+            )
+        tokens = torch.full((len(lengths), longest), pad_token or 0, dtype=torch.int64)
+        log_probs = torch.zeros(len(lengths), longest)
+        for row, sequence in enumerate(self.sequences):
+            tokens[row, : lengths[row]] = torch.tensor(sequence.tokens, dtype=torch.int64)
+            log_probs[row, : lengths[row]] = torch.tensor(sequence.log_probs)
+        valid = torch.arange(longest)[None] < torch.tensor(lengths, dtype=torch.int64)[:, None]
+        return Padded(tokens, log_probs, valid)
+
+
+class Generator:
+    """Generates on a pipeline's stages, with the weights as they are."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        #: stages, grid, transport and recorder
+        self._pipeline = pipeline
+        #: the local stages that generate, in order: of a model that is held twice, those of the first copy
+        self._stages = [
+            stage for number, stage in sorted(pipeline.stages.items()) if number < pipeline.placement.stages_per_route
+        ]
+
+        # ---- kept from call to call
+
+        #: size of the KV caches; None while there are none
+        self._size: CacheSize | None = None
+        #: stage -> the KV caches of its units
+        self._caches: dict[int, list[Any]] = {}
+        #: form -> the local stages' decoders, with what they have captured
+        self._decoders: dict[DecodeForm, list[StageDecoder]] = {}
+        #: where CUDA graphs are captured; kept, because libraries set up a workspace for each stream
+        self._capture_stream: torch.cuda.Stream | None = None
+        pipeline.at_close(self.close)
+
+    @cached_property
+    def ring(self) -> Ring:
+        """Links to the other ranks; all of them open the channels of headers and tokens at the first call."""
+        pipeline = self._pipeline
+        if pipeline.grid.pp_control is None:
+            host = InProcessTransport(InProcessHub(), 0)
+        else:
+            channels, cpu = host_channels(pipeline.placement), torch.device("cpu")
+            host = DistributedTransport(channels, pipeline.grid.pp_control, cpu, pipeline.options.timeout_s)
+        return Ring(
+            pipeline.placement,
+            pipeline.transport,
+            host,
+            pipeline.recorder,
+            pipeline.device,
+            lockstep=pipeline.layout.ep > 1,
+        )
+
+    def release(self) -> None:
+        """Free the memory of KV caches and graphs; the next call allocates anew."""
+        for decoders in self._decoders.values():
+            for decoder in decoders:
+                decoder.release()
+        self._size, self._caches, self._decoders = None, {}, {}
+
+    def close(self) -> None:
+        """Free memory, and stop helper threads."""
+        self.release()
+        if "ring" in vars(self) and isinstance(self.ring.host, DistributedTransport):
+            self.ring.host.close()
+
+    def generate(
+        self,
+        prompts: Any,
+        params: Any,
+        options: GenerateOptions,
+        on_token: OnToken | None = None,
+        on_answer: OnAnswer | None = None,
+    ) -> GenerateResult:
+        """Answers to the prompts (token ids), in their order, on the stages and weights as they are.
+
+        Ranks of one pipeline give the same prompts and parameters (one for all, or one for each), and all get the
+        result. `on_token(number, token)` is called for each new token on the rank of the first stage, with the
+        answer's number in the result, and where there are several stages in a thread beside the one that computes; if
+        it returns true, that answer ends. `on_answer(number, answer)` is called for each answer as soon as it has
+        ended, in the same place; its filter mask is only in the result.
+
+        A token depends on the seed, its prompt, the number of its sample and its position, not on what else is
+        generated nor on how. With shared experts (ep > 1) all ranks call it together, each pipeline with prompts of
+        its own, or none.
+
+        Raises:
+            ValueError: the prompts or parameters are impossible; on all ranks alike, before any compute.
+            PipelineError: the ranks of the pipeline were given different ones.
+            TransportError: a peer did not send or receive in time.
+        """
+        sequences = self._agree(prompts, params, options)
+        with self._pipeline.casts.kept(packed=options.packed), torch.inference_mode():
+            return self._generate(sequences, options, on_token, on_answer)
+
+    def _generate(
+        self,
+        sequences: list[schedule.Sequence],
+        options: GenerateOptions,
+        on_token: OnToken | None,
+        on_answer: OnAnswer | None,
+    ) -> GenerateResult:
+        pipeline, ring = self._pipeline, self.ring
+        pipeline.begin_recording()
+        shape = options.shape(len(sequences) - len(options.skip), pipeline.layout.pp)
+        longest = max((len(s.prompt_tokens) + s.params.max_new_tokens for s in sequences), default=1)
+        self._reserve(shape.num_rows, longest)
+        if options.packed:
+            self._pack_weights()
+        scheduler = listeners = None
+        if ring.rank == 0:
+            any_goes_on = self._any_goes_on if ring.lockstep else None
+            scheduler = Scheduler(sequences, shape, options.refill, options.longest_first, any_goes_on)
+            scheduler.stop(options.skip)
+            listeners = _Listeners(scheduler, on_token, on_answer)
+        decoders = self._decoders_of(options.form(pipeline.device))
+        loop = DecodeLoop(ring, decoders, sequences, shape, scheduler, listeners and listeners.hear)
+        loop.run()
+        return self._result(loop, listeners)
+
+    # ---- before
+
+    def _agree(self, prompts: Any, params: Any, options: GenerateOptions) -> list[schedule.Sequence]:
+        """The sequences that are asked for, once all ranks of the pipeline ask for the same.
+
+        Pipelines that share experts, with prompts of their own, agree on the number of slots as well.
+        """
+        pipeline, grid = self._pipeline, self._pipeline.grid
+        error, checked, digest = None, ([], []), ""
+        num_slots = options.num_slots or pipeline.layout.pp
+        try:
+            checked = _checked(prompts, params, list(pipeline.stages.values()), pipeline.units[0].limits)
+            _check_skipped(options.skip, sum(own.num_samples for own in checked[1]))
+            given = repr((checked, sorted(options.skip)))
+            digest = hashlib.blake2b(given.encode(), digest_size=16).hexdigest()
+        except ValueError as caught:  # sent to all ranks, then raised here: nobody may wait for this rank
+            error = caught
+        group = grid.batch_control if pipeline.layout.ep == 1 else grid.control
+        with pipeline.recorder.collective("agree on the prompts", group):
+            every = gather_json([grid.dp_rank, digest, num_slots, error and str(error)], group)
+        if error is not None:
+            raise error
+        for rank, (dp_rank, theirs, their_slots, refusal) in enumerate(every):
+            if refusal is not None:
+                raise PipelineError(f"rank {rank} of those that generate together can not: {refusal}")
+            if dp_rank == grid.dp_rank and theirs != digest:
+                raise PipelineError(
+                    f"rank {rank} of those that generate together was given other prompts or parameters"
+                )
+            if their_slots != num_slots:
+                raise PipelineError(
+                    f"rank {rank} of those that generate together was given num_slots={their_slots}, not {num_slots}"
+                )
+        return schedule.Sequence.all_of(*checked)
+
+    def _any_goes_on(self, goes_on: bool) -> bool:
+        """Whether any of the pipelines in lockstep has work left; called on the ranks of their first stages."""
+        pipeline = self._pipeline
+        num_left = torch.tensor([int(goes_on)], device=pipeline.device)
+        with pipeline.recorder.collective("agree on whether to go on", pipeline.grid.ep_group):
+            dist.all_reduce(num_left, group=pipeline.grid.ep_group)
+        return bool(num_left)
+
+    def _reserve(self, num_rows: int, num_tokens: int) -> None:
+        """Make sure that the KV caches are at least of this size."""
+        kept, dtype = self._size, self._pipeline.boundary.dtype
+        if kept is not None and kept.num_rows >= num_rows and kept.num_tokens >= num_tokens:
+            return
+        self.release()
+        num_tokens = -(-num_tokens // _CACHE_STEP_TOKENS) * _CACHE_STEP_TOKENS
+        size = CacheSize(num_rows, num_tokens, dtype, self._pipeline.device)
+        self._caches = {stage.index: stage.new_caches(size) for stage in self._stages}
+        self._size = size
+
+    def _pack_weights(self) -> None:
+        """Pack all weights now, while nothing is waited for, and not one by one as the first prompts come."""
+        if self._pipeline.device.type == "cpu":
+            prepare_large_pages(sum(stage.weight_bytes for stage in self._stages))
+        for stage in self._stages:
+            stage.pack_weights()
+
+    def _decoders_of(self, form: DecodeForm) -> list[StageDecoder]:
+        """The local stages' decoders, kept as long as the caches are."""
+        if form not in self._decoders:
+            self._decoders[form] = [self._decoder(stage, form) for stage in self._stages]
+        return self._decoders[form]
+
+    def _decoder(self, stage: Stage, form: DecodeForm) -> StageDecoder:
+        caches, pipeline = self._caches[stage.index], self._pipeline
+        if form is DecodeForm.LIVE_ROWS or not FixedDecoder.takes(stage):
+            return StageDecoder(stage, caches)
+        # Under autocast weights are read from casts, which do not outlive a call.
+        plain = pipeline.options.precision is not Precision.BF16_AUTOCAST
+        captures = form is DecodeForm.GRAPHS and pipeline.device.type == "cuda" and plain
+        if captures and self._capture_stream is None:
+            self._capture_stream = torch.cuda.Stream()
+        assert self._size is not None
+        return FixedDecoder(stage, caches, self._size.num_tokens, self._capture_stream if captures else None)
+
+    # ---- after
+
+    def _result(self, loop: DecodeLoop, listeners: _Listeners | None) -> GenerateResult:
+        """Give all ranks of the pipeline the answers, which the first rank has and, with filter masks, the last."""
+        pipeline, group, sequences, report = self._pipeline, self._pipeline.grid.pp_control, loop.sequences, loop.report
+        with pipeline.recorder.collective("hand out the sequences", group):
+            if group is not None:
+                answers = broadcast_value(_packed(sequences) if loop.scheduler else None, 0, group)
+                if loop.scheduler is None:
+                    _fill(sequences, answers)
+            if any(sequence.params.filter_mask for sequence in sequences):
+                masks = broadcast_value([_stacked(rows) for rows in loop.filter_masks], self.ring.last_rank, group)
+                for sequence, mask in zip(sequences, masks, strict=True):
+                    sequence.filter_mask = mask if sequence.params.filter_mask else None
+            reports = gather_json([report.busy_s, report.wall_s, report.num_forwards], group)
+        if listeners is not None and listeners.error is not None:
+            raise listeners.error
+        busy_s, wall_s, num_forwards = zip(*reports, strict=True)
+        return GenerateResult(tuple(sequences), wall_s[0], busy_s, num_forwards, report.num_rounds)
+
+
+class _Listeners:
+    """Calls a user's functions on the rank of the first stage; if one of them raises, generation ends early."""
+
+    def __init__(self, scheduler: Scheduler, on_token: OnToken | None, on_answer: OnAnswer | None) -> None:
+        #: decides what is computed; stopped when a listener wants it
+        self.scheduler = scheduler
+        #: called with the number of a sequence and its new token; if it returns true, the sequence ends
+        self.on_token = on_token
+        #: called with the number of a sequence that has ended, and with the sequence
+        self.on_answer = on_answer
+        #: the first exception that a listener raised
+        self.error: Exception | None = None
+
+    def hear(self, grown: list[schedule.Sequence]) -> None:
+        """Report new tokens, and sequences that they have ended."""
+        for sequence in grown:
+            if self.error is not None:
+                return
+            try:
+                self._report(sequence)
+            except Exception as error:
+                # Raised once the ring has closed, so that no other rank is left alone with its messages.
+                self.error = error
+                self.scheduler.stop(range(len(self.scheduler.sequences)))
+
+    def _report(self, sequence: schedule.Sequence) -> None:
+        if self.on_token is not None and self.on_token(sequence.number, sequence.last_token):
+            self.scheduler.stop([sequence.number])
+        if self.on_answer is not None and sequence.ending is not None:
+            self.on_answer(sequence.number, sequence)
+
+
+def _packed(sequences: Sequence[schedule.Sequence]) -> dict[str, Any]:
+    """The answers, as `broadcast_value` can send them in few messages."""
+    tokens = [token for sequence in sequences for token in sequence.generated]
+    return {
+        "lengths": [sequence.num_tokens for sequence in sequences],
+        "endings": [sequence.ending and sequence.ending.value for sequence in sequences],
+        "ids": torch.tensor([token for token, _, _ in tokens], dtype=torch.int64),
+        "log_probs": torch.tensor([log_probs for _, *log_probs in tokens], dtype=torch.float64),
+    }
+
+
+def _fill(sequences: Sequence[schedule.Sequence], answers: dict[str, Any]) -> None:
+    """Give sequences the answers that were packed elsewhere."""
+    tokens = zip(answers["ids"].tolist(), answers["log_probs"].tolist(), strict=True)
+    for sequence, length, ending in zip(sequences, answers["lengths"], answers["endings"], strict=True):
+        sequence.generated = [(token, *log_probs) for token, log_probs in itertools.islice(tokens, length)]
+        sequence.ending = Ending(ending)
+
+
+def _stacked(masks: list[Tensor]) -> Tensor:
+    return torch.stack(masks) if masks else torch.empty(0, 0, dtype=torch.bool)
+
+
+def _checked(
+    prompts: Any, params: Any, stages: Sequence[Stage], limits: Limits | None
+) -> tuple[Prompts, list[SamplingParams]]:
+    """The prompts as lists, and one of `params` for each. Raises: ValueError for what cannot be generated."""
+    prompts = [[int(token) for token in prompt] for prompt in prompts]
+    if params is None or isinstance(params, SamplingParams):
+        params = [params or SamplingParams()] * len(prompts)
+    params = list(params)
+    if len(params) != len(prompts):
+        raise ValueError(
+            f"{len(params)} SamplingParams were given for {len(prompts)} prompts; give one, or one for each"
+        )
+    for stage in stages:
+        stage.check_cached()
+    check_prompts(prompts, params, limits)
+    return prompts, params
+
+
+def _check_skipped(skip: Set[int], num_answers: int) -> None:
+    for number in sorted(skip):
+        if not 0 <= number < num_answers:
+            raise ValueError(f"skip names the answer {number}; there are {num_answers}, counted from 0")
+
+
+def check_prompts(prompts: Prompts, params: Sequence[SamplingParams], limits: Limits | None) -> None:
+    """Refuse prompts that a model of these limits cannot continue; None where the limits are not known.
+
+    Raises:
+        ValueError: naming the prompt, or the setting, and what would be possible.
+    """
+    for number, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
+        if not prompt:
+            raise ValueError(f"prompt {number} is empty; it needs at least one token to begin with")
+        if min(prompt) < 0:
+            raise ValueError(f"prompt {number} holds the token {min(prompt)}; tokens count from 0")
+        if limits is None:
+            continue
+        if max(prompt) >= limits.vocab_size:
+            known = f"the model knows 0 to {limits.vocab_size - 1}"
+            raise ValueError(f"prompt {number} holds the token {max(prompt)}; {known}")
+        if any(token >= limits.vocab_size for token in own.end_tokens):
+            raise ValueError(f"end_tokens={own.end_tokens}: the model knows 0 to {limits.vocab_size - 1}")
+        if own.min_new_tokens and len(set(own.end_tokens)) >= limits.vocab_size:
+            raise ValueError(f"min_new_tokens={own.min_new_tokens}: every token is an end token, none could be drawn")
+        if len(prompt) + own.max_new_tokens > limits.max_length:
+            raise ValueError(
+                f"prompt {number} has {len(prompt)} tokens, and with max_new_tokens={own.max_new_tokens} more it would "
+                f"pass the model's max_length={limits.max_length}"
+            )

@@ -1,0 +1,273 @@
+"""The KV cache, and attention over it for sequences that are read chunk by chunk.
+
+Where the bits allow it (fp32 on a CPU), a sequence's numbers do not depend on the rest of its batch: each item attends
+over exactly the tokens before it. Items of one token attend in one call where their rows are neighbours and equally
+long, as the samples of one prompt are.
+
+Shapes: T tokens of a batch, R rows of the cache or of a slot, L tokens of a row, N tokens of a row that are looked at,
+H query heads, G key and value heads, K width of a head, D hidden size, S tokens whose logits are wanted.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from penstock.schedule import NO_ROW, BatchItem
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSize:
+    """Rows of a cache, tokens of each, and how its values are kept."""
+
+    num_rows: int
+    num_tokens: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+class KVCache:
+    """Keys and values of one attention layer, allocated once; each row holds one sequence at a time.
+
+    Heads come before tokens, so that what one head reads lies together; `by_token` shows it the other way round.
+    """
+
+    def __init__(self, size: CacheSize, num_heads: int, head_dim: int) -> None:
+        shape = (size.num_rows, num_heads, size.num_tokens, head_dim)
+        self.keys_RGLK, self.values_RGLK = (torch.zeros(shape, dtype=size.dtype, device=size.device) for _ in "kv")
+
+    @property
+    def num_bytes(self) -> int:
+        return self.keys_RGLK.nbytes + self.values_RGLK.nbytes
+
+    def by_token(self) -> tuple[Tensor, Tensor]:
+        """Views of keys and values as [R, L, G, K]."""
+        return self.keys_RGLK.transpose(1, 2), self.values_RGLK.transpose(1, 2)
+
+    def write(self, k_TGK: Tensor, v_TGK: Tensor, rows: "CachedRows") -> None:
+        """Put every token's key and value at its row and position."""
+        self.keys_RGLK[rows.rows_T, :, rows.positions] = k_TGK.to(self.keys_RGLK.dtype)
+        self.values_RGLK[rows.rows_T, :, rows.positions] = v_TGK.to(self.values_RGLK.dtype)
+
+    def copy(self, rows: "CachedRows") -> None:
+        """Copy the beginnings of prompts into rows that want them, from the rows that have read them."""
+        for item in rows.items:
+            if item.source != NO_ROW and item.start:
+                for store_RGLK in (self.keys_RGLK, self.values_RGLK):
+                    store_RGLK[item.row, :, : item.start] = store_RGLK[item.source, :, : item.start]
+
+
+@dataclass(frozen=True, eq=False)
+class _SharedByLayers:
+    """Values that all layers derive alike from the same metadata (rotary tables, masks)."""
+
+    _shared: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
+
+    def shared(self, key: Hashable, make: Callable[[], Value]) -> Value:
+        """The value of this key, made once and kept with this object."""
+        if key not in self._shared:
+            self._shared[key] = make()
+        return self._shared[key]
+
+
+@dataclass(frozen=True, eq=False)
+class CachedRows(_SharedByLayers):
+    """Where the tokens of a batch belong; every unit receives it beside the residual stream.
+
+    Args:
+        items: in the order of their tokens; those of one token come first.
+        positions: [T] int64, of each token in its sequence.
+        rows_T: int64, the cache's row of each token.
+        sampled_S: int64, the tokens whose logits are wanted.
+    """
+
+    items: tuple[BatchItem, ...]
+    positions: Tensor
+    rows_T: Tensor
+    sampled_S: Tensor
+
+    @classmethod
+    def of(cls, items: Sequence[BatchItem], device: torch.device | str = "cpu") -> "CachedRows":
+        """The rows that these items read."""
+        positions, rows, sampled = [], [], []
+        for item in items:
+            positions += range(item.start, item.end)
+            rows += [item.row] * item.length
+            if item.sampled:
+                sampled.append(len(rows) - 1)
+        # One tensor, because each copy to a device takes its time.
+        numbers = torch.tensor(positions + rows + sampled, dtype=torch.int64).to(device)
+        return cls(tuple(items), *numbers.split((len(positions), len(rows), len(sampled))))
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all items together."""
+        return len(self.rows_T)
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether some row is given the beginning of its prompt from another one."""
+        return any(item.source != NO_ROW for item in self.items)
+
+    def sampled(self, x_TD: Tensor) -> Tensor:
+        """The tokens [S, D] whose logits are wanted."""
+        return x_TD[self.sampled_S]
+
+    def write(self, cache: KVCache, k_TGK: Tensor, v_TGK: Tensor) -> None:
+        """Put every token's key and value at its row and position."""
+        cache.write(k_TGK, v_TGK, self)
+
+    def attend(self, q_THK: Tensor, cache: KVCache, window: int | None) -> Tensor:
+        """Each token's mean [T, H, K] of the values it sees."""
+        return cached_attention(q_THK, cache, self, window)
+
+
+@dataclass(frozen=True, eq=False)
+class SlotRows(_SharedByLayers):
+    """All rows of a slot, one token each, in tensors whose shapes never change: a CUDA graph can be made of it.
+
+    Every unit receives it in place of `CachedRows`. Only the values of `positions` say which rows live and how much
+    each has read. A dead row computes too: it writes where no sequence ever reads, and its output is dropped.
+
+    Made anew for each computation that is run, or captured, because what layers share belongs to that one.
+
+    Args:
+        first: the slot's first row in the cache.
+        num_seen: tokens from a row's beginning on that are looked at, at least one more than any live position.
+        positions: [R] int64, of each row's token; `spare_position` for a dead row.
+    """
+
+    first: int
+    num_seen: int
+    positions: Tensor
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all rows together, dead ones included."""
+        return len(self.positions)
+
+    def sampled(self, x_RD: Tensor) -> Tensor:
+        """The tokens whose logits are wanted: each row's."""
+        return x_RD
+
+    def write(self, cache: KVCache, k_RGK: Tensor, v_RGK: Tensor) -> None:
+        """Put each row's key and value at its position."""
+        index_RG1K = self.positions[:, None, None, None].expand(-1, *k_RGK.shape[1:2], 1, k_RGK.shape[2])
+        for store_RGLK, new_RGK in ((cache.keys_RGLK, k_RGK), (cache.values_RGLK, v_RGK)):
+            self._own(store_RGLK).scatter_(2, index_RG1K, new_RGK[:, :, None].to(store_RGLK.dtype))
+
+    def attend(self, q_RHK: Tensor, cache: KVCache, window: int | None) -> Tensor:
+        """Each row's mean [R, H, K] of the values up to its position, the last `window` of them at most."""
+        mask_R11N = self.shared(("mask", window), lambda: self._mask(window))
+        k_RGNK, v_RGNK = (self._own(store)[:, :, : self.num_seen] for store in (cache.keys_RGLK, cache.values_RGLK))
+        # The queries of a group are the rows of one product: nothing is repeated for them.
+        q_RGQK = q_RHK.unflatten(1, (k_RGNK.shape[1], -1))
+        return F.scaled_dot_product_attention(q_RGQK, k_RGNK, v_RGNK, mask_R11N).flatten(1, 2)
+
+    def _own(self, store_RGLK: Tensor) -> Tensor:
+        return store_RGLK[self.first : self.first + self.num_tokens]
+
+    def _mask(self, window: int | None) -> Tensor:
+        own_R1, other_N = self.positions[:, None], torch.arange(self.num_seen, device=self.positions.device)
+        sees_RN = other_N <= own_R1
+        if window is not None:
+            # A dead row may see nothing; one key keeps its numbers finite.
+            sees_RN = sees_RN & ((other_N > own_R1 - window) | (own_R1 >= self.num_seen))
+        return sees_RN[:, None, None]
+
+
+Rows = CachedRows | SlotRows
+"""The tokens of a batch as the units of a decoder see them: items of any lengths, or one token of each row."""
+
+
+def spare_position(num_tokens: int) -> int:
+    """The position that dead rows write to in a cache of `num_tokens`: the token sampled last is never read again."""
+    return num_tokens - 1
+
+
+@runtime_checkable
+class CachedUnit(Protocol):
+    """A unit that can read sequences chunk by chunk, computing what `forward` computes for whole ones.
+
+    `new_cache` gives what it must remember of tokens that it has read, None if nothing. `decode` takes the residual
+    stream [T, D] of the batch's tokens (the first unit token ids [T]) and gives that of the next unit; the last one
+    gives logits [S, V] of the sampled tokens alone, in fp32 or as it computes them. A unit whose `has_fixed_shapes` is
+    true takes `SlotRows` as well, without waiting for the device.
+    """
+
+    def new_cache(self, size: CacheSize) -> Any: ...
+
+    def decode(self, x: Tensor, cache: Any, rows: CachedRows) -> Tensor: ...
+
+
+def cached_attention(q_THK: Tensor, cache: KVCache, rows: CachedRows, window: int | None) -> Tensor:
+    """Each token's mean [T, H, K] of the values it sees: its own and those before it, `window` in all at most.
+
+    The tokens' own keys and values are in the cache already.
+    """
+    parts, begin = [], 0
+    for run in rows.shared("runs", lambda: _runs(rows.items)):
+        length = sum(item.length for item in run)
+        q_LHK, begin = q_THK[begin : begin + length], begin + length
+        if length == len(run):
+            parts.append(_attention_of_rows(q_LHK, cache, run, window))
+        else:
+            parts.append(_attention_of_item(q_LHK, cache, run[0], rows, window))
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+
+def _runs(items: Sequence[BatchItem]) -> list[list[BatchItem]]:
+    """The items in order: those of one token together where neighbouring rows are equally long, all others alone."""
+    runs: list[list[BatchItem]] = []
+    for item in items:
+        last = runs[-1][-1] if runs else None
+        if last is not None and last.length == item.length == 1 and (last.row + 1, last.end) == (item.row, item.end):
+            runs[-1].append(item)
+        else:
+            runs.append([item])
+    return runs
+
+
+def _first_seen(item: BatchItem, window: int | None) -> int:
+    return 0 if window is None else max(0, item.start + 1 - window)
+
+
+def _attention_of_rows(q_RHK: Tensor, cache: KVCache, run: Sequence[BatchItem], window: int | None) -> Tensor:
+    """[R, H, K] of neighbouring, equally long rows that read one token each; the bits are those of each alone."""
+    rows, seen = slice(run[0].row, run[-1].row + 1), slice(_first_seen(run[0], window), run[0].end)
+    k_RGLK, v_RGLK = (x[rows, :, seen] for x in (cache.keys_RGLK, cache.values_RGLK))
+    # The queries of a group are the rows of one product: nothing is repeated for them.
+    q_RGQK = q_RHK.unflatten(1, (k_RGLK.shape[1], -1))
+    return F.scaled_dot_product_attention(q_RGQK, k_RGLK, v_RGLK).flatten(1, 2)
+
+
+def _attention_of_item(q_LHK: Tensor, cache: KVCache, item: BatchItem, rows: CachedRows, window: int | None) -> Tensor:
+    first = _first_seen(item, window)
+    k_GLK, v_GLK = (x[item.row, :, first : item.end] for x in (cache.keys_RGLK, cache.values_RGLK))
+    num_groups, (length, num_heads, _) = len(k_GLK), q_LHK.shape
+    mask_LL = None
+    if first or item.start or (window is not None and window < length):
+        key = ("cached mask", length, item.start, window)
+        mask_LL = rows.shared(key, lambda: _mask(item, first, window, q_LHK.device))
+    out_HLK = F.scaled_dot_product_attention(
+        q_LHK.transpose(0, 1)[None],
+        k_GLK[None],
+        v_GLK[None],
+        mask_LL,
+        is_causal=mask_LL is None,
+        enable_gqa=num_heads != num_groups,
+    )[0]
+    return out_HLK.transpose(0, 1)
+
+
+def _mask(item: BatchItem, first: int, window: int | None, device: torch.device) -> Tensor:
+    """[tokens of the item, tokens from `first` on], true where the row's token sees the column's."""
+    own = torch.arange(item.start, item.end, device=device)[:, None]
+    other = torch.arange(first, item.end, device=device)
+    sees = other <= own
+    return sees if window is None else sees & (other > own - window)

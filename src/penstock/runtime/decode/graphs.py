@@ -1,0 +1,200 @@
+"""Stages that decode: each with its KV caches, over the live rows of a batch, or over shapes that never change.
+
+A batch that samples a token of each live row can be computed for all rows of its slot, dead ones included: then only
+values of tensors change from batch to batch. Where there is CUDA the kernels are captured once, for each slot and each
+power of two of tokens to look at, and launched together from then on; weights are read where they are and may change
+in place. Prompts are read as elsewhere, and never captured. Without CUDA the same computation runs as it is.
+
+Shapes: T tokens of the live rows, R rows of the slot, D hidden size, V vocabulary.
+"""
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.model import CachedRows, SlotRows, spare_position
+from penstock.runtime.stage import Stage
+from penstock.schedule import BatchItem
+
+_FEWEST_SEEN = 64
+"""Tokens of the smallest attention that is worth a graph of its own."""
+
+
+class DecodeForm(enum.Enum):
+    """How the rows of a slot compute one token each.
+
+    LIVE_ROWS: the live ones alone. ALL_ROWS: all of the slot's, over shapes that never change. GRAPHS: the same,
+    captured where there is CUDA.
+    """
+
+    LIVE_ROWS = "live-rows"
+    ALL_ROWS = "all-rows"
+    GRAPHS = "graphs"
+
+
+class StageDecoder:
+    """A stage with the KV caches of its units; decodes the live rows of a batch.
+
+    Args:
+        stage: any whose units can read chunk by chunk.
+        caches: of its units.
+    """
+
+    def __init__(self, stage: Stage, caches: Sequence[Any]) -> None:
+        self.stage, self.caches = stage, caches
+
+    def decode(self, x: Tensor, rows: CachedRows, slot: range) -> Tensor:
+        """The stage's output for a batch; `slot` are its slot's rows of the cache."""
+        return self.stage.decode(x, self.caches, rows)
+
+    def release(self) -> None:
+        """Give back what was captured."""
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """A computation's slot, as rows of the cache, and how many of their tokens are looked at."""
+
+    first: int
+    num_rows: int
+    num_seen: int
+
+
+class _Fixed:
+    """One computation, whose inputs stay where they are, and so does its output once it is captured.
+
+    x: [R] token ids or [R, D]. positions: [R] int64.
+    """
+
+    def __init__(self, decoder: "FixedDecoder", shape: _Shape, like: Tensor) -> None:
+        self.decoder, self.shape = decoder, shape
+        self.x = like.new_zeros(shape.num_rows, *like.shape[1:])
+        self.positions = torch.zeros(shape.num_rows, dtype=torch.int64, device=like.device)
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self._output: Tensor | None = None
+
+    def run(self) -> Tensor:
+        """The output for the present inputs; a captured one is overwritten by the next run of any graph."""
+        if self.decoder.capture_stream is None:
+            return self._compute()
+        if self.graph is None:
+            self._capture(self.decoder.capture_stream)
+        assert self.graph is not None and self._output is not None
+        self.graph.replay()
+        return self._output
+
+    def _compute(self) -> Tensor:
+        rows = SlotRows(self.shape.first, self.shape.num_seen, self.positions)
+        return self.decoder.stage.decode(self.x, self.decoder.caches, rows)
+
+    def _capture(self, stream: torch.cuda.Stream) -> None:
+        """Record the kernels that a run launches. Raises: RuntimeError of CUDA where a unit waits for the device."""
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            # Libraries choose their kernels and set up at the first use, which cannot be captured. It writes into the
+            # cache what the replay writes there again.
+            self._compute()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads, which await messages, go on meanwhile.
+        with torch.cuda.graph(graph, self.decoder.pool, stream, capture_error_mode="thread_local"):
+            self._output = self._compute()
+        self.graph = graph
+
+
+class FixedDecoder(StageDecoder):
+    """Decodes over fixed shapes; owns inputs and graphs, which are made when they are first needed.
+
+    Args:
+        stage: all its units must be able to, see `takes`.
+        caches: of its units.
+        num_cached: tokens of a row of the cache.
+        capture_stream: where CUDA graphs are captured; None where computations run as they are.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        caches: Sequence[Any],
+        num_cached: int,
+        capture_stream: torch.cuda.Stream | None = None,
+    ) -> None:
+        super().__init__(stage, caches)
+        #: tokens of a row of the cache
+        self.num_cached = num_cached
+        #: where CUDA graphs are captured; None where computations run as they are
+        self.capture_stream = capture_stream
+        #: memory of all graphs of the stage, which never run at the same time
+        self.pool = None if capture_stream is None else torch.cuda.graph_pool_handle()
+        #: the computations made so far
+        self._fixed: dict[_Shape, _Fixed] = {}
+
+    @staticmethod
+    def takes(stage: Stage) -> bool:
+        """Whether all units of the stage compute the same for any values, without waiting for the device."""
+        return all(getattr(module, "has_fixed_shapes", False) for _, module in stage.units)
+
+    @property
+    def captures(self) -> bool:
+        """Whether computations become CUDA graphs."""
+        return self.capture_stream is not None
+
+    @property
+    def num_shapes(self) -> int:
+        """Number of computations, each of them one graph if they are captured."""
+        return len(self._fixed)
+
+    def release(self) -> None:
+        """Give back inputs, graphs and their memory; later batches make them anew."""
+        for fixed in self._fixed.values():
+            if fixed.graph is not None:
+                fixed.graph.reset()
+        self._fixed.clear()
+        if self.captures:
+            # The old one is gone with its last graph.
+            self.pool = torch.cuda.graph_pool_handle()
+
+    def decode(self, x: Tensor, rows: CachedRows, slot: range) -> Tensor:
+        """The stage's output for a batch; `slot` are its slot's rows of the cache."""
+        num_single = _num_single(rows.items)
+        if num_single == 0:
+            return super().decode(x, rows, slot)
+        self.stage.copy_prompts(self.caches, rows)
+        y = self._of_rows(x[:num_single], rows.items[:num_single], slot)
+        if num_single == len(rows.items):
+            return y
+        others = CachedRows.of(rows.items[num_single:], x.device)
+        return torch.cat((y, self.stage.decode(x[num_single:], self.caches, others)))
+
+    def _of_rows(self, x: Tensor, items: Sequence[BatchItem], slot: range) -> Tensor:
+        """[T, D] or [T, V] of items of one token each."""
+        positions = [spare_position(self.num_cached)] * len(slot)
+        for item in items:
+            positions[item.row - slot.start] = item.start
+        shape = _Shape(slot.start, len(slot), _num_seen(max(item.end for item in items), self.num_cached))
+        fixed = self._fixed.get(shape)
+        if fixed is None:
+            fixed = self._fixed[shape] = _Fixed(self, shape, x)
+        self.stage.weights_ready()
+        places_T = torch.tensor([item.row - slot.start for item in items]).to(x.device, non_blocking=True)
+        fixed.positions.copy_(torch.tensor(positions), non_blocking=True)
+        fixed.x.index_copy_(0, places_T, x)
+        # A copy, which the next batch does not overwrite.
+        return fixed.run().index_select(0, places_T)
+
+
+def _num_single(items: Sequence[BatchItem]) -> int:
+    """Number of items at the beginning that sample a token from one token each; the others are chunks of prompts."""
+    for number, item in enumerate(items):
+        if item.length > 1 or not item.sampled:
+            return number
+    return len(items)
+
+
+def _num_seen(num_needed: int, num_cached: int) -> int:
+    """The power of two that is enough, or all of the cache."""
+    return min(num_cached, max(_FEWEST_SEEN, 1 << (num_needed - 1).bit_length()))

@@ -1,0 +1,268 @@
+"""Generation on one rank: batches go through its stages until every sequence has ended.
+
+Where one rank holds the whole model and one slot all sequences, generation is the plain loop of `DecodeLoop.step`:
+schedule, run, update. In a ring of ranks or slots the rank of the first stage runs `DecodeLoop.lead`: the same three
+calls, but a batch's tokens are awaited only when its slot's next turn comes, while other slots' batches are under way.
+The other ranks learn the batches from headers (`penstock.runtime.decode.relay`).
+
+Every rank computes the batches of a round in order, stage by stage. So the messages of each channel arrive in the order
+in which they are awaited, and nothing else is ever sent.
+
+Shapes: T tokens of a batch, S sampled ones, D hidden size, V vocabulary.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from penstock import schedule
+from penstock.model import CachedRows, Draw, draw_tokens
+from penstock.model.sampling import NUMBERS_PER_TOKEN
+from penstock.runtime.decode.graphs import StageDecoder
+from penstock.runtime.decode.relay import HeaderRelay, Ring
+from penstock.runtime.errors import TransportError
+from penstock.runtime.trace import Awaited, Record
+from penstock.runtime.transport import Receipt
+from penstock.schedule import Action, Batch, Direction, Op, RingShape, Scheduler, Token
+
+
+@dataclass(slots=True)
+class DecodeReport:
+    """Rounds of a rank, its forwards and their tokens, the time they took, and the time of the whole loop."""
+
+    num_rounds: int = 0
+    num_forwards: int = 0
+    num_tokens: int = 0
+    busy_s: float = 0.0
+    wall_s: float = 0.0
+
+    def count(self, record: Record, batch: Batch) -> None:
+        """Add one forward."""
+        self.num_forwards += 1
+        self.num_tokens += batch.num_tokens
+        self.busy_s += (record.end_ns - record.start_ns) * 1e-9
+
+
+class DecodeLoop:
+    """One rank's part in one generation.
+
+    Args:
+        ring: links to the other ranks.
+        decoders: of the local stages, in order.
+        sequences: to be generated; the same on all ranks of the ring.
+        shape: slots and rows.
+        scheduler: on the rank of the first stage, and nowhere else.
+        listen: called there with the sequences that have a new token; on a ring of several ranks in a thread.
+    """
+
+    def __init__(
+        self,
+        ring: Ring,
+        decoders: Sequence[StageDecoder],
+        sequences: Sequence[schedule.Sequence],
+        shape: RingShape,
+        scheduler: Scheduler | None = None,
+        listen: Callable[[list[schedule.Sequence]], None] | None = None,
+    ) -> None:
+        #: links to the other ranks
+        self.ring = ring
+        #: local stages with their KV caches, in order
+        self.decoders = decoders
+        #: all sequences, by number
+        self.sequences = sequences
+        #: slots, and rows of each
+        self.shape = shape
+        #: decides every batch; None but on the rank of the first stage
+        self.scheduler = scheduler
+        #: is given the sequences that have a new token
+        self.listen = listen or _ignore
+        #: passes headers and tokens on
+        self.relay = HeaderRelay(ring, shape.rows_per_slot)
+        #: what this rank has done so far
+        self.report = DecodeReport()
+        #: sequence -> for each of its tokens those that could not be drawn; on the rank of the last stage, if asked for
+        self.filter_masks: list[list[Tensor]] = [[] for _ in sequences]
+        #: computes the step whose input is awaited
+        self._prepared: Callable[[], None] | None = None
+        #: (stage, slot) -> its output for this rank's next stage
+        self._outputs: dict[tuple[int, int], Tensor] = {}
+
+    def run(self) -> DecodeReport:
+        """Take part until all sequences have ended. Blocks in the transport.
+
+        Raises:
+            TransportError: a message was not sent or did not arrive in time.
+        """
+        ring, finished = self.ring, False
+        try:
+            with torch.inference_mode():
+                start = time.perf_counter()
+                if self.scheduler is not None and ring.is_one_rank and self.shape.num_slots == 1:
+                    while self.step(self.scheduler):
+                        pass
+                else:
+                    self._go_round()
+                self.report.wall_s = time.perf_counter() - start
+            ring.transport.settle()
+            ring.host.settle()
+            finished = True
+            return self.report
+        except TransportError as error:
+            raise TransportError(f"{ring.recorder.where()}: {error}") from error
+        except Exception as error:
+            error.add_note(ring.recorder.where())
+            raise
+        finally:
+            if not finished:
+                self.relay.cancel()
+                ring.transport.abandon()
+                ring.host.abandon()
+
+    # ---- one rank, one slot
+
+    def step(self, scheduler: Scheduler) -> bool:
+        """Compute one batch on a rank that has the whole model and one slot; False once all sequences have ended."""
+        batch = scheduler.schedule()
+        if batch is None:
+            return False
+        tokens = self._run(batch)
+        self.listen(scheduler.update(batch, tokens))
+        return True
+
+    def _run(self, batch: Batch) -> list[Token]:
+        """The tokens that all stages make of a batch."""
+        rows = self._rows(batch)
+        self.report.num_rounds += 1
+        if not batch.items and not self.ring.lockstep:
+            return []
+        for decoder in self.decoders:
+            self._compute(decoder, batch, rows, None)
+        return self.relay.post_tokens(batch)() if batch.items else []
+
+    # ---- a ring of slots
+
+    def lead(self, scheduler: Scheduler) -> Iterator[Batch]:
+        """Schedule batch after batch, on the rank of the first stage; each is computed by all ranks in turn."""
+        in_flight: dict[int, tuple[Batch, Callable[[], list[Token]]]] = {}
+        while (slot := scheduler.next_slot()) is not None:
+            if slot in in_flight:
+                batch, wait_for_tokens = in_flight.pop(slot)
+                self.listen(scheduler.update(batch, wait_for_tokens()))
+            batch = scheduler.schedule()
+            assert batch is not None
+            if batch.items:
+                # Posted before anything is sent, so that the tokens are awaited when they come.
+                in_flight[slot] = batch, self.relay.post_tokens(batch)
+            self.relay.announce(batch)
+            yield batch
+        self.relay.announce(None)
+        assert not in_flight, "a closing ring has nothing under way"
+
+    def _go_round(self) -> None:
+        """Compute the batches of each round, stage by stage."""
+        first, *others = self.decoders
+        batches = self.relay.follow() if self.scheduler is None else self.lead(self.scheduler)
+        # In lockstep the pipelines' agreement on the next round has its place among what their stages exchange.
+        in_thread = not self.ring.is_one_rank and not self.ring.lockstep
+        self.relay.start(batches, in_thread)
+        this_round: list[tuple[Batch, CachedRows]] = []
+        while (batch := self._next_batch()) is not None:
+            if batch.items or self.ring.lockstep:
+                this_round.append((batch, self._rows(batch)))
+                self._enter(first, *this_round[-1])
+            if batch.ends_round:
+                for decoder in others:
+                    for entered, rows in this_round:
+                        self._enter(decoder, entered, rows)
+                this_round.clear()
+                self.report.num_rounds += 1
+        assert not (self._prepared or self._outputs), "a closing ring has nothing under way"
+
+    def _next_batch(self) -> Batch | None:
+        if not self.relay.ready():
+            self._compute_prepared()
+        return self.relay.next()
+
+    def _enter(self, decoder: StageDecoder, batch: Batch, rows: CachedRows) -> None:
+        """Post the receive of a stage's input, and meanwhile compute the step before."""
+        receipt = self._post_input(decoder, batch)
+        self._compute_prepared()
+        self._prepared = partial(self._compute, decoder, batch, rows, receipt)
+
+    def _compute_prepared(self) -> None:
+        if (compute := self._prepared) is not None:
+            self._prepared = None
+            compute()
+
+    # ---- one batch, one stage
+
+    def _rows(self, batch: Batch) -> CachedRows:
+        # Here and not in the thread of headers, which must not disturb a CUDA graph that is being captured.
+        return CachedRows.of(batch.items, self.ring.device)
+
+    def _post_input(self, decoder: StageDecoder, batch: Batch) -> Receipt | None:
+        """None where the input comes from this rank."""
+        stage, boundary = decoder.stage, decoder.stage.boundary
+        channel = self.ring.placement.channel_to(stage.index, Direction.FORWARD)
+        if channel is None or not batch.items:
+            return None
+        return self.ring.transport.receive(channel, boundary.whole_shape(batch.num_tokens), boundary.dtype)
+
+    def _compute(self, decoder: StageDecoder, batch: Batch, rows: CachedRows, receipt: Receipt | None) -> None:
+        """Take a batch through one stage, and pass the output on."""
+        ring, stage = self.ring, decoder.stage
+        record = ring.recorder.begin(Action(Op.F, stage.index, batch.slot))
+        if not batch.items:
+            stage.keep_step(rows)
+            ring.recorder.end(record)
+            return
+        x = self._input(decoder, batch, receipt, record)
+        ring.recorder.started(record)
+        y = decoder.decode(x, rows, self.shape.rows_of(batch.slot))
+        if ring.placement.is_last(stage.index):
+            self.relay.return_tokens(self._sample(y, batch))
+        elif (channel := ring.placement.channel_from(stage.index, Direction.FORWARD)) is None:
+            self._outputs[stage.index, batch.slot] = y
+        else:
+            ring.transport.send(channel, y.contiguous())
+        ring.recorder.end(record)
+        self.report.count(record, batch)
+
+    def _input(self, decoder: StageDecoder, batch: Batch, receipt: Receipt | None, record: Record) -> Tensor:
+        """Token ids [T] for the first stage, else activations [T, D]."""
+        ring = self.ring
+        before = ring.placement.previous(decoder.stage.index)
+        if before is None:
+            return torch.tensor(self._token_ids(batch), dtype=torch.int64).to(ring.device)
+        if receipt is None:
+            return self._outputs.pop((before, batch.slot))
+        ring.recorder.awaits(record, Awaited(Direction.FORWARD, before, batch.slot, ring.placement.rank_of(before)))
+        return receipt.wait()
+
+    def _token_ids(self, batch: Batch) -> list[int]:
+        ids: list[int] = []
+        for item in batch.items:
+            ids += self.sequences[item.sequence].token_ids(item.start, item.end)
+        return ids
+
+    def _sample(self, logits_SV: Tensor, batch: Batch) -> Tensor:
+        """The tokens of a batch as [S, 3]."""
+        draws, sampled = [], batch.sampled
+        if not sampled:
+            return torch.zeros(0, NUMBERS_PER_TOKEN, dtype=torch.int64)
+        for item in sampled:
+            sequence = self.sequences[item.sequence]
+            draws.append(Draw(sequence.params, sequence.identity, item.end - len(sequence.prompt_tokens)))
+        drawn = draw_tokens(logits_SV, draws)
+        if drawn.dropped_SV is not None:
+            for item, dropped_V in zip(sampled, drawn.dropped_SV, strict=True):
+                self.filter_masks[item.sequence].append(dropped_V)
+        return drawn.packed()
+
+
+def _ignore(sequences: list[schedule.Sequence]) -> None:
+    """Nobody listens."""
