@@ -158,7 +158,7 @@ def generate_together(
         decoders = [StageDecoder(stage, stage.new_caches(size)) for stage in local]
         loops.append(DecodeLoop(ring, decoders, sequences, shape, scheduler if rank == 0 else None))
     run_together(loops)
-    for sequence, masks in zip(sequences, loops[placement.rank_of(placement.stages_per_route - 1)].filter_masks):
+    for sequence, masks in zip(sequences, loops[placement.output_rank].filter_masks):
         sequence.filter_mask = torch.stack(masks) if masks else torch.empty(0, 0, dtype=torch.bool)
     pending = sum(loop.ring.transport.num_pending() + loop.ring.host.num_pending() for loop in loops)
     num_messages = activations.num_messages + host.num_messages

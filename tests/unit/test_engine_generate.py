@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from penstock.engine.generated import Generated, GenerateResult
 
-from penstock import Engine, SamplingParams
+from penstock import Engine, SamplingParams, schedule
 from penstock.engine import EngineOptions, GenerateOptions
+from penstock.engine.generator import GenerateResult
 from penstock.model import decoder_units
 from penstock.schedule import Ending
 from tests.generation import CONFIG, load, random_prompts, random_weights
@@ -79,7 +79,7 @@ def test_each_request_of_a_mixed_call_gets_what_it_gets_alone() -> None:
     requests = [replace(params, max_new_tokens=min(params.max_new_tokens, 12)) for params in KINDS.values()]
     prompts = random_prompts([1 + i % 5 for i in range(len(requests))])
     mixed = engine.generate(prompts, requests)
-    seen: dict[str, list[Generated]] = {}
+    seen: dict[str, list[schedule.Sequence]] = {}
     for number, (kind, prompt, params) in enumerate(zip(KINDS, prompts, requests, strict=True)):
         own = seen[kind] = [answer for answer in mixed if answer.prompt == number]
         alone = list(engine.generate([prompt], params))
@@ -92,7 +92,7 @@ def test_each_request_of_a_mixed_call_gets_what_it_gets_alone() -> None:
     assert len(seen["ends"][0].tokens) <= 6 < len(seen["ends late"][0].tokens)
 
 
-def _all_of(answer: Generated) -> tuple[Any, ...]:
+def _all_of(answer: schedule.Sequence) -> tuple[Any, ...]:
     mask = None if answer.filter_mask is None else answer.filter_mask.tolist()
     return answer.sample, answer.tokens, answer.log_probs, answer.raw_log_probs, answer.ending, mask
 
@@ -115,9 +115,11 @@ def test_the_same_prompt_is_drawn_by_each_kinds_own_parameters() -> None:
 # ---- the padded form
 
 
-def answer(number: int, tokens: Sequence[int]) -> Generated:
-    log_probs = tuple(-(number + 1) - i / 8 for i in range(len(tokens)))
-    return Generated(number, 0, tuple(tokens), log_probs, None, Ending.LENGTH)
+def answer(number: int, tokens: Sequence[int]) -> schedule.Sequence:
+    generated = [(token, -(number + 1) - i / 8, 0.0) for i, token in enumerate(tokens)]
+    return schedule.Sequence(
+        number, number, 0, (), SamplingParams(), ending=Ending.LENGTH, filter_mask=None, generated=generated
+    )
 
 
 def result_of(*answers: Sequence[int]) -> GenerateResult:
