@@ -19,7 +19,7 @@ from penstock.engine.engine import Engine
 from penstock.engine.generator import GenerateOptions, check_prompts
 from penstock.engine.saved_model import open_model
 from penstock.model import Limits, SamplingParams
-from penstock.parallel.broadcast import broadcast_value
+from penstock.parallel.host import broadcast_value
 from penstock.runtime import Watchdog
 
 if TYPE_CHECKING:

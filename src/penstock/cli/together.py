@@ -28,6 +28,7 @@ from penstock.cli.launch import (
 )
 from penstock.engine.config import Device, differences
 from penstock.engine.config_file import ConfigError
+from penstock.parallel.host import on_all_ranks
 from penstock.runtime import PipelineError
 
 if TYPE_CHECKING:
@@ -82,17 +83,11 @@ def together(store: "Store", group: Group, key: str, work: Callable[[], T]) -> T
     Raises:
         ValueError: on every process, if some process's work did.
     """
-    refusal, done = None, None
-    try:
-        done = work()
-    except ValueError as error:
-        refusal = error
-    refusals = [told["refused"] for told in agree(store, group, key, {"refused": refusal and str(refusal)})]
-    if refusal is not None:
-        raise refusal
-    if any(refusals):
-        raise ConfigError(next(text for text in refusals if text))
-    return done  # pyright: ignore[reportReturnType]  # without a refusal the work is done
+
+    def gather(error: Any) -> list[Any]:
+        return [theirs["refused"] for theirs in agree(store, group, key, {"refused": error})]
+
+    return on_all_ranks(work, gather, otherwise=ConfigError, catch=ValueError, message="{error}")
 
 
 def choose_device(store: "Store", group: Group, wanted: str) -> Device:

@@ -13,6 +13,7 @@ import shutil
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ from penstock.engine.manifest import (
     write_manifest,
 )
 from penstock.engine.stored import Stored, check_cover, to_store
-from penstock.parallel.exchange import gather_json
+from penstock.parallel.host import gather_json, on_all_ranks
 from penstock.parallel.layout import Grid
 from penstock.parallel.parts import Held, parts_of
 
@@ -260,19 +261,8 @@ class Checkpointer:
                 shutil.rmtree(path.rename(self.folder / f"{_DELETING}{path.name}"), ignore_errors=True)
 
     def _together(self, act: Callable[[], None]) -> None:
-        """Act, and raise on every rank if any rank's act raised."""
-        error: Exception | None = None
-        try:
-            act()
-        except Exception as caught:
-            error = caught
-        told = gather_json(None if error is None else [type(error).__name__, str(error)], self._grid.control)
-        if error is not None:
-            raise error
-        kinds = {kind.__name__: kind for kind in (AnotherRun, ValueError, FileNotFoundError)}
-        for rank, failure in enumerate(told):
-            if failure is not None:
-                raise kinds.get(failure[0], CheckpointError)(f"rank {rank}: {failure[1]}")
+        gather = partial(gather_json, group=self._grid.control)
+        on_all_ranks(act, gather, AnotherRun, ValueError, FileNotFoundError, otherwise=CheckpointError)
 
 
 class _Writer:

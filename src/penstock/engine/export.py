@@ -10,6 +10,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from penstock.model import Shard
 from penstock.model.hf.config_json import CONFIG_FILE
 from penstock.model.hf.files import INDEX_FILE, SINGLE_FILE
 from penstock.model.hf.load import Piece
-from penstock.parallel.exchange import gather_json, together
+from penstock.parallel.host import gather_json, on_all_ranks
 
 MAX_SHARD_BYTES = 5 * 10**9
 TOKENIZER_FILES = (
@@ -153,20 +154,22 @@ def write_folder(
     rank = 0 if control is None else control.rank()
     staging = folder.with_name(f".{folder.name}.writing")
     form.describe()
-    together(lambda: _stage(folder, staging) if rank == 0 else None, control)
+    gather = partial(gather_json, group=control)
+    on_all_ranks(lambda: _stage(folder, staging) if rank == 0 else None, gather, ValueError)
     files = list(_cut(share.written, form, options))
-    told = gather_json([[[t.piece.stored, t.num_bytes] for t in file] for file in files], control)
+    told = gather([[[t.piece.stored, t.num_bytes] for t in file] for file in files])
     num_files = sum(map(len, told))
     first = sum(map(len, told[:rank]))
     paths = [staging / _file_name(number, num_files) for number in range(first, first + len(files))]
-    together(lambda: _write(dict(zip(paths, files, strict=True)), share.given, options, progress), control)
+    written = dict(zip(paths, files, strict=True))
+    on_all_ranks(lambda: _write(written, share.given, options, progress), gather, ValueError)
     placed = {
         stored: _file_name(number, num_files)
         for number, file in enumerate(file for of_rank in told for file in of_rank)
         for stored, _ in file
     }
     dtype = next((options.torch_dtype(p.dtype) for p in share.written), torch.float32)
-    together(lambda: _publish(staging, folder, form, dtype, placed) if rank == 0 else None, control)
+    on_all_ranks(lambda: _publish(staging, folder, form, dtype, placed) if rank == 0 else None, gather, ValueError)
 
 
 @dataclass(frozen=True)

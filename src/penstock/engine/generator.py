@@ -20,8 +20,7 @@ from penstock import schedule
 from penstock.engine.options import Precision
 from penstock.engine.pipeline import Pipeline
 from penstock.model import CacheSize, Limits, SamplingParams
-from penstock.parallel.broadcast import broadcast_value
-from penstock.parallel.exchange import gather_json
+from penstock.parallel.host import broadcast_value, gather_json
 from penstock.runtime import (
     DecodeForm,
     DecodeLoop,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from penstock.engine.pipeline import Pipeline
-from penstock.parallel.exchange import gather_json
+from penstock.parallel.host import gather_json
 from penstock.runtime.trace import Record
 from penstock.runtime.travels import Travel
 from penstock.schedule.recording import Recording, pack_action, pack_collective

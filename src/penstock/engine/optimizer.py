@@ -20,7 +20,7 @@ from torch.optim.adamw import adamw
 
 from penstock.engine.learning_rate import LearningRate, WeightDecay
 from penstock.parallel import Bucket, Fragment, GradientBuckets
-from penstock.parallel.exchange import gather_json
+from penstock.parallel.host import gather_json
 
 # As in torch.nn.utils.clip_grad_norm_: keeps the quotient finite.
 _CLIP_EPS = 1e-6

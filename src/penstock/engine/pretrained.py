@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,7 +20,7 @@ from penstock.model.hf.config_json import config_from_json, config_to_json, read
 from penstock.model.hf.families import names_of
 from penstock.model.hf.files import MissingFile, WeightFiles
 from penstock.model.hf.load import Names, Piece, placed_units
-from penstock.parallel.exchange import together
+from penstock.parallel.host import gather_json, on_all_ranks
 
 T = TypeVar("T")
 
@@ -193,6 +194,6 @@ def _on_every_process(act: Callable[[], T]) -> T:
     group = dist.new_group(backend="gloo")
     assert isinstance(group, dist.ProcessGroup)
     try:
-        return together(act, group, MissingFile)
+        return on_all_ranks(act, partial(gather_json, group=group), MissingFile, ValueError)
     finally:
         dist.destroy_process_group(group)

@@ -18,8 +18,7 @@ from penstock.engine.losses import LossFn, LossWeightFn
 from penstock.engine.microbatches import agree_on_microbatches
 from penstock.engine.pipeline import Pipeline
 from penstock.model import Logits, token_log_probs, token_statistics, whole_logits
-from penstock.parallel.broadcast import broadcast_value, check_portable
-from penstock.parallel.exchange import gather_json
+from penstock.parallel.host import broadcast_value, check_portable, gather_json, on_all_ranks
 from penstock.runtime import Feed, PipelineError
 
 PostHook = Callable[[Any, PackedBatch], Any]
@@ -179,31 +178,32 @@ class _Results:
         return torch.empty(0, device=logits.device)
 
     def handed_out(self, split: Split) -> Any:
-        """Gather the results, report to all ranks whether all is well, and return this rank's."""
-        pipeline, value = self.pipeline, None
-        try:
-            if pipeline.gives_results and self._per_token:
-                self._join(split)
-            if self._error is not None:
-                raise self._error
-            if pipeline.gives_results:
-                value = self.outputs.gathered(self._results, split)
-                if self.outputs.broadcast:
-                    check_portable(value)
-        except Exception as error:
-            self._error = error
-        report = None if self._error is None else f"{type(self._error).__name__}: {self._error}"
-        with pipeline.recorder.collective("hand out the results"):
-            failures = gather_json(report, pipeline.grid.control)
-        if self._error is not None:
-            raise self._error
-        for rank, failure in enumerate(failures):
-            if failure is not None:
-                raise PipelineError(f"rank {rank} can not make use of its outputs: {failure}")
+        """Gather the results, raise on all ranks if one has failed, and return this rank's."""
+        pipeline = self.pipeline
+
+        def gather(error: Any) -> list[Any]:
+            with pipeline.recorder.collective("hand out the results"):
+                return gather_json(error, pipeline.grid.control)
+
+        message = "rank {rank} can not make use of its outputs: {kind}: {error}"
+        value = on_all_ranks(lambda: self._value(split), gather, otherwise=PipelineError, message=message)
         if not self.outputs.broadcast:
             return value
         with pipeline.recorder.collective("hand out the results", pipeline.grid.pp_control):
             return broadcast_value(value, pipeline.last_rank, pipeline.grid.pp_control)
+
+    def _value(self, split: Split) -> Any:
+        """This rank's results as one value; None where it gives none."""
+        if self.pipeline.gives_results and self._per_token:
+            self._join(split)
+        if self._error is not None:
+            raise self._error
+        if not self.pipeline.gives_results:
+            return None
+        value = self.outputs.gathered(self._results, split)
+        if self.outputs.broadcast:
+            check_portable(value)
+        return value
 
     def _join(self, split: Split) -> None:
         """Join the results of ranks that share every sequence, if none of them has failed."""

@@ -2,8 +2,8 @@
 
 from penstock.parallel.buckets import Bucket, Fragment, Reduction
 from penstock.parallel.context import ContextCut, cut_sequences
-from penstock.parallel.exchange import gather_json
 from penstock.parallel.gradients import GradientBuckets, sum_tied
+from penstock.parallel.host import gather_json
 from penstock.parallel.layout import Coordinates, Grid, Layout
 
 __all__ = [

@@ -17,7 +17,7 @@ from typing import Self
 
 from torch.distributed import ProcessGroup
 
-from penstock.parallel.exchange import gather_json
+from penstock.parallel.host import gather_json
 
 # For a connection, and again for the answer; below the margin that the watchdog allows beyond a backend's own limit.
 _LIMIT_S = 0.9

@@ -1,0 +1,147 @@
+"""Small host-side values between ranks, and errors that one rank raises for all.
+
+Values travel as JSON and tensors as bytes: nothing that comes from a peer is ever unpickled. Every `group` here carries
+host memory (gloo); None stands for a rank that is alone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+T = TypeVar("T")
+
+Gather = Callable[[Any], list[Any]]
+"""Gives every rank the list of all ranks' JSON values, in rank order: `gather_json` over some group."""
+
+_TENSOR = "\0tensor"
+
+
+def on_all_ranks(
+    act: Callable[[], T],
+    gather: Gather,
+    *kinds: type[Exception],
+    otherwise: type[Exception] = RuntimeError,
+    catch: type[Exception] = Exception,
+    message: str = "rank {rank}: {error}",
+) -> T:
+    """Act, and raise on every rank if any rank's act raised.
+
+    `message` may name the failing rank, its `{error}`, and the `{kind}` of that error. Errors that are not of the type
+    `catch` pass through at once, and no other rank hears of them.
+
+    Raises: what the act raised here. Elsewhere, for the first rank whose act raised, the first of `kinds` that its
+    error is an instance of, or else `otherwise`.
+    """
+    error: Exception | None = None
+    result: T | None = None
+    try:
+        result = act()
+    except catch as caught:
+        error = caught
+    number = next((number for number, kind in enumerate(kinds) if isinstance(error, kind)), len(kinds))
+    failures = gather(None if error is None else [number, type(error).__name__, str(error)])
+    if error is not None:
+        raise error
+    for rank, failure in enumerate(failures):
+        if failure is not None:
+            number, kind, text = failure
+            raise (*kinds, otherwise)[number](message.format(rank=rank, kind=kind, error=text))
+    return result  # pyright: ignore[reportReturnType]  # without an error the act has returned
+
+
+def gather_json(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    """Give every rank the list of all ranks' values, in the order of the group's ranks.
+
+    `value` is anything JSON can hold; it comes back as JSON reads it (tuples as lists, keys as strings).
+    """
+    text = json.dumps(value).encode()
+    if group is None:
+        return [json.loads(text)]
+    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size())]
+    dist.all_gather(lengths, torch.tensor([len(text)]), group=group)
+    # gloo gathers equal lengths only.
+    longest = max(int(length) for length in lengths)
+    own = torch.zeros(longest, dtype=torch.uint8)
+    own[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    texts = [torch.empty(longest, dtype=torch.uint8) for _ in lengths]
+    dist.all_gather(texts, own, group=group)
+    return [json.loads(bytes(text[: int(length)].tolist())) for text, length in zip(texts, lengths, strict=True)]
+
+
+def check_portable(value: Any) -> None:
+    """Refuse what `broadcast_value` cannot send.
+
+    Raises: `TypeError` naming the type, and what would be possible.
+    """
+    _packed(value, [])
+
+
+def broadcast_value(value: Any, source: int, group: dist.ProcessGroup | None) -> Any:
+    """Give every rank of the group the value of rank `source`: numbers, text, tensors, lists and mappings of them.
+
+    Elsewhere `value` is ignored. Tensors travel through host memory and arrive there; tuples arrive as lists.
+
+    Raises: `TypeError` on the source, before anything is sent, for what cannot be sent: call `check_portable` first.
+    """
+    if group is None:
+        return value
+    tensors: list[Tensor] = []
+    is_source = group.rank() == source
+    text = json.dumps(_packed(value, tensors)).encode() if is_source else b""
+    length = torch.tensor([len(text)])
+    dist.broadcast(length, group=group, group_src=source)
+    packed = (
+        torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        if is_source
+        else torch.empty(int(length), dtype=torch.uint8)
+    )
+    dist.broadcast(packed, group=group, group_src=source)
+    structure = json.loads(packed.numpy().tobytes())
+    if not is_source:
+        tensors.extend(torch.empty(shape, dtype=getattr(torch, dtype)) for dtype, shape in _described(structure))
+    for tensor in tensors:
+        if tensor.numel():
+            dist.broadcast(tensor.view(-1).view(torch.uint8), group=group, group_src=source)
+    return value if is_source else _unpacked(structure, iter(tensors))
+
+
+def _packed(value: Any, tensors: list[Tensor]) -> Any:
+    """The value as JSON can hold it; each tensor is appended to `tensors` and replaced by its description."""
+    if isinstance(value, Tensor):
+        tensors.append(value.detach().cpu().contiguous())
+        return {_TENSOR: [str(value.dtype).removeprefix("torch."), list(value.shape)]}
+    if isinstance(value, Mapping):
+        if not all(isinstance(name, str) and name != _TENSOR for name in value):
+            raise TypeError(f"the names of a mapping that goes to other ranks are texts, not {list(value)}")
+        return {name: _packed(inner, tensors) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_packed(inner, tensors) for inner in value]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise TypeError(
+        f"a {type(value).__name__} can not go to other ranks; possible are numbers, texts, tensors, None, "
+        "and lists and mappings of them"
+    )
+
+
+def _described(structure: Any) -> list[tuple[str, list[int]]]:
+    """Type and shape of each tensor, in the order in which they were packed."""
+    if isinstance(structure, dict):
+        if _TENSOR in structure:
+            return [structure[_TENSOR]]
+        return [described for inner in structure.values() for described in _described(inner)]
+    return [described for inner in structure for described in _described(inner)] if isinstance(structure, list) else []
+
+
+def _unpacked(structure: Any, tensors: Iterator[Tensor]) -> Any:
+    if isinstance(structure, dict):
+        if _TENSOR in structure:
+            return next(tensors)
+        return {name: _unpacked(inner, tensors) for name, inner in structure.items()}
+    return [_unpacked(inner, tensors) for inner in structure] if isinstance(structure, list) else structure
