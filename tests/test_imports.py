@@ -15,7 +15,7 @@ MAY_IMPORT = {
     "schedule": set(),
     "planner": {"schedule"},
     "draw": {"schedule"},
-    "model": {"schedule"},
+    "model": {"parallel", "schedule"},
     "parallel": {"schedule"},
     "data": {"schedule"},
     "runtime": {"model", "parallel", "data", "schedule"},

@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from penstock.model import Collectives, observe
-from penstock.model.collectives import Work
+from penstock.parallel.collectives import Collectives, Handle, observe
 from penstock.schedule.recording import CollectiveKind
 from tests.dist.launch import run_ranks
 
@@ -20,7 +19,9 @@ class Ledger:
 
     launched: list[tuple[str, int]] = field(default_factory=list)
 
-    def follow(self, kind: CollectiveKind, num_bytes: int, work: Work, group: object = None) -> Work:
+    def follow(
+        self, kind: CollectiveKind, num_bytes: int, work: Handle[object], group: object = None
+    ) -> Handle[object]:
         self.launched.append((str(kind), num_bytes))
         return work
 

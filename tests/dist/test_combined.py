@@ -16,18 +16,10 @@ from penstock.engine.learning_rate import LearningRate
 from penstock.engine.optimizer import OptimizerConfig
 from penstock.engine.options import Precision
 from penstock.engine.schedules import ScheduleChoice
-from penstock.model import (
-    Collectives,
-    Exchange,
-    ExpertConfig,
-    Lane,
-    ModelConfig,
-    Sequences,
-    Travelling,
-    decoder_units,
-)
+from penstock.model import Exchange, ExpertConfig, Lane, ModelConfig, Sequences, decoder_units
 from penstock.model.layers.moe import ExpertBlock
 from penstock.model.segments import Grads, State, Undo
+from penstock.parallel.collectives import Collectives, Handle
 from penstock.runtime import Pairs, Record
 from penstock.schedule import Pair
 from tests.dist.launch import run_ranks
@@ -347,7 +339,7 @@ class Telling(Collectives):
         self.name, self.engine, self.log = name, engine, log
         self.chance = random.Random(1000 * engine.grid.rank + len(name))
 
-    def all_to_all(self, x: Tensor, *splits: Any) -> Travelling:
+    def all_to_all(self, x: Tensor, *splits: Any) -> Handle[Tensor]:
         # The delays are the point here: ranks must agree however late one of them is.
         time.sleep(self.chance.choice([0.0, 0.0, 0.002, 0.01]))
         what = "rows" if x.is_floating_point() else "sizes"

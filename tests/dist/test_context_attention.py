@@ -12,11 +12,11 @@ from torch import Tensor
 from penstock.model.attention.all_to_all import ContextForm, HeadShape
 from penstock.model.attention.ring import RingAttention
 from penstock.model.attention.tiles import Sight
-from penstock.model.collectives import Collectives, Work
 from penstock.model.layers.attention import context_attention
 from penstock.model.segments import Grads, Lane, Segment, State, Undo
 from penstock.model.sequences import Sequences, Spread
-from penstock.parallel.context import ContextCut, cut_sequences
+from penstock.parallel.collectives import Collectives, Handle
+from penstock.parallel.sequence_cut import ContextCut, cut_sequences
 from penstock.runtime.lanes import drain, zip_lanes
 from penstock.schedule.recording import CollectiveKind
 from tests.dist.launch import run_ranks
@@ -156,7 +156,9 @@ def num_bytes_sent(rank: int) -> int:
     seen: list[int] = []
 
     class Watch:
-        def follow(self, kind: CollectiveKind, num_bytes: int, work: Work, group: object = None) -> Work:
+        def follow(
+            self, kind: CollectiveKind, num_bytes: int, work: Handle[object], group: object = None
+        ) -> Handle[object]:
             seen.append(num_bytes)
             return work
 

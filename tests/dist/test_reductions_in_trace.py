@@ -35,7 +35,7 @@ def trace(rank: int, names: tuple[str, ...]) -> dict[str, Seen]:
         batch = PackedBatch.from_documents([torch.arange(7) + engine.grid.dp_rank] * 6)
         for _ in range(2):
             engine.train_batch(batch, micro_batches=MicroBatchSpec(num=6))
-        travels = [t for t in engine.recorder.travels() if t.kind is CollectiveKind.GRADIENTS]
+        travels = [t for t in engine.recorder.collective_records() if t.kind is CollectiveKind.GRADIENTS]
         found[name] = Seen(
             [(record.action, record.begin_ns, record.end_ns) for record in engine.recorder.records()],
             [(t.num_bytes, t.launch_ns, t.wait_ns) for t in travels],

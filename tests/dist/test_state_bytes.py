@@ -18,7 +18,7 @@ from penstock.engine.config import (
     TrainSection,
 )
 from penstock.engine.run_parts import RunData
-from penstock.parallel.buckets import StateBytes
+from penstock.parallel.gradients import StateBytes
 from tests.dist.launch import run_ranks
 
 LAYOUTS = [

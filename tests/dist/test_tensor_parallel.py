@@ -15,7 +15,6 @@ from penstock.data import split
 from penstock.engine import EngineOptions, Precision
 from penstock.engine.optimizer import OptimizerConfig
 from penstock.model import (
-    Collectives,
     ModelConfig,
     ModelGroups,
     Sequences,
@@ -26,7 +25,7 @@ from penstock.model import (
     decoder_units,
     token_statistics,
 )
-from penstock.model.collectives import Work
+from penstock.parallel.collectives import Collectives, Handle
 from penstock.runtime import Boundary, Stage, Tape, drain
 from penstock.schedule.recording import CollectiveKind
 from tests.dist.launch import run_ranks
@@ -50,7 +49,9 @@ class Ledger:
 
     launched: list[tuple[CollectiveKind, int]] = field(default_factory=list)
 
-    def follow(self, kind: CollectiveKind, num_bytes: int, work: Work, group: object = None) -> Work:
+    def follow(
+        self, kind: CollectiveKind, num_bytes: int, work: Handle[object], group: object = None
+    ) -> Handle[object]:
         self.launched.append((kind, num_bytes))
         return work
 

@@ -18,7 +18,7 @@ from penstock.engine.options import EngineOptions, Precision
 from penstock.engine.run_parts import RunData, engine_options, layout, model_config
 from penstock.engine.timed_cut import UnitTimes, stage_costs, timed_cut, times_here
 from penstock.model import ModelGroups, UnitSpec, decoder_units
-from penstock.parallel.buckets import StateBytes
+from penstock.parallel.gradients import StateBytes
 
 _FILE_COLUMNS = 120
 

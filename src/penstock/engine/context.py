@@ -14,7 +14,7 @@ from torch import Tensor
 
 from penstock.data import PackedBatch, part_of
 from penstock.model import Logits, Sequences, ShardedLogits, Spread
-from penstock.parallel import cut_sequences
+from penstock.parallel import cut_sequences, gather_uneven
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,13 +52,7 @@ class ContextShares:
         spread = self.spread(microbatch)
         if spread is None:
             return x
-        counts = spread.num_tokens
-        # Equal lengths for all: gloo's gather knows no others.
-        own = x.new_zeros(max(counts), *x.shape[1:])
-        own[: x.shape[0]] = x
-        parts = [torch.empty_like(own) for _ in counts]
-        dist.all_gather(parts, own, group=self.group)
-        rows = torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+        rows = torch.cat(gather_uneven(x, spread.num_tokens, self.group))
         return torch.empty_like(rows).index_copy_(0, _order(spread).to(x.device), rows)
 
 

@@ -26,6 +26,7 @@ from penstock.model import Shard
 from penstock.model.hf.config_json import CONFIG_FILE
 from penstock.model.hf.files import INDEX_FILE, SINGLE_FILE
 from penstock.model.hf.load import Piece
+from penstock.parallel.collectives import gather_uneven
 from penstock.parallel.host import gather_json, on_all_ranks
 
 MAX_SHARD_BYTES = 5 * 10**9
@@ -117,15 +118,10 @@ def _whole(own: Tensor, shard: Shard, group: dist.ProcessGroup | None) -> Tensor
     if group is None:
         return own
     places = [replace(shard, index=rank * shard.count // group.size()) for rank in range(group.size())]
-    longest = max(place.length for place in places)
-    # Equal lengths for all: gloo's gather knows no others.
-    padded = own.new_zeros([longest if dim == shard.dim else size for dim, size in enumerate(own.shape)])
-    padded.narrow(shard.dim, 0, shard.length).copy_(own)
-    parts = [torch.empty_like(padded) for _ in places]
-    dist.all_gather(parts, padded, group=group)
     whole = own.new_empty(shard.full_shape)
+    parts = gather_uneven(own, [place.length for place in places], group, shard.dim)
     for place, part in zip(places, parts, strict=True):
-        place.of(whole).copy_(part.narrow(shard.dim, 0, place.length))
+        place.of(whole).copy_(part)
     return whole
 
 

@@ -7,8 +7,7 @@ from typing import Any
 
 from penstock.engine.pipeline import Pipeline
 from penstock.parallel.host import gather_json
-from penstock.runtime.trace import Record
-from penstock.runtime.travels import Travel
+from penstock.runtime.trace import CollectiveRecord, Record
 from penstock.schedule.recording import Recording, pack_action, pack_collective
 
 
@@ -34,12 +33,12 @@ def _recording(pipeline: Pipeline, by_rank: Sequence[Sequence[Any]]) -> Recordin
 
 def _pack_all(pipeline: Pipeline) -> tuple[list[Any], list[Any]]:
     actions = [_pack(record) for record in pipeline.recorder.records() if record.end_ns]
-    return actions, [_pack_travel(travel) for travel in pipeline.recorder.travels() if travel.end_ns]
+    return actions, [_pack_collective(record) for record in pipeline.recorder.collective_records() if record.end_ns]
 
 
-def _pack_travel(travel: Travel) -> list[Any]:
-    times_ns = (travel.launch_ns, travel.end_ns, travel.wait_ns, travel.taken_ns)
-    return pack_collective(travel.kind, travel.num_bytes, (time_ns * 1e-6 if time_ns else None for time_ns in times_ns))
+def _pack_collective(record: CollectiveRecord) -> list[Any]:
+    times_ns = (record.launch_ns, record.end_ns, record.wait_ns, record.taken_ns)
+    return pack_collective(record.kind, record.num_bytes, (time_ns * 1e-6 if time_ns else None for time_ns in times_ns))
 
 
 def _pack(record: Record) -> list[Any]:

@@ -23,7 +23,7 @@ from penstock.engine.zero import shared_out
 from penstock.model import ModelGroups, Sequences, UnitSpec, WeightGradients, cross_entropy_sum, defer
 from penstock.model.groups import PlannedGroup
 from penstock.parallel import GradientBuckets, Grid, Layout
-from penstock.parallel.buckets import StateBytes, state_bytes
+from penstock.parallel.gradients import StateBytes, state_bytes
 from penstock.runtime import Boundary, Stage, Tape, drain
 from penstock.runtime.tape import Segment
 

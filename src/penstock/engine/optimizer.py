@@ -1,7 +1,7 @@
 """AdamW over flat buckets with one gradient norm for the whole model, equal bit for bit however the model is cut.
 
 Three things make it so. Elements are stepped by a fused kernel over flat tensors whose places are whole cache lines
-(see `penstock.parallel.buckets`). Norms are taken parameter by parameter, each over the same elements in the same
+(see `penstock.parallel.gradients`). Norms are taken parameter by parameter, each over the same elements in the same
 order wherever it lies. And their squares are added without rounding on the way, so the order does not matter.
 """
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from penstock.engine.learning_rate import LearningRate, WeightDecay
-from penstock.parallel import Bucket, Fragment, GradientBuckets
+from penstock.parallel import Bucket, GradientBuckets, Place
 from penstock.parallel.host import gather_json
 
 # As in torch.nn.utils.clip_grad_norm_: keeps the quotient finite.
@@ -201,15 +201,15 @@ class Optimizer:
         every = self.owned_state().items()
         return {name: flat.view(part.parameter.shape) for name, (part, flat) in every if part.is_whole}
 
-    def owned_state(self) -> dict[str, tuple[Fragment, Tensor]]:
+    def owned_state(self) -> dict[str, tuple[Place, Tensor]]:
         """The same of all that this rank steps: which elements of a parameter they belong to, and a flat view."""
-        state: dict[str, tuple[Fragment, Tensor]] = {}
+        state: dict[str, tuple[Place, Tensor]] = {}
         for bucket, master, means in zip(self._stepped, self._masters, self._means, strict=True):
             flats = {"exp_avg": means.exp_avg, "exp_avg_sq": means.exp_avg_sq}
             if master.dtype != bucket.parameters.dtype:
                 flats["master"] = master
             for kind, flat in flats.items():
-                state |= {f"optimizer.{kind}.{part.name}": (part, part.view(flat)) for part in bucket.fragments}
+                state |= {f"optimizer.{kind}.{part.name}": (part, part.view(flat)) for part in bucket.owned_places}
         return state
 
     @property

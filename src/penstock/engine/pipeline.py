@@ -19,8 +19,9 @@ from penstock.engine.schedules import ScheduleChoice, forward_only
 from penstock.engine.sharing import Sharing, UnitSource, units_for
 from penstock.engine.timed_cut import measure_units, timed_cut
 from penstock.engine.zero import shared_out
-from penstock.model import Collectives, ModelGroups, UnitSpec, WeightCasts, observe, share_casts
+from penstock.model import ModelGroups, UnitSpec, WeightCasts, share_casts
 from penstock.parallel import Grid, Layout
+from penstock.parallel.collectives import Collectives, observe
 from penstock.runtime import (
     Boundary,
     DistributedTransport,

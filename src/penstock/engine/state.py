@@ -14,7 +14,7 @@ from penstock.engine.memory import held_bytes
 from penstock.engine.pipeline import Pipeline
 from penstock.engine.trainer import Trainer
 from penstock.model import Shard
-from penstock.parallel.buckets import StateBytes
+from penstock.parallel.gradients import StateBytes
 from penstock.parallel.parts import Held
 from penstock.schedule import Costs, Timeline
 

@@ -195,7 +195,7 @@ def _make_buckets(pipeline: Pipeline) -> dict[int, GradientBuckets]:
             stage.named_parameters(),
             pipeline.grid.dp_cp_group,
             reductions=pipeline.sharing.reductions,
-            follow=pipeline.recorder.follow,
+            observer=pipeline.recorder,
         )
         for number, stage in pipeline.stages.items()
     }

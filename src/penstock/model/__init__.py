@@ -2,7 +2,6 @@
 
 from penstock.model.attention.all_to_all import ContextForm
 from penstock.model.aux_losses import AuxLoss, AuxLosses, FutureTokens
-from penstock.model.collectives import Collectives, Observer, observe
 from penstock.model.config import ModelConfig
 from penstock.model.decoder import decoder_units
 from penstock.model.expert_config import ExpertConfig, GroupScore, Scores
@@ -38,7 +37,6 @@ from penstock.model.segments import (
     RecomputedLane,
     Segment,
     SegmentedUnit,
-    Travelling,
     Turn,
     cut,
     enter_graph,
@@ -53,7 +51,6 @@ __all__ = [
     "CacheSize",
     "CachedRows",
     "CachedUnit",
-    "Collectives",
     "Compute",
     "ContextForm",
     "Draw",
@@ -69,7 +66,6 @@ __all__ = [
     "Logits",
     "ModelConfig",
     "ModelGroups",
-    "Observer",
     "PendingGradient",
     "RecomputedLane",
     "SamplingParams",
@@ -82,7 +78,6 @@ __all__ = [
     "SlotRows",
     "Spread",
     "TokenStatistics",
-    "Travelling",
     "Turn",
     "UnitSpec",
     "WeightCasts",
@@ -94,7 +89,6 @@ __all__ = [
     "defer",
     "draw_tokens",
     "enter_graph",
-    "observe",
     "pack",
     "recomputed",
     "share_casts",

@@ -17,6 +17,7 @@ from torch.autograd import graph
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from penstock.model.sequences import Sequences
+from penstock.parallel.collectives import Handle
 
 Result = TypeVar("Result")
 
@@ -157,12 +158,6 @@ class _Beside:
         return (*inner, *grads[-self.num_beside :])
 
 
-class Travelling(Protocol):
-    """A collective that has been launched; `wait` gives what arrived."""
-
-    def wait(self) -> Tensor: ...
-
-
 @dataclass(frozen=True, eq=False)
 class Exchange:
     """A segment that moves the state's first tensor between ranks, and leaves the others where they are.
@@ -172,22 +167,22 @@ class Exchange:
     """
 
     name: str
-    there: Callable[[Tensor], Travelling]
-    back: Callable[[Tensor], Travelling]
+    there: Callable[[Tensor], Handle[Tensor]]
+    back: Callable[[Tensor], Handle[Tensor]]
     before_release: bool = False
 
     def forward(self, state: State, undo: list[Undo] | None) -> Lane[State]:
-        travelling = self.there(state[0])
+        handle = self.there(state[0])
         yield
         if undo is not None:
             undo.append(self)
-        return (travelling.wait(), *state[1:])
+        return (handle.wait(), *state[1:])
 
     def backward(self, grads: Grads) -> Lane[Grads]:
         assert grads[0] is not None, f"nothing is left to send back through {self.name}"
-        travelling = self.back(grads[0])
+        handle = self.back(grads[0])
         yield Turn.RELEASE_WAITS if self.before_release else None
-        return (travelling.wait(), *grads[1:])
+        return (handle.wait(), *grads[1:])
 
 
 class SegmentedUnit(nn.Module):

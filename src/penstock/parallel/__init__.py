@@ -1,21 +1,27 @@
-"""The process grid, its groups, and the reduction of gradients over it; no other room but `schedule` is imported."""
+"""The process grid, its groups, the collectives over them, and the reduction of gradients; it imports no model."""
 
-from penstock.parallel.buckets import Bucket, Fragment, Reduction
-from penstock.parallel.context import ContextCut, cut_sequences
-from penstock.parallel.gradients import GradientBuckets, sum_tied
+from penstock.parallel.collectives import Collectives, Handle, Observer, gather_uneven, observe
+from penstock.parallel.gradients import Bucket, GradientBuckets, Place, Reduction, StateBytes, sum_tied
 from penstock.parallel.host import gather_json
 from penstock.parallel.layout import Coordinates, Grid, Layout
+from penstock.parallel.sequence_cut import ContextCut, cut_sequences
 
 __all__ = [
     "Bucket",
+    "Collectives",
     "ContextCut",
     "Coordinates",
-    "Fragment",
     "GradientBuckets",
     "Grid",
+    "Handle",
     "Layout",
+    "Observer",
+    "Place",
     "Reduction",
+    "StateBytes",
     "cut_sequences",
     "gather_json",
+    "gather_uneven",
+    "observe",
     "sum_tied",
 ]

@@ -1,17 +1,236 @@
-"""One stage's gradients in flat buckets, and their sums over ranks.
+"""Gradients and parameters in flat buckets, and the sums of gradients over ranks.
 
-Every parameter is a view of a bucket's flat tensor and so is its gradient, at the same offset.
+Every parameter is a view of a bucket's flat tensor and so is its gradient, at the same offset. Each parameter's place
+is padded to whole cache lines. A vectorised kernel that runs over a flat tensor then treats an element alike wherever
+its parameter lies, so weights do not depend on how the model was cut.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from penstock.parallel.buckets import CAP_BYTES, Bucket, Place, Reduction, fill, is_16_bit, make_bucket, members_of
-from penstock.parallel.launched import Follow, Launched, launch_gather, launch_own_sum, launch_sum
+from penstock.parallel.collectives import Collectives, Handle, Observer
+
+CAP_BYTES = 25 * 2**20
+_LINE_BYTES = 64
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """The ranks over which a gradient is summed.
+
+    group: ranks that hold the same parameter and see other tokens. among: ranks that see the same tokens and each
+    compute a part of the gradient; where given, it is summed over them first. They may hold different parts of the
+    parameter, `num_parts` in all and this rank part number `part`; then only ranks with the same part are summed.
+    sharded: each rank of `group` gets the sum of only the elements that it owns, and steps them (ZeRO-1). alone: sets
+    parameters that need a bucket of their own apart by name. lent: the parameter is a copy that shares another's
+    storage and is stepped there; only its gradient lies here.
+
+    Source: Rajbhandari et al. 2020 (ZeRO), section 5.1.
+    """
+
+    group: dist.ProcessGroup | None = None
+    among: dist.ProcessGroup | None = None
+    part: int = 0
+    num_parts: int = 1
+    sharded: bool = False
+    alone: str = ""
+    lent: bool = False
+
+    @property
+    def num_owners(self) -> int:
+        """The number of ranks that divide a bucket's elements among them for the optimizer's step."""
+        return self.group.size() if self.sharded and self.group is not None else 1
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """Where elements `first` ... `last - 1` of a parameter lie in a flat tensor: from `start` on."""
+
+    name: str
+    parameter: nn.Parameter
+    start: int
+    first: int
+    last: int
+
+    @classmethod
+    def whole(cls, name: str, parameter: nn.Parameter, start: int) -> Place:
+        return cls(name, parameter, start, 0, parameter.numel())
+
+    @property
+    def is_whole(self) -> bool:
+        return self.last - self.first == self.parameter.numel()
+
+    def view(self, flat: Tensor) -> Tensor:
+        """These elements of a flat tensor, flat."""
+        return flat[self.start : self.start + self.last - self.first]
+
+    def cut(self, owned: slice) -> Place:
+        """The part of this place within `owned`, counted from there; it may be empty."""
+        first = max(owned.start - self.start, self.first)
+        last = min(owned.stop - self.start, self.last)
+        return Place(self.name, self.parameter, self.start + first - owned.start, first, last)
+
+
+@dataclass(frozen=True, eq=False)
+class Bucket:
+    """Parameters that are reduced by one collective and stepped by one kernel.
+
+    parameters: flat, in the parameters' type; empty for lent ones. gradients: flat and of the same length; fp32 for
+    16-bit parameters, else the parameters' type. Padding between places is zero in both. decays, reduction: whether
+    weight decay applies and the ranks over which gradients are summed, the same for the whole bucket.
+    """
+
+    places: tuple[Place, ...]
+    parameters: Tensor
+    gradients: Tensor
+    decays: bool
+    reduction: Reduction
+
+    def views(self, flat: Tensor) -> dict[str, Tensor]:
+        """The parameters' parts of a flat tensor of this bucket's length (parameters, gradients), in their shapes."""
+        return {place.name: place.view(flat).view(place.parameter.shape) for place in self.places}
+
+    @property
+    def owned(self) -> slice:
+        """The elements that this rank steps: all, unless the ranks with the same parameters divide them (ZeRO-1)."""
+        length = self.gradients.numel() // self.reduction.num_owners
+        rank = self.reduction.group.rank() if self.reduction.num_owners > 1 and self.reduction.group else 0
+        return slice(rank * length, (rank + 1) * length)
+
+    @property
+    def owned_places(self) -> list[Place]:
+        """The parameters' elements that this rank steps, placed within `owned`; some parameters may have none."""
+        if self.reduction.num_owners == 1:
+            return list(self.places)
+        cut = [place.cut(self.owned) for place in self.places]
+        return [place for place in cut if place.first < place.last]
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """The bytes of a rank's training state, without activations; the optimizer has running means and fp32 masters."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.gradients + self.optimizer
+
+    def __add__(self, other: StateBytes) -> StateBytes:
+        return StateBytes(
+            self.parameters + other.parameters, self.gradients + other.gradients, self.optimizer + other.optimizer
+        )
+
+
+def state_bytes(
+    parameters: Sequence[tuple[str, nn.Parameter]],
+    group: dist.ProcessGroup | None = None,
+    reductions: Mapping[str, Reduction] | None = None,
+    cap_bytes: int = CAP_BYTES,
+) -> StateBytes:
+    """The bytes that `GradientBuckets` of these parameters, which may be on `meta`, and their optimizer would take."""
+    total = StateBytes(0, 0, 0)
+    for entries in _fill(_entries(parameters, group, reductions or {}), cap_bytes):
+        parameter, length = entries[0].parameter, _bucket_length(entries)
+        gradient_size, num_owners = _gradient_dtype(parameter).itemsize, entries[0].reduction.num_owners
+        # Two running means, and the masters of 16-bit parameters.
+        num_copies = 3 if _is_16_bit(parameter) else 2
+        num_values = 0 if entries[0].reduction.lent else length
+        total += StateBytes(
+            num_values * parameter.element_size(),
+            length * gradient_size,
+            num_values // num_owners * gradient_size * num_copies,
+        )
+    return total
+
+
+@dataclass(frozen=True, eq=False)
+class _Entry:
+    """A parameter that is to be given a place in a bucket."""
+
+    name: str
+    parameter: nn.Parameter
+    reduction: Reduction
+
+    @property
+    def kind(self) -> tuple[torch.dtype, torch.device, bool, Reduction]:
+        return self.parameter.dtype, self.parameter.device, _decays(self.parameter), self.reduction
+
+
+def _entries(
+    parameters: Sequence[tuple[str, nn.Parameter]],
+    group: dist.ProcessGroup | None,
+    reductions: Mapping[str, Reduction],
+) -> list[_Entry]:
+    ordinary = Reduction(group)
+    return [_Entry(name, p, reductions.get(name, ordinary)) for name, p in parameters if p.requires_grad]
+
+
+def _fill(entries: Sequence[_Entry], cap_bytes: int) -> list[list[_Entry]]:
+    """Sort parameters into buckets, in order, with one open bucket of each kind."""
+    filled: list[list[_Entry]] = []
+    open_bucket: dict[tuple[torch.dtype, torch.device, bool, Reduction], tuple[list[_Entry], int]] = {}
+    for entry in entries:
+        need_bytes = _padded_length(entry.parameter) * _gradient_dtype(entry.parameter).itemsize
+        bucket, bucket_bytes = open_bucket.get(entry.kind, ([], cap_bytes))
+        if bucket_bytes + need_bytes > cap_bytes:
+            bucket, bucket_bytes = [], 0
+            filled.append(bucket)
+        bucket.append(entry)
+        open_bucket[entry.kind] = (bucket, bucket_bytes + need_bytes)
+    return filled
+
+
+def _make_bucket(entries: Sequence[_Entry]) -> Bucket:
+    """Move parameters, with their values, into new flat storage, and lay out their gradients beside it.
+
+    Lent parameters stay where they are.
+    """
+    first, reduction = entries[0].parameter, entries[0].reduction
+    places, end = [], 0
+    for entry in entries:
+        places.append(Place.whole(entry.name, entry.parameter, end))
+        end += _padded_length(entry.parameter)
+    end = _bucket_length(entries)
+    flat = torch.zeros(0 if reduction.lent else end, dtype=first.dtype, device=first.device)
+    gradients = torch.zeros(end, dtype=_gradient_dtype(first), device=first.device)
+    for place in places if not reduction.lent else []:
+        view = place.view(flat).view(place.parameter.shape)
+        view.copy_(place.parameter.detach())
+        place.parameter.data = view
+    return Bucket(tuple(places), flat, gradients, _decays(first), reduction)
+
+
+def _bucket_length(entries: Sequence[_Entry]) -> int:
+    """Elements of a bucket: its parameters' padded lengths, and whole cache lines for every owner."""
+    share = _LINE_BYTES // entries[0].parameter.element_size() * entries[0].reduction.num_owners
+    return -(-sum(_padded_length(entry.parameter) for entry in entries) // share) * share
+
+
+def _padded_length(parameter: nn.Parameter) -> int:
+    # In elements of the parameter's own type, which is never wider than its gradient's.
+    line = _LINE_BYTES // parameter.element_size()
+    return -(-parameter.numel() // line) * line
+
+
+def _decays(parameter: nn.Parameter) -> bool:
+    return parameter.ndim >= 2
+
+
+def _is_16_bit(parameter: nn.Parameter) -> bool:
+    return parameter.element_size() == 2
+
+
+def _gradient_dtype(parameter: nn.Parameter) -> torch.dtype:
+    return torch.float32 if _is_16_bit(parameter) else parameter.dtype
 
 
 class GradientBuckets:
@@ -29,7 +248,7 @@ class GradientBuckets:
     A step is ``zero_(); backward passes; launch(); ...; wait()``. `zero_` also clears up after a step that failed
     anywhere in between. Where the step is shared out, `gather` follows it, and `settle` before parameters are read.
 
-    `follow` is told of each reduction that has been launched, and gives what is to be waited for in its place.
+    `observer` learns of each reduction that has been launched.
 
     Raises: ValueError for a name or a parameter given twice.
     """
@@ -40,14 +259,14 @@ class GradientBuckets:
         group: dist.ProcessGroup | None = None,
         cap_bytes: int = CAP_BYTES,
         reductions: Mapping[str, Reduction] | None = None,
-        follow: Follow | None = None,
+        observer: Observer | None = None,
     ) -> None:
         _check_distinct(parameters)
-        self._follow = follow
-        self._pending: list[Launched] = []
-        self._gathering: list[Launched] = []
-        trained = members_of(parameters, group, reductions or {})
-        self.buckets: tuple[Bucket, ...] = tuple(make_bucket(members) for members in fill(trained, cap_bytes))
+        self._observer = observer
+        self._pending: list[Handle[Tensor]] = []
+        self._gathering: list[Handle[Tensor]] = []
+        trained = _entries(parameters, group, reductions or {})
+        self.buckets: tuple[Bucket, ...] = tuple(_make_bucket(entries) for entries in _fill(trained, cap_bytes))
         self._gradients = {
             name: view for bucket in self.buckets for name, view in bucket.views(bucket.gradients).items()
         }
@@ -55,7 +274,7 @@ class GradientBuckets:
         for place in self._places():
             view = self._gradients[place.name]
             place.parameter.main_grad = view  # type: ignore[attr-defined]
-            hook = _add_and_drop if is_16_bit(place.parameter) else _keep_in_view
+            hook = _add_and_drop if _is_16_bit(place.parameter) else _keep_in_view
             self._hooks.append(place.parameter.register_post_accumulate_grad_hook(hook))
         self.zero_()
 
@@ -80,40 +299,42 @@ class GradientBuckets:
         for bucket in self.buckets:
             bucket.gradients.zero_()
         for place in self._places():
-            place.parameter.grad = None if is_16_bit(place.parameter) else self._gradients[place.name]
+            place.parameter.grad = None if _is_16_bit(place.parameter) else self._gradients[place.name]
 
     def launch(self) -> None:
         """Start summing every bucket over its group, in one fixed order; no backward may follow before `wait`.
 
-        What several ranks have computed in part is summed among them before this returns: it is little.
+        Gradients that several ranks have computed in part are summed among them before this returns; they are small.
         """
         assert not self._pending, "launched twice without a wait"
         for bucket in self.buckets:
             self._sum_parts(bucket)
         for bucket in self.buckets:
             if bucket.reduction.group is not None:
-                launch = launch_own_sum if bucket.reduction.sharded else launch_sum
-                self._pending.append(launch(bucket.gradients, bucket.reduction.group, self._follow))
+                collectives = Collectives(bucket.reduction.group, self._observer)
+                launch = collectives.sum_owned_gradients if bucket.reduction.sharded else collectives.sum_gradients
+                self._pending.append(launch(bucket.gradients))
 
     def _sum_parts(self, bucket: Bucket) -> None:
-        """Sum a bucket's gradients over the ranks that have computed a part each of the same parameters."""
+        """Sum a bucket's gradients over the ranks that have each computed a part of them."""
         reduction = bucket.reduction
         if reduction.among is None:
             return
+        collectives = Collectives(reduction.among, self._observer)
         if reduction.num_parts == 1:
-            launch_sum(bucket.gradients, reduction.among, self._follow).wait()
+            collectives.sum_gradients(bucket.gradients).wait()
             return
-        # A row for each part, zeros in those of others: one sum over all ranks, and no group for every few of them.
+        # A row for each part, with zeros in those of others: one sum over all ranks needs no group for every few.
         rows = bucket.gradients.new_zeros(reduction.num_parts, bucket.gradients.numel())
         rows[reduction.part] = bucket.gradients
-        launch_sum(rows, reduction.among, self._follow).wait()
+        collectives.sum_gradients(rows).wait()
         bucket.gradients.copy_(rows[reduction.part])
 
     def wait(self) -> None:
         """Wait for what `launch` started (on a GPU: order the current stream after it)."""
         pending, self._pending = self._pending, []
-        for work in pending:
-            work.wait()
+        for handle in pending:
+            handle.wait()
 
     def gather(self) -> None:
         """Start giving every rank the parameters that others have stepped; they may be read after `settle`."""
@@ -121,21 +342,21 @@ class GradientBuckets:
         for bucket in self.buckets:
             reduction = bucket.reduction
             if reduction.num_owners > 1 and reduction.group is not None and not reduction.lent:
-                self._gathering.append(launch_gather(bucket.parameters, reduction.group, self._follow))
+                self._gathering.append(Collectives(reduction.group, self._observer).gather_owned(bucket.parameters))
 
     def settle(self) -> None:
         """Wait for what `gather` started; costs nothing where nothing is under way."""
         gathering, self._gathering = self._gathering, []
-        for work in gathering:
-            work.wait()
+        for handle in gathering:
+            handle.wait()
 
     @property
     def owned_gradients(self) -> dict[str, Tensor]:
-        """The gradients' elements that this rank steps, by full name: flat views, none where it owns none of them."""
+        """The gradients' elements that this rank steps, by full name, as flat views; absent where it steps none."""
         return {
-            fragment.name: fragment.view(bucket.gradients[bucket.owned])
+            place.name: place.view(bucket.gradients[bucket.owned])
             for bucket in self.buckets
-            for fragment in bucket.fragments
+            for place in bucket.owned_places
         }
 
     def close(self) -> None:

@@ -11,14 +11,14 @@ from penstock.runtime.lanes import Lane, drain, zip_lanes
 from penstock.runtime.pairs import Hooks, Pairs
 from penstock.runtime.stage import Boundary, LaneUnit, Stage
 from penstock.runtime.tape import Segment, Tape
-from penstock.runtime.trace import Awaited, Record, Recorder
+from penstock.runtime.trace import Awaited, CollectiveRecord, Record, Recorder
 from penstock.runtime.transport import InProcessHub, InProcessTransport, Transport
-from penstock.runtime.travels import Travel
 from penstock.runtime.watchdog import Watchdog
 
 __all__ = [
     "Awaited",
     "Boundary",
+    "CollectiveRecord",
     "Deadlock",
     "DecodeForm",
     "DecodeLoop",
@@ -43,7 +43,6 @@ __all__ = [
     "Tape",
     "Transport",
     "TransportError",
-    "Travel",
     "Watchdog",
     "drain",
     "host_channels",

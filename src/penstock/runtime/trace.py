@@ -2,16 +2,18 @@
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
+import torch
 import torch.distributed as dist
+from torch.futures import Future
 
-from penstock.model.collectives import Work
+from penstock.parallel.collectives import Handle
 from penstock.runtime.errors import TransportError, first_line
 from penstock.runtime.roll_call import Presence, RollCall, numbers
-from penstock.runtime.travels import FollowedWork, Travel
 from penstock.schedule import Action, Direction, Event, Op, Step
 from penstock.schedule.recording import CollectiveKind
 
@@ -53,6 +55,80 @@ class Record:
     waits: tuple[tuple[int, int], ...] = ()
 
 
+@dataclass(slots=True)
+class CollectiveRecord:
+    """One collective of this rank; times in nanoseconds of the host's monotonic clock, 0 while not reached.
+
+    `launch_ns` is when it had been launched, `wait_ns` when the rank could not go on without it, `taken_ns` when it
+    went on. `end_ns` is when the collective was done; where the backend does not report that, it equals `taken_ns`. On
+    a GPU all of them are times of the host, which does not wait. `ranks` are the global ranks that take part, where
+    they are known.
+    """
+
+    kind: CollectiveKind
+    num_bytes: int
+    launch_ns: int
+    ranks: tuple[int, ...] = ()
+    wait_ns: int = 0
+    taken_ns: int = 0
+    end_ns: int = 0
+
+    def __str__(self) -> str:
+        ago_s = (time.perf_counter_ns() - self.launch_ns) * 1e-9
+        return f"the {self.kind} of {self.num_bytes} bytes that it launched {ago_s:.1f} s ago"
+
+
+class RecordedHandle(Handle[None]):
+    """Notes when a collective is waited for and when it ends.
+
+    Args:
+        work: the backend's handle.
+        record: where times are noted.
+        awaiting: called with the record when the rank begins to wait, and with None when it goes on.
+    """
+
+    def __init__(
+        self, work: Handle[object], record: CollectiveRecord, awaiting: Callable[[CollectiveRecord | None], None]
+    ) -> None:
+        self._work, self._record, self._awaiting = work, record, awaiting
+        future = _future(work)
+        if future is not None:
+            future.add_done_callback(partial(_ended, record))
+
+    def wait(self) -> None:
+        """Raises TransportError when the collective does not end in time; the message says which it was."""
+        record = self._record
+        record.wait_ns = time.perf_counter_ns()
+        self._awaiting(record)
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise TransportError(f"the {record.kind} failed ({first_line(error)})") from error
+        record.taken_ns = time.perf_counter_ns()
+        self._awaiting(None)
+        if not record.end_ns:
+            record.end_ns = record.taken_ns
+
+
+def _ended(record: CollectiveRecord, future: object) -> None:
+    # Called by a thread of the backend, perhaps after the rank has gone on.
+    if not record.end_ns:
+        record.end_ns = time.perf_counter_ns()
+
+
+def _future(work: Handle[object]) -> Future | None:  # pyright: ignore[reportMissingTypeArgument]
+    """What is done when the collective is, even if nobody waits for it; None where the backend has no such thing.
+
+    Not on a GPU, where collectives count as done as soon as they are enqueued.
+    """
+    if torch.cuda.is_available() or not hasattr(work, "get_future"):
+        return None
+    try:
+        return work.get_future()  # type: ignore[attr-defined]
+    except RuntimeError:
+        return None
+
+
 class Recorder:
     """The last `capacity` records of one rank's actions, and as many of its collectives, and what it is waiting for.
 
@@ -65,8 +141,8 @@ class Recorder:
         self.rank, self.capacity = rank, capacity
         self._name = f"rank {rank}" if place is None else f"rank {rank} ({place})"
         self.step = 0
-        self.awaited: Awaited | Travel | None = None
-        self._travels: deque[Travel] = deque(maxlen=capacity)
+        self.awaited: Awaited | CollectiveRecord | None = None
+        self._collectives: deque[CollectiveRecord] = deque(maxlen=capacity)
         self._records: list[Record] = []
         self._next = 0
         self._step_first = 0
@@ -79,7 +155,7 @@ class Recorder:
         """From here on records belong to `step`."""
         self.step = step
         self._step_first = self._next
-        self._travels.clear()
+        self._collectives.clear()
         self._current = None
         self.awaited = None
 
@@ -127,22 +203,24 @@ class Recorder:
         finally:
             self._together = None
 
-    def follow(self, kind: CollectiveKind, num_bytes: int, work: Work, group: dist.ProcessGroup | None = None) -> Work:
-        """Note a collective that has just been launched; what is given back is to be waited for in its place."""
+    def follow(
+        self, kind: CollectiveKind, num_bytes: int, work: Handle[object], group: dist.ProcessGroup | None = None
+    ) -> Handle[object]:
+        """Note a collective that has just been launched; see `Observer`."""
         ranks = () if group is None else self._ranks.get(group) or self._ranks_of(group)
-        travel = Travel(kind, num_bytes, time.perf_counter_ns(), ranks)
-        self._travels.append(travel)
-        return FollowedWork(work, travel, self._await_travel)
+        record = CollectiveRecord(kind, num_bytes, time.perf_counter_ns(), ranks)
+        self._collectives.append(record)
+        return RecordedHandle(work, record, self._await_collective)
 
     def _ranks_of(self, group: dist.ProcessGroup) -> tuple[int, ...]:
         return self._ranks.setdefault(group, tuple(dist.get_process_group_ranks(group)))
 
-    def _await_travel(self, travel: Travel | None) -> None:
-        self.awaited = travel
+    def _await_collective(self, record: CollectiveRecord | None) -> None:
+        self.awaited = record
 
-    def travels(self) -> list[Travel]:
+    def collective_records(self) -> list[CollectiveRecord]:
         """The collectives that the current step has launched so far, in that order (the last `capacity` of them)."""
-        return list(self._travels)
+        return list(self._collectives)
 
     def records(self) -> list[Record]:
         """The records of the current step, oldest first (the last `capacity` of them)."""
@@ -170,10 +248,9 @@ class Recorder:
         record, here = self._current, f"{self._name}, step {self.step}"
         if self._together is not None:
             what, ranks = self._together
-            travel = self.awaited if isinstance(self.awaited, Travel) else None
-            return (
-                f"{here}: while the ranks {what}{self._among(ranks) if travel is None else f', {self._named(travel)}'}"
-            )
+            if isinstance(self.awaited, CollectiveRecord):
+                return f"{here}: while the ranks {what}, {self._named(self.awaited)}"
+            return f"{here}: while the ranks {what}{self._among(ranks)}"
         if record is None:
             return f"{here}: between steps"
         if record.end_ns:
@@ -189,7 +266,7 @@ class Recorder:
         """
         if self.roll_call is None:
             return ""
-        if isinstance(self.awaited, Travel) and self.awaited.ranks:
+        if isinstance(self.awaited, CollectiveRecord) and self.awaited.ranks:
             needed = self.awaited.ranks
         elif isinstance(self.awaited, Awaited):
             needed = (self.roll_call.pipeline[self.awaited.rank],)
@@ -200,8 +277,8 @@ class Recorder:
         told = self.roll_call.missing(needed)
         return told and f"; {told}"
 
-    def _named(self, awaited: Awaited | Travel) -> str:
-        if isinstance(awaited, Travel) and awaited.ranks:
+    def _named(self, awaited: Awaited | CollectiveRecord) -> str:
+        if isinstance(awaited, CollectiveRecord) and awaited.ranks:
             return f"{awaited}{self._among(awaited.ranks)}"
         return str(awaited)
 

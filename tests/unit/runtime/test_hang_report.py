@@ -8,10 +8,9 @@ import torch
 
 from penstock.parallel import Layout
 from penstock.parallel.layout import Grid
-from penstock.runtime import Recorder, roll_call
+from penstock.runtime import CollectiveRecord, Recorder, roll_call
 from penstock.runtime.roll_call import Absence, Member, RollCall
 from penstock.runtime.trace import Awaited
-from penstock.runtime.travels import Travel
 from penstock.schedule import Action, Direction, Op
 from penstock.schedule.recording import CollectiveKind
 
@@ -83,7 +82,7 @@ def test_who_waits_for_a_collective_asks_the_processes_of_its_group(
     for group in layout.groups(*axes):
         for process, within in product(group, (False, True)):
             recorder = recorder_of(layout, process)
-            recorder.awaited = Travel(CollectiveKind.GRADIENTS, 8, 0, group)
+            recorder.awaited = CollectiveRecord(CollectiveKind.GRADIENTS, 8, 0, group)
             asked.clear()
             if within:
                 with recorder.collective("finish the gradients and step"):

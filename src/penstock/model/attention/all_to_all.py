@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from penstock.model.attention.kernels import packed_attention
-from penstock.model.collectives import Collectives
-from penstock.model.segments import Compute, Exchange, Segment, State, Travelling
+from penstock.model.segments import Compute, Exchange, Segment, State
 from penstock.model.sequences import Sequences, Spread
+from penstock.parallel.collectives import Collectives, Handle
 
 
 class ContextForm(enum.Enum):
@@ -95,12 +95,12 @@ class HeadExchange:
         mean_nThK = mean_RhK.unflatten(0, (self.spread.num_ranks, -1))
         return (mean_nThK.transpose(0, 1).flatten(1, 2), *others)
 
-    def _gather_tokens(self, x_RhK: Tensor) -> Travelling:
+    def _gather_tokens(self, x_RhK: Tensor) -> Handle[Tensor]:
         """Exchange this rank's tokens of all heads [R, h, K] for all tokens of its heads [A, h, K]."""
         counts = self.spread.num_tokens
         return self.collectives.all_to_all(x_RhK, [counts[self.spread.rank]] * len(counts), counts)
 
-    def _gather_heads(self, x_AhK: Tensor) -> Travelling:
+    def _gather_heads(self, x_AhK: Tensor) -> Handle[Tensor]:
         """Exchange all tokens of this rank's heads [A, h, K] for its tokens of all heads [R, h, K]."""
         counts = self.spread.num_tokens
         return self.collectives.all_to_all(x_AhK, counts, [counts[self.spread.rank]] * len(counts))

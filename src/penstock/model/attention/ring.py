@@ -21,9 +21,9 @@ from torch import Tensor
 
 from penstock.model.attention.kernels import attend, attend_backward, merge
 from penstock.model.attention.tiles import Positions, Sight, Tile, tiles
-from penstock.model.collectives import Collectives
-from penstock.model.segments import Grads, Lane, State, Travelling, Undo
+from penstock.model.segments import Grads, Lane, State, Undo
 from penstock.model.sequences import Spread
+from penstock.parallel.collectives import Collectives, Handle
 
 
 @dataclass(frozen=True, eq=False)
@@ -166,7 +166,7 @@ class _RingSteps:
         first = [meeting for meeting in every if meeting[0].rows == meeting[1].rows]
         return first, [meeting for meeting in every if meeting not in first]
 
-    def send_on(self, x: Tensor, step: int) -> Travelling:
+    def send_on(self, x: Tensor, step: int) -> Handle[Tensor]:
         """Send this step's tensor to the next rank and receive the next step's from the rank before."""
         num_rows = self._num_tokens[self.source(step + 1)]
         return self._collectives.send_receive(x, self._next, self._before, num_rows)

@@ -11,7 +11,6 @@ from penstock.model.attention.all_to_all import ContextForm, HeadExchange, HeadS
 from penstock.model.attention.kernels import packed_attention
 from penstock.model.attention.ring import RingAttention
 from penstock.model.attention.tiles import Sight
-from penstock.model.collectives import Collectives
 from penstock.model.config import ModelConfig
 from penstock.model.groups import ModelGroups
 from penstock.model.kv_cache import CachedRows, CacheSize, KVCache, Rows
@@ -22,6 +21,7 @@ from penstock.model.linear import Linear, outputs
 from penstock.model.matmul import Matmul
 from penstock.model.segments import Compute, Segment, SegmentedUnit, State
 from penstock.model.sequences import Sequences
+from penstock.parallel.collectives import Collectives
 
 
 class AttentionBlock(nn.Module):

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.model.collectives import Collectives
 from penstock.model.layers.grouped_linear import RowGroups
 from penstock.model.layers.router import Choice
-from penstock.model.segments import Lane, State, Travelling, Undo
+from penstock.model.segments import Lane, State, Undo
+from penstock.parallel.collectives import Collectives, Handle
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,7 +160,7 @@ class Route:
     choice: Choice | None = None
     order: RowOrder | None = None
     #: the numbers of rows that other ranks will send, on their way here
-    sizes: Travelling | None = None
+    sizes: Handle[Tensor] | None = None
     arrived: ArrivedRows | None = None
     num_padding: int = 0
 

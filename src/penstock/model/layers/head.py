@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from penstock.model.collectives import Collectives
 from penstock.model.config import ModelConfig
 from penstock.model.groups import ModelGroups
 from penstock.model.kv_cache import CachedRows, CacheSize, Rows
@@ -19,6 +18,7 @@ from penstock.model.loss import ShardedLogits
 from penstock.model.matmul import Matmul
 from penstock.model.segments import Compute, Segment
 from penstock.model.sequences import Sequences
+from penstock.parallel.collectives import Collectives
 
 
 class Head(nn.Module):

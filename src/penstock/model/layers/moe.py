@@ -15,7 +15,6 @@ from functools import partial
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from penstock.model.collectives import Collectives
 from penstock.model.config import ModelConfig
 from penstock.model.expert_config import ExpertConfig
 from penstock.model.groups import ModelGroups
@@ -27,19 +26,10 @@ from penstock.model.layers.norm import RMSNorm
 from penstock.model.layers.router import Choice, Router
 from penstock.model.linear import Linear
 from penstock.model.matmul import Matmul
-from penstock.model.segments import (
-    Beside,
-    Compute,
-    Exchange,
-    Segment,
-    SegmentedUnit,
-    State,
-    Travelling,
-    drained,
-    walk,
-)
+from penstock.model.segments import Beside, Compute, Exchange, Segment, SegmentedUnit, State, drained, walk
 from penstock.model.sequences import Sequences
 from penstock.model.units import Shard
+from penstock.parallel.collectives import Collectives, Handle
 
 
 class Experts(nn.Module):
@@ -173,11 +163,11 @@ class ExpertBlock(SegmentedUnit):
         y_TD = gather(rows_ND, weights_TK, base_TD, route.order)
         return (F.pad(y_TD, (0, 0, 0, route.num_padding)) if route.num_padding else y_TD,)
 
-    def _to_experts(self, route: Route, rows: Tensor) -> Travelling:
+    def _to_experts(self, route: Route, rows: Tensor) -> Handle[Tensor]:
         assert route.arrived is not None
         return self.collectives.all_to_all(rows, route.arrived.sent, route.arrived.received)
 
-    def _from_experts(self, route: Route, rows: Tensor) -> Travelling:
+    def _from_experts(self, route: Route, rows: Tensor) -> Handle[Tensor]:
         assert route.arrived is not None
         return self.collectives.all_to_all(rows, route.arrived.received, route.arrived.sent)
 

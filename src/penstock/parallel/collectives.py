@@ -1,0 +1,212 @@
+"""Collectives that are launched without waiting, and the one handle by which they are waited for.
+
+Inputs must not be written to before `wait` has returned. Nothing here is differentiable: a segment or an autograd
+function says what the backward is. An `Observer` learns of every launch and, through the handle that it gives back, of
+the wait and the end: so the trace knows which time was hidden behind compute, and no layer knows of the trace.
+
+Shapes: N rows of this rank, P ranks of the group; all dimensions after the first are carried along.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from penstock.schedule.recording import CollectiveKind
+
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Handle(Protocol[T_co]):
+    """A collective that has been launched, as torch.distributed's own `Work` is one."""
+
+    def wait(self) -> T_co:
+        """Wait for the result and return it; on a GPU, order the current stream behind the collective."""
+        ...
+
+
+class Observer(Protocol):
+    """Learns of every collective as soon as it has been launched."""
+
+    def follow(
+        self, kind: CollectiveKind, num_bytes: int, work: Handle[object], group: dist.ProcessGroup | None = None
+    ) -> Handle[object]:
+        """Return a handle to wait for in place of `work`.
+
+        `num_bytes` counts this rank's input; `group` are the ranks that take part.
+        """
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Pending(Handle[T_co]):
+    """Waits for `works` and then makes the result; keeps `sent` alive until then."""
+
+    finish: Callable[[], T_co]
+    works: Sequence[Handle[object]] = ()
+    sent: Tensor | None = None
+
+    def wait(self) -> T_co:
+        for work in self.works:
+            work.wait()
+        return self.finish()
+
+
+class Collectives:
+    """Launches the collectives of one group; every rank of it makes the same calls in the same order.
+
+    Without a group this rank is alone, and every call gives its input back.
+
+    Args:
+        group: the ranks; None for this rank alone.
+        observer: learns of every launch; `observe` attaches one later.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, observer: Observer | None = None) -> None:
+        self.group, self.observer = group, observer
+
+    @property
+    def size(self) -> int:
+        """P: how many ranks the group has."""
+        return 1 if self.group is None else self.group.size()
+
+    @property
+    def rank(self) -> int:
+        """This rank's place in the group."""
+        return 0 if self.group is None else self.group.rank()
+
+    def all_to_all(
+        self, x: Tensor, sent: Sequence[int] | None = None, received: Sequence[int] | None = None
+    ) -> Handle[Tensor]:
+        """Give each rank its part of the rows, and take from each its part for this one, in the order of ranks.
+
+        `sent` and `received` are the rows for and from each rank; left out, all parts are equal.
+        """
+        if self.group is None:
+            return Pending(lambda: x)
+        x = x.contiguous()
+        arrived = x.new_empty(x.shape[0] if received is None else sum(received), *x.shape[1:])
+        splits = None if received is None else list(received), None if sent is None else list(sent)
+        work = dist.all_to_all_single(arrived, x, *splits, group=self.group, async_op=True)
+        return self._launched(CollectiveKind.ALL_TO_ALL, work, x, lambda: arrived)
+
+    def all_gather(self, x: Tensor) -> Handle[Tensor]:
+        """All ranks' rows one behind the other: [N, ...] -> [P N, ...]; N is equal on all ranks."""
+        if self.group is None:
+            return Pending(lambda: x)
+        x = x.contiguous()
+        arrived = x.new_empty(self.size * x.shape[0], *x.shape[1:])
+        work = _all_gather(arrived, x, group=self.group, async_op=True)
+        return self._launched(CollectiveKind.ALL_GATHER, work, x, lambda: arrived)
+
+    def reduce_scatter(self, x: Tensor) -> Handle[Tensor]:
+        """The sum over ranks of this rank's part of the rows: [P N, ...] -> [N, ...]."""
+        if self.group is None:
+            return Pending(lambda: x)
+        return self._reduce_scatter(CollectiveKind.REDUCE_SCATTER, x.contiguous(), None)
+
+    def all_reduce(self, x: Tensor) -> Handle[Tensor]:
+        """The sum over ranks; the input keeps its values."""
+        if self.group is None:
+            return Pending(lambda: x)
+        total = x.clone(memory_format=torch.contiguous_format)
+        work = dist.all_reduce(total, group=self.group, async_op=True)
+        return self._launched(CollectiveKind.ALL_REDUCE, work, x, lambda: total)
+
+    def send_receive(self, x: Tensor, to: int, source: int, num_rows: int | None = None) -> Handle[Tensor]:
+        """Send to one rank of the group, and receive `num_rows` (or as many) from one: a step round a ring."""
+        if self.group is None:
+            return Pending(lambda: x)
+        x = x.contiguous()
+        arrived = torch.empty_like(x) if num_rows is None else x.new_empty(num_rows, *x.shape[1:])
+        works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, x, group_peer=to, group=self.group),
+                dist.P2POp(dist.irecv, arrived, group_peer=source, group=self.group),
+            ]
+        )
+        return self._launched(CollectiveKind.SEND_RECEIVE, Pending(_nothing, works), x, lambda: arrived)
+
+    # ---- in place, on flat tensors: of P equal parts, rank r owns the r-th
+
+    def sum_gradients(self, flat: Tensor) -> Handle[Tensor]:
+        """Sum over the group, in place on all ranks."""
+        work = dist.all_reduce(flat, group=self.group, async_op=True)
+        return self._launched(CollectiveKind.GRADIENTS, work, flat, lambda: flat)
+
+    def sum_owned_gradients(self, flat: Tensor) -> Handle[Tensor]:
+        """Sum over the group into the part that this rank owns; the rest of `flat` is undefined from then on."""
+        return self._reduce_scatter(CollectiveKind.GRADIENTS, flat, self.owned_part(flat))
+
+    def gather_owned(self, flat: Tensor) -> Handle[Tensor]:
+        """Give every rank the parts that the others own, in place."""
+        # As bytes, since gloo does not know every type. A copy, since what is sent must not lie where data arrives.
+        own = self.owned_part(flat).clone()
+        work = _all_gather(flat.view(torch.uint8), own.view(torch.uint8), group=self.group, async_op=True)
+        return self._launched(CollectiveKind.ALL_GATHER, work, own, lambda: flat)
+
+    def owned_part(self, flat: Tensor) -> Tensor:
+        """The part of a flat tensor that this rank owns, as a view."""
+        length = flat.numel() // self.size
+        return flat[self.rank * length : (self.rank + 1) * length]
+
+    def _reduce_scatter(self, kind: CollectiveKind, x: Tensor, out: Tensor | None) -> Handle[Tensor]:
+        """Sum this rank's part of the rows into `out`, or into a new tensor."""
+        num_rows = x.shape[0] // self.size
+        if x.device.type == "cpu":
+            # gloo would sum all rows on every rank and drop the rest: twice the bytes, and a sum that makes all wait.
+            parts = torch.empty_like(x)
+            work = dist.all_to_all_single(parts, x, group=self.group, async_op=True)
+            return self._launched(
+                kind, work, x, lambda: torch.sum(parts.unflatten(0, (self.size, num_rows)), 0, out=out)
+            )
+        arrived = x.new_empty(num_rows, *x.shape[1:]) if out is None else out
+        work = _reduce_scatter(arrived, x, group=self.group, async_op=True)
+        return self._launched(kind, work, x, lambda: arrived)
+
+    def _launched(
+        self, kind: CollectiveKind, work: Handle[object] | None, x: Tensor, finish: Callable[[], Tensor]
+    ) -> Handle[Tensor]:
+        assert work is not None, "a rank outside of the group has launched a collective"
+        if self.observer is not None:
+            work = self.observer.follow(kind, x.nbytes, work, self.group)
+        return Pending(finish, (work,), x)
+
+
+def observe(module: nn.Module, observer: Observer) -> int:
+    """Attach the observer to all `Collectives` that are attributes of the module or its parts; return their number."""
+    found = {
+        id(value): value for part in module.modules() for value in vars(part).values() if isinstance(value, Collectives)
+    }
+    for collectives in found.values():
+        collectives.observer = observer
+    return len(found)
+
+
+def gather_uneven(x: Tensor, lengths: Sequence[int], group: dist.ProcessGroup | None, dim: int = 0) -> list[Tensor]:
+    """Give every rank all ranks' tensors, which differ in their length along `dim` alone; `lengths` are by rank."""
+    if group is None:
+        return [x]
+    # gloo gathers equal lengths only.
+    longest = max(lengths)
+    padded = x.new_zeros([longest if d == dim else size for d, size in enumerate(x.shape)])
+    padded.narrow(dim, 0, x.shape[dim]).copy_(x)
+    parts = [torch.empty_like(padded) for _ in lengths]
+    dist.all_gather(parts, padded, group=group)
+    return [part.narrow(dim, 0, length) for part, length in zip(parts, lengths, strict=True)]
+
+
+def _nothing() -> None:
+    pass
+
+
+# Newer releases of PyTorch warn about the older names.
+_all_gather: Callable[..., dist.Work | None] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Callable[..., dist.Work | None] = (
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+)
