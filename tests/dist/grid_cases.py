@@ -15,7 +15,8 @@ from penstock.engine import Engine, EngineOptions, Precision
 from penstock.engine.learning_rate import LearningRate
 from penstock.engine.optimizer import OptimizerConfig
 from penstock.engine.schedules import ScheduleChoice
-from penstock.model import ExpertConfig, ModelConfig, Shard, decoder_units
+from penstock.model import ExpertConfig, ModelConfig, decoder_units
+from penstock.parallel.tensor_slice import Shard
 
 STEPS = 3
 MAX_WORLD = 8

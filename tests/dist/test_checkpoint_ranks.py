@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.engine.checkpoint import AnotherRun, Checkpointer
-from penstock.engine.manifest import CheckpointError
+from penstock.engine.checkpoint import AnotherRun, Checkpointer, CheckpointError
 from penstock.parallel import Grid, Layout
 from tests.dist.launch import run_outcomes, run_ranks
 

@@ -12,7 +12,8 @@ from penstock.engine import Engine, EngineOptions
 from penstock.engine.learning_rate import LearningRate
 from penstock.engine.optimizer import OptimizerConfig
 from penstock.engine.options import Precision
-from penstock.model import ExpertConfig, GroupScore, ModelConfig, Scores, Shard, decoder_units
+from penstock.model import ExpertConfig, GroupScore, ModelConfig, Scores, decoder_units
+from penstock.parallel.tensor_slice import Shard
 from tests.dist.launch import run_ranks
 
 STEPS = 3

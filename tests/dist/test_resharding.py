@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from penstock import Layout, MicroBatchSpec, PackedBatch
-from penstock.engine import Engine, EngineOptions, Precision, stored
-from penstock.engine.checkpoint import Checkpointer
+from penstock.engine import Engine, EngineOptions, Precision
+from penstock.engine.checkpoint import Checkpointer, load
 from penstock.engine.learning_rate import LearningRate
 from penstock.engine.optimizer import OptimizerConfig, state_aliases
 from penstock.engine.schedules import ScheduleChoice
 from penstock.model import ModelConfig, decoder_units
-from penstock.parallel.parts import parts_of
+from penstock.parallel.tensor_slice import local_slices
 from tests.dist.grid_cases import DENSE, SPARSE, VOCABULARY
 from tests.dist.launch import run_ranks
 
@@ -146,7 +146,7 @@ def reads_of(rank: int, folder: Path) -> tuple[int, int, int, int]:
     engine = opened(Link(Layout(tp=2, dp=2), zero=True), DENSE, Precision.BF16)
     alive: list[weakref.ref[Tensor]] = []
     num_bytes = longest = most = 0
-    original = stored.take
+    original = load.take
 
     def watched(file: Any, name: str, indices: tuple[slice, ...]) -> Tensor:
         nonlocal num_bytes, longest, most
@@ -157,9 +157,9 @@ def reads_of(rank: int, folder: Path) -> tuple[int, int, int, int]:
         most = max(most, sum(ref() is not None for ref in alive))
         return taken
 
-    stored.take = watched
+    load.take = watched
     resume(engine, checkpoints(engine, folder))
-    held = sum(part.tensor.nbytes for value in engine.state().values() for part in parts_of(value))
+    held = sum(part.nbytes for value in engine.state().values() for part in local_slices(value).values())
     return num_bytes, longest, most, held
 
 
@@ -168,7 +168,7 @@ def test_a_rank_reads_its_share_one_tensor_at_a_time(tmp_path: Path) -> None:
     one_step(first)
     saved = checkpoints(first, tmp_path)
     saved.save(first.step, first.state(), first.progress(), wait=True)
-    every = [part.tensor.nbytes for value in first.state().values() for part in parts_of(value)]
+    every = [part.nbytes for value in first.state().values() for part in local_slices(value).values()]
     for num_bytes, longest, most, held in run_ranks(4, reads_of, tmp_path, timeout_s=60.0):
         assert most == 1 and 0 < longest <= max(every)
         assert num_bytes == held < 0.6 * sum(every)

@@ -18,7 +18,6 @@ from penstock.model import (
     ModelConfig,
     ModelGroups,
     Sequences,
-    Shard,
     ShardedLogits,
     UnitSpec,
     cross_entropy_sum,
@@ -26,6 +25,7 @@ from penstock.model import (
     token_statistics,
 )
 from penstock.parallel.collectives import Collectives, Handle
+from penstock.parallel.tensor_slice import Shard
 from penstock.runtime import Boundary, Stage, Tape, drain
 from penstock.schedule.recording import CollectiveKind
 from tests.dist.launch import run_ranks
@@ -263,7 +263,7 @@ def test_ranks_that_can_not_share_a_model_are_refused(change: dict[str, Any], tp
 
 
 def test_units_made_for_nobody_else_are_refused_where_ranks_share_them() -> None:
-    from penstock.engine.sharing import units_for
+    from penstock.engine.sharding import units_for
 
     with pytest.raises(ValueError, match=r"dp=1 x pp=1 x cp=1 x tp=2 shares a model .* give a function"):
         units_for(decoder_units(CONFIG), ModelGroups(), Layout(tp=2))

@@ -13,11 +13,11 @@ from penstock.data import (
     NO_LABEL,
     BatchSize,
     CorpusError,
+    DataShard,
     DocumentPacking,
     Loader,
     LoaderStateError,
     PackedBatch,
-    Shard,
     WindowPacking,
     pack,
     validation_batches,
@@ -184,7 +184,7 @@ def test_every_epoch_holds_every_item_once_in_an_order_of_its_own(packing, size)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_ranks_share_the_sequence_without_overlap(packing, size, num_ranks):
-    loaders = [Loader(packing, size, seed=5, shard=Shard(rank, num_ranks)) for rank in range(num_ranks)]
+    loaders = [Loader(packing, size, seed=5, shard=DataShard(rank, num_ranks)) for rank in range(num_ranks)]
     alone = ids_of(take(Loader(packing, size, seed=5), 40 * num_ranks))
     shared: list[int] = []
     for _ in range(10):
@@ -211,7 +211,7 @@ def test_a_budget_of_tokens_is_used_as_far_as_items_go():
 @pytest.mark.parametrize("size", SIZES)
 def test_resuming_at_any_step_continues_exactly(packing, size):
     num_steps = 2 * packing.num_items + 3
-    shard = Shard(1, 2)
+    shard = DataShard(1, 2)
     states, uninterrupted = [], []
     loader = Loader(packing, size, seed=7, shard=shard)
     for _ in range(num_steps):
@@ -227,7 +227,7 @@ def test_resuming_at_any_step_continues_exactly(packing, size):
 
 def test_resuming_on_another_number_of_ranks_leaves_nothing_out_and_repeats_nothing():
     packing = small_packings()[0]
-    two = [Loader(packing, BatchSize(items=2), seed=7, shard=Shard(rank, 2)) for rank in range(2)]
+    two = [Loader(packing, BatchSize(items=2), seed=7, shard=DataShard(rank, 2)) for rank in range(2)]
     before = [item_id for _ in range(3) for loader in two for item_id in next(loader).ids]
     one = Loader(packing, BatchSize(items=3), seed=7)
     one.load_state_dict(two[0].state_dict())
@@ -242,7 +242,7 @@ def test_metadata_alone_is_the_same_and_reads_no_token(size, which):
     packing = small_packings()[which]
     blind = type(packing)(**{**packing.__dict__, "store": untouchable(packing.store)}) if which < 2 else None
     blind = blind or DocumentPacking(untouchable(packing.store), packing.sequence_tokens)
-    shard = Shard(1, 2)
+    shard = DataShard(1, 2)
     with_data = take(Loader(packing, size, seed=2, shard=shard), 12)
     without = take(Loader(blind, size, seed=2, shard=shard, with_data=False), 12)
     for one, other in zip(with_data, without, strict=True):
@@ -283,13 +283,13 @@ def test_impossible_loaders_are_refused():
         lambda: BatchSize(items=1, tokens=1),
         lambda: BatchSize(items=0),
         lambda: BatchSize(tokens=1.5),  # pyright: ignore[reportArgumentType]
-        lambda: Shard(2, 2),
-        lambda: Shard(-1, 2),
+        lambda: DataShard(2, 2),
+        lambda: DataShard(-1, 2),
         lambda: Loader(packing, BatchSize(tokens=3)),
         lambda: Loader(packing, BatchSize(items=1), seed=-1),
         lambda: validation_batches(packing, BatchSize(tokens=3)),
         lambda: validation_batches(packing, BatchSize(items=1), max_items=0),
-        lambda: validation_batches(packing, BatchSize(items=1), max_items=2, shard=Shard(0, 3)),
+        lambda: validation_batches(packing, BatchSize(items=1), max_items=2, shard=DataShard(0, 3)),
     ):
         with pytest.raises(CorpusError):
             make()
@@ -309,7 +309,7 @@ def test_the_order_of_items_is_the_same_in_every_release():
 def test_validation_is_one_fixed_list_shared_evenly(num_tokens, per_batch, max_items, num_ranks, by_tokens):
     packing = WindowPacking(store_of([num_tokens]), 4, cross_documents=True)
     size = BatchSize(tokens=per_batch * 4) if by_tokens else BatchSize(items=per_batch)
-    shards = [Shard(rank, num_ranks) for rank in range(num_ranks)]
+    shards = [DataShard(rank, num_ranks) for rank in range(num_ranks)]
     lists = [validation_batches(packing, size, max_items=max_items, shard=shard) for shard in shards]
     assert len({len(batches) for batches in lists}) == 1
     most = per_batch if per_batch > 1 or num_ranks == 1 else 2

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from penstock.data import Shard
+from penstock.data import DataShard
 from penstock.engine.arguments import engine_arguments
 from penstock.engine.config import RunConfig
 from penstock.engine.config_check import check
@@ -88,11 +88,11 @@ def _train(config: RunConfig, data: RunData) -> dict[str, Any]:
 
 
 def _figures(engine: Engine, config: RunConfig, data: RunData) -> dict[str, Any]:
-    loader, spec = data.loader(Shard()), micro_batches(config)
+    loader, spec = data.loader(DataShard()), micro_batches(config)
     taken = [engine.train_batch(next(loader), micro_batches=spec) for _ in range(config.train.steps)][-_NUM_LAST:]
     figures: dict[str, Any] = {
         "training_loss": statistics.mean(result.loss for result in taken),
-        "validation_loss": engine.evaluate(data.validation(Shard()), micro_batches=spec),
+        "validation_loss": engine.evaluate(data.validation(DataShard()), micro_batches=spec),
     }
     busiest = [result.extras.busiest_expert for result in taken if result.extras.busiest_expert is not None]
     if busiest:

@@ -39,7 +39,7 @@ def main(arguments: list[str]) -> int:
     if form == "huggingface":
         num_bytes = _to_hugging_face(options.source, options.destination, options.dtype, max_shard_bytes, options.json)
     else:
-        from penstock.engine.convert import to_run
+        from penstock.engine.saved_model import to_run
 
         to_run(options.source, options.destination, options.dtype)
         num_bytes = sum(path.stat().st_size for path in options.destination.rglob("*.safetensors"))
@@ -67,8 +67,8 @@ def _to_hugging_face(source: Path, destination: Path, dtype: str | None, max_sha
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from penstock.engine.convert import to_hugging_face
     from penstock.engine.export import ExportOptions
+    from penstock.engine.saved_model import to_hugging_face
 
     columns = TextColumn("writing"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
     with Progress(*columns, console=Console(stderr=True), disable=quiet, transient=True) as bar:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from penstock.cli.progress import Progress, StepFigures
-from penstock.data import Shard
+from penstock.data import DataShard
 from penstock.draw.record import RECORDED_STEP_FILE, RecordedStep, write_recorded_step
 from penstock.engine.checkpoint import Checkpointer
 from penstock.engine.config import RunConfig
@@ -53,7 +53,7 @@ class TrainLoop:
         self, config: RunConfig, engine: Engine, data: RunData, folder: RunFolder | None, as_json: bool = False
     ) -> None:
         self.config, self.engine, self.folder = config, engine, folder
-        shard = Shard(engine.grid.dp_rank, config.parallel.dp)
+        shard = DataShard(engine.grid.dp_rank, config.parallel.dp)
         # Middle stages need to know a batch's lengths, not its tokens.
         with_data = engine.pipeline.holds_first_stage or engine.pipeline.holds_last_stage
         self.loader = data.loader(shard, with_data)

@@ -10,7 +10,7 @@ from penstock.data.errors import (
     SplitError,
     TooFewItems,
 )
-from penstock.data.loader import BatchSize, Loader, Shard, validation_batches
+from penstock.data.loader import BatchSize, DataShard, Loader, validation_batches
 from penstock.data.packed import NO_LABEL, Extent, PackedBatch
 from penstock.data.packing import DocumentPacking, PackingKind, WindowPacking, pack
 from penstock.data.part import part_of
@@ -24,6 +24,7 @@ __all__ = [
     "Corpus",
     "CorpusError",
     "CorpusSpec",
+    "DataShard",
     "DocumentPacking",
     "Extent",
     "ItemTooLong",
@@ -33,7 +34,6 @@ __all__ = [
     "PackedBatch",
     "PackingKind",
     "PartitionError",
-    "Shard",
     "Split",
     "SplitCounts",
     "SplitError",

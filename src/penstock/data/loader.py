@@ -46,7 +46,7 @@ class BatchSize:
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
+class DataShard:
     """Which data-parallel rank this is, of how many. All ranks of one pipeline share it, and so get equal batches."""
 
     rank: int = 0
@@ -67,7 +67,13 @@ class Loader:
     """
 
     def __init__(
-        self, packing: Packing, size: BatchSize, *, seed: int = 0, shard: Shard | None = None, with_data: bool = True
+        self,
+        packing: Packing,
+        size: BatchSize,
+        *,
+        seed: int = 0,
+        shard: DataShard | None = None,
+        with_data: bool = True,
     ):
         if type(seed) is not int or seed < 0:
             raise CorpusError(f"the seed is {seed!r}; it must be a whole number of at least 0")
@@ -75,7 +81,7 @@ class Loader:
         self._packing = packing
         self._size = size
         self._seed = seed
-        self._shard = shard or Shard()
+        self._shard = shard or DataShard()
         self._with_data = with_data
         self._position = 0
         self._order: tuple[int, np.ndarray] | None = None
@@ -174,7 +180,7 @@ def validation_batches(
     size: BatchSize,
     *,
     max_items: int | None = None,
-    shard: Shard | None = None,
+    shard: DataShard | None = None,
     with_data: bool = True,
 ) -> tuple[PackedBatch, ...]:
     """This rank's part of a fixed list of batches: the same items in every run and on any number of ranks.
@@ -185,7 +191,7 @@ def validation_batches(
 
     Raises: `CorpusError` if there are fewer items than ranks, or an item does not fit the size of a batch.
     """
-    shard = shard or Shard()
+    shard = shard or DataShard()
     size.check(packing)
     if max_items is not None and max_items < 1:
         raise CorpusError(f"max_items is {max_items}; validation needs at least 1 item")

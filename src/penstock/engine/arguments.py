@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from penstock.data.tokenizer import load_tokenizer
+from penstock.engine.checkpoint.manifest import published
 from penstock.engine.config import RunConfig
 from penstock.engine.config_check import check
 from penstock.engine.config_file import read_config
-from penstock.engine.manifest import published
 from penstock.engine.model_settings import model_config
 from penstock.engine.options import EngineOptions
 from penstock.engine.pretrained import HuggingFaceForm, open_pretrained

@@ -17,7 +17,7 @@ from penstock.engine.options import EngineOptions
 from penstock.engine.pipeline import Pipeline
 from penstock.engine.pretrained import HuggingFaceForm, open_pretrained
 from penstock.engine.scorer import AggregateFn, Outputs, PostHook, Scorer
-from penstock.engine.sharing import UnitSource
+from penstock.engine.sharding import UnitSource
 from penstock.engine.state import ModelState
 from penstock.engine.trainer import Trainer, TrainResult
 from penstock.model import SamplingParams

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,11 @@ from torch import Tensor
 
 from penstock.engine.pretrained import HuggingFaceForm
 from penstock.engine.state import ModelState
-from penstock.model import Shard
 from penstock.model.hf.config_json import CONFIG_FILE
 from penstock.model.hf.files import INDEX_FILE, SINGLE_FILE
-from penstock.model.hf.load import Piece
 from penstock.parallel.collectives import gather_uneven
 from penstock.parallel.host import gather_json, on_all_ranks
+from penstock.parallel.tensor_slice import Shape, Shard, StoredSlice
 
 MAX_SHARD_BYTES = 5 * 10**9
 TOKENIZER_FILES = (
@@ -73,13 +72,16 @@ class ExportOptions:
 
 
 @dataclass(frozen=True)
-class Parameter:
-    """One whole parameter to be written: `fetch` gives its values, on any device, once and when its turn has come."""
+class ExportedParameter:
+    """One parameter of a model to be written."""
 
     full_name: str
-    shape: tuple[int, ...]
+    shape: Shape
     dtype: torch.dtype
+    #: returns all of its values, on any device; called once, in turn, on all ranks that share it
     fetch: Callable[[], Tensor]
+    #: whether this rank writes it, or only helps another to fetch it
+    is_ours: bool = True
 
 
 def export_model(state: ModelState, form: HuggingFaceForm | None, folder: Path | str, options: ExportOptions) -> None:
@@ -91,57 +93,47 @@ def export_model(state: ModelState, form: HuggingFaceForm | None, folder: Path |
     if form is None:
         raise ValueError("this engine's model was given as layers, for which transformers has no config.json")
     parameters = [_parameter(state, name, own) for name, own in _tensors(state) if name not in state.ties]
-    grid = state.pipeline.grid
-    writes = (grid.dp_rank, grid.cp_rank, grid.tp_rank) == (0, 0, 0)
-    share = Share(parameters if writes else (), () if writes else parameters)
-    write_folder(Path(folder), form, share, options, grid.control)
+    write_folder(Path(folder), form, parameters, options, state.pipeline.grid.control)
 
 
 def _tensors(state: ModelState) -> Iterator[tuple[str, Tensor]]:
-    """This rank's parameters and lasting buffers by full name, those of second copies left out."""
+    """This rank's parameters and persistent buffers by full name, without those of second copies."""
     for stage in state.pipeline.stages.values():
         stage.weights_ready()
         for unit, module in stage.units if not stage.suffix else ():
             yield from ((f"{unit}.{own}", tensor) for own, tensor in module.state_dict().items())
 
 
-def _parameter(state: ModelState, name: str, own: Tensor) -> Parameter:
+def _parameter(state: ModelState, name: str, own: Tensor) -> ExportedParameter:
     shard, grid = state.shards.get(name), state.pipeline.grid
+    is_ours = (grid.dp_rank, grid.cp_rank, grid.tp_rank) == (0, 0, 0)
     if shard is None:
-        return Parameter(name, tuple(own.shape), own.dtype, lambda: own)
+        return ExportedParameter(name, tuple(own.shape), own.dtype, lambda: own, is_ours)
     group = grid.tp_group if shard.axis == "tp" else grid.ep_group
-    return Parameter(name, shard.full_shape, own.dtype, lambda: _whole(own, shard, group))
+    return ExportedParameter(name, shard.full_shape, own.dtype, lambda: _whole(own, shard, group), is_ours)
 
 
 def _whole(own: Tensor, shard: Shard, group: dist.ProcessGroup | None) -> Tensor:
-    """The whole parameter on every rank of the group that shares it."""
+    """Gather the whole parameter on every rank of the group that shares it."""
     if group is None:
         return own
-    places = [replace(shard, index=rank * shard.count // group.size()) for rank in range(group.size())]
+    shards = [shard.on(rank, group.size()) for rank in range(group.size())]
     whole = own.new_empty(shard.full_shape)
-    parts = gather_uneven(own, [place.length for place in places], group, shard.dim)
-    for place, part in zip(places, parts, strict=True):
-        place.of(whole).copy_(part)
+    parts = gather_uneven(own, [theirs.length for theirs in shards], group, shard.dim)
+    for theirs, part in zip(shards, parts, strict=True):
+        theirs.of(whole).copy_(part)
     return whole
-
-
-@dataclass(frozen=True)
-class Share:
-    """What a rank has of a model to be written: parameters it writes, and those of which it only gives its part."""
-
-    written: Sequence[Parameter]
-    given: Sequence[Parameter] = ()
 
 
 def write_folder(
     folder: Path,
     form: HuggingFaceForm,
-    share: Share,
+    parameters: Sequence[ExportedParameter],
     options: ExportOptions,
     control: dist.ProcessGroup | None = None,
     progress: Progress = lambda num_bytes: None,
 ) -> None:
-    """Write a folder of which this rank has a share; every rank of `control` calls this alike.
+    """Write a folder together with the other ranks of `control`, each with the parameters that it has.
 
     Raises:
         ValueError: the folder exists and is not empty; on every rank.
@@ -152,68 +144,65 @@ def write_folder(
     form.describe()
     gather = partial(gather_json, group=control)
     on_all_ranks(lambda: _stage(folder, staging) if rank == 0 else None, gather, ValueError)
-    files = list(_cut(share.written, form, options))
-    told = gather([[[t.piece.stored, t.num_bytes] for t in file] for file in files])
-    num_files = sum(map(len, told))
-    first = sum(map(len, told[:rank]))
+    ours = [parameter for parameter in parameters if parameter.is_ours]
+    files = list(_cut(ours, form, options))
+    names = gather([[stored.name for _, stored in file] for file in files])
+    num_files = sum(map(len, names))
+    first = sum(map(len, names[:rank]))
     paths = [staging / _file_name(number, num_files) for number in range(first, first + len(files))]
     written = dict(zip(paths, files, strict=True))
-    on_all_ranks(lambda: _write(written, share.given, options, progress), gather, ValueError)
-    placed = {
-        stored: _file_name(number, num_files)
-        for number, file in enumerate(file for of_rank in told for file in of_rank)
-        for stored, _ in file
+    theirs = [parameter for parameter in parameters if not parameter.is_ours]
+    on_all_ranks(lambda: _write(written, theirs, options, progress), gather, ValueError)
+    file_of = {
+        name: _file_name(number, num_files)
+        for number, file in enumerate(file for of_rank in names for file in of_rank)
+        for name in file
     }
-    dtype = next((options.torch_dtype(p.dtype) for p in share.written), torch.float32)
-    on_all_ranks(lambda: _publish(staging, folder, form, dtype, placed) if rank == 0 else None, gather, ValueError)
+    dtype = next((options.torch_dtype(parameter.dtype) for parameter in ours), torch.float32)
+    on_all_ranks(lambda: _publish(staging, folder, form, dtype, file_of) if rank == 0 else None, gather, ValueError)
 
 
-@dataclass(frozen=True)
-class _Stored:
-    """A tensor of a file: a piece of a parameter."""
-
-    parameter: Parameter
-    piece: Piece
-    num_bytes: int
-
-
-def _cut(parameters: Iterable[Parameter], form: HuggingFaceForm, options: ExportOptions) -> Iterator[list[_Stored]]:
-    """The rank's tensors, file by file."""
-    file: list[_Stored] = []
-    held_bytes = 0
+def _cut(
+    parameters: Iterable[ExportedParameter], form: HuggingFaceForm, options: ExportOptions
+) -> Iterator[list[tuple[ExportedParameter, StoredSlice]]]:
+    """The tensors that this rank writes, file by file, each with its parameter."""
+    file: list[tuple[ExportedParameter, StoredSlice]] = []
+    file_bytes = 0
     for parameter in parameters:
-        for piece in form.names.pieces(parameter.full_name, parameter.shape):
-            shape = piece.shape(parameter.shape)
-            num_bytes = torch.Size(shape).numel() * options.torch_dtype(parameter.dtype).itemsize
-            if file and held_bytes + num_bytes > options.max_shard_bytes:
+        for stored in form.names.slices(parameter.full_name, parameter.shape):
+            num_bytes = stored.part.num_elements * options.torch_dtype(parameter.dtype).itemsize
+            if file and file_bytes + num_bytes > options.max_shard_bytes:
                 yield file
-                file, held_bytes = [], 0
-            file.append(_Stored(parameter, piece, num_bytes))
-            held_bytes += num_bytes
+                file, file_bytes = [], 0
+            file.append((parameter, stored))
+            file_bytes += num_bytes
     if file:
         yield file
 
 
 def _write(
-    files: Mapping[Path, Sequence[_Stored]], given: Iterable[Parameter], options: ExportOptions, progress: Progress
+    files: Mapping[Path, Sequence[tuple[ExportedParameter, StoredSlice]]],
+    theirs: Iterable[ExportedParameter],
+    options: ExportOptions,
+    progress: Progress,
 ) -> None:
     """Write this rank's files; every parameter is fetched once, in order, since fetching may need other ranks."""
     error: OSError | None = None
-    held: tuple[Parameter, Tensor] | None = None
-    for path, stored in files.items():
+    fetched: tuple[ExportedParameter, Tensor] | None = None
+    for path, file in files.items():
         tensors: dict[str, Tensor] = {}
-        for tensor in stored:
-            if held is None or held[0] is not tensor.parameter:
-                held = tensor.parameter, tensor.parameter.fetch()
-            values = held[1][tensor.piece.place]
-            tensors[tensor.piece.stored] = values.to("cpu", options.torch_dtype(values.dtype), copy=True).contiguous()
+        for parameter, stored in file:
+            if fetched is None or fetched[0] is not parameter:
+                fetched = parameter, parameter.fetch()
+            values = stored.part.of(fetched[1]).view(stored.shape)
+            tensors[stored.name] = values.to("cpu", options.torch_dtype(values.dtype), copy=True).contiguous()
         try:
             save_file(tensors, path, metadata={"format": "pt"})
         except (OSError, SafetensorError) as caught:
             # The others still wait for this rank's parts.
             error = OSError(f"{path} can not be written: {caught}")
-        progress(sum(tensor.num_bytes for tensor in stored))
-    for parameter in given:
+        progress(sum(tensor.nbytes for tensor in tensors.values()))
+    for parameter in theirs:
         parameter.fetch()
     if error is not None:
         raise error
@@ -233,12 +222,12 @@ def _publish(
     folder: Path,
     form: HuggingFaceForm,
     dtype: torch.dtype,
-    placed: Mapping[str, str],
+    file_of: Mapping[str, str],
 ) -> None:
-    files = sorted(set(placed.values()))
+    files = sorted(set(file_of.values()))
     if len(files) > 1:
         total_bytes = sum((staging / file).stat().st_size for file in files)
-        index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(placed.items()))}
+        index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(file_of.items()))}
         (staging / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     content: dict[str, Any] = {key: value for key, value in form.describe().items() if key != "torch_dtype"}
     content["dtype"] = str(dtype).removeprefix("torch.")

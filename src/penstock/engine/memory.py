@@ -18,8 +18,7 @@ from torch.distributed import ProcessGroup
 from penstock import schedule
 from penstock.engine.build import SECOND_COPY, Ties, cut_units, recomputes
 from penstock.engine.options import EngineOptions, Precision
-from penstock.engine.sharing import Sharing, UnitSource, units_for
-from penstock.engine.zero import shared_out
+from penstock.engine.sharding import Sharding, UnitSource, units_for
 from penstock.model import ModelGroups, Sequences, UnitSpec, WeightGradients, cross_entropy_sum, defer
 from penstock.model.groups import PlannedGroup
 from penstock.parallel import GradientBuckets, Grid, Layout
@@ -93,9 +92,9 @@ def _of_rank(source: UnitSource, grid: Grid, options: EngineOptions) -> StateByt
     }
     names = [name for held in parameters.values() for name, _ in held]
     ties = Ties.of(units, names, placement.num_routes)
-    sharing = Sharing.of(units, names, grid).lending(ties.loans(names))
+    sharing = Sharding.of(units, names, grid).lending(ties.loans(names))
     if options.optimizer.zero:
-        sharing = shared_out(sharing, ties.owners, grid)
+        sharing = sharing.with_zero(ties.owners, grid)
     parts = [state_bytes(held, grid.dp_cp_group, sharing.reductions) for held in parameters.values()]
     return sum(parts, StateBytes(0, 0, 0))
 

@@ -132,8 +132,8 @@ class Optimizer:
     """Steps the parameters of this rank's stages, from gradients that are reduced and whose ties are summed.
 
     group: host-memory group of the ranks that hold the model between them, over which norms are gathered. ties: full
-    names, copy -> owner; a copy is stepped like any parameter but not counted in the norm. pieces: the names under
-    which this rank counts parameters that are shared with other ranks, None for those that another rank counts. 16-bit
+    names, copy -> owner; a copy is stepped like any parameter but not counted in the norm. norm_names: the names under
+    which this rank counts parameters that are shared with other ranks; None for those that another rank counts. 16-bit
     parameters are rounded copies of fp32 masters that lie here.
 
     Raises: ValueError when two ranks, or two stages, count a parameter of the same name.
@@ -146,7 +146,7 @@ class Optimizer:
         group: dist.ProcessGroup | None = None,
         ties: Mapping[str, str] | None = None,
         scaler: LossScaler | None = None,
-        pieces: Mapping[str, str | None] | None = None,
+        norm_names: Mapping[str, str | None] | None = None,
     ) -> None:
         self.config = config
         self.scaler = scaler
@@ -159,9 +159,9 @@ class Optimizer:
         self._stepped = [bucket for bucket in self._buckets if not bucket.reduction.lent]
         self._masters = [_master(bucket) for bucket in self._stepped]
         gradients = [(name, view) for stage in stages for name, view in stage.owned_gradients.items()]
-        told = [(name, (pieces or {}).get(name, name)) for name, _ in gradients]
-        self._num_norms = _agree_on_names([piece for _, piece in told if piece is not None], group)
-        counted = {name for name, piece in told if piece is not None and name not in (ties or {})}
+        names = [(name, (norm_names or {}).get(name, name)) for name, _ in gradients]
+        self._num_norms = _agree_on_names([in_norm for _, in_norm in names if in_norm is not None], group)
+        counted = {name for name, in_norm in names if in_norm is not None and name not in (ties or {})}
         self._counted = [view for name, view in sorted(gradients, key=lambda pair: pair[0]) if name in counted]
         self._means = [_Means.of(master) for master in self._masters]
 

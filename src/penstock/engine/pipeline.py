@@ -13,12 +13,10 @@ from torch import Tensor, nn
 from penstock import schedule
 from penstock.data import PackedBatch
 from penstock.engine.build import Ties, build_stages, cut_units, lend_weights
-from penstock.engine.context import ContextShares
 from penstock.engine.options import EngineOptions
 from penstock.engine.schedules import ScheduleChoice, forward_only
-from penstock.engine.sharing import Sharing, UnitSource, units_for
+from penstock.engine.sharding import ContextShares, Sharding, UnitSource, units_for
 from penstock.engine.timed_cut import measure_units, timed_cut
-from penstock.engine.zero import shared_out
 from penstock.model import ModelGroups, UnitSpec, WeightCasts, share_casts
 from penstock.parallel import Grid, Layout
 from penstock.parallel.collectives import Collectives, observe
@@ -94,8 +92,8 @@ class Pipeline:
     ties: Ties
     #: tied copies on this rank -> the owner beside them, whose storage they use
     loans: dict[str, str]
-    #: which part of a parameter this rank holds, over which ranks its gradient is summed, and who counts it
-    sharing: Sharing
+    #: the part of each parameter that this rank has, and the ranks over which its gradient is summed
+    sharding: Sharding
     #: casts of the weights, kept while no weight changes
     casts: WeightCasts
 
@@ -148,9 +146,9 @@ class Pipeline:
         names = self.parameters()
         self.ties = Ties.of(self.units, names, self.placement.num_routes)
         self.loans = self.ties.loans(names)
-        self.sharing = Sharing.of(self.units, names, self.grid).lending(self.loans)
+        self.sharding = Sharding.of(self.units, names, self.grid).lending(self.loans)
         if self.options.optimizer.zero:
-            self.sharing = shared_out(self.sharing, self.ties.owners, self.grid)
+            self.sharding = self.sharding.with_zero(self.ties.owners, self.grid)
         self.lend_weights()
 
     def _cut(self, units: UnitSource, hidden_size: int) -> tuple[tuple[range, ...], ScheduleChoice]:

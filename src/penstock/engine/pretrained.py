@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from penstock.engine.checkpoint.manifest import CheckpointInfo, DamagedCheckpoint, check_files, published, read_manifest
 from penstock.engine.config_file import read_config
-from penstock.engine.manifest import CheckpointInfo, DamagedCheckpoint, check_files, published, read_manifest
 from penstock.engine.model_settings import model_config
 from penstock.engine.runs import CHECKPOINT_FOLDER, CONFIG_FILE
 from penstock.model import ModelConfig, ModelGroups, UnitSpec, decoder_units
@@ -19,8 +19,9 @@ from penstock.model.hf.config_json import CONFIG_FILE as HUGGING_FACE_CONFIG
 from penstock.model.hf.config_json import config_from_json, config_to_json, read_config_json
 from penstock.model.hf.families import names_of
 from penstock.model.hf.files import MissingFile, WeightFiles
-from penstock.model.hf.load import Names, Piece, placed_units
+from penstock.model.hf.load import Names, placed_units
 from penstock.parallel.host import gather_json, on_all_ranks
+from penstock.parallel.tensor_slice import Shape, StoredSlice
 
 T = TypeVar("T")
 
@@ -125,29 +126,22 @@ def _newest_checkpoint(folder: Path) -> CheckpointInfo:
 
 @dataclass(frozen=True)
 class CheckpointNames:
-    """Where a decoder's parameters lie in a run's checkpoint: whole, or in the parts that ranks held."""
+    """A decoder's parameters in a run's checkpoint: whole, or in the slices that ranks had."""
 
-    stored: Mapping[str, tuple[Piece, ...]]
+    stored: Mapping[str, tuple[StoredSlice, ...]]
     vocab_size: int
 
     @classmethod
     def of(cls, info: CheckpointInfo) -> CheckpointNames:
-        stored: dict[str, tuple[Piece, ...]] = {}
-        for name, record in info.tensors.items():
-            whole, place = name, ()
-            if record.whole is not None:
-                whole = record.whole.name
-                place = tuple(
-                    map(slice, record.whole.start, map(sum, zip(record.whole.start, record.shape, strict=True)))
-                )
-            stored[whole] = (*stored.get(whole, ()), Piece(name, place))
-        embedding = info.tensors[stored["embedding.weight"][0].stored]
-        return cls(stored, (embedding.whole or embedding).shape[0])
+        stored = info.stored
+        return cls(stored, stored["embedding.weight"][0].part.full_shape[0])
 
-    def pieces(self, full_name: str, shape: tuple[int, ...]) -> tuple[Piece, ...]:
-        """The stored tensors that make up the parameter; none for what only training heeds and this run did not."""
+    def slices(self, full_name: str, shape: Shape) -> tuple[StoredSlice, ...]:
+        """The stored tensors that make up the parameter; none for one that only training uses and this run did not."""
         only_in_training = ".balance." in full_name or ".predictions." in full_name
-        return self.stored.get(full_name, () if only_in_training else (Piece(full_name),))
+        stored = self.stored.get(full_name, () if only_in_training else (StoredSlice.at(full_name, shape),))
+        # A whole tensor must have the shape of the parameter, which is checked against the file.
+        return tuple(StoredSlice.at(found.name, shape) if found.part.is_whole else found for found in stored)
 
     def is_surplus(self, stored: str) -> bool:
         """Whether a stored tensor is rightly left unread: optimizer state is."""

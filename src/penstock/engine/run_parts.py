@@ -7,10 +7,10 @@ from penstock.data import (
     BatchSize,
     Corpus,
     CorpusSpec,
+    DataShard,
     Loader,
     MicroBatchSpec,
     PackedBatch,
-    Shard,
     load_corpus,
     pack,
     validation_batches,
@@ -132,17 +132,17 @@ class RunData:
         corpus.check_vocabulary(config.model.vocab_size or corpus.vocab_size)
         found = cls(config, corpus)
         # Both sides are packed once here, so that too little text is told before anything starts.
-        found.loader(Shard(), with_data=False)
-        found.validation(Shard(0, config.parallel.dp), with_data=False)
+        found.loader(DataShard(), with_data=False)
+        found.validation(DataShard(0, config.parallel.dp), with_data=False)
         return found
 
-    def loader(self, shard: Shard, with_data: bool = True) -> Loader:
+    def loader(self, shard: DataShard, with_data: bool = True) -> Loader:
         """This data-parallel rank's training batches, one a step."""
         return Loader(
             self._pack(self.corpus.training), self._size, seed=self.config.train.seed, shard=shard, with_data=with_data
         )
 
-    def validation(self, shard: Shard, with_data: bool = True) -> tuple[PackedBatch, ...]:
+    def validation(self, shard: DataShard, with_data: bool = True) -> tuple[PackedBatch, ...]:
         """This data-parallel rank's validation batches; none where no text is held back."""
         if self.corpus.validation is None:
             return ()

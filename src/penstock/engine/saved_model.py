@@ -1,30 +1,53 @@
-"""A model in a folder, opened for reading: that of a run, which may still go on, or one in Hugging Face's form."""
+"""A model in a folder, of a run or in Hugging Face's form: opened for reading, or rewritten in the other form."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+import shutil
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
 
 from penstock.data import CorpusError
 from penstock.data.tokenizer import Tokenizer, load_tokenizer
 from penstock.engine.arguments import EngineArguments, engine_arguments
-from penstock.engine.checkpoint import Checkpointer
-from penstock.engine.config import OptimizerSection, ParallelSection, RunConfig, ScheduleSection
+from penstock.engine.checkpoint import Checkpointer, CheckpointReader
+from penstock.engine.checkpoint.manifest import published
+from penstock.engine.config import (
+    DataSection,
+    ModelSection,
+    OptimizerSection,
+    ParallelSection,
+    Precision,
+    RunConfig,
+    ScheduleSection,
+    TrainSection,
+)
 from penstock.engine.config_file import ConfigError, read_config
-from penstock.engine.manifest import published
+from penstock.engine.export import ExportedParameter, ExportOptions, Progress, write_folder
 from penstock.engine.optimizer import state_aliases
 from penstock.engine.options import EngineOptions
-from penstock.engine.pretrained import open_pretrained
+from penstock.engine.pipeline import Pipeline
+from penstock.engine.pretrained import StoredDecoder, find_decoder, open_pretrained
+from penstock.engine.pretrained_settings import with_pretrained
 from penstock.engine.run_parts import layout
-from penstock.engine.runs import CHECKPOINT_FOLDER, CONFIG_FILE
+from penstock.engine.runs import CHECKPOINT_FOLDER, CONFIG_FILE, RunFolder
 from penstock.engine.state import ModelState
-from penstock.model import ModelGroups
+from penstock.engine.trainer import Trainer
+from penstock.model import ModelGroups, decoder_units
+from penstock.model.hf.families import names_of
+from penstock.model.hf.files import WeightFiles
+from penstock.model.hf.load import placed_units, slices_of
+from penstock.parallel.tensor_slice import Shape, StoredSlice, TensorSlice, copies
 
 _HUGGING_FACE_CONFIG, _TOKENIZER = "config.json", "tokenizer.json"
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _GENERATION_CONFIG = "generation_config.json"
 
 
@@ -36,7 +59,7 @@ class SavedModel:
     vocab_size: int
     #: tokens of the longest sequence
     max_length: int
-    #: pieces that stages can be cut from
+    #: units that stages can be cut from
     num_units: int
     #: None where the folder has none, and only token ids can be given
     tokenizer: Tokenizer | None
@@ -50,9 +73,9 @@ class SavedModel:
 
 
 def open_model(folder: Path | str, native: bool = True) -> SavedModel:
-    """The model in a folder; nothing is written there, and no weight is read yet.
+    """Open the model in a folder; nothing is written there, and no weight is read yet.
 
-    Without `native` a Hugging Face model is run by transformers' own layers, whatever its family.
+    Without `native` transformers' own layers run a Hugging Face model, whatever its family.
 
     Raises:
         ValueError: there is no such folder, no model in it, or one that can not be run.
@@ -105,7 +128,7 @@ def _load_run(folder: Path, config: RunConfig, state: ModelState) -> str:
         ConfigError: all its checkpoints are damaged.
     """
     aliases, grid = state_aliases(state.ties), state.pipeline.grid
-    saved = Checkpointer(folder / CHECKPOINT_FOLDER, grid, config.identity(), aliases=aliases, claim=False)
+    saved = CheckpointReader(folder / CHECKPOINT_FOLDER, grid, config.identity(), aliases)
     found = saved.latest()
     if found is None:
         path, reason = next(iter(saved.refused.items()))
@@ -151,7 +174,7 @@ def _open_hugging_face(folder: Path, native: bool) -> SavedModel:
 
 
 def _size(content: Mapping[str, Any], folder: Path, *names: str) -> int:
-    """The first of these settings that there is."""
+    """The first of these settings that is present."""
     for name in names:
         if isinstance(content.get(name), int):
             return content[name]
@@ -159,7 +182,7 @@ def _size(content: Mapping[str, Any], folder: Path, *names: str) -> int:
 
 
 def _hugging_face_ends(folder: Path) -> tuple[int, ...]:
-    """The end tokens that the generation's own settings name, else those of the model's."""
+    """The end tokens in the settings for generation, or else in those of the model."""
     for name in (_GENERATION_CONFIG, _HUGGING_FACE_CONFIG):
         path = folder / name
         if path.is_file():
@@ -170,7 +193,86 @@ def _hugging_face_ends(folder: Path) -> tuple[int, ...]:
 
 
 def _version(folder: Path) -> str:
-    """Differs where a file was replaced: names, sizes and times, for reading all weights would take too long."""
+    """Identify the files by names, sizes and times, since reading all weights would take too long."""
     files = [(path.name, path.stat()) for path in sorted(folder.iterdir()) if path.is_file()]
     text = json.dumps([(name, stat.st_size, stat.st_mtime_ns) for name, stat in files])
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+# ---- one form rewritten as the other, by one process
+
+
+def to_hugging_face(
+    source: Path, destination: Path, options: ExportOptions, expect: Callable[[int], None], progress: Progress
+) -> None:
+    """Write the model of a run, or of another Hugging Face folder, as a Hugging Face folder.
+
+    `expect` is called with the number of bytes to write, `progress` after each file with its number of bytes. Memory
+    holds the tensors of one file at a time.
+
+    Raises:
+        ValueError: there is no model, or none that transformers knows, or the destination is not new.
+    """
+    found = find_decoder(source)
+    # Everything that could be wrong with the files is found before one is written.
+    placed_units(decoder_units(found.shape), found.names, found.files)
+    parameters = tuple(_parameters(found))
+    expect(sum(torch.Size(p.shape).numel() * options.torch_dtype(p.dtype).itemsize for p in parameters))
+    form = replace(found.form, names=names_of(found.shape))
+    write_folder(destination, form, parameters, options, progress=progress)
+
+
+def _parameters(found: StoredDecoder) -> Iterator[ExportedParameter]:
+    for unit in decoder_units(found.shape):
+        for name, shape, stored in slices_of(unit, found.names):
+            if name not in unit.tied and stored:
+                dtype = _DTYPES[found.files.tensors[stored[0].name].dtype]
+                fetch = partial(_assembled, found.files, stored, shape, dtype)
+                yield ExportedParameter(unit.full_name(name), shape, dtype, fetch)
+
+
+def _assembled(files: WeightFiles, stored: tuple[StoredSlice, ...], shape: Shape, dtype: torch.dtype) -> Tensor:
+    whole = torch.empty(shape, dtype=dtype)
+    for name, indices, into in copies(stored, TensorSlice.whole(shape), whole):
+        into.copy_(files.read(name, indices))
+    return whole
+
+
+def to_run(source: Path, destination: Path, dtype: str | None) -> None:
+    """Write the model of a folder as the first checkpoint of a run, for `model.pretrained`, scoring and generation.
+
+    Raises:
+        ValueError: there is no model, or the destination is not new.
+    """
+    if dtype is not None and dtype not in get_args(Precision):
+        raise ValueError(f"a run's dtype {dtype!r} is none of {', '.join(get_args(Precision))}")
+    if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
+        raise ValueError(f"{destination} exists already and was left as it is; give the name of a new folder")
+    has_tokenizer = (source / _TOKENIZER).is_file()
+    config = with_pretrained(
+        RunConfig(
+            output=str(destination),
+            model=ModelSection(pretrained=str(source)),
+            data=DataSection(tokenizer=str(source.resolve()) if has_tokenizer else "bytes"),
+            train=TrainSection(precision=dtype or "fp32"),  # pyright: ignore[reportArgumentType]  # checked above
+        )
+    )
+    units, hidden_size, layout, options, _ = engine_arguments(config, config.model.vocab_size or 0)
+    pipeline = Pipeline(units, hidden_size, layout, options)
+    state = ModelState(pipeline, Trainer(pipeline))
+    before = destination.exists()
+    folder = RunFolder(config)
+    try:
+        aliases = state_aliases(state.ties)
+        saved = Checkpointer(destination / CHECKPOINT_FOLDER, pipeline.grid, config.identity(), aliases=aliases)
+        saved.save(0, state.state(optimizer=False), extra={}, wait=True)
+    except BaseException:
+        folder.close()
+        shutil.rmtree(destination / CHECKPOINT_FOLDER, ignore_errors=True)
+        (destination / CONFIG_FILE).unlink(missing_ok=True)
+        if not before:
+            shutil.rmtree(destination, ignore_errors=True)
+        raise
+    finally:
+        state.close()
+    folder.close()

@@ -8,14 +8,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from penstock.engine.held import held_parameters, held_state
 from penstock.engine.measured import gather_recording
 from penstock.engine.memory import held_bytes
 from penstock.engine.pipeline import Pipeline
+from penstock.engine.sharding import local_parameters, local_state
 from penstock.engine.trainer import Trainer
-from penstock.model import Shard
 from penstock.parallel.gradients import StateBytes
-from penstock.parallel.parts import Held
+from penstock.parallel.tensor_slice import LocalTensor, Shard
 from penstock.schedule import Costs, Timeline
 
 
@@ -43,7 +42,7 @@ class ModelState:
     @property
     def shards(self) -> Mapping[str, Shard]:
         """Parameters of which this rank holds a part: full name -> which part."""
-        return self.pipeline.sharing.shards
+        return self.pipeline.sharding.shards
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """This rank's parameters by full name."""
@@ -56,10 +55,12 @@ class ModelState:
         """
         return next(b.gradient(name) for b in self.trainer.gradients.values() if name in b.gradients)
 
-    def state(self, optimizer: bool = True) -> dict[str, Held]:
+    def state(self, optimizer: bool = True) -> dict[str, LocalTensor]:
         """This rank's part of the parameters and the optimizer's state, by full name: copy into it to load."""
-        held = held_parameters(self.parameters(), self.shards)
-        return held | held_state(self.trainer.optimizer, self.shards) if optimizer else held
+        parameters = local_parameters(self.parameters(), self.shards)
+        if not optimizer:
+            return parameters
+        return parameters | local_state(self.trainer.optimizer.owned_state(), self.shards)
 
     def state_bytes(self) -> StateBytes:
         """Memory that this rank's parameters, gradients and optimizer take."""

@@ -194,7 +194,7 @@ def _make_buckets(pipeline: Pipeline) -> dict[int, GradientBuckets]:
         number: GradientBuckets(
             stage.named_parameters(),
             pipeline.grid.dp_cp_group,
-            reductions=pipeline.sharing.reductions,
+            reductions=pipeline.sharding.reductions,
             observer=pipeline.recorder,
         )
         for number, stage in pipeline.stages.items()
@@ -218,5 +218,5 @@ def _make_optimizer(pipeline: Pipeline, buckets: list[GradientBuckets]) -> Optim
         grid.control if options.optimizer.zero else grid.model_control,
         pipeline.ties.owners,
         LossScaler() if options.precision is Precision.FP16 else None,
-        pipeline.sharing.pieces,
+        pipeline.sharding.norm_names,
     )

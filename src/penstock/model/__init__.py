@@ -42,7 +42,7 @@ from penstock.model.segments import (
     enter_graph,
 )
 from penstock.model.sequences import Sequences, Spread
-from penstock.model.units import Limits, Shard, UnitSpec
+from penstock.model.units import Limits, UnitSpec
 
 __all__ = [
     "AuxLoss",
@@ -73,7 +73,6 @@ __all__ = [
     "Segment",
     "SegmentedUnit",
     "Sequences",
-    "Shard",
     "ShardedLogits",
     "SlotRows",
     "Spread",

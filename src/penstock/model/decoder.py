@@ -22,7 +22,8 @@ from penstock.model.layers.moe import ExpertBlock, check_expert_parallel, expert
 from penstock.model.layers.multi_token import multi_token_head
 from penstock.model.layers.tensor_parallel import TensorParallelSplit, check_tensor_parallel
 from penstock.model.matmul import Matmul, fastest_matmul
-from penstock.model.units import Limits, Shard, UnitSpec
+from penstock.model.units import Limits, UnitSpec
+from penstock.parallel.tensor_slice import Shard
 
 _EMBEDDING_STD = 0.5
 """Of an untied embedding: of 0.02, 0.1, 0.5 and 1, a small model learned fastest from this one."""

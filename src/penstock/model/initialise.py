@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from penstock.model.units import Shard
+from penstock.parallel.tensor_slice import Shard
 
 
 class Initial(Protocol):

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from penstock.model.aux_losses import IGNORED
-from penstock.model.units import Shard
 from penstock.parallel.collectives import Collectives
+from penstock.parallel.tensor_slice import Shard
 
 NEVER = -1e4
 """Replaces the log-probability of an impossible token: times its probability, which is 0, it stays 0."""

@@ -6,47 +6,11 @@ int64, all others the residual stream [T, D]; the last returns logits [T, V].
 
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor, nn
 
-
-@dataclass(frozen=True)
-class Shard:
-    """Which part of a parameter this rank holds: one of `count` consecutive parts along one dimension.
-
-    Where `count` does not divide the dimension, the first parts are longer by one; none is padded.
-
-    axis: the ranks among whom it is shared. dim: the dimension that is cut. index: this part's number. count: how many
-    parts there are; on fewer parts than ranks, neighbours hold the same one. full_shape: of the whole parameter.
-    """
-
-    axis: Literal["tp", "ep"]
-    dim: int
-    index: int
-    count: int
-    full_shape: tuple[int, ...]
-
-    @property
-    def start(self) -> int:
-        """Where the part begins along `dim`."""
-        whole, longer = divmod(self.full_shape[self.dim], self.count)
-        return self.index * whole + min(self.index, longer)
-
-    @property
-    def length(self) -> int:
-        """How much of `dim` the part covers."""
-        whole, longer = divmod(self.full_shape[self.dim], self.count)
-        return whole + (self.index < longer)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of the part."""
-        return tuple(self.length if dim == self.dim else size for dim, size in enumerate(self.full_shape))
-
-    def of(self, whole: Tensor) -> Tensor:
-        """The part of the whole parameter, or of its gradient or optimizer state, as a view."""
-        return whole.narrow(self.dim, self.start, self.length)
+from penstock.parallel.tensor_slice import Shard
 
 
 @dataclass(frozen=True)

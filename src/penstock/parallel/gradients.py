@@ -138,7 +138,7 @@ def state_bytes(
 ) -> StateBytes:
     """The bytes that `GradientBuckets` of these parameters, which may be on `meta`, and their optimizer would take."""
     total = StateBytes(0, 0, 0)
-    for entries in _fill(_entries(parameters, group, reductions or {}), cap_bytes):
+    for entries in _fill(_unplaced(parameters, group, reductions or {}), cap_bytes):
         parameter, length = entries[0].parameter, _bucket_length(entries)
         gradient_size, num_owners = _gradient_dtype(parameter).itemsize, entries[0].reduction.num_owners
         # Two running means, and the masters of 16-bit parameters.
@@ -153,7 +153,7 @@ def state_bytes(
 
 
 @dataclass(frozen=True, eq=False)
-class _Entry:
+class _Unplaced:
     """A parameter that is to be given a place in a bucket."""
 
     name: str
@@ -165,19 +165,19 @@ class _Entry:
         return self.parameter.dtype, self.parameter.device, _decays(self.parameter), self.reduction
 
 
-def _entries(
+def _unplaced(
     parameters: Sequence[tuple[str, nn.Parameter]],
     group: dist.ProcessGroup | None,
     reductions: Mapping[str, Reduction],
-) -> list[_Entry]:
+) -> list[_Unplaced]:
     ordinary = Reduction(group)
-    return [_Entry(name, p, reductions.get(name, ordinary)) for name, p in parameters if p.requires_grad]
+    return [_Unplaced(name, p, reductions.get(name, ordinary)) for name, p in parameters if p.requires_grad]
 
 
-def _fill(entries: Sequence[_Entry], cap_bytes: int) -> list[list[_Entry]]:
+def _fill(entries: Sequence[_Unplaced], cap_bytes: int) -> list[list[_Unplaced]]:
     """Sort parameters into buckets, in order, with one open bucket of each kind."""
-    filled: list[list[_Entry]] = []
-    open_bucket: dict[tuple[torch.dtype, torch.device, bool, Reduction], tuple[list[_Entry], int]] = {}
+    filled: list[list[_Unplaced]] = []
+    open_bucket: dict[tuple[torch.dtype, torch.device, bool, Reduction], tuple[list[_Unplaced], int]] = {}
     for entry in entries:
         need_bytes = _padded_length(entry.parameter) * _gradient_dtype(entry.parameter).itemsize
         bucket, bucket_bytes = open_bucket.get(entry.kind, ([], cap_bytes))
@@ -189,7 +189,7 @@ def _fill(entries: Sequence[_Entry], cap_bytes: int) -> list[list[_Entry]]:
     return filled
 
 
-def _make_bucket(entries: Sequence[_Entry]) -> Bucket:
+def _make_bucket(entries: Sequence[_Unplaced]) -> Bucket:
     """Move parameters, with their values, into new flat storage, and lay out their gradients beside it.
 
     Lent parameters stay where they are.
@@ -209,7 +209,7 @@ def _make_bucket(entries: Sequence[_Entry]) -> Bucket:
     return Bucket(tuple(places), flat, gradients, _decays(first), reduction)
 
 
-def _bucket_length(entries: Sequence[_Entry]) -> int:
+def _bucket_length(entries: Sequence[_Unplaced]) -> int:
     """Elements of a bucket: its parameters' padded lengths, and whole cache lines for every owner."""
     share = _LINE_BYTES // entries[0].parameter.element_size() * entries[0].reduction.num_owners
     return -(-sum(_padded_length(entry.parameter) for entry in entries) // share) * share
@@ -265,7 +265,7 @@ class GradientBuckets:
         self._observer = observer
         self._pending: list[Handle[Tensor]] = []
         self._gathering: list[Handle[Tensor]] = []
-        trained = _entries(parameters, group, reductions or {})
+        trained = _unplaced(parameters, group, reductions or {})
         self.buckets: tuple[Bucket, ...] = tuple(_make_bucket(entries) for entries in _fill(trained, cap_bytes))
         self._gradients = {
             name: view for bucket in self.buckets for name, view in bucket.views(bucket.gradients).items()

@@ -20,9 +20,9 @@ from penstock.model.groups import PlannedGroup
 from penstock.model.hf.config_json import config_from_json, config_to_json, read_config_json
 from penstock.model.hf.families import names_of
 from penstock.model.hf.files import INDEX_FILE, SINGLE_FILE, WeightFiles
-from penstock.model.hf.load import Piece, placed_units
+from penstock.model.hf.load import placed_units
 from penstock.model.rope_scaling import RopeKind, RopeScaling
-from penstock.model.units import Shard
+from penstock.parallel.tensor_slice import Shard, StoredSlice, copies
 from tests.hugging_face import make_model
 
 BASE = ModelConfig(
@@ -162,17 +162,18 @@ THEIRS = {
 
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_pieces_meet_any_part_of_a_parameter(dim: int, count: int) -> None:
+def test_stored_slices_meet_any_part_of_a_parameter(dim: int, count: int) -> None:
     whole = torch.arange(4 * 6 * 5).view(4, 6, 5)
-    pieces = [Piece(f"{e} {half}", (e, slice(3 * half, 3 * half + 3))) for e in range(4) for half in range(2)]
+    shape = tuple(whole.shape)
+    stored = [
+        StoredSlice.at(f"{e} {half}", shape, e, slice(3 * half, 3 * half + 3)) for e in range(4) for half in range(2)
+    ]
+    values = {one.name: one.part.of(whole).view(one.shape) for one in stored}
     for index in range(count):
-        shard = Shard("tp", dim, index, count, tuple(whole.shape))
+        shard = Shard("tp", dim, index, count, shape)
         part = torch.full(shard.shape, -1)
-        for piece in pieces:
-            meeting = piece.within(tuple(whole.shape), shard)
-            if meeting is not None:
-                source, target = meeting
-                part[target] = whole[piece.place][source]
+        for name, indices, into in copies(stored, shard.part, part):
+            into.copy_(values[name][indices])
         assert torch.equal(part, shard.of(whole))
 
 

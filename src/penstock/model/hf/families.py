@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from penstock.model.config import ModelConfig
 from penstock.model.expert_config import Scores
-from penstock.model.hf.load import Piece
+from penstock.parallel.tensor_slice import Shape, StoredSlice
 
 _OUTSIDE = {
     "embedding.weight": "model.embed_tokens.weight",
@@ -119,24 +119,24 @@ class NativeNames:
     tied: bool
     experts: ExpertNames | None = None
 
-    def pieces(self, full_name: str, shape: tuple[int, ...]) -> tuple[Piece, ...]:
+    def slices(self, full_name: str, shape: Shape) -> tuple[StoredSlice, ...]:
         """The stored tensors that make up the parameter of that full name and (whole) shape.
 
         The result is empty for parameters that the files have no place for, because only training uses them.
         """
         if full_name in _OUTSIDE:
-            return (Piece(_OUTSIDE[full_name]),)
+            return (StoredSlice.at(_OUTSIDE[full_name], shape),)
         layers, number, rest = full_name.split(".", 2)
         if layers != "layers":
             return ()
         module, _, kind = rest.rpartition(".")
         layer = f"model.layers.{number}"
         if module in _OF_LAYER:
-            return (Piece(f"{layer}.{_OF_LAYER[module]}.{kind}"),)
+            return (StoredSlice.at(f"{layer}.{_OF_LAYER[module]}.{kind}", shape),)
         assert self.experts is not None, full_name
         block = f"{layer}.{self.experts.block}"
         if module in _OF_EXPERTS:
-            return (Piece(f"{block}.{_OF_EXPERTS[module]}.{kind}"),)
+            return (StoredSlice.at(f"{block}.{_OF_EXPERTS[module]}.{kind}", shape),)
         return tuple(_stacked(f"{block}.experts", self.experts, module, shape))
 
     def is_surplus(self, stored: str) -> bool:
@@ -150,12 +150,12 @@ def names_of(config: ModelConfig) -> NativeNames:
     return NativeNames(config.tie_embeddings, family.experts if family else QWEN_EXPERTS)
 
 
-def _stacked(experts: str, names: ExpertNames, module: str, shape: tuple[int, ...]) -> Iterator[Piece]:
+def _stacked(experts: str, names: ExpertNames, module: str, shape: Shape) -> Iterator[StoredSlice]:
     """The matrices of all experts [E, O, I]; gate and up share one, in this order."""
     for expert in range(shape[0]):
         if module == "mlp.experts.down":
-            yield Piece(f"{experts}.{expert}.{names.down}.weight", (expert,))
+            yield StoredSlice.at(f"{experts}.{expert}.{names.down}.weight", shape, expert)
         elif module == "mlp.experts.gate_up":
             half = shape[1] // 2
-            yield Piece(f"{experts}.{expert}.{names.gate}.weight", (expert, slice(0, half)))
-            yield Piece(f"{experts}.{expert}.{names.up}.weight", (expert, slice(half, 2 * half)))
+            yield StoredSlice.at(f"{experts}.{expert}.{names.gate}.weight", shape, expert, slice(0, half))
+            yield StoredSlice.at(f"{experts}.{expert}.{names.up}.weight", shape, expert, slice(half, 2 * half))

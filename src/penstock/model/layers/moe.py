@@ -28,8 +28,8 @@ from penstock.model.linear import Linear
 from penstock.model.matmul import Matmul
 from penstock.model.segments import Beside, Compute, Exchange, Segment, SegmentedUnit, State, drained, walk
 from penstock.model.sequences import Sequences
-from penstock.model.units import Shard
 from penstock.parallel.collectives import Collectives, Handle
+from penstock.parallel.tensor_slice import Shard
 
 
 class Experts(nn.Module):

@@ -27,8 +27,8 @@ from penstock.model.groups import ModelGroups
 from penstock.model.kv_cache import CacheSize
 from penstock.model.loss import ShardedLogits
 from penstock.model.segments import Exchange, SegmentedUnit, State
-from penstock.model.units import Shard
 from penstock.parallel.collectives import Collectives
+from penstock.parallel.tensor_slice import Shard
 
 _CUT_DIMENSIONS = {"q": 0, "k": 0, "v": 0, "output": 1, "gate": 0, "up": 0, "down": 1, "projection": 0, "embedding": 0}
 """Layer -> the dimension along which its weight is cut. A bias goes with the outputs, which only dimension 0 cuts."""

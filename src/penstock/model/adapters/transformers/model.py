@@ -18,9 +18,9 @@ from penstock.model.adapters.transformers.names import StoredNames
 from penstock.model.adapters.transformers.skeleton import ParameterSlot, Skeleton
 from penstock.model.adapters.transformers.units import AfterLayers, BeforeLayers, LayerInputs, TransformersLayer
 from penstock.model.hf.files import WeightFiles
-from penstock.model.hf.load import Piece
 from penstock.model.linear import switch_linears
 from penstock.model.units import Limits, UnitSpec
+from penstock.parallel.tensor_slice import Shape, StoredSlice
 
 _FIRST, _LAST, _OWN = "embedding", "head", "skeleton.model."
 
@@ -32,13 +32,13 @@ class TransformersNames:
     path: str
     stored: StoredNames
 
-    def pieces(self, full_name: str, shape: tuple[int, ...]) -> tuple[Piece, ...]:
+    def slices(self, full_name: str, shape: Shape) -> tuple[StoredSlice, ...]:
         """The stored tensors that make up the parameter of that full name and shape."""
         unit, _, rest = full_name.partition(".")
         if unit in (_FIRST, _LAST):
-            return self.stored.pieces(rest.removeprefix(_OWN), shape)
+            return self.stored.slices(rest.removeprefix(_OWN), shape)
         number, _, own = rest.partition(".layer.")
-        return self.stored.pieces(f"{self.path}.{number}.{own}", shape)
+        return self.stored.slices(f"{self.path}.{number}.{own}", shape)
 
     def is_surplus(self, stored: str) -> bool:
         """True for a stored tensor that no parameter needs."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from penstock.model.hf.load import Piece
+from penstock.parallel.tensor_slice import Shape, StoredSlice
 
 _STACKED = (["MergeModulelist"], ["MergeModulelist", "Concatenate"])
 """The conversions that can be read in place: experts along the first dimension, parts along the second."""
@@ -26,13 +26,14 @@ class _Source:
     num_parts: int
     stored: str
 
-    def piece(self, shape: tuple[int, ...]) -> Piece:
+    def slice_of(self, shape: Shape) -> StoredSlice:
+        """The slice of a parameter of that shape."""
         if self.expert is None:
-            return Piece(self.stored)
+            return StoredSlice.at(self.stored, shape)
         if self.num_parts == 1:
-            return Piece(self.stored, (self.expert,))
+            return StoredSlice.at(self.stored, shape, self.expert)
         size = shape[1] // self.num_parts
-        return Piece(self.stored, (self.expert, slice(self.part * size, (self.part + 1) * size)))
+        return StoredSlice.at(self.stored, shape, self.expert, slice(self.part * size, (self.part + 1) * size))
 
 
 @dataclass(frozen=True)
@@ -56,13 +57,13 @@ class StoredNames:
         ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
         return cls({own: tuple(sorted(sources)) for own, sources in found.items()}, owners, tuple(ignored))
 
-    def pieces(self, name: str, shape: tuple[int, ...]) -> tuple[Piece, ...]:
+    def slices(self, name: str, shape: Shape) -> tuple[StoredSlice, ...]:
         """The stored tensors of the parameter of that name, or of another of its names."""
         owner = self.owners.get(name, name)
         for candidate in (name, owner, *(other for other, of in self.owners.items() if of == owner)):
             if candidate in self.sources:
-                return tuple(source.piece(shape) for source in self.sources[candidate])
-        return (Piece(name),)
+                return tuple(source.slice_of(shape) for source in self.sources[candidate])
+        return (StoredSlice.at(name, shape),)
 
     def is_surplus(self, stored: str) -> bool:
         """True for a stored tensor that no parameter needs: a tied copy, or a tensor that the model computes itself."""

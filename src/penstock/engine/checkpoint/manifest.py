@@ -1,4 +1,4 @@
-"""What a published checkpoint says of itself, and whether its files still are what it says.
+"""The manifest of a published checkpoint, and the check of its files against it.
 
 A checkpoint is a folder ``step-00000100`` of safetensors files and one ``manifest.json``: step, the run's identity,
 every rank's JSON values, every tensor's shape and type, every file's size and SHA-256, and a SHA-256 of the rest of
@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from penstock.parallel.tensor_slice import StoredSlice, TensorSlice
+
 MANIFEST = "manifest.json"
 TENSOR_SUFFIX = ".safetensors"
 _FORMAT = "penstock-checkpoint-1"
@@ -30,35 +32,39 @@ class DamagedCheckpoint(ValueError):
 
 
 @dataclass(frozen=True)
-class Whole:
-    """The tensor of which a part is stored: its name and shape, and where the part begins in it."""
-
-    name: str
-    start: tuple[int, ...]
-    shape: tuple[int, ...]
-
-
-@dataclass(frozen=True)
 class TensorRecord:
-    """Shape and torch type (``float32``) of one stored tensor; `whole` where it is a part of another."""
+    """One stored tensor: a slice of the tensor `of`, which may be all of it; `dtype` in torch's words (``float32``)."""
 
-    shape: tuple[int, ...]
+    of: str
+    part: TensorSlice
     dtype: str
-    whole: Whole | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.part.shape
+
+    @property
+    def stored_name(self) -> str:
+        """The name in the file: the tensor's own, with the place of a part: ``layers.0.mlp.up.weight[0:64,0:128]``."""
+        return self.of if self.part.is_whole else f"{self.of}{self.part}"
 
     def __str__(self) -> str:
         return f"{list(self.shape)} of {self.dtype}"
 
     def to_json(self) -> dict[str, Any]:
         plain = {"shape": list(self.shape), "dtype": self.dtype}
-        if self.whole is None:
+        if self.part.is_whole:
             return plain
-        return plain | {"of": self.whole.name, "start": list(self.whole.start), "of_shape": list(self.whole.shape)}
+        return plain | {"of": self.of, "start": list(self.part.start), "of_shape": list(self.part.full_shape)}
 
     @classmethod
-    def from_json(cls, told: Mapping[str, Any]) -> TensorRecord:
-        whole = Whole(told["of"], tuple(told["start"]), tuple(told["of_shape"])) if "of" in told else None
-        return cls(tuple(told["shape"]), told["dtype"], whole)
+    def from_json(cls, name: str, content: Mapping[str, Any]) -> TensorRecord:
+        """The record of the stored tensor of that name."""
+        shape = tuple(content["shape"])
+        if "of" not in content:
+            return cls(name, TensorSlice.whole(shape), content["dtype"])
+        part = TensorSlice(tuple(content["start"]), shape, tuple(content["of_shape"]))
+        return cls(content["of"], part, content["dtype"])
 
 
 @dataclass(frozen=True)
@@ -73,7 +79,7 @@ class FileRecord:
 class CheckpointInfo:
     """One published checkpoint.
 
-    extras: what each rank gave beside its tensors, in rank order, as JSON reads it. tensors and files: by name.
+    extras: each rank's JSON value, in rank order. tensors, files: by the name under which they are stored.
     """
 
     path: Path
@@ -85,8 +91,16 @@ class CheckpointInfo:
 
     @property
     def extra(self) -> Any:
-        """What rank 0 gave beside its tensors."""
+        """Rank 0's JSON value."""
         return self.extras[0]
+
+    @property
+    def stored(self) -> dict[str, tuple[StoredSlice, ...]]:
+        """The stored slices of each tensor, by the tensor's name."""
+        found: dict[str, tuple[StoredSlice, ...]] = {}
+        for name, record in self.tensors.items():
+            found[record.of] = (*found.get(record.of, ()), StoredSlice(name, record.part))
+        return found
 
 
 def folder_name(step: int) -> str:
@@ -141,7 +155,7 @@ def read_manifest(path: Path) -> CheckpointInfo:
         content["step"],
         content["identity"],
         tuple(content["extras"]),
-        {name: TensorRecord.from_json(told) for name, told in content["tensors"].items()},
+        {name: TensorRecord.from_json(name, record) for name, record in content["tensors"].items()},
         {name: FileRecord(**record) for name, record in content["files"].items()},
     )
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.checkpoint import AnotherRun, Checkpointer
-from penstock.engine.manifest import (
+from penstock.engine.checkpoint.manifest import (
     CheckpointError,
     CheckpointInfo,
     DamagedCheckpoint,
@@ -112,7 +112,7 @@ def test_training_may_change_tensors_while_they_are_written(tmp_path: Path) -> N
 
 
 def test_a_state_of_many_files_is_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.engine.checkpoint._FILE_BYTES", 600)
+    monkeypatch.setattr("penstock.engine.checkpoint.save._FILE_BYTES", 600)
     _save(tmp_path, [4])
     checkpointer = _checkpointer(tmp_path)
     info = checkpointer.latest()
@@ -228,7 +228,7 @@ def test_a_damaged_checkpoint_is_refused_by_name_and_the_one_before_taken(
 def test_damage_to_any_one_file_is_found_however_many_ranks_share_the_reading(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.engine.checkpoint._FILE_BYTES", 600)
+    monkeypatch.setattr("penstock.engine.checkpoint.save._FILE_BYTES", 600)
     _save(tmp_path, [1, 2])
     newest = tmp_path / "step-00000002"
     info = read_manifest(newest)

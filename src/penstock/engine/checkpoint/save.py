@@ -1,73 +1,65 @@
-"""Checkpoints that any layout can read, written beside training and published whole or not at all.
+"""Saving: checkpoints that any layout can read, written beside training and published whole or not at all.
 
-How a save survives a kill at any moment, of any rank: all ranks write into one hidden folder; when each has told the
+How a save survives a kill at any moment, of any rank: all ranks write into one hidden folder. When each has sent the
 others the checksums of what it wrote, rank 0 adds the manifest and renames the folder to its final name. Only that
-rename publishes. What hidden folders a killed run leaves, the next one clears away.
+rename publishes. The hidden folders that a killed run leaves are cleared away by the next one.
 """
 
 from __future__ import annotations
 
 import json
-import logging
+import math
 import shutil
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from penstock.engine.manifest import (
+from penstock.engine.checkpoint.load import CheckpointReader
+from penstock.engine.checkpoint.manifest import (
     CheckpointError,
     CheckpointInfo,
-    DamagedCheckpoint,
     FileRecord,
     TensorRecord,
-    check_files,
     describe_file,
     differences,
     folder_name,
     published,
-    read_manifest,
     step_of,
     sync_folder,
     write_durably,
     write_manifest,
 )
-from penstock.engine.stored import Stored, check_cover, to_store
-from penstock.parallel.host import gather_json, on_all_ranks
-from penstock.parallel.layout import Grid
-from penstock.parallel.parts import Held, parts_of
+from penstock.parallel import Grid
+from penstock.parallel.host import Gather, gather_json, on_all_ranks
+from penstock.parallel.tensor_slice import LocalTensor, Shape, local_slices
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
 _RUN_FILE = "run.json"
 _SAVING, _REPLACED, _DELETING = ".saving-", ".replaced-", ".deleting-"
 # The safetensors library writes a file in one call that holds the interpreter: some 10 ms at this size, during which
-# training can not launch anything. Large states get larger files, so that their number stays sensible.
+# training cannot launch anything. Large states get larger files, so that their number stays sensible.
 _FILE_BYTES = 16 * 2**20
 _MAX_FILES = 64
-
-WriteTensors = Callable[[Path, Mapping[str, Tensor], dict[str, int]], list[str]]
-"""Files of these tensors, each with the number of its file, in a folder; see `write_tensors`."""
-
-_logger = logging.getLogger(__name__)
 
 
 class AnotherRun(ValueError):
     """The folder holds checkpoints of a run with other settings."""
 
 
-class Checkpointer:
-    """Saves and loads the checkpoints of one run in one folder; every rank of the grid makes one and calls alike.
+class Checkpointer(CheckpointReader):
+    """Saves and loads the checkpoints of one run, which owns the folder; see `CheckpointReader`.
 
-    identity: the settings that make this run what it is, as a flat JSON mapping. keep: how many of the newest
-    checkpoints stay. aliases: names of tensors that are equal to another by construction (tied copies and their
-    optimizer state) -> that other's name; they are not saved, and loaded from the other. claim: take the folder for
-    this run, which then writes there; without it the folder is only read, and another run may be writing.
-
-    Where several ranks hold a tensor of one name (data parallel), one of them saves it, in turn.
+    keep: how many of the newest checkpoints stay. Where several ranks have the same slice of a tensor, one of them
+    saves it; they take turns.
 
     Raises: AnotherRun on every rank when the folder belongs to a run of another identity; ValueError.
     """
@@ -79,74 +71,40 @@ class Checkpointer:
         identity: Mapping[str, Any],
         keep: int = 3,
         aliases: Mapping[str, str] | None = None,
-        claim: bool = True,
     ) -> None:
         if keep < 1:
             raise ValueError(f"at least 1 checkpoint must be kept, not {keep}")
-        self.folder = Path(folder)
-        self.refused: dict[Path, str] = {}
-        self._grid = grid
-        self._identity = json.loads(json.dumps(identity))
+        super().__init__(folder, grid, identity, aliases)
         self._keep = keep
-        self._aliases = dict(aliases or {})
+        #: stored name -> its latest values, in host memory that is kept from save to save
         self._host_copies: dict[str, Tensor] = {}
+        #: the save under way
         self._writer: _Writer | None = None
-        self._write_tensors: WriteTensors | None = None
-        if claim:
-            from penstock.engine.tensor_writer import write_tensors
+        _import_writer()
+        self._on_all_ranks(self._claim if grid.rank == 0 else lambda: None)
 
-            self._write_tensors = write_tensors
-        self._together(self._open if claim and grid.rank == 0 else lambda: None)
+    def save(self, step: int, tensors: Mapping[str, LocalTensor], extra: Any = None, wait: bool = False) -> None:
+        """Copy this rank's tensors to host memory and write them while training goes on.
 
-    def latest(self) -> CheckpointInfo | None:
-        """Find the newest checkpoint that is intact; damaged ones are warned of by name and entered in `refused`.
-
-        Every rank reads through its share of the files, and all give the same answer.
-        """
-        names = [path.name for path in published(self.folder)] if self._grid.rank == 0 else None
-        for name in reversed(gather_json(names, self._grid.control)[0]):
-            path = self.folder / name
-            info, reason = self._examine(path)
-            reasons = [told for told in gather_json(reason, self._grid.control) if told is not None]
-            if not reasons:
-                return info
-            self.refused[path] = reasons[0]
-            if self._grid.rank == 0:
-                _logger.warning("checkpoint %s is refused: %s", path, reasons[0])
-        return None
-
-    def load(self, info: CheckpointInfo, tensors: Mapping[str, Held]) -> None:
-        """Copy stored values into what this rank holds, by name and in place; only what is asked for is read.
-
-        Beside what is held there is never more in memory than one stored tensor.
-
-        Raises: FileNotFoundError with the path of a file that is gone; ValueError for a tensor that is not stored,
-        or stored in another shape. Every rank raises when one does.
-        """
-        self._together(lambda: self._load(info, tensors))
-
-    def save(self, step: int, tensors: Mapping[str, Held], extra: Any = None, wait: bool = False) -> None:
-        """Copy what this rank holds to host memory and write it while training goes on; `extra` is its own, for JSON.
-
-        A save before this one is finished first. With `wait` this one is, too.
+        `extra` is a JSON value of this rank. A save before this one is finished first. With `wait` this one is, too.
 
         Raises: CheckpointError, for the save before this one; ValueError where ranks disagree on the step or on the
-        shape of a tensor, or hold parts that do not make up a whole.
+        shape of a tensor, or where their slices do not make up a whole.
         """
         self.finish()
         staging = self.folder / f"{_SAVING}{folder_name(step)}"
         texts: list[str] = []
 
         def prepare() -> None:
-            # As text at once: the caller may change what it has given while the writer runs.
+            # As text at once: the caller may change the value while the writer runs.
             texts.append(json.dumps(extra))
             if self._grid.rank == 0:
                 shutil.rmtree(staging, ignore_errors=True)
                 staging.mkdir()
 
-        self._together(prepare)
-        own = to_store({name: held for name, held in tensors.items() if name not in self._aliases})
-        plan = _plan_save(step, own, self._grid)
+        self._on_all_ranks(prepare)
+        own = _to_store({name: local for name, local in tensors.items() if name not in self._aliases})
+        plan = _plan_save(step, own, self._gather)
         copies = {name: self._copy_to_host(name, own[name][0]) for name in plan.names_of(self._grid.rank)}
         self._writer = _Writer(lambda: self._write(staging, step, copies, plan, json.loads(texts[0])))
         if wait:
@@ -161,7 +119,10 @@ class Checkpointer:
         if writer is not None:
             writer.join()
 
-    def _open(self) -> None:
+    def _on_all_ranks(self, act: Callable[[], None]) -> None:
+        on_all_ranks(act, self._gather, AnotherRun, ValueError, FileNotFoundError, otherwise=CheckpointError)
+
+    def _claim(self) -> None:
         """Claim the folder for this run and clear away what a killed one left; rank 0."""
         self.folder.mkdir(parents=True, exist_ok=True)
         run_file = self.folder / _RUN_FILE
@@ -183,33 +144,6 @@ class Checkpointer:
             for path in self.folder.glob(f"{prefix}*"):
                 shutil.rmtree(path)
 
-    def _examine(self, path: Path) -> tuple[CheckpointInfo | None, str | None]:
-        try:
-            info = read_manifest(path)
-            if changed := differences(self._identity, info.identity):
-                raise DamagedCheckpoint(f"it is of another run: {changed[0]}")
-            check_files(info, self._grid.rank, self._grid.world_size)
-        except (DamagedCheckpoint, OSError) as error:
-            return None, str(error)
-        return info, None
-
-    def _load(self, info: CheckpointInfo, tensors: Mapping[str, Held]) -> None:
-        stored = Stored(info)
-        stored_names = {name: self._aliases.get(name, name) for name in tensors}
-        missing = sorted(name for name, of in stored_names.items() if of not in stored)
-        if missing:
-            raise ValueError(f"checkpoint {info.path} lacks {len(missing)} of the tensors asked for: {missing[:3]}")
-        for name, of in stored_names.items():
-            for part in parts_of(tensors[name]):
-                if part.full_shape != stored.shape(of):
-                    raise ValueError(
-                        f"{name} has the shape {part.full_shape}, but checkpoint {info.path} holds {stored.shape(of)}"
-                    )
-        for file in info.files:
-            if not (info.path / file).exists():
-                raise FileNotFoundError(f"checkpoint file {info.path / file} is missing")
-        stored.read([c for name, of in stored_names.items() for c in stored.copies(of, tensors[name])])
-
     def _copy_to_host(self, name: str, tensor: Tensor) -> Tensor:
         """Copy into host memory kept from save to save: fresh pages cost several times the copy itself."""
         buffer = self._host_copies.get(name)
@@ -221,21 +155,21 @@ class Checkpointer:
     def _write(self, staging: Path, step: int, copies: Mapping[str, Tensor], plan: _SavePlan, extra: Any) -> None:
         """Write this rank's share and, when all have, publish; runs in the background on every rank."""
         files, error = {}, None
-        assert self._write_tensors is not None, "a folder that was not claimed is only read"
         try:
-            names = self._write_tensors(staging, copies, plan.file_of)
+            names = write_tensors(staging, copies, plan.file_of)
             files = {name: asdict(describe_file(staging / name)) for name in names}
         except Exception as caught:
             error = f"{type(caught).__name__}: {caught}"
-        # This gathering is also the barrier: rank 0 publishes when every rank's files are on the disk.
-        reports = gather_json({"files": files, "extra": extra, "error": error}, self._grid.background)
+        # Gathering is also the barrier: rank 0 publishes when every rank's files are on the disk.
+        gather = partial(gather_json, group=self._grid.background)
+        reports = gather({"files": files, "extra": extra, "error": error})
         _raise_first(step, [report["error"] for report in reports])
         if self._grid.rank == 0:
             try:
                 self._publish(staging, step, plan, reports)
             except Exception as caught:
                 error = f"{type(caught).__name__}: {caught}"
-        _raise_first(step, gather_json(error, self._grid.background))
+        _raise_first(step, gather(error))
 
     def _publish(self, staging: Path, step: int, plan: _SavePlan, reports: list[dict[str, Any]]) -> None:
         files = {name: FileRecord(**record) for report in reports for name, record in report["files"].items()}
@@ -260,13 +194,9 @@ class Checkpointer:
                 # Under its own name it would be a damaged checkpoint as soon as the first file is gone.
                 shutil.rmtree(path.rename(self.folder / f"{_DELETING}{path.name}"), ignore_errors=True)
 
-    def _together(self, act: Callable[[], None]) -> None:
-        gather = partial(gather_json, group=self._grid.control)
-        on_all_ranks(act, gather, AnotherRun, ValueError, FileNotFoundError, otherwise=CheckpointError)
-
 
 class _Writer:
-    """A thread whose exception comes out where it is joined; it never keeps the process from ending."""
+    """A thread whose exception is raised where it is joined; it never keeps the process from ending."""
 
     def __init__(self, work: Callable[[], None]) -> None:
         self._error: Exception | None = None
@@ -287,7 +217,7 @@ class _Writer:
 
 @dataclass(frozen=True)
 class _SavePlan:
-    """Which rank writes each tensor, into which file (numbered from 1 over all ranks); the same on every rank."""
+    """The rank that writes each stored tensor, and its file, numbered from 1 over all ranks; the same on every rank."""
 
     tensors: Mapping[str, TensorRecord]
     writer_of: Mapping[str, int]
@@ -297,30 +227,40 @@ class _SavePlan:
         return [name for name, writer in self.writer_of.items() if writer == rank]
 
 
-def _plan_save(step: int, own: Mapping[str, tuple[Tensor, TensorRecord]], grid: Grid) -> _SavePlan:
-    """Divide all ranks' tensors among those that hold them, by bytes.
+def _to_store(tensors: Mapping[str, LocalTensor]) -> dict[str, tuple[Tensor, TensorRecord]]:
+    """A rank's slices, by the name under which each is stored."""
+    found: dict[str, tuple[Tensor, TensorRecord]] = {}
+    for name, local in tensors.items():
+        for part, values in local_slices(local).items():
+            record = TensorRecord(name, part, str(values.dtype).removeprefix("torch."))
+            found[record.stored_name] = values, record
+    return found
 
-    Raises: ValueError on every rank when ranks disagree on the step, or on a tensor's shape or type, or hold parts
-    that do not make up a whole.
+
+def _plan_save(step: int, own: Mapping[str, tuple[Tensor, TensorRecord]], gather: Gather) -> _SavePlan:
+    """Divide all ranks' slices among the ranks that have them, by bytes.
+
+    Raises: ValueError on every rank when ranks disagree on the step, or on a tensor's shape or type, or when their
+    slices do not make up a whole.
     """
     described = {name: [record.to_json(), tensor.nbytes] for name, (tensor, record) in own.items()}
-    by_rank = gather_json({"step": step, "tensors": described}, grid.control)
-    if len({told["step"] for told in by_rank}) > 1:
-        raise ValueError(f"ranks save different steps: {[told['step'] for told in by_rank]}")
+    by_rank = gather({"step": step, "tensors": described})
+    if len({theirs["step"] for theirs in by_rank}) > 1:
+        raise ValueError(f"ranks save different steps: {[theirs['step'] for theirs in by_rank]}")
     holders: dict[str, list[int]] = {}
     sizes_bytes: dict[str, int] = {}
     tensors: dict[str, TensorRecord] = {}
-    for rank, told in enumerate(by_rank):
-        for name, (json_record, size_bytes) in sorted(told["tensors"].items()):
-            record = TensorRecord.from_json(json_record)
+    for rank, theirs in enumerate(by_rank):
+        for name, (json_record, size_bytes) in sorted(theirs["tensors"].items()):
+            record = TensorRecord.from_json(name, json_record)
             if tensors.setdefault(name, record) != record:
                 raise ValueError(f"{name} is {tensors[name]} on rank {holders[name][0]} and {record} on rank {rank}")
             sizes_bytes[name] = size_bytes
             holders.setdefault(name, []).append(rank)
-    check_cover(tensors)
+    _check_cover(tensors)
     loads_bytes = [0] * len(by_rank)
     writer_of: dict[str, int] = {}
-    # Those without a choice first, then large before small.
+    # Tensors that only one rank has come first, then large before small.
     for name in sorted(tensors, key=lambda name: (len(holders[name]) > 1, -sizes_bytes[name], name)):
         writer_of[name] = min(holders[name], key=lambda rank: (loads_bytes[rank], rank))
         loads_bytes[writer_of[name]] += sizes_bytes[name]
@@ -328,18 +268,29 @@ def _plan_save(step: int, own: Mapping[str, tuple[Tensor, TensorRecord]], grid: 
     return _SavePlan(dict(sorted(tensors.items())), writer_of, file_of)
 
 
+def _check_cover(records: Mapping[str, TensorRecord]) -> None:
+    """Refuse slices that do not make up their wholes. Raises: ValueError naming one."""
+    counts: dict[tuple[str, Shape], int] = {}
+    for record in records.values():
+        key = record.of, record.part.full_shape
+        counts[key] = counts.get(key, 0) + record.part.num_elements
+    for (name, shape), count in counts.items():
+        if count != math.prod(shape):
+            raise ValueError(f"the ranks hold {count} elements of {name}, which has {math.prod(shape)}, {list(shape)}")
+
+
 def _cut_into_files(
     sizes_bytes: Mapping[str, int], writer_of: Mapping[str, int], loads_bytes: list[int]
 ) -> dict[str, int]:
-    """Number the files of all ranks from 1, and give each tensor's."""
+    """Number the files of all ranks from 1; return each tensor's file."""
     file_of: dict[str, int] = {}
     num_files = 0
     for rank, load_bytes in enumerate(loads_bytes):
-        cap_bytes, held_bytes = max(_FILE_BYTES, load_bytes // _MAX_FILES), None
+        cap_bytes, file_bytes = max(_FILE_BYTES, load_bytes // _MAX_FILES), None
         for name in sorted(name for name, writer in writer_of.items() if writer == rank):
-            if held_bytes is None or held_bytes + sizes_bytes[name] > cap_bytes:
-                num_files, held_bytes = num_files + 1, 0
-            held_bytes += sizes_bytes[name]
+            if file_bytes is None or file_bytes + sizes_bytes[name] > cap_bytes:
+                num_files, file_bytes = num_files + 1, 0
+            file_bytes += sizes_bytes[name]
             file_of[name] = num_files
     return file_of
 
@@ -348,3 +299,27 @@ def _raise_first(step: int, errors: list[str | None]) -> None:
     for rank, error in enumerate(errors):
         if error is not None:
             raise CheckpointError(f"step {step} could not be saved: rank {rank}: {error}")
+
+
+def write_tensors(folder: Path, tensors: Mapping[str, Tensor], file_of: dict[str, int]) -> list[str]:
+    """Write each tensor into the file of its number; return the names of the files, which are on the disk by then.
+
+    Each process follows a plan of its own, so torch has nothing to send between them (it would pickle).
+    """
+    storage_writer, save_planner = _import_writer()
+    writer = storage_writer(str(folder), fqn_to_index_mapping=file_of)
+    planner = save_planner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(dict(tensors), writer.storage_meta(), is_coordinator=True)
+    writer.set_up_storage_writer(is_coordinator=True)
+    plans, _ = planner.create_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
+    [plan] = writer.prepare_global_plan(plans)
+    results = writer.write_data(planner.finish_plan(plan), planner).wait()
+    return sorted({result.storage_data.relative_path for result in results})
+
+
+def _import_writer() -> tuple[type[HuggingFaceStorageWriter], type[DefaultSavePlanner]]:
+    """Torch's distributed checkpoint, which takes half a second to import: only a run that saves does."""
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+
+    return HuggingFaceStorageWriter, DefaultSavePlanner

@@ -1,0 +1,151 @@
+"""Loading: the newest intact checkpoint of a run, read by any layout.
+
+A checkpoint stores tensors as the ranks had them, whole or in slices. A rank takes from each stored slice what that has
+in common with its own, straight from the file. So any layout reads what any other has saved, and memory never holds
+more than the rank's own tensors and one stored slice.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from torch import Tensor
+
+from penstock.engine.checkpoint.manifest import (
+    TENSOR_SUFFIX,
+    CheckpointError,
+    CheckpointInfo,
+    DamagedCheckpoint,
+    check_files,
+    differences,
+    published,
+    read_manifest,
+)
+from penstock.parallel import Grid
+from penstock.parallel.host import gather_json, on_all_ranks
+from penstock.parallel.tensor_slice import Indices, LocalTensor, StoredSlice, copies, local_slices
+
+_logger = logging.getLogger(__name__)
+
+
+class CheckpointReader:
+    """Loads the checkpoints of one run from its folder, to which another process may be writing.
+
+    Every rank of the grid makes one and calls alike.
+
+    identity: the settings that make this run what it is, as a flat JSON mapping. aliases: names of tensors that are
+    equal to another by construction (tied copies and their optimizer state) -> that other's name, under which alone
+    they are stored.
+    """
+
+    def __init__(
+        self, folder: Path | str, grid: Grid, identity: Mapping[str, Any], aliases: Mapping[str, str] | None = None
+    ) -> None:
+        #: where the checkpoints are, each a folder of its own
+        self.folder = Path(folder)
+        #: damaged checkpoint -> what is wrong with it
+        self.refused: dict[Path, str] = {}
+        self._grid = grid
+        self._gather = partial(gather_json, group=grid.control)
+        self._identity = json.loads(json.dumps(identity))
+        self._aliases = dict(aliases or {})
+
+    def latest(self) -> CheckpointInfo | None:
+        """Find the newest checkpoint that is intact; damaged ones are warned of by name and entered in `refused`.
+
+        Each rank reads through a share of the files, and all return the same.
+        """
+        names = [path.name for path in published(self.folder)] if self._grid.rank == 0 else None
+        for name in reversed(self._gather(names)[0]):
+            path = self.folder / name
+            info, reason = self._examine(path)
+            reasons = [theirs for theirs in self._gather(reason) if theirs is not None]
+            if not reasons:
+                return info
+            self.refused[path] = reasons[0]
+            if self._grid.rank == 0:
+                _logger.warning("checkpoint %s is refused: %s", path, reasons[0])
+        return None
+
+    def load(self, info: CheckpointInfo, tensors: Mapping[str, LocalTensor]) -> None:
+        """Copy stored values into this rank's tensors, by name and in place; nothing else is read.
+
+        Raises: FileNotFoundError with the path of a file that is gone; ValueError for a tensor that is not stored,
+        or stored in another shape. Every rank raises when one does.
+        """
+        on_all_ranks(
+            lambda: self._load(info, tensors),
+            self._gather,
+            ValueError,
+            FileNotFoundError,
+            otherwise=CheckpointError,
+        )
+
+    def _examine(self, path: Path) -> tuple[CheckpointInfo | None, str | None]:
+        """The checkpoint at `path`, or why it is refused."""
+        try:
+            info = read_manifest(path)
+            if changed := differences(self._identity, info.identity):
+                raise DamagedCheckpoint(f"it is of another run: {changed[0]}")
+            check_files(info, self._grid.rank, self._grid.world_size)
+        except (DamagedCheckpoint, OSError) as error:
+            return None, str(error)
+        return info, None
+
+    def _load(self, info: CheckpointInfo, tensors: Mapping[str, LocalTensor]) -> None:
+        sources = {name: self._aliases.get(name, name) for name in tensors}
+        stored = info.stored
+        missing = sorted(name for name, source in sources.items() if source not in stored)
+        if missing:
+            raise ValueError(f"checkpoint {info.path} lacks {len(missing)} of the tensors asked for: {missing[:3]}")
+        for name, source in sources.items():
+            full_shape = stored[source][0].part.full_shape
+            for own in local_slices(tensors[name]):
+                if own.full_shape != full_shape:
+                    raise ValueError(
+                        f"{name} has the shape {own.full_shape}, but checkpoint {info.path} holds {full_shape}"
+                    )
+        for file in info.files:
+            if not (info.path / file).exists():
+                raise FileNotFoundError(f"checkpoint file {info.path / file} is missing")
+        wanted: dict[str, list[tuple[Indices, Tensor]]] = {}
+        for name, source in sources.items():
+            for name_in_file, indices, into in _copies(info, source, stored[source], tensors[name]):
+                wanted.setdefault(name_in_file, []).append((indices, into))
+        for path in sorted(info.path.glob(f"*{TENSOR_SUFFIX}")):
+            _read_file(path, wanted)
+
+
+def _copies(
+    info: CheckpointInfo, name: str, stored: Sequence[StoredSlice], local: LocalTensor
+) -> list[tuple[str, Indices, Tensor]]:
+    """All that must be copied into a rank's tensor. Raises: ValueError when not all of it is stored."""
+    every = []
+    for own, values in local_slices(local).items():
+        found = list(copies(stored, own, values))
+        num_found = sum(into.numel() for _, _, into in found)
+        if num_found != values.numel():
+            raise ValueError(
+                f"checkpoint {info.path} holds {num_found} of the {values.numel()} elements of {name}{own}"
+            )
+        every += found
+    return every
+
+
+def _read_file(path: Path, wanted: Mapping[str, Sequence[tuple[Indices, Tensor]]]) -> None:
+    """Copy what is wanted of a file, one stretch at a time."""
+    with safe_open(path, framework="pt") as file:
+        for name in sorted(wanted.keys() & file.keys()):
+            for indices, into in wanted[name]:
+                into.copy_(take(file, name, indices))
+
+
+def take(file: Any, name: str, indices: Indices) -> Tensor:
+    """Part of a tensor of an open file; nothing else is read."""
+    return file.get_slice(name)[indices] if indices else file.get_tensor(name)

@@ -1,0 +1,199 @@
+"""What each rank has of a shared model: parts of parameters and of optimizer state, sums of gradients, and tokens.
+
+Shapes: T tokens of a whole microbatch, R of this rank's part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from penstock.data import PackedBatch, part_of
+from penstock.engine.build import SECOND_COPY
+from penstock.model import Logits, ModelGroups, Sequences, ShardedLogits, Spread, UnitSpec
+from penstock.parallel import Grid, Layout, Place, Reduction, cut_sequences, gather_uneven
+from penstock.parallel.tensor_slice import LocalTensor, Shard, TensorSlice, local_run
+
+UnitSource = Sequence[UnitSpec] | Callable[[ModelGroups], Sequence[UnitSpec]]
+"""A model's units, or a function that makes them for the groups that share them."""
+
+
+def units_for(source: UnitSource, groups: ModelGroups, layout: Layout) -> tuple[UnitSpec, ...]:
+    """The units, made for these groups.
+
+    Raises:
+        ValueError: they are there already, and the layout wants them shared.
+    """
+    if callable(source):
+        return tuple(source(groups))
+    if (layout.tp, layout.cp, layout.ep) != (1, 1, 1):
+        raise ValueError(
+            f"the layout {layout} shares a model over tp, cp or ep, but its units are given ready-made; "
+            "give a function that makes them from ModelGroups, or a layout of pp and dp alone"
+        )
+    return tuple(source)
+
+
+# ---- parameters
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How this rank's parameters are shared with other ranks; all mappings are by full name.
+
+    shards: the part that this rank has, of parameters that ranks share. reductions: the ranks over which gradients are
+    summed. norm_names: the name under which this rank counts the parameter in the norm of the whole model's gradients;
+    None where another rank counts it.
+    """
+
+    shards: Mapping[str, Shard]
+    reductions: Mapping[str, Reduction]
+    norm_names: Mapping[str, str | None]
+
+    @classmethod
+    def of(cls, units: Sequence[UnitSpec], parameters: Iterable[str], grid: Grid) -> Sharding:
+        """The sharding of this rank's parameters, given by full name."""
+        shards = {unit.full_name(own): shard for unit in units for own, shard in unit.sharding.items()}
+        partial = {unit.full_name(own) for unit in units for own in unit.partial}
+        # Both copies of a model that is held twice are shared alike.
+        plain = {name: name.removesuffix(SECOND_COPY) for name in parameters}
+        return cls(
+            {name: shards[of] for name, of in plain.items() if of in shards},
+            {name: _reduction(shards.get(of), of in partial, grid) for name, of in plain.items()},
+            {name: _norm_name(name, shards.get(of), grid) for name, of in plain.items()},
+        )
+
+    def lending(self, loans: Mapping[str, str]) -> Sharding:
+        """The same, where copies (the keys of `loans`) use another parameter's values and have only a gradient."""
+        lent = {name: replace(reduction, lent=name in loans) for name, reduction in self.reductions.items()}
+        return replace(self, reductions=lent)
+
+    def with_zero(self, ties: Mapping[str, str], grid: Grid) -> Sharding:
+        """The same with ZeRO-1: ranks that sum gradients with each other divide the optimizer's state and step.
+
+        ties: full names, copy -> owner. Each tied parameter has a bucket of its own, so that the ranks that hold its
+        two copies own the same elements of both.
+        """
+        tied = ties.keys() | set(ties.values())
+        return Sharding(
+            self.shards,
+            {
+                name: replace(reduction, sharded=reduction.group is not None, alone=name if name in tied else "")
+                for name, reduction in self.reductions.items()
+            },
+            # No two of these ranks step the same elements, so each counts its own, under a name of its own.
+            {
+                name: f"{name}@{grid.rank}" if _is_first_with(self.shards.get(name), grid) else None
+                for name in self.reductions
+            },
+        )
+
+
+def _reduction(shard: Shard | None, partial: bool, grid: Grid) -> Reduction:
+    over_experts = shard is not None and shard.axis == "ep"
+    group = grid.edp_group if over_experts else grid.dp_cp_group
+    if not partial:
+        return Reduction(group)
+    if shard is None or over_experts:
+        return Reduction(group, grid.tp_group)
+    return Reduction(group, grid.tp_group, shard.index, shard.count)
+
+
+def _norm_name(name: str, shard: Shard | None, grid: Grid) -> str | None:
+    """Among ranks holding the same shard, only the first counts it in the norm."""
+    is_first_of_ep = grid.ep_rank == 0 or (shard is not None and shard.axis == "ep")
+    if not (is_first_of_ep and _is_first_with(shard, grid)):
+        return None
+    return name if shard is None else f"{name}[{shard.index}]"
+
+
+def _is_first_with(shard: Shard | None, grid: Grid) -> bool:
+    """Whether this rank is the first of the tensor-parallel ranks that have the same part."""
+    if grid.tp_rank == 0:
+        return True
+    return shard is not None and shard.axis == "tp" and shard != shard.on(grid.tp_rank - 1, grid.layout.tp)
+
+
+# ---- state, as slices of whole tensors
+
+
+def local_parameters(parameters: Mapping[str, nn.Parameter], shards: Mapping[str, Shard]) -> dict[str, LocalTensor]:
+    """This rank's parameters by full name, as views."""
+    found: dict[str, LocalTensor] = {}
+    for name, parameter in parameters.items():
+        data = parameter.detach()
+        found[name] = {shards[name].part: data} if name in shards else data
+    return found
+
+
+def local_state(owned: Mapping[str, tuple[Place, Tensor]], shards: Mapping[str, Shard]) -> dict[str, LocalTensor]:
+    """The optimizer state that this rank steps (see `Optimizer.owned_state`), by name, as views."""
+    found: dict[str, LocalTensor] = {}
+    for name, (place, flat) in owned.items():
+        shard = shards.get(place.name)
+        part = TensorSlice.whole(place.parameter.shape) if shard is None else shard.part
+        found[name] = local_run(flat, place.first, part)
+    return found
+
+
+# ---- tokens
+
+
+@dataclass(frozen=True, eq=False)
+class ContextShares:
+    """This rank's part of every microbatch under context parallelism.
+
+    group: the ranks that share every sequence, for device tensors; None where this rank has all tokens.
+    """
+
+    group: dist.ProcessGroup | None
+    device: torch.device
+
+    def share(self, microbatch: PackedBatch) -> tuple[PackedBatch, Sequences]:
+        """This rank's part, cut alike for all keys, and the sequences that units see.
+
+        Raises: ValueError when some rank would have no token.
+        """
+        spread = self.spread(microbatch)
+        if spread is None:
+            return microbatch, Sequences.from_lengths(microbatch.sequence_lengths("tokens"), self.device)
+        return part_of(microbatch, spread.pieces[spread.rank]), Sequences.of_spread(spread, self.device)
+
+    def spread(self, microbatch: PackedBatch) -> Spread | None:
+        """The tokens of every rank. Raises: ValueError when some rank would have none."""
+        if self.group is None:
+            return None
+        pieces = cut_sequences(microbatch.sequence_lengths("tokens"), self.group.size())
+        return Spread(self.group.rank(), pieces)
+
+    def whole_logits(self, logits: Logits, microbatch: PackedBatch) -> Logits:
+        """The logits of all of the microbatch's tokens; where ranks share the vocabulary, they still do."""
+        if isinstance(logits, ShardedLogits):
+            return replace(logits, own=self.whole(logits.own, microbatch))
+        return self.whole(logits, microbatch)
+
+    def whole(self, x: Tensor, microbatch: PackedBatch) -> Tensor:
+        """Gather all ranks' rows [R, ...] in the order of the microbatch's tokens, [T, ...]; all ranks call it."""
+        spread = self.spread(microbatch)
+        if spread is None:
+            return x
+        rows = torch.cat(gather_uneven(x, spread.num_tokens, self.group))
+        return torch.empty_like(rows).index_copy_(0, _order(spread).to(x.device), rows)
+
+
+def _order(spread: Spread) -> Tensor:
+    """The position in the whole microbatch of each token, rank after rank, [T]."""
+    starts = list(accumulate(spread.lengths[:-1], initial=0))
+    return torch.cat(
+        [
+            torch.arange(start + piece.start, start + piece.stop)
+            for of_rank in spread.pieces
+            for start, pieces in zip(starts, of_rank, strict=True)
+            for piece in pieces
+        ]
+    )

@@ -1,0 +1,196 @@
+"""Slices of tensors: which elements of a whole parameter a rank, a checkpoint or a model's file has.
+
+Checkpoints, ZeRO, and the reading and writing of Hugging Face's files all cut and join tensors with these.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from torch import Tensor
+
+Shape = tuple[int, ...]
+Indices = tuple[slice, ...]
+
+
+@dataclass(frozen=True)
+class TensorSlice:
+    """Consecutive indices along every dimension of a tensor of `full_shape`: from `start` on, `shape` of them."""
+
+    start: Shape
+    shape: Shape
+    full_shape: Shape
+
+    @classmethod
+    def whole(cls, full_shape: Sequence[int]) -> TensorSlice:
+        return cls((0,) * len(full_shape), tuple(full_shape), tuple(full_shape))
+
+    @classmethod
+    def at(cls, full_shape: Shape, *index: int | slice) -> TensorSlice:
+        """The elements at an index, with one for the length of dimensions that the index numbers.
+
+        Example:
+            >>> print(TensorSlice.at((8, 6), 3, slice(2, 4)))
+            [3:4,2:4]
+        """
+        ranges = [range(i, i + 1) if isinstance(i, int) else range(i.start, i.stop) for i in index]
+        ranges += [range(size) for size in full_shape[len(index) :]]
+        return cls(tuple(r.start for r in ranges), tuple(map(len, ranges)), full_shape)
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def is_whole(self) -> bool:
+        return self.shape == self.full_shape
+
+    def of(self, whole: Tensor) -> Tensor:
+        """These elements of the whole tensor, as a view."""
+        return whole[self.within(TensorSlice.whole(self.full_shape))]
+
+    def overlap(self, other: TensorSlice) -> TensorSlice | None:
+        """The elements of both slices; None if there are none."""
+        start = tuple(map(max, zip(self.start, other.start, strict=True)))
+        ends = [min(a + n, b + m) for a, n, b, m in zip(self.start, self.shape, other.start, other.shape, strict=True)]
+        shape = tuple(end - first for end, first in zip(ends, start, strict=True))
+        return TensorSlice(start, shape, self.full_shape) if all(n > 0 for n in shape) else None
+
+    def within(self, outer: TensorSlice) -> Indices:
+        """The indices of this slice, counted from the start of another that contains it."""
+        return tuple(slice(a - b, a - b + n) for a, n, b in zip(self.start, self.shape, outer.start, strict=True))
+
+    def run(self, first: int, last: int) -> Iterator[TensorSlice]:
+        """Cut out elements `first` ... `last - 1` of this slice, counted row by row, in as few slices as possible."""
+        for start, shape in _boxes(first, last, self.shape):
+            yield TensorSlice(tuple(a + b for a, b in zip(self.start, start, strict=True)), shape, self.full_shape)
+
+    def __str__(self) -> str:
+        return f"[{','.join(f'{a}:{a + n}' for a, n in zip(self.start, self.shape, strict=True))}]"
+
+
+LocalTensor = Tensor | Mapping[TensorSlice, Tensor]
+"""A rank's elements of a tensor: all of them, or slices that do not overlap, each with its values as a view."""
+
+
+def local_slices(local: LocalTensor) -> Mapping[TensorSlice, Tensor]:
+    """A rank's elements as slices, also where it has the whole tensor."""
+    return {TensorSlice.whole(local.shape): local.detach()} if isinstance(local, Tensor) else local
+
+
+def local_run(flat: Tensor, first: int, outer: TensorSlice) -> LocalTensor:
+    """View a flat tensor as the elements of `outer`, counted row by row, from number `first` on."""
+    if flat.numel() == outer.num_elements and outer.is_whole:
+        return flat.view(outer.full_shape)
+    local, position = {}, 0
+    for part in outer.run(first, first + flat.numel()):
+        local[part] = flat[position : position + part.num_elements].view(part.shape)
+        position += part.num_elements
+    return local
+
+
+@dataclass(frozen=True)
+class Shard:
+    """How ranks share a parameter: this rank has part `index` of `count` consecutive ones along dimension `dim`.
+
+    Where `count` does not divide the dimension, the first parts are longer by one; none is padded. If there are fewer
+    parts than ranks, neighbouring ranks have the same part.
+    """
+
+    axis: Literal["tp", "ep"]
+    dim: int
+    index: int
+    count: int
+    full_shape: Shape
+
+    @property
+    def part(self) -> TensorSlice:
+        """This rank's elements of the parameter."""
+        whole, longer = divmod(self.full_shape[self.dim], self.count)
+        start = self.index * whole + min(self.index, longer)
+        along_dim = slice(start, start + whole + (self.index < longer))
+        return TensorSlice.at(self.full_shape, *(slice(0, size) for size in self.full_shape[: self.dim]), along_dim)
+
+    @property
+    def start(self) -> int:
+        """The index along `dim` at which the part begins."""
+        return self.part.start[self.dim]
+
+    @property
+    def length(self) -> int:
+        """The part's length along `dim`."""
+        return self.part.shape[self.dim]
+
+    @property
+    def shape(self) -> Shape:
+        """The part's shape."""
+        return self.part.shape
+
+    def of(self, whole: Tensor) -> Tensor:
+        """The part of the whole parameter, or of its gradient or optimizer state, as a view."""
+        return self.part.of(whole)
+
+    def on(self, rank: int, num_ranks: int) -> Shard:
+        """The shard of another of the ranks that share the parameter."""
+        return replace(self, index=rank * self.count // num_ranks)
+
+
+@dataclass(frozen=True)
+class StoredSlice:
+    """A tensor in a file that is a slice of a parameter, or all of it.
+
+    num_dropped: how many of the parameter's first dimensions the stored tensor lacks, each of them of length one in
+    the part. So lie the matrices of experts in files, where the parameter holds those of all experts.
+    """
+
+    name: str
+    part: TensorSlice
+    num_dropped: int = 0
+
+    @classmethod
+    def at(cls, name: str, full_shape: Shape, *index: int | slice) -> StoredSlice:
+        """The stored tensor of that name, at an index of the parameter; it lacks the dimensions of whole numbers."""
+        return cls(name, TensorSlice.at(full_shape, *index), sum(isinstance(i, int) for i in index))
+
+    @property
+    def shape(self) -> Shape:
+        """The stored tensor's own shape."""
+        return self.part.shape[self.num_dropped :]
+
+
+def copies(stored: Iterable[StoredSlice], target: TensorSlice, into: Tensor) -> Iterator[tuple[str, Indices, Tensor]]:
+    """Find what must be read of stored tensors to fill `into`, which has the elements of `target`.
+
+    Yields the stored tensor's name, the indices to read of it, and the view of `into` to copy them to.
+    """
+    for source in stored:
+        common = source.part.overlap(target)
+        if common is not None:
+            yield source.name, common.within(source.part)[source.num_dropped :], into[common.within(target)]
+
+
+def _boxes(first: int, last: int, shape: Shape) -> Iterator[tuple[Shape, Shape]]:
+    """Start and shape of the slices that make up elements `first` ... `last - 1` of a tensor, in their order."""
+    if first >= last:
+        return
+    if len(shape) <= 1:
+        yield ((first,), (last - first,)) if shape else ((), ())
+        return
+    width = math.prod(shape[1:])
+    (row, offset), (last_row, rest) = divmod(first, width), divmod(last, width)
+    if offset and row == last_row:
+        yield from _in_row(row, offset, rest, shape)
+        return
+    if offset:
+        yield from _in_row(row, offset, width, shape)
+        row += 1
+    if row < last_row:
+        yield (row, *(0 for _ in shape[1:])), (last_row - row, *shape[1:])
+    yield from _in_row(last_row, 0, rest, shape)
+
+
+def _in_row(row: int, first: int, last: int, shape: Shape) -> Iterator[tuple[Shape, Shape]]:
+    return (((row, *start), (1, *box)) for start, box in _boxes(first, last, shape[1:]))
