@@ -5,7 +5,7 @@ experts, R ranks of the expert-parallel group.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -157,16 +157,16 @@ def _split(values: list[int], sizes: Sequence[int]) -> list[list[int]]:
 class Route:
     """The routing of one microbatch in one layer, filled in as its row of segments runs."""
 
-    choice: Choice | None = None
-    order: RowOrder | None = None
+    choice: Choice = field(init=False)
+    order: RowOrder = field(init=False)
     #: the numbers of rows that other ranks will send, on their way here
-    sizes: Handle[Tensor] | None = None
+    sizes: Handle[Tensor] = field(init=False)
+    #: None where this rank has all experts
     arrived: ArrivedRows | None = None
     num_padding: int = 0
 
     def send_sizes(self, collectives: Collectives, experts_of_ranks: Sequence[int]) -> None:
         """Start sending every rank the number of rows that each of its experts will receive."""
-        assert self.choice is not None
         num_local = experts_of_ranks[collectives.rank]
         self.sizes = collectives.all_to_all(self.choice.counts_E, experts_of_ranks, [num_local] * len(experts_of_ranks))
 
@@ -186,7 +186,7 @@ class AwaitSizes:
     def forward(self, state: State, undo: list[Undo] | None) -> Lane[State]:
         yield
         route = self.route
-        assert route.choice is not None and route.sizes is not None
         received_RE = route.sizes.wait().view(len(self.experts_of_ranks), -1)
-        route.arrived, route.sizes = ArrivedRows.of(route.choice.counts_E, received_RE, self.experts_of_ranks), None
+        route.arrived = ArrivedRows.of(route.choice.counts_E, received_RE, self.experts_of_ranks)
+        del route.sizes
         return state

@@ -152,14 +152,12 @@ class ExpertBlock(SegmentedUnit):
 
     def _compute(self, route: Route, rows_ND: Tensor) -> State:
         if route.arrived is None:
-            assert route.choice is not None
             return (self.experts(rows_ND, RowGroups.of(route.choice.counts_E, rows_ND.shape[0])),)
         arrived = route.arrived
         out_ND = self.experts(arrived.sorted_by_expert(rows_ND), arrived.groups)
         return (arrived.sorted_by_rank(out_ND),)
 
     def _combine(self, route: Route, rows_ND: Tensor, weights_TK: Tensor, base_TD: Tensor) -> State:
-        assert route.order is not None
         y_TD = gather(rows_ND, weights_TK, base_TD, route.order)
         return (F.pad(y_TD, (0, 0, 0, route.num_padding)) if route.num_padding else y_TD,)
 
