@@ -3,20 +3,22 @@
 Sequences of unequal length are padded with their own last token. Since no token sees a later one, padding changes
 nothing before it, whatever the family's masks.
 
-Shapes: T tokens of the microbatch, B sequences, L tokens of the longest, D hidden size, V vocabulary.
+Shapes: T tokens of the microbatch or batch, B sequences, L tokens of the longest or of one item, D hidden size, V
+vocabulary, S sampled tokens.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import inspect
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from penstock.model.adapters.transformers.cache import Pasts, RowCaches
 from penstock.model.adapters.transformers.skeleton import LayerArguments, Skeleton
 from penstock.model.kv_cache import CachedRows, CacheSize
 from penstock.model.sequences import Sequences
+from penstock.schedule import NO_ROW, BatchItem
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,6 +83,88 @@ class PaddedGroups:
     def join(self, parts: list[Tensor]) -> Tensor:
         """The rows of all groups as rows of the microbatch."""
         return parts[0] if self.order is None else torch.cat(parts).index_select(0, self.order)
+
+
+class RowCaches:
+    """transformers' caches of one layer, one for each row."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+        self._rows: dict[int, Any] = {}
+
+    def of(self, item: BatchItem) -> Any:
+        """The cache to which the item adds; a new one if it begins a sequence."""
+        if item.start == 0:
+            self._rows[item.row] = _new_cache()
+        return self._rows[item.row]
+
+    def copy(self, rows: CachedRows) -> None:
+        """Copy the beginning of a prompt to rows that share it from the row that has read it."""
+        for item in rows.items:
+            if item.source != NO_ROW and item.start:
+                read, copied = self._rows[item.source].layers[self._number], _new_cache()
+                copied.update(read.keys[..., : item.start, :], read.values[..., : item.start, :], self._number)
+                self._rows[item.row] = copied
+
+
+@dataclass(eq=False)
+class Past:
+    """The tokens before an item, as far as the model without its layers must know them.
+
+    A model computes masks and positions from the length of its cache alone.
+    """
+
+    skeleton: Skeleton
+    #: the item's positions
+    positions_1L: Tensor
+    #: an empty cache that is as long as the sequence so far
+    stub: Any
+    _arguments: dict[torch.dtype, Mapping[int, LayerArguments]] = field(default_factory=dict)
+
+    def arguments(self, rows: CachedRows, dtype: torch.dtype) -> Mapping[int, LayerArguments]:
+        """Each layer's arguments for this item, computed once for all layers."""
+        if dtype not in self._arguments:
+            self._arguments[dtype] = self.skeleton.layer_arguments(self.positions_1L, dtype, self.stub)
+        return self._arguments[dtype]
+
+
+class Pasts:
+    """The past of each item of a batch, computed once for all units of a process."""
+
+    def __init__(self, skeleton: Skeleton) -> None:
+        self._skeleton = skeleton
+
+    def check(self) -> None:
+        """Refuse a model that caches more than keys and values.
+
+        Raises:
+            ValueError: naming the model.
+        """
+        model: Any = self._skeleton.model
+        takes = "past_key_values" in inspect.signature(model.forward).parameters
+        if not takes or getattr(model, "_is_stateful", False):
+            raise ValueError(
+                f"{type(model).__name__} can not generate here: it keeps more than keys and values of what it has read"
+            )
+
+    def each(self, x: Tensor, rows: CachedRows) -> Iterator[tuple[Tensor, Past]]:
+        """Each item's rows of `x` [T, ...] with its past."""
+        pasts = rows.shared(self, lambda: [self._past(item, x.device) for item in rows.items])
+        return zip(x.split([item.length for item in rows.items]), pasts, strict=True)
+
+    def _past(self, item: BatchItem, device: torch.device) -> Past:
+        stub = _new_cache()
+        if item.start:
+            nothing = torch.zeros((), device=device).expand(1, 1, item.start, 1)
+            stub.update(nothing, nothing, 0)
+        return Past(self._skeleton, torch.arange(item.start, item.end, device=device)[None], stub)
+
+
+def _new_cache() -> Any:
+    """A cache that drops nothing: masks apply the windows, and any beginning of it can be copied."""
+    from transformers import DynamicCache
+
+    return DynamicCache()
 
 
 class LayerInputs:
