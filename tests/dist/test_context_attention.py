@@ -9,15 +9,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from penstock.model import drain, zip_lanes
 from penstock.model.attention.all_to_all import ContextForm, HeadShape
 from penstock.model.attention.ring import RingAttention
 from penstock.model.attention.tiles import Sight
+from penstock.model.lanes import Lane
 from penstock.model.layers.attention import context_attention
-from penstock.model.segments import Grads, Lane, Segment, State, Undo
+from penstock.model.segments import Grads, Segment, State, Undo
 from penstock.model.sequences import Sequences, Spread
 from penstock.parallel.collectives import Collectives, Handle
 from penstock.parallel.sequence_cut import ContextCut, cut_sequences
-from penstock.runtime.lanes import drain, zip_lanes
 from penstock.schedule.recording import CollectiveKind
 from tests.dist.launch import run_ranks
 

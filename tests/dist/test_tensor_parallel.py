@@ -22,11 +22,12 @@ from penstock.model import (
     UnitSpec,
     cross_entropy_sum,
     decoder_units,
+    drain,
     token_statistics,
 )
 from penstock.parallel.collectives import Collectives, Handle
 from penstock.parallel.tensor_slice import Shard
-from penstock.runtime import Boundary, Stage, Tape, drain
+from penstock.runtime import Boundary, Stage, Tape
 from penstock.schedule.recording import CollectiveKind
 from tests.dist.launch import run_ranks
 

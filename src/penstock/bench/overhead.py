@@ -11,7 +11,7 @@ from torch import Tensor
 
 from penstock import schedule
 from penstock.bench.ranks import on_ranks
-from penstock.model import Sequences
+from penstock.model import Lane, Sequences
 from penstock.runtime import (
     Boundary,
     DistributedTransport,
@@ -19,7 +19,7 @@ from penstock.runtime import (
     Feed,
     InProcessHub,
     InProcessTransport,
-    Lane,
+    Pairs,
     Recorder,
     Stage,
     Tape,
@@ -42,7 +42,7 @@ class EmptyStage(Stage):
         yield
 
     def backward(
-        self, tape: Tape, grad: Tensor | None, split: bool = False, early_release: bool = False
+        self, tape: Tape, grad: Tensor | None, split: bool = False, fill: bool = False, pair: Pairs | None = None
     ) -> Lane[Tensor | None]:
         return self._ready
         yield

@@ -9,8 +9,8 @@ import torch
 from penstock.bench.training import Training
 from penstock.engine.build import build_stages
 from penstock.engine.options import EngineOptions
-from penstock.model import Sequences
-from penstock.runtime import Boundary, Stage, Tape, drain
+from penstock.model import Sequences, drain
+from penstock.runtime import Boundary, Stage, Tape
 from penstock.runtime.host_memory import keep_freed_memory
 
 

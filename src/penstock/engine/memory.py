@@ -19,11 +19,11 @@ from penstock import schedule
 from penstock.engine.build import SECOND_COPY, Ties, cut_units, recomputes
 from penstock.engine.options import EngineOptions, Precision
 from penstock.engine.sharding import Sharding, UnitSource, units_for
-from penstock.model import ModelGroups, Sequences, UnitSpec, WeightGradients, cross_entropy_sum, defer
+from penstock.model import ModelGroups, Sequences, UnitSpec, WeightGradients, cross_entropy_sum, defer, drain
 from penstock.model.groups import PlannedGroup
 from penstock.parallel import GradientBuckets, Grid, Layout
 from penstock.parallel.gradients import StateBytes, state_bytes
-from penstock.runtime import Boundary, Stage, Tape, drain
+from penstock.runtime import Boundary, Stage, Tape
 from penstock.runtime.tape import Segment
 
 # ---- parameters, gradients and the optimizer's state

@@ -16,9 +16,9 @@ from penstock.engine.build import build_stages, cut_units
 from penstock.engine.memory import kept_bytes
 from penstock.engine.options import EngineOptions
 from penstock.engine.schedules import ScheduleChoice
-from penstock.model import Sequences, UnitSpec
+from penstock.model import Sequences, UnitSpec, drain
 from penstock.parallel import Grid, gather_json
-from penstock.runtime import Boundary, Stage, Tape, drain
+from penstock.runtime import Boundary, Stage, Tape
 from penstock.runtime.stage import Finish
 from penstock.schedule import Costs, Placement, costs_of_cut
 

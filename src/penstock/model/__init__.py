@@ -15,6 +15,7 @@ from penstock.model.kv_cache import (
     cached_attention,
     spare_position,
 )
+from penstock.model.lanes import Driven, Lane, Turn, drain, zip_lanes
 from penstock.model.linear import Linear, PendingGradient, WeightGradients, defer, pack, switch_linears
 from penstock.model.loss import (
     Logits,
@@ -33,11 +34,10 @@ from penstock.model.segments import (
     Beside,
     Compute,
     Exchange,
-    Lane,
+    Recomputed,
     RecomputedLane,
     Segment,
     SegmentedUnit,
-    Turn,
     cut,
     enter_graph,
 )
@@ -55,6 +55,7 @@ __all__ = [
     "ContextForm",
     "Draw",
     "Drawn",
+    "Driven",
     "Exchange",
     "ExpertConfig",
     "FutureTokens",
@@ -67,6 +68,7 @@ __all__ = [
     "ModelConfig",
     "ModelGroups",
     "PendingGradient",
+    "Recomputed",
     "RecomputedLane",
     "SamplingParams",
     "Scores",
@@ -86,6 +88,7 @@ __all__ = [
     "cut",
     "decoder_units",
     "defer",
+    "drain",
     "draw_tokens",
     "enter_graph",
     "pack",
@@ -96,4 +99,5 @@ __all__ = [
     "token_log_probs",
     "token_statistics",
     "whole_logits",
+    "zip_lanes",
 ]

@@ -7,19 +7,16 @@ products in the same order, so gradients are equal bit for bit.
 Shapes: T tokens (all leading dimensions together), I inputs, O outputs.
 """
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.model.matmul import TORCH, Matmul, WeightCasts
-
-Result = TypeVar("Result")
-Why = TypeVar("Why")
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,16 +60,6 @@ class WeightGradients:
             yield
         finally:
             self._queue = before
-
-    def collect(self, lane: Generator[Why, None, Result], queue: list[PendingGradient]) -> Generator[Why, None, Result]:
-        """The lane, with weight gradients queued whenever it runs but not while it is suspended: others run then."""
-        while True:
-            with self.deferred_to(queue):
-                try:
-                    why = next(lane)
-                except StopIteration as stop:
-                    return stop.value
-            yield why
 
     def push(self, pending: PendingGradient) -> None:
         """Queue one gradient; only while deferring."""

@@ -6,34 +6,18 @@ the plain path (the lane is drained), the combined one (two lanes are zipped), r
 without a tape, where nothing is to be undone.
 """
 
-import enum
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import graph
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from penstock.model.lanes import Driven, Lane, Turn, drain
 from penstock.model.sequences import Sequences
 from penstock.parallel.collectives import Handle
-
-Result = TypeVar("Result")
-
-
-class Turn(enum.Enum):
-    """Why a lane lets another one go on, where that is not just that something travels.
-
-    WEIGHTS_WAIT: it has launched nothing, but weight gradients can wait; see `Compute.apart`. RELEASE_WAITS: behind
-    what travels it will let go of most of what it keeps; see `Exchange.before_release`.
-    """
-
-    WEIGHTS_WAIT = "weights wait"
-    RELEASE_WAITS = "release waits"
-
-
-Lane = Generator[Turn | None, None, Result]
 
 State = tuple[Tensor, ...]
 Grads = tuple[Tensor | None, ...]
@@ -200,7 +184,7 @@ class SegmentedUnit(nn.Module):
 
     def forward(self, x: Tensor, sequences: Sequences) -> Tensor:
         """The output, with nothing kept for a backward: a unit's backward needs a tape."""
-        return drained(self.forward_lane(None, x, sequences))
+        return drain(self.forward_lane(None, x, sequences))
 
 
 class LaneModule(Protocol):
@@ -211,7 +195,7 @@ class LaneModule(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class RecomputedLane:
-    """A unit that keeps its input alone, and walks its row again, exchanges included, when its backward comes."""
+    """A unit that keeps its input alone, and runs its forward again, exchanges included, when its backward comes."""
 
     unit: LaneModule
 
@@ -220,50 +204,22 @@ class RecomputedLane:
         if tape is not None:
             device = x.device.type
             autocast = torch.autocast(device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
-            tape.segments.append(_Again(self.unit, x, sequences, autocast))
+            tape.segments.append(Recomputed(self.unit, x, sequences, autocast))
         return y
 
 
 @dataclass(eq=False)
-class _Again:
+class Recomputed:
+    """The place on a tape of a unit that is computed again in backward."""
+
     unit: LaneModule
     x: Tensor
     sequences: Sequences
     autocast: torch.autocast
 
-    def backward(self, grad: Tensor | None) -> Lane[Tensor | None]:
-        kept = _Kept([])
-        yield from _entered(self.unit.forward_lane(kept, self.x, self.sequences), self.autocast)
-        while kept.segments:
-            grad = yield from kept.segments.pop().backward(grad)
-        return grad
-
-
-@dataclass(eq=False)
-class _Kept:
-    """A tape of one unit."""
-
-    segments: list[Any]
-
-
-def _entered(lane: Lane[Result], context: Any) -> Lane[Result]:
-    """The lane with the context entered whenever it runs and left while it is suspended."""
-    while True:
-        with context:
-            try:
-                next(lane)
-            except StopIteration as stop:
-                return stop.value
-        yield
-
-
-def drained(lane: Lane[Result]) -> Result:
-    """What the lane returns, with nothing done while it is suspended."""
-    while True:
-        try:
-            next(lane)
-        except StopIteration as stop:
-            return stop.value
+    def forward_again(self, tape: HasSegments) -> Driven[Turn | None, Tensor]:
+        """Run the unit's forward, which puts what its backward needs at the end of the tape."""
+        return Driven(self.unit.forward_lane(tape, self.x, self.sequences), lambda: self.autocast)
 
 
 def walk(row: Sequence[Segment], tape: HasSegments | None, x: Tensor) -> Lane[Tensor]:

@@ -7,7 +7,6 @@ from penstock.runtime.distributed import DistributedTransport
 from penstock.runtime.errors import Deadlock, PipelineError, TransportError
 from penstock.runtime.executor import Executor, Feed, run_together
 from penstock.runtime.host_memory import keep_freed_memory, prepare_large_pages
-from penstock.runtime.lanes import Lane, drain, zip_lanes
 from penstock.runtime.pairs import Hooks, Pairs
 from penstock.runtime.stage import Boundary, LaneUnit, Stage
 from penstock.runtime.tape import Segment, Tape
@@ -30,7 +29,6 @@ __all__ = [
     "Hooks",
     "InProcessHub",
     "InProcessTransport",
-    "Lane",
     "LaneUnit",
     "Pairs",
     "PipelineError",
@@ -44,10 +42,8 @@ __all__ = [
     "Transport",
     "TransportError",
     "Watchdog",
-    "drain",
     "host_channels",
     "keep_freed_memory",
     "prepare_large_pages",
     "run_together",
-    "zip_lanes",
 ]

@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.model import Sequences
+from penstock.model import Lane, Sequences, drain, zip_lanes
 from penstock.runtime.errors import PipelineError, TransportError
 from penstock.runtime.in_turn import Participant, run_in_turn
-from penstock.runtime.lanes import Lane, drain, zip_lanes
 from penstock.runtime.pairs import Hooks, Pairs
 from penstock.runtime.stage import Boundary, Finish, Stage
 from penstock.runtime.tape import Tapes
@@ -173,7 +172,7 @@ class Executor:
             PipelineError: a stage gave another shape or dtype than its neighbour awaits.
         """
         with torch.set_grad_enabled(self.training):
-            return _finish(self.steps(feeds))
+            return drain(self.steps(feeds))
 
     def steps(self, feeds: Sequence[Feed]) -> Generator[Receipt, None, list[Tensor]]:
         """`run` as a generator that yields the receipts it can not yet take, for ranks that share a thread."""
@@ -238,13 +237,10 @@ class Executor:
             finish = feed.finish if wire.target is None else None
             self._hand_on(action, wire, (yield from wire.stage.forward(tape, x, feed.sequences, finish)), hooks)
             return
-        tape, fills = self._tapes.get(action.stage, action.microbatch), action.op is Op.B and wire.stage.exchanges
-        if not fills:
-            lane = wire.stage.backward(tape, x, action.op is Op.I, in_pair and self.pairs.early_release)
-            self._hand_on(action, wire, (yield from lane), hooks)
-        else:
-            lane = wire.stage.filling_backward(tape, x, in_pair, in_pair and self.pairs.early_release)
-            self._hand_on(action, wire, (yield from lane), hooks)
+        tape, fill = self._tapes.get(action.stage, action.microbatch), action.op is Op.B and wire.stage.exchanges
+        lane = wire.stage.backward(tape, x, fill or action.op is Op.I, fill, self.pairs if in_pair else None)
+        self._hand_on(action, wire, (yield from lane), hooks)
+        if fill:
             if wire.leaving is not None:
                 yield  # the other half's message leaves before this rank is busy with weights again
             wire.stage.weight_backward(tape)
@@ -317,14 +313,6 @@ class Executor:
         self._feeds = ()
         for store in (self._tapes, self._arrivals, self._departures, self._results):
             store.clear()
-
-
-def _finish(steps: Generator[Receipt, None, list[Tensor]]) -> list[Tensor]:
-    while True:
-        try:
-            next(steps)
-        except StopIteration as stop:
-            return stop.value
 
 
 def run_together(executors: Sequence[Executor], feeds: Sequence[Sequence[Feed]]) -> list[list[Tensor]]:

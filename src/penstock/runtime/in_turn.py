@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from penstock.model import Driven
 from penstock.runtime.errors import Deadlock
 from penstock.runtime.transport import Receipt
 
@@ -31,6 +32,7 @@ def run_in_turn(ranks: Mapping[int, Participant[T]]) -> dict[int, T]:
         Deadlock: no rank can go on; the message says for each what it waits for.
     """
     running, awaited, results = dict(ranks), dict[int, Receipt](), dict[int, T]()
+    driven = {rank: Driven(one.steps, one.mode) for rank, one in ranks.items()}
     try:
         while running:
             able = [rank for rank in running if rank not in awaited or awaited[rank].ready()]
@@ -38,13 +40,12 @@ def run_in_turn(ranks: Mapping[int, Participant[T]]) -> dict[int, T]:
                 stuck = "; ".join(one.where() for one in running.values())
                 raise Deadlock(f"no rank can go on: {stuck}")
             for rank in able:
-                try:
-                    with running[rank].mode():
-                        awaited[rank] = next(running[rank].steps)
-                except StopIteration as stop:
-                    results[rank] = stop.value
+                receipt = next(driven[rank], None)
+                if receipt is not None:
+                    awaited[rank] = receipt
+                else:
+                    results[rank] = driven[rank].result
                     del running[rank]
-                    awaited.pop(rank, None)
     finally:
         for one in running.values():
             one.steps.close()

@@ -17,6 +17,9 @@ from penstock.model import (
     CachedRows,
     CachedUnit,
     CacheSize,
+    Driven,
+    Lane,
+    Recomputed,
     RecomputedLane,
     Sequences,
     SlotRows,
@@ -27,7 +30,7 @@ from penstock.model import (
     recomputed,
 )
 from penstock.runtime.errors import PipelineError
-from penstock.runtime.lanes import EarlyRelease, Lane
+from penstock.runtime.pairs import Pairs
 from penstock.runtime.tape import Segment, Tape
 
 Finish = Callable[[Tensor], Tensor]
@@ -119,7 +122,7 @@ class Stage:
             if isinstance(run, list):
                 x = self._dense(run, tape, x, sequences, ending)
                 continue
-            x = yield from _suspendable(run.forward_lane(tape, x, sequences), self.autocast)
+            x = yield from Driven(run.forward_lane(tape, x, sequences), self.autocast)
             if ending is not None:
                 x = self._dense([], tape, x, sequences, ending)
         return x
@@ -200,49 +203,55 @@ class Stage:
                     module.decode(x_TD, None, rows)  # pyright: ignore[reportCallIssue]
 
     def backward(
-        self, tape: Tape, grad: Tensor | None, split: bool = False, early_release: bool = False
+        self, tape: Tape, grad: Tensor | None, split: bool = False, fill: bool = False, pair: Pairs | None = None
     ) -> Lane[Tensor | None]:
         """Backward of one microbatch from the gradient of its output [T, D] (None: of the loss).
 
-        With `split` only gradients of inputs are computed, and the weights' wait on the tape for `weight_backward`.
-        With `early_release` a layer's last exchange is waited for at once, and the turn comes when the layer is done.
+        A stage with collectives computes weight gradients while a collective is under way; those behind the last one
+        come when the gradient of the input is there.
+
+        Args:
+            split: leave the weights' gradients on the tape, for `weight_backward`.
+            fill: with `split`, leave only those on the tape that fall behind the last collective.
+            pair: how this lane takes turns with the other one of a fused pair; None where it runs alone.
+
         Returns the gradient of the stage's input [T, D], None where the stage takes token ids.
         """
-        if self.exchanges and not split:
-            grad = yield from self.filling_backward(tape, grad)
-            self.weight_backward(tape)
-            return grad
-        owner, release = self.weight_gradients if split else None, EarlyRelease()
+        fill = fill or (self.exchanges and not split)
+        deferred = None
+        if self.weight_gradients is not None and (split or fill):
+            deferred = partial(self.weight_gradients.deferred_to, tape.weight_gradients)
+        owes_turn = False
         while tape.segments:
             entry = tape.segments.pop()
-            if release.owes_turn and not isinstance(entry, Segment):
-                release.owes_turn = False
+            if owes_turn and not isinstance(entry, Segment):
+                owes_turn = False
+                if fill:
+                    self.weight_backward(tape)
                 yield
-            lane = release.at_once(entry.backward(grad)) if early_release else entry.backward(grad)
-            grad = yield from (lane if owner is None else owner.collect(lane, tape.weight_gradients))
+            if isinstance(entry, Recomputed):
+                for _ in entry.forward_again(tape):
+                    if fill:
+                        self.weight_backward(tape)
+                    yield
+                continue
+            lane = Driven(entry.backward(grad), deferred)
+            for turn in lane:
+                if turn is Turn.RELEASE_WAITS and pair is not None and pair.early_release:
+                    owes_turn = True
+                elif not fill:
+                    yield turn
+                elif turn is not Turn.WEIGHTS_WAIT:
+                    self.weight_backward(tape)
+                    yield
+                elif pair is not None:
+                    # The other lane launches something first, and the weight gradients hide it.
+                    yield
+                    self.weight_backward(tape)
+            grad = lane.result
+        if fill and not split:
+            self.weight_backward(tape)
         return grad
-
-    def filling_backward(
-        self, tape: Tape, grad: Tensor | None, in_pair: bool = False, early_release: bool = False
-    ) -> Lane[Tensor | None]:
-        """As `backward`, with weight gradients computed while something travels.
-
-        They come right behind the next launch; or, in a pair and where a unit wants it so, behind what the other lane
-        launches. Those behind the last launch stay on the tape for `weight_backward`: the gradient of the stage's
-        input, which others may be waiting for, is there without them.
-        """
-        lane = self.backward(tape, grad, True, early_release)
-        while True:
-            try:
-                why = next(lane)
-            except StopIteration as stop:
-                return stop.value
-            if why is not Turn.WEIGHTS_WAIT:
-                self.weight_backward(tape)
-                yield
-            elif in_pair:
-                yield
-                self.weight_backward(tape)
 
     def weight_backward(self, tape: Tape) -> None:
         """Compute the weight gradients that a backward left on the tape, in its order."""
@@ -278,14 +287,3 @@ def _runs(calls: Sequence[LaneUnit | _Call]) -> list[_Run]:
         else:
             runs.append([call])
     return runs
-
-
-def _suspendable(lane: Lane[Tensor], context: Callable[[], AbstractContextManager[Any]]) -> Lane[Tensor]:
-    """The lane with `context` entered whenever it runs and left whenever it yields: others run meanwhile."""
-    while True:
-        with context():
-            try:
-                next(lane)
-            except StopIteration as stop:
-                return stop.value
-        yield

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from penstock.model import PendingGradient, enter_graph
-from penstock.runtime.lanes import Lane
+from penstock.model import Lane, PendingGradient, enter_graph
 
 
 @dataclass(slots=True)

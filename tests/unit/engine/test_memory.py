@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from penstock import schedule
 from penstock.engine.memory import KeptBytes, bytes_of, costs_of_memory, kept_bytes
 from penstock.engine.options import EngineOptions
-from penstock.model import ModelConfig, Sequences, WeightGradients, decoder_units, defer
+from penstock.model import Lane, ModelConfig, Sequences, WeightGradients, decoder_units, defer
 from penstock.model.matmul import TORCH
 from penstock.runtime import (
     Boundary,
@@ -19,7 +19,6 @@ from penstock.runtime import (
     Feed,
     InProcessHub,
     InProcessTransport,
-    Lane,
     Pairs,
     Recorder,
     Stage,

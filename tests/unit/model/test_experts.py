@@ -23,6 +23,8 @@ from penstock.model import (
     cross_entropy_sum,
     decoder_units,
     defer,
+    drain,
+    zip_lanes,
 )
 from penstock.model.layers.grouped_linear import (
     GroupedLinear,
@@ -34,7 +36,7 @@ from penstock.model.layers.grouped_linear import (
 from penstock.model.layers.moe import ExpertBlock, experts_of_ranks
 from penstock.model.layers.router import Balance, Router
 from penstock.model.matmul import TORCH
-from penstock.runtime import Boundary, Stage, Tape, drain, zip_lanes
+from penstock.runtime import Boundary, Stage, Tape
 
 D, LENGTHS = 12, ((3, 5, 1), (4, 2))
 EXPERTS = ExpertConfig(

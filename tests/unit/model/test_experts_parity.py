@@ -19,10 +19,19 @@ from transformers import (
 )
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 
-from penstock.model import ExpertConfig, GroupScore, ModelConfig, Scores, Sequences, cross_entropy_sum, decoder_units
+from penstock.model import (
+    ExpertConfig,
+    GroupScore,
+    ModelConfig,
+    Scores,
+    Sequences,
+    cross_entropy_sum,
+    decoder_units,
+    drain,
+)
 from penstock.model.layers.moe import ExpertBlock
 from penstock.model.matmul import TORCH
-from penstock.runtime import Boundary, Stage, Tape, drain
+from penstock.runtime import Boundary, Stage, Tape
 
 LENGTHS = (7, 1, 19, 19, 4)
 MIXTRAL = ModelConfig(

@@ -1,13 +1,23 @@
 """Weight gradients that wait are bit for bit those that do not."""
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from penstock.model import Linear, ModelConfig, PendingGradient, Sequences, WeightGradients, decoder_units, defer
+from penstock.model import (
+    Driven,
+    Linear,
+    ModelConfig,
+    PendingGradient,
+    Sequences,
+    WeightGradients,
+    decoder_units,
+    defer,
+)
 from penstock.model.linear import switch_linears
 from penstock.model.matmul import TORCH, fastest_matmul
 from penstock.model.recompute import recomputed
@@ -206,7 +216,7 @@ def test_only_what_runs_inside_the_lane_waits() -> None:
         yield
         return "done"
 
-    collected = owner.collect(lane(), queue)
+    collected = Driven(lane(), partial(owner.deferred_to, queue))
     next(collected)
     assert not owner.deferring
     layer(torch.ones(1, 2)).sum().backward()

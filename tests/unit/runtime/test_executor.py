@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from penstock import schedule
-from penstock.model import Sequences
+from penstock.model import Lane, Sequences
 from penstock.runtime import (
     Boundary,
     Deadlock,
@@ -26,7 +26,6 @@ from penstock.runtime import (
     Stage,
     run_together,
 )
-from penstock.runtime.lanes import Lane
 from penstock.runtime.transport import Line, Receipt
 from penstock.schedule import Action, Op
 

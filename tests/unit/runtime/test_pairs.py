@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from penstock import schedule
-from penstock.model import Compute, Exchange, Linear, Segment, SegmentedUnit, Sequences, WeightGradients, defer
-from penstock.model.segments import Lane, State, Undo
+from penstock.model import Compute, Exchange, Linear, Segment, SegmentedUnit, Sequences, WeightGradients, defer, drain
+from penstock.model.lanes import Lane
+from penstock.model.segments import State, Undo
 from penstock.runtime import (
     Boundary,
     Executor,
@@ -26,7 +27,6 @@ from penstock.runtime import (
     Recorder,
     Stage,
     Tape,
-    drain,
     run_together,
 )
 from penstock.schedule import Action, Channel, Op, Pair

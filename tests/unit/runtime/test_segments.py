@@ -8,9 +8,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock.model import Compute, Exchange, Linear, Segment, SegmentedUnit, Sequences, WeightGradients, defer
+from penstock.model import (
+    Compute,
+    Exchange,
+    Linear,
+    Segment,
+    SegmentedUnit,
+    Sequences,
+    WeightGradients,
+    defer,
+    drain,
+    zip_lanes,
+)
 from penstock.runtime import Boundary, Stage, Tape
-from penstock.runtime.lanes import drain, zip_lanes
 
 SEQUENCES = Sequences.from_lengths([3, 2])
 WIDTH = 8

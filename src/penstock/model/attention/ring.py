@@ -21,7 +21,8 @@ from torch import Tensor
 
 from penstock.model.attention.kernels import attend, attend_backward, merge
 from penstock.model.attention.tiles import Positions, Sight, Tile, tiles
-from penstock.model.segments import Grads, Lane, State, Undo
+from penstock.model.lanes import Lane
+from penstock.model.segments import Grads, State, Undo
 from penstock.model.sequences import Spread
 from penstock.parallel.collectives import Collectives, Handle
 

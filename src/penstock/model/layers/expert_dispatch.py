@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.model.lanes import Lane
 from penstock.model.layers.grouped_linear import RowGroups
 from penstock.model.layers.router import Choice
-from penstock.model.segments import Lane, State, Undo
+from penstock.model.segments import State, Undo
 from penstock.parallel.collectives import Collectives, Handle
 
 

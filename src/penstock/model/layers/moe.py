@@ -19,6 +19,7 @@ from penstock.model.config import ModelConfig
 from penstock.model.expert_config import ExpertConfig
 from penstock.model.groups import ModelGroups
 from penstock.model.kv_cache import CachedRows, CacheSize
+from penstock.model.lanes import drain
 from penstock.model.layers.expert_dispatch import AwaitSizes, Route, RowOrder, gather, spread
 from penstock.model.layers.grouped_linear import GroupedLinear, RowGroups, grouped_matmul
 from penstock.model.layers.mlp import gated, gated_joint
@@ -26,7 +27,7 @@ from penstock.model.layers.norm import RMSNorm
 from penstock.model.layers.router import Choice, Router
 from penstock.model.linear import Linear
 from penstock.model.matmul import Matmul
-from penstock.model.segments import Beside, Compute, Exchange, Segment, SegmentedUnit, State, drained, walk
+from penstock.model.segments import Beside, Compute, Exchange, Segment, SegmentedUnit, State, walk
 from penstock.model.sequences import Sequences
 from penstock.parallel.collectives import Collectives, Handle
 from penstock.parallel.tensor_slice import Shard
@@ -95,7 +96,7 @@ class ExpertBlock(SegmentedUnit):
     def decode(self, x_TD: Tensor, cache: None, rows: CachedRows) -> Tensor:
         if self.needs_all_pipelines:
             route = Route()
-            return drained(walk(self._row(route, Compute("router", partial(self._route_all, route))), None, x_TD))
+            return drain(walk(self._row(route, Compute("router", partial(self._route_all, route))), None, x_TD))
         h_TD = self.norm(x_TD)
         choice = self.router(h_TD)
         order = RowOrder.of(choice.experts_TK)
