@@ -18,8 +18,7 @@ from penstock.model import ModelConfig, ModelGroups, UnitSpec, decoder_units
 from penstock.model.hf.config_json import CONFIG_FILE as HUGGING_FACE_CONFIG
 from penstock.model.hf.config_json import config_from_json, config_to_json, read_config_json
 from penstock.model.hf.families import names_of
-from penstock.model.hf.files import MissingFile, WeightFiles
-from penstock.model.hf.load import Names, placed_units
+from penstock.model.hf.files import MissingFile, Names, WeightFiles, units_from_files
 from penstock.parallel.host import gather_json, on_all_ranks
 from penstock.parallel.tensor_slice import Shape, StoredSlice
 
@@ -155,7 +154,7 @@ def _open(folder: Path, native: bool, shape: ModelConfig | None) -> Pretrained:
     shape = shape or found.shape
 
     def units(groups: ModelGroups) -> Sequence[UnitSpec]:
-        return placed_units(decoder_units(shape, groups=groups), found.names, found.files)
+        return units_from_files(decoder_units(shape, groups=groups), found.names, found.files)
 
     units(ModelGroups())
     # A run's names are not those that transformers reads.
@@ -170,7 +169,7 @@ def _open_foreign(folder: Path) -> Pretrained:
         raise MissingFile(f"there is no folder {folder} to read a model from")
     content, files = read_config_json(folder), WeightFiles.open(folder)
     model = TransformersModel.open(files)
-    placed = placed_units(model.units(), model.names, files)
+    placed = units_from_files(model.units(), model.names, files)
 
     def units(groups: ModelGroups) -> Sequence[UnitSpec]:
         for axis, size in {"tp": groups.tp_size, "cp": groups.cp_size, "ep": groups.ep_size}.items():

@@ -42,8 +42,7 @@ from penstock.engine.state import ModelState
 from penstock.engine.trainer import Trainer
 from penstock.model import ModelGroups, decoder_units
 from penstock.model.hf.families import names_of
-from penstock.model.hf.files import WeightFiles
-from penstock.model.hf.load import placed_units, slices_of
+from penstock.model.hf.files import WeightFiles, slices_of, units_from_files
 from penstock.parallel.tensor_slice import Shape, StoredSlice, TensorSlice, copies
 
 _HUGGING_FACE_CONFIG, _TOKENIZER = "config.json", "tokenizer.json"
@@ -215,7 +214,7 @@ def to_hugging_face(
     """
     found = find_decoder(source)
     # Everything that could be wrong with the files is found before one is written.
-    placed_units(decoder_units(found.shape), found.names, found.files)
+    units_from_files(decoder_units(found.shape), found.names, found.files)
     parameters = tuple(_parameters(found))
     expect(sum(torch.Size(p.shape).numel() * options.torch_dtype(p.dtype).itemsize for p in parameters))
     form = replace(found.form, names=names_of(found.shape))

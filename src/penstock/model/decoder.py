@@ -13,7 +13,6 @@ from torch import nn
 from penstock.model.config import ModelConfig
 from penstock.model.flops import of_attention, of_embedding, of_experts, of_head, of_mlp, of_predictions
 from penstock.model.groups import ModelGroups
-from penstock.model.initialise import Constant, Initial, Initialise, Normal
 from penstock.model.layers.attention import attention_block
 from penstock.model.layers.embedding import embedding
 from penstock.model.layers.head import Head, head
@@ -22,7 +21,7 @@ from penstock.model.layers.moe import ExpertBlock, check_expert_parallel, expert
 from penstock.model.layers.multi_token import multi_token_head
 from penstock.model.layers.tensor_parallel import TensorParallelSplit, check_tensor_parallel
 from penstock.model.matmul import Matmul, fastest_matmul
-from penstock.model.units import Limits, UnitSpec
+from penstock.model.units import Constant, Initial, Initialise, Limits, Normal, UnitSpec
 from penstock.parallel.tensor_slice import Shard
 
 _EMBEDDING_STD = 0.5

@@ -19,8 +19,7 @@ from penstock.model.expert_config import ExpertConfig
 from penstock.model.groups import PlannedGroup
 from penstock.model.hf.config_json import config_from_json, config_to_json, read_config_json
 from penstock.model.hf.families import names_of
-from penstock.model.hf.files import INDEX_FILE, SINGLE_FILE, WeightFiles
-from penstock.model.hf.load import placed_units
+from penstock.model.hf.files import INDEX_FILE, SINGLE_FILE, WeightFiles, units_from_files
 from penstock.model.rope_scaling import RopeKind, RopeScaling
 from penstock.parallel.tensor_slice import Shard, StoredSlice, copies
 from tests.hugging_face import make_model
@@ -129,7 +128,7 @@ def test_a_rank_reads_its_own_part_of_its_own_tensors_and_holds_one_at_a_time(
     model.save_pretrained(tmp_path)
     config, files = config_from_json(read_config_json(tmp_path)), WeightFiles.open(tmp_path)
     group = cast(ProcessGroup, PlannedGroup(2, place))
-    units = placed_units(decoder_units(config, groups=ModelGroups(ep=group)), names_of(config), files)
+    units = units_from_files(decoder_units(config, groups=ModelGroups(ep=group)), names_of(config), files)
     read, held, read_bytes = WeightFiles.read, list[weakref.ref[Tensor]](), 0
 
     def watched(files: WeightFiles, name: str, part: tuple[slice, ...] = ()) -> Tensor:

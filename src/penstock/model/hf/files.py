@@ -1,16 +1,23 @@
-"""A folder of safetensors files, one or several with an index, read tensor by tensor.
+"""A folder of safetensors files, one or several with an index, and the loading of its tensors into a model's units.
 
-All errors in the files are found in their headers, before any value is read.
+All errors in the files are found in their headers, before any value is read. A parameter may consist of several stored
+tensors (one for each expert), and a rank may hold only a part of it. Each stored tensor is cut to that part before it
+is read, so only values that are kept are read.
 """
 
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+import torch
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
+
+from penstock.model.units import UnitSpec
+from penstock.parallel.tensor_slice import Shape, StoredSlice, TensorSlice, copies
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -121,3 +128,89 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
     if size_bytes != expected_bytes:
         raise ValueError(f"{path} has {size_bytes} bytes instead of {expected_bytes}: it was cut short or altered")
     return found
+
+
+class Names(Protocol):
+    """A model's names in files: the stored tensors of each parameter, and stored tensors that no parameter needs."""
+
+    def slices(self, full_name: str, shape: Shape) -> tuple[StoredSlice, ...]: ...
+
+    def is_surplus(self, stored: str) -> bool: ...
+
+
+def units_from_files(units: Sequence[UnitSpec], names: Names, files: WeightFiles) -> tuple[UnitSpec, ...]:
+    """The units with values from the files instead of random ones.
+
+    Raises:
+        ValueError: a tensor is missing, has another shape than its parameter, or belongs to no parameter.
+    """
+    _check(units, names, files)
+    return tuple(replace(unit, initialise=partial(_load, unit, names, files)) for unit in units)
+
+
+def whole_shapes(unit: UnitSpec) -> dict[str, Shape]:
+    """The shapes of a unit's whole parameters and persistent buffers, by name in the module."""
+    with torch.device("meta"):
+        module = unit.build()
+    return {
+        name: unit.sharding[name].full_shape if name in unit.sharding else tuple(tensor.shape)
+        for name, tensor in module.state_dict(keep_vars=True).items()
+    }
+
+
+def slices_of(unit: UnitSpec, names: Names) -> Iterator[tuple[str, Shape, tuple[StoredSlice, ...]]]:
+    """Yield each tensor of a unit: its name in the module, its whole shape and its stored slices."""
+    for name, shape in whole_shapes(unit).items():
+        yield name, shape, names.slices(unit.tied.get(name, unit.full_name(name)), shape)
+
+
+def _check(units: Sequence[UnitSpec], names: Names, files: WeightFiles) -> None:
+    """Compare names and shapes of the whole model with the files; every rank finds the same errors."""
+    unread = set(files.tensors)
+    for unit in units:
+        for name, _, slices in slices_of(unit, names):
+            for wanted in slices:
+                unread.discard(wanted.name)
+                stored = files.tensors.get(wanted.name)
+                if stored is None:
+                    raise ValueError(f"{files.folder} lacks {wanted.name}, which is {unit.full_name(name)}")
+                if stored.shape != wanted.shape:
+                    raise ValueError(
+                        f"{wanted.name} in {stored.file} has the shape {list(stored.shape)}, but config.json makes it "
+                        f"{list(wanted.shape)}"
+                    )
+    strangers = sorted(stored for stored in unread if not names.is_surplus(stored))
+    if strangers:
+        raise ValueError(
+            f"{files.folder} holds {len(strangers)} tensors that the model of its config.json has not, "
+            f"{strangers[0]} for one"
+        )
+
+
+@torch.no_grad()
+def _load(unit: UnitSpec, names: Names, files: WeightFiles, module: nn.Module, seed: int) -> None:
+    """Set a unit's parameters and persistent buffers to their stored values, one at a time; meta ones become real.
+
+    Tensors that the files have no place for are initialised as in a new model.
+    """
+    found = list(slices_of(unit, names))
+    if not all(stored for _, _, stored in found):
+        unit.initialise(module, seed)
+    tensors = module.state_dict(keep_vars=True)
+    for name, shape, stored in found:
+        tensor = tensors[name]
+        part = unit.sharding[name].part if name in unit.sharding else TensorSlice.whole(shape)
+        target = torch.empty(tensor.shape, dtype=tensor.dtype) if tensor.is_meta else tensor
+        for name_in_file, indices, into in copies(stored, part, target):
+            into.copy_(files.read(name_in_file, indices))
+        if target is not tensor:
+            _register(module, name, target, tensor)
+
+
+def _register(module: nn.Module, name: str, values: Tensor, before: Tensor) -> None:
+    path, _, own = name.rpartition(".")
+    owner = module.get_submodule(path)
+    if isinstance(before, nn.Parameter):
+        owner.register_parameter(own, nn.Parameter(values, before.requires_grad))
+    else:
+        owner.register_buffer(own, values)
