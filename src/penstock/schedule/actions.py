@@ -23,7 +23,11 @@ class ScheduleError(ValueError):
 
 
 class Direction(IntEnum):
-    """The two ways in which tensors run through the stages: activations forward, gradients backward."""
+    """The two ways in which tensors run through the stages: activations forward, gradients backward.
+
+    >>> Op.SEND_B.direction is Direction.BACKWARD
+    True
+    """
 
     FORWARD = 0
     BACKWARD = 1
@@ -35,8 +39,8 @@ class Op(IntEnum):
     `F` forward, `B` full backward, `I` backward for the inputs, `W` backward for the weights. A `RECV_*` posts a
     receive and returns; the compute action that needs the message waits for it. A `SEND_*` starts a send and returns.
 
-    >>> Op["SEND_B"].direction.name
-    'BACKWARD'
+    >>> [op.name for op in Op if op in COMPUTE]
+    ['F', 'B', 'I', 'W']
     """
 
     F = 0

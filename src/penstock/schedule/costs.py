@@ -1,4 +1,4 @@
-"""What the actions of a program cost: time, bytes sent, bytes kept."""
+"""The costs of a program's actions: time, bytes sent, bytes kept."""
 
 from __future__ import annotations
 
@@ -18,36 +18,44 @@ _SIZES = ("message_bytes", "microbatch_bytes", "weight_memory_share")
 
 @dataclass(frozen=True)
 class Costs:
-    """Times, all in one unit, which is also that of the timeline; sizes in bytes.
+    """Times in any one unit, which is also that of the timeline, and sizes in bytes.
 
-    `forward`, `backward_input` and `backward_weight` are those of one microbatch through *all* local stages of a rank
-    that it goes through, divided evenly among them, so that schedules compare at equal work; or one time for each stage
-    of the model, where stages differ. A full backward takes the sum of the latter two. A fused pair takes `pair`, given
-    in the same way (a pair's stage is that of its forward), and where nothing is given as long as its halves. Where
-    microbatches differ in length, `lengths` has a factor for each on its compute and its bytes; a pair takes the mean
-    of its two.
+    The times of F, I, W and of a fused pair are those of one microbatch through *all* stages of a rank that it goes
+    through, divided evenly among them, so that schedules compare at equal work; or a list with one time for each stage
+    of the model. A full backward takes `backward_input` plus `backward_weight`.
 
-    `transfer` is the time from a send to the message's arrival, to which `message_bytes` add their share of `bandwidth`
-    (bytes in a unit of time; none: as much as is wanted); it keeps no rank busy. A reduction runs beside its rank's
-    compute, one after the other; the optimizer `step` waits for them.
+    A transfer keeps no rank busy. A reduction runs beside its rank's compute, one after the other; the optimizer step
+    waits for them.
 
-    `microbatch_bytes` are kept of a microbatch on a rank, `weight_memory_share` of them from its I until its W; where
-    stages differ, each has one number for each stage of the model, and the bytes are that stage's own.
+    >>> Costs(forward=[1.0, 2.0], transfer=0.1).forward
+    (1.0, 2.0)
 
     Raises: ValueError for a time or size that is negative or not finite.
     """
 
+    #: The time of F.
     forward: PerStage = 1.0
+    #: The time of I.
     backward_input: PerStage = 1.0
+    #: The time of W.
     backward_weight: PerStage = 1.0
+    #: The time from a send to the message's arrival.
     transfer: float = 0.0
+    #: The time of a gradient reduction.
     reduce: float = 0.0
+    #: The time of the optimizer step.
     step: float = 0.0
+    #: The time of a fused pair, whose stage is that of its forward; None for the sum of its two actions.
     pair: PerStage | None = None
+    #: A factor for each microbatch on its compute and bytes, if microbatches differ; a pair takes the mean of its two.
     lengths: Sequence[float] = ()
+    #: The bytes of a message, which add their share of `bandwidth` to its time.
     message_bytes: float = 0.0
+    #: Bytes that a channel takes in a unit of time; None if it takes any number.
     bandwidth: float | None = None
+    #: The bytes that a rank keeps of a microbatch, or a list with those of each stage of the model.
     microbatch_bytes: PerStage = 0.0
+    #: The part of them that is kept from the microbatch's I until its W; also per stage, if given as a list.
     weight_memory_share: PerStage = 1.0
 
     def __post_init__(self) -> None:
@@ -72,9 +80,9 @@ def _plain(value: PerStage) -> float | tuple[float, ...]:
 
 
 class Durations:
-    """The costs of one schedule's actions, looked up by op, stage and microbatch.
+    """The times of one schedule's actions.
 
-    Raises: ValueError for a list with other than one time a stage of the model, or one length a microbatch.
+    Raises: ValueError for a list that does not have one time a stage of the model, or one length a microbatch.
     """
 
     def __init__(self, costs: Costs, schedule: Schedule) -> None:
@@ -102,7 +110,7 @@ class Durations:
         return list(time) * placement.num_routes
 
     def of(self, step: Step) -> float:
-        """How long a rank is busy with compute or the optimizer step."""
+        """The time that a rank is busy with a compute action, a pair or the optimizer step."""
         if isinstance(step, Pair):
             if self._pair is None:
                 return self.of(step.forward) + self.of(step.backward)
@@ -113,7 +121,7 @@ class Durations:
         return self._of_op[step.op][step.stage] * self._length(step.microbatch)
 
     def transfer(self, microbatch: int) -> float:
-        """How long a message is under way."""
+        """The time that a message is under way."""
         return self._latency + self._per_message * self._length(microbatch)
 
     def _length(self, microbatch: int) -> float:
@@ -121,7 +129,10 @@ class Durations:
 
 
 def check_stages(name: str, value: PerStage, placement: Placement, what: str = "number") -> None:
-    """Raises: ValueError for a list of other than one number a stage."""
+    """Refuse a list that does not have one number a stage.
+
+    Raises: ValueError naming what the list is for.
+    """
     if isinstance(value, Sequence) and len(value) != placement.stages_per_route:
         raise ValueError(
             f"{name} must have one {what} for each of {placement.stages_per_route} stages, got {len(value)}"

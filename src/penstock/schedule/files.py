@@ -14,10 +14,10 @@ from penstock.schedule.text import Plan, from_csv, from_text, parse_step
 from penstock.schedule.verify import verify
 
 ENDINGS = (".csv", ".txt")
-"""torch's format, and Penstock's own."""
+"""The endings of files: torch's format, and Penstock's own."""
 
 _HEAD = "penstock "
-# Where a message speaks of a rank, and of an action of it.
+# The rank and the action that a message names.
 _RANK = re.compile(r"\brank (\d+)")
 _ACTION = re.compile(r"\b\d+(?:SEND_F|RECV_F|SEND_B|RECV_B|F|B|I|W)\d+\b|\b\d+REDUCE_GRAD\b|\bSTEP\b")
 
@@ -28,7 +28,7 @@ def is_file(name: str) -> bool:
 
 
 def read(path: Path | str) -> Plan:
-    """The schedule or program in a file; it is not proved. What a file holds is told by its first line.
+    """Read the schedule or program in a file; it is not proved. The first line of a file shows its format.
 
     Raises: ScheduleError naming the file, the place in it and the rule that is broken.
     """
@@ -36,7 +36,7 @@ def read(path: Path | str) -> Plan:
 
 
 def read_program(path: Path | str, *, receives_ahead: int = 2, shared_channels: bool = False) -> Program:
-    """The program in a file, proved; a schedule is lowered first.
+    """Read the program in a file and prove it; a schedule is lowered first.
 
     Raises: ScheduleError naming the file, the place in it and the rule that is broken.
     """
@@ -75,7 +75,7 @@ def _parse(path: Path, text: str) -> Plan:
 
 
 def _located(fault: str, text: str) -> str:
-    """A fault that a proof found, behind the place in the file of the action that it speaks of."""
+    """Put the place in the file before a fault that a proof found."""
     rank = _RANK.search(fault)
     if rank is None:
         return fault
@@ -85,13 +85,13 @@ def _located(fault: str, text: str) -> str:
     return f"{_place(text, line, next(named, None))}: {fault}"
 
 
-# What an action needs before it on its rank, and what it must not come beside.
+# The op that an action needs before it on its rank, and the ops that exclude it.
 _NEEDS = {Op.B: Op.F, Op.I: Op.F, Op.W: Op.I}
 _EXCLUDES = {Op.F: (Op.F,), Op.B: (Op.B, Op.I, Op.W), Op.I: (Op.I, Op.B), Op.W: (Op.W, Op.B)}
 
 
 def _first_fault(plan: Schedule, text: str) -> str | None:
-    """What is wrong with the rows of a schedule, each by itself; ranks that wait for each other are not found here."""
+    """The first fault in the rows of a schedule, each by itself; ranks that wait for each other are not found here."""
     for rank, (line, words) in enumerate(_rows(text)):
         places: dict[Action, str] = {}
         given = ((at, action) for at, word in words for action in _actions(word) if action.op in _EXCLUDES)
@@ -135,7 +135,7 @@ def _place(text: str, line: int, at: int | None = None) -> str:
 
 
 def _rows(text: str) -> Iterator[tuple[int, list[tuple[int, str]]]]:
-    """Each rank's row: its number in the file, and its words with theirs; all counted from 1."""
+    """Each rank's row: its number in the file, and its words with their numbers; all counted from 1."""
     if _is_text(text):
         for number, line in enumerate(text.splitlines(), start=1):
             if line.startswith("rank "):

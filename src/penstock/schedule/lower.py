@@ -44,7 +44,7 @@ def lower(schedule: Schedule, *, receives_ahead: int = 2, shared_channels: bool 
 
     >>> from penstock.schedule import build
     >>> print(*lower(build("1f1b", ranks=2, microbatches=1)).ranks[0])
-    0F0 0SEND_F0 0RECV_B0 0B0 0REDUCE_GRAD STEP
+    0RECV_B0 0F0 0SEND_F0 0B0 0REDUCE_GRAD STEP
 
     Raises: ValueError for `receives_ahead` below one, ScheduleError for an action the placement does not have.
     """

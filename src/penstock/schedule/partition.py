@@ -1,4 +1,4 @@
-"""Cutting a model's units into stages."""
+"""The cut of a model's units into stages: even stages, or, with two stages a rank in a V, even ranks."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ from penstock.schedule.actions import Placement, PlacementKind, check_count
 
 
 def partition(times: Sequence[float], num_stages: int) -> tuple[range, ...]:
-    """The cut of units into contiguous stages whose slowest stage is as fast as can be.
+    """Cut units into contiguous stages whose slowest stage is as fast as possible.
 
-    `times` holds one time a unit, in any one unit of time. Every unit is placed once and every stage has at least one.
-    Among the cuts with the fastest slowest stage the most even one is taken: that with the least sum of squared stage
-    times. Both are exact, for the times are added up as whole numbers, not rounded.
+    `times` holds one time a unit of the model. Every unit is placed once, and every stage has at least one. Among the
+    cuts with the fastest slowest stage the result has the least sum of squared stage times. Both are exact: the times
+    are added up as whole numbers, without rounding.
+
+    >>> partition([1.0, 1.0, 2.0, 2.0], num_stages=3)
+    (range(0, 2), range(2, 3), range(3, 4))
 
     Raises: ValueError for more stages than units, or a time that is negative or not finite.
     """
@@ -26,7 +29,7 @@ def partition(times: Sequence[float], num_stages: int) -> tuple[range, ...]:
 
 
 def prefix_times(times: Sequence[float], num_stages: int) -> list[int]:
-    """The times of the first 0, 1, 2, ... units together, as whole numbers of a unit small enough for all of them.
+    """The times of the first 0, 1, 2, ... units together, as whole multiples of a time that divides them all.
 
     Raises: ValueError for more stages than units, or a time that is negative or not finite.
     """
@@ -41,9 +44,12 @@ def prefix_times(times: Sequence[float], num_stages: int) -> list[int]:
 
 
 def check_cut(sizes: Sequence[int], num_units: int, num_stages: int) -> tuple[range, ...]:
-    """A cut given by hand, as the number of units of each stage.
+    """Turn a cut given by hand, as the number of units of each stage, into the units of each stage.
 
-    Raises: ValueError, if it does not place every unit once, with at least one on each stage.
+    >>> check_cut([1, 3], num_units=4, num_stages=2)
+    (range(0, 1), range(1, 4))
+
+    Raises: ValueError unless it places every unit once, with at least one on each stage.
     """
     check_count("stages", num_stages)
     _check_stages(num_units, num_stages)
@@ -62,15 +68,15 @@ def _check_stages(num_units: int, num_stages: int) -> None:
 
 
 def ranges(borders: Sequence[int]) -> tuple[range, ...]:
-    """The stages between borders, the first of which is 0."""
+    """The stages between borders; the first border is 0."""
     return tuple(range(start, stop) for start, stop in pairwise(borders))
 
 
 def _least_largest(until: list[int], num_stages: int) -> int:
     """The least time that the slowest of the stages can have; `until[i]` is the time of the first i units.
 
-    By bisection between what one unit and what all take: filling each stage as far as the limit lets it needs the
-    fewest stages, and stages can always be split further as long as there are units.
+    Found by bisection between the slowest unit and all units. Filling each stage up to the limit needs the fewest
+    stages, and stages can be split further as long as there are units.
     """
     low = max(after - before for before, after in pairwise(until))
     high = until[-1]
@@ -88,8 +94,8 @@ def _least_largest(until: list[int], num_stages: int) -> int:
 def _most_even(until: list[int], num_stages: int, limit: int) -> tuple[range, ...]:
     """The cut with the least sum of squares whose stages all keep to the limit; among equals the first stages shortest.
 
-    `best[i]` is the least sum for the units from i on, cut into as many stages as the round has reached, and
-    `choices[round][i]` where the first of those stages ends.
+    In each round, `best[i]` is the least sum for the units from i on, cut into as many stages as there were rounds, and
+    `choices[round][i]` the end of the first of those stages.
     """
     num_units = len(until) - 1
     best: list[int | None] = [None] * num_units + [0]
@@ -120,26 +126,29 @@ def _most_even(until: list[int], num_stages: int, limit: int) -> tuple[range, ..
 Cost: TypeAlias = tuple[int, ...]
 
 Join: TypeAlias = Callable[[Cost, int, int], Cost]
-"""The cost with one more rank, given the times of its two stages."""
+"""Adds a rank to a cost, given the times of its two stages."""
 
 
 class _State(NamedTuple):
-    """The units that are left once some ranks have theirs: those from `start` until before `stop`."""
+    """The units that are left once some ranks have theirs: from `start` to before `stop`."""
 
     start: int
     stop: int
 
 
 _Layer: TypeAlias = dict[_State, tuple[Cost, _State]]
-"""What can be left after so many ranks: at which least cost, and what was left before the last of them."""
+"""State after some ranks -> its least cost, and the state before the last of them."""
 
 
 def balanced_cut(times: Sequence[float], placement: Placement) -> tuple[range, ...]:
-    """The cut of units into a placement's stages that keeps its slowest rank as fast as can be.
+    """Cut units into a placement's stages so that the slowest rank is as fast as possible.
 
-    Where ranks hold two stages of a V this is exact: among the cuts with the fastest slowest rank, the one with the
-    least sum of squared rank times, and among those that of squared stage times. Elsewhere it is `partition`, which
-    looks at stages: exact for one stage a rank, and for more a cut whose ranks are hardly less even.
+    For two stages a rank in a V this is exact: among the cuts with the fastest slowest rank, the result has the least
+    sum of squared rank times, and among those of squared stage times. For other placements the result is that of
+    `partition`, which looks at stages: exact for one stage a rank, and hardly less even for more.
+
+    >>> balanced_cut([1.0, 1.0, 1.0, 1.0, 4.0], Placement(PlacementKind.V, num_ranks=2, stages_per_rank=2))
+    (range(0, 1), range(1, 2), range(2, 4), range(4, 5))
 
     Raises: ValueError for more stages than units, or a time that is negative or not finite.
     """
@@ -149,7 +158,7 @@ def balanced_cut(times: Sequence[float], placement: Placement) -> tuple[range, .
     until = prefix_times(times, placement.num_stages)
     limit = -(-until[-1] // num_ranks)
     margin = limit // 32 + 1
-    # What is possible within a narrow limit is found fast, and the optimum is among it once there is anything.
+    # A narrow limit is searched fast; once any cut keeps to it, the best one does.
     while (found := _best(until, num_ranks, limit, (0,), _slowest)) is None:
         limit, margin = limit + margin, 2 * margin
     (limit,), _ = found
@@ -167,10 +176,10 @@ def _unevenness(cost: Cost, first: int, second: int) -> Cost:
 
 
 def _best(until: list[int], num_ranks: int, limit: int, nothing: Cost, join: Join) -> tuple[Cost, list[int]] | None:
-    """The least cost of a cut whose ranks all keep to the limit, and its borders; None where there is no such cut.
+    """The least cost of a cut whose ranks all keep to the limit, and its borders; None if there is no such cut.
 
     `until[i]` is the time of the first i units. The first rank holds both ends of the model, the next one both ends of
-    what is left, and so on: so a state is what is left, and the last rank shares the rest between its two stages.
+    the rest, and so on, so that a state is the rest; the last rank divides it between its two stages.
     """
     everything = _State(0, len(until) - 1)
     layers: list[_Layer] = [{everything: (nothing, everything)}]
@@ -190,7 +199,7 @@ def _best(until: list[int], num_ranks: int, limit: int, nothing: Cost, join: Joi
 
 
 def _rests(until: list[int], state: _State, num_after: int, limit: int) -> Iterator[_State]:
-    """What a rank can leave to the `num_after` ranks behind it, each of which needs two units and as much time."""
+    """The states that a rank can leave to the `num_after` ranks behind it, each of which needs two units."""
     for start in range(state.start + 1, state.stop):
         spare = limit - (until[start] - until[state.start])
         if spare < 0:
@@ -203,7 +212,7 @@ def _rests(until: list[int], state: _State, num_after: int, limit: int) -> Itera
 
 
 def _borders(layers: Sequence[Mapping[_State, tuple[Cost, _State]]], state: _State) -> list[int]:
-    """All ends of stages, given the state behind the last rank, in which nothing is left."""
+    """The borders of all stages, given the state behind the last rank, in which nothing is left."""
     lower, upper = [state.start], list[int]()
     for layer in reversed(layers[1:]):
         state = layer[state][1]

@@ -1,4 +1,4 @@
-"""Who does what when: a program and the times of its actions give a timeline."""
+"""Simulation: a program and the times of its actions give a timeline, and the path that makes it so long."""
 
 from __future__ import annotations
 
@@ -12,10 +12,15 @@ from penstock.schedule.timeline import Event, Timeline
 
 
 def simulate(program: Program, costs: Costs | None = None) -> Timeline:
-    """The timeline of a verified program whose actions take the given times; `Costs()` by default.
+    """Compute the timeline of a verified program whose actions take the given times; `Costs()` by default.
 
-    A rank goes through its program until it needs a message that was not sent yet, and goes on when it is; so each
+    A rank goes through its program until it needs a message that was not sent yet, and goes on once it is. So each
     action is looked at once, however the ranks wait for each other.
+
+    >>> from penstock.schedule import build, lower
+    >>> timeline = simulate(lower(build("1f1b", ranks=2, microbatches=4)), Costs(transfer=0.5))
+    >>> timeline.makespan
+    17.0
 
     Raises: ScheduleError for a program that cannot end, which `verify` would have refused, and ValueError for costs
     that are not those of its stages and microbatches.
@@ -25,7 +30,7 @@ def simulate(program: Program, costs: Costs | None = None) -> Timeline:
     durations = Durations(costs, schedule)
     clocks = [_Clock(rules.of_rank[rank], program, rank, durations, costs.reduce) for rank in range(len(program.ranks))]
     arrivals: dict[int, float] = {}
-    put_aside: dict[int, int] = {}  # by the message that is waited for, the rank that waits
+    put_aside: dict[int, int] = {}  # awaited message -> the rank that waits for it
     ready = list(range(len(clocks)))
     while ready:
         rank = ready.pop()
@@ -46,7 +51,16 @@ def simulate(program: Program, costs: Costs | None = None) -> Timeline:
 
 
 class _Clock:
-    """One rank on its way through its program; `awaited` is the message it has stopped for, if any."""
+    """One rank on its way through its program."""
+
+    #: The place of the next step.
+    position: int
+    #: The end of the last action.
+    now: float
+    #: The end of the last reduction.
+    reduced: float
+    #: The message that the rank has stopped for.
+    awaited: int | None
 
     def __init__(
         self, own: list[dict[int, Rule]], program: Program, rank: int, durations: Durations, reduce: float
@@ -54,17 +68,17 @@ class _Clock:
         self.own, self.steps = own, program.ranks[rank]
         self.durations, self.reduce = durations, reduce
         self.position = 0
-        self.now = self.reduced = 0.0  # when the last action ended, and the last reduction
+        self.now = self.reduced = 0.0
         self.events: list[Event] = []
-        self.awaited: int | None = None
+        self.awaited = None
 
     @property
     def compute(self) -> float:
-        """The time that the rank would take if it never waited."""
+        """The time that the rank would take without waiting."""
         return fsum(self.durations.of(step) for step in self.steps if parts(step)[0].op in COMPUTE)
 
     def run(self, arrivals: dict[int, float]) -> Iterator[int]:
-        """Go on to the end, or to a message that is not in `arrivals`; add and yield the messages that are sent."""
+        """Go on to the end, or to a message that is not in `arrivals`; add and yield each message that is sent."""
         self.awaited = None
         while self.position < len(self.steps):
             step = self.steps[self.position]
@@ -82,7 +96,7 @@ class _Clock:
             self.position += 1
 
     def _work(self, step: Step, arrivals: dict[int, float]) -> bool:
-        """Carry out compute or the optimizer step; False, if a message for it is not there yet."""
+        """Carry out compute or the optimizer step; return False if its message has not been sent yet."""
         start = self.now
         for action in parts(step):
             message = self._message(action)
@@ -98,7 +112,7 @@ class _Clock:
         return True
 
     def _message(self, action: Action) -> int | None:
-        """What a transfer carries or a compute action waits for."""
+        """The message that a transfer carries or a compute action waits for."""
         message = self.own[action.op][action.stage].message
         return None if message is None else message + action.microbatch
 
@@ -107,18 +121,22 @@ _MAKERS = {Op.RECV_F: (Op.F,), Op.RECV_B: (Op.B, Op.I)}
 
 
 def critical_path(program: Program, costs: Costs | None = None) -> tuple[Event, ...]:
-    """The events, first to last, that a verified program's makespan consists of under the given times.
+    """Find the events, first to last, that add up to a verified program's makespan under the given times.
 
-    Each starts when the one before it ends, on the same rank, or when a message from it arrives; where both are so, the
-    path stays on the rank. Only to shorten one of these, or a transfer between two of them, can shorten the step.
+    Each starts when the one before it ends on the same rank, or when a message from it arrives; if both hold, the path
+    stays on the rank. Only shortening one of these events, or a transfer between two of them, can shorten the step.
 
-    Raises: as `simulate`.
+    >>> from penstock.schedule import build, lower
+    >>> [str(event.action) for event in critical_path(lower(build("1f1b", ranks=2, microbatches=1)))]
+    ['0F0', '1F0', '1B0', '0B0']
+
+    Raises: the errors of `simulate`.
     """
-    return _Search(program, costs or Costs()).path()
+    return _PathSearch(program, costs or Costs()).path()
 
 
-class _Search:
-    """The way back from the last event to the start, from each event to what it waited for."""
+class _PathSearch:
+    """The way back from the last event to the first, from each to the one that it waited for."""
 
     def __init__(self, program: Program, costs: Costs) -> None:
         self.rules, self.durations = Rules(program.schedule), Durations(costs, program.schedule)
@@ -142,7 +160,7 @@ class _Search:
         return tuple(reversed(path))
 
     def _before_on_rank(self, rank: int, place: int) -> tuple[int, int] | None:
-        """The event that ended when this one started; reductions are waited for by each other and by the step alone."""
+        """The event that ended when this one started; only reductions and the optimizer step wait for reductions."""
         event, earlier = self.events[rank][place], range(place - 1, -1, -1)
         kinds = (True,) if _computes(event) else (True, False)
         for kind in kinds:

@@ -37,7 +37,12 @@ _RULE = "an action is <stage><op><microbatch>, as in 0F3 or 1SEND_F0, a pair (0F
 
 
 def to_text(plan: Plan) -> str:
-    """A schedule or program as text that `from_text` reads back as an equal one."""
+    """Write a schedule or program as text that `from_text` reads back as an equal one.
+
+    >>> from penstock.schedule import build
+    >>> print(to_text(build("1f1b", ranks=1, microbatches=2)).splitlines()[-1])
+    rank 0: 0F0 0B0 0F1 0B1
+    """
     schedule = plan.schedule if isinstance(plan, Program) else plan
     placement, bound = schedule.placement, schedule.live_bound
     fields = {
@@ -56,7 +61,12 @@ def to_text(plan: Plan) -> str:
 
 
 def from_text(text: str) -> Plan:
-    """The schedule or program that `to_text` wrote; it is not proved.
+    """Read the schedule or program that `to_text` wrote; it is not proved.
+
+    >>> from penstock.schedule import build
+    >>> schedule = build("1f1b", ranks=2, microbatches=2)
+    >>> from_text(to_text(schedule)) == schedule
+    True
 
     Raises: ScheduleError naming line, word and rule.
     """
@@ -80,7 +90,7 @@ def from_text(text: str) -> Plan:
 
 
 def _plan(with_transfers: bool, fields: dict[str, str], rows: list[tuple[Step, ...]]) -> Plan:
-    """Put together what the lines of a text say."""
+    """Put together a plan from the lines of a text."""
     try:
         kind = PlacementKind(fields["placement"])
         placement = Placement(kind, int(fields["ranks"]), int(fields["stages_per_rank"]))
@@ -100,10 +110,15 @@ def _plan(with_transfers: bool, fields: dict[str, str], rows: list[tuple[Step, .
 
 
 def to_csv(plan: Plan) -> str:
-    """A schedule (compute only) or program (with transfers) in the format of torch.distributed.pipelining.
+    """Write a schedule (compute only) or program (with transfers) in the format of torch.distributed.pipelining.
 
-    A row is a rank, a cell an action. The optimizer step is not written, for torch takes it outside its schedules. For
+    A row is a rank, a cell an action. The optimizer step is left out, since torch takes it outside its schedules. For
     torch's own runtime a program must be lowered with `shared_channels`.
+
+    >>> from penstock.schedule import build
+    >>> print(to_csv(build("1f1b", ranks=2, microbatches=1)), end="")
+    0F0,0B0
+    1F0,1B0
 
     Raises: ValueError for two copies of the model, which torch's format does not know.
     """
@@ -115,12 +130,15 @@ def to_csv(plan: Plan) -> str:
 
 
 def from_csv(text: str, *, name: str = "imported", with_transfers: bool | None = None) -> Plan:
-    """The schedule or program in a CSV of torch.distributed.pipelining; it is not proved.
+    """Read the schedule or program in a CSV of torch.distributed.pipelining; it is not proved.
 
-    A file with transfers is read as a program, one without as a schedule, and its reductions are left out, because
-    lowering places them; `with_transfers` says which it has to be. Ranks, stages, microbatches and placement follow
-    from the cells. Empty cells (idle in torch) and UNSHARD and RESHARD (which do not bear on the order) are skipped. A
-    training program gets the optimizer step at each rank's end, and reductions, if the file has none at all.
+    A file with transfers is read as a program, one without as a schedule, whose reductions are left out, because
+    lowering places them; `with_transfers` demands one or the other. Ranks, stages, microbatches and placement follow
+    from the cells. Empty cells (idle in torch), UNSHARD and RESHARD (which do not affect the order) are skipped. A
+    training program gets the optimizer step at each rank's end, and reductions if the file has none at all.
+
+    >>> from_csv("0F0,0B0\\n1F0,1B0\\n").placement.num_ranks
+    2
 
     Raises: ScheduleError naming row, cell and rule.
     """
@@ -159,7 +177,7 @@ def _compute_only(row: tuple[Step, ...]) -> tuple[Step, ...]:
 
 
 def _steps(words: list[str], where: str) -> dict[int, Step]:
-    """The steps that words name, by their place counted from 1."""
+    """The steps that words name, by place counted from 1."""
     steps: dict[int, Step] = {}
     for place, word in enumerate(words, start=1):
         try:
@@ -172,7 +190,7 @@ def _steps(words: list[str], where: str) -> dict[int, Step]:
 
 
 def _infer(rows: list[dict[int, Step]]) -> tuple[Placement, int]:
-    """The placement and number of microbatches that a CSV's cells imply.
+    """Infer the placement and the number of microbatches from a CSV's cells.
 
     Raises: ScheduleError where a cell repeats another, or stages or microbatches are numbered with gaps.
     """
@@ -207,7 +225,7 @@ def _infer_placement(homes: dict[int, int], num_ranks: int) -> Placement:
     for stage in range(len(homes)):
         if stage not in homes:
             raise ScheduleError(f"row {homes[max(homes)] + 1} has stage {max(homes)}, but no row has stage {stage}")
-    # Every rank has equally many stages; those that are missing at the end the proof will name.
+    # Every rank has equally many stages; the proof will name those that are missing at the end.
     stages_per_rank = -(-len(homes) // num_ranks)
     reasons = []
     for kind in (PlacementKind.LOOP, PlacementKind.V):
@@ -220,7 +238,7 @@ def _infer_placement(homes: dict[int, int], num_ranks: int) -> Placement:
 
 
 def _check_size(num_stages: int, num_microbatches: int, rows: Sequence[Sequence[Step]]) -> None:
-    """Refuse numbers that a file of this size cannot mean, before memory is set aside for them."""
+    """Refuse numbers that a file of this size cannot mean, before memory is allocated for them."""
     num_actions = sum(len(parts(step)) for row in rows for step in row)
     if num_stages * num_microbatches > 2 * num_actions + 2:
         raise ScheduleError(
@@ -229,7 +247,7 @@ def _check_size(num_stages: int, num_microbatches: int, rows: Sequence[Sequence[
 
 
 def parse_step(word: str) -> Step | None:
-    """The step that a word names; None for torch's UNSHARD and RESHARD, which have no meaning here.
+    """Read the step that a word names; None for torch's UNSHARD and RESHARD, which have no meaning here.
 
     Raises: ScheduleError with the rule that the word breaks.
     """

@@ -1,4 +1,4 @@
-"""Who did what when, simulated or measured, and what follows from it: span, bubble, idle time, live microbatches."""
+"""Timelines, simulated or measured: when each rank did what, its span, bubble, idle time and live microbatches."""
 
 from __future__ import annotations
 
@@ -11,7 +11,12 @@ from penstock.schedule.actions import COMPUTE, Action, Op, Step, parts
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A step of a rank with its start and end."""
+    """A step of a rank with its start and end.
+
+    >>> from penstock.schedule import Op
+    >>> Event(Action(Op.F, 0, 3), start=1.0, end=2.5).end
+    2.5
+    """
 
     action: Step
     start: float
@@ -20,57 +25,64 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What a live tape weighs.
+    """The memory of live tapes.
 
-    A microbatch counts 1 from its F to its I, and `weight_share` of that from then until its W. `microbatch_bytes` is
-    what one microbatch keeps on a rank, in all the stages that it goes through there. Both are one number, or one for
-    each stage of the model, where the bytes are that stage's own. Where microbatches differ in length, `lengths` has a
-    factor for each on its bytes.
+    >>> Memory(weight_share=0.5, microbatch_bytes=100.0).bytes_of(stage=0, stages_per_rank=2)
+    50.0
 
     Source: the share is M_W / M_B of Zero Bubble Pipeline Parallelism (arXiv 2401.10241).
     """
 
+    #: A microbatch counts 1 from its F to its I, and this from then until its W; one number, or one for each stage.
     weight_share: float | tuple[float, ...] = 1.0
+    #: The bytes of one microbatch in all stages of a rank that it goes through, or those of each stage of the model.
     microbatch_bytes: float | tuple[float, ...] = 0.0
+    #: A factor for each microbatch on its bytes, where microbatches differ in length.
     lengths: tuple[float, ...] = ()
 
     @property
     def has_bytes(self) -> bool:
-        """Whether it is known how many bytes a tape has."""
+        """Whether the bytes of a tape are known."""
         sizes = self.microbatch_bytes
         return any(sizes) if isinstance(sizes, tuple) else sizes > 0
 
     def share_of(self, stage: int) -> float:
-        """What is left of a stage's tape after its I."""
+        """The part of a stage's tape that is left after its I."""
         shares = self.weight_share
         return shares[stage % len(shares)] if isinstance(shares, tuple) else shares
 
     def bytes_of(self, stage: int, stages_per_rank: int) -> float:
-        """A whole tape of a stage, where a microbatch goes through so many stages of a rank."""
+        """The bytes of a stage's whole tape, where a microbatch goes through `stages_per_rank` stages of a rank."""
         sizes = self.microbatch_bytes
         return sizes[stage % len(sizes)] if isinstance(sizes, tuple) else sizes / stages_per_rank
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """What each rank did when, simulated or measured.
+    """Each rank's steps in time, simulated or measured.
 
-    `events` holds per rank, in order, its compute, reductions and optimizer step; transfers do not appear. `makespan`
-    runs from 0 to the last end. `span_cost` is the largest over ranks of the time from a rank's own first start to its
-    own end, `bubble_rate` the share of it by which it exceeds the bare compute. `idle` is per rank the part of the
-    makespan in which it computes nothing. In `peak_live_microbatches` a tape, from the start of its forward to the end
-    of its last backward action, counts 1 / `stages_per_rank`: the number of stages that a microbatch has on a rank.
+    >>> from penstock.schedule import build, lower, simulate
+    >>> timeline = simulate(lower(build("1f1b", ranks=2, microbatches=2)))
+    >>> timeline.makespan, timeline.idle, timeline.peak_live_microbatches
+    (9.0, (3.0, 3.0), (2.0, 1.0))
 
     Source: span and bubble as in Zero Bubble Pipeline Parallelism (arXiv 2401.10241), section 5.
     """
 
+    #: Each rank's compute, reductions and optimizer step, in order; no transfers.
     events: tuple[tuple[Event, ...], ...]
+    #: The time from 0 to the last end.
     makespan: float
+    #: The longest time over ranks from a rank's own first start to its own end.
     span_cost: float
+    #: The part of `span_cost` by which it exceeds the bare compute.
     bubble_rate: float
+    #: The most live tapes of each rank, from the start of F to the end of the last backward, / `stages_per_rank`.
     peak_live_microbatches: tuple[float, ...]
+    #: The part of the makespan in which each rank computes nothing.
     idle: tuple[float, ...]
     title: str = ""
+    #: The number of stages that a microbatch goes through on a rank.
     stages_per_rank: int = 1
     memory: Memory = Memory()
 
@@ -84,9 +96,9 @@ class Timeline:
         title: str = "",
         memory: Memory | None = None,
     ) -> Timeline:
-        """The timeline of events counted from a common 0.
+        """Make a timeline of events whose times count from a common 0.
 
-        `compute` is the time a rank would take without waiting; left out, it is that of the busiest rank.
+        `compute` is the time a rank would take without waiting; by default that of the busiest rank.
         """
         memory = memory or Memory()
         makespan = max((event.end for rank in events for event in rank), default=0.0)
@@ -108,12 +120,12 @@ class Timeline:
         )
 
     def live_microbatches(self, rank: int) -> tuple[tuple[float, float], ...]:
-        """The live microbatches of a rank over time: each time at which they change, and how many there are then."""
+        """The live microbatches of a rank over time: each time of a change, and their number from then on."""
         return _over_time(self._live(rank, lambda stage, microbatch: 1), 1 / self.stages_per_rank)
 
     def live_bytes(self, rank: int) -> tuple[tuple[float, float], ...]:
-        """The bytes of a rank's live tapes over time: each time at which they change, and how many there are then."""
-        # A part of a rank's bytes need be no number that adds up exactly: it is multiplied last.
+        """The bytes of a rank's live tapes over time: each time of a change, and their number from then on."""
+        # A part of a rank's bytes may not add up exactly, so the unit is multiplied last.
         whole = self.memory.bytes_of(0, self.stages_per_rank) or 1
         return _over_time(self._live(rank, lambda *tape: self._tape_bytes(*tape) / whole), whole)
 
@@ -124,9 +136,9 @@ class Timeline:
         return tuple(max((live for _, live in self.live_bytes(rank)), default=0.0) for rank in ranks)
 
     def bytes_at_peak(self, rank: int) -> dict[int, float]:
-        """The bytes that each of a rank's stages keeps when they are most in all: when an action starts or has ended.
+        """The bytes that each of a rank's stages keeps at the peak of their sum.
 
-        What an action gives back is gone before the next one keeps anything.
+        An action frees its tapes before the next one keeps any.
         """
         live: dict[int, float] = {}
         most, found = 0.0, live
@@ -141,13 +153,13 @@ class Timeline:
         return self.memory.bytes_of(stage, self.stages_per_rank) * (lengths[microbatch] if lengths else 1)
 
     def _live(self, rank: int, weigh: Callable[[int, int], float]) -> Iterator[tuple[float, int, float]]:
-        """Each change of a rank's live tapes: time, stage, and by how much, where `weigh` gives a whole tape."""
+        """Each change of a rank's live tapes: time, stage and amount; `weigh` gives the amount of a whole tape."""
         for time, (stage, microbatch), full, reduced in _changes(self.events[rank]):
             yield time, stage, (full + self.memory.share_of(stage) * reduced) * weigh(stage, microbatch)
 
 
 def _over_time(found: Iterator[tuple[float, int, float]], unit: float) -> tuple[tuple[float, float], ...]:
-    """Changes that are counted in a unit, added up."""
+    """Add up changes that are counted in a unit."""
     changes: dict[float, float] = {}
     for time, _, change in found:
         changes[time] = changes.get(time, 0) + change
@@ -163,7 +175,7 @@ def _computes(step: Step) -> bool:
 
 
 def _changes(events: Sequence[Event]) -> Iterator[tuple[float, tuple[int, int], int, int]]:
-    """When a rank's live tapes change: time, stage and microbatch, and how many more are whole, and for W alone."""
+    """Each change of a rank's live tapes: time, (stage, microbatch), whole tapes more, tapes for W alone more."""
     training = any(action.op in (Op.B, Op.W) for event in events for action in parts(event.action))
     for event in events:
         actions = parts(event.action)
@@ -181,9 +193,9 @@ def _changes(events: Sequence[Event]) -> Iterator[tuple[float, tuple[int, int], 
 
 
 def _peak_live(events: Sequence[Event], memory: Memory) -> float:
-    """The most tapes there are at once, in a rank's events in order."""
+    """The most tapes at once, given a rank's events in order."""
     full, peak = 0, 0.0
-    reduced: dict[float, int] = {}  # by their share, for whole numbers add up exactly
+    reduced: dict[float, int] = {}  # by share: their number, since whole numbers add up exactly
     for _, (stage, _), more_full, more_reduced in _changes(events):
         full += more_full
         if more_reduced:
