@@ -43,6 +43,8 @@ class Fact(NamedTuple):
     microbatch: int
 
 
+_KINDS = tuple(FactKind)
+
 _GIVERS = {
     FactKind.INPUT_POSTED: (Op.RECV_F,),
     FactKind.OUTPUT: (Op.F,),
@@ -163,8 +165,8 @@ class Rules:
                 own[op][stage] = rule
         for own in self.of_rank if schedule.training else ():
             stages = list(own[Op.REDUCE_GRAD])
-            reduced = (Fact(FactKind.REDUCED, stage, ALL) for stage in stages)
-            own[Op.STEP][ALL] = self._rule_for_all(reduced, Fact(FactKind.STEPPED, stages[0], ALL))
+            reduced = (self.number(Fact(FactKind.REDUCED, stage, ALL)) for stage in stages)
+            own[Op.STEP][ALL] = self._rule_for_all(reduced, self.number(Fact(FactKind.STEPPED, stages[0], ALL)))
 
     def number(self, fact: Fact) -> int:
         """The number of a fact; those of a kind and stage follow each other as their microbatches do."""
@@ -175,7 +177,7 @@ class Rules:
         """The fact that has a number."""
         place, offset = divmod(number, self._facts_per_stage)
         kind, stage = divmod(place, self.placement.num_stages)
-        return Fact(FactKind(kind), stage, offset + ALL)
+        return Fact(_KINDS[kind], stage, offset + ALL)
 
     def numbers_of(self, kind: FactKind) -> slice:
         """The numbers of all facts of a kind."""
@@ -189,8 +191,9 @@ class Rules:
 
     def receive_of(self, message: int) -> Action:
         """The action that posts the receive of a message."""
-        (receive,) = self.givers(message)
-        return receive
+        kind, stage, microbatch = self.fact(message)
+        (receive,) = _GIVERS[kind]
+        return Action(receive, stage, microbatch)
 
     def facts_due(self, rank: int) -> dict[int, range]:
         """The facts that a complete program gives on a rank, numbered as in a rule, with their microbatches."""
@@ -211,8 +214,8 @@ class Rules:
         microbatches = self.schedule.microbatches_of(stage)
         gradient, weight_gradient = (self._first(kind, stage) for kind in (BACKWARD.made, FactKind.WEIGHT_GRADIENT))
         yield Op.W, Rule(microbatches, (gradient,), (weight_gradient,), closes=True)
-        written = (Fact(FactKind.WEIGHT_GRADIENT, stage, microbatch) for microbatch in microbatches)
-        yield Op.REDUCE_GRAD, self._rule_for_all(written, Fact(FactKind.REDUCED, stage, ALL))
+        written = (weight_gradient + microbatch for microbatch in microbatches)
+        yield Op.REDUCE_GRAD, self._rule_for_all(written, self.number(Fact(FactKind.REDUCED, stage, ALL)))
 
     def _flow_rules(self, flow: Flow, stage: int) -> Iterator[tuple[Op, Rule]]:
         """The rules for the tensors that reach a stage from one neighbour and leave for the other."""
@@ -248,7 +251,7 @@ class Rules:
         """The number of a fact for microbatch 0, to which each action adds its own microbatch."""
         return self.number(Fact(kind, stage, microbatch=0))
 
-    def _rule_for_all(self, needs: Iterable[Fact], gives: Fact) -> Rule:
-        """The rule of an action on `ALL` microbatches; adding `ALL` to its numbers gives the facts'."""
-        first, *others = (self.number(fact) - ALL for fact in (gives, *needs))
-        return Rule(range(ALL, ALL + 1), tuple(others), (first,))
+    @staticmethod
+    def _rule_for_all(needs: Iterable[int], gives: int) -> Rule:
+        """The rule of an action on `ALL` microbatches, which the action adds to the rule's numbers like any other."""
+        return Rule(range(ALL, ALL + 1), tuple(number - ALL for number in needs), (gives - ALL,))

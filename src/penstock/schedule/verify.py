@@ -103,7 +103,8 @@ class _Reading:
                 self._record(last.op, rule, microbatch)
             if rule.opens:
                 live += 1
-                self.peak_live = max(self.peak_live, live)
+                if live > self.peak_live:
+                    self.peak_live = live
             if rule.closes:
                 live -= 1
         return fault or self._missing(given) or self._misplaced_step(last) or self._too_many_live()
@@ -111,11 +112,14 @@ class _Reading:
     def _record(self, op: Op, rule: Rule, microbatch: int) -> None:
         assert rule.channel is not None and rule.message is not None
         self.given.append(rule.gives[0] + microbatch)
-        self.awaited.append(_NOTHING if rule.awaits is None else rule.awaits + microbatch)
+        if op in RECEIVES:
+            self.received[rule.channel].append(rule.message + microbatch)
+            self.awaited.append(_NOTHING)
+            return
         if op in SENDS:
             self.sent[rule.channel].append(rule.message + microbatch)
-        elif op in RECEIVES:
-            self.received[rule.channel].append(rule.message + microbatch)
+        assert rule.awaits is not None
+        self.awaited.append(rule.awaits + microbatch)
 
     def _missing(self, given: bytearray) -> str | None:
         for fact, microbatches in self.rules.facts_due(self.rank).items():
@@ -213,7 +217,7 @@ def _run_blocking(rules: Rules, readings: list[_Reading]) -> dict[int, int]:
     Each action is looked at once or twice: a rank that must wait is put aside until the fact it waits for is given. The
     result has, for each rank that never comes to its end, the fact that it waits for.
     """
-    given_so_far = bytearray(rules.num_facts)
+    true = bytearray(rules.num_facts) + b"\1"  # and `_NOTHING`, in the last place, is always true
     position = [0] * len(readings)
     put_aside: dict[int, int] = {}  # awaited fact -> the rank that waits for it
     ready = list(range(len(readings)))
@@ -221,12 +225,13 @@ def _run_blocking(rules: Rules, readings: list[_Reading]) -> dict[int, int]:
         rank = ready.pop()
         given, awaited, at = readings[rank].given, readings[rank].awaited, position[rank]
         while at < len(given):
-            if awaited[at] != _NOTHING and not given_so_far[awaited[at]]:
+            if not true[awaited[at]]:
                 put_aside[awaited[at]] = rank
                 break
-            given_so_far[given[at]] = 1
-            if given[at] in put_aside:
-                ready.append(put_aside.pop(given[at]))
+            fact = given[at]
+            true[fact] = 1
+            if fact in put_aside:
+                ready.append(put_aside.pop(fact))
             at += 1
         position[rank] = at
     return {rank: fact for fact, rank in put_aside.items()}
