@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 
 import torch
 import torch.distributed as dist
@@ -120,14 +119,7 @@ class AuxLossTracker:
         spread = pipeline.context.spread(microbatch)
         if spread is None:
             return found
-        starts = accumulate(lengths[:-1], initial=0)
-        rows = torch.cat(
-            [
-                torch.arange(start + piece.start, start + piece.stop)
-                for start, pieces in zip(starts, spread.pieces[spread.rank], strict=True)
-                for piece in pieces
-            ]
-        ).to(pipeline.device)
+        rows = spread.rows(spread.rank).to(pipeline.device)
         return [ahead.rows(rows) for ahead in found]
 
     def _loads(self, aux_losses: Sequence[AuxLosses]) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""What each rank has of a shared model: parts of parameters and of optimizer state, sums of gradients, and tokens.
+"""Sharing a model among ranks: parts of its parameters and optimizer state, sums of gradients, and tokens.
 
 Shapes: T tokens of a whole microbatch, R of this rank's part.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 
 import torch
 import torch.distributed as dist
@@ -183,17 +182,5 @@ class ContextShares:
         if spread is None:
             return x
         rows = torch.cat(gather_uneven(x, spread.num_tokens, self.group))
-        return torch.empty_like(rows).index_copy_(0, _order(spread).to(x.device), rows)
-
-
-def _order(spread: Spread) -> Tensor:
-    """The position in the whole microbatch of each token, rank after rank, [T]."""
-    starts = list(accumulate(spread.lengths[:-1], initial=0))
-    return torch.cat(
-        [
-            torch.arange(start + piece.start, start + piece.stop)
-            for of_rank in spread.pieces
-            for start, pieces in zip(starts, of_rank, strict=True)
-            for piece in pieces
-        ]
-    )
+        order = torch.cat([spread.rows(rank) for rank in range(spread.num_ranks)])
+        return torch.empty_like(rows).index_copy_(0, order.to(x.device), rows)

@@ -39,6 +39,17 @@ class Spread:
         """Tokens of each whole sequence."""
         return tuple(sum(len(run) for runs in of_ranks for run in runs) for of_ranks in zip(*self.pieces, strict=True))
 
+    def rows(self, rank: int) -> Tensor:
+        """The positions of a rank's tokens among those of all packed sequences, in the rank's order."""
+        starts = accumulate(self.lengths[:-1], initial=0)
+        return torch.cat(
+            [
+                torch.arange(start + run.start, start + run.stop)
+                for start, runs in zip(starts, self.pieces[rank], strict=True)
+                for run in runs
+            ]
+        )
+
 
 @dataclass(frozen=True, eq=False)
 class Sequences:
