@@ -14,8 +14,9 @@ from collections.abc import Callable
 
 import torch
 
-from penstock.model import ModelConfig, Sequences, UnitSpec, cross_entropy_sum, decoder_units
+from penstock.model import Sequences, UnitSpec, cross_entropy_sum, decoder_units
 from penstock.model.matmul import TORCH, Matmul, OneDnnMatmul
+from penstock.settings import ModelConfig
 
 LIBRARIES: dict[str, Matmul] = {"torch": TORCH, "onednn": OneDnnMatmul()}
 
@@ -46,7 +47,7 @@ def time_unit(unit: UnitSpec, config: ModelConfig, sequences: Sequences) -> dict
     """Milliseconds of forward and backward, with the loss after the head, and the speed they amount to."""
     module = unit.build()
     unit.initialise(module, 0)
-    tokens = torch.randint(config.vocab_size, (sequences.num_tokens,))
+    tokens = torch.randint(config.vocabulary, (sequences.num_tokens,))
     x = torch.randn(sequences.num_tokens, config.hidden_size, requires_grad=True)
 
     def run() -> None:

@@ -23,10 +23,9 @@ from torch import Tensor
 from penstock import Engine, Layout, MicroBatchSpec, PackedBatch, SamplingParams
 from penstock.data import NO_LABEL
 from penstock.engine import EngineOptions, GenerateOptions
-from penstock.engine.learning_rate import LearningRate
-from penstock.engine.optimizer import OptimizerConfig
 from penstock.engine.scorer import token_scores
-from penstock.model import ModelConfig, decoder_units, token_statistics
+from penstock.model import decoder_units, token_statistics
+from penstock.settings import LearningRate, ModelConfig, OptimizerConfig
 
 CHARACTERS = "0123456789+=\n"
 END = CHARACTERS.index("\n")

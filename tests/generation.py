@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from penstock import schedule
 from penstock.engine.generator import GenerateOptions
-from penstock.model import CacheSize, ModelConfig, SamplingParams, decoder_units
+from penstock.model import CacheSize, decoder_units
 from penstock.runtime import Boundary, DecodeLoop, DecodeReport, Recorder, Ring, Stage, StageDecoder, TransportError
 from penstock.runtime.transport import Line
 from penstock.schedule import Placement, PlacementKind, Scheduler, partition
+from penstock.settings import ModelConfig, SamplingParams
 
 # Widths are multiples of the vectors' length, so that a row's bits do not depend on how many others there are.
 CONFIG = ModelConfig(
@@ -26,7 +27,7 @@ LENGTHS = (7, 1, 19, 19, 4, 2)
 
 def random_prompts(lengths: Sequence[int] = LENGTHS, seed: int = 2) -> list[list[int]]:
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(CONFIG.vocab_size, (length,), generator=generator).tolist() for length in lengths]
+    return [torch.randint(CONFIG.vocabulary, (length,), generator=generator).tolist() for length in lengths]
 
 
 @cache

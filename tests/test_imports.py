@@ -12,18 +12,19 @@ PACKAGE = Path(__file__).parents[1] / "src" / "penstock"
 
 # A room may import itself and what stands beside it here; all else is an error. One way only: no cycles.
 MAY_IMPORT = {
-    "schedule": set(),
-    "planner": {"schedule"},
-    "draw": {"schedule"},
-    "model": {"parallel", "schedule"},
-    "parallel": {"schedule"},
-    "data": {"schedule"},
-    "runtime": {"model", "parallel", "data", "schedule"},
-    "engine": {"runtime", "model", "parallel", "data", "schedule"},
-    "bench": {"engine", "runtime", "model", "parallel", "data", "schedule"},
-    "cli": {"bench", "engine", "runtime", "model", "parallel", "data", "draw", "planner", "schedule"},
+    "settings": set(),
+    "schedule": {"settings"},
+    "planner": {"schedule", "settings"},
+    "draw": {"schedule", "settings"},
+    "model": {"parallel", "schedule", "settings"},
+    "parallel": {"schedule", "settings"},
+    "data": {"schedule", "settings"},
+    "runtime": {"model", "parallel", "data", "schedule", "settings"},
+    "engine": {"runtime", "model", "parallel", "data", "schedule", "settings"},
+    "bench": {"engine", "runtime", "model", "parallel", "data", "schedule", "settings"},
+    "cli": {"bench", "engine", "runtime", "model", "parallel", "data", "draw", "planner", "schedule", "settings"},
 }
-STANDARD_LIBRARY_ONLY = ("schedule", "planner")
+STANDARD_LIBRARY_ONLY = ("settings", "schedule", "planner")
 FILES = sorted(PACKAGE.glob("*/**/*.py"))
 
 

@@ -10,18 +10,17 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from penstock.data import MicroBatchSpec, PackedBatch
     from penstock.engine import Engine
-    from penstock.model import SamplingParams
-    from penstock.parallel import Layout
+    from penstock.settings import Layout, SamplingParams
 
 __version__ = "0.1.0"
 __all__ = ["Engine", "Layout", "MicroBatchSpec", "PackedBatch", "SamplingParams", "__version__"]
 
 _ROOM_OF = {
     "Engine": "penstock.engine",
-    "Layout": "penstock.parallel",
+    "Layout": "penstock.settings",
     "MicroBatchSpec": "penstock.data",
     "PackedBatch": "penstock.data",
-    "SamplingParams": "penstock.model",
+    "SamplingParams": "penstock.settings",
 }
 
 

@@ -11,12 +11,10 @@ import torch
 from torch import Tensor
 
 from penstock import Layout, MicroBatchSpec, PackedBatch, SamplingParams
-from penstock.engine import Engine, EngineOptions, Precision
-from penstock.engine.learning_rate import LearningRate
-from penstock.engine.optimizer import OptimizerConfig
-from penstock.engine.schedules import ScheduleChoice
-from penstock.model import ExpertConfig, ModelConfig, decoder_units
+from penstock.engine import Engine, EngineOptions
+from penstock.model import decoder_units
 from penstock.parallel.tensor_slice import Shard
+from penstock.settings import ExpertConfig, LearningRate, ModelConfig, OptimizerConfig, Precision, ScheduleConfig
 
 STEPS = 3
 MAX_WORLD = 8
@@ -122,7 +120,7 @@ class Outcome:
 
 def run(case: Case) -> Outcome:
     options = EngineOptions(
-        schedule=ScheduleChoice(case.schedule, case.num_local_stages),
+        schedule=ScheduleConfig(case.schedule, case.num_local_stages),
         recompute=case.recompute,
         precision=Precision.FP64,
         optimizer=OptimizerConfig(LearningRate(1e-2), clip_norm=0.5, zero=case.zero),

@@ -18,10 +18,9 @@ from penstock import Layout, MicroBatchSpec, PackedBatch
 from penstock.data import NO_LABEL, split
 from penstock.engine import Engine, EngineOptions
 from penstock.engine.build import SECOND_COPY
-from penstock.engine.learning_rate import LearningRate, WeightDecay
-from penstock.engine.optimizer import OptimizerConfig
-from penstock.model import ModelConfig, Sequences, cross_entropy_sum, decoder_units
+from penstock.model import Sequences, cross_entropy_sum, decoder_units
 from penstock.schedule import names
+from penstock.settings import LearningRate, ModelConfig, OptimizerConfig, WeightDecay
 from tests.dist.launch import run_ranks
 
 STEPS = 3
@@ -80,7 +79,7 @@ Outcome = tuple[list[float], list[float], dict[str, Tensor], dict[str, Tensor]]
 
 def engine_run(case: Case, pp: int) -> Outcome:
     """Losses, norms, the last step's gradients and the final weights of this rank."""
-    optimizer = OptimizerConfig(LearningRate(RATE), WeightDecay(DECAY), BETAS, EPS, CLIP)
+    optimizer = OptimizerConfig(LearningRate(RATE), *BETAS, EPS, WeightDecay(DECAY), CLIP)
     options = EngineOptions(schedule=case.schedule, recompute=case.recompute, optimizer=optimizer, timeout_s=30.0)
     config = case.config()
     engine = Engine(decoder_units(config), config.hidden_size, Layout(pp=pp), options)

@@ -12,16 +12,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock import Layout, MicroBatchSpec, PackedBatch
 from penstock.engine import Engine, EngineOptions
-from penstock.engine.learning_rate import LearningRate
-from penstock.engine.optimizer import OptimizerConfig
-from penstock.engine.options import Precision
-from penstock.engine.schedules import ScheduleChoice
-from penstock.model import Exchange, ExpertConfig, Lane, ModelConfig, Sequences, decoder_units
+from penstock.model import Exchange, Lane, Sequences, decoder_units
 from penstock.model.layers.moe import ExpertBlock
 from penstock.model.segments import Grads, State, Undo
 from penstock.parallel.collectives import Collectives, Handle
-from penstock.runtime import Pairs, Record
+from penstock.runtime import Record
 from penstock.schedule import Pair
+from penstock.settings import (
+    ExpertConfig,
+    LearningRate,
+    ModelConfig,
+    OptimizerConfig,
+    Precision,
+    ScheduleConfig,
+)
 from tests.dist.launch import run_ranks
 
 STEPS = 3
@@ -56,12 +60,17 @@ def config(num_layers: int = 4, num_predictions: int = 0, experts: ExpertConfig 
 def engine_of(run: Run, layout: Layout, model: ModelConfig | None = None) -> Engine:
     model = model or config(num_predictions=run.num_predictions)
     options = EngineOptions(
-        schedule=ScheduleChoice(run.schedule, run.stages_per_rank, split_backward=run.split_backward),
-        cut=run.cut,
+        schedule=ScheduleConfig(
+            run.schedule,
+            run.stages_per_rank,
+            overlap=run.overlap,
+            early_release=run.early_release,
+            split_backward=run.split_backward,
+            cut=run.cut,
+        ),
         recompute=run.recompute,
         precision=run.precision,
         optimizer=OptimizerConfig(LearningRate(1e-2)),
-        pairs=Pairs(run.overlap, early_release=run.early_release),
         timeout_s=30.0,
     )
     return Engine(lambda groups: decoder_units(model, groups=groups), model.hidden_size, layout, options)

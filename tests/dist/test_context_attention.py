@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.model import drain, zip_lanes
-from penstock.model.attention.all_to_all import ContextForm, HeadShape
+from penstock.model.attention.all_to_all import HeadShape
 from penstock.model.attention.ring import RingAttention
 from penstock.model.attention.tiles import Sight
 from penstock.model.lanes import Lane
@@ -20,6 +20,7 @@ from penstock.model.sequences import Sequences, Spread
 from penstock.parallel.collectives import Collectives, Handle
 from penstock.parallel.sequence_cut import ContextCut, cut_sequences
 from penstock.schedule.recording import CollectiveKind
+from penstock.settings import ContextForm
 from tests.dist.launch import run_ranks
 
 LENGTHS = [(16,), (5, 11, 11, 4), (1, 9, 2, 30), (8, 8, 8)]

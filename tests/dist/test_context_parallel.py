@@ -8,11 +8,11 @@ import torch
 
 from penstock import Layout, MicroBatchSpec, PackedBatch
 from penstock.data import NO_LABEL, part_of, split
-from penstock.engine import Engine, EngineOptions, Precision
-from penstock.engine.optimizer import OptimizerConfig
-from penstock.model import ContextForm, ModelConfig, ModelGroups, cross_entropy_sum, decoder_units
+from penstock.engine import Engine, EngineOptions
+from penstock.model import ModelGroups, cross_entropy_sum, decoder_units
 from penstock.parallel import cut_sequences
 from penstock.runtime import PipelineError
+from penstock.settings import ContextForm, ModelConfig, OptimizerConfig, Precision
 from tests.dist.launch import run_ranks
 
 CONFIG = ModelConfig(

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from penstock import Engine, Layout, MicroBatchSpec, PackedBatch, SamplingParams
-from penstock.engine import EngineOptions, Precision
-from penstock.engine.schedules import ScheduleChoice
+from penstock.engine import EngineOptions
 from penstock.engine.scorer import token_scores
-from penstock.model import ModelConfig, decoder_units
+from penstock.model import decoder_units
 from penstock.schedule import names
+from penstock.settings import ModelConfig, Precision, ScheduleConfig
 from tests.dist.launch import run_ranks
 
 CONFIG = ModelConfig(vocab_size=40, hidden_size=32, intermediate_size=48, num_layers=4, num_heads=4, max_length=64)
@@ -40,7 +40,7 @@ def everything(rank: int, pp: int) -> dict[str, Any]:
     found = {}
     for name in SCHEDULES:
         for precision in (Precision.FP32, Precision.BF16) if name == "1f1b" else (Precision.FP32,):
-            options = EngineOptions(ScheduleChoice(name), precision=precision, timeout_s=60.0)
+            options = EngineOptions(ScheduleConfig(name), precision=precision, timeout_s=60.0)
             engine = Engine(decoder_units(CONFIG), CONFIG.hidden_size, Layout(pp=pp), options)
             spec, told = MicroBatchSpec(num=4), []
             told.append(engine.train_batch(batch(), micro_batches=spec).loss)

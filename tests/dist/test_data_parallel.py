@@ -14,11 +14,11 @@ from torch import Tensor
 
 from penstock import Layout, MicroBatchSpec, PackedBatch
 from penstock.data import NO_LABEL, TooFewItems, split
-from penstock.engine import Engine, EngineOptions, Normalize, Precision, ZeroLossWeight
-from penstock.engine.optimizer import OptimizerConfig
-from penstock.model import ModelConfig, Sequences, cross_entropy_sum, decoder_units
+from penstock.engine import Engine, EngineOptions, ZeroLossWeight
+from penstock.model import Sequences, cross_entropy_sum, decoder_units
 from penstock.runtime import Executor, Feed, PipelineError, TransportError
 from penstock.schedule import Action, Op
+from penstock.settings import ModelConfig, Normalize, OptimizerConfig, Precision
 from tests.dist.launch import run_outcomes, run_ranks
 from tests.host_waits import HostWaits
 
@@ -34,7 +34,7 @@ def engine_of(pp: int, dp: int, name: str = "1f1b") -> Engine:
     options = EngineOptions(
         schedule=name,
         precision=Precision.FP64,
-        optimizer=OptimizerConfig(clip_norm=None),
+        optimizer=OptimizerConfig(clip_norm=0),
         timeout_s=20.0,
     )
     return Engine(decoder_units(CONFIG), CONFIG.hidden_size, Layout(pp=pp, dp=dp), options)

@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock import Engine, Layout, MicroBatchSpec, PackedBatch
-from penstock.engine import EngineOptions, Precision, trainer
-from penstock.engine.optimizer import OptimizerConfig
-from penstock.model import ModelConfig, decoder_units
+from penstock.engine import EngineOptions, trainer
+from penstock.model import decoder_units
+from penstock.settings import ModelConfig, OptimizerConfig, Precision
 from tests.dist.launch import run_ranks
 
 CONFIG = ModelConfig(vocab_size=40, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=2)
@@ -30,7 +30,7 @@ def weight(microbatch: PackedBatch) -> float:
 def step(rank: int, layout: Layout) -> dict[str, Any]:
     """One step; what the normalisation was told, and each reduction: its operation, and its tensor before and after."""
     options = EngineOptions(
-        precision=Precision.FP64, optimizer=OptimizerConfig(clip_norm=None), timeout_s=30.0, device="cpu"
+        precision=Precision.FP64, optimizer=OptimizerConfig(clip_norm=0), timeout_s=30.0, device="cpu"
     )
     engine = Engine(decoder_units(CONFIG), CONFIG.hidden_size, layout, options)
     buckets = {b.gradients.data_ptr(): b.gradients for g in engine.trainer.gradients.values() for b in g.buckets}

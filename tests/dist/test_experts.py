@@ -9,11 +9,9 @@ from torch import Tensor
 
 from penstock import Layout, MicroBatchSpec, PackedBatch
 from penstock.engine import Engine, EngineOptions
-from penstock.engine.learning_rate import LearningRate
-from penstock.engine.optimizer import OptimizerConfig
-from penstock.engine.options import Precision
-from penstock.model import ExpertConfig, GroupScore, ModelConfig, Scores, decoder_units
+from penstock.model import decoder_units
 from penstock.parallel.tensor_slice import Shard
+from penstock.settings import ExpertConfig, GroupScore, LearningRate, ModelConfig, OptimizerConfig, Precision, Scores
 from tests.dist.launch import run_ranks
 
 STEPS = 3

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from penstock import Engine, Layout, MicroBatchSpec, PackedBatch
 from penstock.engine import EngineOptions
-from penstock.model.sampling_params import SamplingParams
+from penstock.settings import SamplingParams
 from tests.dist.launch import run_ranks
 from tests.hugging_face import CLOSE, make_model, make_sequences, reference_logits, stored_tensors
 

@@ -63,7 +63,7 @@ def test_all_ranks_leave_with_the_same_answers_however_they_end(pp: int) -> None
     assert run_ranks(pp, all_endings, pp) == [expected] * pp
 
 
-ENDS = tuple(range(0, CONFIG.vocab_size, 2))
+ENDS = tuple(range(0, CONFIG.vocabulary, 2))
 """Half of the vocabulary, so that an answer rarely has more than a few tokens."""
 BOUNDS = ((0, 1), (1, 1), (0, 12), (3, 12), (7, 12), (12, 12))
 """The fewest and the most new tokens."""

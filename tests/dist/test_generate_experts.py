@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from penstock import Engine, Layout, SamplingParams
-from penstock.engine import EngineOptions, GenerateOptions, Precision
-from penstock.engine.schedules import ScheduleChoice
+from penstock.engine import EngineOptions, GenerateOptions
 from penstock.model import decoder_units
 from penstock.runtime import PipelineError
+from penstock.settings import Precision, ScheduleConfig
 from tests.dist.grid_cases import SPARSE, VOCABULARY
 from tests.dist.launch import run_ranks
 from tests.generation import random_prompts
@@ -30,7 +30,7 @@ OPTIONS = (GenerateOptions(), GenerateOptions(num_slots=3, rows_per_slot=1, pref
 
 
 def make_engine(layout: Layout, num_local_stages: int = 1) -> Engine:
-    choice = ScheduleChoice("1f1b" if num_local_stages == 1 else "zb-v", num_local_stages)
+    choice = ScheduleConfig("1f1b" if num_local_stages == 1 else "zb-v", num_local_stages)
     options = EngineOptions(schedule=choice, precision=Precision.FP64, timeout_s=60)
     return Engine(lambda groups: decoder_units(SPARSE, groups=groups), SPARSE.hidden_size, layout, options)
 

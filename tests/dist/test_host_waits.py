@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from penstock import Engine, Layout, MicroBatchSpec, PackedBatch
-from penstock.engine import EngineOptions, Precision
-from penstock.engine.optimizer import OptimizerConfig
-from penstock.engine.schedules import ScheduleChoice
+from penstock.engine import EngineOptions
 from penstock.engine.scorer import token_scores
-from penstock.model import ModelConfig, decoder_units
+from penstock.model import decoder_units
 from penstock.runtime import Executor, Feed
+from penstock.settings import ModelConfig, OptimizerConfig, Precision
 from tests.dist.launch import run_ranks
 from tests.host_waits import HostWaits
 
@@ -49,9 +48,7 @@ def run_watched(rank: int, layout: Layout) -> list[tuple[list[str], Counter[str]
     for name, precision in CASES if layout.tp == 1 else CASES[:1]:
         ran: list[str] = []
         waits = HostWaits()
-        options = EngineOptions(
-            ScheduleChoice(name), precision=precision, optimizer=OptimizerConfig(clip_norm=0.5), timeout_s=60.0
-        )
+        options = EngineOptions(name, precision=precision, optimizer=OptimizerConfig(clip_norm=0.5), timeout_s=60.0)
         engine = Engine(lambda groups: decoder_units(CONFIG, groups=groups), CONFIG.hidden_size, layout, options)
         spec = MicroBatchSpec(num=4)
         for _ in range(2):

@@ -7,11 +7,11 @@ import torch
 
 from penstock import Layout, MicroBatchSpec, PackedBatch
 from penstock.engine import Engine, EngineOptions
-from penstock.engine.schedules import ScheduleChoice
-from penstock.model import ModelConfig, decoder_units
+from penstock.model import decoder_units
 from penstock.schedule import Action, Op, Step
 from penstock.schedule.actions import COMPUTE, TRANSFERS, parts
 from penstock.schedule.recording import CollectiveKind
+from penstock.settings import ModelConfig, ScheduleConfig
 from tests.dist.launch import run_ranks
 
 CONFIG = ModelConfig(vocab_size=40, hidden_size=16, intermediate_size=24, num_layers=5, num_heads=2)
@@ -30,7 +30,7 @@ class Seen:
 def trace(rank: int, names: tuple[str, ...]) -> dict[str, Seen]:
     found = {}
     for name in names:
-        options = EngineOptions(schedule=ScheduleChoice(name), timeout_s=30.0)
+        options = EngineOptions(schedule=ScheduleConfig(name), timeout_s=30.0)
         engine = Engine(decoder_units(CONFIG), CONFIG.hidden_size, Layout(pp=2, dp=2), options)
         batch = PackedBatch.from_documents([torch.arange(7) + engine.grid.dp_rank] * 6)
         for _ in range(2):

@@ -12,13 +12,12 @@ import torch
 from torch import Tensor
 
 from penstock import Layout, MicroBatchSpec, PackedBatch
-from penstock.engine import Engine, EngineOptions, Precision
+from penstock.engine import Engine, EngineOptions
 from penstock.engine.checkpoint import Checkpointer, load
-from penstock.engine.learning_rate import LearningRate
-from penstock.engine.optimizer import OptimizerConfig, state_aliases
-from penstock.engine.schedules import ScheduleChoice
-from penstock.model import ModelConfig, decoder_units
+from penstock.engine.optimizer import state_aliases
+from penstock.model import decoder_units
 from penstock.parallel.tensor_slice import local_slices
+from penstock.settings import LearningRate, ModelConfig, OptimizerConfig, Precision, ScheduleConfig
 from tests.dist.grid_cases import DENSE, SPARSE, VOCABULARY
 from tests.dist.launch import run_ranks
 
@@ -61,7 +60,7 @@ PIPELINES = [Link(Layout(pp=2), "zb-h1"), Link(Layout(pp=4)), Link(Layout(pp=2),
 
 def opened(link: Link, config: ModelConfig, precision: Precision) -> Engine:
     options = EngineOptions(
-        schedule=ScheduleChoice(link.schedule, link.stages),
+        schedule=ScheduleConfig(link.schedule, link.stages),
         precision=precision,
         optimizer=OptimizerConfig(LearningRate(1e-2, num_warmup_steps=3), clip_norm=0.5, zero=link.zero),
         timeout_s=60.0,

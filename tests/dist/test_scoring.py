@@ -17,8 +17,9 @@ from penstock.data import PartitionError, split
 from penstock.engine import Engine, EngineOptions
 from penstock.engine.scorer import PerToken, token_scores
 from penstock.engine.sharding import ContextShares
-from penstock.model import Logits, ModelConfig, Sequences, decoder_units, token_log_probs
+from penstock.model import Logits, Sequences, decoder_units, token_log_probs
 from penstock.runtime import PipelineError
+from penstock.settings import ModelConfig
 from tests.dist.launch import run_ranks
 
 CONFIG = ModelConfig(vocab_size=48, hidden_size=32, intermediate_size=48, num_layers=4, num_heads=4, num_kv_heads=2)

@@ -12,11 +12,12 @@ from torch import Tensor
 
 from penstock import Engine, Layout, MicroBatchSpec, PackedBatch
 from penstock.engine import EngineOptions, timed_cut
-from penstock.engine.schedules import ScheduleChoice
 from penstock.engine.timed_cut import UnitTimes, stage_costs
-from penstock.model import ModelConfig, decoder_units
+from penstock.model import decoder_units
 from penstock.schedule import to_text
+from penstock.schedule.choice import ScheduleChoice
 from penstock.schedule.search import cut as cut_search
+from penstock.settings import ModelConfig, ScheduleConfig, SearchedPlacement
 from tests.dist.launch import run_ranks
 
 CONFIG = ModelConfig(vocab_size=40, hidden_size=16, intermediate_size=24, num_layers=3, num_heads=2)
@@ -31,7 +32,7 @@ class Case:
     With `search_cut` the cut is searched for, too.
     """
 
-    placement: str
+    placement: SearchedPlacement
     times: tuple[tuple[float, float, float], ...] | None = None
     cut: tuple[int, ...] | None = None
     search_cut: bool = False
@@ -40,10 +41,10 @@ class Case:
 ALIKE = ((1.0, 1.0, 1.0),) * NUM_UNITS
 CHEAP_WEIGHTS = ((1.0, 3.0, 0.1),) * 4 + ((2.0, 1.0, 0.5),) * 4
 CASES = [
-    Case("loop"),
-    Case("v", cut=(1, 3, 1, 3)),
-    *(Case(kind, times) for kind in ("loop", "v") for times in (ALIKE, CHEAP_WEIGHTS)),
-    Case("v", search_cut=True),
+    Case(SearchedPlacement.LOOP),
+    Case(SearchedPlacement.V, cut=(1, 3, 1, 3)),
+    *(Case(kind, times) for kind in SearchedPlacement for times in (ALIKE, CHEAP_WEIGHTS)),
+    Case(SearchedPlacement.V, search_cut=True),
 ]
 
 
@@ -64,8 +65,10 @@ def batches() -> list[PackedBatch]:
 
 
 def train(case: Case, pp: int) -> Outcome:
-    choice = ScheduleChoice("auto", placement_kind=case.placement, search_cut=case.search_cut)
-    options = EngineOptions(choice, case.cut if pp > 1 else None, measure_lengths=(6, 6), timeout_s=60.0, device="cpu")
+    choice = ScheduleConfig(
+        "auto", placement=case.placement, search_cut=case.search_cut, cut=case.cut if pp > 1 else None
+    )
+    options = EngineOptions(choice, measure_lengths=(6, 6), timeout_s=60.0, device="cpu")
     engine = Engine(decoder_units(CONFIG), CONFIG.hidden_size, Layout(pp=pp), options)
     losses = [engine.train_batch(batch, micro_batches=SPEC).loss for batch in batches()]
     found = Outcome(
@@ -98,7 +101,7 @@ def train_all(rank: int, pp: int) -> list[Outcome]:
 
 
 def test_all_ranks_follow_the_order_of_the_first_ranks_times_bit_for_bit() -> None:
-    alone = train(Case("loop"), 1)
+    alone = train(Case(SearchedPlacement.LOOP), 1)
     by_rank = run_ranks(2, train_all, 2, timeout_s=100.0)
     for number, case in enumerate(CASES):
         first, second = (outcomes[number] for outcomes in by_rank)
@@ -113,6 +116,6 @@ def test_all_ranks_follow_the_order_of_the_first_ranks_times_bit_for_bit() -> No
             starts = [sum(first.sizes[:i]) for i in range(len(first.sizes))]
             cut = [range(start, start + size) for start, size in zip(starts, first.sizes, strict=True)]
             costs = stage_costs([UnitTimes(*own) for own in case.times], cut)
-            choice = ScheduleChoice("auto", placement_kind=case.placement).timed(costs)
+            choice = ScheduleChoice(ScheduleConfig("auto", placement=case.placement), costs)
             assert first.order == to_text(choice.program(2, 4).schedule), case
     assert len({by_rank[0][number].order for number, case in enumerate(CASES) if case.times is not None}) == 4

@@ -8,45 +8,46 @@ import pytest
 from penstock.cli.dry_run import plan_run
 from penstock.engine import Engine
 from penstock.engine.arguments import engine_arguments
-from penstock.engine.config import (
-    DataSection,
-    ModelSection,
-    OptimizerSection,
-    ParallelSection,
-    RunConfig,
-    ScheduleSection,
-    TrainSection,
-)
 from penstock.engine.run_parts import RunData
 from penstock.parallel.gradients import StateBytes
+from penstock.settings import (
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    Precision,
+    RunConfig,
+    ScheduleConfig,
+    TrainConfig,
+)
 from tests.dist.launch import run_ranks
 
 LAYOUTS = [
-    (ParallelSection(pp=4), "1f1b", False),
-    (ParallelSection(dp=4), "1f1b", False),
-    (ParallelSection(dp=4), "1f1b", True),
-    (ParallelSection(cp=4), "1f1b", True),
-    (ParallelSection(tp=4), "1f1b", False),
-    (ParallelSection(pp=2, dp=2), "interleaved", True),
-    (ParallelSection(pp=2, dp=2), "dualpipe", True),
-    (ParallelSection(pp=2, cp=2), "zb-v", False),
-    (ParallelSection(pp=2, tp=2), "1f1b", False),
-    (ParallelSection(dp=2, tp=2), "1f1b", True),
-    (ParallelSection(cp=2, tp=2, order="pp-tp-cp-dp"), "1f1b", True),
+    (ParallelConfig(pp=4), "1f1b", False),
+    (ParallelConfig(dp=4), "1f1b", False),
+    (ParallelConfig(dp=4), "1f1b", True),
+    (ParallelConfig(cp=4), "1f1b", True),
+    (ParallelConfig(tp=4), "1f1b", False),
+    (ParallelConfig(pp=2, dp=2), "interleaved", True),
+    (ParallelConfig(pp=2, dp=2), "dualpipe", True),
+    (ParallelConfig(pp=2, cp=2), "zb-v", False),
+    (ParallelConfig(pp=2, tp=2), "1f1b", False),
+    (ParallelConfig(dp=2, tp=2), "1f1b", True),
+    (ParallelConfig(cp=2, tp=2, order="pp-tp-cp-dp"), "1f1b", True),
 ]
 
 
 def config_of(folder: Path, index: int) -> RunConfig:
     parallel, schedule, zero = LAYOUTS[index]
     return RunConfig(
-        model=ModelSection(
+        model=ModelConfig(
             hidden_size=48, intermediate_size=112, num_layers=4, num_kv_heads=2, tie_embeddings=index % 2 == 0
         ),
-        data=DataSection(corpus=str(folder / "text.txt"), sequence_length=16, num_sequences=16, cache=None),
+        data=DataConfig(corpus=str(folder / "text.txt"), sequence_length=16, num_sequences=16, cache=None),
         parallel=replace(parallel, timeout_s=60.0),
-        schedule=ScheduleSection(schedule),
-        optimizer=OptimizerSection(zero=zero),
-        train=TrainSection(precision="bf16" if index % 3 == 0 else "fp32", num_microbatches=4),
+        schedule=ScheduleConfig(schedule),
+        optimizer=OptimizerConfig(zero=zero),
+        train=TrainConfig(precision=Precision.BF16 if index % 3 == 0 else Precision.FP32, num_microbatches=4),
     )
 
 
@@ -62,7 +63,7 @@ def held(rank: int, configs: list[RunConfig]) -> list[StateBytes]:
 
 def test_a_rank_with_both_ends_holds_a_tied_weight_once(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("All work and no play makes a dull text. " * 200)
-    config = replace(config_of(tmp_path, 7), parallel=ParallelSection(), schedule=ScheduleSection())
+    config = replace(config_of(tmp_path, 7), parallel=ParallelConfig(), schedule=ScheduleConfig())
     tied = replace(config, model=replace(config.model, tie_embeddings=True))
     num_elements, element_bytes = 256 * config.model.hidden_size, 4
     apart, shared = (Engine(*engine_arguments(one, 256)).state_bytes() for one in (config, tied))
@@ -74,7 +75,7 @@ def test_a_rank_with_both_ends_holds_a_tied_weight_once(tmp_path: Path) -> None:
 
 
 def with_zero(config: RunConfig) -> RunConfig:
-    return replace(config, optimizer=OptimizerSection(zero=True))
+    return replace(config, optimizer=OptimizerConfig(zero=True))
 
 
 @pytest.mark.shows(91)

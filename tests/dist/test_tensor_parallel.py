@@ -12,10 +12,8 @@ from torch import Tensor
 
 from penstock import Engine, Layout, MicroBatchSpec, PackedBatch
 from penstock.data import split
-from penstock.engine import EngineOptions, Precision
-from penstock.engine.optimizer import OptimizerConfig
+from penstock.engine import EngineOptions
 from penstock.model import (
-    ModelConfig,
     ModelGroups,
     Sequences,
     ShardedLogits,
@@ -29,6 +27,7 @@ from penstock.parallel.collectives import Collectives, Handle
 from penstock.parallel.tensor_slice import Shard
 from penstock.runtime import Boundary, Stage, Tape
 from penstock.schedule.recording import CollectiveKind
+from penstock.settings import ModelConfig, OptimizerConfig, Precision
 from tests.dist.launch import run_ranks
 
 # Sums of a few hundred terms of size one, in another order.
@@ -90,8 +89,8 @@ def unit_errors(rank: int, config: ModelConfig, lengths: tuple[int, ...]) -> dic
         first, last = whole.name == "embedding", whole.name == "head"
         x = torch.randn(num_tokens, config.hidden_size, generator=generator, dtype=torch.float64)
         if first:
-            x = torch.randint(0, config.vocab_size, (num_tokens,), generator=generator)
-        width = config.vocab_size if last else config.hidden_size
+            x = torch.randint(0, config.vocabulary, (num_tokens,), generator=generator)
+        width = config.vocabulary if last else config.hidden_size
         grad = torch.randn(num_tokens, width, generator=generator, dtype=torch.float64)
         part = Shard("tp", 1, rank, size, tuple(grad.shape))
         y, grad_x, gradients = through(built(whole), x, sequences, grad)

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from penstock import Engine, Layout
 from penstock.cli.train_loop import TrainLoop
 from penstock.engine import EngineOptions
-from penstock.engine.config_file import from_dict
 from penstock.engine.run_parts import RunData
+from penstock.settings import ScheduleConfig, from_dict
 from tests.dist.launch import run_ranks
 
 HIDDEN, STEPS, STOPPED_AFTER = 16, 5, 2
@@ -50,7 +50,8 @@ def start(folder: Path, output: str, pp: int) -> TrainLoop:
     torch.manual_seed(0)
     layers = [nn.Embedding(data.corpus.vocab_size, HIDDEN), Noisy(), Noisy(), nn.Linear(HIDDEN, data.corpus.vocab_size)]
     # So that every rank draws.
-    options = EngineOptions(cut=(4,) if pp == 1 else (2, 2), timeout_s=60.0, device="cpu")
+    by_hand = ScheduleConfig(cut=(4,) if pp == 1 else (2, 2))
+    options = EngineOptions(by_hand, timeout_s=60.0, device="cpu")
     engine = Engine.from_layers(layers, HIDDEN, Layout(pp=pp), options)
     return TrainLoop(config, engine, data, folder=None)
 

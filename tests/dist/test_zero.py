@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from penstock import Layout, MicroBatchSpec, PackedBatch, SamplingParams
-from penstock.engine import Engine, EngineOptions, Precision
+from penstock.engine import Engine, EngineOptions
 from penstock.engine.engine import token_cross_entropy
-from penstock.engine.learning_rate import LearningRate
-from penstock.engine.optimizer import OptimizerConfig
-from penstock.model import ModelConfig, decoder_units
+from penstock.model import decoder_units
+from penstock.settings import LearningRate, ModelConfig, OptimizerConfig, Precision
 from tests.dist.launch import run_ranks
 
 CONFIG = ModelConfig(

@@ -12,9 +12,8 @@ import yaml
 from torch.distributed.run import config_from_args, get_args_parser
 
 from penstock.cli.train_arguments import read_arguments
-from penstock.engine.config import RunConfig
-from penstock.engine.config_check import check, check_world
-from penstock.engine.elastic import fit
+from penstock.engine.run_check import check
+from penstock.settings import RunConfig, check_world
 
 ROOT = Path(__file__).parents[2]
 SLURM, KUBERNETES = ROOT / "examples/slurm/train.sbatch", ROOT / "examples/kubernetes/train.yaml"
@@ -34,10 +33,10 @@ def assert_fits(launch: Any, config: RunConfig) -> None:
     assert launch.min_nodes < launch.max_nodes
     for num_hosts in range(launch.min_nodes, launch.max_nodes + 1):
         world_size = num_hosts * launch.nproc_per_node
-        fitted = check(fit(config, world_size))
+        fitted = check(config.fit(world_size))
         check_world(fitted, world_size, "torchrun")
         assert fitted.parallel.pp == config.parallel.pp
-    assert config.world_size == launch.max_nodes * launch.nproc_per_node
+    assert config.parallel.world_size == launch.max_nodes * launch.nproc_per_node
 
 
 def test_the_slurm_script_starts_a_run_on_the_hosts_it_asks_for(tmp_path: Path):

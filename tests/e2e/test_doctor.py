@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from penstock.cli.main import main
-from penstock.parallel import Layout
+from penstock.settings import Layout
 from tests.e2e.training import write_run
 
 

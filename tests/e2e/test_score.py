@@ -17,11 +17,9 @@ from penstock.cli import score_file
 from penstock.cli.main import main
 from penstock.data import PackedBatch
 from penstock.engine import Engine
-from penstock.engine.config import ParallelSection
-from penstock.engine.config_file import read_config
-from penstock.engine.run_parts import model_config
 from penstock.engine.saved_model import open_model
 from penstock.model import Sequences, decoder_units
+from penstock.settings import ParallelConfig, read_config
 from tests.e2e.training import write_run
 
 TEXTS = [
@@ -60,7 +58,7 @@ def expected_log_probs(run: Path) -> list[list[float]]:
     newest = sorted((run / "checkpoints").glob("step-*"))[-1]
     weights = {name: value for file in newest.glob("*.safetensors") for name, value in load_file(file).items()}
     modules = []
-    for unit in decoder_units(model_config(read_config(run / "run.toml"), vocab_size=256)):
+    for unit in decoder_units(read_config(run / "run.toml").model.whole(256)):
         modules.append(unit.build())
         for name, parameter in modules[-1].named_parameters():
             full_name = f"{unit.name}.{name}"
@@ -112,7 +110,7 @@ def test_every_token_has_the_log_probability_that_the_model_gives_it(
 
 def load(folder: Path) -> Engine:
     model = open_model(folder)
-    engine = Engine(*model.arguments(ParallelSection()))
+    engine = Engine(*model.arguments(ParallelConfig()))
     model.load(engine)
     return engine
 

@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 
 from penstock.cli.main import main
-from penstock.engine.config_file import read_config
-from penstock.engine.run_parts import model_config
 from penstock.model import decoder_units
+from penstock.settings import read_config
 from tests.e2e.training import Ended, Started, last_step, wait_until, write_run
 
 
@@ -85,7 +84,7 @@ def test_a_dry_run_says_what_would_be_and_starts_nothing(folder: Path, capsys: p
         assert main(["train", str(file), "--dry-run", "--json", "--train.recompute", recompute]) == 0
         plans[recompute] = json.loads(capsys.readouterr().out)
     plan = plans["none"]
-    units = decoder_units(model_config(read_config(file), vocab_size=256))
+    units = decoder_units(read_config(file).model.whole(256))
     assert [name for stage in plan["stages"] for name in stage["units"]] == [unit.name for unit in units]
     assert sum(stage["num_parameters"] for stage in plan["stages"]) == sum(unit.num_parameters for unit in units)
     assert plan["num_parameters"] == sum(unit.num_parameters for unit in units) - 256 * 16, "a tied head has no own"

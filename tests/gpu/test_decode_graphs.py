@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from penstock import Engine, MicroBatchSpec, PackedBatch, SamplingParams
-from penstock.engine import EngineOptions, Precision
+from penstock.engine import EngineOptions
 from penstock.engine.generator import GenerateOptions
-from penstock.model import ModelConfig, decoder_units
+from penstock.model import decoder_units
 from penstock.runtime import FixedDecoder
+from penstock.settings import ModelConfig, Precision
 
 # Heads of 64 and vectors of 16 bytes, as the kernels want them.
 CONFIG = ModelConfig(256, 256, 512, 3, 4, num_kv_heads=2, max_length=512)
@@ -24,7 +25,7 @@ def make(precision: Precision = Precision.FP32) -> Engine:
 
 def random_prompts(lengths: tuple[int, ...] = (7, 1, 40, 40, 4, 2)) -> list[list[int]]:
     generator = torch.Generator().manual_seed(2)
-    return [torch.randint(CONFIG.vocab_size, (length,), generator=generator).tolist() for length in lengths]
+    return [torch.randint(CONFIG.vocabulary, (length,), generator=generator).tolist() for length in lengths]
 
 
 def params(kind: SamplingParams, count: int) -> list[SamplingParams]:

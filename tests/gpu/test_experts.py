@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,10 +10,7 @@ from torch import Tensor
 
 from penstock import MicroBatchSpec, PackedBatch
 from penstock.engine import Engine, EngineOptions
-from penstock.engine.learning_rate import LearningRate
-from penstock.engine.optimizer import OptimizerConfig
-from penstock.engine.options import Precision
-from penstock.model import ExpertConfig, ModelConfig, WeightGradients, decoder_units, defer
+from penstock.model import WeightGradients, decoder_units, defer
 from penstock.model.layers.grouped_linear import (
     GroupedLinear,
     GroupedMatmul,
@@ -20,7 +18,7 @@ from penstock.model.layers.grouped_linear import (
     MatmulPerExpert,
     RowGroups,
 )
-from penstock.runtime import Pairs
+from penstock.settings import ExpertConfig, LearningRate, ModelConfig, OptimizerConfig, Precision, ScheduleConfig
 
 BF16_EPS = torch.finfo(torch.bfloat16).eps
 NUM_OUTPUTS, NUM_INPUTS = 48, 64
@@ -106,13 +104,11 @@ def test_rows_that_the_kernel_can_not_take_go_through_the_loop() -> None:
     assert GroupedMatmulKernel().output(x_NI[:0], weight_EOI, RowGroups((0, 0), x_NI.device)).shape == (0, NUM_OUTPUTS)
 
 
-def trained(schedule: str, pairs: Pairs, precision: Precision) -> tuple[list[float], dict[str, Tensor]]:
+def trained(schedule: ScheduleConfig, precision: Precision) -> tuple[list[float], dict[str, Tensor]]:
     """The losses of three steps of a small model with experts, and its weights after them."""
     experts = ExpertConfig(8, 2, 64, shared_size=64, num_dense_first=1, microbatch_loss=0.01)
     model = ModelConfig(128, 64, 128, 3, 2, experts=experts)
-    options = EngineOptions(
-        schedule, precision=precision, optimizer=OptimizerConfig(LearningRate(1e-3)), device="cuda", pairs=pairs
-    )
+    options = EngineOptions(schedule, precision=precision, optimizer=OptimizerConfig(LearningRate(1e-3)), device="cuda")
     engine = Engine(decoder_units(model), model.hidden_size, options=options)
     generator = torch.Generator().manual_seed(0)
     batch = PackedBatch.from_documents([torch.randint(0, 128, (n,), generator=generator) for n in (33, 70, 12, 5, 41)])
@@ -128,9 +124,10 @@ def test_overlapped_pairs_give_the_bits_of_plain_turns(precision: Precision) -> 
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        losses, weights = trained("1f1b", Pairs(), precision)
-        for pairs in (Pairs(), Pairs(overlap=False), Pairs(early_release=True)):
-            other_losses, other_weights = trained("combined", pairs, precision)
+        losses, weights = trained(ScheduleConfig("1f1b"), precision)
+        combined = ScheduleConfig("combined")
+        for pairs in (combined, replace(combined, overlap=False), replace(combined, early_release=True)):
+            other_losses, other_weights = trained(pairs, precision)
             assert other_losses == losses
             assert len(weights) > 10
             assert all(torch.equal(weights[name], other_weights[name]) for name in weights)

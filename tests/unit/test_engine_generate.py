@@ -54,7 +54,7 @@ def test_a_call_gives_what_it_gives_on_a_new_engine_whatever_was_called_before(
 
 # ---- requests of every kind in one call
 
-EVEN, ODD = (tuple(range(first, CONFIG.vocab_size, 2)) for first in (0, 1))
+EVEN, ODD = (tuple(range(first, CONFIG.vocabulary, 2)) for first in (0, 1))
 KINDS = {
     "plain": SamplingParams(),
     "greedy": SamplingParams(temperature=0),
@@ -107,9 +107,9 @@ def test_the_same_prompt_is_drawn_by_each_kinds_own_parameters() -> None:
     for kind, answer in zip(KINDS, answers, strict=True):
         assert answer.filter_mask is not None
         kept[kind] = (~answer.filter_mask[0]).sum().item()
-    assert kept["plain"] == kept["warm"] == kept["cold"] == kept["another seed"] == CONFIG.vocab_size
+    assert kept["plain"] == kept["warm"] == kept["cold"] == kept["another seed"] == CONFIG.vocabulary
     assert kept["top-k"] == 2 and 1 <= kept["top-p"] < 20
-    assert kept["chained"] < kept["both"] <= 20 and kept["ends late"] == CONFIG.vocab_size // 2
+    assert kept["chained"] < kept["both"] <= 20 and kept["ends late"] == CONFIG.vocabulary // 2
 
 
 # ---- the padded form

@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock import Engine, MicroBatchSpec, PackedBatch, SamplingParams
-from penstock.engine import EngineOptions, Precision
+from penstock.engine import EngineOptions
 from penstock.engine.generator import GenerateOptions
-from penstock.model import CachedRows, CacheSize, KVCache, ModelConfig, SlotRows, decoder_units
-from penstock.model.expert_config import ExpertConfig
+from penstock.model import CachedRows, CacheSize, KVCache, SlotRows, decoder_units
 from penstock.runtime import Boundary, DecodeForm, FixedDecoder, Stage
 from penstock.schedule import BatchItem
+from penstock.settings import ExpertConfig, ModelConfig, Precision
 from tests.generation import CONFIG, load, random_prompts, random_weights
 
 GREEDY = SamplingParams(max_new_tokens=12, temperature=0)

@@ -55,7 +55,7 @@ def test_a_cache_is_a_row_a_sequence_and_as_long_as_the_longest_answer() -> None
     for cache in caches(made):
         keys, values = cache.by_token()
         # [rows, tokens rounded up, key heads, width of a head]
-        assert keys.shape == values.shape == (4, 128, CONFIG.num_kv_heads, CONFIG.head_dim)
+        assert keys.shape == values.shape == (4, 128, CONFIG.key_heads, CONFIG.head_size)
 
 
 @pytest.mark.shows(69)

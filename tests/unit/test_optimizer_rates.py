@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from penstock.engine.learning_rate import LearningRate, WeightDecay
 from penstock.engine.optimizer import LossScaler, LossScalerConfig
+from penstock.settings import LearningRate, WeightDecay
 
 # Both sides do a few float64 operations.
 EXACT = 1e-14
@@ -62,26 +62,26 @@ def test_weight_decay_equals_its_closed_form(ramp: str) -> None:
 @pytest.mark.parametrize(
     "settings, named",
     [
-        ({"peak": 0.0}, "peak"),
-        ({"peak": math.inf}, "peak"),
-        ({"decay": "cosin"}, "'cosin'; there are constant, linear, cosine, inverse_sqrt"),
+        ({"peak": 0.0}, "optimizer.learning_rate = 0.0"),
+        ({"peak": math.inf}, "optimizer.learning_rate = inf"),
+        ({"decay": "cosin"}, 'optimizer.decay takes "constant", "linear", "cosine" or "inverse-sqrt", not "cosin"'),
         ({"decay": "cosine"}, "step at which it ends"),
         ({"decay": "linear", "num_warmup_steps": 9, "num_decay_steps": 8}, "within its warm-up of 9"),
         ({"num_warmup_steps": -1}, "-1"),
-        ({"floor": 2.0}, "floor"),
+        ({"floor": 2.0}, "optimizer.final_learning_rate = 2.0"),
         ({"initial": -0.1}, "initial"),
     ],
 )
 def test_learning_rates_that_make_no_sense_are_refused(settings: dict[str, Any], named: str) -> None:
     with pytest.raises(ValueError, match=named):
-        LearningRate(**settings)
+        LearningRate(**settings)(1)
 
 
 @pytest.mark.parametrize(
     "settings, named",
     [
         ({"first": -0.1}, "-0.1"),
-        ({"last": 0.3}, "can not end at 0.3"),
+        ({"last": 0.3, "ramp": "constant"}, "cannot end at 0.3"),
         ({"ramp": "linear", "last": 0.3}, "needs its last value"),
         ({"ramp": "cosine", "num_steps": 3}, "needs its last value"),
         ({"ramp": "linear", "last": 0.3, "num_steps": 0}, "at least 1"),

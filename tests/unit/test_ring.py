@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from penstock import schedule
 from penstock.engine.generator import GenerateOptions
-from penstock.model import SamplingParams, Sequences, decoder_units
+from penstock.model import Sequences, decoder_units
 from penstock.schedule import Ending, PlacementKind
+from penstock.settings import SamplingParams
 from tests.generation import CONFIG, Together, generate_together, load, random_prompts, random_weights
 
 SAMPLED = SamplingParams(max_new_tokens=12, temperature=1.3, top_k=40, top_p=0.95, raw_log_probs=True)

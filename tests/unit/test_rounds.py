@@ -8,9 +8,8 @@ import pytest
 import torch.distributed as dist
 
 from penstock.cli.rounds import Missing, agree_on_round
-from penstock.engine.config import ParallelSection, RunConfig, TrainSection
-from penstock.engine.config_check import check
-from penstock.engine.elastic import fit
+from penstock.engine.run_check import check
+from penstock.settings import ParallelConfig, RunConfig, TrainConfig
 
 Store = dist.Store  # pyright: ignore[reportPrivateImportUsage]
 
@@ -58,7 +57,7 @@ def test_ranks_that_do_not_come_are_named():
 
 
 def settings(**parallel: object) -> RunConfig:
-    config = RunConfig(parallel=ParallelSection(**parallel), train=TrainSection(num_microbatches=4))  # type: ignore[arg-type]
+    config = RunConfig(parallel=ParallelConfig(**parallel), train=TrainConfig(num_microbatches=4))  # type: ignore[arg-type]
     return replace(config, data=replace(config.data, num_sequences=16))
 
 
@@ -66,15 +65,15 @@ def settings(**parallel: object) -> RunConfig:
 def test_an_elastic_run_keeps_its_pipelines_and_the_size_of_its_microbatches(
     world_size: int, dp: int, num_microbatches: int
 ):
-    config = fit(settings(pp=2, dp=4, elastic=True), world_size)
+    config = settings(pp=2, dp=4, elastic=True).fit(world_size)
     assert (config.parallel.pp, config.parallel.dp, config.train.num_microbatches) == (2, dp, num_microbatches)
-    assert config.world_size == world_size
+    assert config.parallel.world_size == world_size
     assert check(config).identity() == settings(pp=2, dp=4).identity()
 
 
 @pytest.mark.parametrize(("config", "world_size"), [(settings(pp=2, dp=4), 4), (settings(pp=2, dp=4, elastic=True), 3)])
 def test_other_groups_are_left_to_be_refused(config: RunConfig, world_size: int):
-    assert fit(config, world_size) == config
+    assert config.fit(world_size) == config
 
 
 def test_an_elastic_run_divides_its_loss_by_all_tokens():

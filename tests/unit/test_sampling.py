@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.model import Draw, SamplingParams, draw_tokens
+from penstock.model import Draw, draw_tokens
 from penstock.model.sampling import filtered
+from penstock.settings import SamplingParams
 
 PLAIN = SamplingParams()
 TIED = [2.0, 1.0, 1.0, 0.5, 1.0, -1.0, 0.5, -3.0]
@@ -212,17 +213,17 @@ def test_random_numbers_of_neighbours_have_nothing_in_common(change: Callable[[D
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ({"top_p": 0.0}, "top_p=0.0"),
-        ({"top_p": 1.01}, "top_p=1.01"),
-        ({"top_p": float("nan")}, "top_p=nan"),
-        ({"top_k": 0}, "top_k=0"),
-        ({"temperature": -0.1}, "temperature=-0.1"),
-        ({"temperature": float("inf")}, "temperature=inf"),
-        ({"max_new_tokens": 0}, "max_new_tokens=0"),
-        ({"max_new_tokens": 2, "min_new_tokens": 3}, "min_new_tokens=3: at most max_new_tokens=2"),
-        ({"num_samples": 0}, "num_samples=0"),
-        ({"seed": -1}, "seed=-1"),
-        ({"end_tokens": (-1,)}, "end_tokens="),
+        ({"top_p": 0.0}, "top_p = 0.0"),
+        ({"top_p": 1.01}, "top_p = 1.01"),
+        ({"top_p": float("nan")}, "top_p = nan"),
+        ({"top_k": 0}, "top_k = 0"),
+        ({"temperature": -0.1}, "temperature = -0.1"),
+        ({"temperature": float("inf")}, "temperature = inf"),
+        ({"max_new_tokens": 0}, "max_new_tokens = 0"),
+        ({"max_new_tokens": 2, "min_new_tokens": 3}, "min_new_tokens = 3: at most sampling.max_new_tokens = 2"),
+        ({"num_samples": 0}, "num_samples = 0"),
+        ({"seed": -1}, "seed = -1"),
+        ({"end_tokens": (-1,)}, "sampling.end_tokens = "),
     ],
 )
 def test_what_can_not_be_is_refused_by_name(settings: dict[str, object], told: str) -> None:

@@ -9,11 +9,10 @@ import torch
 
 from penstock.data import DataShard
 from penstock.engine.arguments import engine_arguments
-from penstock.engine.config import RunConfig
-from penstock.engine.config_check import check
-from penstock.engine.config_file import from_dict
 from penstock.engine.engine import Engine
+from penstock.engine.run_check import check
 from penstock.engine.run_parts import RunData, micro_batches
+from penstock.settings import RunConfig, from_dict
 
 LARGEST_ALLOWED = 1.5
 """Tokens of the busiest expert over the mean of its layer, with the bias."""

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from penstock.bench.ranks import Turn, in_turns
 from penstock.engine import Engine, EngineOptions
 from penstock.engine.generator import GenerateOptions
-from penstock.model import CachedRows, CacheSize, ModelConfig, SamplingParams, UnitSpec, decoder_units
-from penstock.parallel import Layout
+from penstock.model import CachedRows, CacheSize, UnitSpec, decoder_units
 from penstock.schedule import Batch, Scheduler, Sequence
+from penstock.settings import Layout, ModelConfig, SamplingParams
 
 NUM_RANKS = 2
 TRANSFORMERS, PENSTOCK = "transformers", "penstock"
@@ -31,7 +31,7 @@ class Generation:
     hidden_size: int = 512
     intermediate_size: int = 1408
     vocab_size: int = 4096
-    num_kv_heads: int = 0
+    num_kv_heads: int | None = None
     tie_embeddings: bool = False
     num_prompts: int = 8
     prompt_tokens: int = 64
@@ -105,12 +105,12 @@ def transformers_sides(
     logging.set_verbosity_error()
     ours = generation.config
     config = LlamaConfig(
-        vocab_size=ours.vocab_size,
+        vocab_size=ours.vocabulary,
         hidden_size=ours.hidden_size,
         intermediate_size=ours.intermediate_size,
         num_hidden_layers=ours.num_layers,
         num_attention_heads=ours.num_heads,
-        num_key_value_heads=ours.num_kv_heads,
+        num_key_value_heads=ours.key_heads,
         max_position_embeddings=ours.max_length,
         tie_word_embeddings=ours.tie_embeddings,
     )

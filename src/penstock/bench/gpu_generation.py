@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from penstock.bench.generation import TRANSFORMERS, Generation, transformers_sides
-from penstock.engine import Engine, EngineOptions, Precision
+from penstock.engine import Engine, EngineOptions
 from penstock.engine.generator import GenerateOptions
-from penstock.model import SamplingParams, decoder_units
+from penstock.model import decoder_units
+from penstock.settings import Precision, SamplingParams
 
 _COPIED_BYTES = 1 << 30
 

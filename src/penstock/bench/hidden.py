@@ -25,11 +25,9 @@ from penstock.bench.slow_network import INTERFACE, Host, SlowNetwork
 from penstock.data import MicroBatchSpec, PackedBatch
 from penstock.engine import Engine, EngineOptions
 from penstock.engine.measured import own_recording
-from penstock.engine.optimizer import OptimizerConfig
-from penstock.engine.schedules import ScheduleChoice
-from penstock.model import ModelConfig, decoder_units
-from penstock.parallel import Layout
+from penstock.model import decoder_units
 from penstock.schedule.recording import CollectiveKind
+from penstock.settings import Layout, ModelConfig, OptimizerConfig, ScheduleConfig
 
 _LIMIT_S = 600.0
 
@@ -44,7 +42,7 @@ class Traffic:
     """
 
     layout: Layout
-    schedule: ScheduleChoice
+    schedule: ScheduleConfig
     kind: CollectiveKind
     model: ModelConfig
     sequence_length: int
@@ -59,7 +57,7 @@ def reduction(mbit: float, gflops: float, num_rounds: int, zero: bool = False) -
     """Eight local stages a rank: all but the last of their reductions have backwards of others to hide behind."""
     return Traffic(
         Layout(dp=2, pp=2),
-        ScheduleChoice("interleaved", stages_per_rank=8),
+        ScheduleConfig("interleaved", stages_per_rank=8),
         CollectiveKind.GRADIENTS,
         ModelConfig(512, 512, 1408, num_layers=8, num_heads=8, num_kv_heads=2),
         sequence_length=512,
@@ -75,7 +73,7 @@ def ring(mbit: float, num_tokens: int, num_rounds: int) -> Traffic:
     """Long sequences with eight query heads for two of keys."""
     return Traffic(
         Layout(cp=2),
-        ScheduleChoice("1f1b"),
+        ScheduleConfig("1f1b"),
         CollectiveKind.SEND_RECEIVE,
         ModelConfig(512, 512, 1408, num_layers=4, num_heads=8, num_kv_heads=2, max_length=num_tokens),
         sequence_length=num_tokens,
@@ -154,7 +152,7 @@ def _prepare(rank: int, traffic: Traffic) -> Callable[[], Figures]:
     )
     generator = torch.Generator().manual_seed(engine.grid.dp_rank)
     shape = (traffic.num_microbatches, traffic.sequence_length)
-    batch = PackedBatch.from_documents(list(torch.randint(0, traffic.model.vocab_size, shape, generator=generator)))
+    batch = PackedBatch.from_documents(list(torch.randint(0, traffic.model.vocabulary, shape, generator=generator)))
     spec = MicroBatchSpec(num=traffic.num_microbatches)
 
     def turn() -> Figures:

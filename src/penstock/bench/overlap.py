@@ -21,11 +21,10 @@ from penstock.bench.slow_network import INTERFACE, Host, SlowNetwork
 from penstock.data import MicroBatchSpec, PackedBatch
 from penstock.engine import Engine, EngineOptions
 from penstock.engine.measured import own_recording
-from penstock.model import ExpertConfig, ModelConfig, decoder_units
+from penstock.model import decoder_units
 from penstock.model.matmul import TORCH
-from penstock.parallel import Layout
-from penstock.runtime import Pairs
 from penstock.schedule.recording import CollectiveKind, CollectiveTotal
+from penstock.settings import ExpertConfig, Layout, ModelConfig, ScheduleConfig
 
 NUM_RANKS = 2
 SHARE = 0.34
@@ -260,7 +259,9 @@ def _meet(rank: int, hosts: Sequence[Host], path: str) -> None:
 
 def _prepare(rank: int, side: Side, size: Size) -> Callable[[], Figures]:
     model = size.model()
-    options = EngineOptions(schedule=side.schedule, pairs=Pairs(overlap=side.overlap), device="cpu", timeout_s=_LIMIT_S)
+    options = EngineOptions(
+        schedule=ScheduleConfig(side.schedule, overlap=side.overlap), device="cpu", timeout_s=_LIMIT_S
+    )
     products = None if size.emulated_flops is None else SleepingMatmul(size.emulated_flops)
     engine = Engine(
         lambda groups: decoder_units(model, products, groups),

@@ -12,12 +12,9 @@ from torch import Tensor, nn
 from penstock.bench.ranks import Turn, in_turns
 from penstock.data import MicroBatchSpec, PackedBatch
 from penstock.engine import Engine, EngineOptions
-from penstock.engine.learning_rate import LearningRate, WeightDecay
-from penstock.engine.optimizer import OptimizerConfig
-from penstock.engine.schedules import ScheduleChoice
-from penstock.model import ModelConfig, Sequences, UnitSpec, cross_entropy_sum, decoder_units
+from penstock.model import Sequences, UnitSpec, cross_entropy_sum, decoder_units
 from penstock.model.matmul import TORCH, fastest_matmul
-from penstock.parallel import Layout
+from penstock.settings import Layout, LearningRate, ModelConfig, OptimizerConfig, ScheduleConfig, WeightDecay
 
 RATE, DECAY, BETAS, EPS = 1e-4, 0.1, (0.9, 0.95), 1e-8
 NUM_RANKS = 2
@@ -130,13 +127,11 @@ def _alone(training: Training, num_threads: int) -> Step:
 
 
 def _penstock(training: Training, name: str, cut: tuple[int, ...] | None) -> Step:
-    optimizer = OptimizerConfig(LearningRate(RATE), WeightDecay(DECAY), BETAS, EPS, clip_norm=None)
+    optimizer = OptimizerConfig(LearningRate(RATE), *BETAS, EPS, WeightDecay(DECAY), clip_norm=0)
     # Three stages a rank can be cut more evenly than two.
-    auto = ScheduleChoice("auto", stages_per_rank=3, search_cut=True)
-    choice = auto if name == auto.name else ScheduleChoice(name)
-    options = EngineOptions(
-        schedule=choice, cut=cut, measure_lengths=training.lengths, optimizer=optimizer, device="cpu"
-    )
+    auto = ScheduleConfig("auto", stages_per_rank=3, search_cut=True, cut=cut)
+    choice = auto if name == auto.name else ScheduleConfig(name, cut=cut)
+    options = EngineOptions(schedule=choice, measure_lengths=training.lengths, optimizer=optimizer, device="cpu")
     engine = Engine(training.units(), training.hidden_size, Layout(pp=NUM_RANKS), options)
     batch, spec = training.batch(), MicroBatchSpec(num=training.num_microbatches)
 

@@ -18,9 +18,9 @@ from penstock.cli.doctor import DoctorArguments
 from penstock.cli.launch import Group, agree
 from penstock.cli.layout_groups import group_rows, group_table
 from penstock.cli.together import choose_device, initialise, work_together
-from penstock.parallel import Layout
-from penstock.parallel.layout import AXES
+from penstock.parallel import connect
 from penstock.runtime import PipelineError
+from penstock.settings import AXES, Layout
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
@@ -50,7 +50,9 @@ def chosen_layout(arguments: DoctorArguments, group: Group | None) -> Layout:
     Raises: ValueError for a layout that can not be, or that does not fit the group.
     """
     sizes = arguments.sizes or {"pp": 2 if group is None else group.world_size}
-    layout = Layout(*(sizes.get(axis, 1) for axis in ("pp", "dp", "cp", "tp", "ep")), order=arguments.order or AXES)
+    layout = Layout(
+        *(sizes.get(axis, 1) for axis in ("pp", "dp", "cp", "tp", "ep")), order="-".join(arguments.order or AXES)
+    )
     if group is not None:
         layout.check(group.world_size)
     return layout
@@ -71,7 +73,7 @@ def _test(arguments: DoctorArguments, layout: Layout, group: Group, store: "Stor
     block = torch.full((_BLOCK_BYTES // 8,), group.rank, device=device)
     block_s = min(ring.step(block) for _ in range(3))
     start = time.perf_counter()
-    layout.connect(device, timedelta(seconds=arguments.timeout_s))
+    connect(layout, device, timedelta(seconds=arguments.timeout_s))
     connect_s = time.perf_counter() - start
     if group.rank == 0:
         word_s = sorted(times)[len(times) // 2]
@@ -117,7 +119,7 @@ def tell(arguments: DoctorArguments, layout: Layout, links: Links | None) -> Non
         print_json(
             {
                 "machine": machine(),
-                "layout": {**{axis: getattr(layout, axis) for axis in (*layout.order, "ep")}, "order": layout.order},
+                "layout": {**{axis: getattr(layout, axis) for axis in (*layout.axes, "ep")}, "order": layout.axes},
                 "groups": groups,
                 "links": links and asdict(links),
             }

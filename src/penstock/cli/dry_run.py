@@ -11,14 +11,14 @@ import torch
 from penstock import schedule
 from penstock.cli.layout_groups import group_rows, group_table
 from penstock.cli.progress import show_log
-from penstock.engine.build import cut_units
-from penstock.engine.config import RunConfig
+from penstock.engine.build import cut_units, parameter_dtype
 from penstock.engine.memory import costs_of_memory, kept_bytes, rank_state_bytes
-from penstock.engine.options import EngineOptions, Precision
-from penstock.engine.run_parts import RunData, engine_options, layout, model_config
+from penstock.engine.options import EngineOptions
+from penstock.engine.run_parts import RunData
 from penstock.engine.timed_cut import UnitTimes, stage_costs, timed_cut, times_here
 from penstock.model import ModelGroups, UnitSpec, decoder_units
 from penstock.parallel.gradients import StateBytes
+from penstock.settings import Precision, RunConfig
 
 _FILE_COLUMNS = 120
 
@@ -79,8 +79,8 @@ def plan_run(config: RunConfig, data: RunData) -> RunPlan:
     Raises:
         ValueError: the model can not be built or cut so.
     """
-    shape = model_config(config, data.corpus.vocab_size)
-    options = engine_options(config)
+    shape = config.model.whole(data.corpus.vocab_size)
+    options = EngineOptions.of(config)
     lengths, num_microbatches = _microbatches(config)
     units, ours = decoder_units(shape), config.parallel
     placement = options.choice.placement(ours.pp)
@@ -95,8 +95,8 @@ def plan_run(config: RunConfig, data: RunData) -> RunPlan:
     if times:
         found, names = stage_costs(times, cut), ("forward", "backward_input", "backward_weight")
         costs = replace(costs, **{name: getattr(found, name) for name in names})
-        options = replace(options, cut=tuple(map(len, cut)))
-    program = choice.program(ours.pp, num_microbatches, whole_backwards=layout(config).shares_layers)
+        options = replace(options, schedule=replace(choice.settings, cut=tuple(map(len, cut))))
+    program = choice.program(ours.pp, num_microbatches, whole_backwards=config.parallel.shares_layers)
     timeline = schedule.simulate(program, costs)
     activations = [timeline.bytes_at_peak(rank) for rank in range(placement.num_ranks)]
     num_owners = ours.dp * ours.cp if options.optimizer.zero else 1
@@ -117,11 +117,11 @@ def plan_run(config: RunConfig, data: RunData) -> RunPlan:
             )
         )
     tied = {name for unit in units for name in unit.tied}
-    copies = shape.vocab_size * shape.hidden_size if tied else 0
+    copies = shape.vocabulary * shape.hidden_size if tied else 0
     step_tokens = config.data.num_sequences * config.data.sequence_length
     corpus_tokens = data.corpus.training.num_tokens
     return RunPlan(
-        world_size=config.world_size,
+        world_size=config.parallel.world_size,
         schedule=program.schedule.name,
         num_microbatches=program.schedule.num_microbatches,
         bubble_rate=timeline.bubble_rate,
@@ -131,7 +131,7 @@ def plan_run(config: RunConfig, data: RunData) -> RunPlan:
         corpus_tokens=corpus_tokens,
         epochs=config.train.steps * step_tokens / corpus_tokens,
         stages=tuple(stages),
-        states=tuple(rank_state_bytes(lambda groups: decoder_units(shape, groups=groups), layout(config), options)),
+        states=tuple(rank_state_bytes(lambda groups: decoder_units(shape, groups=groups), config.parallel, options)),
         is_measured=bool(times),
     )
 
@@ -163,7 +163,7 @@ def show(config: RunConfig, as_json: bool) -> None:
     data = RunData.load(config)
     plan = plan_run(config, data)
     if as_json:
-        groups = group_table(layout(config))
+        groups = group_table(config.parallel)
         print(json.dumps({**asdict(plan), "memory_bytes": plan.memory_bytes, "groups": groups}, indent=2))
     else:
         _print(config, plan)
@@ -180,8 +180,8 @@ def _print(config: RunConfig, plan: RunPlan) -> None:
     memory = ", ".join(f"rank {rank}: {_mib(used)}" for rank, used in plan.memory_bytes.items())
     at_times = "at the times measured here" if plan.is_measured else "if all stages were equal"
     for name, text in (
-        ("layout", f"{layout(config)}: {plan.world_size} processes of {config.parallel.num_threads} thread(s)"),
-        *group_rows(layout(config)),
+        ("layout", f"{config.parallel}: {plan.world_size} processes of {config.parallel.num_threads} thread(s)"),
+        *group_rows(config.parallel),
         ("schedule", f"{plan.schedule}, {plan.num_microbatches} microbatches: proved"),
         ("", f"bubble {plan.bubble_rate:.1%} {at_times}; microbatches live at once, by rank: {live}"),
         ("parameters", f"{plan.num_parameters:,} in {config.train.precision}"),
@@ -229,6 +229,6 @@ def _names(units: Sequence[str]) -> str:
 
 def _state_bytes(precision: Precision, num_owners: int) -> float:
     """Bytes of a parameter, its gradient, and this rank's share of two means and, of 16-bit ones, the fp32 master."""
-    size = precision.parameter_dtype.itemsize
+    size = parameter_dtype(precision).itemsize
     wide = max(size, 4)
     return size + wide + wide * (3 if size == 2 else 2) / num_owners

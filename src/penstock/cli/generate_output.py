@@ -15,7 +15,7 @@ from penstock.cli.progress import LineProgress
 from penstock.cli.prompts import Prompt
 from penstock.engine.generator import GenerateOptions, GenerateResult
 from penstock.engine.saved_model import SavedModel
-from penstock.model import SamplingParams
+from penstock.settings import SamplingParams
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,13 @@ from penstock.cli.generate_output import Job, Teller
 from penstock.cli.launch import Group
 from penstock.cli.prompts import prompts_of_texts, read_prompts
 from penstock.cli.together import choose_device, initialise, refuse_differing, together, work_together
-from penstock.engine.config import ParallelSection
 from penstock.engine.engine import Engine
 from penstock.engine.generator import GenerateOptions, check_prompts
 from penstock.engine.saved_model import open_model
-from penstock.model import Limits, SamplingParams
+from penstock.model import Limits
 from penstock.parallel.host import broadcast_value
 from penstock.runtime import Watchdog
+from penstock.settings import ParallelConfig, SamplingParams
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
@@ -84,7 +84,7 @@ def _generate(arguments: GenerateArguments, group: Group, store: "Store") -> Non
     refuse_differing(store, group, "answers", {**arguments.sampling, "prompts": [list(p.tokens) for p in job.prompts]})
     device = choose_device(store, group, arguments.device)
     initialise(store, group, device, arguments.timeout_s)
-    parallel = ParallelSection(
+    parallel = ParallelConfig(
         pp=arguments.pp,
         tp=arguments.tp,
         device=device,

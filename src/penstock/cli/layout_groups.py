@@ -2,8 +2,7 @@
 
 import itertools
 
-from penstock.parallel import Layout
-from penstock.parallel.layout import Groups
+from penstock.settings import Groups, Layout
 
 _SHOWN = 4
 

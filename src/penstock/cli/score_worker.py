@@ -17,12 +17,12 @@ from penstock.cli.score_pipelines import Pipelines
 from penstock.cli.texts import Text, read_texts
 from penstock.cli.together import choose_device, initialise, refuse_differing, together, work_together
 from penstock.data import NO_LABEL, MicroBatchSpec, PackedBatch, split
-from penstock.engine.config import ParallelSection
 from penstock.engine.engine import Engine
 from penstock.engine.saved_model import SavedModel, open_model
 from penstock.engine.scorer import PostHook, token_scores
 from penstock.parallel import cut_sequences
 from penstock.runtime import Watchdog
+from penstock.settings import ParallelConfig
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
@@ -93,7 +93,7 @@ def _score(arguments: ScoreArguments, group: Group, store: "Store") -> None:
     device = choose_device(store, group, arguments.device)
     pipelines = Pipelines.of(store, group, arguments.dp, arguments.timeout_s)
     initialise(*pipelines.world(group), device, arguments.timeout_s)
-    parallel = ParallelSection(
+    parallel = ParallelConfig(
         pp=arguments.pp,
         cp=arguments.cp,
         tp=arguments.tp,

@@ -26,10 +26,9 @@ from penstock.cli.launch import (
     join,
     stay_for_others,
 )
-from penstock.engine.config import Device, differences
-from penstock.engine.config_file import ConfigError
 from penstock.parallel.host import on_all_ranks
 from penstock.runtime import PipelineError
+from penstock.settings import ConfigError, Device, differences
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]

@@ -7,10 +7,9 @@ from dataclasses import replace
 
 from penstock.cli.launch import Group, find_group, launch
 from penstock.cli.train_arguments import TrainArguments, read_arguments
-from penstock.engine.config_check import check, check_world
-from penstock.engine.elastic import fit
-from penstock.engine.pretrained_settings import with_pretrained
+from penstock.engine.run_check import check, with_pretrained
 from penstock.engine.runs import check_folder
+from penstock.settings import check_world
 
 
 def main(argv: Sequence[str]) -> int:
@@ -29,18 +28,18 @@ def main(argv: Sequence[str]) -> int:
         return 0
     group = find_group(os.environ)
     if group is not None:
-        config = check(fit(config, group.world_size))
+        config = check(config.fit(group.world_size))
         check_world(config, group.world_size, group.origin)
         arguments = replace(arguments, config=config)
         return _work(arguments, group)
     # All that can be known now is checked here: the workers would each take seconds to find it out.
     check_folder(config, fresh=arguments.switches.fresh, resume=arguments.switches.resume)
-    if config.world_size == 1:
+    if config.parallel.world_size == 1:
         return _work(arguments, Group.alone())
     from penstock.engine.run_parts import check_parts
 
     check_parts(config)
-    return launch(argv, config.world_size, config.parallel.num_threads)
+    return launch(argv, config.parallel.world_size, config.parallel.num_threads)
 
 
 def _work(arguments: TrainArguments, group: Group) -> int:

@@ -1,20 +1,19 @@
 """The command line of `penstock train`: the run's file, a few switches, and every setting of the file by its name."""
 
-import contextlib
 import dataclasses
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from types import NoneType
-from typing import Annotated, Any, get_args
+from enum import Enum
+from typing import Annotated, Any, Literal, Union, get_args
 
-from penstock.engine.config import RunConfig
-from penstock.engine.config_file import ConfigError, describe, nearest, read_config, setting_types, unknown_setting
+from penstock.settings import SETTINGS, ConfigError, RunConfig, Setting
+from penstock.settings.declare import is_union, plain, possible
+from penstock.settings.read import from_values, from_words, nearest, read_values, section_summaries, unknown_setting
 
 
 @dataclass(frozen=True)
 class Switches:
-    """What one call of the command is to do; none of it belongs to the run."""
+    """The task of one call of the command; none of it belongs to the run."""
 
     dry_run: bool = False
     """Print layout, stages, schedule and memory, and start nothing."""
@@ -28,7 +27,7 @@ class Switches:
 
 @dataclass(frozen=True)
 class TrainArguments:
-    """The arguments of one call: what stands in the file, changed by what stands on the command line."""
+    """The arguments of one call: the file's settings, changed by those of the command line."""
 
     config: RunConfig = field(default_factory=RunConfig)
     switches: Switches = field(default_factory=Switches)
@@ -38,45 +37,31 @@ def read_arguments(argv: Sequence[str]) -> TrainArguments:
     """Read ``RUN.toml [--switch ...] [--section.key value ...]``; ``--help`` prints all settings and exits.
 
     Raises:
-        ConfigError: no file, an unknown name (the nearest known one is told) or a value of a wrong type.
+        ConfigError: no file, an unknown name (the nearest known one is named), or a value of a wrong type or out of
+            bounds.
     """
     if {"-h", "--help"} & set(argv):
-        _parse(RunConfig(), ["--help"])
+        _print_help()
+        raise SystemExit(0)
     if not argv or argv[0].startswith("-"):
         raise ConfigError("penstock train takes the path of a run's TOML file first, such as examples/tiny.toml")
-    config = read_config(argv[0])
-    groups = [_in_tyros_words(group) for group in _groups(argv[1:])]
-    try:
-        arguments = _parse(config, [word for group in groups for word in group])
-    except SystemExit:
-        raise _blame(groups) from None
-    if arguments.switches.resume and arguments.switches.fresh:
+    values, switches = read_values(argv[0]), set()
+    for flag, *words in _groups(argv[1:]):
+        name = flag.removeprefix("--").replace("-", "_")
+        if name in SETTINGS:
+            values[name] = from_words(SETTINGS[name], words)
+        elif name not in _SWITCHES:
+            raise _unknown_flag(flag, name)
+        elif words:
+            raise ConfigError(f"{flag} is a switch and takes no value, but {words[0]!r} follows it")
+        else:
+            switches.add(name)
+    if {"resume", "fresh"} <= switches:
         raise ConfigError("--resume and --fresh exclude each other; without either a run is continued if there is one")
-    return arguments
+    return TrainArguments(from_values(values), Switches(**dict.fromkeys(switches, True)))
 
 
-def _parse(config: RunConfig, words: Sequence[str]) -> TrainArguments:
-    import tyro
-
-    kind = dataclasses.make_dataclass(
-        "Arguments",
-        [
-            ("switches", Annotated[Switches, tyro.conf.arg(name=""), tyro.conf.FlagCreatePairsOff]),
-            ("config", Annotated[RunConfig, tyro.conf.arg(name=""), tyro.conf.FlagConversionOff]),
-        ],
-    )
-    # tyro's own message is a box of many lines; the caller says it in a sentence.
-    quiet = contextlib.nullcontext() if "--help" in words else contextlib.redirect_stderr(io.StringIO())
-    with quiet:
-        parsed: Any = tyro.cli(
-            kind,
-            default=kind(switches=Switches(), config=config),
-            args=list(words),
-            prog="penstock train RUN.toml",
-            description="Train a model cut into pipeline stages.",
-            use_underscores=True,
-        )
-    return TrainArguments(parsed.config, parsed.switches)
+_SWITCHES = [switch.name for switch in dataclasses.fields(Switches)]
 
 
 def _groups(words: Sequence[str]) -> list[list[str]]:
@@ -93,37 +78,50 @@ def _groups(words: Sequence[str]) -> list[list[str]]:
     return groups
 
 
-def _in_tyros_words(group: list[str]) -> list[str]:
-    """A known flag with its values spelt as tyro expects them (True, None); an unknown one is refused here."""
-    flag, *values = group
-    name = flag.removeprefix("--").replace("-", "_")
-    if name in _switch_names():
-        if values:
-            raise ConfigError(f"{flag} is a switch and takes no value, but {values[0]!r} follows it")
-        return [f"--{name}"]
-    annotation = setting_types().get(name)
-    if annotation is None:
-        if "." in name:
-            raise unknown_setting(name)
-        known = [f"--{other}".replace("_", "-") for other in [*_switch_names(), *setting_types()]]
-        raise ConfigError(f"there is no {flag}; the nearest one is {nearest(flag, known)}")
-    spelt = {"none": "None"} if NoneType in get_args(annotation) else {}
-    if annotation is bool:
-        spelt |= {"true": "True", "false": "False"}
-    return [f"--{name}", *(spelt.get(value, value) for value in values)]
+def _unknown_flag(flag: str, name: str) -> ConfigError:
+    if "." in name:
+        return unknown_setting(name)
+    known = [f"--{other}".replace("_", "-") for other in [*_SWITCHES, *SETTINGS]]
+    return ConfigError(f"there is no {flag}; the nearest one is {nearest(flag, known)}")
 
 
-def _switch_names() -> list[str]:
-    return [switch.name for switch in dataclasses.fields(Switches)]
+def _print_help() -> None:
+    """Print every switch and setting with its type, help and default."""
+    import tyro
+
+    sections = []
+    for section, summary in section_summaries().items():
+        fields = [_field_of_help(own) for own in SETTINGS.values() if own.section == section]
+        kind = dataclasses.make_dataclass(section, fields, namespace={"__doc__": summary})
+        sections.append((section, kind, dataclasses.field(default_factory=kind)))
+    alone = [_field_of_help(own) for own in SETTINGS.values() if not own.section]
+    settings = dataclasses.make_dataclass("Settings", [*alone, *sections])
+    unnamed: Any = tyro.conf.arg(name="")
+    kind = dataclasses.make_dataclass(
+        "Arguments",
+        [
+            ("switches", Annotated[Switches, unnamed, tyro.conf.FlagCreatePairsOff]),
+            ("settings", Annotated[settings, unnamed, tyro.conf.FlagConversionOff]),
+        ],
+    )
+    tyro.cli(
+        kind,
+        default=kind(switches=Switches(), settings=settings()),
+        args=["--help"],
+        prog="penstock train RUN.toml",
+        description="Train a model cut into pipeline stages.",
+        use_underscores=True,
+    )
 
 
-def _blame(groups: Sequence[list[str]]) -> ConfigError:
-    """The error for the first flag that is not understood even alone."""
-    for flag, *values in groups:
-        try:
-            _parse(RunConfig(), [flag, *values])
-        except SystemExit:
-            name = flag.removeprefix("--")
-            given = repr(" ".join(values)) if values else "nothing"
-            return ConfigError(f"{name} takes {describe(setting_types()[name])}, not {given}")
-    return ConfigError(f"{' '.join(word for group in groups for word in group)} can not be given together")
+def _field_of_help(own: Setting) -> tuple[str, Any, Any]:
+    import tyro
+
+    return own.key, Annotated[_spelt(own.type), tyro.conf.arg(help=own.help)], plain(own.default)
+
+
+def _spelt(kind: Any) -> Any:
+    """The type with enums as their values."""
+    if is_union(kind):
+        return Union[tuple(_spelt(part) for part in get_args(kind))]  # noqa: UP007  # of as many types as there are
+    return Literal[possible(kind)] if isinstance(kind, type) and issubclass(kind, Enum) else kind

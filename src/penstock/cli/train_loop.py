@@ -13,8 +13,6 @@ from penstock.cli.progress import Progress, StepFigures
 from penstock.data import DataShard
 from penstock.draw.record import RECORDED_STEP_FILE, RecordedStep, write_recorded_step
 from penstock.engine.checkpoint import Checkpointer
-from penstock.engine.config import RunConfig
-from penstock.engine.config_file import ConfigError
 from penstock.engine.engine import Engine
 from penstock.engine.measured import gather_recording
 from penstock.engine.optimizer import state_aliases
@@ -23,6 +21,7 @@ from penstock.engine.runs import CHECKPOINT_FOLDER, METRICS_FILE, MetricsLog, Ru
 from penstock.engine.trainer import TrainResult
 from penstock.runtime import Watchdog
 from penstock.schedule import Costs, Op, Timeline
+from penstock.settings import ConfigError, RunConfig
 
 TIMELINE_FILE = "timeline.png"
 

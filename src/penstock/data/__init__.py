@@ -12,7 +12,7 @@ from penstock.data.errors import (
 )
 from penstock.data.loader import BatchSize, DataShard, Loader, validation_batches
 from penstock.data.packed import NO_LABEL, Extent, PackedBatch
-from penstock.data.packing import DocumentPacking, PackingKind, WindowPacking, pack
+from penstock.data.packing import DocumentPacking, WindowPacking, pack
 from penstock.data.part import part_of
 from penstock.data.reorder import check_lengths, merge, reorder, take_apart
 from penstock.data.split import MicroBatchSpec, Split, SplitCounts, agree, count, split
@@ -32,7 +32,6 @@ __all__ = [
     "LoaderStateError",
     "MicroBatchSpec",
     "PackedBatch",
-    "PackingKind",
     "PartitionError",
     "Split",
     "SplitCounts",

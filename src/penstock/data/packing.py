@@ -6,7 +6,6 @@ Shape suffixes: B items, S tokens of an item, T tokens of all items end to end.
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
 from functools import cached_property
 from typing import Protocol
 
@@ -18,13 +17,7 @@ from penstock.data.checks import Lengths
 from penstock.data.errors import CorpusError
 from penstock.data.packed import NO_LABEL
 from penstock.data.store import TokenStore
-
-
-class PackingKind(Enum):
-    """How documents become items; the value is its name in a configuration."""
-
-    WINDOW = "window"
-    DOCUMENT = "document"
+from penstock.settings import PackingKind
 
 
 class Packing(Protocol):

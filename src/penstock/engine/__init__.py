@@ -9,18 +9,16 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from penstock.engine.engine import Engine
     from penstock.engine.generator import GenerateOptions
-    from penstock.engine.losses import Normalize, ZeroLossWeight
-    from penstock.engine.options import EngineOptions, Precision
+    from penstock.engine.losses import ZeroLossWeight
+    from penstock.engine.options import EngineOptions
     from penstock.engine.trainer import TrainResult
 
-__all__ = ["Engine", "EngineOptions", "GenerateOptions", "Normalize", "Precision", "TrainResult", "ZeroLossWeight"]
+__all__ = ["Engine", "EngineOptions", "GenerateOptions", "TrainResult", "ZeroLossWeight"]
 
 _FILE_OF = {
     "Engine": "engine",
     "EngineOptions": "options",
     "GenerateOptions": "generator",
-    "Normalize": "losses",
-    "Precision": "options",
     "TrainResult": "trainer",
     "ZeroLossWeight": "losses",
 }

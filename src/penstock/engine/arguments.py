@@ -8,17 +8,12 @@ from typing import NamedTuple
 
 from penstock.data.tokenizer import load_tokenizer
 from penstock.engine.checkpoint.manifest import published
-from penstock.engine.config import RunConfig
-from penstock.engine.config_check import check
-from penstock.engine.config_file import read_config
-from penstock.engine.model_settings import model_config
 from penstock.engine.options import EngineOptions
 from penstock.engine.pretrained import HuggingFaceForm, open_pretrained
-from penstock.engine.pretrained_settings import with_pretrained
-from penstock.engine.run_parts import engine_options, layout
+from penstock.engine.run_check import check, with_pretrained
 from penstock.engine.runs import CHECKPOINT_FOLDER
-from penstock.model import ModelConfig, ModelGroups, UnitSpec, decoder_units
-from penstock.parallel import Layout
+from penstock.model import ModelGroups, UnitSpec, decoder_units
+from penstock.settings import Layout, ModelConfig, RunConfig, read_config
 
 
 class EngineArguments(NamedTuple):
@@ -48,15 +43,15 @@ def engine_arguments(config: RunConfig, vocab_size: int, learns: bool = True) ->
     It begins with the weights of `model.pretrained`, unless the run has checkpoints to go on from. Where it does, every
     process of the layout calls this at the same point.
     """
-    shape = model_config(config, vocab_size)
+    shape = config.model.whole(vocab_size)
     source = config.model.pretrained
     if source is None or published(Path(config.output) / CHECKPOINT_FOLDER):
         units, form = partial(_fresh_units, shape), HuggingFaceForm.of(shape)
     else:
         found = open_pretrained(source, shape=shape)
         units, form = found.units, found.form
-    options = replace(engine_options(config), learns=learns)
-    return EngineArguments(units, shape.hidden_size, layout(config), options, form)
+    options = replace(EngineOptions.of(config), learns=learns)
+    return EngineArguments(units, shape.hidden_size, config.parallel, options, form)
 
 
 def _fresh_units(shape: ModelConfig, groups: ModelGroups) -> Sequence[UnitSpec]:

@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 from penstock import schedule
-from penstock.engine.options import EngineOptions, Precision
+from penstock.engine.options import EngineOptions
 from penstock.model import UnitSpec, WeightGradients, defer, switch_linears
 from penstock.runtime import Boundary, Stage
+from penstock.settings import Precision
 
 SECOND_COPY = "@2"
 
@@ -108,7 +109,7 @@ def build_stages(
 
 def _build_unit(unit: UnitSpec, options: EngineOptions, device: torch.device) -> nn.Module:
     with torch.device("meta"):
-        module = unit.build().to(dtype=options.precision.parameter_dtype)
+        module = unit.build().to(dtype=parameter_dtype(options.precision))
     unit.initialise(module, options.seed)
     return module.to(device)
 
@@ -145,6 +146,12 @@ def _unit_of_layer(name: str, layer: nn.Module) -> UnitSpec:
     num_looked_up = sum(m.weight.numel() for m in layer.modules() if isinstance(m, nn.Embedding))
     flops_per_token = 2.0 * (num_parameters - num_looked_up) + 1.0
     return UnitSpec(name, lambda: layer, lambda module, seed: None, num_parameters, flops_per_token)
+
+
+def parameter_dtype(precision: Precision) -> torch.dtype:
+    """The dtype that parameters have on device."""
+    dtypes = {Precision.FP64: torch.float64, Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}
+    return dtypes.get(precision, torch.float32)
 
 
 def _autocast(precision: Precision, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:

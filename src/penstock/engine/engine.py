@@ -9,10 +9,9 @@ from torch import nn
 from penstock.data import MicroBatchSpec, PackedBatch
 from penstock.engine.arguments import read_arguments
 from penstock.engine.build import units_of_layers
-from penstock.engine.config import RunConfig
 from penstock.engine.export import MAX_SHARD_BYTES, ExportOptions, export_model
 from penstock.engine.generator import GenerateOptions, GenerateResult, Generator, OnAnswer, OnToken
-from penstock.engine.losses import LossFn, LossWeightFn, Normalize, num_loss_tokens, token_cross_entropy
+from penstock.engine.losses import LossFn, LossWeightFn, num_loss_tokens, token_cross_entropy
 from penstock.engine.options import EngineOptions
 from penstock.engine.pipeline import Pipeline
 from penstock.engine.pretrained import HuggingFaceForm, open_pretrained
@@ -20,9 +19,9 @@ from penstock.engine.scorer import AggregateFn, Outputs, PostHook, Scorer
 from penstock.engine.sharding import UnitSource
 from penstock.engine.state import ModelState
 from penstock.engine.trainer import Trainer, TrainResult
-from penstock.model import SamplingParams
-from penstock.parallel import Grid, Layout
+from penstock.parallel import Grid
 from penstock.runtime import Recorder
+from penstock.settings import Layout, Normalize, RunConfig, SamplingParams
 
 
 class Engine(ModelState):

@@ -17,9 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock import schedule
-from penstock.engine.options import Precision
 from penstock.engine.pipeline import Pipeline
-from penstock.model import CacheSize, Limits, SamplingParams
+from penstock.model import CacheSize, Limits
 from penstock.parallel.host import broadcast_value, gather_json
 from penstock.runtime import (
     DecodeForm,
@@ -36,6 +35,7 @@ from penstock.runtime import (
     prepare_large_pages,
 )
 from penstock.schedule import Ending, RingShape, Scheduler
+from penstock.settings import Precision, SamplingParams
 
 Prompts = Sequence[Sequence[int]]
 OnToken = Callable[[int, int], object]

@@ -5,7 +5,6 @@ data-parallel ranks, never averaged. So the mode of normalisation is one factor 
 backward, and the loss of the step is the sum of g * f over all microbatches and data-parallel ranks.
 """
 
-import enum
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from penstock.data import NO_LABEL, PackedBatch
 from penstock.model import Logits, cross_entropy_sum
+from penstock.settings import Normalize
 
 LossFn = Callable[[Any, PackedBatch], Tensor]
 """From the last stage's output and its microbatch to the sum of the microbatch's losses."""
@@ -57,31 +57,6 @@ def checked_loss(loss: Any) -> Tensor:
 
 class ZeroLossWeight(ValueError):
     """No token of the whole batch, on any rank, carries loss; raised on all ranks alike, before any backward."""
-
-
-class Normalize(enum.Enum):
-    """The denominator of the loss; w are the microbatches' loss weights, usually their numbers of loss tokens.
-
-    GLOBAL: the sum of w over all microbatches and data-parallel ranks. DP: the sum of w on the rank, then the mean
-    over ranks. TOKEN_PER_MICROBATCH and MICROBATCH_MEAN: the microbatch's own w, then the mean over microbatches
-    and ranks; they differ only where context parallelism splits a microbatch's tokens.
-    """
-
-    GLOBAL = "global"
-    DP = "dp"
-    TOKEN_PER_MICROBATCH = "token_per_microbatch"
-    MICROBATCH_MEAN = "microbatch_mean"
-
-    @classmethod
-    def parse(cls, mode: "Normalize | str") -> "Normalize":
-        """The mode of that name. Raises ValueError that lists the names."""
-        if isinstance(mode, cls):
-            return mode
-        try:
-            return cls({"global_token": "global", "dp_token": "dp"}.get(str(mode), mode))
-        except ValueError:
-            names = ", ".join(repr(m.value) for m in cls)
-            raise ValueError(f"normalize must be one of {names}, not {mode!r}") from None
 
 
 def loss_factors(mode: Normalize, weights: Sequence[float], rank_totals: Sequence[float]) -> list[float]:

@@ -16,15 +16,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import ProcessGroup
 
 from penstock import schedule
-from penstock.engine.build import SECOND_COPY, Ties, cut_units, recomputes
-from penstock.engine.options import EngineOptions, Precision
+from penstock.engine.build import SECOND_COPY, Ties, cut_units, parameter_dtype, recomputes
+from penstock.engine.options import EngineOptions
 from penstock.engine.sharding import Sharding, UnitSource, units_for
 from penstock.model import ModelGroups, Sequences, UnitSpec, WeightGradients, cross_entropy_sum, defer, drain
 from penstock.model.groups import PlannedGroup
-from penstock.parallel import GradientBuckets, Grid, Layout
+from penstock.parallel import GradientBuckets, Grid
 from penstock.parallel.gradients import StateBytes, state_bytes
 from penstock.runtime import Boundary, Stage, Tape
 from penstock.runtime.tape import Segment
+from penstock.settings import Layout, Precision
 
 # ---- parameters, gradients and the optimizer's state
 
@@ -101,7 +102,7 @@ def _of_rank(source: UnitSource, grid: Grid, options: EngineOptions) -> StateByt
 
 def _parameters(units: Sequence[UnitSpec], suffix: str, options: EngineOptions) -> list[tuple[str, torch.nn.Parameter]]:
     with torch.device("meta"):
-        built = [(unit.name, unit.build().to(dtype=options.precision.parameter_dtype)) for unit in units]
+        built = [(unit.name, unit.build().to(dtype=parameter_dtype(options.precision))) for unit in units]
     return [(f"{name}.{own}{suffix}", p) for name, module in built for own, p in module.named_parameters()]
 
 
@@ -138,7 +139,7 @@ def kept_bytes(
 
     The last stage's output goes into a cross entropy. Parameters are not counted; storage that units share counts once.
     """
-    boundary = Boundary(hidden_size, options.precision.parameter_dtype)
+    boundary = Boundary(hidden_size, parameter_dtype(options.precision))
     found = []
     with FakeTensorMode(), _default_dtype(boundary.dtype):
         sequences = Sequences.from_lengths(lengths, torch.device("cpu"))

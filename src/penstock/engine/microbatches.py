@@ -12,8 +12,8 @@ import torch.distributed as dist
 from penstock.data import MicroBatchSpec, PackedBatch, Split, agree, count, split
 from penstock.engine.losses import LossWeightFn
 from penstock.engine.pipeline import Pipeline
-from penstock.parallel import Coordinates
 from penstock.runtime import PipelineError
+from penstock.settings import Coordinates
 
 
 @dataclass(frozen=True)

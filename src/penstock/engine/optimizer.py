@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,41 +18,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from penstock.engine.learning_rate import LearningRate, WeightDecay
 from penstock.parallel import Bucket, GradientBuckets, Place
 from penstock.parallel.host import gather_json
+from penstock.settings import OptimizerConfig
 
 # As in torch.nn.utils.clip_grad_norm_: keeps the quotient finite.
 _CLIP_EPS = 1e-6
-
-
-@dataclass(frozen=True)
-class OptimizerConfig:
-    """AdamW's settings; norms and biases are never decayed.
-
-    betas: decay of the running mean of gradients and of their squares. clip_norm: gradients are scaled down to this
-    global norm; None leaves them alone. zero: ranks that hold the same parameters share out the optimizer's state and
-    fp32 masters, each steps its part, and they give each other the results (ZeRO-1).
-
-    Raises: ValueError for values out of range.
-
-    Source: arXiv 1711.05101, algorithm 2. Clipping: arXiv 1211.5063, section 3.2.
-    """
-
-    learning_rate: LearningRate = field(default_factory=LearningRate)
-    weight_decay: WeightDecay = field(default_factory=WeightDecay)
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    clip_norm: float | None = 1.0
-    zero: bool = False
-
-    def __post_init__(self) -> None:
-        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"both betas must lie in [0, 1), not {self.betas}")
-        if not (self.eps > 0 and math.isfinite(self.eps)):
-            raise ValueError(f"eps must be positive, not {self.eps}")
-        if self.clip_norm is not None and not self.clip_norm > 0:
-            raise ValueError(f"clip_norm must be positive, or None for no clipping, not {self.clip_norm}")
 
 
 @dataclass(frozen=True)
@@ -260,8 +231,8 @@ class Optimizer:
             [means.step for *_, means in own],
             fused=True,
             amsgrad=False,
-            beta1=self.config.betas[0],
-            beta2=self.config.betas[1],
+            beta1=self.config.beta1,
+            beta2=self.config.beta2,
             lr=self.learning_rate,
             weight_decay=weight_decay,
             eps=self.config.eps,
@@ -288,7 +259,7 @@ class Optimizer:
     def _scale_gradients(self, norm: float) -> None:
         """Take the loss scale off and clip, in one pass or, with nothing to do, in none."""
         factor = 1.0 / self.loss_scale
-        if self.config.clip_norm is not None:
+        if self.config.clip_norm:
             factor *= min(1.0, self.config.clip_norm / (norm + _CLIP_EPS))
         if factor != 1.0:
             for bucket in self._buckets:

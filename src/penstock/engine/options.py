@@ -1,79 +1,74 @@
 """How an engine runs a model: plain, frozen, checked once."""
 
-import enum
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-import torch
-
-from penstock.engine.optimizer import OptimizerConfig
-from penstock.engine.schedules import ScheduleChoice
-from penstock.model import ContextForm
-from penstock.runtime import Pairs
-
-
-class Precision(enum.Enum):
-    """FP32; BF16 and FP16: 16-bit parameters with fp32 masters (FP16 with a loss scaler); BF16_AUTOCAST: fp32
-    parameters, forwards under autocast."""
-
-    FP32 = "fp32"
-    FP64 = "fp64"
-    BF16 = "bf16"
-    BF16_AUTOCAST = "bf16-autocast"
-    FP16 = "fp16"
-
-    @property
-    def parameter_dtype(self) -> torch.dtype:
-        return {
-            Precision.FP64: torch.float64,
-            Precision.BF16: torch.bfloat16,
-            Precision.FP16: torch.float16,
-        }.get(self, torch.float32)
+from penstock.schedule.choice import ScheduleChoice
+from penstock.settings import (
+    ContextForm,
+    Device,
+    OptimizerConfig,
+    ParallelConfig,
+    Precision,
+    RunConfig,
+    ScheduleConfig,
+    Settings,
+    TrainConfig,
+    same_as,
+)
 
 
 @dataclass(frozen=True)
-class EngineOptions:
-    """What does not belong to the model or the layout.
+class EngineOptions(Settings):
+    """The settings of a run that do not belong to the model or the layout; see there for each.
 
     Args:
-        schedule: which schedule to run; a name alone will do.
-        cut: units of each stage, by hand; None for the cut with the fastest slowest rank.
+        schedule: the schedule to run, with its cut; a name alone will do.
+        optimizer: AdamW's settings and schedules.
         measure_lengths: lengths of a typical microbatch's sequences: units are measured on them before the cut, on the
             first rank, and `auto` searches an order for their times; None for the units' estimated work.
-        seed: decides the initial weights.
-        precision: dtype of parameters and compute.
-        recompute: whether each unit's activations are computed again in backward ("full"), or only those of the
-            layers given by number, or none.
-        optimizer: AdamW's settings and schedules.
-        attention: how context-parallel ranks attend to each other's tokens.
-        device: "cpu", "cuda" or "auto" (a GPU if there is one).
-        pairs: how fused pairs of a forward and a backward run: overlapped or not, and who is told of their halves.
-        timeout_s: for how long a rank waits for a peer before it says so and ends.
         learns: whether it is to train. An engine that only scores and generates keeps weights alone: no gradients, no
             fp32 masters and no state of an optimizer.
     """
 
-    schedule: ScheduleChoice | str = "1f1b"
-    cut: tuple[int, ...] | None = None
+    schedule: ScheduleConfig | str = ScheduleConfig()
     measure_lengths: tuple[int, ...] | None = None
-    seed: int = 0
-    precision: Precision = Precision.FP32
-    recompute: str | tuple[int, ...] = "none"
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    attention: ContextForm = ContextForm.RING
-    device: str = "auto"
-    pairs: Pairs = field(default_factory=Pairs)
-    timeout_s: float = 600.0
+    seed: int = same_as(TrainConfig, "seed")
+    precision: Precision = same_as(TrainConfig, "precision")
+    recompute: str | tuple[int, ...] = same_as(TrainConfig, "recompute")
+    optimizer: OptimizerConfig = OptimizerConfig()
+    attention: ContextForm = same_as(ParallelConfig, "attention")
+    device: Device = same_as(ParallelConfig, "device")
+    timeout_s: float = same_as(ParallelConfig, "timeout_s")
     learns: bool = True
 
-    def __post_init__(self) -> None:
-        if not self.timeout_s > 0:
-            raise ValueError(f"timeout_s must be positive, not {self.timeout_s}")
-        if self.device not in ("auto", "cpu", "cuda"):
-            raise ValueError(f"device must be 'auto', 'cpu' or 'cuda', not {self.device!r}")
-        if isinstance(self.recompute, str) and self.recompute not in ("none", "full"):
-            raise ValueError(f"recompute must be 'none', 'full' or numbers of layers, not {self.recompute!r}")
+    @classmethod
+    def of(cls, config: RunConfig) -> "EngineOptions":
+        """The options of an engine for a run."""
+        train, parallel = config.train, config.parallel
+        return cls(
+            schedule=config.schedule,
+            measure_lengths=_typical_lengths(config) if config.schedule.measure else None,
+            seed=train.seed,
+            precision=train.precision,
+            recompute=train.recompute,
+            optimizer=config.optimizer.over(train.steps),
+            attention=parallel.attention,
+            device=parallel.device,
+            timeout_s=parallel.timeout_s,
+        )
 
     @property
     def choice(self) -> ScheduleChoice:
         """The schedule, whichever way it was given."""
-        return ScheduleChoice(self.schedule) if isinstance(self.schedule, str) else self.schedule
+        return ScheduleChoice.of(self.schedule)
+
+    @property
+    def cut(self) -> tuple[int, ...] | None:
+        """Units of each stage, by hand; None for the cut with the fastest slowest rank."""
+        return self.choice.settings.cut
+
+
+def _typical_lengths(config: RunConfig) -> tuple[int, ...]:
+    """The lengths of a full microbatch's sequences."""
+    num_sequences = -(-config.data.num_sequences // config.parallel.dp // config.train.num_microbatches)
+    return (config.data.sequence_length,) * num_sequences

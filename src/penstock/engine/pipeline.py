@@ -12,13 +12,12 @@ from torch import Tensor, nn
 
 from penstock import schedule
 from penstock.data import PackedBatch
-from penstock.engine.build import Ties, build_stages, cut_units, lend_weights
+from penstock.engine.build import Ties, build_stages, cut_units, lend_weights, parameter_dtype
 from penstock.engine.options import EngineOptions
-from penstock.engine.schedules import ScheduleChoice, forward_only
 from penstock.engine.sharding import ContextShares, Sharding, UnitSource, units_for
 from penstock.engine.timed_cut import measure_units, timed_cut
 from penstock.model import ModelGroups, UnitSpec, WeightCasts, share_casts
-from penstock.parallel import Grid, Layout
+from penstock.parallel import Grid, connect
 from penstock.parallel.collectives import Collectives, observe
 from penstock.runtime import (
     Boundary,
@@ -27,12 +26,15 @@ from penstock.runtime import (
     Feed,
     InProcessHub,
     InProcessTransport,
+    Pairs,
     Recorder,
     Stage,
     Transport,
     keep_freed_memory,
 )
 from penstock.schedule import Costs, Pair, Placement, Program, Timeline
+from penstock.schedule.choice import ScheduleChoice, forward_only
+from penstock.settings import Layout
 
 Finish = Callable[[Any, PackedBatch], Tensor]
 """From the last stage's output and its microbatch to a result; for training, the scaled scalar loss."""
@@ -120,14 +122,14 @@ class Pipeline:
         self.device = _device(self.options.device)
         if self.device.type == "cpu":
             keep_freed_memory()
-        self.grid = self.layout.connect(self.device, timedelta(seconds=self.options.timeout_s))
+        self.grid = connect(self.layout, self.device, timedelta(seconds=self.options.timeout_s))
         self.context = ContextShares(self.grid.cp_group, self.device)
         groups = ModelGroups(self.grid.tp_group, self.grid.cp_group, self.grid.ep_group, self.options.attention)
         self.units = units_for(units, groups, self.layout)
         self.placement = self.options.choice.placement(self.layout.pp)
         self.last_rank = self.placement.output_rank
         self.cut, self.choice = self._cut(units, hidden_size)
-        self.boundary = Boundary(hidden_size, self.options.precision.parameter_dtype, self.layout.tp)
+        self.boundary = Boundary(hidden_size, parameter_dtype(self.options.precision), self.layout.tp)
         self.step, self._executors, self._closing = 0, {}, []
         pipelines = self.layout.world_size // self.layout.pp
         self.recorder = Recorder(self.grid.pp_rank, place=None if pipelines == 1 else str(self.grid.place))
@@ -228,7 +230,7 @@ class Pipeline:
                 self.transport,
                 self.recorder,
                 reduce=reduce or _no_reduction,
-                pairs=self.options.pairs,
+                pairs=Pairs(self.choice.settings.overlap, early_release=self.choice.settings.early_release),
             )
         self._executors[key] = found
         if len(self._executors) > _MAX_EXECUTORS:
@@ -286,7 +288,7 @@ class Pipeline:
         """
         program = self.program(num_microbatches)
         fused = any(isinstance(step, Pair) for order in program.schedule.orders for step in order)
-        if not (fused and self.options.pairs.overlap):
+        if not (fused and self.choice.settings.overlap):
             return None
         # A rank's own stages may be dense, and those of another exchange a lot.
         (num_exchanging,) = self.sum_over_ranks(float(any(map(_exchanges, self.stages.values()))))

@@ -11,16 +11,15 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from penstock.engine.checkpoint.manifest import CheckpointInfo, DamagedCheckpoint, check_files, published, read_manifest
-from penstock.engine.config_file import read_config
-from penstock.engine.model_settings import model_config
 from penstock.engine.runs import CHECKPOINT_FOLDER, CONFIG_FILE
-from penstock.model import ModelConfig, ModelGroups, UnitSpec, decoder_units
+from penstock.model import ModelGroups, UnitSpec, decoder_units
 from penstock.model.hf.config_json import CONFIG_FILE as HUGGING_FACE_CONFIG
 from penstock.model.hf.config_json import config_from_json, config_to_json, read_config_json
 from penstock.model.hf.families import names_of
 from penstock.model.hf.files import MissingFile, Names, WeightFiles, units_from_files
 from penstock.parallel.host import gather_json, on_all_ranks
 from penstock.parallel.tensor_slice import Shape, StoredSlice
+from penstock.settings import ModelConfig, read_config
 
 T = TypeVar("T")
 
@@ -100,7 +99,7 @@ def find_decoder(folder: Path) -> StoredDecoder:
 def _decoder_of_run(folder: Path) -> StoredDecoder:
     config, info = read_config(folder / CONFIG_FILE), _newest_checkpoint(folder)
     names = CheckpointNames.of(info)
-    shape = model_config(config, names.vocab_size)
+    shape = config.model.whole(names.vocab_size)
     form = HuggingFaceForm.of(shape)
     source = Path(config.model.pretrained or "")
     if (source / HUGGING_FACE_CONFIG).is_file():

@@ -16,68 +16,9 @@ from penstock.data import (
     validation_batches,
 )
 from penstock.engine.build import cut_units
-from penstock.engine.config import RunConfig
-from penstock.engine.config_file import ConfigError
-from penstock.engine.learning_rate import LearningRate, Ramp, WeightDecay
-from penstock.engine.model_settings import model_config
-from penstock.engine.optimizer import OptimizerConfig
-from penstock.engine.options import EngineOptions, Precision
-from penstock.model import ContextForm, ModelGroups, decoder_units
-from penstock.parallel import Layout
-from penstock.runtime import Pairs
-
-
-def layout(config: RunConfig) -> Layout:
-    ours = config.parallel
-    return Layout(pp=ours.pp, dp=ours.dp, cp=ours.cp, tp=ours.tp, ep=ours.ep, order=ours.axes)
-
-
-def optimizer_config(config: RunConfig) -> OptimizerConfig:
-    """AdamW with its schedules of learning rate and weight decay."""
-    ours, end = config.optimizer, config.num_decay_steps
-    last = ours.final_weight_decay
-    return OptimizerConfig(
-        learning_rate=LearningRate(
-            peak=ours.learning_rate,
-            decay=ours.decay,  # pyright: ignore[reportArgumentType]  # taken by name
-            num_warmup_steps=ours.num_warmup_steps,
-            num_decay_steps=end,
-            floor=ours.final_learning_rate,
-        ),
-        weight_decay=WeightDecay(
-            first=ours.weight_decay,
-            last=last,
-            ramp=Ramp.CONSTANT if last is None else Ramp.COSINE,
-            num_steps=None if last is None else end,
-        ),
-        betas=(ours.beta1, ours.beta2),
-        eps=ours.eps,
-        clip_norm=ours.clip_norm or None,
-        zero=ours.zero,
-    )
-
-
-def engine_options(config: RunConfig) -> EngineOptions:
-    """How the engine runs the model."""
-    return EngineOptions(
-        schedule=config.schedule.choice,
-        cut=config.schedule.cut,
-        measure_lengths=_typical_lengths(config) if config.schedule.measure else None,
-        seed=config.train.seed,
-        precision=Precision(config.train.precision),
-        recompute=config.train.recompute,
-        optimizer=optimizer_config(config),
-        attention=ContextForm(config.parallel.attention),
-        device=config.parallel.device,
-        pairs=Pairs(config.schedule.overlap, early_release=config.schedule.early_release),
-        timeout_s=config.parallel.timeout_s,
-    )
-
-
-def _typical_lengths(config: RunConfig) -> tuple[int, ...]:
-    """The lengths of a full microbatch's sequences."""
-    num_sequences = -(-config.data.num_sequences // config.parallel.dp // config.train.num_microbatches)
-    return (config.data.sequence_length,) * num_sequences
+from penstock.engine.options import EngineOptions
+from penstock.model import ModelGroups, decoder_units
+from penstock.settings import ConfigError, RunConfig
 
 
 def check_parts(config: RunConfig) -> "RunData":
@@ -86,11 +27,11 @@ def check_parts(config: RunConfig) -> "RunData":
     Raises:
         ValueError: the corpus, the model, its cut or the optimizer can not be as the settings say.
     """
-    options = engine_options(config)
+    options = EngineOptions.of(config)
     data = RunData.load(config)
     ours = config.parallel
     groups = ModelGroups.planned(tp=ours.tp, cp=ours.cp, ep=ours.ep, form=options.attention)
-    units = decoder_units(model_config(config, data.corpus.vocab_size), groups=groups)
+    units = decoder_units(config.model.whole(data.corpus.vocab_size), groups=groups)
     cut_units(units, options.choice.placement(config.parallel.pp), options)
     return data
 

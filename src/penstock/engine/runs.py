@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from penstock.engine.config import RunConfig, differences
-from penstock.engine.config_file import ConfigError, read_config, to_toml
+from penstock.settings import ConfigError, RunConfig, differences, read_config, to_toml
 
 CONFIG_FILE = "run.toml"
 CHECKPOINT_FOLDER = "checkpoints"

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,24 +19,12 @@ from penstock.data.tokenizer import Tokenizer, load_tokenizer
 from penstock.engine.arguments import EngineArguments, engine_arguments
 from penstock.engine.checkpoint import Checkpointer, CheckpointReader
 from penstock.engine.checkpoint.manifest import published
-from penstock.engine.config import (
-    DataSection,
-    ModelSection,
-    OptimizerSection,
-    ParallelSection,
-    Precision,
-    RunConfig,
-    ScheduleSection,
-    TrainSection,
-)
-from penstock.engine.config_file import ConfigError, read_config
 from penstock.engine.export import ExportedParameter, ExportOptions, Progress, write_folder
 from penstock.engine.optimizer import state_aliases
 from penstock.engine.options import EngineOptions
 from penstock.engine.pipeline import Pipeline
 from penstock.engine.pretrained import StoredDecoder, find_decoder, open_pretrained
-from penstock.engine.pretrained_settings import with_pretrained
-from penstock.engine.run_parts import layout
+from penstock.engine.run_check import with_pretrained
 from penstock.engine.runs import CHECKPOINT_FOLDER, CONFIG_FILE, RunFolder
 from penstock.engine.state import ModelState
 from penstock.engine.trainer import Trainer
@@ -44,6 +32,18 @@ from penstock.model import ModelGroups, decoder_units
 from penstock.model.hf.families import names_of
 from penstock.model.hf.files import WeightFiles, slices_of, units_from_files
 from penstock.parallel.tensor_slice import Shape, StoredSlice, TensorSlice, copies
+from penstock.settings import (
+    ConfigError,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    Precision,
+    RunConfig,
+    ScheduleConfig,
+    TrainConfig,
+    read_config,
+)
 
 _HUGGING_FACE_CONFIG, _TOKENIZER = "config.json", "tokenizer.json"
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -63,7 +63,7 @@ class SavedModel:
     #: None where the folder has none, and only token ids can be given
     tokenizer: Tokenizer | None
     #: the arguments of an engine that scores and generates with the model in a layout
-    arguments: Callable[[ParallelSection], EngineArguments]
+    arguments: Callable[[ParallelConfig], EngineArguments]
     #: reads the weights into such an engine's state, and returns a version that differs where the weights do; every
     #: process of the layout calls it at the same point
     load: Callable[[ModelState], str]
@@ -108,16 +108,16 @@ def _open_run(folder: Path) -> SavedModel:
         tokenizer, ends = None, ()
     size = vocab_size
 
-    def arguments(parallel: ParallelSection) -> EngineArguments:
+    def arguments(parallel: ParallelConfig) -> EngineArguments:
         # Neither how it was trained nor what it began with matters here: a plain cut, and no optimizer.
         model = replace(config.model, pretrained=None)
-        ours = replace(config, model=model, parallel=parallel, schedule=ScheduleSection(), optimizer=OptimizerSection())
+        ours = replace(config, model=model, parallel=parallel, schedule=ScheduleConfig(), optimizer=OptimizerConfig())
         return engine_arguments(ours, size, learns=False)
 
     def load(state: ModelState) -> str:
         return _load_run(folder, config, state)
 
-    return SavedModel(folder, size, config.model.max_length, config.num_units, tokenizer, arguments, load, ends)
+    return SavedModel(folder, size, config.model.max_length, config.model.num_units, tokenizer, arguments, load, ends)
 
 
 def _load_run(folder: Path, config: RunConfig, state: ModelState) -> str:
@@ -149,12 +149,10 @@ def _open_hugging_face(folder: Path, native: bool) -> SavedModel:
     content = found.form.describe()
     tokenizer = load_tokenizer(str(folder)) if (folder / _TOKENIZER).is_file() else None
 
-    def arguments(parallel: ParallelSection) -> EngineArguments:
+    def arguments(parallel: ParallelConfig) -> EngineArguments:
         options = EngineOptions(device=parallel.device, timeout_s=parallel.timeout_s, learns=False)
         found = open_pretrained(folder, native)
-        return EngineArguments(
-            found.units, found.hidden_size, layout(RunConfig(parallel=parallel)), options, found.form
-        )
+        return EngineArguments(found.units, found.hidden_size, parallel, options, found.form)
 
     def load(state: ModelState) -> str:
         # The engine's units have read them as it was made.
@@ -243,17 +241,17 @@ def to_run(source: Path, destination: Path, dtype: str | None) -> None:
     Raises:
         ValueError: there is no model, or the destination is not new.
     """
-    if dtype is not None and dtype not in get_args(Precision):
-        raise ValueError(f"a run's dtype {dtype!r} is none of {', '.join(get_args(Precision))}")
+    if dtype is not None and dtype not in list(Precision):
+        raise ValueError(f"a run's dtype {dtype!r} is none of {', '.join(Precision)}")
     if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
         raise ValueError(f"{destination} exists already and was left as it is; give the name of a new folder")
     has_tokenizer = (source / _TOKENIZER).is_file()
     config = with_pretrained(
         RunConfig(
             output=str(destination),
-            model=ModelSection(pretrained=str(source)),
-            data=DataSection(tokenizer=str(source.resolve()) if has_tokenizer else "bytes"),
-            train=TrainSection(precision=dtype or "fp32"),  # pyright: ignore[reportArgumentType]  # checked above
+            model=ModelConfig(pretrained=str(source)),
+            data=DataConfig(tokenizer=str(source.resolve()) if has_tokenizer else "bytes"),
+            train=TrainConfig(precision=Precision(dtype or "fp32")),
         )
     )
     units, hidden_size, layout, options, _ = engine_arguments(config, config.model.vocab_size or 0)

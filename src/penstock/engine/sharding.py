@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from penstock.data import PackedBatch, part_of
 from penstock.engine.build import SECOND_COPY
 from penstock.model import Logits, ModelGroups, Sequences, ShardedLogits, Spread, UnitSpec
-from penstock.parallel import Grid, Layout, Place, Reduction, cut_sequences, gather_uneven
+from penstock.parallel import Grid, Place, Reduction, cut_sequences, gather_uneven
 from penstock.parallel.tensor_slice import LocalTensor, Shard, TensorSlice, local_run
+from penstock.settings import Layout
 
 UnitSource = Sequence[UnitSpec] | Callable[[ModelGroups], Sequence[UnitSpec]]
 """A model's units, or a function that makes them for the groups that share them."""

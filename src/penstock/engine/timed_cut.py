@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 from penstock import schedule
-from penstock.engine.build import build_stages, cut_units
+from penstock.engine.build import build_stages, cut_units, parameter_dtype
 from penstock.engine.memory import kept_bytes
 from penstock.engine.options import EngineOptions
-from penstock.engine.schedules import ScheduleChoice
 from penstock.model import Sequences, UnitSpec, drain
 from penstock.parallel import Grid, gather_json
 from penstock.runtime import Boundary, Stage, Tape
 from penstock.runtime.stage import Finish
 from penstock.schedule import Costs, Placement, costs_of_cut
+from penstock.schedule.choice import ScheduleChoice
 
 NUM_RUNS = 5
 _MICROBATCHES_PER_RANK = 4
@@ -61,7 +61,7 @@ def times_here(
     Units that do equal work (the layers of a decoder) are measured once.
     """
     sequences = Sequences.from_lengths(lengths, device)
-    boundary = Boundary(hidden_size, options.precision.parameter_dtype)
+    boundary = Boundary(hidden_size, parameter_dtype(options.precision))
     known: dict[tuple[str, int, float], UnitTimes] = {}
     found = []
     for i, unit in enumerate(units):
@@ -128,14 +128,15 @@ def timed_cut(
         ValueError: more stages than units, or a cut by hand that leaves units out.
     """
     choice = options.choice
-    if not choice.search_cut or options.cut is not None:
+    if not choice.settings.search_cut or options.cut is not None:
         cut = cut_units(units, placement, options, [own.total_s for own in times])
         return cut, choice.timed(stage_costs(times, cut))
     costs = with_kept_bytes(unit_costs(times), units, hidden_size, options)
     num_microbatches = _MICROBATCHES_PER_RANK * placement.num_ranks
-    found = schedule.search_cut(costs, placement, num_microbatches, choice.max_live_microbatches)
+    found = schedule.search_cut(costs, placement, num_microbatches, choice.settings.max_live_microbatches)
     timed = choice.timed(schedule.costs_of_cut(costs, found.cut))
-    return found.cut, replace(timed, max_live_microbatches=found.max_live_microbatches)
+    settings = replace(choice.settings, max_live_microbatches=found.max_live_microbatches)
+    return found.cut, replace(timed, settings=settings)
 
 
 def with_kept_bytes(costs: Costs, units: Sequence[UnitSpec], hidden_size: int, options: EngineOptions) -> Costs:

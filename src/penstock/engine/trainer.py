@@ -14,14 +14,14 @@ from torch import Tensor
 
 from penstock.data import MicroBatchSpec, PackedBatch
 from penstock.engine.aux_losses import AuxLossReport, AuxLossTracker
-from penstock.engine.losses import LossFn, LossWeightFn, Normalize, checked_loss, loss_factors
+from penstock.engine.losses import LossFn, LossWeightFn, checked_loss, loss_factors
 from penstock.engine.microbatches import AgreedSplit, agree_on_microbatches
 from penstock.engine.optimizer import LossScaler, Optimizer, Update
-from penstock.engine.options import Precision
 from penstock.engine.pipeline import Pipeline
 from penstock.parallel import GradientBuckets, sum_tied
 from penstock.runtime import Feed
 from penstock.schedule import Action, Op
+from penstock.settings import Normalize, Precision
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,7 @@
 """The decoder as a list of units, and the parts that a stage needs to run it. Process groups are arguments."""
 
-from penstock.model.attention.all_to_all import ContextForm
 from penstock.model.aux_losses import AuxLoss, AuxLosses, FutureTokens
-from penstock.model.config import ModelConfig
 from penstock.model.decoder import decoder_units
-from penstock.model.expert_config import ExpertConfig, GroupScore, Scores
 from penstock.model.groups import ModelGroups
 from penstock.model.kv_cache import (
     CachedRows,
@@ -29,7 +26,6 @@ from penstock.model.loss import (
 from penstock.model.matmul import WeightCasts, share_casts
 from penstock.model.recompute import recomputed
 from penstock.model.sampling import Draw, Drawn, draw_tokens
-from penstock.model.sampling_params import SamplingParams
 from penstock.model.segments import (
     Beside,
     Compute,
@@ -52,26 +48,20 @@ __all__ = [
     "CachedRows",
     "CachedUnit",
     "Compute",
-    "ContextForm",
     "Draw",
     "Drawn",
     "Driven",
     "Exchange",
-    "ExpertConfig",
     "FutureTokens",
-    "GroupScore",
     "KVCache",
     "Lane",
     "Limits",
     "Linear",
     "Logits",
-    "ModelConfig",
     "ModelGroups",
     "PendingGradient",
     "Recomputed",
     "RecomputedLane",
-    "SamplingParams",
-    "Scores",
     "Segment",
     "SegmentedUnit",
     "Sequences",

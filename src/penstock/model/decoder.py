@@ -10,7 +10,6 @@ from functools import partial
 import torch
 from torch import nn
 
-from penstock.model.config import ModelConfig
 from penstock.model.flops import of_attention, of_embedding, of_experts, of_head, of_mlp, of_predictions
 from penstock.model.groups import ModelGroups
 from penstock.model.layers.attention import attention_block
@@ -23,6 +22,7 @@ from penstock.model.layers.tensor_parallel import TensorParallelSplit, check_ten
 from penstock.model.matmul import Matmul, fastest_matmul
 from penstock.model.units import Constant, Initial, Initialise, Limits, Normal, UnitSpec
 from penstock.parallel.tensor_slice import Shard
+from penstock.settings import ModelConfig
 
 _EMBEDDING_STD = 0.5
 """Of an untied embedding: of 0.02, 0.1, 0.5 and 1, a small model learned fastest from this one."""
@@ -46,7 +46,7 @@ def decoder_units(
     if groups.tp is not None:
         check_tensor_parallel(config, groups.tp_size)
     first = _spec("embedding", config, groups, partial(embedding, config), of_embedding(config))
-    specs = [replace(first, limits=Limits(config.vocab_size, config.max_length))]
+    specs = [replace(first, limits=Limits(config.vocabulary, config.max_length))]
     for i in range(config.num_layers):
         layer = config.of_layer(i)
         attention = partial(attention_block, layer, matmul)

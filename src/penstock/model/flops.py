@@ -5,7 +5,7 @@ time: a third of the time of forward and backward together, in operations of mat
 on one CPU core in fp32 (`python benchmarks/units.py`). Sequences are assumed to be as long as the model allows.
 """
 
-from penstock.model.config import ModelConfig
+from penstock.settings import ModelConfig
 
 _NORM = 200.0
 _ROTARY = 120.0
@@ -25,7 +25,7 @@ _ATTENTION_KERNEL = 6.0
 
 def of_embedding(config: ModelConfig) -> float:
     """A lookup, and its share of a gradient as large as the weight, for microbatches of one sequence."""
-    return config.hidden_size * (_EMBED + _DENSE_GRADIENT * config.vocab_size / config.max_length)
+    return config.hidden_size * (_EMBED + _DENSE_GRADIENT * config.vocabulary / config.max_length)
 
 
 def of_attention(config: ModelConfig) -> float:
@@ -48,7 +48,6 @@ def of_mlp(config: ModelConfig) -> float:
 def of_experts(config: ModelConfig) -> float:
     """The active experts, the shared expert, the router, and the permutation of rows there and back."""
     experts = config.experts
-    assert experts is not None
     inner = experts.num_active * experts.intermediate_size + experts.shared_size
     products = 6.0 * config.hidden_size * inner + 2.0 * config.hidden_size * experts.num_experts
     moved = _MOVED * experts.num_active * config.hidden_size
@@ -57,7 +56,7 @@ def of_experts(config: ModelConfig) -> float:
 
 def of_head(config: ModelConfig) -> float:
     """The projection, and the softmax of the loss."""
-    return config.vocab_size * (2.0 * config.hidden_size + _LOSS) + _NORM * config.hidden_size
+    return config.vocabulary * (2.0 * config.hidden_size + _LOSS) + _NORM * config.hidden_size
 
 
 def of_predictions(config: ModelConfig) -> float:

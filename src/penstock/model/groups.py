@@ -5,7 +5,7 @@ from typing import Protocol, cast
 
 from torch.distributed import ProcessGroup
 
-from penstock.model.attention.all_to_all import ContextForm
+from penstock.settings import ContextForm
 
 
 class GroupShape(Protocol):

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock.model.sampling_params import SamplingParams
 from penstock.schedule import Token
+from penstock.settings import SamplingParams
 
 NUMBERS_PER_TOKEN = 3
 """Numbers that one token is sent as: its id, and the bits of two log-probabilities in fp64."""

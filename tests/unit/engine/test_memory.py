@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from penstock import schedule
 from penstock.engine.memory import KeptBytes, bytes_of, costs_of_memory, kept_bytes
 from penstock.engine.options import EngineOptions
-from penstock.model import Lane, ModelConfig, Sequences, WeightGradients, decoder_units, defer
+from penstock.model import Lane, Sequences, WeightGradients, decoder_units, defer
 from penstock.model.matmul import TORCH
 from penstock.runtime import (
     Boundary,
@@ -28,6 +28,7 @@ from penstock.runtime import (
 from penstock.runtime.stage import Finish
 from penstock.runtime.tape import Segment
 from penstock.runtime.trace import Record
+from penstock.settings import ModelConfig
 
 NAMES = [name for name in schedule.names() if name != "inference"]
 # Fewer microbatches than ranks, one, and more.

@@ -10,8 +10,6 @@ import pytest
 
 from penstock.cli.launch import Group, find_group
 from penstock.cli.progress import Progress, StepFigures, duration
-from penstock.engine.config import RunConfig
-from penstock.engine.config_file import ConfigError, from_dict, read_config
 from penstock.engine.runs import (
     CONFIG_FILE,
     METRICS_FILE,
@@ -21,6 +19,7 @@ from penstock.engine.runs import (
     check_folder,
     read_metrics,
 )
+from penstock.settings import ConfigError, RunConfig, from_dict, read_config
 
 
 def files_of(folder: Path) -> dict[str, bytes]:

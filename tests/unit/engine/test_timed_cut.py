@@ -12,15 +12,14 @@ import torch
 from penstock import schedule
 from penstock.cli import dry_run
 from penstock.engine import EngineOptions
-from penstock.engine.config_check import check
-from penstock.engine.config_file import ConfigError, from_dict
-from penstock.engine.model_settings import model_config
-from penstock.engine.run_parts import RunData, engine_options
-from penstock.engine.schedules import ScheduleChoice
+from penstock.engine.run_check import check
+from penstock.engine.run_parts import RunData
 from penstock.engine.timed_cut import UnitTimes, stage_costs, timed_cut, times_here
-from penstock.model import ModelConfig, decoder_units
+from penstock.model import decoder_units
 from penstock.schedule import Costs, PlacementKind, Timeline
+from penstock.schedule.choice import ScheduleChoice
 from penstock.schedule.search import cut as cut_search
+from penstock.settings import ConfigError, ModelConfig, ScheduleConfig, SearchedPlacement, from_dict
 from tests.e2e.training import CORPUS
 
 RIVALS = {"loop": ("zb-h1", "1f1b"), "v": ("zb-v", "v-half")}
@@ -44,19 +43,19 @@ def simulated(choice: ScheduleChoice, ranks: int, microbatches: int, costs: Cost
 def test_no_schedule_of_the_same_memory_is_faster_at_its_times(kind: str, ranks: int, microbatches: int) -> None:
     chance, num_stages = random.Random(f"{kind} {ranks}"), ranks * (2 if kind == "v" else 1)
     costs = random_costs(chance, num_stages)
-    searched = ScheduleChoice("auto", placement_kind=kind).timed(costs)
+    searched = ScheduleChoice(ScheduleConfig("auto", placement=SearchedPlacement(kind)), costs)
     found = simulated(searched, ranks, microbatches, costs)
     assert max(found.peak_live_microbatches) <= ranks
     for name in RIVALS[kind]:
         for early in (False, True):
-            rival = simulated(ScheduleChoice(name, early_gradients=early), ranks, microbatches, costs)
+            rival = simulated(ScheduleChoice(ScheduleConfig(name, early_gradients=early)), ranks, microbatches, costs)
             assert max(rival.peak_live_microbatches) <= ranks
             assert found.span_cost <= rival.span_cost * (1 + 1e-12), (name, costs)
 
 
 @pytest.mark.parametrize("kind", ["loop", "v"])
 def test_other_times_have_another_order(kind: str) -> None:
-    choice, orders = ScheduleChoice("auto", placement_kind=kind), []
+    choice, orders = ScheduleChoice(ScheduleConfig("auto", placement=SearchedPlacement(kind))), []
     num_stages = choice.placement(3).num_stages
     for slow in range(num_stages):
         times = [3.0 if stage == slow else 1.0 for stage in range(num_stages)]
@@ -67,11 +66,11 @@ def test_other_times_have_another_order(kind: str) -> None:
 
 
 def test_where_stages_live_does_not_wait_for_a_search() -> None:
-    choice = ScheduleChoice("auto", placement_kind="v", max_live_microbatches=8.0)
+    choice = ScheduleChoice(ScheduleConfig("auto", placement=SearchedPlacement.V, max_live_microbatches=8.0))
     placement = choice.timed(random_costs(random.Random(0), 32)).placement(16)
     assert (placement.kind, placement.num_ranks, placement.stages_per_rank) == (PlacementKind.V, 16, 2)
-    assert ScheduleChoice("auto").placement(4).kind is PlacementKind.LOOP
-    assert ScheduleChoice("auto", 3).placement(4).stages_per_rank == 3
+    assert ScheduleChoice.of("auto").placement(4).kind is PlacementKind.LOOP
+    assert ScheduleChoice(ScheduleConfig("auto", 3)).placement(4).stages_per_rank == 3
 
 
 def test_each_part_of_a_unit_is_measured() -> None:
@@ -111,11 +110,11 @@ def test_a_dry_run_tells_the_bubble_of_the_order_it_would_run(tmp_path: Path, mo
     sizes = [len(stage.units) for stage in plan.stages]
     assert plan.is_measured and len(sizes) == 4
     costs = stage_costs(times, schedule.check_cut(sizes, 10, 4))
-    told = simulated(config.schedule.choice.timed(costs), 2, 4, costs)
+    told = simulated(ScheduleChoice(config.schedule, costs), 2, 4, costs)
     assert plan.bubble_rate == told.bubble_rate > 0
     # No cut has a faster slowest rank.
     loads = [costs.forward[n] + costs.backward_input[n] + costs.backward_weight[n] for n in range(4)]  # type: ignore[index]
-    best = schedule.balanced_cut([own.total_s for own in times], config.schedule.choice.placement(2))
+    best = schedule.balanced_cut([own.total_s for own in times], ScheduleChoice(config.schedule).placement(2))
     assert [len(stage) for stage in best] == sizes
     assert max(loads[0] + loads[3], loads[1] + loads[2]) < 0.6 * sum(loads)
     equal = check(from_dict(settings(tmp_path)))
@@ -141,14 +140,14 @@ def test_a_dry_run_searches_the_cut_that_the_run_would(
         f"searching for a cut: round {turn} of 2, {cuts} cuts" for turn, cuts in ((1, 6), (2, 2))
     ]
     assert sum(sizes) == len(times) and len(sizes) == 4
-    options = engine_options(config)
-    units = decoder_units(model_config(config, data.corpus.vocab_size))
+    options = EngineOptions.of(config)
+    units = decoder_units(config.model.whole(data.corpus.vocab_size))
     cut, choice = timed_cut(units, 16, options.choice.placement(2), options, times)
     assert sizes == [len(stage) for stage in cut]
     costs = stage_costs(times, cut)
     whole = simulated(choice, 2, 8, costs).makespan
     # Cut for the slowest rank and ordered for each rank's own span, it takes longer.
-    spans = replace(options, schedule=replace(options.choice, search_cut=False))
+    spans = replace(options, schedule=replace(config.schedule, search_cut=False))
     other, plain = timed_cut(units, 16, options.choice.placement(2), spans, times)
     assert whole < simulated(plain, 2, 8, stage_costs(times, other)).makespan
 
@@ -167,13 +166,16 @@ def test_a_search_for_the_cut_that_can_not_be_is_refused_in_one_sentence(tmp_pat
 def test_a_placement_that_can_not_be_is_refused_in_one_sentence(tmp_path: Path) -> None:
     for of_schedule, told in (
         ({"placement": "bidirectional"}, 'schedule.placement takes "loop" or "v", not "bidirectional"'),
-        ({"placement": "v", "name": "1f1b"}, "1f1b.*placement"),
-        ({"placement": "v", "max_live_microbatches": 0.5}, "max_live_microbatches must be at least 1, got 0.5"),
+        ({"placement": "v", "name": "1f1b"}, "schedule.placement = v is no option .*1f1b"),
+        (
+            {"placement": "v", "max_live_microbatches": 0.5},
+            "max_live_microbatches = 0.5 is not possible; it must be at least 1",
+        ),
     ):
         with pytest.raises(ValueError, match=told) as caught:
             check(from_dict(settings(tmp_path, **of_schedule)))
         assert "\n" not in str(caught.value)
     with pytest.raises(ConfigError, match="20 stages"):
         check(from_dict({**settings(tmp_path, placement="v"), "parallel": {"pp": 10}}))
-    with pytest.raises(ValueError, match="placement must be loop or v, got 'w'"):
-        ScheduleChoice("auto", placement_kind="w").placement(2)
+    with pytest.raises(ConfigError, match=r'schedule\.placement takes "loop" or "v", not "w"'):
+        ScheduleConfig("auto", placement="w")  # pyright: ignore[reportArgumentType]

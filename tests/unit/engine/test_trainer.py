@@ -10,11 +10,11 @@ from torch import Tensor
 
 from penstock import Engine, MicroBatchSpec, PackedBatch
 from penstock.data import NO_LABEL
-from penstock.engine import EngineOptions, Normalize, Precision
+from penstock.engine import EngineOptions
 from penstock.engine.engine import token_cross_entropy
-from penstock.engine.optimizer import OptimizerConfig
 from penstock.engine.trainer import TrainResult
-from penstock.model import ExpertConfig, ModelConfig, decoder_units
+from penstock.model import decoder_units
+from penstock.settings import ExpertConfig, ModelConfig, Normalize, OptimizerConfig, Precision
 
 VOCABULARY = 48
 EXPERTS = ExpertConfig(
@@ -31,7 +31,7 @@ MODEL = ModelConfig(VOCABULARY, 24, 32, 2, 4, num_kv_heads=2, experts=EXPERTS)
 
 
 def engine_of(precision: Precision = Precision.FP64, model: ModelConfig = MODEL) -> Engine:
-    options = EngineOptions(precision=precision, optimizer=OptimizerConfig(clip_norm=None), device="cpu")
+    options = EngineOptions(precision=precision, optimizer=OptimizerConfig(clip_norm=0), device="cpu")
     return Engine(decoder_units(model), model.hidden_size, options=options)
 
 

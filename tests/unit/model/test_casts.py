@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock import Engine, MicroBatchSpec, PackedBatch
-from penstock.engine import EngineOptions, Precision
-from penstock.model import ModelConfig, WeightCasts, decoder_units
+from penstock.engine import EngineOptions
+from penstock.model import WeightCasts, decoder_units
+from penstock.settings import ModelConfig, Precision
 
 CONFIG = ModelConfig(vocab_size=40, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4)
 SPEC = MicroBatchSpec(num=4)

@@ -12,12 +12,8 @@ from torch import Tensor, nn
 from penstock.model import (
     AuxLoss,
     AuxLosses,
-    ExpertConfig,
     FutureTokens,
-    GroupScore,
-    ModelConfig,
     ModelGroups,
-    Scores,
     Sequences,
     WeightGradients,
     cross_entropy_sum,
@@ -37,6 +33,7 @@ from penstock.model.layers.moe import ExpertBlock, experts_of_ranks
 from penstock.model.layers.router import Balance, Router
 from penstock.model.matmul import TORCH
 from penstock.runtime import Boundary, Stage, Tape
+from penstock.settings import ExpertConfig, GroupScore, ModelConfig, Scores
 
 D, LENGTHS = 12, ((3, 5, 1), (4, 2))
 EXPERTS = ExpertConfig(
@@ -336,21 +333,21 @@ def test_experts_that_can_not_be_shared_are_refused() -> None:
     with pytest.raises(ValueError, match=r"ep = 7.*6 experts.*ep = 6"):
         decoder_units(MODEL, groups=ModelGroups.planned(ep=7))
     with pytest.raises(ValueError, match=r"ep = 2.*no experts"):
-        decoder_units(replace(MODEL, experts=None), groups=ModelGroups.planned(ep=2))
+        decoder_units(replace(MODEL, experts=ExpertConfig()), groups=ModelGroups.planned(ep=2))
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"num_active": 7}, "num_active=7.*num_experts=6.*at most 6"),
-        ({"num_active": 0}, "num_active=0.*at least 1"),
-        ({"num_groups": 4}, r"num_groups=4.*num_experts=6.*\[1, 2, 3, 6\]"),
-        ({"num_groups": 3, "num_active_groups": 4}, "num_active_groups=4.*num_groups=3"),
-        ({"num_groups": 3, "num_active": 3}, "num_active=3.*at most 2"),
-        ({"z_loss": -0.1}, "z_loss=-0.1"),
+        ({"num_active": 7}, "num_active = 7.*num_experts = 6.*at most 6"),
+        ({"num_active": 0}, "num_active = 0.*at least 1"),
+        ({"num_groups": 4}, r"num_groups = 4.*num_experts = 6.*1, 2, 3, 6"),
+        ({"num_groups": 3, "num_active_groups": 4}, "num_active_groups = 4.*num_groups = 3"),
+        ({"num_groups": 3, "num_active": 3}, "num_active = 3.*at most 2"),
+        ({"z_loss": -0.1}, "z_loss = -0.1"),
         ({"scaling_factor": 0.0}, "scaling_factor"),
-        ({"shared_gate": True}, "shared_size=0"),
-        ({"every": 0}, "every=0"),
+        ({"shared_gate": True}, "shared_size = 0"),
+        ({"every": 0}, "every = 0"),
     ],
 )
 def test_what_can_not_be_routed_is_refused(settings: dict[str, Any], message: str) -> None:
@@ -386,7 +383,7 @@ class TestPrediction:
 
     @pytest.mark.parametrize("tied", [False, True])
     def test_the_loss_is_that_of_each_further_layer_in_one_graph(self, tied: bool) -> None:
-        dense = replace(MODEL, experts=None, num_predictions=2, tie_embeddings=tied)
+        dense = replace(MODEL, experts=ExpertConfig(), num_predictions=2, tie_embeddings=tied)
         (spec,) = decoder_units(dense)[-1:]
         assert spec.num_ahead == 2
 

@@ -19,19 +19,11 @@ from transformers import (
 )
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 
-from penstock.model import (
-    ExpertConfig,
-    GroupScore,
-    ModelConfig,
-    Scores,
-    Sequences,
-    cross_entropy_sum,
-    decoder_units,
-    drain,
-)
+from penstock.model import Sequences, cross_entropy_sum, decoder_units, drain
 from penstock.model.layers.moe import ExpertBlock
 from penstock.model.matmul import TORCH
 from penstock.runtime import Boundary, Stage, Tape
+from penstock.settings import ExpertConfig, GroupScore, ModelConfig, Scores
 
 LENGTHS = (7, 1, 19, 19, 4)
 MIXTRAL = ModelConfig(
@@ -128,12 +120,12 @@ def randomise(module: nn.Module) -> None:
 def hugging_face_model(family: Family) -> PreTrainedModel:
     config = family.config
     settings: dict[str, object] = {
-        "vocab_size": config.vocab_size,
+        "vocab_size": config.vocabulary,
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
         "num_hidden_layers": config.num_layers,
         "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
+        "num_key_value_heads": config.key_heads,
         "max_position_embeddings": config.max_length,
         "rms_norm_eps": config.norm_eps,
         "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
@@ -163,7 +155,7 @@ def test_packed_logits_and_gradients_are_those_of_each_sequence_alone(family: Fa
     reference = hugging_face_model(family)
     stage = penstock_stage(family.config, reference.state_dict())
     generator = torch.Generator().manual_seed(2)
-    tokens = [torch.randint(family.config.vocab_size, (length,), generator=generator) for length in LENGTHS]
+    tokens = [torch.randint(family.config.vocabulary, (length,), generator=generator) for length in LENGTHS]
     tape, logits = Tape(), []
 
     def loss(output: Tensor) -> Tensor:

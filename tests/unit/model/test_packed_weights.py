@@ -5,10 +5,11 @@ import torch
 
 from penstock import Engine, MicroBatchSpec, PackedBatch, SamplingParams
 from penstock.engine.generator import GenerateOptions
-from penstock.model import CachedRows, CacheSize, Linear, ModelConfig, WeightCasts, decoder_units, share_casts
+from penstock.model import CachedRows, CacheSize, Linear, WeightCasts, decoder_units, share_casts
 from penstock.model.linear import outputs
 from penstock.model.matmul import fastest_matmul
 from penstock.schedule import BatchItem
+from penstock.settings import ModelConfig
 
 # As in `tests.generation`, widths are multiples of the vectors' length.
 CONFIG = ModelConfig(64, 32, 64, 2, 4, num_kv_heads=2, qkv_bias=True, max_length=64)

@@ -18,7 +18,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from penstock.model import ModelConfig, Sequences, cross_entropy_sum, decoder_units
+from penstock.model import Sequences, cross_entropy_sum, decoder_units
+from penstock.settings import ModelConfig
 
 LENGTHS = (7, 1, 19, 19, 4)
 BASE = ModelConfig(
@@ -75,12 +76,12 @@ def hugging_face_model(family: Family) -> PreTrainedModel:
     config = family.config
     model = family.model_type(
         family.config_type(
-            vocab_size=config.vocab_size,
+            vocab_size=config.vocabulary,
             hidden_size=config.hidden_size,
             intermediate_size=config.intermediate_size,
             num_hidden_layers=config.num_layers,
             num_attention_heads=config.num_heads,
-            num_key_value_heads=config.num_kv_heads,
+            num_key_value_heads=config.key_heads,
             max_position_embeddings=config.max_length,
             rms_norm_eps=config.norm_eps,
             rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
@@ -123,7 +124,7 @@ def test_packed_logits_and_gradients_are_those_of_each_sequence_alone(family: Fa
     reference = hugging_face_model(family)
     modules = penstock_model(family, reference.state_dict())
     generator = torch.Generator().manual_seed(2)
-    tokens = [torch.randint(family.config.vocab_size, (length,), generator=generator) for length in LENGTHS]
+    tokens = [torch.randint(family.config.vocabulary, (length,), generator=generator) for length in LENGTHS]
     logits = run(modules, torch.cat(tokens), Sequences.from_lengths(LENGTHS))
 
     expected = [reference(sequence[None]).logits[0] for sequence in tokens]

@@ -14,14 +14,13 @@ from torch.distributed import ProcessGroup
 
 from penstock import Engine
 from penstock.engine import EngineOptions
-from penstock.model import ModelConfig, ModelGroups, UnitSpec, decoder_units
-from penstock.model.expert_config import ExpertConfig
+from penstock.model import ModelGroups, UnitSpec, decoder_units
 from penstock.model.groups import PlannedGroup
 from penstock.model.hf.config_json import config_from_json, config_to_json, read_config_json
 from penstock.model.hf.families import names_of
 from penstock.model.hf.files import INDEX_FILE, SINGLE_FILE, WeightFiles, units_from_files
-from penstock.model.rope_scaling import RopeKind, RopeScaling
 from penstock.parallel.tensor_slice import Shard, StoredSlice, copies
+from penstock.settings import ExpertConfig, ModelConfig, RopeKind, RopeScaling
 from tests.hugging_face import make_model
 
 BASE = ModelConfig(
@@ -190,7 +189,7 @@ def test_stored_slices_meet_any_part_of_a_parameter(dim: int, count: int) -> Non
     ],
 )
 def test_a_decoder_reads_back_from_the_config_json_that_it_writes(config: ModelConfig) -> None:
-    assert config_from_json(json.loads(json.dumps(config_to_json(config)))) == config
+    assert config_from_json(json.loads(json.dumps(config_to_json(config)))) == config.whole(97)
 
 
 def test_a_decoder_that_no_family_is_can_not_be_written() -> None:

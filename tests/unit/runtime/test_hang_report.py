@@ -6,13 +6,13 @@ from itertools import product
 import pytest
 import torch
 
-from penstock.parallel import Layout
-from penstock.parallel.layout import Grid
+from penstock.parallel.grid import Grid
 from penstock.runtime import CollectiveRecord, Recorder, roll_call
 from penstock.runtime.roll_call import Absence, Member, RollCall
 from penstock.runtime.trace import Awaited
 from penstock.schedule import Action, Direction, Op
 from penstock.schedule.recording import CollectiveKind
+from penstock.settings import Layout
 
 LAYOUTS = [
     Layout(pp=3),
@@ -20,7 +20,7 @@ LAYOUTS = [
     Layout(pp=3, cp=2),
     Layout(pp=3, tp=2),
     Layout(pp=2, dp=2, cp=2, tp=2),
-    Layout(pp=3, dp=2, tp=2, order=("pp", "tp", "cp", "dp")),
+    Layout(pp=3, dp=2, tp=2, order="pp-tp-cp-dp"),
 ]
 
 

@@ -8,7 +8,6 @@ rank's share of the heads, K width of a head.
 Source: Jacobs et al. 2023 (DeepSpeed-Ulysses, arXiv 2309.14509), section 3.
 """
 
-import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
@@ -20,17 +19,7 @@ from penstock.model.attention.kernels import packed_attention
 from penstock.model.segments import Compute, Exchange, Segment, State
 from penstock.model.sequences import Sequences, Spread
 from penstock.parallel.collectives import Collectives, Handle
-
-
-class ContextForm(enum.Enum):
-    """How the ranks of a context-parallel group attend to each other's tokens.
-
-    RING: keys and values travel round a ring, for any number of heads. ALL_TO_ALL: each rank receives all tokens of its
-    share of the heads; fewer and larger messages, but the number of ranks must divide the heads.
-    """
-
-    RING = "ring"
-    ALL_TO_ALL = "all-to-all"
+from penstock.settings import ContextForm
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from penstock.model.config import ModelConfig
-from penstock.model.expert_config import ExpertConfig
 from penstock.model.hf.families import FAMILIES, MIXTRAL_EXPERTS, Family, Windows
 from penstock.model.hf.files import MissingFile
-from penstock.model.rope_scaling import RopeKind, RopeScaling
+from penstock.settings import ExpertConfig, ModelConfig, RopeKind, RopeScaling
 
 CONFIG_FILE = "config.json"
 _OTHERWISE = "Engine.from_hf(..., native=False) runs transformers' own layers"
@@ -56,10 +54,10 @@ def config_from_json(content: Mapping[str, Any]) -> ModelConfig:
     _refuse_unknown(content, name)
     window, num_full_layers = _window(content, family)
     sizes = {ours: _required(content, theirs, name) for ours, theirs in _SIZES.items()}
-    return ModelConfig(
+    shape = ModelConfig(
         **sizes,
-        num_kv_heads=content.get("num_key_value_heads") or 0,
-        head_dim=content.get("head_dim") or 0,
+        num_kv_heads=content.get("num_key_value_heads") or None,
+        head_dim=content.get("head_dim") or None,
         max_length=content.get("max_position_embeddings") or family.max_length,
         rope_theta=float(_rope(content).get("rope_theta") or 10000.0),
         norm_eps=float(content.get("rms_norm_eps", 1e-6)),
@@ -71,6 +69,7 @@ def config_from_json(content: Mapping[str, Any]) -> ModelConfig:
         rope_scaling=_scaling(_rope(content)),
         experts=_experts(content, family, name),
     )
+    return shape.whole(shape.vocabulary)
 
 
 _SIZES = {
@@ -80,6 +79,7 @@ _SIZES = {
     "num_layers": "num_hidden_layers",
     "num_heads": "num_attention_heads",
 }
+_ROPE_KINDS = [kind.value for kind in RopeKind if kind is not RopeKind.NONE]
 
 
 def config_to_json(config: ModelConfig) -> dict[str, Any]:
@@ -99,8 +99,8 @@ def config_to_json(config: ModelConfig) -> dict[str, Any]:
         "architectures": [name],
         "model_type": family.model_type,
         **{theirs: getattr(config, ours) for ours, theirs in _SIZES.items()},
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
+        "num_key_value_heads": config.key_heads,
+        "head_dim": config.head_size,
         "max_position_embeddings": config.max_length,
         "rope_theta": config.rope_theta,
         "rms_norm_eps": config.norm_eps,
@@ -113,7 +113,7 @@ def config_to_json(config: ModelConfig) -> dict[str, Any]:
     if family.windows in (Windows.IF_USED, Windows.LATER):
         content["use_sliding_window"] = config.sliding_window is not None
         content["max_window_layers"] = config.num_full_layers if config.sliding_window else config.num_layers
-    if config.experts is not None:
+    if config.experts.num_experts:
         content |= _experts_to_json(config, config.experts, family)
     return content
 
@@ -160,12 +160,12 @@ def _rope(content: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in older.items() if value is not None} | (content.get("rope_parameters") or {})
 
 
-def _scaling(rope: Mapping[str, Any]) -> RopeScaling | None:
+def _scaling(rope: Mapping[str, Any]) -> RopeScaling:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
-        return None
-    if kind not in [known.value for known in RopeKind]:
-        known = ", ".join(known.value for known in RopeKind)
+        return RopeScaling()
+    if kind not in _ROPE_KINDS:
+        known = ", ".join(_ROPE_KINDS)
         raise ValueError(f"rope scaling {kind!r} is not the decoder's; it has default, {known}, and {_OTHERWISE}")
     for key, default in (("mscale", None), ("mscale_all_dim", None), ("partial_rotary_factor", 1.0)):
         if rope.get(key, default) != default:
@@ -174,7 +174,7 @@ def _scaling(rope: Mapping[str, Any]) -> RopeScaling | None:
     return RopeScaling(
         RopeKind(kind),
         factor=float(rope["factor"]),
-        original_length=rope.get("original_max_position_embeddings") or 0,
+        original_length=rope.get("original_max_position_embeddings") or None,
         low=float(rope.get("low_freq_factor") or rope.get("beta_slow") or low),
         high=float(rope.get("high_freq_factor") or rope.get("beta_fast") or high),
         attention_factor=rope.get("attention_factor"),
@@ -182,22 +182,22 @@ def _scaling(rope: Mapping[str, Any]) -> RopeScaling | None:
     )
 
 
-def _scaling_to_json(scaling: RopeScaling | None) -> dict[str, Any] | None:
-    if scaling is None:
+def _scaling_to_json(scaling: RopeScaling) -> dict[str, Any] | None:
+    if scaling.kind is RopeKind.NONE:
         return None
     content: dict[str, Any] = {"rope_type": scaling.kind.value, "factor": scaling.factor}
     if scaling.kind is RopeKind.LINEAR:
         return content
     content["original_max_position_embeddings"] = scaling.original_length
     if scaling.kind is RopeKind.LLAMA3:
-        return content | {"low_freq_factor": scaling.low, "high_freq_factor": scaling.high}
-    content |= {"beta_slow": scaling.low, "beta_fast": scaling.high, "truncate": scaling.truncate}
+        return content | {"low_freq_factor": scaling.low, "high_freq_factor": scaling.upper}
+    content |= {"beta_slow": scaling.low, "beta_fast": scaling.upper, "truncate": scaling.truncate}
     return content if scaling.attention_factor is None else content | {"attention_factor": scaling.attention_factor}
 
 
-def _experts(content: Mapping[str, Any], family: Family, name: str) -> ExpertConfig | None:
+def _experts(content: Mapping[str, Any], family: Family, name: str) -> ExpertConfig:
     if family.experts is None:
-        return None
+        return ExpertConfig()
     mixtral = family.experts is MIXTRAL_EXPERTS
     known = {"num_experts": content.get("num_experts", content.get("num_local_experts"))}
     num_experts = _required({key: value for key, value in known.items() if value is not None}, "num_experts", name)

@@ -7,9 +7,8 @@ import enum
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from penstock.model.config import ModelConfig
-from penstock.model.expert_config import Scores
 from penstock.parallel.tensor_slice import Shape, StoredSlice
+from penstock.settings import ModelConfig, Scores
 
 _OUTSIDE = {
     "embedding.weight": "model.embed_tokens.weight",
@@ -90,8 +89,8 @@ class Family:
 
     def _fits_experts(self, config: ModelConfig) -> bool:
         experts = config.experts
-        if experts is None or self.experts is None:
-            return experts is None and self.experts is None
+        if not experts.num_experts or self.experts is None:
+            return not experts.num_experts and self.experts is None
         plain = (experts.scores, experts.num_groups, experts.scaling_factor) == (Scores.SOFTMAX, 1, 1.0)
         shared = experts.shared_gate if self.shared_expert else experts.shared_size == 0
         everywhere = experts.normalise and all(map(experts.is_sparse, range(config.num_layers)))

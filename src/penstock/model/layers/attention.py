@@ -7,11 +7,10 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from penstock.model.attention.all_to_all import ContextForm, HeadExchange, HeadShape, check_heads
+from penstock.model.attention.all_to_all import HeadExchange, HeadShape, check_heads
 from penstock.model.attention.kernels import packed_attention
 from penstock.model.attention.ring import RingAttention
 from penstock.model.attention.tiles import Sight
-from penstock.model.config import ModelConfig
 from penstock.model.groups import ModelGroups
 from penstock.model.kv_cache import CachedRows, CacheSize, KVCache, Rows
 from penstock.model.layers.norm import RMSNorm
@@ -22,6 +21,7 @@ from penstock.model.matmul import Matmul
 from penstock.model.segments import Compute, Segment, SegmentedUnit, State
 from penstock.model.sequences import Sequences
 from penstock.parallel.collectives import Collectives
+from penstock.settings import ContextForm, ModelConfig
 
 
 class AttentionBlock(nn.Module):
@@ -32,14 +32,14 @@ class AttentionBlock(nn.Module):
 
     def __init__(self, config: ModelConfig, matmul: Matmul) -> None:
         super().__init__()
-        self.head_dim, self.window = config.head_dim, config.sliding_window
-        self.rotary = Rotary(config.head_dim, config.rope_theta, config.rope_scaling)
+        self.head_dim, self.window = config.head_size, config.sliding_window
+        self.rotary = Rotary(config.head_size, config.rope_theta, config.rope_scaling)
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.q = Linear(config.hidden_size, config.query_size, config.qkv_bias, matmul)
         self.k = Linear(config.hidden_size, config.kv_size, config.qkv_bias, matmul)
         self.v = Linear(config.hidden_size, config.kv_size, config.qkv_bias, matmul)
-        self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
-        self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
+        self.q_norm = RMSNorm(config.head_size, config.norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_size, config.norm_eps) if config.qk_norm else None
         self.output = Linear(config.query_size, config.hidden_size, matmul=matmul)
 
     @property
@@ -88,7 +88,7 @@ class ContextParallelAttentionBlock(SegmentedUnit, AttentionBlock):
     def __init__(self, config: ModelConfig, matmul: Matmul, groups: ModelGroups) -> None:
         super().__init__(config, matmul)
         self.form, self.collectives = groups.context_form, Collectives(groups.cp)
-        self.shape = HeadShape(config.num_heads, config.num_kv_heads, config.sliding_window)
+        self.shape = HeadShape(config.num_heads, config.key_heads, config.sliding_window)
         check_heads(self.form, groups.cp_size, self.shape)
 
     def segments(self, sequences: Sequences) -> list[Segment]:
@@ -109,7 +109,7 @@ class TensorParallelAttentionBlock(TensorParallelUnit, AttentionBlock):
         own = split.own
         AttentionBlock.__init__(self, own, matmul)
         self.collectives, self.context = Collectives(split.group), Collectives(groups.cp)
-        self.form, self.shape = groups.context_form, HeadShape(own.num_heads, own.num_kv_heads, self.window)
+        self.form, self.shape = groups.context_form, HeadShape(own.num_heads, own.key_heads, self.window)
         check_heads(self.form, self.context.size, self.shape)
 
     def segments(self, sequences: Sequences) -> Sequence[Segment]:

@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from penstock.model.config import ModelConfig
 from penstock.model.groups import ModelGroups
 from penstock.model.kv_cache import CachedRows, CacheSize, Rows
 from penstock.model.layers.tensor_parallel import TensorParallelSplit, TensorParallelUnit
 from penstock.model.segments import Compute, Exchange, Segment, State
 from penstock.model.sequences import Sequences
 from penstock.parallel.collectives import Collectives
+from penstock.settings import ModelConfig
 
 
 class Embedding(nn.Module):
@@ -26,7 +26,7 @@ class Embedding(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
+        self.weight = nn.Parameter(torch.empty(config.vocabulary, config.hidden_size))
 
     def forward(self, tokens_T: Tensor, sequences: Sequences) -> Tensor:
         return F.embedding(tokens_T, self.weight)

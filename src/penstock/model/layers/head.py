@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from penstock.model.config import ModelConfig
 from penstock.model.groups import ModelGroups
 from penstock.model.kv_cache import CachedRows, CacheSize, Rows
 from penstock.model.layers.norm import RMSNorm
@@ -19,6 +18,7 @@ from penstock.model.matmul import Matmul
 from penstock.model.segments import Compute, Segment
 from penstock.model.sequences import Sequences
 from penstock.parallel.collectives import Collectives
+from penstock.settings import ModelConfig
 
 
 class Head(nn.Module):
@@ -30,7 +30,7 @@ class Head(nn.Module):
     def __init__(self, config: ModelConfig, matmul: Matmul) -> None:
         super().__init__()
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.projection = Linear(config.hidden_size, config.vocab_size, matmul=matmul)
+        self.projection = Linear(config.hidden_size, config.vocabulary, matmul=matmul)
 
     @property
     def joint_layers(self) -> tuple[tuple[Linear, ...], ...]:

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from penstock.model.config import ModelConfig
 from penstock.model.groups import ModelGroups
 from penstock.model.kv_cache import CachedRows, CacheSize, Rows
 from penstock.model.layers.norm import RMSNorm
@@ -20,6 +19,7 @@ from penstock.model.matmul import Matmul
 from penstock.model.segments import Compute, Segment
 from penstock.model.sequences import Sequences
 from penstock.parallel.collectives import Collectives
+from penstock.settings import ModelConfig
 
 
 class MLPBlock(nn.Module):

@@ -15,8 +15,6 @@ from functools import partial
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from penstock.model.config import ModelConfig
-from penstock.model.expert_config import ExpertConfig
 from penstock.model.groups import ModelGroups
 from penstock.model.kv_cache import CachedRows, CacheSize
 from penstock.model.lanes import drain
@@ -31,6 +29,7 @@ from penstock.model.segments import Beside, Compute, Exchange, Segment, Segmente
 from penstock.model.sequences import Sequences
 from penstock.parallel.collectives import Collectives, Handle
 from penstock.parallel.tensor_slice import Shard
+from penstock.settings import ExpertConfig, ModelConfig
 
 
 class Experts(nn.Module):
@@ -75,7 +74,6 @@ class ExpertBlock(SegmentedUnit):
 
     def __init__(self, config: ModelConfig, matmul: Matmul, groups: ModelGroups | None = None) -> None:
         super().__init__()
-        assert config.experts is not None
         groups = groups or ModelGroups()
         self.collectives, self.token_peers = Collectives(groups.ep), Collectives(groups.tp)
         self.experts_of_ranks = experts_of_ranks(config.experts.num_experts, self.collectives.size)
@@ -179,7 +177,7 @@ def check_expert_parallel(config: ModelConfig, num_ranks: int) -> None:
     """
     if num_ranks == 1:
         return
-    if config.experts is None:
+    if not config.experts.num_experts:
         raise ValueError(f"ep = {num_ranks}: the model has no experts to share; ep = 1 is possible")
     if num_ranks > config.experts.num_experts:
         raise ValueError(
@@ -191,7 +189,6 @@ def check_expert_parallel(config: ModelConfig, num_ranks: int) -> None:
 def expert_shards(config: ModelConfig, groups: ModelGroups) -> dict[str, Shard]:
     """This rank's part of an expert block's parameters, by their names in it; empty where it has all experts."""
     experts = config.experts
-    assert experts is not None
     if groups.ep_size == 1:
         return {}
     shapes = {

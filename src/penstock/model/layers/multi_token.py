@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 
 from penstock.model.aux_losses import AuxLoss, AuxLosses, FutureTokens
-from penstock.model.config import ModelConfig
 from penstock.model.groups import ModelGroups
 from penstock.model.layers.attention import attention_block
 from penstock.model.layers.embedding import Embedding, TensorParallelEmbedding
@@ -35,6 +34,7 @@ from penstock.model.loss import ShardedLogits, cross_entropy_sum
 from penstock.model.matmul import Matmul
 from penstock.model.segments import Beside, Compute, Segment, SegmentedUnit, State
 from penstock.model.sequences import Sequences
+from penstock.settings import ModelConfig
 
 
 class TokenPrediction(nn.Module):

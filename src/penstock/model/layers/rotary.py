@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from penstock.model.kv_cache import Rows
-from penstock.model.rope_scaling import RopeKind, RopeScaling
 from penstock.model.sequences import Sequences
+from penstock.settings import RopeKind, RopeScaling
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Rotary:
 
     head_dim: int
     theta: float
-    scaling: RopeScaling | None = None
+    scaling: RopeScaling = RopeScaling()
 
     def tables(self, sequences: Sequences | Rows) -> tuple[Tensor, Tensor]:
         """Cosines and signed sines [T, 1, K] in fp32 of the positions, computed once for all layers."""
@@ -32,7 +32,7 @@ class Rotary:
 
     def _tables(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
         angles_TK = positions_T.to(torch.float32)[:, None] * self._frequencies(positions_T.device)
-        factor = 1.0 if self.scaling is None else self.scaling.table_factor
+        factor = self.scaling.table_factor
         cos, sin = angles_TK.cos() * factor, angles_TK.sin() * factor
         return torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None]
 
@@ -44,7 +44,7 @@ class Rotary:
         """
         exponents = torch.arange(0, self.head_dim, 2, device=device, dtype=torch.float32) / self.head_dim
         frequencies = 1.0 / self.theta**exponents
-        if self.scaling is None:
+        if self.scaling.kind is RopeKind.NONE:
             return frequencies
         stretch = {RopeKind.LINEAR: _linear, RopeKind.LLAMA3: _llama3, RopeKind.YARN: _yarn}[self.scaling.kind]
         return stretch(self, self.scaling, frequencies)
@@ -60,8 +60,8 @@ def _llama3(rotary: Rotary, scaling: RopeScaling, frequencies: Tensor) -> Tensor
 
     Source: Llama 3.1's published inference code, `apply_scaling`.
     """
-    turns = scaling.original_length / (2 * math.pi / frequencies)
-    kept = ((turns - scaling.low) / (scaling.high - scaling.low)).clamp(0.0, 1.0)
+    turns = _length(scaling) / (2 * math.pi / frequencies)
+    kept = ((turns - scaling.low) / (scaling.upper - scaling.low)).clamp(0.0, 1.0)
     return (1 - kept) * frequencies / scaling.factor + kept * frequencies
 
 
@@ -72,10 +72,10 @@ def _yarn(rotary: Rotary, scaling: RopeScaling, frequencies: Tensor) -> Tensor:
     """
 
     def pair_of(turns: float) -> float:
-        wavelengths = scaling.original_length / (turns * 2 * math.pi)
+        wavelengths = _length(scaling) / (turns * 2 * math.pi)
         return rotary.head_dim * math.log(wavelengths) / (2 * math.log(rotary.theta))
 
-    first, last = pair_of(scaling.high), pair_of(scaling.low)
+    first, last = pair_of(scaling.upper), pair_of(scaling.low)
     if scaling.truncate:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, rotary.head_dim - 1)
@@ -83,6 +83,11 @@ def _yarn(rotary: Rotary, scaling: RopeScaling, frequencies: Tensor) -> Tensor:
     # If both ends are the same pair, the ramp is a step.
     divided = ((pairs - first) / max(last - first, 1e-3)).clamp(0.0, 1.0)
     return frequencies / scaling.factor * divided + frequencies * (1 - divided)
+
+
+def _length(scaling: RopeScaling) -> int:
+    assert scaling.original_length is not None
+    return scaling.original_length
 
 
 class _RotateFunction(torch.autograd.Function):

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from penstock.model.aux_losses import AuxLoss, AuxLosses
-from penstock.model.expert_config import ExpertConfig, GroupScore, Scores
 from penstock.model.groups import ModelGroups
 from penstock.model.linear import Linear
 from penstock.model.matmul import Matmul
 from penstock.model.sequences import Sequences
 from penstock.parallel.collectives import Collectives
+from penstock.settings import ExpertConfig, GroupScore, Scores
 
 
 @dataclass(frozen=True, eq=False)

@@ -22,13 +22,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from penstock.model.config import ModelConfig
 from penstock.model.groups import ModelGroups
 from penstock.model.kv_cache import CacheSize
 from penstock.model.loss import ShardedLogits
 from penstock.model.segments import Exchange, SegmentedUnit, State
 from penstock.parallel.collectives import Collectives
 from penstock.parallel.tensor_slice import Shard
+from penstock.settings import ModelConfig
 
 _CUT_DIMENSIONS = {"q": 0, "k": 0, "v": 0, "output": 1, "gate": 0, "up": 0, "down": 1, "projection": 0, "embedding": 0}
 """Layer -> the dimension along which its weight is cut. A bias goes with the outputs, which only dimension 0 cuts."""
@@ -57,7 +57,7 @@ class TensorParallelSplit:
     @property
     def num_kv_parts(self) -> int:
         """Parts of the key and value heads; with fewer heads than ranks, neighbouring ranks hold the same part."""
-        return min(self.size, self.config.num_kv_heads)
+        return min(self.size, self.config.key_heads)
 
     @property
     def own(self) -> ModelConfig:
@@ -65,14 +65,15 @@ class TensorParallelSplit:
         return replace(
             self.config,
             num_heads=self.config.num_heads // self.size,
-            num_kv_heads=self.config.num_kv_heads // self.num_kv_parts,
+            num_kv_heads=self.config.key_heads // self.num_kv_parts,
+            head_dim=self.config.head_size,
             intermediate_size=self.config.intermediate_size // self.size,
         )
 
     @property
     def vocabulary(self) -> Shard:
         """This rank's part of the embedding's and the head's weight; parts differ by at most one token."""
-        return Shard("tp", 0, self.rank, self.size, (self.config.vocab_size, self.config.hidden_size))
+        return Shard("tp", 0, self.rank, self.size, (self.config.vocabulary, self.config.hidden_size))
 
     def shard(self, name: str, full_shape: tuple[int, ...]) -> Shard | None:
         """This rank's part of the parameter of that name in its unit; None for one that every rank holds whole."""
@@ -98,19 +99,12 @@ def check_tensor_parallel(config: ModelConfig, num_ranks: int) -> None:
     Raises:
         ValueError: naming the numbers of ranks that can.
     """
-    if not _splits_evenly(config, num_ranks):
-        possible = ", ".join(str(n) for n in range(1, config.num_heads + 1) if _splits_evenly(config, n))
+    if not config.can_share(num_ranks):
+        possible = ", ".join(str(n) for n in range(1, config.num_heads + 1) if config.can_share(n))
         raise ValueError(
-            f"tp={num_ranks} can not share {config.num_heads} query heads, {config.num_kv_heads} key heads and an MLP "
+            f"tp={num_ranks} can not share {config.num_heads} query heads, {config.key_heads} key heads and an MLP "
             f"of width {config.intermediate_size} evenly; possible are {possible}"
         )
-
-
-def _splits_evenly(config: ModelConfig, num_ranks: int) -> bool:
-    """True if every rank can have equally many query heads and columns, and whole key and value heads."""
-    larger, smaller = max(config.num_kv_heads, num_ranks), min(config.num_kv_heads, num_ranks)
-    whole = config.num_heads % num_ranks == 0 and config.intermediate_size % num_ranks == 0
-    return whole and larger % smaller == 0 and config.vocab_size >= num_ranks
 
 
 class TensorParallelUnit(SegmentedUnit):

@@ -4,16 +4,25 @@ import json
 import re
 import tomllib
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, get_args, get_origin
 
 import pytest
 
 from penstock.cli.train_arguments import read_arguments
-from penstock.engine.config import RunConfig, differences
-from penstock.engine.config_check import check, check_world
-from penstock.engine.config_file import ConfigError, from_dict, read_config, setting_types, to_toml
+from penstock.engine.run_check import check
+from penstock.settings import (
+    SETTINGS,
+    ConfigError,
+    RunConfig,
+    check_world,
+    differences,
+    from_dict,
+    read_config,
+    to_toml,
+)
+from penstock.settings.declare import possible
 
-NAMES = list(setting_types())
+NAMES = list(SETTINGS)
 # A continued run may change these; docs and the class's docstring promise it.
 MAY_CHANGE = re.compile(
     r"output|(log|checkpoint|validation|schedule|parallel)\..*|train\.(steps|num_microbatches|max_microbatch_tokens)"
@@ -21,13 +30,27 @@ MAY_CHANGE = re.compile(
 )
 
 
-def another_value(annotation: Any, value: Any) -> Any:
-    """A value of the setting's type that differs from `value`."""
+# Values that may stand beside the defaults, for settings where twice the default may not.
+OTHER: dict[str, Any] = {
+    "model.num_kv_heads": 2,
+    "model.num_full_layers": 2,
+    "parallel.order": "tp-cp-pp-dp",
+    "optimizer.beta1": 0.8,
+    "optimizer.beta2": 0.8,
+    "optimizer.final_learning_rate": 1e-4,
+}
+# Settings of the same section that another value needs.
+BESIDE: dict[str, dict[str, Any]] = {"parallel.ep": {"dp": 2}}
+
+
+def another_value(name: str) -> Any:
+    """A value of the setting's type that differs from its default."""
+    annotation, value = SETTINGS[name].type, RunConfig().flat()[name]
+    if name in OTHER:
+        return OTHER[name]
+    if possible(annotation):
+        return next(choice for choice in possible(annotation) if choice != value)
     kinds = [kind for kind in (get_args(annotation) or [annotation]) if kind is not type(None)]
-    if get_origin(annotation) is Literal:
-        return next(choice for choice in kinds if choice != value)
-    if get_origin(kinds[0]) is Literal:
-        return next(choice for choice in get_args(kinds[0]) if choice != value)
     if get_origin(annotation) is tuple or any(get_origin(kind) is tuple for kind in kinds):
         return (1, 0)
     if kinds[0] is bool:
@@ -39,7 +62,8 @@ def another_value(annotation: Any, value: Any) -> Any:
 
 def with_setting(name: str, value: Any) -> RunConfig:
     section, _, key = name.rpartition(".")
-    return from_dict({section: {key: value}} if section else {key: value})
+    table = {key: value, **BESIDE.get(name, {})}
+    return from_dict({section: table} if section else table)
 
 
 @pytest.fixture
@@ -56,16 +80,19 @@ def test_there_are_settings():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_setting_goes_through_a_file_and_the_command_line(name: str, run_file: Path, tmp_path: Path):
-    value = another_value(setting_types()[name], RunConfig().flat()[name])
+    value = another_value(name)
     changed = with_setting(name, value)
     assert changed.flat()[name] == value != RunConfig().flat()[name]
     assert from_dict(tomllib.loads(to_toml(changed))) == changed
     assert from_dict(json.loads(json.dumps(changed.to_dict()))) == changed
     words = [str(item).lower() for item in (value if isinstance(value, tuple) else (value,))]
-    given = read_arguments([str(run_file), f"--{name}", *words]).config
+    beside = {f"{name.partition('.')[0]}.{key}": item for key, item in BESIDE.get(name, {}).items()}
+    flags = [word for key, item in beside.items() for word in (f"--{key}", str(item))]
+    given = read_arguments([str(run_file), f"--{name}", *words, *flags]).config
     assert given.flat()[name] == value
-    others = {key: item for key, item in given.flat().items() if key != name}
-    assert others == {key: item for key, item in read_config(run_file).flat().items() if key != name}
+    changed_names = {name, *beside}
+    others = {key: item for key, item in given.flat().items() if key not in changed_names}
+    assert others == {key: item for key, item in read_config(run_file).flat().items() if key not in changed_names}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -83,14 +110,14 @@ def test_a_misspelt_setting_names_the_right_one(name: str, run_file: Path):
 def test_a_value_of_a_wrong_type_is_refused_by_name(name: str, run_file: Path):
     with pytest.raises(ConfigError, match=f"{re.escape(name)} takes "):
         with_setting(name, {"a": 1} if name == "output" else [[]])
-    if setting_types()[name] is not str and str not in get_args(setting_types()[name]):
+    if SETTINGS[name].type is not str and str not in get_args(SETTINGS[name].type):
         with pytest.raises(ConfigError, match=f"{re.escape(name)} takes .*, not 'abc'"):
             read_arguments([str(run_file), f"--{name}", "abc"])
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_digest_covers_what_decides_the_numbers(name: str):
-    changed = with_setting(name, another_value(setting_types()[name], RunConfig().flat()[name]))
+    changed = with_setting(name, another_value(name))
     # With a constant learning rate the length of a run decides nothing else.
     constant = {"optimizer": {"decay": "constant"}}
     if name == "train.steps":

@@ -5,11 +5,8 @@ from typing import Any
 
 import pytest
 
-from penstock.engine.config import ExpertsSection
-from penstock.engine.config_check import check
-from penstock.engine.config_file import ConfigError, from_dict
-from penstock.engine.run_parts import model_config
-from penstock.model import ExpertConfig, GroupScore, Scores
+from penstock.engine.run_check import check
+from penstock.settings import ConfigError, ExpertConfig, GroupScore, Scores, from_dict
 
 
 def test_all_settings_reach_the_model() -> None:
@@ -34,10 +31,10 @@ def test_all_settings_reach_the_model() -> None:
         "every": 2,
         "dense_layers": [3],
     }
-    assert set(settings) == {field.name for field in dataclasses.fields(ExpertsSection)}
+    assert set(settings) == {field.name for field in dataclasses.fields(ExpertConfig)}
     config = check(from_dict({"experts": settings, "model": {"num_predictions": 2, "prediction_loss": 0.1}}))
     expected = settings | {"scores": Scores.SIGMOID, "group_score": GroupScore.BEST_TWO, "dense_layers": (3,)}
-    shape = model_config(config, vocab_size=64)
+    shape = config.model.whole(64)
     assert shape.experts == ExpertConfig(**expected)  # pyright: ignore[reportArgumentType]
     assert (shape.num_predictions, shape.prediction_loss) == (2, 0.1)
     # Each setting differs from its default, so none can have been forgotten.
@@ -46,7 +43,7 @@ def test_all_settings_reach_the_model() -> None:
 
 
 def test_a_model_is_dense_unless_it_is_told_otherwise() -> None:
-    assert model_config(check(from_dict({})), vocab_size=64).experts is None
+    assert check(from_dict({})).model.whole(64).experts.num_experts == 0
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,69 @@
+"""A run's settings completed and checked before anything starts; PyTorch is loaded only for a pretrained model."""
+
+from penstock.schedule.choice import ScheduleChoice
+from penstock.settings import SETTINGS, ConfigError, RunConfig, check_rates, check_sections, walk
+from penstock.settings.declare import plain, with_values
+
+_PRETRAINED = "model.pretrained"
+# Settings of the model that do not belong to the folder it comes from; nor do the coefficients of losses.
+_FREE = (_PRETRAINED, "model.max_length", "model.num_predictions", "experts.bias_step")
+
+
+def check(config: RunConfig) -> RunConfig:
+    """Return `config` if all its settings can go together, and its schedule is proved.
+
+    Raises:
+        ConfigError: they cannot; the message names the settings and what would be possible.
+    """
+    check_sections(config)
+    choice, ranks = ScheduleChoice(config.schedule), config.parallel.pp
+    choice.check(ranks, config.train.num_microbatches)
+    units, stages = config.model.num_units, choice.placement(ranks).stages_per_route
+    if stages > units:
+        raise ConfigError(
+            f"parallel.pp = {ranks} with schedule.name = {choice.name!r} asks for {stages} "
+            f"stages, but a model of {config.model.num_layers} layers has {units} units to cut from "
+            f"(embedding, 2 a layer, head), so at most {units} are possible"
+        )
+    cut = config.schedule.cut
+    if cut is not None and (len(cut) != stages or sum(cut) != units or min(cut) < 1):
+        raise ConfigError(
+            f"schedule.cut = {list(cut)} must give {stages} stages at least one unit each, {units} in all; "
+            f"it gives {len(cut)} stages {sum(cut)} units"
+        )
+    check_rates(config)
+    return config
+
+
+def with_pretrained(config: RunConfig) -> RunConfig:
+    """The settings with the shape of `model.pretrained` filled in; without one, as they are.
+
+    What trains experts, and the longest sequence, stay as they are given.
+
+    Raises:
+        ConfigError: the folder holds no model that the decoder is, or a setting contradicts it.
+    """
+    folder = config.model.pretrained
+    if folder is None:
+        return config
+    # Only now, since it loads PyTorch.
+    from penstock.engine.pretrained import pretrained_shape
+
+    try:
+        shape = pretrained_shape(folder)
+    except ValueError as error:
+        raise ConfigError(f"{_PRETRAINED} = {folder!r}: {error}") from None
+    given, usual = config.flat(), RunConfig().flat()
+    found = {own.name: plain(own.default) for own in walk(shape) if not _is_free(own.name)}
+    for name, wanted in found.items():
+        if given[name] not in (usual[name], wanted):
+            raise ConfigError(
+                f"{name} = {given[name]!r}, but {_PRETRAINED} = {folder!r} has {wanted!r}; leave the setting out"
+            )
+    if given["model.max_length"] == usual["model.max_length"]:
+        found["model.max_length"] = shape.max_length
+    return with_values(config, {SETTINGS[name].path: value for name, value in found.items()})
+
+
+def _is_free(name: str) -> bool:
+    return name in _FREE or name.endswith("_loss")

@@ -1,0 +1,156 @@
+"""The groups of processes that a layout's ranks talk in; they are passed to whoever needs one, never looked up."""
+
+from __future__ import annotations
+
+import datetime
+from dataclasses import dataclass, fields
+
+import torch
+import torch.distributed as dist
+
+from penstock.settings import Coordinates, Groups, Layout
+
+
+def connect(layout: Layout, device: torch.device, timeout: datetime.timedelta | None = None) -> Grid:
+    """Make this process's groups; every process of the world calls this at the same point, with equal layouts.
+
+    torch.distributed has been initialised by the caller, except in a world of one process, which needs none.
+    `timeout` bounds every later collective of these groups (None: torch's default), except in the background,
+    where one rank may wait for another's disk.
+
+    Raises: ValueError when the layout does not fit the world.
+    """
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    layout.check(world_size)
+    if world_size == 1:
+        return Grid(layout, device, rank=0)
+    rank, everyone = dist.get_rank(), (tuple(range(world_size)),)
+    # All groups of the world in one order on every rank, each used once at once: communicators that are made
+    # on first use wait for each other in whatever order the ranks happen to come.
+    on_device = _GroupMaker(rank, "nccl" if device.type == "cuda" else "gloo", device, timeout)
+    on_host = _GroupMaker(rank, "gloo", torch.device("cpu"), timeout)
+    control, pp_control = on_host.make(everyone), on_host.make(layout.groups("pp"))
+    known = {everyone: control, layout.groups("pp"): pp_control}
+    for groups in (layout.groups("pp", "cp", "tp"), layout.model_copies()):
+        if groups not in known:
+            known[groups] = on_host.make(groups)
+    dp_cp_group = on_device.make(layout.groups("dp", "cp"))
+    return Grid(
+        layout,
+        device,
+        rank,
+        control=control,
+        background=_GroupMaker(rank, "gloo", torch.device("cpu"), None).make(everyone),
+        pp_control=pp_control,
+        batch_control=known[layout.groups("pp", "cp", "tp")],
+        model_control=known[layout.model_copies()],
+        tp_group=on_device.make(layout.groups("tp")),
+        cp_group=on_device.make(layout.groups("cp")),
+        ep_group=on_device.make(layout.expert_groups()),
+        dp_cp_group=dp_cp_group,
+        edp_group=dp_cp_group if layout.ep == 1 else on_device.make(layout.expert_copies()),
+        mirror_group=on_device.make(_mirrored(layout.groups("pp"))),
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Grid:
+    """One rank's place in a connected layout, and its groups; a group is None where the rank would be alone in it.
+
+    On device tensors:
+    tp_group, cp_group, ep_group: those that share layers, sequences, or experts with this rank, in order of place.
+    dp_cp_group: those that hold the same parameters and see other tokens; gradients are summed over it.
+    edp_group: those that hold the same experts; the experts' gradients are summed over it.
+    mirror_group: this rank of the pipeline and the one as far from its other end (first and last, second and last but
+    one, ...): they hold the copies of tied weights, and of a bidirectional model's stages.
+
+    On host memory:
+    control: all ranks. background: the same again for a thread beside the main one, since two threads may not share a
+    group. pp_control: this pipeline's ranks. batch_control: the ranks that are given the same batch, those that differ
+    in pp, cp and tp. model_control: the ranks that hold a copy of the model between them.
+    """
+
+    layout: Layout
+    device: torch.device
+    rank: int
+    control: dist.ProcessGroup | None = None
+    background: dist.ProcessGroup | None = None
+    pp_control: dist.ProcessGroup | None = None
+    batch_control: dist.ProcessGroup | None = None
+    model_control: dist.ProcessGroup | None = None
+    tp_group: dist.ProcessGroup | None = None
+    cp_group: dist.ProcessGroup | None = None
+    ep_group: dist.ProcessGroup | None = None
+    dp_cp_group: dist.ProcessGroup | None = None
+    edp_group: dist.ProcessGroup | None = None
+    mirror_group: dist.ProcessGroup | None = None
+
+    def close(self) -> None:
+        """Let go of the groups, which nobody uses any more; all ranks call it. Each costs gloo a thread until then."""
+        groups = (getattr(self, part.name) for part in fields(self))
+        for group in {id(group): group for group in groups if isinstance(group, dist.ProcessGroup)}.values():
+            dist.destroy_process_group(group)
+
+    @property
+    def world_size(self) -> int:
+        return self.layout.world_size
+
+    @property
+    def place(self) -> Coordinates:
+        return self.layout.coordinates(self.rank)
+
+    @property
+    def pp_rank(self) -> int:
+        return self.place.pp
+
+    @property
+    def dp_rank(self) -> int:
+        return self.place.dp
+
+    @property
+    def cp_rank(self) -> int:
+        return self.place.cp
+
+    @property
+    def tp_rank(self) -> int:
+        return self.place.tp
+
+    @property
+    def ep_rank(self) -> int:
+        return next(ranks for ranks in self.layout.expert_groups() if self.rank in ranks).index(self.rank)
+
+    @property
+    def pp_ranks(self) -> tuple[int, ...]:
+        """Global ranks of this pipeline, in pipeline order."""
+        return next(ranks for ranks in self.layout.groups("pp") if self.rank in ranks)
+
+
+def _mirrored(pipelines: Groups) -> Groups:
+    """The pairs of ranks that lie opposite each other, pipeline by pipeline, from the ends inwards."""
+    return tuple(
+        pair for ranks in pipelines for pair in list(zip(ranks, reversed(ranks), strict=True))[: len(ranks) // 2]
+    )
+
+
+@dataclass(frozen=True)
+class _GroupMaker:
+    """Makes groups of one backend; those of a single rank are left out, since each costs gloo a thread."""
+
+    rank: int
+    backend: str
+    device: torch.device
+    timeout: datetime.timedelta | None
+
+    def make(self, groups: Groups) -> dist.ProcessGroup | None:
+        """Make every group of one kind and return the one this rank is in, after a first collective through it."""
+        mine = None
+        for ranks in groups:
+            if len(ranks) < 2:
+                continue
+            group = dist.new_group(list(ranks), backend=self.backend, timeout=self.timeout)
+            if self.rank in ranks:
+                assert isinstance(group, dist.ProcessGroup)
+                mine = group
+        if mine is not None:
+            dist.all_reduce(torch.ones(1, device=self.device), group=mine)
+        return mine

@@ -1,0 +1,173 @@
+"""The schedule that a run's settings choose: built by name, or read from a file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from penstock.schedule import builders, files
+from penstock.schedule.actions import Pair, Placement, PlacementKind, Program, Schedule, ScheduleError
+from penstock.schedule.costs import Costs
+from penstock.schedule.lower import early_gradients, lower
+from penstock.schedule.search import options_for_step
+from penstock.schedule.verify import verify
+from penstock.settings import ConfigError, ScheduleConfig
+
+_TIMES = ("forward", "backward_input", "backward_weight", "transfer")
+
+
+@dataclass(frozen=True)
+class ScheduleChoice:
+    """Settings of a schedule, which name it or a file ending in .csv (torch's format) or .txt; and the stages' times.
+
+    `costs`: the times that `auto` searches for, one for each stage of the model; None for equal ones.
+    """
+
+    settings: ScheduleConfig = ScheduleConfig()
+    costs: Costs | None = None
+
+    @classmethod
+    def of(cls, settings: ScheduleConfig | str) -> ScheduleChoice:
+        """The choice of these settings; a name alone will do."""
+        return cls(ScheduleConfig(settings) if isinstance(settings, str) else settings)
+
+    @property
+    def name(self) -> str:
+        """The schedule's name, or the file's path."""
+        return self.settings.name
+
+    @property
+    def is_file(self) -> bool:
+        """Whether a file holds the order."""
+        return files.is_file(self.name)
+
+    @property
+    def is_searched(self) -> bool:
+        """Whether the order depends on the stages' times."""
+        return not self.is_file and "forward" in builders.options(self.name)
+
+    def timed(self, costs: Costs) -> ScheduleChoice:
+        """The same for stages that take these times."""
+        return replace(self, costs=costs)
+
+    def program(self, ranks: int, microbatches: int, *, whole_backwards: bool = False) -> Program:
+        """The program of a step.
+
+        `whole_backwards` leaves every `B` whole: for stages that launch collectives, which send early by themselves and
+        fill what waits there are with weight gradients.
+
+        Raises:
+            ValueError: an unknown name or option, numbers that are not possible, or a file that cannot be read or is
+                for other numbers.
+        """
+        ahead = self.settings.receives_ahead
+        if not self.is_file:
+            built = self.build(ranks, microbatches)
+            if self.settings.early_gradients and not whole_backwards:
+                built = early_gradients(built)
+            return lower(built, receives_ahead=ahead)
+        program = files.read_program(self.name, receives_ahead=ahead)
+        given = (program.placement.num_ranks, program.schedule.num_microbatches)
+        if given != (ranks, microbatches):
+            raise ScheduleError(
+                f"{self.name} is for {given[0]} ranks and {given[1]} microbatches, not for {ranks} and {microbatches}"
+            )
+        return program
+
+    def build(self, ranks: int, microbatches: int) -> Schedule:
+        """The schedule of that name."""
+        options: dict[str, Any] = self._options
+        if self.costs is not None and self.is_searched and self.settings.search_cut:
+            options |= options_for_step(self.costs)
+        elif self.costs is not None and self.is_searched:
+            options |= {name: getattr(self.costs, name) for name in _TIMES}
+        return builders.build(
+            self.name, ranks=ranks, microbatches=microbatches, stages_per_rank=self._stages_per_rank, **options
+        )
+
+    def placement(self, ranks: int) -> Placement:
+        """Where the stages live, whatever the number of microbatches and the stages' times."""
+        if self.is_file:
+            return files.read(self.name).placement
+        # One microbatch is enough for a search, and has one order at most times.
+        few = replace(self, costs=None)
+        return few.build(ranks, microbatches=1 if self.is_searched else 4 * ranks).placement
+
+    def check(self, ranks: int, microbatches: int) -> None:
+        """Build and prove the schedule, and refuse settings that would change nothing.
+
+        Raises:
+            ConfigError: a name or an option it does not know, or a schedule that cannot train.
+            ValueError: numbers that are not possible.
+        """
+        known = builders.names(with_aliases=True)
+        if self.name not in known and not self.is_file:
+            raise ConfigError(
+                f"schedule.name = {self.name!r} is none of {', '.join(known)}, nor a file ending in .csv or .txt"
+            )
+        self._check_options()
+        self._check_search()
+        program = self.program(ranks, microbatches)
+        if not program.schedule.training:
+            raise ConfigError(f"schedule.name = {self.name!r} has no backward and can not train; 1f1b can")
+        if self.settings.early_release and not any(
+            isinstance(s, Pair) for order in program.schedule.orders for s in order
+        ):
+            raise ConfigError(
+                f"schedule.early_release = true changes the turns of fused pairs, but {self.name} has none; "
+                "combined-1f1b, combined-interleaved, dualpipe-v and dualpipe do"
+            )
+        verify(program)
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        """The settings that are options of some builder, by their names in its signature."""
+        every = {option for name in builders.names() for option in builders.options(name)}
+        return {name: value for name, value in self.settings.given.items() if name in every}
+
+    @property
+    def _stages_per_rank(self) -> int | None:
+        """As asked for; a V that is left open goes there and back once."""
+        if self.settings.stages_per_rank is None and self.settings.placement == PlacementKind.V.value:
+            return 2
+        return self.settings.stages_per_rank
+
+    def _check_options(self) -> None:
+        for option, value in self._options.items():
+            text = f"schedule.{option} = {str(value).lower()}"
+            if self.is_file:
+                raise ConfigError(f"{text} can not change {self.name}, whose order is taken as it is; leave it out")
+            if option not in builders.options(self.name):
+                possible = ", ".join(name for name in builders.names() if option in builders.options(name))
+                raise ConfigError(f"{text} is no option of schedule.name = {self.name!r}; possible are {possible}")
+
+    def _check_search(self) -> None:
+        if not self.settings.search_cut:
+            return
+        if not self.is_searched:
+            raise ConfigError(
+                f"schedule.search_cut = true searches for a cut together with the order, but {self.name} has an order "
+                "of its own; possible is schedule.name = auto"
+            )
+        if not self.settings.measure:
+            raise ConfigError("schedule.search_cut = true needs the units' times; add schedule.measure = true")
+        if self.settings.cut is not None:
+            raise ConfigError("schedule.search_cut = true searches for what schedule.cut gives by hand; leave out one")
+
+
+def forward_only(placement: Placement, microbatches: int) -> Program:
+    """The program that scores on the stages of a placement, in the order in which microbatches come.
+
+    Of a model that is held twice it uses the first copy, so that one rank gets all outputs.
+    """
+    kind, num_stages = placement.kind, placement.stages_per_microbatch
+    if kind is PlacementKind.BIDIRECTIONAL:
+        kind = PlacementKind.LOOP
+    built = builders.build(
+        "inference",
+        ranks=placement.num_ranks,
+        microbatches=microbatches,
+        stages_per_rank=num_stages,
+        placement=kind.value,
+    )
+    return lower(built)

@@ -1,0 +1,76 @@
+"""Every setting, declared once: name, type, default, bounds and a sentence of help. Standard library only.
+
+The file, the command line, its help, the checks and the engine all take these very objects. `SETTINGS` lists those of
+a run; `walk` those of any object.
+"""
+
+from penstock.settings.check import check_rates, check_sections, check_world
+from penstock.settings.data import DataConfig, PackingKind
+from penstock.settings.declare import ConfigError, Setting, Settings, same_as, setting, walk
+from penstock.settings.experts import ExpertConfig, GroupScore, Scores
+from penstock.settings.model import ModelConfig, RopeKind, RopeScaling
+from penstock.settings.optimizer import Decay, LearningRate, OptimizerConfig, Ramp, WeightDecay
+from penstock.settings.parallel import AXES, ContextForm, Coordinates, Device, Groups, Layout, ParallelConfig
+from penstock.settings.read import from_dict, read_config, to_toml
+from penstock.settings.run import (
+    SETTINGS,
+    CheckpointConfig,
+    LogConfig,
+    Normalize,
+    Precision,
+    Recompute,
+    RunConfig,
+    TrainConfig,
+    ValidationConfig,
+    differences,
+)
+from penstock.settings.sampling import SamplingParams
+from penstock.settings.schedule import ScheduleConfig, SearchedPlacement
+
+__all__ = [
+    "AXES",
+    "SETTINGS",
+    "CheckpointConfig",
+    "ConfigError",
+    "ContextForm",
+    "Coordinates",
+    "DataConfig",
+    "Decay",
+    "Device",
+    "ExpertConfig",
+    "GroupScore",
+    "Groups",
+    "Layout",
+    "LearningRate",
+    "LogConfig",
+    "ModelConfig",
+    "Normalize",
+    "OptimizerConfig",
+    "PackingKind",
+    "ParallelConfig",
+    "Precision",
+    "Ramp",
+    "Recompute",
+    "RopeKind",
+    "RopeScaling",
+    "RunConfig",
+    "SamplingParams",
+    "ScheduleConfig",
+    "Scores",
+    "SearchedPlacement",
+    "Setting",
+    "Settings",
+    "TrainConfig",
+    "ValidationConfig",
+    "WeightDecay",
+    "check_rates",
+    "check_sections",
+    "check_world",
+    "differences",
+    "from_dict",
+    "read_config",
+    "same_as",
+    "setting",
+    "to_toml",
+    "walk",
+]

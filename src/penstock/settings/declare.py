@@ -1,0 +1,291 @@
+"""Declarations of settings: each once, as a field of a frozen dataclass, with default, bounds and a sentence of help.
+
+    @dataclass(frozen=True)
+    class TrainConfig(Settings, section="train"):
+        steps: int = setting(100, "Optimizer steps.", AT_LEAST_1)
+
+The file, the command line, its help, the checks and the engine all take these very objects.
+"""
+
+import dataclasses
+import enum
+import functools
+import json
+import math
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+T = TypeVar("T")
+S = TypeVar("S", bound="Settings")
+_KEY = "setting"
+
+
+class ConfigError(ValueError):
+    """A setting that cannot be used; the message names it and says what is possible."""
+
+
+class NamedValue(enum.StrEnum):
+    """One of several names, spelt as in files. Python may write underscores for hyphens."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> Any:
+        wanted = str(value).replace("_", "-")
+        return next((member for member in cls if member.value.replace("_", "-") == wanted), None)
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """The numbers that a setting may have; `otherwise` says what is wrong with those above."""
+
+    least: float | None = None
+    above: float | None = None
+    most: float | None = None
+    below: float | None = None
+    otherwise: str = "is not possible"
+
+    def contain(self, value: float) -> bool:
+        """Whether the number lies within."""
+        return (
+            (self.least is None or value >= self.least)
+            and (self.above is None or value > self.above)
+            and (self.most is None or value <= self.most)
+            and (self.below is None or value < self.below)
+        )
+
+    def refusal(self, value: float) -> str:
+        """What follows the offending value in a message: what is wrong, and what is possible."""
+        if self.least == 0 and value < 0:
+            return "is negative; 0 or more is possible"
+        if self.below is not None and value >= self.below:
+            return f"{self.otherwise}; give less than {self.below}"
+        return f"is not possible; it must be {self}"
+
+    def __str__(self) -> str:
+        words = (
+            ("at least", self.least),
+            ("more than", self.above),
+            ("at most", self.most),
+            ("less than", self.below),
+        )
+        return " and ".join(f"{word} {limit}" for word, limit in words if limit is not None)
+
+
+AT_LEAST_0 = Bounds(least=0)
+AT_LEAST_1 = Bounds(least=1)
+ABOVE_0 = Bounds(above=0)
+
+
+@dataclass(frozen=True)
+class Declaration:
+    """A setting as its field's metadata hold it; `key` is its name in files where the attribute has another.
+
+    `section` and `type` are those of the field where they are left out.
+    """
+
+    help: str
+    bounds: Bounds | None
+    key: str
+    section: str = ""
+    type: Any = None
+
+
+def declared(help: str, bounds: Bounds | None = None, *, key: str = "") -> dict[str, Declaration]:
+    """The metadata of a field that is a setting."""
+    return {_KEY: Declaration(help, bounds, key)}
+
+
+def setting(default: T, help: str, bounds: Bounds | None = None, *, key: str = "") -> T:
+    """Declare a setting, as the value of a dataclass's field."""
+    return dataclasses.field(default=default, metadata=declared(help, bounds, key=key))
+
+
+def same_as(kind: type["Settings"], attribute: str) -> Any:
+    """Declare that a field is the setting of that name in another dataclass."""
+    own = next(field for field in dataclasses.fields(typing.cast(Any, kind)) if field.name == attribute)
+    found = own.metadata[_KEY]
+    same = replace(found, key=found.key or attribute, section=kind.section, type=get_type_hints(kind)[attribute])
+    return dataclasses.field(default=own.default, metadata={_KEY: same})
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A setting of a run.
+
+    `path`: the attributes that lead to it from the run's settings. `default`: as a run has it.
+    """
+
+    section: str
+    key: str
+    path: tuple[str, ...]
+    type: Any
+    default: Any
+    bounds: Bounds | None
+    help: str
+
+    @property
+    def name(self) -> str:
+        """Its dotted name, as on the command line."""
+        return f"{self.section}.{self.key}" if self.section else self.key
+
+    def matched(self, value: Any) -> Any:
+        """The value as its type keeps it: 1 as 1.0, a list as a tuple, a name as an enum's member.
+
+        Raises:
+            ConfigError: it is of another type.
+        """
+        matches, taken = _match(self.type, value)
+        if not matches:
+            raise ConfigError(f"{self.name} takes {describe(self.type)}, not {json.dumps(value, default=str)}")
+        return taken
+
+    def take(self, value: Any) -> Any:
+        """The same of a value within bounds.
+
+        Raises:
+            ConfigError: it is of another type, or out of bounds.
+        """
+        taken = value if type(value) is self.type else self.matched(value)
+        if isinstance(taken, float) and not math.isfinite(taken):
+            raise ConfigError(f"{self.name} = {taken} is no finite number")
+        if self.bounds is None:
+            return taken
+        for number in taken if isinstance(taken, tuple) else (taken,):
+            if isinstance(number, int | float) and not self.bounds.contain(number):
+                left_out = ", or None" if types.NoneType in get_args(self.type) else ""
+                raise ConfigError(f"{self.name} = {plain(taken)} {self.bounds.refusal(number)}{left_out}")
+        return taken
+
+
+class Settings:
+    """A frozen dataclass of settings, all of one section; each is checked whenever an object is made.
+
+    A field whose type is such a dataclass too holds settings of its own section.
+    """
+
+    section: ClassVar[str] = ""
+
+    def __init_subclass__(cls, section: str = "") -> None:
+        cls.section = section or cls.section
+
+    def __post_init__(self) -> None:
+        for own in _declared(type(self)):
+            value = getattr(self, own.path[0])
+            taken = own.take(value)
+            if taken is not value:
+                object.__setattr__(self, own.path[0], taken)
+        self._check()
+
+    def _check(self) -> None:
+        """Refuse values that cannot go together."""
+
+
+@functools.cache
+def _declared(kind: type[Settings]) -> tuple[Setting, ...]:
+    """The settings that are fields of the dataclass itself."""
+    hints = get_type_hints(kind)
+    found = []
+    for field in dataclasses.fields(typing.cast(Any, kind)):
+        own: Declaration | None = field.metadata.get(_KEY)
+        if own is not None:
+            section, key, type_ = own.section or kind.section, own.key or field.name, own.type or hints[field.name]
+            found.append(Setting(section, key, (field.name,), type_, field.default, own.bounds, own.help))
+    return tuple(found)
+
+
+def walk(settings: Settings) -> Iterator[Setting]:
+    """All settings of an object and of those it holds, in the order of their fields; its values are the defaults."""
+    own_settings = {own.path[0]: own for own in _declared(type(settings))}
+    for field in dataclasses.fields(typing.cast(Any, settings)):
+        value = getattr(settings, field.name)
+        if field.name in own_settings:
+            yield replace(own_settings[field.name], default=value)
+        elif isinstance(value, Settings):
+            yield from (replace(inner, path=(field.name, *inner.path)) for inner in walk(value))
+
+
+def value_of(settings: Settings, path: tuple[str, ...]) -> Any:
+    """The value that a path of attributes leads to."""
+    return functools.reduce(getattr, path, settings)
+
+
+def with_values(settings: S, values: Mapping[tuple[str, ...], Any]) -> S:
+    """The same settings but for these values, by their paths; objects are made once all their values are known.
+
+    Raises:
+        ConfigError: a value of a wrong type or out of bounds, or values that cannot go together.
+    """
+    changed: dict[str, Any] = {path[0]: value for path, value in values.items() if len(path) == 1}
+    for name in {path[0]: None for path in values if len(path) > 1}:
+        inner = {path[1:]: value for path, value in values.items() if path[0] == name}
+        changed[name] = with_values(getattr(settings, name), inner)
+    return replace(typing.cast(Any, settings), **changed) if changed else settings
+
+
+def plain(value: Any) -> Any:
+    """The value as JSON and messages show it: an enum's member as its name."""
+    return value.value if isinstance(value, enum.Enum) else value
+
+
+def possible(kind: Any) -> tuple[Any, ...]:
+    """The values of an enum or of literals, as files spell them; none for another type."""
+    if is_union(kind):
+        return tuple(value for part in get_args(kind) for value in possible(part))
+    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+        return tuple(member.value for member in kind)
+    return get_args(kind) if get_origin(kind) is Literal else ()
+
+
+def refuse_divisor(name: str, value: int, whole_name: str, whole: int) -> None:
+    """Refuse a number that does not divide another one evenly.
+
+    Raises:
+        ConfigError: the message lists the numbers that do.
+    """
+    if whole % value:
+        divisors = ", ".join(str(number) for number in range(1, whole + 1) if whole % number == 0)
+        raise ConfigError(f"{name} = {value} does not divide {whole_name} = {whole}; possible are {divisors}")
+
+
+def describe(kind: Any) -> str:
+    """What a setting of a type takes, in words."""
+    if is_union(kind):
+        return " or ".join(describe(part) for part in get_args(kind) if part is not types.NoneType)
+    if possible(kind):
+        *first, last = [json.dumps(choice) for choice in possible(kind)]
+        return f"{', '.join(first)} or {last}" if first else last
+    if get_origin(kind) is tuple:
+        return "a list of integers"
+    return {int: "an integer", float: "a number", bool: "true or false", str: "a text"}[kind]
+
+
+def is_union(kind: Any) -> bool:
+    """Whether a type is one of several."""
+    return get_origin(kind) in (typing.Union, types.UnionType)
+
+
+def _match(kind: Any, value: Any) -> tuple[bool, Any]:
+    """Whether a value is of a type, and the value as that type keeps it."""
+    if is_union(kind):
+        matches = (_match(part, value) for part in get_args(kind))
+        return next((match for match in matches if match[0]), (False, value))
+    if kind is types.NoneType:
+        return value is None, None
+    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+        try:
+            return (True, kind(value)) if isinstance(value, str) else (False, value)
+        except ValueError:
+            return False, value
+    if get_origin(kind) is Literal:
+        return isinstance(value, str) and value in get_args(kind), value
+    if get_origin(kind) is tuple:
+        matches = isinstance(value, list | tuple) and all(_match(int, item)[0] for item in value)
+        return matches, tuple(value) if matches else value
+    # bool is an int to Python, but not to a reader of a file.
+    if kind in (int, float) and isinstance(value, bool):
+        return False, value
+    if kind is float and isinstance(value, int):
+        return True, float(value)
+    return isinstance(value, kind), value

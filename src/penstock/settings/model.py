@@ -1,0 +1,211 @@
+"""The shape of a decoder of the Llama, Qwen2, Qwen3 and Mistral family, and of its rotary positions."""
+
+import math
+from dataclasses import dataclass, field, replace
+
+from penstock.settings.declare import (
+    ABOVE_0,
+    AT_LEAST_0,
+    AT_LEAST_1,
+    Bounds,
+    ConfigError,
+    NamedValue,
+    Settings,
+    declared,
+    refuse_divisor,
+    setting,
+)
+from penstock.settings.experts import ExpertConfig
+
+
+class RopeKind(NamedValue):
+    """How rotary frequencies are stretched; the values are Hugging Face's names.
+
+    LINEAR divides every frequency. LLAMA3 divides low ones and leaves high ones alone. YARN does so too, and sharpens
+    attention besides.
+    """
+
+    NONE = "none"
+    LINEAR = "linear"
+    LLAMA3 = "llama3"
+    YARN = "yarn"
+
+
+@dataclass(frozen=True)
+class RopeScaling(Settings, section="rope"):
+    """How rotary positions are stretched over longer texts than those a model was first trained on."""
+
+    kind: RopeKind = setting(
+        RopeKind.NONE, "The way to stretch: all frequencies alike (linear), Llama 3's, or YaRN's.", key="scaling"
+    )
+    factor: float = setting(1.0, "By how much, at most.", Bounds(least=1))
+    original_length: int | None = setting(
+        None, "The longest sequence before stretching, in tokens (llama3, yarn).", AT_LEAST_1
+    )
+    low: float = setting(1.0, "Frequencies of fewer turns over that length are stretched in full.", ABOVE_0)
+    high: float | None = setting(
+        None, "Frequencies of more turns are left alone; left out, 4 (llama3) or 32 (yarn).", ABOVE_0
+    )
+    attention_factor: float | None = setting(
+        None, "Factor on cosines and sines (yarn); left out, 0.1 log(factor) + 1.", ABOVE_0
+    )
+    truncate: bool = setting(True, "The ends of the ramp between low and high are rounded to whole pairs (yarn).")
+
+    def _check(self) -> None:
+        if self.kind is RopeKind.NONE:
+            return
+        if self.kind is not RopeKind.LINEAR and self.original_length is None:
+            raise ConfigError(f"rope.scaling = {self.kind} needs rope.original_length, at least 1")
+        if not self.low < self.upper:
+            raise ConfigError(f"rope.low = {self.low} must be less than rope.high = {self.upper}")
+
+    @property
+    def upper(self) -> float:
+        """`high`, or what it is for this kind where it is left out."""
+        return self.high or (32.0 if self.kind is RopeKind.YARN else 4.0)
+
+    @property
+    def table_factor(self) -> float:
+        """Factor on cosines and sines. Source: Peng et al. 2023 (YaRN), section 3.4."""
+        if self.kind is not RopeKind.YARN:
+            return 1.0
+        return 0.1 * math.log(self.factor) + 1.0 if self.attention_factor is None else self.attention_factor
+
+
+@dataclass(frozen=True)
+class ModelConfig(Settings, section="model"):
+    """The decoder: Llama, Qwen2, Qwen3 and Mistral are settings of one.
+
+    Several settings may be left out; `vocabulary`, `key_heads` and `head_size` are what then holds.
+    """
+
+    pretrained: str | None = field(
+        default=None,
+        kw_only=True,
+        metadata=declared(
+            "Folder of a Hugging Face model or a run whose weights training starts from; it decides what follows here."
+        ),
+    )
+    vocab_size: int | None = setting(
+        None, "Tokens the model knows; left out, as many as the tokenizer has.", AT_LEAST_1
+    )
+    hidden_size: int = setting(128, "Width of the residual stream.", AT_LEAST_1)
+    intermediate_size: int = setting(344, "Width inside an MLP.", AT_LEAST_1)
+    num_layers: int = setting(4, "Decoder layers; each is two units, an attention block and an MLP block.", AT_LEAST_1)
+    num_heads: int = setting(4, "Query heads.", AT_LEAST_1)
+    num_kv_heads: int | None = setting(
+        None, "Key and value heads, a divisor of num_heads; left out, as many as query heads.", AT_LEAST_1
+    )
+    head_dim: int | None = setting(None, "Width of a head; left out, hidden_size / num_heads.", AT_LEAST_1)
+    max_length: int = setting(2048, "The longest sequence, in tokens.", AT_LEAST_1)
+    rope_theta: float = setting(10000.0, "Base of the rotary frequencies.", ABOVE_0)
+    norm_eps: float = setting(1e-5, "Added to the mean square in every norm.", ABOVE_0)
+    qkv_bias: bool = setting(False, "Bias on the query, key and value projections (Qwen2).")
+    qk_norm: bool = setting(False, "RMSNorm on queries and keys (Qwen3).")
+    tie_embeddings: bool = setting(False, "The head uses the embedding's weight.")
+    sliding_window: int | None = setting(
+        None, "Tokens that a token sees, itself included (Mistral); left out, all before it.", AT_LEAST_1
+    )
+    num_predictions: int = setting(
+        0, "Tokens beyond the next that training predicts too, each through a further layer (DeepSeek-V3).", AT_LEAST_0
+    )
+    prediction_loss: float = setting(0.3, "Weight of the mean of their losses.", ABOVE_0)
+    num_full_layers: int = setting(
+        0, "Layers at the start that see all tokens in spite of sliding_window (Qwen2).", AT_LEAST_0
+    )
+    rope_scaling: RopeScaling = RopeScaling()
+    experts: ExpertConfig = ExpertConfig()
+
+    def _check(self) -> None:
+        # A pretrained model's shape is read later, and may belong to settings that do not fit the defaults.
+        if self.pretrained is None:
+            self.check_shape()
+
+    def check_shape(self) -> None:
+        """Refuse sizes that cannot go together.
+
+        Raises:
+            ConfigError: the message names the settings and what would be possible.
+        """
+        if self.head_dim is None and self.hidden_size % self.num_heads:
+            divisors = ", ".join(str(n) for n in range(1, self.hidden_size + 1) if self.hidden_size % n == 0)
+            raise ConfigError(
+                f"model.num_heads = {self.num_heads} does not divide model.hidden_size = {self.hidden_size}; "
+                f"possible are {divisors}, or give model.head_dim"
+            )
+        refuse_divisor("model.num_kv_heads", self.key_heads, "model.num_heads", self.num_heads)
+        if self.head_size % 2:
+            raise ConfigError(
+                f"model.head_dim = {self.head_size}: a head's width of {self.head_size} is odd; "
+                "rotary positions turn pairs, so it must be even"
+            )
+        if self.num_full_layers > self.num_layers:
+            raise ConfigError(
+                f"model.num_full_layers = {self.num_full_layers} is more than model.num_layers = {self.num_layers}; "
+                "at most that is possible"
+            )
+
+    @property
+    def vocabulary(self) -> int:
+        """The number of tokens the model knows.
+
+        Raises:
+            ConfigError: `vocab_size` was left to a tokenizer, and none has been asked.
+        """
+        if self.vocab_size is None:
+            raise ConfigError("model.vocab_size is left out and no tokenizer decides it; give the number of tokens")
+        return self.vocab_size
+
+    @property
+    def key_heads(self) -> int:
+        """The number of key heads, and of value heads."""
+        return self.num_kv_heads or self.num_heads
+
+    @property
+    def head_size(self) -> int:
+        """The width of a head."""
+        return self.head_dim or self.hidden_size // self.num_heads
+
+    @property
+    def query_size(self) -> int:
+        """Width of all query heads together."""
+        return self.num_heads * self.head_size
+
+    @property
+    def kv_size(self) -> int:
+        """Width of all key heads together, and of all value heads."""
+        return self.key_heads * self.head_size
+
+    @property
+    def num_units(self) -> int:
+        """Units that stages are cut from: embedding, two a layer, head."""
+        return 2 * self.num_layers + 2
+
+    def is_sparse(self, layer: int) -> bool:
+        """Whether the layer of that number has experts instead of one MLP."""
+        return self.experts.is_sparse(layer)
+
+    def of_layer(self, number: int) -> "ModelConfig":
+        """The configuration as the layer of that number has it, where layers differ."""
+        return replace(self, sliding_window=None, num_full_layers=0) if number < self.num_full_layers else self
+
+    def whole(self, vocab_size: int) -> "ModelConfig":
+        """The same with a value for everything that was left out; equal shapes are then equal objects.
+
+        `vocab_size` counts where the settings leave it to the tokenizer.
+        """
+        rope = self.rope_scaling
+        return replace(
+            self,
+            pretrained=None,
+            vocab_size=self.vocab_size or vocab_size,
+            num_kv_heads=self.key_heads,
+            head_dim=self.head_size,
+            rope_scaling=rope if rope.kind is RopeKind.NONE else replace(rope, high=rope.upper),
+        )
+
+    def can_share(self, num_ranks: int) -> bool:
+        """Whether tensor-parallel ranks can each have as many query heads and MLP columns, and whole key heads."""
+        larger, smaller = max(self.key_heads, num_ranks), min(self.key_heads, num_ranks)
+        whole = self.num_heads % num_ranks == 0 and self.intermediate_size % num_ranks == 0
+        return whole and larger % smaller == 0 and (self.vocab_size is None or self.vocab_size >= num_ranks)

@@ -1,0 +1,206 @@
+"""AdamW's settings, with learning rate and weight decay as closed forms of the absolute number of a step, from 1.
+
+Nothing is remembered from step to step, so a skipped step shifts nothing that comes after it.
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+from penstock.settings.declare import (
+    ABOVE_0,
+    AT_LEAST_0,
+    AT_LEAST_1,
+    Bounds,
+    ConfigError,
+    NamedValue,
+    Settings,
+    setting,
+)
+
+_FORGETS = Bounds(least=0, below=1, otherwise="never forgets")
+
+
+class Decay(NamedValue):
+    """How the learning rate falls after its warm-up."""
+
+    CONSTANT = "constant"
+    LINEAR = "linear"
+    COSINE = "cosine"
+    INVERSE_SQRT = "inverse-sqrt"
+
+
+class Ramp(NamedValue):
+    """How weight decay goes from its first value to its last."""
+
+    CONSTANT = "constant"
+    LINEAR = "linear"
+    COSINE = "cosine"
+
+
+@dataclass(frozen=True)
+class LearningRate(Settings, section="optimizer"):
+    """A linear rise from `initial` to `peak` over the warm-up, then a fall that ends at `floor`.
+
+    With w warm-up steps and the fall ending at step n, step t in (w, n] has progress x = (t - w) / (n - w) and
+
+        constant      peak
+        linear        floor + (peak - floor) (1 - x)
+        cosine        floor + (peak - floor) (1 + cos(pi x)) / 2
+        inverse-sqrt  max(floor, peak sqrt(max(w, 1) / t)), for any t > w; it has no end
+
+    After step n the linear and the cosine form stay at `floor`.
+
+    Source: linear warm-up and inverse square root: arXiv 1706.03762, section 5.3. Cosine: arXiv 1608.03983, section 3
+    (one cycle).
+
+    >>> rate = LearningRate(peak=0.4, decay=Decay.LINEAR, num_warmup_steps=2, num_decay_steps=4)
+    >>> [rate(step) for step in (1, 2, 3, 4, 5)]
+    [0.2, 0.4, 0.2, 0.0, 0.0]
+    """
+
+    peak: float = setting(1e-3, "The highest learning rate.", ABOVE_0, key="learning_rate")
+    decay: Decay = setting(Decay.CONSTANT, "How the learning rate falls after the warm-up.")
+    num_warmup_steps: int = setting(0, "Steps over which the learning rate rises from zero.", AT_LEAST_0)
+    num_decay_steps: int | None = setting(
+        None, "The step at which the fall ends; left out, the last step of the run.", AT_LEAST_1
+    )
+    #: The rate before the first step; not a setting of a run.
+    initial: float = 0.0
+    floor: float = setting(0.0, "The rate at which the fall ends.", AT_LEAST_0, key="final_learning_rate")
+
+    def _check(self) -> None:
+        if self.floor > self.peak:
+            raise ConfigError(
+                f"optimizer.final_learning_rate = {self.floor} is above optimizer.learning_rate = {self.peak}; "
+                "the rate can only fall"
+            )
+        if not 0 <= self.initial <= self.peak:
+            raise ConfigError(
+                f"the initial learning rate must lie between 0 and optimizer.learning_rate = {self.peak}, "
+                f"not {self.initial}"
+            )
+        end = self.num_decay_steps
+        if self.ends and end is not None and end < self.num_warmup_steps:
+            raise ConfigError(
+                f"optimizer.num_decay_steps = {end} lies within its warm-up of {self.num_warmup_steps} steps; "
+                f"{self.num_warmup_steps} or more are possible"
+            )
+
+    @property
+    def ends(self) -> bool:
+        """Whether the fall has an end."""
+        return self.decay in (Decay.LINEAR, Decay.COSINE)
+
+    def __call__(self, step: int) -> float:
+        """Return the rate of step `step` >= 1; step 0 is the value before any.
+
+        Raises:
+            ConfigError: the fall has an end, and it is left out.
+        """
+        warmup, end = self.num_warmup_steps, self.num_decay_steps
+        if self.ends and end is None:
+            raise ConfigError(f"optimizer.decay = {self.decay} needs num_decay_steps, the step at which it ends")
+        if step < warmup:
+            return self.initial + (self.peak - self.initial) * step / warmup
+        if self.decay is Decay.INVERSE_SQRT:
+            first = max(warmup, 1)
+            return max(self.floor, self.peak * math.sqrt(first / max(step, first)))
+        if end is None or not self.ends:
+            return self.peak
+        progress = _progress(step, warmup, end)
+        if self.decay is Decay.LINEAR:
+            return self.floor + (self.peak - self.floor) * (1 - progress)
+        return self.floor + (self.peak - self.floor) * (1 + math.cos(math.pi * progress)) / 2
+
+
+@dataclass(frozen=True)
+class WeightDecay(Settings, section="optimizer"):
+    """Weight decay that goes from `first` to `last` by step `num_steps`, and stays there.
+
+    With progress x = t / num_steps at step t: linear first + (last - first) x; cosine
+    first + (last - first) (1 - cos(pi x)) / 2. A constant form has `first` alone.
+
+    >>> WeightDecay(0.0, 0.4, Ramp.LINEAR, num_steps=4)(1)
+    0.1
+    """
+
+    first: float = setting(0.1, "Weight decay; norms and biases have none.", AT_LEAST_0, key="weight_decay")
+    last: float | None = setting(
+        None,
+        "Where weight decay ends, by cosine over the run; left out, it is constant.",
+        AT_LEAST_0,
+        key="final_weight_decay",
+    )
+    #: The form; left out, cosine if there is a last value, else constant.
+    ramp: Ramp | None = None
+    #: The step at which the last value is reached.
+    num_steps: int | None = None
+
+    def _check(self) -> None:
+        if self.ramp is None:
+            return
+        if str(self.ramp) not in list(Ramp):
+            raise ConfigError(f"weight decay has the forms {', '.join(Ramp)}, not {str(self.ramp)!r}")
+        object.__setattr__(self, "ramp", Ramp(self.ramp))
+        if self.ramp is Ramp.CONSTANT:
+            if self.last not in (None, self.first):
+                raise ConfigError(f"a constant weight decay of {self.first} cannot end at {self.last}")
+        elif self.last is None or self.num_steps is None or self.num_steps < 1:
+            raise ConfigError(
+                f"a {self.ramp} weight decay needs its last value and the step, at least 1, of reaching it"
+            )
+
+    def __call__(self, step: int) -> float:
+        """Return the weight decay of step `step` >= 1.
+
+        Raises:
+            ConfigError: it changes, and the step of reaching its last value is left out.
+        """
+        if self.last is None or self.ramp is Ramp.CONSTANT:
+            return self.first
+        if self.num_steps is None:
+            raise ConfigError(f"optimizer.final_weight_decay = {self.last} needs num_steps, the step of reaching it")
+        progress = _progress(step, 0, self.num_steps)
+        if self.ramp is not Ramp.LINEAR:
+            progress = (1 - math.cos(math.pi * progress)) / 2
+        return self.first + (self.last - self.first) * progress
+
+
+@dataclass(frozen=True)
+class OptimizerConfig(Settings, section="optimizer"):
+    """AdamW and its schedules.
+
+    Norms and biases are never decayed.
+
+    Source: arXiv 1711.05101, algorithm 2. Clipping: arXiv 1211.5063, section 3.2.
+    """
+
+    learning_rate: LearningRate = LearningRate()
+    beta1: float = setting(0.9, "Decay of the mean of gradients.", _FORGETS)
+    beta2: float = setting(0.95, "Decay of the mean of squared gradients.", _FORGETS)
+    eps: float = setting(1e-8, "Added to the root of the latter.", ABOVE_0)
+    weight_decay: WeightDecay = WeightDecay()
+    clip_norm: float = setting(1.0, "Gradients are scaled down to this global norm; 0 leaves them alone.", AT_LEAST_0)
+    zero: bool = setting(
+        False,
+        "Data- and context-parallel ranks share out the optimizer's state and fp32 masters: each steps its part, and "
+        "they exchange the results (ZeRO-1).",
+    )
+
+    def num_decay_steps(self, num_steps: int) -> int | None:
+        """The step of a run of `num_steps` at which its rates have fallen; None when neither ever moves."""
+        moves = self.learning_rate.ends or self.weight_decay.last is not None
+        return (self.learning_rate.num_decay_steps or num_steps) if moves else None
+
+    def over(self, num_steps: int) -> "OptimizerConfig":
+        """The same for a run of `num_steps`: its end is that of rates whose own end is left out."""
+        end = self.num_decay_steps(num_steps)
+        return replace(
+            self,
+            learning_rate=replace(self.learning_rate, num_decay_steps=end),
+            weight_decay=replace(self.weight_decay, num_steps=end),
+        )
+
+
+def _progress(step: int, first: int, last: int) -> float:
+    return 1.0 if step >= last else (step - first) / (last - first)

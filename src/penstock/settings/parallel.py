@@ -1,0 +1,205 @@
+"""The process grid as arithmetic: the sizes of its axes, the place of each rank, and who shares what."""
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from penstock.settings.declare import ABOVE_0, AT_LEAST_1, ConfigError, NamedValue, Settings, refuse_divisor, setting
+
+AXES = ("dp", "pp", "cp", "tp")
+_NUM_OFFERED = 5
+
+Groups = tuple[tuple[int, ...], ...]
+Device = Literal["auto", "cpu", "cuda"]
+
+
+class ContextForm(NamedValue):
+    """How ranks that share sequences attend to each other's tokens.
+
+    RING: keys and values go round; any number of heads. ALL_TO_ALL: every rank is given all tokens of some of the
+    heads, and gives its own tokens of the others; fewer and larger messages, where the ranks divide the heads.
+    """
+
+    RING = "ring"
+    ALL_TO_ALL = "all-to-all"
+
+
+class Coordinates(NamedTuple):
+    """A rank's place on every axis."""
+
+    dp: int = 0
+    pp: int = 0
+    cp: int = 0
+    tp: int = 0
+
+    def __str__(self) -> str:
+        return ", ".join(f"{axis} {place}" for axis, place in zip(self._fields, self, strict=True))
+
+
+@dataclass(frozen=True)
+class Layout(Settings, section="parallel"):
+    """Sizes of the grid's axes and their order; by default the ranks of a tp group are neighbours.
+
+    The ranks of an ep group are consecutive ones of those that differ in dp and cp alone, so ep adds no ranks.
+
+    Raises:
+        ConfigError: a size below one, an ep that does not divide dp * cp, an order that does not name each axis once.
+
+    >>> layout = Layout(pp=2, dp=2)
+    >>> layout.world_size, str(layout.coordinates(3)), layout.groups("pp")
+    (4, 'dp 1, pp 1, cp 0, tp 0', ((0, 1), (2, 3)))
+    """
+
+    pp: int = setting(1, "Pipeline ranks.", AT_LEAST_1)
+    dp: int = setting(1, "Data-parallel ranks, each with a copy of the model and data of its own.", AT_LEAST_1)
+    cp: int = setting(1, "Context-parallel ranks, which share every sequence's tokens.", AT_LEAST_1)
+    tp: int = setting(1, "Tensor-parallel ranks, which share every layer.", AT_LEAST_1)
+    ep: int = setting(
+        1,
+        "Ranks that share every layer's experts; they are among those of dp and cp, so it divides dp * cp.",
+        AT_LEAST_1,
+    )
+    order: str = setting(
+        "-".join(AXES),
+        "Numbering of the ranks along these axes, the last one fastest: ranks of one machine have adjacent numbers.",
+    )
+
+    def _check(self) -> None:
+        if sorted(self.axes) != sorted(AXES):
+            raise ConfigError(
+                f"parallel.order = {self.order!r} must name each of dp, pp, cp and tp once, such as dp-pp-cp-tp"
+            )
+        refuse_divisor("parallel.ep", self.ep, "parallel.dp x parallel.cp", self.dp * self.cp)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes in their order, slowest first."""
+        return tuple(self.order.split("-"))
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The axes' sizes by name; their product is the number of processes."""
+        return {axis: getattr(self, axis) for axis in AXES}
+
+    @property
+    def world_size(self) -> int:
+        """Processes of the grid."""
+        return math.prod(self.sizes.values())
+
+    @property
+    def shares_layers(self) -> bool:
+        """Whether ranks work on a layer together, and so talk to each other within it."""
+        return self.tp > 1 or self.cp > 1 or self.ep > 1
+
+    def __str__(self) -> str:
+        text = " x ".join(f"{axis}={size}" for axis, size in self.sizes.items())
+        return text if self.ep == 1 else f"{text} (ep={self.ep})"
+
+    def coordinates(self, rank: int) -> Coordinates:
+        """Give the place of a global rank."""
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"rank {rank} is outside the layout {self} of {self.world_size} ranks")
+        places = {}
+        for axis in reversed(self.axes):
+            rank, places[axis] = divmod(rank, getattr(self, axis))
+        return Coordinates(**places)
+
+    def rank_of(self, *, dp: int = 0, pp: int = 0, cp: int = 0, tp: int = 0) -> int:
+        """Give the global rank at a place."""
+        places, rank = {"dp": dp, "pp": pp, "cp": cp, "tp": tp}, 0
+        for axis in self.axes:
+            size = getattr(self, axis)
+            if not 0 <= places[axis] < size:
+                raise ValueError(f"{axis} rank {places[axis]} is outside the layout {self}")
+            rank = rank * size + places[axis]
+        return rank
+
+    def groups(self, *axes: str) -> Groups:
+        """Give the global ranks of every group along some axes: those that differ in these axes alone.
+
+        Members stand in order, and so do groups by their first members.
+        """
+        for axis in axes:
+            if axis not in AXES:
+                raise ValueError(f"unknown axis {axis!r}; there are {', '.join(AXES)}")
+        members: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.world_size):
+            place = self.coordinates(rank)._asdict()
+            members.setdefault(tuple(place[axis] for axis in AXES if axis not in axes), []).append(rank)
+        return tuple(sorted(tuple(ranks) for ranks in members.values()))
+
+    def expert_groups(self) -> Groups:
+        """Give the groups of ranks that hold one copy of a layer's experts between them."""
+        starts = range(0, self.dp * self.cp, self.ep)
+        return tuple(sorted(r[start : start + self.ep] for r in self.groups("dp", "cp") for start in starts))
+
+    def expert_copies(self) -> Groups:
+        """Give the groups of ranks that hold the same experts: over them experts' gradients are summed."""
+        return tuple(sorted(ranks[place :: self.ep] for ranks in self.groups("dp", "cp") for place in range(self.ep)))
+
+    def model_copies(self) -> Groups:
+        """Give the groups of ranks that hold one copy of the whole model between them, experts included."""
+        copies: list[list[int]] = [[] for _ in range(self.dp * self.cp // self.ep)]
+        for ranks in self.groups("dp", "cp"):
+            for place, rank in enumerate(ranks):
+                copies[place // self.ep].append(rank)
+        return tuple(sorted(tuple(sorted(ranks)) for ranks in copies))
+
+    def check(self, world_size: int) -> None:
+        """Refuse a number of processes that the layout does not fill exactly.
+
+        Raises: ValueError naming every size, and the nearest of the layouts that would fit.
+        """
+        if world_size == self.world_size:
+            return
+        offered = itertools.islice(self.fitting(world_size), _NUM_OFFERED)
+        raise ValueError(
+            f"the layout {self} needs {self.world_size} processes, but there are {world_size}; "
+            f"{world_size} would fit {', or '.join(str(other) for other in offered)}"
+        )
+
+    def fitting(self, world_size: int) -> "Iterator[Layout]":
+        """Give the layouts of so many processes, those that differ least from this one first."""
+        found = []
+        for sizes in _factors(world_size, len(AXES)):
+            by_axis = dict(zip(AXES, sizes, strict=True))
+            ep = max(ep for ep in _divisors(by_axis["dp"] * by_axis["cp"]) if ep <= self.ep)
+            found.append(Layout(**by_axis, ep=ep, order=self.order))
+        yield from sorted(found, key=self._distance)
+
+    def _distance(self, other: "Layout") -> tuple[float, ...]:
+        """How far the sizes lie from each other, in doublings; of equal ones those come first that keep tp, cp, pp."""
+        *steps, of_ep = [
+            abs(math.log2(getattr(other, axis) / getattr(self, axis))) for axis in ("tp", "cp", "pp", "dp", "ep")
+        ]
+        return (round(sum(steps), 9), *steps, of_ep)
+
+
+@dataclass(frozen=True)
+class ParallelConfig(Layout, section="parallel"):
+    """The grid of processes."""
+
+    attention: ContextForm = setting(
+        ContextForm.RING,
+        'Exchange between cp ranks: keys and values go round a "ring", or heads are exchanged "all-to-all".',
+    )
+    device: Device = setting("auto", '"auto" takes GPUs when every local rank finds one.')
+    num_threads: int = setting(1, "CPU threads of a rank.", AT_LEAST_1)
+    timeout_s: float = setting(600.0, "Seconds that a rank waits for a peer before it reports so and ends.", ABOVE_0)
+    elastic: bool = setting(False, "Run on as many pipelines as the group of processes has room for, whatever dp is.")
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
+def _factors(number: int, count: int) -> Iterator[tuple[int, ...]]:
+    """All ways to write a number as an ordered product of so many factors."""
+    if count == 1:
+        yield (number,)
+        return
+    for first in _divisors(number):
+        for others in _factors(number // first, count - 1):
+            yield (first, *others)

@@ -1,0 +1,178 @@
+"""Settings read from TOML and from the command line, and written; a mistake is one sentence that names the cure."""
+
+import difflib
+import json
+import tomllib
+import types
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_args, get_origin
+
+from penstock.settings.declare import ConfigError, Setting, Settings, describe, is_union, possible, with_values
+from penstock.settings.run import SETTINGS, RunConfig
+
+Values = dict[str, Any]
+"""Values of settings by their dotted names."""
+
+
+def read_config(path: str | Path) -> RunConfig:
+    """Read a run's TOML file.
+
+    Raises:
+        ConfigError: no such file, no TOML, an unknown key (the nearest known one is named), or a value of a wrong type
+            or out of bounds.
+    """
+    values = read_values(path)
+    try:
+        return from_values(values)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def read_values(path: str | Path) -> Values:
+    """The settings that a run's TOML file gives, by name.
+
+    Raises:
+        ConfigError: as `read_config`, but for bounds and combinations.
+    """
+    path = Path(path)
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path} can not be read: {error.strerror}; give the path of a run's TOML file") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not TOML: {error}") from None
+    try:
+        return _values(table)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def from_dict(table: Mapping[str, Any]) -> RunConfig:
+    """Make a `RunConfig` of plain values, section by section; what is left out has its default.
+
+    Raises:
+        ConfigError: an unknown key, a value of a wrong type or out of bounds, or values that cannot go together.
+    """
+    return from_values(_values(table))
+
+
+def from_values(values: Mapping[str, Any]) -> RunConfig:
+    """Make a `RunConfig` of values by their dotted names. Raises: as `from_dict`."""
+    return with_values(RunConfig(), {SETTINGS[name].path: value for name, value in values.items()})
+
+
+def to_toml(config: RunConfig) -> str:
+    """The settings as a TOML file that reads back as the same settings; what is None is left out."""
+    scalars, sections = [], []
+    for name, value in config.to_dict().items():
+        if isinstance(value, dict):
+            lines = [f"{key} = {_toml(inner)}" for key, inner in value.items() if inner is not None]
+            sections.append("\n".join([f"[{name}]", *lines]))
+        else:
+            scalars.append(f"{name} = {_toml(value)}")
+    return "\n\n".join(["\n".join(scalars), *sections]) + "\n"
+
+
+def section_summaries() -> dict[str, str]:
+    """The sections of the file, in its order, each with a line that says what it sets."""
+    config, found = RunConfig(), {}
+    for own in SETTINGS.values():
+        held: Any = config
+        for name in own.path[:-1]:
+            held = getattr(held, name)
+            assert isinstance(held, Settings)
+            if held.section == own.section:
+                found.setdefault(own.section, (type(held).__doc__ or "").partition("\n")[0])
+    return found
+
+
+# ---- the command line
+
+
+def from_words(own: Setting, words: Sequence[str]) -> Any:
+    """The value that the words after a flag give a setting.
+
+    Raises:
+        ConfigError: they are none of its type.
+    """
+    for kind in get_args(own.type) if is_union(own.type) else (own.type,):
+        found, value = _read_words(kind, words)
+        if found:
+            return own.matched(value)
+    given = repr(" ".join(words)) if words else "nothing"
+    raise ConfigError(f"{own.name} takes {describe(own.type)}, not {given}")
+
+
+def _read_words(kind: Any, words: Sequence[str]) -> tuple[bool, Any]:
+    """Whether words are a value of a type, and that value."""
+    if get_origin(kind) is tuple:
+        numbers = [_read_word(int, word) for word in words]
+        return all(found for found, _ in numbers), tuple(value for _, value in numbers)
+    return _read_word(kind, words[0]) if len(words) == 1 else (False, None)
+
+
+def _read_word(kind: Any, word: str) -> tuple[bool, Any]:
+    if kind is types.NoneType:
+        return word in ("none", "None"), None
+    if kind is bool:
+        return word.lower() in ("true", "false"), word.lower() == "true"
+    if kind in (int, float):
+        try:
+            return True, kind(word)
+        except ValueError:
+            return False, None
+    return kind is str or _member(kind, word), word
+
+
+def _member(kind: Any, word: str) -> bool:
+    return word.replace("_", "-") in [value.replace("_", "-") for value in possible(kind)]
+
+
+# ---- names
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The known name that looks most like `name`; of equal ones the first."""
+    return max(known, key=lambda other: difflib.SequenceMatcher(None, name, other).ratio())
+
+
+def unknown_setting(name: str) -> ConfigError:
+    """The error for a dotted name that no setting has; names the nearest one."""
+    return ConfigError(f"there is no setting {name}; the nearest one is {_nearest_setting(name)}")
+
+
+def _nearest_setting(name: str) -> str:
+    section, _, key = name.rpartition(".")
+    # The right key in a wrong or forgotten section is a likelier slip than a key that merely looks alike.
+    same_key = [other for other in SETTINGS if other.rpartition(".")[2] == key]
+    same_section = [other for other in SETTINGS if section and other.startswith(f"{section}.")]
+    return nearest(name, same_key or same_section or list(SETTINGS))
+
+
+def _values(table: Mapping[str, Any]) -> Values:
+    """The values of a table by their dotted names, each of its setting's type."""
+    sections, values = section_summaries(), {}
+    for name, value in table.items():
+        if name in SETTINGS:
+            values[name] = SETTINGS[name].matched(value)
+        elif name not in sections:
+            if isinstance(value, Mapping):
+                raise ConfigError(f"there is no section [{name}]; the nearest one is [{nearest(name, sections)}]")
+            raise unknown_setting(name)
+        elif not isinstance(value, Mapping):
+            raise ConfigError(f"{name} is a section; write its settings below [{name}]")
+        else:
+            for key, inner in value.items():
+                full = f"{name}.{key}"
+                if full not in SETTINGS:
+                    raise unknown_setting(full)
+                values[full] = SETTINGS[full].matched(inner)
+    return values
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_toml(item) for item in value) + "]"
+    # JSON's texts, integers, booleans and finite numbers are TOML as well.
+    return json.dumps(value)

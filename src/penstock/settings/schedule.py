@@ -1,0 +1,78 @@
+"""The schedule of a run, by its name and options."""
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from penstock.settings.declare import AT_LEAST_1, Bounds, ConfigError, NamedValue, Settings, setting
+
+
+class SearchedPlacement(NamedValue):
+    """Placements that leave an order to search for: round and round, or there and back."""
+
+    LOOP = "loop"
+    V = "v"
+
+
+@dataclass(frozen=True)
+class ScheduleConfig(Settings, section="schedule"):
+    """The order of each rank's work.
+
+    A setting that is named as a parameter of a schedule's builder is an option of that schedule; `options` picks it up.
+    """
+
+    name: str = setting(
+        "1f1b",
+        "One of `penstock schedule list`, or a file: torch's .csv, or .txt as `penstock schedule export` writes.",
+    )
+    stages_per_rank: int | None = setting(
+        None, "Stages that each pipeline rank holds; left out, as many as the schedule is meant for.", AT_LEAST_1
+    )
+    receives_ahead: int = setting(2, "Receives posted ahead of need on each edge.", AT_LEAST_1)
+    group_size: int | None = setting(
+        None,
+        "Microbatches that take turns at a rank's stages in interleaved schedules; left out, as many as ranks.",
+        AT_LEAST_1,
+    )
+    max_live_microbatches: float | None = setting(
+        None,
+        "Microbatches that the search `auto` may keep alive on a rank; left out, as many as ranks.",
+        Bounds(least=1),
+    )
+    placement: SearchedPlacement | None = setting(
+        None, 'How `auto` deals stages to ranks: round and round, or there and back ("v"); left out, round and round.'
+    )
+    overlap: bool = setting(
+        True, "In fused pairs, one side computes while the other's collectives travel; false: one after the other."
+    )
+    early_release: bool = setting(
+        False,
+        "In overlapped pairs, a layer's backward ends, and frees memory, before the forward's experts compute.",
+    )
+    split_backward: bool = setting(
+        False, "In combined schedules, pairs hold the backward for inputs, and the backward for weights follows them."
+    )
+    early_gradients: bool = setting(
+        True, "Gradients leave for the rank before as soon as they are there, before weight gradients are computed."
+    )
+    cut: tuple[int, ...] | None = setting(
+        None, "Units of each stage, by hand; left out, the cut that makes the slowest rank fastest."
+    )
+    measure: bool = setting(
+        False, "Measure the units' times before the cut instead of estimating them; `auto` searches an order for them."
+    )
+    search_cut: bool = setting(
+        False, "Search for the cut together with the order of `auto`, for the shortest step by the measured times."
+    )
+
+    def _check(self) -> None:
+        if self.early_release and not self.overlap:
+            raise ConfigError(
+                "schedule.early_release = true changes the turns of overlapped pairs, but schedule.overlap = false; "
+                "leave out one of them"
+            )
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The settings that are neither left out nor false, by name."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in values.items() if value is not None and value is not False}
