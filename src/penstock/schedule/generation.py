@@ -29,7 +29,11 @@ Token = tuple[int, float, float]
 
 
 class Ending(Enum):
-    """Why a sequence ended: its end token, its length, or a caller who stopped it (a stop string)."""
+    """Why a sequence ended: its end token, its length, or a caller who stopped it (a stop string).
+
+    >>> Ending("length") is Ending.LENGTH
+    True
+    """
 
     END_TOKEN = "end_token"
     LENGTH = "length"
@@ -40,6 +44,7 @@ class Ending(Enum):
 class Sequence:
     """One prompt with what has been generated for it, from request to answer.
 
+    >>> from penstock import SamplingParams
     >>> one, other = Sequence.all_of([[5, 3]], [SamplingParams(max_new_tokens=2, num_samples=2)])
     >>> one.append((7, -0.5, -0.5))
     >>> one.tokens, one.ending
@@ -152,6 +157,9 @@ class BatchItem:
 
     row: its row of the KV cache. sampled: whether the token after the last one is sampled. source: the row from which
     the first `start` positions are copied beforehand (`NO_ROW`: none are).
+
+    >>> BatchItem(sequence=0, row=1, start=4, length=3, sampled=True).end
+    7
     """
 
     sequence: int
@@ -169,7 +177,14 @@ class BatchItem:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What a slot computes in one turn; without items there is nothing to compute."""
+    """What a slot computes in one turn; without items there is nothing to compute.
+
+    >>> prompt = BatchItem(sequence=0, row=0, start=0, length=5, sampled=False)
+    >>> token = BatchItem(sequence=1, row=1, start=7, length=1, sampled=True)
+    >>> batch = Batch(slot=0, items=(prompt, token))
+    >>> batch.num_tokens, [item.sequence for item in batch.sampled]
+    (6, [1])
+    """
 
     slot: int
     items: tuple[BatchItem, ...]
@@ -192,6 +207,9 @@ class RingShape:
 
     A prompt is always cut at multiples of `prefill_tokens`, whatever else the batch carries, so that its numbers do
     not depend on its company.
+
+    >>> RingShape(num_slots=2, rows_per_slot=3).rows_of(1)
+    range(3, 6)
 
     Raises:
         ValueError: a count is below one.
@@ -228,6 +246,7 @@ class Scheduler:
         any_goes_on: for pipelines that compute in lockstep: from whether this one has work left to whether any has,
             called once a round. Every round then gives every slot a turn.
 
+    >>> from penstock import SamplingParams
     >>> sequences = Sequence.all_of([[5, 3], [8]], [SamplingParams(max_new_tokens=2)] * 2)
     >>> scheduler = Scheduler(sequences, RingShape(num_slots=1, rows_per_slot=2))
     >>> while (batch := scheduler.schedule()) is not None:
