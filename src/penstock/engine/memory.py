@@ -24,7 +24,7 @@ from penstock.model.groups import PlannedGroup
 from penstock.parallel import GradientBuckets, Grid
 from penstock.parallel.gradients import StateBytes, state_bytes
 from penstock.runtime import Boundary, Stage, Tape
-from penstock.runtime.tape import Segment
+from penstock.runtime.tape import GraphSegment
 from penstock.settings import Layout, Precision
 
 # ---- parameters, gradients and the optimizer's state
@@ -182,7 +182,7 @@ def _kept_of_stage(stage: Stage, x: Tensor, sequences: Sequences, *, is_last: bo
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         output = drain(stage.forward(tape, x, sequences, finish if is_last else None))
-    leaves = [entry.leaf for entry in tape.segments if isinstance(entry, Segment) and entry.leaf is not None]
+    leaves = [entry.leaf for entry in tape.segments if isinstance(entry, GraphSegment) and entry.leaf is not None]
     whole = bytes_of(saved + leaves, parameters)
     saved.clear()
     drain(stage.backward(tape, None if is_last else torch.zeros_like(output), split=True))

@@ -24,14 +24,12 @@ from penstock.model.loss import (
     whole_logits,
 )
 from penstock.model.matmul import WeightCasts, share_casts
-from penstock.model.recompute import recomputed
+from penstock.model.recompute import RecomputedEntry, RecomputedLane, recomputed
 from penstock.model.sampling import Draw, Drawn, draw_tokens
 from penstock.model.segments import (
     Beside,
     Compute,
     Exchange,
-    Recomputed,
-    RecomputedLane,
     Segment,
     SegmentedUnit,
     cut,
@@ -60,7 +58,7 @@ __all__ = [
     "Logits",
     "ModelGroups",
     "PendingGradient",
-    "Recomputed",
+    "RecomputedEntry",
     "RecomputedLane",
     "Segment",
     "SegmentedUnit",

@@ -1,9 +1,9 @@
 """Units with collectives inside: a row of segments, computed or exchanged in turn, which a lane walks both ways.
 
-What goes from one segment to the next is a state, a tuple of tensors. Autograd is cut between segments, so each is
-undone by itself, and while an exchange travels the lane is suspended and another one computes. The same row serves
-the plain path (the lane is drained), the combined one (two lanes are zipped), recompute, split backward, and runs
-without a tape, where nothing is to be undone.
+A state, a tuple of tensors, goes from one segment to the next. Autograd is cut between segments, so each has its own
+backward, and while an exchange is in flight the lane is suspended and another one computes. The same row serves the
+plain path (the lane is drained), the combined one (two lanes are zipped), activation checkpointing, split backward, and
+runs without a tape, where there is no backward.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd import graph
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from penstock.model.lanes import Driven, Lane, Turn, drain
+from penstock.model.lanes import Lane, Turn, drain
 from penstock.model.sequences import Sequences
 from penstock.parallel.collectives import Handle
 
@@ -26,7 +26,7 @@ Grads = tuple[Tensor | None, ...]
 def enter_graph(edges: Sequence[GradientEdge], grads: Sequence[Tensor]) -> None:
     """`torch.autograd.backward` from these edges, without its checks of the gradients, whose shapes are known.
 
-    They take longer than autograd needs to begin: 0.13 ms of a backward by code that has left the caches meanwhile.
+    The checks take longer than autograd needs to start: 0.13 ms a backward, in code that is no longer in the caches.
     """
     graph._engine_run_backward(
         tuple(edges), tuple(grads), False, False, (), allow_unreachable=True, accumulate_grad=True
@@ -34,13 +34,13 @@ def enter_graph(edges: Sequence[GradientEdge], grads: Sequence[Tensor]) -> None:
 
 
 class Undo(Protocol):
-    """What a segment leaves behind in forward: from the gradients of its outputs to those of its inputs."""
+    """The backward of a segment: from the gradients of its outputs to those of its inputs."""
 
     def backward(self, grads: Grads) -> Lane[Grads]: ...
 
 
 class Segment(Protocol):
-    """A piece of a unit. With `undo` it appends what undoes it; where that is None it keeps nothing."""
+    """A part of a unit. It appends its backward to `undo`, or keeps nothing if that is None."""
 
     @property
     def name(self) -> str: ...
@@ -49,23 +49,22 @@ class Segment(Protocol):
 
 
 class HasSegments(Protocol):
-    """What a row needs of a tape: the list to which it appends itself."""
+    """A tape, as a row sees it: the list to which it appends its backward."""
 
     segments: list[Any]
 
 
 @dataclass(frozen=True, eq=False)
 class Compute:
-    """A segment that autograd undoes: `run(*state)` gives the next state.
+    """A segment whose backward is autograd's: `run(*state)` returns the next state.
 
-    Of the state's data it keeps what autograd saved, and no more.
-
-    apart: in backward, a lane beside it goes on before the weight gradients are computed, which wait by their owner's
-    leave: so what that one launches travels meanwhile.
+    Of the state's data it keeps only what autograd saved.
     """
 
     name: str
     run: Callable[..., State]
+    #: in backward, yield before the weight gradients, if their owner defers them, so that the collective that the other
+    #: lane launches next is in flight while they are computed
     apart: bool = False
 
     def forward(self, state: State, undo: list[Undo] | None) -> Lane[State]:
@@ -81,7 +80,7 @@ class Compute:
 
 
 class _Entrance(torch.autograd.Function):
-    """Where autograd stops: data passes, gradients stay in the list. A leaf would keep the data too."""
+    """The start of a segment's graph: data passes, gradients stay in the list. A leaf would keep the data too."""
 
     @staticmethod
     def forward(ctx: Any, arrived: list[Tensor | None], anchor: Tensor, *state: Tensor) -> State:
@@ -99,7 +98,7 @@ class _Entrance(torch.autograd.Function):
 
 @dataclass(eq=False)
 class _Computed:
-    """The gradients of a segment's inputs are in `arrived` once autograd has been let in at the outputs' edges."""
+    """Runs autograd from the edges of the outputs; the gradients of the inputs are then in `arrived`."""
 
     arrived: list[Tensor | None]
     edges: tuple[GradientEdge | None, ...]
@@ -115,7 +114,7 @@ class _Computed:
 
 @dataclass(frozen=True, eq=False)
 class Beside:
-    """A segment that the state's last `num_beside` tensors, and their gradients, pass by untouched."""
+    """A segment that the state's last `num_beside` tensors and their gradients bypass."""
 
     inner: Segment
     num_beside: int
@@ -144,15 +143,14 @@ class _Beside:
 
 @dataclass(frozen=True, eq=False)
 class Exchange:
-    """A segment that moves the state's first tensor between ranks, and leaves the others where they are.
-
-    `there` launches the collective of the forward, `back` the one that takes gradients the other way.
-    `before_release`: the backward of what stands before it lets go of a layer's largest part.
-    """
+    """A segment that moves the state's first tensor between ranks."""
 
     name: str
+    #: launches the collective of the forward
     there: Callable[[Tensor], Handle[Tensor]]
+    #: launches the collective that takes gradients the other way
     back: Callable[[Tensor], Handle[Tensor]]
+    #: the backward of the segment before it frees most of a layer's activations
     before_release: bool = False
 
     def forward(self, state: State, undo: list[Undo] | None) -> Lane[State]:
@@ -170,71 +168,36 @@ class Exchange:
 
 
 class SegmentedUnit(nn.Module):
-    """A unit given as a row of segments; `segments` makes a fresh row for each microbatch."""
+    """A unit that is a row of segments; `segments` makes a new row for each microbatch."""
 
     has_randomness = False
 
     def segments(self, sequences: Sequences) -> Sequence[Segment]:
-        """The row from the unit's input, a state of one tensor, to its output, which stands first in the last state."""
+        """The row from the unit's input, a state of one tensor, to its output, the first tensor of the last state."""
         raise NotImplementedError
 
     def forward_lane(self, tape: HasSegments | None, x: Tensor, sequences: Sequences) -> Lane[Tensor]:
-        """Walk the row; with a tape append what walks it back."""
+        """Walk the row; append its backward to the tape, if there is one."""
         return walk(self.segments(sequences), tape, x)
 
     def forward(self, x: Tensor, sequences: Sequences) -> Tensor:
-        """The output, with nothing kept for a backward: a unit's backward needs a tape."""
+        """The output, keeping nothing: a unit's backward needs a tape."""
         return drain(self.forward_lane(None, x, sequences))
 
 
-class LaneModule(Protocol):
-    """A unit whose forward is a lane."""
-
-    def forward_lane(self, tape: Any, x: Tensor, sequences: Sequences) -> Lane[Tensor]: ...
-
-
-@dataclass(frozen=True, eq=False)
-class RecomputedLane:
-    """A unit that keeps its input alone, and runs its forward again, exchanges included, when its backward comes."""
-
-    unit: LaneModule
-
-    def forward_lane(self, tape: HasSegments | None, x: Tensor, sequences: Sequences) -> Lane[Tensor]:
-        y = yield from self.unit.forward_lane(None, x, sequences)
-        if tape is not None:
-            device = x.device.type
-            autocast = torch.autocast(device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
-            tape.segments.append(Recomputed(self.unit, x, sequences, autocast))
-        return y
-
-
-@dataclass(eq=False)
-class Recomputed:
-    """The place on a tape of a unit that is computed again in backward."""
-
-    unit: LaneModule
-    x: Tensor
-    sequences: Sequences
-    autocast: torch.autocast
-
-    def forward_again(self, tape: HasSegments) -> Driven[Turn | None, Tensor]:
-        """Run the unit's forward, which puts what its backward needs at the end of the tape."""
-        return Driven(self.unit.forward_lane(tape, self.x, self.sequences), lambda: self.autocast)
-
-
 def walk(row: Sequence[Segment], tape: HasSegments | None, x: Tensor) -> Lane[Tensor]:
-    """Take `x` through a row of segments; with a tape append what takes its gradient back."""
+    """Take `x` through a row of segments; append the backward to the tape, if there is one."""
     undo: list[Undo] | None = None if tape is None else []
     state: State = (x,)
     for segment in row:
         state = yield from segment.forward(state, undo)
     if tape is not None and undo is not None:
-        tape.segments.append(_Row(undo))
+        tape.segments.append(_RowBackward(undo))
     return state[0]
 
 
 @dataclass(eq=False)
-class _Row:
+class _RowBackward:
     undo: list[Undo]
 
     def backward(self, grad: Tensor | None) -> Lane[Tensor | None]:

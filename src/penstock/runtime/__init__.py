@@ -9,7 +9,7 @@ from penstock.runtime.executor import Executor, Feed, run_together
 from penstock.runtime.host_memory import keep_freed_memory, prepare_large_pages
 from penstock.runtime.pairs import Hooks, Pairs
 from penstock.runtime.stage import Boundary, LaneUnit, Stage
-from penstock.runtime.tape import Segment, Tape
+from penstock.runtime.tape import GraphSegment, Tape
 from penstock.runtime.trace import Awaited, CollectiveRecord, Record, Recorder
 from penstock.runtime.transport import InProcessHub, InProcessTransport, Transport
 from penstock.runtime.watchdog import Watchdog
@@ -26,6 +26,7 @@ __all__ = [
     "Executor",
     "Feed",
     "FixedDecoder",
+    "GraphSegment",
     "Hooks",
     "InProcessHub",
     "InProcessTransport",
@@ -35,7 +36,6 @@ __all__ = [
     "Record",
     "Recorder",
     "Ring",
-    "Segment",
     "Stage",
     "StageDecoder",
     "Tape",

@@ -19,7 +19,7 @@ from penstock.model import (
     CacheSize,
     Driven,
     Lane,
-    Recomputed,
+    RecomputedEntry,
     RecomputedLane,
     Sequences,
     SlotRows,
@@ -31,7 +31,7 @@ from penstock.model import (
 )
 from penstock.runtime.errors import PipelineError
 from penstock.runtime.pairs import Pairs
-from penstock.runtime.tape import Segment, Tape
+from penstock.runtime.tape import GraphSegment, Tape
 
 Finish = Callable[[Tensor], Tensor]
 
@@ -224,12 +224,12 @@ class Stage:
         owes_turn = False
         while tape.segments:
             entry = tape.segments.pop()
-            if owes_turn and not isinstance(entry, Segment):
+            if owes_turn and not isinstance(entry, GraphSegment):
                 owes_turn = False
                 if fill:
                     self.weight_backward(tape)
                 yield
-            if isinstance(entry, Recomputed):
+            if isinstance(entry, RecomputedEntry):
                 for _ in entry.forward_again(tape):
                     if fill:
                         self.weight_backward(tape)

@@ -14,7 +14,7 @@ from penstock.model import Lane, PendingGradient, enter_graph
 
 
 @dataclass(slots=True)
-class Segment:
+class GraphSegment:
     """The piece of a lane between two cuts: its detached input and the place where its gradient enters.
 
     `leaf` is the segment's input, whose `.grad` becomes the gradient to hand on; None where the input takes none
@@ -53,7 +53,7 @@ class Tape:
 
     def record(self, leaf: Tensor | None, output: Tensor) -> None:
         """Note the segment that led from `leaf` to `output`; only the output's gradient edge is kept."""
-        self.segments.append(Segment(leaf, get_gradient_edge(output)))
+        self.segments.append(GraphSegment(leaf, get_gradient_edge(output)))
 
 
 class Tapes:

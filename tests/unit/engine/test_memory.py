@@ -26,7 +26,7 @@ from penstock.runtime import (
     run_together,
 )
 from penstock.runtime.stage import Finish
-from penstock.runtime.tape import Segment
+from penstock.runtime.tape import GraphSegment
 from penstock.runtime.trace import Record
 from penstock.settings import ModelConfig
 
@@ -72,7 +72,9 @@ class MeasuredStage(Stage):
             return 0
         held = [kept.tensor for kept in self.kept]
         for tape in filter(None, (reference() for reference in self.tapes)):
-            held += [entry.leaf for entry in tape.segments if isinstance(entry, Segment) and entry.leaf is not None]
+            held += [
+                entry.leaf for entry in tape.segments if isinstance(entry, GraphSegment) and entry.leaf is not None
+            ]
             held += [factor for pending in tape.weight_gradients for factor in (pending.x_TI, pending.grad_TO)]
         return bytes_of(held, [parameter for _, parameter in self.named_parameters()])
 

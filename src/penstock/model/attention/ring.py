@@ -49,15 +49,15 @@ class RingAttention:
         out_THK = torch.zeros_like(q_THK, dtype=_precise(q_THK))
         lse_TH = torch.full(q_THK.shape[:2], -torch.inf, dtype=out_THK.dtype, device=q_THK.device)
         for step in range(ring.num_ranks):
-            travelling = None
+            handle = None
             if step + 1 < ring.num_ranks:
-                travelling = ring.send_on(kv, step)
+                handle = ring.send_on(kv, step)
                 yield
             for rows, keys, tile in ring.meetings(step):
                 part, part_lse = attend(rows.of(q_THK), *keys.of_both(kv), tile)
                 merge(rows.of(out_THK), rows.of(lse_TH), part, part_lse)
-            if travelling is not None:
-                kv = travelling.wait()
+            if handle is not None:
+                kv = handle.wait()
         mean_THK = out_THK.to(q_THK.dtype)
         if undo is not None:
             undo.append(_Attended(ring, q_THK, own, mean_THK, lse_TH))
@@ -81,17 +81,17 @@ class _Attended:
         grad_q = torch.zeros_like(self.q_THK, dtype=_precise(self.q_THK))
         grad_own = torch.zeros_like(kv, dtype=grad_q.dtype)
         first, rest = ring.own_parts()
-        travelling = None
+        handle = None
         if ring.num_ranks > 1:
-            travelling = ring.send_on(kv, 0)
+            handle = ring.send_on(kv, 0)
             yield
         self._add(first, kv, grad_THK, grad_q, grad_own)
         returning = None
         for step in range(1, ring.num_ranks):
-            assert travelling is not None
-            kv = travelling.wait()
+            assert handle is not None
+            kv = handle.wait()
             if step + 1 < ring.num_ranks:
-                travelling = ring.send_on(kv, step)
+                handle = ring.send_on(kv, step)
                 yield
             grad_kv = torch.zeros_like(kv, dtype=grad_q.dtype)
             self._add(ring.meetings(step), kv, grad_THK, grad_q, grad_kv)

@@ -1,4 +1,4 @@
-"""What the tensor-parallel forms of all layers share: the split of a layer over ranks, and the exchanges between them.
+"""The common parts of all tensor-parallel layers: the split of a layer over ranks, and the exchanges between them.
 
     embedding   look up | reduce-scatter
     attention   norm | all-gather | heads, attention, output | reduce-scatter | residual
@@ -36,7 +36,7 @@ _CUT_DIMENSIONS = {"q": 0, "k": 0, "v": 0, "output": 1, "gate": 0, "up": 0, "dow
 
 @dataclass(frozen=True, eq=False)
 class TensorParallelSplit:
-    """How the ranks of the tensor-parallel group split a layer of this shape, and what this rank holds of it."""
+    """The split of a layer of this shape over the ranks of the tensor-parallel group, and this rank's part of it."""
 
     config: ModelConfig
     groups: ModelGroups
