@@ -19,6 +19,7 @@ from penstock import schedule
 from penstock.engine.build import SECOND_COPY, Ties, cut_units, parameter_dtype, recomputes
 from penstock.engine.options import EngineOptions
 from penstock.engine.sharding import Sharding, UnitSource, units_for
+from penstock.engine.steppers import stepper_for
 from penstock.model import ModelGroups, Sequences, UnitSpec, WeightGradients, cross_entropy_sum, defer, drain
 from penstock.model.groups import PlannedGroup
 from penstock.parallel import GradientBuckets, Grid
@@ -96,7 +97,8 @@ def _of_rank(source: UnitSource, grid: Grid, options: EngineOptions) -> StateByt
     sharing = Sharding.of(units, names, grid).lending(ties.loans(names))
     if options.optimizer.zero:
         sharing = sharing.with_zero(ties.owners, grid)
-    parts = [state_bytes(held, grid.dp_cp_group, sharing.reductions) for held in parameters.values()]
+    group, num_states = grid.dp_cp_group, len(stepper_for(options.optimizer).state_kinds)
+    parts = [state_bytes(own, group, sharing.reductions, num_states=num_states) for own in parameters.values()]
     return sum(parts, StateBytes(0, 0, 0))
 
 

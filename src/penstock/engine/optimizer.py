@@ -1,4 +1,4 @@
-"""AdamW over flat buckets with one gradient norm for the whole model, equal bit for bit however the model is cut.
+"""An optimizer over flat buckets with one gradient norm for the whole model, the same bits however the model is cut.
 
 Three things make it so. Elements are stepped by a fused kernel over flat tensors whose places are whole cache lines
 (see `penstock.parallel.gradients`). Norms are taken parameter by parameter, each over the same elements in the same
@@ -16,14 +16,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim.adamw import adamw
 
+from penstock.engine.steppers import STEPPERS, Stepper, stepper_for
 from penstock.parallel import Bucket, GradientBuckets, Place
 from penstock.parallel.host import gather_json
 from penstock.settings import OptimizerConfig
 
 # As in torch.nn.utils.clip_grad_norm_: keeps the quotient finite.
 _CLIP_EPS = 1e-6
+_MASTER = "master"
 
 
 @dataclass(frozen=True)
@@ -102,13 +103,44 @@ class Update:
 class Optimizer:
     """Steps the parameters of this rank's stages, from gradients that are reduced and whose ties are summed.
 
-    group: host-memory group of the ranks that hold the model between them, over which norms are gathered. ties: full
-    names, copy -> owner; a copy is stepped like any parameter but not counted in the norm. norm_names: the names under
-    which this rank counts parameters that are shared with other ranks; None for those that another rank counts. 16-bit
-    parameters are rounded copies of fp32 masters that lie here.
+    Norm, clipping, loss scale and fp32 masters are here; the update rule is that of a `Stepper`.
+
+    Args:
+        stages: gradient buckets of the local stages.
+        config: the optimizer's settings.
+        group: host-memory group of the ranks that hold the model between them, over which norms are gathered.
+        ties: full names, copy -> owner; a copy is stepped like any parameter but not counted in the norm.
+        scaler: scales the loss of fp16 training.
+        norm_names: the names under which this rank counts parameters that are shared with other ranks, None for those that
+            another rank counts.
 
     Raises: ValueError when two ranks, or two stages, count a parameter of the same name.
     """
+
+    #: settings, with the schedules of learning rate and weight decay
+    config: OptimizerConfig
+    #: None unless training in fp16
+    scaler: LossScaler | None
+    #: absolute number of the last step, skipped ones included
+    num_steps: int
+    #: of the last step that succeeded
+    learning_rate: float
+    #: steps that succeeded
+    _num_updates: int
+    #: ranks that hold the model between them
+    _group: dist.ProcessGroup | None
+    #: all buckets; the gradients of lent parameters lie in buckets of their own
+    _buckets: tuple[Bucket, ...]
+    #: buckets that are stepped here; the owners of lent parameters step them
+    _stepped: list[Bucket]
+    #: by stepped bucket: the flat tensor that is stepped, the bucket's own part of the parameters or an fp32 copy of it
+    _masters: list[Tensor]
+    #: the update rule and its state
+    _stepper: Stepper
+    #: gradients that this rank counts in the norm, by the order of their names
+    _counted: list[Tensor]
+    #: the largest number of gradients that any rank counts
+    _num_norms: int
 
     def __init__(
         self,
@@ -126,7 +158,6 @@ class Optimizer:
         self.learning_rate = config.learning_rate(0)
         self._group = group
         self._buckets: tuple[Bucket, ...] = tuple(bucket for stage in stages for bucket in stage.buckets)
-        # Lent parameters are stepped by their owners; only their gradients lie here.
         self._stepped = [bucket for bucket in self._buckets if not bucket.reduction.lent]
         self._masters = [_master(bucket) for bucket in self._stepped]
         gradients = [(name, view) for stage in stages for name, view in stage.owned_gradients.items()]
@@ -134,7 +165,7 @@ class Optimizer:
         self._num_norms = _agree_on_names([in_norm for _, in_norm in names if in_norm is not None], group)
         counted = {name for name, in_norm in names if in_norm is not None and name not in (ties or {})}
         self._counted = [view for name, view in sorted(gradients, key=lambda pair: pair[0]) if name in counted]
-        self._means = [_Means.of(master) for master in self._masters]
+        self._stepper = stepper_for(config)(self._masters, config)
 
     @property
     def loss_scale(self) -> float:
@@ -156,7 +187,9 @@ class Optimizer:
             self.learning_rate = self.config.learning_rate(self.num_steps)
             self._scale_gradients(norm)
             for decays, rate in ((False, 0.0), (True, weight_decay)):
-                self._update(decays, rate)
+                places = [place for place, bucket in enumerate(self._stepped) if bucket.decays == decays]
+                gradients = [self._stepped[place].gradients[self._stepped[place].owned] for place in places]
+                self._stepper.step(places, gradients, self.learning_rate, rate)
             self._num_updates += 1
             self._publish_masters()
         if self.scaler is not None:
@@ -164,7 +197,7 @@ class Optimizer:
         return Update(success, norm if success else math.nan, self.learning_rate, weight_decay)
 
     def state(self) -> dict[str, Tensor]:
-        """Give the running means and masters of each local parameter as views, named ``optimizer.<kind>.<parameter>``.
+        """The state and master of each local parameter as views, named ``optimizer.<kind>.<parameter>``.
 
         To resume, copy into these views and call `load_progress`. Of parameters that are stepped in part here (see
         `owned_state`) there is none.
@@ -175,18 +208,18 @@ class Optimizer:
     def owned_state(self) -> dict[str, tuple[Place, Tensor]]:
         """The same of all that this rank steps: which elements of a parameter they belong to, and a flat view."""
         state: dict[str, tuple[Place, Tensor]] = {}
-        for bucket, master, means in zip(self._stepped, self._masters, self._means, strict=True):
-            flats = {"exp_avg": means.exp_avg, "exp_avg_sq": means.exp_avg_sq}
+        for bucket, master, own in zip(self._stepped, self._masters, self._stepper.states, strict=True):
+            flats = dict(own)
             if master.dtype != bucket.parameters.dtype:
-                flats["master"] = master
+                flats[_MASTER] = master
             for kind, flat in flats.items():
                 state |= {f"optimizer.{kind}.{part.name}": (part, part.view(flat)) for part in bucket.owned_places}
         return state
 
     @property
     def state_bytes(self) -> int:
-        """Of running means and masters, as they lie on this rank."""
-        held = [mean for means in self._means for mean in (means.exp_avg, means.exp_avg_sq)]
+        """Memory of the update rule's state and of masters on this rank."""
+        held = [flat for own in self._stepper.states for flat in own.values()]
         held += [m for b, m in zip(self._stepped, self._masters, strict=True) if m.dtype != b.parameters.dtype]
         return sum(tensor.nbytes for tensor in held)
 
@@ -204,8 +237,7 @@ class Optimizer:
         self.num_steps = int(progress["num_steps"])
         self.learning_rate = float(progress["learning_rate"])
         self._num_updates = int(progress["num_updates"])
-        for means in self._means:
-            means.step.fill_(self._num_updates)
+        self._stepper.continue_from(self._num_updates)
         if self.scaler is not None and progress["scaler"] is not None:
             self.scaler.load_state(progress["scaler"])
         self._publish_masters()
@@ -216,28 +248,6 @@ class Optimizer:
         for bucket, master in zip(self._stepped, self._masters, strict=True):
             if master.dtype != bucket.parameters.dtype:
                 master.copy_(bucket.parameters[bucket.owned])
-
-    def _update(self, decays: bool, weight_decay: float) -> None:
-        """Step the masters that decay, or those that do not."""
-        buckets = zip(self._stepped, self._masters, self._means, strict=True)
-        own = [(bucket, master, means) for bucket, master, means in buckets if bucket.decays == decays]
-        # The class torch.optim.AdamW loads the compiler at its first use, which takes a second, and calls this.
-        adamw(
-            [master for _, master, _ in own],
-            [bucket.gradients[bucket.owned] for bucket, _, _ in own],
-            [means.exp_avg for *_, means in own],
-            [means.exp_avg_sq for *_, means in own],
-            [],
-            [means.step for *_, means in own],
-            fused=True,
-            amsgrad=False,
-            beta1=self.config.beta1,
-            beta2=self.config.beta2,
-            lr=self.learning_rate,
-            weight_decay=weight_decay,
-            eps=self.config.eps,
-            maximize=False,
-        )
 
     def _gradient_norm(self) -> float:
         """The norm of all gradients as they are, loss scale included; not finite if any element on any rank is not."""
@@ -272,27 +282,14 @@ class Optimizer:
                 bucket.parameters[bucket.owned].copy_(master)
 
 
-@dataclass(frozen=True)
-class _Means:
-    """AdamW's running means of a master's gradients and their squares, and the number of updates, as a tensor."""
-
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
-    step: Tensor
-
-    @classmethod
-    def of(cls, master: Tensor) -> _Means:
-        step = torch.zeros((), dtype=torch.float32, device=master.device)
-        return cls(torch.zeros_like(master), torch.zeros_like(master), step)
-
-
 def state_aliases(ties: Mapping[str, str]) -> dict[str, str]:
     """Give the names of tied copies and of their optimizer state -> the owner's, which hold the same values.
 
     ties: full names of parameters, copy -> owner.
     """
-    kinds = ("", "optimizer.exp_avg.", "optimizer.exp_avg_sq.", "optimizer.master.")
-    return {kind + copy: kind + owner for kind in kinds for copy, owner in ties.items()}
+    kinds = {kind for stepper in STEPPERS for kind in stepper.state_kinds} | {_MASTER}
+    prefixes = ["", *(f"optimizer.{kind}." for kind in sorted(kinds))]
+    return {prefix + copy: prefix + owner for prefix in prefixes for copy, owner in ties.items()}
 
 
 def _master(bucket: Bucket) -> Tensor:

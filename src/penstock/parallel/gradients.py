@@ -135,14 +135,17 @@ def state_bytes(
     group: dist.ProcessGroup | None = None,
     reductions: Mapping[str, Reduction] | None = None,
     cap_bytes: int = CAP_BYTES,
+    num_states: int = 2,
 ) -> StateBytes:
-    """The bytes that `GradientBuckets` of these parameters, which may be on `meta`, and their optimizer would take."""
+    """The bytes that `GradientBuckets` of these parameters, which may be on `meta`, and their optimizer would take.
+
+    num_states: tensors of an optimizer's state that are as long as the parameters.
+    """
     total = StateBytes(0, 0, 0)
     for entries in _fill(_unplaced(parameters, group, reductions or {}), cap_bytes):
         parameter, length = entries[0].parameter, _bucket_length(entries)
         gradient_size, num_owners = _gradient_dtype(parameter).itemsize, entries[0].reduction.num_owners
-        # Two running means, and the masters of 16-bit parameters.
-        num_copies = 3 if _is_16_bit(parameter) else 2
+        num_copies = num_states + _is_16_bit(parameter)  # the latter have masters
         num_values = 0 if entries[0].reduction.lent else length
         total += StateBytes(
             num_values * parameter.element_size(),
