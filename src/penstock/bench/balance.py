@@ -8,10 +8,9 @@ from typing import Any
 import torch
 
 from penstock.data import DataShard
-from penstock.engine.arguments import engine_arguments
 from penstock.engine.engine import Engine
 from penstock.engine.run_check import check
-from penstock.engine.run_parts import RunData, micro_batches
+from penstock.engine.run_parts import RunData, engine_arguments, micro_batches
 from penstock.settings import RunConfig, from_dict
 
 LARGEST_ALLOWED = 1.5

@@ -12,9 +12,8 @@ from penstock.cli.progress import show_log
 from penstock.cli.together import choose_device, initialise, refuse_differing, together, work_together
 from penstock.cli.train_arguments import TrainArguments
 from penstock.cli.train_loop import TrainLoop
-from penstock.engine.arguments import engine_arguments
 from penstock.engine.engine import Engine
-from penstock.engine.run_parts import check_parts
+from penstock.engine.run_parts import check_parts, engine_arguments
 from penstock.engine.runs import RunFolder, check_folder
 
 if TYPE_CHECKING:

@@ -102,7 +102,7 @@ class AuxLossTracker:
             # Without labels nothing is learned from a microbatch, whatever factor its empty sum may have.
             sent[i] = factor if weight else 0.0
         if pipeline.grid.pp_control is not None:
-            source = pipeline.grid.pp_ranks[pipeline.last_rank]
+            source = pipeline.grid.pp_ranks[pipeline.placement.output_rank]
             with pipeline.recorder.collective("tell the loss's factors", pipeline.grid.pp_control):
                 dist.broadcast(sent, source, group=pipeline.grid.pp_control)
         return sent.tolist()

@@ -7,7 +7,6 @@ from typing import Any, Self
 from torch import nn
 
 from penstock.data import MicroBatchSpec, PackedBatch
-from penstock.engine.arguments import read_arguments
 from penstock.engine.build import units_of_layers
 from penstock.engine.export import MAX_SHARD_BYTES, ExportOptions, export_model
 from penstock.engine.generator import GenerateOptions, GenerateResult, Generator, OnAnswer, OnToken
@@ -15,6 +14,7 @@ from penstock.engine.losses import LossFn, LossWeightFn, num_loss_tokens, token_
 from penstock.engine.options import EngineOptions
 from penstock.engine.pipeline import Pipeline
 from penstock.engine.pretrained import HuggingFaceForm, open_pretrained
+from penstock.engine.run_parts import read_arguments
 from penstock.engine.scorer import AggregateFn, Outputs, PostHook, Scorer
 from penstock.engine.sharding import UnitSource
 from penstock.engine.state import ModelState

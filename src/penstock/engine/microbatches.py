@@ -83,7 +83,7 @@ def agree_on_microbatches(
 
 def _agreed(pipeline: Pipeline, parts: Split, weights: list[float], reports: list[BatchReport]) -> AgreedSplit:
     layout = pipeline.layout
-    seeing_labels = [layout.rank_of(dp=dp, pp=pipeline.last_rank) for dp in range(layout.dp)]
+    seeing_labels = [layout.rank_of(dp=dp, pp=pipeline.placement.output_rank) for dp in range(layout.dp)]
     return AgreedSplit(
         split=parts,
         weights=weights,

@@ -111,8 +111,8 @@ class Optimizer:
         group: host-memory group of the ranks that hold the model between them, over which norms are gathered.
         ties: full names, copy -> owner; a copy is stepped like any parameter but not counted in the norm.
         scaler: scales the loss of fp16 training.
-        norm_names: the names under which this rank counts parameters that are shared with other ranks, None for those that
-            another rank counts.
+        norm_names: the names under which this rank counts parameters that are shared with other ranks; None for those
+            that another rank counts.
 
     Raises: ValueError when two ranks, or two stages, count a parameter of the same name.
     """

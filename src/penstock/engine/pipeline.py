@@ -74,8 +74,6 @@ class Pipeline:
     grid: Grid
     #: this rank's share of each microbatch's tokens under context parallelism
     context: ContextShares
-    #: pipeline rank of the last stage of the first copy of the model: it sees the labels and gets the results
-    last_rank: int
 
     # -- the model
     #: all units of the model, in order
@@ -127,7 +125,6 @@ class Pipeline:
         groups = ModelGroups(self.grid.tp_group, self.grid.cp_group, self.grid.ep_group, self.options.attention)
         self.units = units_for(units, groups, self.layout)
         self.placement = self.options.choice.placement(self.layout.pp)
-        self.last_rank = self.placement.output_rank
         self.cut, self.choice = self._cut(units, hidden_size)
         self.boundary = Boundary(hidden_size, parameter_dtype(self.options.precision), self.layout.tp)
         self.step, self._executors, self._closing = 0, {}, []
@@ -181,7 +178,7 @@ class Pipeline:
     @property
     def gives_results(self) -> bool:
         """Whether this rank is the one of its pipeline that gets what `forward` makes of a batch."""
-        return self.grid.pp_rank == self.last_rank
+        return self.grid.pp_rank == self.placement.output_rank
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """This rank's parameters by full name, once values that other ranks step have arrived."""

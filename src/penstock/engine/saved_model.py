@@ -16,7 +16,6 @@ from torch import Tensor
 
 from penstock.data import CorpusError
 from penstock.data.tokenizer import Tokenizer, load_tokenizer
-from penstock.engine.arguments import EngineArguments, engine_arguments
 from penstock.engine.checkpoint import Checkpointer, CheckpointReader
 from penstock.engine.checkpoint.manifest import published
 from penstock.engine.export import ExportedParameter, ExportOptions, Progress, write_folder
@@ -25,6 +24,7 @@ from penstock.engine.options import EngineOptions
 from penstock.engine.pipeline import Pipeline
 from penstock.engine.pretrained import StoredDecoder, find_decoder, open_pretrained
 from penstock.engine.run_check import with_pretrained
+from penstock.engine.run_parts import EngineArguments, engine_arguments
 from penstock.engine.runs import CHECKPOINT_FOLDER, CONFIG_FILE, RunFolder
 from penstock.engine.state import ModelState
 from penstock.engine.trainer import Trainer

@@ -190,7 +190,7 @@ class _Results:
         if not self.outputs.broadcast:
             return value
         with pipeline.recorder.collective("hand out the results", pipeline.grid.pp_control):
-            return broadcast_value(value, pipeline.last_rank, pipeline.grid.pp_control)
+            return broadcast_value(value, pipeline.placement.output_rank, pipeline.grid.pp_control)
 
     def _value(self, split: Split) -> Any:
         """This rank's results as one value; None where it gives none."""
