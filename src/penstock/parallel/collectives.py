@@ -64,11 +64,15 @@ class Collectives:
 
     Args:
         group: the ranks; None for this rank alone.
-        observer: learns of every launch; `observe` attaches one later.
+        observer: learns of every launch.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, observer: Observer | None = None) -> None:
         self.group, self.observer = group, observer
+
+    def report_to(self, observer: Observer) -> None:
+        """From here on report every launch to this observer."""
+        self.observer = observer
 
     @property
     def size(self) -> int:
@@ -184,7 +188,7 @@ def observe(module: nn.Module, observer: Observer) -> int:
         id(value): value for part in module.modules() for value in vars(part).values() if isinstance(value, Collectives)
     }
     for collectives in found.values():
-        collectives.observer = observer
+        collectives.report_to(observer)
     return len(found)
 
 
