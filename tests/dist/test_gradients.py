@@ -191,7 +191,6 @@ class _Pipeline:
         self.executors = [
             Executor(
                 program,
-                number,
                 {number: Stage(number, [("layer", layer)], Boundary(4, torch.float32))},
                 InProcessTransport(hub, number),
                 Recorder(number),

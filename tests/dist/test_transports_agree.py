@@ -39,7 +39,7 @@ class OneRank:
             defer(layer, owner)
             self.layers.append(layer)
             stages[number] = Stage(number, [("layer", layer)], Boundary(HIDDEN, torch.float32), owner)
-        self.executor = Executor(program, rank, stages, transport, Recorder(rank))
+        self.executor = Executor(program, stages, transport, Recorder(rank))
 
     @staticmethod
     def feeds() -> list[Feed]:

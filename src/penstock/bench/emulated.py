@@ -172,7 +172,7 @@ def penstock_engine(program: schedule.Program, emulation: Emulation) -> Engine:
         owner = WeightGradients()
         layers.append(EmulatedLayer(owner))
         stages[number] = Stage(number, [("layer", layers[-1])], Boundary(HIDDEN_SIZE, torch.float32), owner)
-    executor = Executor(program, rank, stages, transport, Recorder(rank))
+    executor = Executor(program, stages, transport, Recorder(rank))
     sequences = Sequences.from_lengths([NUM_TOKENS], torch.device("cpu"))
     feed = Feed(NUM_TOKENS, sequences, torch.zeros(NUM_TOKENS, HIDDEN_SIZE), _loss)
     feeds = [feed] * emulation.num_microbatches

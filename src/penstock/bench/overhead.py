@@ -70,7 +70,7 @@ def _over_gloo(rank: int, name: str, num_ranks: int, num_microbatches: int, num_
     program, world = _program(name, num_ranks, num_microbatches), dist.group.WORLD
     assert world is not None
     transport = DistributedTransport(program.placement, world, torch.device("cpu"), timeout_s=60.0)
-    executor = Executor(program, rank, {rank: EmptyStage(rank)}, transport, Recorder(rank))
+    executor = Executor(program, {rank: EmptyStage(rank)}, transport, Recorder(rank))
     feeds = _feeds(num_microbatches)
 
     def run() -> None:
@@ -83,7 +83,7 @@ def _over_gloo(rank: int, name: str, num_ranks: int, num_microbatches: int, num_
 def _in_process(name: str, num_ranks: int, num_microbatches: int, num_runs: int) -> list[float]:
     program, hub, feeds = _program(name, num_ranks, num_microbatches), InProcessHub(), _feeds(num_microbatches)
     executors = [
-        Executor(program, rank, {rank: EmptyStage(rank)}, InProcessTransport(hub, rank), Recorder(rank))
+        Executor(program, {rank: EmptyStage(rank)}, InProcessTransport(hub, rank), Recorder(rank))
         for rank in range(num_ranks)
     ]
     return _times_s(lambda: run_together(executors, [feeds] * num_ranks), num_runs)

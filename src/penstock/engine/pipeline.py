@@ -222,7 +222,6 @@ class Pipeline:
             program = self.program(num_microbatches, training=reduce is not None)
             found = Executor(
                 program,
-                self.grid.pp_rank,
                 {n: stage for n, stage in self.stages.items() if n < program.placement.num_stages},
                 self.transport,
                 self.recorder,

@@ -1,10 +1,10 @@
 """The executor: walks one rank's list of a proved program.
 
-Nothing here decides an order. Each action has one handler; what an action needs was either received, handed over by a
-neighbouring stage on the same rank, or comes from the microbatch itself.
+Each step has one handler, bound once. Its input was received, was handed over by a neighbouring stage on the same rank,
+or comes from the microbatch itself (`Feed`). Nothing here decides an order.
 """
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,61 +16,30 @@ from penstock.model import Lane, Sequences, drain, zip_lanes
 from penstock.runtime.errors import PipelineError, TransportError
 from penstock.runtime.in_turn import Participant, run_in_turn
 from penstock.runtime.pairs import Hooks, Pairs
-from penstock.runtime.stage import Boundary, Finish, Stage
+from penstock.runtime.stage import Finish, Stage
 from penstock.runtime.tape import Tapes
 from penstock.runtime.trace import Awaited, Record, Recorder
-from penstock.runtime.transport import Receipt, Transport
-from penstock.schedule import Action, Channel, Direction, Op, Pair, Placement, Program, Step, verify
-from penstock.schedule.actions import SENDS, TRANSFERS, parts
+from penstock.runtime.transport import Receipt, Transport, Wire
+from penstock.schedule import Action, Direction, Op, Pair, Program, Step, verify
 
 
 @dataclass(frozen=True, slots=True)
 class Feed:
-    """What every rank knows of one microbatch, and what only the model's ends need.
-
-    `tokens` [T] enters the first stage, `finish` turns the last stage's output into its result (for training the
-    scaled scalar loss); None on ranks that do not hold that end.
-    """
+    """One microbatch, as a rank sees it."""
 
     num_tokens: int
     sequences: Sequences
+    #: the token ids [T] that enter the first stage; None on ranks without it
     tokens: Tensor | None = None
+    #: turns the last stage's output into its result, in training the scaled scalar loss; None on ranks without it
     finish: Finish | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Wire:
-    """One direction through one local stage: whence its input comes and where its result goes, looked up once.
+Key = tuple[Direction, int, int]  # direction, stage, microbatch: of an input that arrives or a result that leaves
+Waiting = Generator[Receipt, None, Any]  # yields the receipts that it cannot take yet
+Handler = Callable[[Record], Waiting | None]
 
-    source: the neighbour that gives the input, as (stage, rank); None at the model's end. target: the neighbour that
-    takes the result; None at the end. A channel is None where the neighbour is on this rank, or there is none.
-    """
-
-    direction: Direction
-    stage: Stage
-    source: tuple[int, int] | None
-    arriving: Channel | None
-    target: int | None
-    leaving: Channel | None
-
-    @classmethod
-    def of(cls, direction: Direction, stage: Stage, placement: Placement) -> "Wire":
-        source = placement.source(stage.index, direction)
-        return cls(
-            direction,
-            stage,
-            None if source is None else (source, placement.rank_of(source)),
-            placement.channel_to(stage.index, direction),
-            placement.target(stage.index, direction),
-            placement.channel_from(stage.index, direction),
-        )
-
-
-Key = tuple[Direction, int, int]  # (forward: a stage's input or output, backward: a gradient; stage, microbatch)
-Waiting = Generator[Receipt, None, Any]
-
-
-_NO_HOOKS = Hooks()
+_NO_HOOKS, _PAIRS = Hooks(), Pairs()
 
 
 def _no_reduction(stage: int) -> None:
@@ -82,77 +51,65 @@ class Executor:
 
     Args:
         program: proved in the constructor; an unproved program never runs.
-        rank: this rank of the pipeline.
         stages: the local stages by number.
-        transport: carries messages between ranks.
-        recorder: told of every action.
+        transport: carries messages between ranks, and knows which rank this is.
+        recorder: notes every action.
         reduce: called for a REDUCE_GRAD action with the stage's number; starts the reduction, does not wait.
-        pairs: how fused pairs run, and who is told of their halves.
+        pairs: how the two halves of a fused pair share the rank.
 
     Raises:
-        ScheduleError: the program can not be proved.
+        ScheduleError: the program cannot be proved.
     """
 
     def __init__(
         self,
         program: Program,
-        rank: int,
         stages: Mapping[int, Stage],
         transport: Transport,
         recorder: Recorder,
         reduce: Callable[[int], None] = _no_reduction,
-        pairs: Pairs | None = None,
+        pairs: Pairs = _PAIRS,
     ) -> None:
         verify(program)
-        self.program, self.rank, self.stages = program, rank, stages
-        self.transport, self.recorder, self.reduce = transport, recorder, reduce
-        self.pairs = pairs or Pairs()
+        self.program, self.rank, self.stages = program, transport.rank, stages
+        self.transport, self.recorder, self.reduce, self.pairs = transport, recorder, reduce, pairs
         self.training = program.schedule.training
+        #: the running step's microbatches
         self._feeds: Sequence[Feed] = ()
         self._tapes = Tapes()
+        #: inputs that are posted receives, or results of a neighbour on this rank
         self._arrivals: dict[Key, Receipt | Tensor] = {}
+        #: results that their send has not taken yet
         self._departures: dict[Key, Tensor] = {}
+        #: microbatch -> what the last stage's `finish` gave
         self._results: dict[int, Tensor] = {}
         self._wires = {
-            (direction, number): Wire.of(direction, stage, program.placement)
-            for number, stage in stages.items()
+            (direction, number): Wire.of(direction, number, program.placement)
+            for number in stages
             for direction in Direction
         }
-        # The optimizer step is a line of train_batch.
-        steps = [step for step in program.ranks[rank] if step != Action(Op.STEP)]
-        self._leaving_at_once = frozenset(self._sends_at_once(steps))
-        self._steps = [(step, *self._bind(step)) for step in steps]
-
-    def _bind(self, step: Step) -> tuple[Callable[[], None] | None, Callable[[Record], Waiting]]:
-        """How to run a step: at once, or, where it may have to wait for messages, as a generator."""
-        if isinstance(step, Pair):
-            return None, partial(self._pair, [(half, self._wire(half)) for half in (step.forward, step.backward)])
-        handlers: dict[Op, Callable[[Action, Wire], None]] = {
-            Op.W: self._weight_backward,
+        early = program.early_sends[self.rank] if program.early_sends else ()
+        #: results that leave while their step goes on
+        self._early = frozenset((send.op.direction, send.stage, send.microbatch) for send in early)
+        self._handlers: dict[Op, Callable[[Action, Wire, Record], Waiting | None]] = {
+            Op.F: self._run_alone,
+            Op.B: self._run_alone,
+            Op.I: self._run_alone,
+            Op.W: self._run_weight_backward,
             Op.SEND_F: self._send,
             Op.SEND_B: self._send,
-            Op.RECV_F: self._receive,
-            Op.RECV_B: self._receive,
-            Op.REDUCE_GRAD: self._reduce_gradients,
+            Op.RECV_F: self._post_receive,
+            Op.RECV_B: self._post_receive,
+            Op.REDUCE_GRAD: self._start_reduction,
         }
-        wire, handler = self._wire(step), handlers.get(step.op)
-        return (None if handler is None else partial(handler, step, wire)), partial(self._single, step, wire)
+        # The optimizer step is a line of train_batch.
+        self._steps = [(step, self._bind(step)) for step in program.ranks[self.rank] if step != Action(Op.STEP)]
 
-    def _sends_at_once(self, steps: Sequence[Step]) -> Iterator[Key]:
-        """What leaves as soon as it is there, while its step goes on: the other half, or weight gradients.
-
-        Only sends among the transfers right behind the step, so that none overtakes another on its channel.
-        """
-        for at, step in enumerate(steps):
-            if not isinstance(step, Pair) and not (step.op is Op.B and self.stages[step.stage].exchanges):
-                continue
-            made = {(action.op.direction, action.stage, action.microbatch) for action in parts(step)}
-            for transfer in steps[at + 1 :]:
-                if not isinstance(transfer, Action) or transfer.op not in TRANSFERS:
-                    break
-                key = (transfer.op.direction, transfer.stage, transfer.microbatch)
-                if transfer.op in SENDS and key in made:
-                    yield key
+    def _bind(self, step: Step) -> Handler:
+        """The handler of a step, given all that it will ever need but the step's record."""
+        if isinstance(step, Pair):
+            return partial(self._run_pair, [(half, self._wire(half)) for half in (step.forward, step.backward)])
+        return partial(self._handlers[step.op], step, self._wire(step))
 
     def _wire(self, action: Action) -> Wire:
         return self._wires[action.op.direction, action.stage]
@@ -169,13 +126,13 @@ class Executor:
 
         Raises:
             TransportError: a message did not come or was not taken in time.
-            PipelineError: a stage gave another shape or dtype than its neighbour awaits.
+            PipelineError: a stage gave another shape or dtype than its neighbour expects.
         """
         with torch.set_grad_enabled(self.training):
             return drain(self.steps(feeds))
 
     def steps(self, feeds: Sequence[Feed]) -> Generator[Receipt, None, list[Tensor]]:
-        """`run` as a generator that yields the receipts it can not yet take, for ranks that share a thread."""
+        """`run` as a generator that yields the receipts it cannot take yet, for ranks that share a thread."""
         if len(feeds) != self.program.schedule.num_microbatches:
             raise ValueError(
                 f"{len(feeds)} microbatches given; the program was built for {self.program.schedule.num_microbatches}"
@@ -183,12 +140,11 @@ class Executor:
         self._feeds, self._tapes.peak = feeds, 0
         begin, end, finished = self.recorder.begin, self.recorder.end, False
         try:
-            for step, at_once, waiting in self._steps:
+            for step, handler in self._steps:
                 record = begin(step)
-                if at_once is not None:
-                    at_once()
-                else:
-                    yield from waiting(record)
+                waiting = handler(record)
+                if waiting is not None:
+                    yield from waiting
                 end(record)
             self.transport.settle()
             assert not (self._tapes or self._arrivals or self._departures), "a proved program leaves nothing behind"
@@ -200,90 +156,93 @@ class Executor:
             error.add_note(f"{self.recorder.where()}")
             raise
         finally:
-            self._clear()
+            self._feeds = ()
+            for store in (self._tapes, self._arrivals, self._departures, self._results):
+                store.clear()
             if not finished:
                 self.transport.abandon()
 
-    # Compute actions: wait for the input, run the lane, hand on the result.
+    # ---- compute: wait for the input, run the lane, which hands its result on
 
-    def _single(self, action: Action, wire: Wire, record: Record) -> Waiting:
+    def _run_alone(self, action: Action, wire: Wire, record: Record) -> Waiting:
         x = yield from self._input(action, wire, record)
         self.recorder.started(record)
-        drain(self._lane(action, wire, x, self.pairs.hooks if self.pairs.hooks.alone else _NO_HOOKS))
+        drain(self._lane(action, wire, x, self.pairs.hooks if self.pairs.hooks.alone else _NO_HOOKS, None))
 
-    def _pair(self, halves: list[tuple[Action, Wire]], record: Record) -> Waiting:
+    def _run_pair(self, halves: list[tuple[Action, Wire]], record: Record) -> Waiting:
         lanes = []
         for action, wire in halves:
             x = yield from self._input(action, wire, record)
-            lanes.append(self._lane(action, wire, x, self.pairs.hooks, self.pairs.overlap))
+            lanes.append(self._lane(action, wire, x, self.pairs.hooks, self.pairs if self.pairs.overlap else None))
         self.recorder.started(record)
         forward, backward = lanes
         if self.pairs.overlap:
-            # The backward goes first: it has something to send at once, which travels while the forward computes.
+            # The backward goes first: it launches something at once, which is under way while the forward computes.
             zip_lanes(backward, forward)
         else:
             drain(forward)
             drain(backward)
 
-    def _lane(self, action: Action, wire: Wire, x: Tensor | None, hooks: Hooks, in_pair: bool = False) -> Lane[None]:
-        """The action's lane, which also hands its result on; `in_pair`: another lane goes on when it yields."""
+    def _lane(
+        self, action: Action, wire: Wire, x: Tensor | None, hooks: Hooks, pair: Pairs | None = None
+    ) -> Lane[None]:
+        """An F, B or I that hands its result on; `pair` where another lane runs while this one is suspended."""
         hooks.before(action)
+        stage = self.stages[action.stage]
         if action.op is Op.F:
-            feed, tape = self._feeds[action.microbatch], None
-            if self.training:
-                tape = self._tapes.make(action.stage, action.microbatch)
+            feed = self._feeds[action.microbatch]
+            tape = self._tapes.make(action.stage, action.microbatch) if self.training else None
             x = feed.tokens if x is None else x
             assert x is not None, f"{action} needs the microbatch's tokens"
             finish = feed.finish if wire.target is None else None
-            self._hand_on(action, wire, (yield from wire.stage.forward(tape, x, feed.sequences, finish)), hooks)
+            self._hand_on(action, wire, (yield from stage.forward(tape, x, feed.sequences, finish)), hooks)
             return
-        tape, fill = self._tapes.get(action.stage, action.microbatch), action.op is Op.B and wire.stage.exchanges
-        lane = wire.stage.backward(tape, x, fill or action.op is Op.I, fill, self.pairs if in_pair else None)
-        self._hand_on(action, wire, (yield from lane), hooks)
+        tape, fill = self._tapes.get(action.stage, action.microbatch), action.op is Op.B and stage.exchanges
+        grad = yield from stage.backward(tape, x, fill or action.op is Op.I, fill, pair)
+        self._hand_on(action, wire, grad, hooks)
         if fill:
             if wire.leaving is not None:
                 yield  # the other half's message leaves before this rank is busy with weights again
-            wire.stage.weight_backward(tape)
+            stage.weight_backward(tape)
         if action.op is Op.B:
             self._tapes.take(action.stage, action.microbatch)
 
-    def _weight_backward(self, action: Action, wire: Wire) -> None:
-        wire.stage.weight_backward(self._tapes.take(action.stage, action.microbatch))
+    def _run_weight_backward(self, action: Action, wire: Wire, record: Record) -> None:
+        self.stages[action.stage].weight_backward(self._tapes.take(action.stage, action.microbatch))
 
-    # Data flow: where an action's input comes from and where its result goes.
+    def _start_reduction(self, action: Action, wire: Wire, record: Record) -> None:
+        self.reduce(action.stage)
+
+    # ---- data flow: where an input comes from and where a result goes to
 
     def _input(self, action: Action, wire: Wire, record: Record) -> Waiting:
-        """What the neighbour gives for an action; None at the model's end."""
+        """The tensor that the neighbour gives for an action; None at the model's end."""
         receipt = self._arrivals.pop((wire.direction, action.stage, action.microbatch), None)
         if receipt is None or isinstance(receipt, Tensor):
             return receipt
-        assert wire.source is not None
-        self.recorder.awaits(record, Awaited(wire.direction, wire.source[0], action.microbatch, wire.source[1]))
+        assert wire.source is not None and wire.source_rank is not None
+        self.recorder.awaits(record, Awaited(wire.direction, wire.source, action.microbatch, wire.source_rank))
         while not receipt.ready():
             yield receipt
         return receipt.wait()
 
     def _hand_on(self, action: Action, wire: Wire, result: Tensor | None, hooks: Hooks) -> None:
-        if wire.target is not None:
-            self._to_neighbour(action, wire, result)
-        elif wire.direction is Direction.FORWARD and result is not None:
-            self._results[action.microbatch] = result
+        """Give a result to the neighbour on this rank, to its send, or to the caller of `run`."""
+        key = (wire.direction, action.stage, action.microbatch)
+        if wire.target is None:
+            if wire.direction is Direction.FORWARD and result is not None:
+                self._results[action.microbatch] = result
+        elif wire.leaving is None:
+            self._arrivals[wire.direction, wire.target, action.microbatch] = self._checked(action, wire, result)
+        elif key in self._early:
+            self.transport.send(wire.leaving, self._checked(action, wire, result).contiguous())
+        else:
+            self._departures[key] = self._checked(action, wire, result)
         hooks.after(action)
 
-    def _to_neighbour(self, action: Action, wire: Wire, result: Tensor | None) -> None:
-        self._check(action, wire.stage.boundary, result)
-        assert result is not None and wire.target is not None
-        if wire.leaving is None:
-            self._arrivals[wire.direction, wire.target, action.microbatch] = result
-        else:
-            key = (wire.direction, action.stage, action.microbatch)
-            if key in self._leaving_at_once:
-                self.transport.send(wire.leaving, result.contiguous())
-            else:
-                self._departures[key] = result
-
-    def _check(self, action: Action, boundary: Boundary, result: Tensor | None) -> None:
-        """The neighbour has posted its receive with the shape known from the metadata; anything else must not leave."""
+    def _checked(self, action: Action, wire: Wire, result: Tensor | None) -> Tensor:
+        """The result, if it has the shape with which the neighbour has posted its receive; no other may leave."""
+        boundary = self.stages[action.stage].boundary
         shape = boundary.shape(self._feeds[action.microbatch].num_tokens)
         if result is None or result.shape != shape or result.dtype != boundary.dtype:
             got = "nothing" if result is None else f"{list(result.shape)} of {result.dtype}"
@@ -291,28 +250,20 @@ class Executor:
                 f"{action} on rank {self.rank}: stage {action.stage} gives {got} for microbatch {action.microbatch}; "
                 f"its neighbour awaits {list(shape)} of {boundary.dtype}"
             )
+        return result
 
-    def _send(self, action: Action, wire: Wire) -> None:
+    def _send(self, action: Action, wire: Wire, record: Record) -> None:
         assert wire.leaving is not None
         key = (wire.direction, action.stage, action.microbatch)
-        if key not in self._leaving_at_once:
+        if key not in self._early:
             self.transport.send(wire.leaving, self._departures.pop(key).contiguous())
 
-    def _receive(self, action: Action, wire: Wire) -> None:
+    def _post_receive(self, action: Action, wire: Wire, record: Record) -> None:
         assert wire.arriving is not None
-        boundary = wire.stage.boundary
+        boundary = self.stages[action.stage].boundary
         self._arrivals[wire.direction, action.stage, action.microbatch] = self.transport.receive(
             wire.arriving, boundary.shape(self._feeds[action.microbatch].num_tokens), boundary.dtype
         )
-
-    def _reduce_gradients(self, action: Action, wire: Wire) -> None:
-        self.reduce(action.stage)
-
-    def _clear(self) -> None:
-        """Nothing of a step outlives it, however it ended."""
-        self._feeds = ()
-        for store in (self._tapes, self._arrivals, self._departures, self._results):
-            store.clear()
 
 
 def run_together(executors: Sequence[Executor], feeds: Sequence[Sequence[Feed]]) -> list[list[Tensor]]:

@@ -323,8 +323,12 @@ class Program:
     schedule: Schedule
     #: One list of steps a rank.
     ranks: tuple[tuple[Step, ...], ...]
+    #: Each rank's sends that leave while the step that makes their tensor goes on; empty if all wait for its end.
+    early_sends: tuple[frozenset[Action], ...] = ()
 
     def __post_init__(self) -> None:
+        if self.early_sends and len(self.early_sends) != len(self.ranks):
+            raise ValueError(f"{len(self.ranks)} ranks need as many sets of early sends, got {len(self.early_sends)}")
         if len(self.ranks) != self.placement.num_ranks:
             raise ValueError(f"{self.placement.num_ranks} ranks need as many lists of steps, got {len(self.ranks)}")
 

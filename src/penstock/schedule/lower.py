@@ -4,8 +4,9 @@
     add_transfers      schedule -> steps      add the sends, and receives posted ahead of need (`transfers.py`)
     add_reductions     steps -> steps         add each stage's gradient reduction
     add_step           steps -> steps         add the optimizer step
+    mark_early_sends   steps -> program       mark the sends that leave while their step goes on
 
-`lower` runs the last three; the first one is the caller's choice.
+`lower` runs the last four; the first one is the caller's choice.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from penstock.schedule.actions import (
     check_count,
     parts,
 )
+from penstock.schedule.rules import early_sends
 from penstock.schedule.transfers import add_transfers
 
 
@@ -53,7 +55,7 @@ def lower(schedule: Schedule, *, receives_ahead: int = 2, shared_channels: bool 
     if schedule.training:
         stages_of = schedule.placement.stages_of
         ranks = [add_step(add_reductions(steps, stages_of(rank))) for rank, steps in enumerate(ranks)]
-    return Program(schedule, tuple(map(tuple, ranks)))
+    return mark_early_sends(schedule, ranks)
 
 
 def early_gradients(schedule: Schedule) -> Schedule:
@@ -101,3 +103,9 @@ def add_reductions(steps: Sequence[Step], stages: Iterable[int]) -> list[Step]:
 def add_step(steps: Sequence[Step]) -> list[Step]:
     """Add the optimizer step at the end."""
     return [*steps, Action(Op.STEP)]
+
+
+def mark_early_sends(schedule: Schedule, ranks: Iterable[Sequence[Step]]) -> Program:
+    """Make the program of these steps, in which every send that can leave early does so."""
+    steps = tuple(map(tuple, ranks))
+    return Program(schedule, steps, tuple(map(early_sends, steps)))

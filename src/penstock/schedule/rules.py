@@ -10,12 +10,12 @@ proved in seconds: a rule holds numbers to which an action adds its microbatch. 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
 
-from penstock.schedule.actions import ALL, Action, Channel, Direction, Op, Schedule
+from penstock.schedule.actions import ALL, TRANSFERS, Action, Channel, Direction, Op, Pair, Schedule, Step
 
 
 class FactKind(IntEnum):
@@ -255,3 +255,31 @@ class Rules:
     def _rule_for_all(needs: Iterable[int], gives: int) -> Rule:
         """The rule of an action on `ALL` microbatches, which the action adds to the rule's numbers like any other."""
         return Rule(range(ALL, ALL + 1), tuple(number - ALL for number in needs), (gives - ALL,))
+
+
+def early_sends(steps: Sequence[Step]) -> frozenset[Action]:
+    """The sends that can leave before the step that makes their tensor has ended.
+
+    Such a step is a fused pair, whose other half goes on, or a `B`, which goes on with weight gradients. The send must
+    stand behind it with only transfers between, and must not overtake another one in its direction. A runtime that
+    sends early must not block in a send; then no rank waits longer.
+
+    >>> from penstock.schedule.actions import Pair
+    >>> pair = Pair(Action(Op.F, 1, 1), Action(Op.B, 1, 0))
+    >>> print(*sorted(map(str, early_sends([pair, Action(Op.SEND_F, 1, 1), Action(Op.SEND_B, 1, 0)]))))
+    1SEND_B0 1SEND_F1
+    """
+    early: list[Action] = []
+    # What the last step made and its sends have not passed on, by the send that is due; none behind other actions.
+    due: dict[Op, tuple[int, int]] = {}
+    for step in steps:
+        if isinstance(step, Pair):
+            f, b = step.forward, step.backward
+            due = {Op.SEND_F: (f.stage, f.microbatch), Op.SEND_B: (b.stage, b.microbatch)}
+        elif step.op is Op.B:
+            due = {Op.SEND_B: (step.stage, step.microbatch)}
+        elif step.op not in TRANSFERS:
+            due = {}
+        elif step.op in due and due.pop(step.op) == (step.stage, step.microbatch):
+            early.append(step)
+    return frozenset(early)

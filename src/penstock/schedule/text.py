@@ -25,7 +25,7 @@ from penstock.schedule.actions import (
     flatten,
     parts,
 )
-from penstock.schedule.lower import add_reductions, add_step
+from penstock.schedule.lower import add_reductions, add_step, mark_early_sends
 
 Plan: TypeAlias = Schedule | Program
 
@@ -102,7 +102,7 @@ def _plan(with_transfers: bool, fields: dict[str, str], rows: list[tuple[Step, .
         _check_size(placement.num_stages, num_microbatches, rows)
         orders = tuple(_compute_only(row) for row in rows) if with_transfers else tuple(rows)
         schedule = Schedule(fields["name"], placement, num_microbatches, orders, bound, training)
-        return Program(schedule, tuple(rows)) if with_transfers else schedule
+        return mark_early_sends(schedule, rows) if with_transfers else schedule
     except ScheduleError:
         raise
     except ValueError as error:
@@ -165,7 +165,7 @@ def from_csv(text: str, *, name: str = "imported", with_transfers: bool | None =
         rows = [tuple(add_reductions(row, placement.stages_of(rank))) for rank, row in enumerate(rows)]
     if training:
         rows = [tuple(add_step(row)) for row in rows]
-    return Program(schedule, tuple(rows))
+    return mark_early_sends(schedule, rows)
 
 
 def _rows(plan: Plan) -> tuple[tuple[Step, ...], ...]:

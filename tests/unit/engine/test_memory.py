@@ -109,7 +109,7 @@ def run(program: schedule.Program, modules: Sequence[Sequence[tuple[str, nn.Modu
         recorders.append(MeasuredRank(rank, list(stages.values())))
         # Overlapped, the halves of a pair without collectives follow each other, backward first: that takes less.
         pairs, transport = Pairs(overlap=False), InProcessTransport(hub, rank)
-        executors.append(Executor(program, rank, stages, transport, recorders[rank], pairs=pairs))
+        executors.append(Executor(program, stages, transport, recorders[rank], pairs=pairs))
     run_together(executors, [feeds] * len(executors))
     return executors, recorders
 

@@ -67,7 +67,6 @@ class Pipeline:
         self.executors = [
             Executor(
                 self.program,
-                rank,
                 {
                     number: Stage(number, [("layer", self.layers[number])], Boundary(HIDDEN, torch.float32))
                     for number in built.placement.stages_of(rank)
@@ -311,7 +310,7 @@ def test_what_the_neighbour_does_not_await_never_leaves_and_its_stage_says_so(
     pipeline, giver = Pipeline("1f1b", 2, 2), 0 if flow is Op.F else 1
     stage = Spoilt(pipeline.layers[giver], flow, lambda x: spoil(x) if len(x) == 5 else x)
     first = pipeline.executors[giver]
-    pipeline.executors[giver] = Executor(pipeline.program, giver, {giver: stage}, first.transport, first.recorder)
+    pipeline.executors[giver] = Executor(pipeline.program, {giver: stage}, first.transport, first.recorder)
     with pytest.raises(PipelineError) as caught:
         pipeline.run([3, 5])
     assert str(caught.value) == (
@@ -374,4 +373,4 @@ def test_an_unproved_program_does_not_run() -> None:
     broken = schedule.Program(built.schedule, (built.ranks[0][:-1], built.ranks[1]))
     stage = Stage(0, [("layer", Layer())], Boundary(HIDDEN, torch.float32))
     with pytest.raises(schedule.ScheduleError, match="STEP"):
-        Executor(broken, 0, {0: stage}, InProcessTransport(InProcessHub(), 0), Recorder(0))
+        Executor(broken, {0: stage}, InProcessTransport(InProcessHub(), 0), Recorder(0))

@@ -75,7 +75,7 @@ class Rank:
             switch_linears(layer)
             defer(layer, owner)
             stages[number] = Stage(number, [("layer", layer)], Boundary(HIDDEN, torch.float32), owner)
-        self.executor = Executor(program, rank, stages, self.transport, self.recorder)
+        self.executor = Executor(program, stages, self.transport, self.recorder)
 
 
 def run(name: str, num_ranks: int, num_microbatches: int, num_steps: int) -> tuple[schedule.Program, list[Rank]]:

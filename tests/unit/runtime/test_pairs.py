@@ -124,7 +124,7 @@ class Pipeline:
             transport = InProcessTransport(hub, rank)
             self._tell_sends(transport, self.log[rank])
             told = replace(pairs or Pairs(), hooks=self._hooks(self.log[rank], alone))
-            self.executors.append(Executor(self.program, rank, stages, transport, Recorder(rank), pairs=told))
+            self.executors.append(Executor(self.program, stages, transport, Recorder(rank), pairs=told))
 
     def stage(self, number: int) -> Stage:
         owner = WeightGradients()
