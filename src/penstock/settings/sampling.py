@@ -26,7 +26,7 @@ class SamplingParams(Settings, section="sampling"):
         "Draw from the likeliest tokens that together have this probability.",
         Bounds(above=0, most=1),
     )
-    chained: bool = setting(False, "top_p applies to the tokens that top_k leaves, not to the whole distribution.")
+    chained: bool = setting(False, "Apply top_p to the tokens that top_k leaves, not to the whole distribution.")
     end_tokens: tuple[int, ...] = setting(
         (), "Token ids that end the answer, as its last token; left out, only its length ends it.", AT_LEAST_0
     )

@@ -1,0 +1,190 @@
+"""Every setting is one object in the file, on the command line and in the engine: each takes and refuses the same."""
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.cli.train_arguments import read_arguments
+from penstock.engine.options import EngineOptions
+from penstock.engine.run_check import check
+from penstock.schedule import builders
+from penstock.schedule.choice import ScheduleChoice
+from penstock.settings import (
+    SETTINGS,
+    ConfigError,
+    Decay,
+    OptimizerConfig,
+    RunConfig,
+    SamplingParams,
+    ScheduleConfig,
+    Setting,
+    from_dict,
+    to_toml,
+    walk,
+)
+from penstock.settings.declare import plain, possible, value_of
+from penstock.settings.read import section_summaries
+
+SAMPLING = {own.name: own for own in walk(SamplingParams())}
+CHOICES = [(name, value) for name, own in SETTINGS.items() for value in possible(own.type)]
+# Settings without which a run cannot have that value.
+NEEDS: dict[tuple[str, str], dict[str, Any]] = {
+    ("rope.scaling", "llama3"): {"rope.original_length": 64},
+    ("rope.scaling", "yarn"): {"rope.original_length": 64},
+    ("schedule.placement", "loop"): {"schedule.name": "auto"},
+    ("schedule.placement", "v"): {"schedule.name": "auto"},
+}
+
+
+def as_table(values: dict[str, Any]) -> dict[str, Any]:
+    table: dict[str, Any] = {}
+    for name, value in values.items():
+        section, _, key = name.rpartition(".")
+        (table.setdefault(section, {}) if section else table)[key] = value
+    return table
+
+
+def as_words(values: dict[str, Any]) -> list[str]:
+    return [word for name, value in values.items() for word in (f"--{name}", str(value))]
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> Path:
+    path = tmp_path / "run.toml"
+    path.touch()
+    return path
+
+
+def test_there_are_values_to_choose_from():
+    assert {"optimizer.decay", "train.precision", "experts.group_score", "parallel.attention"} <= {
+        n for n, _ in CHOICES
+    }
+    assert ("optimizer.decay", "inverse-sqrt") in CHOICES
+
+
+@pytest.mark.parametrize("name, value", CHOICES)
+def test_every_value_of_every_enum_reaches_the_engine_from_file_and_command_line(
+    name: str, value: str, run_file: Path
+) -> None:
+    values = {name: value, **NEEDS.get((name, value), {})}
+    config = check(from_dict(as_table(values)))
+    assert config.flat()[name] == value
+    assert read_arguments([str(run_file), *as_words(values)]).config == config
+    run_file.write_text(to_toml(config))
+    assert read_arguments([str(run_file)]).config == config
+    options = EngineOptions.of(config)
+    held = (*walk(config.model.whole(64)), *walk(config.parallel), *walk(config.schedule), *walk(options))
+    taken = {own.name: plain(own.default) for own in held}
+    assert taken.get(name, config.flat()[name]) == value
+    assert options.optimizer.learning_rate(3) > 0
+
+
+def beyond(own: Setting) -> Iterator[float]:
+    """Numbers that the setting may not be: the nearest ones outside of its bounds, and what is no finite number."""
+    bounds = own.bounds
+    assert bounds is not None
+    is_whole = own.type in (int, int | None) or own.type == tuple[int, ...]
+    least, step = bounds.least, 1 if is_whole else 0.5
+    yield from () if least is None else (least - step,)
+    yield from () if bounds.above is None else (bounds.above, bounds.above - step)
+    yield from () if bounds.most is None else (bounds.most + step,)
+    yield from () if bounds.below is None else (bounds.below, bounds.below + step)
+    yield from () if is_whole else (math.nan, math.inf)
+
+
+BEYOND = [(name, value) for name, own in SETTINGS.items() if own.bounds for value in beyond(own)]
+
+
+@pytest.mark.parametrize("name, value", BEYOND)
+def test_a_value_out_of_bounds_is_refused_alike_and_by_name_wherever_it_comes_from(
+    name: str, value: float, run_file: Path
+) -> None:
+    *owner, attribute = SETTINGS[name].path
+    ways = {
+        "file": lambda: from_dict(as_table({name: value})),
+        "command line": lambda: read_arguments([str(run_file), f"--{name}", str(value)]),
+        "engine": lambda: replace(value_of(RunConfig(), tuple(owner)), **{attribute: value}),
+    }
+    messages = set()
+    for way in ways.values():
+        with pytest.raises(ConfigError) as caught:
+            way()
+        messages.add(str(caught.value))
+    (message,) = messages
+    assert message.count(f"{name} = {value}") == 1 and "\n" not in message
+    assert "must be" in message or "give less than" in message or "more is possible" in message or "finite" in message
+
+
+@pytest.mark.parametrize("own", [own for own in SAMPLING.values() if own.bounds], ids=lambda own: own.key)
+def test_settings_of_sampling_are_bounded_too(own: Setting) -> None:
+    for value in beyond(own):
+        given: Any = (value,) if own.key == "end_tokens" else value
+        with pytest.raises(ConfigError, match=rf"sampling\.{own.key} = "):
+            SamplingParams(**{own.key: given})
+
+
+@pytest.mark.parametrize("own", [*SETTINGS.values(), *SAMPLING.values()], ids=lambda own: own.name)
+def test_every_setting_says_what_it_does_in_a_sentence(own: Setting) -> None:
+    assert own.help[0] in '"' + own.help[0].upper() and own.help.endswith(".") and "\n" not in own.help
+    assert own.take(own.default) == own.default
+    assert own.section in {"", "sampling", *section_summaries()}
+
+
+def test_a_number_has_bounds_unless_all_are_possible() -> None:
+    unbounded = {name for name, own in SETTINGS.items() if own.type in (int, float, int | None, float | None)}
+    assert {name for name in unbounded if SETTINGS[name].bounds is None} == set()
+
+
+def test_python_may_spell_a_name_with_underscores() -> None:
+    assert Decay("inverse_sqrt") is Decay.INVERSE_SQRT
+    assert from_dict({"optimizer": {"decay": "inverse_sqrt"}}) == from_dict({"optimizer": {"decay": "inverse-sqrt"}})
+
+
+def test_ends_that_are_left_out_are_those_of_the_run() -> None:
+    config = from_dict({"optimizer": {"final_weight_decay": 0.2}, "train": {"steps": 7}})
+    optimizer = EngineOptions.of(config).optimizer
+    assert (optimizer.learning_rate(7), optimizer.weight_decay(7)) == (0.0, 0.2)
+    assert optimizer.learning_rate(6) > 0 and 0.1 < optimizer.weight_decay(6) < 0.2
+    # Outside of a run nothing ends.
+    assert OptimizerConfig().learning_rate(10**6) == OptimizerConfig().learning_rate.peak
+
+
+@pytest.mark.parametrize("name", [name for name in builders.names() if name not in ("auto", "inference")])
+def test_a_builder_is_given_exactly_the_options_it_has(name: str) -> None:
+    every = {option for other in builders.names() for option in builders.options(other)}
+    settings = {own.key: own for own in walk(ScheduleConfig()) if own.key in every}
+    assert {"group_size", "split_backward", "max_live_microbatches", "placement"} <= settings.keys()
+    for option, own in settings.items():
+        value: Any = True if own.type is bool else possible(own.type)[0] if possible(own.type) else 2
+        choice = ScheduleChoice(replace(ScheduleConfig(name), **{option: value}))
+        if option in builders.options(name):
+            choice.check(2, 8)
+            assert choice.build(2, 8) == builders.build(name, ranks=2, microbatches=8, **{option: value})
+        else:
+            with pytest.raises(ConfigError, match=rf"schedule\.{option} = .* is no option of .*'{name}'; possible are"):
+                choice.check(2, 8)
+
+
+# Computed before settings were declared once; the folders of runs are recognised by it.
+DEFAULT_DIGEST = "d91eff2c27d02573"
+
+
+def test_runs_of_earlier_versions_are_continued() -> None:
+    assert RunConfig().digest() == DEFAULT_DIGEST
+    assert json.loads(json.dumps(RunConfig().identity()))["model.num_kv_heads"] is None
+
+
+def test_reading_settings_loads_nothing_but_the_standard_library() -> None:
+    probe = (
+        "import sys, penstock.settings, penstock.engine.run_check;"
+        "print(*sorted({'torch', 'numpy', 'tyro'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, timeout=300, check=True)
+    assert done.stdout.strip() == ""
