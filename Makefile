@@ -5,7 +5,7 @@ BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: setup demo test pytest lint bench promises clean
+.PHONY: setup demo test pytest lint bench promises mutants clean
 
 setup: .venv/stamp
 
@@ -39,6 +39,10 @@ bench: setup
 
 promises: setup
 	$(BIN)/python tools/promises.py
+
+# Plants small faults and prints those that no test notices; ARGS="--rooms runtime --minutes 5 --seed 1" chooses.
+mutants: setup
+	$(BIN)/python tools/mutants.py $(ARGS)
 
 clean:
 	rm -rf runs .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,40 @@
+"""Mutation testing plants what it says: one small fault at a time, and nothing else changes."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
+
+from small_faults import faults_in  # pyright: ignore[reportMissingImports]
+
+FAULTS = {
+    "a = b < c": {"(b <= c)"},
+    "a = b in c": {"(b not in c)"},
+    "a = b + c": {"(b - c)", "(b)", "(c)"},
+    "a = b and c": {"(b or c)", "(b)", "(c)"},
+    "a = not b": {"(b)"},
+    "a = 3": {"(4)", "(2)"},
+    "a = True": {"(False)"},
+    "a = f(b, c=d)": {"(f(c=d))", "(f(b))"},
+    "f(b)": {"pass", "(f())"},
+    "a.b = c": {"pass"},
+    "a += b": {"pass"},
+    "assert b < 3": set(),
+    "raise ValueError(f'{b + 1}')": set(),
+    "def f(a: 'b < 3') -> 3: ...": set(),
+    "'b < 3'": set(),
+}
+
+
+@pytest.mark.parametrize(("line", "texts"), FAULTS.items(), ids=FAULTS.keys())
+def test_every_kind_of_fault_is_planted_alone(line: str, texts: set[str], tmp_path: Path) -> None:
+    path = tmp_path / "module.py"
+    path.write_text(f"# a sign of two bytes before it: ü\n{line}\nend = b\n")
+    faults = list(faults_in(path))
+    assert {fault.text for fault in faults} == texts and len(faults) == len(texts)
+    for fault in faults:
+        assert fault.compiles() and fault.line == 2
+        first, changed, last, _ = fault.source.split("\n")
+        assert first.endswith("ü") and changed != line and last == "end = b"

@@ -1,0 +1,91 @@
+"""Small faults in a Python file, one at a time, made on its syntax tree; the rest of the text stays as it is."""
+
+import ast
+from collections.abc import Iterator
+from copy import deepcopy
+from pathlib import Path
+from typing import NamedTuple
+
+FLIPPED: dict[type, type] = {ast.Lt: ast.LtE, ast.Gt: ast.GtE, ast.Eq: ast.NotEq, ast.Is: ast.IsNot, ast.In: ast.NotIn}
+FLIPPED |= {ast.Add: ast.Sub, ast.Mult: ast.FloorDiv, ast.And: ast.Or}
+FLIPPED |= {after: before for before, after in FLIPPED.items()}
+
+# What checks our own work or words an error may be wrong in many ways that no test need notice.
+NOT_CHANGED = (ast.Raise, ast.Assert, ast.JoinedStr, ast.Import, ast.ImportFrom)
+
+
+class Fault(NamedTuple):
+    """What is written instead of some bytes of a file, the first of which stands in `line`."""
+
+    path: Path
+    line: int
+    start: int
+    end: int
+    text: str
+
+    @property
+    def source(self) -> str:
+        """The whole file with the fault."""
+        source = self.path.read_bytes()
+        return source[: self.start].decode() + self.text + source[self.end :].decode()
+
+    def compiles(self) -> bool:
+        try:
+            compile(self.source, self.path.name, "exec")
+        except SyntaxError:
+            return False
+        return True
+
+    def __str__(self) -> str:
+        before = " ".join(self.path.read_bytes()[self.start : self.end].decode().split())
+        return f"{self.path}:{self.line}  {before[:100]}  ->  {self.text[:100]}"
+
+
+def faults_in(path: Path) -> Iterator[Fault]:
+    """Every fault of the kinds below that the file can have; where an expression is a pattern, it may not compile."""
+    source = path.read_bytes()
+    starts = [0, *(at + 1 for at, byte in enumerate(source) if byte == ord("\n"))]
+    for node in _inside(ast.parse(source)):
+        for other in _changed(node):
+            assert isinstance(node, ast.expr | ast.stmt) and node.end_lineno and node.end_col_offset is not None
+            start, end = starts[node.lineno - 1] + node.col_offset, starts[node.end_lineno - 1] + node.end_col_offset
+            text = ast.unparse(other) if isinstance(other, ast.stmt) else f"({ast.unparse(other)})"
+            yield Fault(path, node.lineno, start, end, text)
+
+
+def _inside(node: ast.AST) -> Iterator[ast.AST]:
+    """All nodes below this one that may be changed."""
+    for name, value in ast.iter_fields(node):
+        for child in value if isinstance(value, list) else [value]:
+            annotates = name in ("annotation", "returns", "decorator_list")
+            if isinstance(child, ast.AST) and not annotates and not isinstance(child, NOT_CHANGED):
+                yield child
+                yield from _inside(child)
+
+
+def _changed(node: ast.AST) -> Iterator[ast.AST]:
+    """The node with a fault, each possible one in turn."""
+    match node:
+        case ast.Compare(ops=[op]):
+            yield ast.Compare(node.left, [FLIPPED[type(op)]()], node.comparators)
+        case ast.BinOp(left, op, right):
+            if type(op) in FLIPPED:
+                yield ast.BinOp(left, FLIPPED[type(op)](), right)
+            yield from (left, right)
+        case ast.BoolOp(op, values):
+            yield ast.BoolOp(FLIPPED[type(op)](), values)
+            yield from (values[0], values[-1])
+        case ast.UnaryOp(operand=operand):
+            yield operand
+        case ast.Constant(bool(value)):
+            yield ast.Constant(not value)
+        case ast.Constant(int(value) | float(value)):
+            yield from (ast.Constant(value + 1), ast.Constant(value - 1))
+        case ast.Call():
+            for part, number in (("args", len(node.args)), ("keywords", len(node.keywords))):
+                for place in range(number):
+                    other = deepcopy(node)
+                    del getattr(other, part)[place]
+                    yield other
+        case ast.AugAssign() | ast.Expr(ast.Call()) | ast.Assign([ast.Attribute() | ast.Subscript()]):
+            yield ast.Pass()
