@@ -32,7 +32,7 @@ def distances() -> dict[str, dict[Path, int]]:
     Those of commands are left out: they take long, and see little that the others do not.
     """
     every = {}
-    for test in sorted(test for room in ("schedule", "unit", "dist") for test in (TESTS / room).glob("test_*.py")):
+    for test in sorted(test for room in ("schedule", "unit", "dist") for test in (TESTS / room).rglob("test_*.py")):
         found, front = {test: 0}, {test}
         while front:
             front = {other for path in front for other in _used(path)} - found.keys()
