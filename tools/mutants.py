@@ -28,12 +28,13 @@ import torch.distributed.checkpoint  # noqa: F401
 from nearest_tests import PACKAGE, ROOT, distances
 from small_faults import Fault, faults_in
 
+FAR = 4  # Tests from here on have little to do with a file.
 # A fault may send a test round in circles, or let it ask for all of the machine's memory.
 TEST_LIMIT_S, LIMIT_S, MEMORY_LIMIT_BYTES = 60, 120, 8 << 30
 
 
 def busyness() -> float:
-    """How many times as long things take as on a quiet machine, about."""
+    """About how many times as long things take as on a quiet machine, for which limits are given."""
     return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
@@ -44,12 +45,11 @@ class Report:
         self.path, self.failed, self.seconds = path, "", Counter[str]()
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        self.seconds[report.nodeid.partition("::")[0]] += report.duration
-        self.pytest_collectreport(report)
-
-    def pytest_collectreport(self, report: Any) -> None:
+        self.seconds[report.nodeid.partition("::")[0]] += getattr(report, "duration", 0.0)
         self.failed = self.failed or (report.nodeid if report.failed else "")
         self.path.write_text(json.dumps([self.failed, self.seconds]))
+
+    pytest_collectreport = pytest_runtest_logreport
 
 
 class Copy:
@@ -64,7 +64,7 @@ class Copy:
     def tests_for(self, fault: Fault) -> list[str]:
         """The nearest files of tests that fit into the time, quick ones first."""
         chosen, left_s = [], LIMIT_S / 4
-        near = {test: of[fault.path] for test, of in distances().items() if fault.path in of}
+        near = {test: of[fault.path] for test, of in distances().items() if of.get(fault.path, FAR) < FAR}
         guessed = {test: self.seconds.get(test, 20.0 if "/dist/" in test else 4.0) for test in near}
         for test in sorted(near, key=lambda test: (near[test], guessed[test], test)):
             if guessed[test] <= left_s:
@@ -78,14 +78,12 @@ class Copy:
         if (child := os.fork()) == 0:
             os.setsid()
             os.chdir(self.root)
-            for stream in (1, 2):
-                os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+            os.dup2(os.dup2(os.open(os.devnull, os.O_WRONLY), 1), 2)
             resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_LIMIT_BYTES, MEMORY_LIMIT_BYTES))
             os.environ["PYTHONPATH"] = str(self.root / "src")
             sys.path[:0], sys.dont_write_bytecode = [str(self.root / "src"), str(self.root)], True
             options = ["-x", "-p", "no:cacheprovider", f"--timeout={TEST_LIMIT_S * busyness():.0f}"]
             os._exit(pytest.main([*options, *arguments], [Report(verdict)]))
-        # Limits are given for a quiet machine.
         end, ended, status = time.monotonic() + LIMIT_S * busyness(), 0, 0
         while not ended and time.monotonic() < end:
             time.sleep(0.05)
@@ -135,8 +133,7 @@ def main() -> None:
     files = {f for room in options.rooms for f in [PACKAGE / room, *(PACKAGE / room).rglob("*.py")] if f.is_file()}
     faults = [fault for path in sorted(files) for fault in faults_in(path)]
     random.Random(options.seed).shuffle(faults)
-    distances()  # read once, for all forks
-    print(f"{len(faults)} possible faults in {len(files)} files", flush=True)
+    print(f"{len(faults)} possible faults in {len(files)} files, {len(distances())} files of tests", flush=True)
     context, waiting = multiprocessing.get_context("fork"), (fault for fault in faults if fault.compiles())
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder, ProcessPoolExecutor(options.jobs, context) as pool:
         running = {pool.submit(judge, fault, folder) for _, fault in zip(range(options.jobs), waiting)}

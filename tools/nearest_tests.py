@@ -11,18 +11,28 @@ PACKAGE, TESTS = ROOT / "src" / "penstock", ROOT / "tests"
 
 @cache
 def _definitions() -> dict[str, set[Path]]:
-    """The files of the package, and of what tests share, that define a name."""
+    """The files of the package, and of what tests share, that define a class or function of a name."""
     found: dict[str, set[Path]] = defaultdict(set)
     for path in [*PACKAGE.rglob("*.py"), *(p for p in TESTS.rglob("*.py") if not p.name.startswith("test_"))]:
         for node in ast.parse(path.read_text()).body:
-            found[getattr(node, "name", "")].add(path)
+            if isinstance(node, ast.ClassDef | ast.FunctionDef):
+                found[node.name].add(path)
     return found
 
 
 @cache
 def _used(path: Path) -> set[Path]:
-    names = {str(getattr(n, "id", getattr(n, "attr", ""))) for n in ast.walk(ast.parse(path.read_text()))}
-    return {other for name in names & _definitions().keys() for other in _definitions()[name]}
+    """The files that define what this one imports, by its own name or as `module.name`."""
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    aliases = [alias for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names]
+    known = {alias.asname or alias.name for alias in aliases}
+    of_modules = {
+        node.attr
+        for node in nodes
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in known
+    }
+    names = ({alias.name for alias in aliases} | of_modules) & _definitions().keys()
+    return {other for name in names for other in _definitions()[name]}
 
 
 @cache

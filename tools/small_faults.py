@@ -68,7 +68,7 @@ def _changed(node: ast.AST) -> Iterator[ast.AST]:
     match node:
         case ast.Compare(ops=[op]):
             yield ast.Compare(node.left, [FLIPPED[type(op)]()], node.comparators)
-        case ast.BinOp(left, op, right):
+        case ast.BinOp(left, op, right) if not isinstance(op, ast.BitOr):  # most unite types
             if type(op) in FLIPPED:
                 yield ast.BinOp(left, FLIPPED[type(op)](), right)
             yield from (left, right)

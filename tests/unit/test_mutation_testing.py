@@ -7,6 +7,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
+from nearest_tests import PACKAGE, distances  # pyright: ignore[reportMissingImports]
 from small_faults import faults_in  # pyright: ignore[reportMissingImports]
 
 FAULTS = {
@@ -38,3 +39,10 @@ def test_every_kind_of_fault_is_planted_alone(line: str, texts: set[str], tmp_pa
         assert fault.compiles() and fault.line == 2
         first, changed, last, _ = fault.source.split("\n")
         assert first.endswith("ü") and changed != line and last == "end = b"
+
+
+def test_tests_lie_near_to_the_files_whose_names_they_use() -> None:
+    of_executor = {test: files.get(PACKAGE / "runtime" / "executor.py", 99) for test, files in distances().items()}
+    assert of_executor["tests/unit/runtime/test_executor.py"] == 1, "uses its names"
+    assert of_executor["tests/dist/test_two_engines.py"] in (2, 3), "uses an engine, which uses them"
+    assert of_executor["tests/schedule/test_text.py"] > 3, "is about something else"
