@@ -13,7 +13,7 @@ from torch.futures import Future
 
 from penstock.parallel.collectives import Handle
 from penstock.runtime.errors import TransportError, first_line
-from penstock.runtime.roll_call import Presence, RollCall, numbers
+from penstock.runtime.liveness import Presence, Processes, numbers
 from penstock.schedule import Action, Direction, Event, Op, Step
 from penstock.schedule.recording import CollectiveKind
 
@@ -133,8 +133,8 @@ class Recorder:
     """The last `capacity` records of one rank's actions, and as many of its collectives, and what it is waiting for.
 
     Written by the executor between actions and by whoever launches a collective, read by anyone at any time, also from
-    another thread. `rank` is that of the pipeline; `place` says which of several pipelines that is. With a `roll_call`
-    (the watchdog gives one) it can tell on which hosts others are, and which of them still answer.
+    another thread. `rank` is that of the pipeline; `place` says which of several pipelines that is. With `processes`
+    (set by the watchdog) it also names the hosts of others, and those that no longer answer.
     """
 
     def __init__(self, rank: int, capacity: int = 65536, place: str | None = None) -> None:
@@ -149,7 +149,7 @@ class Recorder:
         self._current: Record | None = None
         self._together: tuple[str, tuple[int, ...] | None] | None = None
         self._ranks: dict[dist.ProcessGroup, tuple[int, ...]] = {}
-        self.roll_call: RollCall | None = None
+        self.processes: Processes | None = None
 
     def begin_step(self, step: int) -> None:
         """From here on records belong to `step`."""
@@ -262,20 +262,20 @@ class Recorder:
     def missing(self) -> str:
         """Who of those that this rank waits for does not answer, to be put behind the sentence; may take two seconds.
 
-        Empty without a roll call.
+        Empty unless the processes are known.
         """
-        if self.roll_call is None:
+        if self.processes is None:
             return ""
         if isinstance(self.awaited, CollectiveRecord) and self.awaited.ranks:
             needed = self.awaited.ranks
         elif isinstance(self.awaited, Awaited):
-            needed = (self.roll_call.pipeline[self.awaited.rank],)
+            needed = (self.processes.pipeline[self.awaited.rank],)
         elif self._together is None:
-            needed = self.roll_call.pipeline
+            needed = self.processes.pipeline
         else:
-            needed = self._together[1] or range(len(self.roll_call.members))
-        told = self.roll_call.missing(needed)
-        return told and f"; {told}"
+            needed = self._together[1] or range(len(self.processes.every))
+        missing = self.processes.missing(needed)
+        return missing and f"; {missing}"
 
     def _named(self, awaited: Awaited | CollectiveRecord) -> str:
         if isinstance(awaited, CollectiveRecord) and awaited.ranks:
@@ -284,8 +284,8 @@ class Recorder:
 
     def _among(self, ranks: tuple[int, ...] | None) -> str:
         """Who is in a group; None is that of all."""
-        if self.roll_call is not None:
-            return f", among {self.roll_call.named(range(len(self.roll_call.members)) if ranks is None else ranks)}"
+        if self.processes is not None:
+            return f", among {self.processes.named(range(len(self.processes.every)) if ranks is None else ranks)}"
         return f", among processes {numbers(ranks)}" if ranks else ""
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 from torch.distributed import ProcessGroup
 
-from penstock.runtime.roll_call import RollCall, answer, listen
+from penstock.runtime.liveness import Processes, answer, listen
 from penstock.runtime.trace import Recorder
 
 EXIT_CODE = 75
@@ -70,7 +70,7 @@ class Watchdog:
         if group is None:
             return
         listener = listen()
-        self.recorder.roll_call = RollCall.of(listener, group, pipeline)
+        self.recorder.processes = Processes.of(listener, group, pipeline)
         self._listener = listener
         self._writer.send(b"\0")
 
@@ -84,7 +84,7 @@ class Watchdog:
         for end in (self._reader, self._writer, self._listener):
             if end is not None:
                 end.close()
-        self.recorder.roll_call = None
+        self.recorder.processes = None
 
     def _watch(self) -> None:
         while not self._closed.is_set():

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from penstock.parallel.grid import Grid
-from penstock.runtime import CollectiveRecord, Recorder, roll_call
-from penstock.runtime.roll_call import Absence, Member, RollCall
+from penstock.runtime import CollectiveRecord, Recorder, liveness
+from penstock.runtime.liveness import Absence, Process, Processes
 from penstock.runtime.trace import Awaited
 from penstock.schedule import Action, Direction, Op
 from penstock.schedule.recording import CollectiveKind
@@ -29,11 +29,11 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The processes that are asked, none of which answers."""
     ranks: list[int] = []
 
-    def ask(members: Sequence[Member]) -> dict[int, Absence]:
+    def ask(members: Sequence[Process]) -> dict[int, Absence]:
         ranks.extend(member.rank for member in members)
         return dict.fromkeys(ranks, Absence.ENDED)
 
-    monkeypatch.setattr(roll_call, "ask", ask)
+    monkeypatch.setattr(liveness, "ask", ask)
     return ranks
 
 
@@ -41,8 +41,8 @@ def recorder_of(layout: Layout, process: int) -> Recorder:
     """The recorder of one process, as an engine makes it and a watchdog completes it; each has a host of its own."""
     grid = Grid(layout, torch.device("cpu"), process)
     recorder = Recorder(grid.pp_rank, place=str(grid.place))
-    members = tuple(Member(rank, f"host{rank}", f"10.0.0.{rank}", 1) for rank in range(layout.world_size))
-    recorder.roll_call = RollCall(process, members, grid.pp_ranks)
+    members = tuple(Process(rank, f"host{rank}", f"10.0.0.{rank}", 1) for rank in range(layout.world_size))
+    recorder.processes = Processes(process, members, grid.pp_ranks)
     return recorder
 
 

@@ -1,7 +1,7 @@
-"""The roll call: who the processes of a run are, and, when one can not go on, which of the others still answer.
+"""Liveness: the processes of a run, and, when one cannot go on, which of the others still answer.
 
 A collective that fails does not say whose part was missing. So every process listens on a port of its own and answers
-whoever asks with where it is; its watchdog does this, also while its main thread is blocked inside a backend.
+queries with the place where it is; its watchdog does so even while its main thread is blocked inside a backend.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ _LOOPBACK = "127.0.0.1"
 
 
 class Absence(enum.Enum):
-    """Why a process did not tell where it is: its host or the way there is gone, or it alone, or it stands still."""
+    """Why a process did not answer: its host or the way there is gone, or only the process, or it stands still."""
 
     UNREACHABLE = "not reachable"
     ENDED = "ended"
@@ -36,15 +36,15 @@ class Absence(enum.Enum):
 
 @dataclass(frozen=True)
 class Presence:
-    """A process's answer: where it is, and whether it waits for others itself."""
+    """A process's answer: the place where it is, and whether it waits for others itself."""
 
     where: str
     waits: bool
 
 
 @dataclass(frozen=True)
-class Member:
-    """A process of the run, by its global rank; `port` is None where no other host could reach its address."""
+class Process:
+    """A process of the run; `rank` is global, `port` is None where no other host could reach its address."""
 
     rank: int
     host: str
@@ -57,42 +57,42 @@ class Member:
 
 
 @dataclass(frozen=True)
-class RollCall:
+class Processes:
     """All processes of a run, in the order of their global ranks, and how to ask them.
 
-    own: this process's rank. pipeline: the global ranks of its pipeline, in pipeline order.
+    own: this process's rank. every: all of them. pipeline: the global ranks of its pipeline, in pipeline order.
     """
 
     own: int
-    members: tuple[Member, ...]
+    every: tuple[Process, ...]
     pipeline: tuple[int, ...]
 
     @classmethod
     def of(cls, listener: socket.socket, group: ProcessGroup, pipeline: Sequence[int]) -> Self:
-        """All processes of `group`, which is that of the world, in host memory; each gives its listening socket."""
+        """All processes of `group`, the world's in host memory; each gives its listening socket."""
         address, port = listener.getsockname()[:2]
-        told = gather_json([socket.gethostname(), address, port], group)
-        several = len({host for host, *_ in told}) > 1
-        members = (
-            Member(rank, host, address, None if several and address.startswith("127.") else port)
-            for rank, (host, address, port) in enumerate(told)
+        found = gather_json([socket.gethostname(), address, port], group)
+        several = len({host for host, *_ in found}) > 1
+        every = (
+            Process(rank, host, address, None if several and address.startswith("127.") else port)
+            for rank, (host, address, port) in enumerate(found)
         )
-        return cls(group.rank(), tuple(members), tuple(pipeline))
+        return cls(group.rank(), tuple(every), tuple(pipeline))
 
     def named(self, ranks: Iterable[int]) -> str:
-        """Processes in words, host by host: ``processes 0-3 (alpha), 4-7 (beta)``; of many hosts only how many."""
+        """Processes in words, host by host: ``processes 0-3 (alpha), 4-7 (beta)``; for many hosts only their number."""
         by_place: dict[str, list[int]] = {}
         for rank in sorted(ranks):
-            by_place.setdefault(self.members[rank].place, []).append(rank)
-        every = [rank for there in by_place.values() for rank in there]
-        word = "process" if len(every) == 1 else "processes"
+            by_place.setdefault(self.every[rank].place, []).append(rank)
+        named = [rank for there in by_place.values() for rank in there]
+        word = "process" if len(named) == 1 else "processes"
         if len(by_place) > _MOST_HOSTS:
-            return f"{word} {numbers(every)} on {len(by_place)} hosts"
+            return f"{word} {numbers(named)} on {len(by_place)} hosts"
         return f"{word} " + ", ".join(f"{numbers(there)} ({place})" for place, there in by_place.items())
 
     def missing(self, ranks: Iterable[int]) -> str:
-        """Ask these processes, and say which of them do not answer; or, where all do, who does not wait for others."""
-        asked = [self.members[rank] for rank in ranks if rank != self.own and self.members[rank].port is not None]
+        """Ask these processes, and name those that do not answer; or, if all do, those that do not wait for others."""
+        asked = [self.every[rank] for rank in ranks if rank != self.own and self.every[rank].port is not None]
         if not asked:
             return ""
         answers = ask(asked)
@@ -112,7 +112,7 @@ class RollCall:
 
 
 def numbers(ranks: Iterable[int]) -> str:
-    """Ranks in words, those that follow each other as one run: ``0-3, 6``."""
+    """Ranks in words, consecutive ones as one run: ``0-3, 6``."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][-1] + 1:
@@ -123,7 +123,7 @@ def numbers(ranks: Iterable[int]) -> str:
 
 
 def listen() -> socket.socket:
-    """A listening socket at this host's address towards the place where all processes met (MASTER_ADDR)."""
+    """A listening socket at the address by which this host reaches MASTER_ADDR, where all processes met."""
     address = _LOOPBACK
     with contextlib.suppress(OSError):
         family, kind, _, _, target = socket.getaddrinfo(
@@ -139,7 +139,7 @@ def listen() -> socket.socket:
 
 
 def answer(listener: socket.socket, presence: Presence) -> None:
-    """Tell whoever has asked where this process is; never blocks."""
+    """Answer a query; never blocks."""
     with contextlib.suppress(OSError):
         connection, _ = listener.accept()
         with connection:
@@ -147,24 +147,24 @@ def answer(listener: socket.socket, presence: Presence) -> None:
             connection.send(json.dumps(asdict(presence)).encode())
 
 
-def ask(members: Sequence[Member]) -> dict[int, Presence | Absence]:
-    """Every member's answer by rank, all asked at once; takes two seconds at most."""
+def ask(processes: Sequence[Process]) -> dict[int, Presence | Absence]:
+    """Every process's answer by rank, all asked at once; takes two seconds at most."""
     answers: dict[int, Presence | Absence] = {}
 
     async def ask_all() -> None:
-        found = await asyncio.gather(*(_answer_of(member) for member in members))
-        answers.update({member.rank: answer for member, answer in zip(members, found, strict=True)})
+        found = await asyncio.gather(*(_answer_of(process) for process in processes))
+        answers.update({process.rank: answer for process, answer in zip(processes, found, strict=True)})
 
     # In a thread of its own: this one may run a loop already.
-    thread = threading.Thread(target=lambda: asyncio.run(ask_all()), name="penstock roll call")
+    thread = threading.Thread(target=lambda: asyncio.run(ask_all()), name="penstock liveness")
     thread.start()
     thread.join()
     return answers
 
 
-async def _answer_of(member: Member) -> Presence | Absence:
+async def _answer_of(process: Process) -> Presence | Absence:
     try:
-        reader, writer = await asyncio.wait_for(asyncio.open_connection(member.address, member.port), _LIMIT_S)
+        reader, writer = await asyncio.wait_for(asyncio.open_connection(process.address, process.port), _LIMIT_S)
     except ConnectionRefusedError:
         return Absence.ENDED
     except (OSError, TimeoutError):
@@ -174,7 +174,7 @@ async def _answer_of(member: Member) -> Presence | Absence:
     except TimeoutError:
         return Absence.SILENT
     except (OSError, ValueError, TypeError):
-        # The connection was closed without a word: the process has ended meanwhile.
+        # The connection was closed without an answer: the process has ended meanwhile.
         return Absence.ENDED
     finally:
         writer.close()
