@@ -29,6 +29,8 @@ from penstock.runtime.trace import Awaited, Record
 from penstock.runtime.transport import Receipt
 from penstock.schedule import Action, Batch, Direction, Op, RingShape, Scheduler, Token
 
+_FORWARD = Direction.FORWARD
+
 
 @dataclass(slots=True)
 class DecodeReport:
@@ -82,6 +84,13 @@ class DecodeLoop:
         self.listen = listen or _ignore
         #: passes headers and tokens on
         self.relay = HeaderRelay(ring, shape.rows_per_slot)
+        placement, local = ring.placement, [decoder.stage.index for decoder in decoders]
+        #: local stage -> the stages before and after it; None at the model's ends
+        self._neighbours = {stage: (placement.previous(stage), placement.next(stage)) for stage in local}
+        #: local stage -> the channels of its input and output; None at the model's ends and between local stages
+        self._channels = {
+            stage: (placement.channel_to(stage, _FORWARD), placement.channel_from(stage, _FORWARD)) for stage in local
+        }
         #: what this rank has done so far
         self.report = DecodeReport()
         #: sequence -> for each of its tokens those that could not be drawn; on the rank of the last stage, if asked for
@@ -207,7 +216,7 @@ class DecodeLoop:
     def _post_input(self, decoder: StageDecoder, batch: Batch) -> Receipt | None:
         """None where the input comes from this rank."""
         stage, boundary = decoder.stage, decoder.stage.boundary
-        channel = self.ring.placement.channel_to(stage.index, Direction.FORWARD)
+        channel, _ = self._channels[stage.index]
         if channel is None or not batch.items:
             return None
         return self.ring.transport.receive(channel, boundary.whole_shape(batch.num_tokens), boundary.dtype)
@@ -223,9 +232,10 @@ class DecodeLoop:
         x = self._input(decoder, batch, receipt, record)
         ring.recorder.started(record)
         y = decoder.decode(x, rows, self.shape.rows_of(batch.slot))
-        if ring.placement.is_last(stage.index):
+        (_, after), (_, channel) = self._neighbours[stage.index], self._channels[stage.index]
+        if after is None:
             self.relay.return_tokens(self._sample(y, batch))
-        elif (channel := ring.placement.channel_from(stage.index, Direction.FORWARD)) is None:
+        elif channel is None:
             self._outputs[stage.index, batch.slot] = y
         else:
             ring.transport.send(channel, y.contiguous())
@@ -235,12 +245,12 @@ class DecodeLoop:
     def _input(self, decoder: StageDecoder, batch: Batch, receipt: Receipt | None, record: Record) -> Tensor:
         """Token ids [T] for the first stage, else activations [T, D]."""
         ring = self.ring
-        before = ring.placement.previous(decoder.stage.index)
+        before, _ = self._neighbours[decoder.stage.index]
         if before is None:
             return torch.tensor(self._token_ids(batch), dtype=torch.int64).to(ring.device)
         if receipt is None:
             return self._outputs.pop((before, batch.slot))
-        ring.recorder.awaits(record, Awaited(Direction.FORWARD, before, batch.slot, ring.placement.rank_of(before)))
+        ring.recorder.awaits(record, Awaited(_FORWARD, before, batch.slot, ring.placement.rank_of(before)))
         return receipt.wait()
 
     def _token_ids(self, batch: Batch) -> list[int]:

@@ -9,6 +9,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -51,11 +52,11 @@ class Ring:
     device: torch.device
     lockstep: bool = False
 
-    @property
+    @cached_property
     def rank(self) -> int:
         return self.transport.rank
 
-    @property
+    @cached_property
     def last_rank(self) -> int:
         """The rank of the last stage, which samples."""
         return self.placement.output_rank
@@ -124,7 +125,7 @@ class HeaderRelay:
     def announce(self, batch: Batch | None) -> None:
         """Pass a batch on to the next rank; None closes the ring."""
         rank = self._ring.rank
-        if rank + 1 < self._ring.placement.num_ranks:
+        if rank < self._ring.placement.num_ranks - 1:
             header = _packed(batch, self._header_shape[0])
             self._ring.host.send(HostChannel(rank, rank + 1, HEADERS), header)
 
@@ -145,9 +146,9 @@ class HeaderRelay:
 
     def post_tokens(self, batch: Batch) -> Callable[[], list[Token]]:
         """Post the receive of the batch's tokens, on the first rank; gives what waits for them."""
-        num_sampled = len(batch.sampled)
         if self._ring.last_rank == 0:
             return self._take_sampled_here
+        num_sampled = len(batch.sampled)
         channel = HostChannel(self._ring.last_rank, 0, TOKENS)
         receipt = self._ring.host.receive(channel, (max(1, num_sampled), NUMBERS_PER_TOKEN), torch.int64)
         return lambda: unpacked(receipt.wait()[:num_sampled])
