@@ -8,24 +8,16 @@ from dataclasses import dataclass, field
 import pytest
 
 from penstock.schedule import NO_ROW, Batch, BatchItem, Ending, RingShape, Scheduler, Sequence, Token
+from penstock.settings.sampling import SamplingParams
 
 END = 7
 NextToken = Callable[[int, int], int]
 
 
-@dataclass(frozen=True)
-class Params:
-    """What the scheduler reads of a `SamplingParams`."""
-
-    max_new_tokens: int
-    end_tokens: tuple[int, ...] = ()
-    raw_log_probs: bool = False
-
-
 def sequences_of(asked: Iterable[tuple[int, int, int]], end_tokens: tuple[int, ...] = ()) -> list[Sequence]:
     """Sequences of (number of the prompt, length of the prompt, new tokens at most)."""
     return [
-        Sequence(number, prompt, 0, range(length), Params(max_new_tokens, end_tokens))
+        Sequence(number, prompt, 0, range(length), SamplingParams(max_new_tokens, end_tokens=end_tokens))
         for number, (prompt, length, max_new_tokens) in enumerate(asked)
     ]
 

@@ -18,9 +18,12 @@ from array import array
 from collections import Counter, abc, deque
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock.schedule.actions import check_count
+
+if TYPE_CHECKING:  # the schedules load without the settings
+    from penstock.settings import SamplingParams
 
 NO_ROW = -1
 
@@ -61,8 +64,8 @@ class Sequence:
     sample: int
     #: token ids of the prompt
     prompt_tokens: abc.Sequence[int] = field(repr=False)
-    #: a `SamplingParams`
-    params: Any = field(repr=False)
+    #: the distribution that tokens are drawn from, and when the answer ends
+    params: "SamplingParams" = field(repr=False)
     #: stands for the sequence in the random numbers, whatever else is generated
     identity: int = field(default=0, repr=False)
 
@@ -70,7 +73,7 @@ class Sequence:
 
     #: None while it is being generated
     ending: Ending | None = None
-    #: [tokens, vocabulary], true for tokens that could not have been drawn; only if asked for
+    #: a tensor [tokens, vocabulary], true for tokens that could not have been drawn; None unless asked for
     filter_mask: Any = field(default=None, repr=False)
     #: new tokens with their log-probabilities, in order
     generated: list[Token] = field(default_factory=list)
@@ -85,7 +88,9 @@ class Sequence:
     source: int = field(default=NO_ROW, repr=False)
 
     @classmethod
-    def all_of(cls, prompts: abc.Sequence[abc.Sequence[int]], params: abc.Sequence[Any]) -> "list[Sequence]":
+    def all_of(
+        cls, prompts: abc.Sequence[abc.Sequence[int]], params: "abc.Sequence[SamplingParams]"
+    ) -> "list[Sequence]":
         """The sequences that are asked for, in the order of the results; there is one of `params` for each prompt.
 
         Equal prompts get different identities, by how many came before. So the order of different prompts does not
