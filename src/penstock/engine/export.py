@@ -50,7 +50,7 @@ Progress = Callable[[int], None]
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """How a model is written.
+    """Options of a written model.
 
     dtype: "fp32", "fp64", "bf16" or "fp16"; None keeps what the parameters have. max_shard_bytes: of one file; a
     tensor that is larger has a file of its own.
@@ -137,7 +137,7 @@ def write_folder(
 
     Raises:
         ValueError: the folder exists and is not empty; on every rank.
-        OSError: it can not be written; another error on the other ranks.
+        OSError: it cannot be written; another error on the other ranks.
     """
     rank = 0 if control is None else control.rank()
     staging = folder.with_name(f".{folder.name}.writing")

@@ -29,7 +29,8 @@ _MASTER = "master"
 
 @dataclass(frozen=True)
 class LossScalerConfig:
-    """How the scale moves: down at once by `backoff` when a step fails, up by `growth` after that many good ones.
+    """Rules of the loss scale: it falls at once by `backoff` when a step fails and rises by `growth` after that many
+    good ones.
 
     All factors are powers of two, so that scaling and unscaling round nothing.
 
@@ -59,7 +60,7 @@ class LossScalerConfig:
 
 
 class LossScaler:
-    """The scale of the present step, the same on every rank because every rank is told the same outcomes."""
+    """The scale of the present step, the same on every rank because all ranks see the same outcomes."""
 
     def __init__(self, config: LossScalerConfig | None = None) -> None:
         self.config = config or LossScalerConfig()
@@ -78,7 +79,7 @@ class LossScaler:
             self._num_good_steps = 0
 
     def state(self) -> dict[str, Any]:
-        """Give what a resumed run must know, as JSON values."""
+        """The numbers that a resumed run needs, as JSON values."""
         return {"scale": self.scale, "num_good_steps": self._num_good_steps}
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -169,7 +170,7 @@ class Optimizer:
 
     @property
     def loss_scale(self) -> float:
-        """What the next step's loss is to be multiplied by; 1 without a scaler."""
+        """Factor on the next step's loss; 1 without a scaler."""
         return 1.0 if self.scaler is None else self.scaler.scale
 
     @torch.no_grad()
@@ -224,7 +225,7 @@ class Optimizer:
         return sum(tensor.nbytes for tensor in held)
 
     def progress(self) -> dict[str, Any]:
-        """Give the numbers a resumed run must know beside `state`, as JSON values."""
+        """The numbers that a resumed run needs beside `state`, as JSON values."""
         return {
             "num_steps": self.num_steps,
             "num_updates": self._num_updates,
@@ -283,7 +284,7 @@ class Optimizer:
 
 
 def state_aliases(ties: Mapping[str, str]) -> dict[str, str]:
-    """Give the names of tied copies and of their optimizer state -> the owner's, which hold the same values.
+    """Names of tied copies and of their optimizer state -> the owner's, which hold the same values.
 
     ties: full names of parameters, copy -> owner.
     """
@@ -298,7 +299,7 @@ def _master(bucket: Bucket) -> Tensor:
 
 
 def _agree_on_names(names: Sequence[str], group: dist.ProcessGroup | None) -> int:
-    """Give the largest number of names on any rank.
+    """The largest number of names on any rank.
 
     Raises: ValueError on every rank when a name occurs twice.
     """

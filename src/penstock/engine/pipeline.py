@@ -177,7 +177,7 @@ class Pipeline:
 
     @property
     def gives_results(self) -> bool:
-        """Whether this rank is the one of its pipeline that gets what `forward` makes of a batch."""
+        """True on the rank of its pipeline that gets the results of `forward`."""
         return self.grid.pp_rank == self.placement.output_rank
 
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -297,7 +297,7 @@ class Pipeline:
 
 
 def _exchanges(stage: Stage) -> bool:
-    """Whether lanes of the stage are suspended while something travels between ranks."""
+    """True where lanes of the stage are suspended while ranks exchange data."""
     parts = (part for _, module in stage.units for part in module.modules())
     shared = (value for part in parts for value in vars(part).values() if isinstance(value, Collectives))
     return stage.exchanges and any(collectives.size > 1 for collectives in shared)

@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class HuggingFaceForm:
-    """How a model is written for transformers: its names there, its config.json, and the folder it came from.
+    """The form of a model in transformers: its names there, its config.json, and the folder it came from.
 
     `describe` makes the config.json, and raises ValueError where no family of transformers is the model. `folder` is
     where tokenizer files are copied from; None where the model was made here.
@@ -73,7 +73,7 @@ def open_pretrained(path: Path | str, native: bool = True, shape: ModelConfig | 
 
     Raises:
         MissingFile: a FileNotFoundError with the path of what is missing; on every process if on one.
-        ValueError: an architecture or a setting that can not be run so, damaged files, missing tensors, wrong shapes,
+        ValueError: an architecture or a setting that cannot be run so, damaged files, missing tensors, wrong shapes,
             or pickles; on every process if on one.
     """
     return _on_every_process(lambda: _open(Path(path), native, shape))
@@ -142,7 +142,7 @@ class CheckpointNames:
         return tuple(StoredSlice.at(found.name, shape) if found.part.is_whole else found for found in stored)
 
     def is_surplus(self, stored: str) -> bool:
-        """Whether a stored tensor is rightly left unread: optimizer state is."""
+        """True for stored tensors that are rightly left unread, such as optimizer state."""
         return True
 
 

@@ -43,7 +43,7 @@ def read_arguments(config: RunConfig | str | Path) -> EngineArguments:
     """The engine's arguments for a run's settings, read from a TOML file or given.
 
     Raises:
-        ValueError: the settings can not go together.
+        ValueError: the settings cannot go together.
     """
     settings = check(with_pretrained(read_config(config) if isinstance(config, str | Path) else config))
     tokenizer = load_tokenizer(settings.data.tokenizer, settings.data.end_token or False)
@@ -75,7 +75,7 @@ def check_parts(config: RunConfig) -> "RunData":
     """The run's data, once every part of the run has been described and found possible; nothing is started.
 
     Raises:
-        ValueError: the corpus, the model, its cut or the optimizer can not be as the settings say.
+        ValueError: the corpus, the model, its cut or the optimizer cannot be as the settings say.
     """
     options = EngineOptions.of(config)
     data = RunData.load(config)
@@ -122,7 +122,7 @@ class RunData:
             ) from None
         corpus.check_vocabulary(config.model.vocab_size or corpus.vocab_size)
         found = cls(config, corpus)
-        # Both sides are packed once here, so that too little text is told before anything starts.
+        # Both sides are packed once here, so that too little text is refused before anything starts.
         found.loader(DataShard(), with_data=False)
         found.validation(DataShard(0, config.parallel.dp), with_data=False)
         return found

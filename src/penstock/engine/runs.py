@@ -18,7 +18,7 @@ _LOCK_FILE = ".lock"
 
 
 def check_folder(config: RunConfig, fresh: bool = False, resume: bool = False) -> bool:
-    """Whether `config.output` already holds this very run, to be continued; nothing is written.
+    """True where `config.output` already holds this very run, to be continued; nothing is written.
 
     Raises:
         ConfigError: it holds another run, or anything that is no run, or (with `fresh`) any run at all, or (with
@@ -110,7 +110,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 class MetricsLog:
     """Appends the metrics of a run to its folder; written by one rank.
 
-    A run that continues from `resumed_step` first drops what was told about later steps: those steps are taken again.
+    A run that continues from `resumed_step` first drops the lines of later steps: those steps are taken again.
     """
 
     def __init__(self, folder: Path, resumed_step: int = 0, tensorboard: bool = False) -> None:
@@ -125,10 +125,10 @@ class MetricsLog:
             self._board = SummaryWriter(str(folder / TENSORBOARD_FOLDER), purge_step=resumed_step + 1)
 
     def write(self, step: int, values: Mapping[str, float | int | bool]) -> None:
-        """Tell `values` about `step`; a value that is not finite stands as null, as JSON has no other word for it."""
+        """Append the values of a step; one that is not finite becomes null, since JSON has no other word for it."""
         entry = {"step": step, **{name: _json_number(value) for name, value in values.items()}}
         self._file.write(json.dumps(entry) + "\n")
-        # A run can be killed at any moment; what it has told should then be there to read.
+        # A run can be killed at any moment; its lines should then be there to read.
         self._file.flush()
         if self._board is not None:
             for name, value in values.items():

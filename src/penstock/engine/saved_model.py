@@ -77,7 +77,7 @@ def open_model(folder: Path | str, native: bool = True) -> SavedModel:
     Without `native` transformers' own layers run a Hugging Face model, whatever its family.
 
     Raises:
-        ValueError: there is no such folder, no model in it, or one that can not be run.
+        ValueError: there is no such folder, no model in it, or one that cannot be run.
     """
     folder = Path(folder)
     if (folder / CONFIG_FILE).is_file():
