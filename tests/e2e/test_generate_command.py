@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from penstock.cli.answer_text import AnswerText
-from penstock.cli.answers_file import AnswersFile
+from penstock.cli.generate_output import AnswersFile, AnswerText
 from penstock.cli.main import main
 from penstock.data.tokenizer import load_tokenizer
 from tests.e2e.training import run, write_run

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch.distributed as dist
 
-from penstock.cli.rounds import Missing, agree_on_round
+from penstock.cli.together import Missing, agree_on_round
 from penstock.engine.run_check import check
 from penstock.settings import ParallelConfig, RunConfig, TrainConfig
 

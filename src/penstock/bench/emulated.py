@@ -149,7 +149,7 @@ def _loss(output: Tensor, target: object = None) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Engine:
+class EmulatedSide:
     """One engine's step on this rank, without an optimizer, and the layers in it.
 
     `simulated_s` is the makespan of the order that the engine follows.
@@ -161,7 +161,7 @@ class Engine:
     close: Callable[[], None]
 
 
-def penstock_engine(program: schedule.Program, emulation: Emulation) -> Engine:
+def penstock_engine(program: schedule.Program, emulation: Emulation) -> EmulatedSide:
     """Penstock's executor."""
     world = dist.group.WORLD
     assert world is not None
@@ -176,7 +176,7 @@ def penstock_engine(program: schedule.Program, emulation: Emulation) -> Engine:
     sequences = Sequences.from_lengths([NUM_TOKENS], torch.device("cpu"))
     feed = Feed(NUM_TOKENS, sequences, torch.zeros(NUM_TOKENS, HIDDEN_SIZE), _loss)
     feeds = [feed] * emulation.num_microbatches
-    return Engine(lambda: executor.run(feeds), layers, _makespan_s(program, emulation), transport.close)
+    return EmulatedSide(lambda: executor.run(feeds), layers, _makespan_s(program, emulation), transport.close)
 
 
 TORCH_NAMES = {
@@ -191,7 +191,7 @@ TORCH_NAMES = {
 """torch's class of the same schedule; it has no other ones."""
 
 
-def torch_engine(name: str, program: schedule.Program, emulation: Emulation) -> Engine:
+def torch_engine(name: str, program: schedule.Program, emulation: Emulation) -> EmulatedSide:
     """torch.distributed.pipelining, with the class of that name and the placement of our program."""
     from torch.distributed import pipelining
 
@@ -211,7 +211,7 @@ def torch_engine(name: str, program: schedule.Program, emulation: Emulation) -> 
     target = torch.zeros(rows) if any(stage.is_last for stage in stages) else None
     followed = program if single else _torch_program(runner.pipeline_order)
     step = lambda: runner.step(*inputs, target=target)  # noqa: E731
-    return Engine(step, layers, _makespan_s(followed, emulation), lambda: None)
+    return EmulatedSide(step, layers, _makespan_s(followed, emulation), lambda: None)
 
 
 def _torch_program(order: Mapping[int, Sequence[object]]) -> schedule.Program:

@@ -84,7 +84,7 @@ def ring(mbit: float, num_tokens: int, num_rounds: int) -> Traffic:
 
 
 @dataclass(frozen=True)
-class Figures:
+class HiddenTraffic:
     """Of one rank's step: its seconds, those it waited for the traffic, and what share of the traffic was hidden."""
 
     step_s: float
@@ -105,15 +105,15 @@ def measure(traffic: Traffic, progress: Callable[[str], None] = lambda text: Non
         team = stack.enter_context(Team(world_size, join=False, limit_s=_LIMIT_S))
         team.call(_meet, network.hosts, world_size, str(folder / "store"))
         team.prepare(_prepare, traffic)
-        rounds: list[list[Figures]] = []
+        rounds: list[list[HiddenTraffic]] = []
         for round_ in range(traffic.num_rounds + 1):
             progress(f"round {round_} of {traffic.num_rounds}")
             rounds.append(team.turn())
     return _summary(traffic, rounds[1:])
 
 
-def _summary(traffic: Traffic, rounds: Sequence[Sequence[Figures]]) -> dict[str, Any]:
-    def spread(of: Callable[[Figures], float]) -> dict[str, Any]:
+def _summary(traffic: Traffic, rounds: Sequence[Sequence[HiddenTraffic]]) -> dict[str, Any]:
+    def spread(of: Callable[[HiddenTraffic], float]) -> dict[str, Any]:
         values = [statistics.mean(map(of, ranks)) for ranks in rounds]
         return {"median": statistics.median(values), "range": [min(values), max(values)]}
 
@@ -139,7 +139,7 @@ def _meet(rank: int, hosts: Sequence[Host], world_size: int, path: str) -> None:
     dist.init_process_group("gloo", store=FileStore(path, world_size), rank=rank, world_size=world_size, timeout=limit)
 
 
-def _prepare(rank: int, traffic: Traffic) -> Callable[[], Figures]:
+def _prepare(rank: int, traffic: Traffic) -> Callable[[], HiddenTraffic]:
     products = None if traffic.emulated_flops is None else SleepingMatmul(traffic.emulated_flops)
     options = EngineOptions(
         schedule=traffic.schedule, optimizer=OptimizerConfig(zero=traffic.zero), device="cpu", timeout_s=_LIMIT_S
@@ -155,13 +155,13 @@ def _prepare(rank: int, traffic: Traffic) -> Callable[[], Figures]:
     batch = PackedBatch.from_documents(list(torch.randint(0, traffic.model.vocabulary, shape, generator=generator)))
     spec = MicroBatchSpec(num=traffic.num_microbatches)
 
-    def turn() -> Figures:
+    def turn() -> HiddenTraffic:
         dist.barrier()
         start = time.perf_counter()
         engine.train_batch(batch, micro_batches=spec)
         step_s = time.perf_counter() - start
         (kinds,) = own_recording(engine.pipeline).collective_totals()
         found = kinds[traffic.kind]
-        return Figures(step_s, 1e-3 * found.exposed, found.hidden_share, found.num_bytes)
+        return HiddenTraffic(step_s, 1e-3 * found.exposed, found.hidden_share, found.num_bytes)
 
     return turn

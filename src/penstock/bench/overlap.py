@@ -39,7 +39,7 @@ _LIMIT_S = 900.0
 
 
 @dataclass(frozen=True)
-class Size:
+class ModelSize:
     """What is trained: layers of attention and experts, every rank with half of the experts and a batch of its own.
 
     rate: of the link in bits a second; None for that at which the plain step spends `SHARE` of its time waiting for
@@ -150,7 +150,7 @@ class Link:
         return False
 
 
-def measure(size: Size | None = None, progress: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
+def measure(size: ModelSize | None = None, progress: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
     """Each side in processes of its own, in turn, over one link; medians and ranges over the rounds.
 
     A round whose plain step waited for less or more than what counts is left out, and followed by another one at
@@ -158,7 +158,7 @@ def measure(size: Size | None = None, progress: Callable[[str], None] = lambda t
 
     Raises: NoSlowNetwork where this machine does not allow one.
     """
-    size = size or Size()
+    size = size or ModelSize()
     with ExitStack() as stack:
         network = stack.enter_context(SlowNetwork(_words(size.rate or FASTEST_BITS)))
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -184,7 +184,7 @@ def measure(size: Size | None = None, progress: Callable[[str], None] = lambda t
     return _summary(rounds) | {"rounds_left_out": num_left_out}
 
 
-def _team(side: Side, size: Size, network: SlowNetwork, folder: Path) -> Team:
+def _team(side: Side, size: ModelSize, network: SlowNetwork, folder: Path) -> Team:
     team = Team(NUM_RANKS, join=False, limit_s=_LIMIT_S)
     team.call(_meet, network.hosts, str(folder / side.schedule / side.name.replace(" ", "-")))
     team.prepare(_prepare, side, size)
@@ -257,7 +257,7 @@ def _meet(rank: int, hosts: Sequence[Host], path: str) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS, timeout=limit)
 
 
-def _prepare(rank: int, side: Side, size: Size) -> Callable[[], Figures]:
+def _prepare(rank: int, side: Side, size: ModelSize) -> Callable[[], Figures]:
     model = size.model()
     options = EngineOptions(
         schedule=ScheduleConfig(side.schedule, overlap=side.overlap), device="cpu", timeout_s=_LIMIT_S

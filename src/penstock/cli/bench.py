@@ -37,6 +37,14 @@ def _parser() -> Parser:
     parser = Parser(prog="penstock bench", description=DESCRIPTION)
     benchmarks = parser.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
 
+    _add_training(benchmarks)
+    _add_slow_links(benchmarks)
+    _add_models(benchmarks)
+    _add(benchmarks, "all", _all, "all of the above as they are by default")
+    return parser
+
+
+def _add_training(benchmarks: Any) -> None:
     schedules = _add(benchmarks, "schedules", _schedules, "measured over simulated time of schedules")
     schedules.add_argument("--emulate", action="store_true", help="stages whose compute sleeps (the only kind so far)")
     schedules.add_argument("--ranks", type=int, nargs="+", default=[8], metavar="N")
@@ -72,6 +80,8 @@ def _parser() -> Parser:
 
     _add(benchmarks, "scale", _scale, "time and memory to build, lower, prove and simulate up to a million actions")
 
+
+def _add_slow_links(benchmarks: Any) -> None:
     overlap = _add(benchmarks, "overlap", _overlap, "what the combined schedule hides of all-to-all on a slow link")
     overlap.add_argument("--layers", type=int, default=3)
     overlap.add_argument("--hidden-size", type=int, default=768)
@@ -95,6 +105,8 @@ def _parser() -> Parser:
     ring.add_argument("--rounds", type=int, default=3, help="steps that are measured")
     ring.add_argument("--mbit", type=float, default=1000.0, help="the link's rate")
 
+
+def _add_models(benchmarks: Any) -> None:
     balance = _add(benchmarks, "balance", _balance, "how equally experts are used, and what they learn beside one MLP")
     balance.add_argument("--steps", type=int, default=200)
     balance.add_argument("--seed", type=int, default=0)
@@ -107,9 +119,6 @@ def _parser() -> Parser:
     generate.add_argument("--new-tokens", type=int, default=64)
     generate.add_argument("--parts", nargs="+", choices=[*_GENERATE_PARTS, "gpu"], default=_GENERATE_PARTS)
     generate.add_argument("--rounds", type=int, default=3, help="of each side, in turn")
-
-    _add(benchmarks, "all", _all, "all of the above as they are by default")
-    return parser
 
 
 def _add(benchmarks: Any, name: str, run: Callable[[argparse.Namespace], Any], what: str) -> argparse.ArgumentParser:
@@ -190,9 +199,9 @@ def _scale(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def _overlap(given: argparse.Namespace) -> dict[str, Any]:
-    from penstock.bench.overlap import Size, measure
+    from penstock.bench.overlap import ModelSize, measure
 
-    size = Size(
+    size = ModelSize(
         num_layers=given.layers,
         hidden_size=given.hidden_size,
         expert_size=given.expert_size,

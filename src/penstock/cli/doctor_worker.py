@@ -6,24 +6,21 @@ import time
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 from penstock import __version__
 from penstock.cli.commands import print_json
-from penstock.cli.doctor import DoctorArguments
+from penstock.cli.doctor_arguments import DoctorArguments
 from penstock.cli.launch import Group, agree
 from penstock.cli.layout_groups import group_rows, group_table
 from penstock.cli.together import choose_device, initialise, work_together
 from penstock.parallel import connect
 from penstock.runtime import PipelineError
 from penstock.settings import AXES, Layout
-
-if TYPE_CHECKING:
-    from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 _NUM_WORDS = 20
 _BLOCK_BYTES = 4 * 2**20
@@ -63,7 +60,7 @@ def run_worker(arguments: DoctorArguments, layout: Layout, group: Group) -> int:
     return work_together(group, 1, arguments.timeout_s, lambda store: _test(arguments, layout, group, store))
 
 
-def _test(arguments: DoctorArguments, layout: Layout, group: Group, store: "Store") -> None:
+def _test(arguments: DoctorArguments, layout: Layout, group: Group, store: Store) -> None:
     hosts = [told["host"] for told in agree(store, group, "hosts", {"host": platform.node()})]
     device_name = choose_device(store, group, arguments.device)
     initialise(store, group, device_name, arguments.timeout_s)

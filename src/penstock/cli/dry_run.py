@@ -37,8 +37,8 @@ class StagePlan:
     units: tuple[str, ...]
     num_parameters: int
     share_of_work: float
-    state_bytes: int
-    activation_bytes: int
+    state_bytes: int = 0
+    activation_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -98,24 +98,8 @@ def plan_run(config: RunConfig, data: RunData) -> RunPlan:
         options = replace(options, schedule=replace(choice.settings, cut=tuple(map(len, cut))))
     program = choice.program(ours.pp, num_microbatches, whole_backwards=config.parallel.shares_layers)
     timeline = schedule.simulate(program, costs)
-    activations = [timeline.bytes_at_peak(rank) for rank in range(placement.num_ranks)]
-    num_owners = ours.dp * ours.cp if options.optimizer.zero else 1
-    all_work = sum(unit.flops_per_token for unit in units)
-    stages = []
-    for number in range(placement.num_stages):
-        members, rank = cut[number % len(cut)], placement.rank_of(number)
-        count = sum(held[i].num_parameters for i in members)
-        stages.append(
-            StagePlan(
-                stage=number,
-                rank=rank,
-                units=tuple(units[i].name for i in members),
-                num_parameters=count,
-                share_of_work=sum(units[i].flops_per_token for i in members) / all_work,
-                state_bytes=round(count * _state_bytes(options.precision, num_owners)),
-                activation_bytes=round(activations[rank].get(number, 0.0) / (ours.cp * ours.tp)),
-            )
-        )
+    stages = _stage_plans(units, held, cut, placement)
+    stages = [_with_bytes(stage, timeline, config, options) for stage in stages]
     tied = {name for unit in units for name in unit.tied}
     copies = shape.vocabulary * shape.hidden_size if tied else 0
     step_tokens = config.data.num_sequences * config.data.sequence_length
@@ -133,6 +117,35 @@ def plan_run(config: RunConfig, data: RunData) -> RunPlan:
         stages=tuple(stages),
         states=tuple(rank_state_bytes(lambda groups: decoder_units(shape, groups=groups), config.parallel, options)),
         is_measured=bool(times),
+    )
+
+
+def _stage_plans(
+    units: Sequence[UnitSpec], held: Sequence[UnitSpec], cut: Sequence[range], placement: schedule.Placement
+) -> list[StagePlan]:
+    """The stages without their bytes; `held` are the units as the rank with the largest parts holds them."""
+    all_work = sum(unit.flops_per_token for unit in units)
+    return [
+        StagePlan(
+            stage=number,
+            rank=placement.rank_of(number),
+            units=tuple(units[i].name for i in members),
+            num_parameters=sum(held[i].num_parameters for i in members),
+            share_of_work=sum(units[i].flops_per_token for i in members) / all_work,
+        )
+        for number in range(placement.num_stages)
+        for members in [cut[number % len(cut)]]
+    ]
+
+
+def _with_bytes(stage: StagePlan, timeline: schedule.Timeline, config: RunConfig, options: EngineOptions) -> StagePlan:
+    ours = config.parallel
+    num_owners = ours.dp * ours.cp if options.optimizer.zero else 1
+    at_peak = timeline.bytes_at_peak(stage.rank).get(stage.stage, 0.0)
+    return replace(
+        stage,
+        state_bytes=round(stage.num_parameters * _state_bytes(options.precision, num_owners)),
+        activation_bytes=round(at_peak / (ours.cp * ours.tp)),
     )
 
 

@@ -1,25 +1,140 @@
-"""What `penstock generate` shows while answers grow, and what it writes when all are there."""
+"""The answers of `penstock generate`: their texts as they grow, the file that keeps them, and what the user sees."""
 
+import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from penstock import schedule
-from penstock.cli.answer_text import AnswerText
-from penstock.cli.answers_file import AnswersFile
 from penstock.cli.commands import print_json
-from penstock.cli.generate import GenerateArguments
+from penstock.cli.generate_arguments import GenerateArguments
 from penstock.cli.progress import LineProgress
 from penstock.cli.prompts import Prompt
+from penstock.cli.unfinished import Unfinished, unfinished_of
+from penstock.data.tokenizer import Tokenizer
 from penstock.engine.generator import GenerateOptions, GenerateResult
 from penstock.engine.saved_model import SavedModel
 from penstock.settings import SamplingParams
 
+_UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+# No character takes more tokens than this, so one that is broken shows after so many.
+_MAX_HELD_TOKENS = 8
+
+
+class AnswerText:
+    """The text of one answer, token by token.
+
+    tokenizer: None where there is none; the text is empty then. stop: texts of which the first to come ends the
+    answer; it does not belong to it.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, stop: Sequence[str] = ()) -> None:
+        self._tokenizer, self._stop = tokenizer, tuple(stop)
+        self._tokens: list[int] = []
+        # Tokens are decoded in their context, from the last place at which text and tokens were seen to end together.
+        self._begin = self._end = 0
+        self._shown = 0
+        self.text = ""
+        self.stopped = False
+
+    def add(self, token: int) -> str:
+        """Take one more token; gives what can be shown now and could not before."""
+        if self._tokenizer is None or self.stopped:
+            return ""
+        self._tokens.append(token)
+        before = self._tokenizer.decode(self._tokens[self._begin : self._end])
+        now = self._tokenizer.decode(self._tokens[self._begin :])
+        held = len(self._tokens) - self._end
+        if len(now) <= len(before) or (now.endswith(_UNFINISHED) and held < _MAX_HELD_TOKENS):
+            return ""
+        self.text += now[len(before) :]
+        self._begin, self._end = self._end, len(self._tokens)
+        self._cut()
+        return self._show(0 if self.stopped else self._num_doubtful())
+
+    def finish(self) -> str:
+        """The answer has ended; gives what was held back."""
+        if self._tokenizer is not None and not self.stopped:
+            before = self._tokenizer.decode(self._tokens[self._begin : self._end])
+            self.text += self._tokenizer.decode(self._tokens[self._begin :])[len(before) :]
+            self._cut()
+        return self._show(0)
+
+    def _cut(self) -> None:
+        found = [place for stop in self._stop if (place := self.text.find(stop)) >= 0]
+        if found:
+            self.text, self.stopped = self.text[: min(found)], True
+
+    def _num_doubtful(self) -> int:
+        """Characters at the end that may turn out to begin a stop string."""
+        longest = max(map(len, self._stop), default=1) - 1
+        for length in range(min(longest, len(self.text)), 0, -1):
+            if any(stop.startswith(self.text[-length:]) for stop in self._stop):
+                return length
+        return 0
+
+    def _show(self, num_held: int) -> str:
+        shown, self._shown = self._shown, max(self._shown, len(self.text) - num_held)
+        return self.text[shown : self._shown]
+
+
+class AnswersFile:
+    """The answers that are there so far, by their number among all; a call of the same `digest` makes the others.
+
+    fresh: drop what calls that were stopped have left, whatever they were to answer.
+
+    Raises: ValueError if the file can not be written, or what a stopped call has left answers something else.
+    """
+
+    def __init__(self, path: Path, digest: str, num_samples: int, fresh: bool = False) -> None:
+        self._num_samples = num_samples
+        if fresh:
+            for left in unfinished_of(path):
+                left.unlink()
+        self._unfinished = Unfinished(path, digest)
+        others = [left for left in unfinished_of(path) if left != self._unfinished.hidden]
+        if others:
+            if not self._unfinished.lines():
+                self._unfinished.hidden.unlink()
+            raise ValueError(
+                f"{others[0]} holds answers of a stopped call with another model, other prompts or other settings; "
+                "repeat that call to finish it, give another --output, or --fresh to drop them"
+            )
+        whole = self._unfinished.lines()
+        self._unfinished.keep(whole)
+        self._lines = {self._number(json.loads(line)): line for line in whole}
+
+    @property
+    def kept(self) -> list[int]:
+        """The numbers of the answers that are there."""
+        return sorted(self._lines)
+
+    def write(self, answer: Mapping[str, Any]) -> None:
+        """Add an answer; it outlives the process from here on."""
+        line = json.dumps(answer, ensure_ascii=False, allow_nan=False)
+        self._unfinished.append([line], to_disk=False)
+        self._lines[self._number(answer)] = line.encode() + b"\n"
+
+    def close(self) -> None:
+        """Let another call go on with it."""
+        self._unfinished.close()
+
+    def publish(self) -> None:
+        """Give the file its name, and the answers the order of their prompts.
+
+        Raises: ValueError if a file of that name has come into being meanwhile.
+        """
+        self._unfinished.publish([self._lines[number] for number in self.kept])
+
+    def _number(self, answer: Mapping[str, Any]) -> int:
+        return answer["prompt"] * self._num_samples + answer["sample"]
+
 
 @dataclass(frozen=True)
-class Job:
+class GenerateJob:
     """What one call is to generate, read and found possible."""
 
     model: SavedModel
@@ -48,7 +163,7 @@ class InTurn:
             self._current += 1
 
 
-class Teller:
+class AnswerReporter:
     """On the rank of the first stage: hears of every token, and tells the user.
 
     On the command line answers are printed as they grow; with a file or as JSON only how many have ended is shown. To
@@ -59,7 +174,7 @@ class Teller:
     def __init__(
         self,
         arguments: GenerateArguments,
-        job: Job,
+        job: GenerateJob,
         file: AnswersFile | None,
         silent: bool = False,
     ) -> None:

@@ -1,4 +1,4 @@
-"""One worker of `penstock generate`: its stage of the model; the first stage's tells of the answers."""
+"""One worker of `penstock generate`: its stage of the model; the first stage's reports the answers."""
 
 import hashlib
 import json
@@ -6,11 +6,11 @@ import os
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from penstock.cli.answers_file import AnswersFile
-from penstock.cli.generate import STANDARD_INPUT, GenerateArguments
-from penstock.cli.generate_output import Job, Teller
+from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
+
+from penstock.cli.generate_arguments import STANDARD_INPUT, GenerateArguments
+from penstock.cli.generate_output import AnswerReporter, AnswersFile, GenerateJob
 from penstock.cli.launch import Group
 from penstock.cli.prompts import prompts_of_texts, read_prompts
 from penstock.cli.together import choose_device, initialise, refuse_differing, together, work_together
@@ -22,11 +22,8 @@ from penstock.parallel.host import broadcast_value
 from penstock.runtime import Watchdog
 from penstock.settings import ParallelConfig, SamplingParams
 
-if TYPE_CHECKING:
-    from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
-
-def check(arguments: GenerateArguments) -> Job:
+def check(arguments: GenerateArguments) -> GenerateJob:
     """Read model settings and prompts.
 
     Raises: ValueError for what can not be generated.
@@ -47,7 +44,7 @@ def check(arguments: GenerateArguments) -> Job:
         prompts = prompts_of_texts(arguments.prompts or [_standard_input()], model)
     limits = Limits(model.vocab_size, model.max_length)
     check_prompts([prompt.tokens for prompt in prompts], [params] * len(prompts), limits)
-    return Job(model, prompts, params, GenerateOptions(**arguments.ring))
+    return GenerateJob(model, prompts, params, GenerateOptions(**arguments.ring))
 
 
 def _standard_input() -> str:
@@ -59,7 +56,7 @@ def _standard_input() -> str:
     return sys.stdin.read()
 
 
-def _answers_file(arguments: GenerateArguments, job: Job, version: str) -> AnswersFile | None:
+def _answers_file(arguments: GenerateArguments, job: GenerateJob, version: str) -> AnswersFile | None:
     """Where the answers go, with those that a stopped call to the same end has left there.
 
     Raises: ValueError if the file can not be written, or what is left answers something else.
@@ -79,7 +76,7 @@ def run_worker(arguments: GenerateArguments, group: Group) -> int:
     )
 
 
-def _generate(arguments: GenerateArguments, group: Group, store: "Store") -> None:
+def _generate(arguments: GenerateArguments, group: Group, store: Store) -> None:
     job = together(store, group, "prompts", lambda: check(arguments))
     refuse_differing(store, group, "answers", {**arguments.sampling, "prompts": [list(p.tokens) for p in job.prompts]})
     device = choose_device(store, group, arguments.device)
@@ -95,10 +92,10 @@ def _generate(arguments: GenerateArguments, group: Group, store: "Store") -> Non
     version = job.model.load(engine)
     file = together(store, group, "output", lambda: _answers_file(arguments, job, version) if group.rank == 0 else None)
     kept: list[int] = broadcast_value(file and file.kept, 0, engine.grid.control) or []
-    teller = None
+    reporter = None
     if engine.pipeline.holds_first_stage:
-        # All ranks that share the first stage hear of every token, for what they hear decides what ends; one tells.
-        teller = Teller(arguments, job, file, silent=engine.grid.tp_rank > 0)
+        # All ranks that share the first stage hear of every token, for what they hear decides what ends; one reports.
+        reporter = AnswerReporter(arguments, job, file, silent=engine.grid.tp_rank > 0)
     watchdog = Watchdog(engine.recorder, arguments.timeout_s)
     watchdog.listen_to_signals()
     watchdog.answer_peers(engine.grid.control, engine.grid.pp_ranks)
@@ -106,16 +103,20 @@ def _generate(arguments: GenerateArguments, group: Group, store: "Store") -> Non
         prompts = [prompt.tokens for prompt in job.prompts]
         options = replace(job.options, skip=frozenset(kept))
         result = engine.generate(
-            prompts, job.params, options, teller and teller.hear, teller.take if teller is not None and file else None
+            prompts,
+            job.params,
+            options,
+            reporter and reporter.hear,
+            reporter.take if reporter is not None and file else None,
         )
     except BaseException:
         if file is not None:
             file.close()
         raise
     finally:
-        if teller is not None:
-            teller.close()
+        if reporter is not None:
+            reporter.close()
         watchdog.close()
         engine.close()
-    if teller is not None:
-        teller.end(result)
+    if reporter is not None:
+        reporter.end(result)

@@ -14,7 +14,6 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,8 +26,6 @@ FAILED, REFUSED = 1, 2
 # Set for workers that we launched ourselves.
 _LAUNCHER_PID = "PENSTOCK_LAUNCHER_PID"
 _ENDED_WELL = "PENSTOCK_ENDED_WELL"
-# Set by torchrun where its agents, which outlive the workers, lend them their store.
-_AGENTS_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 _AGENTS_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 # The store's counter of processes that have told the user of a mistake.
 _TOLD = "penstock/told"
@@ -85,23 +82,6 @@ def find_group(environ: Mapping[str, str]) -> Group | None:
             origin="this Slurm step",
         )
     return None
-
-
-def join(group: Group, timeout_s: float) -> "Store":
-    """Meet the other processes of the group at a store that all share, and no process of an earlier start does."""
-    from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
-    from torch.distributed.rendezvous import rendezvous
-
-    from penstock.cli.rounds import agree_on_round
-
-    if group.world_size == 1:
-        return HashStore()
-    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = group.address, str(group.port)
-    meeting = rendezvous("env://", rank=group.rank, world_size=group.world_size, timeout=timedelta(seconds=timeout_s))
-    store, _, _ = next(meeting)
-    if os.environ.get(_AGENTS_STORE) != str(True):
-        return store
-    return agree_on_round(store, group.rank, group.world_size, timeout_s)
 
 
 def launch(

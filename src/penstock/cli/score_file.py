@@ -1,14 +1,19 @@
-"""The file that `penstock score` writes: line by line into a hidden one, which is given its name when all is there."""
+"""The file that `penstock score` writes, and how the lines of several pipelines come to the process that writes it."""
 
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Self
 
+from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
+
+from penstock.cli.launch import Group
 from penstock.cli.texts import Text
 from penstock.cli.unfinished import Unfinished
+from penstock.runtime import PipelineError
 
 
 @dataclass(frozen=True)
@@ -122,3 +127,61 @@ def _perplexity(total: float | None, num_tokens: int) -> float | None:
     if total is None or num_tokens == 0 or -total / num_tokens > 700:
         return None
     return float(f"{math.exp(-total / num_tokens):.8g}")
+
+
+# A store takes values of up to 8 MiB.
+_PIECE_BYTES = 4 * 2**20
+
+
+@dataclass(frozen=True)
+class Pipelines:
+    """This process's pipeline, number `index` of `count`; the processes of all of them meet at `store`."""
+
+    index: int
+    count: int
+    store: Store
+    timeout_s: float
+
+    @classmethod
+    def of(cls, store: Store, group: Group, count: int, timeout_s: float) -> "Pipelines":
+        """Those of a group whose processes are shared out evenly, consecutive ones to one pipeline."""
+        return cls(group.rank * count // group.world_size, count, store, timeout_s)
+
+    def world(self, group: Group) -> tuple[Store, Group]:
+        """This pipeline's own group, and its part of the store."""
+        size = group.world_size // self.count
+        own = replace(group, rank=group.rank - self.index * size, world_size=size)
+        return PrefixStore(f"penstock/pipeline/{self.index}", self.store), own
+
+    def takes(self, number: int) -> bool:
+        """Whether this pipeline scores the batch of that number."""
+        return number % self.count == self.index
+
+    def hand_over(self, number: int, lines: Sequence[Scored]) -> None:
+        """Give a batch's lines to the process that writes."""
+        text = json.dumps([asdict(line) for line in lines])
+        pieces = [text[start : start + _PIECE_BYTES] for start in range(0, len(text), _PIECE_BYTES)]
+        for place, piece in enumerate(pieces):
+            self.store.set(_key(number, place), piece)
+        self.store.set(_key(number), str(len(pieces)))
+
+    def receive(self, number: int) -> list[Scored]:
+        """A batch's lines from the pipeline that has scored them.
+
+        Raises: PipelineError if they do not come in time.
+        """
+        key = _key(number)
+        try:
+            self.store.wait([key], timedelta(seconds=self.timeout_s))
+        except RuntimeError as error:
+            whose = number % self.count
+            raise PipelineError(f"no scores of batch {number} from pipeline {whose} in {self.timeout_s:g} s") from error
+        pieces = [_key(number, place) for place in range(int(self.store.get(key)))]
+        text = "".join(self.store.get(piece).decode() for piece in pieces)
+        for done in (key, *pieces):
+            self.store.delete_key(done)
+        return [Scored(**line) for line in json.loads(text)]
+
+
+def _key(number: int, place: int | None = None) -> str:
+    return f"penstock/scores/{number}" if place is None else f"penstock/scores/{number}/{place}"

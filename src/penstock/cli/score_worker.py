@@ -7,13 +7,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING
+
+from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 from penstock.cli.launch import Group, agree
 from penstock.cli.progress import LineProgress
-from penstock.cli.score import ScoreArguments
-from penstock.cli.score_file import Scored, ScoreFile, Summary
-from penstock.cli.score_pipelines import Pipelines
+from penstock.cli.score_arguments import ScoreArguments
+from penstock.cli.score_file import Pipelines, Scored, ScoreFile, Summary
 from penstock.cli.texts import Text, read_texts
 from penstock.cli.together import choose_device, initialise, refuse_differing, together, work_together
 from penstock.data import NO_LABEL, MicroBatchSpec, PackedBatch, split
@@ -24,9 +24,6 @@ from penstock.parallel import cut_sequences
 from penstock.runtime import Watchdog
 from penstock.settings import ParallelConfig
 
-if TYPE_CHECKING:
-    from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
-
 # Enough for a microbatch to be worth its overhead, and few enough that its logits stay small.
 _MICROBATCH_TOKENS = 2048
 # What is written at once, and lost at most when the command is stopped. Batches and microbatches do not depend on the
@@ -35,7 +32,7 @@ _MICROBATCHES = 8
 
 
 @dataclass(frozen=True)
-class Job:
+class ScoreJob:
     """What one call is to score, read and found possible."""
 
     model: SavedModel
@@ -54,7 +51,7 @@ class Job:
         return MicroBatchSpec(num=num, max_tokens=self.max_tokens, allow_fewer=True)
 
 
-def check(arguments: ScoreArguments) -> Job:
+def check(arguments: ScoreArguments) -> ScoreJob:
     """Read model settings and texts.
 
     Raises: ValueError for what can not be scored.
@@ -72,7 +69,7 @@ def check(arguments: ScoreArguments) -> Job:
             f"{arguments.file}, line {longest.line}: has {len(longest.tokens)} tokens, more than --max-tokens "
             f"{arguments.max_tokens}; no text is cut, so give at least that"
         )
-    job = Job(model, texts, arguments.max_tokens or max(_MICROBATCH_TOKENS, len(longest.tokens)), arguments.cp)
+    job = ScoreJob(model, texts, arguments.max_tokens or max(_MICROBATCH_TOKENS, len(longest.tokens)), arguments.cp)
     if arguments.cp > 1:
         for microbatch in (part for batch in job.batches for part in split(_packed(batch), job.spec).microbatches):
             cut_sequences(microbatch.sequence_lengths("tokens"), arguments.cp)
@@ -86,7 +83,7 @@ def run_worker(arguments: ScoreArguments, group: Group) -> int:
     )
 
 
-def _score(arguments: ScoreArguments, group: Group, store: "Store") -> None:
+def _score(arguments: ScoreArguments, group: Group, store: Store) -> None:
     job = together(store, group, "texts", lambda: check(arguments))
     digest = _digest(job.texts)
     refuse_differing(store, group, "scoring", {**arguments.decisive, "texts": digest, "max_tokens": job.max_tokens})
@@ -136,7 +133,7 @@ class Scoring:
     """
 
     engine: Engine
-    job: Job
+    job: ScoreJob
     pipelines: Pipelines
     tells: bool
     file: ScoreFile | None

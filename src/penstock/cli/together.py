@@ -1,19 +1,23 @@
 """One process of a group at work: it meets the others, refuses what any of them must refuse, and ends without waiting.
 
-What training, scoring and generating have in common when they run on several processes.
+Training, scoring, generation and the test of links share this when they run on several processes.
 """
 
 import faulthandler
 import os
 import re
 import sys
+import time
 import traceback
+import uuid
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore, PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed.rendezvous import rendezvous
 
 from penstock.cli.launch import (
     FAILED,
@@ -23,20 +27,23 @@ from penstock.cli.launch import (
     follow_launcher,
     is_first_to_tell,
     is_told,
-    join,
     stay_for_others,
 )
 from penstock.parallel.host import on_all_ranks
 from penstock.runtime import PipelineError
 from penstock.settings import ConfigError, Device, differences
 
-if TYPE_CHECKING:
-    from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
-
 T = TypeVar("T")
 
+# Set by torchrun where its agents, which outlive the workers, lend them their store.
+_AGENTS_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+_PLACE = "penstock/rounds"
+_POLL_S = 0.01
+# How long rank 0 waits for one rank's word before it looks whether the rank it has greeted was of an earlier round.
+_PATIENCE_S = 0.2
 
-def work_together(group: Group, num_threads: int, timeout_s: float, work: Callable[["Store"], None]) -> int:
+
+def work_together(group: Group, num_threads: int, timeout_s: float, work: Callable[[Store], None]) -> int:
     """Do `work`, given the store where the processes of `group` meet; returns the command's exit code.
 
     A user's mistake is told by one process for all, in one sentence. When a peer fails, every process tells where it
@@ -63,7 +70,7 @@ def work_together(group: Group, num_threads: int, timeout_s: float, work: Callab
     return _end(group, 0)
 
 
-def refuse_differing(store: "Store", group: Group, key: str, ours: Mapping[str, Any]) -> None:
+def refuse_differing(store: Store, group: Group, key: str, ours: Mapping[str, Any]) -> None:
     """Refuse values that are not the same on every rank.
 
     Raises:
@@ -76,7 +83,7 @@ def refuse_differing(store: "Store", group: Group, key: str, ours: Mapping[str, 
             raise ConfigError(f"all ranks of a run need the same settings, but these differ: {'; '.join(changed)}")
 
 
-def together(store: "Store", group: Group, key: str, work: Callable[[], T]) -> T:
+def together(store: Store, group: Group, key: str, work: Callable[[], T]) -> T:
     """Do `work` on every process, and go on only if no process has refused: all of them get the error of the first.
 
     Raises:
@@ -89,7 +96,7 @@ def together(store: "Store", group: Group, key: str, work: Callable[[], T]) -> T
     return on_all_ranks(work, gather, otherwise=ConfigError, catch=ValueError, message="{error}")
 
 
-def choose_device(store: "Store", group: Group, wanted: str) -> Device:
+def choose_device(store: Store, group: Group, wanted: str) -> Device:
     """Settle "auto": "cuda" if every rank finds a GPU of its own on its machine, else "cpu"; the same on all ranks.
 
     Raises:
@@ -105,7 +112,7 @@ def choose_device(store: "Store", group: Group, wanted: str) -> Device:
     return "cpu" if wanted == "cpu" or lacking else "cuda"
 
 
-def initialise(store: "Store", group: Group, device: str, timeout_s: float) -> None:
+def initialise(store: Store, group: Group, device: str, timeout_s: float) -> None:
     """Make the default process group, from which the engine makes its own."""
     if device == "cuda":
         torch.cuda.set_device(group.local_rank)
@@ -113,7 +120,7 @@ def initialise(store: "Store", group: Group, device: str, timeout_s: float) -> N
         return
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
-        store=dist.PrefixStore("penstock/groups", store),  # pyright: ignore[reportPrivateImportUsage]
+        store=PrefixStore("penstock/groups", store),
         rank=group.rank,
         world_size=group.world_size,
         timeout=timedelta(seconds=timeout_s),
@@ -151,3 +158,66 @@ def _end(group: Group, code: int) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def join(group: Group, timeout_s: float) -> Store:
+    """Meet the other processes of the group at a store that all share, and no process of an earlier start does."""
+    if group.world_size == 1:
+        return HashStore()
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = group.address, str(group.port)
+    meeting = rendezvous("env://", rank=group.rank, world_size=group.world_size, timeout=timedelta(seconds=timeout_s))
+    store, _, _ = next(meeting)
+    if os.environ.get(_AGENTS_STORE) != str(True):
+        return store
+    return agree_on_round(store, group.rank, group.world_size, timeout_s)
+
+
+# A group that torchrun restarts keeps one store for all its rounds: what the processes of an earlier round have left
+# there must not be taken for what those of this round say.
+
+
+class Missing(ValueError):
+    """Some processes of the group did not come in time."""
+
+
+def agree_on_round(store: Store, rank: int, world_size: int, timeout_s: float) -> Store:
+    """The part of a store that belongs to the processes that call this now, and to no earlier ones.
+
+    Each process leaves a word that nobody has used before. Rank 0 answers every word it finds with the round's name,
+    also those that were left by processes which are no more; only a process that lives thanks for it.
+
+    Raises: Missing on rank 0, naming the ranks that did not come; TimeoutError on the others.
+    """
+    deadline = time.monotonic() + timeout_s
+    if rank == 0:
+        name = uuid.uuid4().hex
+        _greet_all(store, name, set(range(1, world_size)), deadline)
+    else:
+        word = uuid.uuid4().hex
+        store.set(f"{_PLACE}/word/{rank}", word)
+        if not _appears(store, f"{_PLACE}/answer/{word}", deadline):
+            raise TimeoutError(f"rank {rank} was not answered by rank 0 within {timeout_s:g} s")
+        name = store.get(f"{_PLACE}/answer/{word}").decode()
+        store.set(f"{_PLACE}/{name}/thanks/{rank}", "")
+    return PrefixStore(f"{_PLACE}/{name}", store)
+
+
+def _greet_all(store: Store, name: str, missing: set[int], deadline: float) -> None:
+    while missing:
+        for rank in sorted(missing):
+            word = f"{_PLACE}/word/{rank}"
+            if store.check([word]):
+                store.set(f"{_PLACE}/answer/{store.get(word).decode()}", name)
+                if _appears(store, f"{_PLACE}/{name}/thanks/{rank}", min(deadline, time.monotonic() + _PATIENCE_S)):
+                    missing.discard(rank)
+        if missing and time.monotonic() > deadline:
+            raise Missing(f"rank(s) {', '.join(map(str, sorted(missing)))} of the run did not come in time")
+        time.sleep(_POLL_S)
+
+
+def _appears(store: Store, key: str, deadline: float) -> bool:
+    while not store.check([key]):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_POLL_S)
+    return True

@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _work(arguments: TrainArguments, group: Group) -> int:
-    from penstock.cli.worker import run_worker
+    from penstock.cli.train_worker import run_worker
 
     return run_worker(arguments, group)
 

@@ -1,23 +1,30 @@
-"""The loop of a run on one rank: batch, step, metrics; validation and checkpoints every so many steps."""
+"""One worker of `penstock train`: it meets the others, then repeats batch, step, metrics, validation and checkpoint."""
 
 import base64
+import json
+import signal
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, Self
 
 import torch
+from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
-from penstock.cli.progress import Progress, StepFigures
+from penstock.cli.launch import Group, report_end
+from penstock.cli.progress import Progress, StepFigures, show_log
+from penstock.cli.together import choose_device, initialise, refuse_differing, together, work_together
+from penstock.cli.train_arguments import TrainArguments
 from penstock.data import DataShard
 from penstock.draw.record import RECORDED_STEP_FILE, RecordedStep, write_recorded_step
 from penstock.engine.checkpoint import Checkpointer
 from penstock.engine.engine import Engine
 from penstock.engine.measured import gather_recording
 from penstock.engine.optimizer import state_aliases
-from penstock.engine.run_parts import RunData, micro_batches
-from penstock.engine.runs import CHECKPOINT_FOLDER, METRICS_FILE, MetricsLog, RunFolder, read_metrics
+from penstock.engine.run_parts import RunData, check_parts, engine_arguments, micro_batches
+from penstock.engine.runs import CHECKPOINT_FOLDER, METRICS_FILE, MetricsLog, RunFolder, check_folder, read_metrics
 from penstock.engine.trainer import TrainResult
 from penstock.runtime import Watchdog
 from penstock.schedule import Costs, Op, Timeline
@@ -101,23 +108,23 @@ class TrainLoop:
     def run(self, stop_asked: Callable[[], bool]) -> RunResult:
         """Train to the last step, or until some rank is asked to stop; the step under way is finished, then saved."""
         config, engine = self.config, self.engine
-        teller = _Teller(config, self.folder, engine.step, self._file) if self.folder is not None else None
+        reporter = _RunReporter(config, self.folder, engine.step, self._file) if self.folder is not None else None
         watchdog = Watchdog(engine.recorder, config.parallel.timeout_s)
         watchdog.listen_to_signals()
         watchdog.answer_peers(engine.grid.control, engine.grid.pp_ranks)
         try:
-            recorded = self._steps(stop_asked, teller)
+            recorded = self._steps(stop_asked, reporter)
             with engine.recorder.collective("finish saving"):
                 self.checkpoints.finish()
         finally:
             watchdog.close()
             engine.close()
         self.result = replace(self.result, complete=engine.step >= config.train.steps)
-        if teller is not None:
-            self.result = teller.end(self.result, recorded)
+        if reporter is not None:
+            self.result = reporter.end(self.result, recorded)
         return self.result
 
-    def _steps(self, stop_asked: Callable[[], bool], teller: "_Teller | None") -> RecordedStep | None:
+    def _steps(self, stop_asked: Callable[[], bool], reporter: "_RunReporter | None") -> RecordedStep | None:
         """All steps that are left; returns what was recorded of the last one of the run, on rank 0."""
         config, engine = self.config, self.engine
         spec, recorded = micro_batches(config), None
@@ -127,12 +134,12 @@ class TrainLoop:
             taken = engine.train_batch(next(self.loader), micro_batches=spec, normalize=config.train.normalize)
             self._count(taken)
             last = taken.step == config.train.steps
-            if teller is not None:
-                teller.step(taken)
+            if reporter is not None:
+                reporter.step(taken)
             if last and config.log.timeline:
                 recorded = self._recorded(taken.num_microbatches)
             if last or _is_due(taken.step, config.validation.every):
-                self._validate(teller)
+                self._validate(reporter)
             if last or taken.stop_requested or _is_due(taken.step, config.checkpoint.every):
                 self._save(wait=last or taken.stop_requested or not config.checkpoint.in_background)
             if taken.stop_requested:
@@ -149,7 +156,7 @@ class TrainLoop:
             train_time_s=result.train_time_s + taken.step_time_s,
         )
 
-    def _validate(self, teller: "_Teller | None") -> None:
+    def _validate(self, reporter: "_RunReporter | None") -> None:
         if not self.validation:
             return
         # The same parts on any layout, so that the loss has the same bits; a last batch may be too small for all.
@@ -157,8 +164,8 @@ class TrainLoop:
             self.validation, micro_batches=replace(micro_batches(self.config), allow_fewer=True)
         )
         self.result = replace(self.result, validation_loss=loss)
-        if teller is not None:
-            teller.validated(self.engine.step, loss)
+        if reporter is not None:
+            reporter.validated(self.engine.step, loss)
 
     def _save(self, wait: bool) -> None:
         step = self.engine.step
@@ -182,7 +189,7 @@ class TrainLoop:
         return RecordedStep(measured, self.engine.pipeline.simulated(num_microbatches, costs))
 
 
-class _Teller:
+class _RunReporter:
     """What rank 0 tells of a run: progress, metrics, pictures."""
 
     def __init__(self, config: RunConfig, folder: RunFolder, step: int, file: Any) -> None:
@@ -269,3 +276,64 @@ def _random_state() -> str:
 
 def _set_random_state(text: str) -> None:
     torch.set_rng_state(torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8))
+
+
+class StopRequest:
+    """Whether this process was told to end by SIGTERM, SIGINT or SIGHUP; it then finishes its step and saves."""
+
+    def __init__(self) -> None:
+        self.asked = False
+
+    def __enter__(self) -> Self:
+        signals = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+        self._before = {number: signal.signal(number, self._ask) for number in signals}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        self.asked = True
+
+
+def run_worker(arguments: TrainArguments, group: Group) -> int:
+    """Train as one process of `group` until the end, or until told to stop; returns the exit code."""
+    parallel = arguments.config.parallel
+    # Told to stop while it tells of a failure, it still tells.
+    with StopRequest() as stop:
+        return work_together(
+            group, parallel.num_threads, parallel.timeout_s, lambda store: _train(arguments, group, store, stop)
+        )
+
+
+def _train(arguments: TrainArguments, group: Group, store: Store, stop: StopRequest) -> None:
+    config, switches = arguments.config, arguments.switches
+    if group.rank == 0:
+        show_log()
+    refuse_differing(store, group, "settings", json.loads(json.dumps(config.flat())))
+    together(store, group, "folder", lambda: check_folder(config, switches.fresh, switches.resume))
+    data = together(store, group, "data", lambda: check_parts(config))
+    refuse_differing(store, group, "corpus", {"tokens of the corpus": data.corpus.fingerprint})
+    folder = together(store, group, "lock", lambda: RunFolder(config) if group.rank == 0 else None)
+    device = choose_device(store, group, config.parallel.device)
+    config = replace(config, parallel=replace(config.parallel, device=device))
+    initialise(store, group, device, config.parallel.timeout_s)
+    engine = Engine(*engine_arguments(config, data.corpus.vocab_size))
+    vain = engine.pipeline.vain_overlap(config.train.num_microbatches)
+    if vain is not None and group.rank == 0:
+        print(f"penstock: {vain}", file=sys.stderr)
+    try:
+        loop = TrainLoop(config, engine, data, folder, as_json=switches.json)
+        loop.resume(must=switches.resume)
+        result = loop.run(lambda: stop.asked)
+    except Exception as error:
+        error.add_note(engine.recorder.where())
+        raise
+    finally:
+        if folder is not None:
+            folder.close()
+    if group.rank == 0:
+        report_end()
+        if switches.json:
+            print(json.dumps(result.to_dict(), indent=2))
