@@ -42,7 +42,7 @@ def test_a_ring_of_local_processes_is_tested() -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--pp", "0"], "pp must be a whole number of at least 1, not 0"),
+        (["--pp", "0"], "parallel.pp = 0 is not possible; it must be at least 1"),
         (["--dp", "3", "--ep", "2"], "ep=2 does not divide dp=3 x cp=1"),
         (["--order", "dp-pp"], "the order must name each of dp, pp, cp, tp once"),
         (["--timeout", "-1"], "--timeout is -1.0"),
