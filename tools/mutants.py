@@ -85,15 +85,18 @@ class Copy:
             options = ["-x", "-p", "no:cacheprovider", f"--timeout={TEST_LIMIT_S * busyness():.0f}"]
             os._exit(pytest.main([*options, *arguments], [Report(verdict)]))
         end, ended, status = time.monotonic() + LIMIT_S * busyness(), 0, 0
-        while not ended and time.monotonic() < end:
-            time.sleep(0.05)
-            ended, status = os.waitpid(child, os.WNOHANG)
+        try:
+            while not ended and time.monotonic() < end:
+                time.sleep(0.05)
+                ended, status = os.waitpid(child, os.WNOHANG)
+        finally:
+            if not ended:
+                os.killpg(child, signal.SIGKILL)
+                os.waitpid(child, 0)
         failed, seconds = json.loads(verdict.read_text())
         if ended:
             self.seconds |= {} if failed else seconds
             return failed or ("before any test" if status else "")
-        os.killpg(child, signal.SIGKILL)
-        os.waitpid(child, 0)
         self.seconds |= {**seconds, list(seconds)[-1]: LIMIT_S} if seconds else {}
         return failed or None
 
