@@ -44,15 +44,14 @@ def units_for(source: UnitSource, groups: ModelGroups, layout: Layout) -> tuple[
 
 @dataclass(frozen=True)
 class Sharding:
-    """How this rank's parameters are shared with other ranks; all mappings are by full name.
+    """The sharing of this rank's parameters with other ranks."""
 
-    shards: the part that this rank has, of parameters that ranks share. reductions: the ranks over which gradients are
-    summed. norm_names: the name under which this rank counts the parameter in the norm of the whole model's gradients;
-    None where another rank counts it.
-    """
-
+    #: full name -> the part that this rank has; only parameters that ranks share
     shards: Mapping[str, Shard]
+    #: full name -> the ranks over which the gradient is summed
     reductions: Mapping[str, Reduction]
+    #: full name -> the name under which this rank counts the parameter in the norm of the whole model's gradients; None
+    #: where another rank counts it
     norm_names: Mapping[str, str | None]
 
     @classmethod
@@ -113,7 +112,7 @@ def _norm_name(name: str, shard: Shard | None, grid: Grid) -> str | None:
 
 
 def _is_first_with(shard: Shard | None, grid: Grid) -> bool:
-    """Whether this rank is the first of the tensor-parallel ranks that have the same part."""
+    """Report whether this rank is the first of the tensor-parallel ranks that have the same part."""
     if grid.tp_rank == 0:
         return True
     return shard is not None and shard.axis == "tp" and shard != shard.on(grid.tp_rank - 1, grid.layout.tp)
@@ -146,12 +145,11 @@ def local_state(owned: Mapping[str, tuple[Place, Tensor]], shards: Mapping[str, 
 
 @dataclass(frozen=True, eq=False)
 class ContextShares:
-    """This rank's part of every microbatch under context parallelism.
+    """This rank's part of every microbatch under context parallelism."""
 
-    group: the ranks that share every sequence, for device tensors; None where this rank has all tokens.
-    """
-
+    #: the ranks that share every sequence, for device tensors; None where this rank has all tokens
     group: dist.ProcessGroup | None
+    #: the device of this rank's sequences
     device: torch.device
 
     def share(self, microbatch: PackedBatch) -> tuple[PackedBatch, Sequences]:

@@ -45,10 +45,13 @@ class Observer(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Pending(Handle[T_co]):
-    """Waits for `works` and then makes the result; keeps `sent` alive until then."""
+    """Waits for the backend and then makes the result."""
 
+    #: makes the result
     finish: Callable[[], T_co]
+    #: the backend's handles
     works: Sequence[Handle[object]] = ()
+    #: the input, which must live until then
     sent: Tensor | None = None
 
     def wait(self) -> T_co:
@@ -61,11 +64,12 @@ class Collectives:
     """Launches the collectives of one group; every rank of it makes the same calls in the same order.
 
     Without a group this rank is alone, and every call gives its input back.
-
-    Args:
-        group: the ranks; None for this rank alone.
-        observer: learns of every launch.
     """
+
+    #: the ranks; None for this rank alone
+    group: dist.ProcessGroup | None
+    #: learns of every launch; `report_to` sets one later
+    observer: Observer | None
 
     def __init__(self, group: dist.ProcessGroup | None, observer: Observer | None = None) -> None:
         self.group, self.observer = group, observer
@@ -76,7 +80,7 @@ class Collectives:
 
     @property
     def size(self) -> int:
-        """P: how many ranks the group has."""
+        """The number of ranks, P."""
         return 1 if self.group is None else self.group.size()
 
     @property

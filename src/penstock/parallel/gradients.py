@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from penstock.parallel.collectives import Collectives, Handle, Observer
 
@@ -24,22 +25,22 @@ _LINE_BYTES = 64
 class Reduction:
     """The ranks over which a gradient is summed.
 
-    group: ranks that hold the same parameter and see other tokens. among: ranks that see the same tokens and each
-    compute a part of the gradient; where given, it is summed over them first. They may hold different parts of the
-    parameter, `num_parts` in all and this rank part number `part`; then only ranks with the same part are summed.
-    sharded: each rank of `group` gets the sum of only the elements that it owns, and steps them (ZeRO-1). alone: sets
-    parameters that need a bucket of their own apart by name. lent: the parameter is a copy that shares another's
-    storage and is stepped there; only its gradient lies here.
-
     Source: Rajbhandari et al. 2020 (ZeRO), section 5.1.
     """
 
+    #: ranks that hold the same parameter and see other tokens
     group: dist.ProcessGroup | None = None
+    #: ranks that see the same tokens and each compute a part of the gradient, which is summed over them first
     among: dist.ProcessGroup | None = None
+    #: if ranks of `among` hold different parts of the parameter, this rank's; only ranks with the same one are summed
     part: int = 0
+    #: the number of these parts
     num_parts: int = 1
+    #: whether each rank of `group` gets the sum of only the elements that it owns, and steps them (ZeRO-1)
     sharded: bool = False
+    #: parameters with another name here never share a bucket
     alone: str = ""
+    #: whether the parameter is a copy in another's storage, which is stepped there; only its gradient lies here
     lent: bool = False
 
     @property
@@ -50,11 +51,14 @@ class Reduction:
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """Where elements `first` ... `last - 1` of a parameter lie in a flat tensor: from `start` on."""
+    """Elements of a parameter in a flat tensor."""
 
+    #: the parameter's full name
     name: str
     parameter: nn.Parameter
+    #: the position of the first of these elements in the flat tensor
     start: int
+    #: the elements, `first` ... `last - 1`, as they are numbered in the flattened parameter
     first: int
     last: int
 
@@ -79,17 +83,17 @@ class Place:
 
 @dataclass(frozen=True, eq=False)
 class Bucket:
-    """Parameters that are reduced by one collective and stepped by one kernel.
+    """Parameters that are reduced by one collective and stepped by one kernel."""
 
-    parameters: flat, in the parameters' type; empty for lent ones. gradients: flat and of the same length; fp32 for
-    16-bit parameters, else the parameters' type. Padding between places is zero in both. decays, reduction: whether
-    weight decay applies and the ranks over which gradients are summed, the same for the whole bucket.
-    """
-
+    #: the whole parameters, in the order in which they lie
     places: tuple[Place, ...]
+    #: flat, in the parameters' type, zero between places; empty for lent parameters
     parameters: Tensor
+    #: flat and of the same length, fp32 for 16-bit parameters, else in the parameters' type; zero between places
     gradients: Tensor
+    #: whether weight decay applies
     decays: bool
+    #: the ranks over which the gradients are summed
     reduction: Reduction
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
@@ -114,10 +118,11 @@ class Bucket:
 
 @dataclass(frozen=True)
 class StateBytes:
-    """The bytes of a rank's training state, without activations; the optimizer has running means and fp32 masters."""
+    """The bytes of a rank's training state, without activations."""
 
     parameters: int
     gradients: int
+    #: running means and fp32 masters
     optimizer: int
 
     @property
@@ -256,6 +261,19 @@ class GradientBuckets:
     Raises: ValueError for a name or a parameter given twice.
     """
 
+    #: flat parameters and gradients, in the order in which their reductions are launched
+    buckets: tuple[Bucket, ...]
+    #: learns of every collective
+    _observer: Observer | None
+    #: the reductions that `launch` has started
+    _pending: list[Handle[Tensor]]
+    #: the parameters that `gather` has started to collect
+    _gathering: list[Handle[Tensor]]
+    #: full name -> the parameter's gradient, a view of its bucket
+    _gradients: dict[str, Tensor]
+    #: what `close` takes off the parameters
+    _hooks: list[RemovableHandle]
+
     def __init__(
         self,
         parameters: Sequence[tuple[str, nn.Parameter]],
@@ -266,10 +284,9 @@ class GradientBuckets:
     ) -> None:
         _check_distinct(parameters)
         self._observer = observer
-        self._pending: list[Handle[Tensor]] = []
-        self._gathering: list[Handle[Tensor]] = []
+        self._pending, self._gathering = [], []
         trained = _unplaced(parameters, group, reductions or {})
-        self.buckets: tuple[Bucket, ...] = tuple(_make_bucket(entries) for entries in _fill(trained, cap_bytes))
+        self.buckets = tuple(_make_bucket(entries) for entries in _fill(trained, cap_bytes))
         self._gradients = {
             name: view for bucket in self.buckets for name, view in bucket.views(bucket.gradients).items()
         }

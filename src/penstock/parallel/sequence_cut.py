@@ -1,4 +1,4 @@
-"""How context-parallel ranks divide the tokens of every sequence: arithmetic alone.
+"""Division of every sequence's tokens among context-parallel ranks: arithmetic alone.
 
 A sequence is cut into parts as equal as whole tokens allow. In zig-zag order rank r of n has parts r and 2n - 1 - r: a
 token's causal attention costs what lies before it, and an early part with a late one costs every rank the same.

@@ -1,4 +1,4 @@
-"""Slices of tensors: which elements of a whole parameter a rank, a checkpoint or a model's file has.
+"""Slices of tensors: the elements of a parameter that a rank, a checkpoint or a model's file has.
 
 Checkpoints, ZeRO, and the reading and writing of Hugging Face's files all cut and join tensors with these.
 """
@@ -18,10 +18,13 @@ Indices = tuple[slice, ...]
 
 @dataclass(frozen=True)
 class TensorSlice:
-    """Consecutive indices along every dimension of a tensor of `full_shape`: from `start` on, `shape` of them."""
+    """Consecutive indices along every dimension of a tensor."""
 
+    #: the first index along each dimension
     start: Shape
+    #: the number of indices along each dimension
     shape: Shape
+    #: the shape of the whole tensor
     full_shape: Shape
 
     @classmethod
@@ -94,16 +97,21 @@ def local_run(flat: Tensor, first: int, outer: TensorSlice) -> LocalTensor:
 
 @dataclass(frozen=True)
 class Shard:
-    """How ranks share a parameter: this rank has part `index` of `count` consecutive ones along dimension `dim`.
+    """This rank's part of a parameter that ranks share: one of `count` consecutive parts along one dimension.
 
-    Where `count` does not divide the dimension, the first parts are longer by one; none is padded. If there are fewer
+    If `count` does not divide the dimension, the first parts are longer by one; none is padded. If there are fewer
     parts than ranks, neighbouring ranks have the same part.
     """
 
+    #: the ranks that share it: those that share layers, or experts
     axis: Literal["tp", "ep"]
+    #: the dimension that is cut
     dim: int
+    #: the number of this rank's part
     index: int
+    #: the number of parts
     count: int
+    #: the shape of the whole parameter
     full_shape: Shape
 
     @property
@@ -140,14 +148,14 @@ class Shard:
 
 @dataclass(frozen=True)
 class StoredSlice:
-    """A tensor in a file that is a slice of a parameter, or all of it.
+    """A tensor in a file that is a slice of a parameter, or all of it."""
 
-    num_dropped: how many of the parameter's first dimensions the stored tensor lacks, each of them of length one in
-    the part. So lie the matrices of experts in files, where the parameter holds those of all experts.
-    """
-
+    #: the tensor's name in the file
     name: str
+    #: the elements of the parameter that it has
     part: TensorSlice
+    #: how many of the parameter's first dimensions it lacks, each of length one in `part`: files have the matrices of
+    #: experts one by one, where the parameter has those of all experts
     num_dropped: int = 0
 
     @classmethod

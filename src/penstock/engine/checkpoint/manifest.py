@@ -33,10 +33,13 @@ class DamagedCheckpoint(ValueError):
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """One stored tensor: a slice of the tensor `of`, which may be all of it; `dtype` in torch's words (``float32``)."""
+    """One stored tensor."""
 
+    #: the name of the tensor of which it is a slice, or all
     of: str
+    #: its elements of that tensor
     part: TensorSlice
+    #: in torch's words: ``float32``
     dtype: str
 
     @property
@@ -77,16 +80,18 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """One published checkpoint.
-
-    extras: each rank's JSON value, in rank order. tensors, files: by the name under which they are stored.
-    """
+    """One published checkpoint."""
 
     path: Path
+    #: optimizer steps taken before it
     step: int
+    #: the settings that make the run what it is
     identity: Mapping[str, Any]
+    #: each rank's JSON value, in rank order
     extras: tuple[Any, ...]
+    #: stored name -> the tensor
     tensors: Mapping[str, TensorRecord]
+    #: file name -> the file
     files: Mapping[str, FileRecord]
 
     @property
@@ -161,7 +166,7 @@ def read_manifest(path: Path) -> CheckpointInfo:
 
 
 def check_files(info: CheckpointInfo, share: int = 0, num_shares: int = 1) -> None:
-    """Hold the checkpoint's files against the manifest: all names and sizes, and the checksums of one share of them.
+    """Check the files against the manifest: all names and sizes, and the checksums of one share of the files.
 
     Raises: DamagedCheckpoint naming the first file that is missing, not listed, cut short or altered.
     """

@@ -217,10 +217,13 @@ class _Writer:
 
 @dataclass(frozen=True)
 class _SavePlan:
-    """The rank that writes each stored tensor, and its file, numbered from 1 over all ranks; the same on every rank."""
+    """The division of a checkpoint among writers and files; the same on every rank."""
 
+    #: stored name -> the tensor, of all ranks
     tensors: Mapping[str, TensorRecord]
+    #: stored name -> the rank that writes it
     writer_of: Mapping[str, int]
+    #: stored name -> the number of its file, from 1 over all ranks
     file_of: dict[str, int]
 
     def names_of(self, rank: int) -> list[str]:
