@@ -1,4 +1,4 @@
-"""The groups of processes that a layout's ranks talk in; they are passed to whoever needs one, never looked up."""
+"""The process groups of a layout; they are passed to the code that needs them, never looked up."""
 
 from __future__ import annotations
 
@@ -55,38 +55,44 @@ def connect(layout: Layout, device: torch.device, timeout: datetime.timedelta | 
 
 @dataclass(frozen=True, eq=False)
 class Grid:
-    """One rank's place in a connected layout, and its groups; a group is None where the rank would be alone in it.
+    """One rank's place in a connected layout, and its groups; a group is None where the rank would be alone in it."""
 
-    On device tensors:
-    tp_group, cp_group, ep_group: those that share layers, sequences, or experts with this rank, in order of place.
-    dp_cp_group: those that hold the same parameters and see other tokens; gradients are summed over it.
-    edp_group: those that hold the same experts; the experts' gradients are summed over it.
-    mirror_group: this rank of the pipeline and the one as far from its other end (first and last, second and last but
-    one, ...): they hold the copies of tied weights, and of a bidirectional model's stages.
-
-    On host memory:
-    control: all ranks. background: the same again for a thread beside the main one, since two threads may not share a
-    group. pp_control: this pipeline's ranks. batch_control: the ranks that are given the same batch, those that differ
-    in pp, cp and tp. model_control: the ranks that hold a copy of the model between them.
-    """
-
+    #: the sizes of the grid's axes
     layout: Layout
+    #: the device of the groups for device tensors
     device: torch.device
+    #: this process among all
     rank: int
+
+    # -- on host memory
+    #: all ranks
     control: dist.ProcessGroup | None = None
+    #: all ranks again, for a thread beside the main one, since two threads may not share a group
     background: dist.ProcessGroup | None = None
+    #: the ranks of this pipeline
     pp_control: dist.ProcessGroup | None = None
+    #: the ranks that get the same batch; they differ in pp, cp and tp
     batch_control: dist.ProcessGroup | None = None
+    #: the ranks that hold a copy of the model between them
     model_control: dist.ProcessGroup | None = None
+
+    # -- on device tensors
+    #: the ranks that share layers, in order of place
     tp_group: dist.ProcessGroup | None = None
+    #: the ranks that share sequences, in order of place
     cp_group: dist.ProcessGroup | None = None
+    #: the ranks that share experts, in order of place
     ep_group: dist.ProcessGroup | None = None
+    #: the ranks that hold the same parameters and see other tokens; gradients are summed over them
     dp_cp_group: dist.ProcessGroup | None = None
+    #: the ranks that hold the same experts; the experts' gradients are summed over them
     edp_group: dist.ProcessGroup | None = None
+    #: this rank of the pipeline and the one as far from its other end (first and last, second and last but one, ...):
+    #: they hold the copies of tied weights, and of a bidirectional model's stages
     mirror_group: dist.ProcessGroup | None = None
 
     def close(self) -> None:
-        """Let go of the groups, which nobody uses any more; all ranks call it. Each costs gloo a thread until then."""
+        """Destroy the groups once they are unused; all ranks call it. Each costs gloo a thread until then."""
         groups = (getattr(self, part.name) for part in fields(self))
         for group in {id(group): group for group in groups if isinstance(group, dist.ProcessGroup)}.values():
             dist.destroy_process_group(group)
