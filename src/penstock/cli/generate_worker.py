@@ -96,9 +96,7 @@ def _generate(arguments: GenerateArguments, group: Group, store: Store) -> None:
     if engine.pipeline.holds_first_stage:
         # All ranks that share the first stage hear of every token, for what they hear decides what ends; one reports.
         reporter = AnswerReporter(arguments, job, file, silent=engine.grid.tp_rank > 0)
-    watchdog = Watchdog(engine.recorder, arguments.timeout_s)
-    watchdog.listen_to_signals()
-    watchdog.answer_peers(engine.grid.control, engine.grid.pp_ranks)
+    watchdog = Watchdog.of_run(engine.recorder, arguments.timeout_s, engine.grid.control, engine.grid.pp_ranks)
     try:
         prompts = [prompt.tokens for prompt in job.prompts]
         options = replace(job.options, skip=frozenset(kept))

@@ -102,9 +102,7 @@ def _score(arguments: ScoreArguments, group: Group, store: Store) -> None:
     version = job.model.load(engine)
     what = [str(job.model.folder.resolve()), version, digest, job.max_tokens, arguments.decisive]
     ends = list(accumulate(map(len, job.batches)))
-    watchdog = Watchdog(engine.recorder, arguments.timeout_s)
-    watchdog.listen_to_signals()
-    watchdog.answer_peers(engine.grid.control, engine.grid.pp_ranks)
+    watchdog = Watchdog.of_run(engine.recorder, arguments.timeout_s, engine.grid.control, engine.grid.pp_ranks)
     # Ranks that share the last stage have the same results.
     tells = engine.pipeline.gives_results and (engine.grid.tp_rank, engine.grid.cp_rank) == (0, 0)
     try:

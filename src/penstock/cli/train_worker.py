@@ -109,9 +109,9 @@ class TrainLoop:
         """Train to the last step, or until some rank is asked to stop; the step under way is finished, then saved."""
         config, engine = self.config, self.engine
         reporter = _RunReporter(config, self.folder, engine.step, self._file) if self.folder is not None else None
-        watchdog = Watchdog(engine.recorder, config.parallel.timeout_s)
-        watchdog.listen_to_signals()
-        watchdog.answer_peers(engine.grid.control, engine.grid.pp_ranks)
+        watchdog = Watchdog.of_run(
+            engine.recorder, config.parallel.timeout_s, engine.grid.control, engine.grid.pp_ranks
+        )
         try:
             recorded = self._steps(stop_asked, reporter)
             with engine.recorder.collective("finish saving"):

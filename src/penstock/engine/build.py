@@ -102,8 +102,9 @@ def build_stages(
             owner,
             autocast=_autocast(options.precision, device),
             recompute=frozenset(name for name, _ in modules if recomputes(name, options)),
-            suffix=SECOND_COPY if number >= len(cut) else "",
         )
+        if number >= len(cut):
+            stages[number].suffix = SECOND_COPY
     return stages
 
 

@@ -14,19 +14,18 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class Participant(Generic[T]):
-    """A rank's work.
+    """One rank's work."""
 
-    steps: yields the receipts it can not yet take, and returns its result. where: says what the rank is at. mode: of
-    torch's gradients, in force while this rank works and not while others do.
-    """
-
+    #: yields the receipts that it cannot take yet, and returns the rank's result
     steps: Generator[Receipt, None, T]
+    #: one sentence on the action that the rank is in
     where: Callable[[], str]
+    #: torch's gradient mode while this rank works
     mode: Callable[[], AbstractContextManager[object]]
 
 
 def run_in_turn(ranks: Mapping[int, Participant[T]]) -> dict[int, T]:
-    """The result of every rank. Where one fails, the others can not finish either, and are closed.
+    """Run all ranks and return their results. If one fails, the others cannot finish either, and are closed.
 
     Raises:
         Deadlock: no rank can go on; the message says for each what it waits for.

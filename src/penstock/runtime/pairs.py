@@ -1,4 +1,4 @@
-"""Fused pairs: how their two halves share a rank, and who is told when each half begins and ends."""
+"""Fused pairs: how their two halves share a rank, and hooks that run when each half begins and ends."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,23 +6,23 @@ from dataclasses import dataclass
 from penstock.schedule import Action, Op
 
 
-def _nobody(stage: int) -> None:
+def _ignore(stage: int) -> None:
     return None
 
 
 @dataclass(frozen=True)
 class Hooks:
-    """Called with the stage's number before and after each half of a pair.
+    """Functions that the executor calls with the stage's number before and after each half of a pair.
 
-    A half's "before" comes when it begins to compute, its input being there; its "after" when its result is there and
-    on its way, though the other half, or weight gradients of its own, may go on. With `alone` they are called for
-    forwards and backwards outside of pairs too.
+    "Before" comes when the half's input is there and it begins to compute. "After" comes when its result is on its way;
+    the other half, or the half's own weight gradients, may still go on.
     """
 
-    before_forward: Callable[[int], None] = _nobody
-    after_forward: Callable[[int], None] = _nobody
-    before_backward: Callable[[int], None] = _nobody
-    after_backward: Callable[[int], None] = _nobody
+    before_forward: Callable[[int], None] = _ignore
+    after_forward: Callable[[int], None] = _ignore
+    before_backward: Callable[[int], None] = _ignore
+    after_backward: Callable[[int], None] = _ignore
+    #: call them for forwards and backwards outside of pairs too
     alone: bool = False
 
     def before(self, action: Action) -> None:
@@ -36,16 +36,17 @@ class Hooks:
 class Pairs:
     """How an executor runs fused pairs.
 
-    overlap: one half computes while the other's collectives travel; otherwise the forward runs, then the backward,
-    in the same program and to the same bits. early_release: a layer's backward waits for its tokens' gradients and ends
-    before the forward's experts compute: what it kept is gone then, but that exchange is not hidden.
+    The program and the bits are the same either way.
 
     Raises:
-        ValueError: halves that run one after the other are to take turns otherwise.
+        ValueError: `early_release` without `overlap`.
     """
 
+    #: one half computes while the other's collectives are under way; otherwise the forward runs, then the backward
     overlap: bool = True
     hooks: Hooks = Hooks()
+    #: a layer's backward ends before the forward's experts compute: its activations are freed by then, but the exchange
+    #: of its tokens' gradients is not hidden
     early_release: bool = False
 
     def __post_init__(self) -> None:

@@ -38,18 +38,19 @@ Finish = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Boundary:
-    """What travels between stages: the residual stream [T, D] in one dtype; of tokens that `num_sharing` ranks share,
-    each sends its run of them, all equally many rows."""
+    """The tensor between two stages: the residual stream [T, D] in one dtype."""
 
     hidden_size: int
     dtype: torch.dtype
+    #: under sequence parallelism, the ranks among which the rows of a microbatch are divided
     num_sharing: int = 1
 
     def shape(self, num_tokens: int) -> tuple[int, int]:
+        """The shape that a rank sends: ceil(T / num_sharing) rows."""
         return (-(-num_tokens // self.num_sharing), self.hidden_size)
 
     def whole_shape(self, num_tokens: int) -> tuple[int, int]:
-        """Of what travels in generation, where the tokens are few and every rank has all of them."""
+        """The shape in generation, where the tokens are few and every rank has all of them."""
         return (num_tokens, self.hidden_size)
 
 
@@ -70,16 +71,20 @@ class Stage:
     Args:
         index: the stage's number over the whole model.
         units: (name, module) in order; a module maps (x, Sequences) to the residual stream.
-        boundary: shape and dtype of what enters and leaves between stages.
-        weight_gradients: the owner to which the stage's linear layers hand their weight gradients when I is split
-            from W, or fill the time in which something travels; None where neither is ever done.
+        boundary: shape and dtype of the tensors between stages.
+        weight_gradients: the owner that defers the weight gradients of the stage's linear layers, for split backwards
+            and to fill the time in which a collective is under way; None where neither is ever done.
         autocast: makes the context in which forwards run.
-        recompute: names of the units whose activations are computed again in backward.
-        suffix: ends the full names of the parameters; marks the second copy of a model that is held twice.
+        recompute: names of the units under activation checkpointing: their activations are computed again in
+            backward.
     """
 
     #: called before weights are read; may wait for those that other ranks step
     weights_ready: Callable[[], None]
+    #: ends the full names of the parameters; marks the second copy of a model that is held twice
+    suffix: str = ""
+    #: True if a unit launches collectives, so that lanes of the stage are suspended
+    exchanges: bool
 
     def __init__(
         self,
@@ -89,10 +94,9 @@ class Stage:
         weight_gradients: WeightGradients | None = None,
         autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
         recompute: Container[str] = (),
-        suffix: str = "",
     ) -> None:
         self.index, self.boundary, self.weight_gradients, self.autocast = index, boundary, weight_gradients, autocast
-        self.units, self.suffix = tuple(units), suffix
+        self.units = tuple(units)
         self._runs = _runs([_call(module, name in recompute) for name, module in units])
         self.weights_ready = _at_once
         self.exchanges = any(isinstance(run, LaneUnit) for run in self._runs)

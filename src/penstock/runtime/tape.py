@@ -39,7 +39,7 @@ class GraphSegment:
 
 
 class Entry(Protocol):
-    """What a lane leaves on the tape: a piece of forward that can be undone."""
+    """A piece of a forward, as it lies on the tape for its backward."""
 
     def backward(self, grad: Tensor | None) -> Lane[Tensor | None]: ...
 
@@ -57,37 +57,39 @@ class Tape:
 
 
 class Tapes:
-    """A rank's tapes by stage and microbatch: made by F, given out while a backward is due, let go by the last one."""
+    """A rank's tapes: F makes one, backward actions read it, the last of them takes it away."""
 
     def __init__(self) -> None:
-        self._held: dict[tuple[int, int], Tape] = {}
+        #: (stage, microbatch) -> tape
+        self._live: dict[tuple[int, int], Tape] = {}
+        #: the most tapes that were live at a time
         self.peak = 0
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._live)
 
     def make(self, stage: int, microbatch: int) -> Tape:
-        """A new tape, held from now on."""
-        assert (stage, microbatch) not in self._held, f"stage {stage} already has a tape of microbatch {microbatch}"
-        tape = self._held[stage, microbatch] = Tape()
-        self.peak = max(self.peak, len(self._held))
+        """Add a new tape."""
+        assert (stage, microbatch) not in self._live, f"stage {stage} already has a tape of microbatch {microbatch}"
+        tape = self._live[stage, microbatch] = Tape()
+        self.peak = max(self.peak, len(self._live))
         return tape
 
     def get(self, stage: int, microbatch: int) -> Tape:
         """The tape. Raises KeyError where there is none: F has not run, or the last backward has."""
         self._check(stage, microbatch)
-        return self._held[stage, microbatch]
+        return self._live[stage, microbatch]
 
     def take(self, stage: int, microbatch: int) -> Tape:
-        """The tape, no longer held here. Raises KeyError like `get`."""
+        """Remove the tape and return it. Raises KeyError like `get`."""
         self._check(stage, microbatch)
-        return self._held.pop((stage, microbatch))
+        return self._live.pop((stage, microbatch))
 
     def clear(self) -> None:
-        """Let go of all of them."""
-        self._held.clear()
+        """Drop all tapes."""
+        self._live.clear()
 
     def _check(self, stage: int, microbatch: int) -> None:
-        if (stage, microbatch) not in self._held:
-            held = ", ".join(f"{m} of stage {s}" for s, m in sorted(self._held)) or "none"
+        if (stage, microbatch) not in self._live:
+            held = ", ".join(f"{m} of stage {s}" for s, m in sorted(self._live)) or "none"
             raise KeyError(f"no tape of microbatch {microbatch} of stage {stage}; held are those of microbatch {held}")

@@ -19,7 +19,7 @@ from penstock.schedule import Channel, Direction, Placement
 
 
 class HostChannel(NamedTuple):
-    """A one-way line between two ranks for small messages in host memory; `cargo` says what they are."""
+    """A one-way line between two ranks for small messages in host memory; `cargo` names their contents."""
 
     source: int
     destination: int
@@ -71,7 +71,7 @@ class Receipt(Protocol):
     """A posted receive."""
 
     def ready(self) -> bool:
-        """Whether `wait` may be called. Always true where waiting blocks; in process, whether the message is there."""
+        """True if `wait` may be called: always where waiting blocks; in process, once the message is there."""
         ...
 
     def wait(self) -> Tensor:
@@ -80,8 +80,9 @@ class Receipt(Protocol):
 
 
 class Transport(Protocol):
-    """What the executor asks of a transport; `rank` is the pipeline rank of the caller."""
+    """The interface that the executor needs."""
 
+    #: the caller's rank in the pipeline
     rank: int
 
     def receive(self, channel: Line, shape: Sequence[int], dtype: torch.dtype) -> Receipt:
@@ -101,14 +102,15 @@ class Transport(Protocol):
         ...
 
     def abandon(self) -> None:
-        """A step has failed: what is under way belongs to nobody, and must not be taken for the next step's."""
+        """Give up the messages under way after a failed step, so that the next step does not receive them."""
         ...
 
 
 class InProcessHub:
-    """The queues that join the in-process transports of one pipeline, and their count of messages."""
+    """The queues that join the in-process transports of one pipeline."""
 
     def __init__(self) -> None:
+        #: messages sent and not received yet
         self.queues: dict[Line, deque[Tensor]] = {}
         self.num_messages = 0
 

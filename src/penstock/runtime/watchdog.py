@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Self
 
 from torch.distributed import ProcessGroup
 
@@ -54,6 +55,17 @@ class Watchdog:
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="penstock watchdog", daemon=True)
         self._thread.start()
+
+    @classmethod
+    def of_run(cls, recorder: Recorder, timeout_s: float, group: ProcessGroup | None, pipeline: Sequence[int]) -> Self:
+        """A watchdog that wakes on signals and answers peers; every rank makes one, in its main thread.
+
+        `group` and `pipeline` are those of `answer_peers`.
+        """
+        watchdog = cls(recorder, timeout_s)
+        watchdog.listen_to_signals()
+        watchdog.answer_peers(group, pipeline)
+        return watchdog
 
     def listen_to_signals(self) -> None:
         """Be woken by SIGTERM and SIGINT even while the main thread is blocked; call it from the main thread.
