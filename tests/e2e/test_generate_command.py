@@ -153,8 +153,8 @@ def test_answers_are_printed_one_after_another_behind_their_prompts(model: Path)
     ("words", "told"),
     [
         ([""], "prompt 0 is empty"),
-        (["a", "--top-p", "2"], "top_p=2.0"),
-        (["a", "--temperature", "-1"], "temperature=-1.0"),
+        (["a", "--top-p", "2"], "sampling.top_p = 2.0"),
+        (["a", "--temperature", "-1"], "sampling.temperature = -1.0"),
         (["a", "--max-new-tokens", "5000"], "max_length=2048"),
         (["a", "--end-token", "999"], "end_tokens=(999,)"),
         (["a", "--pp", "99"], "at most 6 are possible"),
