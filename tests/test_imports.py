@@ -1,14 +1,11 @@
 """Holds every import of the package to the table of rooms, and the torch-free rooms to the standard library."""
 
-import ast
 import subprocess
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parents[1] / "src" / "penstock"
+from tests.package_source import FILES, PACKAGE, imports_of, room_of
 
 # A room may import itself and what stands beside it here; all else is an error. One way only: no cycles.
 MAY_IMPORT = {
@@ -25,24 +22,6 @@ MAY_IMPORT = {
     "cli": {"bench", "engine", "runtime", "model", "parallel", "data", "draw", "planner", "schedule", "settings"},
 }
 STANDARD_LIBRARY_ONLY = ("settings", "schedule", "planner")
-FILES = sorted(PACKAGE.glob("*/**/*.py"))
-
-
-def room_of(path: Path) -> str:
-    return path.relative_to(PACKAGE).parts[0]
-
-
-def imports_of(path: Path) -> Iterator[tuple[int, str]]:
-    """Every module that a file imports, anywhere in it, as (line, absolute dotted name)."""
-    package = ["penstock", *path.relative_to(PACKAGE).parent.parts]
-    for node in ast.walk(ast.parse(path.read_text(), filename=str(path))):
-        if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = package[: len(package) - node.level + 1] if node.level else []
-            module = ".".join(base + ([node.module] if node.module else []))
-            # "from penstock import schedule" names the room in the alias, not in the module.
-            yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
 
 
 def test_every_room_stands_in_the_table():

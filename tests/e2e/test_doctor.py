@@ -43,7 +43,10 @@ def test_a_ring_of_local_processes_is_tested() -> None:
     ("words", "told"),
     [
         (["--pp", "0"], "parallel.pp = 0 is not possible; it must be at least 1"),
-        (["--dp", "3", "--ep", "2"], "parallel.ep = 2 does not divide parallel.dp x parallel.cp = 3; possible are 1, 3"),
+        (
+            ["--dp", "3", "--ep", "2"],
+            "parallel.ep = 2 does not divide parallel.dp x parallel.cp = 3; possible are 1, 3",
+        ),
         (["--order", "dp-pp"], "parallel.order = 'dp-pp' must name each of dp, pp, cp and tp once"),
         (["--timeout", "-1"], "--timeout is -1.0"),
         (["--tq", "2"], "did you mean"),

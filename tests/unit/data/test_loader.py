@@ -23,7 +23,7 @@ from penstock.data import (
     validation_batches,
 )
 from penstock.data.store import TokenStore
-from tests.unit.data_batches import assert_equal
+from tests.unit.data.batches import assert_equal
 
 few = settings(max_examples=60, deadline=None)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 
 from nearest_tests import PACKAGE, distances  # pyright: ignore[reportMissingImports]
 from small_faults import faults_in  # pyright: ignore[reportMissingImports]

@@ -22,7 +22,7 @@ from penstock.data import (
     split,
 )
 from penstock.data.balance import arrange_exactly, balanced
-from tests.unit.data_batches import assert_equal, batches
+from tests.unit.data.batches import assert_equal, batches
 
 few = settings(max_examples=80, deadline=None)
 

@@ -1,0 +1,36 @@
+"""The package's source as the tests of its structure read it: each file parsed once."""
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[1] / "src" / "penstock"
+FILES = sorted(PACKAGE.glob("*/**/*.py"))
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0]
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), filename=str(path))
+
+
+@cache
+def imports_of(path: Path) -> tuple[tuple[int, str], ...]:
+    """Every module that a file imports, anywhere in it, as (line, absolute dotted name)."""
+    return tuple(_imports(path))
+
+
+def _imports(path: Path) -> Iterator[tuple[int, str]]:
+    package = ["penstock", *path.relative_to(PACKAGE).parent.parts]
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join(base + ([node.module] if node.module else []))
+            # "from penstock import schedule" names the room in the alias, not in the module.
+            yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)

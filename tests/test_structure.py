@@ -1,0 +1,101 @@
+"""Holds the package to its own rules of structure: no circles, one name for one thing, short functions."""
+
+import ast
+import collections
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+from tests.package_source import FILES, PACKAGE, imports_of, tree_of
+
+MAX_LINES = 60
+MAX_PARAMETERS = 6
+ENGINE_LINES = 150
+
+# Longer functions and longer lists of parameters, each with its reason; five at most.
+EXCEPTIONS: dict[str, str] = {}
+
+Definition = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def file_of(module: str) -> Path | None:
+    """The file that a dotted name is imported from; for a name inside a module, that module's."""
+    parts = module.split(".")[1:]
+    while parts:
+        place = PACKAGE.joinpath(*parts)
+        if place.with_suffix(".py").is_file():
+            return place.with_suffix(".py")
+        if (place / "__init__.py").is_file():
+            return place / "__init__.py"
+        parts.pop()
+    return None
+
+
+def files_imported_by(path: Path) -> set[Path]:
+    names = [name for _, name in imports_of(path) if name.startswith("penstock.")]
+    # A package's own front collects what its files declare; that the files name their package is no circle.
+    return {found for name in names if (found := file_of(name)) and found not in (path, PACKAGE / "__init__.py")}
+
+
+def functions_of(path: Path) -> Iterator[tuple[str, Definition]]:
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, Definition):
+            yield f"{path.relative_to(PACKAGE).as_posix()}:{node.name}", node
+
+
+def num_parameters(function: Definition) -> int:
+    """The parameters a caller gives; `self` and `cls` are not."""
+    arguments = function.args
+    named = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+    return len([argument for argument in named if argument.arg not in ("self", "cls")])
+
+
+def test_no_circle_between_files() -> None:
+    """Deferred imports and those for type checking count like any other."""
+    graph = {path: files_imported_by(path) for path in FILES}
+    assert sum(map(len, graph.values())) > len(FILES)
+    try:
+        list(TopologicalSorter(graph).static_order())
+    except CycleError as error:
+        circle = [path.relative_to(PACKAGE).as_posix() for path in error.args[1]]
+        raise AssertionError("a circle of imports: " + " <- ".join(circle)) from None
+
+
+def test_no_class_name_twice() -> None:
+    places = collections.defaultdict(list)
+    for path in FILES:
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(f"{path.relative_to(PACKAGE).as_posix()}:{node.lineno}")
+    assert places
+    assert not {name: found for name, found in places.items() if len(found) > 1}
+
+
+def test_functions_are_short() -> None:
+    functions = [function for path in FILES for function in functions_of(path)]
+    assert functions
+    lengths = {name: (node.end_lineno or node.lineno) - node.lineno + 1 for name, node in functions}
+    assert not {name: n for name, n in lengths.items() if n > MAX_LINES and name not in EXCEPTIONS}
+
+
+def test_functions_take_few_parameters() -> None:
+    functions = [function for path in FILES for function in functions_of(path)]
+    assert functions
+    counts = {name: num_parameters(node) for name, node in functions}
+    assert not {name: n for name, n in counts.items() if n > MAX_PARAMETERS and name not in EXCEPTIONS}
+
+
+def test_exceptions_are_few_and_stand() -> None:
+    names = {name for path in FILES for name, _ in functions_of(path)}
+    assert len(EXCEPTIONS) <= 5
+    assert set(EXCEPTIONS) <= names, "an exception for a function that is gone"
+
+
+def test_the_engines_face_is_short_and_imported_by_nobody_in_its_room() -> None:
+    face = PACKAGE / "engine" / "engine.py"
+    assert len(face.read_text().splitlines()) <= ENGINE_LINES
+    others = [
+        path for path in FILES if path.is_relative_to(face.parent) and path.name not in ("engine.py", "__init__.py")
+    ]
+    assert others
+    assert [path.name for path in others if face in files_imported_by(path)] == []
