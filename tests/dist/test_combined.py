@@ -16,8 +16,8 @@ from penstock.model import Exchange, Lane, Sequences, decoder_units
 from penstock.model.layers.moe import ExpertBlock
 from penstock.model.segments import Grads, State, Undo
 from penstock.parallel.collectives import Collectives, Handle
-from penstock.runtime import Record
 from penstock.schedule import Pair
+from penstock.schedule.recording import Record
 from penstock.settings import (
     ExpertConfig,
     LearningRate,

@@ -38,10 +38,12 @@ def trace(rank: int, names: tuple[str, ...]) -> dict[str, Seen]:
         travels = [t for t in engine.recorder.collective_records() if t.kind is CollectiveKind.GRADIENTS]
         found[name] = Seen(
             [(record.action, record.begin_ns, record.end_ns) for record in engine.recorder.records()],
-            [(t.num_bytes, t.launch_ns, t.wait_ns) for t in travels],
+            [(t.num_bytes, t.launch_ns, t.wait_ns or 0) for t in travels],
             {n: [b.gradients.nbytes for b in buckets.buckets] for n, buckets in engine.trainer.gradients.items()},
         )
-        assert all(t.launch_ns <= t.wait_ns <= t.taken_ns and t.launch_ns <= t.end_ns <= t.taken_ns for t in travels)
+        for t in travels:
+            assert t.wait_ns is not None and t.taken_ns is not None and t.end_ns is not None
+            assert t.launch_ns <= t.wait_ns <= t.taken_ns and t.launch_ns <= t.end_ns <= t.taken_ns
         engine.close()
         engine.grid.close()
     return found

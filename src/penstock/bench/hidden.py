@@ -24,7 +24,6 @@ from penstock.bench.ranks import Team
 from penstock.bench.slow_network import INTERFACE, Host, SlowNetwork
 from penstock.data import MicroBatchSpec, PackedBatch
 from penstock.engine import Engine, EngineOptions
-from penstock.engine.measured import own_recording
 from penstock.model import decoder_units
 from penstock.schedule.recording import CollectiveKind
 from penstock.settings import Layout, ModelConfig, OptimizerConfig, ScheduleConfig
@@ -160,7 +159,7 @@ def _prepare(rank: int, traffic: Traffic) -> Callable[[], HiddenTraffic]:
         start = time.perf_counter()
         engine.train_batch(batch, micro_batches=spec)
         step_s = time.perf_counter() - start
-        (kinds,) = own_recording(engine.pipeline).collective_totals()
+        (kinds,) = engine.pipeline.own_recording().collective_totals()
         found = kinds[traffic.kind]
         return HiddenTraffic(step_s, 1e-3 * found.exposed, found.hidden_share, found.num_bytes)
 

@@ -20,7 +20,6 @@ from penstock.bench.ranks import Team
 from penstock.bench.slow_network import INTERFACE, Host, SlowNetwork
 from penstock.data import MicroBatchSpec, PackedBatch
 from penstock.engine import Engine, EngineOptions
-from penstock.engine.measured import own_recording
 from penstock.model import decoder_units
 from penstock.model.matmul import TORCH
 from penstock.schedule.recording import CollectiveKind, CollectiveTotal
@@ -276,7 +275,7 @@ def _prepare(rank: int, side: Side, size: ModelSize) -> Callable[[], Figures]:
         start = time.perf_counter()
         engine.train_batch(batch, micro_batches=spec)
         step_s = time.perf_counter() - start
-        recording = own_recording(engine.pipeline)
+        recording = engine.pipeline.own_recording()
         ((spent,), (kinds,)) = recording.spent(), recording.collective_totals()
         in_ms = kinds[CollectiveKind.ALL_TO_ALL]
         in_s = replace(in_ms, exposed=1e-3 * in_ms.exposed, hidden=1e-3 * in_ms.hidden)

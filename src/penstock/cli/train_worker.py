@@ -21,7 +21,6 @@ from penstock.data import DataShard
 from penstock.draw.record import RECORDED_STEP_FILE, RecordedStep, write_recorded_step
 from penstock.engine.checkpoint import Checkpointer
 from penstock.engine.engine import Engine
-from penstock.engine.measured import gather_recording
 from penstock.engine.optimizer import state_aliases
 from penstock.engine.run_parts import RunData, check_parts, engine_arguments, micro_batches
 from penstock.engine.runs import CHECKPOINT_FOLDER, METRICS_FILE, MetricsLog, RunFolder, check_folder, read_metrics
@@ -182,7 +181,7 @@ class TrainLoop:
 
     def _recorded(self, num_microbatches: int) -> RecordedStep | None:
         """The last step as it was measured, and as it was simulated with the mean times that were measured."""
-        measured = gather_recording(self.engine.pipeline)
+        measured = self.engine.pipeline.recording()
         if measured is None:
             return None
         costs = _costs(measured.timeline, num_microbatches)

@@ -19,6 +19,7 @@ from penstock.engine.timed_cut import measure_units, timed_cut
 from penstock.model import ModelGroups, UnitSpec, WeightCasts, share_casts
 from penstock.parallel import Grid, connect
 from penstock.parallel.collectives import Collectives, observe
+from penstock.parallel.host import gather_json
 from penstock.runtime import (
     Boundary,
     DistributedTransport,
@@ -34,6 +35,7 @@ from penstock.runtime import (
 )
 from penstock.schedule import Costs, Pair, Placement, Program, Timeline
 from penstock.schedule.choice import ScheduleChoice, forward_only
+from penstock.schedule.recording import Recording
 from penstock.settings import Layout
 
 Finish = Callable[[Any, PackedBatch], Tensor]
@@ -272,6 +274,30 @@ class Pipeline:
             self.transport.close()
 
     # ---- looking at a step
+
+    def recording(self) -> Recording | None:
+        """The record of pipeline 0's last step, in ms; None on all ranks but 0. All ranks call it."""
+        by_rank = gather_json(self._record_rows(), self.grid.pp_control)
+        return None if self.grid.rank else self._recording(by_rank)
+
+    def own_recording(self) -> Recording:
+        """The record of this rank's last step, in ms, as that of a pipeline of one rank."""
+        return self._recording([self._record_rows()])
+
+    def _record_rows(self) -> tuple[list[Any], list[Any]]:
+        records, collectives = self.recorder.records(), self.recorder.collective_records()
+        return (
+            [record.row() for record in records if record.end_ns],
+            [record.row() for record in collectives if record.end_ns],
+        )
+
+    def _recording(self, by_rank: Sequence[Sequence[Any]]) -> Recording:
+        return Recording.gathered(
+            *zip(*by_rank, strict=True),
+            title=f"{self.options.choice.name}, {self.layout.pp} ranks, measured in step {self.step}",
+            step=self.step,
+            stages_per_rank=self.placement.stages_per_microbatch,
+        )
 
     def simulated(self, num_microbatches: int, costs: Costs) -> Timeline:
         """The simulated timeline of a step."""

@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from penstock.engine.measured import gather_recording
 from penstock.engine.memory import held_bytes
 from penstock.engine.pipeline import Pipeline
 from penstock.engine.sharding import local_parameters, local_state
@@ -85,7 +84,7 @@ class ModelState:
 
         Ranks on one host share a clock; those of several hosts are aligned by it as well as the hosts are.
         """
-        recording = gather_recording(self.pipeline)
+        recording = self.pipeline.recording()
         return None if recording is None else recording.timeline
 
     def fixed_weights(self) -> AbstractContextManager[None]:

@@ -10,14 +10,13 @@ from penstock.runtime.host_memory import keep_freed_memory, prepare_large_pages
 from penstock.runtime.pairs import Hooks, Pairs
 from penstock.runtime.stage import Boundary, LaneUnit, Stage
 from penstock.runtime.tape import GraphSegment, Tape
-from penstock.runtime.trace import Awaited, CollectiveRecord, Record, Recorder
+from penstock.runtime.trace import Awaited, Recorder
 from penstock.runtime.transport import InProcessHub, InProcessTransport, Transport
 from penstock.runtime.watchdog import Watchdog
 
 __all__ = [
     "Awaited",
     "Boundary",
-    "CollectiveRecord",
     "Deadlock",
     "DecodeForm",
     "DecodeLoop",
@@ -33,7 +32,6 @@ __all__ = [
     "LaneUnit",
     "Pairs",
     "PipelineError",
-    "Record",
     "Recorder",
     "Ring",
     "Stage",

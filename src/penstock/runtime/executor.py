@@ -18,9 +18,10 @@ from penstock.runtime.in_turn import Participant, run_in_turn
 from penstock.runtime.pairs import Hooks, Pairs
 from penstock.runtime.stage import Finish, Stage
 from penstock.runtime.tape import Tapes
-from penstock.runtime.trace import Awaited, Record, Recorder
+from penstock.runtime.trace import Awaited, Recorder
 from penstock.runtime.transport import Receipt, Transport, Wire
 from penstock.schedule import Action, Direction, Op, Pair, Program, Step, verify
+from penstock.schedule.recording import Record
 
 
 @dataclass(frozen=True, slots=True)

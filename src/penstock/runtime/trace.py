@@ -15,7 +15,7 @@ from penstock.parallel.collectives import Handle
 from penstock.runtime.errors import TransportError, first_line
 from penstock.runtime.liveness import Presence, Processes, numbers
 from penstock.schedule import Action, Direction, Event, Op, Step
-from penstock.schedule.recording import CollectiveKind
+from penstock.schedule.recording import CollectiveKind, CollectiveRecord, PeerWait, Record
 
 _DOING = {
     Op.SEND_F: "sends activations",
@@ -38,44 +38,6 @@ class Awaited:
     def __str__(self) -> str:
         what = "the output" if self.direction is Direction.FORWARD else "the gradient"
         return f"{what} of stage {self.stage} for microbatch {self.microbatch} from rank {self.rank}"
-
-
-@dataclass(slots=True)
-class Record:
-    """One action of this rank; times in nanoseconds of the host's monotonic clock, 0 while not reached.
-
-    `begin_ns` is when the action's turn came, `start_ns` when its input was there, `end_ns` when it was done. `waits`
-    holds, for each message that it needed, from which rank and since when; it lasted until the next wait or the start.
-    """
-
-    action: Step
-    begin_ns: int = 0
-    start_ns: int = 0
-    end_ns: int = 0
-    waits: tuple[tuple[int, int], ...] = ()
-
-
-@dataclass(slots=True)
-class CollectiveRecord:
-    """One collective of this rank; times in nanoseconds of the host's monotonic clock, 0 while not reached.
-
-    `launch_ns` is when it had been launched, `wait_ns` when the rank could not go on without it, `taken_ns` when it
-    went on. `end_ns` is when the collective was done; where the backend does not report that, it equals `taken_ns`. On
-    a GPU all of them are times of the host, which does not wait. `ranks` are the global ranks that take part, where
-    they are known.
-    """
-
-    kind: CollectiveKind
-    num_bytes: int
-    launch_ns: int
-    ranks: tuple[int, ...] = ()
-    wait_ns: int = 0
-    taken_ns: int = 0
-    end_ns: int = 0
-
-    def __str__(self) -> str:
-        ago_s = (time.perf_counter_ns() - self.launch_ns) * 1e-9
-        return f"the {self.kind} of {self.num_bytes} bytes that it launched {ago_s:.1f} s ago"
 
 
 class RecordedHandle(Handle[None]):
@@ -106,13 +68,13 @@ class RecordedHandle(Handle[None]):
             raise TransportError(f"the {record.kind} failed ({first_line(error)})") from error
         record.taken_ns = time.perf_counter_ns()
         self._awaiting(None)
-        if not record.end_ns:
+        if record.end_ns is None:
             record.end_ns = record.taken_ns
 
 
 def _ended(record: CollectiveRecord, future: object) -> None:
     # Called by a thread of the backend, perhaps after the rank has gone on.
-    if not record.end_ns:
+    if record.end_ns is None:
         record.end_ns = time.perf_counter_ns()
 
 
@@ -174,7 +136,7 @@ class Recorder:
     def awaits(self, record: Record, awaited: Awaited) -> None:
         """The action needs a message; it may be there already."""
         self.awaited = awaited
-        record.waits += ((awaited.rank, time.perf_counter_ns()),)
+        record.waits += (PeerWait(awaited.rank, time.perf_counter_ns()),)
 
     def started(self, record: Record) -> None:
         """The awaited input is there; compute starts."""
@@ -278,9 +240,11 @@ class Recorder:
         return missing and f"; {missing}"
 
     def _named(self, awaited: Awaited | CollectiveRecord) -> str:
-        if isinstance(awaited, CollectiveRecord) and awaited.ranks:
-            return f"{awaited}{self._among(awaited.ranks)}"
-        return str(awaited)
+        if isinstance(awaited, Awaited):
+            return str(awaited)
+        ago_s = (time.perf_counter_ns() - awaited.launch_ns) * 1e-9
+        named = f"the {awaited.kind} of {awaited.num_bytes} bytes that it launched {ago_s:.1f} s ago"
+        return f"{named}{self._among(awaited.ranks)}" if awaited.ranks else named
 
     def _among(self, ranks: tuple[int, ...] | None) -> str:
         """Who is in a group; None is that of all."""

@@ -1,7 +1,7 @@
 """The record of a step that ran: when each action's turn came, for which rank it waited, when it was done.
 
-Ranks send their records as rows of plain values, packed by `pack_action` and `pack_collective`; a JSON file holds the
-same rows.
+Ranks note `Record`s and `CollectiveRecord`s as they run, and send them as rows of plain values; a JSON file holds the
+same rows. Times of a record are whole nanoseconds, times of a row and of all that is computed from records are ms.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 from itertools import accumulate, pairwise
-from math import inf, isfinite
-from typing import Any
+from math import isfinite
+from typing import Any, NamedTuple
 
 from penstock.schedule.actions import COMPUTE, RECEIVES, SENDS, Op, Step, parts
 from penstock.schedule.text import parse_step
 from penstock.schedule.timeline import Event, Timeline
 
 _DRAWN = COMPUTE | {Op.REDUCE_GRAD, Op.STEP}
+_NO_TIMES = "its times must be numbers in order"
 
 
 class CollectiveKind(StrEnum):
@@ -33,30 +34,57 @@ class CollectiveKind(StrEnum):
     GRADIENTS = "gradient reduction"
 
 
-@dataclass(frozen=True, slots=True)
-class RecordedCollective:
-    """One collective of one rank; `wait` and `taken` are None where the rank never waited for it."""
+@dataclass(slots=True)
+class CollectiveRecord:
+    """One collective of one rank.
+
+    On a GPU all times are the host's, which does not wait for the device.
+    """
 
     kind: CollectiveKind
     num_bytes: int
-    #: When it was launched.
-    launch: float
-    #: When it was done.
-    end: float
-    #: When the rank could not go on without it.
-    wait: float | None = None
-    #: When the rank went on.
-    taken: float | None = None
+    #: when it was launched
+    launch_ns: int
+    #: global ranks that take part; empty where they are not known
+    ranks: tuple[int, ...] = ()
+    #: when the rank could not go on without it; None if it never waited for it
+    wait_ns: int | None = None
+    #: when the rank went on; None if it never waited for it
+    taken_ns: int | None = None
+    #: when it was done (`taken_ns` where the backend does not report that); None until then
+    end_ns: int | None = None
 
     @property
     def exposed(self) -> float:
         """The time that the rank waited for it."""
-        return 0.0 if self.wait is None or self.taken is None else self.taken - self.wait
+        return 0.0 if self.wait_ns is None or self.taken_ns is None else _ms(self.taken_ns - self.wait_ns)
 
     @property
     def hidden(self) -> float:
         """The time that it was under way while the rank did something else."""
-        return max(0.0, self.end - self.launch - self.exposed)
+        return 0.0 if self.end_ns is None else max(0.0, _ms(self.end_ns - self.launch_ns) - self.exposed)
+
+    def row(self) -> list[Any]:
+        """Kind, bytes, and four times in ms: launch, end, wait, taken; the last two None where nobody waited."""
+        times_ns = (self.launch_ns, self.end_ns, self.wait_ns, self.taken_ns)
+        return [str(self.kind), self.num_bytes, *(None if time_ns is None else _ms(time_ns) for time_ns in times_ns)]
+
+    @classmethod
+    def from_row(cls, row: Sequence[Any], origin_ns: int = 0) -> CollectiveRecord:
+        """Read a row, with times from `origin_ns` on.
+
+        Raises: ValueError naming the row if it is none.
+        """
+        try:
+            kind, num_bytes, *times = row
+            launch, end, wait, taken = (None if time is None else _ns(time) - origin_ns for time in times)
+            known = CollectiveKind(kind), int(num_bytes)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{row!r} is no recorded collective: {error}") from None
+        waited = [] if wait is None or taken is None else [launch, wait, wait, taken]
+        if launch is None or end is None or end < launch or waited != sorted(waited):
+            raise ValueError(f"{row!r} is no recorded collective: {_NO_TIMES}")
+        return cls(*known, launch, wait_ns=wait, taken_ns=taken, end_ns=end)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +103,7 @@ class CollectiveTotal:
         return self.hidden / whole if whole else 1.0
 
     @classmethod
-    def of(cls, collectives: Sequence[RecordedCollective]) -> CollectiveTotal:
+    def of(cls, collectives: Sequence[CollectiveRecord]) -> CollectiveTotal:
         return cls(
             len(collectives),
             sum(one.num_bytes for one in collectives),
@@ -94,22 +122,70 @@ class Wait:
     end: float
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class PeerWait(NamedTuple):
+    """The beginning of a wait for another rank's message; it lasted until the next one, or until the action started."""
+
+    rank: int
+    since_ns: int
+
+
+@dataclass(slots=True)
+class Record:
     """One action of one rank."""
 
     action: Step
-    #: When its turn came.
-    begin: float
-    #: When its inputs were there.
-    start: float
-    #: When it was done.
-    end: float
-    waits: tuple[Wait, ...] = ()
+    #: when its turn came
+    begin_ns: int = 0
+    #: when its inputs were there
+    start_ns: int = 0
+    #: when it was done; 0 until then
+    end_ns: int = 0
+    #: messages that it needed, in the order in which it waited for them
+    waits: tuple[PeerWait, ...] = ()
+
+    @property
+    def begin(self) -> float:
+        return _ms(self.begin_ns)
+
+    @property
+    def start(self) -> float:
+        return _ms(self.start_ns)
+
+    @property
+    def end(self) -> float:
+        return _ms(self.end_ns)
 
     @property
     def duration(self) -> float:
-        return self.end - self.start
+        return _ms(self.end_ns - self.start_ns)
+
+    def stretches(self) -> Iterator[Wait]:
+        """Its waits with their ends."""
+        ends_ns = [*(wait.since_ns for wait in self.waits[1:]), self.start_ns]
+        for (rank, since_ns), end_ns in zip(self.waits, ends_ns):
+            yield Wait(rank, _ms(since_ns), _ms(end_ns))
+
+    def row(self) -> list[Any]:
+        """The action's text, begin, start and end in ms, and [[awaited rank, since], ...]."""
+        return [str(self.action), self.begin, self.start, self.end, [[rank, _ms(since)] for rank, since in self.waits]]
+
+    @classmethod
+    def from_row(cls, row: Sequence[Any], origin_ns: int = 0) -> Record:
+        """Read a row, with times from `origin_ns` on.
+
+        Raises: ValueError naming the row if it is none.
+        """
+        try:
+            text, *times, waits = row
+            begin, start, end = (_ns(time) - origin_ns for time in times)
+            since = tuple(PeerWait(int(rank), _ns(time) - origin_ns) for rank, time in waits)
+            action = parse_step(text)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{row!r} is no recorded action: {error}") from None
+        in_order = [begin, *(wait.since_ns for wait in since), start, end]
+        if action is None or in_order != sorted(in_order):
+            raise ValueError(f"{row!r} is no recorded action: {_NO_TIMES}")
+        return cls(action, begin, start, end, since)
 
 
 @dataclass(frozen=True)
@@ -150,9 +226,9 @@ class Recording:
     step: int
     stages_per_rank: int
     #: Each rank's actions in order.
-    spans: tuple[tuple[Span, ...], ...]
+    spans: tuple[tuple[Record, ...], ...]
     #: Each rank's collectives in the order of their launch.
-    collectives: tuple[tuple[RecordedCollective, ...], ...] = ()
+    collectives: tuple[tuple[CollectiveRecord, ...], ...] = ()
 
     @cached_property
     def makespan(self) -> float:
@@ -170,7 +246,7 @@ class Recording:
     @cached_property
     def waits(self) -> tuple[tuple[Wait, ...], ...]:
         """Each rank's waits for messages."""
-        return tuple(tuple(wait for span in rank for wait in span.waits) for rank in self.spans)
+        return tuple(tuple(wait for span in rank for wait in span.stretches()) for rank in self.spans)
 
     def spent(self) -> tuple[Spent, ...]:
         """Where each rank's time went."""
@@ -185,14 +261,14 @@ class Recording:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """The recording as plain values; `from_json` reads them. Times have 6 digits."""
+        """The recording as plain values; `from_json` reads them."""
         return {
             "title": self.title,
             "step": self.step,
             "unit": "ms",
             "stages_per_rank": self.stages_per_rank,
-            "ranks": [[_span_row(span) for span in rank] for rank in self.spans],
-            "collectives": [[_collective_row(one) for one in rank] for rank in self.collectives],
+            "ranks": [[span.row() for span in rank] for rank in self.spans],
+            "collectives": [[one.row() for one in rank] for rank in self.collectives],
         }
 
     @classmethod
@@ -203,8 +279,10 @@ class Recording:
         """
         try:
             title, step, stages = str(values["title"]), int(values["step"]), int(values["stages_per_rank"])
-            spans = tuple(tuple(_span(row) for row in rank) for rank in values["ranks"])
-            collectives = tuple(tuple(_collective(row) for row in rank) for rank in values.get("collectives", ()))
+            spans = tuple(tuple(Record.from_row(row) for row in rank) for rank in values["ranks"])
+            collectives = tuple(
+                tuple(CollectiveRecord.from_row(row) for row in rank) for rank in values.get("collectives", ())
+            )
         except KeyError as error:
             raise ValueError(f"it has no {error}") from None
         except TypeError as error:
@@ -225,21 +303,21 @@ class Recording:
         step: int,
         stages_per_rank: int,
     ) -> Recording:
-        """Put together the rows that ranks packed, on clocks that agree; 0 is where the first of them began."""
-        first = min((row[1] for rank in ranks for row in rank), default=0.0)
-        spans = tuple(tuple(_span(row, first) for row in rank) for rank in ranks)
-        found = tuple(tuple(_collective(row, first) for row in rank) for rank in collectives)
+        """Put together the rows of ranks whose clocks agree; 0 is where the first of them began."""
+        first_ns = _ns(min((row[1] for rank in ranks for row in rank), default=0.0))
+        spans = tuple(tuple(Record.from_row(row, first_ns) for row in rank) for rank in ranks)
+        found = tuple(tuple(CollectiveRecord.from_row(row, first_ns) for row in rank) for rank in collectives)
         return cls(title, step, stages_per_rank, spans, found)
 
 
-def _spent(spans: Sequence[Span], collectives: Sequence[RecordedCollective], makespan: float) -> Spent:
+def _spent(spans: Sequence[Record], collectives: Sequence[CollectiveRecord], makespan: float) -> Spent:
     if not spans:
         return Spent(outside=makespan)
     by_op = dict.fromkeys(Op, 0.0)
     waiting: dict[int, float] = {}
     for span in spans:
         by_op[parts(span.action)[0].op] += span.duration
-        for wait in span.waits:
+        for wait in span.stretches():
             waiting[wait.rank] = waiting.get(wait.rank, 0.0) + wait.end - wait.start
     in_compute = _waited_within([(s.start, s.end) for s in spans if parts(s.action)[0].op in COMPUTE], collectives)
     in_step = _waited_within([(s.start, s.end) for s in spans if parts(s.action)[0].op is Op.STEP], collectives)
@@ -260,74 +338,28 @@ def _spent(spans: Sequence[Span], collectives: Sequence[RecordedCollective], mak
     )
 
 
-def _before_step(spans: Sequence[Span]) -> Iterator[float]:
+def _before_step(spans: Sequence[Record]) -> Iterator[float]:
     """The waits for reductions: from the end of a program's last action to the optimizer step."""
     for before, span in pairwise(spans):
         if parts(span.action)[0].op is Op.STEP:
             yield span.begin - before.end
 
 
-def _waited_within(stretches: Iterable[tuple[float, float]], collectives: Iterable[RecordedCollective]) -> float:
+def _waited_within(stretches: Iterable[tuple[float, float]], collectives: Iterable[CollectiveRecord]) -> float:
     """The time that a rank waited for collectives within stretches of its time, given as (start, end)."""
-    waits = sorted((one.wait, one.exposed) for one in collectives if one.wait is not None)
+    waits = sorted((_ms(one.wait_ns), one.exposed) for one in collectives if one.wait_ns is not None)
     starts = [start for start, _ in waits]
     sums = [0.0, *accumulate(exposed for _, exposed in waits)]
     return sum(sums[bisect_left(starts, end)] - sums[bisect_left(starts, start)] for start, end in stretches)
 
 
-def pack_action(action: Step, times: Iterable[float], waits: Iterable[tuple[int, float]]) -> list[Any]:
-    """Pack an action as a row: text, begin, start, end, [[awaited rank, since], ...]."""
-    return [str(action), *times, [[rank, since] for rank, since in waits]]
+def _ms(time_ns: int) -> float:
+    return time_ns / 1e6
 
 
-def pack_collective(kind: CollectiveKind, num_bytes: int, times: Iterable[float | None]) -> list[Any]:
-    """Pack a collective as a row: kind, bytes, launch, end, wait, taken; the last two None where nobody waited."""
-    return [str(kind), num_bytes, *times]
-
-
-def _span_row(span: Span) -> list[Any]:
-    times = (round(time, 6) for time in (span.begin, span.start, span.end))
-    return pack_action(span.action, times, ((wait.rank, round(wait.start, 6)) for wait in span.waits))
-
-
-def _collective_row(one: RecordedCollective) -> list[Any]:
-    times = (one.launch, one.end, one.wait, one.taken)
-    return pack_collective(one.kind, one.num_bytes, (None if time is None else round(time, 6) for time in times))
-
-
-def _span(row: Sequence[Any], origin: float = 0.0) -> Span:
-    """Read the row of an action whose times are counted from `origin`.
-
-    Raises: ValueError naming the row if it is none.
-    """
-    try:
-        text, *times, waits = row
-        begin, start, end = (float(time) - origin for time in times)
-        since = [(int(rank), float(time) - origin) for rank, time in waits]
-        action = parse_step(text)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{row!r} is no recorded action: {error}") from None
-    ends = [time for _, time in since[1:]] + [start]
-    in_order = [begin, *(time for _, time in since), start, end]
-    if action is None or in_order != sorted(in_order) or not all(map(isfinite, in_order)):
-        raise ValueError(f"{row!r} is no recorded action: its times must be numbers in order")
-    return Span(action, begin, start, end, tuple(Wait(rank, time, to) for (rank, time), to in zip(since, ends)))
-
-
-def _collective(row: Sequence[Any], origin: float = 0.0) -> RecordedCollective:
-    """Read the row of a collective whose times are counted from `origin`.
-
-    Raises: ValueError naming the row if it is none.
-    """
-    try:
-        kind, num_bytes, *times = row
-        launch, end, wait, taken = (None if time is None else float(time) - origin for time in times)
-        known = CollectiveKind(kind), int(num_bytes)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{row!r} is no recorded collective: {error}") from None
-    waited = [] if wait is None or taken is None else [(launch, wait), (wait, taken)]
-    for one, other in [(launch, end), *waited]:
-        if one is None or other is None or not one <= other < inf:
-            raise ValueError(f"{row!r} is no recorded collective: its times must be numbers in order")
-    assert launch is not None and end is not None
-    return RecordedCollective(*known, launch, end, wait, taken)
+def _ns(time_ms: Any) -> int:
+    """A row's time in nanoseconds. Raises: ValueError unless it is a finite number."""
+    time_ms = float(time_ms)
+    if not isfinite(time_ms):
+        raise ValueError(_NO_TIMES)
+    return round(time_ms * 1e6)

@@ -27,7 +27,7 @@ from penstock.runtime import (
 )
 from penstock.runtime.stage import Finish
 from penstock.runtime.tape import GraphSegment
-from penstock.runtime.trace import Record
+from penstock.schedule.recording import Record
 from penstock.settings import ModelConfig
 
 NAMES = [name for name in schedule.names() if name != "inference"]

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from penstock import schedule
 from penstock.model import Sequences, WeightGradients, defer, switch_linears
 from penstock.runtime import Boundary, Executor, Feed, InProcessHub, InProcessTransport, Recorder, Stage, run_together
-from penstock.runtime.trace import Record
 from penstock.runtime.transport import Line, Receipt
 from penstock.schedule import Action, Channel, Direction, Op
 from penstock.schedule.actions import COMPUTE, parts
+from penstock.schedule.recording import Record
 
 HIDDEN, RECEIVES_AHEAD = 2, 2
 NAMES = [name for name in schedule.names() if name != "auto"]

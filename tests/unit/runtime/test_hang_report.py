@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from penstock.parallel.grid import Grid
-from penstock.runtime import CollectiveRecord, Recorder, liveness
+from penstock.runtime import Recorder, liveness
 from penstock.runtime.liveness import Absence, Process, Processes
 from penstock.runtime.trace import Awaited
 from penstock.schedule import Action, Direction, Op
-from penstock.schedule.recording import CollectiveKind
+from penstock.schedule.recording import CollectiveKind, CollectiveRecord
 from penstock.settings import Layout
 
 LAYOUTS = [

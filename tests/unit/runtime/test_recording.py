@@ -11,7 +11,7 @@ from penstock import schedule
 from penstock.draw.record import RecordedStep, read_recorded_step, write_recorded_step
 from penstock.schedule import Action, Costs, Op, Pair
 from penstock.schedule.actions import parts
-from penstock.schedule.recording import CollectiveKind, Recording, Span, Wait
+from penstock.schedule.recording import CollectiveKind, Record, Recording, Wait
 from tests.unit.runtime.test_executor import Pipeline
 
 
@@ -146,7 +146,7 @@ def test_a_file_gives_back_what_was_written(seed: int, tmp_path: Path):
             assert got.simulated.title == simulated.title
 
 
-def flat(recording: Recording) -> list[Span]:
+def flat(recording: Recording) -> list[Record]:
     return [span for rank in recording.spans for span in rank]
 
 

@@ -25,9 +25,10 @@ from penstock.model.sampling import NUMBERS_PER_TOKEN
 from penstock.runtime.decode.graphs import StageDecoder
 from penstock.runtime.decode.relay import HeaderRelay, Ring
 from penstock.runtime.errors import TransportError
-from penstock.runtime.trace import Awaited, Record
+from penstock.runtime.trace import Awaited
 from penstock.runtime.transport import Receipt
 from penstock.schedule import Action, Batch, Direction, Op, RingShape, Scheduler, Token
+from penstock.schedule.recording import Record
 
 _FORWARD = Direction.FORWARD
 
