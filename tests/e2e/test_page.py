@@ -17,8 +17,8 @@ from penstock.draw.layers import Layer
 from penstock.draw.page import write_page
 from penstock.schedule import Action, Costs, Event, Op, Pair, Timeline
 from penstock.schedule.actions import parts
+from penstock.schedule.costs import Memory
 from penstock.schedule.recording import Wait
-from penstock.schedule.timeline import Memory
 from tests.e2e.chromium import Chromium, find_chromium
 
 RANKS, MICROBATCHES = 4, 8

@@ -24,24 +24,15 @@ from penstock.schedule.actions import (
     parts,
 )
 from penstock.schedule.builders import build, default_stages, describe, names, options
-from penstock.schedule.costs import Costs
-from penstock.schedule.generation import (
-    NO_ROW,
-    Batch,
-    BatchItem,
-    Ending,
-    RingShape,
-    Scheduler,
-    Sequence,
-    Token,
-)
+from penstock.schedule.costs import Costs, Memory
+from penstock.schedule.generation import Batch, BatchItem, RingShape, Scheduler
 from penstock.schedule.lower import early_gradients, lower
 from penstock.schedule.partition import balanced_cut, check_cut, partition
 from penstock.schedule.rules import Rule, Rules, partner
 from penstock.schedule.search import SearchedCut, costs_of_cut, options_for_step, search_cut
-from penstock.schedule.simulate import critical_path, simulate
+from penstock.schedule.sequence import NO_ROW, Ending, Sequence, Token
+from penstock.schedule.simulate import Event, Timeline, critical_path, simulate
 from penstock.schedule.text import from_csv, from_text, to_csv, to_text
-from penstock.schedule.timeline import Event, Memory, Timeline
 from penstock.schedule.verify import Proof, verify
 
 __all__ = [

@@ -8,12 +8,45 @@ from math import isfinite
 from typing import TypeAlias
 
 from penstock.schedule.actions import Op, Pair, Placement, Schedule, Step
-from penstock.schedule.timeline import Memory
 
 PerStage: TypeAlias = float | Sequence[float]
 
 _TIMES = ("forward", "backward_input", "backward_weight", "transfer", "reduce", "step", "pair")
 _SIZES = ("message_bytes", "microbatch_bytes", "weight_memory_share")
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """The memory of live tapes.
+
+    >>> Memory(weight_share=0.5, microbatch_bytes=100.0).bytes_of(stage=0, stages_per_rank=2)
+    50.0
+
+    Source: the share is M_W / M_B of Zero Bubble Pipeline Parallelism (arXiv 2401.10241).
+    """
+
+    #: A microbatch counts 1 from its F to its I, and this from then until its W; one number, or one for each stage.
+    weight_share: float | tuple[float, ...] = 1.0
+    #: The bytes of one microbatch in all stages of a rank that it goes through, or those of each stage of the model.
+    microbatch_bytes: float | tuple[float, ...] = 0.0
+    #: A factor for each microbatch on its bytes, where microbatches differ in length.
+    lengths: tuple[float, ...] = ()
+
+    @property
+    def has_bytes(self) -> bool:
+        """Whether the bytes of a tape are known."""
+        sizes = self.microbatch_bytes
+        return any(sizes) if isinstance(sizes, tuple) else sizes > 0
+
+    def share_of(self, stage: int) -> float:
+        """The part of a stage's tape that is left after its I."""
+        shares = self.weight_share
+        return shares[stage % len(shares)] if isinstance(shares, tuple) else shares
+
+    def bytes_of(self, stage: int, stages_per_rank: int) -> float:
+        """The bytes of a stage's whole tape, where a microbatch goes through `stages_per_rank` stages of a rank."""
+        sizes = self.microbatch_bytes
+        return sizes[stage % len(sizes)] if isinstance(sizes, tuple) else sizes / stages_per_rank
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from math import isfinite
 from typing import Any, NamedTuple
 
 from penstock.schedule.actions import COMPUTE, RECEIVES, SENDS, Op, Step, parts
+from penstock.schedule.simulate import Event, Timeline
 from penstock.schedule.text import parse_step
-from penstock.schedule.timeline import Event, Timeline
 
 _DRAWN = COMPUTE | {Op.REDUCE_GRAD, Op.STEP}
 _NO_TIMES = "its times must be numbers in order"

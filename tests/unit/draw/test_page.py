@@ -15,8 +15,8 @@ from penstock.draw.files import ENDINGS, check_ending, write_drawing
 from penstock.draw.layers import Layer
 from penstock.draw.page import write_page
 from penstock.schedule import Action, Costs, Event, Op, Pair, Timeline
+from penstock.schedule.costs import Memory
 from penstock.schedule.recording import Wait
-from penstock.schedule.timeline import Memory
 
 COSTS = Costs(forward=29.718, backward_input=29.444, backward_weight=19.927, transfer=0.527, reduce=3.3, step=2.2)
 

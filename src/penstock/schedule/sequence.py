@@ -1,0 +1,142 @@
+"""A sequence of generation: one prompt with what has been generated for it, from request to answer."""
+
+import hashlib
+import struct
+from array import array
+from collections import Counter, abc
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # the schedules load without the settings
+    from penstock.settings import SamplingParams
+
+NO_ROW = -1
+
+Token = tuple[int, float, float]
+"""A sampled token: its id, its log-probability under the distribution it was drawn from, and under the model's own."""
+
+
+class Ending(Enum):
+    """Why a sequence ended: its end token, its length, or a caller who stopped it (a stop string).
+
+    >>> Ending("length") is Ending.LENGTH
+    True
+    """
+
+    END_TOKEN = "end_token"
+    LENGTH = "length"
+    STOPPED = "stopped"
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One prompt with what has been generated for it, from request to answer.
+
+    >>> from penstock import SamplingParams
+    >>> one, other = Sequence.all_of([[5, 3]], [SamplingParams(max_new_tokens=2, num_samples=2)])
+    >>> one.append((7, -0.5, -0.5))
+    >>> one.tokens, one.ending
+    ((7,), None)
+    """
+
+    # ---- the request
+
+    #: place among all sequences, and in the result
+    number: int
+    #: number of its prompt; samples of one prompt share it
+    prompt: int
+    #: number of this sample among those of its prompt
+    sample: int
+    #: token ids of the prompt
+    prompt_tokens: abc.Sequence[int] = field(repr=False)
+    #: the distribution that tokens are drawn from, and when the answer ends
+    params: "SamplingParams" = field(repr=False)
+    #: stands for the sequence in the random numbers, whatever else is generated
+    identity: int = field(default=0, repr=False)
+
+    # ---- the answer
+
+    #: None while it is being generated
+    ending: Ending | None = None
+    #: a tensor [tokens, vocabulary], true for tokens that could not have been drawn; None unless asked for
+    filter_mask: Any = field(default=None, repr=False)
+    #: new tokens with their log-probabilities, in order
+    generated: list[Token] = field(default_factory=list)
+
+    # ---- the scheduler's notes
+
+    #: row of the KV cache while it is computed; None while it waits and once it has ended
+    row: int | None = field(default=None, repr=False)
+    #: tokens in its row of the KV cache, counting those of batches in flight
+    num_cached: int = field(default=0, repr=False)
+    #: row that holds the beginning of this prompt, to be copied with the next batch
+    source: int = field(default=NO_ROW, repr=False)
+
+    @classmethod
+    def all_of(
+        cls, prompts: abc.Sequence[abc.Sequence[int]], params: "abc.Sequence[SamplingParams]"
+    ) -> "list[Sequence]":
+        """The sequences that are asked for, in the order of the results; there is one of `params` for each prompt.
+
+        Equal prompts get different identities, by how many came before. So the order of different prompts does not
+        matter.
+        """
+        sequences: list[Sequence] = []
+        seen = Counter[bytes]()
+        for number, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
+            content = hashlib.blake2b(array("q", prompt).tobytes(), digest_size=16).digest()
+            for sample in range(own.num_samples):
+                name = content + struct.pack("<QQ", seen[content], sample)
+                identity = int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little")
+                sequences.append(cls(len(sequences), number, sample, prompt, own, identity))
+            seen[content] += 1
+        return sequences
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """The new tokens, an end token included."""
+        return tuple(token for token, _, _ in self.generated)
+
+    @property
+    def log_probs(self) -> tuple[float, ...]:
+        """Of each new token, under the distribution it was drawn from.
+
+        For a greedy choice that is the model's own, without the end tokens that came too early.
+        """
+        return tuple(log_prob for _, log_prob, _ in self.generated)
+
+    @property
+    def raw_log_probs(self) -> tuple[float, ...] | None:
+        """Of each new token, under the model's own distribution; None unless asked for."""
+        return tuple(raw for _, _, raw in self.generated) if self.params.raw_log_probs else None
+
+    @property
+    def num_tokens(self) -> int:
+        """New tokens so far."""
+        return len(self.generated)
+
+    @property
+    def last_token(self) -> int:
+        """The newest token."""
+        return self.generated[-1][0]
+
+    @property
+    def num_unread(self) -> int:
+        """Tokens of the prompt that are in no batch yet."""
+        return len(self.prompt_tokens) - self.num_cached
+
+    def token_ids(self, start: int, end: int) -> abc.Sequence[int]:
+        """The token ids at these positions, all of the prompt or all generated."""
+        num_prompt_tokens = len(self.prompt_tokens)
+        if start < num_prompt_tokens:
+            return self.prompt_tokens[start:end]
+        return [token for token, _, _ in self.generated[start - num_prompt_tokens : end - num_prompt_tokens]]
+
+    def append(self, token: Token) -> None:
+        """Add a sampled token, which may end the sequence."""
+        self.generated.append(token)
+        if token[0] in self.params.end_tokens:
+            self.ending = Ending.END_TOKEN
+        elif len(self.generated) == self.params.max_new_tokens:
+            self.ending = Ending.LENGTH
