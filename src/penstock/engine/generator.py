@@ -6,7 +6,6 @@ Shapes: B sequences, L tokens of the longest answer, V vocabulary.
 from __future__ import annotations
 
 import hashlib
-import itertools
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,30 +17,26 @@ from torch import Tensor
 
 from penstock import schedule
 from penstock.engine.pipeline import Pipeline
-from penstock.model import CacheSize, Limits
-from penstock.parallel.host import broadcast_value, gather_json
+from penstock.model import Limits
+from penstock.parallel.host import gather_json
 from penstock.runtime import (
     DecodeForm,
     DecodeLoop,
+    Decoders,
     DistributedTransport,
-    FixedDecoder,
     InProcessHub,
     InProcessTransport,
     PipelineError,
     Ring,
     Stage,
-    StageDecoder,
     host_channels,
-    prepare_large_pages,
 )
-from penstock.schedule import Ending, RingShape, Scheduler
+from penstock.schedule import RingShape, Scheduler
 from penstock.settings import Precision, SamplingParams
 
 Prompts = Sequence[Sequence[int]]
 OnToken = Callable[[int, int], object]
 OnAnswer = Callable[[int, schedule.Sequence], object]
-
-_CACHE_STEP_TOKENS = 64
 
 
 @dataclass(frozen=True)
@@ -172,21 +167,12 @@ class Generator:
     def __init__(self, pipeline: Pipeline) -> None:
         #: stages, grid, transport and recorder
         self._pipeline = pipeline
-        #: the local stages that generate, in order: of a model that is held twice, those of the first copy
-        self._stages = [
-            stage for number, stage in sorted(pipeline.stages.items()) if number < pipeline.placement.stages_per_route
-        ]
-
-        # ---- kept from call to call
-
-        #: size of the KV caches; None while there are none
-        self._size: CacheSize | None = None
-        #: stage -> the KV caches of its units
-        self._caches: dict[int, list[Any]] = {}
-        #: form -> the local stages' decoders, with what they have captured
-        self._decoders: dict[DecodeForm, list[StageDecoder]] = {}
-        #: where CUDA graphs are captured; kept, because libraries set up a workspace for each stream
-        self._capture_stream: torch.cuda.Stream | None = None
+        # Of a model that is held twice, the stages of the first copy generate.
+        stages = [stage for n, stage in sorted(pipeline.stages.items()) if n < pipeline.placement.stages_per_route]
+        # Under autocast weights are read from casts, which do not outlive a call, so nothing is captured.
+        captures = pipeline.options.precision is not Precision.BF16_AUTOCAST
+        #: local stages with their KV caches, kept from call to call
+        self.decoders = Decoders(stages, pipeline.boundary.dtype, pipeline.device, captures)
         pipeline.at_close(self.close)
 
     @cached_property
@@ -209,10 +195,7 @@ class Generator:
 
     def release(self) -> None:
         """Free the memory of KV caches and graphs; the next call allocates anew."""
-        for decoders in self._decoders.values():
-            for decoder in decoders:
-                decoder.release()
-        self._size, self._caches, self._decoders = None, {}, {}
+        self.decoders.release()
 
     def close(self) -> None:
         """Free memory, and stop helper threads."""
@@ -260,16 +243,16 @@ class Generator:
         pipeline.begin_recording()
         shape = options.shape(len(sequences) - len(options.skip), pipeline.layout.pp)
         longest = max((len(s.prompt_tokens) + s.params.max_new_tokens for s in sequences), default=1)
-        self._reserve(shape.num_rows, longest)
+        self.decoders.reserve(shape.num_rows, longest)
         if options.packed:
-            self._pack_weights()
+            self.decoders.pack_weights()
         scheduler = listeners = None
         if ring.rank == 0:
             any_goes_on = self._any_goes_on if ring.lockstep else None
             scheduler = Scheduler(sequences, shape, options.refill, options.longest_first, any_goes_on)
             scheduler.stop(options.skip)
             listeners = _Listeners(scheduler, on_token, on_answer)
-        decoders = self._decoders_of(options.form(pipeline.device))
+        decoders = self.decoders.of(options.form(pipeline.device))
         loop = DecodeLoop(ring, decoders, sequences, shape, scheduler, listeners and listeners.hear)
         loop.run()
         return self._result(loop, listeners)
@@ -317,61 +300,18 @@ class Generator:
             dist.all_reduce(num_left, group=pipeline.grid.ep_group)
         return bool(num_left)
 
-    def _reserve(self, num_rows: int, num_tokens: int) -> None:
-        """Make sure that the KV caches are at least of this size."""
-        kept, dtype = self._size, self._pipeline.boundary.dtype
-        if kept is not None and kept.num_rows >= num_rows and kept.num_tokens >= num_tokens:
-            return
-        self.release()
-        num_tokens = -(-num_tokens // _CACHE_STEP_TOKENS) * _CACHE_STEP_TOKENS
-        size = CacheSize(num_rows, num_tokens, dtype, self._pipeline.device)
-        self._caches = {stage.index: stage.new_caches(size) for stage in self._stages}
-        self._size = size
-
-    def _pack_weights(self) -> None:
-        """Pack all weights now, while nothing is waited for, and not one by one as the first prompts come."""
-        if self._pipeline.device.type == "cpu":
-            prepare_large_pages(sum(stage.weight_bytes for stage in self._stages))
-        for stage in self._stages:
-            stage.pack_weights()
-
-    def _decoders_of(self, form: DecodeForm) -> list[StageDecoder]:
-        """The local stages' decoders, kept as long as the caches are."""
-        if form not in self._decoders:
-            self._decoders[form] = [self._decoder(stage, form) for stage in self._stages]
-        return self._decoders[form]
-
-    def _decoder(self, stage: Stage, form: DecodeForm) -> StageDecoder:
-        caches, pipeline = self._caches[stage.index], self._pipeline
-        if form is DecodeForm.LIVE_ROWS or not FixedDecoder.takes(stage):
-            return StageDecoder(stage, caches)
-        # Under autocast weights are read from casts, which do not outlive a call.
-        plain = pipeline.options.precision is not Precision.BF16_AUTOCAST
-        captures = form is DecodeForm.GRAPHS and pipeline.device.type == "cuda" and plain
-        if captures and self._capture_stream is None:
-            self._capture_stream = torch.cuda.Stream()
-        assert self._size is not None
-        return FixedDecoder(stage, caches, self._size.num_tokens, self._capture_stream if captures else None)
-
     # ---- after
 
     def _result(self, loop: DecodeLoop, listeners: _Listeners | None) -> GenerateResult:
         """Give all ranks of the pipeline the answers, which the first rank has and, with filter masks, the last."""
-        pipeline, group, sequences, report = self._pipeline, self._pipeline.grid.pp_control, loop.sequences, loop.report
+        pipeline, group, report = self._pipeline, self._pipeline.grid.pp_control, loop.report
         with pipeline.recorder.collective("hand out the sequences", group):
-            if group is not None:
-                answers = broadcast_value(_packed(sequences) if loop.scheduler else None, 0, group)
-                if loop.scheduler is None:
-                    _fill(sequences, answers)
-            if any(sequence.params.filter_mask for sequence in sequences):
-                masks = broadcast_value([_stacked(rows) for rows in loop.filter_masks], self.ring.last_rank, group)
-                for sequence, mask in zip(sequences, masks, strict=True):
-                    sequence.filter_mask = mask if sequence.params.filter_mask else None
+            loop.share_answers(group)
             reports = gather_json([report.busy_s, report.wall_s, report.num_forwards], group)
         if listeners is not None and listeners.error is not None:
             raise listeners.error
         busy_s, wall_s, num_forwards = zip(*reports, strict=True)
-        return GenerateResult(tuple(sequences), wall_s[0], busy_s, num_forwards, report.num_rounds)
+        return GenerateResult(tuple(loop.sequences), wall_s[0], busy_s, num_forwards, report.num_rounds)
 
 
 class _Listeners:
@@ -404,29 +344,6 @@ class _Listeners:
             self.scheduler.stop([sequence.number])
         if self.on_answer is not None and sequence.ending is not None:
             self.on_answer(sequence.number, sequence)
-
-
-def _packed(sequences: Sequence[schedule.Sequence]) -> dict[str, Any]:
-    """The answers, as `broadcast_value` can send them in few messages."""
-    tokens = [token for sequence in sequences for token in sequence.generated]
-    return {
-        "lengths": [sequence.num_tokens for sequence in sequences],
-        "endings": [sequence.ending and sequence.ending.value for sequence in sequences],
-        "ids": torch.tensor([token for token, _, _ in tokens], dtype=torch.int64),
-        "log_probs": torch.tensor([log_probs for _, *log_probs in tokens], dtype=torch.float64),
-    }
-
-
-def _fill(sequences: Sequence[schedule.Sequence], answers: dict[str, Any]) -> None:
-    """Give sequences the answers that were packed elsewhere."""
-    tokens = zip(answers["ids"].tolist(), answers["log_probs"].tolist(), strict=True)
-    for sequence, length, ending in zip(sequences, answers["lengths"], answers["endings"], strict=True):
-        sequence.generated = [(token, *log_probs) for token, log_probs in itertools.islice(tokens, length)]
-        sequence.ending = Ending(ending)
-
-
-def _stacked(masks: list[Tensor]) -> Tensor:
-    return torch.stack(masks) if masks else torch.empty(0, 0, dtype=torch.bool)
 
 
 def _checked(

@@ -1,6 +1,6 @@
 """Running a proved program: stages, lanes, tapes, the executor, the transport and the trace."""
 
-from penstock.runtime.decode.graphs import DecodeForm, FixedDecoder, StageDecoder
+from penstock.runtime.decode.graphs import DecodeForm, Decoders, FixedDecoder, StageDecoder
 from penstock.runtime.decode.loop import DecodeLoop, DecodeReport
 from penstock.runtime.decode.relay import Ring, host_channels
 from penstock.runtime.distributed import DistributedTransport
@@ -21,6 +21,7 @@ __all__ = [
     "DecodeForm",
     "DecodeLoop",
     "DecodeReport",
+    "Decoders",
     "DistributedTransport",
     "Executor",
     "Feed",

@@ -14,12 +14,11 @@ from torch import Tensor
 
 from penstock.model import Lane, Sequences, drain, zip_lanes
 from penstock.runtime.errors import PipelineError, TransportError
-from penstock.runtime.in_turn import Participant, run_in_turn
 from penstock.runtime.pairs import Hooks, Pairs
 from penstock.runtime.stage import Finish, Stage
 from penstock.runtime.tape import Tapes
 from penstock.runtime.trace import Awaited, Recorder
-from penstock.runtime.transport import Receipt, Transport, Wire
+from penstock.runtime.transport import Participant, Receipt, Transport, Wire, run_in_turn
 from penstock.schedule import Action, Direction, Op, Pair, Program, Step, verify
 from penstock.schedule.recording import Record
 

@@ -3,19 +3,24 @@
 A channel is one direction of one edge: (source rank, destination rank, forward or backward). Messages of a channel
 arrive in the order in which they were sent. Receives are posted ahead with the shape known to both sides; a send never
 blocks and its tensor is released once it has left. Two implementations share the interface: `DistributedTransport` over
-torch.distributed (one communicator a channel) and `InProcessTransport`, in which all ranks live in one thread.
+torch.distributed (one communicator a channel) and `InProcessTransport`, in which all ranks live in one thread and
+`run_in_turn` lets each go on as far as its messages allow.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from penstock.runtime.errors import TransportError
+from penstock.model import Driven
+from penstock.runtime.errors import Deadlock, TransportError
 from penstock.schedule import Channel, Direction, Placement
+
+T = TypeVar("T")
 
 
 class HostChannel(NamedTuple):
@@ -169,3 +174,45 @@ class _QueueReceipt:
             expected, got = (f"{list(t.shape)} of {t.dtype}" for t in (self, tensor))
             raise TransportError(f"{describe(self.channel)}: expected {expected}, got {got}")
         return tensor
+
+
+# ---- ranks that share one thread
+
+
+@dataclass(frozen=True, eq=False)
+class Participant(Generic[T]):
+    """One rank's work."""
+
+    #: yields the receipts that it cannot take yet, and returns the rank's result
+    steps: Generator[Receipt, None, T]
+    #: one sentence on the action that the rank is in
+    where: Callable[[], str]
+    #: torch's gradient mode while this rank works
+    mode: Callable[[], AbstractContextManager[object]]
+
+
+def run_in_turn(ranks: Mapping[int, Participant[T]]) -> dict[int, T]:
+    """Run all ranks and return their results. If one fails, the others cannot finish either, and are closed.
+
+    Raises:
+        Deadlock: no rank can go on; the message says for each what it waits for.
+    """
+    running, awaited, results = dict(ranks), dict[int, Receipt](), dict[int, T]()
+    driven = {rank: Driven(one.steps, one.mode) for rank, one in ranks.items()}
+    try:
+        while running:
+            able = [rank for rank in running if rank not in awaited or awaited[rank].ready()]
+            if not able:
+                stuck = "; ".join(one.where() for one in running.values())
+                raise Deadlock(f"no rank can go on: {stuck}")
+            for rank in able:
+                receipt = next(driven[rank], None)
+                if receipt is not None:
+                    awaited[rank] = receipt
+                else:
+                    results[rank] = driven[rank].result
+                    del running[rank]
+    finally:
+        for one in running.values():
+            one.steps.close()
+    return results

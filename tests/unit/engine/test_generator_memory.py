@@ -21,7 +21,7 @@ def engine() -> Engine:
 
 
 def caches(made: Engine) -> list[KVCache]:
-    return [cache for row in made.generator._caches.values() for cache in row if cache is not None]
+    return [cache for row in made.generator.decoders.caches.values() for cache in row if cache is not None]
 
 
 def num_tensors() -> int:

@@ -36,7 +36,7 @@ def params(kind: SamplingParams, count: int) -> list[SamplingParams]:
 
 
 def decoders(engine: Engine) -> list[FixedDecoder]:
-    every = (decoder for decoders in engine.generator._decoders.values() for decoder in decoders)
+    every = (decoder for decoders in engine.generator.decoders.by_form.values() for decoder in decoders)
     return [decoder for decoder in every if isinstance(decoder, FixedDecoder)]
 
 

@@ -16,12 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.model import CachedRows, SlotRows, spare_position
+from penstock.model import CachedRows, CacheSize, SlotRows, spare_position
+from penstock.runtime.host_memory import prepare_large_pages
 from penstock.runtime.stage import Stage
 from penstock.schedule import BatchItem
 
 _FEWEST_SEEN = 64
 """Tokens of the smallest attention that is worth a graph of its own."""
+
+_CACHE_STEP_TOKENS = 64
+"""Rows of the KV caches have a multiple of this many tokens."""
 
 
 class DecodeForm(enum.Enum):
@@ -185,6 +189,70 @@ class FixedDecoder(StageDecoder):
         fixed.x.index_copy_(0, places_T, x)
         # A copy, which the next batch does not overwrite.
         return fixed.run().index_select(0, places_T)
+
+
+class Decoders:
+    """The local stages' decoders and KV caches, kept from one generation to the next.
+
+    Args:
+        stages: the local stages that generate, in order.
+        dtype: of the caches.
+        device: of the stages and caches.
+        captures: False where no computation may become a CUDA graph.
+    """
+
+    def __init__(self, stages: Sequence[Stage], dtype: torch.dtype, device: torch.device, captures: bool) -> None:
+        self._stages, self._dtype, self._device = stages, dtype, device
+        self._captures = captures and device.type == "cuda"
+        #: where CUDA graphs are captured; kept, because libraries set up a workspace for each stream
+        self._capture_stream: torch.cuda.Stream | None = None
+        #: size of the KV caches; None before the first `reserve`
+        self._size: CacheSize | None = None
+        #: stage -> the KV caches of its units
+        self.caches: dict[int, list[Any]] = {}
+        #: form -> the local stages' decoders, with what they have captured
+        self.by_form: dict[DecodeForm, list[StageDecoder]] = {}
+
+    def reserve(self, num_rows: int, num_tokens: int) -> None:
+        """Make sure that the KV caches are at least of this size."""
+        kept = self._size
+        if kept is not None and kept.num_rows >= num_rows and kept.num_tokens >= num_tokens:
+            return
+        self.release()
+        num_tokens = -(-num_tokens // _CACHE_STEP_TOKENS) * _CACHE_STEP_TOKENS
+        size = CacheSize(num_rows, num_tokens, self._dtype, self._device)
+        self.caches = {stage.index: stage.new_caches(size) for stage in self._stages}
+        self._size = size
+
+    def pack_weights(self) -> None:
+        """Pack all weights now, while nothing is waited for, and not one by one as the first prompts come."""
+        if self._device.type == "cpu":
+            prepare_large_pages(sum(stage.weight_bytes for stage in self._stages))
+        for stage in self._stages:
+            stage.pack_weights()
+
+    def of(self, form: DecodeForm) -> list[StageDecoder]:
+        """The local stages' decoders, kept as long as the caches are."""
+        if form not in self.by_form:
+            self.by_form[form] = [self._decoder(stage, form) for stage in self._stages]
+        return self.by_form[form]
+
+    def release(self) -> None:
+        """Free the memory of caches and graphs; the next `reserve` allocates anew."""
+        for decoders in self.by_form.values():
+            for decoder in decoders:
+                decoder.release()
+        self._size, self.caches, self.by_form = None, {}, {}
+
+    def _decoder(self, stage: Stage, form: DecodeForm) -> StageDecoder:
+        caches = self.caches[stage.index]
+        if form is DecodeForm.LIVE_ROWS or not FixedDecoder.takes(stage):
+            return StageDecoder(stage, caches)
+        captures = form is DecodeForm.GRAPHS and self._captures
+        if captures and self._capture_stream is None:
+            self._capture_stream = torch.cuda.Stream()
+        assert self._size is not None
+        return FixedDecoder(stage, caches, self._size.num_tokens, self._capture_stream if captures else None)
 
 
 def _num_single(items: Sequence[BatchItem]) -> int:

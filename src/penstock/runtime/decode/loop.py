@@ -11,23 +11,27 @@ in which they are awaited, and nothing else is ever sent.
 Shapes: T tokens of a batch, S sampled ones, D hidden size, V vocabulary.
 """
 
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from penstock import schedule
 from penstock.model import CachedRows, Draw, draw_tokens
 from penstock.model.sampling import NUMBERS_PER_TOKEN
+from penstock.parallel.host import broadcast_value
 from penstock.runtime.decode.graphs import StageDecoder
 from penstock.runtime.decode.relay import HeaderRelay, Ring
 from penstock.runtime.errors import TransportError
 from penstock.runtime.trace import Awaited
 from penstock.runtime.transport import Receipt
-from penstock.schedule import Action, Batch, Direction, Op, RingShape, Scheduler, Token
+from penstock.schedule import Action, Batch, Direction, Ending, Op, RingShape, Scheduler, Token
 from penstock.schedule.recording import Record
 
 _FORWARD = Direction.FORWARD
@@ -131,6 +135,21 @@ class DecodeLoop:
                 self.relay.cancel()
                 ring.transport.abandon()
                 ring.host.abandon()
+
+    def share_answers(self, group: dist.ProcessGroup | None) -> None:
+        """Give all ranks of the pipeline the answers, which the first rank has and, with filter masks, the last.
+
+        All ranks call it after `run`; `group` carries host memory (None: there is one rank).
+        """
+        sequences = self.sequences
+        if group is not None:
+            answers = broadcast_value(_packed_answers(sequences) if self.scheduler else None, 0, group)
+            if self.scheduler is None:
+                _fill_answers(sequences, answers)
+        if any(sequence.params.filter_mask for sequence in sequences):
+            masks = broadcast_value([_stacked(rows) for rows in self.filter_masks], self.ring.last_rank, group)
+            for sequence, mask in zip(sequences, masks, strict=True):
+                sequence.filter_mask = mask if sequence.params.filter_mask else None
 
     # ---- one rank, one slot
 
@@ -277,3 +296,26 @@ class DecodeLoop:
 
 def _ignore(sequences: list[schedule.Sequence]) -> None:
     """Nobody listens."""
+
+
+def _packed_answers(sequences: Sequence[schedule.Sequence]) -> dict[str, Any]:
+    """The answers, as `broadcast_value` can send them in few messages."""
+    tokens = [token for sequence in sequences for token in sequence.generated]
+    return {
+        "lengths": [sequence.num_tokens for sequence in sequences],
+        "endings": [sequence.ending and sequence.ending.value for sequence in sequences],
+        "ids": torch.tensor([token for token, _, _ in tokens], dtype=torch.int64),
+        "log_probs": torch.tensor([log_probs for _, *log_probs in tokens], dtype=torch.float64),
+    }
+
+
+def _fill_answers(sequences: Sequence[schedule.Sequence], answers: dict[str, Any]) -> None:
+    """Give sequences the answers that were packed elsewhere."""
+    tokens = zip(answers["ids"].tolist(), answers["log_probs"].tolist(), strict=True)
+    for sequence, length, ending in zip(sequences, answers["lengths"], answers["endings"], strict=True):
+        sequence.generated = [(token, *log_probs) for token, log_probs in itertools.islice(tokens, length)]
+        sequence.ending = Ending(ending)
+
+
+def _stacked(masks: list[Tensor]) -> Tensor:
+    return torch.stack(masks) if masks else torch.empty(0, 0, dtype=torch.bool)
