@@ -141,7 +141,7 @@ def test_what_can_not_be_shared_is_refused_on_all_ranks_before_it_starts() -> No
     assert [len(said) for said in by_rank] == [1] * 4
     sharing = "cp=2 ranks can not share sequences of [1] tokens: some rank would hold none; at most cp=1 can"
     assert all(sharing in by_rank[rank][0] for rank in (2, 3))
-    assert all("rank(s) 2, 3 can not use their batch" in by_rank[rank][0] for rank in (0, 1))
+    assert all("rank(s) 2, 3 cannot use their batch" in by_rank[rank][0] for rank in (0, 1))
 
 
 def means_of_parts(rank: int) -> float:

@@ -209,7 +209,7 @@ def test_what_can_not_be_generated_is_told_on_every_rank_and_harms_nothing() -> 
             "the model's max_length=96",
             "ValueError: 2 SamplingParams were given for 1 prompts",
             "PipelineError: rank 1 of those that generate together was given other prompts",
-            "PipelineError: rank 1 of those that generate together can not: prompt 1 holds the token -2",
+            "PipelineError: rank 1 of those that generate together cannot: prompt 1 holds the token -2",
             "KeyError: 'made to fail'",
             "done",
         ],

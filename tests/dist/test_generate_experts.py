@@ -108,9 +108,7 @@ def refusals(rank: int) -> list[str]:
 @pytest.mark.shows(81)
 def test_what_one_pipeline_can_not_generate_none_begins() -> None:
     first, second = run_ranks(2, refusals)
-    assert first[0].startswith(
-        "PipelineError: rank 1 of those that generate together can not: prompt 1 holds the token"
-    )
+    assert first[0].startswith("PipelineError: rank 1 of those that generate together cannot: prompt 1 holds the token")
     assert second[0].startswith("ValueError: prompt 1 holds the token")
     assert first[1].endswith("rank 1 of those that generate together was given num_slots=2, not 1")
     assert second[1].endswith("rank 0 of those that generate together was given num_slots=1, not 2")

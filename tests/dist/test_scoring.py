@@ -16,7 +16,7 @@ from penstock import Layout, MicroBatchSpec, PackedBatch
 from penstock.data import PartitionError, split
 from penstock.engine import Engine, EngineOptions
 from penstock.engine.scorer import PerToken, token_scores
-from penstock.engine.sharding import ContextShares
+from penstock.engine.sharding import ContextShards
 from penstock.model import Logits, Sequences, decoder_units, token_log_probs
 from penstock.runtime import PipelineError
 from penstock.settings import ModelConfig
@@ -299,7 +299,7 @@ class Shared:
 
 
 def score_shared(rank: int, layouts: list[Layout]) -> list[Shared]:
-    found, put_together = [], ContextShares.whole
+    found, put_together = [], ContextShards.whole
     for layout in layouts:
         engine = Engine(
             lambda groups: decoder_units(CONFIG, groups=groups),
@@ -317,13 +317,13 @@ def score_shared(rank: int, layouts: list[Layout]) -> list[Shared]:
         def failing(logits: Logits, microbatch: PackedBatch) -> Tensor:
             return torch.zeros(logits.shape[0] - rank)
 
-        def whole(shares: ContextShares, x: Tensor, microbatch: PackedBatch, widths: list[int] = widths) -> Tensor:
+        def whole(shares: ContextShards, x: Tensor, microbatch: PackedBatch, widths: list[int] = widths) -> Tensor:
             widths.append(x[0].numel())
             return put_together(shares, x, microbatch)
 
         batch = batch_of(LENGTHS)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ContextShares, "whole", whole)
+            patch.setattr(ContextShards, "whole", whole)
             by_token = engine.forward(batch, token_scores(entropies=True), micro_batches=BUDGET)
         with pytest.raises((ValueError, PipelineError)) as refused:
             engine.forward(batch, PerToken(failing), micro_batches=BUDGET)

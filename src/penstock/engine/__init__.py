@@ -1,6 +1,6 @@
 """The engine room: one engine trains, scores and generates; its settings, optimizer, checkpoints and metrics.
 
-The names below are fetched when first asked for, so that settings can be read and refused without PyTorch.
+The names below are imported on first use, so that settings can be read and refused without PyTorch.
 """
 
 from importlib import import_module

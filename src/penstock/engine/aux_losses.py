@@ -1,7 +1,7 @@
 """Auxiliary losses of a step (routers, multi-token prediction) and the experts' load, gathered from the units.
 
 These losses arise in the middle of a pipeline, where no rank sees labels. So the factor of each microbatch's main loss
-is sent to all ranks of the pipeline before the first forward, and from there on travels with the microbatch.
+is sent to all ranks of the pipeline before the first forward, and from then on is passed along with the microbatch.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class AuxLossTracker:
             sent[i] = factor if weight else 0.0
         if pipeline.grid.pp_control is not None:
             source = pipeline.grid.pp_ranks[pipeline.placement.output_rank]
-            with pipeline.recorder.collective("tell the loss's factors", pipeline.grid.pp_control):
+            with pipeline.recorder.collective("send the loss's factors", pipeline.grid.pp_control):
                 dist.broadcast(sent, source, group=pipeline.grid.pp_control)
         return sent.tolist()
 

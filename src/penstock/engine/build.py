@@ -1,4 +1,4 @@
-"""From a list of units to this rank's stages."""
+"""This rank's stages, built from the list of a model's units."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SECOND_COPY = "@2"
 class Ties:
     """Parameters that are one logical parameter, by full name: copy -> owner.
 
-    Their gradients are summed in two rounds. Where a model is held twice, second copies are added to the first ones;
+    Their gradients are summed in two rounds. In a bidirectional model second copies are added to the first ones;
     then each rank adds up the two ends of a tied weight that it holds, which belong to different copies.
     """
 
@@ -50,10 +50,10 @@ class Ties:
     def loans(self, parameters: Iterable[str]) -> dict[str, str]:
         """Tied copies that lie beside their owner, among these parameters: copy -> owner. One weight serves both.
 
-        A model that is held twice has none: sums over ranks tie it together.
+        A bidirectional model has none: sums over ranks tie its copies together.
         """
-        held = set(parameters)
-        return {} if self.copies else {copy: owner for copy, owner in self.tied.items() if {copy, owner} <= held}
+        local = set(parameters)
+        return {} if self.copies else {copy: owner for copy, owner in self.tied.items() if {copy, owner} <= local}
 
 
 def lend_weights(parameters: Mapping[str, nn.Parameter], loans: Mapping[str, str]) -> None:

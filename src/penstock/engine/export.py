@@ -45,7 +45,7 @@ TOKENIZER_FILES = (
 _DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 Progress = Callable[[int], None]
-"""Told after each file how many bytes it has."""
+"""A function that is called after each file with its number of bytes."""
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ def _write(
             save_file(tensors, path, metadata={"format": "pt"})
         except (OSError, SafetensorError) as caught:
             # The others still wait for this rank's parts.
-            error = OSError(f"{path} can not be written: {caught}")
+            error = OSError(f"{path} cannot be written: {caught}")
         progress(sum(tensor.nbytes for tensor in tensors.values()))
     for parameter in theirs:
         parameter.fetch()

@@ -41,7 +41,7 @@ OnAnswer = Callable[[int, schedule.Sequence], object]
 
 @dataclass(frozen=True)
 class GenerateOptions:
-    """How sequences go round the ring; none of it changes a token.
+    """The way in which sequences go round the ring; no option changes a token.
 
     Args:
         num_slots: groups of sequences under way at the same time; None for one a pipeline rank.
@@ -50,7 +50,7 @@ class GenerateOptions:
         prefill_tokens: prompt tokens that a slot reads in a round; prompts are cut at its multiples.
         refill: gives a free row to the next sequence at once; else only when all rows of its slot are free.
         packed: makes a copy of the weights for the time of the call, in the order in which they are read fastest; for
-            fp32 on CPUs, where reading them takes most of the time. Elsewhere there is none.
+            fp32 on CPUs, where reading them takes most of the time. Elsewhere no copy is made.
         longest_first: begins with the sequences that may become longest; else all begin in the order given.
         decode: how rows compute one token each, a `DecodeForm` or its name. None for graphs where there is CUDA and
             for the live rows elsewhere. A model that cannot decode over fixed shapes (experts, layers of other
@@ -89,7 +89,7 @@ class GenerateOptions:
         return DecodeForm(self.decode)
 
     def shape(self, num_sequences: int, num_ranks: int) -> RingShape:
-        """Slots and rows for so many sequences."""
+        """Slots and rows for this number of sequences."""
         num_slots = self.num_slots or num_ranks
         even = max(1, -(-num_sequences // num_slots))
         return RingShape(num_slots, self.rows_per_slot or min(even, self.max_rows_per_slot), self.prefill_tokens)
@@ -137,7 +137,7 @@ class GenerateResult:
 
     @property
     def idle_share(self) -> float:
-        """The share of the time in which a rank computed nothing, over all ranks of the pipeline."""
+        """The fraction of the time in which a rank computed nothing, over all ranks of the pipeline."""
         return 1.0 - sum(self.busy_s) / (len(self.busy_s) * self.wall_s) if self.wall_s else 0.0
 
     def padded(self, pad_token: int | None = None) -> Padded:
@@ -167,7 +167,7 @@ class Generator:
     def __init__(self, pipeline: Pipeline) -> None:
         #: stages, grid, transport and recorder
         self._pipeline = pipeline
-        # Of a model that is held twice, the stages of the first copy generate.
+        # Of a bidirectional model, the stages of the first copy generate.
         stages = [stage for n, stage in sorted(pipeline.stages.items()) if n < pipeline.placement.stages_per_route]
         # Under autocast weights are read from casts, which do not outlive a call, so nothing is captured.
         captures = pipeline.options.precision is not Precision.BF16_AUTOCAST
@@ -260,7 +260,7 @@ class Generator:
     # ---- before
 
     def _agree(self, prompts: Any, params: Any, options: GenerateOptions) -> list[schedule.Sequence]:
-        """The sequences that are asked for, once all ranks of the pipeline ask for the same.
+        """The sequences to generate, once all ranks of the pipeline have been given the same.
 
         Pipelines that share experts, with prompts of their own, agree on the number of slots as well.
         """
@@ -281,7 +281,7 @@ class Generator:
             raise error
         for rank, (dp_rank, theirs, their_slots, refusal) in enumerate(every):
             if refusal is not None:
-                raise PipelineError(f"rank {rank} of those that generate together can not: {refusal}")
+                raise PipelineError(f"rank {rank} of those that generate together cannot: {refusal}")
             if dp_rank == grid.dp_rank and theirs != digest:
                 raise PipelineError(
                     f"rank {rank} of those that generate together was given other prompts or parameters"
@@ -293,7 +293,7 @@ class Generator:
         return schedule.Sequence.all_of(*checked)
 
     def _any_goes_on(self, goes_on: bool) -> bool:
-        """Whether any of the pipelines in lockstep has work left; called on the ranks of their first stages."""
+        """True if any of the pipelines in lockstep has work left; called on the ranks of their first stages."""
         pipeline = self._pipeline
         num_left = torch.tensor([int(goes_on)], device=pipeline.device)
         with pipeline.recorder.collective("agree on whether to go on", pipeline.grid.ep_group):

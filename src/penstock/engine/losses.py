@@ -16,7 +16,7 @@ from penstock.model import Logits, cross_entropy_sum
 from penstock.settings import Normalize
 
 LossFn = Callable[[Any, PackedBatch], Tensor]
-"""From the last stage's output and its microbatch to the sum of the microbatch's losses."""
+"""A function from the last stage's output and its microbatch to the sum of the microbatch's losses."""
 
 LossWeightFn = Callable[[PackedBatch], float]
 """A microbatch's weight in the denominator."""

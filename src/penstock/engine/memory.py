@@ -32,7 +32,7 @@ from penstock.settings import Layout, Precision
 
 
 def rank_state_bytes(source: UnitSource, layout: Layout, options: EngineOptions) -> list[StateBytes]:
-    """The memory of each rank, in order, that it holds throughout training, activations not included.
+    """The memory that each rank, in order, needs throughout training, activations not included.
 
     The cut follows the units' estimated work unless the options give one.
 
@@ -69,10 +69,10 @@ def planned_grid(layout: Layout, rank: int) -> Grid:
     )
 
 
-def held_bytes(
+def running_state_bytes(
     parameters: Iterable[torch.nn.Parameter], gradients: Sequence[GradientBuckets], optimizer_bytes: int
 ) -> StateBytes:
-    """The memory that a running rank holds, counted by storage: most parameters lie in flat buckets."""
+    """The memory of a running rank's state, counted by storage: most parameters lie in flat buckets."""
     buckets = [bucket for stage in gradients for bucket in stage.buckets]
     storages = {storage.data_ptr(): storage for storage in (p.untyped_storage() for p in parameters)}
     return StateBytes(
@@ -92,13 +92,13 @@ def _of_rank(source: UnitSource, grid: Grid, options: EngineOptions) -> StateByt
         number: _parameters([units[i] for i in members], SECOND_COPY if number >= len(cut) else "", options)
         for number, members in stages.items()
     }
-    names = [name for held in parameters.values() for name, _ in held]
+    names = [name for own in parameters.values() for name, _ in own]
     ties = Ties.of(units, names, placement.num_routes)
-    sharing = Sharding.of(units, names, grid).lending(ties.loans(names))
+    sharding = Sharding.of(units, names, grid).lending(ties.loans(names))
     if options.optimizer.zero:
-        sharing = sharing.with_zero(ties.owners, grid)
+        sharding = sharding.with_zero(ties.owners, grid)
     group, num_states = grid.dp_cp_group, len(stepper_for(options.optimizer).state_kinds)
-    parts = [state_bytes(own, group, sharing.reductions, num_states=num_states) for own in parameters.values()]
+    parts = [state_bytes(own, group, sharding.reductions, num_states=num_states) for own in parameters.values()]
     return sum(parts, StateBytes(0, 0, 0))
 
 

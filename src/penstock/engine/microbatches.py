@@ -1,4 +1,4 @@
-"""From a batch to its microbatches, the same number on every rank, with one small collective."""
+"""The split of a batch into microbatches, the same number on every rank, with one small collective."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def check_reports(
         raise own_error
     failed = [rank for rank, report in enumerate(reports) if report.failed]
     if failed:
-        raise PipelineError(f"rank(s) {', '.join(map(str, failed))} can not use their batch; their message says why")
+        raise PipelineError(f"rank(s) {', '.join(map(str, failed))} cannot use their batch; their message says why")
     pipelines: dict[int, list[int]] = {}
     for rank in range(len(reports)):
         pipelines.setdefault(coordinates(rank).dp, []).append(rank)

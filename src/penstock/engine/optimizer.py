@@ -200,8 +200,8 @@ class Optimizer:
     def state(self) -> dict[str, Tensor]:
         """The state and master of each local parameter as views, named ``optimizer.<kind>.<parameter>``.
 
-        To resume, copy into these views and call `load_progress`. Of parameters that are stepped in part here (see
-        `owned_state`) there is none.
+        To resume, copy into these views and call `load_progress`. Parameters that this rank steps only in part are left
+        out; see `owned_state`.
         """
         every = self.owned_state().items()
         return {name: flat.view(part.parameter.shape) for name, (part, flat) in every if part.is_whole}
@@ -220,9 +220,9 @@ class Optimizer:
     @property
     def state_bytes(self) -> int:
         """Memory of the update rule's state and of masters on this rank."""
-        held = [flat for own in self._stepper.states for flat in own.values()]
-        held += [m for b, m in zip(self._stepped, self._masters, strict=True) if m.dtype != b.parameters.dtype]
-        return sum(tensor.nbytes for tensor in held)
+        tensors = [flat for own in self._stepper.states for flat in own.values()]
+        tensors += [m for b, m in zip(self._stepped, self._masters, strict=True) if m.dtype != b.parameters.dtype]
+        return sum(tensor.nbytes for tensor in tensors)
 
     def progress(self) -> dict[str, Any]:
         """The numbers that a resumed run needs beside `state`, as JSON values."""

@@ -1,4 +1,4 @@
-"""How an engine runs a model: plain, frozen, checked once."""
+"""The options with which an engine runs a model: plain, frozen, checked once."""
 
 from dataclasses import dataclass
 
@@ -26,7 +26,7 @@ class EngineOptions(Settings):
         optimizer: AdamW's settings and schedules.
         measure_lengths: lengths of a typical microbatch's sequences: units are measured on them before the cut, on the
             first rank, and `auto` searches an order for their times; None for the units' estimated work.
-        learns: whether it is to train. An engine that only scores and generates keeps weights alone: no gradients, no
+        learns: False for an engine that only scores and generates. It keeps weights alone: no gradients, no
             fp32 masters and no state of an optimizer.
     """
 

@@ -14,7 +14,7 @@ from penstock import schedule
 from penstock.data import PackedBatch
 from penstock.engine.build import Ties, build_stages, cut_units, lend_weights, parameter_dtype
 from penstock.engine.options import EngineOptions
-from penstock.engine.sharding import ContextShares, Sharding, UnitSource, units_for
+from penstock.engine.sharding import ContextShards, Sharding, UnitSource, units_for
 from penstock.engine.timed_cut import measure_units, timed_cut
 from penstock.model import ModelGroups, UnitSpec, WeightCasts, share_casts
 from penstock.parallel import Grid, connect
@@ -39,7 +39,7 @@ from penstock.schedule.recording import Recording
 from penstock.settings import Layout
 
 Finish = Callable[[Any, PackedBatch], Tensor]
-"""From the last stage's output and its microbatch to a result; for training, the scaled scalar loss."""
+"""A function from the last stage's output and its microbatch to a result; for training, the scaled scalar loss."""
 
 StartReduction = Callable[[int], None]
 """Starts summing the gradients of a local stage, given by number, over ranks; does not wait."""
@@ -55,7 +55,7 @@ class Pipeline:
 
     Args:
         units: the model in order, or a function that makes it from the groups that share it.
-        hidden_size: width of the residual stream that travels between stages.
+        hidden_size: width of the residual stream that stages pass on.
         layout: the grid of processes.
         options: schedule, precision, optimizer and the rest.
 
@@ -74,8 +74,8 @@ class Pipeline:
     device: torch.device
     #: this rank's place in the layout, and its process groups
     grid: Grid
-    #: this rank's share of each microbatch's tokens under context parallelism
-    context: ContextShares
+    #: this rank's shard of each microbatch's tokens under context parallelism
+    context: ContextShards
 
     # -- the model
     #: all units of the model, in order
@@ -123,7 +123,7 @@ class Pipeline:
         if self.device.type == "cpu":
             keep_freed_memory()
         self.grid = connect(self.layout, self.device, timedelta(seconds=self.options.timeout_s))
-        self.context = ContextShares(self.grid.cp_group, self.device)
+        self.context = ContextShards(self.grid.cp_group, self.device)
         groups = ModelGroups(self.grid.tp_group, self.grid.cp_group, self.grid.ep_group, self.options.attention)
         self.units = units_for(units, groups, self.layout)
         self.placement = self.options.choice.placement(self.layout.pp)
@@ -200,7 +200,7 @@ class Pipeline:
         Here alone a microbatch is cut among context-parallel ranks: `finish` gets this rank's part and its logits;
         where ranks share the vocabulary, these are `ShardedLogits`.
         """
-        own, sequences = self.context.share(microbatch)
+        own, sequences = self.context.shard(microbatch)
         present = self.units[-1].present or _as_it_is
         return Feed(
             num_tokens=sequences.num_tokens,
@@ -210,7 +210,7 @@ class Pipeline:
         )
 
     def program(self, num_microbatches: int, training: bool = True) -> Program:
-        """The program of a step of so many microbatches, or of as many forwards alone."""
+        """The program of a step with this number of microbatches, or of as many forwards alone."""
         if training:
             shared = self.layout.shares_layers
             return self.choice.program(self.layout.pp, num_microbatches, whole_backwards=shared)
@@ -236,7 +236,7 @@ class Pipeline:
         return found
 
     def begin_recording(self) -> None:
-        """From here on records belong to a new step or pass."""
+        """Count the records that follow as those of a new step or pass."""
         self.recorder.begin_step(self.step)
 
     def count_step(self) -> int:
@@ -245,7 +245,7 @@ class Pipeline:
         return self.step
 
     def continue_from(self, step: int) -> None:
-        """Go on as if so many optimizer steps had been taken."""
+        """Go on as if this number of optimizer steps had been taken."""
         self.step = step
 
     def sum_over_ranks(self, *values: float) -> list[float]:
@@ -317,8 +317,8 @@ class Pipeline:
         if num_exchanging:
             return None
         return (
-            f"{program.schedule.name} fuses forwards with backwards, so that one computes while what the other "
-            "exchanges with its peers travels; here no layer exchanges anything, so overlap gains nothing"
+            f"{program.schedule.name} fuses forwards with backwards, so that one computes while the other's exchange "
+            "with its peers is under way; here no layer exchanges anything, so overlap gains nothing"
         )
 
 

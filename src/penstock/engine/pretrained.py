@@ -1,4 +1,4 @@
-"""A model that is already there: a Hugging Face folder opened, checked, and given to an engine as units."""
+"""A pretrained model: a Hugging Face folder opened, checked, and given to an engine as units."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ class StoredDecoder:
 def open_pretrained(path: Path | str, native: bool = True, shape: ModelConfig | None = None) -> Pretrained:
     """Open a Hugging Face folder, or that of a run; every process that will hold a part of it calls this alike.
 
-    Configuration, names, shapes and the files' sizes are held against each other; no value is read. `shape`: of the
-    units, where it is the model's own but for what only training heeds.
+    Configuration, names, shapes and the files' sizes are checked against each other; no value is read. `shape`: that
+    of the units, which may differ from the model's own in what only training uses.
 
     Raises:
         MissingFile: a FileNotFoundError with the path of what is missing; on every process if on one.
@@ -148,7 +148,7 @@ class CheckpointNames:
 
 def _open(folder: Path, native: bool, shape: ModelConfig | None) -> Pretrained:
     if not native:
-        return _open_foreign(folder)
+        return _open_adapted(folder)
     found = find_decoder(folder)
     shape = shape or found.shape
 
@@ -160,7 +160,7 @@ def _open(folder: Path, native: bool, shape: ModelConfig | None) -> Pretrained:
     return Pretrained(units, shape.hidden_size, replace(found.form, names=names_of(shape)), shape)
 
 
-def _open_foreign(folder: Path) -> Pretrained:
+def _open_adapted(folder: Path) -> Pretrained:
     # Only now, since it loads transformers.
     from penstock.model.adapters.transformers.model import TransformersModel
 
@@ -173,14 +173,14 @@ def _open_foreign(folder: Path) -> Pretrained:
     def units(groups: ModelGroups) -> Sequence[UnitSpec]:
         for axis, size in {"tp": groups.tp_size, "cp": groups.cp_size, "ep": groups.ep_size}.items():
             if size > 1:
-                raise ValueError(f"transformers' own layers can not be shared over {axis} = {size}; native layers can")
+                raise ValueError(f"transformers' own layers cannot be shared over {axis} = {size}; native layers can")
         return placed
 
     return Pretrained(units, model.hidden_size, HuggingFaceForm(model.names, lambda: content, folder))
 
 
 def _on_every_process(act: Callable[[], T]) -> T:
-    """Act together with all processes, before an engine has its groups; the group made here is let go again."""
+    """Act together with all processes, before an engine has its groups; the group made here is destroyed again."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return act()
     group = dist.new_group(backend="gloo")

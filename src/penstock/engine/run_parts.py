@@ -1,4 +1,4 @@
-"""From a run's settings to the parts of a run: its engine's arguments and its data."""
+"""The parts of a run, made from its settings: its engine's arguments and its data."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -118,7 +118,7 @@ class RunData:
             corpus = load_corpus(spec, cache)
         except PermissionError as error:
             raise ConfigError(
-                f"data.cache = {data.cache!r} can not be written ({error.strerror}); name another folder, or None"
+                f"data.cache = {data.cache!r} cannot be written ({error.strerror}); name another folder, or None"
             ) from None
         corpus.check_vocabulary(config.model.vocab_size or corpus.vocab_size)
         found = cls(config, corpus)
@@ -134,7 +134,7 @@ class RunData:
         )
 
     def validation(self, shard: DataShard, with_data: bool = True) -> tuple[PackedBatch, ...]:
-        """This data-parallel rank's validation batches; none where no text is held back."""
+        """This data-parallel rank's validation batches; none where no text is set aside for it."""
         if self.corpus.validation is None:
             return ()
         return validation_batches(

@@ -1,4 +1,4 @@
-"""The folder of a run: whose it is, that only one run at a time writes there, and what the run reports of its steps."""
+"""The folder of a run: its owner, the lock that admits one writer at a time, and the metrics of its steps."""
 
 import fcntl
 import json
@@ -54,7 +54,7 @@ def _check_folder(config: RunConfig, fresh: bool) -> bool:
 
 
 class RunFolder:
-    """A run's folder, held against other runs for as long as the process lives; opened by one rank.
+    """A run's folder, locked against other runs for as long as the process lives; opened by one rank.
 
     Raises:
         ConfigError: the folder holds another run, or a run is writing there now.
@@ -67,7 +67,7 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(self.path / _LOCK_FILE, os.O_CREAT | os.O_RDWR, 0o644)
         except OSError as error:
-            raise ConfigError(f"output = {config.output!r} can not be written: {error.strerror}") from None
+            raise ConfigError(f"output = {config.output!r} cannot be written: {error.strerror}") from None
         try:
             # The lock goes with the process, however it ends, so that a killed run can be started again at once.
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

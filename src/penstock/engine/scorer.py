@@ -22,7 +22,7 @@ from penstock.parallel.host import broadcast_value, check_portable, gather_json,
 from penstock.runtime import Feed, PipelineError
 
 PostHook = Callable[[Any, PackedBatch], Any]
-"""Of logits (`Logits`: a Tensor, unless ranks share the vocabulary) and their microbatch."""
+"""A function of logits (a Tensor, or `ShardedLogits` where ranks share the vocabulary) and their microbatch."""
 
 AggregateFn = Callable[[list[Any]], Any]
 
@@ -80,7 +80,7 @@ class PerToken:
     """A hook whose result has a row for each token, made of that token's logits and keys alone.
 
     It gives a tensor [T, ...] or a mapping of such. Ranks that share every sequence (cp) each call it on their own part
-    of a microbatch, and only what it gives travels between them: whole logits exist nowhere.
+    of a microbatch, and only its results are sent between them: whole logits exist nowhere.
     """
 
     hook: PostHook
@@ -100,7 +100,7 @@ class PerToken:
 def token_scores(temperature: float = 1.0, entropies: bool = False) -> PostHook:
     """A hook that gives each token the log-probability of its label, the next token: {"log_probs": [T]} in fp32.
 
-    Where the label is `NO_LABEL` it is 0. With `entropies` those of the tokens' distributions are given beside them.
+    Where the label is `NO_LABEL` it is 0. With `entropies` the entropies of the tokens' distributions are added.
     """
 
     def hook(logits_TV: Logits, microbatch: PackedBatch) -> dict[str, Tensor]:
@@ -185,7 +185,7 @@ class _Results:
             with pipeline.recorder.collective("hand out the results"):
                 return gather_json(error, pipeline.grid.control)
 
-        message = "rank {rank} can not make use of its outputs: {kind}: {error}"
+        message = "rank {rank} cannot make use of its outputs: {kind}: {error}"
         value = on_all_ranks(lambda: self._value(split), gather, otherwise=PipelineError, message=message)
         if not self.outputs.broadcast:
             return value
@@ -214,7 +214,7 @@ class _Results:
         with self.pipeline.recorder.collective("put the results together", context.group):
             dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=context.group)
             if failed:
-                raise self._error or PipelineError("a rank that shares the sequences can not make use of its outputs")
+                raise self._error or PipelineError("a rank that shares the sequences cannot make use of its outputs")
             self._results = [
                 {name: context.whole(rows, microbatch) for name, rows in result.items()}
                 if isinstance(result, Mapping)

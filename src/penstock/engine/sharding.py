@@ -59,7 +59,7 @@ class Sharding:
         """The sharding of this rank's parameters, given by full name."""
         shards = {unit.full_name(own): shard for unit in units for own, shard in unit.sharding.items()}
         partial = {unit.full_name(own) for unit in units for own in unit.partial}
-        # Both copies of a model that is held twice are shared alike.
+        # Both copies of a bidirectional model are sharded alike.
         plain = {name: name.removesuffix(SECOND_COPY) for name in parameters}
         return cls(
             {name: shards[of] for name, of in plain.items() if of in shards},
@@ -112,7 +112,7 @@ def _norm_name(name: str, shard: Shard | None, grid: Grid) -> str | None:
 
 
 def _is_first_with(shard: Shard | None, grid: Grid) -> bool:
-    """Report whether this rank is the first of the tensor-parallel ranks that have the same part."""
+    """True if this rank is the first of the tensor-parallel ranks that have the same part."""
     if grid.tp_rank == 0:
         return True
     return shard is not None and shard.axis == "tp" and shard != shard.on(grid.tp_rank - 1, grid.layout.tp)
@@ -144,7 +144,7 @@ def local_state(owned: Mapping[str, tuple[Place, Tensor]], shards: Mapping[str, 
 
 
 @dataclass(frozen=True, eq=False)
-class ContextShares:
+class ContextShards:
     """This rank's part of every microbatch under context parallelism."""
 
     #: the ranks that share every sequence, for device tensors; None where this rank has all tokens
@@ -152,7 +152,7 @@ class ContextShares:
     #: the device of this rank's sequences
     device: torch.device
 
-    def share(self, microbatch: PackedBatch) -> tuple[PackedBatch, Sequences]:
+    def shard(self, microbatch: PackedBatch) -> tuple[PackedBatch, Sequences]:
         """This rank's part, cut alike for all keys, and the sequences that units see.
 
         Raises: ValueError when some rank would have no token.

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from penstock.engine.memory import held_bytes
+from penstock.engine.memory import running_state_bytes
 from penstock.engine.pipeline import Pipeline
 from penstock.engine.sharding import local_parameters, local_state
 from penstock.engine.trainer import Trainer
@@ -64,7 +64,9 @@ class ModelState:
     def state_bytes(self) -> StateBytes:
         """Memory that this rank's parameters, gradients and optimizer take."""
         trainer = self.trainer
-        return held_bytes(self.parameters().values(), list(trainer.gradients.values()), trainer.optimizer.state_bytes)
+        return running_state_bytes(
+            self.parameters().values(), list(trainer.gradients.values()), trainer.optimizer.state_bytes
+        )
 
     def progress(self) -> dict[str, Any]:
         """The numbers that a resumed run needs beside `state`, as JSON values; the same on every rank."""

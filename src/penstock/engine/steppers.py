@@ -33,7 +33,7 @@ class Stepper(Protocol):
         ...
 
     def continue_from(self, num_updates: int) -> None:
-        """Go on as if every master had been stepped so many times; `states` is loaded in place."""
+        """Go on as if every master had been stepped this number of times; `states` is loaded in place."""
         ...
 
 

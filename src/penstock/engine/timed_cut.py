@@ -140,7 +140,7 @@ def timed_cut(
 
 
 def with_kept_bytes(costs: Costs, units: Sequence[UnitSpec], hidden_size: int, options: EngineOptions) -> Costs:
-    """The units' costs with the bytes that each keeps of a microbatch; W's share of them is that of the whole model."""
+    """The units' costs with the bytes that each keeps of a microbatch; W's fraction of them is the whole model's."""
     alone = [range(i, i + 1) for i in range(len(units))]
     kept = kept_bytes(units, hidden_size, alone, options, options.measure_lengths or ())
     whole, for_weights = sum(own.whole for own in kept), sum(own.for_weights for own in kept)

@@ -46,7 +46,7 @@ class TrainResult:
     success: bool
     #: wall time of the step
     step_time_s: float
-    #: share of that time in which this rank waited
+    #: fraction of that time in which this rank waited
     idle_share: float
     #: whether some rank was asked to end after this step
     stop_requested: bool
@@ -67,7 +67,7 @@ class Trainer:
     gradients: dict[int, GradientBuckets]
     #: losses that units add in the middle of the model, and the routers that learn from the experts' load
     aux_losses: AuxLossTracker
-    #: steps the parameters of this rank, or its share of them
+    #: steps the parameters of this rank, or with ZeRO its shard of them
     optimizer: Optimizer
     #: whether this rank was asked to end after the next step
     _stop_requested: bool
@@ -99,17 +99,15 @@ class Trainer:
         """
         if not self.pipeline.options.learns:
             raise ValueError("this engine was made with learns=False, to score and generate; make one that learns")
-        start, pipeline, normalize = time.perf_counter(), self.pipeline, Normalize.parse(normalize)
-        scale = self.optimizer.loss_scale
-        pipeline.begin_recording()
-        agreed = agree_on_microbatches(pipeline, batch, micro_batches, loss_weight_fn, stop=self._stop_requested)
-        factors = loss_factors(normalize, *self._weights(agreed, loss_weight_fn, normalize))
-        feeds = self._feeds(agreed, loss_fn, [factor * scale for factor in factors])
-        self.zero_gradients()
-        losses = pipeline.executor(len(feeds), self.start_reduction).run(feeds)
-        update, aux_losses = self._step(feeds, scale)
-        loss = pipeline.total_loss(losses) / scale
-        step, step_time_s = pipeline.count_step(), time.perf_counter() - start
+        start, normalize, loss_scale = time.perf_counter(), Normalize.parse(normalize), self.optimizer.loss_scale
+        self.pipeline.begin_recording()
+        agreed = agree_on_microbatches(self.pipeline, batch, micro_batches, loss_weight_fn, stop=self._stop_requested)
+        factors = self._loss_factors(agreed, loss_weight_fn, normalize)
+        feeds = self._feeds(agreed, loss_fn, [factor * loss_scale for factor in factors])
+        losses = self._run(feeds)
+        update, aux_losses = self._step(feeds, loss_scale)
+        loss = self.pipeline.total_loss(losses) / loss_scale
+        step, step_time_s = self.pipeline.count_step(), time.perf_counter() - start
         return TrainResult(
             step=step,
             loss=loss,
@@ -117,10 +115,10 @@ class Trainer:
             num_microbatches=len(feeds),
             grad_norm=update.grad_norm,
             learning_rate=update.learning_rate,
-            loss_scale=scale,
+            loss_scale=loss_scale,
             success=update.success,
             step_time_s=step_time_s,
-            idle_share=1.0 - sum(e.end - e.start for e in pipeline.recorder.events()) / step_time_s,
+            idle_share=1.0 - sum(e.end - e.start for e in self.pipeline.recorder.events()) / step_time_s,
             stop_requested=agreed.stop_requested,
             extras=aux_losses,
         )
@@ -131,17 +129,15 @@ class Trainer:
 
     # ---- the parts of a step, in order
 
-    def _weights(
-        self, agreed: AgreedSplit, loss_weight_fn: LossWeightFn, normalize: Normalize
-    ) -> tuple[Sequence[float], Sequence[float]]:
-        """The loss weights of this rank's microbatches, and the totals of the ranks that the mode takes a mean over."""
+    def _loss_factors(self, agreed: AgreedSplit, loss_weight_fn: LossWeightFn, normalize: Normalize) -> Sequence[float]:
+        """The factor on the loss of each of this rank's microbatches; none where no labels are seen."""
         num_cp = self.pipeline.layout.cp
         if normalize is not Normalize.MICROBATCH_MEAN or num_cp == 1:
-            return agreed.weights, agreed.rank_totals
-        # Here each context-parallel rank is a rank of its own, with the mean of its part of every microbatch.
-        share = self.pipeline.context.share
-        own = [float(loss_weight_fn(share(m)[0])) for m in agreed.microbatches if agreed.weights]
-        return own, [total for total in agreed.rank_totals for _ in range(num_cp)]
+            return loss_factors(normalize, agreed.weights, agreed.rank_totals)
+        # Here each context-parallel rank counts as a rank, with the mean of its part of every microbatch.
+        shard = self.pipeline.context.shard
+        own = [float(loss_weight_fn(shard(m)[0])) for m in agreed.microbatches if agreed.weights]
+        return loss_factors(normalize, own, [total for total in agreed.rank_totals for _ in range(num_cp)])
 
     def _feeds(self, agreed: AgreedSplit, loss_fn: LossFn, factors: Sequence[float]) -> list[Feed]:
         """The microbatches with their losses, each times its factor; `factors` is empty where no labels are seen."""
@@ -154,6 +150,11 @@ class Trainer:
             for i, microbatch in enumerate(agreed.microbatches)
         ]
         return self.aux_losses.attached_to(feeds, agreed, factors)
+
+    def _run(self, feeds: Sequence[Feed]) -> list[Tensor]:
+        """Run the program: every forward, backward, transfer and reduction; returns the losses on the last stage."""
+        self.zero_gradients()
+        return self.pipeline.executor(len(feeds), self.start_reduction).run(feeds)
 
     def zero_gradients(self) -> None:
         for buckets in self.gradients.values():

@@ -23,7 +23,7 @@ _MOST_HELD_SENDS = 256
 
 
 _MOST_KEPT_BYTES = 512 << 10
-"""What of a link's sends is kept before somebody looks whether they have left."""
+"""Bytes of a link's sends that are kept before the link checks whether they have left."""
 
 
 class DistributedTransport:
@@ -68,7 +68,7 @@ class DistributedTransport:
         self._links[channel].send(tensor)
 
     def abandon(self) -> None:
-        """Take no more messages: receives that are posted can not be taken back, and would swallow the next step's."""
+        """Take no more messages: receives that are posted cannot be taken back, and would swallow the next step's."""
         self._abandoned = True
 
     def _check_usable(self) -> None:
@@ -88,7 +88,7 @@ class DistributedTransport:
             link.close()
 
     def _test_links(self) -> None:
-        """Send a word over each link and check it: a link that can not carry it is named before any work starts."""
+        """Send a word over each link and check it: a link that cannot carry it is named before any work starts."""
         arrivals = []
         try:
             for channel, link in self._links.items():
@@ -132,7 +132,7 @@ class _PostedReceive:
 class _Link:
     """One channel's communicator, seen from one of its two ends.
 
-    `watch_s`: works of this backend can not be asked, so a thread waits for sends, at most so long; None: they can.
+    `watch_s`: the longest that a thread waits for a send, for a backend whose works cannot be polled; None: they can.
     """
 
     def __init__(
@@ -189,7 +189,7 @@ _Sends = deque[tuple[dist.Work, Tensor]]
 
 
 class _PolledSends:
-    """Holds sent tensors until their work is complete, asked whenever another is sent (CUDA: works can be asked)."""
+    """Holds sent tensors until their work is complete, polled whenever another is sent (CUDA's works can be polled)."""
 
     def __init__(self) -> None:
         self._in_flight: _Sends = deque()
@@ -212,7 +212,7 @@ class _PolledSends:
 
 
 class _HeldSends:
-    """Holds the last messages that were sent: they are so small that nobody need know when they have left.
+    """Holds the last messages that were sent: they are too small for it to matter when they have left.
 
     A thread would wake for each of them, just when its rank wants to compute.
     """
@@ -242,7 +242,7 @@ class _HeldSends:
 
 
 class _ThreadedSends:
-    """Holds sent tensors until their work is complete, known by waiting in a thread (gloo's works can not be asked).
+    """Holds sent tensors until their work is complete, known by waiting in a thread (gloo's works cannot be polled).
 
     The main thread must not wait: it would block compute. The thread spends its life inside gloo without the GIL; but
     to wake it costs the main thread as much as half a send, and then it wants the GIL. So small tensors are handed over
@@ -290,7 +290,7 @@ class _ThreadedSends:
         if self.num_in_flight() > len(self._kept):
             reached = threading.Event()
             self._queue.put(reached.set)
-            # The works have the same limit; the margin lets their own, more telling error come first.
+            # The works have the same limit; the margin lets their own, more specific error come first.
             if not reached.wait(self._timeout_s + 5.0):
                 raise TransportError(f"{describe(self._channel)} were not taken after {self._timeout_s:.1f} s")
         if self._error is not None:

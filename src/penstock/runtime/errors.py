@@ -1,8 +1,8 @@
-"""What can go wrong between ranks, by name."""
+"""The errors that a rank raises because of other ranks, or of the way to them."""
 
 
 class PipelineError(RuntimeError):
-    """Ranks of one pipeline disagree, or a rank can not go on; the message names ranks, actions and what is awaited."""
+    """Ranks of one pipeline disagree, or a rank cannot go on; the message names ranks, actions and what is awaited."""
 
 
 class TransportError(PipelineError):
@@ -14,7 +14,7 @@ class Deadlock(PipelineError):
 
 
 def first_line(error: BaseException) -> str:
-    """The part of a backend's error that helps: its first line, without the place in its source and general advice."""
+    """The useful part of a backend's error: its first line, without the place in its source and general advice."""
     text = str(error).strip().splitlines()
     line = text[0] if text else type(error).__name__
     line = line.split("] ", 1)[-1] if line.startswith("[") else line

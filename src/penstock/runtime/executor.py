@@ -55,7 +55,7 @@ class Executor:
         transport: carries messages between ranks, and knows which rank this is.
         recorder: notes every action.
         reduce: called for a REDUCE_GRAD action with the stage's number; starts the reduction, does not wait.
-        pairs: how the two halves of a fused pair share the rank.
+        pairs: the way in which the two halves of a fused pair take turns.
 
     Raises:
         ScheduleError: the program cannot be proved.
@@ -106,7 +106,7 @@ class Executor:
         self._steps = [(step, self._bind(step)) for step in program.ranks[self.rank] if step != Action(Op.STEP)]
 
     def _bind(self, step: Step) -> Handler:
-        """The handler of a step, given all that it will ever need but the step's record."""
+        """The handler of a step, with all of its arguments bound but the step's record."""
         if isinstance(step, Pair):
             return partial(self._run_pair, [(half, self._wire(half)) for half in (step.forward, step.backward)])
         return partial(self._handlers[step.op], step, self._wire(step))
@@ -116,7 +116,7 @@ class Executor:
 
     @property
     def peak_live_tapes(self) -> int:
-        """The most tapes that this rank held at a time in the last step."""
+        """The largest number of tapes that were live at once on this rank in the last step."""
         return self._tapes.peak
 
     def run(self, feeds: Sequence[Feed]) -> list[Tensor]:

@@ -7,11 +7,11 @@ import sys
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # <malloc.h>
 _KEEP_BYTES = 1 << 30
 _STEP_BYTES = 64 << 20
-_LARGEST_BYTES = 32 << 20  # glibc takes no more
+_LARGEST_BYTES = 32 << 20  # glibc accepts no more
 
 
 def keep_freed_memory() -> bool:
-    """Tell glibc's allocator to reuse the memory of freed tensors; whether there was such an allocator to tell.
+    """Make glibc's allocator reuse the memory of freed tensors; returns False where there is another allocator.
 
     A stage frees and allocates the same activations for every microbatch. Left alone, glibc maps each of them anew,
     and the system fills every page with zeros again: 1-2% of a step of 30 million parameters
@@ -27,11 +27,11 @@ def keep_freed_memory() -> bool:
 
 
 def prepare_large_pages(num_bytes: int) -> bool:
-    """Let what is allocated next, up to so much, lie in pages of 2 MiB instead of 4 KiB; whether it could be asked for.
+    """Place the next `num_bytes` of allocations in pages of 2 MiB instead of 4 KiB; returns False if that is refused.
 
-    Generation reads all weights for every token: 30 million parameters 8% faster so. glibc is asked for the memory,
-    the system told how to map it, and all is freed again, untouched, for glibc to give it to the tensors that come.
-    It only can if `keep_freed_memory` was called; what is larger than its limit lies in pages of its own.
+    Generation reads all weights for every token: large pages make that 8% faster at 30 million parameters. glibc is
+    asked for the memory, the system is advised how to map it, and all of it is freed again, untouched, so that glibc
+    gives it to later tensors. This needs `keep_freed_memory`; a tensor above its limit lies in pages of its own.
     """
     libc = ctypes.CDLL(None)
     if sys.platform != "linux" or not all(hasattr(libc, name) for name in ("mallopt", "madvise")):

@@ -27,7 +27,7 @@ _LOOPBACK = "127.0.0.1"
 
 
 class Absence(enum.Enum):
-    """Why a process did not answer: its host or the way there is gone, or only the process, or it stands still."""
+    """The reason why a process did not answer: its host is out of reach, the process has ended, or it is stalled."""
 
     UNREACHABLE = "not reachable"
     ENDED = "ended"
@@ -44,7 +44,7 @@ class Presence:
 
 @dataclass(frozen=True)
 class Process:
-    """A process of the run; `rank` is global, `port` is None where no other host could reach its address."""
+    """A process of the run; `rank` is global, `port` is None where no other host can reach its address."""
 
     rank: int
     host: str

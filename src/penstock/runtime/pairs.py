@@ -1,4 +1,4 @@
-"""Fused pairs: how their two halves share a rank, and hooks that run when each half begins and ends."""
+"""Fused pairs: the turns that their two halves take on a rank, and hooks that run when each half begins and ends."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ class Hooks:
 
 @dataclass(frozen=True)
 class Pairs:
-    """How an executor runs fused pairs.
+    """The way in which an executor runs fused pairs.
 
     The program and the bits are the same either way.
 

@@ -81,7 +81,7 @@ class Stage:
 
     #: called before weights are read; may wait for those that other ranks step
     weights_ready: Callable[[], None]
-    #: ends the full names of the parameters; marks the second copy of a model that is held twice
+    #: ends the full names of the parameters; marks the second copy of a bidirectional model
     suffix: str = ""
     #: True if a unit launches collectives, so that lanes of the stage are suspended
     exchanges: bool
@@ -102,7 +102,7 @@ class Stage:
         self.exchanges = any(isinstance(run, LaneUnit) for run in self._runs)
 
     def read_weights_after(self, ready: Callable[[], None]) -> None:
-        """From here on call `ready`, which may wait, before weights are read."""
+        """Call `ready`, which may wait, before weights are read from now on."""
         self.weights_ready = ready
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
@@ -147,7 +147,7 @@ class Stage:
         return h.detach()
 
     def _one_tensor(self, h: Any) -> Tensor:
-        """Raises PipelineError where a layer gave something else."""
+        """The output of a layer, which must be one tensor. Raises: PipelineError if it is anything else."""
         if isinstance(h, Tensor):
             return h
         raise PipelineError(f"stage {self.index}: a layer gave a {type(h).__name__}; what goes on is one tensor")
@@ -160,19 +160,19 @@ class Stage:
         """
         for name, module in self.units:
             if not isinstance(module, CachedUnit):
-                raise ValueError(f"{name} can not generate: a {type(module).__name__} has no `new_cache` and `decode`")
+                raise ValueError(f"{name} cannot generate: a {type(module).__name__} has no `new_cache` and `decode`")
 
     def new_caches(self, size: CacheSize) -> list[Any]:
-        """What each unit must remember of the tokens it has read, to be given to `decode`."""
+        """Each unit's memory of the tokens that it has read, such as a KV cache, to be given to `decode`."""
         return [module.new_cache(size) for _, module in self.units]  # pyright: ignore[reportCallIssue]
 
     @property
     def weight_bytes(self) -> int:
-        """Of all its parameters."""
+        """Bytes of all parameters."""
         return sum(weight.nbytes for _, module in self.units for weight in module.parameters())
 
     def pack_weights(self) -> None:
-        """Pack the weights that `decode` reads now and not at their first use, where an engine packs them."""
+        """Pack now the weights that `decode` reads, instead of at their first use, where an engine packs them."""
         self.weights_ready()
         for _, module in self.units:
             pack(module, self.boundary.dtype)
@@ -198,7 +198,7 @@ class Stage:
         return x
 
     def keep_step(self, rows: CachedRows) -> None:
-        """Where ranks of several pipelines compute together, take part with no tokens; `rows` has none."""
+        """Take part without tokens where ranks of several pipelines compute together; `rows` has none."""
         self.weights_ready()
         x_TD = torch.zeros(self.boundary.whole_shape(0), dtype=self.boundary.dtype, device=rows.positions.device)
         with self.autocast():
@@ -263,7 +263,7 @@ class Stage:
 
 
 def _at_once() -> None:
-    """Weights that nobody else steps are always ready."""
+    """Return at once: weights that no other rank steps are always ready."""
 
 
 _Call = Callable[[Tensor, Sequences], Tensor]
@@ -271,7 +271,7 @@ _Run = LaneUnit | list[_Call]
 
 
 def _call(module: nn.Module, recompute: bool) -> LaneUnit | _Call:
-    """How to run a unit; a user's own layer may leave the sequences out of its arguments."""
+    """A callable that runs a unit; a user's own layer may leave the sequences out of its arguments."""
     if isinstance(module, LaneUnit):
         return RecomputedLane(module) if recompute else module
     if len(inspect.signature(module.forward).parameters) == 1:

@@ -19,7 +19,7 @@ class GraphSegment:
 
     `leaf` is the segment's input, whose `.grad` becomes the gradient to hand on; None where the input takes none
     (token ids). `root` is the *edge* of the output in the autograd graph, not the output: so the output's data is
-    free as soon as nobody else wants it.
+    free as soon as nothing else needs it.
     """
 
     leaf: Tensor | None
@@ -62,7 +62,7 @@ class Tapes:
     def __init__(self) -> None:
         #: (stage, microbatch) -> tape
         self._live: dict[tuple[int, int], Tape] = {}
-        #: the most tapes that were live at a time
+        #: the largest number of tapes that were live at once
         self.peak = 0
 
     def __len__(self) -> int:
@@ -76,12 +76,12 @@ class Tapes:
         return tape
 
     def get(self, stage: int, microbatch: int) -> Tape:
-        """The tape. Raises KeyError where there is none: F has not run, or the last backward has."""
+        """The tape. Raises: KeyError before F has run, and after the last backward."""
         self._check(stage, microbatch)
         return self._live[stage, microbatch]
 
     def take(self, stage: int, microbatch: int) -> Tape:
-        """Remove the tape and return it. Raises KeyError like `get`."""
+        """Remove the tape and return it. Raises: KeyError like `get`."""
         self._check(stage, microbatch)
         return self._live.pop((stage, microbatch))
 
@@ -91,5 +91,5 @@ class Tapes:
 
     def _check(self, stage: int, microbatch: int) -> None:
         if (stage, microbatch) not in self._live:
-            held = ", ".join(f"{m} of stage {s}" for s, m in sorted(self._live)) or "none"
-            raise KeyError(f"no tape of microbatch {microbatch} of stage {stage}; held are those of microbatch {held}")
+            live = ", ".join(f"{m} of stage {s}" for s, m in sorted(self._live)) or "none"
+            raise KeyError(f"no tape of microbatch {microbatch} of stage {stage}; live are those of microbatch {live}")

@@ -28,7 +28,7 @@ _DOING = {
 
 @dataclass(frozen=True, slots=True)
 class Awaited:
-    """A message for which a rank waits: what `stage` on `rank` gives for a microbatch."""
+    """A message that a rank waits for: the result of `stage` on `rank` for a microbatch."""
 
     direction: Direction
     stage: int
@@ -79,9 +79,9 @@ def _ended(record: CollectiveRecord, future: object) -> None:
 
 
 def _future(work: Handle[object]) -> Future | None:  # pyright: ignore[reportMissingTypeArgument]
-    """What is done when the collective is, even if nobody waits for it; None where the backend has no such thing.
+    """A future that is done when the collective is, even if nobody waits for it; None where the backend has none.
 
-    Not on a GPU, where collectives count as done as soon as they are enqueued.
+    There is none on a GPU, where collectives count as done as soon as they are enqueued.
     """
     if torch.cuda.is_available() or not hasattr(work, "get_future"):
         return None
@@ -94,27 +94,47 @@ def _future(work: Handle[object]) -> Future | None:  # pyright: ignore[reportMis
 class Recorder:
     """The last `capacity` records of one rank's actions, and as many of its collectives, and what it is waiting for.
 
-    Written by the executor between actions and by whoever launches a collective, read by anyone at any time, also from
-    another thread. `rank` is that of the pipeline; `place` says which of several pipelines that is. With `processes`
-    (set by the watchdog) it also names the hosts of others, and those that no longer answer.
+    The executor writes it between actions, and collectives as they are launched; any thread may read it at any time.
+
+    Args:
+        rank: this rank's number in its pipeline.
+        capacity: records that are kept, and as many of collectives.
+        place: names the pipeline where there are several.
     """
+
+    #: the running step's number, or the last one's
+    step: int
+    #: the message or collective that this rank is waiting for
+    awaited: Awaited | CollectiveRecord | None
+    #: all processes of the run, if the watchdog has set them: reports then name hosts, and ranks that do not answer
+    processes: Processes | None
+    #: collectives of the current step
+    _collectives: deque[CollectiveRecord]
+    #: ring buffer of actions
+    _records: list[Record]
+    #: number of the next record, from the first of all on
+    _next: int
+    #: number of the current step's first record
+    _step_first: int
+    #: the action under way, or the last one
+    _current: Record | None
+    #: while ranks act together outside of the program: the act, and the global ranks that take part (None: all)
+    _together: tuple[str, tuple[int, ...] | None] | None
+    #: group -> its global ranks
+    _ranks: dict[dist.ProcessGroup, tuple[int, ...]]
 
     def __init__(self, rank: int, capacity: int = 65536, place: str | None = None) -> None:
         self.rank, self.capacity = rank, capacity
         self._name = f"rank {rank}" if place is None else f"rank {rank} ({place})"
         self.step = 0
-        self.awaited: Awaited | CollectiveRecord | None = None
-        self._collectives: deque[CollectiveRecord] = deque(maxlen=capacity)
-        self._records: list[Record] = []
-        self._next = 0
-        self._step_first = 0
-        self._current: Record | None = None
-        self._together: tuple[str, tuple[int, ...] | None] | None = None
-        self._ranks: dict[dist.ProcessGroup, tuple[int, ...]] = {}
-        self.processes: Processes | None = None
+        self.awaited = self.processes = None
+        self._collectives = deque(maxlen=capacity)
+        self._records, self._next, self._step_first = [], 0, 0
+        self._current = self._together = None
+        self._ranks = {}
 
     def begin_step(self, step: int) -> None:
-        """From here on records belong to `step`."""
+        """Count the records that follow as those of `step`."""
         self.step = step
         self._step_first = self._next
         self._collectives.clear()
@@ -122,7 +142,7 @@ class Recorder:
         self.awaited = None
 
     def begin(self, action: Step) -> Record:
-        """The action's turn has come."""
+        """Note that the action's turn has come."""
         now = time.perf_counter_ns()
         record = Record(action, now, now)
         if len(self._records) < self.capacity:
@@ -134,26 +154,27 @@ class Recorder:
         return record
 
     def awaits(self, record: Record, awaited: Awaited) -> None:
-        """The action needs a message; it may be there already."""
+        """Note that the action needs a message, which may be there already."""
         self.awaited = awaited
         record.waits += (PeerWait(awaited.rank, time.perf_counter_ns()),)
 
     def started(self, record: Record) -> None:
-        """The awaited input is there; compute starts."""
+        """Note that the awaited input is there, and that compute starts."""
         record.start_ns = time.perf_counter_ns()
         self.awaited = None
 
     def end(self, record: Record) -> None:
+        """Note that the action is done."""
         record.end_ns = time.perf_counter_ns()
 
     @contextmanager
     def collective(self, what: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
-        """While ranks do something together outside of the program; `what` completes "the ranks ...".
+        """Note, while the context lasts, an act of ranks outside of the program; `what` completes "the ranks ...".
 
-        `group` are those that do; left out, all of them.
+        `group`: the ranks that take part; left out, all of them.
 
         Raises:
-            TransportError: the backend gave up; the message says where the rank was, and who does not answer.
+            TransportError: the backend gave up; the message says where the rank was, and which ranks do not answer.
         """
         self._together, start = (what, None if group is None else self._ranks_of(group)), time.monotonic()
         try:
@@ -194,7 +215,7 @@ class Recorder:
         return [Event(r.action, r.start_ns * 1e-9, r.end_ns * 1e-9) for r in self.records() if r.end_ns]
 
     def busy_since_s(self) -> float:
-        """For how long the action now under way has been under way; 0 between actions."""
+        """The time for which the current action has been under way; 0 between actions."""
         record = self._current
         if record is None or record.end_ns:
             return 0.0
@@ -202,7 +223,7 @@ class Recorder:
 
     @property
     def presence(self) -> Presence:
-        """What this rank answers to a peer that asks."""
+        """The answer of this rank to a peer that asks."""
         return Presence(self.where(), self.awaited is not None or self._together is not None)
 
     def where(self) -> str:
@@ -222,7 +243,7 @@ class Recorder:
         return f"{here}: in {record.action} for {self.busy_since_s():.1f} s, {doing}"
 
     def missing(self) -> str:
-        """Who of those that this rank waits for does not answer, to be put behind the sentence; may take two seconds.
+        """Name the ranks that this one waits for and that do not answer, to follow `where`; may take two seconds.
 
         Empty unless the processes are known.
         """
@@ -247,12 +268,12 @@ class Recorder:
         return f"{named}{self._among(awaited.ranks)}" if awaited.ranks else named
 
     def _among(self, ranks: tuple[int, ...] | None) -> str:
-        """Who is in a group; None is that of all."""
+        """The ranks of a group in words, None for all ranks."""
         if self.processes is not None:
             return f", among {self.processes.named(range(len(self.processes.every)) if ranks is None else ranks)}"
         return f", among processes {numbers(ranks)}" if ranks else ""
 
 
 def _doing(step: Step) -> str:
-    """What a rank does in a step for which it waits for nobody."""
+    """The activity of a rank in a step for which it waits for nobody."""
     return _DOING.get(step.op, "computes") if isinstance(step, Action) else "computes"

@@ -1,4 +1,4 @@
-"""The watchdog: a thread that lets a rank that can not go on say where it is, and ends it; it also answers peers.
+"""The watchdog: a thread that lets a rank that cannot go on say where it is, and ends it; it also answers peers.
 
 Python's signal handlers and exceptions do not reach a main thread that is blocked inside a backend. This thread does
 not depend on it: it reads the recorder, is woken by signals through a file descriptor, and ends the process itself.
@@ -22,7 +22,7 @@ from penstock.runtime.trace import Recorder
 EXIT_CODE = 75
 
 
-def _tell(text: str) -> None:
+def _report(text: str) -> None:
     sys.stderr.write(f"penstock: {text}\n")
     sys.stderr.flush()
 
@@ -32,7 +32,7 @@ class Watchdog:
 
     Args:
         recorder: what the rank is doing.
-        timeout_s: an action under way for longer than this, and a margin in which the backend's own, more telling
+        timeout_s: an action under way for longer than this, and a margin in which the backend's own, more specific
             error may come first, ends the process with `EXIT_CODE` after one sentence on standard error.
         grace_s: how long after a SIGTERM or SIGINT an action may still be under way.
         end: ends the process; for tests.
@@ -68,14 +68,14 @@ class Watchdog:
         return watchdog
 
     def listen_to_signals(self) -> None:
-        """Be woken by SIGTERM and SIGINT even while the main thread is blocked; call it from the main thread.
+        """Wake on SIGTERM and SIGINT even while the main thread is blocked; call it from the main thread.
 
         Their Python handlers stay as they are: set them first, for instance to ask for a stop after the step.
         """
         self._previous_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
 
     def answer_peers(self, group: ProcessGroup | None, pipeline: Sequence[int]) -> None:
-        """From here on tell peers that ask where this rank is, and let its recorder ask them; all ranks call it.
+        """Answer peers that ask where this rank is, and let its recorder ask them; all ranks call it.
 
         `group` is the world's, in host memory (None: this rank is alone), `pipeline` the global ranks of this one's.
         """
@@ -100,15 +100,15 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self._closed.is_set():
-            doors = [self._reader] if self._listener is None else [self._reader, self._listener]
-            readable, _, _ = select.select(doors, [], [], min(1.0, self.timeout_s / 4))
+            sockets = [self._reader] if self._listener is None else [self._reader, self._listener]
+            readable, _, _ = select.select(sockets, [], [], min(1.0, self.timeout_s / 4))
             if self._reader in readable and set(self._reader.recv(64)) & {signal.SIGTERM, signal.SIGINT}:
                 self._signalled_at = self._signalled_at or time.monotonic()
             if self._listener in readable:
                 answer(self._listener, self.recorder.presence)
             reason = self._reason_to_end()
             if reason is not None and not self._closed.is_set():
-                _tell(f"{self.recorder.where()}; {reason}{self.recorder.missing()}")
+                _report(f"{self.recorder.where()}; {reason}{self.recorder.missing()}")
                 self._end(EXIT_CODE)
                 return
 
@@ -116,5 +116,5 @@ class Watchdog:
         busy_s = self.recorder.busy_since_s()
         if busy_s > self.timeout_s + self._margin_s:
             return f"this is over the limit of {self.timeout_s:g} s"
-        told_s = 0.0 if self._signalled_at is None else time.monotonic() - self._signalled_at
-        return "told to end, and this can not be finished" if min(told_s, busy_s) > self.grace_s else None
+        signalled_s = 0.0 if self._signalled_at is None else time.monotonic() - self._signalled_at
+        return "asked to end, and this cannot be finished" if min(signalled_s, busy_s) > self.grace_s else None

@@ -24,7 +24,7 @@ _NO_TIMES = "its times must be numbers in order"
 
 
 class CollectiveKind(StrEnum):
-    """The kinds of collectives that a trace tells apart; `SEND_RECEIVE` is a step round a ring."""
+    """The kinds of collectives that a trace distinguishes; `SEND_RECEIVE` is a step round a ring."""
 
     ALL_TO_ALL = "all-to-all"
     ALL_GATHER = "all-gather"
@@ -190,7 +190,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Spent:
-    """Where one rank's time went, in ms; together the fields are the recording's makespan."""
+    """One rank's time in ms, by what it was spent on; the fields add up to the recording's makespan."""
 
     compute: float = 0.0
     #: The time waited for messages, by the rank that sent them.
@@ -249,7 +249,7 @@ class Recording:
         return tuple(tuple(wait for span in rank for wait in span.stretches()) for rank in self.spans)
 
     def spent(self) -> tuple[Spent, ...]:
-        """Where each rank's time went."""
+        """Each rank's time, by what it was spent on."""
         collectives = self.collectives or ((),) * len(self.spans)
         return tuple(_spent(rank, own, self.makespan) for rank, own in zip(self.spans, collectives))
 

@@ -198,12 +198,12 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "header altered": (lambda path: _flip(_first_file(path), 12), "model-.*checksum"),
     "file missing": (lambda path: _first_file(path).unlink(), "model-.*is missing"),
     "file too many": (lambda path: shutil.copy(_first_file(path), path / "x.safetensors"), "x.safetensors is not in"),
-    "manifest missing": (lambda path: (path / "manifest.json").unlink(), "manifest.json can not be read"),
-    "manifest cut short": (lambda path: _truncate(path / "manifest.json"), "manifest.json can not be read"),
-    "manifest emptied": (lambda path: (path / "manifest.json").write_text(""), "manifest.json can not be read"),
+    "manifest missing": (lambda path: (path / "manifest.json").unlink(), "manifest.json cannot be read"),
+    "manifest cut short": (lambda path: _truncate(path / "manifest.json"), "manifest.json cannot be read"),
+    "manifest emptied": (lambda path: (path / "manifest.json").write_text(""), "manifest.json cannot be read"),
     "manifest altered": (lambda path: _change_step(path / "manifest.json"), "manifest.json was altered"),
     "manifest of something else": (lambda path: (path / "manifest.json").write_text("[]"), "not of the format"),
-    "folder empty": (lambda path: [file.unlink() for file in path.iterdir()], "manifest.json can not be read"),
+    "folder empty": (lambda path: [file.unlink() for file in path.iterdir()], "manifest.json cannot be read"),
 }
 
 
@@ -331,7 +331,7 @@ def test_the_folder_of_another_run_is_refused_with_what_differs(tmp_path: Path) 
 
 def test_a_run_file_that_can_not_be_read_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text("{")
-    with pytest.raises(AnotherRun, match=r"run\.json can not be read"):
+    with pytest.raises(AnotherRun, match=r"run\.json cannot be read"):
         _checkpointer(tmp_path)
     assert (tmp_path / "run.json").read_text() == "{"
 

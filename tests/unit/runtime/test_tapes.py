@@ -11,12 +11,12 @@ from penstock.runtime.tape import Tapes
 @pytest.mark.shows(16)
 def test_a_tape_is_given_while_it_is_held_and_only_then() -> None:
     tapes = Tapes()
-    with pytest.raises(KeyError, match="no tape of microbatch 3 of stage 1; held are those of microbatch none"):
+    with pytest.raises(KeyError, match="no tape of microbatch 3 of stage 1; live are those of microbatch none"):
         tapes.get(1, 3)
     made = tapes.make(1, 3)
     assert tapes.get(1, 3) is made
     assert not made.segments
-    with pytest.raises(KeyError, match="microbatch 4 of stage 1; held are those of microbatch 3 of stage 1"):
+    with pytest.raises(KeyError, match="microbatch 4 of stage 1; live are those of microbatch 3 of stage 1"):
         tapes.take(1, 4)
     assert tapes.take(1, 3) is made
     with pytest.raises(KeyError):

@@ -59,7 +59,7 @@ class CheckpointReader:
     def latest(self) -> CheckpointInfo | None:
         """Find the newest checkpoint that is intact; damaged ones are warned of by name and entered in `refused`.
 
-        Each rank reads through a share of the files, and all return the same.
+        Each rank verifies some of the files, and all return the same.
         """
         names = [path.name for path in published(self.folder)] if self._grid.rank == 0 else None
         for name in reversed(self._gather(names)[0]):
@@ -88,7 +88,7 @@ class CheckpointReader:
         )
 
     def _examine(self, path: Path) -> tuple[CheckpointInfo | None, str | None]:
-        """The checkpoint at `path`, or why it is refused."""
+        """The checkpoint at `path`, or the reason why it is refused."""
         try:
             info = read_manifest(path)
             if changed := differences(self._identity, info.identity):

@@ -150,7 +150,7 @@ def read_manifest(path: Path) -> CheckpointInfo:
     try:
         content = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise DamagedCheckpoint(f"its {MANIFEST} can not be read ({error})") from None
+        raise DamagedCheckpoint(f"its {MANIFEST} cannot be read ({error})") from None
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
         raise DamagedCheckpoint(f"its {MANIFEST} is not of the format {_FORMAT!r}")
     if content.pop("sha256", None) != _digest(content):
@@ -165,8 +165,8 @@ def read_manifest(path: Path) -> CheckpointInfo:
     )
 
 
-def check_files(info: CheckpointInfo, share: int = 0, num_shares: int = 1) -> None:
-    """Check the files against the manifest: all names and sizes, and the checksums of one share of the files.
+def check_files(info: CheckpointInfo, part: int = 0, num_parts: int = 1) -> None:
+    """Check the files against the manifest: all names and sizes, and the checksums of every `num_parts`-th one.
 
     Raises: DamagedCheckpoint naming the first file that is missing, not listed, cut short or altered.
     """
@@ -179,7 +179,7 @@ def check_files(info: CheckpointInfo, share: int = 0, num_shares: int = 1) -> No
         size_bytes = (info.path / name).stat().st_size
         if size_bytes != record.size_bytes:
             raise DamagedCheckpoint(f"its {name} has {size_bytes} bytes instead of {record.size_bytes}")
-    for name in sorted(info.files)[share::num_shares]:
+    for name in sorted(info.files)[part::num_parts]:
         if describe_file(info.path / name) != info.files[name]:
             raise DamagedCheckpoint(f"its {name} was altered: the checksum differs")
 

@@ -130,7 +130,7 @@ class Checkpointer(CheckpointReader):
             try:
                 theirs = json.loads(run_file.read_text(encoding="utf-8"))["identity"]
             except (ValueError, KeyError, TypeError):
-                raise AnotherRun(f"{run_file} can not be read; give another folder") from None
+                raise AnotherRun(f"{run_file} cannot be read; give another folder") from None
             if changed := differences(self._identity, theirs):
                 raise AnotherRun(f"{self.folder} holds another run: {'; '.join(changed[:5])}; give another folder")
         else:
@@ -153,7 +153,7 @@ class Checkpointer(CheckpointReader):
         return buffer.copy_(tensor.detach())
 
     def _write(self, staging: Path, step: int, copies: Mapping[str, Tensor], plan: _SavePlan, extra: Any) -> None:
-        """Write this rank's share and, when all have, publish; runs in the background on every rank."""
+        """Write this rank's part and, when all ranks have, publish; runs in the background on every rank."""
         files, error = {}, None
         try:
             names = write_tensors(staging, copies, plan.file_of)

@@ -29,7 +29,7 @@ _CACHE_STEP_TOKENS = 64
 
 
 class DecodeForm(enum.Enum):
-    """How the rows of a slot compute one token each.
+    """The way in which the rows of a slot compute one token each.
 
     LIVE_ROWS: the live ones alone. ALL_ROWS: all of the slot's, over shapes that never change. GRAPHS: the same,
     captured where there is CUDA.
@@ -56,7 +56,7 @@ class StageDecoder:
         return self.stage.decode(x, self.caches, rows)
 
     def release(self) -> None:
-        """Give back what was captured."""
+        """Free what was captured."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class FixedDecoder(StageDecoder):
     """Decodes over fixed shapes; owns inputs and graphs, which are made when they are first needed.
 
     Args:
-        stage: all its units must be able to, see `takes`.
+        stage: one that `takes` accepts.
         caches: of its units.
         num_cached: tokens of a row of the cache.
         capture_stream: where CUDA graphs are captured; None where computations run as they are.
@@ -139,12 +139,12 @@ class FixedDecoder(StageDecoder):
 
     @staticmethod
     def takes(stage: Stage) -> bool:
-        """Whether all units of the stage compute the same for any values, without waiting for the device."""
+        """True if all units of the stage compute the same way for any values, without waiting for the device."""
         return all(getattr(module, "has_fixed_shapes", False) for _, module in stage.units)
 
     @property
     def captures(self) -> bool:
-        """Whether computations become CUDA graphs."""
+        """True if computations become CUDA graphs."""
         return self.capture_stream is not None
 
     @property
@@ -153,7 +153,7 @@ class FixedDecoder(StageDecoder):
         return len(self._fixed)
 
     def release(self) -> None:
-        """Give back inputs, graphs and their memory; later batches make them anew."""
+        """Free inputs and graphs; later batches make them anew."""
         for fixed in self._fixed.values():
             if fixed.graph is not None:
                 fixed.graph.reset()

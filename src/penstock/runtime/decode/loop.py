@@ -295,7 +295,7 @@ class DecodeLoop:
 
 
 def _ignore(sequences: list[schedule.Sequence]) -> None:
-    """Nobody listens."""
+    """Do nothing with them."""
 
 
 def _packed_answers(sequences: Sequence[schedule.Sequence]) -> dict[str, Any]:

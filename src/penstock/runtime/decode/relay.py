@@ -38,10 +38,10 @@ class Ring:
     """One rank's place among the ranks that generate together.
 
     Args:
-        placement: of a model that is held twice, the stages of its first copy are used.
+        placement: of a bidirectional model, the stages of the first copy are used.
         transport: carries activations between stages.
         host: carries headers and tokens, over `host_channels`.
-        lockstep: whether stages share experts with those of other pipelines. Then all pipelines compute the same
+        lockstep: True if stages share experts with those of other pipelines. Then all pipelines compute the same
             slots in the same order, and one without work takes part with empty batches.
     """
 
@@ -96,7 +96,7 @@ class HeaderRelay:
             self._batches = batches
 
     def ready(self) -> bool:
-        """Whether `next` returns at once."""
+        """True if `next` returns at once."""
         return not self._taken.empty()
 
     def next(self) -> Batch | None:
@@ -163,7 +163,7 @@ class HeaderRelay:
             self._ring.host.send(HostChannel(self._ring.last_rank, 0, TOKENS), whole)
 
     def cancel(self) -> None:
-        """Free whoever waits here for tokens: the rank has failed, and samples no more."""
+        """Wake the thread that waits here for tokens: the rank has failed, and samples no more."""
         self._sampled_here.put(None)
 
     def _take_sampled_here(self) -> list[Token]:
