@@ -98,6 +98,9 @@ class ThreadTransport:
     def abandon(self) -> None:
         """Other ranks stop waiting after a while."""
 
+    def close(self) -> None:
+        """There is no helper thread."""
+
 
 @dataclass(frozen=True, eq=False)
 class ThreadReceipt:

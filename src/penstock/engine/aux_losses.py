@@ -47,7 +47,7 @@ class AuxLossTracker:
 
     #: stages, grid and recorder
     pipeline: Pipeline
-    #: whether any unit of the model, on any rank, adds to the loss or counts tokens
+    #: True if a unit of the model, on any rank, adds to the loss or counts tokens
     needed: bool
     #: full name of a router on this rank -> the part of it that learns from the load
     _routers: dict[str, Balance]
@@ -99,7 +99,7 @@ class AuxLossTracker:
         pipeline = self.pipeline
         sent = torch.zeros(len(agreed.microbatches), dtype=torch.float64)
         for i, (factor, weight) in enumerate(zip(factors, agreed.weights, strict=True)):
-            # Without labels nothing is learned from a microbatch, whatever factor its empty sum may have.
+            # Without labels nothing is learned from a microbatch, whatever the factor of its empty sum.
             sent[i] = factor if weight else 0.0
         if pipeline.grid.pp_control is not None:
             source = pipeline.grid.pp_ranks[pipeline.placement.output_rank]

@@ -45,7 +45,7 @@ class Engine(ModelState):
     scorer: Scorer
     #: continues prompts
     generator: Generator
-    #: how `save_hf` writes the model; None where transformers does not know it
+    #: the form in which `save_hf` writes the model; None where transformers does not know it
     form: HuggingFaceForm | None
 
     def __init__(

@@ -80,7 +80,7 @@ class ExportedParameter:
     dtype: torch.dtype
     #: returns all of its values, on any device; called once, in turn, on all ranks that share it
     fetch: Callable[[], Tensor]
-    #: whether this rank writes it, or only helps another to fetch it
+    #: False if this rank does not write it, and only helps another to fetch it
     is_ours: bool = True
 
 

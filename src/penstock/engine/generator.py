@@ -1,4 +1,4 @@
-"""Generation with a pipeline: prompts are checked and agreed on, the ring of stages decodes, all ranks get the answers.
+"""Generation with a pipeline: ranks agree on the prompts, the ring of stages decodes, and all ranks get the answers.
 
 Shapes: B sequences, L tokens of the longest answer, V vocabulary.
 """
@@ -23,13 +23,11 @@ from penstock.runtime import (
     DecodeForm,
     DecodeLoop,
     Decoders,
-    DistributedTransport,
-    InProcessHub,
-    InProcessTransport,
     PipelineError,
     Ring,
     Stage,
     host_channels,
+    open_transport,
 )
 from penstock.schedule import RingShape, Scheduler
 from penstock.settings import Precision, SamplingParams
@@ -178,12 +176,9 @@ class Generator:
     @cached_property
     def ring(self) -> Ring:
         """Links to the other ranks; all of them open the channels of headers and tokens at the first call."""
-        pipeline = self._pipeline
-        if pipeline.grid.pp_control is None:
-            host = InProcessTransport(InProcessHub(), 0)
-        else:
-            channels, cpu = host_channels(pipeline.placement), torch.device("cpu")
-            host = DistributedTransport(channels, pipeline.grid.pp_control, cpu, pipeline.options.timeout_s)
+        pipeline, cpu = self._pipeline, torch.device("cpu")
+        channels = host_channels(pipeline.placement)
+        host = open_transport(channels, pipeline.grid.pp_control, cpu, pipeline.options.timeout_s)
         return Ring(
             pipeline.placement,
             pipeline.transport,
@@ -200,7 +195,7 @@ class Generator:
     def close(self) -> None:
         """Free memory, and stop helper threads."""
         self.release()
-        if "ring" in vars(self) and isinstance(self.ring.host, DistributedTransport):
+        if "ring" in vars(self):
             self.ring.host.close()
 
     def generate(
@@ -257,7 +252,7 @@ class Generator:
         loop.run()
         return self._result(loop, listeners)
 
-    # ---- before
+    # ---- before the loop
 
     def _agree(self, prompts: Any, params: Any, options: GenerateOptions) -> list[schedule.Sequence]:
         """The sequences to generate, once all ranks of the pipeline have been given the same.
@@ -300,10 +295,10 @@ class Generator:
             dist.all_reduce(num_left, group=pipeline.grid.ep_group)
         return bool(num_left)
 
-    # ---- after
+    # ---- after the loop
 
     def _result(self, loop: DecodeLoop, listeners: _Listeners | None) -> GenerateResult:
-        """Give all ranks of the pipeline the answers, which the first rank has and, with filter masks, the last."""
+        """The result on all ranks of the pipeline, once they have the answers. Raises: the exception of a listener."""
         pipeline, group, report = self._pipeline, self._pipeline.grid.pp_control, loop.report
         with pipeline.recorder.collective("hand out the sequences", group):
             loop.share_answers(group)
@@ -335,7 +330,7 @@ class _Listeners:
             try:
                 self._report(sequence)
             except Exception as error:
-                # Raised once the ring has closed, so that no other rank is left alone with its messages.
+                # Raised once the ring has closed, so that no other rank waits for messages in vain.
                 self.error = error
                 self.scheduler.stop(range(len(self.scheduler.sequences)))
 

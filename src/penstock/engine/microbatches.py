@@ -28,7 +28,7 @@ class AgreedSplit:
     rank_totals: Sequence[float]
     #: tokens of all data-parallel ranks
     num_tokens: int
-    #: whether some rank asks all to end after this step
+    #: True if some rank asks all to end after this step
     stop_requested: bool
 
     @property
@@ -107,9 +107,9 @@ class BatchReport:
     digest: int = 0
     #: the sum of the loss weights
     weight: float = 0.0
-    #: whether the rank cannot go on with its batch
+    #: True if the rank cannot go on with its batch
     failed: bool = False
-    #: whether the rank was asked to end after the step
+    #: True if the rank was asked to end after the step
     stop: bool = False
 
     def pack(self) -> list[int]:

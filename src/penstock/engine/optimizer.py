@@ -93,11 +93,11 @@ class Update:
 
     #: False where a gradient was not finite: then nothing has changed
     success: bool
-    #: of all parameters before clipping, without the loss scale; NaN where a gradient was not finite
+    #: norm of all gradients before clipping, without the loss scale; NaN where one was not finite
     grad_norm: float
-    #: of the last step that succeeded, this or an earlier one
+    #: learning rate of the last step that succeeded, this or an earlier one
     learning_rate: float
-    #: of this step
+    #: weight decay of this step
     weight_decay: float
 
 
@@ -124,7 +124,7 @@ class Optimizer:
     scaler: LossScaler | None
     #: absolute number of the last step, skipped ones included
     num_steps: int
-    #: of the last step that succeeded
+    #: learning rate of the last step that succeeded
     learning_rate: float
     #: steps that succeeded
     _num_updates: int
@@ -264,7 +264,7 @@ class Optimizer:
         values = torch.cat(gathered).tolist()
         if not all(math.isfinite(value) for value in values):
             return math.nan
-        # fsum is exact before its one rounding, so the order of parameters, which differs by layout, is of no account.
+        # fsum is exact before its one rounding, so the order of parameters, which differs by layout, does not matter.
         return math.sqrt(math.fsum(value * value for value in values))
 
     def _scale_gradients(self, norm: float) -> None:

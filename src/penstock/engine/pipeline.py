@@ -22,16 +22,14 @@ from penstock.parallel.collectives import Collectives, observe
 from penstock.parallel.host import gather_json
 from penstock.runtime import (
     Boundary,
-    DistributedTransport,
     Executor,
     Feed,
-    InProcessHub,
-    InProcessTransport,
     Pairs,
     Recorder,
     Stage,
     Transport,
     keep_freed_memory,
+    open_transport,
 )
 from penstock.schedule import Costs, Pair, Placement, Program, Timeline
 from penstock.schedule.choice import ScheduleChoice, forward_only
@@ -90,7 +88,7 @@ class Pipeline:
     boundary: Boundary
     #: stage -> its modules, for the stages of this rank
     stages: dict[int, Stage]
-    #: which parameters of the model are copies of others
+    #: parameters of the model that are copies of others
     ties: Ties
     #: tied copies on this rank -> the owner beside them, whose storage they use
     loans: dict[str, str]
@@ -133,7 +131,7 @@ class Pipeline:
         pipelines = self.layout.world_size // self.layout.pp
         self.recorder = Recorder(self.grid.pp_rank, place=None if pipelines == 1 else str(self.grid.place))
         self._build_stages()
-        self.transport = self._connect()
+        self.transport = open_transport(self.placement, self.grid.pp_control, self.device, self.options.timeout_s)
 
     def _build_stages(self) -> None:
         """Make this rank's stages, and find out who else holds their parameters."""
@@ -157,15 +155,10 @@ class Pipeline:
         lengths, choice = self.options.measure_lengths, self.options.choice
         if lengths is None or self.layout.pp == 1 or (self.options.cut is not None and not choice.is_searched):
             return cut_units(self.units, self.placement, self.options), choice
-        # One rank measures, so units that are not shared with other ranks: only their proportions count.
+        # One rank measures, so the units are not sharded: only the proportions of their times count.
         alone = units_for(units, ModelGroups(), Layout())
         times = measure_units(alone, hidden_size, lengths, self.options, self.grid)
         return timed_cut(alone, hidden_size, self.placement, self.options, times)
-
-    def _connect(self) -> Transport:
-        if self.grid.pp_control is None:
-            return InProcessTransport(InProcessHub(), 0)
-        return DistributedTransport(self.placement, self.grid.pp_control, self.device, self.options.timeout_s)
 
     # ---- the model on this rank
 
@@ -270,8 +263,7 @@ class Pipeline:
         """Stop helper threads; process groups belong to torch.distributed."""
         for close in self._closing:
             close()
-        if isinstance(self.transport, DistributedTransport):
-            self.transport.close()
+        self.transport.close()
 
     # ---- looking at a step
 
@@ -312,7 +304,7 @@ class Pipeline:
         fused = any(isinstance(step, Pair) for order in program.schedule.orders for step in order)
         if not (fused and self.choice.settings.overlap):
             return None
-        # A rank's own stages may be dense, and those of another exchange a lot.
+        # A rank's own stages may be dense while another's exchange a lot.
         (num_exchanging,) = self.sum_over_ranks(float(any(map(_exchanges, self.stages.values()))))
         if num_exchanging:
             return None

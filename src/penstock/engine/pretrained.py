@@ -103,7 +103,7 @@ def _decoder_of_run(folder: Path) -> StoredDecoder:
     form = HuggingFaceForm.of(shape)
     source = Path(config.model.pretrained or "")
     if (source / HUGGING_FACE_CONFIG).is_file():
-        # What it says beside the shape (end tokens and the like) is still so.
+        # Its other settings, such as end tokens, still hold.
         form = replace(form, describe=lambda: read_config_json(source), folder=source)
     elif (tokenizer := Path(config.data.tokenizer)).exists():
         form = replace(form, folder=tokenizer if tokenizer.is_dir() else tokenizer.parent)

@@ -128,7 +128,7 @@ class MetricsLog:
         """Append the values of a step; one that is not finite becomes null, since JSON has no other word for it."""
         entry = {"step": step, **{name: _json_number(value) for name, value in values.items()}}
         self._file.write(json.dumps(entry) + "\n")
-        # A run can be killed at any moment; its lines should then be there to read.
+        # A run can be killed at any moment; its lines are then still there to read.
         self._file.flush()
         if self._board is not None:
             for name, value in values.items():

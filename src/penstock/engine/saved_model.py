@@ -98,7 +98,7 @@ def _open_run(folder: Path) -> SavedModel:
         raise ConfigError(f"{folder} holds no checkpoint yet; a run saves the first after checkpoint.every steps")
     name, vocab_size = config.data.tokenizer, config.model.vocab_size
     try:
-        # What is given is scored and continued as it is: no end token is put after it.
+        # A given text is scored and continued as it is: no end token is put after it.
         tokenizer = load_tokenizer(name)
         ending = load_tokenizer(name, config.data.end_token or False)
         vocab_size, ends = vocab_size or ending.vocab_size, ending.end_tokens
@@ -109,7 +109,7 @@ def _open_run(folder: Path) -> SavedModel:
     size = vocab_size
 
     def arguments(parallel: ParallelConfig) -> EngineArguments:
-        # Neither how it was trained nor what it began with matters here: a plain cut, and no optimizer.
+        # The settings of training and the pretrained model do not matter here: a plain cut, and no optimizer.
         model = replace(config.model, pretrained=None)
         ours = replace(config, model=model, parallel=parallel, schedule=ScheduleConfig(), optimizer=OptimizerConfig())
         return engine_arguments(ours, size, learns=False)
@@ -155,7 +155,7 @@ def _open_hugging_face(folder: Path, native: bool) -> SavedModel:
         return EngineArguments(found.units, found.hidden_size, parallel, options, found.form)
 
     def load(state: ModelState) -> str:
-        # The engine's units have read them as it was made.
+        # The engine's units read them when it was made.
         return f"{_version(folder)} {native=}"
 
     return SavedModel(
@@ -211,7 +211,7 @@ def to_hugging_face(
         ValueError: there is no model, or none that transformers knows, or the destination is not new.
     """
     found = find_decoder(source)
-    # Everything that could be wrong with the files is found before one is written.
+    # Any fault of the files is found before one is written.
     units_from_files(decoder_units(found.shape), found.names, found.files)
     parameters = tuple(_parameters(found))
     expect(sum(torch.Size(p.shape).numel() * options.torch_dtype(p.dtype).itemsize for p in parameters))

@@ -125,7 +125,7 @@ class Outputs:
     aggregate_fn: AggregateFn | None = None
     #: rows of each item in the results, where these are neither one per token, nor per sequence, nor per item
     output_seqlens: Sequence[int] | None = None
-    #: whether all ranks of the pipeline get the result, not its last stage's alone
+    #: True if all ranks of the pipeline get the result, not its last stage's alone
     broadcast: bool = False
 
     def check(self, batch: PackedBatch) -> None:
@@ -146,7 +146,7 @@ class _Results:
 
     #: stages, grid and recorder
     pipeline: Pipeline
-    #: what to make of the logits
+    #: the results that the caller wants of the logits
     outputs: Outputs
     #: one result per microbatch, on ranks that hold the last stage
     _results: list[Any]

@@ -50,8 +50,8 @@ class Sharding:
     shards: Mapping[str, Shard]
     #: full name -> the ranks over which the gradient is summed
     reductions: Mapping[str, Reduction]
-    #: full name -> the name under which this rank counts the parameter in the norm of the whole model's gradients; None
-    #: where another rank counts it
+    #: full name -> the name under which this rank counts the parameter in the norm of the whole model's gradients,
+    #: or None if another rank counts it
     norm_names: Mapping[str, str | None]
 
     @classmethod

@@ -38,7 +38,7 @@ class TrainResult:
     num_microbatches: int
     #: norm of all gradients before clipping; NaN where one was not finite
     grad_norm: float
-    #: of the last step that succeeded, this or an earlier one
+    #: learning rate of the last step that succeeded, this or an earlier one
     learning_rate: float
     #: factor on this step's loss; 1 unless training in fp16
     loss_scale: float
@@ -48,7 +48,7 @@ class TrainResult:
     step_time_s: float
     #: fraction of that time in which this rank waited
     idle_share: float
-    #: whether some rank was asked to end after this step
+    #: True if some rank was asked to end after this step
     stop_requested: bool
     #: auxiliary losses, and the experts' load
     extras: AuxLossReport
@@ -69,7 +69,7 @@ class Trainer:
     aux_losses: AuxLossTracker
     #: steps the parameters of this rank, or with ZeRO its shard of them
     optimizer: Optimizer
-    #: whether this rank was asked to end after the next step
+    #: True if this rank was asked to end after the next step
     _stop_requested: bool
 
     def __init__(self, pipeline: Pipeline) -> None:

@@ -3,7 +3,7 @@
 from penstock.runtime.decode.graphs import DecodeForm, Decoders, FixedDecoder, StageDecoder
 from penstock.runtime.decode.loop import DecodeLoop, DecodeReport
 from penstock.runtime.decode.relay import Ring, host_channels
-from penstock.runtime.distributed import DistributedTransport
+from penstock.runtime.distributed import DistributedTransport, open_transport
 from penstock.runtime.errors import Deadlock, PipelineError, TransportError
 from penstock.runtime.executor import Executor, Feed, run_together
 from penstock.runtime.host_memory import keep_freed_memory, prepare_large_pages
@@ -43,6 +43,7 @@ __all__ = [
     "Watchdog",
     "host_channels",
     "keep_freed_memory",
+    "open_transport",
     "prepare_large_pages",
     "run_together",
 ]

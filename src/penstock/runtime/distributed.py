@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 
 from penstock.runtime.errors import TransportError, first_line
-from penstock.runtime.transport import HostChannel, Line, describe
+from penstock.runtime.transport import HostChannel, InProcessHub, InProcessTransport, Line, Transport, describe
 from penstock.schedule import Placement
 
 _MOST_HELD_SENDS = 256
@@ -106,6 +106,18 @@ class DistributedTransport:
             self.settle()
         except TransportError as error:
             raise TransportError(f"the link test failed: {error}") from error
+
+
+def open_transport(
+    lines: Placement | Sequence[Line], group: dist.ProcessGroup | None, device: torch.device, timeout_s: float
+) -> Transport:
+    """The transport of a rank whose pipeline is `group`: in process where that is None, and the rank is alone.
+
+    Arguments and errors are those of `DistributedTransport`.
+    """
+    if group is None:
+        return InProcessTransport(InProcessHub(), 0)
+    return DistributedTransport(lines, group, device, timeout_s)
 
 
 class _PostedReceive:

@@ -130,7 +130,7 @@ def listen() -> socket.socket:
             os.environ.get("MASTER_ADDR", _LOOPBACK), 1, type=socket.SOCK_DGRAM
         )[0]
         with socket.socket(family, kind) as probe:
-            # Nothing is sent: this only lets the system choose the way there.
+            # Nothing is sent: this only makes the system choose the route.
             probe.connect(target)
             address = probe.getsockname()[0]
     listener = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
@@ -155,7 +155,7 @@ def ask(processes: Sequence[Process]) -> dict[int, Presence | Absence]:
         found = await asyncio.gather(*(_answer_of(process) for process in processes))
         answers.update({process.rank: answer for process, answer in zip(processes, found, strict=True)})
 
-    # In a thread of its own: this one may run a loop already.
+    # In a thread of its own, since this one may run an event loop already.
     thread = threading.Thread(target=lambda: asyncio.run(ask_all()), name="penstock liveness")
     thread.start()
     thread.join()

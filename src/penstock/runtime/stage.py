@@ -140,7 +140,7 @@ class Stage:
         with self.autocast():
             for call in calls:
                 h = call(self._one_tensor(h), sequences)
-            # The loss may want anything of the last layer.
+            # The loss may take any output of the last layer.
             h = self._one_tensor(h) if finish is None else finish(h)
         if tape is not None:
             tape.record(leaf, h)

@@ -110,6 +110,10 @@ class Transport(Protocol):
         """Give up the messages under way after a failed step, so that the next step does not receive them."""
         ...
 
+    def close(self) -> None:
+        """Stop helper threads; process groups stay with torch.distributed."""
+        ...
+
 
 class InProcessHub:
     """The queues that join the in-process transports of one pipeline."""
@@ -152,6 +156,9 @@ class InProcessTransport:
         self._posted.clear()
         for channel in [c for c in self.hub.queues if self.rank in c[:2]]:
             del self.hub.queues[channel]
+
+    def close(self) -> None:
+        """Nothing to do: there is no helper thread."""
 
 
 class _QueueReceipt:

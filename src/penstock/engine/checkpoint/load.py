@@ -47,7 +47,7 @@ class CheckpointReader:
     def __init__(
         self, folder: Path | str, grid: Grid, identity: Mapping[str, Any], aliases: Mapping[str, str] | None = None
     ) -> None:
-        #: where the checkpoints are, each a folder of its own
+        #: the folder of the checkpoints, each a folder of its own
         self.folder = Path(folder)
         #: damaged checkpoint -> what is wrong with it
         self.refused: dict[Path, str] = {}

@@ -1,6 +1,6 @@
 """Saving: checkpoints that any layout can read, written beside training and published whole or not at all.
 
-How a save survives a kill at any moment, of any rank: all ranks write into one hidden folder. When each has sent the
+A save survives a kill of any rank at any moment: all ranks write into one hidden folder. When each has sent the
 others the checksums of what it wrote, rank 0 adds the manifest and renames the folder to its final name. Only that
 rename publishes. The hidden folders that a killed run leaves are cleared away by the next one.
 """
@@ -191,7 +191,7 @@ class Checkpointer(CheckpointReader):
         oldest_kept = step_of(intact[-self._keep :][0])
         for path in older:
             if step_of(path) < oldest_kept:
-                # Under its own name it would be a damaged checkpoint as soon as the first file is gone.
+                # Under its own name it would be a damaged checkpoint once the first file is gone.
                 shutil.rmtree(path.rename(self.folder / f"{_DELETING}{path.name}"), ignore_errors=True)
 
 

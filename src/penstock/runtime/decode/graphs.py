@@ -104,7 +104,7 @@ class _Fixed:
             self._compute()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        # Other threads, which await messages, go on meanwhile.
+        # Other threads, which wait for messages, go on meanwhile.
         with torch.cuda.graph(graph, self.decoder.pool, stream, capture_error_mode="thread_local"):
             self._output = self._compute()
         self.graph = graph
@@ -117,7 +117,7 @@ class FixedDecoder(StageDecoder):
         stage: one that `takes` accepts.
         caches: of its units.
         num_cached: tokens of a row of the cache.
-        capture_stream: where CUDA graphs are captured; None where computations run as they are.
+        capture_stream: for CUDA graphs; None to run computations as they are.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class FixedDecoder(StageDecoder):
         super().__init__(stage, caches)
         #: tokens of a row of the cache
         self.num_cached = num_cached
-        #: where CUDA graphs are captured; None where computations run as they are
+        #: the stream on which CUDA graphs are captured; None if computations run as they are
         self.capture_stream = capture_stream
         #: memory of all graphs of the stage, which never run at the same time
         self.pool = None if capture_stream is None else torch.cuda.graph_pool_handle()
@@ -204,7 +204,7 @@ class Decoders:
     def __init__(self, stages: Sequence[Stage], dtype: torch.dtype, device: torch.device, captures: bool) -> None:
         self._stages, self._dtype, self._device = stages, dtype, device
         self._captures = captures and device.type == "cuda"
-        #: where CUDA graphs are captured; kept, because libraries set up a workspace for each stream
+        #: the stream on which CUDA graphs are captured; kept, because libraries set up a workspace for each stream
         self._capture_stream: torch.cuda.Stream | None = None
         #: size of the KV caches; None before the first `reserve`
         self._size: CacheSize | None = None

@@ -96,7 +96,7 @@ class DecodeLoop:
         self._channels = {
             stage: (placement.channel_to(stage, _FORWARD), placement.channel_from(stage, _FORWARD)) for stage in local
         }
-        #: what this rank has done so far
+        #: the work that this rank has done so far
         self.report = DecodeReport()
         #: sequence -> for each of its tokens those that could not be drawn; on the rank of the last stage, if asked for
         self.filter_masks: list[list[Tensor]] = [[] for _ in sequences]
@@ -195,7 +195,7 @@ class DecodeLoop:
         """Compute the batches of each round, stage by stage."""
         first, *others = self.decoders
         batches = self.relay.follow() if self.scheduler is None else self.lead(self.scheduler)
-        # In lockstep the pipelines' agreement on the next round has its place among what their stages exchange.
+        # In lockstep the pipelines' agreement on the next round has its place among their stages' exchanges.
         in_thread = not self.ring.is_one_rank and not self.ring.lockstep
         self.relay.start(batches, in_thread)
         this_round: list[tuple[Batch, CachedRows]] = []
@@ -230,7 +230,7 @@ class DecodeLoop:
     # ---- one batch, one stage
 
     def _rows(self, batch: Batch) -> CachedRows:
-        # Here and not in the thread of headers, which must not disturb a CUDA graph that is being captured.
+        # Here and not in the thread of headers, which must not disturb the capture of a CUDA graph.
         return CachedRows.of(batch.items, self.ring.device)
 
     def _post_input(self, decoder: StageDecoder, batch: Batch) -> Receipt | None:

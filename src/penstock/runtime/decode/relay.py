@@ -82,7 +82,7 @@ class HeaderRelay:
         self._batches: Iterator[Batch] | None = None
         #: batches that the thread has taken ahead; then None for the end, or the exception that it has failed with
         self._taken = queue.SimpleQueue[Batch | Exception | None]()
-        #: where the first and the last stage are on one rank: tokens of its batches; None once it has failed
+        #: tokens of the batches, if the first and the last stage are on this rank; None once it has failed
         self._sampled_here = queue.SimpleQueue[Tensor | None]()
 
     # ---- ahead of the computation
