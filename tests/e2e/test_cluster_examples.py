@@ -11,7 +11,7 @@ import torch.distributed.elastic
 import yaml
 from torch.distributed.run import config_from_args, get_args_parser
 
-from penstock.cli.train_arguments import read_arguments
+from penstock.cli.train import read_arguments
 from penstock.engine.run_check import check
 from penstock.settings import RunConfig, check_world
 

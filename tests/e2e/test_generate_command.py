@@ -88,7 +88,7 @@ def stop_in_the_middle(model: Path, prompts: Path, patch: pytest.MonkeyPatch, *w
 
     with patch.context() as patched, pytest.raises(KeyError, match="made to stop"):
         patched.setattr(AnswersFile, "write", write_three)
-        patched.setattr("penstock.cli.together._tell_failure", fail)
+        patched.setattr("penstock.cli.together._report_failure", fail)
         main(["generate", str(model), "--file", str(prompts), "--max-new-tokens", "5", *words])
     return sorted(prompts.parent.glob(".*.unfinished"))
 

@@ -1,4 +1,4 @@
-"""`penstock bench`: what the documentation's figures come from; every ratio is taken in one run."""
+"""`penstock bench`: the source of the documentation's figures; every ratio is taken in one run."""
 
 import argparse
 import dataclasses
@@ -10,8 +10,8 @@ from penstock import schedule
 from penstock.bench.ranks import RankFailed
 from penstock.cli.commands import Parser, print_json, print_table
 
-DESCRIPTION = """Measure Penstock on this machine, against its peers where there are any. Each side runs several times
-in turn with the others, in one run; medians and ranges are printed."""
+DESCRIPTION = """Measure Penstock on this machine, against its peers where they exist. Each side runs several times in
+turn with the others, in one run; medians and ranges are printed."""
 
 
 def main(arguments: list[str]) -> int:
@@ -40,7 +40,7 @@ def _parser() -> Parser:
     _add_training(benchmarks)
     _add_slow_links(benchmarks)
     _add_models(benchmarks)
-    _add(benchmarks, "all", _all, "all of the above as they are by default")
+    _add(benchmarks, "all", _all, "all of the above but overlap, reduction and ring, with their defaults")
     return parser
 
 
@@ -50,7 +50,11 @@ def _add_training(benchmarks: Any) -> None:
     schedules.add_argument("--ranks", type=int, nargs="+", default=[8], metavar="N")
     schedules.add_argument("--microbatches", type=int, nargs="+", default=[32], metavar="N")
     schedules.add_argument(
-        "--schedules", nargs="+", default=["afab", "1f1b"], metavar="NAME", help="names, or all of those that train"
+        "--schedules",
+        nargs="+",
+        default=["afab", "1f1b"],
+        metavar="NAME",
+        help="names, or all for every one that trains",
     )
     schedules.add_argument("--forward-ms", type=float, default=20.0, help="F of a rank's stages together")
     schedules.add_argument("--backward-ms", type=float, default=40.0, help="B; I and W take half of it each")
@@ -62,52 +66,58 @@ def _add_training(benchmarks: Any) -> None:
     train.add_argument(
         "--schedules", nargs="+", default=["1f1b", "zb-h1", "zb-v"], metavar="NAME", help="run with Penstock's own cut"
     )
-    train.add_argument("--products", choices=["torch", "fastest"], default="torch", help="who multiplies, on all sides")
+    train.add_argument(
+        "--products", choices=["torch", "fastest"], default="torch", help="matrix products, on all sides"
+    )
     train.add_argument("--layers", type=int, default=8)
     train.add_argument("--hidden-size", type=int, default=512)
     train.add_argument("--microbatches", type=int, default=8)
     train.add_argument("--steps", type=int, default=3, help="steps of each side, in turn")
 
-    overhead = _add(benchmarks, "overhead", _overhead, "what an action costs beyond its compute")
+    overhead = _add(benchmarks, "overhead", _overhead, "cost of an action beyond its compute")
     overhead.add_argument("--schedule", default="1f1b")
     overhead.add_argument("--ranks", type=int, default=2)
     overhead.add_argument("--microbatches", type=int, default=200)
     overhead.add_argument("--steps", type=int, default=20)
 
-    split = _add(benchmarks, "split", _split, "what a backward costs more when it is split into I and W")
-    split.add_argument("--products", choices=["torch", "fastest"], default="torch", help="who multiplies")
+    split = _add(benchmarks, "split", _split, "extra cost of a backward that is split into I and W")
+    split.add_argument("--products", choices=["torch", "fastest"], default="torch", help="matrix products")
     split.add_argument("--runs", type=int, default=15, help="pairs of backwards, whole and split in turn")
 
     _add(benchmarks, "scale", _scale, "time and memory to build, lower, prove and simulate up to a million actions")
 
 
 def _add_slow_links(benchmarks: Any) -> None:
-    overlap = _add(benchmarks, "overlap", _overlap, "what the combined schedule hides of all-to-all on a slow link")
+    overlap = _add(
+        benchmarks, "overlap", _overlap, "share of all-to-all that the combined schedule hides on a slow link"
+    )
     overlap.add_argument("--layers", type=int, default=3)
     overlap.add_argument("--hidden-size", type=int, default=768)
     overlap.add_argument("--expert-size", type=int, default=768)
     overlap.add_argument("--tokens", type=int, default=512, help="of a microbatch")
     overlap.add_argument("--microbatches", type=int, default=24)
     overlap.add_argument(
-        "--emulate", type=float, metavar="GFLOPS", help="matrix products sleep as long as at this speed"
+        "--emulate", type=float, metavar="GFLOPS", help="matrix products sleep as long as they would take at this speed"
     )
     overlap.add_argument("--rounds", type=int, default=3, help="steps of each side, in turn")
     overlap.add_argument("--mbit", type=float, default=None, help="the link's rate (default: plain 1F1B waits 34%%)")
 
-    reduction = _add(benchmarks, "reduction", _reduction, "what dp = 2 x pp = 2 hides of gradients on a slow link")
+    reduction = _add(
+        benchmarks, "reduction", _reduction, "share of gradient traffic that dp = 2 x pp = 2 hides on a slow link"
+    )
     reduction.add_argument("--emulate", type=float, default=100.0, metavar="GFLOPS", help="speed of matrix products")
-    reduction.add_argument("--zero", action="store_true", help="share out the optimizer's step")
+    reduction.add_argument("--zero", action="store_true", help="shard the optimizer's step (ZeRO-1)")
     reduction.add_argument("--rounds", type=int, default=3, help="steps that are measured")
     reduction.add_argument("--mbit", type=float, default=1000.0, help="the link's rate")
 
-    ring = _add(benchmarks, "ring", _ring, "what cp = 2 hides of the ring's keys and values on a slow link")
+    ring = _add(benchmarks, "ring", _ring, "share of the ring's keys and values that cp = 2 hides on a slow link")
     ring.add_argument("--tokens", type=int, default=4096, help="of a sequence")
     ring.add_argument("--rounds", type=int, default=3, help="steps that are measured")
     ring.add_argument("--mbit", type=float, default=1000.0, help="the link's rate")
 
 
 def _add_models(benchmarks: Any) -> None:
-    balance = _add(benchmarks, "balance", _balance, "how equally experts are used, and what they learn beside one MLP")
+    balance = _add(benchmarks, "balance", _balance, "how evenly experts are used, and their loss beside one MLP's")
     balance.add_argument("--steps", type=int, default=200)
     balance.add_argument("--seed", type=int, default=0)
 
@@ -144,9 +154,9 @@ def _schedules(given: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _names(given: list[str]) -> list[str]:
-    """The schedules that are asked for; `all` are those that train.
+    """The requested schedules; `all` stands for every one that trains.
 
-    Raises: ValueError for a name that is not known, or of a schedule without backwards.
+    Raises: ValueError for an unknown name, or that of a schedule without backwards.
     """
     known = [name for name in schedule.names() if name != "inference"]
     if given == ["all"]:
@@ -266,7 +276,7 @@ def _progress(text: str) -> None:
 
 
 def _show(result: Any, indent: str = "") -> None:
-    """Names and numbers, a line each."""
+    """Print names and numbers, a line each."""
     if isinstance(result, list):
         for found in result:
             _show(found, indent)

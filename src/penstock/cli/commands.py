@@ -1,21 +1,23 @@
-"""What every command shares: tables of commands, a parser whose errors are one sentence, and files never lost."""
+"""Helpers of every command: tables of commands, a parser with one-sentence errors, and files that are never lost."""
 
 import argparse
+import fcntl
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 Main = Callable[[list[str]], int]
 
 
 @dataclass(frozen=True)
 class Command:
-    """A command's line in the help, and where its `main(arguments) -> exit code` is found once it is asked for."""
+    """A command's line in the help, and the place of its `main(arguments) -> exit code`, imported on use."""
 
     summary: str
     module: str
@@ -26,7 +28,7 @@ class Command:
 
 
 def nearest(given: str, known: Iterable[str], *, what: str) -> ValueError:
-    """The error for a name that is not known; it names the nearest that is, or all of them."""
+    """The error for an unknown name; it names the nearest known one, or all of them."""
     from difflib import get_close_matches
 
     known = list(known)
@@ -38,8 +40,8 @@ def nearest(given: str, known: Iterable[str], *, what: str) -> ValueError:
 def dispatch(program: str, table: Mapping[str, Command], arguments: list[str], *, head: str, foot: str = "") -> int:
     """Run the command that the first argument names, or print the table of all of them as help.
 
-    Returns: the command's exit code; 2 after the help that nobody asked for.
-    Raises: ValueError naming the nearest command if there is none of that name.
+    Returns: the command's exit code; 2 after help that was not asked for.
+    Raises: ValueError naming the nearest command for an unknown name.
     """
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(help_text(program, table, head, foot))
@@ -84,31 +86,59 @@ class Parser(argparse.ArgumentParser):
         raise ValueError(f"{self.prog}: {message}")
 
 
+def add_process_options(parser: Any) -> None:
+    """Add the options of a command's processes: device, threads and timeout."""
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: auto")
+    parser.add_argument("--threads", type=int, default=1, metavar="N", help="CPU threads of a stage (default 1)")
+    parser.add_argument(
+        "--timeout", type=float, default=600.0, metavar="SECONDS", help="for a silent peer (default 600)"
+    )
+
+
+def refuse_not_positive(given: argparse.Namespace, names: Iterable[str]) -> None:
+    """Refuse numbers that are not above 0 and finite, where they are given.
+
+    Raises: ValueError naming the option.
+    """
+    for name in names:
+        value = getattr(given, name)
+        if value is not None and not 0 < value < float("inf"):
+            raise ValueError(f"--{name.replace('_', '-')} is {value}; it must be more than 0")
+
+
+def plain_number(value: float) -> float | None:
+    """Round to the digits that fp32 has; None for infinity, which JSON cannot express."""
+    return float(f"{value:.8g}") if math.isfinite(value) else None
+
+
 def print_json(value: object) -> None:
-    """Print one JSON document; numbers that JSON does not have are an error, not a surprise for the reader."""
+    """Print one JSON document; numbers that JSON cannot express are an error."""
     json.dump(value, sys.stdout, indent=2, allow_nan=False)
     print()
 
 
 def print_table(cells: Sequence[Sequence[str]]) -> None:
-    """Print rows of cells, the head first, in columns as wide as they need to be; all but the first are numbers."""
+    """Print rows of cells, the head first, in columns; all columns but the first hold numbers."""
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     for first, *others in cells:
         numbers = (cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))
         print("  ".join([first.ljust(widths[0]), *numbers]))
 
 
-def refuse_to_overwrite(path: Path, *, force: bool) -> None:
+def refuse_to_overwrite(
+    path: Path, *, force: bool = False, otherwise: str = "give another name, or --force to replace it"
+) -> None:
     """Make sure that a file may be written.
 
-    Raises: ValueError if it exists and `force` is not given, or if its folder does not exist.
+    Raises: ValueError if it exists and `force` is not given, `otherwise` saying what to do, or if there is no folder
+        for it.
     """
     if path.is_dir():
         raise ValueError(f"{path} is a folder; name a file in it")
     if not path.parent.is_dir():
         raise ValueError(f"cannot write {path}: there is no folder {path.parent}")
     if path.exists() and not force:
-        raise ValueError(f"{path} exists already and was left as it is; give another name, or --force to replace it")
+        raise ValueError(f"{path} exists already and was left as it is; {otherwise}")
 
 
 def write_text(path: Path, text: str, *, force: bool) -> None:
@@ -123,3 +153,78 @@ def write_text(path: Path, text: str, *, force: bool) -> None:
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+class Unfinished:
+    """A file that takes long to write: line by line under a hidden name, and under its own once it is complete.
+
+    A call with the same `digest` finds the lines that a killed call left. Another digest gives another hidden name, so
+    lines of different calls never mix.
+
+    Raises: ValueError if the file cannot be written, or another call is writing it.
+    """
+
+    def __init__(self, path: Path, digest: str) -> None:
+        self.path, self.hidden = path, path.with_name(f".{path.name}.{digest}.unfinished")
+        try:
+            self._file = self.hidden.open("a+b")
+        except OSError as error:
+            raise ValueError(f"cannot write {path}: {(error.strerror or str(error)).lower()}") from None
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ValueError(f"{path} is being written by another call; wait, or give another --output") from None
+
+    def lines(self) -> list[bytes]:
+        """All complete lines; the last one may have been cut short."""
+        self._file.seek(0)
+        return [line for line in self._file if line.endswith(b"\n")]
+
+    def keep(self, lines: Iterable[bytes]) -> None:
+        """Truncate the file to these lines, with which it begins."""
+        self._file.truncate(sum(map(len, lines)))
+
+    def append(self, lines: Iterable[str], *, to_disk: bool) -> None:
+        """Add lines, which survive the death of the process and, with `to_disk`, that of the machine."""
+        for line in lines:
+            self._file.write(line.encode() + b"\n")
+        self._file.flush()
+        if to_disk:
+            os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Let another call continue the file."""
+        self._file.close()
+
+    def publish(self, lines: Iterable[bytes] | None = None) -> None:
+        """Give the file its name, with `lines` in place of its own if they are given.
+
+        Raises: ValueError if a file of that name exists by now; the lines stay in the hidden file.
+        """
+        whole = self.hidden
+        if lines is not None:
+            whole = self.hidden.with_suffix(".whole")
+            with whole.open("wb") as file:
+                file.writelines(lines)
+                file.flush()
+                os.fsync(file.fileno())
+        self._file.close()
+        try:
+            # Unlike a rename, a link never takes another file's place.
+            os.link(whole, self.path)
+        except FileExistsError:
+            raise ValueError(f"{self.path} exists by now; what should stand there is in {self.hidden}") from None
+        finally:
+            if whole is not self.hidden:
+                whole.unlink()
+        self.hidden.unlink()
+
+
+def unfinished_of(path: Path) -> list[Path]:
+    """The hidden files of calls that were to write this file, with any digest."""
+    return sorted(path.parent.glob(f".{_literal(path.name)}.*.unfinished"))
+
+
+def _literal(name: str) -> str:
+    """A glob pattern that matches only this name."""
+    return "".join(f"[{character}]" if character in "*?[" else character for character in name)

@@ -1,4 +1,4 @@
-"""`penstock convert`: a run's model as a Hugging Face folder, and such a folder as a run to begin with."""
+"""`penstock convert`: a run's model as a Hugging Face folder, and such a folder as a run to begin from."""
 
 import re
 from pathlib import Path
@@ -18,18 +18,20 @@ def main(arguments: list[str]) -> int:
     parser = Parser(
         "penstock convert",
         "Write the model of a run as a Hugging Face folder that transformers loads, or the model of a Hugging Face\n"
-        "folder as a run whose weights another can begin with ([model] pretrained). What SOURCE is decides which.",
+        "folder as a run whose weights another run can begin with ([model] pretrained). SOURCE decides which.",
         examples=(
             "penstock convert runs/tiny tiny-hf",
             "penstock convert Llama-3.2-1B runs/llama --dtype bf16",
             "penstock convert Llama-3.2-1B smaller --to huggingface --dtype bf16 --max-shard-size 500MB",
         ),
     )
-    parser.add_argument("source", type=Path, metavar="SOURCE", help="the folder of a run, or one of Hugging Face's")
+    parser.add_argument("source", type=Path, metavar="SOURCE", help="the folder of a run, or of a Hugging Face model")
     parser.add_argument("destination", type=Path, metavar="DESTINATION", help="a folder that does not exist yet")
-    parser.add_argument("--to", choices=_FORMS, help="the form to write; left out, the one that SOURCE has not")
-    parser.add_argument("--dtype", help="fp32, bf16 or fp16; left out, what is stored")
-    parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of one file, such as 500MB (5GB)")
+    parser.add_argument("--to", choices=_FORMS, help="the form to write (default: the one that SOURCE is not in)")
+    parser.add_argument("--dtype", help="fp32, bf16 or fp16 (default: as stored)")
+    parser.add_argument(
+        "--max-shard-size", default="5GB", metavar="SIZE", help="of one file, such as 500MB (default 5GB)"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of progress")
     options = parser.parse_args(arguments)
     max_shard_bytes = parse_size(options.max_shard_size)
@@ -43,23 +45,23 @@ def main(arguments: list[str]) -> int:
 
         to_run(options.source, options.destination, options.dtype)
         num_bytes = sum(path.stat().st_size for path in options.destination.rglob("*.safetensors"))
-    told = {"source": str(options.source), "destination": str(options.destination), "form": form, "bytes": num_bytes}
+    result = {"source": str(options.source), "destination": str(options.destination), "form": form, "bytes": num_bytes}
     if options.json:
-        print_json(told)
+        print_json(result)
     else:
         print(f"wrote {num_bytes / 1e6:,.1f} MB of weights into {options.destination}")
     return 0
 
 
 def parse_size(text: str) -> int:
-    """Bytes of a size such as 500MB or 2GiB.
+    """Parse a size such as 500MB or 2GiB into bytes.
 
     Raises: ValueError for anything else.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
     unit = _UNITS.get(match.group(2).upper()) if match else None
     if match is None or unit is None or float(match.group(1)) * unit < 1:
-        raise ValueError(f"--max-shard-size {text!r} is no size; it is a number with B, KB, MB, GB, KiB, MiB or GiB")
+        raise ValueError(f"--max-shard-size {text!r} is not a size; give a number with B, KB, MB, GB, KiB, MiB or GiB")
     return int(float(match.group(1)) * unit)
 
 

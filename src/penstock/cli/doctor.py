@@ -1,31 +1,208 @@
 """`penstock doctor`: this machine, the groups of a layout, and a test of the links between its ranks."""
 
+import itertools
 import os
+import platform
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
-from penstock.cli.doctor_arguments import read_arguments
-from penstock.cli.launch import find_group, launch
+from penstock import __version__
+from penstock.cli.commands import Parser, print_json
+from penstock.cli.launch import Group, find_group, launch
+from penstock.settings import AXES, Groups, Layout
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
+
+    from penstock.cli.links import Links
 
 MODULE = "penstock.cli.doctor"
+_NUM_GROUPS_SHOWN = 4
+_SIZES = {
+    "pp": "ranks of a pipeline",
+    "dp": "copies of the model",
+    "cp": "ranks that share every sequence",
+    "tp": "ranks that share every layer",
+    "ep": "ranks that share every layer's experts, among those of dp and cp",
+}
+
+
+@dataclass(frozen=True)
+class DoctorArguments:
+    """One call of the command; `sizes` holds the layout's sizes that were given, by axis."""
+
+    sizes: dict[str, int]
+    order: tuple[str, ...] | None
+    links: bool
+    device: str
+    timeout_s: float
+    json: bool
 
 
 def main(words: Sequence[str]) -> int:
     """Run the command; returns its exit code.
 
-    Raises: ValueError for a layout that can not be, or that does not fit the processes there are.
+    Raises: ValueError for a layout that is impossible or does not fit the processes.
     """
     arguments = read_arguments(words)
     group = find_group(os.environ)
-    from penstock.cli.doctor_worker import chosen_layout, run_worker, tell
-
     layout = chosen_layout(arguments, group)
     if not arguments.links or layout.world_size == 1:
-        tell(arguments, layout, None)
+        show(arguments, layout, None)
         return 0
     if group is None:
         return launch(words, layout.world_size, 1, MODULE, "tests them again")
-    return run_worker(arguments, layout, group)
+    return _run_worker(arguments, layout, group)
+
+
+def read_arguments(words: Sequence[str]) -> DoctorArguments:
+    """Read the command line.
+
+    Raises: ValueError for a mistake in it.
+    """
+    parser = Parser(
+        "penstock doctor",
+        """Show what this machine has and which ranks of a layout talk to each other, and test the links between them: a
+word and a block of data go round a ring of all processes, and every group of the layout is made and used once.
+Started plainly, the processes are local ones on the loopback; under torchrun, Slurm or Kubernetes they are the
+processes of that group, so real hosts are tested.""",
+        examples=(
+            "penstock doctor                                   this machine, and two processes on it",
+            "penstock doctor --pp 2 --dp 2 --tp 2              the groups of a layout, and eight processes",
+            "penstock doctor --pp 16 --tp 8 --no-links         the groups alone, nothing is started",
+            "torchrun ... -m penstock.cli.doctor --pp 8        the links of the hosts that torchrun has joined",
+        ),
+    )
+    for axis, what in _SIZES.items():
+        parser.add_argument(f"--{axis}", type=int, metavar="N", help=f"{what} (default 1)")
+    parser.add_argument("--order", metavar="AXES", help="how ranks are numbered, the last axis fastest: dp-pp-cp-tp")
+    parser.add_argument("--no-links", action="store_true", help="start nothing and test no link")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: auto")
+    parser.add_argument("--timeout", type=float, default=30.0, metavar="SECONDS", help="for a silent peer (default 30)")
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+    given = parser.parse_args(list(words))
+    if not 0 < given.timeout < float("inf"):
+        raise ValueError(f"--timeout is {given.timeout}; it must be more than 0")
+    return DoctorArguments(
+        {axis: getattr(given, axis) for axis in _SIZES if getattr(given, axis) is not None},
+        tuple(given.order.split("-")) if given.order else None,
+        not given.no_links,
+        given.device,
+        given.timeout,
+        given.json,
+    )
+
+
+def chosen_layout(arguments: DoctorArguments, group: Group | None) -> Layout:
+    """The requested layout; without sizes, a pipeline of all processes of the group, or of two.
+
+    Raises: ValueError for a layout that is impossible or does not fit the group.
+    """
+    sizes = arguments.sizes or {"pp": 2 if group is None else group.world_size}
+    layout = Layout(**sizes, order="-".join(arguments.order or AXES))
+    if group is not None:
+        layout.check(group.world_size)
+    return layout
+
+
+def _run_worker(arguments: DoctorArguments, layout: Layout, group: Group) -> int:
+    """Test the links as one process of `group`; returns the exit code."""
+    from penstock.cli.links import measure_links
+    from penstock.cli.together import work_together
+
+    def work(store: "Store") -> None:
+        links = measure_links(layout, group, store, arguments.device, arguments.timeout_s)
+        if group.rank == 0:
+            show(arguments, layout, links)
+
+    return work_together(group, 1, arguments.timeout_s, work)
+
+
+def show(arguments: DoctorArguments, layout: Layout, links: "Links | None") -> None:
+    """Print the findings; `links` is None if none were tested."""
+    if arguments.json:
+        groups = {name: [list(ranks) for ranks in found] for name, found in group_table(layout).items()}
+        print_json(
+            {
+                "machine": machine(),
+                "layout": {**{axis: getattr(layout, axis) for axis in (*layout.axes, "ep")}, "order": layout.axes},
+                "groups": groups,
+                "links": links and asdict(links),
+            }
+        )
+        return
+    rows = [*machine().items(), ("layout", f"{layout}: {layout.world_size} processes"), *group_rows(layout)]
+    if links is not None:
+        rows += _link_rows(links)
+    width = max(len(name) for name, _ in rows) + 2
+    print("\n".join(f"{name:{width}}{text}" for name, text in rows))
+
+
+def machine() -> dict[str, str]:
+    """Describe this machine and this installation."""
+    import torch
+    import torch.distributed as dist
+
+    pages, page_bytes = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+    backends = [name for name in ("gloo", "nccl", "ucc", "mpi") if dist.is_backend_available(name)]
+    found = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    optional = [name for name in ("transformers", "tokenizers", "safetensors", "matplotlib") if find_spec(name)]
+    return {
+        "machine": f"{platform.node()}: {platform.system()} {platform.release()}, {platform.machine()}",
+        "cores": f"{_num_cores()} usable, {pages * page_bytes / 2**30:.1f} GiB of memory",
+        "python": f"{platform.python_version()}, penstock {__version__}, torch {torch.__version__}",
+        "backends": ", ".join(backends) or "none",
+        "GPUs": ", ".join(found) or "none",
+        "libraries": ", ".join(optional),
+    }
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _link_rows(links: "Links") -> list[tuple[str, str]]:
+    hosts = list(dict.fromkeys(links.hosts))
+    where = f"{len(links.hosts)} processes on {', '.join(hosts)}" if len(hosts) < 5 else f"{len(hosts)} hosts"
+    return [
+        ("ring test", f"passed: {where}, {links.device}"),
+        ("", f"{links.word_s * 1e6:,.0f} us a step with a word, {links.block_bytes_per_s / 2**20:,.0f} MiB/s a link"),
+        ("groups", f"all made and used in {links.connect_s:.2f} s"),
+    ]
+
+
+def group_table(layout: Layout) -> dict[str, Groups]:
+    """The layout's groups of more than one rank, by what their ranks share."""
+    kinds = {
+        "pipelines (pp)": layout.groups("pp"),
+        "sharing layers (tp)": layout.groups("tp"),
+        "sharing sequences (cp)": layout.groups("cp"),
+        "sharing experts (ep)": layout.expert_groups(),
+        "summing gradients (dp x cp)": layout.groups("dp", "cp"),
+        "summing experts' gradients": layout.expert_copies() if layout.ep > 1 else (),
+    }
+    several = {name: tuple(ranks for ranks in groups if len(ranks) > 1) for name, groups in kinds.items()}
+    return {name: groups for name, groups in several.items() if groups}
+
+
+def group_rows(layout: Layout) -> list[tuple[str, str]]:
+    """The name and the first few groups of every kind, as text."""
+    rows = []
+    for name, groups in group_table(layout).items():
+        shown = "   ".join(_ranks(ranks) for ranks in groups[:_NUM_GROUPS_SHOWN])
+        num_more = len(groups) - _NUM_GROUPS_SHOWN
+        rows.append((name, f"{shown}   and {num_more} more" if num_more > 0 else shown))
+    return rows
+
+
+def _ranks(ranks: tuple[int, ...]) -> str:
+    """``0 1 2``, or for more than eight ranks in equal steps ``0 8 ... 56``."""
+    if len(ranks) > 8 and len({later - earlier for earlier, later in itertools.pairwise(ranks)}) == 1:
+        return f"{ranks[0]} {ranks[1]} ... {ranks[-1]}"
+    return " ".join(map(str, ranks))
 
 
 if __name__ == "__main__":  # how `launch` starts workers

@@ -1,4 +1,4 @@
-"""`penstock train RUN.toml --dry-run`: what a run would be, worked out without starting it."""
+"""`penstock train RUN.toml --dry-run`: the plan of a run, computed without starting it."""
 
 import json
 import math
@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 import torch
 
 from penstock import schedule
-from penstock.cli.layout_groups import group_rows, group_table
+from penstock.cli.doctor import group_rows, group_table
 from penstock.cli.progress import show_log
 from penstock.engine.build import cut_units, parameter_dtype
 from penstock.engine.memory import costs_of_memory, kept_bytes, rank_state_bytes
@@ -25,11 +25,10 @@ _FILE_COLUMNS = 120
 
 @dataclass(frozen=True)
 class StagePlan:
-    """A stage as it would be: its units by name, and what one rank's share of it weighs; `share_of_work` is of the
-    whole model's.
+    """A planned stage: its units by name, and the size of one rank's share of it.
 
-    `state_bytes`: parameters, gradients, optimizer. `activation_bytes`: what it keeps of microbatches for their
-    backwards when those of its rank are most.
+    share_of_work: of the whole model's. state_bytes: parameters, gradients, optimizer. activation_bytes: kept for
+    backwards when the rank's activations peak.
     """
 
     stage: int
@@ -43,11 +42,11 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """A run as it would be; the schedule's figures are those of equal stages with backward twice as long as forward, or
-    of the times that were measured, where `is_measured`.
+    """A planned run.
 
-    `peak_live_microbatches` counts a microbatch that waits for its W by the bytes that are left of it. `states`: what
-    each rank holds beside activations, to the byte.
+    The schedule's figures assume equal stages whose backward takes twice as long as their forward or, if
+    `is_measured`, times measured on this machine. `peak_live_microbatches` counts a microbatch that waits for its W by
+    its remaining bytes. `states`: each rank's memory without activations, to the byte.
     """
 
     world_size: int
@@ -65,7 +64,7 @@ class RunPlan:
 
     @property
     def memory_bytes(self) -> dict[int, int]:
-        """State and activations of each pipeline rank."""
+        """Bytes of state and activations of each pipeline rank."""
         ranks = sorted({stage.rank for stage in self.stages})
         return {
             rank: sum(stage.state_bytes + stage.activation_bytes for stage in self.stages if stage.rank == rank)
@@ -74,10 +73,10 @@ class RunPlan:
 
 
 def plan_run(config: RunConfig, data: RunData) -> RunPlan:
-    """Work out what `config` would run on `data`.
+    """Plan the run of `config` on `data`.
 
     Raises:
-        ValueError: the model can not be built or cut so.
+        ValueError: the model cannot be built or cut like this.
     """
     shape = config.model.whole(data.corpus.vocab_size)
     options = EngineOptions.of(config)
@@ -85,8 +84,8 @@ def plan_run(config: RunConfig, data: RunData) -> RunPlan:
     units, ours = decoder_units(shape), config.parallel
     placement = options.choice.placement(ours.pp)
     times = _measured(units, shape.hidden_size, options, config)
-    # What the rank with the largest parts holds.
-    held = decoder_units(shape, groups=ModelGroups.planned(tp=ours.tp, cp=ours.cp, ep=ours.ep))
+    # As the rank with the largest shards holds them.
+    largest = decoder_units(shape, groups=ModelGroups.planned(tp=ours.tp, cp=ours.cp, ep=ours.ep))
     if times:
         cut, choice = timed_cut(units, shape.hidden_size, placement, options, times)
     else:
@@ -98,7 +97,7 @@ def plan_run(config: RunConfig, data: RunData) -> RunPlan:
         options = replace(options, schedule=replace(choice.settings, cut=tuple(map(len, cut))))
     program = choice.program(ours.pp, num_microbatches, whole_backwards=config.parallel.shares_layers)
     timeline = schedule.simulate(program, costs)
-    stages = _stage_plans(units, held, cut, placement)
+    stages = _stage_plans(units, largest, cut, placement)
     stages = [_with_bytes(stage, timeline, config, options) for stage in stages]
     tied = {name for unit in units for name in unit.tied}
     copies = shape.vocabulary * shape.hidden_size if tied else 0
@@ -121,16 +120,16 @@ def plan_run(config: RunConfig, data: RunData) -> RunPlan:
 
 
 def _stage_plans(
-    units: Sequence[UnitSpec], held: Sequence[UnitSpec], cut: Sequence[range], placement: schedule.Placement
+    units: Sequence[UnitSpec], largest: Sequence[UnitSpec], cut: Sequence[range], placement: schedule.Placement
 ) -> list[StagePlan]:
-    """The stages without their bytes; `held` are the units as the rank with the largest parts holds them."""
+    """The stages without their bytes; `largest` are the units as held by the rank with the largest shards."""
     all_work = sum(unit.flops_per_token for unit in units)
     return [
         StagePlan(
             stage=number,
             rank=placement.rank_of(number),
             units=tuple(units[i].name for i in members),
-            num_parameters=sum(held[i].num_parameters for i in members),
+            num_parameters=sum(largest[i].num_parameters for i in members),
             share_of_work=sum(units[i].flops_per_token for i in members) / all_work,
         )
         for number in range(placement.num_stages)
@@ -152,7 +151,7 @@ def _with_bytes(stage: StagePlan, timeline: schedule.Timeline, config: RunConfig
 def _measured(
     units: Sequence[UnitSpec], hidden_size: int, options: EngineOptions, config: RunConfig
 ) -> list[UnitTimes] | None:
-    """The units' times on this machine, where the run would measure them too."""
+    """The units' times on this machine, if the run would measure them too."""
     if options.measure_lengths is None or config.parallel.pp == 1:
         return None
     torch.set_num_threads(config.parallel.num_threads)
@@ -186,7 +185,7 @@ def _print(config: RunConfig, plan: RunPlan) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    # A table cut to 80 columns helps nobody who reads it in a file.
+    # In a file, a table cut to 80 columns helps nobody.
     console = Console(width=None if sys.stdout.isatty() else _FILE_COLUMNS)
     facts = Table.grid(padding=(0, 2))
     live = ", ".join(f"{number:g}" for number in plan.peak_live_microbatches)
@@ -241,7 +240,7 @@ def _names(units: Sequence[str]) -> str:
 
 
 def _state_bytes(precision: Precision, num_owners: int) -> float:
-    """Bytes of a parameter, its gradient, and this rank's share of two means and, of 16-bit ones, the fp32 master."""
+    """Bytes of a parameter, its gradient, and this rank's share of two moments and, for 16 bits, the fp32 master."""
     size = parameter_dtype(precision).itemsize
     wide = max(size, 4)
     return size + wide + wide * (3 if size == 2 else 2) / num_owners

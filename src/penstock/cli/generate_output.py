@@ -1,7 +1,6 @@
-"""The answers of `penstock generate`: their texts as they grow, the file that keeps them, and what the user sees."""
+"""The answers of `penstock generate`: their texts as they grow, the file that keeps them, and the output shown."""
 
 import json
-import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,46 +8,43 @@ from pathlib import Path
 from typing import Any
 
 from penstock import schedule
-from penstock.cli.commands import print_json
-from penstock.cli.generate_arguments import GenerateArguments
+from penstock.cli.commands import Unfinished, plain_number, print_json, unfinished_of
 from penstock.cli.progress import LineProgress
-from penstock.cli.prompts import Prompt
-from penstock.cli.unfinished import Unfinished, unfinished_of
+from penstock.cli.texts import Prompt
 from penstock.data.tokenizer import Tokenizer
 from penstock.engine.generator import GenerateOptions, GenerateResult
 from penstock.engine.saved_model import SavedModel
 from penstock.settings import SamplingParams
 
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
-# No character takes more tokens than this, so one that is broken shows after so many.
+# No character takes more tokens than this; a broken one is shown after that many.
 _MAX_HELD_TOKENS = 8
 
 
 class AnswerText:
     """The text of one answer, token by token.
 
-    tokenizer: None where there is none; the text is empty then. stop: texts of which the first to come ends the
-    answer; it does not belong to it.
+    tokenizer: None leaves the text empty. stop: texts of which the first to appear ends the answer and is cut off.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, stop: Sequence[str] = ()) -> None:
         self._tokenizer, self._stop = tokenizer, tuple(stop)
         self._tokens: list[int] = []
-        # Tokens are decoded in their context, from the last place at which text and tokens were seen to end together.
+        # Tokens are decoded in their context, from the last position at which text and tokens ended together.
         self._begin = self._end = 0
         self._shown = 0
         self.text = ""
         self.stopped = False
 
     def add(self, token: int) -> str:
-        """Take one more token; gives what can be shown now and could not before."""
+        """Add a token; returns the text that can be shown from now on."""
         if self._tokenizer is None or self.stopped:
             return ""
         self._tokens.append(token)
         before = self._tokenizer.decode(self._tokens[self._begin : self._end])
         now = self._tokenizer.decode(self._tokens[self._begin :])
-        held = len(self._tokens) - self._end
-        if len(now) <= len(before) or (now.endswith(_UNFINISHED) and held < _MAX_HELD_TOKENS):
+        num_held = len(self._tokens) - self._end
+        if len(now) <= len(before) or (now.endswith(_UNFINISHED) and num_held < _MAX_HELD_TOKENS):
             return ""
         self.text += now[len(before) :]
         self._begin, self._end = self._end, len(self._tokens)
@@ -56,7 +52,7 @@ class AnswerText:
         return self._show(0 if self.stopped else self._num_doubtful())
 
     def finish(self) -> str:
-        """The answer has ended; gives what was held back."""
+        """End the answer; returns the text that was held back."""
         if self._tokenizer is not None and not self.stopped:
             before = self._tokenizer.decode(self._tokens[self._begin : self._end])
             self.text += self._tokenizer.decode(self._tokens[self._begin :])[len(before) :]
@@ -69,7 +65,7 @@ class AnswerText:
             self.text, self.stopped = self.text[: min(found)], True
 
     def _num_doubtful(self) -> int:
-        """Characters at the end that may turn out to begin a stop string."""
+        """Number of characters at the end that may begin a stop string."""
         longest = max(map(len, self._stop), default=1) - 1
         for length in range(min(longest, len(self.text)), 0, -1):
             if any(stop.startswith(self.text[-length:]) for stop in self._stop):
@@ -82,11 +78,11 @@ class AnswerText:
 
 
 class AnswersFile:
-    """The answers that are there so far, by their number among all; a call of the same `digest` makes the others.
+    """The answers written so far, by their number; a call with the same `digest` makes the others.
 
-    fresh: drop what calls that were stopped have left, whatever they were to answer.
+    fresh: drop the answers of stopped calls, whatever their input was.
 
-    Raises: ValueError if the file can not be written, or what a stopped call has left answers something else.
+    Raises: ValueError if the file cannot be written, or the answers of a stopped call belong to other input.
     """
 
     def __init__(self, path: Path, digest: str, num_samples: int, fresh: bool = False) -> None:
@@ -109,23 +105,23 @@ class AnswersFile:
 
     @property
     def kept(self) -> list[int]:
-        """The numbers of the answers that are there."""
+        """The numbers of the answers written so far."""
         return sorted(self._lines)
 
     def write(self, answer: Mapping[str, Any]) -> None:
-        """Add an answer; it outlives the process from here on."""
+        """Add an answer; from here on it survives the process."""
         line = json.dumps(answer, ensure_ascii=False, allow_nan=False)
         self._unfinished.append([line], to_disk=False)
         self._lines[self._number(answer)] = line.encode() + b"\n"
 
     def close(self) -> None:
-        """Let another call go on with it."""
+        """Let another call continue the file."""
         self._unfinished.close()
 
     def publish(self) -> None:
         """Give the file its name, and the answers the order of their prompts.
 
-        Raises: ValueError if a file of that name has come into being meanwhile.
+        Raises: ValueError if a file of that name exists by now.
         """
         self._unfinished.publish([self._lines[number] for number in self.kept])
 
@@ -135,16 +131,19 @@ class AnswersFile:
 
 @dataclass(frozen=True)
 class GenerateJob:
-    """What one call is to generate, read and found possible."""
+    """The checked input of one call, and the destination of its answers: a file, JSON, or the terminal."""
 
     model: SavedModel
     prompts: Sequence[Prompt]
     params: SamplingParams
     options: GenerateOptions
+    stop: tuple[str, ...] = ()
+    output: Path | None = None
+    as_json: bool = False
 
 
 class InTurn:
-    """Prints texts that grow at the same time one after another: the first as it comes, others once it has ended."""
+    """Prints concurrently growing texts one after another: the first as it grows, the others in turn."""
 
     def __init__(self, headings: Sequence[str]) -> None:
         self._waiting = list(headings)
@@ -152,7 +151,7 @@ class InTurn:
         self._current = 0
 
     def add(self, number: int, text: str, ended: bool) -> None:
-        """`text` is new in the text of that number, and the last of it where that has `ended`."""
+        """Append to the text of that number; `ended` marks its last part."""
         self._waiting[number] += text + ("\n" if ended else "")
         self._ended[number] = ended
         while self._current < len(self._waiting):
@@ -164,38 +163,32 @@ class InTurn:
 
 
 class AnswerReporter:
-    """On the rank of the first stage: hears of every token, and tells the user.
+    """Receives every token on the rank of the first stage, and shows the answers to the user.
 
-    On the command line answers are printed as they grow; with a file or as JSON only how many have ended is shown. To
-    a file each is written as soon as it has ended, as JSON all when they are there. A silent one only hears, and
-    decides what ends.
+    In the terminal, answers are printed as they grow; otherwise only the number of ended answers is shown. A file gets
+    each answer as soon as it has ended, JSON output gets all of them at the end. A silent reporter prints nothing; it
+    only decides which answers end.
     """
 
-    def __init__(
-        self,
-        arguments: GenerateArguments,
-        job: GenerateJob,
-        file: AnswersFile | None,
-        silent: bool = False,
-    ) -> None:
-        self._arguments, self._file, self._silent = arguments, file, silent
+    def __init__(self, job: GenerateJob, file: AnswersFile | None, silent: bool = False) -> None:
+        self._job, self._file, self._silent = job, file, silent
         self._prompts, self._params = job.prompts, job.params
         num_answers = len(job.prompts) * job.params.num_samples
-        self._texts = [AnswerText(job.model.tokenizer, arguments.stop) for _ in range(num_answers)]
+        self._texts = [AnswerText(job.model.tokenizer, job.stop) for _ in range(num_answers)]
         self._num_tokens = [0] * num_answers
         self._num_kept = self._num_ended = 0 if file is None else len(file.kept)
         self._in_turn = self._progress = None
         if silent:
             return
-        if arguments.output is None and not arguments.json:
+        if job.output is None and not job.as_json:
             self._in_turn = InTurn([self._heading(number, num_answers) for number in range(num_answers)])
         else:
             self._progress = LineProgress(
-                num_answers, self._num_kept, sys.stderr if arguments.json else sys.stdout, "answer"
+                num_answers, self._num_kept, sys.stderr if job.as_json else sys.stdout, "answer"
             )
 
     def hear(self, number: int, token: int) -> bool:
-        """Of an answer's next token; whether a stop string has come, which ends it."""
+        """Add an answer's next token; returns whether a stop string ends the answer."""
         text = self._texts[number]
         self._num_tokens[number] += 1
         new = text.add(token)
@@ -210,7 +203,7 @@ class AnswerReporter:
         return text.stopped
 
     def take(self, number: int, answer: schedule.Sequence) -> None:
-        """Write an answer that has ended, once its last token has been heard."""
+        """Write an answer that has ended; `hear` has had its last token."""
         if self._file is not None:
             self._file.write(self._described(number, answer))
 
@@ -219,26 +212,26 @@ class AnswerReporter:
             self._progress.close()
 
     def end(self, result: GenerateResult) -> None:
-        """Write the answers, and say what they took."""
+        """Write or print the answers, and report the speed."""
         if self._silent:
             return
         if self._file is not None:
             self._file.publish()
-        if self._arguments.json:
+        if self._job.as_json:
             content: dict[str, Any] = {"resumed_from": self._num_kept}
             if self._file is None:
                 content = {"answers": [self._described(number, answer) for number, answer in enumerate(result)]}
-            print_json({"model": str(self._arguments.model), **content, **_figures(result)})
+            print_json({"model": str(self._job.model.folder), **content, **_figures(result)})
         elif self._file is not None:
             kept = f" ({self._num_kept} of them there already)" if self._num_kept else ""
             print(
                 f"{len(result)} answers{kept}, {result.num_tokens:,} tokens, {result.tokens_per_s:,.0f} tokens/s, "
                 f"idle {result.idle_share:.1%}; "
-                f"wrote {self._arguments.output}"
+                f"wrote {self._job.output}"
             )
 
     def _heading(self, number: int, num_answers: int) -> str:
-        """The prompt, as it goes over into the answer; above each where there are several."""
+        """The prompt, which the answer follows; with several answers, below a line that names it."""
         prompt, sample = divmod(number, self._params.num_samples)
         text = self._prompts[prompt].text or ""
         if num_answers == 1:
@@ -256,11 +249,11 @@ class AnswerReporter:
         described |= {
             "text": self._texts[number].text,
             "tokens": list(answer.tokens),
-            "log_probs": _plain(answer.log_probs),
+            "log_probs": [plain_number(value) for value in answer.log_probs],
             "ending": answer.ending and answer.ending.value,
         }
         if answer.raw_log_probs is not None:
-            described["raw_log_probs"] = _plain(answer.raw_log_probs)
+            described["raw_log_probs"] = [plain_number(value) for value in answer.raw_log_probs]
         return described
 
 
@@ -271,8 +264,3 @@ def _figures(result: GenerateResult) -> dict[str, Any]:
         "tokens_per_s": result.tokens_per_s,
         "idle_share": result.idle_share,
     }
-
-
-def _plain(values: Sequence[float]) -> list[float | None]:
-    """As many digits as fp32 has, and None for infinity, which JSON does not have."""
-    return [float(f"{value:.8g}") if math.isfinite(value) else None for value in values]

@@ -3,6 +3,7 @@
 import ctypes
 import json
 import logging
+import math
 import os
 import re
 import signal
@@ -27,17 +28,17 @@ FAILED, REFUSED = 1, 2
 _LAUNCHER_PID = "PENSTOCK_LAUNCHER_PID"
 _ENDED_WELL = "PENSTOCK_ENDED_WELL"
 _AGENTS_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-# The store's counter of processes that have told the user of a mistake.
-_TOLD = "penstock/told"
+# The store's counter of processes that have reported a user's mistake.
+_REPORTED = "penstock/reported"
 # How long a process that fails waits for the store's answer.
 _ANSWER_LIMIT_S = 5.0
-# Workers told to stop finish their step and save; only one that hangs is killed.
+# Stopped workers finish their step and save; only one that hangs is killed.
 _SAVE_LIMIT_S = 600
 
 
 @dataclass(frozen=True)
 class Group:
-    """This process's place among those of the run, and where they meet; `origin` says who made the group."""
+    """This process's place in the run, and the address at which all meet; `origin` names the maker of the group."""
 
     rank: int
     world_size: int
@@ -48,17 +49,17 @@ class Group:
 
     @classmethod
     def alone(cls) -> "Group":
-        """A run of one process, which meets nobody."""
+        """The group of a run of one process."""
         return cls(rank=0, world_size=1, local_rank=0, address=LOOPBACK, port=0, origin="this process")
 
 
 def find_group(environ: Mapping[str, str]) -> Group | None:
-    """The group that this process was started in, if any.
+    """Find the group that this process was started in, if any.
 
     torchrun and Kubernetes' training operators set RANK and WORLD_SIZE; Slurm's srun sets variables of its own.
 
     Raises:
-        ValueError: such a variable is set but is no number, or others that belong to it are missing.
+        ValueError: such a variable is set but is not a number, or related ones are missing.
     """
     if "RANK" in environ and "WORLD_SIZE" in environ:
         return Group(
@@ -69,7 +70,7 @@ def find_group(environ: Mapping[str, str]) -> Group | None:
             port=_number(environ, "MASTER_PORT"),
             origin="this launch" if _LAUNCHER_PID in environ else "the group this process was started in",
         )
-    # A batch script of Slurm has a rank as well, but only steps started by srun have a step's variables.
+    # A Slurm batch script has a rank as well, but only steps started by srun have a step's variables.
     if "SLURM_PROCID" in environ and "SLURM_STEP_NUM_TASKS" in environ:
         job = _number(environ, "SLURM_JOB_ID", "0")
         return Group(
@@ -77,11 +78,25 @@ def find_group(environ: Mapping[str, str]) -> Group | None:
             world_size=_number(environ, "SLURM_STEP_NUM_TASKS"),
             local_rank=_number(environ, "SLURM_LOCALID", "0"),
             address=environ.get("MASTER_ADDR") or _first_host(_text(environ, "SLURM_STEP_NODELIST")),
-            # Every process of a job must find the same port without having met: the job's number decides.
+            # Every process of a job must find the same port before they meet, so the job's number decides.
             port=_number(environ, "MASTER_PORT", str(20000 + job % 20000)),
             origin="this Slurm step",
         )
     return None
+
+
+def find_group_of(sizes: Mapping[str, int]) -> tuple[Group | None, int]:
+    """Find the group of this process, if any, for a layout with these sizes by axis; also returns their product.
+
+    Raises: ValueError as `find_group` does, and for a group of another size.
+    """
+    group, world_size = find_group(os.environ), math.prod(sizes.values())
+    if group is not None and group.world_size != world_size:
+        words = " x ".join(f"--{axis} {size}" for axis, size in sizes.items())
+        raise ValueError(
+            f"{group.origin} has {group.world_size} processes, but {words} is {world_size}; make them equal"
+        )
+    return group, world_size
 
 
 def launch(
@@ -95,15 +110,14 @@ def launch(
     """Start the workers of a command on this machine, wait for them, and return the exit code of the command.
 
     `arguments` are those of the command, whose `module` every worker runs as a script and which reads them again.
-    `again` ends the sentence "the same command ...", which is told after a worker was killed. `environ` is for the
-    workers alone. SIGTERM and SIGINT are passed on; workers that have more to save than they save anyway then finish
-    their step, save and end well.
+    `again` ends the sentence "the same command ...", printed after a worker was killed. `environ` is for the workers
+    alone. SIGTERM and SIGINT are passed on; the workers of a training run then finish their step, save and end well.
     """
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    # The workers tell what went wrong themselves, in a sentence; the agent would add pages.
+    # The workers report what went wrong themselves, in a sentence; the agent would add pages.
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
@@ -138,9 +152,9 @@ def launch(
 
 @contextmanager
 def _process_kept() -> Iterator[None]:
-    """Give this process its environment and signal handlers back, which workers inherit and the agent replaces.
+    """Restore this process's environment and signal handlers, which workers inherit and the agent replaces.
 
-    It may launch more: one that found itself named as its own launcher would take it for dead.
+    This process may launch again; workers that found themselves named as their launcher would take it for dead.
     """
     environ = dict(os.environ)
     signals = {number: signal.getsignal(number) for number in _AGENTS_SIGNALS}
@@ -155,7 +169,7 @@ def _process_kept() -> Iterator[None]:
 
 
 def follow_launcher() -> None:
-    """In a worker: be told to stop when the launcher dies, so that none is left behind. Linux alone can do this."""
+    """In a worker: get SIGTERM when the launcher dies, so that no worker is left behind. Works on Linux only."""
     launcher = os.environ.get(_LAUNCHER_PID)
     if launcher is None or sys.platform != "linux":
         return
@@ -166,48 +180,48 @@ def follow_launcher() -> None:
 
 
 def report_end() -> None:
-    """In a worker: leave word for the launcher that the run is saved and over."""
+    """In a worker: signal to the launcher that the run is saved and over."""
     path = os.environ.get(_ENDED_WELL)
     if path is not None:
         Path(path).touch()
 
 
 def agree(store: "Store", group: Group, key: str, ours: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Show all processes each other's values, which travel as JSON; returns them by rank, the same on every process."""
+    """Exchange values among all processes, as JSON; returns them by rank, the same on every process."""
     place = f"penstock/{key}"
     store.set(f"{place}/{group.rank}", json.dumps(ours, sort_keys=True))
-    told = [json.loads(store.get(f"{place}/{rank}")) for rank in range(group.world_size)]
+    values = [json.loads(store.get(f"{place}/{rank}")) for rank in range(group.world_size)]
     if store.add(f"{place}/num_read", 1) == group.world_size:
         store.set(f"{place}/all_have_read", "")
     if group.rank == 0:
-        # The store may lie in this process, which may end over what it has just read: not before all have read it.
+        # The store may live in this process, which may end because of what it read: not before all have read it.
         store.get(f"{place}/all_have_read")
-    return told
+    return values
 
 
-def is_first_to_tell(store: "Store") -> bool:
-    """Whether no other process has told the user of a mistake yet: all of them may find the same one."""
-    # The store may have gone with a process that has told already.
-    return _asked(lambda: store.add(_TOLD, 1) == 1, if_gone=False, if_silent=True)
+def reports_first(store: "Store") -> bool:
+    """Return whether no other process has reported a user's mistake yet; all of them may find the same one."""
+    # The store may have gone with a process that has already reported.
+    return _asked(lambda: store.add(_REPORTED, 1) == 1, if_gone=False, if_silent=True)
 
 
 def stay_for_others(store: "Store", group: Group) -> None:
-    """On rank 0, with which the store may end: wait a moment until all have asked whether they are first to tell."""
+    """On rank 0, with which the store may end: wait briefly until all have asked whether they report first."""
     deadline = time.monotonic() + _ANSWER_LIMIT_S
     while group.rank == 0 and time.monotonic() < deadline:
-        if _asked(lambda: store.add(_TOLD, 0) >= group.world_size, if_gone=True, if_silent=True):
+        if _asked(lambda: store.add(_REPORTED, 0) >= group.world_size, if_gone=True, if_silent=True):
             return
         time.sleep(0.01)
 
 
-def is_told(store: "Store") -> bool:
-    """Whether some process has told the user of a mistake, so that other errors merely follow from its end."""
-    # The process that held the store need not have told anything.
-    return _asked(lambda: store.check([_TOLD]), if_gone=False, if_silent=False)
+def is_reported(store: "Store") -> bool:
+    """Return whether some process has reported a user's mistake, so that other errors merely follow from its end."""
+    # The process that held the store need not have reported anything.
+    return _asked(lambda: store.check([_REPORTED]), if_gone=False, if_silent=False)
 
 
 def _asked(question: Callable[[], bool], *, if_gone: bool, if_silent: bool) -> bool:
-    """The store's answer; it does not keep a process that is about to end waiting, for it may be cut off for good."""
+    """Ask the store in a thread, for at most `_ANSWER_LIMIT_S`: a process about to end may be cut off from it."""
     answers: list[bool] = []
 
     def ask() -> None:
@@ -223,10 +237,10 @@ def _asked(question: Callable[[], bool], *, if_gone: bool, if_silent: bool) -> b
 
 
 def _explain(error: Any, again: str) -> int:
-    """The exit code of a failed run, after a word on workers that could not explain themselves."""
-    told_to_end = -signal.SIGTERM
+    """Report workers that could not explain themselves; returns the exit code of the failed run."""
+    asked_to_end = -signal.SIGTERM
     killed = [
-        (rank, died) for rank, died in error.failures.items() if died.exitcode < 0 and died.exitcode != told_to_end
+        (rank, died) for rank, died in error.failures.items() if died.exitcode < 0 and died.exitcode != asked_to_end
     ]
     for rank, died in killed:
         print(
@@ -234,7 +248,7 @@ def _explain(error: Any, again: str) -> int:
             f"the same command {again}",
             file=sys.stderr,
         )
-    # A mistake that one worker has told of makes the others fail as well.
+    # A mistake that one worker has reported makes the others fail as well.
     refused = any(failure.exitcode == REFUSED for failure in error.failures.values())
     return REFUSED if refused else FAILED
 
@@ -242,7 +256,7 @@ def _explain(error: Any, again: str) -> int:
 def _number(environ: Mapping[str, str], name: str, default: str | None = None) -> int:
     text = environ.get(name, default) if default is not None else _text(environ, name)
     if not re.fullmatch(r"\d+", text):
-        raise ValueError(f"the environment variable {name} = {text!r} is no number")
+        raise ValueError(f"the environment variable {name} = {text!r} is not a number")
     return int(text)
 
 

@@ -1,4 +1,4 @@
-"""The command `penstock`: finds the command that was asked for, and turns users' mistakes into one sentence."""
+"""The command `penstock`: runs the requested subcommand, and turns users' mistakes into one sentence."""
 
 import os
 import sys
@@ -7,13 +7,13 @@ from penstock import __version__
 from penstock.cli.commands import Command, Main, dispatch
 
 COMMANDS = {
-    "train": Command("train a model cut into stages, as a TOML file says", "penstock.cli.train"),
+    "train": Command("train a model cut into stages, as set in a TOML file", "penstock.cli.train"),
     "score": Command("write each token's log-probability and each text's perplexity", "penstock.cli.score"),
     "generate": Command("continue prompts with a saved model", "penstock.cli.generate"),
     "convert": Command("a run's model for Hugging Face's transformers, and back", "penstock.cli.convert"),
     "schedule": Command("list, draw, prove, simulate and export schedules (no GPU, no torch)", "penstock.cli.schedule"),
-    "trace": Command("draw a recorded step of a run, and say where its time went", "penstock.cli.trace"),
-    "doctor": Command("say what this machine has, and test the links of a layout", "penstock.cli.doctor"),
+    "trace": Command("draw a recorded step of a run, and show where its time went", "penstock.cli.trace"),
+    "doctor": Command("show what this machine has, and test the links of a layout", "penstock.cli.doctor"),
     "bench": Command("measure schedules, training and the overhead of an action", "penstock.cli.bench"),
 }
 
@@ -25,7 +25,7 @@ FOOT = """start here:
   penstock train examples/tiny.toml --dry-run                see how a model would be cut, start nothing
   penstock train examples/tiny.toml                          train it on this machine
 
-penstock COMMAND --help explains each; penstock --version says which Penstock this is.
+penstock COMMAND --help explains each; penstock --version prints the version.
 Exit codes: 0 done, 1 failed while running, 2 refused before anything was started or written.
 PENSTOCK_TRACEBACK=1 shows the full traceback of a refusal."""
 
@@ -33,7 +33,7 @@ PENSTOCK_TRACEBACK=1 shows the full traceback of a refusal."""
 def main(arguments: list[str] | None = None) -> int:
     """Run one command.
 
-    Returns: its exit code; 2 after a user's mistake, of which one sentence goes to stderr.
+    Returns: its exit code; 2 after a user's mistake, reported in one sentence on stderr.
     """
     return run_as_script(_run, sys.argv[1:] if arguments is None else arguments)
 
@@ -46,13 +46,13 @@ def _run(arguments: list[str]) -> int:
 
 
 def run_as_script(main: Main, arguments: list[str] | None = None) -> int:
-    """Run a command's `main` and turn what it raises for users' mistakes into one sentence and an exit code."""
+    """Run a command's `main`, and turn its errors for users' mistakes into one sentence and an exit code."""
     try:
         code = main(sys.argv[1:] if arguments is None else arguments)
         sys.stdout.flush()
         return code
     except BrokenPipeError:
-        # The reader (head, less) has seen enough. Python would complain once more when it flushes at exit.
+        # The reader (head, less) has closed the pipe. Python would complain again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except KeyboardInterrupt:
@@ -65,7 +65,7 @@ def run_as_script(main: Main, arguments: list[str] | None = None) -> int:
 
 
 def sentence(error: ValueError | OSError) -> str:
-    """What went wrong, with the file where there is one."""
+    """The error's message, with the file if there is one."""
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {(error.strerror or str(error)).lower()}"
     return str(error)

@@ -8,23 +8,23 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TextIO
 
-# How much one step counts in the running means that speed and time left are told by.
+# Weight of one step in the running means behind the speed and the remaining time.
 _STEP_SHARE = 0.1
 _SECONDS_BETWEEN_LINES = 2.0
 
 
 def show_log() -> None:
-    """Show on standard error what the package logs, such as the rounds of a search that takes long."""
+    """Show the package's log on standard error, such as the rounds of a long search."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(message)s"))
     logger = logging.getLogger("penstock")
-    logger.handlers = [handler]  # a second command in one process shows a line once, too
+    logger.handlers = [handler]  # so that a second command in one process shows each line once, too
     logger.setLevel(logging.INFO)
 
 
 @dataclass(frozen=True)
 class StepFigures:
-    """What is told about one step."""
+    """The figures shown for one step."""
 
     step: int
     loss: float
@@ -47,26 +47,26 @@ class Progress:
         self._bar = LiveBar(num_steps, first_step, file) if file.isatty() else None
 
     def step(self, figures: StepFigures) -> None:
-        """A step has been taken."""
+        """Show a completed step."""
         self._average(figures)
         text = self._text(figures)
         if self._bar is not None:
             self._bar.update(figures.step, text)
             return
         now = self._clock()
-        # A log file should neither stay silent nor drown in lines; the first and last step are always told.
+        # A log file should neither stay silent nor drown in lines; the first and last step are always shown.
         if now - self._last_line_s >= _SECONDS_BETWEEN_LINES or figures.step == self._num_steps:
             self._last_line_s = now
             self._print(f"step {figures.step:>{len(str(self._num_steps))}}/{self._num_steps}  {text}")
 
     def validated(self, step: int, loss: float) -> None:
-        """The model has been validated after `step`."""
+        """Show the validation loss after `step`."""
         self._validation = f"  validation {loss:.4f}"
         if self._bar is None:
             self._print(f"step {step:>{len(str(self._num_steps))}}/{self._num_steps}  validation loss {loss:.4f}")
 
     def note(self, text: str) -> None:
-        """Say something that stays."""
+        """Print a line that stays on screen."""
         if self._bar is not None:
             self._bar.note(text)
         else:
@@ -98,7 +98,7 @@ class Progress:
 
 
 class LiveBar:
-    """One line of a terminal that is drawn over."""
+    """One line of a terminal that is redrawn."""
 
     def __init__(self, num_steps: int, first_step: int, file: TextIO) -> None:
         from rich.console import Console
@@ -106,7 +106,7 @@ class LiveBar:
         from rich.progress import Progress as RichProgress
 
         columns = (BarColumn(24), MofNCompleteColumn(), TextColumn("{task.description}", markup=False))
-        # Drawing takes time from this rank's computing: twice a second is enough to watch.
+        # Drawing takes compute time from this rank; twice a second is enough to watch.
         self._progress = RichProgress(*columns, console=Console(file=file), refresh_per_second=2)
         self._task = self._progress.add_task("starting", total=num_steps, completed=first_step)
         self._progress.start()
@@ -122,7 +122,7 @@ class LiveBar:
 
 
 class LineProgress:
-    """Shows how many of the lines of a file are done, from the one after `num_done` on; or of what `what` names."""
+    """Shows how many lines of a file are done, beginning after `num_done`; `what` names them if they are not lines."""
 
     def __init__(
         self,
@@ -139,7 +139,7 @@ class LineProgress:
         self._bar = LiveBar(num_lines, num_done, file) if file.isatty() else None
 
     def update(self, num_done: int, num_tokens: int) -> None:
-        """`num_done` lines are done in all; `num_tokens` came with those since the last call."""
+        """Show that `num_done` lines are done in all, `num_tokens` tokens more than at the last call."""
         self._num_tokens += num_tokens
         now = self._clock()
         spent_s = max(now - self._start_s, 1e-9)

@@ -4,17 +4,44 @@ import argparse
 import shlex
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from penstock import schedule
-from penstock.cli.commands import Command, Parser, dispatch, print_json, refuse_to_overwrite, write_text
-from penstock.cli.schedule_arguments import add_json, add_schedule, costs_of, flag, own_options, proved
+from penstock.cli.commands import Command, Parser, dispatch, print_json, print_table, refuse_to_overwrite, write_text
+from penstock.cli.schedule_arguments import (
+    COST_NAMES,
+    add_costs,
+    add_json,
+    add_own_options,
+    add_schedule,
+    add_size,
+    costs_of,
+    flag,
+    own_options,
+    proved,
+)
 from penstock.schedule import files
+from penstock.schedule.search import bound
 
 HEAD = """A schedule is each rank's order of actions: F forward, B backward (or I for inputs, then W for weights).
 Lowered to a program it also has its transfers, gradient reductions and the optimizer step. A program is
 proved before it may run, and the same object is simulated and drawn."""
 
 FOOT = """Every command takes --json. With --help each explains itself."""
+
+_UNKNOWN = "-"
+_COLUMNS = (
+    ("schedule", "schedule", "s"),
+    ("stages_per_rank", "stages", "d"),
+    ("bubble_rate", "bubble", ".4f"),
+    ("makespan", "makespan", ".6g"),
+    ("span_cost", "span", ".6g"),
+    ("above_bound", "above bound", ".2%"),
+    ("peak_live_microbatches", "peak live", ".4g"),
+    ("peak_live_bytes", "peak bytes", ".4g"),
+    ("num_messages", "messages", "d"),
+    ("message_bytes", "bytes sent", ".4g"),
+)
 
 
 def main(arguments: list[str]) -> int:
@@ -26,7 +53,7 @@ def main(arguments: list[str]) -> int:
 
 
 def list_schedules(arguments: list[str]) -> int:
-    """Print the names that can be built, each with its one sentence and its options."""
+    """Print the schedules that can be built, each with its summary and options."""
     parser = Parser("penstock schedule list", "List the schedules that can be built.")
     add_json(parser)
     options = parser.parse_args(arguments)
@@ -51,7 +78,7 @@ def show(arguments: list[str]) -> int:
     """Draw a schedule in the terminal, or into a file: a picture, a page or a trace."""
     parser = Parser(
         "penstock schedule show",
-        "Draw who does what when: one row a rank, time to the right.\n"
+        "Draw a schedule over time: one row a rank, time to the right.\n"
         "The times are those of one microbatch through all stages of one rank; by default 1 each, so B takes 2.",
         examples=(
             "penstock schedule show 1f1b --ranks 4 --microbatches 8",
@@ -88,7 +115,7 @@ def show(arguments: list[str]) -> int:
 
 
 def verify(arguments: list[str]) -> int:
-    """Prove the schedule or program in a file, or say what is wrong with it."""
+    """Prove the schedule or program in a file, or report its fault."""
     parser = Parser(
         "penstock schedule verify",
         "Prove a schedule from a file: each action there exactly once, each send met by one receive, first in first\n"
@@ -159,7 +186,7 @@ def export(arguments: list[str]) -> int:
     parser = Parser(
         "penstock schedule export",
         "Write a schedule to a file: .csv in the format of torch.distributed.pipelining, .txt as text that keeps\n"
-        "all of it. What is written has been proved.",
+        "all of it. It is proved before it is written.",
         examples=(
             "penstock schedule export 1f1b --ranks 4 --microbatches 8 --output 1f1b.csv",
             "penstock schedule export 1f1b --ranks 4 --microbatches 8 --transfers --output program.txt",
@@ -187,12 +214,43 @@ def export(arguments: list[str]) -> int:
     return 0
 
 
+def compare(arguments: list[str]) -> int:
+    """Print a table of all schedules that train, side by side at equal work."""
+    parser = Parser(
+        "penstock schedule compare",
+        "Prove and time every schedule that trains, each with the local stages that it is meant for, at equal work:\n"
+        "the times are those of ONE microbatch through ALL local stages of one rank. Least bubble first.\n"
+        "peak live is the largest over ranks of live microbatches, counted as full ranks of activations. above bound\n"
+        "says by how much the span exceeds a proven lower bound: that of every order, with backwards split or not,\n"
+        "in which the stages lie on the same ranks and no more is live. 0% is an optimum; above it the bound may be\n"
+        "loose. Fused pairs with a time of their own (--pair) have no bound.",
+        examples=(
+            "penstock schedule compare --ranks 8 --microbatches 32",
+            "penstock schedule compare --ranks 8 --microbatches 24 \\",
+            "    --forward 29.718 --backward-input 29.444 --backward-weight 19.927 --transfer 0.527",
+        ),
+    )
+    add_size(parser, ranks=8, microbatches=32)
+    parser.add_argument("--schedules", nargs="+", metavar="NAME", help="only these (default: all)")
+    add_costs(parser)
+    add_own_options(parser, [name for name in schedule.names() if schedule.options(name)], without=COST_NAMES)
+    add_json(parser)
+    options = parser.parse_args(arguments)
+    rows = [row for name in options.schedules or schedule.names() if (row := _row_of(name, options)) is not None]
+    rows.sort(key=lambda row: (row["bubble_rate"], row["peak_live_microbatches"]))
+    if options.json:
+        print_json(rows)
+    else:
+        _print_comparison(rows)
+    return 0
+
+
 COMMANDS = {
     "list": Command("the schedules that can be built", __name__, "list_schedules"),
     "show": Command("draw a schedule in the terminal, as SVG or PNG, a page, or a Perfetto trace", __name__, "show"),
     "verify": Command("prove a schedule from a file, also one written by hand or by torch", __name__, "verify"),
     "simulate": Command("time a schedule: makespan, bubble, live microbatches", __name__, "simulate"),
-    "compare": Command("all schedules side by side: bubble, memory, messages", "penstock.cli.schedule_compare"),
+    "compare": Command("all schedules side by side: bubble, memory, messages", __name__, "compare"),
     "export": Command("write a schedule as text or as torch's CSV", __name__, "export"),
 }
 
@@ -229,3 +287,42 @@ def _events(timeline: schedule.Timeline) -> list[list[dict[str, object]]]:
 
 def _written(options: argparse.Namespace) -> dict[str, object]:
     return {} if options.output is None else {"written": str(options.output)}
+
+
+def _row_of(name: str, options: argparse.Namespace) -> dict[str, Any] | None:
+    """The figures of one schedule; None for one that does not train."""
+    program = proved(options, name)
+    if not program.schedule.training:
+        return None
+    costs = costs_of(options)
+    timeline = schedule.simulate(program, costs)
+    least = _span_bound(program, costs, max(timeline.peak_live_microbatches))
+    num_messages = schedule.verify(program).num_messages
+    return {
+        "schedule": name,
+        "stages_per_rank": program.placement.stages_per_rank,
+        "bubble_rate": timeline.bubble_rate,
+        "makespan": timeline.makespan,
+        "span_cost": timeline.span_cost,
+        "span_bound": least,
+        # Rounded, for both are sums of the same times in different orders; an optimum is 0 and not -0.
+        "above_bound": round(timeline.span_cost / least - 1, 9) + 0.0 if least else None,
+        "peak_live_microbatches": max(timeline.peak_live_microbatches),
+        "peak_live_bytes": max(timeline.peak_live_bytes),
+        "num_messages": num_messages,
+        "message_bytes": num_messages * options.message_bytes,
+    }
+
+
+def _span_bound(program: schedule.Program, costs: schedule.Costs, limit: float) -> float | None:
+    """The lower bound on the span of every order within a limit; None for times that it does not cover."""
+    if costs.pair is not None:
+        return None
+    return bound(program.placement, program.schedule.num_microbatches, costs, max(1.0, limit))
+
+
+def _print_comparison(rows: list[dict[str, Any]]) -> None:
+    shown = [column for column in _COLUMNS if not column[0].endswith("_bytes") or any(row[column[0]] for row in rows)]
+    cells = [[head for _, head, _ in shown]]
+    cells += [[_UNKNOWN if row[name] is None else format(row[name], form) for name, _, form in shown] for row in rows]
+    print_table(cells)

@@ -8,20 +8,20 @@ from penstock import schedule
 from penstock.cli.commands import Parser
 from penstock.schedule import files
 
-# Name, default, what it is. What a builder of that name wants to know too is not asked for twice.
+# Name, default, meaning. A builder's own option of the same name is not added a second time.
 _TIMES = (
     ("forward", 1.0, "F"),
-    ("backward_input", 1.0, "I, the part of B that the rank before waits for"),
+    ("backward_input", 1.0, "I, the part of B that the previous rank waits for"),
     ("backward_weight", 1.0, "W, the other part of B"),
     ("pair", None, "a fused pair of F and B (default: as long as both)"),
 )
 _OTHERS = (
     ("transfer", 0.0, "time of a message between two ranks; it blocks neither"),
-    ("message_bytes", 0.0, "bytes of a message, which take their time by --bandwidth"),
-    ("bandwidth", None, "bytes that a channel takes in a unit of time (default: any number)"),
+    ("message_bytes", 0.0, "bytes of a message, which take time by --bandwidth"),
+    ("bandwidth", None, "bytes that a channel carries in a unit of time (default: unlimited)"),
     ("reduce", 0.0, "time of the gradient reduction of a stage"),
     ("step", 0.0, "time of the optimizer step"),
-    ("microbatch_bytes", 0.0, "bytes that a rank keeps of a microbatch; or those of each stage of the model"),
+    ("microbatch_bytes", 0.0, "bytes that a rank keeps of a microbatch; or a number for each stage of the model"),
     ("weight_memory_share", 1.0, "share of them that is kept from a microbatch's I until its W"),
 )
 _PER_STAGE = ("microbatch_bytes", "weight_memory_share")
@@ -29,7 +29,7 @@ COST_NAMES = (*(name for name, _, _ in (*_TIMES, *_OTHERS)), "lengths")
 
 
 def add_size(parser: Parser, *, ranks: int = 4, microbatches: int = 8, of_file: bool = False) -> None:
-    """Add the counts; a file has its own."""
+    """Add the counts, without defaults for a file, which has its own."""
     for option, default, what in (
         ("--ranks", ranks, "processes of the pipeline"),
         ("--microbatches", microbatches, "parts of a batch"),
@@ -39,7 +39,7 @@ def add_size(parser: Parser, *, ranks: int = 4, microbatches: int = 8, of_file: 
 
 
 def add_schedule(parser: Parser, arguments: list[str], *, costs: bool = True) -> None:
-    """Add NAME, the counts, the costs if they matter, and the options that the named schedule has of its own."""
+    """Add NAME, the counts, the costs if asked for, and the named schedule's own options."""
     parser.add_argument(
         "name", metavar="NAME", help="a name that `penstock schedule list` prints, or a .csv or .txt file"
     )
@@ -47,7 +47,7 @@ def add_schedule(parser: Parser, arguments: list[str], *, costs: bool = True) ->
     parser.add_argument(
         "--stages-per-rank", type=int, default=None, metavar="N", help="local stages (default: as the schedule has it)"
     )
-    said = "gradients leave for the rank before as soon as they are there, before W, as the engine has it"
+    said = "send each gradient to the previous rank as soon as it is computed, before W, as the engine does"
     parser.add_argument("--early-gradients", action="store_true", help=said)
     if costs:
         add_costs(parser)
@@ -57,13 +57,13 @@ def add_schedule(parser: Parser, arguments: list[str], *, costs: bool = True) ->
 
 
 def _names_file(arguments: list[str]) -> bool:
-    """Whether the schedule is one from a file; what is written into is none."""
+    """Return whether the schedule is read from a file; the --output file does not count."""
     before = ["", *arguments]
     return any(files.is_file(word) and last != "--output" for last, word in zip(before, arguments))
 
 
 def add_own_options(parser: Parser, names: Sequence[str], *, without: Sequence[str]) -> None:
-    """Add the options that these schedules have of their own, but for those that are there already."""
+    """Add the options of these schedules' own, except those in `without`."""
     own = parser.add_argument_group(f"options of {', '.join(names)}")
     known: dict[str, object] = {}
     for name in names:
@@ -90,7 +90,7 @@ def add_costs(parser: Parser) -> None:
         said = what if default is None else f"{what} (default {default:g})"
         kind = _numbers if name in _PER_STAGE else float
         others.add_argument(flag(name), type=kind, default=default, metavar="NUMBER", help=said)
-    said = "a factor for each microbatch on its times and bytes: 1,0.5,1.5 (default: all alike)"
+    said = "a factor for each microbatch on its times and bytes: 1,0.5,1.5 (default: all equal)"
     others.add_argument("--lengths", type=_list, default=(), metavar="FACTORS", help=said)
 
 
@@ -111,22 +111,22 @@ def _numbers(text: str) -> float | tuple[float, ...]:
 
 
 def costs_of(options: argparse.Namespace) -> schedule.Costs:
-    """The costs that were given."""
+    """The given costs."""
     return schedule.Costs(**{name: getattr(options, name) for name in COST_NAMES})
 
 
 def own_options(name: str, options: argparse.Namespace) -> dict[str, Any]:
-    """What was given of a schedule's own options."""
+    """The given values of a schedule's own options."""
     known = schedule.options(name) if name in schedule.names(with_aliases=True) else {}
     return {option: getattr(options, option) for option in known if hasattr(options, option)}
 
 
 def proved(options: argparse.Namespace, name: str | None = None, *, shared_channels: bool = False) -> schedule.Program:
-    """The program of the schedule that the options name, or of another of that size, proved.
+    """The proved program of the schedule that the options name, or of the schedule `name` at the same size.
 
-    A file has counts of its own, which the options then have too.
+    A file has its own counts, which are copied into the options.
 
-    Raises: ScheduleError for a file that is wrong or has other counts than were asked for; ValueError as `build`.
+    Raises: ScheduleError for a file that is wrong or has other counts than asked for; ValueError as `build`.
     """
     name = options.name if name is None else name
     assert name is not None

@@ -1,39 +1,217 @@
 """`penstock score MODEL FILE.jsonl`: each token's log-probability, and each text's perplexity."""
 
-import os
+import hashlib
+import json
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from penstock.cli.launch import Group, find_group, launch
-from penstock.cli.score_arguments import read_arguments
+from penstock.cli.commands import Parser, add_process_options, print_json, refuse_not_positive, refuse_to_overwrite
+from penstock.cli.launch import Group, agree, find_group_of, launch
+from penstock.settings import ParallelConfig
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
+
+    from penstock.cli.score_file import Summary
+    from penstock.cli.scoring import ScoreJob
 
 MODULE = "penstock.cli.score"
+
+
+@dataclass(frozen=True)
+class ScoreArguments:
+    """One call of the command; `parallel` describes one pipeline, of which `dp` share the texts.
+
+    max_tokens: of a microbatch.
+    """
+
+    model: Path
+    file: Path
+    output: Path
+    dp: int
+    parallel: ParallelConfig
+    max_tokens: int | None
+    temperature: float
+    text_field: str
+    native: bool
+    json: bool
+
+    @property
+    def decisive(self) -> dict[str, object]:
+        """The arguments that the scores depend on, beside the model and the texts."""
+        return {"temperature": self.temperature, "text_field": self.text_field}
 
 
 def main(words: Sequence[str]) -> int:
     """Run the command; returns its exit code.
 
     Raises:
-        ValueError, OSError: the model, the texts or the output can not be used; nothing has been started or written.
+        ValueError, OSError: the model, the texts or the output cannot be used; nothing has been started or written.
     """
     arguments = read_arguments(words)
-    if arguments.output.exists():
-        raise ValueError(f"{arguments.output} exists already and was left as it is; give another --output")
-    if not arguments.output.parent.is_dir():
-        raise ValueError(f"cannot write {arguments.output}: there is no folder {arguments.output.parent}")
-    group = find_group(os.environ)
-    if group is not None and group.world_size != arguments.world_size:
-        raise ValueError(
-            f"{group.origin} has {group.world_size} processes, but --pp {arguments.pp} x --dp {arguments.dp} x --cp "
-            f"{arguments.cp} x --tp {arguments.tp} is {arguments.world_size}; make them equal"
-        )
-    from penstock.cli.score_worker import check, run_worker
-
-    if group is None and arguments.world_size > 1:
-        # All that can be known now is told here: the workers would each take seconds to find it out.
+    refuse_to_overwrite(arguments.output, otherwise="give another --output")
+    parallel = arguments.parallel
+    sizes = {"pp": parallel.pp, "dp": arguments.dp, "cp": parallel.cp, "tp": parallel.tp}
+    group, world_size = find_group_of(sizes)
+    if group is None and world_size > 1:
+        # The workers would each take seconds to find a mistake, so look for it before they are started.
         check(arguments)
-        return launch(words, arguments.world_size, arguments.num_threads, MODULE, "continues where it was stopped")
-    return run_worker(arguments, group or Group.alone())
+        return launch(words, world_size, parallel.num_threads, MODULE, "continues where it was stopped")
+    return _run_worker(arguments, group or Group.alone())
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        "penstock score",
+        """Write each token's log-probability, in nats, and each text's perplexity. MODEL is the folder of a run,
+whose newest checkpoint is taken, or of a Hugging Face model. A line of FILE is {"text": ...}, or {"tokens": [...]}
+with token ids, or {"prompt": ..., "completion": ...}, each a text or token ids, of which the completion is scored.
+An "id" is carried along. A call that was stopped is continued by the same command; no file is ever overwritten.""",
+        examples=(
+            "penstock score runs/demo texts.jsonl                 writes texts.scores.jsonl",
+            "penstock score runs/demo texts.jsonl --pp 2 --json   two stages, and a summary as JSON",
+            "penstock score runs/demo texts.jsonl --dp 4          four models, each with its part of the texts",
+        ),
+    )
+    parser.add_argument("model", type=Path, metavar="MODEL", help="the folder of a run, or of a Hugging Face model")
+    parser.add_argument("file", type=Path, metavar="FILE.jsonl", help="the texts, a JSON object a line")
+    parser.add_argument("--output", type=Path, metavar="OUT.jsonl", help="default: FILE.scores.jsonl beside FILE")
+    parser.add_argument("--pp", type=int, default=1, metavar="N", help="stages, each a process here (default 1)")
+    parser.add_argument("--dp", type=int, default=1, metavar="N", help="pipelines that share the texts (default 1)")
+    parser.add_argument("--cp", type=int, default=1, metavar="N", help="ranks that share each text (default 1)")
+    parser.add_argument("--tp", type=int, default=1, metavar="N", help="ranks that share each stage (default 1)")
+    parser.add_argument(
+        "--max-tokens", type=int, metavar="N", help="of a microbatch (default 2048, or the longest text)"
+    )
+    parser.add_argument("--temperature", type=float, default=1.0, metavar="T", help="divides the logits (default 1)")
+    parser.add_argument(
+        "--text-field", default="text", metavar="NAME", help='where a line has its text (default "text")'
+    )
+    add_process_options(parser)
+    parser.add_argument(
+        "--no-native", action="store_true", help="run a Hugging Face model by transformers' own layers, of any family"
+    )
+    parser.add_argument("--json", action="store_true", help="print the summary as JSON, and progress to standard error")
+    return parser
+
+
+def read_arguments(words: Sequence[str]) -> ScoreArguments:
+    """Read the command line.
+
+    Raises: ValueError for a mistake in it.
+    """
+    given = _parser().parse_args(list(words))
+    refuse_not_positive(given, ("pp", "dp", "cp", "tp", "max_tokens", "threads", "temperature", "timeout"))
+    return ScoreArguments(
+        model=given.model,
+        file=given.file,
+        output=given.output or given.file.with_suffix(".scores.jsonl"),
+        dp=given.dp,
+        parallel=ParallelConfig(
+            pp=given.pp,
+            cp=given.cp,
+            tp=given.tp,
+            device=given.device,
+            num_threads=given.threads,
+            timeout_s=given.timeout,
+        ),
+        max_tokens=given.max_tokens,
+        temperature=given.temperature,
+        text_field=given.text_field,
+        native=not given.no_native,
+        json=given.json,
+    )
+
+
+def check(arguments: ScoreArguments) -> "ScoreJob":
+    """Read the model's settings and the texts.
+
+    Raises: ValueError for input that cannot be scored.
+    """
+    from penstock.cli.scoring import MICROBATCH_TOKENS, ScoreJob
+    from penstock.cli.texts import open_to_cut, read_texts
+
+    model = open_to_cut(arguments.model, arguments.parallel.pp, arguments.native)
+    texts = read_texts(arguments.file, model, arguments.text_field)
+    longest = max(texts, key=lambda text: len(text.tokens))
+    if arguments.max_tokens is not None and len(longest.tokens) > arguments.max_tokens:
+        raise ValueError(
+            f"{arguments.file}, line {longest.line}: has {len(longest.tokens)} tokens, more than --max-tokens "
+            f"{arguments.max_tokens}; no text is cut, so give at least that"
+        )
+    max_tokens = arguments.max_tokens or max(MICROBATCH_TOKENS, len(longest.tokens))
+    job = ScoreJob(model, texts, max_tokens, arguments.parallel.cp)
+    job.check()
+    return job
+
+
+def _run_worker(arguments: ScoreArguments, group: Group) -> int:
+    """Score as one process of `group`; returns the exit code."""
+    from penstock.cli.together import work_together
+
+    parallel = arguments.parallel
+    return work_together(group, parallel.num_threads, parallel.timeout_s, lambda store: _score(arguments, group, store))
+
+
+def _score(arguments: ScoreArguments, group: Group, store: "Store") -> None:
+    from penstock.cli.score_file import ScoreFile
+    from penstock.cli.scoring import Pipelines, Scoring
+    from penstock.cli.together import choose_device, initialise, refuse_differing, together
+    from penstock.engine.engine import Engine
+    from penstock.runtime import Watchdog
+
+    parallel = arguments.parallel
+    job = together(store, group, "texts", lambda: check(arguments))
+    digest = _digest(job.texts)
+    refuse_differing(store, group, "scoring", {**arguments.decisive, "texts": digest, "max_tokens": job.max_tokens})
+    device = choose_device(store, group, parallel.device)
+    pipelines = Pipelines.of(store, group, arguments.dp, parallel.timeout_s)
+    initialise(*pipelines.world(group), device, parallel.timeout_s)
+    engine = Engine(*job.model.arguments(replace(parallel, device=device)))
+    version = job.model.load(engine)
+    decisive = [str(job.model.folder.resolve()), version, digest, job.max_tokens, arguments.decisive]
+    ends = list(accumulate(map(len, job.batches)))
+    watchdog = Watchdog.of_run(engine.recorder, parallel.timeout_s, engine.grid.control, engine.grid.pp_ranks)
+    # Ranks that share the last stage have the same results; one of them delivers.
+    delivers = engine.pipeline.gives_results and (engine.grid.tp_rank, engine.grid.cp_rank) == (0, 0)
+    try:
+        writes = delivers and pipelines.index == 0
+        file = together(
+            store, group, "file", lambda: ScoreFile(arguments.output, _digest(decisive), ends) if writes else None
+        )
+        num_lines = agree(store, group, "lines", {"num": 0 if file is None else file.num_lines})
+        first = max(lines["num"] for lines in num_lines)
+        scoring = Scoring(engine, job, pipelines, delivers, file, first)
+        summary = scoring.run(arguments.temperature, sys.stderr if arguments.json else sys.stdout)
+        # The store may belong to a process that has already finished its own work.
+        agree(store, group, "end", {})
+    finally:
+        watchdog.close()
+        engine.close()
+    if file is not None and summary is not None:
+        file.publish()
+        _show(summary, arguments)
+
+
+def _digest(value: object) -> str:
+    text = json.dumps(value, default=lambda text: [text.line, text.id, list(text.tokens), text.num_prompt_tokens])
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def _show(summary: "Summary", arguments: ScoreArguments) -> None:
+    paths = {"model": str(arguments.model), "file": str(arguments.file), "output": str(arguments.output)}
+    if arguments.json:
+        print_json({**paths, **summary.to_dict()})
+        return
+    perplexity = "no token had one before it" if summary.perplexity is None else f"perplexity {summary.perplexity:.4f}"
+    print(
+        f"{summary.num_lines} lines, {summary.num_scored_tokens:,} tokens scored, {perplexity}; "
+        f"wrote {arguments.output}"
+    )
 
 
 if __name__ == "__main__":  # how `launch` starts workers

@@ -1,20 +1,20 @@
-"""Texts to score: a JSON object a line, as text or as token ids, whole or divided into prompt and completion."""
+"""The input of `penstock score` and `penstock generate`: a saved model, and JSON lines of texts or prompts for it."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
-from penstock.data.tokenizer import Tokenizer
-from penstock.engine.saved_model import SavedModel
+from penstock.engine.saved_model import SavedModel, open_model
 
-_FORMS = '{"text": ...}, {"tokens": [...]} or {"prompt": ..., "completion": ...}'
+_TEXT_FORMS = '{"text": ...}, {"tokens": [...]} or {"prompt": ..., "completion": ...}'
+_PROMPT_FORMS = '{"prompt": ...} or {"tokens": [...]}'
 
 
 @dataclass(frozen=True)
 class Text:
-    """One line: its number from 1, its "id" if it has one, its token ids, and how many of these are the prompt's."""
+    """One line to score: its number from 1, its "id" if it has one, its token ids, and how many of these are prompt."""
 
     line: int
     id: Any
@@ -23,18 +23,41 @@ class Text:
 
     @property
     def num_scored(self) -> int:
-        """The tokens that have something before them to be told from, and are not the prompt's."""
+        """The tokens that follow another token and are not part of the prompt."""
         return len(self.tokens) - max(self.num_prompt_tokens, 1)
 
 
-def read_texts(path: Path, model: SavedModel, text_field: str = "text") -> list[Text]:
-    """All lines of a file that the model can score.
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt: its token ids, its text if it was given as text, and the line and "id" if it came from a file."""
 
-    Raises: ValueError naming the line that can not be, and why.
+    tokens: Sequence[int]
+    text: str | None = None
+    line: int | None = None
+    id: Any = None
+
+
+def open_to_cut(folder: Path, pp: int, native: bool = True) -> SavedModel:
+    """Open a saved model that is to be cut into `pp` stages.
+
+    Raises: ValueError as `open_model` does, and for more stages than the model has units.
     """
-    texts = [_text(path, number, line, model.tokenizer, text_field) for number, line in _lines(path)]
-    if not texts:
-        raise ValueError(f"{path} has no line to score; a line is {_FORMS}")
+    model = open_model(folder, native)
+    if pp > model.num_units:
+        raise ValueError(
+            f"--pp {pp} asks for {pp} stages, but {model.folder} has {model.num_units} units "
+            f"to cut from, so at most {model.num_units} are possible"
+        )
+    return model
+
+
+def read_texts(path: Path, model: SavedModel, text_field: str = "text") -> list[Text]:
+    """Read all lines of a file to score.
+
+    Raises: ValueError naming the line that the model cannot score, and why.
+    """
+    lines = _lines(path, "score", _TEXT_FORMS)
+    texts = [_text(f"{path}, line {number}", number, line, model, text_field) for number, line in lines]
     for text in texts:
         where = f"{path}, line {text.line}"
         if not text.tokens:
@@ -51,7 +74,28 @@ def read_texts(path: Path, model: SavedModel, text_field: str = "text") -> list[
     return texts
 
 
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
+def read_prompts(path: Path, model: SavedModel) -> list[Prompt]:
+    """Read all lines of a file of prompts.
+
+    Raises: ValueError naming the line that is not a prompt, and why.
+    """
+    lines = _lines(path, "continue", _PROMPT_FORMS)
+    return [_prompt(f"{path}, line {number}", number, line, model) for number, line in lines]
+
+
+def prompts_of_texts(texts: Sequence[str], model: SavedModel) -> list[Prompt]:
+    """Make prompts of texts.
+
+    Raises: ValueError where the model has no tokenizer.
+    """
+    return [Prompt(_prompt_tokens(f"prompt {number}", text, model), text) for number, text in enumerate(texts)]
+
+
+def _lines(path: Path, purpose: str, forms: str) -> list[tuple[int, str]]:
+    """The lines that are not blank, with their numbers.
+
+    Raises: ValueError for a file that cannot be read or has no such line.
+    """
     try:
         content = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -59,38 +103,73 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 ({error.reason} at byte {error.start}); give JSON lines") from None
     # Not splitlines: that would also cut at separators which JSON allows inside a text.
-    return ((number, line) for number, line in enumerate(content.split("\n"), 1) if line.strip())
+    lines = [(number, line) for number, line in enumerate(content.split("\n"), 1) if line.strip()]
+    if not lines:
+        raise ValueError(f"{path} has no line to {purpose}; a line is {forms}")
+    return lines
 
 
-def _text(path: Path, number: int, line: str, tokenizer: Tokenizer | None, text_field: str) -> Text:
-    where = f"{path}, line {number}"
+def _parsed(where: str, line: str, forms: str) -> Any:
     try:
-        value = json.loads(line)
+        return json.loads(line)
     except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: is not JSON ({error.msg}); a line is {_FORMS}") from None
+        raise ValueError(f"{where}: is not JSON ({error.msg}); a line is {forms}") from None
+
+
+def _text(where: str, number: int, line: str, model: SavedModel, text_field: str) -> Text:
+    value = _parsed(where, line, _TEXT_FORMS)
     if not isinstance(value, dict):
-        raise ValueError(f"{where}: is a JSON {type(value).__name__}; a line is {_FORMS}")
+        raise ValueError(f"{where}: is a JSON {type(value).__name__}; a line is {_TEXT_FORMS}")
     if "prompt" in value and "completion" in value:
-        prompt, completion = (_tokens(where, name, value[name], tokenizer) for name in ("prompt", "completion"))
+        prompt, completion = (_text_tokens(where, name, value[name], model) for name in ("prompt", "completion"))
         if not completion:
             raise ValueError(f"{where}: its completion is empty; nothing would be scored")
         return Text(number, value.get("id"), [*prompt, *completion], len(prompt))
     for name in ("tokens", text_field):
         if name in value:
-            return Text(number, value.get("id"), _tokens(where, name, value[name], tokenizer))
-    raise ValueError(f"{where}: has only {', '.join(map(repr, value)) or 'an empty object'}; a line is {_FORMS}")
+            return Text(number, value.get("id"), _text_tokens(where, name, value[name], model))
+    raise ValueError(f"{where}: has only {', '.join(map(repr, value)) or 'an empty object'}; a line is {_TEXT_FORMS}")
 
 
-def _tokens(where: str, name: str, value: Any, tokenizer: Tokenizer | None) -> Sequence[int]:
-    """A text's token ids, or the ids as they are given."""
+def _prompt(where: str, number: int, line: str, model: SavedModel) -> Prompt:
+    value = _parsed(where, line, _PROMPT_FORMS)
+    given = value if isinstance(value, dict) else {}
+    text, tokens = given.get("prompt"), given.get("tokens")
+    if isinstance(text, str):
+        return Prompt(_prompt_tokens(where, text, model), text, number, given.get("id"))
+    if _are_ids(tokens):
+        return Prompt(tokens, None, number, given.get("id"))
+    raise ValueError(f"{where}: holds no prompt; a line is {_PROMPT_FORMS}, a text or a list of token ids")
+
+
+def _text_tokens(where: str, name: str, value: Any, model: SavedModel) -> Sequence[int]:
+    """The token ids of a text, or the ids as given."""
     if isinstance(value, str) and name != "tokens":
-        if tokenizer is None:
+        if model.tokenizer is None:
             raise ValueError(f"{where}: {name!r} is a text, but the model has no tokenizer; give token ids")
-        try:
-            return tokenizer.encode([value])[0].tolist()
-        except UnicodeEncodeError as error:
-            raise ValueError(f"{where}: {name!r} can not be written as UTF-8 ({error.reason})") from None
-    if isinstance(value, list) and all(type(token) is int for token in value):
+        return _encoded(f"{where}: {name!r}", value, model)
+    if _are_ids(value):
         return value
     wanted = "a list of token ids" if name == "tokens" else "a text or a list of token ids"
     raise ValueError(f"{where}: {name!r} must be {wanted}")
+
+
+def _prompt_tokens(where: str, text: str, model: SavedModel) -> Sequence[int]:
+    if model.tokenizer is None:
+        raise ValueError(f"{where} is a text, but {model.folder} has no tokenizer; give token ids in a --file")
+    tokens = _encoded(where, text, model)
+    if not tokens:
+        raise ValueError(f"{where} is empty; a model continues what has at least one token")
+    return tokens
+
+
+def _encoded(where: str, text: str, model: SavedModel) -> list[int]:
+    assert model.tokenizer is not None
+    try:
+        return model.tokenizer.encode([text])[0].tolist()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{where} cannot be written as UTF-8 ({error.reason})") from None
+
+
+def _are_ids(value: Any) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and all(type(token) is int for token in value)

@@ -1,4 +1,4 @@
-"""One process of a group at work: it meets the others, refuses what any of them must refuse, and ends without waiting.
+"""One process of a group: it meets the others, refuses input that any of them refuses, and ends without waiting.
 
 Training, scoring, generation and the test of links share this when they run on several processes.
 """
@@ -25,8 +25,8 @@ from penstock.cli.launch import (
     Group,
     agree,
     follow_launcher,
-    is_first_to_tell,
-    is_told,
+    is_reported,
+    reports_first,
     stay_for_others,
 )
 from penstock.parallel.host import on_all_ranks
@@ -39,19 +39,19 @@ T = TypeVar("T")
 _AGENTS_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 _PLACE = "penstock/rounds"
 _POLL_S = 0.01
-# How long rank 0 waits for one rank's word before it looks whether the rank it has greeted was of an earlier round.
+# How long rank 0 waits for one rank's thanks before it reads the rank's word anew: it may have been an earlier round's.
 _PATIENCE_S = 0.2
 
 
 def work_together(group: Group, num_threads: int, timeout_s: float, work: Callable[[Store], None]) -> int:
     """Do `work`, given the store where the processes of `group` meet; returns the command's exit code.
 
-    A user's mistake is told by one process for all, in one sentence. When a peer fails, every process tells where it
-    was and ends at once: nothing that could wait for the peer is called any more.
+    One process reports a user's mistake for all, in one sentence. When a peer fails, every process reports where it
+    was and ends at once: nothing is called any more that could wait for the peer.
     """
     follow_launcher()
     if group.world_size > 1:
-        faulthandler.enable()  # what crashes below Python says where it was
+        faulthandler.enable()  # a crash below Python prints its place
     torch.set_num_threads(num_threads)
     store = join(group, timeout_s)
     try:
@@ -59,32 +59,32 @@ def work_together(group: Group, num_threads: int, timeout_s: float, work: Callab
         if dist.is_initialized():
             dist.destroy_process_group()
     except ValueError as error:
-        if is_first_to_tell(store):
+        if reports_first(store):
             print(f"penstock: {error}", file=sys.stderr)
         stay_for_others(store, group)
         return _end(group, REFUSED)
     except Exception as error:
-        if not is_told(store):
-            _tell_failure(group, error)
+        if not is_reported(store):
+            _report_failure(group, error)
         return _end(group, FAILED)
     return _end(group, 0)
 
 
 def refuse_differing(store: Store, group: Group, key: str, ours: Mapping[str, Any]) -> None:
-    """Refuse values that are not the same on every rank.
+    """Refuse values that differ between ranks.
 
     Raises:
         ConfigError: on every process; the message names what differs, and on which rank.
     """
-    told = agree(store, group, key, ours)
-    for rank, theirs in enumerate(told):
-        changed = differences(theirs, told[0], here=f"on rank {rank}", there="on rank 0")
+    values = agree(store, group, key, ours)
+    for rank, theirs in enumerate(values):
+        changed = differences(theirs, values[0], here=f"on rank {rank}", there="on rank 0")
         if changed:
             raise ConfigError(f"all ranks of a run need the same settings, but these differ: {'; '.join(changed)}")
 
 
 def together(store: Store, group: Group, key: str, work: Callable[[], T]) -> T:
-    """Do `work` on every process, and go on only if no process has refused: all of them get the error of the first.
+    """Do `work` on every process; if any process refuses, all raise the error of the first that did.
 
     Raises:
         ValueError: on every process, if some process's work did.
@@ -97,13 +97,14 @@ def together(store: Store, group: Group, key: str, work: Callable[[], T]) -> T:
 
 
 def choose_device(store: Store, group: Group, wanted: str) -> Device:
-    """Settle "auto": "cuda" if every rank finds a GPU of its own on its machine, else "cpu"; the same on all ranks.
+    """Resolve "auto": "cuda" if every rank finds a GPU of its own on its machine, else "cpu"; the same on all ranks.
 
     Raises:
         ConfigError: GPUs are demanded, and some rank finds none.
     """
     found = torch.cuda.is_available() and torch.cuda.device_count() > group.local_rank
-    lacking = [rank for rank, told in enumerate(agree(store, group, "gpu", {"found": found})) if not told["found"]]
+    answers = agree(store, group, "gpu", {"found": found})
+    lacking = [rank for rank, answer in enumerate(answers) if not answer["found"]]
     if wanted == "cuda" and lacking:
         raise ConfigError(
             f'parallel.device = "cuda", but rank {lacking[0]} finds no GPU of its own; start fewer ranks a machine, '
@@ -113,7 +114,7 @@ def choose_device(store: Store, group: Group, wanted: str) -> Device:
 
 
 def initialise(store: Store, group: Group, device: str, timeout_s: float) -> None:
-    """Make the default process group, from which the engine makes its own."""
+    """Create the default process group, from which the engine creates its own."""
     if device == "cuda":
         torch.cuda.set_device(group.local_rank)
     if group.world_size == 1:
@@ -127,31 +128,31 @@ def initialise(store: Store, group: Group, device: str, timeout_s: float) -> Non
     )
 
 
-def _tell_failure(group: Group, error: Exception) -> None:
-    """One sentence where a peer has failed or is silent; a traceback for what nobody has foreseen."""
+def _report_failure(group: Group, error: Exception) -> None:
+    """Print one sentence if a peer has failed or is silent, and a traceback for an unexpected error."""
     expected = isinstance(error, PipelineError) or _is_of_backend(error)
     if not expected or os.environ.get("PENSTOCK_TRACEBACK"):
         traceback.print_exception(error)
-    # What comes from below the engine does not say where in the run it happened.
+    # Errors from below the engine do not say where in the run they happened.
     where = "" if isinstance(error, PipelineError) else "; ".join([*getattr(error, "__notes__", []), ""])
     print(f"penstock: process {group.rank}: {where}{_first_sentence(error)}", file=sys.stderr)
 
 
 def _first_sentence(error: Exception) -> str:
-    """What an error says, without the place in a backend's source and the backend's advice."""
+    """The message of an error, without the place in a backend's source and the backend's advice."""
     return re.sub(r"^\[\S+\] |\. This is typically[^)]*", "", " ".join(str(error).split()))
 
 
 def _is_of_backend(error: Exception) -> bool:
-    """Whether a collective failed; gloo has no error of its own."""
+    """Return whether a collective failed; gloo has no exception class of its own."""
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
 
 
 def _end(group: Group, code: int) -> int:
-    """End a process of its own now.
+    """End this process now if it is one of several.
 
-    A regular end would wait for threads and groups that wait for a peer, and a thread that is inside a backend while
-    the interpreter goes away would abort a process that has done all its work.
+    A regular exit would wait for threads and groups that wait for a peer, and a thread that is inside a backend while
+    the interpreter shuts down would abort a process that has done all its work.
     """
     if group.world_size == 1:
         return code
@@ -161,7 +162,7 @@ def _end(group: Group, code: int) -> int:
 
 
 def join(group: Group, timeout_s: float) -> Store:
-    """Meet the other processes of the group at a store that all share, and no process of an earlier start does."""
+    """Meet the other processes of the group at a store that no process of an earlier start shares."""
     if group.world_size == 1:
         return HashStore()
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = group.address, str(group.port)
@@ -172,21 +173,21 @@ def join(group: Group, timeout_s: float) -> Store:
     return agree_on_round(store, group.rank, group.world_size, timeout_s)
 
 
-# A group that torchrun restarts keeps one store for all its rounds: what the processes of an earlier round have left
-# there must not be taken for what those of this round say.
+# A group that torchrun restarts keeps one store for all its rounds: values that an earlier round left there must not be
+# taken for this round's.
 
 
 class Missing(ValueError):
-    """Some processes of the group did not come in time."""
+    """Some processes of the group did not arrive in time."""
 
 
 def agree_on_round(store: Store, rank: int, world_size: int, timeout_s: float) -> Store:
     """The part of a store that belongs to the processes that call this now, and to no earlier ones.
 
-    Each process leaves a word that nobody has used before. Rank 0 answers every word it finds with the round's name,
-    also those that were left by processes which are no more; only a process that lives thanks for it.
+    Each process leaves a unique word. Rank 0 answers every word it finds with the round's name, even words left by
+    processes that have ended; only a live process acknowledges the answer.
 
-    Raises: Missing on rank 0, naming the ranks that did not come; TimeoutError on the others.
+    Raises: Missing on rank 0, naming the ranks that did not arrive; TimeoutError on the others.
     """
     deadline = time.monotonic() + timeout_s
     if rank == 0:

@@ -1,4 +1,4 @@
-"""`penstock trace`: draw a recorded step of a run, and say where each rank's time went."""
+"""`penstock trace`: draw a recorded step of a run, and show where each rank's time went."""
 
 import shlex
 from collections import Counter
@@ -17,13 +17,13 @@ _HEADINGS = ("compute", "waiting", "transfers", "reduction", "step", "between", 
 def main(arguments: list[str]) -> int:
     """Draw the step that a run recorded, and print where its time went.
 
-    Raises: ValueError for users' mistakes; OSError for a file that can not be read or written.
+    Raises: ValueError for users' mistakes; OSError for a file that cannot be read or written.
     """
     parser = Parser(
         "penstock trace",
-        "Draw a step as it was measured, and say per rank where its time went: compute, waiting and for whom,\n"
-        "gradient reductions, the optimizer step, between actions; and of each kind of collective, how much of its\n"
-        "time was hidden behind something else. RUN is the folder of a run, whose last step is\n"
+        "Draw a step as it was measured, and show where each rank's time went: compute, waiting and for whom,\n"
+        "gradient reductions, the optimizer step, between actions; and for each kind of collective, how much of its\n"
+        "time was hidden behind other work. RUN is the folder of a run, whose last step is\n"
         f"recorded in its {RECORDED_STEP_FILE}, or such a file.",
         examples=(
             "penstock trace runs/tiny",
@@ -32,8 +32,8 @@ def main(arguments: list[str]) -> int:
         ),
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a run, or a recorded step")
-    told = ", ".join(f"{ending} ({what})" for ending, what in ENDINGS.items())
-    parser.add_argument("--output", type=Path, metavar="FILE", help=f"draw into this file; by its ending: {told}")
+    forms = ", ".join(f"{ending} ({what})" for ending, what in ENDINGS.items())
+    parser.add_argument("--output", type=Path, metavar="FILE", help=f"draw into this file; by its ending: {forms}")
     parser.add_argument("--simulated", action="store_true", help="in the terminal, draw the simulated step too")
     parser.add_argument("--force", action="store_true", help="replace the file if it exists")
     parser.add_argument("--json", action="store_true", help="print one JSON document instead")
@@ -57,9 +57,9 @@ def main(arguments: list[str]) -> int:
 
 
 def _file_of(run: Path) -> Path:
-    """The recorded step of a run.
+    """Find the recorded step of a run.
 
-    Raises: ValueError if there is none, saying how a run comes to have one.
+    Raises: ValueError for a run without one, saying how to record it.
     """
     if run.is_file():
         return run
@@ -103,7 +103,7 @@ def _to_json(recorded: RecordedStep) -> dict[str, object]:
 
 
 def _print_spent(recording: Recording) -> None:
-    """Where each rank's time went, whom it waited for, and who was waited for most; no line longer than 80."""
+    """Print where each rank's time went and whom it waited for, in lines of at most 80 characters."""
     makespan, by_rank = recording.makespan, recording.spent()
     print(f"\nwhere the time went, of {number(makespan)} ms")
     print("rank" + "".join(f"{heading:>11}" for heading in _HEADINGS)[1:])
@@ -121,8 +121,8 @@ def _print_spent(recording: Recording) -> None:
         if spent.collectives:
             waits["collectives"] = spent.collectives
         longest_first = sorted(waits.items(), key=lambda item: item[1], reverse=True)
-        told = (f"{whom} {number(time)} ms ({_share(time, makespan)})" for whom, time in longest_first)
-        print(f"{rank:3}  {', '.join(told) or 'nobody'}")
+        texts = (f"{whom} {number(time)} ms ({_share(time, makespan)})" for whom, time in longest_first)
+        print(f"{rank:3}  {', '.join(texts) or 'nobody'}")
     if awaited:
         peer, time = awaited.most_common(1)[0]
         print(f"most for rank {peer}: {number(time)} ms, all ranks together")
@@ -131,7 +131,7 @@ def _print_spent(recording: Recording) -> None:
 
 
 def _print_collectives(recording: Recording) -> None:
-    """Of each kind of collective, the time in which its rank waited for it and that in which it did something else."""
+    """Print, for each kind of collective, the time that ranks waited for it and the time that it was hidden."""
     print("\ncollectives: exposed while their rank waited for them, hidden while it did not")
     print("rank  kind                number       MiB     exposed          hidden")
     for rank, kinds in enumerate(recording.collective_totals()):
@@ -143,7 +143,7 @@ def _print_collectives(recording: Recording) -> None:
 
 
 def _short(time: float) -> str:
-    """A time in at most five characters, as far as that can be."""
+    """Format a time in at most five characters, if possible."""
     return f"{time:.2f}" if time < 9.995 else f"{time:.1f}" if time < 999.95 else f"{time:.0f}"
 
 

@@ -1,22 +1,51 @@
-"""`penstock train RUN.toml`: check the settings, then start the workers of the run, or be one of them."""
+"""`penstock train RUN.toml`: reads and checks the settings, then starts the workers of the run, or becomes one of them.
 
+Every setting of the file can also be given on the command line, by its name.
+"""
+
+import dataclasses
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Annotated, Any, Literal, Union, get_args
 
 from penstock.cli.launch import Group, find_group, launch
-from penstock.cli.train_arguments import TrainArguments, read_arguments
 from penstock.engine.run_check import check, with_pretrained
 from penstock.engine.runs import check_folder
-from penstock.settings import check_world
+from penstock.settings import SETTINGS, ConfigError, RunConfig, Setting, check_world
+from penstock.settings.declare import is_union, plain, possible
+from penstock.settings.read import from_values, from_words, nearest, read_values, section_summaries, unknown_setting
+
+
+@dataclass(frozen=True)
+class Switches:
+    """The switches of one call of the command, which are not settings of the run."""
+
+    dry_run: bool = False
+    """Print layout, stages, schedule and memory, and start nothing."""
+    resume: bool = False
+    """Refuse to start anew: there must be a checkpoint to continue from."""
+    fresh: bool = False
+    """Refuse to continue: the output folder must hold no run."""
+    json: bool = False
+    """Print the result as JSON, and progress to standard error."""
+
+
+@dataclass(frozen=True)
+class TrainArguments:
+    """The arguments of one call: the file's settings, changed by those of the command line."""
+
+    config: RunConfig = field(default_factory=RunConfig)
+    switches: Switches = field(default_factory=Switches)
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the command; returns its exit code.
 
     Raises:
-        ValueError: the settings, the data or the output folder can not be used; nothing has been started or written.
+        ValueError: the settings, the data or the output folder cannot be used; nothing has been started or written.
     """
     arguments = read_arguments(argv)
     arguments = replace(arguments, config=check(with_pretrained(arguments.config)))
@@ -32,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
         check_world(config, group.world_size, group.origin)
         arguments = replace(arguments, config=config)
         return _work(arguments, group)
-    # All that can be known now is checked here: the workers would each take seconds to find it out.
+    # The workers would each take seconds to find a mistake, so look for it before they are started.
     check_folder(config, fresh=arguments.switches.fresh, resume=arguments.switches.resume)
     if config.parallel.world_size == 1:
         return _work(arguments, Group.alone())
@@ -43,9 +72,104 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _work(arguments: TrainArguments, group: Group) -> int:
-    from penstock.cli.train_worker import run_worker
+    from penstock.cli.train_worker import TrainWorker
 
-    return run_worker(arguments, group)
+    switches = arguments.switches
+    return TrainWorker(arguments.config, group, switches.resume, switches.fresh, switches.json).run()
+
+
+def read_arguments(argv: Sequence[str]) -> TrainArguments:
+    """Read ``RUN.toml [--switch ...] [--section.key value ...]``; ``--help`` prints all settings and exits.
+
+    Raises:
+        ConfigError: no file, an unknown name (the nearest known one is named), or a value of a wrong type or out of
+            bounds.
+    """
+    if {"-h", "--help"} & set(argv):
+        _print_help()
+        raise SystemExit(0)
+    if not argv or argv[0].startswith("-"):
+        raise ConfigError("penstock train takes the path of a run's TOML file first, such as examples/tiny.toml")
+    values, switches = read_values(argv[0]), set()
+    for flag, *words in _groups(argv[1:]):
+        name = flag.removeprefix("--").replace("-", "_")
+        if name in SETTINGS:
+            values[name] = from_words(SETTINGS[name], words)
+        elif name not in _SWITCHES:
+            raise _unknown_flag(flag, name)
+        elif words:
+            raise ConfigError(f"{flag} is a switch and takes no value, but {words[0]!r} follows it")
+        else:
+            switches.add(name)
+    if {"resume", "fresh"} <= switches:
+        raise ConfigError("--resume and --fresh exclude each other; without either a run is continued if there is one")
+    return TrainArguments(from_values(values), Switches(**dict.fromkeys(switches, True)))
+
+
+_SWITCHES = [switch.name for switch in dataclasses.fields(Switches)]
+
+
+def _groups(words: Sequence[str]) -> list[list[str]]:
+    """Each flag with its values; ``--name=value`` is split."""
+    groups: list[list[str]] = []
+    for word in words:
+        if word.startswith("--"):
+            name, equals, value = word.partition("=")
+            groups.append([name, value] if equals else [name])
+        elif not groups:
+            raise ConfigError(f"{word!r} stands after the run's file; settings are given as --section.key value")
+        else:
+            groups[-1].append(word)
+    return groups
+
+
+def _unknown_flag(flag: str, name: str) -> ConfigError:
+    if "." in name:
+        return unknown_setting(name)
+    known = [f"--{other}".replace("_", "-") for other in [*_SWITCHES, *SETTINGS]]
+    return ConfigError(f"there is no {flag}; the nearest one is {nearest(flag, known)}")
+
+
+def _print_help() -> None:
+    """Print every switch and setting with its type, help and default."""
+    import tyro
+
+    sections = []
+    for section, summary in section_summaries().items():
+        fields = [_field_of_help(own) for own in SETTINGS.values() if own.section == section]
+        kind = dataclasses.make_dataclass(section, fields, namespace={"__doc__": summary})
+        sections.append((section, kind, dataclasses.field(default_factory=kind)))
+    alone = [_field_of_help(own) for own in SETTINGS.values() if not own.section]
+    settings = dataclasses.make_dataclass("Settings", [*alone, *sections])
+    unnamed: Any = tyro.conf.arg(name="")
+    kind = dataclasses.make_dataclass(
+        "Arguments",
+        [
+            ("switches", Annotated[Switches, unnamed, tyro.conf.FlagCreatePairsOff]),
+            ("settings", Annotated[settings, unnamed, tyro.conf.FlagConversionOff]),
+        ],
+    )
+    tyro.cli(
+        kind,
+        default=kind(switches=Switches(), settings=settings()),
+        args=["--help"],
+        prog="penstock train RUN.toml",
+        description="Train a model cut into pipeline stages.",
+        use_underscores=True,
+    )
+
+
+def _field_of_help(own: Setting) -> tuple[str, Any, Any]:
+    import tyro
+
+    return own.key, Annotated[_spelt(own.type), tyro.conf.arg(help=own.help)], plain(own.default)
+
+
+def _spelt(kind: Any) -> Any:
+    """The type, with each enum replaced by its values."""
+    if is_union(kind):
+        return Union[tuple(_spelt(part) for part in get_args(kind))]  # noqa: UP007  # of a variable number of types
+    return Literal[possible(kind)] if isinstance(kind, type) and issubclass(kind, Enum) else kind
 
 
 if __name__ == "__main__":  # how `launch` starts workers

@@ -16,7 +16,6 @@ from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 from penstock.cli.launch import Group, report_end
 from penstock.cli.progress import Progress, StepFigures, show_log
 from penstock.cli.together import choose_device, initialise, refuse_differing, together, work_together
-from penstock.cli.train_arguments import TrainArguments
 from penstock.data import DataShard
 from penstock.draw.record import RECORDED_STEP_FILE, RecordedStep, write_recorded_step
 from penstock.engine.checkpoint import Checkpointer
@@ -34,7 +33,7 @@ TIMELINE_FILE = "timeline.png"
 
 @dataclass(frozen=True)
 class RunResult:
-    """How one start of a run ended. `loss` is that of the last step, in nats a token, like `validation_loss`."""
+    """The end of one start of a run. `loss` is that of the last step, in nats per token, like `validation_loss`."""
 
     output: str
     step: int
@@ -46,20 +45,20 @@ class RunResult:
     train_time_s: float = 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, with the speed of this start."""
+        """The result as plain values, with the speed of this start."""
         speed = self.num_tokens / self.train_time_s if self.train_time_s else None
         return {**asdict(self), "tokens_per_s": speed}
 
 
 class TrainLoop:
-    """One rank's part of a run; every rank makes one and calls alike. Rank 0 has the folder and tells what happens."""
+    """One rank's part of a run; every rank makes one and makes the same calls. Rank 0 has the folder and reports."""
 
     def __init__(
         self, config: RunConfig, engine: Engine, data: RunData, folder: RunFolder | None, as_json: bool = False
     ) -> None:
         self.config, self.engine, self.folder = config, engine, folder
         shard = DataShard(engine.grid.dp_rank, config.parallel.dp)
-        # Middle stages need to know a batch's lengths, not its tokens.
+        # Middle stages need a batch's lengths, not its tokens.
         with_data = engine.pipeline.holds_first_stage or engine.pipeline.holds_last_stage
         self.loader = data.loader(shard, with_data)
         self.validation = data.validation(shard, with_data)
@@ -75,10 +74,10 @@ class TrainLoop:
         self.result = RunResult(config.output, step=0, resumed_from=0, complete=False)
 
     def resume(self, must: bool = False) -> None:
-        """Go on from the newest intact checkpoint; without any, from the start.
+        """Continue from the newest intact checkpoint; without any, from the start.
 
         Raises:
-            ConfigError: there is none, and there must be, or there are only damaged ones.
+            ConfigError: all checkpoints are damaged, or there is none and there `must` be one.
         """
         found = self.checkpoints.latest()
         if found is None:
@@ -94,18 +93,18 @@ class TrainLoop:
             return
         self.checkpoints.load(found, self.engine.state())
         rank, world_size = self.engine.grid.rank, self.engine.grid.world_size
-        # What belongs to all ranks can be taken from any; the rest makes sense in the same layout alone.
-        told = found.extras[rank if len(found.extras) == world_size else 0]
-        self.engine.load_progress(told["engine"])
-        self.loader.load_state_dict(told["loader"])
+        # State that all ranks share can be taken from any; the rest makes sense only in the same layout.
+        extras = found.extras[rank if len(found.extras) == world_size else 0]
+        self.engine.load_progress(extras["engine"])
+        self.loader.load_state_dict(extras["loader"])
         if len(found.extras) == world_size:
-            _set_random_state(told["random"])
+            _set_random_state(extras["random"])
         step = self.engine.step
         self._saved_step = step
         self.result = replace(self.result, step=step, resumed_from=step)
 
     def run(self, stop_asked: Callable[[], bool]) -> RunResult:
-        """Train to the last step, or until some rank is asked to stop; the step under way is finished, then saved."""
+        """Train to the last step, or until some rank is asked to stop; the current step is then finished and saved."""
         config, engine = self.config, self.engine
         reporter = _RunReporter(config, self.folder, engine.step, self._file) if self.folder is not None else None
         watchdog = Watchdog.of_run(
@@ -124,7 +123,7 @@ class TrainLoop:
         return self.result
 
     def _steps(self, stop_asked: Callable[[], bool], reporter: "_RunReporter | None") -> RecordedStep | None:
-        """All steps that are left; returns what was recorded of the last one of the run, on rank 0."""
+        """Take all remaining steps; on rank 0, returns the recording of the run's last step."""
         config, engine = self.config, self.engine
         spec, recorded = micro_batches(config), None
         while engine.step < config.train.steps:
@@ -158,7 +157,7 @@ class TrainLoop:
     def _validate(self, reporter: "_RunReporter | None") -> None:
         if not self.validation:
             return
-        # The same parts on any layout, so that the loss has the same bits; a last batch may be too small for all.
+        # The same parts in any layout, so that the loss has the same bits; the last batch may be too small for all.
         loss = self.engine.evaluate(
             self.validation, micro_batches=replace(micro_batches(self.config), allow_fewer=True)
         )
@@ -180,7 +179,7 @@ class TrainLoop:
         self._saved_step = step
 
     def _recorded(self, num_microbatches: int) -> RecordedStep | None:
-        """The last step as it was measured, and as it was simulated with the mean times that were measured."""
+        """The last step as measured, and as simulated with the mean measured times."""
         measured = self.engine.pipeline.recording()
         if measured is None:
             return None
@@ -189,7 +188,7 @@ class TrainLoop:
 
 
 class _RunReporter:
-    """What rank 0 tells of a run: progress, metrics, pictures."""
+    """Reports a run on rank 0: progress, metrics, pictures."""
 
     def __init__(self, config: RunConfig, folder: RunFolder, step: int, file: Any) -> None:
         self._config, self._folder = config, folder
@@ -223,19 +222,19 @@ class _RunReporter:
         self._progress.validated(step, loss)
 
     def end(self, result: RunResult, recorded: RecordedStep | None) -> RunResult:
-        """Say how it ended; returns the result, with the last validation loss that the run has told of."""
+        """Report the end; returns the result, with the last validation loss of the whole run."""
         if recorded is not None:
             write_recorded_step(self._folder.path / RECORDED_STEP_FILE, recorded)
-            # Takes a second to import, so only once there is something to draw.
+            # Takes a second to import, so not before there is something to draw.
             from penstock.draw import picture
 
             path = self._folder.path / TIMELINE_FILE
             picture(path, [layer.timeline for layer in recorded.layers], unit="ms")
             self._progress.note(f"drew one step, simulated and measured: {path}")
         self._metrics.close()
-        told = [entry for entry in read_metrics(self._folder.path / METRICS_FILE) if "validation_loss" in entry]
-        if result.validation_loss is None and told:
-            result = replace(result, validation_loss=told[-1]["validation_loss"])
+        validated = [entry for entry in read_metrics(self._folder.path / METRICS_FILE) if "validation_loss" in entry]
+        if result.validation_loss is None and validated:
+            result = replace(result, validation_loss=validated[-1]["validation_loss"])
         self._progress.close()
         self._progress.note(_last_words(result))
         return result
@@ -253,7 +252,7 @@ def _is_due(step: int, every: int) -> bool:
 
 
 def _costs(measured: Timeline, num_microbatches: int) -> Costs:
-    """Mean times of a microbatch on a rank, as they were measured, in the timeline's unit."""
+    """Mean measured times of a microbatch on a rank, in the timeline's unit."""
     spent = dict.fromkeys(Op, 0.0)
     for events in measured.events:
         for event in events:
@@ -278,7 +277,7 @@ def _set_random_state(text: str) -> None:
 
 
 class StopRequest:
-    """Whether this process was told to end by SIGTERM, SIGINT or SIGHUP; it then finishes its step and saves."""
+    """Catches SIGTERM, SIGINT and SIGHUP; a process that is `asked` to end finishes its step and saves."""
 
     def __init__(self) -> None:
         self.asked = False
@@ -296,43 +295,56 @@ class StopRequest:
         self.asked = True
 
 
-def run_worker(arguments: TrainArguments, group: Group) -> int:
-    """Train as one process of `group` until the end, or until told to stop; returns the exit code."""
-    parallel = arguments.config.parallel
-    # Told to stop while it tells of a failure, it still tells.
-    with StopRequest() as stop:
-        return work_together(
-            group, parallel.num_threads, parallel.timeout_s, lambda store: _train(arguments, group, store, stop)
-        )
+@dataclass(frozen=True)
+class TrainWorker:
+    """One process of a run.
 
+    must_resume: there must be a checkpoint to continue. fresh: the output folder must hold no run. as_json: the result
+    is printed as JSON, and progress to standard error.
+    """
 
-def _train(arguments: TrainArguments, group: Group, store: Store, stop: StopRequest) -> None:
-    config, switches = arguments.config, arguments.switches
-    if group.rank == 0:
-        show_log()
-    refuse_differing(store, group, "settings", json.loads(json.dumps(config.flat())))
-    together(store, group, "folder", lambda: check_folder(config, switches.fresh, switches.resume))
-    data = together(store, group, "data", lambda: check_parts(config))
-    refuse_differing(store, group, "corpus", {"tokens of the corpus": data.corpus.fingerprint})
-    folder = together(store, group, "lock", lambda: RunFolder(config) if group.rank == 0 else None)
-    device = choose_device(store, group, config.parallel.device)
-    config = replace(config, parallel=replace(config.parallel, device=device))
-    initialise(store, group, device, config.parallel.timeout_s)
-    engine = Engine(*engine_arguments(config, data.corpus.vocab_size))
-    vain = engine.pipeline.vain_overlap(config.train.num_microbatches)
-    if vain is not None and group.rank == 0:
-        print(f"penstock: {vain}", file=sys.stderr)
-    try:
-        loop = TrainLoop(config, engine, data, folder, as_json=switches.json)
-        loop.resume(must=switches.resume)
-        result = loop.run(lambda: stop.asked)
-    except Exception as error:
-        error.add_note(engine.recorder.where())
-        raise
-    finally:
-        if folder is not None:
-            folder.close()
-    if group.rank == 0:
-        report_end()
-        if switches.json:
-            print(json.dumps(result.to_dict(), indent=2))
+    config: RunConfig
+    group: Group
+    must_resume: bool = False
+    fresh: bool = False
+    as_json: bool = False
+
+    def run(self) -> int:
+        """Train until the end, or until asked to stop; returns the exit code."""
+        parallel = self.config.parallel
+        # A process that is asked to stop while it reports a failure still finishes the report.
+        with StopRequest() as stop:
+            return work_together(
+                self.group, parallel.num_threads, parallel.timeout_s, lambda store: self._train(store, stop)
+            )
+
+    def _train(self, store: Store, stop: StopRequest) -> None:
+        config, group = self.config, self.group
+        if group.rank == 0:
+            show_log()
+        refuse_differing(store, group, "settings", json.loads(json.dumps(config.flat())))
+        together(store, group, "folder", lambda: check_folder(config, self.fresh, self.must_resume))
+        data = together(store, group, "data", lambda: check_parts(config))
+        refuse_differing(store, group, "corpus", {"tokens of the corpus": data.corpus.fingerprint})
+        folder = together(store, group, "lock", lambda: RunFolder(config) if group.rank == 0 else None)
+        device = choose_device(store, group, config.parallel.device)
+        config = replace(config, parallel=replace(config.parallel, device=device))
+        initialise(store, group, device, config.parallel.timeout_s)
+        engine = Engine(*engine_arguments(config, data.corpus.vocab_size))
+        vain = engine.pipeline.vain_overlap(config.train.num_microbatches)
+        if vain is not None and group.rank == 0:
+            print(f"penstock: {vain}", file=sys.stderr)
+        try:
+            loop = TrainLoop(config, engine, data, folder, as_json=self.as_json)
+            loop.resume(must=self.must_resume)
+            result = loop.run(lambda: stop.asked)
+        except Exception as error:
+            error.add_note(engine.recorder.where())
+            raise
+        finally:
+            if folder is not None:
+                folder.close()
+        if group.rank == 0:
+            report_end()
+            if self.as_json:
+                print(json.dumps(result.to_dict(), indent=2))

@@ -138,7 +138,7 @@ def test_the_group_a_process_was_started_in_is_found(environ: dict[str, str], ex
 @pytest.mark.parametrize(
     "environ, told",
     [
-        (TORCHRUN | {"RANK": "x"}, "RANK = 'x' is no number"),
+        (TORCHRUN | {"RANK": "x"}, "RANK = 'x' is not a number"),
         ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1"}, "not MASTER_ADDR"),
         ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"}, "not SLURM_STEP_NODELIST"),
     ],

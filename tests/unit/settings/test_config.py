@@ -8,7 +8,7 @@ from typing import Any, get_args, get_origin
 
 import pytest
 
-from penstock.cli.train_arguments import read_arguments
+from penstock.cli.train import read_arguments
 from penstock.engine.run_check import check
 from penstock.settings import (
     SETTINGS,

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from penstock.cli.train_arguments import read_arguments
+from penstock.cli.train import read_arguments
 from penstock.engine.options import EngineOptions
 from penstock.engine.run_check import check
 from penstock.schedule import builders
