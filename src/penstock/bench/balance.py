@@ -1,4 +1,4 @@
-"""How equally experts are used, and what a model with experts learns beside a dense one of the same active size."""
+"""Balance of experts, and the loss of a model with experts beside a dense one of the same active size."""
 
 import statistics
 from collections.abc import Callable
@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from penstock.bench.ranks import spread
 from penstock.data import DataShard
 from penstock.engine.engine import Engine
 from penstock.engine.run_check import check
@@ -17,12 +18,12 @@ LARGEST_ALLOWED = 1.5
 """Tokens of the busiest expert over the mean of its layer, with the bias."""
 
 _NUM_LAST = 20
-"""Steps at the end over which figures are taken together: a single step's shares are too few tokens to judge by."""
+"""Last steps over which figures are taken; a single step has too few tokens to judge by."""
 
 
 @dataclass(frozen=True)
 class Learning:
-    """Small models that differ in their MLPs alone, on the built-in corpus, in the same batches."""
+    """Small models that differ only in their MLPs, on the built-in corpus, in the same batches."""
 
     num_steps: int = 200
     num_layers: int = 2
@@ -65,7 +66,7 @@ class Learning:
 
 
 def measure(learning: Learning | None = None, progress: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
-    """Losses, in nats a token, and the busiest expert's tokens over the mean: experts with the bias, without, dense."""
+    """Measure losses, in nats per token, and the busiest expert's load over the mean: with bias, without, dense."""
     learning = learning or Learning()
     torch.set_num_threads(1)
     data = RunData.load(learning.config(experts=False, bias=False))
@@ -94,5 +95,5 @@ def _figures(engine: Engine, config: RunConfig, data: RunData) -> dict[str, Any]
     }
     busiest = [result.extras.busiest_expert for result in taken if result.extras.busiest_expert is not None]
     if busiest:
-        figures["busiest_expert"] = {"median": statistics.median(busiest), "range": [min(busiest), max(busiest)]}
+        figures["busiest_expert"] = spread(busiest)
     return figures

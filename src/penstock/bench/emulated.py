@@ -1,4 +1,4 @@
-"""Emulated stages: compute that sleeps, so that many devices fit one machine and only the engine costs anything."""
+"""Emulated stages: compute that sleeps, so that one machine stands for many devices and only the engine costs time."""
 
 import statistics
 import time
@@ -13,19 +13,20 @@ from torch import Tensor, nn
 from penstock import schedule
 from penstock.bench.ranks import Job, jobs_in_turns
 from penstock.model import Sequences, WeightGradients
+from penstock.model.matmul import TORCH
 from penstock.runtime import Boundary, DistributedTransport, Executor, Feed, Recorder, Stage
 
 NUM_TOKENS, HIDDEN_SIZE = 128, 128  # 64 KiB of fp32
 
 _WAKE_S = 100e-6
-"""About so much later than asked for a sleep ends on a machine where nothing else runs."""
+"""Typical delay of a sleep's end on an idle machine."""
 
 
 @dataclass(frozen=True)
 class Emulation:
-    """What is emulated: times of one microbatch through all stages of one rank, in seconds.
+    """The emulated times of one microbatch through all stages of one rank, in seconds.
 
-    A full backward takes `backward_s`, a split one half of it for the inputs and half for the weights.
+    A full backward takes `backward_s`; a split one takes half of it for the inputs and half for the weights.
     """
 
     num_ranks: int = 8
@@ -43,10 +44,10 @@ class Emulation:
 
 
 class EmulatedDevice:
-    """Computes for as long as it is told to, to a few microseconds: it sleeps, and awaits the end awake.
+    """Computes for a given time, accurate to a few microseconds: it sleeps, then spins until the end.
 
-    forward_s, input_s and weight_s are what a stage's forward and the two halves of its backward take, `asked_s` and
-    `took_s` what was asked of it and what that took.
+    forward_s, input_s, weight_s: time of a stage's forward and of the two halves of its backward. asked_s, took_s:
+    sums of the requested and the actual times.
     """
 
     __slots__ = ("asked_s", "forward_s", "input_s", "took_s", "weight_s")
@@ -67,12 +68,42 @@ class EmulatedDevice:
         self.took_s += now - start
 
 
-class EmulatedLayer(nn.Module):
-    """Maps [T, D] to itself and takes its time, in which that of its own few lines is contained.
+@dataclass(frozen=True)
+class SleepingMatmul:
+    """Matrix products that sleep for their time and return zeros; a router's are computed, so that tokens find experts.
 
-    With `gradients`, the weight's half of a backward is left to that owner while it defers, as Penstock's linear
-    layers do. With `branches` the two halves hang on two branches of the autograd graph, which torch's runtime needs
-    to split them. Otherwise all sides run the same code.
+    flops: emulated speed. smallest: with fewer outputs a product is computed.
+    """
+
+    flops: float
+    smallest: int = 64
+
+    def output(self, x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+        if len(weight_OI) < self.smallest:
+            return TORCH.output(x, weight_OI, bias_O)
+        return self._after(x.numel() * len(weight_OI), x.new_zeros(*x.shape[:-1], len(weight_OI)))
+
+    def input_gradient(self, grad_TO: Tensor, weight_OI: Tensor) -> Tensor:
+        return self._after(len(grad_TO) * weight_OI.numel(), grad_TO.new_zeros(len(grad_TO), weight_OI.shape[1]))
+
+    def weight_gradient(self, grad_TO: Tensor, x_TI: Tensor) -> Tensor:
+        num_products = grad_TO.numel() * x_TI.shape[1]
+        return self._after(num_products, grad_TO.new_zeros(grad_TO.shape[1], x_TI.shape[1]))
+
+    def packed(self, weights_OI: Sequence[Tensor], dtype: torch.dtype) -> None:
+        """Do nothing: no weight is read."""
+
+    def _after(self, num_products: int, result: Tensor) -> Tensor:
+        time.sleep(2 * num_products / self.flops)
+        return result
+
+
+class EmulatedLayer(nn.Module):
+    """Maps [T, D] to itself in the emulated time, which includes that of its own code.
+
+    With `gradients`, the weight's half of a backward is left to that owner while it defers, as in Penstock's linear
+    layers. With `branches`, the two halves are two branches of the autograd graph, which torch's runtime needs to split
+    them. Otherwise all sides run the same code.
     """
 
     def __init__(self, gradients: WeightGradients | None = None, branches: bool = False) -> None:
@@ -81,7 +112,7 @@ class EmulatedLayer(nn.Module):
         self.weight = nn.Parameter(torch.ones(()))
 
     def take(self, emulation: Emulation, stages_per_rank: int) -> None:
-        """From now on take as long as one of so many stages of a rank."""
+        """Take the time of one stage, with `stages_per_rank` stages on a rank, from now on."""
         self.device.forward_s = emulation.forward_s / stages_per_rank
         self.device.input_s = self.device.weight_s = emulation.backward_s / 2 / stages_per_rank
 
@@ -90,7 +121,7 @@ class EmulatedLayer(nn.Module):
         if self.branches:
             y = _Input.apply(x, device) + _Weight.apply(self.weight, device)  # type: ignore[operator]
         else:
-            # A hook and a view: an autograd function in Python would cost more than an engine does.
+            # A hook and a view: a Python autograd function would cost more than an engine does.
             y = x.view_as(x) if x.requires_grad else x * self.weight
             if y.requires_grad:
                 y.register_hook(self._backward)
@@ -100,7 +131,7 @@ class EmulatedLayer(nn.Module):
     def _backward(self, grad: Tensor) -> None:
         device = self.device
         if self.gradients is not None and self.gradients.deferring:
-            self.gradients.push(_PendingWeight(device))  # type: ignore[arg-type]  # it has what a queue asks for
+            self.gradients.push(_PendingWeight(device))  # type: ignore[arg-type]  # it has the interface of a queue's entry
             device.compute(device.input_s)
         else:
             device.compute(device.input_s + device.weight_s)
@@ -108,7 +139,7 @@ class EmulatedLayer(nn.Module):
 
 @dataclass(frozen=True)
 class _PendingWeight:
-    """Stands where a linear layer leaves its weight gradient."""
+    """Stands in for the deferred weight gradient of a linear layer."""
 
     device: EmulatedDevice
     weight: None = None
@@ -144,7 +175,7 @@ class _Weight(torch.autograd.Function):
 
 
 def _loss(output: Tensor, target: object = None) -> Tensor:
-    """A sum whose gradient has memory of its own, as torch's sends need, and is not one number seen many times."""
+    """A sum whose gradient has its own memory, as torch's sends need, instead of one expanded number."""
     return (output * 1.0).sum()
 
 
@@ -188,11 +219,11 @@ TORCH_NAMES = {
     "zb-v": "ScheduleZBVZeroBubble",
     "dualpipe-v": "ScheduleDualPipeV",
 }
-"""torch's class of the same schedule; it has no other ones."""
+"""torch's class for the same schedule; it has no others."""
 
 
 def torch_engine(name: str, program: schedule.Program, emulation: Emulation) -> EmulatedSide:
-    """torch.distributed.pipelining, with the class of that name and the placement of our program."""
+    """torch.distributed.pipelining, with its class for `name` and the placement of our program."""
     from torch.distributed import pipelining
 
     placement, rank = program.placement, dist.get_rank()
@@ -226,7 +257,7 @@ def _makespan_s(program: schedule.Program, emulation: Emulation) -> float:
 
 
 class _EmulatedTurn:
-    """One engine on one rank; its layers take time once everything has been used once."""
+    """One engine on one rank; its layers take time after one step of warm-up."""
 
     def __init__(self, side: str, rank: int, name: str, program: schedule.Program, emulation: Emulation) -> None:
         ours = side == "penstock"
@@ -237,7 +268,7 @@ class _EmulatedTurn:
             layer.take(emulation, program.placement.stages_per_microbatch)
 
     def __call__(self) -> tuple[float, float, float, float]:
-        """Start, end, the simulated makespan, and by what share this rank's devices were late so far."""
+        """Start, end, the simulated makespan, and the share by which this rank's devices have been late so far."""
         layers = self.engine.layers
         dist.barrier()
         start = time.perf_counter()
@@ -250,7 +281,7 @@ class _EmulatedTurn:
 def compare(names: Sequence[str], emulations: Sequence[Emulation]) -> Iterator[dict[str, Any]]:
     """Measured step over simulated makespan, for both engines in one run, each in processes of its own.
 
-    All emulations are of one number of ranks, with as many steps each.
+    All emulations have the same number of ranks and of steps.
     """
     cases = [(name, emulation) for emulation in emulations for name in names]
 
@@ -273,7 +304,7 @@ def compare(names: Sequence[str], emulations: Sequence[Emulation]) -> Iterator[d
 
 
 def _summary(rounds: list[Any]) -> dict[str, Any]:
-    """What an engine's rounds, each with what every rank has told, come to."""
+    """Summarise an engine's rounds, each a list of its ranks' figures."""
     simulated_s = rounds[0][0][2]
     ratios = [(max(rank[1] for rank in r) - min(rank[0] for rank in r)) / simulated_s for r in rounds]
     return {

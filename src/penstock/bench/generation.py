@@ -1,4 +1,4 @@
-"""Generation: against transformers in one process, with refilling against without, and how busy emulated stages are."""
+"""Generation: against transformers in one process, with and without refilling, and the load of emulated stages."""
 
 import random
 import statistics
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from penstock.bench.ranks import Turn, in_turns
+from penstock.bench.ranks import Turn, in_turns, spread
 from penstock.engine import Engine, EngineOptions
 from penstock.engine.generator import GenerateOptions
 from penstock.model import CachedRows, CacheSize, UnitSpec, decoder_units
@@ -25,7 +25,7 @@ TRANSFORMERS, PENSTOCK = "transformers", "penstock"
 
 @dataclass(frozen=True)
 class Generation:
-    """What is generated: by default 8 layers of width 512, 8 prompts of 64 tokens, 64 tokens each."""
+    """The model and its task: by default 8 layers of width 512, 8 prompts of 64 tokens, 64 new tokens each."""
 
     num_layers: int = 8
     hidden_size: int = 512
@@ -77,7 +77,7 @@ def _penstock(generation: Generation, rank: int) -> Turn:
 
 
 def _transformers(generation: Generation, rank: int) -> Turn:
-    """On the first rank, with two threads, and each of the caches that it has; the second one waits."""
+    """Run transformers on the first rank, with two threads, with each of its caches; the second rank waits."""
     if rank > 0:
         return dict
     sides = transformers_sides(generation)
@@ -98,7 +98,7 @@ def _transformers(generation: Generation, rank: int) -> Turn:
 def transformers_sides(
     generation: Generation, device: str = "cpu", dtype: torch.dtype = torch.float32
 ) -> dict[str, Callable[[], None]]:
-    """By cache: `transformers.generate` of the same prompts, greedily, by a model of the same shape."""
+    """Greedy `transformers.generate` of the same prompts with a model of the same shape, by kind of cache."""
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.utils import logging
 
@@ -140,7 +140,7 @@ def _prepare(side: str, rank: int, generation: Generation) -> Turn:
 
 
 def against_transformers(generation: Generation) -> dict[str, Any]:
-    """Tokens per second of both, in turn in one run; the ratio is over the better of transformers' caches."""
+    """Compare tokens per second of both, in turn in one run; the ratio is over the better of transformers' caches."""
     sides = in_turns((TRANSFORMERS, PENSTOCK), NUM_RANKS, _prepare, generation, num_rounds=generation.num_rounds)
     num_tokens = generation.num_prompts * generation.new_tokens
     rates: dict[str, list[float]] = {}
@@ -152,9 +152,7 @@ def against_transformers(generation: Generation) -> dict[str, Any]:
     best = max(rate for name, rate in median.items() if name.startswith(TRANSFORMERS))
     ours = max(rate for name, rate in median.items() if name.startswith(PENSTOCK))
     return {
-        "tokens_per_s": {
-            name: {"median": median[name], "range": [min(found), max(found)]} for name, found in rates.items()
-        },
+        "tokens_per_s": {name: spread(found) for name, found in rates.items()},
         "over_transformers": ours / best,
     }
 
@@ -167,12 +165,12 @@ REFILLS = {
     "refilled, in the order given": {"longest_first": False},
     NOT_REFILLED: {"refill": False, "longest_first": False},
 }
-"""How the same answers are made; whoever does not refill takes them as they come."""
+"""Settings that make the same answers; without refilling, sequences are taken in the order given."""
 
 
 @dataclass(frozen=True)
 class Refills:
-    """Many prompts for few rows, answers of an eighth to all of `longest`, as many short as long by the logarithm."""
+    """Many prompts for few rows; answer lengths are log-uniform, from an eighth of `new_tokens` to all."""
 
     generation: Generation
     num_prompts: int = 64
@@ -223,10 +221,9 @@ def _prepare_refill(side: str, rank: int, refills: Refills) -> Turn:
 
 
 def refilling(generation: Generation) -> dict[str, Any]:
-    """The same engine with rows refilled at once, and only when all of a slot are free.
+    """Compare rows refilled at once with rows refilled when all of a slot are free, on the same engine.
 
-    `ideal` is what refilling would give if no row were ever free, and a visit took equally long however many rows it
-    carries.
+    `ideal` is the gain if no row were ever free and a batch took equally long for any number of rows.
     """
     refills = Refills(generation)
     found = in_turns((PENSTOCK,), NUM_RANKS, _prepare_refill, refills, num_rounds=generation.num_rounds)
@@ -234,9 +231,7 @@ def refilling(generation: Generation) -> dict[str, Any]:
     rates = {name: [num_tokens / turn[name] for turn in found[PENSTOCK][0]] for name in REFILLS}
     median = {name: statistics.median(rate) for name, rate in rates.items()}
     return {
-        "tokens_per_s": {
-            name: {"median": median[name], "range": [min(rate), max(rate)]} for name, rate in rates.items()
-        },
+        "tokens_per_s": {name: spread(rate) for name, rate in rates.items()},
         "visits": visits,
         "over_not_refilled": {name: rate / median[NOT_REFILLED] for name, rate in median.items()},
         "ideal_over_not_refilled": visits[NOT_REFILLED] * refills.rows_per_slot / num_tokens,
@@ -247,7 +242,7 @@ def refilling(generation: Generation) -> dict[str, Any]:
 
 
 class SleepingUnit(nn.Module):
-    """Reads tokens, or hands on what it is given, and takes its time; the last one gives logits."""
+    """Reads tokens or passes its input on, and sleeps for its time; the last one returns logits."""
 
     def __init__(self, place: int, num_units: int, forward_s: float, size: int) -> None:
         super().__init__()
@@ -269,7 +264,7 @@ class SleepingUnit(nn.Module):
 
 @dataclass(frozen=True)
 class EmulatedRing:
-    """Stages that sleep for `forward_s` at each visit, and how many slots go round them."""
+    """Stages that sleep for `forward_s` per batch, and the number of slots that go round them."""
 
     num_ranks: int = 4
     num_slots: int = 8
@@ -300,7 +295,7 @@ def _prepare_emulated(side: str, rank: int, ring: EmulatedRing) -> Turn:
     def turn() -> float:
         dist.barrier()
         engine.generate(prompts, params, options)
-        # The ring has filled when a stage's first visit comes, for all slots start in the first round.
+        # The ring is full when a stage's first batch arrives, since all slots start in the first round.
         events = engine.recorder.events()
         return sum(e.end - e.start for e in events) / (events[-1].end - events[0].start)
 
@@ -308,14 +303,14 @@ def _prepare_emulated(side: str, rank: int, ring: EmulatedRing) -> Turn:
 
 
 def emulated(ring: EmulatedRing) -> dict[str, Any]:
-    """The share of the time in which each stage computes, from its first visit to its last."""
+    """Measure the share of time that each stage computes, from its first batch to its last."""
     found = in_turns((PENSTOCK,), ring.num_ranks, _prepare_emulated, ring, num_rounds=ring.num_rounds)
     shares = [statistics.median(rounds) for rounds in found[PENSTOCK]]
     return {"ranks": ring.num_ranks, "slots": ring.num_slots, "busy_shares": shares, "least_busy_share": min(shares)}
 
 
 def measure(generation: Generation, parts: tuple[str, ...]) -> dict[str, Any]:
-    """The comparisons of these names."""
+    """Run the comparisons of these names."""
     measured: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
         "transformers": ("against transformers", lambda: against_transformers(generation)),
         "refill": ("refilling", lambda: refilling(replace(generation, prompt_tokens=16))),

@@ -1,6 +1,6 @@
 """Generation on a GPU: one answer at a time from a model of a billion parameters, with graphs and without.
 
-At batch 1 every token reads all weights once, so the share of the memory's bandwidth says how much is left to win. The
+At batch 1 every token reads all weights once, so the used share of the memory's bandwidth bounds any further gain. The
 bandwidth is measured in the same run, by copying a tensor; transformers runs a model of the same shape.
 """
 
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from penstock.bench.generation import TRANSFORMERS, Generation, transformers_sides
+from penstock.bench.ranks import spread
 from penstock.engine import Engine, EngineOptions
 from penstock.engine.generator import GenerateOptions
 from penstock.model import decoder_units
@@ -30,14 +31,14 @@ LLAMA_1B = Generation(
     num_prompts=1,
     new_tokens=128,
 )
-"""The shape of Llama 3.2 1B, and one prompt that it continues."""
+"""The shape of Llama 3.2 1B, and one prompt to continue."""
 
 
 def check_gpu() -> None:
     """Refuse a machine without a GPU.
 
     Raises:
-        ValueError: saying what is possible there.
+        ValueError: naming the parts that run without one.
     """
     if not torch.cuda.is_available():
         raise ValueError(
@@ -46,7 +47,7 @@ def check_gpu() -> None:
 
 
 def on_gpu(generation: Generation) -> dict[str, Any]:
-    """Tokens per second of every side, in turn in one run, and the share of the memory's bandwidth that it reads."""
+    """Measure every side's tokens per second, in turn in one run, and its share of the memory's bandwidth."""
     check_gpu()
     theirs = transformers_sides(generation, "cuda", torch.bfloat16)
     sides = _penstock(generation) | {f"{TRANSFORMERS}, {cache}": generate for cache, generate in theirs.items()}
@@ -69,11 +70,7 @@ def on_gpu(generation: Generation) -> dict[str, Any]:
         "device": torch.cuda.get_device_name(),
         "bandwidth_gb_per_s": bandwidth / 1e9,
         "tokens_per_s": {
-            name: {
-                "median": median[name],
-                "range": [min(found), max(found)],
-                "share_of_bandwidth": median[name] * weight_bytes / bandwidth,
-            }
+            name: spread(found) | {"share_of_bandwidth": median[name] * weight_bytes / bandwidth}
             for name, found in rates.items()
         },
         "graphs_over_live_rows": median["penstock, graphs"] / median["penstock, live-rows"],
@@ -94,7 +91,7 @@ def _penstock(generation: Generation) -> dict[str, Callable[[], object]]:
 
 
 def _copied_bytes_per_s() -> float:
-    """Bytes read and written a second by copying a tensor that fits no cache; the median of ten copies."""
+    """Bytes read and written per second when copying a tensor too large for any cache; the median of ten copies."""
     source = torch.empty(_COPIED_BYTES, dtype=torch.uint8, device="cuda")
     target, times = torch.empty_like(source), []
     for _ in range(12):

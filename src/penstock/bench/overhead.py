@@ -1,6 +1,9 @@
-"""What an action costs beyond its compute: stages that hand on a ready tensor, so that only the engine is left."""
+"""Overheads: of an action beyond its compute, and of a backward that is split into I and W.
 
-import statistics
+The stages of the first hand on a ready tensor, so that only the engine takes time. The second times one stage of a
+real model in this process.
+"""
+
 import time
 from collections.abc import Callable
 from typing import Any
@@ -10,8 +13,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock import schedule
-from penstock.bench.ranks import on_ranks
-from penstock.model import Lane, Sequences
+from penstock.bench.ranks import on_ranks, spread
+from penstock.bench.training import Training
+from penstock.engine.build import build_stages
+from penstock.engine.options import EngineOptions
+from penstock.model import Lane, Sequences, drain
 from penstock.runtime import (
     Boundary,
     DistributedTransport,
@@ -25,6 +31,7 @@ from penstock.runtime import (
     Tape,
     run_together,
 )
+from penstock.runtime.host_memory import keep_freed_memory
 from penstock.runtime.stage import Finish
 
 NUM_TOKENS, HIDDEN_SIZE = 4, 8
@@ -90,10 +97,10 @@ def _in_process(name: str, num_ranks: int, num_microbatches: int, num_runs: int)
 
 
 def measure(name: str = "1f1b", num_ranks: int = 2, num_microbatches: int = 200, num_runs: int = 20) -> dict[str, Any]:
-    """Microseconds of one compute action with its transfers, on one rank; median and range over runs.
+    """Time one compute action with its transfers, on one rank, in microseconds; median and range over runs.
 
-    Over gloo the ranks run beside each other, and a rank's waiting for its neighbour's overhead is counted too. In
-    process they run one after the other, so the time is shared by the actions of all ranks.
+    Over gloo the ranks run in parallel, and a rank's waiting for its neighbour's overhead is counted too. In process
+    they run one after the other, so the time is shared by the actions of all ranks.
     """
     per_rank = 2 * num_microbatches
     gloo = on_ranks(num_ranks, _over_gloo, name, num_ranks, num_microbatches, num_runs)
@@ -102,9 +109,43 @@ def measure(name: str = "1f1b", num_ranks: int = 2, num_microbatches: int = 200,
         "in_process": [t / (per_rank * num_ranks) for t in _in_process(name, num_ranks, num_microbatches, num_runs)],
     }
     return {"schedule": name, "ranks": num_ranks, "microbatches": num_microbatches} | {
-        f"{side}_us": {
-            "median": 1e6 * statistics.median(found),
-            "range": [1e6 * min(found), 1e6 * max(found)],
-        }
-        for side, found in times.items()
+        f"{side}_us": spread([1e6 * time_s for time_s in found]) for side, found in times.items()
     }
+
+
+def measure_split(training: Training | None = None, num_runs: int = 15) -> dict[str, Any]:
+    """Time a whole and a split backward in turn: median and range of seconds and of the ratio of each pair.
+
+    The stage is the middle half of the model's layers: no embedding and no head. The time is that of the one
+    computing thread. Memory is kept for reuse, as engines keep it: otherwise the system would zero new pages for the
+    tensors that wait for their W each time, which costs several percent.
+    """
+    training = training or Training()
+    keep_freed_memory()
+    torch.set_num_threads(1)
+    units, boundary = training.units(), Boundary(training.hidden_size, torch.float32)
+    first = 1 + training.num_layers // 2
+    cut = (range(first, first + training.num_layers),)
+    stage = build_stages(units, cut, (0,), boundary, EngineOptions(), torch.device("cpu"))[0]
+    sequences = Sequences.from_lengths(training.lengths)
+    x, grad = torch.randn(2, *boundary.shape(sequences.num_tokens)).unbind()
+    times = [
+        tuple(_backward_s(stage, x, grad, sequences, split) for split in (False, True)) for _ in range(num_runs + 1)
+    ][1:]
+    ratios = [split / whole for whole, split in times]
+    return {
+        "whole_s": spread([whole for whole, _ in times]),
+        "split_s": spread([split for _, split in times]),
+        "ratio": spread(ratios),
+        "ratio_allowed": 1.02,
+    }
+
+
+def _backward_s(stage: Stage, x: torch.Tensor, grad: torch.Tensor, sequences: Sequences, split: bool) -> float:
+    tape = Tape()
+    drain(stage.forward(tape, x, sequences))
+    start = time.thread_time()
+    drain(stage.backward(tape, grad, split))
+    if split:
+        stage.weight_backward(tape)
+    return time.thread_time() - start

@@ -1,4 +1,9 @@
-"""How much of the experts' all-to-all the combined schedule hides on a real slow network, and what that is worth."""
+"""Traffic that a step hides behind its compute, on a real slow network.
+
+`measure`: the experts' all-to-all under the combined schedule, and what hiding it is worth. `measure_hidden`: the sum
+of gradients over dp = 2 at pp = 2, each stage's as soon as its last backward is done; and the keys and values that go
+round the ring at cp = 2. Traffic between the two halves of the ranks crosses the link; all other traffic stays at home.
+"""
 
 import os
 import statistics
@@ -13,25 +18,24 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
 
-from penstock.bench.ranks import Team
+from penstock.bench.emulated import SleepingMatmul
+from penstock.bench.ranks import Team, spread
 from penstock.bench.slow_network import INTERFACE, Host, SlowNetwork
 from penstock.data import MicroBatchSpec, PackedBatch
 from penstock.engine import Engine, EngineOptions
 from penstock.model import decoder_units
-from penstock.model.matmul import TORCH
-from penstock.schedule.recording import CollectiveKind, CollectiveTotal
-from penstock.settings import ExpertConfig, Layout, ModelConfig, ScheduleConfig
+from penstock.schedule.recording import CollectiveKind, CollectiveTotal, Recording
+from penstock.settings import ExpertConfig, Layout, ModelConfig, OptimizerConfig, ScheduleConfig
 
 NUM_RANKS = 2
 SHARE = 0.34
-"""Of the plain step's time, what the all-to-all is to take."""
+"""Share of the plain step's time that the all-to-all is to take."""
 LEAST_SHARE, MOST_SHARE = 0.30, 0.40
-"""What counts: other work on this machine slows compute from round to round, and the link not at all."""
+"""Shares that count: other work on this machine slows compute from round to round, but not the link."""
 FASTEST_BITS = 1e9
-"""Of the link, in a second."""
+"""Bits per second of the link at its fastest."""
 _NUM_TRIALS = 6
 _MOST_LEFT_OUT = 4
 _LIMIT_S = 900.0
@@ -39,11 +43,11 @@ _LIMIT_S = 900.0
 
 @dataclass(frozen=True)
 class ModelSize:
-    """What is trained: layers of attention and experts, every rank with half of the experts and a batch of its own.
+    """The trained model: layers of attention and experts, each rank with half of the experts and its own batch.
 
-    rate: of the link in bits a second; None for that at which the plain step spends `SHARE` of its time waiting for
-    the all-to-all. emulated_flops: matrix products sleep as long as they would take at so many operations a second,
-    so that what is measured does not depend on free cores; None to compute them.
+    rate: of the link in bits per second; None for the rate at which the plain step waits for the all-to-all for `SHARE`
+    of its time. emulated_flops: matrix products sleep as long as they would take at this many operations per second,
+    so that the figures do not depend on free cores; None to compute them.
     """
 
     num_layers: int = 3
@@ -69,38 +73,11 @@ class ModelSize:
         )
 
     def batch(self, rank: int) -> PackedBatch:
-        """Random tokens, four sequences a microbatch, so that experts get about as many rows each."""
+        """Random tokens, four sequences a microbatch, so that experts get about equal numbers of rows."""
         generator = torch.Generator().manual_seed(rank)
         length = self.microbatch_tokens // 4
         documents = torch.randint(0, self.vocab_size, (4 * self.num_microbatches, length), generator=generator)
         return PackedBatch.from_documents(list(documents))
-
-
-@dataclass(frozen=True)
-class SleepingMatmul:
-    """Matmul that take their time and give zeros; those of a router are computed, for tokens to find experts."""
-
-    flops: float
-    smallest: int = 64
-
-    def output(self, x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
-        if len(weight_OI) < self.smallest:
-            return TORCH.output(x, weight_OI, bias_O)
-        return self._after(x.numel() * len(weight_OI), x.new_zeros(*x.shape[:-1], len(weight_OI)))
-
-    def input_gradient(self, grad_TO: Tensor, weight_OI: Tensor) -> Tensor:
-        return self._after(len(grad_TO) * weight_OI.numel(), grad_TO.new_zeros(len(grad_TO), weight_OI.shape[1]))
-
-    def weight_gradient(self, grad_TO: Tensor, x_TI: Tensor) -> Tensor:
-        num_products = grad_TO.numel() * x_TI.shape[1]
-        return self._after(num_products, grad_TO.new_zeros(grad_TO.shape[1], x_TI.shape[1]))
-
-    def packed(self, weights_OI: Sequence[Tensor], dtype: torch.dtype) -> None:
-        """No order is faster than another where nothing is read."""
-
-    def _after(self, num_products: int, result: Tensor) -> Tensor:
-        time.sleep(2 * num_products / self.flops)
-        return result
 
 
 @dataclass(frozen=True)
@@ -119,8 +96,7 @@ IN_TURN = Side("combined, halves in turn", "combined", overlap=False)
 
 @dataclass(frozen=True)
 class Figures:
-    """One step of one rank, in seconds; `idle_share` is that of the step's time in which it neither computed nor
-    stepped."""
+    """One step of one rank, in seconds; `idle_share` is the share in which it neither computed nor stepped."""
 
     step_s: float
     idle_share: float
@@ -129,18 +105,18 @@ class Figures:
 
 @dataclass
 class Link:
-    """The link, whose rate follows what the plain step waits for, unless it is fixed."""
+    """The link, whose rate follows the plain step's waiting time, unless it is fixed."""
 
     network: SlowNetwork
     rate: float
     fixed: bool
 
     def suits(self, plain: Sequence[Figures]) -> bool:
-        """Whether a plain step waited for a share that counts; if not, the link gets the rate at which it would."""
+        """Return whether a plain step waited for a share that counts; if not, set the rate at which it would."""
         share = _share(plain)
         if self.fixed or LEAST_SHARE <= share <= MOST_SHARE:
             return True
-        # What is exposed grows as the rate falls, and the rest stays.
+        # Exposed time grows as the rate falls; the rest stays.
         suiting = min(FASTEST_BITS, self.rate * share / (1 - share) * (1 - SHARE) / SHARE)
         if suiting == self.rate:
             return True
@@ -150,10 +126,10 @@ class Link:
 
 
 def measure(size: ModelSize | None = None, progress: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
-    """Each side in processes of its own, in turn, over one link; medians and ranges over the rounds.
+    """Measure each side in its own processes, in turn, over one link; medians and ranges over the rounds.
 
-    A round whose plain step waited for less or more than what counts is left out, and followed by another one at
-    another rate, a few times at most; how often is told.
+    A round whose plain step waited for a share that does not count is left out and repeated at another rate, a few
+    times at most; `rounds_left_out` is their number.
 
     Raises: NoSlowNetwork where this machine does not allow one.
     """
@@ -185,7 +161,7 @@ def measure(size: ModelSize | None = None, progress: Callable[[str], None] = lam
 
 def _team(side: Side, size: ModelSize, network: SlowNetwork, folder: Path) -> Team:
     team = Team(NUM_RANKS, join=False, limit_s=_LIMIT_S)
-    team.call(_meet, network.hosts, str(folder / side.schedule / side.name.replace(" ", "-")))
+    team.call(_meet, network.hosts, NUM_RANKS, str(folder / side.schedule / side.name.replace(" ", "-")))
     team.prepare(_prepare, side, size)
     team.sleep()
     return team
@@ -200,7 +176,7 @@ def _turn(team: Team) -> list[Figures]:
 
 
 def _share(ranks: Sequence[Figures]) -> float:
-    """What a step spends waiting for its all-to-all."""
+    """The share of a step that it waits for its all-to-all."""
     return _mean(ranks, lambda f: f.all_to_all.exposed) / _mean(ranks, lambda f: f.step_s)
 
 
@@ -209,7 +185,7 @@ def _words(rate: float) -> str:
 
 
 def _summary(rounds: Sequence[tuple[float, dict[Side, list[Figures]]]]) -> dict[str, Any]:
-    """Of rounds, each with its link's rate and the figures of every side's ranks."""
+    """Summarise rounds, each with its link's rate and the figures of every side's ranks."""
     found = {side: [figures[side] for _, figures in rounds] for side in rounds[0][1]}
     sides = {side.name: _side_summary(rounds) for side, rounds in found.items()}
     exposed = {
@@ -218,20 +194,20 @@ def _summary(rounds: Sequence[tuple[float, dict[Side, list[Figures]]]]) -> dict[
     steps = {side: [max(f.step_s for f in ranks) for ranks in rounds] for side, rounds in found.items()}
     pairs = list(zip(exposed[PLAIN], exposed[COMBINED], strict=True))
     return {
-        "link_mbit_per_s": _spread([rate / 1e6 for rate, _ in rounds]),
-        "plain_waits_for_all_to_all": _spread([_share(figures[PLAIN]) for _, figures in rounds]),
+        "link_mbit_per_s": spread([rate / 1e6 for rate, _ in rounds]),
+        "plain_waits_for_all_to_all": spread([_share(figures[PLAIN]) for _, figures in rounds]),
         **sides,
-        "hidden_of_what_plain_waits": _spread([1 - after / before for before, after in pairs]),
-        "plain_over_combined": _spread([a / b for a, b in zip(steps[PLAIN], steps[COMBINED], strict=True)]),
+        "hidden_of_what_plain_waits": spread([1 - after / before for before, after in pairs]),
+        "plain_over_combined": spread([a / b for a, b in zip(steps[PLAIN], steps[COMBINED], strict=True)]),
     }
 
 
 def _side_summary(rounds: Sequence[Sequence[Figures]]) -> dict[str, Any]:
     return {
-        "step_s": _spread([max(f.step_s for f in ranks) for ranks in rounds]),
-        "waits_for_all_to_all": _spread([_share(ranks) for ranks in rounds]),
-        "hidden_while_under_way": _spread([_mean(ranks, lambda f: f.all_to_all.hidden_share) for ranks in rounds]),
-        "idle": _spread([_mean(ranks, lambda f: f.idle_share) for ranks in rounds]),
+        "step_s": spread([max(f.step_s for f in ranks) for ranks in rounds]),
+        "waits_for_all_to_all": spread([_share(ranks) for ranks in rounds]),
+        "hidden_while_under_way": spread([_mean(ranks, lambda f: f.all_to_all.hidden_share) for ranks in rounds]),
+        "idle": spread([_mean(ranks, lambda f: f.idle_share) for ranks in rounds]),
     }
 
 
@@ -239,46 +215,167 @@ def _mean(ranks: Sequence[Figures], of: Callable[[Figures], float]) -> float:
     return statistics.mean(map(of, ranks))
 
 
-def _spread(values: Sequence[float]) -> dict[str, Any]:
-    return {"median": statistics.median(values), "range": [min(values), max(values)]}
+# ---- gradients and the ring's keys and values
 
 
-# What runs in the processes.
+@dataclass(frozen=True)
+class Traffic:
+    """A step, and the kind of its collectives that is measured.
+
+    emulated_flops: matrix products sleep as long as they would take at this many operations per second, so that the
+    figures do not depend on free cores; None to compute them (attention is always computed). mbit: the link's rate per
+    second. zero: the optimizer's step is sharded.
+    """
+
+    layout: Layout
+    schedule: ScheduleConfig
+    kind: CollectiveKind
+    model: ModelConfig
+    sequence_length: int
+    num_microbatches: int
+    emulated_flops: float | None = None
+    mbit: float = 1000.0
+    zero: bool = False
+    num_rounds: int = 3
 
 
-def _meet(rank: int, hosts: Sequence[Host], path: str) -> None:
-    """Move to this rank's host and join the others over the link; a file joins hosts that share a disk."""
-    hosts[rank].enter()
+def reduction(mbit: float, gflops: float, num_rounds: int, zero: bool = False) -> Traffic:
+    """Reductions with eight local stages a rank: all but the last have other stages' backwards to hide behind."""
+    return Traffic(
+        Layout(dp=2, pp=2),
+        ScheduleConfig("interleaved", stages_per_rank=8),
+        CollectiveKind.GRADIENTS,
+        ModelConfig(512, 512, 1408, num_layers=8, num_heads=8, num_kv_heads=2),
+        sequence_length=512,
+        num_microbatches=8,
+        emulated_flops=gflops * 1e9,
+        mbit=mbit,
+        zero=zero,
+        num_rounds=num_rounds,
+    )
+
+
+def ring(mbit: float, num_tokens: int, num_rounds: int) -> Traffic:
+    """The ring on long sequences, with eight query heads for two of keys."""
+    return Traffic(
+        Layout(cp=2),
+        ScheduleConfig("1f1b"),
+        CollectiveKind.SEND_RECEIVE,
+        ModelConfig(512, 512, 1408, num_layers=4, num_heads=8, num_kv_heads=2, max_length=num_tokens),
+        sequence_length=num_tokens,
+        num_microbatches=2,
+        mbit=mbit,
+        num_rounds=num_rounds,
+    )
+
+
+@dataclass(frozen=True)
+class HiddenTraffic:
+    """One rank's step: its seconds, the seconds that it waited for the traffic, and the hidden share of the traffic."""
+
+    step_s: float
+    exposed_s: float
+    hidden_share: float
+    num_bytes: int
+
+
+def measure_hidden(traffic: Traffic, progress: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
+    """Measure steps over one link; medians and ranges over the rounds.
+
+    Raises: NoSlowNetwork where this machine does not allow one.
+    """
+    world_size = traffic.layout.world_size
+    with ExitStack() as stack:
+        network = stack.enter_context(SlowNetwork(f"{traffic.mbit:.0f}mbit"))
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        team = stack.enter_context(Team(world_size, join=False, limit_s=_LIMIT_S))
+        team.call(_meet, network.hosts, world_size, str(folder / "store"))
+        team.prepare(_prepare_hidden, traffic)
+        rounds: list[list[HiddenTraffic]] = []
+        for round_ in range(traffic.num_rounds + 1):
+            progress(f"round {round_} of {traffic.num_rounds}")
+            rounds.append(team.turn())
+    return _summary_of_hidden(traffic, rounds[1:])
+
+
+def _summary_of_hidden(traffic: Traffic, rounds: Sequence[Sequence[HiddenTraffic]]) -> dict[str, Any]:
+    def mean_spread(of: Callable[[HiddenTraffic], float]) -> dict[str, Any]:
+        return spread([statistics.mean(map(of, ranks)) for ranks in rounds])
+
+    return {
+        "layout": str(traffic.layout),
+        "traffic": str(traffic.kind),
+        "link_mbit_per_s": traffic.mbit,
+        "bytes_a_rank": rounds[0][0].num_bytes,
+        "step_s": mean_spread(lambda f: f.step_s),
+        "waits_s": mean_spread(lambda f: f.exposed_s),
+        "hidden": mean_spread(lambda f: f.hidden_share),
+    }
+
+
+# ---- in the processes
+
+
+def _meet(rank: int, hosts: Sequence[Host], world_size: int, path: str) -> None:
+    """Move to this rank's host, the first half of the ranks to the first, and join the others over the link.
+
+    A file joins hosts that share a disk.
+    """
+    hosts[rank * len(hosts) // world_size].enter()
     os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
     Path(path).parent.mkdir(exist_ok=True)
-    store = FileStore(path, NUM_RANKS)
     limit = timedelta(seconds=_LIMIT_S)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS, timeout=limit)
+    dist.init_process_group("gloo", store=FileStore(path, world_size), rank=rank, world_size=world_size, timeout=limit)
+
+
+def _engine(
+    model: ModelConfig,
+    emulated_flops: float | None,
+    layout: Layout,
+    schedule: ScheduleConfig,
+    optimizer: OptimizerConfig | None = None,
+) -> Engine:
+    products = None if emulated_flops is None else SleepingMatmul(emulated_flops)
+    options = EngineOptions(
+        schedule=schedule, optimizer=optimizer or OptimizerConfig(), device="cpu", timeout_s=_LIMIT_S
+    )
+    return Engine(lambda groups: decoder_units(model, products, groups), model.hidden_size, layout, options)
+
+
+def _timed_step(engine: Engine, batch: PackedBatch, num_microbatches: int) -> tuple[float, Recording]:
+    """One step of all ranks together: its seconds, and this rank's recording."""
+    dist.barrier()
+    start = time.perf_counter()
+    engine.train_batch(batch, micro_batches=MicroBatchSpec(num=num_microbatches))
+    return time.perf_counter() - start, engine.pipeline.own_recording()
 
 
 def _prepare(rank: int, side: Side, size: ModelSize) -> Callable[[], Figures]:
-    model = size.model()
-    options = EngineOptions(
-        schedule=ScheduleConfig(side.schedule, overlap=side.overlap), device="cpu", timeout_s=_LIMIT_S
-    )
-    products = None if size.emulated_flops is None else SleepingMatmul(size.emulated_flops)
-    engine = Engine(
-        lambda groups: decoder_units(model, products, groups),
-        model.hidden_size,
-        Layout(dp=NUM_RANKS, ep=NUM_RANKS),
-        options,
-    )
-    batch, spec = size.batch(rank), MicroBatchSpec(num=size.num_microbatches)
+    schedule = ScheduleConfig(side.schedule, overlap=side.overlap)
+    engine = _engine(size.model(), size.emulated_flops, Layout(dp=NUM_RANKS, ep=NUM_RANKS), schedule)
+    batch = size.batch(rank)
 
     def turn() -> Figures:
-        dist.barrier()
-        start = time.perf_counter()
-        engine.train_batch(batch, micro_batches=spec)
-        step_s = time.perf_counter() - start
-        recording = engine.pipeline.own_recording()
+        step_s, recording = _timed_step(engine, batch, size.num_microbatches)
         ((spent,), (kinds,)) = recording.spent(), recording.collective_totals()
         in_ms = kinds[CollectiveKind.ALL_TO_ALL]
         in_s = replace(in_ms, exposed=1e-3 * in_ms.exposed, hidden=1e-3 * in_ms.hidden)
         return Figures(step_s, spent.idle / recording.makespan, in_s)
+
+    return turn
+
+
+def _prepare_hidden(rank: int, traffic: Traffic) -> Callable[[], HiddenTraffic]:
+    optimizer = OptimizerConfig(zero=traffic.zero)
+    engine = _engine(traffic.model, traffic.emulated_flops, traffic.layout, traffic.schedule, optimizer)
+    generator = torch.Generator().manual_seed(engine.grid.dp_rank)
+    shape = (traffic.num_microbatches, traffic.sequence_length)
+    batch = PackedBatch.from_documents(list(torch.randint(0, traffic.model.vocabulary, shape, generator=generator)))
+
+    def turn() -> HiddenTraffic:
+        step_s, recording = _timed_step(engine, batch, traffic.num_microbatches)
+        (kinds,) = recording.collective_totals()
+        found = kinds[traffic.kind]
+        return HiddenTraffic(step_s, 1e-3 * found.exposed, found.hidden_share, found.num_bytes)
 
     return turn

@@ -1,4 +1,4 @@
-"""Ranks of a benchmark: processes on this machine that meet over the loopback interface and do as they are told."""
+"""Ranks of a benchmark: processes on this machine that meet over the loopback interface and answer calls."""
 
 import ctypes
 import enum
@@ -6,6 +6,7 @@ import gc
 import multiprocessing
 import os
 import signal
+import statistics
 import sys
 import time
 import traceback
@@ -22,18 +23,18 @@ from typing import Any, Self
 LOOPBACK = "127.0.0.1"
 _LIMIT_S = 1800.0
 _SILENCE_S = 2.0
-"""How long the death of another rank is waited for once one has failed: whichever died is the cause."""
+"""How long to wait for the death of another rank once one has failed: a rank that died is the cause."""
 
 _PR_SET_PDEATHSIG, _PR_SET_TIMERSLACK = 1, 29  # <linux/prctl.h>
 _IMPORTED_ONCE = ["penstock.engine.engine", "torch.distributed.pipelining"]
 
 
 class RankFailed(RuntimeError):
-    """A rank of a benchmark raised, died or was too slow; the text says which one and why. All ranks have ended."""
+    """A rank of a benchmark raised, died or was too slow; the message says which and why. All ranks have ended."""
 
 
 class _Task(enum.Enum):
-    """What a rank is told to do; `PREPARE` calls a function for what it returns to be called by each `TURN`."""
+    """A rank's tasks; `PREPARE` calls a function whose result each `TURN` calls."""
 
     CALL = "call"
     PREPARE = "prepare"
@@ -42,12 +43,12 @@ class _Task(enum.Enum):
 
 
 class Team:
-    """Processes of their own that answer calls, all at once, until the `with` block ends.
+    """Separate processes that answer calls, all at once, until the `with` block ends.
 
-    They begin with what is imported once for all of them: each starts in a moment, and many on few cores, as they stand
-    for as many devices, do not drive each other's copies of it out of the caches, which made 0.4% of an emulated step.
+    Imports are made once for all of them. So each starts quickly, and many processes on few cores do not drive each
+    other's copies out of the caches, which cost 0.4% of an emulated step.
 
-    With `join` they are joined by torch.distributed. If one fails, all are ended at once and its traceback is told.
+    With `join` they are joined by torch.distributed. If one fails, all are ended at once and its traceback is reported.
 
     Raises:
         RankFailed: by every call, for a rank that failed or took longer than `limit_s`.
@@ -70,7 +71,7 @@ class Team:
             theirs.close()
             self._processes.append(process)
             self._pipes.append(ours)
-        # Stopped before it has begun, a rank could outlive whoever began the benchmark.
+        # A rank stopped before it has begun could outlive the process that began the benchmark.
         try:
             self._hear_all()
         except BaseException:
@@ -95,18 +96,18 @@ class Team:
             process.join()
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """`function(rank, *arguments)` on every rank; the results by rank."""
+        """Call `function(rank, *arguments)` on every rank; returns the results by rank."""
         return self._ask(_Task.CALL, function, arguments)
 
     def prepare(self, function: Callable[..., Callable[[], Any]], *arguments: Any) -> None:
-        """Have `function(rank, *arguments)` make what each turn calls, in place of what did before.
+        """Have `function(rank, *arguments)` make the callable of each turn, in place of the one before.
 
-        What did before is closed first, if it has a `close`.
+        The one before is closed first, if it has a `close`.
         """
         self._ask(_Task.PREPARE, function, arguments)
 
     def turn(self) -> list[Any]:
-        """Call what was prepared, all ranks starting together; the results by rank."""
+        """Call what was prepared, all ranks starting together; returns the results by rank."""
         return self._ask(_Task.TURN, None, ())
 
     def sleep(self) -> None:
@@ -114,7 +115,7 @@ class Team:
         self._signal(signal.SIGSTOP)
 
     def wake(self) -> None:
-        """Let stopped processes go on."""
+        """Let stopped processes continue."""
         self._signal(signal.SIGCONT)
 
     def _signal(self, number: signal.Signals) -> None:
@@ -150,7 +151,7 @@ class Team:
         except (EOFError, ConnectionError):
             raise self._failure(rank) from None
         if answer.failure is not None:
-            # A rank that dies says nothing, and its peer's complaint may be heard before its pipe is seen to close.
+            # A rank that dies is silent, and its peer's complaint may arrive before its pipe closes.
             for other in unheard:
                 if self._pipes[other].poll(_SILENCE_S) and not self._says(other):
                     raise self._failure(other)
@@ -158,7 +159,7 @@ class Team:
         return answer.value
 
     def _says(self, rank: int) -> bool:
-        """Whether there is a word in the pipe of a rank, and not its end."""
+        """Return whether the pipe of a rank holds a message, and not its end."""
         try:
             self._pipes[rank].recv()
         except (EOFError, ConnectionError):
@@ -173,7 +174,7 @@ class Team:
 def on_ranks(
     num_ranks: int, function: Callable[..., Any], *arguments: Any, limit_s: float = 900.0, join: bool = True
 ) -> list[Any]:
-    """Call `function(rank, *arguments)` in processes of their own; return the results by rank.
+    """Call `function(rank, *arguments)` in separate processes; return the results by rank.
 
     Raises:
         RankFailed: a rank failed or took longer than `limit_s`; all processes have ended.
@@ -182,25 +183,30 @@ def on_ranks(
         return team.call(function, *arguments)
 
 
+def spread(values: Sequence[float]) -> dict[str, Any]:
+    """Median and range, as every benchmark reports them."""
+    return {"median": statistics.median(values), "range": [min(values), max(values)]}
+
+
 Turn = Callable[[], Any]
 Prepare = Callable[..., Turn]
 
 
 @dataclass(frozen=True)
 class Job:
-    """Several engines to be compared with each other: `prepare(side, rank, *arguments)` makes a side's turn."""
+    """Several engines to compare; `prepare(side, rank, *arguments)` makes a side's turn."""
 
     sides: tuple[str, ...]
     arguments: tuple[Any, ...]
 
 
 def in_turns(sides: Sequence[str], num_ranks: int, prepare: Prepare, *arguments: Any, num_rounds: int) -> Any:
-    """Let several engines work in turn, each in processes of its own, which are stopped meanwhile.
+    """Let several engines work in turn, each in its own processes, which are stopped between turns.
 
     `prepare(side, rank, *arguments)` is called in each of the `num_ranks` processes of a side, joined by
-    torch.distributed, when its first turn comes; what it returns is called once a round, all ranks starting together.
+    torch.distributed, when its first turn comes; its result is called once a round, all ranks starting together.
 
-    Returns: side -> rank -> what each of the `num_rounds` rounds returned, after one round that is not counted.
+    Returns: side -> rank -> the result of each of the `num_rounds` rounds, after one round of warm-up.
     Raises: RankFailed.
     """
     (found,) = jobs_in_turns(num_ranks, prepare, [Job(tuple(sides), arguments)], num_rounds=num_rounds)
@@ -208,7 +214,7 @@ def in_turns(sides: Sequence[str], num_ranks: int, prepare: Prepare, *arguments:
 
 
 def jobs_in_turns(num_ranks: int, prepare: Prepare, jobs: Iterable[Job], *, num_rounds: int) -> Iterator[Any]:
-    """The same for one job after another, in processes that are started once a side; yields when a job is done."""
+    """Run one job after another as `in_turns` does, in processes started once per side; yields each job's result."""
     with ExitStack() as stack:
         teams: dict[str, Team] = {}
         for job in jobs:
@@ -235,7 +241,7 @@ def _prepare_side(rank: int, prepare: Prepare, side: str, arguments: tuple[Any, 
     return prepare(side, rank, *arguments)
 
 
-# What runs in the processes.
+# ---- in the processes
 
 
 @dataclass(frozen=True)
@@ -252,18 +258,18 @@ def _rank_main(pipe: Connection, rank: int, num_ranks: int, port: int | None, li
         _join(rank, num_ranks, port, limit_s)
         _serve(pipe, rank, joined=port is not None)
     except EOFError:
-        os._exit(1)  # whoever asked is gone
-    except BaseException:  # whatever ends a rank belongs into the report
+        os._exit(1)  # the caller is gone
+    except BaseException:  # whatever ends a rank belongs in the report
         pipe.send(_Answer(failure=traceback.format_exc()))
-        # Told before peers notice that this one is gone; nothing that could wait for them is called any more.
+        # Reported before peers notice that this rank is gone; nothing is called any more that could wait for them.
         os._exit(1)
 
 
 def _end_with_the_benchmark() -> None:
-    """Let the system kill this process, stopped or not, once nobody is left to tell it anything.
+    """Let the system kill this process, stopped or not, once the benchmark is gone.
 
-    The process that forks all others goes as soon as the last of those is gone who hold its lifeline, which whoever
-    began the benchmark does, and so does every process forked until it lets go.
+    The fork server ends as soon as nobody holds its lifeline. The process that began the benchmark holds it, and every
+    forked process until it closes its copy.
     """
     if sys.platform == "linux":
         lifeline = getattr(getattr(forkserver, "_forkserver", None), "_forkserver_alive_fd", None)
@@ -286,7 +292,7 @@ def _join(rank: int, num_ranks: int, port: int | None, limit_s: float) -> None:
 
 
 def _serve(pipe: Connection, rank: int, *, joined: bool) -> None:
-    """Do as told until the end."""
+    """Answer calls until the end."""
     import torch.distributed as dist
 
     turn: Turn | None = None
@@ -319,7 +325,7 @@ def _nothing() -> None:
 
 
 def _sharpen_timers() -> None:
-    """Let sleeps end on time: Linux otherwise adds up to 50 us, which would drown what is measured."""
+    """Let sleeps end on time: Linux otherwise adds up to 50 us, more than what is measured."""
     if sys.platform == "linux":
         _prctl(_PR_SET_TIMERSLACK, 1)
 

@@ -1,4 +1,4 @@
-"""How long schedules of up to a million actions take to build, lower, prove and simulate, and how much memory."""
+"""Time and memory to build, lower, prove and simulate schedules of up to two million actions."""
 
 import json
 import resource
@@ -11,19 +11,19 @@ from typing import Any
 
 from penstock import schedule
 
-MAX_SECONDS, MAX_BYTES = 20.0, 2 * 2**30  # what the largest size may take
+MAX_SECONDS, MAX_BYTES = 20.0, 2 * 2**30  # limits for the largest size
 
 
 @dataclass(frozen=True)
 class Size:
-    """What is built."""
+    """The size of a schedule."""
 
     ranks: int
     stages_per_rank: int
     microbatches: int
 
 
-# Of both schedules with as many actions each: 0.1, 0.5 and 2 million, counting transfers.
+# Equally many actions for both schedules: 0.1, 0.5 and 2 million, counting transfers.
 SIZES = {
     "interleaved": (Size(16, 4, 325), Size(32, 4, 650), Size(64, 4, 1300)),
     "1f1b": (Size(16, 1, 1300), Size(32, 1, 2600), Size(64, 1, 5200)),
@@ -31,9 +31,9 @@ SIZES = {
 
 
 def measure() -> dict[str, Any]:
-    """Seconds of each part and the largest resident memory, each schedule and size in a process of its own.
+    """Measure seconds of each part and peak resident memory, each schedule and size in its own process.
 
-    Raises: RuntimeError with what a process had to say that did not end well.
+    Raises: RuntimeError with the output of a process that failed.
     """
     found = [_in_own_process(name, size) for name, sizes in SIZES.items() for size in sizes]
     return {
@@ -56,7 +56,7 @@ def _in_own_process(name: str, size: Size) -> dict[str, Any]:
 
 
 def timed(name: str, size: Size) -> dict[str, Any]:
-    """What each part takes in this process, which should have done nothing before."""
+    """Time each part in this process, which should have done nothing before."""
     laps = [time.perf_counter()]
     built = schedule.build(name, ranks=size.ranks, microbatches=size.microbatches, stages_per_rank=size.stages_per_rank)
     laps.append(time.perf_counter())

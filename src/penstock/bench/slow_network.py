@@ -1,7 +1,7 @@
 """Two hosts on one machine, joined by one slow link: network namespaces, a veth pair and a token bucket on either end.
 
-What is sent crosses the kernel's whole network stack at the rate of the link, as between two machines; nothing is
-emulated in the benchmark itself.
+Messages cross the kernel's whole network stack at the rate of the link, as between two machines; the benchmark itself
+emulates nothing.
 """
 
 import ctypes
@@ -21,29 +21,29 @@ _CLONE_NEWNET = 0x40000000
 _NETNS = Path("/var/run/netns")
 _PREFIX = "penstock"
 INTERFACE = "slow0"
-"""Name of the link's end on either host."""
+"""Name of the link's interface on either host."""
 
 
 class NoSlowNetwork(ValueError):
-    """This machine does not allow it; the message says what is missing."""
+    """This machine does not allow a slow network; the message says what is missing."""
 
 
 @dataclass(frozen=True)
 class Host:
-    """One of the two: a network namespace and its address on the link."""
+    """One of the two hosts: a network namespace and its address on the link."""
 
     namespace: str
     address: str
 
     def enter(self) -> None:
-        """Move this thread, and those it starts from now on, to the host: their sockets are the host's.
+        """Move this thread, and threads that it starts from now on, to the host: their sockets are the host's.
 
-        Raises: NoSlowNetwork where that is not allowed.
+        Raises: NoSlowNetwork if that is not allowed.
         """
         libc = ctypes.CDLL(None, use_errno=True)
         with (_NETNS / self.namespace).open() as namespace:
             if libc.setns(namespace.fileno(), _CLONE_NEWNET):
-                raise NoSlowNetwork(f"a slow network: host {self.namespace} can not be entered ({_last_error()})")
+                raise NoSlowNetwork(f"a slow network: host {self.namespace} cannot be entered ({_last_error()})")
 
 
 class SlowNetwork:
@@ -51,10 +51,10 @@ class SlowNetwork:
 
     Args:
         rate: of the link in either direction, in words of `tc`: "1gbit", "200mbit".
-        queue_ms: how much may wait at either end, as time at that rate; what does not fit is lost and sent again.
+        queue_ms: length of the queue at either end, as time at that rate; what does not fit is lost and sent again.
 
     Raises:
-        NoSlowNetwork: it can not be set up here; nothing is left behind.
+        NoSlowNetwork: it cannot be set up here; nothing is left behind.
     """
 
     def __init__(self, rate: str = "1gbit", queue_ms: float = 50.0) -> None:
@@ -78,7 +78,7 @@ class SlowNetwork:
         self._undo.close()
 
     def _end_on_signals(self) -> None:
-        """Leave the `with` block when told to end: a signal that ends the process at once would leave all behind."""
+        """Leave the `with` block on SIGTERM, which by default would end the process and leave the hosts behind."""
         if threading.current_thread() is threading.main_thread():
             before = signal.signal(signal.SIGTERM, _leave)
             self._undo.callback(signal.signal, signal.SIGTERM, before)
@@ -104,7 +104,7 @@ class SlowNetwork:
     def _set_up(self) -> None:
         for host in self.hosts:
             _ip("netns", "add", host.namespace)
-            # With a namespace goes its end of the link, and with that the other end.
+            # Deleting a namespace deletes its end of the link, and with that the other end.
             self._undo.callback(_ip, "netns", "delete", host.namespace)
         one, other = (host.namespace for host in self.hosts)
         _ip("link", "add", INTERFACE, "netns", one, "type", "veth", "peer", "name", INTERFACE, "netns", other)
@@ -131,7 +131,7 @@ def _check_allowed() -> None:
 
 
 def _sweep() -> None:
-    """Remove hosts of processes that were killed before they could."""
+    """Remove hosts left by processes that were killed."""
     if not _NETNS.is_dir():
         return
     for path in _NETNS.glob(f"{_PREFIX}-*-[ab]"):

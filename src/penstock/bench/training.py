@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.bench.ranks import Turn, in_turns
+from penstock.bench.ranks import Turn, in_turns, spread
 from penstock.data import MicroBatchSpec, PackedBatch
 from penstock.engine import Engine, EngineOptions
 from penstock.model import Sequences, UnitSpec, cross_entropy_sum, decoder_units
@@ -22,10 +22,10 @@ NUM_RANKS = 2
 
 @dataclass(frozen=True)
 class Training:
-    """What is trained: by default 30 million parameters, microbatches of two sequences of 256 tokens.
+    """The model and its batches: by default 30 million parameters, microbatches of two sequences of 256 tokens.
 
-    `products`: "torch" computes linear layers as `nn.Linear` does, "fastest" by the fastest library at hand; it holds
-    for all sides alike. `names` are the schedules that Penstock runs with its own cut.
+    `products`, the same on all sides: "torch" computes linear layers as `nn.Linear` does, "fastest" with the fastest
+    library available. `names` are the schedules that Penstock runs with its own cut.
     """
 
     num_layers: int = 8
@@ -63,9 +63,9 @@ class Training:
         return decoder_units(config, TORCH if self.products == "torch" else fastest_matmul())
 
     def even_cut(self, num_stages: int) -> tuple[int, ...]:
-        """As many layers for each stage; the embedding comes to the first, the head to the last.
+        """Cut into equally many layers per stage; the embedding goes to the first, the head to the last.
 
-        Raises: ValueError if the layers cannot be divided so.
+        Raises: ValueError if the layers cannot be divided evenly.
         """
         if self.num_layers % num_stages:
             raise ValueError(f"{self.num_layers} layers cannot be divided among {num_stages} stages evenly")
@@ -77,7 +77,7 @@ class Training:
         return torch.randint(0, self.vocab_size, (self.step_tokens,), generator=generator)
 
     def batch(self) -> PackedBatch:
-        """Tokens of a step; the label of each is itself, so that every token has one."""
+        """Tokens of a step; each is its own label, so that every token has one."""
         tokens = self.tokens()
         lengths = [list(self.lengths)] * self.num_microbatches
         return PackedBatch.from_data({"tokens": tokens, "labels": tokens}, {"tokens": lengths, "labels": lengths})
@@ -87,7 +87,7 @@ Step = Callable[[], object]
 
 
 class Run(nn.Module):
-    """A run of units as one module, all microbatches having the same lengths: what torch's pipelining takes."""
+    """A run of units as one module, for microbatches of equal lengths, as torch's pipelining takes it."""
 
     def __init__(self, training: Training, units: Sequence[UnitSpec]) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ def _adamw(module: nn.Module) -> torch.optim.AdamW:
 
 
 def _alone(training: Training, num_threads: int) -> Step:
-    """One process: microbatch after microbatch, gradients added up."""
+    """One process with gradient accumulation over the microbatches."""
     module = Run(training, training.units())
     adamw = _adamw(module)
     microbatches = training.tokens().split(training.microbatch_tokens)
@@ -144,7 +144,7 @@ def _penstock(training: Training, name: str, cut: tuple[int, ...] | None) -> Ste
 
 @dataclass(frozen=True)
 class TorchSchedule:
-    """One of torch.distributed.pipelining, with as many stages a rank as it is meant for, in a loop or a v."""
+    """A schedule of torch.distributed.pipelining, with its usual number of stages a rank, in a loop or a v."""
 
     name: str
     stages_per_rank: int = 1
@@ -172,7 +172,7 @@ TORCH_SCHEDULES = (
 
 
 def _torch(rank: int, training: Training, chosen: TorchSchedule) -> Step:
-    """One of torch's schedules, each stage with equally many layers."""
+    """One of torch's schedules, with equally many layers in each stage."""
     from torch.distributed import pipelining
 
     cut, units = training.even_cut(NUM_RANKS * chosen.stages_per_rank), training.units()
@@ -204,7 +204,7 @@ def _torch(rank: int, training: Training, chosen: TorchSchedule) -> Step:
 
 
 def _penstock_sides(training: Training) -> dict[str, tuple[str, tuple[int, ...] | None]]:
-    """Penstock's sides: schedule and cut, None for its own."""
+    """Penstock's sides: schedule and cut, None for its own cut."""
     sides: dict[str, tuple[str, tuple[int, ...] | None]] = {
         "penstock 1f1b, even cut": ("1f1b", training.even_cut(NUM_RANKS))
     }
@@ -212,7 +212,7 @@ def _penstock_sides(training: Training) -> dict[str, tuple[str, tuple[int, ...] 
 
 
 def _prepare(side: str, rank: int, training: Training) -> Turn:
-    """One side's step, timed; of a process alone the second of the pair has none."""
+    """One side's timed step; for a process alone, the second rank does nothing."""
     if side in _ALONE:
         step = _alone(training, _ALONE[side]) if rank == 0 else _nothing
     elif side in _TORCH:
@@ -240,9 +240,9 @@ _TORCH = {chosen.side: chosen for chosen in TORCH_SCHEDULES}
 def compare(training: Training) -> dict[str, Any]:
     """Tokens per second of each side, measured in turn in one run, and the ratios that matter.
 
-    Each side has processes of its own: what another engine leaves behind in a process (threads of its groups, memory)
-    takes a few percent. A ratio is the median over rounds of the ratio within the round, for machines drift. torch's
-    best is that of its schedules which had the highest median here.
+    Each side has its own processes: threads and memory that another engine leaves behind in a process cost a few
+    percent. A ratio is the median over rounds of the ratio within the round, because machines drift. torch's best is
+    its schedule with the highest median here.
     """
     sides = (*_ALONE, *_TORCH, *_penstock_sides(training))
     turns = in_turns(sides, NUM_RANKS, _prepare, training, num_rounds=training.num_steps)
@@ -262,9 +262,7 @@ def compare(training: Training) -> dict[str, Any]:
 
     return {
         "products": training.products,
-        "tokens_per_s": {
-            side: {"median": median[side], "range": [min(found), max(found)]} for side, found in rates.items()
-        },
+        "tokens_per_s": {side: spread(found) for side, found in rates.items()},
         "units_of_stages": {side: turns[side][0][0][1] for side in _penstock_sides(training)},
         "torch's_best": best,
         "over_torch's_best": over(best),

@@ -196,10 +196,10 @@ def _overhead(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def _split(given: argparse.Namespace) -> dict[str, Any]:
-    from penstock.bench.split import measure
+    from penstock.bench.overhead import measure_split
     from penstock.bench.training import Training
 
-    return measure(Training(products=given.products), given.runs)
+    return measure_split(Training(products=given.products), given.runs)
 
 
 def _scale(given: argparse.Namespace) -> dict[str, Any]:
@@ -225,15 +225,15 @@ def _overlap(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def _reduction(given: argparse.Namespace) -> dict[str, Any]:
-    from penstock.bench.hidden import measure, reduction
+    from penstock.bench.overlap import measure_hidden, reduction
 
-    return measure(reduction(given.mbit, given.emulate, given.rounds, given.zero), _progress)
+    return measure_hidden(reduction(given.mbit, given.emulate, given.rounds, given.zero), _progress)
 
 
 def _ring(given: argparse.Namespace) -> dict[str, Any]:
-    from penstock.bench.hidden import measure, ring
+    from penstock.bench.overlap import measure_hidden, ring
 
-    return measure(ring(given.mbit, given.tokens, given.rounds), _progress)
+    return measure_hidden(ring(given.mbit, given.tokens, given.rounds), _progress)
 
 
 def _balance(given: argparse.Namespace) -> dict[str, Any]:
