@@ -1,7 +1,6 @@
-"""Batches of packed sequences, their split into microbatches, and corpora that give them."""
+"""Batches of packed sequences, their split into microbatches, and the corpora behind them."""
 
-from penstock.data.corpus import Corpus, CorpusSpec, load_corpus
-from penstock.data.errors import (
+from penstock.data.checks import (
     BatchError,
     CorpusError,
     ItemTooLong,
@@ -10,12 +9,23 @@ from penstock.data.errors import (
     SplitError,
     TooFewItems,
 )
+from penstock.data.corpus import Corpus, CorpusSpec, load_corpus
 from penstock.data.loader import BatchSize, DataShard, Loader, validation_batches
 from penstock.data.packed import NO_LABEL, Extent, PackedBatch
 from penstock.data.packing import DocumentPacking, WindowPacking, pack
-from penstock.data.part import part_of
-from penstock.data.reorder import check_lengths, merge, reorder, take_apart
-from penstock.data.split import MicroBatchSpec, Split, SplitCounts, agree, count, split
+from penstock.data.split import (
+    MicroBatchSpec,
+    Split,
+    SplitCounts,
+    agree,
+    check_lengths,
+    count,
+    merge,
+    part_of,
+    reorder,
+    split,
+    take_apart,
+)
 
 __all__ = [
     "NO_LABEL",

@@ -1,8 +1,8 @@
-"""Items into groups of nearly equal load, none above a capacity: pure functions on whole numbers.
+"""Grouping of items into nearly equal loads, none above a capacity: pure functions on whole numbers.
 
 Largest load first into the lightest group (Graham 1969, section 5), then single moves and swaps out of the heaviest
-group until none helps, then, where a batch has few items, a search of bounded size for something better still (Korf
-1998, section 2.3: complete greedy). Contiguous cuts are another problem, solved in `penstock.schedule.partition`.
+group until none helps; then, for few items, a search of bounded size for a better result (Korf 1998, section 2.3:
+complete greedy). Contiguous cuts are another problem, solved in `penstock.schedule.partition`.
 """
 
 from bisect import bisect_left
@@ -11,14 +11,14 @@ from heapq import heapify, heappop, heappush
 
 Groups = list[list[int]]
 
-MAX_SEARCH_ITEMS = 12  # a larger batch has so many ways that the greedy result is within a few per cent anyway
-MAX_SEARCH_NODES = 20_000  # some ten milliseconds
+MAX_SEARCH_ITEMS = 12  # for more items the greedy result is within a few per cent anyway
+MAX_SEARCH_NODES = 20_000  # about ten milliseconds
 
 
 def arrange(loads: Sequence[int], at_least: int, capacity: int | None) -> Groups:
-    """Groups of item indices: at least so many, each within the capacity, as few more and as even as can be found.
+    """Group item indices into at least `at_least` groups within the capacity, as few and as even as can be found.
 
-    The caller has checked that `at_least` is not above the number of items and no load above the capacity.
+    The caller has checked that `at_least` is at most the number of items and every load within the capacity.
     """
     groups = balanced(loads, at_least)
     if capacity is None or _largest(groups, loads) <= capacity:
@@ -33,7 +33,7 @@ def arrange(loads: Sequence[int], at_least: int, capacity: int | None) -> Groups
 
 
 def arrange_exactly(loads: Sequence[int], num_groups: int, capacity: int | None) -> Groups:
-    """As `arrange`, but exactly so many groups, which must be no fewer than `arrange(loads, 1, capacity)` needs."""
+    """As `arrange`, but exactly `num_groups`, which must be at least as many as `arrange(loads, 1, capacity)` makes."""
     groups = balanced(loads, num_groups)
     if capacity is None or _largest(groups, loads) <= capacity:
         return groups
@@ -41,7 +41,7 @@ def arrange_exactly(loads: Sequence[int], num_groups: int, capacity: int | None)
 
 
 def balanced(loads: Sequence[int], num_groups: int) -> Groups:
-    """Exactly so many non-empty groups with a small largest load, the capacity aside."""
+    """Exactly `num_groups` non-empty groups with a small largest load, ignoring capacity."""
     heap = [(0, index) for index in range(num_groups)]
     groups: Groups = [[] for _ in range(num_groups)]
     for item in _heaviest_first(loads):
@@ -53,7 +53,7 @@ def balanced(loads: Sequence[int], num_groups: int) -> Groups:
 
 
 def _improved(groups: Groups, loads: Sequence[int]) -> Groups:
-    """The groups after moves and swaps out of the heaviest one, each of which lowers the larger of the two loads."""
+    """Move and swap items out of the heaviest group while that lowers the larger of the two loads."""
     totals = [sum(loads[i] for i in group) for group in groups]
     bound = _lower_bound(loads, len(groups))
     for _ in range(4 * len(loads)):
@@ -79,7 +79,7 @@ def _improved(groups: Groups, loads: Sequence[int]) -> Groups:
 def _best_exchange(
     heavy: list[int], light: list[int], loads: Sequence[int], difference: int
 ) -> tuple[int, int | None] | None:
-    """The item to give, and the one to take for it or None, that bring two groups closest; None if nothing helps."""
+    """The item to give, and the one to take in return or None, that bring two groups closest; None if nothing helps."""
     offers: list[tuple[int, int | None]] = sorted((loads[item], item) for item in light)
     if len(heavy) > 1:
         offers.insert(0, (0, None))
@@ -98,7 +98,7 @@ def _best_exchange(
 
 
 def _searched(groups: Groups, loads: Sequence[int]) -> Groups:
-    """The groups, or better ones met while assigning items depth first, heavy items first, to light groups first."""
+    """The groups, or better ones found by assigning items depth first, heavy items first, to light groups first."""
     order = _heaviest_first(loads)
     bound = _lower_bound(loads, len(groups))
     best, best_largest = groups, _largest(groups, loads)
@@ -138,7 +138,7 @@ def _lower_bound(loads: Sequence[int], num_groups: int) -> int:
 
 
 def _first_fit(loads: Sequence[int], capacity: int) -> Groups:
-    """First-fit decreasing: each item into the first group that still has room."""
+    """First-fit decreasing: each item goes into the first group that still has room."""
     groups: Groups = []
     totals: list[int] = []
     for item in _heaviest_first(loads):
@@ -152,7 +152,7 @@ def _first_fit(loads: Sequence[int], capacity: int) -> Groups:
 
 
 def _divided(groups: Groups, loads: Sequence[int], num_groups: int) -> Groups:
-    """Groups cut in two, the heaviest that has more than one item first, until there are so many; then evened out."""
+    """Halve groups, the heaviest with several items first, until there are `num_groups`; then even them out."""
     heap = [(-sum(loads[i] for i in group), index) for index, group in enumerate(groups) if len(group) > 1]
     heapify(heap)
     groups = [list(group) for group in groups]

@@ -1,4 +1,7 @@
-"""What a packed batch takes in: every check names the field at fault."""
+"""Mistakes in data, a named kind each, and the checks of a packed batch, each naming the field at fault.
+
+All kinds are `ValueError`s whose message is one clear sentence.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -6,23 +9,72 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.data.errors import (
-    BatchError,
-    DtypeMismatch,
-    IdError,
-    KeyMismatch,
-    LengthError,
-    MetadataError,
-    PartitionError,
-    ShapeMismatch,
-)
-
 ItemId = int | str
 Lengths = tuple[tuple[int, ...], ...]
 
 
+class BatchError(ValueError):
+    """A batch contradicts itself; `field` names the part at fault ("ids", "lengths['tokens']", ...)."""
+
+    def __init__(self, field: str, problem: str):
+        super().__init__(f"{field}: {problem}")
+        self.field = field
+        self.problem = problem
+
+    def __reduce__(self):
+        return type(self), (self.field, self.problem)
+
+
+class IdError(BatchError):
+    """Ids are missing, repeated, of the wrong type, or differ between batches that must agree."""
+
+
+class KeyMismatch(BatchError):
+    """Two parts of a batch, or two batches, do not have the same keys."""
+
+
+class LengthError(BatchError):
+    """A length is not a positive Python int, or the number of lengths is not the number of items."""
+
+
+class ShapeMismatch(BatchError):
+    """A tensor's shape is not the one its lengths and trailing shape promise."""
+
+
+class DtypeMismatch(BatchError):
+    """A tensor's dtype is not the declared one."""
+
+
+class MetadataError(BatchError):
+    """Metadata is not one list with one value per item."""
+
+
+class PartitionError(ValueError):
+    """Parts of a batch overlap, leave items out, or are empty; or indices are no permutation."""
+
+
+class SplitError(ValueError):
+    """A batch cannot be split as specified."""
+
+
+class ItemTooLong(SplitError):
+    """One item alone exceeds the token budget of a microbatch."""
+
+
+class TooFewItems(SplitError):
+    """There are fewer items than requested microbatches."""
+
+
+class CorpusError(ValueError):
+    """A corpus is missing, empty, unreadable, or does not fit the model."""
+
+
+class LoaderStateError(ValueError):
+    """A saved position belongs to another corpus, packing or order, or is damaged."""
+
+
 def checked_ids(ids: Iterable[ItemId]) -> tuple[ItemId, ...]:
-    """The ids as a tuple; each an int or a string, none twice, at least one."""
+    """The ids as a tuple: at least one, each an int or a string, none twice."""
     result = tuple(ids)
     if not result:
         raise IdError("ids", "a batch needs at least one item")
@@ -37,7 +89,7 @@ def checked_ids(ids: Iterable[ItemId]) -> tuple[ItemId, ...]:
 
 
 def checked_lengths(key: str, lengths: Iterable[int | Iterable[int]], num_items: int) -> Lengths:
-    """Per item the lengths of its sequences; a bare int stands for an item of one sequence."""
+    """The lengths of each item's sequences; a bare int stands for an item of one sequence."""
     field = f"lengths[{key!r}]"
     result = tuple((item,) if isinstance(item, int) else tuple(item) for item in lengths)
     if len(result) != num_items:
@@ -66,7 +118,7 @@ def checked_metadata(metadata: Mapping[str, Sequence[Any]], num_items: int) -> d
 
 
 def checked_trailing_shape(key: str, shape: Iterable[int]) -> tuple[int, ...]:
-    """A key's shape behind the packed dimension, as a tuple."""
+    """A key's shape after the packed dimension, as a tuple."""
     result = tuple(shape)
     if any(type(size) is not int or size < 0 for size in result):
         raise ShapeMismatch(f"trailing_shapes[{key!r}]", f"{result} is not a shape")
@@ -81,7 +133,7 @@ def checked_dtype(key: str, dtype: Any) -> torch.dtype:
 
 
 def check_keys(expected: Iterable[str], found: Iterable[str], field: str) -> None:
-    """Raise unless `field` has exactly the keys of `lengths`."""
+    """Raise unless the keys `found` in `field` are exactly the `expected` ones."""
     wanted, present = set(expected), set(found)
     if wanted != present:
         missing, surplus = sorted(wanted - present), sorted(present - wanted)
@@ -90,7 +142,7 @@ def check_keys(expected: Iterable[str], found: Iterable[str], field: str) -> Non
 
 
 def check_tensor(key: str, tensor: Any, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Raise unless `tensor` has the shape and dtype that the metadata promise."""
+    """Raise unless `tensor` has the shape and dtype that the metadata declare."""
     field = f"data[{key!r}]"
     if not isinstance(tensor, Tensor):
         raise BatchError(field, f"a {type(tensor).__name__}; expected a tensor")
@@ -101,13 +153,13 @@ def check_tensor(key: str, tensor: Any, shape: tuple[int, ...], dtype: torch.dty
 
 
 def check_permutation(indices: Sequence[int], num_items: int) -> None:
-    """Raise unless `indices` has each of 0 ... num_items-1 once."""
+    """Raise unless `indices` holds each of 0 ... num_items - 1 once."""
     if sorted(indices) != list(range(num_items)):
         raise PartitionError(f"{list(indices)} is not a permutation of the {num_items} items")
 
 
 def as_sequences(key: str, item: Any) -> list[Tensor]:
-    """An item's sequences as tensors: the item is one sequence, or a list of sequences."""
+    """An item's sequences as tensors; the item is one sequence or a list of sequences."""
     nested = isinstance(item, (list, tuple)) and item and isinstance(item[0], (list, tuple, Tensor))
     sequences = [s if isinstance(s, Tensor) else torch.tensor(s) for s in (item if nested else [item])]
     for index, sequence in enumerate(sequences):

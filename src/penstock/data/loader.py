@@ -1,8 +1,8 @@
-"""Batches of a corpus without end: shuffled by seed, disjoint over data-parallel ranks, resumed at any step exactly.
+"""Endless batches of a corpus: shuffled by seed, disjoint over data-parallel ranks, resumable exactly at any step.
 
 The items of all epochs, each epoch in its own order, form one endless sequence. A step takes the next items of it for
-data-parallel rank 0, then for rank 1, and so on. So a position in the sequence is all there is to save, no item is ever
-left out, every rank makes every step, and the items of a step do not depend on how many ranks share them.
+data-parallel rank 0, then for rank 1, and so on. So the position in the sequence is the whole state, no item is ever
+left out, every rank takes every step, and the items of a step do not depend on the number of ranks.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from penstock.data.errors import CorpusError, LoaderStateError
+from penstock.data.checks import CorpusError, LoaderStateError
 from penstock.data.packed import PackedBatch
 from penstock.data.packing import Packing
 
@@ -22,7 +22,7 @@ _TRAILING_SHAPES: dict[str, tuple[int, ...]] = {"tokens": (), "labels": ()}
 
 @dataclass(frozen=True, slots=True)
 class BatchSize:
-    """What one data-parallel rank gets per step: a number of items, or as many as a budget of tokens holds."""
+    """The size of a data-parallel rank's batch: a number of items, or as many as fit a token budget."""
 
     items: int | None = None
     tokens: int | None = None
@@ -47,7 +47,7 @@ class BatchSize:
 
 @dataclass(frozen=True, slots=True)
 class DataShard:
-    """Which data-parallel rank this is, of how many. All ranks of one pipeline share it, and so get equal batches."""
+    """A data-parallel rank and their number. All ranks of one pipeline share it, and so get equal batches."""
 
     rank: int = 0
     num_ranks: int = 1
@@ -60,7 +60,7 @@ class DataShard:
 class Loader:
     """An endless iterator of this rank's batches, one per step, with keys "tokens" and "labels".
 
-    An item's id is epoch * num_items + item, so the ids of a batch stay unique where an epoch ends in it. with_data:
+    An item's id is epoch * num_items + item, so the ids of a batch are unique even if an epoch ends in it. with_data:
     False gives the same batches as metadata alone, without reading a token.
 
     Raises: `CorpusError` if an item does not fit the size of a batch.
@@ -106,7 +106,7 @@ class Loader:
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the next step begins, as plain JSON values; the same on every rank, and for any number of ranks."""
+        """The position of the next step as plain JSON values; the same on every rank and for any number of ranks."""
         num_items = self._packing.num_items
         return {
             "epoch": self._position // num_items,
@@ -116,9 +116,9 @@ class Loader:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where the state was taken; on another number of ranks or with another size of batches, too.
+        """Continue where the state was taken, even on another number of ranks or with another batch size.
 
-        Raises: `LoaderStateError` if it was taken from another corpus, packing or seed, or is no such state.
+        Raises: `LoaderStateError` if it was taken from another corpus, packing or seed, or is not a loader's state.
         """
         expected = self.state_dict()
         if set(state) != set(expected):
@@ -137,12 +137,12 @@ class Loader:
         self._position = epoch * num_items + position
 
     def _end_of_batch(self, start: int) -> int:
-        """Where in the endless sequence a batch ends that begins at `start`."""
+        """The end, in the endless sequence, of the batch that begins at `start`."""
         if self._size.items is not None:
             return start + self._size.items
         assert self._size.tokens is not None
         room, end = self._size.tokens, start
-        # every item has a token or more, and the longest fits: read ahead as far as the budget could last on average
+        # items have at least one token, and the longest fits: read as far ahead as the budget lasts for longest items
         step = max(1, self._size.tokens // self._packing.longest_item)
         while True:
             for item in self._packing.lengths(self._items(end, end + step)):
@@ -152,7 +152,7 @@ class Loader:
                 end += 1
 
     def _items(self, start: int, stop: int) -> np.ndarray:
-        """The items at these places of the endless sequence."""
+        """The items at these positions of the endless sequence."""
         num_items = self._packing.num_items
         pieces = []
         while start < stop:
@@ -167,7 +167,7 @@ class Loader:
         return self._items(start, stop) + np.arange(start, stop) // num_items * num_items
 
     def _order_of(self, epoch: int) -> np.ndarray:
-        """The epoch's order of items, from seed and epoch alone; one epoch's is kept."""
+        """The epoch's order of items, from seed and epoch alone; the last one is kept."""
         if self._order is None or self._order[0] != epoch:
             # RandomState, unlike Generator, promises the same numbers in every release of numpy (NEP 19)
             bits = np.random.MT19937(np.random.SeedSequence([self._seed, epoch]))
@@ -185,9 +185,9 @@ def validation_batches(
 ) -> tuple[PackedBatch, ...]:
     """This rank's part of a fixed list of batches: the same items in every run and on any number of ranks.
 
-    max_items: at most so many items, spread evenly over the corpus; None for all. All ranks get the same number of
-    batches, disjoint, none empty, and together complete; so where a batch would hold a single item, and the items
-    cannot be divided by the ranks, some hold two.
+    max_items: the largest number of items, spread evenly over the corpus; None for all. All ranks get the same number
+    of batches, disjoint, none empty, and together complete; if batches would hold a single item and the items do not
+    divide by the ranks, some hold two.
 
     Raises: `CorpusError` if there are fewer items than ranks, or an item does not fit the size of a batch.
     """

@@ -1,4 +1,4 @@
-"""A batch of packed sequences: items laid end to end without padding, and what every rank must know of them.
+"""A batch of packed sequences: items laid end to end without padding, and the metadata that every rank needs.
 
 Shape suffixes: T all tokens of a key end to end; a key's trailing shape follows it.
 """
@@ -17,8 +17,14 @@ import torch
 from torch import Tensor
 
 from penstock.data.checks import (
+    BatchError,
+    DtypeMismatch,
+    IdError,
     ItemId,
+    KeyMismatch,
     Lengths,
+    PartitionError,
+    ShapeMismatch,
     as_sequences,
     check_keys,
     check_permutation,
@@ -29,13 +35,12 @@ from penstock.data.checks import (
     checked_metadata,
     checked_trailing_shape,
 )
-from penstock.data.errors import BatchError, DtypeMismatch, IdError, KeyMismatch, PartitionError, ShapeMismatch
 
 NO_LABEL = -100  # the default `ignore_index` of PyTorch's cross entropy
 
 
 class Extent(Enum):
-    """How many rows a key has, in terms of the tokens: for keys that are added to a batch."""
+    """The number of rows of a key that is added to a batch, in terms of the tokens."""
 
     ITEM = "one row per item"
     TOKEN = "one row per token"
@@ -47,7 +52,7 @@ class PackedBatch:
     """Items of one or more sequences each, packed key by key; with its data, or as metadata alone.
 
     Every rank of a pipeline holds the same metadata, so that shapes are never negotiated; only stages that read a key
-    need its data. A batch is never changed: each method gives another one, which may share tensors with this one.
+    need its data. A batch is immutable: each method returns a new one, which may share tensors with this one.
 
     ids: one per item, unique. lengths: key -> per item -> per sequence. data: key -> tensor [T, *trailing shape], or
     None for metadata alone. metadata: name -> one value per item; it follows its item through every method.
@@ -88,7 +93,7 @@ class PackedBatch:
 
     @classmethod
     def trusted(cls, **parts: Any) -> Self:
-        """A batch of fields that are known to agree, unchecked: for code that derives them from a checked batch."""
+        """Make a batch without checks, of fields that are known to agree because they come from a checked batch."""
         batch = object.__new__(cls)
         batch.__dict__.update(parts)
         return batch
@@ -101,7 +106,7 @@ class PackedBatch:
         ids: Iterable[ItemId] | None = None,
         metadata: Mapping[str, Sequence[Any]] | None = None,
     ) -> Self:
-        """A batch of tensors that are packed already, dtypes and trailing shapes theirs; ids default to 0, 1, ..."""
+        """Make a batch of tensors that are already packed; ids default to 0, 1, ..."""
         check_keys(lengths, data, "data")
         for key, tensor in data.items():
             if not isinstance(tensor, Tensor) or tensor.dim() == 0:
@@ -124,7 +129,7 @@ class PackedBatch:
         ids: Iterable[ItemId] | None = None,
         metadata: Mapping[str, Sequence[Any]] | None = None,
     ) -> Self:
-        """A batch from unpacked sequences: key -> per item a list of numbers or a tensor, or a list of such.
+        """Pack sequences: key -> per item a list of numbers or a tensor, or a list of these.
 
         `from_sequences({"tokens": [[5, 6, 7], [8, 9]], "rewards": [[0.5], [1.0]]})` packs two items. Whole numbers
         become int64, others float32.
@@ -149,9 +154,9 @@ class PackedBatch:
         ids: Iterable[ItemId] | None = None,
         metadata: Mapping[str, Sequence[Any]] | None = None,
     ) -> "PackedBatch":
-        """A batch to train on: the documents' token ids under "tokens", and the next token of each under "labels".
+        """Make a batch to train on: token ids under "tokens", and the next token of each under "labels".
 
-        The last token of a sequence has no next one: its label is `NO_LABEL`.
+        The last token of a sequence has no next token; its label is `NO_LABEL`.
         """
         batch = cls.from_sequences({"tokens": documents}, ids, metadata)
         labels_T = torch.roll(batch["tokens"], -1)
@@ -168,7 +173,7 @@ class PackedBatch:
 
     @property
     def num_items(self) -> int:
-        """The number of items: what a split never cuts."""
+        """The number of items, which a split never cuts."""
         return len(self.ids)
 
     @property
@@ -178,11 +183,11 @@ class PackedBatch:
 
     @cached_property
     def main_key(self) -> str:
-        """The key with the largest total length, which measures load; of equals "tokens", else the first by name."""
+        """The key with the largest total length, which measures load; ties go to "tokens", else the first by name."""
         return min(self.lengths, key=lambda key: (-sum(self.item_lengths(key)), key != "tokens", key))
 
     def sequence_lengths(self, key: str = "tokens") -> tuple[int, ...]:
-        """The length of every sequence of every item, in order: what attention must keep apart."""
+        """The length of every sequence of every item, in order; attention stays within a sequence."""
         return tuple(chain.from_iterable(self._lengths_of(key)))
 
     def item_lengths(self, key: str = "tokens") -> tuple[int, ...]:
@@ -205,8 +210,8 @@ class PackedBatch:
         return key in self.lengths
 
     def __repr__(self) -> str:
-        held = "metadata alone" if self.data is None else f"on {next(iter(self.data.values())).device}"
-        return f"PackedBatch({self.num_items} items, {self.num_tokens} tokens, keys {list(self.keys)}, {held})"
+        place = "metadata alone" if self.data is None else f"on {next(iter(self.data.values())).device}"
+        return f"PackedBatch({self.num_items} items, {self.num_tokens} tokens, keys {list(self.keys)}, {place})"
 
     def digest(self) -> int:
         """A hash (63 bits) of ids, keys and lengths, the same in every process; equal digests mean equal shapes."""
@@ -223,7 +228,7 @@ class PackedBatch:
 
     @classmethod
     def gather(cls, batches: Sequence["PackedBatch"], keys: Iterable[str] | None = None) -> "PackedBatch":
-        """The items of all batches in order; with the keys of the first one, unless `keys` says which.
+        """Join the items of all batches in order, with the keys of the first batch or those given.
 
         Raises: `BatchError` if an id occurs twice, or keys, dtypes, trailing shapes or metadata names differ, or some
         batches have data and some not.
@@ -252,7 +257,7 @@ class PackedBatch:
         return self.split_with([1] * self.num_items)
 
     def split_with(self, parts: Sequence[int] | Sequence[range]) -> tuple["PackedBatch", ...]:
-        """Contiguous parts, given by their numbers of items or as ranges of items; tensors are views of this one's.
+        """Cut into contiguous parts, given by numbers of items or as ranges; tensors are views of this batch's.
 
         Raises: `PartitionError` unless the parts are non-empty, in order, and cover every item once.
         """
@@ -282,9 +287,9 @@ class PackedBatch:
         )
 
     def reorder(self, indices: Sequence[int]) -> "PackedBatch":
-        """The items in another order: the new item i is the old item `indices[i]`.
+        """Reorder the items: the new item i is the old item `indices[i]`.
 
-        Raises: `PartitionError` if `indices` is no permutation.
+        Raises: `PartitionError` if `indices` is not a permutation.
         """
         check_permutation(indices, self.num_items)
         if list(indices) == list(range(self.num_items)):
@@ -301,7 +306,7 @@ class PackedBatch:
         )
 
     def shuffled(self, seed: int) -> "PackedBatch":
-        """The items in an order that depends on the seed and the number of items alone."""
+        """The items in a random order that depends only on the seed and the number of items."""
         indices = list(range(self.num_items))
         random.Random(seed).shuffle(indices)
         return self.reorder(indices)
@@ -336,7 +341,7 @@ class PackedBatch:
         )
 
     def update(self, other: "PackedBatch") -> "PackedBatch":
-        """The same items with the other batch's keys and metadata added, or put in place of those of the same name.
+        """Add the other batch's keys and metadata, replacing those of the same name.
 
         Raises: `IdError` unless both have the same ids in the same order; `BatchError` if only one has data.
         """
@@ -353,7 +358,7 @@ class PackedBatch:
         )
 
     def with_key(self, key: str, data: Tensor, extent: Extent = Extent.TOKEN) -> "PackedBatch":
-        """The batch with one more key, whose lengths follow from the main key's; others: `update` with their own."""
+        """Add a key whose lengths follow from the main key's; for other lengths use `update`."""
         if key in self.lengths:
             raise KeyMismatch("keys", f"{key!r} is there already")
         main = self.lengths[self.main_key]
@@ -369,7 +374,7 @@ class PackedBatch:
     # ---- data and form
 
     def without_data(self) -> "PackedBatch":
-        """The metadata alone: what a stage in the middle needs."""
+        """The metadata alone, which is all that a middle stage needs."""
         return self._copy(data=None)
 
     def with_data(self, data: Mapping[str, Tensor]) -> "PackedBatch":
@@ -377,7 +382,7 @@ class PackedBatch:
         return PackedBatch(self.ids, self.lengths, self.dtypes, self.trailing_shapes, data, self.metadata)
 
     def to(self, device: torch.device | str) -> "PackedBatch":
-        """The batch with its data on a device; copies towards an accelerator do not block."""
+        """The batch with its data on a device; copies to an accelerator do not block."""
         if self.data is None:
             return self
         non_blocking = torch.device(device).type != "cpu"
@@ -391,7 +396,7 @@ class PackedBatch:
 
     @classmethod
     def from_json(cls, text: str) -> "PackedBatch":
-        """The batch that `to_json` wrote, checked, as metadata alone.
+        """Read the metadata that `to_json` wrote, and check it.
 
         Raises: `BatchError` naming the field that is missing or wrong.
         """
@@ -410,7 +415,7 @@ class PackedBatch:
 
 
 def _per_table(lengths: Mapping[str, Lengths], make: Callable[[Lengths], Lengths]) -> dict[str, Lengths]:
-    """Each key's table made anew; once for keys that share a table, as tokens and labels do."""
+    """Apply `make` to each key's table, once for keys that share a table, as tokens and labels do."""
     made: dict[int, Lengths] = {}
     for table in lengths.values():
         if id(table) not in made:

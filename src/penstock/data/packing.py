@@ -1,4 +1,4 @@
-"""Documents into items of a length that a model can take, and labels for every token.
+"""Packing of documents into items of a length that a model can take, with labels for every token.
 
 Shape suffixes: B items, S tokens of an item, T tokens of all items end to end.
 """
@@ -13,15 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.data.checks import Lengths
-from penstock.data.errors import CorpusError
+from penstock.data.checks import CorpusError, Lengths
+from penstock.data.corpus import TokenStore
 from penstock.data.packed import NO_LABEL
-from penstock.data.store import TokenStore
 from penstock.settings import PackingKind
 
 
 class Packing(Protocol):
-    """A corpus as numbered items: their lengths without touching a token, and their tokens when asked."""
+    """A corpus as numbered items: their lengths without reading a token, and their tokens on request."""
 
     @property
     def num_items(self) -> int: ...
@@ -31,11 +30,11 @@ class Packing(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """Differs where any item would."""
+        """A hash that differs if any item would."""
         ...
 
     def lengths(self, items: Sequence[int] | np.ndarray) -> Lengths:
-        """Per item the lengths of its sequences."""
+        """The lengths of each item's sequences."""
         ...
 
     def fill(self, items: Sequence[int] | np.ndarray) -> tuple[Tensor, Tensor]:
@@ -45,12 +44,12 @@ class Packing(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class WindowPacking:
-    """All documents end to end, cut into windows of exactly `sequence_tokens`; what is left at the end is dropped.
+    """All documents end to end, cut into windows of exactly `sequence_tokens`; the remainder is dropped.
 
-    A window is read with one token more than it holds, so the label of its last token is known; the next window starts
-    with that token. Documents stay apart: a window holds a sequence for each document or piece of one in it, and the
-    last token of a document has no label. cross_documents: a window is one sequence instead, and every token has a
-    label: equal lengths, fastest.
+    A window is read with one extra token, which is the label of its last token and the first token of the next window.
+    Documents stay apart: a window holds a sequence for each document or piece of one in it, and the last token of a
+    document has no label. cross_documents: a window is one sequence instead, and every token has a label; equal
+    lengths are the fastest.
 
     Raises: `CorpusError` if there are too few tokens for a window.
     """
@@ -79,11 +78,11 @@ class WindowPacking:
 
     @property
     def fingerprint(self) -> str:
-        """Differs where any item would."""
+        """A hash that differs if any item would."""
         return _fingerprint(self.store, f"window {self.sequence_tokens} {self.cross_documents}")
 
     def lengths(self, items: Sequence[int] | np.ndarray) -> Lengths:
-        """Per window the lengths of its sequences."""
+        """The lengths of each window's sequences."""
         S = self.sequence_tokens
         if self.cross_documents:
             return ((S,),) * len(items)
@@ -104,7 +103,7 @@ class WindowPacking:
         return torch.from_numpy(windows_BS[:, :-1].reshape(-1)), torch.from_numpy(labels_BS.reshape(-1))
 
     def _ends(self, items: Sequence[int] | np.ndarray) -> list[np.ndarray]:
-        """For each window where documents end in it, counted from its start: 1 ... sequence_tokens."""
+        """The ends of documents in each window, counted from its start: 1 ... sequence_tokens."""
         starts_B = np.asarray(items, dtype=np.int64) * self.sequence_tokens
         offsets = self.store.offsets
         first_B = np.searchsorted(offsets, starts_B, "right")
@@ -117,9 +116,9 @@ class WindowPacking:
 
 @dataclass(frozen=True, eq=False)
 class DocumentPacking:
-    """An item for every document, or for every piece of one that is longer than `sequence_tokens`: unequal lengths.
+    """An item for every document, or for every piece of one longer than `sequence_tokens`; lengths are unequal.
 
-    A document's last token is only ever a label, so every token of an item has one, and a document of a single token
+    A document's last token is only a label, so every token of an item has a label, and a document of a single token
     gives no item.
 
     Raises: `CorpusError` if no document has two tokens.
@@ -151,7 +150,7 @@ class DocumentPacking:
 
     @property
     def longest_item(self) -> int:
-        """The most tokens of an item."""
+        """The largest number of tokens of an item."""
         return self._longest
 
     @cached_property
@@ -160,11 +159,11 @@ class DocumentPacking:
 
     @property
     def fingerprint(self) -> str:
-        """Differs where any item would."""
+        """A hash that differs if any item would."""
         return _fingerprint(self.store, f"document {self.sequence_tokens}")
 
     def lengths(self, items: Sequence[int] | np.ndarray) -> Lengths:
-        """Per item the length of its only sequence."""
+        """The length of each item's only sequence."""
         return tuple((length,) for length in self._pieces[1][np.asarray(items, dtype=np.int64)].tolist())
 
     def fill(self, items: Sequence[int] | np.ndarray) -> tuple[Tensor, Tensor]:
@@ -180,7 +179,7 @@ class DocumentPacking:
 def pack(
     store: TokenStore, kind: PackingKind | str, sequence_tokens: int, cross_documents: bool = False
 ) -> WindowPacking | DocumentPacking:
-    """A store's items by the named packing.
+    """Pack a store's items by the named packing.
 
     Raises: `CorpusError` for an unknown kind, `cross_documents` where documents stay apart, or too little text.
     """

@@ -1,4 +1,4 @@
-"""Where text comes from: the files of a corpus, and the documents in them, in an order that is the same everywhere."""
+"""The files of a corpus and the documents in them, in an order that is the same on every machine."""
 
 import hashlib
 import json
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.data.errors import CorpusError
+from penstock.data.checks import CorpusError
 
 BUILT_IN = "stdlib"
 TEXT_ENDINGS = frozenset({".txt", ".text", ".md", ".rst", ".py"})
@@ -20,7 +20,7 @@ SKIPPED_FOLDERS = frozenset({"__pycache__", "dist-packages", "idle_test", "site-
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One text; `name` is the file's path relative to the corpus, with the row's number where a file has rows."""
+    """One text; `name` is the file's path relative to the corpus, with the row's number if the file has rows."""
 
     name: str
     text: str
@@ -37,7 +37,7 @@ class Source:
     undecodable: str = "refuse"
 
     def documents(self) -> Iterator[Document]:
-        """Every document that is not empty, in order.
+        """Yield every document that is not empty, in order.
 
         Raises: `CorpusError` for text that is not UTF-8, rows without the text field, or files that cannot be read.
         """
@@ -51,7 +51,7 @@ class Source:
                 yield from self._rows(file, name)
 
     def identity(self) -> str:
-        """A hash of what decides the documents, without reading them: names, sizes and times of the files."""
+        """A hash of the names, sizes and times of the files, which stands for the documents without reading them."""
         stats = [(file, file.stat()) for file in self.files]
         listed = [(f.relative_to(self.root).as_posix(), s.st_size, s.st_mtime_ns) for f, s in stats]
         text = json.dumps([str(self.root), listed, self.text_field])
@@ -91,11 +91,11 @@ class Source:
 
 
 def find_source(source: str, text_field: str = "text") -> Source:
-    """The files of a corpus: the built-in one ("stdlib"), a file, a folder (searched through), or a pattern with *.
+    """Find the files of a corpus: the built-in one ("stdlib"), a file, a folder (recursively), or a pattern.
 
-    Files whose ending is not known are an error where they are named, and left out where they are found.
+    A file of unknown ending is an error if it is named, and skipped if it is found.
 
-    Raises: `CorpusError` if nothing is there or nothing there can be read.
+    Raises: `CorpusError` if there is nothing, or nothing that can be read.
     """
     if source == BUILT_IN:
         root = Path(sysconfig.get_path("stdlib"))
@@ -128,7 +128,7 @@ def _known(path: Path) -> bool:
 
 
 def _walk(root: Path, skipped: frozenset[str] = frozenset()) -> Iterator[Path]:
-    """The files under a folder in the order of their relative paths, which no file system decides."""
+    """The files under a folder, sorted by relative path, independent of the file system."""
     found = []
     for folder, names, files in os.walk(root):
         names[:] = [name for name in names if name not in skipped and not name.startswith(".")]

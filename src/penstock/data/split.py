@@ -1,19 +1,30 @@
-"""A batch into microbatches of nearly equal load, the same number on every data-parallel rank."""
+"""A batch divided into microbatches or among ranks, and its microbatches' results joined in the order of the batch.
 
-from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+Microbatches have nearly equal load, and every data-parallel rank has the same number of them.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass, fields
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from penstock.data.balance import arrange, arrange_exactly
-from penstock.data.errors import ItemTooLong, SplitError, TooFewItems
+from penstock.data.checks import ItemTooLong, Lengths, PartitionError, SplitError, TooFewItems
 from penstock.data.packed import PackedBatch
+
+Pieces = Sequence[tuple[range, ...]]
+"""For each sequence the positions that a rank has of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchSpec:
-    """How to split a batch: into at least `num` microbatches, none of more than `max_tokens` tokens.
+    """Split a batch into at least `num` microbatches of at most `max_tokens` tokens each.
 
-    num: None leaves the number to the budget of tokens. allow_fewer: where a batch has fewer items than `num`, take
-    as many microbatches as it has items instead of refusing.
+    num: None leaves the number to the token budget. allow_fewer: if a batch has fewer items than `num`, take as many
+    microbatches as it has items instead of refusing.
 
     >>> batch = PackedBatch.from_documents([torch.arange(n) for n in (4, 3, 2, 1)])
     >>> [part.num_tokens for part in split(batch, MicroBatchSpec(num=2)).microbatches]
@@ -32,7 +43,7 @@ class MicroBatchSpec:
 
     @property
     def at_least(self) -> int:
-        """The number of microbatches asked for, before the budget of tokens is looked at."""
+        """The requested number of microbatches, without regard to the token budget."""
         return self.num or 1
 
 
@@ -40,7 +51,7 @@ class MicroBatchSpec:
 class Split:
     """A batch in microbatches, and the way back.
 
-    forward_indices: the batch's items in the order in which the microbatches hold them. backward_indices: its inverse,
+    forward_indices: the batch's items in the order of the microbatches. backward_indices: its inverse,
     so that `gather(microbatches).reorder(backward_indices)` is the batch. item_lengths: the load of each item, in the
     order of the batch.
     """
@@ -53,9 +64,9 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class SplitCounts:
-    """What one rank must tell the others before they split alike; four whole numbers.
+    """Four whole numbers that ranks exchange in order to split alike.
 
-    wanted: microbatches by its own split. needed: the fewest that its budget of tokens allows. Both are 0 where an
+    wanted: microbatches by the rank's own split. needed: the fewest that its token budget allows. Both are 0 if an
     item exceeds the budget.
     """
 
@@ -65,12 +76,12 @@ class SplitCounts:
     longest_item: int
 
     def row(self) -> tuple[int, int, int, int]:
-        """The numbers to gather from all ranks, for `agree`."""
+        """The numbers to gather from all ranks for `agree`."""
         return astuple(self)
 
 
 def count(batch: PackedBatch, spec: MicroBatchSpec) -> SplitCounts:
-    """This rank's counts; never raises for what the batch holds, so that every rank reaches the collective."""
+    """This rank's counts; never raises for the batch's contents, so that every rank reaches the collective."""
     loads = batch.item_lengths(batch.main_key)
     if spec.max_tokens is not None and max(loads) > spec.max_tokens:
         return SplitCounts(0, 0, len(loads), max(loads))
@@ -82,7 +93,7 @@ def count(batch: PackedBatch, spec: MicroBatchSpec) -> SplitCounts:
 
 
 def agree(rows: Sequence[Sequence[int]], spec: MicroBatchSpec) -> int:
-    """The number of microbatches for all ranks, decided alike on each from the gathered rows of all, by rank.
+    """The number of microbatches for all ranks; each computes the same from the gathered rows, by rank.
 
     Raises: `ItemTooLong` or `TooFewItems`, the same on every rank, naming the first rank at fault.
     """
@@ -108,10 +119,10 @@ def agree(rows: Sequence[Sequence[int]], spec: MicroBatchSpec) -> int:
 
 
 def split(batch: PackedBatch, spec: MicroBatchSpec, num: int | None = None) -> Split:
-    """The batch in microbatches balanced by tokens: no item cut, deterministic, ordered by their first items.
+    """Split the batch into microbatches balanced by tokens: no item is cut, and the order is that of first items.
 
-    Every rank of a pipeline gets the same split from the same metadata. With several data-parallel ranks `num` is what
-    `agree` found from all ranks' counts; alone, a rank agrees with itself.
+    Every rank of a pipeline gets the same split from the same metadata. With several data-parallel ranks, `num` is the
+    result of `agree` on all ranks' counts; None agrees with this rank's counts alone.
 
     Raises: `ItemTooLong` or `TooFewItems`.
     """
@@ -126,3 +137,165 @@ def split(batch: PackedBatch, spec: MicroBatchSpec, num: int | None = None) -> S
         backward[item] = position
     parts = batch.reorder(forward).split_with([len(group) for group in groups])
     return Split(parts, forward, tuple(backward), loads)
+
+
+# ---- results in the order of the batch
+
+
+def reorder(outputs: Any, split: Split, lengths: Sequence[int] | None = None) -> Any:
+    """Put outputs from the order of the microbatches into the order of the batch's items.
+
+    outputs: a tensor whose first dimension holds all items' rows end to end; or a list with one entry per item, of any
+    type; or a mapping of these. lengths: rows per item of a tensor in the order of the *batch*; by default the items'
+    lengths (for outputs that lack a row per item: those minus one; for one row per item: ones).
+
+    Raises: `PartitionError` if lengths, rows or entries do not fit the number of items; `TypeError` for other types.
+    """
+    num_items = len(split.forward_indices)
+    if isinstance(outputs, Mapping):
+        return {name: reorder(value, split, lengths) for name, value in outputs.items()}
+    if isinstance(outputs, (list, tuple)):
+        if len(outputs) != num_items:
+            raise PartitionError(f"{len(outputs)} outputs for {num_items} items; expected one per item")
+        return type(outputs)([outputs[i] for i in split.backward_indices])
+    if not isinstance(outputs, Tensor):
+        raise TypeError(f"cannot put a {type(outputs).__name__} in order; expected a tensor, a list or a mapping")
+    rows = tuple(lengths) if lengths is not None else split.item_lengths
+    check_lengths(rows, num_items)
+    if sum(rows) != outputs.shape[0]:
+        raise PartitionError(f"output lengths {list(rows)} sum to {sum(rows)}; the output has {outputs.shape[0]} rows")
+    pieces = outputs.split([rows[i] for i in split.forward_indices])
+    return torch.cat([pieces[i] for i in split.backward_indices])
+
+
+def merge(results: Sequence[Any], split: Split, lengths: Sequence[int] | None = None) -> Any:
+    """Join one result per microbatch into one for the batch, in the order of its items.
+
+    Tensors are joined along their first dimension, lists end to end, mappings key by key. Results that cannot be
+    taken apart (scalars, objects of any other type) come back as a list, one per microbatch. lengths: rows per item, in
+    the order of the batch; left out, a tensor may have a row per token, per sequence or per item.
+
+    Raises: `PartitionError` if results, rows or entries do not fit, or differ in type from microbatch to microbatch.
+    """
+    _check_results(results, split)
+    if isinstance(results[0], Mapping):
+        return {name: merge([result[name] for result in results], split, lengths) for name in results[0]}
+    pieces = take_apart(results, split, lengths)
+    if pieces is None:
+        return list(results)
+    if isinstance(pieces[0], Tensor):
+        return torch.cat(pieces)
+    return type(results[0])(pieces)
+
+
+def take_apart(results: Sequence[Any], split: Split, lengths: Sequence[int] | None = None) -> list[Any] | None:
+    """Split one result per microbatch into one per item, in the order of the batch; None if that is impossible.
+
+    A tensor gives each item its rows, a list its entry, a mapping a mapping of these. `lengths` as in `merge`.
+
+    Raises: `PartitionError` as `merge`.
+    """
+    _check_results(results, split)
+    first = results[0]
+    if isinstance(first, Mapping):
+        of_name = {name: take_apart([result[name] for result in results], split, lengths) for name in first}
+        if not of_name or any(pieces is None for pieces in of_name.values()):
+            return None
+        return [dict(zip(of_name, values, strict=True)) for values in zip(*of_name.values(), strict=True)]  # type: ignore[arg-type]
+    if isinstance(first, Tensor) and first.dim() > 0:
+        rows = _rows_per_item([result.shape[0] for result in results], split, lengths)
+        items = iter(split.forward_indices)
+        counts = [[rows[next(items)] for _ in part.ids] for part in split.microbatches]
+        pieces = [piece for result, of_items in zip(results, counts) for piece in result.split(of_items)]
+        return [pieces[i] for i in split.backward_indices]
+    if isinstance(first, (list, tuple)):
+        return reorder([entry for result in results for entry in result], split)
+    return None
+
+
+def check_lengths(lengths: Sequence[int], num_items: int) -> None:
+    """Refuse rows per item that cannot belong to `num_items` items. Raises: `PartitionError`."""
+    if len(lengths) != num_items:
+        raise PartitionError(f"{len(lengths)} output lengths for {num_items} items; expected one per item")
+    if min(lengths) < 0:
+        raise PartitionError(f"an output length is {min(lengths)}; an item has 0 rows or more")
+
+
+def _check_results(results: Sequence[Any], split: Split) -> None:
+    if len(results) != len(split.microbatches):
+        raise PartitionError(f"{len(results)} results for {len(split.microbatches)} microbatches")
+    kinds = (Tensor, Mapping, list, tuple)
+    kind = next((k for k in kinds if isinstance(results[0], k)), None)
+    if any(isinstance(r, kinds) if kind is None else not isinstance(r, kind) for r in results):
+        raise PartitionError(f"results of different types: {sorted({type(result).__name__ for result in results})}")
+    if isinstance(results[0], Mapping) and any(result.keys() != results[0].keys() for result in results):
+        raise PartitionError("results with different keys")
+    if isinstance(results[0], Tensor) and len({result.shape[1:] if result.dim() else () for result in results}) > 1:
+        raise PartitionError(f"results of different shapes: {[tuple(result.shape) for result in results]}")
+
+
+def _rows_per_item(given: Sequence[int], split: Split, lengths: Sequence[int] | None) -> Sequence[int]:
+    """The number of rows of each item, in the order of the batch, if the microbatches' results have `given` rows."""
+    expected: dict[str, list[int]] = {}
+    for what, rows in _candidates(split, lengths).items():
+        of_items = iter(split.forward_indices)
+        expected[what] = [sum(rows[next(of_items)] for _ in part.ids) for part in split.microbatches]
+        if expected[what] == list(given):
+            return rows
+    counts = ", ".join(f"{rows} for {what}" for what, rows in expected.items())
+    raise PartitionError(f"the microbatches' results have {list(given)} rows; expected were {counts}")
+
+
+def _candidates(split: Split, lengths: Sequence[int] | None) -> dict[str, Sequence[int]]:
+    num_items = len(split.forward_indices)
+    if lengths is not None:
+        check_lengths(lengths, num_items)
+        return {"the output lengths given": lengths}
+    first = split.microbatches[0]
+    key = "tokens" if "tokens" in first else first.main_key
+    items = [item for part in split.microbatches for item in part.lengths[key]]
+    items = [items[i] for i in split.backward_indices]
+    return {
+        "a row per token": [sum(item) for item in items],
+        "a row for each of the longest key": split.item_lengths,
+        "a row per sequence": [len(item) for item in items],
+        "a row per item": [1] * num_items,
+    }
+
+
+# ---- sequences that several ranks share
+
+
+def part_of(batch: PackedBatch, pieces: Pieces) -> PackedBatch:
+    """Select a rank's positions of each sequence, given in the order of `sequence_lengths("tokens")`.
+
+    Keys with one row per token are cut, and so are keys with one row fewer per sequence, whose row t belongs to the
+    step from token t to the next. Each label stands at the token before it, so each part keeps the labels of its
+    tokens. Other keys (one row per item, say) stay whole in every part. A part may have sequences of length 0.
+    """
+    whole = batch.sequence_lengths("tokens")
+    tables: dict[int, tuple[Lengths, Tensor]] = {}
+    lengths, data = dict(batch.lengths), dict(batch.data or {})
+    for key, table in batch.lengths.items():
+        flat = batch.sequence_lengths(key)
+        if len(flat) != len(whole) or (flat != whole and flat != tuple(n - 1 for n in whole)):
+            continue
+        if id(table) not in tables:
+            kept = [[range(r.start, min(r.stop, n)) for r in of] for of, n in zip(pieces, flat, strict=True)]
+            tables[id(table)] = _cut_table(table, kept), _rows(flat, kept)
+        lengths[key], rows = tables[id(table)]
+        if batch.data is not None:
+            data[key] = batch[key].index_select(0, rows.to(batch[key].device))
+    values = {field.name: getattr(batch, field.name) for field in fields(batch)}
+    return PackedBatch.trusted(**{**values, "lengths": lengths, "data": None if batch.data is None else data})
+
+
+def _cut_table(table: Lengths, kept: Sequence[Sequence[range]]) -> Lengths:
+    new = iter(sum(map(len, of)) for of in kept)
+    return tuple(tuple(next(new) for _ in item) for item in table)
+
+
+def _rows(lengths: Sequence[int], kept: Sequence[Sequence[range]]) -> Tensor:
+    starts = accumulate(lengths[:-1], initial=0)
+    rows = [torch.arange(s + r.start, s + r.stop) for s, of in zip(starts, kept, strict=True) for r in of if r]
+    return torch.cat(rows) if rows else torch.empty(0, dtype=torch.int64)

@@ -8,11 +8,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from penstock.data.errors import CorpusError
+from penstock.data.checks import CorpusError
 
 
 class Tokenizer(Protocol):
-    """What a corpus needs of a tokenizer. `fingerprint` differs where any text would be tokenised differently."""
+    """The interface of a tokenizer. `fingerprint` differs if any text would be tokenised differently."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -22,7 +22,7 @@ class Tokenizer(Protocol):
 
     @property
     def end_tokens(self) -> tuple[int, ...]:
-        """The token that is put after every text, if one is."""
+        """The token put after every text, if there is one."""
         ...
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
@@ -30,13 +30,13 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of these tokens; end tokens and the like have none, and what is no text becomes U+FFFD."""
+        """The text of these tokens; special tokens have none, and invalid bytes become U+FFFD."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ByteTokenizer:
-    """A token per byte of UTF-8; with an end token (256) after every document, if asked for."""
+    """A token per byte of UTF-8; optionally an end token (256) after every document."""
 
     end_token: bool = False
 
@@ -63,7 +63,7 @@ class ByteTokenizer:
 
 @dataclass(frozen=True, slots=True)
 class FileTokenizer:
-    """A tokenizer read from a `tokenizer.json`; with an end token after every document, if one is named."""
+    """A tokenizer read from a `tokenizer.json`; optionally with an end token after every document."""
 
     tokenizer: Any
     fingerprint: str
@@ -84,7 +84,7 @@ class FileTokenizer:
 
 
 def load_tokenizer(name: str, end_token: str | bool = False) -> Tokenizer:
-    """The tokenizer called "bytes", or that of a `tokenizer.json`, or of a folder that holds one.
+    """Load the tokenizer "bytes", a `tokenizer.json`, or one from a folder that holds such a file.
 
     end_token: the text of the token to put after every document (for bytes: True); False for none.
 
@@ -103,7 +103,7 @@ def load_tokenizer(name: str, end_token: str | bool = False) -> Tokenizer:
         tokenizer = tokenizers.Tokenizer.from_str(content.decode())
     except Exception as error:  # the library raises bare Exceptions
         raise CorpusError(f"{str(path)!r} is no Hugging Face tokenizer file: {error}") from error
-    # a saved tokenizer may cut or pad what it is given, and documents must come through whole
+    # a saved tokenizer may truncate or pad its input, but documents must stay complete
     tokenizer.no_truncation()
     tokenizer.no_padding()
     end_token_id = None

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.data import NO_LABEL, BatchError, Extent, PackedBatch, PartitionError
-from penstock.data.errors import DtypeMismatch, IdError, KeyMismatch, LengthError, MetadataError, ShapeMismatch
+from penstock.data.checks import DtypeMismatch, IdError, KeyMismatch, LengthError, MetadataError, ShapeMismatch
 from tests.unit.data.batches import assert_equal, batches
 
 few = settings(max_examples=60, deadline=None)
