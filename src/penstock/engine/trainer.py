@@ -1,5 +1,7 @@
-"""Training: one optimizer step. Each thing that happens once per batch is a line of `Trainer.train_batch`; each thing
-that happens once per microbatch is an action of the program.
+"""Training: one optimizer step, with gradient accumulation over the microbatches of a batch.
+
+Each thing that happens once per batch is a line of `Trainer.train_batch`; each thing that happens once per microbatch
+is an action of the program.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from penstock import schedule
 from penstock.draw.record import RecordedStep, read_recorded_step, write_recorded_step
 from penstock.schedule import Action, Costs, Op, Pair
 from penstock.schedule.actions import parts
-from penstock.schedule.recording import CollectiveKind, Record, Recording, Wait
+from penstock.schedule.recording import CollectiveKind, CollectiveRecord, PeerWait, Record, Recording, Wait
 from tests.unit.runtime.test_executor import Pipeline
 
 
@@ -210,3 +210,17 @@ def test_a_pair_keeps_its_action():
     pair = Pair(Action(Op.F, 1, 1), Action(Op.B, 1, 0))
     row = [[str(pair), 0, 1, 2, []]]
     assert Recording.gathered([row], title="", step=0, stages_per_rank=1).spans[0][0].action == pair
+
+
+@pytest.mark.parametrize("up_ns", [0, 10**9 + 1, 86_400 * 10**9 + 123_456_789, 90 * 86_400 * 10**9 + 1])
+def test_a_row_keeps_every_nanosecond_of_a_host_that_has_been_up_for_long(up_ns: int):
+    action = Record(
+        Action(Op.F, 1, 2), up_ns, up_ns + 7, up_ns + 1003, (PeerWait(0, up_ns + 3), PeerWait(2, up_ns + 5))
+    )
+    waited = CollectiveRecord(
+        CollectiveKind.ALL_TO_ALL, 8, up_ns, wait_ns=up_ns + 11, taken_ns=up_ns + 13, end_ns=up_ns + 12
+    )
+    never_waited = CollectiveRecord(CollectiveKind.GRADIENTS, 8, up_ns, end_ns=up_ns + 12)
+    assert Record.from_row(json.loads(json.dumps(action.row()))) == action
+    for record in (waited, never_waited):
+        assert CollectiveRecord.from_row(json.loads(json.dumps(record.row()))) == record
