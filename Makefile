@@ -5,7 +5,7 @@ BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: setup demo test pytest lint bench promises mutants clean
+.PHONY: setup demo test quick pytest compiled lint bench promises mutants clean
 
 setup: .venv/stamp
 
@@ -31,8 +31,24 @@ test: setup
 
 # In the order of folders the tests of many processes come first and the short ones fill up the end. Four at a time,
 # for two cores: those of many processes spend half of their time waiting for each other.
-pytest: setup
+pytest: compiled
 	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder
+
+# A part of every room's tests, for the minutes between two thoughts.
+QUICK := tests/test_imports.py tests/test_structure.py \
+	tests/schedule/test_lower.py tests/schedule/test_verify.py tests/schedule/test_simulate.py \
+	tests/schedule/test_generation.py tests/unit/settings tests/unit/data/test_packed.py \
+	tests/unit/draw/test_perfetto.py tests/unit/parallel tests/unit/model/test_parts.py \
+	tests/unit/model/test_decoder.py tests/unit/runtime/test_executor.py tests/unit/engine/test_trainer.py \
+	tests/unit/engine/test_checkpoint.py tests/unit/bench tests/unit/cli tests/dist/test_transport.py \
+	tests/e2e/test_cli_schedule.py tests/e2e/test_schedule_files.py
+
+quick: compiled
+	$(BIN)/python -m pytest -q -n 4 --dist loadfile $(QUICK)
+
+# Where Python may write no bytecode, each process that a test starts would compile the package for itself.
+compiled: setup
+	@$(BIN)/python -m compileall -q -j 0 src tests
 
 bench: setup
 	$(BIN)/penstock bench all

@@ -2,11 +2,12 @@
 
 import ast
 import collections
+import re
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
-from tests.package_source import FILES, PACKAGE, imports_of, tree_of
+from tests.package_source import FILES, PACKAGE, imports_of, room_of, tree_of
 
 MAX_LINES = 60
 MAX_PARAMETERS = 6
@@ -99,3 +100,16 @@ def test_the_engines_face_is_short_and_imported_by_nobody_in_its_room() -> None:
     ]
     assert others
     assert [path.name for path in others if face in files_imported_by(path)] == []
+
+
+def test_the_quick_tests_cover_every_room() -> None:
+    makefile = (PACKAGE.parents[1] / "Makefile").read_text()
+    [listed] = re.findall(r"^QUICK := (.*?)$", makefile.replace("\\\n", " "), re.MULTILINE)
+    places = [PACKAGE.parents[1] / place for place in listed.split()]
+    files = [file for place in places for file in (place.rglob("test_*.py") if place.is_dir() else [place])]
+    source = "\n".join(file.read_text() for file in files)
+    rooms = {room_of(path) for path in FILES}
+    assert "schedule" in rooms
+    assert {
+        room for room in rooms if not re.search(rf"penstock\.{room}\b|from penstock import .*\b{room}\b", source)
+    } == set()
