@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from penstock.cli.main import main
-from penstock.draw.files import ENDINGS
-from penstock.draw.record import RECORDED_STEP_FILE, read_recorded_step
+from penstock.draw import ENDINGS
+from penstock.draw.layers import RECORDED_STEP_FILE, read_recorded_step
 from penstock.schedule.actions import COMPUTE, parts
 from tests.e2e.training import Started, write_run
 

@@ -20,6 +20,7 @@ from penstock.cli.schedule_arguments import (
     own_options,
     proved,
 )
+from penstock.draw import Layer, check_ending, write_drawing
 from penstock.schedule import files
 from penstock.schedule.search import bound
 
@@ -92,15 +93,10 @@ def show(arguments: list[str]) -> int:
     add_json(parser)
     options = parser.parse_args(arguments)
     if options.output is not None:
-        from penstock.draw.files import check_ending
-
         check_ending(options.output)
         refuse_to_overwrite(options.output, force=options.force)
     timeline = schedule.simulate(proved(options), costs_of(options))
     if options.output is not None:
-        from penstock.draw.files import write_drawing
-        from penstock.draw.layers import Layer
-
         command = shlex.join(["penstock", "schedule", "show", *arguments])
         write_drawing(options.output, [Layer.simulated(timeline)], command=command)
     if options.json:

@@ -17,7 +17,7 @@ from penstock.cli.launch import Group, report_end
 from penstock.cli.progress import Progress, StepFigures, show_log
 from penstock.cli.together import choose_device, initialise, refuse_differing, together, work_together
 from penstock.data import DataShard
-from penstock.draw.record import RECORDED_STEP_FILE, RecordedStep, write_recorded_step
+from penstock.draw.layers import RECORDED_STEP_FILE, RecordedStep, write_recorded_step
 from penstock.engine.checkpoint import Checkpointer
 from penstock.engine.engine import Engine
 from penstock.engine.optimizer import state_aliases

@@ -1,4 +1,4 @@
-"""What a timeline looks like before it is known where it is drawn: boxes, their kinds, colours and words."""
+"""The look of a timeline in every kind of drawing: boxes, their kinds, colours and words."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -11,7 +11,7 @@ from penstock.schedule.actions import parts
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """How one kind of action is shown: a letter, a word for the legend, a colour, and the colour of text on it."""
+    """The look of one kind of action: a letter, a word for the legend, a colour, and the colour of text on it."""
 
     letter: str
     word: str
@@ -20,10 +20,10 @@ class Look:
 
 
 class Kind(Enum):
-    """What a rank may be doing, with colours that people who do not tell red from green can tell apart.
+    """The activities of a rank, in colours that colour-blind readers can tell apart.
 
-    Source: the palette is that of M. Okabe and K. Ito, "Color Universal Design" (2008), with the blue deepened so that
-    white figures stand on it.
+    Source: the palette of M. Okabe and K. Ito, "Color Universal Design" (2008), with a deeper blue so that white
+    figures are readable on it.
     """
 
     FORWARD = Look("F", "forward", "#2F6DB5", "#FFFFFF")
@@ -47,9 +47,9 @@ KIND_OF = {
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One action of a box; a fused pair makes a box of two parts, which share its time.
+    """One action of a box; a fused pair is a box of two parts, which share its time.
 
-    `local_stage` counts the stages of one rank from 0; `microbatch` is -1 where the action has none.
+    `local_stage` counts the stages of one rank from 0; `microbatch` is -1 if the action has none.
     """
 
     kind: Kind
@@ -67,7 +67,7 @@ class Box:
 
     @property
     def beside(self) -> bool:
-        """Whether this runs beside the rank's compute rather than in its place, as a reduction does."""
+        """True for a box that runs beside the rank's compute, as a reduction does."""
         return self.parts[0].kind is Kind.REDUCE
 
 
@@ -75,7 +75,7 @@ Row = tuple[Box, ...]
 
 
 def boxes_of(timeline: Timeline) -> tuple[Row, ...]:
-    """The boxes of each rank, in order of time; what took no time has none."""
+    """The boxes of each rank, in order of time; actions that took no time have none."""
     rows = []
     for events in timeline.events:
         actions = [parts(event.action) for event in events]
@@ -92,13 +92,13 @@ def boxes_of(timeline: Timeline) -> tuple[Row, ...]:
 
 
 def kinds_in(rows: Iterable[Row]) -> tuple[Kind, ...]:
-    """The kinds that occur, and idle, in the order of `Kind`; what a legend must explain."""
+    """The kinds that a legend must explain: those that occur, and idle, in the order of `Kind`."""
     found = {part.kind for row in rows for box in row for part in box.parts}
     return tuple(kind for kind in Kind if kind in found or kind is Kind.IDLE)
 
 
 def one_at_a_time(row: Row) -> Row:
-    """The row without overlaps: what runs beside the compute is kept only where the rank would else be idle."""
+    """The row without overlaps: boxes beside the compute are kept only where the rank would otherwise be idle."""
     compute = [box for box in row if not box.beside]
     gaps = list(idle_spans(tuple(compute), inf))
     beside = [
@@ -112,7 +112,7 @@ def one_at_a_time(row: Row) -> Row:
 
 
 def idle_spans(row: Row, makespan: float) -> Iterator[tuple[float, float]]:
-    """Where a rank does nothing between time 0 and the makespan."""
+    """The spans between time 0 and the makespan in which a rank does nothing."""
     busy_until = 0.0
     for box in row:
         if box.start > busy_until:
@@ -123,7 +123,7 @@ def idle_spans(row: Row, makespan: float) -> Iterator[tuple[float, float]]:
 
 
 def number(value: float) -> str:
-    """A number with at most four significant figures, and no decimals where it is whole: 33, 0.2727, 1719."""
+    """Format a number with at most four significant figures, and without decimals if it is whole: 33, 0.2727, 1719."""
     return f"{value:.0f}" if abs(value - round(value)) < 1e-9 or abs(value) >= 1000 else f"{value:.4g}"
 
 

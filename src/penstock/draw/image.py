@@ -1,4 +1,4 @@
-"""A timeline as SVG or PNG; several, one above the other, share their axis of time."""
+"""Timelines as SVG or PNG, one above the other on a shared axis of time."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -40,12 +40,12 @@ _STYLE: Any = {
 def picture(path: str | Path, timelines: Sequence[Timeline], *, unit: str = "") -> None:
     """Draw timelines one above the other into a file, as SVG or PNG by its ending.
 
-    `unit` is that of the timelines' times, such as "ms"; without it the axis just says "time". Boxes bear their
-    microbatch where it fits; a fused pair is a box with its forward above its backward; a rank's second local stage
-    is paler than its first; a reduction is a band along the foot of its row, for it runs beside the compute. An
+    `unit` is that of the timelines' times, such as "ms"; without it the axis just says "time". Boxes show their
+    microbatch if it fits; a fused pair is a box with its forward above its backward; a rank's second local stage
+    is paler than its first; a reduction is a band along the foot of its row, since it runs beside the compute. An
     existing file is overwritten.
 
-    Raises: ValueError for another ending, or without timelines.
+    Raises: ValueError for an unsupported ending, or without timelines.
     """
     path = Path(path)
     check_path(path)
@@ -57,9 +57,9 @@ def picture(path: str | Path, timelines: Sequence[Timeline], *, unit: str = "") 
 
 
 def check_path(path: Path) -> None:
-    """Refuse a file whose ending names no format that can be drawn.
+    """Refuse a file whose ending names no picture format.
 
-    Raises: ValueError naming the endings that can.
+    Raises: ValueError naming the supported endings.
     """
     if path.suffix.lower() not in FORMATS:
         raise ValueError(f"cannot draw {path.name!r}: the file's ending must be one of {', '.join(FORMATS)}")
@@ -67,7 +67,7 @@ def check_path(path: Path) -> None:
 
 @dataclass(frozen=True)
 class _Panel:
-    """Where one timeline is drawn: its axes, and their size."""
+    """The axes of one timeline, and their size."""
 
     axes: Axes
     width_in: float
@@ -99,7 +99,7 @@ def _figure(timelines: Sequence[Timeline], unit: str) -> Figure:
 
 
 def _width(drawn: Sequence[tuple[Row, ...]], makespan: float) -> float:
-    """Inches: enough that an average box can bear its number, within what a page can take."""
+    """Inches: enough for the number on an average box, within the limits of a page."""
     lengths = [box.end - box.start for rows in drawn for row in rows for box in row]
     average = sum(lengths) / len(lengths) if lengths else makespan
     wanted = _INCHES_PER_BOX * makespan / average + _MARGIN_LEFT_IN + _MARGIN_RIGHT_IN
@@ -128,7 +128,7 @@ def _rows(panel: _Panel, rows: tuple[Row, ...], makespan: float) -> None:
 
 
 def _quad(start: float, end: float, upper: float, lower: float) -> list[tuple[float, float]]:
-    """The corners of a box; its row is a little less high than the distance to the next."""
+    """The corners of a box; rows are slightly lower than their distance."""
     inset = (1 - _ROW_HEIGHT) / 2
     upper = upper + inset if upper == int(upper) else upper
     lower = lower - inset if lower == int(lower) else lower
@@ -142,7 +142,7 @@ def _colour(part: Part) -> str:
 
 
 def _typical_width(rows: tuple[Row, ...]) -> float:
-    """A time that nine of ten boxes with a microbatch exceed or reach; what the lines between boxes are fitted to."""
+    """The time that nine of ten boxes with a microbatch reach, to which the lines between boxes are fitted."""
     lengths = sorted(box.end - box.start for row in rows for box in row if box.parts[0].microbatch >= 0)
     return lengths[len(lengths) // 10] if lengths else 0.0
 

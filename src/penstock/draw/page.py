@@ -1,8 +1,7 @@
-"""Timelines as one HTML page that needs nothing else: to zoom in, to follow a microbatch, to compare two timelines.
+"""Timelines as one self-contained HTML page: to zoom in, to follow a microbatch, to compare two timelines.
 
-The page is put together from the files in `assets`: a skeleton, a style sheet and scripts. The timelines are embedded
-as JSON in columns, with times as whole numbers of a tick, so that a page of a million actions is still a file one can
-send around.
+The page consists of the files in `assets`: a skeleton, a style sheet and scripts. The timelines are embedded as JSON in
+columns, with times as whole numbers of a tick, so that a page of a million actions is still small enough to send.
 """
 
 import html
@@ -26,21 +25,21 @@ _SCRIPTS = ("model.js", "paint.js", "view.js", "tell.js", "page.js")
 _DIGITS = 9  # of the makespan, in a tick
 _PAIRS = {Op.B: "P", Op.I: "Q"}
 
-# Where the colour of the printed pictures would drown in a dark page, another of the same hue.
+# Another colour of the same hue where that of the printed pictures is too dark for a dark page.
 _DARK = {Kind.FORWARD: "#5C9CE6", Kind.STEP: "#A3ADB9", Kind.IDLE: "#222933"}
 
 
 def write_page(path: str | Path, layers: Sequence[Layer], *, unit: str = "", command: str = "") -> None:
     """Draw timelines into an HTML file; an existing file is overwritten.
 
-    `unit` is that of the timelines' times, `command` the one that made the page. Under each rank are its live
-    microbatches over time, or their bytes where the timelines know them.
+    `unit` is that of the timelines' times, `command` the one that made the page. Below each rank are its live
+    microbatches over time, or their bytes if all timelines know them.
 
-    Raises: ValueError for layers that do not go together.
+    Raises: ValueError for layers that cannot be drawn together.
     """
     check_layers(layers)
     in_bytes = bytes_are_known(layers)
-    told = {
+    content = {
         "unit": unit,
         "command": command,
         "inBytes": in_bytes,
@@ -52,20 +51,20 @@ def write_page(path: str | Path, layers: Sequence[Layer], *, unit: str = "", com
         title=html.escape(_title(layers)),
         command=html.escape(command),
         style=(assets / "page.css").read_text(encoding="utf-8"),
-        data=_json(told),
+        data=_json(content),
         script="\n".join((assets / name).read_text(encoding="utf-8") for name in _SCRIPTS),
     )
     Path(path).write_text(page, encoding="utf-8")
 
 
 def _title(layers: Sequence[Layer]) -> str:
-    """The last layer's title, and what else there is."""
+    """The last layer's title, and the names of the others."""
     *others, last = layers
     return ", and ".join([last.timeline.title, *(layer.name for layer in others)])
 
 
 def _json(value: object) -> str:
-    """Compact JSON in which nothing can end the script element it stands in."""
+    """Compact JSON in which nothing can end the enclosing script element."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 
@@ -92,7 +91,7 @@ def _layer(layer: Layer, in_bytes: bool) -> dict[str, Any]:
 
 
 def _rank(events: Sequence[Event], waits: Sequence[Wait], tick: float) -> dict[str, Any]:
-    """A rank's lanes: what it computes, what it reduces beside that, and when it waits."""
+    """A rank's lanes: its compute, its reductions beside that, and its waits."""
     compute, beside = [], []
     for event in events:
         (beside if parts(event.action)[0].op is Op.REDUCE_GRAD else compute).append(event)
@@ -124,17 +123,17 @@ def _lane(events: Sequence[Event], tick: float) -> dict[str, Any]:
 
 
 def _live(changes: Sequence[tuple[float, float]], tick: float) -> dict[str, list[float]]:
-    """Columns of the times since the change before, in ticks, and of what is live from then on."""
+    """Columns of the times since the previous change, in ticks, and of the amounts live from then on."""
     ticks = [round(time / tick) for time, _ in changes]
     return {
         "gap": [after - before for before, after in pairwise([0, *ticks])],
-        # Shares of a microbatch need not be told to the last bit.
+        # Shares of a microbatch need not be exact to the last bit.
         "value": [int(live) if live == int(live) else float(f"{live:.6g}") for _, live in changes],
     }
 
 
 def _times(stretches: Iterable[tuple[float, float]], tick: float) -> dict[str, list[int]]:
-    """In ticks: `gap` from the end of the stretch before, and `took`; most gaps are 0."""
+    """Spans in ticks: `gap` from the end of the previous one, and `took`; most gaps are 0."""
     gaps, took, before = [], [], 0
     for start, end in stretches:
         first, last = round(start / tick), round(end / tick)

@@ -1,9 +1,9 @@
 """Timelines as a trace that ui.perfetto.dev and chrome://tracing open.
 
 One process a rank, with a thread for its compute and one for its reductions, an arrow for each message, and its live
-microbatches (or their bytes, where they are known) as a counter.
+microbatches (or their bytes, if they are known) as a counter.
 
-Source: Trace Event Format (D. Duca, D. Sinclair), and what Perfetto's importer of it reads.
+Source: Trace Event Format (D. Duca, D. Sinclair), as Perfetto imports it.
 """
 
 import json
@@ -28,17 +28,17 @@ def write_trace(path: str | Path, layers: Sequence[Layer], *, unit: str = "", co
 
     `unit` is that of the layers' times; without one, 1 is shown as 1 ms.
 
-    Raises: ValueError for layers that do not go together, or a unit that is not known.
+    Raises: ValueError for layers that cannot be drawn together, or an unknown unit.
     """
     check_layers(layers)
     if unit and unit not in NANOSECONDS:
         raise ValueError(f"no unit of time is called {unit!r}; there are {', '.join(NANOSECONDS)}")
-    told = {
+    facts = {
         "title": layers[0].timeline.title,
         "command": command,
         "unit": unit or "none: 1 is shown as 1 ms",
     }
-    head = json.dumps({"displayTimeUnit": "ms", "otherData": told})[:-1]
+    head = json.dumps({"displayTimeUnit": "ms", "otherData": facts})[:-1]
     with Path(path).open("w", encoding="utf-8") as file:
         file.write(f'{head}, "traceEvents": [\n')
         for number, entry in enumerate(entries(layers, unit)):
@@ -47,7 +47,7 @@ def write_trace(path: str | Path, layers: Sequence[Layer], *, unit: str = "", co
 
 
 def entries(layers: Sequence[Layer], unit: str = "") -> Iterator[Entry]:
-    """The events of the trace, as plain values; times in microseconds, whole in nanoseconds."""
+    """The events of the trace as plain values; times in microseconds, rounded to nanoseconds."""
     nanoseconds = NANOSECONDS[unit or "ms"]
     for rank in range(len(layers[0].timeline.events)):
         yield {"ph": "M", "name": "process_name", "pid": _pid(rank), "args": {"name": f"rank {rank}"}}
@@ -63,7 +63,7 @@ def _pid(rank: int) -> int:
 
 
 class _Track:
-    """One layer on its way into a trace."""
+    """Converts one layer into entries of a trace."""
 
     def __init__(self, number: int, layer: Layer, nanoseconds: float, *, alone: bool) -> None:
         self.number, self.layer, self.nanoseconds = number, layer, nanoseconds
@@ -100,7 +100,7 @@ class _Track:
         )  # fmt: skip
 
     def _arrows(self) -> Iterator[Entry]:
-        """From the action that made a message to the one that needed it, where they are on two ranks."""
+        """Arrows from the action that made a message to the one that needs it, if they are on two ranks."""
         makers = {
             (action.op in _FORWARD, action.stage, action.microbatch): (rank, event)
             for rank, events in enumerate(self.layer.timeline.events)
@@ -125,7 +125,7 @@ class _Track:
         return {"ph": kind, "name": name, **ids, "ts": self._nanoseconds(time) / 1000, **more}
 
     def _tid(self, rank: int, thread: int) -> int:
-        """Numbers that no two threads of the trace share; Perfetto names a thread by its number alone."""
+        """A number that is unique in the trace, since Perfetto identifies a thread by its number alone."""
         return 100 * _pid(rank) + 10 * self.number + thread
 
     def _duration(self, start: float, end: float) -> dict[str, Any]:

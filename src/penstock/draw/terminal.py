@@ -1,4 +1,4 @@
-"""A timeline in the terminal: one row a rank, like the figures of the papers, in colour where there is colour."""
+"""A timeline in the terminal: one row a rank, like the figures of the papers, in colour if the terminal has it."""
 
 import sys
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ _TICK_EVERY = 10
 
 @dataclass(frozen=True)
 class _Canvas:
-    """Where time goes: `columns` of them, `scale` columns to a unit of time."""
+    """The columns of a row, `scale` of them to a unit of time."""
 
     columns: int
     scale: float
@@ -41,8 +41,8 @@ def in_terminal(timeline: Timeline, *, console: Console | None = None) -> None:
 def drawing(timeline: Timeline, *, width: int = 80, coloured: bool = False) -> list[Text]:
     """The lines of a timeline's drawing, none longer than `width`.
 
-    Each box is marked with its letter and microbatch as far as they fit. Where boxes are narrower than a column, a
-    column says what its rank did in that time: one thing, or several.
+    Each box shows its letter and microbatch as far as they fit. If boxes are narrower than a column, a column shows
+    what its rank did in that time: one thing, or several.
     """
     rows = tuple(one_at_a_time(row) for row in boxes_of(timeline))
     margin = len(f"rank {len(rows) - 1} ")
@@ -62,13 +62,13 @@ def drawing(timeline: Timeline, *, width: int = 80, coloured: bool = False) -> l
 
 
 def _fit(timeline: Timeline, rows: tuple[Row, ...], columns: int, coloured: bool) -> _Canvas:
-    """Choose the scale: whole columns for the shortest action if it can have any, else all of the width."""
+    """Choose the scale: whole columns for the shortest action if it gets at least one, else the full width."""
     makespan = timeline.makespan or 1.0
     scale = columns / makespan
     shortest = min((box.end - box.start for row in rows for box in row if box.end > box.start), default=makespan)
     whole = int(scale * shortest * (1 + 1e-9))
-    # Rounding down may waste some of the width; that buys equal boxes for equal times, but for times that
-    # differ (a measured step) nothing.
+    # Rounding down may waste some of the width. It gives equal boxes for equal times, but gains nothing for times
+    # that differ (a measured step).
     if whole >= 1 and whole / (scale * shortest) > 0.6:
         scale = whole / shortest
     return _Canvas(round(makespan * scale), scale, coloured)
@@ -106,13 +106,13 @@ def _cell(part: Part, columns: int, canvas: _Canvas) -> Text:
         labels = (look.letter + microbatch, microbatch, look.letter if not microbatch else "")
         label = next((label for label in labels if len(label) <= columns), "")
         return Text(label.center(columns), style=_style(part))
-    # Without colour every box must begin with its letter, and a line runs on to where it ends.
+    # Without colour every box begins with its letter, and a line runs to its end.
     label = look.letter + microbatch
     return Text((label if len(label) <= columns else look.letter).ljust(columns, "─"))
 
 
 def _style(part: Part) -> Style:
-    """Every other microbatch and every further local stage in a paler shade, so that neighbours stay apart."""
+    """A paler shade for every other microbatch and every further local stage, so that neighbours stay apart."""
     look = part.kind.value
     paler = min(0.6, 0.18 * (part.microbatch % 2) + 0.34 * part.local_stage)
     channels = [round(channel + (255 - channel) * paler) for channel in Color.parse(look.colour).get_truecolor()]
@@ -132,7 +132,7 @@ def _dense_row(row: Row, makespan: float, canvas: _Canvas) -> Text:
 
 
 def _dense_column(shares: dict[Kind, float], coloured: bool) -> Text:
-    """One column: the letter of what took nearly all of its time; in colour, the two largest shares by height."""
+    """One column: the letter of the kind that took nearly all of it; in colour, the two largest shares by height."""
     whole = sum(shares.values())
     order = sorted(shares, key=lambda kind: shares[kind], reverse=True)
     if whole <= 0 or shares.get(Kind.IDLE, 0.0) > 0.94 * whole:
@@ -150,7 +150,7 @@ def _dense_column(shares: dict[Kind, float], coloured: bool) -> Text:
 
 
 def _axis(canvas: _Canvas) -> Text:
-    """Times under the columns they belong to, as round as there is room for."""
+    """Times below their columns, as round as the width allows."""
     makespan = canvas.columns / canvas.scale
     room = max(1, canvas.columns // _TICK_EVERY)
     finest = 10.0 ** floor(log10(makespan / room))

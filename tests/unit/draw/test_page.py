@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from penstock import schedule
-from penstock.draw.files import ENDINGS, check_ending, write_drawing
+from penstock.draw import ENDINGS, check_ending, write_drawing
 from penstock.draw.layers import Layer
 from penstock.draw.page import write_page
 from penstock.schedule import Action, Costs, Event, Op, Pair, Timeline

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from penstock import schedule
-from penstock.draw.record import RecordedStep, read_recorded_step, write_recorded_step
+from penstock.draw.layers import RecordedStep, read_recorded_step, write_recorded_step
 from penstock.schedule import Action, Costs, Op, Pair
 from penstock.schedule.actions import parts
 from penstock.schedule.recording import CollectiveKind, CollectiveRecord, PeerWait, Record, Recording, Wait
