@@ -4,7 +4,6 @@ The file, the command line, its help, the checks and the engine all take these v
 a run; `walk` those of any object.
 """
 
-from penstock.settings.check import check_rates, check_sections, check_world
 from penstock.settings.data import DataConfig, PackingKind
 from penstock.settings.declare import ConfigError, Setting, Settings, same_as, setting, walk
 from penstock.settings.experts import ExpertConfig, GroupScore, Scores
@@ -22,6 +21,9 @@ from penstock.settings.run import (
     RunConfig,
     TrainConfig,
     ValidationConfig,
+    check_rates,
+    check_sections,
+    check_world,
     differences,
 )
 from penstock.settings.sampling import SamplingParams

@@ -1,4 +1,4 @@
-"""The text that a run learns from."""
+"""Settings of the text that a run trains on."""
 
 from dataclasses import dataclass
 
@@ -6,7 +6,7 @@ from penstock.settings.declare import AT_LEAST_1, Bounds, NamedValue, Settings, 
 
 
 class PackingKind(NamedValue):
-    """How documents become the items of a batch: windows of equal length over all of them, or a document each."""
+    """The items of a batch: windows of equal length over all documents, or one document each."""
 
     WINDOW = "window"
     DOCUMENT = "document"
@@ -21,24 +21,24 @@ class DataConfig(Settings, section="data"):
         '"stdlib" (the source of Python\'s standard library), or a file, a folder, a pattern: text, JSONL or Parquet.',
     )
     validation_corpus: str | None = setting(
-        None, "Where validation reads; left out, part of the corpus's own documents is held back."
+        None, "The text for validation; left out, part of the corpus's documents is held out."
     )
     validation_fraction: float = setting(
         0.1,
-        "The share of documents held back; 0 for no validation.",
+        "The share of documents held out; 0 for no validation.",
         Bounds(least=0, below=1, otherwise="leaves no text"),
     )
     tokenizer: str = setting("bytes", '"bytes", or a Hugging Face tokenizer.json, or a folder that holds one.')
     end_token: str | None = setting(
-        None, "The token put after every document, by its text (for bytes any text will do); left out, none."
+        None, "The text of the token put after every document (any text for bytes); left out, none."
     )
     text_field: str = setting("text", "The column or key that holds the text in JSONL and Parquet.")
     packing: PackingKind = setting(
-        PackingKind.WINDOW, "Items of a batch: windows of equal length over all documents, or a document each."
+        PackingKind.WINDOW, "Items of a batch: windows of equal length over all documents, or one document each."
     )
-    cross_documents: bool = setting(False, "Attention reaches over documents that share a window.")
-    sequence_length: int = setting(256, "Tokens of one window, and the most of one document.", AT_LEAST_1)
+    cross_documents: bool = setting(False, "Attention crosses the documents that share a window.")
+    sequence_length: int = setting(256, "Tokens of a window, and the most tokens of a document item.", AT_LEAST_1)
     num_sequences: int = setting(8, "Items of one step, over all data-parallel ranks.", AT_LEAST_1)
     cache: str | None = setting(
-        "~/.cache/penstock", "Where tokenised text is kept for other ranks and runs; None keeps it in memory."
+        "~/.cache/penstock", "Folder that keeps tokenised text for other ranks and runs; None keeps it in memory."
     )

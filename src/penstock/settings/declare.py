@@ -1,4 +1,4 @@
-"""Declarations of settings: each once, as a field of a frozen dataclass, with default, bounds and a sentence of help.
+"""Declarations of settings: each is one field of a frozen dataclass, with default, bounds and a sentence of help.
 
     @dataclass(frozen=True)
     class TrainConfig(Settings, section="train"):
@@ -24,11 +24,11 @@ _KEY = "setting"
 
 
 class ConfigError(ValueError):
-    """A setting that cannot be used; the message names it and says what is possible."""
+    """A setting that cannot be used; the message names it and the possible values."""
 
 
 class NamedValue(enum.StrEnum):
-    """One of several names, spelt as in files. Python may write underscores for hyphens."""
+    """One of several names, spelt as in files; underscores are accepted for hyphens."""
 
     @classmethod
     def _missing_(cls, value: object) -> Any:
@@ -38,7 +38,7 @@ class NamedValue(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Bounds:
-    """The numbers that a setting may have; `otherwise` says what is wrong with those above."""
+    """The allowed numbers of a setting; `otherwise` is the message for numbers that are too large."""
 
     least: float | None = None
     above: float | None = None
@@ -47,7 +47,7 @@ class Bounds:
     otherwise: str = "is not possible"
 
     def contain(self, value: float) -> bool:
-        """Whether the number lies within."""
+        """Return whether the number lies within the bounds."""
         return (
             (self.least is None or value >= self.least)
             and (self.above is None or value > self.above)
@@ -56,7 +56,7 @@ class Bounds:
         )
 
     def refusal(self, value: float) -> str:
-        """What follows the offending value in a message: what is wrong, and what is possible."""
+        """The end of a message, after the offending value: the fault, and the possible values."""
         if self.least == 0 and value < 0:
             return "is negative; 0 or more is possible"
         if self.below is not None and value >= self.below:
@@ -80,9 +80,9 @@ ABOVE_0 = Bounds(above=0)
 
 @dataclass(frozen=True)
 class Declaration:
-    """A setting as its field's metadata hold it; `key` is its name in files where the attribute has another.
+    """A setting in its field's metadata; `key` is its name in files if that differs from the attribute's.
 
-    `section` and `type` are those of the field where they are left out.
+    `section` and `type` default to those of the field.
     """
 
     help: str
@@ -103,7 +103,7 @@ def setting(default: T, help: str, bounds: Bounds | None = None, *, key: str = "
 
 
 def same_as(kind: type["Settings"], attribute: str) -> Any:
-    """Declare that a field is the setting of that name in another dataclass."""
+    """Declare that a field is the setting of another dataclass's attribute."""
     own = next(field for field in dataclasses.fields(typing.cast(Any, kind)) if field.name == attribute)
     found = own.metadata[_KEY]
     same = replace(found, key=found.key or attribute, section=kind.section, type=get_type_hints(kind)[attribute])
@@ -114,7 +114,7 @@ def same_as(kind: type["Settings"], attribute: str) -> Any:
 class Setting:
     """A setting of a run.
 
-    `path`: the attributes that lead to it from the run's settings. `default`: as a run has it.
+    `path`: the attributes that lead to it from the run's settings. `default`: its value in a default run.
     """
 
     section: str
@@ -127,11 +127,11 @@ class Setting:
 
     @property
     def name(self) -> str:
-        """Its dotted name, as on the command line."""
+        """The dotted name, as on the command line."""
         return f"{self.section}.{self.key}" if self.section else self.key
 
     def matched(self, value: Any) -> Any:
-        """The value as its type keeps it: 1 as 1.0, a list as a tuple, a name as an enum's member.
+        """Convert a value to the setting's type: 1 to 1.0, a list to a tuple, a name to an enum's member.
 
         Raises:
             ConfigError: it is of another type.
@@ -142,14 +142,14 @@ class Setting:
         return taken
 
     def take(self, value: Any) -> Any:
-        """The same of a value within bounds.
+        """Convert a value as `matched` does, and check its bounds.
 
         Raises:
             ConfigError: it is of another type, or out of bounds.
         """
         taken = value if type(value) is self.type else self.matched(value)
         if isinstance(taken, float) and not math.isfinite(taken):
-            raise ConfigError(f"{self.name} = {taken} is no finite number")
+            raise ConfigError(f"{self.name} = {taken} is not a finite number")
         if self.bounds is None:
             return taken
         for number in taken if isinstance(taken, tuple) else (taken,):
@@ -160,9 +160,9 @@ class Setting:
 
 
 class Settings:
-    """A frozen dataclass of settings, all of one section; each is checked whenever an object is made.
+    """A frozen dataclass of settings, all of one section, checked whenever an object is made.
 
-    A field whose type is such a dataclass too holds settings of its own section.
+    A field of another such type holds settings of its own section.
     """
 
     section: ClassVar[str] = ""
@@ -179,7 +179,7 @@ class Settings:
         self._check()
 
     def _check(self) -> None:
-        """Refuse values that cannot go together."""
+        """Refuse values that exclude each other."""
 
 
 @functools.cache
@@ -196,7 +196,7 @@ def _declared(kind: type[Settings]) -> tuple[Setting, ...]:
 
 
 def walk(settings: Settings) -> Iterator[Setting]:
-    """All settings of an object and of those it holds, in the order of their fields; its values are the defaults."""
+    """All settings of an object and of its fields, in order; the object's values are the defaults."""
     own_settings = {own.path[0]: own for own in _declared(type(settings))}
     for field in dataclasses.fields(typing.cast(Any, settings)):
         value = getattr(settings, field.name)
@@ -207,15 +207,15 @@ def walk(settings: Settings) -> Iterator[Setting]:
 
 
 def value_of(settings: Settings, path: tuple[str, ...]) -> Any:
-    """The value that a path of attributes leads to."""
+    """The value at the end of a path of attributes."""
     return functools.reduce(getattr, path, settings)
 
 
 def with_values(settings: S, values: Mapping[tuple[str, ...], Any]) -> S:
-    """The same settings but for these values, by their paths; objects are made once all their values are known.
+    """Replace values by their paths; each object is made once, with all its values.
 
     Raises:
-        ConfigError: a value of a wrong type or out of bounds, or values that cannot go together.
+        ConfigError: a value of a wrong type or out of bounds, or values that exclude each other.
     """
     changed: dict[str, Any] = {path[0]: value for path, value in values.items() if len(path) == 1}
     for name in {path[0]: None for path in values if len(path) > 1}:
@@ -225,12 +225,12 @@ def with_values(settings: S, values: Mapping[tuple[str, ...], Any]) -> S:
 
 
 def plain(value: Any) -> Any:
-    """The value as JSON and messages show it: an enum's member as its name."""
+    """The value in JSON and messages: an enum's member as its name."""
     return value.value if isinstance(value, enum.Enum) else value
 
 
 def possible(kind: Any) -> tuple[Any, ...]:
-    """The values of an enum or of literals, as files spell them; none for another type."""
+    """The values of an enum or of literals, as spelt in files; empty for another type."""
     if is_union(kind):
         return tuple(value for part in get_args(kind) for value in possible(part))
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
@@ -239,10 +239,10 @@ def possible(kind: Any) -> tuple[Any, ...]:
 
 
 def refuse_divisor(name: str, value: int, whole_name: str, whole: int) -> None:
-    """Refuse a number that does not divide another one evenly.
+    """Refuse a number that does not divide another one.
 
     Raises:
-        ConfigError: the message lists the numbers that do.
+        ConfigError: the message lists the divisors.
     """
     if whole % value:
         divisors = ", ".join(str(number) for number in range(1, whole + 1) if whole % number == 0)
@@ -250,7 +250,7 @@ def refuse_divisor(name: str, value: int, whole_name: str, whole: int) -> None:
 
 
 def describe(kind: Any) -> str:
-    """What a setting of a type takes, in words."""
+    """The values of a type, in words."""
     if is_union(kind):
         return " or ".join(describe(part) for part in get_args(kind) if part is not types.NoneType)
     if possible(kind):
@@ -262,12 +262,12 @@ def describe(kind: Any) -> str:
 
 
 def is_union(kind: Any) -> bool:
-    """Whether a type is one of several."""
+    """Return whether a type is a union."""
     return get_origin(kind) in (typing.Union, types.UnionType)
 
 
 def _match(kind: Any, value: Any) -> tuple[bool, Any]:
-    """Whether a value is of a type, and the value as that type keeps it."""
+    """Match a value to a type; returns whether it is of that type, and the converted value."""
     if is_union(kind):
         matches = (_match(part, value) for part in get_args(kind))
         return next((match for match in matches if match[0]), (False, value))

@@ -1,4 +1,4 @@
-"""The shape of a mixture of experts: Mixtral's, Qwen's and DeepSeek's are settings of one."""
+"""Settings of a mixture of experts, which cover Mixtral's, Qwen's and DeepSeek's."""
 
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ from penstock.settings.declare import (
 
 
 class Scores(NamedValue):
-    """How a router's logits become scores: SOFTMAX over all experts, or SIGMOID of each by itself."""
+    """The scores from a router's logits: SOFTMAX over all experts, or SIGMOID of each alone."""
 
     SOFTMAX = "softmax"
     SIGMOID = "sigmoid"
@@ -30,22 +30,22 @@ class GroupScore(NamedValue):
 
 @dataclass(frozen=True)
 class ExpertConfig(Settings, section="experts"):
-    """Experts in place of a layer's MLP: Mixtral's, Qwen's and DeepSeek's are settings of one.
+    """Experts in place of a layer's MLP, as in Mixtral, Qwen and DeepSeek.
 
-    Each token goes to its `num_active` highest-scoring experts. There is no capacity limit; no token is dropped. Added
-    losses keep the experts balanced, or a bias that adds none, or both.
+    Each token goes to its `num_active` highest-scoring experts. There is no capacity limit; no token is dropped.
+    Auxiliary losses keep experts balanced, or a bias without a loss, or both.
     """
 
     num_experts: int = setting(0, "Experts of a layer; 0 for a dense model.", AT_LEAST_0)
     num_active: int = setting(2, "Experts that a token goes to.", AT_LEAST_1)
     intermediate_size: int = setting(128, "Width inside an expert.", AT_LEAST_1)
     scores: Scores = setting(
-        Scores.SOFTMAX, 'How router logits become scores; "sigmoid" scores each expert by itself (DeepSeek-V3).'
+        Scores.SOFTMAX, 'Scores from router logits: over all experts, or "sigmoid" of each alone (DeepSeek-V3).'
     )
     normalise: bool = setting(True, "A token's weights are divided by their sum.")
     scaling_factor: float = setting(1.0, "Factor on a token's weights, applied last.", ABOVE_0)
     num_groups: int = setting(
-        1, "Equal groups of neighbouring experts; a token keeps to num_active_groups of them.", AT_LEAST_1
+        1, "Equal groups of neighbouring experts; a token goes to num_active_groups of them.", AT_LEAST_1
     )
     num_active_groups: int = setting(1, "Groups whose experts a token may go to.", AT_LEAST_1)
     group_score: GroupScore = setting(
@@ -57,17 +57,17 @@ class ExpertConfig(Settings, section="experts"):
         "0 for no bias.",
         AT_LEAST_0,
     )
-    microbatch_loss: float = setting(0.0, "Coefficient of the balance of a microbatch's tokens.", AT_LEAST_0)
-    sequence_loss: float = setting(0.0, "Coefficient of the balance within each sequence.", AT_LEAST_0)
+    microbatch_loss: float = setting(0.0, "Coefficient of the balance loss over a microbatch.", AT_LEAST_0)
+    sequence_loss: float = setting(0.0, "Coefficient of the balance loss within each sequence.", AT_LEAST_0)
     global_loss: float = setting(
-        0.0, "Coefficient of the balance over all tokens of a step, with the shares of the step before.", AT_LEAST_0
+        0.0, "Coefficient of the balance loss over all tokens of a step, with the previous step's shares.", AT_LEAST_0
     )
     z_loss: float = setting(0.0, "Coefficient of the mean square of the logits' log-sum-exp.", AT_LEAST_0)
     shared_size: int = setting(0, "Width inside the shared expert, which every token goes to; 0 for none.", AT_LEAST_0)
     shared_gate: bool = setting(False, "A sigmoid gate scales the shared expert's output (Qwen2-MoE).")
-    num_dense_first: int = setting(0, "Layers at the start that have one MLP.", AT_LEAST_0)
+    num_dense_first: int = setting(0, "Dense layers at the start.", AT_LEAST_0)
     every: int = setting(1, "After those, only each n-th layer has experts.", AT_LEAST_1)
-    dense_layers: tuple[int, ...] = setting((), "Further layers, by number, that have one MLP.")
+    dense_layers: tuple[int, ...] = setting((), "Further dense layers, by number.")
 
     def _check(self) -> None:
         if not self.num_experts:
@@ -96,12 +96,12 @@ class ExpertConfig(Settings, section="experts"):
             )
 
     def is_sparse(self, layer: int) -> bool:
-        """Whether the layer of that number has experts."""
+        """Return whether the layer of that number has experts."""
         beyond = layer - self.num_dense_first
         chosen = beyond >= 0 and (beyond + 1) % self.every == 0 and layer not in self.dense_layers
         return self.num_experts > 0 and chosen
 
     @property
     def has_losses(self) -> bool:
-        """Whether the router adds terms to the loss."""
+        """True if the router adds terms to the loss."""
         return any((self.microbatch_loss, self.sequence_loss, self.global_loss, self.z_loss))

@@ -1,4 +1,4 @@
-"""The shape of a decoder of the Llama, Qwen2, Qwen3 and Mistral family, and of its rotary positions."""
+"""Settings of a decoder of the Llama, Qwen2, Qwen3 and Mistral family, and of its rotary positions."""
 
 import math
 from dataclasses import dataclass, field, replace
@@ -19,10 +19,10 @@ from penstock.settings.experts import ExpertConfig
 
 
 class RopeKind(NamedValue):
-    """How rotary frequencies are stretched; the values are Hugging Face's names.
+    """Scalings of rotary frequencies, under Hugging Face's names.
 
-    LINEAR divides every frequency. LLAMA3 divides low ones and leaves high ones alone. YARN does so too, and sharpens
-    attention besides.
+    LINEAR divides every frequency. LLAMA3 divides low ones and leaves high ones unchanged. YARN does the same and also
+    sharpens attention.
     """
 
     NONE = "none"
@@ -33,23 +33,23 @@ class RopeKind(NamedValue):
 
 @dataclass(frozen=True)
 class RopeScaling(Settings, section="rope"):
-    """How rotary positions are stretched over longer texts than those a model was first trained on."""
+    """Scaling of rotary positions to longer texts than a model was first trained on."""
 
     kind: RopeKind = setting(
-        RopeKind.NONE, "The way to stretch: all frequencies alike (linear), Llama 3's, or YaRN's.", key="scaling"
+        RopeKind.NONE, "Scaling of frequencies: all by the same factor (linear), Llama 3's, or YaRN's.", key="scaling"
     )
-    factor: float = setting(1.0, "By how much, at most.", Bounds(least=1))
+    factor: float = setting(1.0, "Largest factor of the scaling.", Bounds(least=1))
     original_length: int | None = setting(
-        None, "The longest sequence before stretching, in tokens (llama3, yarn).", AT_LEAST_1
+        None, "The longest sequence before scaling, in tokens (llama3, yarn).", AT_LEAST_1
     )
-    low: float = setting(1.0, "Frequencies of fewer turns over that length are stretched in full.", ABOVE_0)
+    low: float = setting(1.0, "Frequencies with fewer turns over that length are scaled in full.", ABOVE_0)
     high: float | None = setting(
-        None, "Frequencies of more turns are left alone; left out, 4 (llama3) or 32 (yarn).", ABOVE_0
+        None, "Frequencies with more turns are unchanged; left out, 4 (llama3) or 32 (yarn).", ABOVE_0
     )
     attention_factor: float | None = setting(
         None, "Factor on cosines and sines (yarn); left out, 0.1 log(factor) + 1.", ABOVE_0
     )
-    truncate: bool = setting(True, "The ends of the ramp between low and high are rounded to whole pairs (yarn).")
+    truncate: bool = setting(True, "Round the ends of the ramp between low and high to whole pairs (yarn).")
 
     def _check(self) -> None:
         if self.kind is RopeKind.NONE:
@@ -61,7 +61,7 @@ class RopeScaling(Settings, section="rope"):
 
     @property
     def upper(self) -> float:
-        """`high`, or what it is for this kind where it is left out."""
+        """`high`, or its default for this kind."""
         return self.high or (32.0 if self.kind is RopeKind.YARN else 4.0)
 
     @property
@@ -74,20 +74,20 @@ class RopeScaling(Settings, section="rope"):
 
 @dataclass(frozen=True)
 class ModelConfig(Settings, section="model"):
-    """The decoder: Llama, Qwen2, Qwen3 and Mistral are settings of one.
+    """The decoder, such as Llama, Qwen2, Qwen3 or Mistral.
 
-    Several settings may be left out; `vocabulary`, `key_heads` and `head_size` are what then holds.
+    Several settings may be left out; `vocabulary`, `key_heads` and `head_size` are the resulting values.
     """
 
     pretrained: str | None = field(
         default=None,
         kw_only=True,
         metadata=declared(
-            "Folder of a Hugging Face model or a run whose weights training starts from; it decides what follows here."
+            "Folder of a Hugging Face model or a run whose weights training starts from; it decides the settings below."
         ),
     )
     vocab_size: int | None = setting(
-        None, "Tokens the model knows; left out, as many as the tokenizer has.", AT_LEAST_1
+        None, "Tokens of the vocabulary; left out, as many as the tokenizer has.", AT_LEAST_1
     )
     hidden_size: int = setting(128, "Width of the residual stream.", AT_LEAST_1)
     intermediate_size: int = setting(344, "Width inside an MLP.", AT_LEAST_1)
@@ -102,16 +102,18 @@ class ModelConfig(Settings, section="model"):
     norm_eps: float = setting(1e-5, "Added to the mean square in every norm.", ABOVE_0)
     qkv_bias: bool = setting(False, "Bias on the query, key and value projections (Qwen2).")
     qk_norm: bool = setting(False, "RMSNorm on queries and keys (Qwen3).")
-    tie_embeddings: bool = setting(False, "The head uses the embedding's weight.")
+    tie_embeddings: bool = setting(False, "The head shares the embedding's weight.")
     sliding_window: int | None = setting(
-        None, "Tokens that a token sees, itself included (Mistral); left out, all before it.", AT_LEAST_1
+        None,
+        "Tokens that a token attends to, including itself (Mistral); left out, itself and all before it.",
+        AT_LEAST_1,
     )
     num_predictions: int = setting(
-        0, "Tokens beyond the next that training predicts too, each through a further layer (DeepSeek-V3).", AT_LEAST_0
+        0, "Tokens beyond the next that training also predicts, each with one more layer (DeepSeek-V3).", AT_LEAST_0
     )
-    prediction_loss: float = setting(0.3, "Weight of the mean of their losses.", ABOVE_0)
+    prediction_loss: float = setting(0.3, "Weight of the mean of these predictions' losses.", ABOVE_0)
     num_full_layers: int = setting(
-        0, "Layers at the start that see all tokens in spite of sliding_window (Qwen2).", AT_LEAST_0
+        0, "Layers at the start that attend to all tokens despite sliding_window (Qwen2).", AT_LEAST_0
     )
     rope_scaling: RopeScaling = RopeScaling()
     experts: ExpertConfig = ExpertConfig()
@@ -122,7 +124,7 @@ class ModelConfig(Settings, section="model"):
             self.check_shape()
 
     def check_shape(self) -> None:
-        """Refuse sizes that cannot go together.
+        """Refuse sizes that exclude each other.
 
         Raises:
             ConfigError: the message names the settings and what would be possible.
@@ -147,10 +149,10 @@ class ModelConfig(Settings, section="model"):
 
     @property
     def vocabulary(self) -> int:
-        """The number of tokens the model knows.
+        """The number of tokens in the vocabulary.
 
         Raises:
-            ConfigError: `vocab_size` was left to a tokenizer, and none has been asked.
+            ConfigError: `vocab_size` is left to a tokenizer that has not been read.
         """
         if self.vocab_size is None:
             raise ConfigError("model.vocab_size is left out and no tokenizer decides it; give the number of tokens")
@@ -168,31 +170,31 @@ class ModelConfig(Settings, section="model"):
 
     @property
     def query_size(self) -> int:
-        """Width of all query heads together."""
+        """The total width of all query heads."""
         return self.num_heads * self.head_size
 
     @property
     def kv_size(self) -> int:
-        """Width of all key heads together, and of all value heads."""
+        """The total width of all key heads, and of all value heads."""
         return self.key_heads * self.head_size
 
     @property
     def num_units(self) -> int:
-        """Units that stages are cut from: embedding, two a layer, head."""
+        """The number of units that stages are cut from: embedding, two a layer, head."""
         return 2 * self.num_layers + 2
 
     def is_sparse(self, layer: int) -> bool:
-        """Whether the layer of that number has experts instead of one MLP."""
+        """Return whether the layer of that number has experts instead of one MLP."""
         return self.experts.is_sparse(layer)
 
     def of_layer(self, number: int) -> "ModelConfig":
-        """The configuration as the layer of that number has it, where layers differ."""
+        """The configuration of the layer of that number, since layers may differ."""
         return replace(self, sliding_window=None, num_full_layers=0) if number < self.num_full_layers else self
 
     def whole(self, vocab_size: int) -> "ModelConfig":
-        """The same with a value for everything that was left out; equal shapes are then equal objects.
+        """Fill in every setting that was left out, so that equal shapes are equal objects.
 
-        `vocab_size` counts where the settings leave it to the tokenizer.
+        `vocab_size` is the tokenizer's, used if the settings leave it out.
         """
         rope = self.rope_scaling
         return replace(
@@ -205,7 +207,7 @@ class ModelConfig(Settings, section="model"):
         )
 
     def can_share(self, num_ranks: int) -> bool:
-        """Whether tensor-parallel ranks can each have as many query heads and MLP columns, and whole key heads."""
+        """Return whether tensor-parallel ranks can share query heads and MLP columns evenly, and key heads whole."""
         larger, smaller = max(self.key_heads, num_ranks), min(self.key_heads, num_ranks)
         whole = self.num_heads % num_ranks == 0 and self.intermediate_size % num_ranks == 0
         return whole and larger % smaller == 0 and (self.vocab_size is None or self.vocab_size >= num_ranks)

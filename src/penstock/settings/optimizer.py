@@ -1,6 +1,6 @@
-"""AdamW's settings, with learning rate and weight decay as closed forms of the absolute number of a step, from 1.
+"""Settings of AdamW, with learning rate and weight decay as closed forms of the step number, counted from 1.
 
-Nothing is remembered from step to step, so a skipped step shifts nothing that comes after it.
+There is no state from step to step, so a skipped step does not shift later ones.
 """
 
 import math
@@ -21,7 +21,7 @@ _FORGETS = Bounds(least=0, below=1, otherwise="never forgets")
 
 
 class Decay(NamedValue):
-    """How the learning rate falls after its warm-up."""
+    """The decay of the learning rate after its warm-up."""
 
     CONSTANT = "constant"
     LINEAR = "linear"
@@ -30,7 +30,7 @@ class Decay(NamedValue):
 
 
 class Ramp(NamedValue):
-    """How weight decay goes from its first value to its last."""
+    """The course of weight decay from its first value to its last."""
 
     CONSTANT = "constant"
     LINEAR = "linear"
@@ -59,14 +59,14 @@ class LearningRate(Settings, section="optimizer"):
     """
 
     peak: float = setting(1e-3, "The highest learning rate.", ABOVE_0, key="learning_rate")
-    decay: Decay = setting(Decay.CONSTANT, "How the learning rate falls after the warm-up.")
+    decay: Decay = setting(Decay.CONSTANT, "Decay of the learning rate after the warm-up.")
     num_warmup_steps: int = setting(0, "Steps over which the learning rate rises from zero.", AT_LEAST_0)
     num_decay_steps: int | None = setting(
-        None, "The step at which the fall ends; left out, the last step of the run.", AT_LEAST_1
+        None, "The step at which the decay ends; left out, the last step of the run.", AT_LEAST_1
     )
     #: The rate before the first step; not a setting of a run.
     initial: float = 0.0
-    floor: float = setting(0.0, "The rate at which the fall ends.", AT_LEAST_0, key="final_learning_rate")
+    floor: float = setting(0.0, "The learning rate at the end of the decay.", AT_LEAST_0, key="final_learning_rate")
 
     def _check(self) -> None:
         if self.floor > self.peak:
@@ -88,14 +88,14 @@ class LearningRate(Settings, section="optimizer"):
 
     @property
     def ends(self) -> bool:
-        """Whether the fall has an end."""
+        """True if the decay has an end."""
         return self.decay in (Decay.LINEAR, Decay.COSINE)
 
     def __call__(self, step: int) -> float:
-        """Return the rate of step `step` >= 1; step 0 is the value before any.
+        """Return the rate of step `step` >= 1; that of step 0 is the value before the first.
 
         Raises:
-            ConfigError: the fall has an end, and it is left out.
+            ConfigError: the decay has an end that is left out.
         """
         warmup, end = self.num_warmup_steps, self.num_decay_steps
         if self.ends and end is None:
@@ -127,7 +127,7 @@ class WeightDecay(Settings, section="optimizer"):
     first: float = setting(0.1, "Weight decay; norms and biases have none.", AT_LEAST_0, key="weight_decay")
     last: float | None = setting(
         None,
-        "Where weight decay ends, by cosine over the run; left out, it is constant.",
+        "Final weight decay, reached by cosine over the run; left out, it is constant.",
         AT_LEAST_0,
         key="final_weight_decay",
     )
@@ -178,22 +178,22 @@ class OptimizerConfig(Settings, section="optimizer"):
     learning_rate: LearningRate = LearningRate()
     beta1: float = setting(0.9, "Decay of the mean of gradients.", _FORGETS)
     beta2: float = setting(0.95, "Decay of the mean of squared gradients.", _FORGETS)
-    eps: float = setting(1e-8, "Added to the root of the latter.", ABOVE_0)
+    eps: float = setting(1e-8, "Added to the root of the mean of squared gradients.", ABOVE_0)
     weight_decay: WeightDecay = WeightDecay()
-    clip_norm: float = setting(1.0, "Gradients are scaled down to this global norm; 0 leaves them alone.", AT_LEAST_0)
+    clip_norm: float = setting(1.0, "Gradients are clipped to this global norm; 0 for no clipping.", AT_LEAST_0)
     zero: bool = setting(
         False,
-        "Data- and context-parallel ranks share out the optimizer's state and fp32 masters: each steps its part, and "
-        "they exchange the results (ZeRO-1).",
+        "Data- and context-parallel ranks shard the optimizer's state and fp32 masters: each steps its shard, and the "
+        "results are gathered (ZeRO-1).",
     )
 
     def num_decay_steps(self, num_steps: int) -> int | None:
-        """The step of a run of `num_steps` at which its rates have fallen; None when neither ever moves."""
+        """The step of a run of `num_steps` at which its rates reach their ends; None if they are constant."""
         moves = self.learning_rate.ends or self.weight_decay.last is not None
         return (self.learning_rate.num_decay_steps or num_steps) if moves else None
 
     def over(self, num_steps: int) -> "OptimizerConfig":
-        """The same for a run of `num_steps`: its end is that of rates whose own end is left out."""
+        """The same for a run of `num_steps`, which ends the rates whose own end is left out."""
         end = self.num_decay_steps(num_steps)
         return replace(
             self,

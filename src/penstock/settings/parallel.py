@@ -1,4 +1,4 @@
-"""The process grid as arithmetic: the sizes of its axes, the place of each rank, and who shares what."""
+"""The process grid as arithmetic: the sizes of its axes, the place of each rank, and the groups of ranks."""
 
 import itertools
 import math
@@ -16,10 +16,10 @@ Device = Literal["auto", "cpu", "cuda"]
 
 
 class ContextForm(NamedValue):
-    """How ranks that share sequences attend to each other's tokens.
+    """The exchange between ranks that share sequences.
 
-    RING: keys and values go round; any number of heads. ALL_TO_ALL: every rank is given all tokens of some of the
-    heads, and gives its own tokens of the others; fewer and larger messages, where the ranks divide the heads.
+    RING: keys and values go round; works for any number of heads. ALL_TO_ALL: every rank gets all tokens of some heads
+    and sends its own tokens of the others; fewer and larger messages, if the ranks divide the heads.
     """
 
     RING = "ring"
@@ -42,7 +42,7 @@ class Coordinates(NamedTuple):
 class Layout(Settings, section="parallel"):
     """Sizes of the grid's axes and their order; by default the ranks of a tp group are neighbours.
 
-    The ranks of an ep group are consecutive ones of those that differ in dp and cp alone, so ep adds no ranks.
+    An ep group consists of consecutive ranks among those that differ only in dp and cp, so ep adds no ranks.
 
     Raises:
         ConfigError: a size below one, an ep that does not divide dp * cp, an order that does not name each axis once.
@@ -53,7 +53,7 @@ class Layout(Settings, section="parallel"):
     """
 
     pp: int = setting(1, "Pipeline ranks.", AT_LEAST_1)
-    dp: int = setting(1, "Data-parallel ranks, each with a copy of the model and data of its own.", AT_LEAST_1)
+    dp: int = setting(1, "Data-parallel ranks, each with a copy of the model and its own data.", AT_LEAST_1)
     cp: int = setting(1, "Context-parallel ranks, which share every sequence's tokens.", AT_LEAST_1)
     tp: int = setting(1, "Tensor-parallel ranks, which share every layer.", AT_LEAST_1)
     ep: int = setting(
@@ -90,7 +90,7 @@ class Layout(Settings, section="parallel"):
 
     @property
     def shares_layers(self) -> bool:
-        """Whether ranks work on a layer together, and so talk to each other within it."""
+        """True if ranks work on a layer together, and so communicate within it."""
         return self.tp > 1 or self.cp > 1 or self.ep > 1
 
     def __str__(self) -> str:
@@ -98,7 +98,7 @@ class Layout(Settings, section="parallel"):
         return text if self.ep == 1 else f"{text} (ep={self.ep})"
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Give the place of a global rank."""
+        """The place of a global rank."""
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} is outside the layout {self} of {self.world_size} ranks")
         places = {}
@@ -107,7 +107,7 @@ class Layout(Settings, section="parallel"):
         return Coordinates(**places)
 
     def rank_of(self, *, dp: int = 0, pp: int = 0, cp: int = 0, tp: int = 0) -> int:
-        """Give the global rank at a place."""
+        """The global rank at a place."""
         places, rank = {"dp": dp, "pp": pp, "cp": cp, "tp": tp}, 0
         for axis in self.axes:
             size = getattr(self, axis)
@@ -117,9 +117,9 @@ class Layout(Settings, section="parallel"):
         return rank
 
     def groups(self, *axes: str) -> Groups:
-        """Give the global ranks of every group along some axes: those that differ in these axes alone.
+        """The global ranks of every group along some axes, whose ranks differ only in these axes.
 
-        Members stand in order, and so do groups by their first members.
+        Members are sorted, and groups by their first members.
         """
         for axis in axes:
             if axis not in AXES:
@@ -131,16 +131,16 @@ class Layout(Settings, section="parallel"):
         return tuple(sorted(tuple(ranks) for ranks in members.values()))
 
     def expert_groups(self) -> Groups:
-        """Give the groups of ranks that hold one copy of a layer's experts between them."""
+        """The groups of ranks that together hold one copy of a layer's experts."""
         starts = range(0, self.dp * self.cp, self.ep)
         return tuple(sorted(r[start : start + self.ep] for r in self.groups("dp", "cp") for start in starts))
 
     def expert_copies(self) -> Groups:
-        """Give the groups of ranks that hold the same experts: over them experts' gradients are summed."""
+        """The groups of ranks that hold the same experts, over which experts' gradients are summed."""
         return tuple(sorted(ranks[place :: self.ep] for ranks in self.groups("dp", "cp") for place in range(self.ep)))
 
     def model_copies(self) -> Groups:
-        """Give the groups of ranks that hold one copy of the whole model between them, experts included."""
+        """The groups of ranks that together hold one copy of the whole model, experts included."""
         copies: list[list[int]] = [[] for _ in range(self.dp * self.cp // self.ep)]
         for ranks in self.groups("dp", "cp"):
             for place, rank in enumerate(ranks):
@@ -161,7 +161,7 @@ class Layout(Settings, section="parallel"):
         )
 
     def fitting(self, world_size: int) -> "Iterator[Layout]":
-        """Give the layouts of so many processes, those that differ least from this one first."""
+        """The layouts of `world_size` processes, nearest to this one first."""
         found = []
         for sizes in _factors(world_size, len(AXES)):
             by_axis = dict(zip(AXES, sizes, strict=True))
@@ -170,7 +170,7 @@ class Layout(Settings, section="parallel"):
         yield from sorted(found, key=self._distance)
 
     def _distance(self, other: "Layout") -> tuple[float, ...]:
-        """How far the sizes lie from each other, in doublings; of equal ones those come first that keep tp, cp, pp."""
+        """The distance between sizes, in doublings; ties go to layouts that keep tp, cp and pp."""
         *steps, of_ep = [
             abs(math.log2(getattr(other, axis) / getattr(self, axis))) for axis in ("tp", "cp", "pp", "dp", "ep")
         ]
@@ -187,8 +187,10 @@ class ParallelConfig(Layout, section="parallel"):
     )
     device: Device = setting("auto", '"auto" takes GPUs when every local rank finds one.')
     num_threads: int = setting(1, "CPU threads of a rank.", AT_LEAST_1)
-    timeout_s: float = setting(600.0, "Seconds that a rank waits for a peer before it reports so and ends.", ABOVE_0)
-    elastic: bool = setting(False, "Run on as many pipelines as the group of processes has room for, whatever dp is.")
+    timeout_s: float = setting(
+        600.0, "Seconds that a rank waits for a peer before it reports the failure and ends.", ABOVE_0
+    )
+    elastic: bool = setting(False, "Run on as many pipelines as the group of processes has room for, regardless of dp.")
 
 
 def _divisors(number: int) -> list[int]:
@@ -196,7 +198,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def _factors(number: int, count: int) -> Iterator[tuple[int, ...]]:
-    """All ways to write a number as an ordered product of so many factors."""
+    """All ways to write a number as an ordered product of `count` factors."""
     if count == 1:
         yield (number,)
         return

@@ -1,4 +1,4 @@
-"""Settings read from TOML and from the command line, and written; a mistake is one sentence that names the cure."""
+"""Reading settings from TOML and the command line, and writing them; an error is one sentence that names the cure."""
 
 import difflib
 import json
@@ -19,8 +19,8 @@ def read_config(path: str | Path) -> RunConfig:
     """Read a run's TOML file.
 
     Raises:
-        ConfigError: no such file, no TOML, an unknown key (the nearest known one is named), or a value of a wrong type
-            or out of bounds.
+        ConfigError: a missing file, invalid TOML, an unknown key (the nearest one is named), or a value of a wrong
+            type or out of bounds.
     """
     values = read_values(path)
     try:
@@ -30,16 +30,16 @@ def read_config(path: str | Path) -> RunConfig:
 
 
 def read_values(path: str | Path) -> Values:
-    """The settings that a run's TOML file gives, by name.
+    """Read the settings that a run's TOML file gives, by name.
 
     Raises:
-        ConfigError: as `read_config`, but for bounds and combinations.
+        ConfigError: as `read_config`, except for bounds and combinations.
     """
     path = Path(path)
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"{path} can not be read: {error.strerror}; give the path of a run's TOML file") from None
+        raise ConfigError(f"{path} cannot be read: {error.strerror}; give the path of a run's TOML file") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not TOML: {error}") from None
     try:
@@ -49,7 +49,7 @@ def read_values(path: str | Path) -> Values:
 
 
 def from_dict(table: Mapping[str, Any]) -> RunConfig:
-    """Make a `RunConfig` of plain values, section by section; what is left out has its default.
+    """Make a `RunConfig` of plain values, section by section, with defaults for the others.
 
     Raises:
         ConfigError: an unknown key, a value of a wrong type or out of bounds, or values that cannot go together.
@@ -63,7 +63,7 @@ def from_values(values: Mapping[str, Any]) -> RunConfig:
 
 
 def to_toml(config: RunConfig) -> str:
-    """The settings as a TOML file that reads back as the same settings; what is None is left out."""
+    """Write the settings as TOML that reads back as the same settings; None values are left out."""
     scalars, sections = [], []
     for name, value in config.to_dict().items():
         if isinstance(value, dict):
@@ -75,7 +75,7 @@ def to_toml(config: RunConfig) -> str:
 
 
 def section_summaries() -> dict[str, str]:
-    """The sections of the file, in its order, each with a line that says what it sets."""
+    """The sections of the file, in order, each with a one-line summary."""
     config, found = RunConfig(), {}
     for own in SETTINGS.values():
         held: Any = config
@@ -91,10 +91,10 @@ def section_summaries() -> dict[str, str]:
 
 
 def from_words(own: Setting, words: Sequence[str]) -> Any:
-    """The value that the words after a flag give a setting.
+    """Read the words after a flag as the value of a setting.
 
     Raises:
-        ConfigError: they are none of its type.
+        ConfigError: they are not of its type.
     """
     for kind in get_args(own.type) if is_union(own.type) else (own.type,):
         found, value = _read_words(kind, words)
@@ -105,7 +105,7 @@ def from_words(own: Setting, words: Sequence[str]) -> Any:
 
 
 def _read_words(kind: Any, words: Sequence[str]) -> tuple[bool, Any]:
-    """Whether words are a value of a type, and that value."""
+    """Read words as a value of a type; returns whether they are one, and the value."""
     if get_origin(kind) is tuple:
         numbers = [_read_word(int, word) for word in words]
         return all(found for found, _ in numbers), tuple(value for _, value in numbers)
@@ -133,12 +133,12 @@ def _member(kind: Any, word: str) -> bool:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The known name that looks most like `name`; of equal ones the first."""
+    """The known name most similar to `name`; the first one on a tie."""
     return max(known, key=lambda other: difflib.SequenceMatcher(None, name, other).ratio())
 
 
 def unknown_setting(name: str) -> ConfigError:
-    """The error for a dotted name that no setting has; names the nearest one."""
+    """The error for an unknown dotted name; it names the nearest setting."""
     return ConfigError(f"there is no setting {name}; the nearest one is {_nearest_setting(name)}")
 
 

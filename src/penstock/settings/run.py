@@ -1,6 +1,7 @@
-"""All settings of a run, section by section, and which of them decide its numbers."""
+"""All settings of a run, section by section: those that decide its numbers, and those that exclude each other."""
 
 import hashlib
+import itertools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -11,6 +12,7 @@ from penstock.settings.data import DataConfig
 from penstock.settings.declare import (
     AT_LEAST_0,
     AT_LEAST_1,
+    ConfigError,
     NamedValue,
     Setting,
     Settings,
@@ -21,15 +23,18 @@ from penstock.settings.declare import (
 )
 from penstock.settings.model import ModelConfig
 from penstock.settings.optimizer import Decay, LearningRate, OptimizerConfig
-from penstock.settings.parallel import ParallelConfig
+from penstock.settings.parallel import Layout, ParallelConfig
 from penstock.settings.schedule import ScheduleConfig
 
 Recompute = Literal["none", "full"] | tuple[int, ...]
 
 
 class Precision(NamedValue):
-    """FP32 and FP64: parameters and compute; BF16 and FP16: 16-bit parameters with fp32 masters (FP16 with a loss
-    scaler); BF16_AUTOCAST: fp32 parameters, forwards under autocast."""
+    """The dtypes of parameters and compute.
+
+    FP32, FP64: for both. BF16, FP16: 16-bit parameters with fp32 masters; FP16 with a loss scaler. BF16_AUTOCAST: fp32
+    parameters, forwards under autocast.
+    """
 
     FP32 = "fp32"
     FP64 = "fp64"
@@ -53,7 +58,7 @@ class Normalize(NamedValue):
 
     @classmethod
     def parse(cls, mode: "Normalize | str") -> "Normalize":
-        """The mode of that name. Raises ValueError that lists the names."""
+        """Find the mode of that name. Raises: ValueError listing the names."""
         try:
             return cls({"global_token": "global", "dp_token": "dp"}.get(str(mode), mode))
         except ValueError:
@@ -63,7 +68,7 @@ class Normalize(NamedValue):
 
 @dataclass(frozen=True)
 class TrainConfig(Settings, section="train"):
-    """The loop."""
+    """The training loop."""
 
     steps: int = setting(100, "Optimizer steps.", AT_LEAST_1)
     seed: int = setting(0, "Decides the initial weights and the order of the data.", AT_LEAST_0)
@@ -74,9 +79,11 @@ class TrainConfig(Settings, section="train"):
         "none", 'Activation checkpointing: layers recomputed in backward: "none", "full", or their numbers.'
     )
     normalize: Normalize = setting(Normalize.GLOBAL, "The divisor of the loss.")
-    num_microbatches: int = setting(8, "Parts of a data-parallel rank's batch, at least.", AT_LEAST_1)
+    num_microbatches: int = setting(
+        8, "Microbatches that a data-parallel rank cuts its batch into, at least (gradient accumulation).", AT_LEAST_1
+    )
     max_microbatch_tokens: int | None = setting(
-        None, "A budget of tokens for each part; left out, there is none.", AT_LEAST_1
+        None, "The most tokens of a microbatch; left out, no limit.", AT_LEAST_1
     )
 
 
@@ -84,16 +91,16 @@ class TrainConfig(Settings, section="train"):
 class CheckpointConfig(Settings, section="checkpoint"):
     """Checkpointing."""
 
-    every: int = setting(100, "Steps between checkpoints; 0 saves at the end alone.", AT_LEAST_0)
-    keep: int = setting(3, "The newest checkpoints that are kept.", AT_LEAST_1)
-    in_background: bool = setting(True, "Write while training goes on.")
+    every: int = setting(100, "Steps between checkpoints; 0 saves only at the end.", AT_LEAST_0)
+    keep: int = setting(3, "Number of newest checkpoints to keep.", AT_LEAST_1)
+    in_background: bool = setting(True, "Write while training continues.")
 
 
 @dataclass(frozen=True)
 class ValidationConfig(Settings, section="validation"):
-    """Loss on text that is not trained on."""
+    """Validation on held-out text."""
 
-    every: int = setting(100, "Steps between validations; 0 validates at the end alone.", AT_LEAST_0)
+    every: int = setting(100, "Steps between validations; 0 validates only at the end.", AT_LEAST_0)
     num_sequences: int = setting(64, "Sequences of one validation, always the same.", AT_LEAST_1)
 
 
@@ -102,7 +109,7 @@ class LogConfig(Settings, section="log"):
     """Logging."""
 
     every: int = setting(1, "Steps between lines of metrics.", AT_LEAST_1)
-    tensorboard: bool = setting(True, "Write for TensorBoard beside metrics.jsonl.")
+    tensorboard: bool = setting(True, "Also write for TensorBoard, beside metrics.jsonl.")
     timeline: bool = setting(True, "At the end, draw the last step's measured timeline under the simulated one.")
 
 
@@ -110,7 +117,7 @@ class LogConfig(Settings, section="log"):
 class RunConfig(Settings):
     """All settings of a run."""
 
-    output: str = setting("runs/penstock", "The run's folder: checkpoints, metrics, a copy of the settings.")
+    output: str = setting("runs/penstock", "Folder of the run: checkpoints, metrics, a copy of the settings.")
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     parallel: ParallelConfig = ParallelConfig()
@@ -126,7 +133,7 @@ class RunConfig(Settings):
         return {own.name: plain(value_of(self, own.path)) for own in SETTINGS.values()}
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, section by section, as JSON can hold them."""
+        """JSON values, section by section."""
         table: dict[str, Any] = {}
         for own in SETTINGS.values():
             section = table.setdefault(own.section, {}) if own.section else table
@@ -136,9 +143,9 @@ class RunConfig(Settings):
     def identity(self) -> dict[str, Any]:
         """The settings that decide the numbers of the run, under dotted names; equal ones continue each other.
 
-        How a run is cut, logged, saved or how long it lasts is left out: pipeline ranks and schedules do not change a
-        single bit, tensor- and expert-parallel ranks nothing but rounding. Nor, but for rounding, do data- and
-        context-parallel ranks and microbatches while the loss of a step is divided by all its tokens.
+        Left out are the cut, logging, saving and length of a run: pipeline ranks and schedules do not change a single
+        bit, and tensor- and expert-parallel ranks change only rounding. So do data- and context-parallel ranks and
+        microbatches if the loss of a step is divided by all its tokens.
         """
         settings = self.flat()
         settings["optimizer.num_decay_steps"] = self.optimizer.num_decay_steps(self.train.steps)
@@ -146,15 +153,15 @@ class RunConfig(Settings):
         return {name: value for name, value in settings.items() if not free & {name, name.partition(".")[0]}}
 
     def digest(self) -> str:
-        """Sixteen hex digits over `identity`."""
+        """A hash of `identity`, sixteen hex digits."""
         text = json.dumps(self.identity(), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def fit(self, world_size: int) -> "RunConfig":
         """The settings for a group of `world_size` processes, where `parallel.elastic` allows it; else unchanged.
 
-        The group's size must be a multiple of one pipeline's. A pipeline that takes over the work of others takes as
-        many microbatches more, so that each stays as large as it was, and so does the memory.
+        The group's size must be a multiple of one pipeline's. A pipeline that takes over the work of others takes more
+        microbatches of the same size, so memory stays the same.
         """
         old = self.parallel
         pipeline = old.world_size // old.dp
@@ -204,3 +211,125 @@ def differences(
         for name in sorted(ours.keys() | theirs.keys())
         if ours.get(name) != theirs.get(name)
     ]
+
+
+# ---- settings that exclude each other
+
+
+def check_sections(config: RunConfig) -> None:
+    """Refuse settings of different sections that exclude each other.
+
+    Raises:
+        ConfigError: the message names the settings and what would be possible.
+    """
+    config.model.check_shape()
+    for check in (_lengths, _experts, _tensor_parallel, _recompute, _batch, _elastic):
+        check(config)
+
+
+def check_world(config: RunConfig, world_size: int, origin: str) -> None:
+    """Refuse a group of processes of another size than the layout's; `origin` names the group's maker.
+
+    Raises:
+        ConfigError: the message names the nearest layouts that would fit.
+    """
+    ours = config.parallel
+    if world_size == ours.world_size:
+        return
+    product = " x ".join(f"parallel.{axis} = {size}" for axis, size in ours.sizes.items())
+    nearest = ", or ".join(str(other) for other in itertools.islice(ours.fitting(world_size), 3))
+    raise ConfigError(
+        f"{origin} has {world_size} processes, but {product} is {ours.world_size}; "
+        f"start {ours.world_size} processes, or set {nearest}"
+    )
+
+
+def _lengths(config: RunConfig) -> None:
+    tokens, cp, longest = config.data.sequence_length, config.parallel.cp, config.model.max_length
+    if tokens < cp:
+        raise ConfigError(
+            f"data.sequence_length = {tokens} tokens cannot be shared by parallel.cp = {cp} "
+            f"ranks; at most parallel.cp = {tokens} is possible"
+        )
+    if tokens > longest:
+        raise ConfigError(
+            f"data.sequence_length = {tokens} is longer than model.max_length = "
+            f"{longest}; shorten the one or raise the other"
+        )
+
+
+def _experts(config: RunConfig) -> None:
+    num_experts, ep = config.model.experts.num_experts, config.parallel.ep
+    if not num_experts and ep > 1:
+        raise ConfigError(f"parallel.ep = {ep}, but the model has no experts to share; set experts.num_experts")
+    if num_experts and ep > num_experts:
+        raise ConfigError(
+            f"parallel.ep = {ep} is more than experts.num_experts = {num_experts}; "
+            f"at most {num_experts} ranks can share them"
+        )
+
+
+def _tensor_parallel(config: RunConfig) -> None:
+    model, layout = config.model, config.parallel
+    if model.can_share(layout.tp):
+        return
+    possible = ", ".join(str(n) for n in range(1, model.num_heads + 1) if model.can_share(n))
+    fitting: list[Layout] = [other for other in layout.fitting(layout.world_size) if model.can_share(other.tp)]
+    raise ConfigError(
+        f"parallel.tp = {layout.tp} cannot share {model.num_heads} query heads, {model.key_heads} key heads and an "
+        f"MLP of model.intermediate_size = {model.intermediate_size} evenly; possible are {possible}, such as the "
+        f"layout {', or '.join(map(str, fitting[:2]))} for {layout.world_size} processes"
+    )
+
+
+def _recompute(config: RunConfig) -> None:
+    layers, num_layers = config.train.recompute, config.model.num_layers
+    wrong = [] if isinstance(layers, str) else [layer for layer in layers if not 0 <= layer < num_layers]
+    if wrong:
+        raise ConfigError(
+            f"train.recompute names layer {wrong[0]}, but the model's {num_layers} layers are 0 to {num_layers - 1}"
+        )
+
+
+def _batch(config: RunConfig) -> None:
+    sequences, dp, parts = config.data.num_sequences, config.parallel.dp, config.train.num_microbatches
+    if sequences % dp:
+        low = sequences // dp * dp
+        neighbours = f"{low} or {low + dp}" if low else str(dp)
+        raise ConfigError(
+            f"data.num_sequences = {sequences} cannot be shared evenly by parallel.dp = {dp}; {neighbours} can"
+        )
+    if parts > sequences // dp:
+        raise ConfigError(
+            f"train.num_microbatches = {parts} is more than the {sequences // dp} sequences of a data-parallel rank; "
+            f"at most {sequences // dp} are possible, or raise data.num_sequences"
+        )
+    budget = config.train.max_microbatch_tokens
+    if budget is not None and budget < config.data.sequence_length:
+        raise ConfigError(
+            f"train.max_microbatch_tokens = {budget} is less than one sequence of data.sequence_length = "
+            f"{config.data.sequence_length}; no sequence is cut, so give at least that"
+        )
+
+
+def _elastic(config: RunConfig) -> None:
+    if config.parallel.elastic and config.train.normalize is not Normalize.GLOBAL:
+        raise ConfigError(
+            f"parallel.elastic with train.normalize = {config.train.normalize.value!r} would learn other things from "
+            'fewer processes; "global" is possible'
+        )
+
+
+def check_rates(config: RunConfig) -> None:
+    """Refuse a warm-up as long as the run.
+
+    Raises:
+        ConfigError: the message names the longest possible warm-up.
+    """
+    end = config.optimizer.num_decay_steps(config.train.steps)
+    warmup = config.optimizer.learning_rate.num_warmup_steps
+    if end is not None and warmup >= end:
+        raise ConfigError(
+            f"optimizer.num_warmup_steps = {warmup} leaves nothing of the {end} steps over which "
+            f"the learning rate falls; less than {end} are possible"
+        )

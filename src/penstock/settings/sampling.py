@@ -1,4 +1,4 @@
-"""How a sequence is sampled and when it ends."""
+"""Settings of sampling, and of the end of a sequence."""
 
 from dataclasses import dataclass
 
@@ -18,7 +18,7 @@ class SamplingParams(Settings, section="sampling"):
     temperature: float = setting(1.0, "Divides the logits; 0 takes the likeliest token (greedy).", AT_LEAST_0)
     top_k: int | None = setting(
         None,
-        "Draw from the k likeliest tokens, and those as likely as the last of them; left out, from all.",
+        "Draw from the k likeliest tokens, ties included; left out, from all.",
         AT_LEAST_1,
     )
     top_p: float = setting(
@@ -28,7 +28,7 @@ class SamplingParams(Settings, section="sampling"):
     )
     chained: bool = setting(False, "Apply top_p to the tokens that top_k leaves, not to the whole distribution.")
     end_tokens: tuple[int, ...] = setting(
-        (), "Token ids that end the answer, as its last token; left out, only its length ends it.", AT_LEAST_0
+        (), "Token ids that end the answer, as its last token; left out, only its length does.", AT_LEAST_0
     )
     seed: int = setting(
         0, "Decides the draw together with the prompt and the position.", Bounds(least=0, below=1 << 64)
@@ -46,7 +46,7 @@ class SamplingParams(Settings, section="sampling"):
 
     @property
     def greedy(self) -> bool:
-        """Whether the likeliest token is taken instead of drawing one."""
+        """True if the likeliest token is taken instead of a drawn one."""
         return self.temperature == 0
 
     @property

@@ -1,4 +1,4 @@
-"""The schedule of a run, by its name and options."""
+"""Settings of a run's schedule: its name and options."""
 
 from dataclasses import dataclass, fields
 from typing import Any
@@ -7,7 +7,7 @@ from penstock.settings.declare import AT_LEAST_1, Bounds, ConfigError, NamedValu
 
 
 class SearchedPlacement(NamedValue):
-    """Placements that leave an order to search for: round and round, or there and back."""
+    """Placements for a searched order: in a loop, or there and back."""
 
     LOOP = "loop"
     V = "v"
@@ -17,7 +17,7 @@ class SearchedPlacement(NamedValue):
 class ScheduleConfig(Settings, section="schedule"):
     """The order of each rank's work.
 
-    A setting that is named as a parameter of a schedule's builder is an option of that schedule; `options` picks it up.
+    A setting with the name of a parameter of a schedule's builder is an option of that schedule; `options` finds it.
     """
 
     name: str = setting(
@@ -25,43 +25,43 @@ class ScheduleConfig(Settings, section="schedule"):
         "One of `penstock schedule list`, or a file: torch's .csv, or .txt as `penstock schedule export` writes.",
     )
     stages_per_rank: int | None = setting(
-        None, "Stages that each pipeline rank holds; left out, as many as the schedule is meant for.", AT_LEAST_1
+        None, "Stages of each pipeline rank; left out, as many as the schedule is meant for.", AT_LEAST_1
     )
     receives_ahead: int = setting(2, "Receives posted ahead of need on each edge.", AT_LEAST_1)
     group_size: int | None = setting(
         None,
-        "Microbatches that take turns at a rank's stages in interleaved schedules; left out, as many as ranks.",
+        "Microbatches that take turns at a rank's stages in interleaved schedules; left out, the number of ranks.",
         AT_LEAST_1,
     )
     max_live_microbatches: float | None = setting(
         None,
-        "Microbatches that the search `auto` may keep alive on a rank; left out, as many as ranks.",
+        "Microbatches that `auto` may keep live on a rank; left out, the number of ranks.",
         Bounds(least=1),
     )
     placement: SearchedPlacement | None = setting(
-        None, 'How `auto` deals stages to ranks: round and round, or there and back ("v"); left out, round and round.'
+        None, 'Placement of `auto`: in a loop, or there and back ("v"); left out, in a loop.'
     )
     overlap: bool = setting(
-        True, "In fused pairs, one side computes while the other's collectives travel; false: one after the other."
+        True,
+        "In fused pairs, one side computes while the other's collectives are in flight; false: one after the other.",
     )
     early_release: bool = setting(
         False,
         "In overlapped pairs, a layer's backward ends, and frees memory, before the forward's experts compute.",
     )
     split_backward: bool = setting(
-        False, "In combined schedules, pairs hold the backward for inputs, and the backward for weights follows them."
+        False, "In combined schedules, pairs hold the backward for inputs; the backward for weights follows."
     )
-    early_gradients: bool = setting(
-        True, "Gradients leave for the rank before as soon as they are there, before weight gradients are computed."
-    )
+    early_gradients: bool = setting(True, "Send each input gradient upstream before the weight gradients are computed.")
     cut: tuple[int, ...] | None = setting(
-        None, "Units of each stage, by hand; left out, the cut that makes the slowest rank fastest."
+        None, "Units of each stage, by hand; left out, the cut with the fastest slowest rank."
     )
     measure: bool = setting(
-        False, "Measure the units' times before the cut instead of estimating them; `auto` searches an order for them."
+        False,
+        "Measure the units' times before the cut instead of estimating them; `auto` searches an order for these times.",
     )
     search_cut: bool = setting(
-        False, "Search for the cut together with the order of `auto`, for the shortest step by the measured times."
+        False, "Search for the cut and the order of `auto` together, for the shortest step by measured times."
     )
 
     def _check(self) -> None:
@@ -73,6 +73,6 @@ class ScheduleConfig(Settings, section="schedule"):
 
     @property
     def given(self) -> dict[str, Any]:
-        """The settings that are neither left out nor false, by name."""
+        """The settings that are neither None nor false, by name."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: value for name, value in values.items() if value is not None and value is not False}

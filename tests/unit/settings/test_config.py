@@ -152,16 +152,16 @@ IMPOSSIBLE = {
         {"parallel": {"dp": 4, "ep": 3}},
         "parallel.ep = 3 does not divide parallel.dp x parallel.cp = 4; possible are 1, 2, 4",
     ),
-    "heads that tp can not share": (
+    "heads that tp cannot share": (
         {"model": {"num_heads": 4, "intermediate_size": 48}, "parallel": {"tp": 3, "dp": 2}},
-        "parallel.tp = 3 can not share 4 query heads, 4 key heads and an MLP of model.intermediate_size = 48 evenly; "
+        "parallel.tp = 3 cannot share 4 query heads, 4 key heads and an MLP of model.intermediate_size = 48 evenly; "
         "possible are 1, 2, 4, such as the layout dp=3 x pp=1 x cp=1 x tp=2",
     ),
-    "a width that tp can not share": (
+    "a width that tp cannot share": (
         {"model": {"num_heads": 4, "intermediate_size": 50}, "parallel": {"tp": 4}},
         "an MLP of model.intermediate_size = 50 evenly; possible are 1, 2, such as the layout",
     ),
-    "uneven dp": ({"parallel": {"dp": 3}}, "8 can not be shared evenly by parallel.dp = 3; 6 or 9 can"),
+    "uneven dp": ({"parallel": {"dp": 3}}, "8 cannot be shared evenly by parallel.dp = 3; 6 or 9 can"),
     "microbatches": ({"train": {"num_microbatches": 9}}, "9 is more than the 8 sequences.*at most 8"),
     "microbatches of a dp rank": ({"parallel": {"dp": 2}}, "8 is more than the 4 sequences"),
     "budget": ({"train": {"max_microbatch_tokens": 255}}, "255 is less than one sequence"),
@@ -173,7 +173,7 @@ IMPOSSIBLE = {
     "no training schedule": ({"schedule": {"name": "inference"}}, "can not train"),
     "no steps": ({"train": {"steps": 0}}, "steps = 0 is not possible"),
     "negative": ({"checkpoint": {"every": -1}}, "every = -1 is negative; 0 or more"),
-    "not finite": ({"optimizer": {"learning_rate": float("nan")}}, "no finite number"),
+    "not finite": ({"optimizer": {"learning_rate": float("nan")}}, "not a finite number"),
     "all warm-up": ({"optimizer": {"num_warmup_steps": 100}}, "leaves nothing of the 100 steps"),
     "rising rate": ({"optimizer": {"final_learning_rate": 1.0}}, "the rate can only fall"),
     "beta": ({"optimizer": {"beta2": 1.0}}, "beta2 = 1.0 never forgets"),
@@ -212,7 +212,7 @@ def test_the_world_must_fit_the_layout():
     [
         ([], "takes the path of a run's TOML file first"),
         (["--train.steps", "3"], "takes the path of a run's TOML file first"),
-        (["no/such.toml"], "no/such.toml can not be read: No such file"),
+        (["no/such.toml"], "no/such.toml cannot be read: No such file"),
         (["FILE", "3"], "'3' stands after the run's file"),
         (["FILE", "--dryrun"], "there is no --dryrun; the nearest one is --dry-run"),
         (["FILE", "--steps", "3"], "there is no --steps; the nearest one is --train.steps"),

@@ -1,4 +1,4 @@
-"""What context-parallel ranks can not share is refused when the settings are read."""
+"""What context-parallel ranks cannot share is refused when the settings are read."""
 
 from dataclasses import replace
 

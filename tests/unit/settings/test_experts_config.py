@@ -1,4 +1,4 @@
-"""Experts in a run's settings: read, handed on whole, and refused by name where they can not be."""
+"""Experts in a run's settings: read, handed on whole, and refused by name where they cannot be."""
 
 import dataclasses
 from typing import Any

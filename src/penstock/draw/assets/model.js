@@ -122,7 +122,7 @@ function lastStarted(lane, time) {
   return low - 1;
 }
 
-// The stretch of a lane under a time; -1 where there is none.
+// The stretch of a lane under a time; or -1.
 function under(lane, time) {
   const i = lastStarted(lane, time);
   return i >= 0 && time <= lane.end[i] ? i : -1;

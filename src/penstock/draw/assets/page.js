@@ -126,8 +126,8 @@ body.addEventListener("pointermove", event => {
     }
   }
   const at = whatIsAt(event.offsetX, event.offsetY);
-  const told = at && !(drag && drag.moved) && (at.layer ? describe(at) : at.strip ? describeStrip(at) : null);
-  tip(told, event.clientX, event.clientY);
+  const described = at && !(drag && drag.moved) && (at.layer ? describe(at) : at.strip ? describeStrip(at) : null);
+  tip(described, event.clientX, event.clientY);
   redraw();
 });
 

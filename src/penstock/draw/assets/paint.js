@@ -308,7 +308,7 @@ function paintArrow(pen, from, to, colour) {
   pen.fill();
 }
 
-// Round times at least so many pixels apart.
+// Round times at least this many pixels apart.
 function ticksOf(scale, apart) {
   const least = ((scale.to - scale.from) * apart) / scale.width;
   const power = 10 ** Math.floor(Math.log10(least));

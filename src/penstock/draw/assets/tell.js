@@ -87,16 +87,16 @@ function describeStrip({ rank, time: at }) {
   return [`${$("stripsName").textContent} of rank ${rank}`, [["time", time(at)], ...facts]];
 }
 
-function tip(told, x, y) {
+function tip(described, x, y) {
   const box = $("tip");
-  box.hidden = !told;
-  if (!told) return;
+  box.hidden = !described;
+  if (!described) return;
   box.replaceChildren(
-    element("b", {}, told[0]),
+    element("b", {}, described[0]),
     element(
       "dl",
       {},
-      ...told[1].flatMap(([name, value]) => [element("dt", {}, name), element("dd", {}, String(value))]),
+      ...described[1].flatMap(([name, value]) => [element("dt", {}, name), element("dd", {}, String(value))]),
     ),
   );
   const { width, height } = box.getBoundingClientRect();
@@ -109,7 +109,7 @@ function tellWay() {
     $("status").textContent = "";
     return;
   }
-  const told = shownLayers().map(layer => {
+  const described = shownLayers().map(layer => {
     const way = wayOf(layer, state.microbatch);
     if (!way.actions.length) return `no microbatch ${state.microbatch}`;
     const name = layers.length > 1 ? `${layer.name}: ` : "";
@@ -118,7 +118,7 @@ function tellWay() {
       `${way.actions.length} actions, ${way.messages.length} messages`
     );
   });
-  $("status").textContent = `Microbatch ${state.microbatch}: ${told.join("; ")}`;
+  $("status").textContent = `Microbatch ${state.microbatch}: ${described.join("; ")}`;
 }
 
 // ---- tables
@@ -175,7 +175,7 @@ function makeRankTables() {
             rank.waits.rank[i],
             (waited.get(rank.waits.rank[i]) || 0) + rank.waits.end[i] - rank.waits.start[i],
           );
-        const told = [...waited]
+        const described = [...waited]
           .sort((a, b) => b[1] - a[1])
           .map(([peer, spent]) => `${time4(spent)} for rank ${peer}`)
           .join(", ");
@@ -186,7 +186,7 @@ function makeRankTables() {
           share(layer.idle[number] / (layer.makespan || 1)),
           amount(rank.live.peak),
           String(rank.compute.n),
-          ...(layer.recorded ? [told || "none"] : []),
+          ...(layer.recorded ? [described || "none"] : []),
         ]);
       });
       return element(
