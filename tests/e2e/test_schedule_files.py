@@ -45,7 +45,7 @@ BAD = {
     ),
     "a pair that needs itself": ("(0F0;0B0)OVERLAP_F_B\n", "row 1, cell 1: 0B0 needs 0F0, so they cannot be one pair"),
     "step": ("0F0,0B0,STEP\n", "row 1, cell 3: STEP is not written in a CSV"),
-    "open quotation": ('0F0,"0B0\n', "row 1 is no CSV"),
+    "open quotation": ('0F0,"0B0\n', "row 1 is not CSV"),
     "empty": ("", "the file is empty: it needs a row for each rank"),
     "empty row": (f"{ROW_0}\n\n1F0\n", "row 2 is empty: each row is a rank"),
     "a number that no file can hold": ("0F999999999\n", "0F999999999 has a number too high"),

@@ -212,5 +212,5 @@ def test_impossible_times_are_refused(cost: str, value: float):
 def test_a_program_that_cannot_end_is_refused():
     program = lower(build("1f1b", ranks=2, microbatches=1))
     first = tuple(step for step in program.ranks[0] if step != Action(Op.SEND_F, 0, 0))
-    with pytest.raises(ScheduleError, match="rank 1 waits for ever for 1RECV_F0"):
+    with pytest.raises(ScheduleError, match="rank 1 waits forever for 1RECV_F0"):
         simulate(Program(program.schedule, (first, program.ranks[1])))

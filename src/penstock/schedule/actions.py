@@ -23,7 +23,7 @@ class ScheduleError(ValueError):
 
 
 class Direction(IntEnum):
-    """The two ways in which tensors run through the stages: activations forward, gradients backward.
+    """The two directions in which tensors pass through the stages: activations forward, gradients backward.
 
     >>> Op.SEND_B.direction is Direction.BACKWARD
     True
@@ -154,10 +154,10 @@ def check_count(name: str, value: object, least: int = 1) -> int:
 
 
 class PlacementKind(Enum):
-    """How stages are dealt to ranks.
+    """The ways to assign stages to ranks.
 
-    `LOOP`: stage s on rank s mod p. `V`: there and back again. `BIDIRECTIONAL`: two copies of the model, two *routes*
-    of stages; the first copy's stages run up the ranks, the second copy's (numbered after them) run down.
+    `LOOP`: stage s on rank s mod p. `V`: up the ranks and back down. `BIDIRECTIONAL`: two copies of the model, two
+    *routes* of stages; the first copy's stages run up the ranks, the second copy's (numbered after them) run down.
 
     >>> [Placement(PlacementKind.V, num_ranks=2, stages_per_rank=2).rank_of(stage) for stage in range(4)]
     [0, 1, 1, 0]
@@ -182,7 +182,7 @@ class Channel(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Which rank holds which stage, which stages are neighbours, and the channels between them.
+    """The assignment of stages to ranks, with each stage's neighbours and the channels between them.
 
     >>> placement = Placement(PlacementKind.LOOP, num_ranks=2, stages_per_rank=2)
     >>> placement.num_stages, placement.stages_of(1), placement.output_rank
@@ -210,7 +210,7 @@ class Placement:
 
     @property
     def num_routes(self) -> int:
-        """Number of copies of the model; a microbatch goes through the stages of one of them."""
+        """Number of copies of the model; a microbatch passes through the stages of one of them."""
         return 2 if self.kind is PlacementKind.BIDIRECTIONAL else 1
 
     @property
@@ -219,7 +219,7 @@ class Placement:
 
     @property
     def stages_per_microbatch(self) -> int:
-        """Number of stages of one rank that a microbatch goes through: those of its route."""
+        """Number of stages of one rank that a microbatch passes through: those of its route."""
         return self.stages_per_rank // self.num_routes
 
     @property
@@ -245,11 +245,11 @@ class Placement:
         return None if self.is_last(stage) else stage + 1
 
     def is_first(self, stage: int) -> bool:
-        """Whether the stage takes the model's input."""
+        """True if the stage takes the model's input."""
         return stage % self.stages_per_route == 0
 
     def is_last(self, stage: int) -> bool:
-        """Whether the stage gives the model's output."""
+        """True if the stage gives the model's output."""
         return (stage + 1) % self.stages_per_route == 0
 
     def source(self, stage: int, direction: Direction) -> int | None:
@@ -261,19 +261,19 @@ class Placement:
         return self.next(stage) if direction is Direction.FORWARD else self.previous(stage)
 
     def channel_to(self, stage: int, direction: Direction) -> Channel | None:
-        """The channel by which a stage's input arrives; None at the model's end, or from a stage of the same rank."""
+        """The channel on which a stage's input arrives; None at the model's end, or from a stage of the same rank."""
         source = self.source(stage, direction)
         return None if source is None else self.channel_from(source, direction)
 
     def channel_from(self, stage: int, direction: Direction) -> Channel | None:
-        """The channel by which a stage's result leaves; None at the model's end, or to a stage of the same rank."""
+        """The channel on which a stage's result leaves; None at the model's end, or to a stage of the same rank."""
         target = self.target(stage, direction)
         if target is None or self.rank_of(stage) == self.rank_of(target):
             return None
         return Channel(self.rank_of(stage), self.rank_of(target), direction)
 
     def channels(self) -> tuple[Channel, ...]:
-        """Every channel, in the one order in which all ranks create them."""
+        """Every channel, in the order in which all ranks create them."""
         found = (self.channel_from(stage, way) for stage in range(self.num_stages) for way in Direction)
         return tuple(sorted({channel for channel in found if channel is not None}))
 
@@ -292,9 +292,9 @@ class Schedule:
     num_microbatches: int
     #: One order a rank.
     orders: tuple[tuple[Step, ...], ...]
-    #: The most tapes that a rank may keep at once, one number a rank; None where the builder promises nothing.
+    #: The most tapes that each rank may keep at once; None if the builder promises no bound.
     live_bound: tuple[int, ...] | None = None
-    #: Without training there are only forwards.
+    #: False if there are only forwards.
     training: bool = True
 
     def __post_init__(self) -> None:
@@ -323,7 +323,7 @@ class Program:
     schedule: Schedule
     #: One list of steps a rank.
     ranks: tuple[tuple[Step, ...], ...]
-    #: Each rank's sends that leave while the step that makes their tensor goes on; empty if all wait for its end.
+    #: Each rank's sends that leave while the step that makes their tensor is still running; empty if all wait for it.
     early_sends: tuple[frozenset[Action], ...] = ()
 
     def __post_init__(self) -> None:

@@ -18,9 +18,9 @@ _TIMES = ("forward", "backward_input", "backward_weight", "transfer")
 
 @dataclass(frozen=True)
 class ScheduleChoice:
-    """Settings of a schedule, which name it or a file ending in .csv (torch's format) or .txt; and the stages' times.
+    """A schedule's settings, which name a builder or a file (.csv in torch's format, or .txt), and the stages' times.
 
-    `costs`: the times that `auto` searches for, one for each stage of the model; None for equal ones.
+    `costs`: the times that `auto` searches with, one for each stage of the model; None if all are equal.
     """
 
     settings: ScheduleConfig = ScheduleConfig()
@@ -28,7 +28,7 @@ class ScheduleChoice:
 
     @classmethod
     def of(cls, settings: ScheduleConfig | str) -> ScheduleChoice:
-        """The choice of these settings; a name alone will do."""
+        """Make the choice from settings, or from a schedule's name alone."""
         return cls(ScheduleConfig(settings) if isinstance(settings, str) else settings)
 
     @property
@@ -38,12 +38,12 @@ class ScheduleChoice:
 
     @property
     def is_file(self) -> bool:
-        """Whether a file holds the order."""
+        """True if the order comes from a file."""
         return files.is_file(self.name)
 
     @property
     def is_searched(self) -> bool:
-        """Whether the order depends on the stages' times."""
+        """True if the order depends on the stages' times."""
         return not self.is_file and "forward" in builders.options(self.name)
 
     def timed(self, costs: Costs) -> ScheduleChoice:
@@ -53,12 +53,12 @@ class ScheduleChoice:
     def program(self, ranks: int, microbatches: int, *, whole_backwards: bool = False) -> Program:
         """The program of a step.
 
-        `whole_backwards` leaves every `B` whole: for stages that launch collectives, which send early by themselves and
-        fill what waits there are with weight gradients.
+        `whole_backwards` leaves every `B` whole. Stages that launch collectives need this: they send early by
+        themselves and fill their waits with weight gradients.
 
         Raises:
-            ValueError: an unknown name or option, numbers that are not possible, or a file that cannot be read or is
-                for other numbers.
+            ValueError: an unknown name or option, impossible numbers, or a file that cannot be read or that is for
+                other numbers.
         """
         ahead = self.settings.receives_ahead
         if not self.is_file:
@@ -75,7 +75,7 @@ class ScheduleChoice:
         return program
 
     def build(self, ranks: int, microbatches: int) -> Schedule:
-        """The schedule of that name."""
+        """Build the schedule by its name."""
         options: dict[str, Any] = self._options
         if self.costs is not None and self.is_searched and self.settings.search_cut:
             options |= options_for_step(self.costs)
@@ -86,10 +86,10 @@ class ScheduleChoice:
         )
 
     def placement(self, ranks: int) -> Placement:
-        """Where the stages live, whatever the number of microbatches and the stages' times."""
+        """The placement of the stages, which depends on neither microbatches nor times."""
         if self.is_file:
             return files.read(self.name).placement
-        # One microbatch is enough for a search, and has one order at most times.
+        # One microbatch is enough for a search, and its order is quickly found.
         few = replace(self, costs=None)
         return few.build(ranks, microbatches=1 if self.is_searched else 4 * ranks).placement
 
@@ -97,8 +97,8 @@ class ScheduleChoice:
         """Build and prove the schedule, and refuse settings that would change nothing.
 
         Raises:
-            ConfigError: a name or an option it does not know, or a schedule that cannot train.
-            ValueError: numbers that are not possible.
+            ConfigError: an unknown name or option, or a schedule that cannot train.
+            ValueError: impossible numbers.
         """
         known = builders.names(with_aliases=True)
         if self.name not in known and not self.is_file:
@@ -109,7 +109,7 @@ class ScheduleChoice:
         self._check_search()
         program = self.program(ranks, microbatches)
         if not program.schedule.training:
-            raise ConfigError(f"schedule.name = {self.name!r} has no backward and can not train; 1f1b can")
+            raise ConfigError(f"schedule.name = {self.name!r} has no backward and cannot train; 1f1b can")
         if self.settings.early_release and not any(
             isinstance(s, Pair) for order in program.schedule.orders for s in order
         ):
@@ -121,13 +121,13 @@ class ScheduleChoice:
 
     @property
     def _options(self) -> dict[str, Any]:
-        """The settings that are options of some builder, by their names in its signature."""
+        """The settings that are options of any builder, by their names in its signature."""
         every = {option for name in builders.names() for option in builders.options(name)}
         return {name: value for name, value in self.settings.given.items() if name in every}
 
     @property
     def _stages_per_rank(self) -> int | None:
-        """As asked for; a V that is left open goes there and back once."""
+        """The number that the settings ask for; by default, a V has two."""
         if self.settings.stages_per_rank is None and self.settings.placement == PlacementKind.V.value:
             return 2
         return self.settings.stages_per_rank
@@ -136,7 +136,7 @@ class ScheduleChoice:
         for option, value in self._options.items():
             text = f"schedule.{option} = {str(value).lower()}"
             if self.is_file:
-                raise ConfigError(f"{text} can not change {self.name}, whose order is taken as it is; leave it out")
+                raise ConfigError(f"{text} cannot change {self.name}, whose order is taken as it is; leave it out")
             if option not in builders.options(self.name):
                 possible = ", ".join(name for name in builders.names() if option in builders.options(name))
                 raise ConfigError(f"{text} is no option of schedule.name = {self.name!r}; possible are {possible}")
@@ -156,9 +156,9 @@ class ScheduleChoice:
 
 
 def forward_only(placement: Placement, microbatches: int) -> Program:
-    """The program that scores on the stages of a placement, in the order in which microbatches come.
+    """Build the program that scores microbatches in order on the stages of a placement.
 
-    Of a model that is held twice it uses the first copy, so that one rank gets all outputs.
+    If the placement holds two copies of the model, it uses the first, so that one rank gets all outputs.
     """
     kind, num_stages = placement.kind, placement.stages_per_microbatch
     if kind is PlacementKind.BIDIRECTIONAL:

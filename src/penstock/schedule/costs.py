@@ -27,24 +27,24 @@ class Memory:
 
     #: A microbatch counts 1 from its F to its I, and this from then until its W; one number, or one for each stage.
     weight_share: float | tuple[float, ...] = 1.0
-    #: The bytes of one microbatch in all stages of a rank that it goes through, or those of each stage of the model.
+    #: The bytes of one microbatch in all stages of a rank that it passes through, or those of each stage of the model.
     microbatch_bytes: float | tuple[float, ...] = 0.0
-    #: A factor for each microbatch on its bytes, where microbatches differ in length.
+    #: Each microbatch's factor on its bytes, if microbatches differ in length.
     lengths: tuple[float, ...] = ()
 
     @property
     def has_bytes(self) -> bool:
-        """Whether the bytes of a tape are known."""
+        """True if the bytes of a tape are known."""
         sizes = self.microbatch_bytes
         return any(sizes) if isinstance(sizes, tuple) else sizes > 0
 
     def share_of(self, stage: int) -> float:
-        """The part of a stage's tape that is left after its I."""
+        """The share of a stage's tape that is left after its I."""
         shares = self.weight_share
         return shares[stage % len(shares)] if isinstance(shares, tuple) else shares
 
     def bytes_of(self, stage: int, stages_per_rank: int) -> float:
-        """The bytes of a stage's whole tape, where a microbatch goes through `stages_per_rank` stages of a rank."""
+        """The bytes of a stage's whole tape, if a microbatch passes through `stages_per_rank` stages of a rank."""
         sizes = self.microbatch_bytes
         return sizes[stage % len(sizes)] if isinstance(sizes, tuple) else sizes / stages_per_rank
 
@@ -53,11 +53,11 @@ class Memory:
 class Costs:
     """Times in any one unit, which is also that of the timeline, and sizes in bytes.
 
-    The times of F, I, W and of a fused pair are those of one microbatch through *all* stages of a rank that it goes
-    through, divided evenly among them, so that schedules compare at equal work; or a list with one time for each stage
-    of the model. A full backward takes `backward_input` plus `backward_weight`.
+    The times of F, I, W and of a fused pair cover one microbatch on *all* of a rank's stages that it passes through,
+    divided evenly among them, so that schedules compare at equal work; or a list gives one time for each stage of the
+    model. A full backward takes `backward_input` plus `backward_weight`.
 
-    A transfer keeps no rank busy. A reduction runs beside its rank's compute, one after the other; the optimizer step
+    A transfer keeps no rank busy. Reductions run one after another beside their rank's compute; the optimizer step
     waits for them.
 
     >>> Costs(forward=[1.0, 2.0], transfer=0.1).forward
@@ -80,15 +80,15 @@ class Costs:
     step: float = 0.0
     #: The time of a fused pair, whose stage is that of its forward; None for the sum of its two actions.
     pair: PerStage | None = None
-    #: A factor for each microbatch on its compute and bytes, if microbatches differ; a pair takes the mean of its two.
+    #: Each microbatch's factor on its compute and bytes, if microbatches differ; a pair takes the mean of its two.
     lengths: Sequence[float] = ()
     #: The bytes of a message, which add their share of `bandwidth` to its time.
     message_bytes: float = 0.0
-    #: Bytes that a channel takes in a unit of time; None if it takes any number.
+    #: Bytes that a channel carries in a unit of time; None if unlimited.
     bandwidth: float | None = None
     #: The bytes that a rank keeps of a microbatch, or a list with those of each stage of the model.
     microbatch_bytes: PerStage = 0.0
-    #: The part of them that is kept from the microbatch's I until its W; also per stage, if given as a list.
+    #: The share of them that is kept from the microbatch's I until its W; a list gives one for each stage.
     weight_memory_share: PerStage = 1.0
 
     def __post_init__(self) -> None:
@@ -115,7 +115,8 @@ def _plain(value: PerStage) -> float | tuple[float, ...]:
 class Durations:
     """The times of one schedule's actions.
 
-    Raises: ValueError for a list that does not have one time a stage of the model, or one length a microbatch.
+    Raises: ValueError for a list that does not have one time for each stage of the model, or one length for each
+    microbatch.
     """
 
     def __init__(self, costs: Costs, schedule: Schedule) -> None:
@@ -143,7 +144,7 @@ class Durations:
         return list(time) * placement.num_routes
 
     def of(self, step: Step) -> float:
-        """The time that a rank is busy with a compute action, a pair or the optimizer step."""
+        """The time that a compute action, a pair or the optimizer step keeps a rank busy."""
         if isinstance(step, Pair):
             if self._pair is None:
                 return self.of(step.forward) + self.of(step.backward)
@@ -154,7 +155,7 @@ class Durations:
         return self._of_op[step.op][step.stage] * self._length(step.microbatch)
 
     def transfer(self, microbatch: int) -> float:
-        """The time that a message is under way."""
+        """The time that a message is in flight."""
         return self._latency + self._per_message * self._length(microbatch)
 
     def _length(self, microbatch: int) -> float:
@@ -162,9 +163,9 @@ class Durations:
 
 
 def check_stages(name: str, value: PerStage, placement: Placement, what: str = "number") -> None:
-    """Refuse a list that does not have one number a stage.
+    """Refuse a list that does not have one number for each stage.
 
-    Raises: ValueError naming what the list is for.
+    Raises: ValueError naming the list.
     """
     if isinstance(value, Sequence) and len(value) != placement.stages_per_route:
         raise ValueError(

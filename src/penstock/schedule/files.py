@@ -1,4 +1,4 @@
-"""Schedules and programs in files: read, lowered and proved, or refused with the place in the file and the rule."""
+"""Schedules and programs in files: read, lowered and proved, or refused with the fault's place in the file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from penstock.schedule.text import Plan, from_csv, from_text, parse_step
 from penstock.schedule.verify import verify
 
 ENDINGS = (".csv", ".txt")
-"""The endings of files: torch's format, and Penstock's own."""
+"""The file endings: torch's format, and Penstock's own."""
 
 _HEAD = "penstock "
 # The rank and the action that a message names.
@@ -23,12 +23,12 @@ _ACTION = re.compile(r"\b\d+(?:SEND_F|RECV_F|SEND_B|RECV_B|F|B|I|W)\d+\b|\b\d+RE
 
 
 def is_file(name: str) -> bool:
-    """Whether a schedule's name is that of a file."""
+    """True if a schedule's name is a file's."""
     return name.lower().endswith(ENDINGS)
 
 
 def read(path: Path | str) -> Plan:
-    """Read the schedule or program in a file; it is not proved. The first line of a file shows its format.
+    """Read the schedule or program in a file without proving it. The file's first line shows its format.
 
     Raises: ScheduleError naming the file, the place in it and the rule that is broken.
     """
@@ -62,7 +62,7 @@ def _text_of(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
-        raise ScheduleError(f"{path}: this is no text, so it is neither a schedule nor a program") from None
+        raise ScheduleError(f"{path}: this is not text, so it is neither a schedule nor a program") from None
     except OSError as error:
         raise ScheduleError(f"{path}: {(error.strerror or str(error)).lower()}") from None
 
@@ -75,7 +75,7 @@ def _parse(path: Path, text: str) -> Plan:
 
 
 def _located(fault: str, text: str) -> str:
-    """Put the place in the file before a fault that a proof found."""
+    """Prefix a fault that a proof found with its place in the file."""
     rank = _RANK.search(fault)
     if rank is None:
         return fault
@@ -91,7 +91,7 @@ _EXCLUDES = {Op.F: (Op.F,), Op.B: (Op.B, Op.I, Op.W), Op.I: (Op.I, Op.B), Op.W: 
 
 
 def _first_fault(plan: Schedule, text: str) -> str | None:
-    """The first fault in the rows of a schedule, each by itself; ranks that wait for each other are not found here."""
+    """Find the first fault within a row of a schedule; the proof finds ranks that wait for each other."""
     for rank, (line, words) in enumerate(_rows(text)):
         places: dict[Action, str] = {}
         given = ((at, action) for at, word in words for action in _actions(word) if action.op in _EXCLUDES)
@@ -135,7 +135,7 @@ def _place(text: str, line: int, at: int | None = None) -> str:
 
 
 def _rows(text: str) -> Iterator[tuple[int, list[tuple[int, str]]]]:
-    """Each rank's row: its number in the file, and its words with their numbers; all counted from 1."""
+    """Yield each rank's row: its number in the file, and its numbered words. All numbers count from 1."""
     if _is_text(text):
         for number, line in enumerate(text.splitlines(), start=1):
             if line.startswith("rank "):

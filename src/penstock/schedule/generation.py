@@ -23,7 +23,7 @@ from penstock.schedule.sequence import NO_ROW, Ending, Sequence, Token
 class BatchItem:
     """One sequence's part of a batch: the `length` tokens from position `start` on.
 
-    row: its row of the KV cache. sampled: whether the token after the last one is sampled. source: the row from which
+    row: its row of the KV cache. sampled: True if the token after the last one is sampled. source: the row from which
     the first `start` positions are copied beforehand (`NO_ROW`: none are).
 
     >>> BatchItem(sequence=0, row=1, start=4, length=3, sampled=True).end
@@ -39,13 +39,13 @@ class BatchItem:
 
     @property
     def end(self) -> int:
-        """Tokens in the row once this item is computed."""
+        """The number of tokens in the row once this item is computed."""
         return self.start + self.length
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What a slot computes in one turn; without items there is nothing to compute.
+    """The items that a slot computes in one turn; there may be none.
 
     >>> prompt = BatchItem(sequence=0, row=0, start=0, length=5, sampled=False)
     >>> token = BatchItem(sequence=1, row=1, start=7, length=1, sampled=True)
@@ -60,7 +60,7 @@ class Batch:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the stages read."""
+        """The number of tokens that the stages read."""
         return sum(item.length for item in self.items)
 
     @property
@@ -71,10 +71,9 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class RingShape:
-    """Slots that go round together, rows of each, and how many prompt tokens a batch may read.
+    """The number of slots in the ring, the rows of each, and the prompt tokens that a batch may read.
 
-    A prompt is always cut at multiples of `prefill_tokens`, whatever else the batch carries, so that its numbers do
-    not depend on its company.
+    A prompt is always cut at multiples of `prefill_tokens`, so its numbers do not depend on the rest of the batch.
 
     >>> RingShape(num_slots=2, rows_per_slot=3).rows_of(1)
     range(3, 6)
@@ -94,7 +93,7 @@ class RingShape:
 
     @property
     def num_rows(self) -> int:
-        """Rows of all slots."""
+        """The number of rows of all slots."""
         return self.num_slots * self.rows_per_slot
 
     def rows_of(self, slot: int) -> range:
@@ -106,13 +105,13 @@ class Scheduler:
     """Decides which sequences compute next, from the tokens sampled so far.
 
     Args:
-        sequences: the order is that of the queue; samples of one prompt have the same `prompt`.
+        sequences: in the order of the queue; samples of one prompt have the same `prompt`.
         shape: slots and rows.
-        refill: gives a free row to the next sequence at once; else only when all rows of its slot are free.
+        refill: gives a free row to the next sequence at once; otherwise only when all rows of its slot are free.
         longest_first: begins with the sequences that may become longest, so that none runs alone at the end.
             Equally long ones keep their order.
-        any_goes_on: for pipelines that compute in lockstep: from whether this one has work left to whether any has,
-            called once a round. Every round then gives every slot a turn.
+        any_goes_on: for pipelines that compute in lockstep; called once a round with whether this one has work left, it
+            returns whether any has. Every round then gives every slot a turn.
 
     >>> from penstock import SamplingParams
     >>> sequences = Sequence.all_of([[5, 3], [8]], [SamplingParams(max_new_tokens=2)] * 2)
@@ -137,32 +136,32 @@ class Scheduler:
         self.sequences = sequences
         #: slots, rows of each, prompt tokens of a batch
         self.shape = shape
-        #: whether a free row is given to the next sequence at once
+        #: True if a free row is given to the next sequence at once
         self.refill = refill
-        #: of pipelines in lockstep: whether any of them has work left
+        #: for pipelines in lockstep: asks whether any of them has work left
         self.any_goes_on = any_goes_on
 
         # ---- the round
 
         #: slots that still have a turn in this round
         self._turns = deque[int]()
-        #: slot -> whether its last batch had items
+        #: slot -> True if its last batch had items
         self._busy = [False] * shape.num_slots
         #: slots whose last batch has not come back yet
         self._in_flight = set[int]()
 
         # ---- the rows
 
-        #: slot -> its sequences, those that came first before the others
+        #: slot -> its sequences, in order of arrival
         self._live: list[list[Sequence]] = [[] for _ in range(shape.num_slots)]
-        #: row -> the sequence that has it, or had it last: its prompt still lies at the head of the row
+        #: row -> the sequence that has it, or had it last; that sequence's prompt still begins the row
         self._rows: list[Sequence | None] = [None] * shape.num_rows
 
         # ---- the queue
 
         #: prompt -> its sequences without a row, in the order of the queue
         self._waiting: dict[int, deque[Sequence]] = {}
-        #: prompt with sequences that wait -> the row that has read it, or is reading it
+        #: prompt of waiting sequences -> the row that has read it or is reading it
         self._reader: dict[int, int] = {}
         #: sequences without an ending
         self._num_unfinished = len(sequences)
@@ -174,13 +173,13 @@ class Scheduler:
     # ---- what the loop calls
 
     def next_slot(self) -> int | None:
-        """The slot whose turn is next; None when every sequence has ended. Begins a round when the last is over."""
+        """The slot whose turn is next; None if every sequence has ended. Begins a round when the last is over."""
         if not self._turns:
             self._begin_round()
         return self._turns[0] if self._turns else None
 
     def schedule(self) -> Batch | None:
-        """The next slot's batch; None when every sequence has ended. The slot's last batch has come back before."""
+        """The next slot's batch; None if every sequence has ended. The slot's last batch must have come back."""
         slot = self.next_slot()
         if slot is None:
             return None
@@ -199,7 +198,7 @@ class Scheduler:
     def update(self, batch: Batch, tokens: abc.Sequence[Token]) -> list[Sequence]:
         """Take the tokens of a batch that has come back, one for each sampled item.
 
-        Returns the sequences that have grown; one that was stopped meanwhile takes no more.
+        Returns the sequences that have grown; a sequence stopped in the meantime does not grow.
         """
         assert not batch.items or batch.slot in self._in_flight, f"slot {batch.slot} is not in flight"
         self._in_flight.discard(batch.slot)
@@ -215,7 +214,7 @@ class Scheduler:
         return grown
 
     def stop(self, sequences: abc.Iterable[int]) -> None:
-        """End these sequences where they are, whether they wait or compute."""
+        """End these sequences where they are, waiting or running."""
         for number in sequences:
             sequence = self.sequences[number]
             if sequence.ending is None:
@@ -225,7 +224,7 @@ class Scheduler:
     # ---- rounds
 
     def _begin_round(self) -> None:
-        """Give a turn to each slot that computed in the last round, or may take a sequence from the queue."""
+        """Give a turn to each slot that computed in the last round or may take a sequence from the queue."""
         turns = [
             slot
             for slot in range(self.shape.num_slots)
@@ -256,13 +255,13 @@ class Scheduler:
 
     def _settle(self, slot: int, row: int, last: Sequence | None) -> None:
         """Give a free row, which was `last`'s, to a sequence from the queue, if any can start now."""
-        # A row whose prompt is still wanted stays with it: so every prompt is read once.
+        # A row whose prompt is still wanted stays with it, so that every prompt is read once.
         prompt = last.prompt if last is not None and last.prompt in self._waiting else self._next_prompt()
         if prompt is None:
             return
         sequence, reader = self._waiting[prompt][0], self._reader.get(prompt)
         if reader is not None:
-            # Only the prompt's last token is computed again, for the logits after it.
+            # Only the prompt's last token is computed again, for its logits.
             sequence.num_cached = len(sequence.prompt_tokens) - 1
             sequence.source = NO_ROW if last is not None and last.prompt == prompt else reader
         self._rows[row], sequence.row = sequence, row
@@ -271,7 +270,7 @@ class Scheduler:
         self._live[slot].append(sequence)
 
     def _next_prompt(self) -> int | None:
-        """The first prompt of the queue that nobody is reading just now: others wait until that is done."""
+        """The first prompt in the queue that no row is reading at the moment; others wait until that is done."""
         for prompt in self._waiting:
             reader = self._reader.get(prompt)
             if reader is None or self._has_read(reader):
@@ -279,7 +278,7 @@ class Scheduler:
         return None
 
     def _has_read(self, row: int) -> bool:
-        """Whether the row's prompt is in the KV cache, at the latest when the next batch is computed."""
+        """True if the row's prompt will be in the KV cache by the time the next batch is computed."""
         sequence = self._rows[row]
         return sequence is not None and sequence.num_unread <= 0
 
@@ -292,7 +291,7 @@ class Scheduler:
             return
         self._live[row // self.shape.rows_per_slot].remove(sequence)
         if sequence.num_unread > 0:
-            # Stopped in the middle of its prompt: other samples must read it anew.
+            # Stopped in the middle of its prompt, so other samples must read it again.
             if self._reader.get(sequence.prompt) == row:
                 del self._reader[sequence.prompt]
             self._rows[row] = None
@@ -307,16 +306,15 @@ class Scheduler:
     # ---- items
 
     def _decode_items(self, slot: int) -> tuple[BatchItem, ...]:
-        """One token of each sequence that lacks no more than that, by row.
+        """One token of each sequence that has at most one unread, by row.
 
-        That includes the last token of a prompt: a row that copies from another must do so now, before the other is
-        overwritten.
+        That includes the last token of a prompt: a row must copy from another before the other is overwritten.
         """
         ready = [sequence for sequence in self._live[slot] if sequence.num_unread <= 1]
         return tuple(_item(sequence, 1) for sequence in sorted(ready, key=_row))
 
     def _prefill_items(self, slot: int) -> tuple[BatchItem, ...]:
-        """Chunks of prompts within the budget, of sequences that came first before the others."""
+        """Chunks of prompts within the budget, in order of arrival."""
         items, budget = [], self.shape.prefill_tokens
         for sequence in self._live[slot]:
             length = min(self.shape.prefill_tokens, sequence.num_unread)

@@ -1,12 +1,12 @@
 """The passes that turn a schedule into a program.
 
-    early_gradients    schedule -> schedule   split each B whose gradient leaves its rank, so that it leaves earlier
+    early_gradients    schedule -> schedule   split each B whose gradient leaves its rank, to send it earlier
     add_transfers      schedule -> steps      add the sends, and receives posted ahead of need (`transfers.py`)
     add_reductions     steps -> steps         add each stage's gradient reduction
     add_step           steps -> steps         add the optimizer step
-    mark_early_sends   steps -> program       mark the sends that leave while their step goes on
+    mark_early_sends   steps -> program       mark the sends that leave while their step is running
 
-`lower` runs the last four; the first one is the caller's choice.
+`lower` runs the last four; the first is the caller's choice.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from penstock.schedule.transfers import add_transfers
 
 
 def lower(schedule: Schedule, *, receives_ahead: int = 2, shared_channels: bool = False) -> Program:
-    """Turn a schedule into a program that carries it out; the schedule itself is not changed.
+    """Turn a schedule into a program that carries it out, without changing the schedule.
 
-    A send stands right behind the action that made its tensor. The receives on a channel are posted in the order of the
-    sends: up to `receives_ahead` of them at the start, then one more behind each action that used one up. That one
-    stands behind the action's own sends, for which others wait, unless a send has to wait itself. Where
-    `receives_ahead` are too few for blocking sends, a channel gets more. A gradient is reduced right behind the last
+    A send comes right after the action that made its tensor. The receives on a channel are posted in the order of the
+    sends: up to `receives_ahead` of them at the start, then one more after each action that used one up. That receive
+    follows the action's own sends, since other ranks wait for those, unless a send itself has to wait. If
+    `receives_ahead` is too few for blocking sends, a channel gets more. A gradient is reduced right after the last
     action that writes to it; the optimizer step comes last.
 
-    With `shared_channels` activations and gradients from one rank to another are received in the order in which both
-    together are sent: for a runtime with one channel for both, such as torch's. A runtime with two channels can run
-    such a program as well, but some receives are posted later.
+    With `shared_channels`, a rank receives activations and gradients from another in the one order in which they are
+    sent. A runtime with one channel for both, such as torch's, needs this. A runtime with two channels can run such a
+    program too, but posts some receives later.
 
     >>> from penstock.schedule import build
     >>> print(*lower(build("1f1b", ranks=2, microbatches=1)).ranks[0])
@@ -59,11 +59,11 @@ def lower(schedule: Schedule, *, receives_ahead: int = 2, shared_channels: bool 
 
 
 def early_gradients(schedule: Schedule) -> Schedule:
-    """Split every `B` whose gradient goes to another rank into an `I` with its `W` right behind.
+    """Split every `B` whose gradient goes to another rank into an `I` directly followed by its `W`.
 
     The order of microbatches and the memory stay the same: `B` computes both parts anyway, and only the message moves
-    from behind the second to between the two. The ranks before wait less: at the end of 1F1B, by p-1 times the time of
-    a `W`. Fused pairs stay whole, since the runtime sends from inside them.
+    from after the second part to between the two. Earlier ranks wait less: at the end of 1F1B, by p-1 times the time
+    of a `W`. Fused pairs stay whole, since the runtime sends from inside them.
 
     >>> from penstock.schedule import build
     >>> print(*early_gradients(build("1f1b", ranks=2, microbatches=1)).orders[1])
@@ -84,7 +84,7 @@ def _split_leaving(order: Sequence[Step], placement: Placement) -> Iterator[Step
 
 
 def add_reductions(steps: Sequence[Step], stages: Iterable[int]) -> list[Step]:
-    """Add a reduction for each stage, behind the last action that writes its gradients and the transfers after that."""
+    """Add each stage's reduction after the last action that writes its gradients and the transfers that follow it."""
     writers = ((at, a) for at, step in enumerate(steps) for a in parts(step) if a.op in (Op.B, Op.W))
     last_write = {action.stage: at for at, action in writers}
     reduced_at: dict[int, list[int]] = defaultdict(list)
@@ -106,6 +106,6 @@ def add_step(steps: Sequence[Step]) -> list[Step]:
 
 
 def mark_early_sends(schedule: Schedule, ranks: Iterable[Sequence[Step]]) -> Program:
-    """Make the program of these steps, in which every send that can leave early does so."""
+    """Make a program of these steps in which every send that can leave early does so."""
     steps = tuple(map(tuple, ranks))
     return Program(schedule, steps, tuple(map(early_sends, steps)))

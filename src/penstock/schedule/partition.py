@@ -15,8 +15,8 @@ from penstock.schedule.actions import Placement, PlacementKind, check_count
 def partition(times: Sequence[float], num_stages: int) -> tuple[range, ...]:
     """Cut units into contiguous stages whose slowest stage is as fast as possible.
 
-    `times` holds one time a unit of the model. Every unit is placed once, and every stage has at least one. Among the
-    cuts with the fastest slowest stage the result has the least sum of squared stage times. Both are exact: the times
+    `times` has one time for each unit of the model. Every unit is placed once, and every stage gets at least one. Among
+    the cuts with the fastest slowest stage, the result has the least sum of squared stage times. Both are exact: times
     are added up as whole numbers, without rounding.
 
     >>> partition([1.0, 1.0, 2.0, 2.0], num_stages=3)
@@ -29,7 +29,7 @@ def partition(times: Sequence[float], num_stages: int) -> tuple[range, ...]:
 
 
 def prefix_times(times: Sequence[float], num_stages: int) -> list[int]:
-    """The times of the first 0, 1, 2, ... units together, as whole multiples of a time that divides them all.
+    """The total times of the first 0, 1, 2, ... units, as whole multiples of a time that divides them all.
 
     Raises: ValueError for more stages than units, or a time that is negative or not finite.
     """
@@ -73,9 +73,9 @@ def ranges(borders: Sequence[int]) -> tuple[range, ...]:
 
 
 def _least_largest(until: list[int], num_stages: int) -> int:
-    """The least time that the slowest of the stages can have; `until[i]` is the time of the first i units.
+    """Find the least time that the slowest stage can have; `until[i]` is the time of the first i units.
 
-    Found by bisection between the slowest unit and all units. Filling each stage up to the limit needs the fewest
+    This is a bisection between the slowest unit and all units. Filling each stage up to the limit needs the fewest
     stages, and stages can be split further as long as there are units.
     """
     low = max(after - before for before, after in pairwise(until))
@@ -92,10 +92,10 @@ def _least_largest(until: list[int], num_stages: int) -> int:
 
 
 def _most_even(until: list[int], num_stages: int, limit: int) -> tuple[range, ...]:
-    """The cut with the least sum of squares whose stages all keep to the limit; among equals the first stages shortest.
+    """Find the cut with the least sum of squares whose stages keep to the limit; ties go to the shortest first stages.
 
-    In each round, `best[i]` is the least sum for the units from i on, cut into as many stages as there were rounds, and
-    `choices[round][i]` the end of the first of those stages.
+    After round r, `best[i]` is the least sum for the units from i on, cut into r stages, and `choices[r][i]` the end of
+    the first of those stages.
     """
     num_units = len(until) - 1
     best: list[int | None] = [None] * num_units + [0]
@@ -130,7 +130,7 @@ Join: TypeAlias = Callable[[Cost, int, int], Cost]
 
 
 class _State(NamedTuple):
-    """The units that are left once some ranks have theirs: from `start` to before `stop`."""
+    """The units left once some ranks have theirs: from `start` to before `stop`."""
 
     start: int
     stop: int
@@ -144,8 +144,8 @@ def balanced_cut(times: Sequence[float], placement: Placement) -> tuple[range, .
     """Cut units into a placement's stages so that the slowest rank is as fast as possible.
 
     For two stages a rank in a V this is exact: among the cuts with the fastest slowest rank, the result has the least
-    sum of squared rank times, and among those of squared stage times. For other placements the result is that of
-    `partition`, which looks at stages: exact for one stage a rank, and hardly less even for more.
+    sum of squared rank times, and among those the least sum of squared stage times. For other placements the result is
+    that of `partition`, which balances stages: exact for one stage a rank, and nearly as even for more.
 
     >>> balanced_cut([1.0, 1.0, 1.0, 1.0, 4.0], Placement(PlacementKind.V, num_ranks=2, stages_per_rank=2))
     (range(0, 1), range(1, 2), range(2, 4), range(4, 5))
@@ -158,7 +158,7 @@ def balanced_cut(times: Sequence[float], placement: Placement) -> tuple[range, .
     until = prefix_times(times, placement.num_stages)
     limit = -(-until[-1] // num_ranks)
     margin = limit // 32 + 1
-    # A narrow limit is searched fast; once any cut keeps to it, the best one does.
+    # A narrow limit makes the search fast; once any cut keeps to it, the best one does.
     while (found := _best(until, num_ranks, limit, (0,), _slowest)) is None:
         limit, margin = limit + margin, 2 * margin
     (limit,), _ = found
@@ -176,10 +176,10 @@ def _unevenness(cost: Cost, first: int, second: int) -> Cost:
 
 
 def _best(until: list[int], num_ranks: int, limit: int, nothing: Cost, join: Join) -> tuple[Cost, list[int]] | None:
-    """The least cost of a cut whose ranks all keep to the limit, and its borders; None if there is no such cut.
+    """Find the least cost of a cut whose ranks all keep to the limit, and its borders; None if no cut does.
 
-    `until[i]` is the time of the first i units. The first rank holds both ends of the model, the next one both ends of
-    the rest, and so on, so that a state is the rest; the last rank divides it between its two stages.
+    `until[i]` is the time of the first i units. The first rank holds both ends of the model, the next rank both ends of
+    the rest, and so on, so a state is the rest; the last rank divides it between its two stages.
     """
     everything = _State(0, len(until) - 1)
     layers: list[_Layer] = [{everything: (nothing, everything)}]
@@ -199,7 +199,7 @@ def _best(until: list[int], num_ranks: int, limit: int, nothing: Cost, join: Joi
 
 
 def _rests(until: list[int], state: _State, num_after: int, limit: int) -> Iterator[_State]:
-    """The states that a rank can leave to the `num_after` ranks behind it, each of which needs two units."""
+    """Yield the states that a rank can leave to the `num_after` ranks after it, each of which needs two units."""
     for start in range(state.start + 1, state.stop):
         spare = limit - (until[start] - until[state.start])
         if spare < 0:
@@ -212,7 +212,7 @@ def _rests(until: list[int], state: _State, num_after: int, limit: int) -> Itera
 
 
 def _borders(layers: Sequence[Mapping[_State, tuple[Cost, _State]]], state: _State) -> list[int]:
-    """The borders of all stages, given the state behind the last rank, in which nothing is left."""
+    """The borders of all stages, given the state after the last rank, in which no unit is left."""
     lower, upper = [state.start], list[int]()
     for layer in reversed(layers[1:]):
         state = layer[state][1]

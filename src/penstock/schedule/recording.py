@@ -1,4 +1,4 @@
-"""The record of a step that ran: when each action's turn came, for which rank it waited, when it was done.
+"""The record of a step that ran: for each action, when its turn came, which ranks it waited for, and when it was done.
 
 Ranks note `Record`s and `CollectiveRecord`s as they run, and send them as rows of plain values; a JSON file holds the
 same rows. Times of a record are whole nanoseconds, times of a row and of all that is computed from records are ms.
@@ -61,7 +61,7 @@ class CollectiveRecord:
 
     @property
     def hidden(self) -> float:
-        """The time that it was under way while the rank did something else."""
+        """The time that it was in flight while the rank did something else."""
         return 0.0 if self.end_ns is None else max(0.0, _ms(self.end_ns - self.launch_ns) - self.exposed)
 
     def row(self) -> list[Any]:
@@ -98,7 +98,7 @@ class CollectiveTotal:
 
     @property
     def hidden_share(self) -> float:
-        """The hidden part of the time under way; 1 where nothing was under way."""
+        """The hidden part of the time in flight; 1 if nothing was in flight."""
         whole = self.exposed + self.hidden
         return self.hidden / whole if whole else 1.0
 
@@ -114,9 +114,9 @@ class CollectiveTotal:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """A stretch of time in which a rank waited for a message from another."""
+    """A period in which a rank waited for a message from another."""
 
-    #: The rank that was waited for.
+    #: The awaited rank.
     rank: int
     start: float
     end: float

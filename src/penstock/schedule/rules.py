@@ -1,8 +1,8 @@
-"""What must come before what, written once: lowering, proof and simulation all read it here.
+"""The rules of order, written once: lowering, proof and simulation all read them here.
 
-Every action *gives* facts ("the output of stage 2 for microbatch 5 is there") and *needs* facts that earlier actions of
-the same rank gave. What another rank computed comes by a message: a `RECV_*` action posts the receive, which gives a
-fact, and the compute action that needs it also waits until the message has arrived.
+Every action *gives* facts ("the output of stage 2 for microbatch 5 exists") and *needs* facts that earlier actions of
+the same rank gave. Results of another rank come by a message: a `RECV_*` action posts the receive, which gives a fact,
+and the compute action that needs it also waits until the message has arrived.
 
 A rule is the same for each microbatch of a stage, and facts are numbered, so that a program of a million actions is
 proved in seconds: a rule holds numbers to which an action adds its microbatch. Only `Rules.number` knows the numbering.
@@ -19,9 +19,9 @@ from penstock.schedule.actions import ALL, TRANSFERS, Action, Channel, Direction
 
 
 class FactKind(IntEnum):
-    """What can be true of a stage and a microbatch.
+    """The kinds of facts about a stage and a microbatch.
 
-    `REDUCED` is true of a stage and all microbatches; so is `STEPPED`, where the stage is the first one of its rank.
+    `REDUCED` is about a stage and all microbatches; so is `STEPPED`, whose stage is the first one of its rank.
     """
 
     INPUT_POSTED = 0
@@ -66,7 +66,7 @@ _PARTNERS = {
 
 
 def partner(transfer: Action) -> Action:
-    """Return the transfer at the other end: the receive that a send meets, or the send that a receive waits for.
+    """Return the transfer at the other end: the receive of a send, or the send of a receive.
 
     >>> print(partner(Action(Op.SEND_F, stage=0, microbatch=3)))
     1RECV_F3
@@ -110,7 +110,7 @@ BACKWARD = Flow(
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What one op on one stage needs and gives, the same for each microbatch. Numbers of facts are relative.
+    """The facts that one op on one stage needs and gives, by numbers relative to the microbatch.
 
     >>> from penstock.schedule import build
     >>> rules = Rules(build("1f1b", ranks=2, microbatches=3))
@@ -127,15 +127,15 @@ class Rule:
     gives: tuple[int, ...]
     #: The message that a transfer carries or a compute action waits for, named by the fact that its receive gives.
     message: int | None = None
-    #: The fact on another rank that the action waits for, where every send waits for its receive.
+    #: The fact on another rank that the action waits for, if every send waits for its receive.
     awaits: int | None = None
     #: The channel that the message takes.
     channel: Channel | None = None
     #: The transfer that has to follow a compute action.
     send: Op | None = None
-    #: Whether a tape begins where the action starts.
+    #: True if a tape begins when the action starts.
     opens: bool = False
-    #: Whether a tape ends where the action ends.
+    #: True if a tape ends when the action ends.
     closes: bool = False
 
 
@@ -148,9 +148,9 @@ class Rules:
     range(0, 3) None
     """
 
-    #: `of_rank[rank][op][stage]`; a stage is missing where the rank has no such action.
+    #: `of_rank[rank][op][stage]`; without a stage if the rank has no such action.
     of_rank: list[list[dict[int, Rule]]]
-    #: One more than the highest number of a fact.
+    #: One more than the highest fact number.
     num_facts: int
 
     def __init__(self, schedule: Schedule) -> None:
@@ -169,12 +169,12 @@ class Rules:
             own[Op.STEP][ALL] = self._rule_for_all(reduced, self.number(Fact(FactKind.STEPPED, stages[0], ALL)))
 
     def number(self, fact: Fact) -> int:
-        """The number of a fact; those of a kind and stage follow each other as their microbatches do."""
+        """The number of a fact; facts of one kind and stage are numbered in the order of their microbatches."""
         kind, stage, microbatch = fact
         return (kind * self.placement.num_stages + stage) * self._facts_per_stage + microbatch - ALL
 
     def fact(self, number: int) -> Fact:
-        """The fact that has a number."""
+        """The fact with this number."""
         place, offset = divmod(number, self._facts_per_stage)
         kind, stage = divmod(place, self.placement.num_stages)
         return Fact(_KINDS[kind], stage, offset + ALL)
@@ -185,7 +185,7 @@ class Rules:
         return slice(kind * num_facts, (kind + 1) * num_facts)
 
     def givers(self, number: int) -> tuple[Action, ...]:
-        """The actions any one of which gives a fact."""
+        """The actions that give a fact; any one of them is enough."""
         kind, stage, microbatch = self.fact(number)
         return tuple(Action(op) if op is Op.STEP else Action(op, stage, microbatch) for op in _GIVERS[kind])
 
@@ -196,17 +196,17 @@ class Rules:
         return Action(receive, stage, microbatch)
 
     def facts_due(self, rank: int) -> dict[int, range]:
-        """The facts that a complete program gives on a rank, numbered as in a rule, with their microbatches."""
+        """The facts that a complete program gives on a rank, numbered as in a rule -> their microbatches."""
         rules = (rule for of_stage in self.of_rank[rank] for rule in of_stage.values())
         return {fact: rule.microbatches for rule in rules for fact in rule.gives}
 
     def channels(self) -> tuple[Channel, ...]:
-        """Every channel in use, in one order which all ranks share."""
+        """Every channel in use, in the order that all ranks share."""
         directions = Direction if self.schedule.training else (Direction.FORWARD,)
         return tuple(channel for channel in self.placement.channels() if channel.direction in directions)
 
     def _rules_of(self, stage: int) -> Iterator[tuple[Op, Rule]]:
-        """Every op that a stage takes part in, with its rule."""
+        """Yield every op that a stage takes part in, with its rule."""
         yield from self._flow_rules(FORWARD, stage)
         if not self.schedule.training:
             return
@@ -218,7 +218,7 @@ class Rules:
         yield Op.REDUCE_GRAD, self._rule_for_all(written, self.number(Fact(FactKind.REDUCED, stage, ALL)))
 
     def _flow_rules(self, flow: Flow, stage: int) -> Iterator[tuple[Op, Rule]]:
-        """The rules for the tensors that reach a stage from one neighbour and leave for the other."""
+        """Yield the rules for the tensors that reach a stage from one neighbour and leave for the other."""
         microbatches, training = self.schedule.microbatches_of(stage), self.schedule.training
         source, target = (of(stage, flow.direction) for of in (self.placement.source, self.placement.target))
         arriving = self.placement.channel_to(stage, flow.direction)
@@ -253,16 +253,16 @@ class Rules:
 
     @staticmethod
     def _rule_for_all(needs: Iterable[int], gives: int) -> Rule:
-        """The rule of an action on `ALL` microbatches, which the action adds to the rule's numbers like any other."""
+        """Make the rule of an action on `ALL` microbatches, a number that it adds to the rule's like any other."""
         return Rule(range(ALL, ALL + 1), tuple(number - ALL for number in needs), (gives - ALL,))
 
 
 def early_sends(steps: Sequence[Step]) -> frozenset[Action]:
-    """The sends that can leave before the step that makes their tensor has ended.
+    """Find the sends that can leave before the step that makes their tensor has ended.
 
-    Such a step is a fused pair, whose other half goes on, or a `B`, which goes on with weight gradients. The send must
-    stand behind it with only transfers between, and must not overtake another one in its direction. A runtime that
-    sends early must not block in a send; then no rank waits longer.
+    Such a step is a fused pair, whose other action is still running, or a `B`, which still computes weight gradients.
+    Only transfers may lie between the step and the send, and the send must not overtake another in its direction. A
+    runtime that sends early must not block in a send; then no rank waits longer.
 
     >>> from penstock.schedule.actions import Pair
     >>> pair = Pair(Action(Op.F, 1, 1), Action(Op.B, 1, 0))
@@ -270,7 +270,7 @@ def early_sends(steps: Sequence[Step]) -> frozenset[Action]:
     1SEND_B0 1SEND_F1
     """
     early: list[Action] = []
-    # What the last step made and its sends have not passed on, by the send that is due; none behind other actions.
+    # The send that is due -> the result of the last step that it has not sent yet.
     due: dict[Op, tuple[int, int]] = {}
     for step in steps:
         if isinstance(step, Pair):

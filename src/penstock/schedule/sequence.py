@@ -18,7 +18,7 @@ Token = tuple[int, float, float]
 
 
 class Ending(Enum):
-    """Why a sequence ended: its end token, its length, or a caller who stopped it (a stop string).
+    """The reason why a sequence ended: an end token, its length, or a caller that stopped it (a stop string).
 
     >>> Ending("length") is Ending.LENGTH
     True
@@ -42,7 +42,7 @@ class Sequence:
 
     # ---- the request
 
-    #: place among all sequences, and in the result
+    #: its place among all sequences, and in the result
     number: int
     #: number of its prompt; samples of one prompt share it
     prompt: int
@@ -50,16 +50,16 @@ class Sequence:
     sample: int
     #: token ids of the prompt
     prompt_tokens: abc.Sequence[int] = field(repr=False)
-    #: the distribution that tokens are drawn from, and when the answer ends
+    #: the distribution that tokens are drawn from, and the conditions that end the answer
     params: "SamplingParams" = field(repr=False)
-    #: stands for the sequence in the random numbers, whatever else is generated
+    #: identifies the sequence to the random numbers, whatever else is generated
     identity: int = field(default=0, repr=False)
 
     # ---- the answer
 
-    #: None while it is being generated
+    #: None while the sequence is being generated
     ending: Ending | None = None
-    #: a tensor [tokens, vocabulary], true for tokens that could not have been drawn; None unless asked for
+    #: a tensor [tokens, vocabulary], true for tokens that could not be drawn; None unless requested
     filter_mask: Any = field(default=None, repr=False)
     #: new tokens with their log-probabilities, in order
     generated: list[Token] = field(default_factory=list)
@@ -77,10 +77,10 @@ class Sequence:
     def all_of(
         cls, prompts: abc.Sequence[abc.Sequence[int]], params: "abc.Sequence[SamplingParams]"
     ) -> "list[Sequence]":
-        """The sequences that are asked for, in the order of the results; there is one of `params` for each prompt.
+        """Make the requested sequences in the order of the results; `params` has one entry for each prompt.
 
-        Equal prompts get different identities, by how many came before. So the order of different prompts does not
-        matter.
+        An identity depends on the prompt and on how many equal prompts precede it, so the order of different prompts
+        does not matter.
         """
         sequences: list[Sequence] = []
         seen = Counter[bytes]()
@@ -95,25 +95,25 @@ class Sequence:
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """The new tokens, an end token included."""
+        """The new tokens, including an end token."""
         return tuple(token for token, _, _ in self.generated)
 
     @property
     def log_probs(self) -> tuple[float, ...]:
-        """Of each new token, under the distribution it was drawn from.
+        """The log-probability of each new token, under the distribution it was drawn from.
 
-        For a greedy choice that is the model's own, without the end tokens that came too early.
+        For a greedy choice that is the model's own distribution, without end tokens that come too early.
         """
         return tuple(log_prob for _, log_prob, _ in self.generated)
 
     @property
     def raw_log_probs(self) -> tuple[float, ...] | None:
-        """Of each new token, under the model's own distribution; None unless asked for."""
+        """The log-probability of each new token, under the model's own distribution; None unless requested."""
         return tuple(raw for _, _, raw in self.generated) if self.params.raw_log_probs else None
 
     @property
     def num_tokens(self) -> int:
-        """New tokens so far."""
+        """The number of new tokens so far."""
         return len(self.generated)
 
     @property
@@ -123,11 +123,11 @@ class Sequence:
 
     @property
     def num_unread(self) -> int:
-        """Tokens of the prompt that are in no batch yet."""
+        """The number of prompt tokens that are in no batch yet."""
         return len(self.prompt_tokens) - self.num_cached
 
     def token_ids(self, start: int, end: int) -> abc.Sequence[int]:
-        """The token ids at these positions, all of the prompt or all generated."""
+        """The token ids at these positions, which lie all in the prompt or all after it."""
         num_prompt_tokens = len(self.prompt_tokens)
         if start < num_prompt_tokens:
             return self.prompt_tokens[start:end]

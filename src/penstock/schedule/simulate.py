@@ -1,6 +1,7 @@
-"""Simulation: a program and the times of its actions give a timeline, and the path that makes it so long.
+"""Simulation: from a program and the times of its actions to a timeline and its critical path.
 
-A timeline, simulated or measured, holds when each rank did what, its span, bubble, idle time and live microbatches.
+A timeline, simulated or measured, has the start and end of every step, and each rank's span, bubble, idle time and
+live microbatches.
 """
 
 from __future__ import annotations
@@ -47,14 +48,14 @@ class Timeline:
     makespan: float
     #: The longest time over ranks from a rank's own first start to its own end.
     span_cost: float
-    #: The part of `span_cost` by which it exceeds the bare compute.
+    #: The share of `span_cost` that is not compute.
     bubble_rate: float
     #: The most live tapes of each rank, from the start of F to the end of the last backward, / `stages_per_rank`.
     peak_live_microbatches: tuple[float, ...]
-    #: The part of the makespan in which each rank computes nothing.
+    #: The time of the makespan in which each rank computes nothing.
     idle: tuple[float, ...]
     title: str = ""
-    #: The number of stages that a microbatch goes through on a rank.
+    #: The number of stages that a microbatch passes through on a rank.
     stages_per_rank: int = 1
     memory: Memory = Memory()
 
@@ -70,7 +71,7 @@ class Timeline:
     ) -> Timeline:
         """Make a timeline of events whose times count from a common 0.
 
-        `compute` is the time a rank would take without waiting; by default that of the busiest rank.
+        `compute` is the time that a rank would take without waiting; by default that of the busiest rank.
         """
         memory = memory or Memory()
         makespan = max((event.end for rank in events for event in rank), default=0.0)
@@ -92,12 +93,12 @@ class Timeline:
         )
 
     def live_microbatches(self, rank: int) -> tuple[tuple[float, float], ...]:
-        """The live microbatches of a rank over time: each time of a change, and their number from then on."""
+        """The live microbatches of a rank over time, as (time of a change, number from then on)."""
         return _over_time(self._live(rank, lambda stage, microbatch: 1), 1 / self.stages_per_rank)
 
     def live_bytes(self, rank: int) -> tuple[tuple[float, float], ...]:
-        """The bytes of a rank's live tapes over time: each time of a change, and their number from then on."""
-        # A part of a rank's bytes may not add up exactly, so the unit is multiplied last.
+        """The bytes of a rank's live tapes over time, as (time of a change, bytes from then on)."""
+        # Shares of a rank's bytes may not add up exactly, so the unit is multiplied last.
         whole = self.memory.bytes_of(0, self.stages_per_rank) or 1
         return _over_time(self._live(rank, lambda *tape: self._tape_bytes(*tape) / whole), whole)
 
@@ -125,13 +126,13 @@ class Timeline:
         return self.memory.bytes_of(stage, self.stages_per_rank) * (lengths[microbatch] if lengths else 1)
 
     def _live(self, rank: int, weigh: Callable[[int, int], float]) -> Iterator[tuple[float, int, float]]:
-        """Each change of a rank's live tapes: time, stage and amount; `weigh` gives the amount of a whole tape."""
+        """Yield each change of a rank's live tapes: time, stage, amount. `weigh` gives the amount of a whole tape."""
         for time, (stage, microbatch), full, reduced in _changes(self.events[rank]):
             yield time, stage, (full + self.memory.share_of(stage) * reduced) * weigh(stage, microbatch)
 
 
 def _over_time(found: Iterator[tuple[float, int, float]], unit: float) -> tuple[tuple[float, float], ...]:
-    """Add up changes that are counted in a unit."""
+    """Add up changes that are given in multiples of a unit."""
     changes: dict[float, float] = {}
     for time, _, change in found:
         changes[time] = changes.get(time, 0) + change
@@ -147,7 +148,7 @@ def _computes(step: Step) -> bool:
 
 
 def _changes(events: Sequence[Event]) -> Iterator[tuple[float, tuple[int, int], int, int]]:
-    """Each change of a rank's live tapes: time, (stage, microbatch), whole tapes more, tapes for W alone more."""
+    """Yield each change of a rank's tapes: time, (stage, microbatch), change in whole tapes, in tapes without I."""
     training = any(action.op in (Op.B, Op.W) for event in events for action in parts(event.action))
     for event in events:
         actions = parts(event.action)
@@ -165,7 +166,7 @@ def _changes(events: Sequence[Event]) -> Iterator[tuple[float, tuple[int, int], 
 
 
 def _peak_live(events: Sequence[Event], memory: Memory) -> float:
-    """The most tapes at once, given a rank's events in order."""
+    """The peak number of live tapes, given a rank's events in order."""
     full, peak = 0, 0.0
     reduced: dict[float, int] = {}  # by share: their number, since whole numbers add up exactly
     for _, (stage, _), more_full, more_reduced in _changes(events):
@@ -180,8 +181,8 @@ def _peak_live(events: Sequence[Event], memory: Memory) -> float:
 def simulate(program: Program, costs: Costs | None = None) -> Timeline:
     """Compute the timeline of a verified program whose actions take the given times; `Costs()` by default.
 
-    A rank goes through its program until it needs a message that was not sent yet, and goes on once it is. So each
-    action is looked at once, however the ranks wait for each other.
+    A rank runs its program until it needs a message that has not been sent, and continues once it has. So each action
+    is visited once, however the ranks wait for each other.
 
     >>> from penstock.schedule import build, lower
     >>> timeline = simulate(lower(build("1f1b", ranks=2, microbatches=4)), Costs(transfer=0.5))
@@ -189,7 +190,7 @@ def simulate(program: Program, costs: Costs | None = None) -> Timeline:
     17.0
 
     Raises: ScheduleError for a program that cannot end, which `verify` would have refused, and ValueError for costs
-    that are not those of its stages and microbatches.
+    that do not fit its stages and microbatches.
     """
     costs = costs or Costs()
     rules, schedule = Rules(program.schedule), program.schedule
@@ -206,7 +207,7 @@ def simulate(program: Program, costs: Costs | None = None) -> Timeline:
         if (awaited := clocks[rank].awaited) is not None:
             put_aside[awaited] = rank
     for message, rank in put_aside.items():
-        raise ScheduleError(f"rank {rank} waits for ever for {rules.receive_of(message)}; verify the program first")
+        raise ScheduleError(f"rank {rank} waits forever for {rules.receive_of(message)}; verify the program first")
     return Timeline.from_events(
         [clock.events for clock in clocks],
         stages_per_rank=program.placement.stages_per_microbatch,
@@ -217,7 +218,7 @@ def simulate(program: Program, costs: Costs | None = None) -> Timeline:
 
 
 class _Clock:
-    """One rank on its way through its program."""
+    """One rank's run through its program."""
 
     #: The place of the next step.
     position: int
@@ -225,7 +226,7 @@ class _Clock:
     now: float
     #: The end of the last reduction.
     reduced: float
-    #: The message that the rank has stopped for.
+    #: The message that the rank waits for.
     awaited: int | None
 
     def __init__(
@@ -244,7 +245,7 @@ class _Clock:
         return fsum(self.durations.of(step) for step in self.steps if parts(step)[0].op in COMPUTE)
 
     def run(self, arrivals: dict[int, float]) -> Iterator[int]:
-        """Go on to the end, or to a message that is not in `arrivals`; add and yield each message that is sent."""
+        """Continue to the end, or to a message that is not in `arrivals`; add and yield each message that is sent."""
         self.awaited = None
         while self.position < len(self.steps):
             step = self.steps[self.position]
@@ -262,7 +263,7 @@ class _Clock:
             self.position += 1
 
     def _work(self, step: Step, arrivals: dict[int, float]) -> bool:
-        """Carry out compute or the optimizer step; return False if its message has not been sent yet."""
+        """Run a compute action, pair or optimizer step; return False if its message has not been sent yet."""
         start = self.now
         for action in parts(step):
             message = self._message(action)
@@ -287,10 +288,10 @@ _MAKERS = {Op.RECV_F: (Op.F,), Op.RECV_B: (Op.B, Op.I)}
 
 
 def critical_path(program: Program, costs: Costs | None = None) -> tuple[Event, ...]:
-    """Find the events, first to last, that add up to a verified program's makespan under the given times.
+    """Find the events, first to last, that determine a verified program's makespan under the given times.
 
-    Each starts when the one before it ends on the same rank, or when a message from it arrives; if both hold, the path
-    stays on the rank. Only shortening one of these events, or a transfer between two of them, can shorten the step.
+    Each starts when the one before it ends on the same rank, or when its message arrives; if both hold, the path stays
+    on the rank. Only shortening one of these events, or a transfer between two of them, can shorten the step.
 
     >>> from penstock.schedule import build, lower
     >>> [str(event.action) for event in critical_path(lower(build("1f1b", ranks=2, microbatches=1)))]
@@ -302,7 +303,7 @@ def critical_path(program: Program, costs: Costs | None = None) -> tuple[Event, 
 
 
 class _PathSearch:
-    """The way back from the last event to the first, from each to the one that it waited for."""
+    """The search from the last event back to the first, from each to the one that it waited for."""
 
     def __init__(self, program: Program, costs: Costs) -> None:
         self.rules, self.durations = Rules(program.schedule), Durations(costs, program.schedule)
@@ -326,7 +327,7 @@ class _PathSearch:
         return tuple(reversed(path))
 
     def _before_on_rank(self, rank: int, place: int) -> tuple[int, int] | None:
-        """The event that ended when this one started; only reductions and the optimizer step wait for reductions."""
+        """Find the event that ended when this one started; only reductions and the step wait for reductions."""
         event, earlier = self.events[rank][place], range(place - 1, -1, -1)
         kinds = (True,) if _computes(event.action) else (True, False)
         for kind in kinds:
@@ -336,7 +337,7 @@ class _PathSearch:
         return None
 
     def _sender(self, rank: int, event: Event) -> tuple[int, int] | None:
-        """The event whose message arrived when this one started."""
+        """Find the event whose message arrived when this one started."""
         for action in parts(event.action):
             message = self.rules.of_rank[rank][action.op][action.stage].message
             if message is None:

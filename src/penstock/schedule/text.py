@@ -61,7 +61,7 @@ def to_text(plan: Plan) -> str:
 
 
 def from_text(text: str) -> Plan:
-    """Read the schedule or program that `to_text` wrote; it is not proved.
+    """Read the schedule or program that `to_text` wrote, without proving it.
 
     >>> from penstock.schedule import build
     >>> schedule = build("1f1b", ranks=2, microbatches=2)
@@ -90,7 +90,7 @@ def from_text(text: str) -> Plan:
 
 
 def _plan(with_transfers: bool, fields: dict[str, str], rows: list[tuple[Step, ...]]) -> Plan:
-    """Put together a plan from the lines of a text."""
+    """Make a plan from the lines of a text."""
     try:
         kind = PlacementKind(fields["placement"])
         placement = Placement(kind, int(fields["ranks"]), int(fields["stages_per_rank"]))
@@ -112,15 +112,15 @@ def _plan(with_transfers: bool, fields: dict[str, str], rows: list[tuple[Step, .
 def to_csv(plan: Plan) -> str:
     """Write a schedule (compute only) or program (with transfers) in the format of torch.distributed.pipelining.
 
-    A row is a rank, a cell an action. The optimizer step is left out, since torch takes it outside its schedules. For
-    torch's own runtime a program must be lowered with `shared_channels`.
+    A row is a rank, a cell an action. The optimizer step is left out, since torch runs it outside its schedules. For
+    torch's own runtime, lower the program with `shared_channels`.
 
     >>> from penstock.schedule import build
     >>> print(to_csv(build("1f1b", ranks=2, microbatches=1)), end="")
     0F0,0B0
     1F0,1B0
 
-    Raises: ValueError for two copies of the model, which torch's format does not know.
+    Raises: ValueError for two copies of the model, which torch's format does not have.
     """
     placement = plan.placement
     if placement.num_routes > 1:
@@ -130,12 +130,12 @@ def to_csv(plan: Plan) -> str:
 
 
 def from_csv(text: str, *, name: str = "imported", with_transfers: bool | None = None) -> Plan:
-    """Read the schedule or program in a CSV of torch.distributed.pipelining; it is not proved.
+    """Read the schedule or program in a CSV of torch.distributed.pipelining, without proving it.
 
-    A file with transfers is read as a program, one without as a schedule, whose reductions are left out, because
-    lowering places them; `with_transfers` demands one or the other. Ranks, stages, microbatches and placement follow
-    from the cells. Empty cells (idle in torch), UNSHARD and RESHARD (which do not affect the order) are skipped. A
-    training program gets the optimizer step at each rank's end, and reductions if the file has none at all.
+    A file with transfers is a program. One without is a schedule; its reductions are dropped, because lowering places
+    them. `with_transfers` demands one or the other. Ranks, stages, microbatches and placement follow from the cells.
+    Empty cells (idle in torch), UNSHARD and RESHARD (which do not affect the order) are skipped. A training program
+    gets the optimizer step at each rank's end, and reductions if the file has none at all.
 
     >>> from_csv("0F0,0B0\\n1F0,1B0\\n").placement.num_ranks
     2
@@ -146,7 +146,7 @@ def from_csv(text: str, *, name: str = "imported", with_transfers: bool | None =
     try:
         cells = list(reader)
     except csv.Error as error:
-        raise ScheduleError(f"row {reader.line_num} is no CSV: {error}") from None
+        raise ScheduleError(f"row {reader.line_num} is not CSV: {error}") from None
     if not cells:
         raise ScheduleError("the file is empty: it needs a row for each rank")
     found = [_steps(words, f"row {row}, cell {{place}}") for row, words in enumerate(cells, start=1)]
@@ -177,7 +177,7 @@ def _compute_only(row: tuple[Step, ...]) -> tuple[Step, ...]:
 
 
 def _steps(words: list[str], where: str) -> dict[int, Step]:
-    """The steps that words name, by place counted from 1."""
+    """Read the steps that words name, by place counted from 1."""
     steps: dict[int, Step] = {}
     for place, word in enumerate(words, start=1):
         try:
@@ -225,7 +225,7 @@ def _infer_placement(homes: dict[int, int], num_ranks: int) -> Placement:
     for stage in range(len(homes)):
         if stage not in homes:
             raise ScheduleError(f"row {homes[max(homes)] + 1} has stage {max(homes)}, but no row has stage {stage}")
-    # Every rank has equally many stages; the proof will name those that are missing at the end.
+    # Every rank has the same number of stages; the proof will name those that are missing at the end.
     stages_per_rank = -(-len(homes) // num_ranks)
     reasons = []
     for kind in (PlacementKind.LOOP, PlacementKind.V):
@@ -238,7 +238,7 @@ def _infer_placement(homes: dict[int, int], num_ranks: int) -> Placement:
 
 
 def _check_size(num_stages: int, num_microbatches: int, rows: Sequence[Sequence[Step]]) -> None:
-    """Refuse numbers that a file of this size cannot mean, before memory is allocated for them."""
+    """Refuse numbers too large for a file of this size, before memory is allocated for them."""
     num_actions = sum(len(parts(step)) for row in rows for step in row)
     if num_stages * num_microbatches > 2 * num_actions + 2:
         raise ScheduleError(
@@ -249,14 +249,14 @@ def _check_size(num_stages: int, num_microbatches: int, rows: Sequence[Sequence[
 def parse_step(word: str) -> Step | None:
     """Read the step that a word names; None for torch's UNSHARD and RESHARD, which have no meaning here.
 
-    Raises: ScheduleError with the rule that the word breaks.
+    Raises: ScheduleError naming the rule that the word breaks.
     """
     if word == "STEP":
         return Action(Op.STEP)
     if match := _PAIR.fullmatch(word):
         forward, backward = (parse_step(half.strip()) for half in match.groups())
         if not isinstance(forward, Action) or not isinstance(backward, Action):
-            raise ScheduleError(f"{word!r} pairs what is no compute action")
+            raise ScheduleError(f"{word!r} pairs something that is no compute action")
         try:
             return Pair(forward, backward)
         except ValueError as error:

@@ -1,4 +1,4 @@
-"""The pass of `lower` that adds the transfers: each send behind its maker, receives posted ahead of need."""
+"""The pass of `lower` that adds the transfers: each send right after its maker, receives posted ahead of need."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ from penstock.schedule.rules import BACKWARD, FORWARD, Rule, Rules
 
 
 def add_transfers(schedule: Schedule, receives_ahead: int, shared_channels: bool) -> list[list[Step]]:
-    """Each rank's steps with its sends and receives, in an order that never deadlocks if the schedule's is legal.
+    """Add each rank's sends and receives, in an order that never deadlocks if the schedule is legal.
 
-    To find the order, the ranks are walked through their steps with sends that block. Should they all wait for each
-    other, the rank that a send is blocked by posts one receive more, there and from then on. The result records that
-    walk. Every send was received in it, so a legal schedule never deadlocks, and no channel has more receives open than
-    it needs.
+    The order is found by walking all ranks through their steps with blocking sends. If all ranks wait for each other,
+    the rank that blocks a send posts one more receive, then and from then on. The result records that walk. Since every
+    send was received in it, a legal schedule never deadlocks, and no channel has more receives open than it needs.
 
     Raises: ScheduleError for an action the placement does not have.
 
-    Source: Parks, Bounded Scheduling of Process Networks (Berkeley, 1995), chapter 4: enlarging what is too small.
+    Source: Parks, Bounded Scheduling of Process Networks (Berkeley, 1995), chapter 4: enlarge what is too small.
     """
     rules = Rules(schedule)
     lines = {channel: _Line(channel, receives_ahead) for channel in rules.channels()}
@@ -33,14 +32,14 @@ def add_transfers(schedule: Schedule, receives_ahead: int, shared_channels: bool
 
 
 class _Line:
-    """A channel in use, or the two of both directions where they are shared."""
+    """A channel in use, or the channels of both directions if they are shared."""
 
     channel: Channel
-    #: How many receives may be open.
+    #: The number of receives that may be open.
     depth: int
-    #: How many are.
+    #: The number of receives that are open.
     num_open: int
-    #: The messages it will carry that have no receive yet, in order.
+    #: The messages still without a receive, in order.
     coming: deque[int]
 
     def __init__(self, channel: Channel, depth: int) -> None:
@@ -50,15 +49,15 @@ class _Line:
 
 @dataclass(frozen=True, slots=True)
 class _Traffic:
-    """The messages of one op on one stage; adding the action's microbatch to a number gives that of its fact."""
+    """The messages of one op on one stage, as facts' numbers to which an action adds its microbatch."""
 
-    #: The line by which the op's input comes; None if it comes from this rank.
+    #: The line on which the op's input arrives; None if it comes from this rank.
     source: _Line | None
     #: The message that brings the input.
     arriving: int
     #: The fact that it was sent.
     arriving_sent: int
-    #: The line by which the result leaves; None if it stays on this rank.
+    #: The line on which the result leaves; None if it stays on this rank.
     target: _Line | None
     #: The message that takes the result.
     leaving: int
@@ -69,13 +68,13 @@ class _Traffic:
 
 
 class _Meeting:
-    """What the walking ranks know of each other."""
+    """The state that the walking ranks share."""
 
     #: By number, the facts that are true: receives posted and messages sent.
     given: bytearray
-    #: The ranks that can go on.
+    #: The ranks that can continue.
     ready: list[int]
-    #: The fact that is waited for -> the rank that waits.
+    #: The awaited fact -> the rank that waits for it.
     put_aside: dict[int, int]
 
     def __init__(self, rules: Rules) -> None:
@@ -90,7 +89,7 @@ class _Meeting:
             self.ready.append(self.put_aside.pop(fact))
 
     def give_up(self) -> None:
-        """Let all ranks go on, as if every message had been sent."""
+        """Let all ranks continue, as if every message had been sent."""
         for numbers in self._sent:
             self.given[numbers] = b"\1" * (numbers.stop - numbers.start)
         self.ready += self.put_aside.values()
@@ -98,9 +97,9 @@ class _Meeting:
 
 
 def _walk_all(ranks: list[_Walker], lines: Collection[_Line], meeting: _Meeting) -> None:
-    """Walk all ranks to their ends, a send waiting for its receive and a compute action for its message.
+    """Walk all ranks to their ends; a send waits for its receive and a compute action for its message.
 
-    Where the schedule's own order is at fault nobody waits any more; the proof will report the fault.
+    If the schedule's own order is at fault, ranks stop waiting; the proof will report the fault.
     """
     walks = [rank.walk(meeting) for rank in ranks]
     while True:
@@ -119,7 +118,7 @@ def _walk_all(ranks: list[_Walker], lines: Collection[_Line], meeting: _Meeting)
 
 
 class _Walker:
-    """One rank on its way through its order."""
+    """One rank's walk through its order."""
 
     #: The rank's steps so far, with their transfers.
     done: list[Step]
@@ -173,21 +172,21 @@ class _Walker:
                 if traffic.send is not None:
                     message = traffic.leaving + action.microbatch
                     if not given[message]:
-                        # The send may have to wait: first let the others know where their next messages may go.
-                        self._post_behind(traffics, meeting)
+                        # The send may have to wait: first post the receives that other ranks may be waiting for.
+                        self._post_next(traffics, meeting)
                     if not given[message]:
                         yield message
                     done.append(Action(traffic.send, action.stage, action.microbatch))
                     meeting.give(traffic.leaving_sent + action.microbatch)
-            self._post_behind(traffics, meeting)
+            self._post_next(traffics, meeting)
 
-    def _post_behind(self, traffics: Sequence[tuple[_Traffic, Action]], meeting: _Meeting) -> None:
+    def _post_next(self, traffics: Sequence[tuple[_Traffic, Action]], meeting: _Meeting) -> None:
         for traffic, _ in traffics:
             if traffic.source is not None:
                 self.post_ahead(traffic.source, meeting)
 
     def post_ahead(self, line: _Line, meeting: _Meeting) -> None:
-        """Post as many receives as may be open."""
+        """Post receives until the most allowed are open."""
         while line.coming and line.num_open < line.depth:
             self._post(line, meeting)
 
@@ -198,7 +197,7 @@ class _Walker:
         meeting.give(message)
 
     def _post_needed(self, line: _Line, action: Action, message: int, meeting: _Meeting) -> None:
-        """Post the receive that an action waits for, and with it those before it in its line's order."""
+        """Post the receive that an action waits for, after all receives that precede it on its line."""
         while not meeting.given[message]:
             if not line.coming:
                 raise ScheduleError(

@@ -22,16 +22,16 @@ class Proof:
     #: Actions of all ranks; a pair counts as two.
     num_actions: int
     num_messages: int
-    #: The most tapes (one a local stage and microbatch) that each rank keeps at once.
+    #: The most tapes (one for each local stage and microbatch) that each rank keeps at once.
     peak_live_tapes: tuple[int, ...]
 
 
 def verify(program: Program) -> Proof:
     """Prove that a program is complete, legal in its order, and ends even if every send waits for its receive.
 
-    The proof shows, in this order: each rank has every action it needs exactly once, each behind those it depends on,
-    the optimizer step last; the live tapes keep to the schedule's bound; every channel is received from in the order in
-    which it is sent to, and no early send overtakes another; and no ring of ranks waits for each other.
+    The proof shows, in this order: each rank has every action it needs exactly once, after those it depends on, and the
+    optimizer step last; the live tapes keep to the schedule's bound; both ends of every channel have the same order of
+    messages, and no early send overtakes another; and no ring of ranks waits for each other.
 
     >>> from dataclasses import replace
     >>> from penstock.schedule import build, lower
@@ -63,7 +63,7 @@ _NOTHING = -1
 class _Reading:
     """One rank's actions, read once in order.
 
-    `given` and `awaited` have an entry for each action that sends, receives or needs a message.
+    `given` and `awaited` have one entry for each action that sends, receives or needs a message.
     """
 
     #: The fact that the action gives.
@@ -84,7 +84,7 @@ class _Reading:
         self.received = defaultdict(lambda: array("i"))
 
     def first_fault(self) -> str | None:
-        """The first fault of the rank by itself: an action that does not belong here, is repeated, early or missing."""
+        """Find the rank's first fault of its own: an action that is misplaced, repeated, too early or missing."""
         own, given, live, last, fault = self.own, bytearray(self.rules.num_facts), 0, None, None
         for last in flatten(self.program.ranks[self.rank]):
             self.num_actions += 1
@@ -131,7 +131,7 @@ class _Reading:
     def _misplaced_step(self, last: Action | None) -> str | None:
         if not self.program.schedule.training or (last is not None and last.op is Op.STEP):
             return None
-        return f"rank {self.rank}: STEP must be the last action, but {last} comes behind it"
+        return f"rank {self.rank}: STEP must be the last action, but {last} comes after it"
 
     def _too_many_live(self) -> str | None:
         schedule = self.program.schedule
@@ -176,14 +176,14 @@ def _either(actions: tuple[Action, ...]) -> str:
 
 
 def _crossed_channels(rules: Rules, readings: list[_Reading]) -> list[str]:
-    """The faults between complete ranks: channels whose two ends do not name the messages in one order."""
+    """Find the faults between complete ranks: channels whose ends disagree on the order of messages."""
     faults = []
     for channel in rules.channels():
         sent = readings[channel.source].sent[channel]
         received = readings[channel.destination].received[channel]
         if sent == received:
             continue
-        # Both ends are complete, so they have the same messages and differ in order alone.
+        # Both ends are complete, so they have the same messages and differ only in order.
         place = next(place for place, pair in enumerate(zip(sent, received)) if pair[0] != pair[1])
         faults.append(
             f"rank {channel.source} sends {partner(rules.receive_of(sent[place]))} as message {place + 1} to rank "
@@ -194,16 +194,16 @@ def _crossed_channels(rules: Rules, readings: list[_Reading]) -> list[str]:
 
 
 def _overtaking(program: Program) -> list[str]:
-    """The early sends that cannot leave before their place in the program."""
+    """Find the early sends that cannot leave before their place in the program."""
     return [
-        f"rank {rank}: {send} is marked to leave early, but does not stand right behind the step that makes its tensor"
+        f"rank {rank}: {send} is marked to leave early, but does not come right after the step that makes its tensor"
         for rank, marked in enumerate(program.early_sends)
         for send in sorted(marked - early_sends(program.ranks[rank]), key=str)
     ]
 
 
 def _deadlock(rules: Rules, readings: list[_Reading]) -> list[str]:
-    """One sentence on a ring of ranks each of which waits for the next, if there is such a ring."""
+    """Describe, in one sentence, a ring of ranks each waiting for the next; empty without such a ring."""
     waits = _run_blocking(rules, readings)
     givers = {rank: rules.placement.rank_of(rules.fact(awaited).stage) for rank, awaited in waits.items()}
     # A fact that no action of its rank gives is missing there, not late: that is another fault.
@@ -221,10 +221,10 @@ def _deadlock(rules: Rules, readings: list[_Reading]) -> list[str]:
 
 
 def _run_blocking(rules: Rules, readings: list[_Reading]) -> dict[int, int]:
-    """Run all ranks, a send waiting until its receive is posted and a compute action until its message is sent.
+    """Run all ranks; a send waits until its receive is posted, a compute action until its message is sent.
 
-    Each action is looked at once or twice: a rank that must wait is put aside until the fact it waits for is given. The
-    result has, for each rank that never comes to its end, the fact that it waits for.
+    Each action is visited once or twice: a rank that must wait is put aside until the fact it waits for is given.
+    Returns, for each rank that never finishes, the fact that it waits for.
     """
     true = bytearray(rules.num_facts) + b"\1"  # and `_NOTHING`, in the last place, is always true
     position = [0] * len(readings)
@@ -247,7 +247,7 @@ def _run_blocking(rules: Rules, readings: list[_Reading]) -> dict[int, int]:
 
 
 def _waiting(rules: Rules, reading: _Reading, awaited: int, giver: int) -> str:
-    """Say what a rank waits for, where the rank `giver` has to give the fact that is awaited."""
+    """Describe a rank's wait for a fact that the rank `giver` has to give."""
     (transfer,) = rules.givers(awaited)
     if transfer.op in RECEIVES:
         return f"rank {reading.rank} at {partner(transfer)} waits until rank {giver} posts {transfer}"

@@ -170,7 +170,7 @@ IMPOSSIBLE = {
     "cut that loses a unit": ({"parallel": {"pp": 2}, "schedule": {"cut": [5, 4]}}, "10 in all; it gives 2 stages 9"),
     "cut with an empty stage": ({"parallel": {"pp": 2}, "schedule": {"cut": [10, 0]}}, "at least one unit each"),
     "unknown schedule": ({"schedule": {"name": "1b1f"}}, "'1b1f' is none of .*1f1b"),
-    "no training schedule": ({"schedule": {"name": "inference"}}, "can not train"),
+    "no training schedule": ({"schedule": {"name": "inference"}}, "cannot train"),
     "no steps": ({"train": {"steps": 0}}, "steps = 0 is not possible"),
     "negative": ({"checkpoint": {"every": -1}}, "every = -1 is negative; 0 or more"),
     "not finite": ({"optimizer": {"learning_rate": float("nan")}}, "not a finite number"),

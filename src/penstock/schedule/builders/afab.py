@@ -30,9 +30,9 @@ def afab(ranks: int, microbatches: int, stages_per_rank: int = 1) -> Schedule:
 def looped_bfs(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
     """All microbatches through one local stage after another: each stage's work in one piece, and the most memory.
 
-    All of a stage's backwards stand side by side, so its gradients are reduced, and its sharded weights gathered, once
-    and early, while the other stages compute. All microbatches are live at the peak; if m is a multiple of p, the
-    bubble is (p-1)/(vm+p-1). The backwards take the microbatches in the forwards' order, as in every builder.
+    A stage's backwards follow each other, so its gradients are reduced, and its sharded weights gathered, once and
+    early, while the other stages compute. All microbatches are live at the peak; if m is a multiple of p, the bubble is
+    (p-1)/(vm+p-1). The backwards take the microbatches in the forwards' order, as in every builder.
 
     Raises: ValueError for counts below one.
 
@@ -53,9 +53,9 @@ def looped_bfs(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Sched
 def inference(ranks: int, microbatches: int, stages_per_rank: int = 1, placement: str = "loop") -> Schedule:
     """Forwards alone: a microbatch passes a stage a step.
 
-    With one stage a rank, stage s has microbatch m at step m + s, and all ends after m + p - 1 steps. A tape ends with
-    its forward, so one tape a rank is live at a time. `placement` is loop, v or bidirectional, to run on the stages of
-    a schedule that trains.
+    With one stage a rank, stage s runs microbatch m at step m + s, and m microbatches take m + p - 1 steps. A tape ends
+    with its forward, so each rank has one live tape at a time. `placement` is loop, v or bidirectional, to run on the
+    stages of a schedule that trains.
 
     Raises: ValueError for counts below one, or an unknown placement.
     """

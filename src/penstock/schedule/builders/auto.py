@@ -19,11 +19,11 @@ def auto(ranks: int, microbatches: int, stages_per_rank: int = 1, *, options: Se
     heuristic gives the two search columns of its table of theoretical bubble rates.
 
     With `whole_step` the shortest order has the least time from the common start of all ranks until the last has ended,
-    as where every step begins and ends with all of them. A stage's tape then counts for what it keeps,
+    for steps that all ranks begin and end together. A stage's tape then counts by the bytes it keeps,
     `microbatch_bytes`: no rank keeps more than `max_live_microbatches` do on the rank that keeps the most of one.
 
-    Raises: ValueError for counts below one, other placements, a limit below 1, a share beyond 0 to 1, and times that
-    are negative or not one a stage.
+    Raises: ValueError for counts below one, other placements, a limit below 1, a share outside 0 to 1, and times that
+    are negative or not one for each stage.
 
     Source: Qi et al., Zero Bubble Pipeline Parallelism (arXiv 2401.10241): cost and memory limit sections 3.1 and 3.2.
     """

@@ -14,10 +14,10 @@ def combined_1f1b(ranks: int, microbatches: int, stages_per_rank: int = 1, split
 
     A pair is one step for its neighbours, so the way to the last rank and back takes twice as many steps as in 1F1B.
     Stage s starts with 2(p-s-1) + 1 forwards; the last of them makes the two actions of every pair independent. At most
-    2(p-s) microbatches are live. On one rank the order is F0, (F1, B0), (F2, B1) and so on, and the last B alone.
+    2(p-s) microbatches are live. On one rank the order is F0, (F1, B0), (F2, B1) and so on, then the last B alone.
 
-    With `split_backward` every backward is an I in its pair and a W right behind it, so that a rank sends the gradient
-    on before it computes those of its weights.
+    With `split_backward` every backward is an I in its pair with a W right after the pair, so that a rank sends its
+    input gradient before it computes its weight gradients.
 
     Raises: ValueError for counts below one, or more than one stage a rank (see combined-interleaved).
 

@@ -14,8 +14,8 @@ from penstock.schedule.builders.registry import builder
 def dualpipe_v(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
     """DualPipe folded into a V: fused pairs that hide communication, with one copy of the model.
 
-    Every microbatch runs down the ranks through their first stages and back up through their second ones. With 2p
-    microbatches or more a rank is idle for (p-1)(F&B + B - 3W), F&B being the time of a pair and B that of a full
+    Every microbatch runs down the ranks through their first stages and back up through their second ones. With 2p or
+    more microbatches a rank is idle for (p-1)(F&B + B - 3W), where F&B is the time of a pair and B that of a full
     backward, and holds 2p+1 tapes at the peak.
 
     Raises: ValueError for counts below one, or other than two stages a rank.
@@ -36,8 +36,8 @@ def dualpipe_v(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Sched
 def dualpipe(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
     """Microbatches enter at both ends at once, each half with its own copy of the model; pairs are fused.
 
-    A rank holds a stage of either direction, and the gradients of the two copies are added up. For even p and at least
-    p microbatches a direction a rank is idle for (p/2-1)(F&B + B - 3W) and holds p+1 tapes at the peak. An odd p is
+    A rank holds a stage of each direction, and the gradients of the two copies are summed. For even p and at least p
+    microbatches in each direction a rank is idle for (p/2-1)(F&B + B - 3W) and holds p+1 tapes at the peak. An odd p is
     ordered like p+1 with one of the two middle ranks left out.
 
     Raises: ValueError for counts below one, or other than two stages a rank.
@@ -65,9 +65,9 @@ def check_two_stages(name: str, stages_per_rank: int) -> None:
 
 @dataclass
 class _Stream:
-    """The microbatches that pass one local stage.
+    """The microbatches that pass through one local stage.
 
-    A turn beyond them gives no action, which leaves the rest of an order legal.
+    A turn beyond the last gives no action; the rest of the order stays legal without it.
     """
 
     stage: int
@@ -89,31 +89,31 @@ class _Stream:
 
 @dataclass
 class _Order:
-    """One rank's order in the making.
+    """One rank's order under construction.
 
-    The comments on its eight steps use F, B, I, W for the near stream, F', B', I', W' for the far one.
+    The comments on its eight steps use F, B, I, W for the near stream and F', B', I', W' for the far one.
     """
 
     #: The stream that enters on the rank's side.
     near: _Stream
     #: The stream that comes from the other side.
     far: _Stream
-    #: How many ranks lie between this one and where the streams meet.
+    #: The number of ranks between this one and the meeting point of the streams.
     to_middle: int
     #: The rank's place, counted from 1 at its own end.
     from_end: int
     #: The steps so far.
     done: list[Step] = field(default_factory=list)
-    #: The W of each I that has none yet, oldest first.
+    #: The pending W of each I, oldest first.
     weights: deque[list[Action]] = field(default_factory=deque)
 
     def steps(self, num_turns: int) -> tuple[Step, ...]:
         """The whole order, for `num_turns` microbatches in each stream."""
         near, far = self.near, self.far
-        # Step 1, F: the far stream has not arrived.
+        # Step 1, F: the far stream has not arrived yet.
         for _ in range(2 * self.to_middle):
             self._forward(near)
-        # Step 2, F F': it arrives, but no backward does.
+        # Step 2, F F': it arrives, but no backward has.
         for _ in range(self.from_end):
             self._forward(near)
             self._forward(far)
@@ -124,21 +124,21 @@ class _Order:
             self._forward(far)
         # Step 4, (F;B') (F';B): the steady middle, where every action is in a pair.
         for turn in range(num_turns - 2 * self.to_middle - self.from_end):
-            # At the middle the first backward has nothing before it to wait for, and needs not wait for a forward.
+            # At the middle the first backward waits for no other rank, so it need not wait for a forward either.
             self._pair(near, far, fused=turn > 0 or self.to_middle > 0)
             self._pair(far, near)
         # Step 5, B' (F';B): the near stream has no forwards left.
         for _ in range(self.to_middle):
             self._backward(far)
             self._pair(far, near)
-        # Step 6, B' B, from the half on I' I: no forwards are left. Late backwards are split, as in step 3.
+        # Step 6, B' B, in the second half I' I: no forwards are left. Late backwards are split, as in step 3.
         for turn in range(2 * self.from_end):
             stream = near if turn % 2 else far
             if turn < self.from_end:
                 self._backward(stream)
             else:
                 self._inputs(stream)
-        # Step 7, W I: the W that wait fill the time until the near stream's last gradients arrive.
+        # Step 7, W I: pending W fill the time until the near stream's last gradients arrive.
         for _ in range(self.to_middle):
             self._weights()
             self._inputs(near)

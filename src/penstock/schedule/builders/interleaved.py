@@ -11,11 +11,11 @@ from penstock.schedule.builders.registry import builder
 def interleaved(ranks: int, microbatches: int, stages_per_rank: int = 2, group_size: int = 0) -> Schedule:
     """One forward, one backward over several local stages: 1F1B's bubble cut by their number, for more memory.
 
-    A rank takes n = `group_size` microbatches (0: as many as there are ranks) through its first stage, the same ones
-    through its second, and so on; its backwards take the same groups through its stages in reverse. Rank s starts with
-    2(p-s-1) + (v-1)n forwards, or all of them. If m is a multiple of n = p, the bubble is (p-1)/(vm+p-1).
+    A rank takes n = `group_size` microbatches (0: p) through its first stage, the same ones through its second, and so
+    on; its backwards take the same groups through its stages in reverse. Rank s starts with 2(p-s-1) + (v-1)n forwards,
+    or all of them. If m is a multiple of n = p, the bubble is (p-1)/(vm+p-1).
 
-    Any m and n are possible, but with a group of fewer than p microbatches the ranks wait.
+    Any m and n are possible, but ranks wait if a group has fewer than p microbatches.
 
     Raises: ValueError for counts below one.
 
@@ -32,15 +32,15 @@ def interleaved(ranks: int, microbatches: int, stages_per_rank: int = 2, group_s
 
 
 def warm_up(placement: Placement, rank: int, group_size: int) -> int:
-    """Count the forwards that a rank runs before its first turn of a forward and a backward."""
+    """The number of forwards that a rank runs before its first backward's turn."""
     return 2 * (placement.num_ranks - rank - 1) + (placement.stages_per_rank - 1) * group_size
 
 
 def groups(num_ranks: int, num_microbatches: int, group_size: int) -> tuple[int, list[int | None]]:
-    """The number of places in a group, and the microbatch at each place of all groups, or None.
+    """The number of places in a group, and the microbatch at each place of all groups; None for an empty place.
 
-    If one of several groups had fewer than p microbatches, two ranks could end up waiting for each other. Such a group
-    gets p places nonetheless; the order is made for all places, and then loses the empty ones.
+    If one of several groups had fewer than p places, two ranks could end up waiting for each other. So every group gets
+    at least p places; the order is made for all places and then loses the empty ones.
 
     Raises: ValueError for a negative size.
     """

@@ -10,9 +10,9 @@ from penstock.schedule.builders.registry import builder
 def one_f_one_b(ranks: int, microbatches: int, stages_per_rank: int = 1) -> Schedule:
     """One forward, one backward in turn: AFAB's bubble at the memory of p microbatches.
 
-    Stage s starts with min(p-s-1, m) forwards, by which it is ahead of the last stage. From then on each forward is
-    followed by the oldest backward; the backwards that are left come last. At most min(p-s, m) microbatches are live on
-    the stage; the bubble is (p-1)/(m+p-1).
+    Stage s starts with min(p-s-1, m) forwards (its warm-up). From then on each forward is followed by the oldest
+    backward; the remaining backwards come last. At most min(p-s, m) microbatches are live on the stage; the bubble is
+    (p-1)/(m+p-1).
 
     Raises: ValueError for counts below one or more than one stage a rank.
 

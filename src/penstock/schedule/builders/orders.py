@@ -11,7 +11,7 @@ def forwards(placement: Placement, rank: int, num_microbatches: int, group_size:
     """A rank's forwards: groups of `group_size` microbatches (0: of p), each group through the rank's stages in turn.
 
     In a group of p, the first microbatch is back at the first rank, ready for its next stage, while the last one is
-    still under way to the last rank, so no rank waits between groups.
+    still on its way to the last rank, so no rank waits between groups.
     """
     return _passes(Op.F, placement.stages_of(rank), num_microbatches, group_size or placement.num_ranks)
 
@@ -19,7 +19,7 @@ def forwards(placement: Placement, rank: int, num_microbatches: int, group_size:
 def backwards(
     placement: Placement, rank: int, num_microbatches: int, group_size: int = 0, *, op: Op = Op.B
 ) -> list[Action]:
-    """A rank's backwards: the groups of its forwards, each through the stages from the last to the first."""
+    """A rank's backwards: the groups of its forwards, each through the stages from last to first."""
     stages = placement.stages_of(rank)[::-1]
     return _passes(op, stages, num_microbatches, group_size or placement.num_ranks)
 
@@ -34,7 +34,7 @@ def _passes(op: Op, stages: Sequence[int], num_microbatches: int, group_size: in
 
 
 def take_turns(forwards: Sequence[Action], backwards: Sequence[Action], warm_up: int) -> list[Step]:
-    """First `warm_up` forwards, then forwards and backwards in turn, then the backwards that are left."""
+    """First `warm_up` forwards, then forwards and backwards in turn, then the remaining backwards."""
     warm_up = min(warm_up, len(forwards))
     order: list[Step] = [*forwards[:warm_up]]
     for forward, backward in zip(forwards[warm_up:], backwards):
@@ -52,8 +52,8 @@ def fuse_turns(forwards: Sequence[Action], backwards: Sequence[Action], warm_up:
 def take_turns_split(forwards: Sequence[Action], backwards: Sequence[Action], warm_up: int, delay: int) -> list[Step]:
     """Take turns as in `take_turns`, with split backwards.
 
-    Once more than `delay` of the `I` have run, or no forwards are left, the oldest `W` follows each `I`; the rest of
-    the `W` come last.
+    Once more than `delay` of the `I` have run, or no forwards are left, the oldest `W` follows each `I`; the remaining
+    `W` come last.
     """
     warm_up = min(warm_up, len(forwards))
     num_pairs = len(forwards) - warm_up
@@ -71,7 +71,7 @@ def take_turns_split(forwards: Sequence[Action], backwards: Sequence[Action], wa
 
 
 def split_backwards(order: Sequence[Step]) -> list[Step]:
-    """Replace each `B` of an order, in a pair or alone, by an `I` with its `W` right behind."""
+    """Replace each `B` of an order, in a pair or alone, by an `I` with its `W` right after the step."""
     done: list[Step] = []
     for step in order:
         split = [Action(Op.I, a.stage, a.microbatch) if a.op is Op.B else a for a in parts(step)]
@@ -84,7 +84,7 @@ def renumber(order: Sequence[Step], places: Sequence[int | None]) -> tuple[Step,
     """Replace each microbatch m of an order by `places[m]`, or leave it out where that is None.
 
     An order stays legal when a microbatch is left out everywhere, since no other waits for it; so an order for
-    convenient numbers serves for any others. A pair that loses one action becomes the other one.
+    convenient numbers serves any others. A pair that loses one action becomes the other.
     """
     renumbered: list[Step] = []
     for step in order:

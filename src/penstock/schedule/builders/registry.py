@@ -1,4 +1,4 @@
-"""The table of schedules that can be built by name, which the builders enter themselves."""
+"""The registry of schedules that can be built by name; each builder registers itself."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class _Entry(NamedTuple):
 
 _ENTRIES: dict[str, _Entry] = {}
 _COMMON = ("ranks", "microbatches", "stages_per_rank")
-# On one rank both forms are the same.
+# With one stage on each rank both forms are the same.
 _ALIASES = {"combined": "combined-1f1b"}
-# The order in which lists show them; any others follow by name.
+# The order of lists; any other schedules follow by name.
 _LISTED = (
     *("afab", "1f1b", "interleaved", "looped-bfs", "zb-h1", "zb-h2", "interleaved-zb", "zb-v", "v-half", "v-min"),
     *("combined-1f1b", "combined-interleaved", "dualpipe-v", "dualpipe", "auto", "inference"),
@@ -32,11 +32,11 @@ _LISTED = (
 
 
 def builder(name: str, *, options: type | None = None) -> Callable[[_Builder], _Builder]:
-    """Enter a builder under a name; the first line of its docstring describes the schedule.
+    """Register a builder under a name; the first line of its docstring describes the schedule.
 
-    A builder takes `ranks`, `microbatches` and `stages_per_rank`, whose default is the number it is meant for. Its
-    other parameters, each with a default, are the schedule's options; or the fields of the dataclass `options`, which
-    it then takes under that name. Nothing else declares an option.
+    A builder takes `ranks`, `microbatches` and `stages_per_rank`, whose default is the number that the schedule is
+    meant for. The schedule's options are the builder's other parameters, each with a default, or the fields of the
+    dataclass `options`, which it then takes under that name. Nothing else declares an option.
     """
 
     def enter(build: _Builder) -> _Builder:
@@ -57,7 +57,7 @@ def names(*, with_aliases: bool = False) -> tuple[str, ...]:
 
 
 def describe(name: str) -> str:
-    """One line on a schedule.
+    """Describe a schedule in one line.
 
     >>> describe("afab")
     'All forwards, then all backwards: the simplest order, and the most memory'
@@ -98,12 +98,12 @@ def build(
 ) -> Schedule:
     """Build the schedule of that name; `names()` lists them and `options(name)` what else each takes.
 
-    Without `stages_per_rank` a rank has as many as the schedule is meant for: `default_stages(name)`.
+    By default, each rank has `default_stages(name)` stages.
 
     >>> print(*build("1f1b", ranks=2, microbatches=2).orders[0])
     0F0 0F1 0B0 0B1
 
-    Raises: ValueError for an unknown name or option, naming the nearest one, and for numbers that are not possible.
+    Raises: ValueError for an unknown name or option, naming the nearest one, and for impossible numbers.
     """
     entry = _entry(name)
     if stages_per_rank is None:
@@ -128,7 +128,7 @@ def _entry(name: str) -> _Entry:
 
 
 def _nearest(word: str, known: Mapping[str, Any]) -> str:
-    """A sentence on what to write instead of a word that is not known."""
+    """Suggest what to write instead of an unknown word."""
     if not known:
         return "it has none"
     nearest = get_close_matches(word.lower(), known, n=1, cutoff=0.5)

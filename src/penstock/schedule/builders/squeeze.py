@@ -19,11 +19,11 @@ Order = tuple[Action, ...]
 
 @dataclass(frozen=True, slots=True)
 class Preference:
-    """The choice among the actions that a rank could start."""
+    """The preference among the actions that a rank could start."""
 
     #: Prefer the action deepest in the pipeline; else the one that comes first in the pattern.
     deepest_first: bool
-    #: Let no more microbatches in than the pattern has under way on the rank.
+    #: Admit no more microbatches than the pattern has in progress on the rank.
     steady_entry: bool
 
 
@@ -31,11 +31,11 @@ PREFERENCES = tuple(Preference(*flags) for flags in ((False, False), (False, Tru
 
 
 def pattern(placement: Placement, num_microbatches: int, step: int, gaps: tuple[int, int, int]) -> list[Order] | None:
-    """Each rank's forwards and input backwards, in the order of a building block that is repeated every period.
+    """Each rank's forwards and input backwards, in the order of a building block that repeats every period.
 
     On the way down the ranks a microbatch's actions start `step` slots apart, on the way up one slot. `gaps` has the
     slots between starts at the three turns: down to up, forward to backward, down to up again. The result is None if
-    two actions of a rank would fall into one slot.
+    two actions of a rank fall into one slot.
 
     Source: Qi et al., Pipeline Parallelism with Controllable Memory (arXiv 2405.15362), section 3.
     """
@@ -63,7 +63,7 @@ def pattern(placement: Placement, num_microbatches: int, step: int, gaps: tuple[
 class Squeezed:
     """Orders with their W, and the slots that they take."""
 
-    #: The slots of the slowest rank, from its first start to its end.
+    #: The slots that the slowest rank takes, from its first start to its end.
     span: int
     #: The slots until all ranks have ended.
     makespan: int
@@ -71,10 +71,10 @@ class Squeezed:
 
 
 def squeeze(placement: Placement, orders: Sequence[Order], preference: Preference, max_tapes: int) -> Squeezed | None:
-    """Run every rank's actions as early as possible, and W where nothing else can run; None if the ranks get stuck.
+    """Run every rank's actions as early as possible, and W when nothing else can run; None if the ranks get stuck.
 
-    An action may overtake those before it in its rank's order if the remaining order, with W directly behind I, still
-    keeps to `max_tapes`.
+    An action may overtake those before it in its rank's order if the remaining order, with each W right after its I,
+    still keeps to `max_tapes`.
     """
     ends = _Ends({}, {})
     ranks = [_SqueezedRank(placement, order, preference, max_tapes) for order in orders]
@@ -89,14 +89,14 @@ def squeeze(placement: Placement, orders: Sequence[Order], preference: Preferenc
 
 
 class _Ends(NamedTuple):
-    """When the forward and the input backward of a stage and microbatch ended."""
+    """The slots at which the forwards and input backwards ended, by stage and microbatch."""
 
     forward: dict[tuple[int, int], int]
     backward: dict[tuple[int, int], int]
 
 
 class _SqueezedRank:
-    """One rank on its way through its order."""
+    """One rank's run through its order."""
 
     #: (op, stage) -> the pass it belongs to, along a microbatch's way: forward through both stages is 0, 1; back 2, 3.
     passes: dict[tuple[Op, int], int]
@@ -117,7 +117,7 @@ class _SqueezedRank:
         return not self.rest and not self.weights
 
     def act(self, slot: int, ends: _Ends) -> bool:
-        """Take an action that starts in this slot, if there is one."""
+        """Start an action in this slot, if one can start; return False if none can."""
         place = self._choice(slot, ends)
         wait_for_memory = place is not None and self.rest[place].op is Op.F and self.live == self.max_tapes
         if place is not None and not wait_for_memory:
@@ -144,7 +144,7 @@ class _SqueezedRank:
             self.weights.append(Action(Op.W, *work))
 
     def _choice(self, slot: int, ends: _Ends) -> int | None:
-        """The place of the action to take, if any; memory kept only for a W counts as free."""
+        """Choose the place of the action to take, if any; memory kept only for a W counts as free."""
         best, seen = None, set[int]()
         live = highest = self.live - len(self.weights)
         for place, action in enumerate(self.rest):
@@ -153,7 +153,7 @@ class _SqueezedRank:
                 seen.add(number)
                 fits = highest + tapes <= self.max_tapes and (number > 0 or self._may_enter())
                 if fits and self._ready(action, slot, ends):
-                    # Counted from the second pass on, so that what enters comes last.
+                    # Counted from the second pass on, so that the first pass comes last.
                     found = ((number - 1) % 4 if self.preference.deepest_first else place), place
                     best = min(best, found) if best else found
                     if not self.preference.deepest_first:
@@ -168,7 +168,7 @@ class _SqueezedRank:
         return not self.preference.steady_entry or self.entered < self.max_entered
 
     def _ready(self, action: Action, slot: int, ends: _Ends) -> bool:
-        """Whether everything an action needs was done before this slot."""
+        """True if everything that an action needs was done before this slot."""
         stage, microbatch = action.stage, action.microbatch
         never = slot + 1
         if action.op is Op.F:

@@ -25,7 +25,7 @@ _GAPS = ((1, 1, 1), (1, 3, 1), (1, 5, 1), (1, 1, 2), (1, 4, 2))
 def zb_v(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
     """Zero bubble in a V: no bubble at all where F, I and W take equal times, at 1F1B's memory.
 
-    With 2p-1 microbatches or more no rank waits from its first action to its last; at most 2p tapes are live.
+    With 2p-1 or more microbatches no rank waits between its first action and its last; at most 2p tapes are live.
 
     Raises: ValueError for counts below one, or other than two stages a rank.
 
@@ -108,7 +108,7 @@ def _squeeze(
 
 
 def _short(placement: Placement, num_microbatches: int) -> list[Order]:
-    """The order without bubble, cut down to the first microbatches and without W."""
+    """The order without bubble, reduced to the first microbatches and without W."""
     num_ranks = placement.num_ranks
     whole = (_without_bubble(placement, rank, 2 * num_ranks - 1) for rank in range(num_ranks))
     return [tuple(a for a in order if a.op is not Op.W and a.microbatch < num_microbatches) for order in whole]

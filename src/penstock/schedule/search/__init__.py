@@ -1,12 +1,12 @@
 """The search for orders and cuts.
 
-problem.py     the problem that is searched, and lower bounds that no order can beat
-skeletons.py   orders of forwards and input backwards: from closed forms, rules of thumb and repeated patterns
-weave.py       where the weight backwards go between them
-anneal.py      small changes, kept where they shorten an order
+problem.py     the search problem, and lower bounds that no order can beat
+skeletons.py   orders of forwards and input backwards: from closed forms, heuristics and repeated patterns
+weave.py       the placement of weight backwards between them
+anneal.py      small changes, kept if they shorten an order
 order.py       the search for an order, which uses all of these
 cut.py         the search for a cut of the model together with its order
-exact.py       the shortest order there is, by a constraint solver
+exact.py       the optimal order, by a constraint solver
 """
 
 from penstock.schedule.search.cut import SearchedCut, costs_of_cut, options_for_step, search_cut

@@ -1,7 +1,7 @@
-"""Simulated annealing: small changes to a skeleton or to whole orders, kept where they shorten them.
+"""Simulated annealing: small changes to a skeleton or to whole orders, kept if they shorten them.
 
-`anneal` changes a skeleton. `polish` changes whole orders, since a rank may do well to run a W although nothing makes
-it wait. `shorten_step` changes whole orders for the end of the whole step, within the bytes that stages really keep.
+`anneal` changes a skeleton. `polish` changes whole orders, since it can pay to run a W even when a rank would not wait.
+`shorten_step` changes whole orders to end the whole step early, within the bytes that stages really keep.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _MOVES = (1, 1, -2, 2, 3, -3)
 
 @dataclass(frozen=True, slots=True)
 class Cooling:
-    """The effort of an annealing."""
+    """The effort of simulated annealing."""
 
-    #: How many changes are tried.
+    #: The number of changes to try.
     num_steps: int
-    #: By how many mean actions the span may grow at first.
+    #: The growth of the span that is accepted at first, in mean actions.
     heat: float
 
 
@@ -35,7 +35,7 @@ def anneal(
 ) -> list[Codes]:
     """Move one action of one rank at a time; return the skeletons found, each shorter than the one before.
 
-    Nothing is tried once the span is `least`. The same call has the same result.
+    The search stops once the span is `least`. Equal calls give equal results.
     """
     current = [list(steps) for steps in skeleton]
 
@@ -56,8 +56,8 @@ def shorter(
 ) -> Iterator[Codes]:
     """Move one action of one rank in `current` at a time; yield a copy whenever it is shorter than all before.
 
-    `span` measures `current`; it is given the order of the rank that changed, and returns None if that cannot be
-    carried out. A change that makes the span longer is kept at times, less likely the longer it is and the later.
+    `span` measures `current`; it takes the order of the rank that changed, and returns None if that cannot be carried
+    out. A change that makes the span longer is sometimes kept; the longer and later, the less likely.
     """
     random = Random(cooling.num_steps)
     now = span(current[0])
@@ -94,7 +94,7 @@ MOVES = (1, -1, 1, -1, 2, -2, 3, -3, 5, -5)
 def polish(problem: Problem, orders: Codes, least: float, cooling: Cooling) -> Codes:
     """Move one action of one rank at a time in whole orders; return the shortest orders found.
 
-    Nothing is tried once the span is `least`. The same call has the same result.
+    The search stops once the span is `least`. Equal calls give equal results.
     """
     current = [list(order) for order in orders]
     assert span_of(problem, current) is not None, "orders that can be carried out have a span"
@@ -106,7 +106,7 @@ def polish(problem: Problem, orders: Codes, least: float, cooling: Cooling) -> C
 
 
 def _fits(problem: Problem, order: list[int]) -> bool:
-    """Whether a rank's order keeps to the memory."""
+    """True if a rank's order keeps to the memory limit."""
     share, live = problem.weight_memory_share, 0.0
     change = (1.0, share - 1.0, -share)
     for code in order:
@@ -159,24 +159,24 @@ def span_of(problem: Problem, orders: Codes, from_start: bool = False) -> float 
 
 
 def shorten_step(problem: Problem, orders: Codes, kept: Sequence[float], num_steps: int) -> list[Codes]:
-    """Find orders whose last rank ends early, all ranks starting together; the best first.
+    """Find orders whose last rank ends early when all ranks start together; the best first.
 
-    `kept` is what each stage keeps of a microbatch, in any unit. In the result no rank keeps more at a time than
+    `kept` has the memory of a microbatch on each stage, in any unit. In the result no rank keeps more at a time than
     `max_live_microbatches` whole ones of the rank that keeps the most; in `orders` it may. The last orders of the
-    result take one microbatch at a time, which always fits.
+    result run one microbatch at a time, which always fits.
     """
     alone = [_with_weights(steps) for steps in one_at_a_time(problem)]
     found = _shortened(problem, orders, kept, Cooling(num_steps, 0.05))
     if not found:
-        # An order that keeps too much may never come to fit; one that takes too long fits from the start.
+        # Changes may never make an order fit that keeps too much; the slow order fits from the start.
         found = _shortened(problem, alone, kept, Cooling(num_steps, 0.5))
     return [*found[:-4:-1], alone]
 
 
 def _shortened(problem: Problem, orders: Codes, kept: Sequence[float], cooling: Cooling) -> list[Codes]:
-    """Move actions; return the orders found that fit, each shorter than the one before."""
+    """Move actions; return the fitting orders found, each shorter than the one before."""
     most = limit_of(problem, kept)
-    # Keeping a little too much costs more than any order could gain by it.
+    # Keeping even a little too much costs more than any order could gain by it.
     penalty = sum(problem.work) / most
     current = [list(order) for order in orders]
 
@@ -204,7 +204,7 @@ def peak_of(problem: Problem, order: Sequence[int], kept: Sequence[float]) -> fl
 
 
 def _with_weights(steps: Sequence[int]) -> list[int]:
-    """A rank's skeleton as an order, with each W behind its I."""
+    """A rank's skeleton as an order, with each W right after its I."""
     order = []
     for step in steps:
         code = 3 * (step >> 1)

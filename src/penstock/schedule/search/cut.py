@@ -18,7 +18,7 @@ from penstock.schedule.simulate import simulate
 
 _TIMES = ("forward", "backward_input", "backward_weight")
 _NUM_LOOKED_AT = 300
-# How many cuts are tried with which part of the effort; each round takes the best of the round before.
+# Each round's number of cuts, and its share of the effort; a round takes the best cuts of the round before.
 _TRIALS = ((24, 0.1), (8, 0.3), (2, 1.0))
 
 _logger = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SearchedCut:
-    """A cut, and the order that was found for it.
+    """A cut, with the result of the search for its order.
 
     >>> SearchedCut((range(0, 3), range(3, 5)), max_live_microbatches=2.0, makespan=12.5).cut[1]
     range(3, 5)
@@ -49,10 +49,10 @@ def search_cut(
 ) -> SearchedCut:
     """Find the cut into a placement's stages whose order by `auto`, with `whole_step`, ends first.
 
-    Cuts with even ranks are tried, the most even ones with the most even stages first: a short first stage lets later
-    ranks begin earlier, and three stages a rank can be more even than two. `units` holds times and `microbatch_bytes`
-    for each unit of the model. A rank keeps at most as much at a time as 1F1B would with its own cut. With
-    `max_live_microbatches` that limit is scaled by `max_live_microbatches` / number of ranks.
+    The search tries cuts with even ranks, those with the most even ranks and stages first: a short first stage lets
+    later ranks begin earlier, and three stages a rank can be more even than two. `units` has times and
+    `microbatch_bytes` for each unit of the model. A rank keeps at most as much at a time as 1F1B would with its own
+    cut; `max_live_microbatches` scales that limit by `max_live_microbatches` / number of ranks.
 
     The search can take a minute; it logs each round.
 
@@ -61,8 +61,8 @@ def search_cut(
     >>> search_cut(units, Placement(PlacementKind.LOOP, num_ranks=2), microbatches=2, effort=0.01).cut
     (range(0, 2), range(2, 4))
 
-    Raises: ValueError for more stages than units, for costs without one number a unit, and for times or a limit that
-    are not possible.
+    Raises: ValueError for more stages than units, for costs without one number for each unit, and for impossible times
+    or limits.
     """
     _check_units(units)
     num_ranks = placement.num_ranks
@@ -70,7 +70,7 @@ def search_cut(
     most *= num_ranks if max_live_microbatches is None else max_live_microbatches
 
     def tried(cut: tuple[range, ...], effort: float) -> SearchedCut | None:
-        # Where a microbatch leaves nothing on a rank, any number may be live.
+        # If ranks keep nothing of a microbatch, any number may be live.
         whole = _heaviest(units, cut, placement)
         limit = most / whole if whole else float(microbatches)
         if limit < 1 and not isclose(limit, 1):
@@ -94,7 +94,7 @@ def search_cut(
 
 
 def options_for_step(costs: Costs) -> dict[str, object]:
-    """The options of `auto` for the shortest whole step with these costs of stages.
+    """Give the options of `auto` for the shortest whole step with these costs of stages.
 
     >>> options_for_step(Costs(forward=[1.0, 2.0]))["forward"]
     (1.0, 2.0)
@@ -128,9 +128,9 @@ def costs_of_cut(units: Costs, cut: Sequence[range]) -> Costs:
 
 
 def even_cuts(times: Sequence[float], placement: Placement, number: int) -> Iterator[tuple[range, ...]]:
-    """Yield cuts whose slowest rank is hardly slower than it must be, the most even first.
+    """Yield cuts whose slowest rank is barely slower than it must be, the most even first.
 
-    They are found from one such cut by moving one border at a time.
+    They are found from the most even cut by moving one border at a time.
     """
     mean = sum(times) / placement.num_ranks
 

@@ -1,4 +1,4 @@
-"""The shortest order there is, or a bound on how much shorter any could be: a constraint solver for small pipelines."""
+"""The optimal order of small pipelines by a constraint solver, with a proven bound."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ class Optimum:
 
     @property
     def is_proven(self) -> bool:
-        """Whether no schedule is shorter, up to the rounding of times."""
+        """True if no schedule is shorter, up to the rounding of times."""
         return self.span <= self.bound * (1 + 1e-6)
 
 
 def optimum(
     placement: Placement, microbatches: int, costs: Costs, limit: float, *, time_limit_s: float = 60.0, workers: int = 1
 ) -> Optimum:
-    """Find the shortest schedule within `limit` live microbatches on a rank, as far as the solver gets in its time.
+    """Find the shortest schedule with at most `limit` live microbatches on a rank, within the solver's time limit.
 
-    Span and memory are those of `bound`. Four ranks and eight microbatches take seconds to minutes; with more, the
-    result is the search's order or a better one, and the bound. The same call gives the same result if the solver ends
-    before its time is up and has one worker.
+    Span and memory are defined as in `bound`. Four ranks and eight microbatches take seconds to minutes; with more, the
+    result is the search's order or a better one, and the bound. Equal calls give equal results if the solver finishes
+    in time with one worker.
 
-    Raises: ValueError for what `bound` refuses and for lengths that differ, ImportError if OR-Tools is missing.
+    Raises: ValueError for what `bound` refuses and for unequal lengths, ImportError if OR-Tools is missing.
     """
     if len(set(costs.lengths)) > 1:
-        raise ValueError("the optimum is of microbatches of one length, but lengths differ")
+        raise ValueError("the optimum needs microbatches of one length, but lengths differ")
     problem = problem_of(placement, microbatches, costs, min(limit, microbatches))
     found = search(problem)
     model = _Model(problem, found)
@@ -61,17 +61,17 @@ def _span(problem: Problem, orders: Codes) -> float:
 
 
 class _Model:
-    """The problem in the solver's terms: the start of each action, one at a time on a rank, within the memory.
+    """The problem in the solver's terms: the starts of all actions, one at a time on each rank, within the memory.
 
-    Times that are whole at no scale are rounded down. The true starts of any order, rounded down too, then are a
-    solution, whose span is at most one unit too long. So the bound less one unit holds for the true times.
+    Times that are not whole at any scale are rounded down. The true starts of any order, rounded down too, are then a
+    solution whose span is at most one unit too long. So the bound less one unit holds for the true times.
     """
 
     #: `starts[code][microbatch]`, where code numbers the actions as in an order.
     starts: list[list[Any]]
     #: `durations[op][stage]`.
     durations: list[list[int]]
-    #: No action starts later.
+    #: The latest possible start.
     horizon: int
 
     def __init__(self, problem: Problem, hint: Codes) -> None:
@@ -84,7 +84,7 @@ class _Model:
             [self._scaled(time) for time in of_stages]
             for of_stages in (problem.forward, problem.backward_input, problem.backward_weight)
         ]
-        # One microbatch at a time takes no longer than this.
+        # Running one microbatch at a time takes no longer than this.
         once = sum(sum(of_stages) for of_stages in self.durations) + 2 * sum(map(self._scaled, problem.hops))
         self.horizon = once * problem.num_microbatches
         self.starts = [
@@ -182,9 +182,9 @@ def _is_whole(number: float) -> bool:
 
 
 def _import_solver() -> Any:
-    """OR-Tools, which only this module needs.
+    """Import OR-Tools, which only this module needs.
 
-    Raises: ImportError with what to install.
+    Raises: ImportError naming the package to install.
     """
     try:
         from ortools.sat.python import cp_model  # pyright: ignore[reportMissingImports]  # an extra

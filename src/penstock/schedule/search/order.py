@@ -1,7 +1,7 @@
-"""The search for the shortest order within a limit of memory.
+"""The search for the shortest order within a memory limit.
 
-Many skeletons are made, W is woven into each, and small changes are tried on the best. The best skeleton is found with
-few microbatches; beyond those only the steady middle of an order grows, so that it is repeated.
+It makes many skeletons, weaves W into each, and tries small changes to the best. Few microbatches are enough to find
+the best skeleton; with more, only the steady middle of an order grows, so that middle is repeated.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from penstock.schedule.verify import verify
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """What an order is searched for, and for how long.
+    """The times and limits that a search finds an order for, and its effort.
 
     A time is that of one microbatch through all stages of a rank, or a list with one for each stage of the model, as in
     `Costs`. A microbatch counts 1 from its F to its I, and `weight_memory_share` from then to its W; a stage's tape
-    counts for its part of its rank.
+    counts as its share of the rank's stages.
     """
 
-    #: Where the stages live: "loop" or "v".
+    #: The placement of the stages: "loop" or "v".
     placement: str = "loop"
     #: The most microbatches that a rank keeps at any time; None for p. 1 is enough for any schedule.
     max_live_microbatches: float | None = None
-    #: What a microbatch counts between its I and its W, from 0 to 1.
+    #: The weight of a microbatch between its I and its W, from 0 to 1.
     weight_memory_share: float = 1.0
     #: The time of F.
     forward: PerStage = 1.0
@@ -55,18 +55,18 @@ class SearchOptions:
     backward_weight: PerStage = 1.0
     #: The time of a message between two ranks.
     transfer: float = 0.0
-    #: A factor on the number of small changes that are tried where the lower bound is not reached.
+    #: A factor on the number of small changes to try if the lower bound is not reached.
     effort: float = 1.0
-    #: Whether to shorten the time until all ranks have ended, not the longest time of a rank from its own start.
+    #: True to shorten the time until all ranks have ended, not the longest time of a rank from its own start.
     whole_step: bool = False
-    #: With `whole_step`, what a stage keeps of a microbatch; all stages alike where it is 0.
+    #: With `whole_step`, the bytes that a stage keeps of a microbatch; if 0, all stages keep the same.
     microbatch_bytes: PerStage = 0.0
 
 
 def shortest(placement: Placement, microbatches: int, options: SearchOptions) -> Schedule:
-    """Find the shortest order for some times within some memory; `options.placement` is not read here.
+    """Find the shortest order for the options' times and memory; `options.placement` is not read here.
 
-    Raises: ValueError for options that are not possible, naming the option.
+    Raises: ValueError naming an impossible option.
     """
     if not options.effort >= 0:
         raise ValueError(f"effort must be at least 0, got {options.effort!r}")
@@ -93,11 +93,11 @@ def shortest(placement: Placement, microbatches: int, options: SearchOptions) ->
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """How W are woven in."""
+    """One way to weave in the W."""
 
-    #: How far the span may exceed the lower bound, in mean actions; without it no rank waits longer than another.
+    #: The excess of the span over the lower bound, in mean actions; None lets no rank wait longer than another.
     allowance: float | None
-    #: Whether a W may go early where no end is late for it.
+    #: True if a W may go early when that makes no end late.
     in_time: bool = False
 
 
@@ -106,17 +106,17 @@ _WAYS = (
     *(_Way(allowance, in_time=True) for allowance in (0.0, 1.0)),
 )
 
-# How many actions are woven in each part of the search, which takes about a second.
+# The number of actions to weave in each part of the search, which takes about a second.
 _NUM_ACTIONS = 2_500_000
 
 # The same for changes to whole orders, which takes about two seconds.
 _NUM_ACTIONS_OF_STEP = 4_000_000
 
-# With at most so many actions, whole orders are changed too; with more, changes to one action at a time get nowhere in
-# the time there is.
+# Up to this number of actions, whole orders are changed too; with more, changes to one action at a time achieve nothing
+# in the available time.
 _NUM_ACTIONS_POLISHED = 400
 
-# With at most so many actions, skeletons are compared at their full length.
+# Up to this number of actions, skeletons are compared at their full length.
 _NUM_ACTIONS_AT_ONCE = 3_000
 
 
@@ -128,7 +128,7 @@ class _Candidate:
     orders: Codes
     #: The skeleton that W were woven into.
     skeleton: Codes
-    #: Makes the skeleton; None if it was changed since.
+    #: Makes the skeleton; None if it has been changed.
     make: Maker | None
     way: _Way
 
@@ -136,8 +136,8 @@ class _Candidate:
 def search(problem: Problem, effort: float = 1.0) -> Codes:
     """Find the shortest orders that are legal even if a send waits for its receive.
 
-    Small changes are tried if no skeleton reaches the lower bound; `effort` scales their number. A problem has one
-    answer, which depends neither on chance nor on the clock.
+    If no skeleton reaches the lower bound, small changes are tried; `effort` scales their number. The result for a
+    problem depends neither on chance nor on the clock.
     """
     few = _Trials(problem.with_microbatches(_few(problem)))
     trials = few if few.problem == problem else _Trials(problem)
@@ -151,9 +151,9 @@ def search(problem: Problem, effort: float = 1.0) -> Codes:
 
 
 def search_step(problem: Problem, kept: Sequence[float], effort: float = 1.0) -> Codes:
-    """Find orders for the shortest whole step, where stages keep `kept` of a microbatch; legal like those of `search`.
+    """Find orders for the shortest whole step if stages keep `kept` of a microbatch; legal like those of `search`.
 
-    The search counts tapes. If those are too many for what the stages really keep, it is repeated for fewer.
+    The search counts tapes. If the stages really keep too much with them, it is repeated for fewer.
     """
     most, start = limit_of(problem, kept), search(problem, effort)
     if (peak := max(peak_of(problem, order, kept) for order in start)) > most * (1 + TOLERANCE):
@@ -164,7 +164,7 @@ def search_step(problem: Problem, kept: Sequence[float], effort: float = 1.0) ->
 
 
 def _is_legal(problem: Problem, orders: Codes) -> bool:
-    """Whether the orders end even if a send waits for its receive and receives are posted late."""
+    """True if the orders end even if a send waits for its receive and receives are posted late."""
     try:
         verify(lower(problem.schedule("auto", orders), receives_ahead=1))
     except ScheduleError:
@@ -173,10 +173,10 @@ def _is_legal(problem: Problem, orders: Codes) -> bool:
 
 
 def _few(problem: Problem) -> int:
-    """A number of microbatches that shows how good a skeleton is for all of them: three times p, or some more.
+    """A number of microbatches that shows how good a skeleton is for all of them: 3p or a little more.
 
-    It is a multiple of 12 less than all, so that pieces of 1 to 4 can be repeated. It is the least whose lower bound
-    has no more bubble than that of all: with few microbatches, W may be too few to fill the end.
+    The rest is a multiple of 12, so that pieces of 1 to 4 microbatches can be repeated. The number is the least whose
+    lower bound has no more bubble than that of all: with few microbatches, W may be too few to fill the end.
     """
     total = problem.num_microbatches
     least = 3 * problem.num_ranks
@@ -198,7 +198,7 @@ def _span(candidate: _Candidate) -> float:
 
 
 class _Trials:
-    """Skeletons tried on one problem, and measured against its lower bound."""
+    """Trials of skeletons on one problem, measured against its lower bound."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem, self.least = problem, lower_bound(problem)
@@ -208,13 +208,13 @@ class _Trials:
         return candidate.span <= self.least + self.tolerance and self.legal(candidate)
 
     def legal(self, candidate: _Candidate) -> bool:
-        """Whether the orders end even if a send waits for its receive and receives are posted late."""
+        """True if the orders end even if a send waits for its receive and receives are posted late."""
         return _is_legal(self.problem, candidate.orders)
 
     def compare(self) -> list[_Candidate]:
         """Make all candidates, the best first; stop at one that solves the problem.
 
-        When many actions have been woven, each remaining skeleton is tried in one way, and the best of them in all.
+        Once many actions have been woven, each remaining skeleton is tried in one way, and the best of them in all.
         """
         alone = self.weave(one_at_a_time(self.problem), one_at_a_time, _WAYS)
         assert alone is not None, "one microbatch at a time fits in any memory"
@@ -246,7 +246,7 @@ class _Trials:
         return best
 
     def change(self, candidates: Sequence[_Candidate], effort: float) -> list[_Candidate]:
-        """Try small changes to the best skeleton and bolder ones to the next; keep the best legal orders of each."""
+        """Try small changes to the best skeleton and larger ones to the next; keep the best legal orders of each."""
         best = candidates[0]
         other = next((one for one in candidates if one.skeleton != best.skeleton), best)
         num_steps = int(effort * _NUM_ACTIONS / (2 * self.problem.num_actions))
@@ -254,7 +254,7 @@ class _Trials:
         for start, heat in ((best, 0.2), (other, 2.0)):
             allowed_span = self._allowed_span(start.way)
             found = anneal(self.problem, start.skeleton, allowed_span, self.least, Cooling(num_steps, heat))
-            # The last few are enough: if the last is not legal, the one before is hardly longer.
+            # The last few are enough: if the last is not legal, the one before is barely longer.
             tried = filter(None, (self.weave(skeleton, None, _WAYS) for skeleton in found[:-4:-1]))
             changed += islice(filter(self.legal, tried), 1)
         return changed
@@ -268,7 +268,7 @@ class _Trials:
         return found if self.legal(replace(best, orders=found)) else best.orders
 
     def finalists(self, candidates: Sequence[_Candidate]) -> list[_Candidate]:
-        """Extend candidates for fewer microbatches: make their skeletons anew, or repeat the middle of them."""
+        """Extend candidates for fewer microbatches: make their skeletons again, or repeat their middle."""
         found = [self.weave(one_at_a_time(self.problem), None, _WAYS[:1])]
         for candidate in candidates[: max(3, min(24, _NUM_ACTIONS // (3 * self.problem.num_actions)))]:
             if candidate.make is not None:
@@ -278,7 +278,7 @@ class _Trials:
         return [candidate for candidate in found if candidate is not None]
 
     def _makers(self) -> Iterator[Maker]:
-        """The makers of skeletons; of each kind as many as are worth the time."""
+        """Yield the makers of skeletons, as many of each kind as are worth their time."""
         num_makers = max(4, min(64, _NUM_ACTIONS // (self.problem.num_actions * len(_WAYS))))
         placement = self.problem.placement
         if placement.stages_per_rank == 2 and placement.kind is PlacementKind.V:
@@ -295,7 +295,7 @@ class _Trials:
             yield pattern.skeleton
 
     def _warm_ups(self) -> Iterator[tuple[int, ...]]:
-        """Numbers of live microbatches to keep to, if a rank has one stage."""
+        """Yield numbers of live microbatches to keep to, if a rank has one stage."""
         if self.problem.placement.stages_per_rank == 1:
             yield from warm_ups(self.problem, may_wait=self.least - max(self.problem.work))
 

@@ -1,4 +1,4 @@
-"""The problem that is searched, in the numbers that inner loops work with, and lower bounds that no order can beat.
+"""The search problem, in the numbers that inner loops work with, and lower bounds that no order can beat.
 
 Within the search an action is a whole number. A *skeleton* holds each rank's order of forwards (2 * stage) and input
 backwards (2 * stage + 1), without W; an *order* holds all three (3 * stage + 0, 1, 2 for F, I, W). Microbatches are
@@ -23,7 +23,7 @@ Codes: TypeAlias = list[list[int]]
 Maker: TypeAlias = Callable[["Problem"], Codes]
 """Makes a skeleton for any number of microbatches."""
 
-# Sums of times, and shares of memory, that differ by less count as equal.
+# Sums of times and shares of memory count as equal if they differ by less.
 TOLERANCE = 1e-9
 
 _OPS = (Op.F, Op.I, Op.W)
@@ -42,10 +42,10 @@ class Following(NamedTuple):
 
 @dataclass(frozen=True)
 class Problem:
-    """A pipeline for which an order is wanted.
+    """A pipeline whose order is searched for.
 
-    Raises: ValueError for a placement with two routes, for times, shares and counts that are not possible, and for a
-    limit below 1, with which no microbatch could pass.
+    Raises: ValueError for a placement with two routes, for impossible times, shares and counts, and for a limit below
+    1, with which no microbatch could pass.
     """
 
     placement: Placement
@@ -56,10 +56,9 @@ class Problem:
     backward_weight: tuple[float, ...]
     #: The time of a message between two ranks, which keeps neither busy.
     transfer: float
-    #: The most that may be live on a rank. A tape counts 1 / stages_per_rank, from the start of its F to the end of its
-    #: I.
+    #: The most that may be live on a rank. A tape counts 1 / stages_per_rank from the start of its F to its I's end.
     max_live_microbatches: float
-    #: The part of that which it counts from then to the end of its W.
+    #: The share of that which a tape counts from then to the end of its W.
     weight_memory_share: float
 
     def __post_init__(self) -> None:
@@ -99,13 +98,13 @@ class Problem:
 
     @cached_property
     def hops(self) -> tuple[float, ...]:
-        """The time of a message from each stage to the next; 0 behind the last stage and within a rank."""
+        """The time of a message from each stage to the next; 0 after the last stage and within a rank."""
         ranks = self.rank_of
         return (*(self.transfer if here != there else 0.0 for here, there in pairwise(ranks)), 0.0)
 
     @cached_property
     def following(self) -> tuple[Following | None, ...]:
-        """By step of a skeleton, the next one on a microbatch's way; None behind the first stage's I."""
+        """By step of a skeleton, the next one on a microbatch's way; None after the first stage's I."""
         hops, ranks, last = self.hops, self.rank_of, 2 * self.num_stages - 2
         found: list[Following | None] = []
         for stage in range(self.num_stages):
@@ -141,7 +140,7 @@ class Problem:
 
     @cached_property
     def max_tapes(self) -> float:
-        """The most tapes without I that a rank may have, not always a whole number."""
+        """The most tapes without I that a rank may have; not necessarily a whole number."""
         return self.max_live_microbatches * self.placement.stages_per_rank
 
     @cached_property
@@ -166,9 +165,9 @@ class Problem:
 
 
 def per_stage(name: str, value: PerStage, placement: Placement, what: str = "time") -> tuple[float, ...]:
-    """One number for each stage: those given, or a rank's number divided evenly among its stages.
+    """Give one number for each stage: those given, or a rank's number divided evenly among its stages.
 
-    Raises: ValueError for a list that does not have one number a stage; the message calls the number `what`.
+    Raises: ValueError for a list that does not have one number for each stage; the message calls the number `what`.
     """
     if not isinstance(value, Sequence):
         return (value / placement.stages_per_rank,) * placement.num_stages
@@ -188,20 +187,20 @@ def bound(placement: Placement, microbatches: int, costs: Costs, limit: float = 
     F to its I and `costs.weight_memory_share` from then to its W. The bound is the largest of these:
 
     * *Work.* A rank computes for as long as its actions take.
-    * *Idle.* Between a rank's first start and its first I, a microbatch goes to the last stage and back. Meanwhile the
-      rank can only run as many F as it has memory for. Between its last F and the I of that microbatch lies another
-      such way. Meanwhile the rank can only run the rest of the microbatches that are live by then, and the W that are
-      left; how many of each memory allows is a knapsack, solved by trying all numbers. Both waits add to the rank's
-      work if the last F comes after the first I, which memory enforces for more microbatches than fit in it; for fewer,
+    * *Idle.* Between a rank's first start and its first I, a microbatch goes to the last stage and back. In that time
+      the rank can run only as many F as it has memory for. Another such round trip lies between its last F and the I of
+      that microbatch. In that time the rank can run only the rest of the live microbatches, and the remaining W; the
+      most of each that memory allows is a knapsack, solved by trying all numbers. Both waits add to the rank's work if
+      the last F comes after the first I, which memory enforces for more microbatches than fit in it; for fewer, only
       the longer wait does. For 1F1B's memory and equal stages this is exactly the span of ZB-H1.
     * *Window.* All F and I of a stage lie between the arrival of its first input and the departure of its last
-      gradient. Before that window lies the way down from any earlier rank's first stage, behind it the way back up and
-      a W there. Within it, beside F and I, lie as many W as memory forces (those that cannot all wait until the last
-      I), and the rank's idle time from above.
+      gradient. Before that window lies the way down from any earlier rank's first stage, after it the way back up and a
+      W there. Within it, beside F and I, lie the W that memory forces (those that cannot all wait until the last I),
+      and the rank's idle time from above.
     * *Rounds.* With memory for k tapes of a stage, the F of microbatch j + k waits for the I of microbatch j.
     * *Area.* Each tape lives at least for its way to the last stage and back, and for its share until its W has run.
-      All these times together fit in the memory times the span, less what cannot be used: tapes come one F apart, and
-      go one I and W, or one W, apart.
+      The sum of these times fits in the memory times the span, less the part that cannot be used: tapes appear one F
+      apart, and disappear one I and W, or one W, apart.
 
     If microbatches differ in length, or the placement is bidirectional, the bound is the work alone.
 
@@ -209,10 +208,10 @@ def bound(placement: Placement, microbatches: int, costs: Costs, limit: float = 
     >>> bound(Placement(PlacementKind.LOOP, num_ranks=4), microbatches=8, costs=Costs(), limit=4)
     27.0
 
-    Raises: ValueError for what `Problem` refuses, and where fused pairs have a time of their own.
+    Raises: ValueError for what `Problem` refuses, and if fused pairs have a time of their own.
     """
     if costs.pair is not None:
-        raise ValueError("there is no bound where fused pairs have a time of their own")
+        raise ValueError("there is no bound if fused pairs have a time of their own")
     if len(set(costs.lengths)) > 1 or placement.kind is PlacementKind.BIDIRECTIONAL:
         return _work(placement, microbatches, costs)
     return lower_bound(problem_of(placement, microbatches, costs, limit))
@@ -235,7 +234,7 @@ def _work(placement: Placement, num_microbatches: int, costs: Costs) -> float:
 
 
 def problem_of(placement: Placement, microbatches: int, costs: Costs, limit: float) -> Problem:
-    """State the problem with these costs, where all microbatches have one length.
+    """Make the problem with these costs, if all microbatches have one length.
 
     Raises: ValueError for what `Problem` refuses.
     """
@@ -253,7 +252,7 @@ def problem_of(placement: Placement, microbatches: int, costs: Costs, limit: flo
         backward_weight,
         transfer=costs.transfer + (length * costs.message_bytes / costs.bandwidth if costs.bandwidth else 0.0),
         max_live_microbatches=limit,
-        # A stage that keeps less than others has more freedom, so the least share keeps the bound a bound.
+        # A stage that keeps less has more freedom, so the least share keeps the bound valid.
         weight_memory_share=min(1.0, *share) if isinstance(share, Sequence) else share,
     )
 
@@ -271,7 +270,7 @@ def lower_bound(problem: Problem) -> float:
 
 
 class _Ways:
-    """The least times of a microbatch from stage to stage, if it never waits."""
+    """The least times of a microbatch between stages, if it never waits."""
 
     def __init__(self, problem: Problem) -> None:
         self._hops = hops = problem.hops
@@ -294,7 +293,7 @@ class _Ways:
 
 
 def _idle(problem: Problem, ways: _Ways, rank: int) -> float:
-    """The least time that a rank waits: before its first I, and between its last F and that microbatch's I."""
+    """The least time that a rank waits, before its first I and between its last F and that microbatch's I."""
     stages, num_microbatches = problem.stages_of[rank], problem.num_microbatches
     first, last = stages[0], stages[-1]
     num_tapes, runnable = problem.max_whole_tapes, 0.0
@@ -309,7 +308,7 @@ def _idle(problem: Problem, ways: _Ways, rank: int) -> float:
 
 
 def _runnable_in_drain(problem: Problem, rank: int) -> float:
-    """The most that a rank can run between the start of its first stage's last F and that microbatch's I there."""
+    """The most work that a rank can do between the start of its first stage's last F and that microbatch's I there."""
     forward, inputs, weights = problem.forward, problem.backward_input, problem.backward_weight
     first, *later = problem.stages_of[rank]
     others, most = problem.num_microbatches - 1, 0.0
@@ -323,7 +322,7 @@ def _runnable_in_drain(problem: Problem, rank: int) -> float:
 
 
 def _num_waiting(problem: Problem, num_live: int) -> int:
-    """The most tapes with only a W to go that fit in memory beside live ones."""
+    """The most tapes with only a W left that fit in memory beside live ones."""
     num_tapes = problem.num_microbatches * problem.placement.stages_per_rank
     free = problem.max_tapes - num_live + TOLERANCE
     if free >= num_tapes * problem.weight_memory_share:
@@ -349,7 +348,7 @@ def _windows(problem: Problem, ways: _Ways, idle: list[float]) -> Iterator[float
 
 
 def _rounds(problem: Problem, ways: _Ways, rank: int) -> float:
-    """The span if a rank has as many microbatches under way as memory allows, none of which ever waits."""
+    """The span if a rank has as many microbatches in progress as memory allows, none of which ever waits."""
     first, num_tapes = problem.stages_of[rank][0], problem.max_whole_tapes
     way = ways.back(first) + problem.backward_input[first]
     weight = problem.backward_weight[first]
@@ -367,7 +366,7 @@ def _area(problem: Problem, ways: _Ways, rank: int) -> float:
         return 0.0
     lives = (ways.back(stage) + inputs[stage] + share * weights[stage] for stage in stages)
     area = problem.num_microbatches * sum(lives)
-    # Memory that fills up one F after the other, and empties by one I and W, or one W, after the other.
+    # Memory fills up one F at a time, and empties one I and W, or one W, at a time.
     forward, num_tapes = min(problem.forward[stage] for stage in stages), problem.max_whole_tapes
     whole, weight = min(inputs[stage] + weights[stage] for stage in stages), min(weights[stage] for stage in stages)
     if whole <= 0 or weight <= 0:

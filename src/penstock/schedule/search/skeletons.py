@@ -1,7 +1,7 @@
-"""Skeletons: orders of forwards and input backwards, from closed forms, repeated patterns and rules of thumb.
+"""Skeletons: orders of forwards and input backwards, from closed forms, repeated patterns and heuristics.
 
-Closed forms are one forward, one backward after any warm-up, and the V without bubble. By a rule of thumb every rank
-takes the best of the steps it could start (`dispatch`).
+Closed forms are one forward, one backward after any warm-up, and the V without bubble. By a heuristic every rank takes
+the best of the steps it could start (`dispatch`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from penstock.schedule.search.problem import TOLERANCE, Codes, Problem
 
-# How many warm-ups are kept while they are put together from the last rank to the first.
+# The number of warm-ups kept while they are built from the last rank to the first.
 _BEAM = 128
 
 
@@ -31,7 +31,7 @@ def one_f_one_b(problem: Problem, num_live: Sequence[int]) -> Codes:
 
 
 class _WarmUp(NamedTuple):
-    """The numbers of live microbatches on the last ranks, and their consequence for the rank before."""
+    """The numbers of live microbatches on the last ranks, and their consequences for the rank before."""
 
     #: The longest time that one of the ranks waits for its first I.
     wait: float
@@ -44,10 +44,10 @@ def warm_ups(problem: Problem, may_wait: float) -> Iterator[tuple[int, ...]]:
     """Numbers of live microbatches for `one_f_one_b`, the most promising first.
 
     A rank whose first backward comes t after the end of its first forward has two choices. It can fill t with whole
-    forwards and wait for the rest. Or it can run one forward more and need not wait; then its first backward, and those
+    forwards and wait for the rest. Or it can run one more forward without waiting; then its first backward, and those
     of all ranks before it, are late. First come 1F1B's numbers and twice as many, then those of ranks that all wait or
-    are all late; then both choices are tried for each rank. Best are the numbers with which no rank waits longer than
-    `may_wait`, or else the least time, and among those the numbers with which backwards come early.
+    are all late; then both choices are tried for each rank. The best numbers let no rank wait longer than `may_wait`,
+    or else wait the least, and among those let backwards come early.
     """
     num_ranks = problem.num_ranks
     most = [problem.num_microbatches] * num_ranks
@@ -71,7 +71,7 @@ def warm_ups(problem: Problem, may_wait: float) -> Iterator[tuple[int, ...]]:
 
 
 def _one_rank_more(problem: Problem, rank: int, most: int, later: _WarmUp) -> list[_WarmUp]:
-    """The choices of a rank in front of later ones: wait, be late, or have one microbatch more than the next."""
+    """The choices of a rank before later ones: wait, be late, or have one more microbatch than the next."""
     forward = problem.forward[rank]
     ready = later.ready + problem.forward[rank + 1] + problem.backward_input[rank + 1] + 2 * problem.hops[rank]
     whole = floor(ready / forward + TOLERANCE) if forward > 0 else most
@@ -84,10 +84,10 @@ def _one_rank_more(problem: Problem, rank: int, most: int, later: _WarmUp) -> li
 
 
 def there_and_back(problem: Problem) -> Codes:
-    """Two stages a rank in a V: no bubble at 2p tapes, if all actions take equal times.
+    """Order two stages a rank in a V: no bubble at 2p tapes, if all actions take equal times.
 
     A rank runs its first stage until a microbatch comes back, then both stages in turn until the first backward
-    arrives; from then on each forward is followed by a backward.
+    arrives; from then on a backward follows each forward.
 
     Source: ZB-V, Zero Bubble Pipeline Parallelism (arXiv 2401.10241), section 6.
     """
@@ -102,7 +102,7 @@ def there_and_back(problem: Problem) -> Codes:
 
 
 def _complete(order: Sequence[int], first: int, second: int, num_microbatches: int) -> list[int]:
-    """Drop the steps that come too often or before they are possible, and add those missing at the end."""
+    """Drop the steps that come too often or too early, and add missing ones at the end."""
     steps = [2 * first, 2 * second, 2 * second + 1, 2 * first + 1]
     done = [num_microbatches, 0, 0, 0, 0]
     kept = []
@@ -119,7 +119,7 @@ class Pattern:
     """The starts of one microbatch's F and I; the next microbatch follows a period later."""
 
     period: float
-    #: The time of the whole way.
+    #: The time from a microbatch's first F to its last I.
     length: float
     #: The highest mean of live tapes of a rank.
     tapes: float
@@ -129,7 +129,7 @@ class Pattern:
     backward: tuple[float, ...]
 
     def skeleton(self, problem: Problem) -> Codes:
-        """The orders in which the ranks meet the actions of microbatches that start a period apart."""
+        """The order of each rank's actions if microbatches start a period apart."""
         skeleton = []
         for stages in problem.stages_of:
             starts = [(start[stage], 2 * stage + op) for stage in stages for op, start in enumerate(self._starts)]
@@ -144,11 +144,10 @@ class Pattern:
 
 
 def patterns(problem: Problem) -> list[Pattern]:
-    """Patterns without collisions that keep a rank busy all the time, within the memory, the shortest first.
+    """Find patterns without collisions that keep a rank busy all the time, within the memory, the shortest first.
 
-    The way of a microbatch is laid out action by action, each as early as its rank is free at that time of the period.
-    The patterns differ in how long a microbatch waits at each rank of a lap, and between two laps, in units of a
-    forward.
+    A microbatch is laid out action by action, each as early as its rank is free at that time of the period. The
+    patterns differ in how long a microbatch waits at each rank of a lap, and between two laps, in units of a forward.
 
     Source: the building blocks of Pipeline Parallelism with Controllable Memory (arXiv 2405.15362), section 3.
     """
@@ -167,7 +166,7 @@ def patterns(problem: Problem) -> list[Pattern]:
 
 
 def _lay_out(problem: Problem, period: float, waits: Sequence[float]) -> Pattern | None:
-    """Lay out one microbatch's way; `waits` has a number for each lap there and back, then for each turn."""
+    """Lay out one microbatch; `waits` has a number for each lap there and back, then for each turn."""
     num_stages, num_ranks = problem.num_stages, problem.num_ranks
     laps = problem.placement.stages_per_rank
     taken: list[list[tuple[float, float]]] = [[] for _ in range(num_ranks)]
@@ -193,7 +192,7 @@ def _lay_out(problem: Problem, period: float, waits: Sequence[float]) -> Pattern
 
 
 def _place(taken: list[tuple[float, float]], time: float, duration: float, period: float) -> float | None:
-    """The earliest start from `time` on at which a rank is free in every period, if any."""
+    """Find and take the earliest start from `time` on at which a rank is free in every period, if any."""
     for _ in range(2 * len(taken) + 1):
         for other, length in taken:
             behind = (time - other) % period
@@ -227,7 +226,7 @@ def _mean_tapes(problem: Problem, period: float, starts: tuple[list[float], list
 
 
 def one_at_a_time(problem: Problem) -> Codes:
-    """Each microbatch goes all the way before the next begins, which fits in any memory."""
+    """Run each microbatch all the way before the next begins, which fits in any memory."""
     stages_of = problem.stages_of
     once = [[2 * stage for stage in own] + [2 * stage + 1 for stage in reversed(own)] for own in stages_of]
     return [steps * problem.num_microbatches for steps in once]
@@ -235,7 +234,7 @@ def one_at_a_time(problem: Problem) -> Codes:
 
 @dataclass(frozen=True, slots=True)
 class Priority:
-    """The choice among the steps that a rank could start."""
+    """The preference among the steps that a rank could start."""
 
     #: Prefer an I; else F and I in turn.
     backward_first: bool
@@ -251,11 +250,11 @@ PRIORITIES = tuple(
 def dispatch(problem: Problem, priority: Priority, allowed_span: float, num_live: Sequence[int] | None = None) -> Codes:
     """Run all ranks by a priority, with W where a rank would wait (as in `weave`), and return the skeleton.
 
-    With `num_live`, the first stage of each rank has at most so many microbatches live.
+    `num_live` limits the live microbatches of each rank's first stage.
 
-    No rank gets stuck, because a forward leaves room for the tapes of the rank's later stages. So the microbatch that
-    is farthest always finds room for its next forward: each tape on that rank is of an earlier stage, and the last of
-    them to be made left room for this one.
+    No rank gets stuck, because a forward leaves room for the tapes of the rank's later stages. So the farthest
+    microbatch always finds room for its next forward: every tape on that rank belongs to an earlier stage, and the last
+    one made left room for this one.
     """
     dispatching = _Dispatching(problem, priority, allowed_span)
     if num_live is not None:
@@ -266,11 +265,11 @@ def dispatch(problem: Problem, priority: Priority, allowed_span: float, num_live
 
 
 class _Dispatching:
-    """All ranks at one time, which goes from each moment at which a rank can start something to the next."""
+    """All ranks in a run that goes from each moment at which a rank can start something to the next."""
 
     #: By step, the arrivals of its inputs so far.
     arrivals: list[list[float]]
-    #: By step, how often it has run.
+    #: By step, the number of times it has run.
     done: list[int]
     #: By rank, the end of its last action.
     free: list[float]
@@ -303,7 +302,7 @@ class _Dispatching:
         self.wakes = [(0.0, 0)]
 
     def wake(self) -> None:
-        """Let the next rank do something, if it is free and finds anything."""
+        """Let the next rank start something, if it is free and has anything to start."""
         time, rank = heappop(self.wakes)
         if time < self.free[rank] - TOLERANCE:
             return  # busy; it looks again when it is free
@@ -322,7 +321,7 @@ class _Dispatching:
         return self.problem.backward_weight[self.waiting[rank][0]]
 
     def _choose(self, rank: int, time: float) -> tuple[int | None, float, bool]:
-        """The best step that could start now, if any, the next input's arrival, and whether W must make room first."""
+        """Find the best step that can start now, the next input's arrival, and whether W must make room first."""
         best: tuple[tuple[bool, int], int, bool] | None = None
         next_arrival = inf
         tapes = self.live[rank] + 1
@@ -345,7 +344,7 @@ class _Dispatching:
         return (None, next_arrival, False) if best is None else (best[1], next_arrival, best[2])
 
     def _full(self, stage: int) -> bool:
-        """Whether a stage has as many live microbatches as it may have."""
+        """True if a stage has as many live microbatches as it may have."""
         return stage in self.most and self.done[2 * stage] - self.done[2 * stage + 1] >= self.most[stage]
 
     def _run(self, rank: int, step: int, time: float) -> None:
@@ -367,7 +366,7 @@ class _Dispatching:
             heappush(self.wakes, (arrival, following.rank))
 
     def _occupy(self, rank: int, time: float, duration: float) -> None:
-        """Keep a rank busy from now on; its wait before counts as idle, unless it had not begun."""
+        """Keep a rank busy for a duration; its wait before counts as idle, unless the rank had not begun."""
         if self.skeleton[rank]:
             self.may_idle[rank] -= time - self.free[rank]
         self.free[rank] = time + duration

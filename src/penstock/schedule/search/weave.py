@@ -1,4 +1,4 @@
-"""Weaving: put the W between the forwards and input backwards of a skeleton, which makes it an order."""
+"""Weaving: place the W between the forwards and input backwards of a skeleton, which makes it an order."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ class Woven(NamedTuple):
 def weave(
     problem: Problem, skeleton: Codes, allowed_span: float | None, latest: Sequence[Sequence[float]] | None = None
 ) -> Woven | None:
-    """Put each rank's W between the forwards and input backwards of a skeleton; None if memory does not allow it.
+    """Place each rank's W between the forwards and input backwards of a skeleton; None if memory does not allow it.
 
-    A W goes where it costs nothing: into a wait that is at least as long as the W. Where memory is full, W go before
-    the next forward. In a wait shorter than a W the rank stays idle while it can still end within `allowed_span`; after
-    that it takes a W, and the next step is late. With `latest`, the starts that a span of 0 would need, it takes a W
-    even before that if no end is late for it. Backwards that no other rank waits for are late whenever a W fits. The W
-    that are left come at the end.
+    A W goes where it costs nothing: into a wait at least as long as the W. If memory is full, W go before the next
+    forward. In a wait shorter than a W the rank stays idle while it can still end within `allowed_span`; after that it
+    takes a W, and the next step is late. With `latest`, the starts that a span of 0 would need, it takes a W even
+    earlier if that makes no end late. Backwards that no other rank waits for are late whenever a W fits. The remaining
+    W come at the end.
 
     So `allowed_span` is a goal, not a limit: a small one keeps every rank busy at the expense of those that wait for
-    it. Without one, no rank waits longer in all than another has before; the ranks then take turns, forwards from the
+    it. Without one, no rank waits longer in total than another has before; the ranks then take turns, forwards from the
     first to the last and one backward each on the way back.
 
     Source: without `allowed_span` and `latest` this is the rule of Zero Bubble Pipeline Parallelism (arXiv 2401.10241),
@@ -43,11 +43,11 @@ def weave(
 
 
 class _Weaving:
-    """All ranks on their way through a skeleton; a rank that needs an input that is not made yet is put aside."""
+    """All ranks in a run through a skeleton; a rank that needs an input not made yet is put aside."""
 
     #: By step, the arrivals of its inputs so far.
     arrivals: list[list[float]]
-    #: By step, how often it has run.
+    #: By step, the number of times it has run.
     done: list[int]
     #: By rank, its place in the skeleton.
     place: list[int]
@@ -60,7 +60,7 @@ class _Weaving:
     may_idle: list[float] | None
     #: By rank, the stages of the W that can run.
     waiting: list[deque[int]]
-    #: By rank, the steps that others may wait for: not the backwards of the first stage at the end.
+    #: By rank, the number of steps that others may wait for: all but the first stage's backwards at the end.
     awaited: list[int]
     #: By rank and place, the latest start.
     latest: list[list[float]] | None
@@ -92,7 +92,7 @@ class _Weaving:
         return Woven(max(now - (start or 0.0) for now, start in zip(self.now, self.start)), self.orders)
 
     def _run_all(self) -> bool:
-        """Run every rank as far as it can go, until none can; False if memory is full for good."""
+        """Run every rank as far as possible, until none can continue; False if memory stays full."""
         ready = list(range(self.problem.num_ranks))
         listed = [True] * self.problem.num_ranks
         while ready:
@@ -108,7 +108,7 @@ class _Weaving:
         return True
 
     def _run_in_turns(self) -> bool:
-        """Run in turns, so that all ranks are about equally far when their waits are compared."""
+        """Run the ranks in turn, so that all have progressed about equally when their waits are compared."""
         ranks = range(self.problem.num_ranks)
         num_done = -1
         while num_done < (num_done := sum(self.place)):
@@ -120,7 +120,7 @@ class _Weaving:
         return True
 
     def _run(self, rank: int, only: int | None = None) -> set[int] | None:
-        """Go on as far as inputs allow; return the ranks that got an input, or None if memory is full for good.
+        """Continue as far as inputs allow; return the ranks that got an input, or None if memory stays full.
 
         With `only` 0 the rank stops at the next backward, with 1 after one backward.
         """
@@ -186,11 +186,11 @@ def _num_trailing(steps: list[int], step: int) -> int:
 
 
 def latest_starts(problem: Problem, skeleton: Codes) -> list[list[float]] | None:
-    """By rank and place, the latest starts with which all ranks can still end within a span of 0.
+    """Compute, by rank and place, the latest starts with which all ranks can still end within a span of 0.
 
-    A span of s allows s more, the same for each step. A rank's first start is taken to be the earliest possible. Time
-    is kept for the W that memory forces between steps, and behind a step for those that cannot come before it. The
-    result is None if memory does not allow the skeleton.
+    A span of s allows s more for each step. A rank's first start is taken to be the earliest possible. Time is reserved
+    for the W that memory forces between steps, and after a step for those that cannot come before it. The result is
+    None if memory does not allow the skeleton.
     """
     forced = [_forced_weight_time(problem, rank, steps) for rank, steps in enumerate(skeleton)]
     if any(time == inf for times in forced for time in times):
@@ -199,7 +199,7 @@ def latest_starts(problem: Problem, skeleton: Codes) -> list[list[float]] | None
 
 
 def _forced_weight_time(problem: Problem, rank: int, steps: list[int]) -> list[float]:
-    """The time that a rank must run W before each step to have memory for it; infinite if that is not enough."""
+    """The time for which a rank must run W before each step to have memory for it; infinite if no time is enough."""
     weight = min(problem.backward_weight[stage] for stage in problem.stages_of[rank])
     share = problem.weight_memory_share
     num_live = num_backward = num_forced = 0
@@ -222,7 +222,7 @@ def _forced_weight_time(problem: Problem, rank: int, steps: list[int]) -> list[f
 
 
 class _Backwards:
-    """All ranks on their way back through a skeleton; a rank that needs a start not known yet is put aside."""
+    """All ranks in a run backwards through a skeleton; a rank that needs a start not known yet is put aside."""
 
     def __init__(self, problem: Problem, skeleton: Codes, forced: list[list[float]]) -> None:
         self.problem, self.skeleton, self.forced = problem, skeleton, forced
@@ -233,8 +233,8 @@ class _Backwards:
         self.done = [0] * (2 * problem.num_stages)
         earliest = list(accumulate(time + hop for time, hop in zip(problem.forward, problem.hops)))
         firsts = [own[0] for own in problem.stages_of]
-        # When each rank's next step has to be over, and when it must start for all that comes behind, W of the
-        # backwards among them included.
+        # The time by which each rank's next step has to end, and by which it must start to leave time for all later
+        # steps, including the W of their backwards.
         self.ends = [earliest[first - 1] if first else 0.0 for first in firsts]
         self.starts_for_rest = list(self.ends)
 
