@@ -10,11 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.model import drain, zip_lanes
-from penstock.model.attention.all_to_all import HeadShape
-from penstock.model.attention.ring import RingAttention
+from penstock.model.attention.context_parallel import HeadShape, RingAttention, context_attention
 from penstock.model.attention.tiles import Sight
 from penstock.model.lanes import Lane
-from penstock.model.layers.attention import context_attention
 from penstock.model.segments import Grads, Segment, State, Undo
 from penstock.model.sequences import Sequences, Spread
 from penstock.parallel.collectives import Collectives, Handle

@@ -1,6 +1,5 @@
 """The decoder as a list of units, and the parts that a stage needs to run it. Process groups are arguments."""
 
-from penstock.model.aux_losses import AuxLoss, AuxLosses, FutureTokens
 from penstock.model.decoder import decoder_units
 from penstock.model.groups import ModelGroups
 from penstock.model.kv_cache import (
@@ -24,18 +23,20 @@ from penstock.model.loss import (
     whole_logits,
 )
 from penstock.model.matmul import WeightCasts, share_casts
-from penstock.model.recompute import RecomputedEntry, RecomputedLane, recomputed
 from penstock.model.sampling import Draw, Drawn, draw_tokens
 from penstock.model.segments import (
     Beside,
     Compute,
     Exchange,
+    RecomputedEntry,
+    RecomputedLane,
     Segment,
     SegmentedUnit,
     cut,
     enter_graph,
+    recomputed,
 )
-from penstock.model.sequences import Sequences, Spread
+from penstock.model.sequences import AuxLoss, AuxLosses, FutureTokens, Sequences, Spread
 from penstock.model.units import Limits, UnitSpec
 
 __all__ = [

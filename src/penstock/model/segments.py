@@ -3,19 +3,20 @@
 A state, a tuple of tensors, goes from one segment to the next. Autograd is cut between segments, so each has its own
 backward, and while an exchange is in flight the lane is suspended and another one computes. The same row serves the
 plain path (the lane is drained), the combined one (two lanes are zipped), activation checkpointing, split backward, and
-runs without a tape, where there is no backward.
+runs without a tape, which have no backward.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import graph
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils.checkpoint import checkpoint
 
-from penstock.model.lanes import Lane, Turn, drain
+from penstock.model.lanes import Driven, Lane, Turn, drain
 from penstock.model.sequences import Sequences
 from penstock.parallel.collectives import Handle
 
@@ -210,3 +211,49 @@ class _RowBackward:
 def cut(x: Tensor) -> Tensor:
     """A leaf with the data of `x`, at which autograd stops and leaves the gradient."""
     return x.detach().requires_grad_()
+
+
+def recomputed(unit: nn.Module, x: Tensor, sequences: Sequences) -> Tensor:
+    """Run a unit with activation checkpointing: keep only its input, and compute everything else again in backward.
+
+    The output is bit for bit that of the plain call. The random state is replayed, except for units with
+    `has_randomness = False`, because saving it costs a copy each time. Deferred weight gradients keep the recomputed
+    activations, so nothing is computed a third time.
+    """
+    preserve = bool(getattr(unit, "has_randomness", True))
+    return cast(Tensor, checkpoint(unit, x, sequences, use_reentrant=False, preserve_rng_state=preserve))
+
+
+class LaneModule(Protocol):
+    """A unit whose forward is a lane."""
+
+    def forward_lane(self, tape: Any, x: Tensor, sequences: Sequences) -> Lane[Tensor]: ...
+
+
+@dataclass(frozen=True, eq=False)
+class RecomputedLane:
+    """A unit whose forward is a lane, which backward runs again, exchanges included."""
+
+    unit: LaneModule
+
+    def forward_lane(self, tape: HasSegments | None, x: Tensor, sequences: Sequences) -> Lane[Tensor]:
+        y = yield from self.unit.forward_lane(None, x, sequences)
+        if tape is not None:
+            device = x.device.type
+            autocast = torch.autocast(device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
+            tape.segments.append(RecomputedEntry(self.unit, x, sequences, autocast))
+        return y
+
+
+@dataclass(eq=False)
+class RecomputedEntry:
+    """The entry on a tape of a unit that is computed again in backward."""
+
+    unit: LaneModule
+    x: Tensor
+    sequences: Sequences
+    autocast: torch.autocast
+
+    def forward_again(self, tape: HasSegments) -> Driven[Turn | None, Tensor]:
+        """Run the unit's forward, which appends its backward to the tape."""
+        return Driven(self.unit.forward_lane(tape, self.x, self.sequences), lambda: self.autocast)

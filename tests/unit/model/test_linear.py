@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from penstock.model import Driven, Linear, PendingGradient, Sequences, WeightGradients, decoder_units, defer
 from penstock.model.linear import switch_linears
 from penstock.model.matmul import TORCH, fastest_matmul
-from penstock.model.recompute import recomputed
+from penstock.model.segments import recomputed
 from penstock.settings import ModelConfig
 
 MODEL = ModelConfig(33, 16, 24, 2, 4, num_kv_heads=2, qkv_bias=True)

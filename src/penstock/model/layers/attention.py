@@ -7,21 +7,18 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from penstock.model.attention.all_to_all import HeadExchange, HeadShape, check_heads
+from penstock.model.attention.context_parallel import HeadShape, check_heads, context_attention
 from penstock.model.attention.kernels import packed_attention
-from penstock.model.attention.ring import RingAttention
-from penstock.model.attention.tiles import Sight
 from penstock.model.groups import ModelGroups
 from penstock.model.kv_cache import CachedRows, CacheSize, KVCache, Rows
-from penstock.model.layers.norm import RMSNorm
-from penstock.model.layers.rotary import Rotary, rotate
+from penstock.model.layers.functions import RMSNorm, Rotary, rotate
 from penstock.model.layers.tensor_parallel import TensorParallelSplit, TensorParallelUnit, add_residual
 from penstock.model.linear import Linear, outputs
 from penstock.model.matmul import Matmul
 from penstock.model.segments import Compute, Segment, SegmentedUnit, State
 from penstock.model.sequences import Sequences
 from penstock.parallel.collectives import Collectives
-from penstock.settings import ContextForm, ModelConfig
+from penstock.settings import ModelConfig
 
 
 class AttentionBlock(nn.Module):
@@ -147,17 +144,3 @@ def attention_block(config: ModelConfig, matmul: Matmul, groups: ModelGroups) ->
     if groups.cp is not None:
         return ContextParallelAttentionBlock(config, matmul, groups)
     return AttentionBlock(config, matmul)
-
-
-def context_attention(
-    form: ContextForm, collectives: Collectives, sequences: Sequences, shape: HeadShape
-) -> Sequence[Segment]:
-    """The segments from a state (queries, keys, values, ...) to (means [T, H, K], ...), all of this rank's tokens.
-
-    Every rank of the context-parallel group walks them at the same point, with its part of the same sequences.
-    """
-    spread = sequences.spread
-    assert spread is not None and spread.num_ranks == collectives.size, "sequences that are not spread over this group"
-    if form is ContextForm.RING:
-        return [RingAttention(collectives, spread, Sight(window=shape.window))]
-    return HeadExchange(collectives, spread, sequences, shape).segments()

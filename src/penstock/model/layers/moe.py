@@ -19,9 +19,8 @@ from penstock.model.groups import ModelGroups
 from penstock.model.kv_cache import CachedRows, CacheSize
 from penstock.model.lanes import drain
 from penstock.model.layers.expert_dispatch import AwaitSizes, Route, RowOrder, gather, spread
+from penstock.model.layers.functions import RMSNorm, gated, gated_joint
 from penstock.model.layers.grouped_linear import GroupedLinear, RowGroups, grouped_matmul
-from penstock.model.layers.mlp import gated, gated_joint
-from penstock.model.layers.norm import RMSNorm
 from penstock.model.layers.router import Choice, Router
 from penstock.model.linear import Linear
 from penstock.model.matmul import Matmul

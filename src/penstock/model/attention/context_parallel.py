@@ -1,30 +1,74 @@
-"""Ring attention: each rank keeps its queries, and the keys and values of all ranks travel round the ring.
+"""Attention between the ranks of a context-parallel group, each with parts of every sequence: ring or all-to-all.
 
-While a rank attends to one rank's keys and values, the next ones are on their way. Key heads travel once, however many
-query heads each of them serves. In backward keys and values go round again, followed by their gradients, to which every
-rank adds until they are back at their owner. A rank's own keys are available at any time, so a part of that work is
-left to overlap with the return of the last gradients.
+In ring attention each rank keeps its queries, and the keys and values of all ranks travel round the ring. While a rank
+attends to one rank's keys and values, the next ones are on their way. Key heads travel once, however many query heads
+share them. In backward keys and values go round again, followed by their gradients, to which every rank adds until they
+are back at their owner. A rank's own keys are always available, so part of that work is left to overlap with the return
+of the last gradients.
 
-Shapes: T tokens of this rank, S tokens of another, N sequences of a run, L rows of each of them, H query heads, G key
-and value heads, K width of a head.
+In the all-to-all form ranks exchange heads for tokens: for the attention itself each rank holds all tokens of its share
+of the heads.
 
-Source: Liu, Zaharia and Abbeel 2023 (arXiv 2310.01889), section 3; the zig-zag order: Brandon et al. 2023 (arXiv
-2311.09431), section 3.
+Shapes: T tokens of this rank, S tokens of another, A tokens of all ranks, n ranks, R = n T rows, N sequences of a run,
+L rows of each of them, H query heads, G key and value heads, h one rank's share of the heads, K width of a head.
+
+Source: Liu, Zaharia and Abbeel 2023 (arXiv 2310.01889), section 3, for the ring; Brandon et al. 2023 (arXiv
+2311.09431), section 3, for its zig-zag order; Jacobs et al. 2023 (DeepSpeed-Ulysses, arXiv 2309.14509), section 3, for
+the all-to-all.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import accumulate, chain, groupby
 
 import torch
 from torch import Tensor
 
-from penstock.model.attention.kernels import attend, attend_backward, merge
+from penstock.model.attention.kernels import attend, attend_backward, merge, packed_attention
 from penstock.model.attention.tiles import Positions, Sight, Tile, tiles
 from penstock.model.lanes import Lane
-from penstock.model.segments import Grads, State, Undo
-from penstock.model.sequences import Spread
+from penstock.model.segments import Compute, Exchange, Grads, Segment, State, Undo
+from penstock.model.sequences import Sequences, Spread
 from penstock.parallel.collectives import Collectives, Handle
+from penstock.settings import ContextForm
+
+
+@dataclass(frozen=True)
+class HeadShape:
+    """The numbers of query and key heads of this rank's layer, and the tokens that each query sees (None: all)."""
+
+    num_heads: int
+    num_kv_heads: int
+    window: int | None = None
+
+
+def check_heads(form: ContextForm, num_ranks: int, shape: HeadShape) -> None:
+    """Refuse ranks that cannot divide the heads evenly, where heads are exchanged.
+
+    Raises:
+        ValueError: naming the numbers of ranks that can.
+    """
+    num_heads, num_kv_heads = shape.num_heads, shape.num_kv_heads
+    if form is ContextForm.ALL_TO_ALL and (num_heads % num_ranks or num_kv_heads % num_ranks):
+        possible = [n for n in range(1, num_kv_heads + 1) if num_kv_heads % n == 0 and num_heads % n == 0]
+        raise ValueError(
+            f"attention = 'all-to-all' shares {num_heads} query and {num_kv_heads} key heads of a rank among "
+            f"cp={num_ranks}; possible are cp = {', '.join(map(str, possible))}, or attention = 'ring'"
+        )
+
+
+def context_attention(
+    form: ContextForm, collectives: Collectives, sequences: Sequences, shape: HeadShape
+) -> Sequence[Segment]:
+    """The segments from a state (queries, keys, values, ...) to (means [T, H, K], ...), all of this rank's tokens.
+
+    Every rank of the context-parallel group walks them at the same point, with its part of the same sequences.
+    """
+    spread = sequences.spread
+    assert spread is not None and spread.num_ranks == collectives.size, "sequences that are not spread over this group"
+    if form is ContextForm.RING:
+        return [RingAttention(collectives, spread, Sight(window=shape.window))]
+    return HeadExchange(collectives, spread, sequences, shape).segments()
 
 
 @dataclass(frozen=True, eq=False)
@@ -192,3 +236,64 @@ def _length(positions: Positions) -> int:
 
 def _precise(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
+
+
+@dataclass(frozen=True, eq=False)
+class HeadExchange:
+    """The segments from a state (queries, keys, values, ...) to (means [T, H, K], ...), all of this rank's tokens."""
+
+    collectives: Collectives
+    spread: Spread
+    sequences: Sequences
+    shape: HeadShape
+
+    def segments(self) -> Sequence[Segment]:
+        return [
+            Compute("pack heads", self._pack),
+            Exchange("heads for tokens", self._gather_tokens, self._gather_heads),
+            Compute("attention", self._attend),
+            Exchange("tokens for heads", self._gather_heads, self._gather_tokens),
+            Compute("unpack heads", self._unpack),
+        ]
+
+    def _pack(self, q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, *others: Tensor) -> State:
+        """The heads ordered by the rank that gets them, [R, H/n + 2 G/n, K]."""
+        n = self.spread.num_ranks
+        heads_TnhK = torch.cat([x.unflatten(1, (n, -1)) for x in (q_THK, k_TGK, v_TGK)], 2)
+        return (heads_TnhK.transpose(0, 1).flatten(0, 1), *others)
+
+    def _attend(self, heads_AhK: Tensor, *others: Tensor) -> State:
+        """Attention over whole sequences for this rank's share of the heads."""
+        num_heads, num_kv_heads = (n // self.spread.num_ranks for n in (self.shape.num_heads, self.shape.num_kv_heads))
+        there, back = self.sequences.shared("order of all ranks' tokens", self._orders)
+        q, k, v = heads_AhK.index_select(0, there).split([num_heads, num_kv_heads, num_kv_heads], 1)
+        device = heads_AhK.device
+        whole = self.sequences.shared("whole", lambda: Sequences.from_lengths(self.spread.lengths, device))
+        mean_AhK = packed_attention(q, k, v, whole, self.shape.window)
+        return (mean_AhK.index_select(0, back), *others)
+
+    def _unpack(self, mean_RhK: Tensor, *others: Tensor) -> State:
+        mean_nThK = mean_RhK.unflatten(0, (self.spread.num_ranks, -1))
+        return (mean_nThK.transpose(0, 1).flatten(1, 2), *others)
+
+    def _gather_tokens(self, x_RhK: Tensor) -> Handle[Tensor]:
+        """Exchange this rank's tokens of all heads [R, h, K] for all tokens of its heads [A, h, K]."""
+        counts = self.spread.num_tokens
+        return self.collectives.all_to_all(x_RhK, [counts[self.spread.rank]] * len(counts), counts)
+
+    def _gather_heads(self, x_AhK: Tensor) -> Handle[Tensor]:
+        """Exchange all tokens of this rank's heads [A, h, K] for its tokens of all heads [R, h, K]."""
+        counts = self.spread.num_tokens
+        return self.collectives.all_to_all(x_AhK, counts, [counts[self.spread.rank]] * len(counts))
+
+    def _orders(self) -> tuple[Tensor, Tensor]:
+        """The permutation from tokens ordered by rank to tokens ordered by sequence, and its inverse."""
+        starts = list(accumulate(self.spread.lengths[:-1], initial=0))
+        by_rank = chain.from_iterable(
+            range(start + run.start, start + run.stop)
+            for of_rank in self.spread.pieces
+            for start, runs in zip(starts, of_rank, strict=True)
+            for run in runs
+        )
+        back = torch.tensor(list(by_rank), device=self.sequences.positions.device)
+        return back.argsort(), back
