@@ -14,9 +14,8 @@ from penstock.model.attention.context_parallel import HeadShape, RingAttention, 
 from penstock.model.attention.tiles import Sight
 from penstock.model.lanes import Lane
 from penstock.model.segments import Grads, Segment, State, Undo
-from penstock.model.sequences import Sequences, Spread
+from penstock.model.sequences import ContextCut, Sequences, Spread, cut_sequences
 from penstock.parallel.collectives import Collectives, Handle
-from penstock.parallel.sequence_cut import ContextCut, cut_sequences
 from penstock.schedule.recording import CollectiveKind
 from penstock.settings import ContextForm
 from tests.dist.launch import run_ranks

@@ -9,8 +9,7 @@ import torch
 from penstock import Layout, MicroBatchSpec, PackedBatch
 from penstock.data import NO_LABEL, part_of, split
 from penstock.engine import Engine, EngineOptions
-from penstock.model import ModelGroups, cross_entropy_sum, decoder_units
-from penstock.parallel import cut_sequences
+from penstock.model import ModelGroups, cross_entropy_sum, cut_sequences, decoder_units
 from penstock.runtime import PipelineError
 from penstock.settings import ContextForm, ModelConfig, OptimizerConfig, Precision
 from tests.dist.launch import run_ranks
@@ -139,7 +138,7 @@ def refusals(rank: int) -> list[str]:
 def test_what_can_not_be_shared_is_refused_on_all_ranks_before_it_starts() -> None:
     by_rank = run_ranks(4, refusals, timeout_s=60.0)
     assert [len(said) for said in by_rank] == [1] * 4
-    sharing = "cp=2 ranks can not share sequences of [1] tokens: some rank would hold none; at most cp=1 can"
+    sharing = "cp=2 ranks cannot share sequences of [1] tokens: some rank would hold none; at most cp=1 can"
     assert all(sharing in by_rank[rank][0] for rank in (2, 3))
     assert all("rank(s) 2, 3 cannot use their batch" in by_rank[rank][0] for rank in (0, 1))
 

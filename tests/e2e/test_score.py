@@ -223,7 +223,7 @@ REFUSED = {
     "no pipelines": (["FOLDER/run", "FOLDER/texts.jsonl", "--dp", "0"], "--dp is 0; it must be more than 0"),
     "texts too short to share": (
         ["FOLDER/run", "FOLDER/bad/single.jsonl", "--cp", "2"],
-        "cp=2 ranks can not share sequences of .1. tokens.* at most cp=1 can",
+        "cp=2 ranks cannot share sequences of .1. tokens.* at most cp=1 can",
     ),
     "no temperature": (["FOLDER/run", "FOLDER/texts.jsonl", "--temperature", "nan"], "--temperature is nan"),
     "an output that exists": (

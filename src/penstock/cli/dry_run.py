@@ -17,7 +17,7 @@ from penstock.engine.options import EngineOptions
 from penstock.engine.run_parts import RunData
 from penstock.engine.timed_cut import UnitTimes, stage_costs, timed_cut, times_here
 from penstock.model import ModelGroups, UnitSpec, decoder_units
-from penstock.parallel.gradients import StateBytes
+from penstock.parallel.buckets import StateBytes
 from penstock.settings import Precision, RunConfig
 
 _FILE_COLUMNS = 120

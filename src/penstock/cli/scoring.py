@@ -18,7 +18,7 @@ from penstock.data import NO_LABEL, MicroBatchSpec, PackedBatch, split
 from penstock.engine.engine import Engine
 from penstock.engine.saved_model import SavedModel
 from penstock.engine.scorer import PostHook, token_scores
-from penstock.parallel import cut_sequences
+from penstock.model import cut_sequences
 from penstock.runtime import PipelineError
 
 MICROBATCH_TOKENS = 2048

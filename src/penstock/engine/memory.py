@@ -23,7 +23,7 @@ from penstock.engine.steppers import stepper_for
 from penstock.model import ModelGroups, Sequences, UnitSpec, WeightGradients, cross_entropy_sum, defer, drain
 from penstock.model.groups import PlannedGroup
 from penstock.parallel import GradientBuckets, Grid
-from penstock.parallel.gradients import StateBytes, state_bytes
+from penstock.parallel.buckets import StateBytes, state_bytes
 from penstock.runtime import Boundary, Stage, Tape
 from penstock.runtime.tape import GraphSegment
 from penstock.settings import Layout, Precision

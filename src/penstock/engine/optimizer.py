@@ -1,7 +1,7 @@
 """An optimizer over flat buckets with one gradient norm for the whole model, the same bits however the model is cut.
 
 Three things make it so. Elements are stepped by a fused kernel over flat tensors whose places are whole cache lines
-(see `penstock.parallel.gradients`). Norms are taken parameter by parameter, each over the same elements in the same
+(see `penstock.parallel.buckets`). Norms are taken parameter by parameter, each over the same elements in the same
 order wherever it lies. And their squares are added without rounding on the way, so the order does not matter.
 """
 

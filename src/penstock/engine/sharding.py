@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from penstock.data import PackedBatch, part_of
 from penstock.engine.build import SECOND_COPY
-from penstock.model import Logits, ModelGroups, Sequences, ShardedLogits, Spread, UnitSpec
-from penstock.parallel import Grid, Place, Reduction, cut_sequences, gather_uneven
+from penstock.model import Logits, ModelGroups, Sequences, ShardedLogits, Spread, UnitSpec, cut_sequences
+from penstock.parallel import Grid, Place, Reduction, gather_uneven
 from penstock.parallel.tensor_slice import LocalTensor, Shard, TensorSlice, local_run
 from penstock.settings import Layout
 

@@ -12,7 +12,7 @@ from penstock.engine.memory import running_state_bytes
 from penstock.engine.pipeline import Pipeline
 from penstock.engine.sharding import local_parameters, local_state
 from penstock.engine.trainer import Trainer
-from penstock.parallel.gradients import StateBytes
+from penstock.parallel.buckets import StateBytes
 from penstock.parallel.tensor_slice import LocalTensor, Shard
 from penstock.schedule import Costs, Timeline
 

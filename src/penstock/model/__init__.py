@@ -1,5 +1,6 @@
 """The decoder as a list of units, and the parts that a stage needs to run it. Process groups are arguments."""
 
+from penstock.model.aux_losses import AuxLoss, AuxLosses, FutureTokens
 from penstock.model.decoder import decoder_units
 from penstock.model.groups import ModelGroups
 from penstock.model.kv_cache import (
@@ -36,7 +37,7 @@ from penstock.model.segments import (
     enter_graph,
     recomputed,
 )
-from penstock.model.sequences import AuxLoss, AuxLosses, FutureTokens, Sequences, Spread
+from penstock.model.sequences import Sequences, Spread, cut_sequences
 from penstock.model.units import Limits, UnitSpec
 
 __all__ = [
@@ -75,6 +76,7 @@ __all__ = [
     "cached_attention",
     "cross_entropy_sum",
     "cut",
+    "cut_sequences",
     "decoder_units",
     "defer",
     "drain",

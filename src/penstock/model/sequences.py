@@ -1,8 +1,8 @@
-"""The metadata of packed sequences, which every unit receives beside the residual stream, and their auxiliary losses.
+"""The metadata of packed sequences, which every unit receives beside the residual stream.
 
-An auxiliary loss of a unit in the middle of a model enters autograd where it is computed: it is attached to a tensor on
-its way to the main loss, and in backward it receives the gradient 1 when that tensor's gradient passes. It is already
-multiplied with the factor of the microbatch's main loss, so the backward may run at any later time.
+Context-parallel ranks divide the tokens of every sequence. A sequence is cut into parts of equal length, as nearly as
+whole tokens allow. In zig-zag order rank r of n has parts r and 2n - 1 - r: causal attention costs a token as much as
+there is before it, so an early part and a late one together cost every rank the same.
 
 Shapes: T tokens of all sequences, B sequences.
 """
@@ -14,89 +14,55 @@ from itertools import accumulate
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-IGNORED = -100
-"""The label of a token that has no loss."""
-
-
-class AuxLoss(enum.Enum):
-    """The kinds of auxiliary losses."""
-
-    BALANCE = "balance"
-    SEQUENCE_BALANCE = "sequence_balance"
-    GLOBAL_BALANCE = "global_balance"
-    Z = "z"
-    PREDICTION = "prediction"
-
-
-@dataclass(frozen=True, eq=False)
-class FutureTokens:
-    """The token and label some places further on in the sequence of each token of a microbatch.
-
-    Past the end of the sequence the label is -100 and the token is the token itself.
-    """
-
-    #: int64
-    tokens_T: Tensor
-    labels_T: Tensor
-
-    @classmethod
-    def of(cls, tokens_T: Tensor, labels_T: Tensor, lengths: Sequence[int], distance: int) -> "FutureTokens":
-        """The tokens and labels `distance` places further on, in packed sequences of these lengths."""
-        left_T = torch.cat([torch.arange(n - 1, -1, -1) for n in lengths]).to(tokens_T.device)
-        inside_T = left_T >= distance
-        tokens = tokens_T.roll(-distance).where(inside_T, tokens_T)
-        return cls(tokens, labels_T.roll(-distance).masked_fill(~inside_T, IGNORED))
-
-    def rows(self, rows: Tensor) -> "FutureTokens":
-        """The same for these tokens alone."""
-        return FutureTokens(self.tokens_T.index_select(0, rows), self.labels_T.index_select(0, rows))
-
-
-@dataclass(eq=False)
-class AuxLosses:
-    """The factors of one microbatch's loss, and the auxiliary losses and counts of the units on this rank.
-
-    Activation checkpointing computes a unit again in backward; it then replaces its entries by the same values.
-    """
-
-    #: of the microbatch's main loss, which is a sum over labels; includes the loss scale
-    factor: float
-    #: of a sum over tokens: the factor times the labels' weight per token of the step, so that a coefficient means the
-    #: same whatever part of the tokens has a label
-    per_token: float
-    #: tokens one, two, ... places further on, for a head that predicts them; known on the last stage
-    ahead: Sequence[FutureTokens] = ()
-    #: (unit, kind) -> the loss, detached
-    values: dict[tuple[nn.Module, AuxLoss], Tensor] = field(default_factory=dict)
-    #: router's state -> tokens of each expert
-    counts: dict[nn.Module, Tensor] = field(default_factory=dict)
-
-    def add(self, carrier: Tensor, loss: Tensor, owner: nn.Module, kind: AuxLoss, num_sharing: int = 1) -> Tensor:
-        """The carrier with a loss, which includes its factor, attached to it.
-
-        Where `num_sharing` ranks compute the same loss, each records its share, because records are summed over ranks.
-        """
-        self.values[owner, kind] = loss.detach() / num_sharing
-        return _AttachedLoss.apply(carrier, loss)  # pyright: ignore[reportReturnType]
-
-
-class _AttachedLoss(torch.autograd.Function):
-    """Returns the carrier; in backward the attached loss, a scalar, gets the gradient 1."""
-
-    @staticmethod
-    def forward(ctx: Any, carrier: Tensor, loss: Tensor) -> Tensor:
-        ctx.save_for_backward(loss)
-        return carrier.view_as(carrier)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        (loss,) = ctx.saved_tensors
-        return grads[0], torch.ones_like(loss)
-
+from penstock.model.aux_losses import AuxLosses
 
 Value = TypeVar("Value")
+
+Pieces = tuple[tuple[range, ...], ...]
+"""The positions that one rank has: by sequence, in runs of ascending order."""
+
+
+class ContextCut(enum.Enum):
+    """The parts of a sequence that a rank has: one, or two that together cost as much as any other rank's."""
+
+    CONTIGUOUS = "contiguous"
+    ZIGZAG = "zigzag"
+
+
+def cut_sequences(lengths: Sequence[int], num_ranks: int, cut: ContextCut = ContextCut.ZIGZAG) -> tuple[Pieces, ...]:
+    """Give each rank its positions in sequences of these lengths.
+
+    Raises:
+        ValueError: a rank would have no token at all.
+    """
+    by_rank = _pieces(lengths, num_ranks, cut)
+    if all(any(runs) for runs in by_rank):
+        return by_rank
+    possible = max(n for n in range(1, num_ranks) if all(any(runs) for runs in _pieces(lengths, n, cut)))
+    raise ValueError(
+        f"cp={num_ranks} ranks cannot share sequences of {list(lengths)} tokens: some rank would hold none; "
+        f"at most cp={possible} can, or give microbatches of more tokens"
+    )
+
+
+def _pieces(lengths: Sequence[int], num_ranks: int, cut: ContextCut) -> tuple[Pieces, ...]:
+    return tuple(tuple(_runs(length, rank, num_ranks, cut) for length in lengths) for rank in range(num_ranks))
+
+
+def _runs(length: int, rank: int, num_ranks: int, cut: ContextCut) -> tuple[range, ...]:
+    if cut is ContextCut.CONTIGUOUS:
+        parts = (_run(length, rank, num_ranks),)
+    else:
+        parts = tuple(_run(length, part, 2 * num_ranks) for part in (rank, 2 * num_ranks - 1 - rank))
+        if parts[0].stop == parts[1].start:
+            parts = (range(parts[0].start, parts[1].stop),)
+    return tuple(part for part in parts if part)
+
+
+def _run(length: int, index: int, count: int) -> range:
+    return range(index * length // count, (index + 1) * length // count)
 
 
 @dataclass(frozen=True)
@@ -106,7 +72,7 @@ class Spread:
     #: this rank
     rank: int
     #: rank -> sequence -> its runs of positions there, ascending
-    pieces: tuple[tuple[tuple[range, ...], ...], ...]
+    pieces: tuple[Pieces, ...]
 
     @property
     def num_ranks(self) -> int:

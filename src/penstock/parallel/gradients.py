@@ -1,244 +1,24 @@
-"""Gradients and parameters in flat buckets, and the sums of gradients over ranks.
-
-Every parameter is a view of a bucket's flat tensor and so is its gradient, at the same offset. Each parameter's place
-is padded to whole cache lines. A vectorised kernel that runs over a flat tensor then treats an element alike wherever
-its parameter lies, so weights do not depend on how the model was cut.
-"""
+"""One stage's gradients: accumulated in flat buckets, and summed over ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from penstock.parallel.buckets import (
+    CAP_BYTES,
+    Bucket,
+    Place,
+    Reduction,
+    fill_buckets,
+    is_16_bit,
+    make_bucket,
+    unplaced,
+)
 from penstock.parallel.collectives import Collectives, Handle, Observer
-
-CAP_BYTES = 25 * 2**20
-_LINE_BYTES = 64
-
-
-@dataclass(frozen=True)
-class Reduction:
-    """The ranks over which a gradient is summed.
-
-    Source: Rajbhandari et al. 2020 (ZeRO), section 5.1.
-    """
-
-    #: ranks that hold the same parameter and see other tokens
-    group: dist.ProcessGroup | None = None
-    #: ranks that see the same tokens and each compute a part of the gradient, which is summed over them first
-    among: dist.ProcessGroup | None = None
-    #: if ranks of `among` hold different parts of the parameter, this rank's; only ranks with the same one are summed
-    part: int = 0
-    #: the number of these parts
-    num_parts: int = 1
-    #: whether each rank of `group` gets the sum of only the elements that it owns, and steps them (ZeRO-1)
-    sharded: bool = False
-    #: parameters with another name here never share a bucket
-    alone: str = ""
-    #: whether the parameter is a copy in another's storage, which is stepped there; only its gradient lies here
-    lent: bool = False
-
-    @property
-    def num_owners(self) -> int:
-        """The number of ranks that divide a bucket's elements among them for the optimizer's step."""
-        return self.group.size() if self.sharded and self.group is not None else 1
-
-
-@dataclass(frozen=True, eq=False)
-class Place:
-    """Elements of a parameter in a flat tensor."""
-
-    #: the parameter's full name
-    name: str
-    parameter: nn.Parameter
-    #: the position of the first of these elements in the flat tensor
-    start: int
-    #: the elements, `first` ... `last - 1`, as they are numbered in the flattened parameter
-    first: int
-    last: int
-
-    @classmethod
-    def whole(cls, name: str, parameter: nn.Parameter, start: int) -> Place:
-        return cls(name, parameter, start, 0, parameter.numel())
-
-    @property
-    def is_whole(self) -> bool:
-        return self.last - self.first == self.parameter.numel()
-
-    def view(self, flat: Tensor) -> Tensor:
-        """These elements of a flat tensor, flat."""
-        return flat[self.start : self.start + self.last - self.first]
-
-    def cut(self, owned: slice) -> Place:
-        """The part of this place within `owned`, counted from there; it may be empty."""
-        first = max(owned.start - self.start, self.first)
-        last = min(owned.stop - self.start, self.last)
-        return Place(self.name, self.parameter, self.start + first - owned.start, first, last)
-
-
-@dataclass(frozen=True, eq=False)
-class Bucket:
-    """Parameters that are reduced by one collective and stepped by one kernel."""
-
-    #: the whole parameters, in the order in which they lie
-    places: tuple[Place, ...]
-    #: flat, in the parameters' type, zero between places; empty for lent parameters
-    parameters: Tensor
-    #: flat and of the same length, fp32 for 16-bit parameters, else in the parameters' type; zero between places
-    gradients: Tensor
-    #: whether weight decay applies
-    decays: bool
-    #: the ranks over which the gradients are summed
-    reduction: Reduction
-
-    def views(self, flat: Tensor) -> dict[str, Tensor]:
-        """The parameters' parts of a flat tensor of this bucket's length (parameters, gradients), in their shapes."""
-        return {place.name: place.view(flat).view(place.parameter.shape) for place in self.places}
-
-    @property
-    def owned(self) -> slice:
-        """The elements that this rank steps: all, unless the ranks with the same parameters divide them (ZeRO-1)."""
-        length = self.gradients.numel() // self.reduction.num_owners
-        rank = self.reduction.group.rank() if self.reduction.num_owners > 1 and self.reduction.group else 0
-        return slice(rank * length, (rank + 1) * length)
-
-    @property
-    def owned_places(self) -> list[Place]:
-        """The parameters' elements that this rank steps, placed within `owned`; some parameters may have none."""
-        if self.reduction.num_owners == 1:
-            return list(self.places)
-        cut = [place.cut(self.owned) for place in self.places]
-        return [place for place in cut if place.first < place.last]
-
-
-@dataclass(frozen=True)
-class StateBytes:
-    """The bytes of a rank's training state, without activations."""
-
-    parameters: int
-    gradients: int
-    #: running means and fp32 masters
-    optimizer: int
-
-    @property
-    def total(self) -> int:
-        return self.parameters + self.gradients + self.optimizer
-
-    def __add__(self, other: StateBytes) -> StateBytes:
-        return StateBytes(
-            self.parameters + other.parameters, self.gradients + other.gradients, self.optimizer + other.optimizer
-        )
-
-
-def state_bytes(
-    parameters: Sequence[tuple[str, nn.Parameter]],
-    group: dist.ProcessGroup | None = None,
-    reductions: Mapping[str, Reduction] | None = None,
-    cap_bytes: int = CAP_BYTES,
-    num_states: int = 2,
-) -> StateBytes:
-    """The bytes that `GradientBuckets` of these parameters, which may be on `meta`, and their optimizer would take.
-
-    num_states: tensors of an optimizer's state that are as long as the parameters.
-    """
-    total = StateBytes(0, 0, 0)
-    for entries in _fill(_unplaced(parameters, group, reductions or {}), cap_bytes):
-        parameter, length = entries[0].parameter, _bucket_length(entries)
-        gradient_size, num_owners = _gradient_dtype(parameter).itemsize, entries[0].reduction.num_owners
-        num_copies = num_states + _is_16_bit(parameter)  # the latter have masters
-        num_values = 0 if entries[0].reduction.lent else length
-        total += StateBytes(
-            num_values * parameter.element_size(),
-            length * gradient_size,
-            num_values // num_owners * gradient_size * num_copies,
-        )
-    return total
-
-
-@dataclass(frozen=True, eq=False)
-class _Unplaced:
-    """A parameter that is to be given a place in a bucket."""
-
-    name: str
-    parameter: nn.Parameter
-    reduction: Reduction
-
-    @property
-    def kind(self) -> tuple[torch.dtype, torch.device, bool, Reduction]:
-        return self.parameter.dtype, self.parameter.device, _decays(self.parameter), self.reduction
-
-
-def _unplaced(
-    parameters: Sequence[tuple[str, nn.Parameter]],
-    group: dist.ProcessGroup | None,
-    reductions: Mapping[str, Reduction],
-) -> list[_Unplaced]:
-    ordinary = Reduction(group)
-    return [_Unplaced(name, p, reductions.get(name, ordinary)) for name, p in parameters if p.requires_grad]
-
-
-def _fill(entries: Sequence[_Unplaced], cap_bytes: int) -> list[list[_Unplaced]]:
-    """Sort parameters into buckets, in order, with one open bucket of each kind."""
-    filled: list[list[_Unplaced]] = []
-    open_bucket: dict[tuple[torch.dtype, torch.device, bool, Reduction], tuple[list[_Unplaced], int]] = {}
-    for entry in entries:
-        need_bytes = _padded_length(entry.parameter) * _gradient_dtype(entry.parameter).itemsize
-        bucket, bucket_bytes = open_bucket.get(entry.kind, ([], cap_bytes))
-        if bucket_bytes + need_bytes > cap_bytes:
-            bucket, bucket_bytes = [], 0
-            filled.append(bucket)
-        bucket.append(entry)
-        open_bucket[entry.kind] = (bucket, bucket_bytes + need_bytes)
-    return filled
-
-
-def _make_bucket(entries: Sequence[_Unplaced]) -> Bucket:
-    """Move parameters, with their values, into new flat storage, and lay out their gradients beside it.
-
-    Lent parameters stay where they are.
-    """
-    first, reduction = entries[0].parameter, entries[0].reduction
-    places, end = [], 0
-    for entry in entries:
-        places.append(Place.whole(entry.name, entry.parameter, end))
-        end += _padded_length(entry.parameter)
-    end = _bucket_length(entries)
-    flat = torch.zeros(0 if reduction.lent else end, dtype=first.dtype, device=first.device)
-    gradients = torch.zeros(end, dtype=_gradient_dtype(first), device=first.device)
-    for place in places if not reduction.lent else []:
-        view = place.view(flat).view(place.parameter.shape)
-        view.copy_(place.parameter.detach())
-        place.parameter.data = view
-    return Bucket(tuple(places), flat, gradients, _decays(first), reduction)
-
-
-def _bucket_length(entries: Sequence[_Unplaced]) -> int:
-    """Elements of a bucket: its parameters' padded lengths, and whole cache lines for every owner."""
-    share = _LINE_BYTES // entries[0].parameter.element_size() * entries[0].reduction.num_owners
-    return -(-sum(_padded_length(entry.parameter) for entry in entries) // share) * share
-
-
-def _padded_length(parameter: nn.Parameter) -> int:
-    # In elements of the parameter's own type, which is never wider than its gradient's.
-    line = _LINE_BYTES // parameter.element_size()
-    return -(-parameter.numel() // line) * line
-
-
-def _decays(parameter: nn.Parameter) -> bool:
-    return parameter.ndim >= 2
-
-
-def _is_16_bit(parameter: nn.Parameter) -> bool:
-    return parameter.element_size() == 2
-
-
-def _gradient_dtype(parameter: nn.Parameter) -> torch.dtype:
-    return torch.float32 if _is_16_bit(parameter) else parameter.dtype
 
 
 class GradientBuckets:
@@ -285,8 +65,8 @@ class GradientBuckets:
         _check_distinct(parameters)
         self._observer = observer
         self._pending, self._gathering = [], []
-        trained = _unplaced(parameters, group, reductions or {})
-        self.buckets = tuple(_make_bucket(entries) for entries in _fill(trained, cap_bytes))
+        trained = unplaced(parameters, group, reductions or {})
+        self.buckets = tuple(make_bucket(entries) for entries in fill_buckets(trained, cap_bytes))
         self._gradients = {
             name: view for bucket in self.buckets for name, view in bucket.views(bucket.gradients).items()
         }
@@ -294,7 +74,7 @@ class GradientBuckets:
         for place in self._places():
             view = self._gradients[place.name]
             place.parameter.main_grad = view  # type: ignore[attr-defined]
-            hook = _add_and_drop if _is_16_bit(place.parameter) else _keep_in_view
+            hook = _add_and_drop if is_16_bit(place.parameter) else _keep_in_view
             self._hooks.append(place.parameter.register_post_accumulate_grad_hook(hook))
         self.zero_()
 
@@ -319,7 +99,7 @@ class GradientBuckets:
         for bucket in self.buckets:
             bucket.gradients.zero_()
         for place in self._places():
-            place.parameter.grad = None if _is_16_bit(place.parameter) else self._gradients[place.name]
+            place.parameter.grad = None if is_16_bit(place.parameter) else self._gradients[place.name]
 
     def launch(self) -> None:
         """Start summing every bucket over its group, in one fixed order; no backward may follow before `wait`.

@@ -5,7 +5,7 @@ import torch
 
 from penstock.data import NO_LABEL, PackedBatch, part_of
 from penstock.data.packed import Extent
-from penstock.parallel import ContextCut, cut_sequences
+from penstock.model.sequences import ContextCut, cut_sequences
 
 
 def example() -> PackedBatch:

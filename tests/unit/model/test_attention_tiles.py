@@ -14,7 +14,7 @@ from penstock.model.attention.kernels import (
     merge,
 )
 from penstock.model.attention.tiles import Positions, Relation, Sight, Tile, tiles
-from penstock.parallel.sequence_cut import ContextCut, cut_sequences
+from penstock.model.sequences import ContextCut, cut_sequences
 
 SIGHTS = [Sight(causal, window) for causal in (True, False) for window in (None, 1, 2, 5, 9, 50)]
 

@@ -21,6 +21,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from penstock.model.aux_losses import AuxLoss, AuxLosses, FutureTokens
 from penstock.model.groups import ModelGroups
 from penstock.model.layers.attention import attention_block
 from penstock.model.layers.functions import RMSNorm
@@ -31,7 +32,7 @@ from penstock.model.linear import Linear
 from penstock.model.loss import ShardedLogits, cross_entropy_sum
 from penstock.model.matmul import Matmul
 from penstock.model.segments import Beside, Compute, Segment, SegmentedUnit, State
-from penstock.model.sequences import AuxLoss, AuxLosses, FutureTokens, Sequences
+from penstock.model.sequences import Sequences
 from penstock.settings import ModelConfig
 
 

@@ -12,10 +12,11 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
+from penstock.model.aux_losses import AuxLoss, AuxLosses
 from penstock.model.groups import ModelGroups
 from penstock.model.linear import Linear
 from penstock.model.matmul import Matmul
-from penstock.model.sequences import AuxLoss, AuxLosses, Sequences
+from penstock.model.sequences import Sequences
 from penstock.parallel.collectives import Collectives
 from penstock.settings import ExpertConfig, GroupScore, Scores
 
