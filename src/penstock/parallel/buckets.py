@@ -25,19 +25,19 @@ class Reduction:
     Source: Rajbhandari et al. 2020 (ZeRO), section 5.1.
     """
 
-    #: ranks that hold the same parameter and see other tokens
+    #: ranks that hold the same parameter and see different tokens
     group: dist.ProcessGroup | None = None
     #: ranks that see the same tokens and each compute a part of the gradient, which is summed over them first
     among: dist.ProcessGroup | None = None
-    #: if ranks of `among` hold different parts of the parameter, this rank's; only ranks with the same one are summed
+    #: this rank's part if ranks of `among` hold different parts of the parameter; only equal parts are summed
     part: int = 0
     #: the number of these parts
     num_parts: int = 1
-    #: whether each rank of `group` gets the sum of only the elements that it owns, and steps them (ZeRO-1)
+    #: True if each rank of `group` gets the sum of only the elements that it owns, and steps them (ZeRO-1)
     sharded: bool = False
-    #: parameters with another name here never share a bucket
+    #: parameters with different names here never share a bucket
     alone: str = ""
-    #: whether the parameter is a copy in another's storage, which is stepped there; only its gradient lies here
+    #: True if the parameter is a copy in another's storage, which is stepped there; only its gradient lies here
     lent: bool = False
 
     @property
@@ -55,7 +55,7 @@ class Place:
     parameter: nn.Parameter
     #: the position of the first of these elements in the flat tensor
     start: int
-    #: the elements, `first` ... `last - 1`, as they are numbered in the flattened parameter
+    #: the elements `first` ... `last - 1` of the flattened parameter
     first: int
     last: int
 
@@ -82,13 +82,13 @@ class Place:
 class Bucket:
     """Parameters that are reduced by one collective and stepped by one kernel."""
 
-    #: the whole parameters, in the order in which they lie
+    #: the whole parameters, in the order of their offsets
     places: tuple[Place, ...]
     #: flat, in the parameters' type, zero between places; empty for lent parameters
     parameters: Tensor
     #: flat and of the same length, fp32 for 16-bit parameters, else in the parameters' type; zero between places
     gradients: Tensor
-    #: whether weight decay applies
+    #: True if weight decay applies
     decays: bool
     #: the ranks over which the gradients are summed
     reduction: Reduction
@@ -99,7 +99,7 @@ class Bucket:
 
     @property
     def owned(self) -> slice:
-        """The elements that this rank steps: all, unless the ranks with the same parameters divide them (ZeRO-1)."""
+        """The elements that this rank steps: all, unless ranks with the same parameters divide them (ZeRO-1)."""
         length = self.gradients.numel() // self.reduction.num_owners
         rank = self.reduction.group.rank() if self.reduction.num_owners > 1 and self.reduction.group else 0
         return slice(rank * length, (rank + 1) * length)
@@ -139,9 +139,9 @@ def state_bytes(
     cap_bytes: int = CAP_BYTES,
     num_states: int = 2,
 ) -> StateBytes:
-    """The bytes that `GradientBuckets` of these parameters, which may be on `meta`, and their optimizer would take.
+    """Compute the bytes that `GradientBuckets` of these parameters, which may be on `meta`, and their optimizer take.
 
-    num_states: tensors of an optimizer's state that are as long as the parameters.
+    num_states: the number of the optimizer's state tensors that are as long as the parameters.
     """
     total = StateBytes(0, 0, 0)
     for entries in fill_buckets(unplaced(parameters, group, reductions or {}), cap_bytes):
@@ -159,7 +159,7 @@ def state_bytes(
 
 @dataclass(frozen=True, eq=False)
 class Unplaced:
-    """A parameter that is to be given a place in a bucket."""
+    """A parameter that has no place in a bucket yet."""
 
     name: str
     parameter: nn.Parameter
@@ -197,7 +197,7 @@ def fill_buckets(entries: Sequence[Unplaced], cap_bytes: int) -> list[list[Unpla
 def make_bucket(entries: Sequence[Unplaced]) -> Bucket:
     """Move parameters, with their values, into new flat storage, and lay out their gradients beside it.
 
-    Lent parameters stay where they are.
+    Lent parameters keep their storage.
     """
     first, reduction = entries[0].parameter, entries[0].reduction
     places, end = [], 0
@@ -215,7 +215,7 @@ def make_bucket(entries: Sequence[Unplaced]) -> Bucket:
 
 
 def _bucket_length(entries: Sequence[Unplaced]) -> int:
-    """Elements of a bucket: its parameters' padded lengths, and whole cache lines for every owner."""
+    """The elements of a bucket: its parameters' padded lengths, rounded to whole cache lines for every owner."""
     share = _LINE_BYTES // entries[0].parameter.element_size() * entries[0].reduction.num_owners
     return -(-sum(_padded_length(entry.parameter) for entry in entries) // share) * share
 

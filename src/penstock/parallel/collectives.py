@@ -1,8 +1,8 @@
-"""Collectives that are launched without waiting, and the one handle by which they are waited for.
+"""Collectives that are launched without waiting, and the handle that waits for them.
 
 Inputs must not be written to before `wait` has returned. Nothing here is differentiable: a segment or an autograd
-function says what the backward is. An `Observer` learns of every launch and, through the handle that it gives back, of
-the wait and the end: so the trace knows which time was hidden behind compute, and no layer knows of the trace.
+function defines the backward. An `Observer` sees every launch and, through the handle that it returns, the wait and the
+end. So the trace knows which time was hidden by compute, and no layer knows of the trace.
 
 Shapes: N rows of this rank, P ranks of the group; all dimensions after the first are carried along.
 """
@@ -23,15 +23,15 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class Handle(Protocol[T_co]):
-    """A collective that has been launched, as torch.distributed's own `Work` is one."""
+    """A collective that has been launched, such as torch.distributed's own `Work`."""
 
     def wait(self) -> T_co:
-        """Wait for the result and return it; on a GPU, order the current stream behind the collective."""
+        """Wait for the result and return it; on a GPU, order the current stream after the collective."""
         ...
 
 
 class Observer(Protocol):
-    """Learns of every collective as soon as it has been launched."""
+    """Sees every collective as soon as it has been launched."""
 
     def follow(
         self, kind: CollectiveKind, num_bytes: int, work: Handle[object], group: dist.ProcessGroup | None = None
@@ -63,7 +63,7 @@ class Pending(Handle[T_co]):
 class Collectives:
     """Launches the collectives of one group; every rank of it makes the same calls in the same order.
 
-    Without a group this rank is alone, and every call gives its input back.
+    Without a group this rank is alone, and every call returns its input.
     """
 
     #: the ranks; None for this rank alone
@@ -75,7 +75,7 @@ class Collectives:
         self.group, self.observer = group, observer
 
     def report_to(self, observer: Observer) -> None:
-        """From here on report every launch to this observer."""
+        """Report every launch from now on to this observer."""
         self.observer = observer
 
     @property
@@ -91,9 +91,9 @@ class Collectives:
     def all_to_all(
         self, x: Tensor, sent: Sequence[int] | None = None, received: Sequence[int] | None = None
     ) -> Handle[Tensor]:
-        """Give each rank its part of the rows, and take from each its part for this one, in the order of ranks.
+        """Send each rank its part of the rows, and receive each rank's part for this one, in the order of ranks.
 
-        `sent` and `received` are the rows for and from each rank; left out, all parts are equal.
+        `sent` and `received` count the rows for and from each rank; by default, all parts are equal.
         """
         if self.group is None:
             return Pending(lambda: x)
@@ -104,7 +104,7 @@ class Collectives:
         return self._launched(CollectiveKind.ALL_TO_ALL, work, x, lambda: arrived)
 
     def all_gather(self, x: Tensor) -> Handle[Tensor]:
-        """All ranks' rows one behind the other: [N, ...] -> [P N, ...]; N is equal on all ranks."""
+        """Concatenate all ranks' rows: [N, ...] -> [P N, ...]; N is equal on all ranks."""
         if self.group is None:
             return Pending(lambda: x)
         x = x.contiguous()
@@ -113,13 +113,13 @@ class Collectives:
         return self._launched(CollectiveKind.ALL_GATHER, work, x, lambda: arrived)
 
     def reduce_scatter(self, x: Tensor) -> Handle[Tensor]:
-        """The sum over ranks of this rank's part of the rows: [P N, ...] -> [N, ...]."""
+        """Sum this rank's part of the rows over ranks: [P N, ...] -> [N, ...]."""
         if self.group is None:
             return Pending(lambda: x)
         return self._reduce_scatter(CollectiveKind.REDUCE_SCATTER, x.contiguous(), None)
 
     def all_reduce(self, x: Tensor) -> Handle[Tensor]:
-        """The sum over ranks; the input keeps its values."""
+        """Sum over ranks into a new tensor; the input keeps its values."""
         if self.group is None:
             return Pending(lambda: x)
         total = x.clone(memory_format=torch.contiguous_format)
@@ -127,7 +127,7 @@ class Collectives:
         return self._launched(CollectiveKind.ALL_REDUCE, work, x, lambda: total)
 
     def send_receive(self, x: Tensor, to: int, source: int, num_rows: int | None = None) -> Handle[Tensor]:
-        """Send to one rank of the group, and receive `num_rows` (or as many) from one: a step round a ring."""
+        """Send to one rank of the group, and receive `num_rows` (by default the same number): a step round a ring."""
         if self.group is None:
             return Pending(lambda: x)
         x = x.contiguous()
@@ -148,12 +148,12 @@ class Collectives:
         return self._launched(CollectiveKind.GRADIENTS, work, flat, lambda: flat)
 
     def sum_owned_gradients(self, flat: Tensor) -> Handle[Tensor]:
-        """Sum over the group into the part that this rank owns; the rest of `flat` is undefined from then on."""
+        """Sum over the group into the part that this rank owns; the rest of `flat` becomes undefined."""
         return self._reduce_scatter(CollectiveKind.GRADIENTS, flat, self.owned_part(flat))
 
     def gather_owned(self, flat: Tensor) -> Handle[Tensor]:
         """Give every rank the parts that the others own, in place."""
-        # As bytes, since gloo does not know every type. A copy, since what is sent must not lie where data arrives.
+        # As bytes, since gloo does not support every type. A copy, since input and output must not overlap.
         own = self.owned_part(flat).clone()
         work = _all_gather(flat.view(torch.uint8), own.view(torch.uint8), group=self.group, async_op=True)
         return self._launched(CollectiveKind.ALL_GATHER, work, own, lambda: flat)
@@ -167,7 +167,7 @@ class Collectives:
         """Sum this rank's part of the rows into `out`, or into a new tensor."""
         num_rows = x.shape[0] // self.size
         if x.device.type == "cpu":
-            # gloo would sum all rows on every rank and drop the rest: twice the bytes, and a sum that makes all wait.
+            # gloo would sum all rows on every rank and drop most: twice the bytes, and a sum that delays all ranks.
             parts = torch.empty_like(x)
             work = dist.all_to_all_single(parts, x, group=self.group, async_op=True)
             return self._launched(
@@ -197,7 +197,7 @@ def observe(module: nn.Module, observer: Observer) -> int:
 
 
 def gather_uneven(x: Tensor, lengths: Sequence[int], group: dist.ProcessGroup | None, dim: int = 0) -> list[Tensor]:
-    """Give every rank all ranks' tensors, which differ in their length along `dim` alone; `lengths` are by rank."""
+    """Give every rank all ranks' tensors, which differ only in their length along `dim`; `lengths` are by rank."""
     if group is None:
         return [x]
     # gloo gathers equal lengths only.

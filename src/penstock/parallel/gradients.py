@@ -24,26 +24,26 @@ from penstock.parallel.collectives import Collectives, Handle, Observer
 class GradientBuckets:
     """Owner of one stage's flat parameters and gradients; gradients accumulate in at least fp32, summed over ranks.
 
-    `parameters` are (full name, parameter) pairs; those that require no gradient are left alone. From here on a
-    parameter's data is a view of flat storage with its values, and `parameter.main_grad` the view its gradient
-    accumulates in. For fp32 and fp64 parameters `parameter.grad` is that same view. For 16-bit ones each backward
-    adds into it and drops `parameter.grad`. A parameter that no backward reaches has the gradient zero.
+    `parameters` are (full name, parameter) pairs; those that require no gradient are left alone. From now on a
+    parameter's data is a view of flat storage with its values, and `parameter.main_grad` the view in which its gradient
+    accumulates. For fp32 and fp64 parameters `parameter.grad` is that same view. For 16-bit ones each backward adds
+    into it and drops `parameter.grad`. A parameter that no backward reaches has the gradient zero.
 
     Parameters fill buckets in the order given, up to `cap_bytes` of gradients each; a larger one has a bucket of its
-    own. One bucket never mixes types, devices, reductions, or parameters with weight decay and without (those of one
-    dimension: norms and biases). `reductions` are by full name; other gradients are summed over `group`.
+    own. A bucket never mixes types, devices, reductions, or parameters with and without weight decay (without: those of
+    one dimension, norms and biases). `reductions` are by full name; other gradients are summed over `group`.
 
-    A step is ``zero_(); backward passes; launch(); ...; wait()``. `zero_` also clears up after a step that failed
-    anywhere in between. Where the step is shared out, `gather` follows it, and `settle` before parameters are read.
+    A step is ``zero_(); backward passes; launch(); ...; wait()``. `zero_` also cleans up after a step that failed
+    anywhere in between. If ranks share the step (ZeRO-1), `gather` follows it, and `settle` before parameters are read.
 
-    `observer` learns of each reduction that has been launched.
+    `observer` sees each reduction that is launched.
 
     Raises: ValueError for a name or a parameter given twice.
     """
 
     #: flat parameters and gradients, in the order in which their reductions are launched
     buckets: tuple[Bucket, ...]
-    #: learns of every collective
+    #: sees every collective
     _observer: Observer | None
     #: the reductions that `launch` has started
     _pending: list[Handle[Tensor]]
@@ -51,7 +51,7 @@ class GradientBuckets:
     _gathering: list[Handle[Tensor]]
     #: full name -> the parameter's gradient, a view of its bucket
     _gradients: dict[str, Tensor]
-    #: what `close` takes off the parameters
+    #: the parameters' hooks, which `close` removes
     _hooks: list[RemovableHandle]
 
     def __init__(
@@ -89,11 +89,11 @@ class GradientBuckets:
         return {place.name: place.parameter for place in self._places()}
 
     def gradient(self, name: str) -> Tensor:
-        """Give one parameter's gradient as a view: fp32, or fp64 for an fp64 parameter."""
+        """One parameter's gradient as a view: fp32, or fp64 for an fp64 parameter."""
         return self._gradients[name]
 
     def zero_(self) -> None:
-        """Set all gradients to zero, attach them again where someone took them off, and forget an unfinished step."""
+        """Set all gradients to zero, reattach them where they were removed, and forget an unfinished step."""
         # A reduction that was launched before a failure may still write into the buckets.
         self.wait()
         for bucket in self.buckets:
@@ -104,7 +104,7 @@ class GradientBuckets:
     def launch(self) -> None:
         """Start summing every bucket over its group, in one fixed order; no backward may follow before `wait`.
 
-        Gradients that several ranks have computed in part are summed among them before this returns; they are small.
+        Gradients that several ranks have each computed in part are summed before this returns; they are small.
         """
         assert not self._pending, "launched twice without a wait"
         for bucket in self.buckets:
@@ -124,20 +124,20 @@ class GradientBuckets:
         if reduction.num_parts == 1:
             collectives.sum_gradients(bucket.gradients).wait()
             return
-        # A row for each part, with zeros in those of others: one sum over all ranks needs no group for every few.
+        # One row for each part, zero on ranks with other parts: one sum over all ranks needs no groups of a few.
         rows = bucket.gradients.new_zeros(reduction.num_parts, bucket.gradients.numel())
         rows[reduction.part] = bucket.gradients
         collectives.sum_gradients(rows).wait()
         bucket.gradients.copy_(rows[reduction.part])
 
     def wait(self) -> None:
-        """Wait for what `launch` started (on a GPU: order the current stream after it)."""
+        """Wait for the reductions that `launch` started (on a GPU: order the current stream after them)."""
         pending, self._pending = self._pending, []
         for handle in pending:
             handle.wait()
 
     def gather(self) -> None:
-        """Start giving every rank the parameters that others have stepped; they may be read after `settle`."""
+        """Start to give every rank the parameters that others have stepped; they may be read after `settle`."""
         self.settle()
         for bucket in self.buckets:
             reduction = bucket.reduction
@@ -145,7 +145,7 @@ class GradientBuckets:
                 self._gathering.append(Collectives(reduction.group, self._observer).gather_owned(bucket.parameters))
 
     def settle(self) -> None:
-        """Wait for what `gather` started; costs nothing where nothing is under way."""
+        """Wait for what `gather` started; costs nothing if nothing is in flight."""
         gathering, self._gathering = self._gathering, []
         for handle in gathering:
             handle.wait()
@@ -160,7 +160,7 @@ class GradientBuckets:
         }
 
     def close(self) -> None:
-        """Take the hooks off the parameters, which keep their values and their storage."""
+        """Remove the hooks from the parameters, which keep their values and their storage."""
         for hook in self._hooks:
             hook.remove()
 
@@ -171,10 +171,10 @@ class GradientBuckets:
 def sum_tied(ties: Mapping[str, str], gradients: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> None:
     """Give all copies of every tied parameter the sum of their gradients, once.
 
-    ties: full name of the copy -> full name of the owner; an owner's copies lie together. gradients: this rank's, by
+    ties: full name of the copy -> full name of the owner; an owner's copies are on one rank. gradients: this rank's, by
     full name, reduced over dp. group: the two ranks that hold the owner and its copies, used for a tie of which this
-    rank holds one side alone. Called by all ranks that hold one. Copies are added up first, so that there are two
-    summands, and the result is bitwise the same wherever both sides lie.
+    rank holds only one side. All ranks that hold a side call it. Copies are added up first, so that there are two
+    summands, and the result is bitwise the same wherever the two sides are.
     """
     for owner in sorted(set(ties.values())):
         copies = [gradients[name] for name, of in sorted(ties.items()) if of == owner and name in gradients]
@@ -195,7 +195,7 @@ def _check_distinct(parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
     seen: dict[int, str] = {}
     for name, parameter in parameters:
         if name in names:
-            raise ValueError(f"two parameters of one stage bear the name {name!r}")
+            raise ValueError(f"two parameters of one stage have the name {name!r}")
         if id(parameter) in seen:
             raise ValueError(f"{name!r} and {seen[id(parameter)]!r} are one parameter; give it once, or tie two copies")
         names.add(name)
@@ -203,13 +203,13 @@ def _check_distinct(parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
 
 
 def _add_and_drop(parameter: Tensor) -> None:
-    if parameter.grad is not None:  # none is brought where a linear layer's waits for W
+    if parameter.grad is not None:  # None if a linear layer's weight gradient waits for W
         parameter.main_grad.add_(parameter.grad)  # type: ignore[attr-defined]
         parameter.grad = None
 
 
 def _keep_in_view(parameter: Tensor) -> None:
-    # Autograd has accumulated in place, unless someone took the view off: then what it left is a tensor of its own.
+    # Autograd has accumulated in place, unless the view was removed: then the gradient is a tensor of its own.
     view = parameter.main_grad  # type: ignore[attr-defined]
     if parameter.grad is not view:
         view.add_(parameter.grad)

@@ -25,8 +25,8 @@ def connect(layout: Layout, device: torch.device, timeout: datetime.timedelta | 
     if world_size == 1:
         return Grid(layout, device, rank=0)
     rank, everyone = dist.get_rank(), (tuple(range(world_size)),)
-    # All groups of the world in one order on every rank, each used once at once: communicators that are made
-    # on first use wait for each other in whatever order the ranks happen to come.
+    # Every rank makes all groups of the world in one order and uses each immediately: communicators that are made on
+    # first use would wait for each other in whatever order the ranks arrive.
     on_device = _GroupMaker(rank, "nccl" if device.type == "cuda" else "gloo", device, timeout)
     on_host = _GroupMaker(rank, "gloo", torch.device("cpu"), timeout)
     control, pp_control = on_host.make(everyone), on_host.make(layout.groups("pp"))
@@ -55,7 +55,7 @@ def connect(layout: Layout, device: torch.device, timeout: datetime.timedelta | 
 
 @dataclass(frozen=True, eq=False)
 class Grid:
-    """One rank's place in a connected layout, and its groups; a group is None where the rank would be alone in it."""
+    """One rank's place in a connected layout, and its groups; a group is None if the rank would be alone in it."""
 
     #: the sizes of the grid's axes
     layout: Layout
@@ -67,13 +67,13 @@ class Grid:
     # -- on host memory
     #: all ranks
     control: dist.ProcessGroup | None = None
-    #: all ranks again, for a thread beside the main one, since two threads may not share a group
+    #: all ranks again, for a background thread, since two threads must not share a group
     background: dist.ProcessGroup | None = None
     #: the ranks of this pipeline
     pp_control: dist.ProcessGroup | None = None
     #: the ranks that get the same batch; they differ in pp, cp and tp
     batch_control: dist.ProcessGroup | None = None
-    #: the ranks that hold a copy of the model between them
+    #: the ranks that together hold one copy of the model
     model_control: dist.ProcessGroup | None = None
 
     # -- on device tensors
@@ -83,7 +83,7 @@ class Grid:
     cp_group: dist.ProcessGroup | None = None
     #: the ranks that share experts, in order of place
     ep_group: dist.ProcessGroup | None = None
-    #: the ranks that hold the same parameters and see other tokens; gradients are summed over them
+    #: the ranks that hold the same parameters and see different tokens; gradients are summed over them
     dp_cp_group: dist.ProcessGroup | None = None
     #: the ranks that hold the same experts; the experts' gradients are summed over them
     edp_group: dist.ProcessGroup | None = None
@@ -140,7 +140,7 @@ def _mirrored(pipelines: Groups) -> Groups:
 
 @dataclass(frozen=True)
 class _GroupMaker:
-    """Makes groups of one backend; those of a single rank are left out, since each costs gloo a thread."""
+    """Makes groups of one backend, except those of a single rank, since each group costs gloo a thread."""
 
     rank: int
     backend: str
@@ -148,7 +148,7 @@ class _GroupMaker:
     timeout: datetime.timedelta | None
 
     def make(self, groups: Groups) -> dist.ProcessGroup | None:
-        """Make every group of one kind and return the one this rank is in, after a first collective through it."""
+        """Make every group of one kind; return the one that this rank is in, after a first collective through it."""
         mine = None
         for ranks in groups:
             if len(ranks) < 2:

@@ -1,7 +1,7 @@
 """Small host-side values between ranks, and errors that one rank raises for all.
 
-Values travel as JSON and tensors as bytes: nothing that comes from a peer is ever unpickled. Every `group` here carries
-host memory (gloo); None stands for a rank that is alone.
+Values travel as JSON and tensors as bytes: nothing from a peer is ever unpickled. Every `group` here carries host
+memory (gloo); None stands for a rank that is alone.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ def on_all_ranks(
 ) -> T:
     """Act, and raise on every rank if any rank's act raised.
 
-    `message` may name the failing rank, its `{error}`, and the `{kind}` of that error. Errors that are not of the type
-    `catch` pass through at once, and no other rank hears of them.
+    `message` may name the failing `{rank}`, its `{error}`, and the `{kind}` of that error. Errors that are not of the
+    type `catch` pass through at once, unknown to other ranks.
 
-    Raises: what the act raised here. Elsewhere, for the first rank whose act raised, the first of `kinds` that its
-    error is an instance of, or else `otherwise`.
+    Raises: the act's own error on this rank. On other ranks, for the first rank whose act raised, the first of `kinds`
+    that its error is an instance of, or else `otherwise`.
     """
     error: Exception | None = None
     result: T | None = None
@@ -75,9 +75,9 @@ def gather_json(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
 
 
 def check_portable(value: Any) -> None:
-    """Refuse what `broadcast_value` cannot send.
+    """Refuse a value that `broadcast_value` cannot send.
 
-    Raises: `TypeError` naming the type, and what would be possible.
+    Raises: `TypeError` naming the type, and the possible ones.
     """
     _packed(value, [])
 
@@ -85,9 +85,9 @@ def check_portable(value: Any) -> None:
 def broadcast_value(value: Any, source: int, group: dist.ProcessGroup | None) -> Any:
     """Give every rank of the group the value of rank `source`: numbers, text, tensors, lists and mappings of them.
 
-    Elsewhere `value` is ignored. Tensors travel through host memory and arrive there; tuples arrive as lists.
+    On other ranks `value` is ignored. Tensors travel through host memory and arrive there; tuples arrive as lists.
 
-    Raises: `TypeError` on the source, before anything is sent, for what cannot be sent: call `check_portable` first.
+    Raises: `TypeError` on the source, before anything is sent, for a value that cannot be: call `check_portable` first.
     """
     if group is None:
         return value
@@ -112,20 +112,20 @@ def broadcast_value(value: Any, source: int, group: dist.ProcessGroup | None) ->
 
 
 def _packed(value: Any, tensors: list[Tensor]) -> Any:
-    """The value as JSON can hold it; each tensor is appended to `tensors` and replaced by its description."""
+    """The value as JSON; each tensor is appended to `tensors` and replaced by its description."""
     if isinstance(value, Tensor):
         tensors.append(value.detach().cpu().contiguous())
         return {_TENSOR: [str(value.dtype).removeprefix("torch."), list(value.shape)]}
     if isinstance(value, Mapping):
         if not all(isinstance(name, str) and name != _TENSOR for name in value):
-            raise TypeError(f"the names of a mapping that goes to other ranks are texts, not {list(value)}")
+            raise TypeError(f"the names of a mapping that goes to other ranks must be strings, not {list(value)}")
         return {name: _packed(inner, tensors) for name, inner in value.items()}
     if isinstance(value, list | tuple):
         return [_packed(inner, tensors) for inner in value]
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise TypeError(
-        f"a {type(value).__name__} can not go to other ranks; possible are numbers, texts, tensors, None, "
+        f"a {type(value).__name__} cannot go to other ranks; possible are numbers, strings, tensors, None, "
         "and lists and mappings of them"
     )
 

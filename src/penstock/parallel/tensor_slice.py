@@ -1,6 +1,6 @@
 """Slices of tensors: the elements of a parameter that a rank, a checkpoint or a model's file has.
 
-Checkpoints, ZeRO, and the reading and writing of Hugging Face's files all cut and join tensors with these.
+Checkpoints, ZeRO, and the import and export of Hugging Face files all cut and join tensors with these.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class TensorSlice:
 
     @classmethod
     def at(cls, full_shape: Shape, *index: int | slice) -> TensorSlice:
-        """The elements at an index, with one for the length of dimensions that the index numbers.
+        """The elements at an index; a dimension that is indexed by a number gets the length one.
 
         Example:
             >>> print(TensorSlice.at((8, 6), 3, slice(2, 4)))
@@ -100,10 +100,10 @@ class Shard:
     """This rank's part of a parameter that ranks share: one of `count` consecutive parts along one dimension.
 
     If `count` does not divide the dimension, the first parts are longer by one; none is padded. If there are fewer
-    parts than ranks, neighbouring ranks have the same part.
+    parts than ranks, neighbouring ranks hold the same part.
     """
 
-    #: the ranks that share it: those that share layers, or experts
+    #: the kind of ranks that share it: those that share layers, or experts
     axis: Literal["tp", "ep"]
     #: the dimension that is cut
     dim: int
@@ -154,13 +154,13 @@ class StoredSlice:
     name: str
     #: the elements of the parameter that it has
     part: TensorSlice
-    #: how many of the parameter's first dimensions it lacks, each of length one in `part`: files have the matrices of
-    #: experts one by one, where the parameter has those of all experts
+    #: the number of the parameter's first dimensions that it lacks, each of length one in `part`: files store experts'
+    #: matrices separately, where the parameter stacks those of all experts
     num_dropped: int = 0
 
     @classmethod
     def at(cls, name: str, full_shape: Shape, *index: int | slice) -> StoredSlice:
-        """The stored tensor of that name, at an index of the parameter; it lacks the dimensions of whole numbers."""
+        """The stored tensor of that name, at an index of the parameter; it lacks dimensions indexed by numbers."""
         return cls(name, TensorSlice.at(full_shape, *index), sum(isinstance(i, int) for i in index))
 
     @property
@@ -170,7 +170,7 @@ class StoredSlice:
 
 
 def copies(stored: Iterable[StoredSlice], target: TensorSlice, into: Tensor) -> Iterator[tuple[str, Indices, Tensor]]:
-    """Find what must be read of stored tensors to fill `into`, which has the elements of `target`.
+    """Find the parts of stored tensors to read to fill `into`, which has the elements of `target`.
 
     Yields the stored tensor's name, the indices to read of it, and the view of `into` to copy them to.
     """
@@ -181,7 +181,7 @@ def copies(stored: Iterable[StoredSlice], target: TensorSlice, into: Tensor) -> 
 
 
 def _boxes(first: int, last: int, shape: Shape) -> Iterator[tuple[Shape, Shape]]:
-    """Start and shape of the slices that make up elements `first` ... `last - 1` of a tensor, in their order."""
+    """Yield start and shape of the slices that make up elements `first` ... `last - 1` of a tensor, in order."""
     if first >= last:
         return
     if len(shape) <= 1:
