@@ -105,7 +105,7 @@ def continued(folder: Path) -> list[list[int]]:
 
 def test_a_model_that_keeps_more_than_keys_and_values_can_not_generate(folders: dict[str, Path]) -> None:
     engine = Engine.from_hf(folders["mamba"], options=EngineOptions(device="cpu"), native=False)
-    with pytest.raises(ValueError, match="MambaForCausalLM can not generate"):
+    with pytest.raises(ValueError, match="MambaForCausalLM cannot generate"):
         engine.generate(PROMPTS, SamplingParams(max_new_tokens=1))
 
 

@@ -258,7 +258,7 @@ def test_parts_are_consecutive_cover_everything_and_differ_by_one_at_most() -> N
 )
 def test_ranks_that_can_not_share_a_model_are_refused(change: dict[str, Any], tp: int, possible: str) -> None:
     config = replace(CONFIG, **{"head_dim": 4, **change})
-    with pytest.raises(ValueError, match=rf"tp={tp} can not share .* possible are {possible}$"):
+    with pytest.raises(ValueError, match=rf"tp={tp} cannot share .* possible are {possible}$"):
         decoder_units(config, groups=ModelGroups.planned(tp=tp))
 
 

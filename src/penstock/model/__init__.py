@@ -1,4 +1,4 @@
-"""The decoder as a list of units, and the parts that a stage needs to run it. Process groups are arguments."""
+"""The decoder as a list of units, and the parts that a stage needs to run it; process groups are arguments."""
 
 from penstock.model.aux_losses import AuxLoss, AuxLosses, FutureTokens
 from penstock.model.decoder import decoder_units

@@ -1,7 +1,7 @@
-"""Auxiliary losses that units in the middle of a model add to the loss, and their counts of a microbatch's tokens.
+"""Auxiliary losses that units in the middle of a model add to the loss, and counts of tokens per expert.
 
 An auxiliary loss enters autograd where it is computed: it is attached to a tensor on its way to the main loss, and in
-backward it receives the gradient 1 when that tensor's gradient passes. It is already multiplied with the factor of the
+backward it receives the gradient 1 when that tensor's gradient passes. It is already multiplied by the factor of the
 microbatch's main loss, so the backward may run at any later time.
 """
 
@@ -29,7 +29,7 @@ class AuxLoss(enum.Enum):
 
 @dataclass(frozen=True, eq=False)
 class FutureTokens:
-    """The token and label some places further on in the sequence of each token of a microbatch.
+    """For each token of a microbatch, the token and label a fixed distance further on in its sequence.
 
     Past the end of the sequence the label is -100 and the token is the token itself.
     """
@@ -47,7 +47,7 @@ class FutureTokens:
         return cls(tokens, labels_T.roll(-distance).masked_fill(~inside_T, IGNORED))
 
     def rows(self, rows: Tensor) -> "FutureTokens":
-        """The same for these tokens alone."""
+        """The same for only these tokens."""
         return FutureTokens(self.tokens_T.index_select(0, rows), self.labels_T.index_select(0, rows))
 
 
@@ -58,10 +58,10 @@ class AuxLosses:
     Activation checkpointing computes a unit again in backward; it then replaces its entries by the same values.
     """
 
-    #: of the microbatch's main loss, which is a sum over labels; includes the loss scale
+    #: factor of the microbatch's main loss, which is a sum over labels; includes the loss scale
     factor: float
-    #: of a sum over tokens: the factor times the labels' weight per token of the step, so that a coefficient means the
-    #: same whatever part of the tokens has a label
+    #: factor of a sum over tokens: `factor` times the labels' weight per token of the step, so that a coefficient means
+    #: the same whatever share of the tokens has a label
     per_token: float
     #: tokens one, two, ... places further on, for a head that predicts them; known on the last stage
     ahead: Sequence[FutureTokens] = ()
@@ -71,9 +71,9 @@ class AuxLosses:
     counts: dict[nn.Module, Tensor] = field(default_factory=dict)
 
     def add(self, carrier: Tensor, loss: Tensor, owner: nn.Module, kind: AuxLoss, num_sharing: int = 1) -> Tensor:
-        """The carrier with a loss, which includes its factor, attached to it.
+        """Attach a loss, which includes its factor, to the carrier and return it.
 
-        Where `num_sharing` ranks compute the same loss, each records its share, because records are summed over ranks.
+        If `num_sharing` ranks compute the same loss, each records its share, because records are summed over ranks.
         """
         self.values[owner, kind] = loss.detach() / num_sharing
         return _AttachedLoss.apply(carrier, loss)  # pyright: ignore[reportReturnType]

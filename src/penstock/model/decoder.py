@@ -29,7 +29,7 @@ from penstock.parallel.tensor_slice import Shard
 from penstock.settings import ModelConfig
 
 _EMBEDDING_STD = 0.5
-"""Of an untied embedding: of 0.02, 0.1, 0.5 and 1, a small model learned fastest from this one."""
+"""For an untied embedding: of 0.02, 0.1, 0.5 and 1, a small model learned fastest with this one."""
 
 
 def decoder_units(
@@ -80,7 +80,7 @@ def _spec(
     flops: float,
     tied: Mapping[str, str] | None = None,
 ) -> UnitSpec:
-    """The unit that `build` makes for groups; a parameter has the same name and initial values in all of them."""
+    """Describe the unit that `build` makes; a parameter has the same name and initial values for any groups."""
     with torch.device("meta"):
         own = build(groups)
         whole = own if groups.tp is None and groups.ep is None else build(ModelGroups())
@@ -97,7 +97,7 @@ def _spec(
         flops,
         tied,
         sharding,
-        # Several ranks hold these, and each computes gradients of its own tokens or heads alone.
+        # Several ranks hold these, and each computes gradients only of its own tokens or heads.
         frozenset(parameter for parameter in shapes if split and split.is_repeated(sharding.get(parameter))),
         has_aux_losses=any("router" in parameter for parameter in shapes),
         present=split.logits if split and isinstance(whole, Head) else None,
@@ -105,7 +105,7 @@ def _spec(
 
 
 def _sharding(whole: nn.Module, config: ModelConfig, groups: ModelGroups) -> dict[str, Shard]:
-    """This rank's part of each of a unit's parameters, by name in the module; without those that all ranks hold."""
+    """This rank's part of a unit's parameters, by name in the module; without those that all ranks hold whole."""
     blocks = [f"{path}." if path else "" for path, part in whole.named_modules() if isinstance(part, ExpertBlock)]
     found = {block + name: shard for block in blocks for name, shard in expert_shards(config, groups).items()}
     if groups.tp is not None:
@@ -119,7 +119,7 @@ def _sharding(whole: nn.Module, config: ModelConfig, groups: ModelGroups) -> dic
 
 
 def _rule(full_name: str, shape: torch.Size, config: ModelConfig) -> Initial:
-    """Initial values by the kind of parameter.
+    """Choose the initial values by the kind of parameter.
 
     Source: Radford et al. 2019 (GPT-2), section 2.3, for weights whose output is added to the residual stream.
     """
@@ -143,22 +143,22 @@ _RESIDUAL = 35.0
 _EMBED = 40.0
 _LOSS = 240.0
 _MOVED = 80.0
-"""Operations for one element of the normalised, rotated, ... tensor; of the loss, for one logit."""
+"""Operations for one element of the normalised, rotated, ... tensor; for the loss, one logit."""
 
 _DENSE_GRADIENT = 130.0
-"""For one element of the embedding's weight, once a microbatch: a full gradient tensor is added to the last one."""
+"""Operations for one element of the embedding's weight, once per microbatch: a full gradient is added to the last."""
 
 _ATTENTION_KERNEL = 6.0
-"""Time of an operation in the attention kernel, relative to one in a matrix product."""
+"""The time of an operation in the attention kernel, relative to one in a matrix product."""
 
 
 def of_embedding(config: ModelConfig) -> float:
-    """A lookup, and its share of a gradient as large as the weight, for microbatches of one sequence."""
+    """Count a lookup, and its share of a gradient as large as the weight, for microbatches of one sequence."""
     return config.hidden_size * (_EMBED + _DENSE_GRADIENT * config.vocabulary / config.max_length)
 
 
 def of_attention(config: ModelConfig) -> float:
-    """The projections, and attention over the average number of tokens that a token sees."""
+    """Count the projections, and attention over the average number of tokens that a token sees."""
     rotated = config.query_size + config.kv_size
     products = 2.0 * config.hidden_size * (2 * config.query_size + 2 * config.kv_size)
     seen = min(config.sliding_window or config.max_length, config.max_length)
@@ -169,13 +169,13 @@ def of_attention(config: ModelConfig) -> float:
 
 
 def of_mlp(config: ModelConfig) -> float:
-    """Three matrix products and the gate."""
+    """Count three matrix products and the gate."""
     products = 6.0 * config.hidden_size * config.intermediate_size
     return products + _GATE * config.intermediate_size + (_NORM + _RESIDUAL) * config.hidden_size
 
 
 def of_experts(config: ModelConfig) -> float:
-    """The active experts, the shared expert, the router, and the permutation of rows there and back."""
+    """Count the active experts, the shared expert, the router, and the permutation of rows there and back."""
     experts = config.experts
     inner = experts.num_active * experts.intermediate_size + experts.shared_size
     products = 6.0 * config.hidden_size * inner + 2.0 * config.hidden_size * experts.num_experts
@@ -184,12 +184,12 @@ def of_experts(config: ModelConfig) -> float:
 
 
 def of_head(config: ModelConfig) -> float:
-    """The projection, and the softmax of the loss."""
+    """Count the projection, and the softmax of the loss."""
     return config.vocabulary * (2.0 * config.hidden_size + _LOSS) + _NORM * config.hidden_size
 
 
 def of_predictions(config: ModelConfig) -> float:
-    """For each further token: a join, a layer like the last one, and logits."""
+    """Count, for each further token, a join, a layer like the last one, and logits."""
     last = config.num_layers - 1
     mlp = of_experts(config) if config.is_sparse(last) else of_mlp(config)
     join = 4.0 * config.hidden_size**2 + 2 * _NORM * config.hidden_size

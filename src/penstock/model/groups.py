@@ -18,7 +18,7 @@ class GroupShape(Protocol):
 
 @dataclass(frozen=True)
 class PlannedGroup:
-    """A place in a group that does not exist: enough to build a rank's modules and count their elements."""
+    """A place in a group that does not exist, enough to build a rank's modules and count their elements."""
 
     num_ranks: int
     place: int = 0
@@ -32,7 +32,7 @@ class PlannedGroup:
 
 @dataclass(frozen=True, eq=False)
 class ModelGroups:
-    """The process groups in which a model's units communicate, each None where this rank would be alone in it."""
+    """The process groups in which a model's units communicate; a group is None if this rank would be alone in it."""
 
     #: tensor parallelism: its ranks split every layer
     tp: ProcessGroup | None = None
@@ -45,8 +45,8 @@ class ModelGroups:
 
     @classmethod
     def planned(cls, *, tp: int = 1, cp: int = 1, ep: int = 1, form: ContextForm = ContextForm.RING) -> "ModelGroups":
-        """First places in groups of these sizes that do not exist, to find what a rank would hold."""
-        # Building modules sends nothing, so a size and a place suffice.
+        """Take the first places in groups of these sizes that do not exist, to find out what a rank would hold."""
+        # Building modules sends nothing, so a size and a place are enough.
         groups = (None if size == 1 else cast(ProcessGroup, PlannedGroup(size)) for size in (tp, cp, ep))
         return cls(*groups, context_form=form)
 

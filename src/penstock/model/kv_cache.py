@@ -1,11 +1,11 @@
 """The KV cache, and attention over it for sequences that are read chunk by chunk.
 
-Where the bits allow it (fp32 on a CPU), a sequence's numbers do not depend on the rest of its batch: each item attends
-over exactly the tokens before it. Items of one token attend in one call where their rows are neighbours and equally
-long, as the samples of one prompt are.
+Where the kernels allow it (fp32 on a CPU), a sequence's numbers do not depend on the rest of its batch: each item
+attends over exactly the tokens before it. Items of one token attend in one call if their rows are neighbours and
+equally long, such as the samples of one prompt.
 
-Shapes: T tokens of a batch, R rows of the cache or of a slot, L tokens of a row, N tokens of a row that are looked at,
-H query heads, G key and value heads, K width of a head, D hidden size, S tokens whose logits are wanted.
+Shapes: T tokens of a batch, R rows of the cache or of a slot, L tokens of a row, N tokens of a row that are read, H
+query heads, G key and value heads, K width of a head, D hidden size, S tokens whose logits are wanted.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -23,7 +23,7 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True, slots=True)
 class CacheSize:
-    """Rows of a cache, tokens of each, and how its values are kept."""
+    """The number of rows of a cache, the tokens of each, and the dtype and device of its values."""
 
     num_rows: int
     num_tokens: int
@@ -34,7 +34,7 @@ class CacheSize:
 class KVCache:
     """Keys and values of one attention layer, allocated once; each row holds one sequence at a time.
 
-    Heads come before tokens, so that what one head reads lies together; `by_token` shows it the other way round.
+    Heads come before tokens, so that what one head reads is contiguous; `by_token` swaps them.
     """
 
     def __init__(self, size: CacheSize, num_heads: int, head_dim: int) -> None:
@@ -55,7 +55,7 @@ class KVCache:
         self.values_RGLK[rows.rows_T, :, rows.positions] = v_TGK.to(self.values_RGLK.dtype)
 
     def copy(self, rows: "CachedRows") -> None:
-        """Copy the beginnings of prompts into rows that want them, from the rows that have read them."""
+        """Copy the beginnings of prompts into rows that need them, from the rows that have read them."""
         for item in rows.items:
             if item.source != NO_ROW and item.start:
                 for store_RGLK in (self.keys_RGLK, self.values_RGLK):
@@ -64,7 +64,7 @@ class KVCache:
 
 @dataclass(frozen=True, eq=False)
 class _SharedByLayers:
-    """Values that all layers derive alike from the same metadata (rotary tables, masks)."""
+    """Values that all layers derive from the same metadata (rotary tables, masks)."""
 
     _shared: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
 
@@ -77,7 +77,7 @@ class _SharedByLayers:
 
 @dataclass(frozen=True, eq=False)
 class CachedRows(_SharedByLayers):
-    """Where the tokens of a batch belong; every unit receives it beside the residual stream.
+    """The rows and positions of a batch's tokens, which every unit receives beside the residual stream.
 
     Args:
         items: in the order of their tokens; those of one token come first.
@@ -111,7 +111,7 @@ class CachedRows(_SharedByLayers):
 
     @property
     def has_copies(self) -> bool:
-        """Whether some row is given the beginning of its prompt from another one."""
+        """True if any row copies the beginning of its prompt from another one."""
         return any(item.source != NO_ROW for item in self.items)
 
     def sampled(self, x_TD: Tensor) -> Tensor:
@@ -129,16 +129,16 @@ class CachedRows(_SharedByLayers):
 
 @dataclass(frozen=True, eq=False)
 class SlotRows(_SharedByLayers):
-    """All rows of a slot, one token each, in tensors whose shapes never change: a CUDA graph can be made of it.
+    """All rows of a slot, one token each, in tensors whose shapes never change, so that a CUDA graph can capture them.
 
-    Every unit receives it in place of `CachedRows`. Only the values of `positions` say which rows live and how much
-    each has read. A dead row computes too: it writes where no sequence ever reads, and its output is dropped.
+    Every unit receives it in place of `CachedRows`. Only the values of `positions` determine which rows are live and
+    how much each has read. A dead row computes too: it writes where no sequence ever reads, and its output is dropped.
 
-    Made anew for each computation that is run, or captured, because what layers share belongs to that one.
+    Each computation that is run or captured has its own, because the values that layers share belong to it.
 
     Args:
         first: the slot's first row in the cache.
-        num_seen: tokens from a row's beginning on that are looked at, at least one more than any live position.
+        num_seen: tokens read from a row's beginning on, at least one more than any live position.
         positions: [R] int64, of each row's token; `spare_position` for a dead row.
     """
 
@@ -162,7 +162,7 @@ class SlotRows(_SharedByLayers):
             self._own(store_RGLK).scatter_(2, index_RG1K, new_RGK[:, :, None].to(store_RGLK.dtype))
 
     def attend(self, q_RHK: Tensor, cache: KVCache, window: int | None) -> Tensor:
-        """Each row's mean [R, H, K] of the values up to its position, the last `window` of them at most."""
+        """Each row's mean [R, H, K] of the values up to its position, at most the last `window` of them."""
         mask_R11N = self.shared(("mask", window), lambda: self._mask(window))
         k_RGNK, v_RGNK = (self._own(store)[:, :, : self.num_seen] for store in (cache.keys_RGLK, cache.values_RGLK))
         # The queries of a group are the rows of one product: nothing is repeated for them.
@@ -194,10 +194,10 @@ def spare_position(num_tokens: int) -> int:
 class CachedUnit(Protocol):
     """A unit that can read sequences chunk by chunk, computing what `forward` computes for whole ones.
 
-    `new_cache` gives what it must remember of tokens that it has read, None if nothing. `decode` takes the residual
-    stream [T, D] of the batch's tokens (the first unit token ids [T]) and gives that of the next unit; the last one
-    gives logits [S, V] of the sampled tokens alone, in fp32 or as it computes them. A unit whose `has_fixed_shapes` is
-    true takes `SlotRows` as well, without waiting for the device.
+    `new_cache` makes the unit's memory of the tokens that it has read, None if it needs none. `decode` takes the
+    residual stream [T, D] of the batch's tokens (the first unit: token ids [T]) and returns that of the next unit; the
+    last unit returns only the sampled tokens' logits [S, V], in fp32 or as it computes them. A unit whose
+    `has_fixed_shapes` is true takes `SlotRows` as well, without waiting for the device.
     """
 
     def new_cache(self, size: CacheSize) -> Any: ...
@@ -206,9 +206,9 @@ class CachedUnit(Protocol):
 
 
 def cached_attention(q_THK: Tensor, cache: KVCache, rows: CachedRows, window: int | None) -> Tensor:
-    """Each token's mean [T, H, K] of the values it sees: its own and those before it, `window` in all at most.
+    """Each token's mean [T, H, K] of the values it sees: its own and those before it, at most `window` in total.
 
-    The tokens' own keys and values are in the cache already.
+    The tokens' own keys and values must already be in the cache.
     """
     parts, begin = [], 0
     for run in rows.shared("runs", lambda: _runs(rows.items)):
@@ -222,7 +222,7 @@ def cached_attention(q_THK: Tensor, cache: KVCache, rows: CachedRows, window: in
 
 
 def _runs(items: Sequence[BatchItem]) -> list[list[BatchItem]]:
-    """The items in order: those of one token together where neighbouring rows are equally long, all others alone."""
+    """Group the items in order: those of one token together if neighbouring rows are equally long, all others alone."""
     runs: list[list[BatchItem]] = []
     for item in items:
         last = runs[-1][-1] if runs else None

@@ -5,7 +5,7 @@ an ordinary forward or backward. Zipping a forward lane with a backward lane of 
 1F1B: while one waits for its collective the other computes. The order of resumption is fixed by the lanes themselves,
 never by timing, so every process issues its collectives in the same order.
 
-The same driver serves any generator that is resumed step by step for its result.
+The same driver serves any generator that is resumed step by step to its result.
 """
 
 import enum
@@ -19,7 +19,7 @@ Result = TypeVar("Result")
 
 
 class Turn(enum.Enum):
-    """The reason why a lane yields, where it is another one than a collective that was just launched."""
+    """The reason why a lane yields, if it is not merely that a collective was launched."""
 
     #: Nothing was launched, but weight gradients can wait; see `Compute.apart`.
     WEIGHTS_WAIT = "weights wait"
@@ -36,8 +36,8 @@ class Driven(Generic[Yielded, Result]):
 
     Args:
         lane: the generator.
-        context: makes the context in which the lane runs; it is left while the lane is suspended, since others run
-            then.
+        context: makes the context in which the lane runs; it is left while the lane is suspended, since other lanes
+            run then.
     """
 
     __slots__ = ("_context", "_lane", "result")
@@ -79,7 +79,7 @@ def drain(lane: Generator[Any, None, Result]) -> Result:
 def zip_lanes(*lanes: Lane[Any]) -> list[Any]:
     """Resume the lanes in turn until all have ended; return their results in the order given.
 
-    A lane that ends early leaves the turns to the others, so lanes of different length may be zipped.
+    A lane that ends early leaves its turns to the others, so lanes of different lengths may be zipped.
     """
     driven = [Driven(lane) for lane in lanes]
     running = deque(driven)

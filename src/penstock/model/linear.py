@@ -21,7 +21,7 @@ from penstock.model.matmul import TORCH, Matmul, WeightCasts
 
 @dataclass(frozen=True, eq=False)
 class PendingGradient:
-    """The weight and bias gradient of one use of one linear layer, not computed yet; holds both factors."""
+    """The weight and bias gradient of one use of one linear layer, not computed yet; it holds both factors."""
 
     weight: nn.Parameter | None
     bias: nn.Parameter | None
@@ -38,9 +38,9 @@ class PendingGradient:
 
 
 class WeightGradients:
-    """Switches the linear layers of one stage between computing and deferring; the queues lie on the tapes.
+    """Switches the linear layers of one stage between computing and deferring; the queues are on the tapes.
 
-    A deferred gradient reaches its parameter through `drain` and not through autograd, so parameter hooks do not fire.
+    A deferred gradient reaches its parameter through `drain`, not through autograd, so parameter hooks do not fire.
     """
 
     def __init__(self) -> None:
@@ -207,14 +207,14 @@ def packed_weights(layers: "Sequence[Linear]", dtype: torch.dtype) -> Tensor | N
 
 @runtime_checkable
 class JointLayers(Protocol):
-    """A module that lists which of its layers read the same input, so that their weights can be packed beforehand."""
+    """A module that lists its layers by the input that they read, so that their weights can be packed beforehand."""
 
     @property
     def joint_layers(self) -> "Sequence[Sequence[Linear]]": ...
 
 
 def pack(module: nn.Module, dtype: torch.dtype) -> None:
-    """Pack the weights that parts of the module read jointly before their first use, where weights are packed."""
+    """Pack the weights that parts of the module read jointly before their first use, if weights are packed."""
     for part in module.modules():
         if isinstance(part, JointLayers):
             for layers in part.joint_layers:
@@ -241,7 +241,7 @@ def switch_linears(module: nn.Module) -> int:
 
 
 def defer(module: nn.Module, gradients: WeightGradients) -> int:
-    """Attach the owner to every part of the module that can defer; returns how many there were."""
+    """Attach the owner to every part of the module that can defer; return the number of parts."""
     parts = [part for part in module.modules() if isinstance(part, Deferring)]
     for part in parts:
         part.gradients = gradients

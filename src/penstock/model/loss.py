@@ -1,8 +1,8 @@
 """Cross entropy, log-probabilities and entropies of tokens, for whole logits and for logits cut by vocabulary.
 
-Everything goes through the logits a block of rows at a time, so that no fp32 copy of all logits is ever made, and keeps
-beside the logits at most two numbers a token. All results have gradients. Of logits that are cut by vocabulary every
-rank computes three numbers a token; these few are exchanged, and the rest is local again.
+Everything goes through the logits a block of rows at a time, so no fp32 copy of all logits is ever made, and at most
+two numbers per token are kept beside the logits. All results have gradients. For logits cut by vocabulary every rank
+computes and exchanges three numbers per token; the rest is local.
 
 Shapes: T tokens, V vocabulary, U this rank's part of it, P ranks, R rows of a block.
 """
@@ -26,7 +26,7 @@ _CPU_BLOCK_ELEMENTS = 1 << 18
 """Logits of a block: 1 MiB of fp32, which stays in a core's cache from one operation to the next."""
 
 _GPU_BLOCK_ELEMENTS = 1 << 26
-"""The same on a GPU, where launching costs more than memory traffic: 256 MiB of fp32."""
+"""The same on a GPU, on which launching costs more than memory traffic: 256 MiB of fp32."""
 
 
 def rows_of_block(logits_TV: Tensor) -> int:
@@ -53,12 +53,12 @@ def scaled(logits_RV: Tensor, dtype: torch.dtype, temperature: float) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class TokenGradients:
-    """The values of each token from which the gradient of its logits is computed, all [T]."""
+    """The values of each token, all [T], that determine the gradient of its logits."""
 
     #: logarithm of the softmax's normaliser
     log_norms: Tensor
     entropies: Tensor
-    #: the label's column among these logits, and whether it is one of them
+    #: the label's column among these logits, and true if it is one of them
     columns: Tensor
     here: Tensor
     #: gradients, 0 for tokens without a label
@@ -146,7 +146,7 @@ class _ShardedTokenStatistics(torch.autograd.Function):
         columns_T = labels_T - logits.part.start
         here_T = (columns_T >= 0) & (columns_T < logits.part.length)
         columns_T = columns_T.where(here_T, 0)
-        # Of this rank's part: the logarithm of the sum of exponentials, the label's logit if it is here, the mean.
+        # For this rank's part: the logarithm of the sum of exponentials, the label's logit if it is here, the mean.
         own_3T = own_TU.new_zeros(3, own_TU.shape[0], dtype=at_least_fp32(own_TU))
         for rows in blocks(own_TU):
             z_RU = scaled(own_TU[rows], own_3T.dtype, temperature)
@@ -213,8 +213,8 @@ class _CrossEntropySum(torch.autograd.Function):
 def cross_entropy_sum(logits_TV: Logits, labels_T: Tensor) -> Tensor:
     """The sum of the tokens' cross entropies in nats, a scalar in fp32 (fp64 for fp64 logits).
 
-    Tokens with label -100 are ignored. From the logits to their gradient nothing of size [T, V] is kept but the logits
-    themselves. `ShardedLogits` are not gathered; the sum is the same on all ranks.
+    Tokens with label -100 are ignored. Nothing of size [T, V] is kept for backward but the logits themselves.
+    `ShardedLogits` are not gathered; the sum is the same on all ranks.
 
     Raises:
         ValueError: the shapes do not fit.

@@ -1,7 +1,7 @@
 """The three matrix products of a linear layer: the libraries that compute them, and weights cast or packed for them.
 
-PyTorch gives fp32 products on CPUs to MKL, which runs AVX2 code on CPUs that are not Intel's. oneDNN, which PyTorch
-ships too, uses AVX-512 wherever it is available: 240 GFLOP/s against 107 on an AMD Zen 5 core
+On CPUs PyTorch computes fp32 products with MKL, which runs AVX2 code on CPUs that are not Intel's. oneDNN, which
+PyTorch ships too, uses AVX-512 wherever it is available: 240 GFLOP/s against 107 on an AMD Zen 5 core
 (`python benchmarks/units.py`).
 
 Shapes: T tokens, I inputs, O outputs.
@@ -57,9 +57,9 @@ class TorchMatmul:
 class OneDnnMatmul:
     """oneDNN's products where they are faster, which is in fp32 on a CPU; elsewhere those of `TorchMatmul`.
 
-    oneDNN reads transposed operands in place, and its bits depend on shapes alone, not on addresses. A row of an output
-    depends on that row of the input alone; only a single row would be computed differently, so it is computed twice.
-    With few rows most of the time goes into reading weights. Packing halves that, and the bits stay the same.
+    oneDNN reads transposed operands in place, and its bits depend only on shapes, not on addresses. A row of an output
+    depends only on that row of the input, but a single row would be computed differently, so it is computed twice. With
+    few rows most of the time goes into reading weights. Packing halves that, and the bits stay the same.
     """
 
     def output(self, x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
@@ -102,8 +102,7 @@ class WeightCasts:
     """Copies of an engine's weights in another dtype, or packed for its products, while no weight changes.
 
     In training a cast lives as long as the product that needs it. A pass over many microbatches in which no weight
-    changes keeps the casts that its first microbatch makes. Only generation packs weights: it reads all of them for
-    each token.
+    changes keeps the casts of its first microbatch. Only generation packs weights: it reads all of them for each token.
     """
 
     def __init__(self) -> None:
@@ -162,7 +161,7 @@ class Casting(Protocol):
 
 
 def share_casts(module: nn.Module, casts: WeightCasts) -> int:
-    """Attach `casts` to every part of the module that casts weights; returns how many there were."""
+    """Attach `casts` to every part of the module that casts weights; return the number of parts."""
     found = [part for part in module.modules() if isinstance(part, Casting)]
     for part in found:
         part.casts = casts

@@ -1,7 +1,7 @@
-"""From logits to tokens: which can be drawn, how likely each is, and the draw.
+"""Sampling: from logits to tokens and their log-probabilities.
 
-Nothing here has a state. The random number of a token is a hash of (seed, sequence, position), so a draw does not
-depend on the rank, the batch or the order.
+Nothing here has state. The random number of a token is a hash of (seed, sequence, position), so a draw does not depend
+on the rank, the batch or the order.
 
 Shapes: S sequences, V vocabulary.
 """
@@ -41,8 +41,8 @@ class Drawn:
     """The chosen tokens, [S] each.
 
     log_probs: fp32, under the distribution that was drawn from. raw_log_probs: fp32, under the model's own, before
-    temperature and filters; 0 unless asked for. dropped_SV: the tokens that could not be drawn, on the CPU; None unless
-    some row asks for it.
+    temperature and filters; 0 unless requested. dropped_SV: the tokens that could not be drawn, on the CPU; None unless
+    some row requests it.
     """
 
     tokens: Tensor
@@ -90,8 +90,8 @@ def draw_tokens(logits_SV: Tensor, draws: Sequence[Draw]) -> Drawn:
 def filtered(logits_SV: Tensor, draws: Sequence[Draw]) -> Tensor:
     """The fp32 logits to draw from: divided by the temperature, with -inf for tokens that cannot be drawn.
 
-    All draws have the same temperature and filters. A greedy choice has neither, and only excludes end tokens that
-    come too early.
+    All draws have the same temperature and filters. A greedy choice has neither, and excludes only end tokens that come
+    too early.
     """
     params = draws[0].params
     early = [row for row, draw in enumerate(draws) if draw.position < draw.params.min_new_tokens]

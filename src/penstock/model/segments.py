@@ -27,7 +27,7 @@ Grads = tuple[Tensor | None, ...]
 def enter_graph(edges: Sequence[GradientEdge], grads: Sequence[Tensor]) -> None:
     """`torch.autograd.backward` from these edges, without its checks of the gradients, whose shapes are known.
 
-    The checks take longer than autograd needs to start: 0.13 ms a backward, in code that is no longer in the caches.
+    The checks take longer than autograd needs to start: 0.13 ms per backward, in code that has left the caches.
     """
     graph._engine_run_backward(
         tuple(edges), tuple(grads), False, False, (), allow_unreachable=True, accumulate_grad=True
@@ -41,7 +41,7 @@ class Undo(Protocol):
 
 
 class Segment(Protocol):
-    """A part of a unit. It appends its backward to `undo`, or keeps nothing if that is None."""
+    """A part of a unit; it appends its backward to `undo`, or keeps nothing if that is None."""
 
     @property
     def name(self) -> str: ...
@@ -59,13 +59,13 @@ class HasSegments(Protocol):
 class Compute:
     """A segment whose backward is autograd's: `run(*state)` returns the next state.
 
-    Of the state's data it keeps only what autograd saved.
+    It keeps only those of the state's data that autograd saves.
     """
 
     name: str
     run: Callable[..., State]
-    #: in backward, yield before the weight gradients, if their owner defers them, so that the collective that the other
-    #: lane launches next is in flight while they are computed
+    #: if the weight gradients are deferred, yield before them in backward, so that the other lane's next collective is
+    #: in flight while they are computed
     apart: bool = False
 
     def forward(self, state: State, undo: list[Undo] | None) -> Lane[State]:
@@ -81,7 +81,7 @@ class Compute:
 
 
 class _Entrance(torch.autograd.Function):
-    """The start of a segment's graph: data passes, gradients stay in the list. A leaf would keep the data too."""
+    """The start of a segment's graph: data passes, gradients stay in the list; a leaf would keep the data too."""
 
     @staticmethod
     def forward(ctx: Any, arrived: list[Tensor | None], anchor: Tensor, *state: Tensor) -> State:
@@ -162,7 +162,7 @@ class Exchange:
         return (handle.wait(), *state[1:])
 
     def backward(self, grads: Grads) -> Lane[Grads]:
-        assert grads[0] is not None, f"nothing is left to send back through {self.name}"
+        assert grads[0] is not None, f"no gradient is left to send back through {self.name}"
         handle = self.back(grads[0])
         yield Turn.RELEASE_WAITS if self.before_release else None
         return (handle.wait(), *grads[1:])
@@ -232,7 +232,7 @@ class LaneModule(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class RecomputedLane:
-    """A unit whose forward is a lane, which backward runs again, exchanges included."""
+    """A unit whose forward is a lane that backward runs again, including its exchanges."""
 
     unit: LaneModule
 

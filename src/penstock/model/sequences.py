@@ -25,7 +25,7 @@ Pieces = tuple[tuple[range, ...], ...]
 
 
 class ContextCut(enum.Enum):
-    """The parts of a sequence that a rank has: one, or two that together cost as much as any other rank's."""
+    """The parts of a sequence that a rank has: one, or two whose total cost is equal on all ranks."""
 
     CONTIGUOUS = "contiguous"
     ZIGZAG = "zigzag"
@@ -112,8 +112,8 @@ class Sequences:
     positions: Tensor
     #: the longest of `lengths`, known without asking the device
     max_length: int
-    #: under context parallelism, the positions on each rank; everything else describes this rank's part, and a sequence
-    #: of which this rank has no token has the length 0
+    #: under context parallelism, the positions on each rank; everything else describes this rank's part, where a
+    #: sequence may have the length 0
     spread: Spread | None = None
     #: the record of auxiliary losses; None outside of training
     aux_losses: AuxLosses | None = None
@@ -158,7 +158,7 @@ class Sequences:
         return sum(self.lengths)
 
     def shared(self, key: Hashable, make: Callable[[], Value]) -> Value:
-        """A value that all layers compute from this metadata (rotary tables, masks): computed once and kept here."""
+        """A value that all layers derive from this metadata (rotary tables, masks), computed once and kept here."""
         if key not in self._shared:
             self._shared[key] = make()
         return self._shared[key]

@@ -1,4 +1,4 @@
-"""The description of a unit, the smallest part that a stage is cut from, before it is built, and its initial values.
+"""The description of a unit, the smallest part of a stage, before it is built, and its initial values.
 
 A unit is a module whose forward takes (x, Sequences) and returns a tensor. A model's first unit takes token ids [T]
 int64, all others the residual stream [T, D]; the last returns logits [T, V].
@@ -29,7 +29,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class UnitSpec:
-    """The properties of a unit by which a model is cut into stages, and the functions that make it."""
+    """The properties of a unit that determine how a model is cut into stages, and the functions that make it."""
 
     #: unique in the model; a parameter's full name is this name, a dot, and its name in the module
     name: str
@@ -48,13 +48,13 @@ class UnitSpec:
     #: names in the module of parameters that several ranks of the tensor-parallel group hold (all of them, or those
     #: with the same part) and whose gradients each computes in part: they are summed over those ranks
     partial: Set[str] = frozenset()
-    #: if the unit adds auxiliary losses or counts tokens, in `Sequences.aux_losses`
+    #: True if the unit adds auxiliary losses or counts tokens, in `Sequences.aux_losses`
     has_aux_losses: bool = False
     #: tokens beyond the next that the unit predicts in training
     num_ahead: int = 0
-    #: turns the last unit's output into the logits from which a loss is computed, where it is not the logits
+    #: turns the last unit's output into the logits from which a loss is computed; None if it is the logits
     present: Callable[[Tensor], Any] | None = None
-    #: of the first unit; None where they are not known
+    #: the first unit's limits; None if unknown
     limits: Limits | None = None
 
     def full_name(self, parameter: str) -> str:
@@ -100,9 +100,8 @@ class Initialise:
     """Sets the parameters of a unit's module to the values of a seed; keys are names in the module."""
 
     #: parameter -> the distribution of its values
-
     rules: Mapping[str, Initial]
-    #: parameter -> the full name that determines its values; of a tied one, the other's
+    #: parameter -> the full name that determines its values; for a tied one, the other's
     full_names: Mapping[str, str]
     #: parameter -> this rank's part of it
     sharding: Mapping[str, Shard] = field(default_factory=dict)
@@ -111,9 +110,8 @@ class Initialise:
     def __call__(self, module: nn.Module, seed: int) -> None:
         """Set every parameter of the module to its initial values.
 
-        Parameters with storage are written in place; those on the meta device become real on the CPU, one at a time.
-        Of a sharded parameter the whole is drawn and this rank's part kept, so each element has the same value in every
-        layout.
+        Parameters with storage are written in place; those on the meta device become real on the CPU, one at a time. A
+        sharded parameter is drawn whole and this rank's part kept, so each element has the same value in every layout.
         """
         for name, parameter in list(module.named_parameters()):
             shard = self.sharding.get(name)

@@ -14,11 +14,11 @@ _OTHERWISE = "Engine.from_hf(..., native=False) runs transformers' own layers"
 
 
 def read_config_json(folder: Path) -> dict[str, Any]:
-    """The folder's config.json.
+    """Read the folder's config.json.
 
     Raises:
-        MissingFile: with the missing path.
-        ValueError: it is no JSON object.
+        MissingFile: the file is missing; names its path.
+        ValueError: it is not a JSON object.
     """
     path = folder / CONFIG_FILE
     if not path.is_file():
@@ -28,7 +28,7 @@ def read_config_json(folder: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
     if not isinstance(content, dict):
-        raise ValueError(f"{path} is no JSON object")
+        raise ValueError(f"{path} is not a JSON object")
     return content
 
 
@@ -42,10 +42,10 @@ def architecture(content: Mapping[str, Any]) -> str:
 
 
 def config_from_json(content: Mapping[str, Any]) -> ModelConfig:
-    """The decoder that a config.json describes.
+    """Read the decoder that a config.json describes.
 
     Raises:
-        ValueError: another architecture, or a setting that the decoder does not have; names what would be possible.
+        ValueError: another architecture, or a setting that the decoder does not have; names the possible ones.
     """
     name = architecture(content)
     if name not in FAMILIES:
@@ -83,7 +83,7 @@ _ROPE_KINDS = [kind.value for kind in RopeKind if kind is not RopeKind.NONE]
 
 
 def config_to_json(config: ModelConfig) -> dict[str, Any]:
-    """A config.json for a decoder that was not imported, readable by transformers.
+    """Write a config.json that transformers can read, for a decoder that was not imported.
 
     Raises:
         ValueError: no family is this decoder.
@@ -125,7 +125,7 @@ def _required(content: Mapping[str, Any], key: str, name: str) -> Any:
 
 
 def _refuse_unknown(content: Mapping[str, Any], name: str) -> None:
-    """Refuse settings that a family's config.json may have and the decoder does not compute."""
+    """Refuse settings that a family's config.json may have but the decoder does not compute."""
     for key, known in (("hidden_act", "silu"), ("attention_bias", False), ("mlp_bias", False)):
         value = content.get(key, known)
         if value != known:
@@ -133,7 +133,7 @@ def _refuse_unknown(content: Mapping[str, Any], name: str) -> None:
 
 
 def _window(content: Mapping[str, Any], family: Family) -> tuple[int | None, int]:
-    """The sliding window, and the number of first layers that see everything in spite of it."""
+    """The sliding window, and the number of first layers that have full attention in spite of it."""
     num_layers = content.get("num_hidden_layers", 0)
     if family.windows is Windows.ALL:
         # Families that always have a window have one even if config.json does not mention it.
@@ -155,7 +155,7 @@ def _window(content: Mapping[str, Any], family: Family) -> tuple[int | None, int
 
 
 def _rope(content: Mapping[str, Any]) -> dict[str, Any]:
-    """The rotary settings, in whichever form the file has them."""
+    """The rotary settings, in either form that files have."""
     older = {"rope_theta": content.get("rope_theta"), **(content.get("rope_scaling") or {})}
     return {key: value for key, value in older.items() if value is not None} | (content.get("rope_parameters") or {})
 

@@ -52,7 +52,7 @@ QWEN_EXPERTS = ExpertNames("mlp", "gate_proj", "up_proj", "down_proj")
 
 
 class Windows(enum.Enum):
-    """The layers of a family that use the sliding window, where config.json gives one."""
+    """The layers of a family that use the sliding window, if config.json gives one."""
 
     NEVER = enum.auto()
     ALL = enum.auto()
@@ -64,7 +64,7 @@ class Windows(enum.Enum):
 
 @dataclass(frozen=True)
 class Family:
-    """The switches in which families differ; the lengths apply where a config.json leaves them out."""
+    """The switches in which families differ; the lengths are the defaults for a config.json without them."""
 
     model_type: str
     qkv_bias: bool = False
@@ -113,7 +113,7 @@ FAMILIES = {
 
 @dataclass(frozen=True)
 class NativeNames:
-    """The decoder's parameters in a family's files, and the tensors there that are no parameters."""
+    """The names of the decoder's parameters in a family's files, and of tensors there that are not parameters."""
 
     tied: bool
     experts: ExpertNames | None = None
@@ -121,7 +121,7 @@ class NativeNames:
     def slices(self, full_name: str, shape: Shape) -> tuple[StoredSlice, ...]:
         """The stored tensors that make up the parameter of that full name and (whole) shape.
 
-        The result is empty for parameters that the files have no place for, because only training uses them.
+        The result is empty for parameters that only training uses, which the files have no place for.
         """
         if full_name in _OUTSIDE:
             return (StoredSlice.at(_OUTSIDE[full_name], shape),)

@@ -1,8 +1,8 @@
 """A folder of safetensors files, one or several with an index, and the loading of its tensors into a model's units.
 
 All errors in the files are found in their headers, before any value is read. A parameter may consist of several stored
-tensors (one for each expert), and a rank may hold only a part of it. Each stored tensor is cut to that part before it
-is read, so only values that are kept are read.
+tensors (one for each expert), and a rank may hold only a part of it. Each stored tensor is cut to that part first, so
+only values that are kept are read.
 """
 
 import json
@@ -53,9 +53,9 @@ class WeightFiles:
         """Read the headers of all files.
 
         Raises:
-            MissingFile: with the path of the missing folder or file.
-            ValueError: a file is truncated or no safetensors file, an index names a missing tensor, or the folder has
-                only pickles.
+            MissingFile: a folder or file is missing; names its path.
+            ValueError: a file is truncated or not a safetensors file, an index names a missing tensor, or the folder
+                has only pickles.
         """
         if not folder.is_dir():
             raise MissingFile(f"there is no folder {folder} to read a model from")
@@ -71,11 +71,11 @@ class WeightFiles:
 
     @classmethod
     def of_files(cls, folder: Path, names: Iterable[str]) -> "WeightFiles":
-        """The tensors of these files of a folder. Raises: as `open`."""
+        """Read the headers of these files of a folder. Raises: as `open`."""
         return cls(folder, {k: tensor for name in names for k, tensor in _read_header(folder / name).items()})
 
     def read(self, name: str, part: tuple[slice, ...] = ()) -> Tensor:
-        """The tensor of that name, or a part of it, as a view of the file: copy it and drop it."""
+        """Read the tensor of that name, or a part of it, as a view of the file: copy it and drop it."""
         with safe_open(self.tensors[name].file, framework="pt") as file:
             return file.get_slice(name)[part] if part else file.get_tensor(name)
 
@@ -165,7 +165,7 @@ def slices_of(unit: UnitSpec, names: Names) -> Iterator[tuple[str, Shape, tuple[
 
 
 def _check(units: Sequence[UnitSpec], names: Names, files: WeightFiles) -> None:
-    """Compare names and shapes of the whole model with the files; every rank finds the same errors."""
+    """Compare the whole model's names and shapes with the files; every rank finds the same errors."""
     unread = set(files.tensors)
     for unit in units:
         for name, _, slices in slices_of(unit, names):

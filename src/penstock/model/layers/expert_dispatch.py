@@ -122,9 +122,9 @@ class ArrivedRows:
 
     @classmethod
     def of(cls, sent_counts_E: Tensor, received_counts_RE: Tensor, experts_of_ranks: Sequence[int]) -> "ArrivedRows":
-        """Computed from the rows sent to every expert, and the rows that each rank sends to each expert here."""
+        """Compute from the rows sent to every expert, and the rows that each rank sends to each expert here."""
         device = sent_counts_E.device
-        # Both together, to wait for the device only once.
+        # Both at once, to wait for the device only once.
         sizes = torch.cat([sent_counts_E, received_counts_RE.flatten()]).tolist()
         num_experts = len(sent_counts_E)
         sent = [sum(part) for part in _split(sizes[:num_experts], experts_of_ranks)]

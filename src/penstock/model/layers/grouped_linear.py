@@ -32,7 +32,7 @@ class RowGroups:
 
     @classmethod
     def of(cls, counts_E: Tensor, num_rows: int) -> "RowGroups":
-        """Waits for the device. Tensors without data, as in a rehearsal, get an even split of the rows."""
+        """Read the counts, which waits for the device. Tensors without data (a rehearsal) get an even split."""
         if isinstance(counts_E, FakeTensor):
             whole, longer = divmod(num_rows, len(counts_E))
             return cls(tuple(whole + (e < longer) for e in range(len(counts_E))), counts_E.device)
@@ -119,7 +119,7 @@ class GroupedMatmulKernel:
 
 
 def grouped_matmul(matmul: Matmul) -> GroupedMatmul:
-    """One kernel for all experts if this PyTorch has it, else `matmul` for each of them."""
+    """Choose one kernel for all experts if this PyTorch has it, else `matmul` for each of them."""
     one_by_one = MatmulPerExpert(matmul)
     return GroupedMatmulKernel(one_by_one) if hasattr(F, "grouped_mm") else one_by_one
 
@@ -132,7 +132,7 @@ class PendingGroupedGradient(PendingGradient):
     groups: RowGroups
 
     def compute(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Yields nothing: no gradient is left for the caller to add."""
+        """Yield nothing: no gradient is left for the caller to add."""
         self.layer.matmul.add_weight_gradient(_total(self.layer.weight), self.grad_TO, self.x_TI, self.groups)
         yield from ()
 

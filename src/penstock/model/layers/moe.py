@@ -2,7 +2,7 @@
 
     router with norm, shared expert and permutation | sizes, dispatch | experts | combine with residual
 
-Each token goes to its `num_active` highest-scoring experts. There is no capacity limit; no token is dropped. Where one
+Each token goes to its `num_active` highest-scoring experts. There is no capacity limit; no token is dropped. If one
 rank holds all experts, the two exchanges are left out.
 
 Shapes: T tokens of this rank, S the same with padding, D hidden size, K active experts, N rows (copies of tokens, one
@@ -107,7 +107,7 @@ class ExpertBlock(SegmentedUnit):
         return self._row(route, Compute("router", partial(self._route, route, sequences)))
 
     def _row(self, route: Route, router: Compute) -> Sequence[Segment]:
-        # The tokens' weights, and the stream that the outputs are added to, pass by the experts.
+        # The tokens' weights, and the stream that the outputs are added to, bypass the experts.
         experts = Beside(Compute("experts", partial(self._compute, route), apart=True), 2)
         combine = Compute("combine", partial(self._combine, route))
         if self.collectives.size == 1:
@@ -128,7 +128,7 @@ class ExpertBlock(SegmentedUnit):
         return self._permute(route, x_TD, h_TD, self.router(h_TD, sequences, tokens))
 
     def _route_all(self, route: Route, x_TD: Tensor) -> State:
-        """Route tokens to be decoded: each rank of the tensor-parallel group has all of them, none has a loss."""
+        """Route tokens to decode: each rank of the tensor-parallel group has all of them, and there is no loss."""
         h_TD = self.norm(x_TD)
         return self._permute(route, x_TD, h_TD, self.router(h_TD))
 
@@ -141,7 +141,7 @@ class ExpertBlock(SegmentedUnit):
         return spread(h_TD, order), choice.weights_TK, base_TD
 
     def _own_tokens(self, sequences: Sequences, num_rows: int) -> tuple[range, int]:
-        """The microbatch's tokens that these rows are, and the number of padding rows behind them."""
+        """The microbatch's tokens in these rows, and the number of padding rows after them."""
         if self.token_peers.size == 1:
             return range(num_rows), 0
         first = min(self.token_peers.rank * num_rows, sequences.num_tokens)
@@ -186,7 +186,7 @@ def check_expert_parallel(config: ModelConfig, num_ranks: int) -> None:
 
 
 def expert_shards(config: ModelConfig, groups: ModelGroups) -> dict[str, Shard]:
-    """This rank's part of an expert block's parameters, by their names in it; empty where it has all experts."""
+    """This rank's part of an expert block's parameters, by their names in it; empty if it has all experts."""
     experts = config.experts
     if groups.ep_size == 1:
         return {}

@@ -3,8 +3,8 @@
     for each further token: look up that token's predecessor | join it with the stream | attention | mlp
     then the logits, and beside them the loss of each prediction
 
-Layer k's output is the stream that layer k + 1 starts from. Embedding and projection are those of the model, so all of
-it is one unit, on the stage of the head. Outside of training only the logits are computed.
+Layer k's output is the stream that layer k + 1 starts from. Embedding and projection are the model's own, so everything
+is one unit, on the head's stage. Outside of training only the logits are computed.
 
 Under tensor parallelism each rank joins its own tokens with the whole weight, and the streams of all predictions are
 gathered together with the main one. The padding of the last rank's run stays zero.
@@ -37,7 +37,7 @@ from penstock.settings import ModelConfig
 
 
 class TokenPrediction(nn.Module):
-    """One further token: the stream and that token's predecessor, each normalised, joined and sent through a layer."""
+    """One further token: the stream and that token's predecessor, normalised, joined and sent through a layer."""
 
     def __init__(self, config: ModelConfig, matmul: Matmul, groups: ModelGroups) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class TokenPredictions(nn.ModuleList):
         assert len(targets) == len(self)
         row: list[Segment] = []
         for number, (prediction, target) in enumerate(zip(self, targets, strict=True)):
-            # A stream is kept for its logits when the next one starts from it.
+            # Keep a stream for its logits when the next one starts from it.
             keep = Compute("keep the stream", lambda h: (h, h))
             row.append(Beside(keep, number) if number else keep)
             layer = prediction.segments(embedding, target.tokens_T, sequences)

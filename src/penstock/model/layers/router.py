@@ -33,7 +33,7 @@ class Choice:
 class Balance(nn.Module):
     """A router's state from step to step, updated by counts instead of gradients; fp32 in every model.
 
-    bias [E]: added to the scores for the choice of experts alone. load [E]: each expert's share of the last step's
+    bias [E]: added to the scores only for the choice of experts. load [E]: each expert's share of the last step's
     tokens, relative to the mean.
 
     Source: Wang et al. 2024 (arXiv 2408.15664), algorithm 1, for the bias.

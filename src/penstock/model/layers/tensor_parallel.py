@@ -76,7 +76,7 @@ class TensorParallelSplit:
         return Shard("tp", 0, self.rank, self.size, (self.config.vocabulary, self.config.hidden_size))
 
     def shard(self, name: str, full_shape: tuple[int, ...]) -> Shard | None:
-        """This rank's part of the parameter of that name in its unit; None for one that every rank holds whole."""
+        """This rank's part of the parameter with that name in its unit; None if every rank holds it whole."""
         *_, owner, kind = ("", *name.split("."))
         if owner and owner not in _CUT_DIMENSIONS:
             return None
@@ -89,7 +89,7 @@ class TensorParallelSplit:
         return shard is None or shard.axis != "tp" or shard.count < self.size
 
     def logits(self, own_TU: Tensor) -> ShardedLogits:
-        """The logits of which the head's output is this rank's part."""
+        """The whole logits, of which the head's output is this rank's part."""
         return ShardedLogits(own_TU, self.vocabulary, Collectives(self.group))
 
 
@@ -102,7 +102,7 @@ def check_tensor_parallel(config: ModelConfig, num_ranks: int) -> None:
     if not config.can_share(num_ranks):
         possible = ", ".join(str(n) for n in range(1, config.num_heads + 1) if config.can_share(n))
         raise ValueError(
-            f"tp={num_ranks} can not share {config.num_heads} query heads, {config.key_heads} key heads and an MLP "
+            f"tp={num_ranks} cannot share {config.num_heads} query heads, {config.key_heads} key heads and an MLP "
             f"of width {config.intermediate_size} evenly; possible are {possible}"
         )
 
@@ -129,7 +129,7 @@ class TensorParallelUnit(SegmentedUnit):
         return F.pad(x_TD, (0, 0, 0, num_missing)) if num_missing else x_TD
 
     def summed(self, x_TD: Tensor) -> Tensor:
-        """The sum over ranks, on every rank, at once: for generation, where tokens are few and none are cut off."""
+        """Sum over ranks, on every rank and immediately: for generation, where tokens are few and not cut by rank."""
         if x_TD.is_cuda:
             return self.collectives.all_reduce(x_TD).wait()
         # Always in the order of ranks, so that a row's bits do not depend on the number of other rows.

@@ -49,7 +49,7 @@ class Embedding(nn.Module):
         return (F.embedding(tokens_T, self.weight),)
 
     def reduction(self) -> list[Exchange]:
-        """The exchanges that follow `look_up`: none."""
+        """No exchanges follow `look_up`."""
         return []
 
 

@@ -29,14 +29,14 @@ class ForwardPart(enum.Enum):
 
 
 class CannotCut(ValueError):
-    """A model's layers cannot be run separately; the message says why."""
+    """A model's layers cannot run separately; the message gives the reason."""
 
 
 def list_of_layers(model: nn.Module, num_layers: int) -> str:
-    """The name of the list of layers: the outermost `nn.ModuleList` of as many modules as the model has layers.
+    """Find the name of the list of layers: the outermost `nn.ModuleList` with one module for each of the layers.
 
     Raises:
-        CannotCut: there is none; names the lists that exist.
+        CannotCut: the model has no such list; names the lists that it has.
     """
     lists = {name: len(part) for name, part in model.named_modules() if isinstance(part, nn.ModuleList)}
     fitting = [name for name, length in lists.items() if length == num_layers]
@@ -49,12 +49,12 @@ def list_of_layers(model: nn.Module, num_layers: int) -> str:
 
 
 def uses_outside(skeleton: Skeleton, vocab_size: int) -> dict[ForwardPart, frozenset[str]]:
-    """The slots whose parameters are used before, between and after the layers; sets `skeleton.as_tuple`.
+    """Find the slots whose parameters are used before, between and after the layers; set `skeleton.as_tuple`.
 
     The skeleton, whose slots are all hollow, is left without values.
 
     Raises:
-        CannotCut: something passes from the text to the layers, or from layer to layer, beside the hidden states, or
+        CannotCut: something besides the hidden states passes from the text to the layers, or from layer to layer, or
             the forward fails without its layers.
     """
     name = type(skeleton.model).__name__

@@ -59,7 +59,7 @@ class TransformersModel:
     slots: tuple[ParameterSlot, ...]
     #: part of the forward -> the slots used in it
     uses: Mapping[ForwardPart, frozenset[str]]
-    #: slot of a tied parameter -> the slot that counts
+    #: slot of a tied parameter -> its owner's slot
     owners: Mapping[str, str]
     #: the names in the files
     names: TransformersNames

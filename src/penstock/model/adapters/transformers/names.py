@@ -1,7 +1,7 @@
 """The names of a transformers model's parameters in its files, which may be older than the model's own names.
 
 transformers renames tensors of older files, and stacks the matrices of all experts, which files store separately, in
-one parameter. Its own rules are applied; nothing here knows a family.
+one parameter. Its own rules are applied; nothing here is specific to a family.
 """
 
 import re
@@ -42,7 +42,7 @@ class StoredNames:
 
     #: parameter -> its stored tensors
     sources: Mapping[str, tuple[_Source, ...]]
-    #: name of a tied parameter -> the name that counts
+    #: name of a tied parameter -> its owner's name
     owners: Mapping[str, str]
     #: patterns of stored tensors that the model declares unused
     ignored: tuple[str, ...] = ()

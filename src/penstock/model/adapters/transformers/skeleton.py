@@ -42,7 +42,7 @@ class StubbedForward:
     last: int | None = None
     #: the stubs' return value; None for their hidden states
     output: Tensor | None = None
-    #: if the stubs return it in a tuple, as the model's layers do
+    #: True if the stubs return it in a tuple, as the model's layers do
     as_tuple: bool = False
     #: number of a stub -> its arguments beside the hidden states
     arguments: dict[int, LayerArguments] = field(default_factory=dict)
@@ -87,7 +87,7 @@ class ParameterSlot:
     shape: tuple[int, ...]
 
     def fill(self, model: nn.Module, values: Tensor) -> None:
-        """Put a plain tensor there, which is no parameter, so that nothing moves or saves it."""
+        """Put a plain tensor there, not a parameter, so that nothing moves or saves it."""
         path, _, own = self.name.rpartition(".")
         owner = model.get_submodule(path)
         owner._parameters.pop(own, None)
@@ -111,7 +111,7 @@ class Skeleton(nn.Module):
         super().__init__()
         self.model = model
         self.takes_positions = "position_ids" in inspect.signature(model.forward).parameters
-        #: if the model expects its layers to return tuples
+        #: True if the model expects its layers to return tuples
         self.as_tuple = False
         self.current = StubbedForward()
         #: slots whose parameters this skeleton does not have
@@ -148,9 +148,9 @@ class Skeleton(nn.Module):
         self._filled_for = (torch.float32, torch.device("cpu"))
 
     def run(self, tokens_BL: Tensor, positions_BL: Tensor, forward: StubbedForward, past: Any = None) -> Tensor | None:
-        """Run the model's forward; returns the logits [B, L, V], or None if it is left early.
+        """Run the model's forward; return the logits [B, L, V], or None if it is left early.
 
-        `past` is transformers' cache of the tokens before these; None if there are none.
+        `past` is transformers' cache of the tokens before these; None if these are the first.
         """
         self._set_current(forward)
         given: dict[str, Any] = {"position_ids": positions_BL} if self.takes_positions else {}

@@ -27,7 +27,7 @@ class PaddedGroup:
 
     #: place -> the microbatch's token there
     rows_BL: Tensor
-    #: the places without padding, in the order of their tokens; None if there is no padding
+    #: the places without padding, in the order of their tokens; None without padding
     tokens: Tensor | None
     #: place -> its position in the sequence
     positions_BL: Tensor
@@ -109,9 +109,9 @@ class RowCaches:
 
 @dataclass(eq=False)
 class Past:
-    """The tokens before an item, as far as the model without its layers must know them.
+    """The tokens before an item, as far as the model without its layers needs them.
 
-    A model computes masks and positions from the length of its cache alone.
+    A model computes masks and positions only from the length of its cache.
     """
 
     skeleton: Skeleton
@@ -144,7 +144,7 @@ class Pasts:
         takes = "past_key_values" in inspect.signature(model.forward).parameters
         if not takes or getattr(model, "_is_stateful", False):
             raise ValueError(
-                f"{type(model).__name__} can not generate here: it keeps more than keys and values of what it has read"
+                f"{type(model).__name__} cannot generate here: it keeps more than keys and values of what it has read"
             )
 
     def each(self, x: Tensor, rows: CachedRows) -> Iterator[tuple[Tensor, Past]]:
