@@ -15,7 +15,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from functools import cache
 from pathlib import Path
@@ -42,7 +42,7 @@ class Report:
     """A plugin of pytest: keeps in a file which test failed first, and the seconds that each file's tests took."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.failed, self.seconds = path, "", Counter[str]()
+        self.path, self.failed, self.seconds = path, "", defaultdict[str, float](float)
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         self.seconds[report.nodeid.partition("::")[0]] += getattr(report, "duration", 0.0)

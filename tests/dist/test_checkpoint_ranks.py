@@ -149,7 +149,7 @@ def _fail_alike(rank: int, folder: Path) -> list[str]:
     expect(ValueError, lambda: checkpointer.load(info, {"a1": torch.zeros(3 + rank)}))
     expect(AnotherRun, lambda: Checkpointer(folder, grid, {"seed": 2}))
     if rank == 1:
-        # Rank 1 can not write what rank 0 has prepared.
+        # Rank 1 cannot write what rank 0 has prepared.
         torch.distributed.checkpoint.hf_storage.HuggingFaceStorageWriter.write_data = None  # type: ignore[method-assign]
     checkpointer.save(2, {f"a{rank}": torch.zeros(3)})
     expect(CheckpointError, checkpointer.finish)

@@ -135,7 +135,7 @@ def refusals(rank: int) -> list[str]:
     return said
 
 
-def test_what_can_not_be_shared_is_refused_on_all_ranks_before_it_starts() -> None:
+def test_what_cannot_be_shared_is_refused_on_all_ranks_before_it_starts() -> None:
     by_rank = run_ranks(4, refusals, timeout_s=60.0)
     assert [len(said) for said in by_rank] == [1] * 4
     sharing = "cp=2 ranks cannot share sequences of [1] tokens: some rank would hold none; at most cp=1 can"

@@ -221,7 +221,7 @@ def refusals(rank: int) -> list[tuple[type, str]]:
 
 
 @pytest.mark.shows(25, 80, 81)
-def test_what_one_rank_can_not_do_no_rank_starts() -> None:
+def test_what_one_rank_cannot_do_no_rank_starts() -> None:
     by_rank = run_ranks(4, refusals, timeout_s=60.0)
     assert by_rank == [by_rank[0]] * 4
     (zero, zero_text), (differing, differing_text), (too_few, too_few_text), (alike, alike_text) = by_rank[0]
@@ -258,7 +258,7 @@ def fail_on_one_rank(rank: int) -> str:
     try:
         engine.train_batch(batch, broken, micro_batches=MicroBatchSpec(num=2))
     except ArithmeticError:
-        # What is under way can not be taken back, so the engine must not go on as if nothing had happened.
+        # What is under way cannot be taken back, so the engine must not go on as if nothing had happened.
         with pytest.raises(TransportError, match="make a new engine"):
             engine.pipeline.executor(2, engine.trainer.start_reduction).run(
                 [

@@ -103,7 +103,7 @@ def continued(folder: Path) -> list[list[int]]:
     return found
 
 
-def test_a_model_that_keeps_more_than_keys_and_values_can_not_generate(folders: dict[str, Path]) -> None:
+def test_a_model_that_keeps_more_than_keys_and_values_cannot_generate(folders: dict[str, Path]) -> None:
     engine = Engine.from_hf(folders["mamba"], options=EngineOptions(device="cpu"), native=False)
     with pytest.raises(ValueError, match="MambaForCausalLM cannot generate"):
         engine.generate(PROMPTS, SamplingParams(max_new_tokens=1))

@@ -169,7 +169,7 @@ def test_training_is_bit_for_bit_the_same_with_generation_between_its_steps(pp: 
 
 
 def refusals(rank: int, pp: int) -> list[str]:
-    """What each rank is told of prompts that can not be, that differ, and of a listener that fails."""
+    """What each rank is told of prompts that cannot be, that differ, and of a listener that fails."""
     engine, told = make_engine(pp), []
     prompts, params = case([3, 3])
 
@@ -197,7 +197,7 @@ def refusals(rank: int, pp: int) -> list[str]:
 
 
 @pytest.mark.shows(67)
-def test_what_can_not_be_generated_is_told_on_every_rank_and_harms_nothing() -> None:
+def test_what_cannot_be_generated_is_told_on_every_rank_and_harms_nothing() -> None:
     first, second = run_ranks(2, refusals, 2)
     assert first[:4] == second[:4]
     for text, part in zip(

@@ -81,7 +81,7 @@ def test_each_pipeline_gives_the_answers_of_one_process(pp: int, tp: int, num_lo
 
 
 def refusals(rank: int) -> list[str]:
-    """What each rank is told where one pipeline's request can not be, and of a listener that fails on one."""
+    """What each rank is told where one pipeline's request cannot be, and of a listener that fails on one."""
     engine, told = make_engine(Layout(dp=2, ep=2)), []
     place = engine.grid.dp_rank
     prompts = prompts_of(place, [3, 2])
@@ -106,7 +106,7 @@ def refusals(rank: int) -> list[str]:
 
 
 @pytest.mark.shows(81)
-def test_what_one_pipeline_can_not_generate_none_begins() -> None:
+def test_what_one_pipeline_cannot_generate_none_begins() -> None:
     first, second = run_ranks(2, refusals)
     assert first[0].startswith("PipelineError: rank 1 of those that generate together cannot: prompt 1 holds the token")
     assert second[0].startswith("ValueError: prompt 1 holds the token")

@@ -95,14 +95,14 @@ def test_imported_models_score_as_in_transformers_and_are_written_back_bit_for_b
 
 
 def refuse_together(rank: int, folders: list[Path]) -> str:
-    """What this rank is told when its folder, or another's, can not be read."""
+    """What this rank is told when its folder, or another's, cannot be read."""
     with pytest.raises(ValueError) as caught:
         Engine.from_hf(folders[rank], Layout(pp=2), EngineOptions(device="cpu"))
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
 @pytest.mark.shows(97)
-def test_all_ranks_refuse_what_one_can_not_read(tmp_path: Path) -> None:
+def test_all_ranks_refuse_what_one_cannot_read(tmp_path: Path) -> None:
     make_model("llama").save_pretrained(tmp_path / "whole")
     make_model("llama").save_pretrained(tmp_path / "cut")
     path = tmp_path / "cut" / "model.safetensors"

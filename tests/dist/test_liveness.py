@@ -1,4 +1,4 @@
-"""Who can not go on says who is needed, where they are, and which of them do not answer."""
+"""Who cannot go on says who is needed, where they are, and which of them do not answer."""
 
 import os
 import re

@@ -338,7 +338,7 @@ def score_shared(rank: int, layouts: list[Layout]) -> list[Shared]:
 @pytest.mark.shows(61)
 def test_ranks_that_share_tokens_or_vocabulary_score_what_one_process_does() -> None:
     batch, parts = batch_of(LENGTHS), split(batch_of(LENGTHS), BUDGET).microbatches
-    assert any(part.num_tokens % 2 for part in parts), "tokens that two ranks can not share evenly"
+    assert any(part.num_tokens % 2 for part in parts), "tokens that two ranks cannot share evenly"
     expected = reference(batch)
     log_p = expected.log_softmax(-1)
     wanted = torch.where(batch["labels"] < 0, 0, log_p.gather(1, batch["labels"].clamp(min=0)[:, None]).squeeze(1))

@@ -256,7 +256,7 @@ def test_parts_are_consecutive_cover_everything_and_differ_by_one_at_most() -> N
         ({"num_heads": 6, "head_dim": 4, "num_kv_heads": 2, "intermediate_size": 24}, 3, "1, 2, 6"),
     ],
 )
-def test_ranks_that_can_not_share_a_model_are_refused(change: dict[str, Any], tp: int, possible: str) -> None:
+def test_ranks_that_cannot_share_a_model_are_refused(change: dict[str, Any], tp: int, possible: str) -> None:
     config = replace(CONFIG, **{"head_dim": 4, **change})
     with pytest.raises(ValueError, match=rf"tp={tp} cannot share .* possible are {possible}$"):
         decoder_units(config, groups=ModelGroups.planned(tp=tp))

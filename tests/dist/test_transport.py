@@ -59,7 +59,7 @@ def send_and_forget(rank: int) -> bool:
         assert poison.isnan().all()
         transport.settle()
         return transport.num_pending() == 0
-    time.sleep(0.5)  # the sends are under way and can not have left
+    time.sleep(0.5)  # the sends are under way and cannot have left
     receipts = [transport.receive(channel, shape, torch.float32) for _ in range(6)]
     return all(bool((receipt.wait() == n).all()) for n, receipt in enumerate(receipts))
 
@@ -135,7 +135,7 @@ def reach_a_peer_that_has_ended(rank: int) -> list[str]:
 
 
 @pytest.mark.shows(99)
-def test_what_a_peer_that_has_ended_can_not_take_or_give_is_named() -> None:
+def test_what_a_peer_that_has_ended_cannot_take_or_give_is_named() -> None:
     first, _ = run_outcomes(2, reach_a_peer_that_has_ended, timeout_s=30.0)
     assert first.error is None
     sending, receiving = first.value

@@ -108,7 +108,7 @@ def either_hosts() -> Iterator[tuple[Host, Host]]:
 
 
 def why_no_hosts() -> str | None:
-    """The reason why this machine can not make two hosts; None if it can."""
+    """The reason why this machine cannot make two hosts; None if it can."""
     if shutil.which("ip") is None:
         return "network namespaces need iproute2"
     if os.geteuid() != 0:

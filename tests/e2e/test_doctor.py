@@ -52,7 +52,7 @@ def test_a_ring_of_local_processes_is_tested() -> None:
         (["--tq", "2"], "did you mean"),
     ],
 )
-def test_a_layout_that_can_not_be_is_refused(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_layout_that_cannot_be_is_refused(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", *words]) == 2
     caught = capsys.readouterr()
     assert told in caught.err and len(caught.err.splitlines()) == 1 and not caught.out

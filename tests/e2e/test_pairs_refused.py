@@ -1,4 +1,4 @@
-"""What fused pairs can not do is refused by one sentence before anything starts, and what gains nothing is said."""
+"""What fused pairs cannot do is refused by one sentence before anything starts, and what gains nothing is said."""
 
 import re
 from pathlib import Path
@@ -42,7 +42,7 @@ REFUSED = {
 
 @pytest.mark.shows(48)
 @pytest.mark.parametrize(("words", "told"), REFUSED.values(), ids=REFUSED)
-def test_what_can_not_be_is_refused_before_anything_starts(
+def test_what_cannot_be_is_refused_before_anything_starts(
     words: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code = main(["train", str(write_run(tmp_path, "run", 1)), *words])

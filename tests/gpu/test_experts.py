@@ -92,7 +92,7 @@ def test_weight_gradients_that_wait_are_those_that_do_not(sizes: tuple[int, ...]
 
 
 @pytest.mark.gpu
-def test_rows_that_the_kernel_can_not_take_go_through_the_loop() -> None:
+def test_rows_that_the_kernel_cannot_take_go_through_the_loop() -> None:
     x_NI, _, weight_EOI, groups = operands((3, 4))
     for rows, weight in ((x_NI.float(), weight_EOI.float()), (x_NI[:, :60], weight_EOI[..., :60])):
         assert not GroupedMatmulKernel.takes(rows, weight)

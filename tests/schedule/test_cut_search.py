@@ -139,7 +139,7 @@ def test_even_cuts_are_cuts_with_the_most_even_ones_first():
     assert slowest(cuts[0]) <= 1.005 * min(map(slowest, every))
 
 
-def test_what_can_not_be_searched_is_refused_in_one_sentence():
+def test_what_cannot_be_searched_is_refused_in_one_sentence():
     units = costs_of(DECODER)
     with pytest.raises(ValueError, match="at most 18 stages, not into 20"):
         search_cut(units, Placement(LOOP, 10, 2), 8)

@@ -124,7 +124,7 @@ def test_the_file_is_json_with_the_same_entries(tmp_path: Path):
         assert entry["ph"] == "M" or isinstance(entry["ts"], float)
 
 
-def test_what_can_not_be_drawn_together_is_refused(tmp_path: Path):
+def test_what_cannot_be_drawn_together_is_refused(tmp_path: Path):
     two, three = (schedule.simulate(program_of("1f1b", ranks, 4)) for ranks in (2, 3))
     path = tmp_path / "trace.json"
     for layers, words in (

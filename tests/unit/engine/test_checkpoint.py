@@ -145,7 +145,7 @@ def test_nothing_in_the_folder_is_a_pickle(tmp_path: Path) -> None:
             pickle.loads(path.read_bytes())
 
 
-# ---- what can not be loaded
+# ---- what cannot be loaded
 
 
 @pytest.mark.shows(97)
@@ -329,7 +329,7 @@ def test_the_folder_of_another_run_is_refused_with_what_differs(tmp_path: Path) 
     assert _names(tmp_path) == before
 
 
-def test_a_run_file_that_can_not_be_read_is_not_overwritten(tmp_path: Path) -> None:
+def test_a_run_file_that_cannot_be_read_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text("{")
     with pytest.raises(AnotherRun, match=r"run\.json cannot be read"):
         _checkpointer(tmp_path)
@@ -353,7 +353,7 @@ def test_a_checkpoint_copied_from_another_run_is_refused_by_name(tmp_path: Path)
 def test_a_failed_save_surfaces_at_the_next_call_and_leaves_the_one_before(tmp_path: Path) -> None:
     checkpointer = _checkpointer(tmp_path)
     checkpointer.save(1, _tensors(1), wait=True)
-    # What stands at the final name can not be moved out of the way: a file does not replace a folder.
+    # What stands at the final name cannot be moved out of the way: a file does not replace a folder.
     (tmp_path / "step-00000002").write_text("in the way")
     (tmp_path / ".replaced-step-00000002").mkdir()
     checkpointer.save(2, _tensors(2))
@@ -366,7 +366,7 @@ def test_a_failed_save_surfaces_at_the_next_call_and_leaves_the_one_before(tmp_p
     assert info is not None and info.step == 3
 
 
-def test_values_json_can_not_hold_are_refused_at_once(tmp_path: Path) -> None:
+def test_values_json_cannot_hold_are_refused_at_once(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="not JSON serializable"):
         _checkpointer(tmp_path).save(1, _tensors(1), {"tensor": torch.zeros(1)})
 

@@ -152,7 +152,7 @@ def test_a_dry_run_searches_the_cut_that_the_run_would(
     assert whole < simulated(plain, 2, 8, stage_costs(times, other)).makespan
 
 
-def test_a_search_for_the_cut_that_can_not_be_is_refused_in_one_sentence(tmp_path: Path) -> None:
+def test_a_search_for_the_cut_that_cannot_be_is_refused_in_one_sentence(tmp_path: Path) -> None:
     for of_schedule, told in (
         ({"measure": True, "name": "zb-v"}, "zb-v has an order of its own; possible is schedule.name = auto"),
         ({}, "needs the units' times; add schedule.measure = true"),
@@ -163,7 +163,7 @@ def test_a_search_for_the_cut_that_can_not_be_is_refused_in_one_sentence(tmp_pat
         assert "\n" not in str(caught.value)
 
 
-def test_a_placement_that_can_not_be_is_refused_in_one_sentence(tmp_path: Path) -> None:
+def test_a_placement_that_cannot_be_is_refused_in_one_sentence(tmp_path: Path) -> None:
     for of_schedule, told in (
         ({"placement": "bidirectional"}, 'schedule.placement takes "loop" or "v", not "bidirectional"'),
         ({"placement": "v", "name": "1f1b"}, "schedule.placement = v is no option .*1f1b"),

@@ -1,4 +1,4 @@
-"""A model that can not be cut by its list of layers is refused by name, with what was found in it."""
+"""A model that cannot be cut by its list of layers is refused by name, with what was found in it."""
 
 from types import SimpleNamespace
 

@@ -199,7 +199,7 @@ class TestConfig:
             ({"norm_eps": -1e-5}, "norm_eps"),
         ],
     )
-    def test_what_can_not_be_built_is_refused(self, settings: dict[str, Any], message: str) -> None:
+    def test_what_cannot_be_built_is_refused(self, settings: dict[str, Any], message: str) -> None:
         good: dict[str, Any] = {
             "vocab_size": 41,
             "hidden_size": 24,

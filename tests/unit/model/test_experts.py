@@ -329,7 +329,7 @@ def test_experts_are_shared_as_evenly_as_can_be(num_experts: int, num_ranks: int
     assert shard.full_shape == (num_experts, D, 8)
 
 
-def test_experts_that_can_not_be_shared_are_refused() -> None:
+def test_experts_that_cannot_be_shared_are_refused() -> None:
     with pytest.raises(ValueError, match=r"ep = 7.*6 experts.*ep = 6"):
         decoder_units(MODEL, groups=ModelGroups.planned(ep=7))
     with pytest.raises(ValueError, match=r"ep = 2.*no experts"):
@@ -350,7 +350,7 @@ def test_experts_that_can_not_be_shared_are_refused() -> None:
         ({"every": 0}, "every = 0"),
     ],
 )
-def test_what_can_not_be_routed_is_refused(settings: dict[str, Any], message: str) -> None:
+def test_what_cannot_be_routed_is_refused(settings: dict[str, Any], message: str) -> None:
     good: dict[str, Any] = {"num_experts": 6, "num_active": 2, "intermediate_size": 8}
     ExpertConfig(**good)
     with pytest.raises(ValueError, match=message):

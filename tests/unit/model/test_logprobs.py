@@ -71,7 +71,7 @@ def test_gradients_are_those_of_autograd(terms: str, temperature: float) -> None
     torch.testing.assert_close(found.grad, expected.grad)
 
 
-def test_a_token_that_can_not_come_adds_nothing() -> None:
+def test_a_token_that_cannot_come_adds_nothing() -> None:
     logits_TV, labels_T = given(torch.float64)
     labels_T[labels_T == 7] = 8
     without = logits_TV[:, torch.arange(V) != 7].requires_grad_()

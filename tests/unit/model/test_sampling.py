@@ -132,7 +132,7 @@ def test_one_token_is_always_left(params: SamplingParams) -> None:
 
 @pytest.mark.shows(65)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_end_tokens_can_not_be_drawn_too_early(temperature: float) -> None:
+def test_end_tokens_cannot_be_drawn_too_early(temperature: float) -> None:
     params = SamplingParams(temperature=temperature, min_new_tokens=3, end_tokens=(0, 1))
     assert kept(TIED, params, position=2) == [2, 3, 4, 5, 6, 7]
     assert kept(TIED, params, position=3) == list(range(8))
@@ -226,7 +226,7 @@ def test_random_numbers_of_neighbours_have_nothing_in_common(change: Callable[[D
         ({"end_tokens": (-1,)}, "sampling.end_tokens = "),
     ],
 )
-def test_what_can_not_be_is_refused_by_name(settings: dict[str, object], told: str) -> None:
+def test_what_cannot_be_is_refused_by_name(settings: dict[str, object], told: str) -> None:
     with pytest.raises(ValueError, match=told.replace("(", r"\(")):
         SamplingParams(**settings)  # type: ignore[arg-type]
 

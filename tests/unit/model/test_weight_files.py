@@ -1,4 +1,4 @@
-"""A folder that can not be read is refused in one sentence, before any value is read; nothing but safetensors is."""
+"""A folder that cannot be read is refused in one sentence, before any value is read; nothing but safetensors is."""
 
 import json
 import weakref
@@ -192,7 +192,7 @@ def test_a_decoder_reads_back_from_the_config_json_that_it_writes(config: ModelC
     assert config_from_json(json.loads(json.dumps(config_to_json(config)))) == config.whole(97)
 
 
-def test_a_decoder_that_no_family_is_can_not_be_written() -> None:
+def test_a_decoder_that_no_family_is_cannot_be_written() -> None:
     with pytest.raises(ValueError, match="qkv_bias=True, qk_norm=True"):
         config_to_json(replace(BASE, qkv_bias=True, qk_norm=True))
 

@@ -129,7 +129,7 @@ def test_a_size_that_is_no_count_is_refused(sizes: dict[str, Any]) -> None:
         Layout(**sizes)
 
 
-def test_experts_that_the_ranks_can_not_share_are_refused() -> None:
+def test_experts_that_the_ranks_cannot_share_are_refused() -> None:
     with pytest.raises(
         ValueError, match=r"parallel.ep = 4 does not divide parallel.dp x parallel.cp = 6; possible are 1, 2, 3, 6$"
     ):

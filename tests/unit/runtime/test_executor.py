@@ -347,7 +347,7 @@ def test_who_awaits_something_else_than_comes_says_what_came_and_from_whom(flow:
 @pytest.mark.shows(99)
 def test_when_no_rank_can_go_on_each_says_what_it_waits_for() -> None:
     pipeline = Pipeline("1f1b", 2, 2)
-    # A program that can not hang is not to be had, so the wire is cut.
+    # A program that cannot hang is not to be had, so the wire is cut.
     pipeline.executors[0].transport.send = lambda channel, tensor: None  # type: ignore[method-assign]
     with pytest.raises(Deadlock) as caught:
         pipeline.run([2, 2])

@@ -16,7 +16,7 @@ def test_sequences_shorter_than_ranks_are_refused_with_what_is_possible() -> Non
     check(replace(config, parallel=ParallelConfig(cp=4)))
 
 
-def test_heads_that_can_not_be_exchanged_are_refused_before_anything_starts() -> None:
+def test_heads_that_cannot_be_exchanged_are_refused_before_anything_starts() -> None:
     config = RunConfig(
         model=ModelConfig(num_heads=4, num_kv_heads=2),
         data=DataConfig(cache=None),

@@ -63,6 +63,6 @@ def test_a_model_is_dense_unless_it_is_told_otherwise() -> None:
         ({"experts": {"num_experts": 4}, "parallel": {"dp": 4, "ep": 3}}, r"parallel\.ep = 3 does not divide"),
     ],
 )
-def test_what_can_not_be_is_refused_by_name(settings: dict[str, Any], message: str) -> None:
+def test_what_cannot_be_is_refused_by_name(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check(from_dict(settings))
