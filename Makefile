@@ -4,6 +4,8 @@ BIN := .venv/bin
 # Two ranks share the machine's cores: threads of their own would only get in each other's way.
 export OMP_NUM_THREADS ?= 1
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
+# pytest rewrites each file's assertions; where it may keep them, the next run starts sooner.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: setup demo test quick pytest compiled lint bench promises mutants clean
 
@@ -46,7 +48,7 @@ QUICK := tests/test_imports.py tests/test_structure.py \
 quick: compiled
 	$(BIN)/python -m pytest -q -n 4 --dist loadfile $(QUICK)
 
-# Where Python may write no bytecode, each process that a test starts would compile the package for itself.
+# Each process that a test starts would compile the package for itself.
 compiled: setup
 	@$(BIN)/python -m compileall -q -j 0 src tests
 
