@@ -8,13 +8,28 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from penstock.settings import ConfigError, RunConfig, differences, read_config, to_toml
+import tomli_w
+
+from penstock.settings import ConfigError, RunConfig, differences, read_config
 
 CONFIG_FILE = "run.toml"
 CHECKPOINT_FOLDER = "checkpoints"
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
 _LOCK_FILE = ".lock"
+
+
+def to_toml(config: RunConfig) -> str:
+    """Write the settings as TOML that reads back as the same settings; None values are left out."""
+    return tomli_w.dumps(_without_none(config.to_dict()))
+
+
+def _without_none(table: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: _without_none(value) if isinstance(value, Mapping) else value
+        for name, value in table.items()
+        if value is not None
+    }
 
 
 def check_folder(config: RunConfig, fresh: bool = False, resume: bool = False) -> bool:

@@ -10,7 +10,7 @@ from penstock.settings.experts import ExpertConfig, GroupScore, Scores
 from penstock.settings.model import ModelConfig, RopeKind, RopeScaling
 from penstock.settings.optimizer import Decay, LearningRate, OptimizerConfig, Ramp, WeightDecay
 from penstock.settings.parallel import AXES, ContextForm, Coordinates, Device, Groups, Layout, ParallelConfig
-from penstock.settings.read import from_dict, read_config, to_toml
+from penstock.settings.read import from_dict, read_config
 from penstock.settings.run import (
     SETTINGS,
     CheckpointConfig,
@@ -73,6 +73,5 @@ __all__ = [
     "read_config",
     "same_as",
     "setting",
-    "to_toml",
     "walk",
 ]

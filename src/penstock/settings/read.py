@@ -1,7 +1,6 @@
 """Reading settings from TOML and the command line, and writing them; an error is one sentence that names the cure."""
 
 import difflib
-import json
 import tomllib
 import types
 from collections.abc import Iterable, Mapping, Sequence
@@ -42,6 +41,8 @@ def read_values(path: str | Path) -> Values:
         raise ConfigError(f"{path} cannot be read: {error.strerror}; give the path of a run's TOML file") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not TOML: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{path} is nested too deeply; a run's settings are sections of plain values") from None
     try:
         return _values(table)
     except ConfigError as error:
@@ -60,18 +61,6 @@ def from_dict(table: Mapping[str, Any]) -> RunConfig:
 def from_values(values: Mapping[str, Any]) -> RunConfig:
     """Make a `RunConfig` of values by their dotted names. Raises: as `from_dict`."""
     return with_values(RunConfig(), {SETTINGS[name].path: value for name, value in values.items()})
-
-
-def to_toml(config: RunConfig) -> str:
-    """Write the settings as TOML that reads back as the same settings; None values are left out."""
-    scalars, sections = [], []
-    for name, value in config.to_dict().items():
-        if isinstance(value, dict):
-            lines = [f"{key} = {_toml(inner)}" for key, inner in value.items() if inner is not None]
-            sections.append("\n".join([f"[{name}]", *lines]))
-        else:
-            scalars.append(f"{name} = {_toml(value)}")
-    return "\n\n".join(["\n".join(scalars), *sections]) + "\n"
 
 
 def section_summaries() -> dict[str, str]:
@@ -169,10 +158,3 @@ def _values(table: Mapping[str, Any]) -> Values:
                     raise unknown_setting(full)
                 values[full] = SETTINGS[full].matched(inner)
     return values
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(_toml(item) for item in value) + "]"
-    # JSON's texts, integers, booleans and finite numbers are TOML as well.
-    return json.dumps(value)

@@ -10,6 +10,7 @@ import pytest
 
 from penstock.cli.train import read_arguments
 from penstock.engine.run_check import check
+from penstock.engine.runs import to_toml
 from penstock.settings import (
     SETTINGS,
     ConfigError,
@@ -18,7 +19,6 @@ from penstock.settings import (
     differences,
     from_dict,
     read_config,
-    to_toml,
 )
 from penstock.settings.declare import possible
 
@@ -238,6 +238,7 @@ def test_a_wrong_command_line_is_told_in_one_sentence(words: list[str], told: st
         ("steps = 3", "no setting steps; the nearest one is train.steps"),
         ("[model]\nlearning_rate = 3", "the nearest one is optimizer.learning_rate"),
         ("[train\nsteps = 3", "is not TOML"),
+        ("output = " + "[" * 100_000, "is nested too deeply"),
     ],
 )
 def test_a_wrong_file_is_told_by_its_path_in_one_sentence(text: str, told: str, tmp_path: Path):
@@ -253,3 +254,11 @@ def test_switches_are_read_beside_settings(run_file: Path):
     arguments = read_arguments([str(run_file), "--dry-run", "--train.steps=3", "--json", "--schedule.cut", "1", "9"])
     assert (arguments.switches.dry_run, arguments.switches.json, arguments.switches.resume) == (True, True, False)
     assert (arguments.config.train.steps, arguments.config.schedule.cut) == (3, (1, 9))
+
+
+@pytest.mark.parametrize(
+    "folder", ["runs/\N{ROCKET}", 'with "quotes" and \\', "a\tb", "line\nbreak", "\x7f", "umlaut-ä"]
+)
+def test_any_text_goes_into_a_file_and_back(folder: str):
+    config = with_setting("output", folder)
+    assert from_dict(tomllib.loads(to_toml(config))) == config

@@ -14,6 +14,7 @@ import pytest
 from penstock.cli.train import read_arguments
 from penstock.engine.options import EngineOptions
 from penstock.engine.run_check import check
+from penstock.engine.runs import to_toml
 from penstock.schedule import builders
 from penstock.schedule.choice import ScheduleChoice
 from penstock.settings import (
@@ -26,7 +27,6 @@ from penstock.settings import (
     ScheduleConfig,
     Setting,
     from_dict,
-    to_toml,
     walk,
 )
 from penstock.settings.declare import plain, possible, value_of
