@@ -8,20 +8,82 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from penstock.data import MicroBatchSpec, PackedBatch
-    from penstock.engine import Engine
-    from penstock.settings import Layout, SamplingParams
+    from penstock.data import NO_LABEL, Extent, MicroBatchSpec, PackedBatch
+    from penstock.engine import (
+        CheckpointError,
+        Engine,
+        EngineOptions,
+        GenerateOptions,
+        PerToken,
+        TrainResult,
+        ZeroLossWeight,
+        token_scores,
+    )
+    from penstock.settings import (
+        ConfigError,
+        DataConfig,
+        Decay,
+        Layout,
+        LearningRate,
+        ModelConfig,
+        Normalize,
+        OptimizerConfig,
+        ParallelConfig,
+        Precision,
+        RunConfig,
+        SamplingParams,
+        ScheduleConfig,
+        TrainConfig,
+        WeightDecay,
+        read_config,
+    )
 
 __version__ = "0.1.0"
-__all__ = ["Engine", "Layout", "MicroBatchSpec", "PackedBatch", "SamplingParams", "__version__"]
+__all__ = [
+    "NO_LABEL",
+    "CheckpointError",
+    "ConfigError",
+    "DataConfig",
+    "Decay",
+    "Engine",
+    "EngineOptions",
+    "Extent",
+    "GenerateOptions",
+    "Layout",
+    "LearningRate",
+    "MicroBatchSpec",
+    "ModelConfig",
+    "Normalize",
+    "OptimizerConfig",
+    "PackedBatch",
+    "ParallelConfig",
+    "PerToken",
+    "Precision",
+    "RunConfig",
+    "SamplingParams",
+    "ScheduleConfig",
+    "TrainConfig",
+    "TrainResult",
+    "WeightDecay",
+    "ZeroLossWeight",
+    "__version__",
+    "read_config",
+    "token_scores",
+]
 
-_ROOM_OF = {
-    "Engine": "penstock.engine",
-    "Layout": "penstock.settings",
-    "MicroBatchSpec": "penstock.data",
-    "PackedBatch": "penstock.data",
-    "SamplingParams": "penstock.settings",
+_NAMES_OF = {
+    "penstock.data": ("NO_LABEL", "Extent", "MicroBatchSpec", "PackedBatch"),
+    "penstock.engine": (
+        *("CheckpointError", "Engine", "EngineOptions", "GenerateOptions", "PerToken", "TrainResult"),
+        *("ZeroLossWeight", "token_scores"),
+    ),
+    "penstock.settings": (
+        *("ConfigError", "DataConfig", "Decay", "Layout", "LearningRate", "ModelConfig", "Normalize"),
+        *("OptimizerConfig", "ParallelConfig", "Precision", "RunConfig", "SamplingParams", "ScheduleConfig"),
+        *("TrainConfig", "WeightDecay", "read_config"),
+    ),
 }
+_ROOM_OF = {name: room for room, names in _NAMES_OF.items() for name in names}
 
 
 def __getattr__(name: str) -> object:

@@ -1,6 +1,5 @@
 """One worker of `penstock train`: it meets the others, then repeats batch, step, metrics, validation and checkpoint."""
 
-import base64
 import json
 import signal
 import sys
@@ -10,7 +9,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Self
 
-import torch
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 from penstock.cli.launch import Group, report_end
@@ -21,6 +19,7 @@ from penstock.draw.layers import RECORDED_STEP_FILE, RecordedStep, write_recorde
 from penstock.engine.checkpoint import Checkpointer
 from penstock.engine.engine import Engine
 from penstock.engine.optimizer import state_aliases
+from penstock.engine.random_state import random_state, restore_random_state
 from penstock.engine.run_parts import RunData, check_parts, engine_arguments, micro_batches
 from penstock.engine.runs import CHECKPOINT_FOLDER, METRICS_FILE, MetricsLog, RunFolder, check_folder, read_metrics
 from penstock.engine.trainer import TrainResult
@@ -97,8 +96,7 @@ class TrainLoop:
         extras = found.extras[rank if len(found.extras) == world_size else 0]
         self.engine.load_progress(extras["engine"])
         self.loader.load_state_dict(extras["loader"])
-        if len(found.extras) == world_size:
-            _set_random_state(extras["random"])
+        restore_random_state([theirs["random"] for theirs in found.extras], rank, world_size)
         step = self.engine.step
         self._saved_step = step
         self.result = replace(self.result, step=step, resumed_from=step)
@@ -172,7 +170,7 @@ class TrainLoop:
         extra = {
             "engine": self.engine.progress(),
             "loader": self.loader.state_dict(),
-            "random": _random_state(),
+            "random": random_state(),
         }
         with self.engine.recorder.collective("save a checkpoint"):
             self.checkpoints.save(step, self.engine.state(), extra, wait=wait)
@@ -266,14 +264,6 @@ def _costs(measured: Timeline, num_microbatches: int) -> Costs:
         backward_weight=spent[Op.W] / each,
         step=spent[Op.STEP] / len(measured.events),
     )
-
-
-def _random_state() -> str:
-    return base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode()
-
-
-def _set_random_state(text: str) -> None:
-    torch.set_rng_state(torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8))
 
 
 class StopRequest:

@@ -40,11 +40,27 @@ NO_LABEL = -100  # the default `ignore_index` of PyTorch's cross entropy
 
 
 class Extent(Enum):
-    """The number of rows of a key that is added to a batch, in terms of the tokens."""
+    """The number of rows of a key that is added to a batch, in terms of the tokens.
+
+    >>> batch = PackedBatch.from_documents([[5, 6, 7], [8, 9]])
+    >>> batch.with_key("rewards", torch.zeros(2), "item").item_lengths("rewards")
+    (1, 1)
+    """
 
     ITEM = "one row per item"
     TOKEN = "one row per token"
     TRANSITION = "one row per token but the first of each sequence"
+
+    @classmethod
+    def of(cls, extent: "Extent | str") -> "Extent":
+        """Find the extent of that name. Raises: `BatchError` listing the names."""
+        if isinstance(extent, Extent):
+            return extent
+        found = cls.__members__.get(str(extent).upper())
+        if found is None:
+            names = ", ".join(repr(name.lower()) for name in cls.__members__)
+            raise BatchError("extent", f"{extent!r} is none of {names}")
+        return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -357,8 +373,13 @@ class PackedBatch:
             metadata={**self.metadata, **other.metadata},
         )
 
-    def with_key(self, key: str, data: Tensor, extent: Extent = Extent.TOKEN) -> "PackedBatch":
-        """Add a key whose lengths follow from the main key's; for other lengths use `update`."""
+    def with_key(self, key: str, data: Tensor, extent: Extent | str = Extent.TOKEN) -> "PackedBatch":
+        """Add a key whose lengths follow from the main key's; for other lengths use `update`.
+
+        Raises: `BatchError` for an extent other than "item", "token" or "transition", a key that is there already, or
+        data of other lengths.
+        """
+        extent = Extent.of(extent)
         if key in self.lengths:
             raise KeyMismatch("keys", f"{key!r} is there already")
         main = self.lengths[self.main_key]

@@ -7,20 +7,34 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from penstock.engine.checkpoint import CheckpointError
     from penstock.engine.engine import Engine
     from penstock.engine.generator import GenerateOptions
     from penstock.engine.losses import ZeroLossWeight
     from penstock.engine.options import EngineOptions
+    from penstock.engine.scorer import PerToken, token_scores
     from penstock.engine.trainer import TrainResult
 
-__all__ = ["Engine", "EngineOptions", "GenerateOptions", "TrainResult", "ZeroLossWeight"]
+__all__ = [
+    "CheckpointError",
+    "Engine",
+    "EngineOptions",
+    "GenerateOptions",
+    "PerToken",
+    "TrainResult",
+    "ZeroLossWeight",
+    "token_scores",
+]
 
 _FILE_OF = {
+    "CheckpointError": "checkpoint",
     "Engine": "engine",
     "EngineOptions": "options",
     "GenerateOptions": "generator",
+    "PerToken": "scorer",
     "TrainResult": "trainer",
     "ZeroLossWeight": "losses",
+    "token_scores": "scorer",
 }
 
 

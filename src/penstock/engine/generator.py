@@ -58,6 +58,9 @@ class GenerateOptions:
 
     Raises:
         ValueError: a count is below one, or the form is unknown.
+
+    >>> GenerateOptions(num_slots=2, decode="live-rows").refill
+    True
     """
 
     num_slots: int | None = None

@@ -56,7 +56,13 @@ def checked_loss(loss: Any) -> Tensor:
 
 
 class ZeroLossWeight(ValueError):
-    """No token of the whole batch, on any rank, carries loss; raised on all ranks alike, before any backward."""
+    """No token of the whole batch, on any rank, carries loss; raised on all ranks alike, before any backward.
+
+    >>> engine = Engine.from_layers([torch.nn.Embedding(32, 8), torch.nn.Linear(8, 32)], hidden_size=8)
+    >>> engine.train_batch(PackedBatch.from_documents([torch.arange(1)]))
+    Traceback (most recent call last):
+    penstock.engine.losses.ZeroLossWeight: the loss weights of the whole batch sum to 0 over 1 ...
+    """
 
 
 def loss_factors(mode: Normalize, weights: Sequence[float], rank_totals: Sequence[float]) -> list[float]:

@@ -28,6 +28,10 @@ class EngineOptions(Settings):
             first rank, and `auto` searches an order for their times; None for the units' estimated work.
         learns: False for an engine that only scores and generates. It keeps weights alone: no gradients, no
             fp32 masters and no state of an optimizer.
+
+    >>> options = EngineOptions("zb-h1", precision="bf16", optimizer=OptimizerConfig(LearningRate(3e-4)))
+    >>> options.choice.name, options.optimizer.learning_rate(1)
+    ('zb-h1', 0.0003)
     """
 
     schedule: ScheduleConfig | str = ScheduleConfig()

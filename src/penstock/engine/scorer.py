@@ -81,6 +81,11 @@ class PerToken:
 
     It gives a tensor [T, ...] or a mapping of such. Ranks that share every sequence (cp) each call it on their own part
     of a microbatch, and only its results are sent between them: whole logits exist nowhere.
+
+    >>> engine = Engine.from_layers([torch.nn.Embedding(32, 8), torch.nn.Linear(8, 32)], hidden_size=8)
+    >>> batch = PackedBatch.from_documents([torch.arange(5), torch.arange(3)])
+    >>> engine.forward(batch, PerToken(lambda logits, microbatch: logits.argmax(-1))).shape
+    torch.Size([8])
     """
 
     hook: PostHook
@@ -101,6 +106,11 @@ def token_scores(temperature: float = 1.0, entropies: bool = False) -> PostHook:
     """A hook that gives each token the log-probability of its label, the next token: {"log_probs": [T]} in fp32.
 
     Where the label is `NO_LABEL` it is 0. With `entropies` the entropies of the tokens' distributions are added.
+
+    >>> engine = Engine.from_layers([torch.nn.Embedding(32, 8), torch.nn.Linear(8, 32)], hidden_size=8)
+    >>> scores = engine.forward(PackedBatch.from_documents([torch.arange(5)]), token_scores(entropies=True))
+    >>> sorted(scores), scores["log_probs"].shape
+    (['entropies', 'log_probs'], torch.Size([5]))
     """
 
     def hook(logits_TV: Logits, microbatch: PackedBatch) -> dict[str, Tensor]:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
+from penstock.engine.checkpoint import Checkpointer, CheckpointReader
 from penstock.engine.memory import running_state_bytes
+from penstock.engine.optimizer import state_aliases
 from penstock.engine.pipeline import Pipeline
+from penstock.engine.random_state import random_state, restore_random_state
 from penstock.engine.sharding import local_parameters, local_state
 from penstock.engine.trainer import Trainer
 from penstock.parallel.buckets import StateBytes
@@ -76,6 +80,42 @@ class ModelState:
         """Go on from there, after the tensors of `state` have been loaded."""
         self.pipeline.continue_from(int(progress["step"]))
         self.trainer.optimizer.load_progress(progress["optimizer"])
+
+    def save(self, path: str | Path, extra: Any = None, keep: int = 1) -> None:
+        """Save weights, buffers, optimizer, step and random numbers as a checkpoint in the folder; all ranks call it.
+
+        A crash leaves the checkpoint before it intact. `extra` is a JSON value of the caller's, such as a position in
+        the data; `keep` is how many of the newest checkpoints stay.
+
+        Raises: AnotherRun, ValueError, CheckpointError; on all ranks alike.
+        """
+        grid = self.pipeline.grid
+        with self.pipeline.recorder.collective("save a checkpoint"):
+            saved = Checkpointer(path, grid, {}, keep, state_aliases(self.ties), newest_last=True)
+            values = {"engine": self.progress(), "random": random_state(), "extra": extra}
+            saved.save(self.step, self.state(), values, wait=True)
+
+    def load(self, path: str | Path) -> Any:
+        """Go on from the newest intact checkpoint in the folder, saved by any layout; returns its `extra`.
+
+        The folder is that of `save`, that of a run's checkpoints, or a single checkpoint. An engine that does not learn
+        leaves the optimizer's state. Each rank gets its own `extra` back if there are as many ranks, else rank 0's.
+
+        Raises: FileNotFoundError, DamagedCheckpoint; ValueError if it is of another model. On all ranks alike, with
+        nothing loaded.
+        """
+        pipeline = self.pipeline
+        rank, world_size = pipeline.grid.rank, pipeline.grid.world_size
+        with pipeline.recorder.collective("load a checkpoint"):
+            saved, own = CheckpointReader(path, pipeline.grid, None, state_aliases(self.ties)), self.state()
+            found = saved.existing()
+            saved.check_used(found, own, ignored="" if pipeline.options.learns else "optimizer.")
+            saved.load(found, own)
+        values = found.extras[rank if len(found.extras) == world_size else 0]
+        self.load_progress(values["engine"])
+        pipeline.casts.renew()
+        restore_random_state([theirs["random"] for theirs in found.extras], rank, world_size)
+        return values.get("extra")
 
     def simulated(self, num_microbatches: int, costs: Costs) -> Timeline:
         """The simulated timeline of a step."""

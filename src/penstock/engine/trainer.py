@@ -28,7 +28,13 @@ from penstock.settings import Normalize, Precision
 
 @dataclass(frozen=True)
 class TrainResult:
-    """The outcome of one step, the same on every rank but for `idle_share` and `step_time_s`."""
+    """The outcome of one step, the same on every rank but for `idle_share` and `step_time_s`.
+
+    >>> engine = Engine.from_layers([torch.nn.Embedding(32, 8), torch.nn.Linear(8, 32)], hidden_size=8)
+    >>> result = engine.train_batch(PackedBatch.from_documents([torch.arange(5), torch.arange(3)]))
+    >>> result.step, result.num_tokens, result.success
+    (1, 8, True)
+    """
 
     #: the step's number, from 1
     step: int

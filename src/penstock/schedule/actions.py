@@ -188,7 +188,9 @@ class Placement:
     >>> placement.num_stages, placement.stages_of(1), placement.output_rank
     (4, (1, 3), 1)
 
-    Raises: ValueError for counts below one, or an odd number of stages a rank when there are two routes.
+    `kind` may also be given by its name.
+
+    Raises: ValueError for another kind, counts below one, or an odd number of stages a rank when there are two routes.
     """
 
     kind: PlacementKind
@@ -196,6 +198,11 @@ class Placement:
     stages_per_rank: int = 1
 
     def __post_init__(self) -> None:
+        if self.kind not in list(PlacementKind):
+            if self.kind not in [kind.value for kind in PlacementKind]:
+                possible = ", ".join(kind.value for kind in PlacementKind)
+                raise ValueError(f"there is no placement {self.kind!r}; possible are {possible}")
+            object.__setattr__(self, "kind", PlacementKind(self.kind))
         check_count("ranks", self.num_ranks)
         check_count("stages_per_rank", self.stages_per_rank)
         if self.stages_per_rank % self.num_routes:

@@ -14,7 +14,11 @@ class PackingKind(NamedValue):
 
 @dataclass(frozen=True)
 class DataConfig(Settings, section="data"):
-    """The training text."""
+    """The training text.
+
+    >>> DataConfig(corpus="texts.jsonl", sequence_length=128, packing="document").num_sequences
+    8
+    """
 
     corpus: str = setting(
         "stdlib",

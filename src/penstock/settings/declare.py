@@ -24,7 +24,12 @@ _KEY = "setting"
 
 
 class ConfigError(ValueError):
-    """A setting that cannot be used; the message names it and the possible values."""
+    """A setting that cannot be used; the message names it and the possible values.
+
+    >>> Layout(pp=0)
+    Traceback (most recent call last):
+    penstock.settings.declare.ConfigError: parallel.pp = 0 is not possible; it must be at least 1
+    """
 
 
 class NamedValue(enum.StrEnum):

@@ -77,6 +77,10 @@ class ModelConfig(Settings, section="model"):
     """The decoder, such as Llama, Qwen2, Qwen3 or Mistral.
 
     Several settings may be left out; `vocabulary`, `key_heads` and `head_size` are the resulting values.
+
+    >>> config = ModelConfig(hidden_size=64, num_heads=4, num_kv_heads=2, num_layers=2)
+    >>> config.head_size, config.num_units
+    (16, 6)
     """
 
     pretrained: str | None = field(

@@ -21,7 +21,11 @@ _FORGETS = Bounds(least=0, below=1, otherwise="never forgets")
 
 
 class Decay(NamedValue):
-    """The decay of the learning rate after its warm-up."""
+    """The decay of the learning rate after its warm-up.
+
+    >>> LearningRate(peak=0.4, decay="cosine", num_decay_steps=2).decay is Decay.COSINE
+    True
+    """
 
     CONSTANT = "constant"
     LINEAR = "linear"
@@ -170,9 +174,13 @@ class WeightDecay(Settings, section="optimizer"):
 class OptimizerConfig(Settings, section="optimizer"):
     """AdamW and its schedules.
 
-    Norms and biases are never decayed.
+    Norms and biases are never decayed. A number for the learning rate or the weight decay stands for a constant.
 
     Source: arXiv 1711.05101, algorithm 2. Clipping: arXiv 1211.5063, section 3.2.
+
+    >>> config = OptimizerConfig(LearningRate(3e-4, num_warmup_steps=10), weight_decay=WeightDecay(0.01))
+    >>> config.learning_rate(5), config.weight_decay(5), config.clip_norm
+    (0.00015, 0.01, 1.0)
     """
 
     learning_rate: LearningRate = LearningRate()
@@ -186,6 +194,12 @@ class OptimizerConfig(Settings, section="optimizer"):
         "Data- and context-parallel ranks shard the optimizer's state and fp32 masters: each steps its shard, and the "
         "results are gathered (ZeRO-1).",
     )
+
+    def __post_init__(self) -> None:
+        for name, schedule in (("learning_rate", LearningRate), ("weight_decay", WeightDecay)):
+            if isinstance(getattr(self, name), int | float):
+                object.__setattr__(self, name, schedule(getattr(self, name)))
+        super().__post_init__()
 
     def num_decay_steps(self, num_steps: int) -> int | None:
         """The step of a run of `num_steps` at which its rates reach their ends; None if they are constant."""

@@ -179,7 +179,11 @@ class Layout(Settings, section="parallel"):
 
 @dataclass(frozen=True)
 class ParallelConfig(Layout, section="parallel"):
-    """The grid of processes."""
+    """The grid of processes.
+
+    >>> ParallelConfig(pp=2, dp=2, device="cpu").world_size
+    4
+    """
 
     attention: ContextForm = setting(
         ContextForm.RING,

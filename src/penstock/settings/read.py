@@ -20,6 +20,10 @@ def read_config(path: str | Path) -> RunConfig:
     Raises:
         ConfigError: a missing file, invalid TOML, an unknown key (the nearest one is named), or a value of a wrong
             type or out of bounds.
+
+    >>> read_config("missing.toml")
+    Traceback (most recent call last):
+    penstock.settings.declare.ConfigError: ...
     """
     values = read_values(path)
     try:

@@ -34,6 +34,9 @@ class Precision(NamedValue):
 
     FP32, FP64: for both. BF16, FP16: 16-bit parameters with fp32 masters; FP16 with a loss scaler. BF16_AUTOCAST: fp32
     parameters, forwards under autocast.
+
+    >>> EngineOptions(precision="bf16").precision is Precision.BF16
+    True
     """
 
     FP32 = "fp32"
@@ -49,6 +52,9 @@ class Normalize(NamedValue):
     GLOBAL: the sum of w over all microbatches and data-parallel ranks. DP: the sum of w on the rank, then the mean
     over ranks. TOKEN_PER_MICROBATCH and MICROBATCH_MEAN: the microbatch's own w, then the mean over microbatches
     and ranks; they differ only where context parallelism splits a microbatch's tokens.
+
+    >>> Normalize.parse("microbatch_mean") is Normalize.MICROBATCH_MEAN
+    True
     """
 
     GLOBAL = "global"
@@ -68,7 +74,11 @@ class Normalize(NamedValue):
 
 @dataclass(frozen=True)
 class TrainConfig(Settings, section="train"):
-    """The training loop."""
+    """The training loop.
+
+    >>> TrainConfig(steps=20, precision="bf16", recompute=(0, 1)).normalize is Normalize.GLOBAL
+    True
+    """
 
     steps: int = setting(100, "Optimizer steps.", AT_LEAST_1)
     seed: int = setting(0, "Decides the initial weights and the order of the data.", AT_LEAST_0)
@@ -115,7 +125,12 @@ class LogConfig(Settings, section="log"):
 
 @dataclass(frozen=True)
 class RunConfig(Settings):
-    """All settings of a run."""
+    """All settings of a run.
+
+    >>> config = RunConfig(parallel=ParallelConfig(pp=2), schedule=ScheduleConfig("zb-h1"))
+    >>> config.flat()["train.steps"], config.parallel.world_size
+    (100, 2)
+    """
 
     output: str = setting("runs/penstock", "Folder of the run: checkpoints, metrics, a copy of the settings.")
     model: ModelConfig = ModelConfig()

@@ -18,6 +18,9 @@ class ScheduleConfig(Settings, section="schedule"):
     """The order of each rank's work.
 
     A setting with the name of a parameter of a schedule's builder is an option of that schedule; `options` finds it.
+
+    >>> EngineOptions(schedule=ScheduleConfig("interleaved", stages_per_rank=2)).schedule.name
+    'interleaved'
     """
 
     name: str = setting(

@@ -18,6 +18,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from penstock.engine.checkpoint.manifest import (
+    MANIFEST,
     TENSOR_SUFFIX,
     CheckpointError,
     CheckpointInfo,
@@ -39,13 +40,18 @@ class CheckpointReader:
 
     Every rank of the grid makes one and calls alike.
 
-    identity: the settings that make this run what it is, as a flat JSON mapping. aliases: names of tensors that are
+    The folder may also be a single checkpoint. identity: the settings that make this run what it is, as a flat JSON
+    mapping; None reads those of any run. aliases: names of tensors that are
     equal to another by construction (tied copies and their optimizer state) -> that other's name, under which alone
     they are stored.
     """
 
     def __init__(
-        self, folder: Path | str, grid: Grid, identity: Mapping[str, Any], aliases: Mapping[str, str] | None = None
+        self,
+        folder: Path | str,
+        grid: Grid,
+        identity: Mapping[str, Any] | None,
+        aliases: Mapping[str, str] | None = None,
     ) -> None:
         #: the folder of the checkpoints, each a folder of its own
         self.folder = Path(folder)
@@ -61,7 +67,7 @@ class CheckpointReader:
 
         Each rank verifies some of the files, and all return the same.
         """
-        names = [path.name for path in published(self.folder)] if self._grid.rank == 0 else None
+        names = self._names() if self._grid.rank == 0 else None
         for name in reversed(self._gather(names)[0]):
             path = self.folder / name
             info, reason = self._examine(path)
@@ -72,6 +78,30 @@ class CheckpointReader:
             if self._grid.rank == 0:
                 _logger.warning("checkpoint %s is refused: %s", path, reasons[0])
         return None
+
+    def existing(self) -> CheckpointInfo:
+        """Find the newest checkpoint that is intact, of which there must be one.
+
+        Raises: FileNotFoundError where there is none at all, DamagedCheckpoint where none is intact; on all ranks.
+        """
+        info = self.latest()
+        if info is not None:
+            return info
+        if self.refused:
+            path, reason = next(iter(self.refused.items()))
+            raise DamagedCheckpoint(f"no checkpoint in {self.folder} can be read: {path} is refused, {reason}")
+        raise FileNotFoundError(f"{self.folder} holds no checkpoint")
+
+    def check_used(self, info: CheckpointInfo, tensors: Mapping[str, LocalTensor], ignored: str = "") -> None:
+        """Refuse a checkpoint with tensors that no rank asks for, but for names that begin with `ignored`.
+
+        Raises: ValueError naming some of them, on all ranks alike.
+        """
+        asked = self._gather(sorted({self._aliases.get(name, name) for name in tensors}))
+        unused = sorted(info.stored.keys() - {name for names in asked for name in names})
+        unused = [name for name in unused if not (ignored and name.startswith(ignored))]
+        if unused:
+            raise ValueError(f"checkpoint {info.path} holds {len(unused)} tensors that the model lacks: {unused[:3]}")
 
     def load(self, info: CheckpointInfo, tensors: Mapping[str, LocalTensor]) -> None:
         """Copy stored values into this rank's tensors, by name and in place; nothing else is read.
@@ -87,11 +117,15 @@ class CheckpointReader:
             otherwise=CheckpointError,
         )
 
+    def _names(self) -> list[str]:
+        """The checkpoints in the folder, oldest first; of a folder that is one itself, that one."""
+        return ["."] if (self.folder / MANIFEST).is_file() else [path.name for path in published(self.folder)]
+
     def _examine(self, path: Path) -> tuple[CheckpointInfo | None, str | None]:
         """The checkpoint at `path`, or the reason why it is refused."""
         try:
             info = read_manifest(path)
-            if changed := differences(self._identity, info.identity):
+            if self._identity is not None and (changed := differences(self._identity, info.identity)):
                 raise DamagedCheckpoint(f"it is of another run: {changed[0]}")
             check_files(info, self._grid.rank, self._grid.world_size)
         except (DamagedCheckpoint, OSError) as error:

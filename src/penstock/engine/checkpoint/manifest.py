@@ -24,7 +24,12 @@ _PREFIX = "step-"
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written, on this rank or another; the ones before it are as they were."""
+    """A checkpoint could not be written, on this rank or another; the ones before it are as they were.
+
+    >>> raise CheckpointError("step 7 could not be saved: rank 1: OSError: no space left")
+    Traceback (most recent call last):
+    penstock.engine.checkpoint.manifest.CheckpointError: step 7 could not be saved: rank 1: OSError: no space left
+    """
 
 
 class DamagedCheckpoint(ValueError):

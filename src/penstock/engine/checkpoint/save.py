@@ -58,8 +58,9 @@ class AnotherRun(ValueError):
 class Checkpointer(CheckpointReader):
     """Saves and loads the checkpoints of one run, which owns the folder; see `CheckpointReader`.
 
-    keep: how many of the newest checkpoints stay. Where several ranks have the same slice of a tensor, one of them
-    saves it; they take turns.
+    keep: how many of the newest checkpoints stay. newest_last: checkpoints of later steps than the one saved are
+    deleted, so that the last one saved is the one found. Where several ranks have the same slice of a tensor, one of
+    them saves it; they take turns.
 
     Raises: AnotherRun on every rank when the folder belongs to a run of another identity; ValueError.
     """
@@ -71,11 +72,12 @@ class Checkpointer(CheckpointReader):
         identity: Mapping[str, Any],
         keep: int = 3,
         aliases: Mapping[str, str] | None = None,
+        newest_last: bool = False,
     ) -> None:
         if keep < 1:
             raise ValueError(f"at least 1 checkpoint must be kept, not {keep}")
         super().__init__(folder, grid, identity, aliases)
-        self._keep = keep
+        self._keep, self._newest_last = keep, newest_last
         #: stored name -> its latest values, in host memory that is kept from save to save
         self._host_copies: dict[str, Tensor] = {}
         #: the save under way
@@ -186,13 +188,13 @@ class Checkpointer(CheckpointReader):
 
     def _prune(self, step: int) -> None:
         """Delete all but the newest intact checkpoints up to this step, and damaged ones older than those."""
+        later = [path for path in published(self.folder) if step_of(path) > step and self._newest_last]
         older = [path for path in published(self.folder) if step_of(path) <= step]
         intact = [path for path in older if path not in self.refused]
         oldest_kept = step_of(intact[-self._keep :][0])
-        for path in older:
-            if step_of(path) < oldest_kept:
-                # Under its own name it would be a damaged checkpoint once the first file is gone.
-                shutil.rmtree(path.rename(self.folder / f"{_DELETING}{path.name}"), ignore_errors=True)
+        for path in [*later, *(path for path in older if step_of(path) < oldest_kept)]:
+            # Under its own name it would be a damaged checkpoint once the first file is gone.
+            shutil.rmtree(path.rename(self.folder / f"{_DELETING}{path.name}"), ignore_errors=True)
 
 
 class _Writer:
