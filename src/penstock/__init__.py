@@ -14,6 +14,7 @@ if TYPE_CHECKING:
         Engine,
         EngineOptions,
         GenerateOptions,
+        Metric,
         PerToken,
         TrainResult,
         ZeroLossWeight,
@@ -51,6 +52,7 @@ __all__ = [
     "GenerateOptions",
     "Layout",
     "LearningRate",
+    "Metric",
     "MicroBatchSpec",
     "ModelConfig",
     "Normalize",
@@ -74,8 +76,8 @@ __all__ = [
 _NAMES_OF = {
     "penstock.data": ("NO_LABEL", "Extent", "MicroBatchSpec", "PackedBatch"),
     "penstock.engine": (
-        *("CheckpointError", "Engine", "EngineOptions", "GenerateOptions", "PerToken", "TrainResult"),
-        *("ZeroLossWeight", "token_scores"),
+        *("CheckpointError", "Engine", "EngineOptions", "GenerateOptions", "Metric", "PerToken"),
+        *("TrainResult", "ZeroLossWeight", "token_scores"),
     ),
     "penstock.settings": (
         *("ConfigError", "DataConfig", "Decay", "Layout", "LearningRate", "ModelConfig", "Normalize"),

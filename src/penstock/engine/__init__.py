@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from penstock.engine.checkpoint import CheckpointError
     from penstock.engine.engine import Engine
     from penstock.engine.generator import GenerateOptions
+    from penstock.engine.loss_metrics import EvaluationLoss, Metric
     from penstock.engine.losses import ZeroLossWeight
     from penstock.engine.options import EngineOptions
     from penstock.engine.scorer import PerToken, token_scores
@@ -19,7 +20,9 @@ __all__ = [
     "CheckpointError",
     "Engine",
     "EngineOptions",
+    "EvaluationLoss",
     "GenerateOptions",
+    "Metric",
     "PerToken",
     "TrainResult",
     "ZeroLossWeight",
@@ -30,7 +33,9 @@ _FILE_OF = {
     "CheckpointError": "checkpoint",
     "Engine": "engine",
     "EngineOptions": "options",
+    "EvaluationLoss": "loss_metrics",
     "GenerateOptions": "generator",
+    "Metric": "loss_metrics",
     "PerToken": "scorer",
     "TrainResult": "trainer",
     "ZeroLossWeight": "losses",

@@ -10,6 +10,7 @@ from penstock.data import MicroBatchSpec, PackedBatch
 from penstock.engine.build import units_of_layers
 from penstock.engine.export import MAX_SHARD_BYTES, ExportOptions, export_model
 from penstock.engine.generator import GenerateOptions, GenerateResult, Generator, OnAnswer, OnToken
+from penstock.engine.loss_metrics import EvaluationLoss
 from penstock.engine.losses import LossFn, LossWeightFn, num_loss_tokens, token_cross_entropy
 from penstock.engine.options import EngineOptions
 from penstock.engine.pipeline import Pipeline
@@ -110,7 +111,7 @@ class Engine(ModelState):
         loss_fn: LossFn = token_cross_entropy,
         loss_weight_fn: LossWeightFn = num_loss_tokens,
         micro_batches: MicroBatchSpec | None = None,
-    ) -> float:
+    ) -> EvaluationLoss:
         """The loss per unit of weight over all ranks' batches, the same on every rank; nothing is learned."""
         return self.scorer.evaluate(batches, loss_fn, loss_weight_fn, micro_batches)
 

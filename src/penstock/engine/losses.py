@@ -15,8 +15,11 @@ from penstock.data import NO_LABEL, PackedBatch
 from penstock.model import Logits, cross_entropy_sum
 from penstock.settings import Normalize
 
-LossFn = Callable[[Any, PackedBatch], Tensor]
-"""A function from the last stage's output and its microbatch to the sum of the microbatch's losses."""
+LossFn = Callable[[Any, PackedBatch], Any]
+"""A function from the last stage's output and its microbatch to the sum of the microbatch's losses, a tensor.
+
+Beside it, in a pair, it may give a dict of the numbers that it reports: name -> `Metric`.
+"""
 
 LossWeightFn = Callable[[PackedBatch], float]
 """A microbatch's weight in the denominator."""

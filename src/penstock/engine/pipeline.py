@@ -250,10 +250,14 @@ class Pipeline:
             dist.all_reduce(tensor, group=self.grid.control)
         return tensor.tolist()
 
-    def total_loss(self, losses: Sequence[Tensor]) -> float:
-        """The sum of all ranks' losses, on every rank; ranks of a tp group have the same ones, which count once."""
-        own = float(torch.stack(list(losses)).sum()) if losses and self.grid.tp_rank == 0 else 0.0
-        return self.sum_over_ranks(own)[0]
+    def total_loss(self, losses: Sequence[Tensor], *others: float) -> list[float]:
+        """The sum of all ranks' losses, and those of the ranks' `others`, on every rank, in one collective.
+
+        Ranks of a tp group have the same ones, which count once.
+        """
+        if self.grid.tp_rank:
+            return self.sum_over_ranks(0.0, *(0.0 for _ in others))
+        return self.sum_over_ranks(float(torch.stack(list(losses)).sum()) if losses else 0.0, *others)
 
     def at_close(self, close: Callable[[], None]) -> None:
         """Call `close` before the transport is closed."""

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.data import MicroBatchSpec, PackedBatch, Split, check_lengths, merge, take_apart
+from penstock.engine.loss_metrics import EvaluationLoss, LossMetrics
 from penstock.engine.losses import LossFn, LossWeightFn
 from penstock.engine.microbatches import agree_on_microbatches
 from penstock.engine.pipeline import Pipeline
@@ -62,17 +63,19 @@ class Scorer:
         loss_fn: LossFn,
         loss_weight_fn: LossWeightFn,
         micro_batches: MicroBatchSpec | None = None,
-    ) -> float:
-        """The loss per unit of weight over all ranks' batches, the same on every rank."""
+    ) -> EvaluationLoss:
+        """The loss per unit of weight over all ranks' batches, the same on every rank, with what `loss_fn` reports."""
         loss = weight = 0.0
+        num_metrics, measured = 0, LossMetrics(loss_fn)
         with self.pipeline.casts.kept():
             for batch in batches:
                 agreed = agree_on_microbatches(self.pipeline, batch, micro_batches, loss_weight_fn)
-                feeds = [self.pipeline.feed(microbatch, loss_fn) for microbatch in agreed.microbatches]
+                feeds = [self.pipeline.feed(microbatch, measured) for microbatch in agreed.microbatches]
                 losses = self.pipeline.executor(len(feeds)).run(feeds)
-                loss += self.pipeline.total_loss(losses)
+                total, num_metrics = measured.total(self.pipeline, losses)
+                loss += total
                 weight += sum(agreed.rank_totals)
-        return loss / weight if weight else float("nan")
+        return EvaluationLoss(loss / weight if weight else float("nan"), measured.reduced(self.pipeline, num_metrics))
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ is an action of the program.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from penstock.data import MicroBatchSpec, PackedBatch
 from penstock.engine.aux_losses import AuxLossReport, AuxLossTracker
+from penstock.engine.loss_metrics import LossMetrics
 from penstock.engine.losses import LossFn, LossWeightFn, checked_loss, loss_factors
 from penstock.engine.microbatches import AgreedSplit, agree_on_microbatches
 from penstock.engine.optimizer import LossScaler, Optimizer, Update
@@ -60,6 +61,8 @@ class TrainResult:
     stop_requested: bool
     #: auxiliary losses, and the experts' load
     extras: AuxLossReport
+    #: numbers that the loss function reported, over all microbatches and ranks
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 class Trainer:
@@ -99,7 +102,8 @@ class Trainer:
         """One optimizer step on `batch`; every rank of the grid calls it, ranks of one pipeline with the same batch.
 
         `loss_fn(output, microbatch)` gives the sum of the microbatch's losses from the last stage's output (logits
-        [T, V]), `loss_weight_fn(microbatch)` its weight in the denominator.
+        [T, V]), or that and a dict of numbers to report, each a `Metric`. `loss_weight_fn(microbatch)` gives its weight
+        in the denominator.
 
         Raises:
             ZeroLossWeight, PipelineError, ValueError: on all ranks alike, before anything is computed.
@@ -111,14 +115,16 @@ class Trainer:
         self.pipeline.begin_recording()
         agreed = agree_on_microbatches(self.pipeline, batch, micro_batches, loss_weight_fn, stop=self._stop_requested)
         factors = self._loss_factors(agreed, loss_weight_fn, normalize)
-        feeds = self._feeds(agreed, loss_fn, [factor * loss_scale for factor in factors])
+        measured = LossMetrics(loss_fn)
+        feeds = self._feeds(agreed, measured, [factor * loss_scale for factor in factors])
         losses = self._run(feeds)
         update, aux_losses = self._step(feeds, loss_scale)
-        loss = self.pipeline.total_loss(losses) / loss_scale
+        loss, num_metrics = measured.total(self.pipeline, losses)
+        metrics = measured.reduced(self.pipeline, num_metrics)
         step, step_time_s = self.pipeline.count_step(), time.perf_counter() - start
         return TrainResult(
             step=step,
-            loss=loss,
+            loss=loss / loss_scale,
             num_tokens=agreed.num_tokens,
             num_microbatches=len(feeds),
             grad_norm=update.grad_norm,
@@ -129,6 +135,7 @@ class Trainer:
             idle_share=1.0 - sum(e.end - e.start for e in self.pipeline.recorder.events()) / step_time_s,
             stop_requested=agreed.stop_requested,
             extras=aux_losses,
+            metrics=metrics,
         )
 
     def request_stop(self) -> None:

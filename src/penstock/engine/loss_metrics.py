@@ -1,0 +1,175 @@
+"""Numbers that a loss function reports beside the loss, reduced over microbatches and ranks.
+
+They stay on device until the step has ended, and then travel in one small message, which is sent only where some rank
+has reported any. Every rank reduces all microbatches' numbers itself, in one rounding, so all get the same bits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from penstock.engine.losses import LossFn
+from penstock.engine.pipeline import Pipeline
+from penstock.parallel.host import gather_json
+from penstock.settings.declare import NamedValue
+
+
+class MetricReduction(NamedValue):
+    """The way from the microbatches' numbers to that of the step; a mean is weighted."""
+
+    SUM = "sum"
+    MEAN = "mean"
+    MIN = "min"
+    MAX = "max"
+
+
+_REDUCTIONS = [reduction.value for reduction in MetricReduction]
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One microbatch's part of a number that a loss function reports.
+
+    Args:
+        value: a number, or a tensor of one element.
+        reduction: over microbatches and ranks: "sum", "mean", "min" or "max".
+        weight: that of `value` in the mean, such as the number of tokens of which it is the mean.
+
+    Raises: ValueError for another reduction, a value of more than one element, or a weight without a mean.
+
+    >>> def loss_fn(logits, microbatch):
+    ...     labels = microbatch["labels"]
+    ...     hits = logits.argmax(-1)[labels != NO_LABEL] == labels[labels != NO_LABEL]
+    ...     loss = torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
+    ...     return loss, {"accuracy": Metric(hits.float().mean(), "mean", weight=len(hits))}
+    >>> engine = Engine.from_layers([torch.nn.Embedding(32, 8), torch.nn.Linear(8, 32)], hidden_size=8)
+    >>> result = engine.train_batch(PackedBatch.from_documents([torch.arange(5), torch.arange(3)]), loss_fn)
+    >>> 0 <= result.metrics["accuracy"] <= 1
+    True
+    """
+
+    value: float | Tensor
+    reduction: MetricReduction | str = MetricReduction.SUM
+    weight: float | Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.reduction not in _REDUCTIONS:
+            raise ValueError(f"a metric's reduction is one of {', '.join(_REDUCTIONS)}, not {self.reduction!r}")
+        if self.weight is not None and self.reduction != MetricReduction.MEAN:
+            raise ValueError(f"a metric's weight counts in a mean alone, not in a {self.reduction}; leave it out")
+        for name in ("value", "weight"):
+            given = getattr(self, name)
+            if isinstance(given, Tensor) and given.numel() == 1:
+                # A copy of one number: the loss function may change its tensor, or hold a whole graph by it.
+                object.__setattr__(self, name, given.detach().clone())
+            elif given is not None and not isinstance(given, int | float):
+                shape = f" of shape {list(given.shape)}" if isinstance(given, Tensor) else ""
+                raise ValueError(f"a metric's {name} is one number, not a {type(given).__name__}{shape}")
+
+
+class LossMetrics:
+    """A loss function, and the numbers that it reports in the course of one step or evaluation."""
+
+    #: name -> the microbatches' parts, on this rank
+    _parts: dict[str, list[Metric]]
+    _loss_fn: LossFn
+
+    def __init__(self, loss_fn: LossFn) -> None:
+        self._loss_fn, self._parts = loss_fn, {}
+
+    def __call__(self, output: Any, microbatch: Any) -> Any:
+        """The microbatch's loss alone.
+
+        Raises: ValueError where the loss function gives a pair that is not a loss and named `Metric`s.
+        """
+        given = self._loss_fn(output, microbatch)
+        if not isinstance(given, tuple):
+            return given
+        if len(given) != 2 or not isinstance(given[1], Mapping):
+            kinds = ", ".join(type(part).__name__ for part in given)
+            raise ValueError(f"loss_fn gave a tuple of ({kinds}); possible are the loss, or the loss and a dict")
+        loss, metrics = given
+        for name, metric in metrics.items():
+            if not isinstance(name, str) or not isinstance(metric, Metric):
+                raise ValueError(
+                    f"loss_fn reported {name!r} as a {type(metric).__name__}; give names, and a penstock.Metric for "
+                    "each, which holds the number and its reduction"
+                )
+            parts = self._parts.setdefault(name, [])
+            if parts and parts[0].reduction != metric.reduction:
+                raise ValueError(f"loss_fn reported {name!r} as a {parts[0].reduction} and as a {metric.reduction}")
+            parts.append(metric)
+        return loss
+
+    def total(self, pipeline: Pipeline, losses: Sequence[Tensor]) -> tuple[float, int]:
+        """The sum of all ranks' losses, and the number of names that ranks report; all ranks call it at one point."""
+        loss, num_names = pipeline.total_loss(losses, len(self._parts))
+        return loss, int(num_names)
+
+    def reduced(self, pipeline: Pipeline, num_names: int) -> dict[str, float]:
+        """The numbers by name, the same on every rank; without `num_names` no rank sends anything.
+
+        Raises: ValueError on all ranks where some report a name with different reductions.
+        """
+        if not num_names:
+            return {}
+        # Ranks of a tp group have the same ones, which count once.
+        own = self._parts if pipeline.grid.tp_rank == 0 else {}
+        rows = {name: [str(parts[0].reduction), _numbers(parts)] for name, parts in own.items()}
+        with pipeline.recorder.collective("gather the loss's metrics"):
+            by_rank = gather_json(rows, pipeline.grid.control)
+        found: dict[str, tuple[str, list[Any]]] = {}
+        for theirs in by_rank:
+            for name, (reduction, numbers) in theirs.items():
+                kind, every = found.setdefault(name, (reduction, []))
+                if kind != reduction:
+                    raise ValueError(f"ranks reported the loss's {name!r} as a {kind} and as a {reduction}")
+                every.extend(numbers)
+        return {name: _reduce(MetricReduction(kind), numbers) for name, (kind, numbers) in sorted(found.items())}
+
+
+class EvaluationLoss(float):
+    """The loss per unit of weight of an evaluation, with the `metrics` that its loss function reported."""
+
+    #: name -> number, over all batches and ranks
+    metrics: Mapping[str, float]
+
+    def __new__(cls, loss: float, metrics: Mapping[str, float]) -> EvaluationLoss:
+        made = super().__new__(cls, loss)
+        made.metrics = dict(metrics)
+        return made
+
+
+def _numbers(parts: Iterable[Metric]) -> list[list[float]]:
+    """Value and weight of each part."""
+    return [[float(part.value), 1.0 if part.weight is None else float(part.weight)] for part in parts]
+
+
+def _reduce(reduction: MetricReduction, numbers: Sequence[Sequence[float]]) -> float:
+    """One number of all parts, in one rounding, so that their order does not matter; NaN if the mean has no weight."""
+    if reduction is MetricReduction.MEAN:
+        # A part without weight may be the mean of nothing.
+        numbers = [(value, weight) for value, weight in numbers if weight]
+    values = [value for value, _ in numbers]
+    if any(map(math.isnan, values)):
+        # Python's min and max would depend on the order.
+        return math.nan
+    match reduction:
+        case MetricReduction.SUM:
+            return _sum(values)
+        case MetricReduction.MEAN:
+            total = _sum([weight for _, weight in numbers])
+            return _sum([value * weight for value, weight in numbers]) / total if total else math.nan
+        case MetricReduction.MIN:
+            return min(values)
+    return max(values)
+
+
+def _sum(values: Sequence[float]) -> float:
+    """The exact sum, rounded once; infinities add up as floats do."""
+    return math.fsum(values) if all(map(math.isfinite, values)) else sum(values)
