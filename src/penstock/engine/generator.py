@@ -227,6 +227,7 @@ class Generator:
             TransportError: a peer did not send or receive in time.
         """
         sequences = self._agree(prompts, params, options)
+        self._pipeline.set_training(False)
         with self._pipeline.casts.kept(packed=options.packed), torch.inference_mode():
             return self._generate(sequences, options, on_token, on_answer)
 

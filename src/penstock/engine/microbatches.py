@@ -67,6 +67,7 @@ def agree_on_microbatches(
             parts = split(batch, spec, num)
             for microbatch in parts.microbatches:
                 pipeline.context.spread(microbatch)
+            pipeline.check_keys(batch)
             if pipeline.holds_last_stage and loss_weight_fn is not None:
                 weights = [float(loss_weight_fn(m)) for m in parts.microbatches]
             report = replace(view, num_microbatches=len(parts.microbatches), weight=sum(weights))

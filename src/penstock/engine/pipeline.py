@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from penstock.engine.build import Ties, build_stages, cut_units, lend_weights, p
 from penstock.engine.options import EngineOptions
 from penstock.engine.sharding import ContextShards, Sharding, UnitSource, units_for
 from penstock.engine.timed_cut import measure_units, timed_cut
-from penstock.model import ModelGroups, UnitSpec, WeightCasts, share_casts
+from penstock.model import Given, ModelGroups, Randomness, UnitSpec, WeightCasts, share_casts
 from penstock.parallel import Grid, connect
 from penstock.parallel.collectives import Collectives, observe
 from penstock.parallel.host import gather_json
@@ -28,6 +29,7 @@ from penstock.runtime import (
     Recorder,
     Stage,
     Transport,
+    UnitCall,
     keep_freed_memory,
     open_transport,
 )
@@ -185,10 +187,21 @@ class Pipeline:
         """Let tied copies use the storage of the owner beside them; called again when owners have moved."""
         lend_weights(self.parameters(), self.loans)
 
+    def buffers(self) -> dict[str, Tensor]:
+        """This rank's persistent buffers by full name: state of the modules that no gradient changes."""
+        return {name: buffer for stage in self.stages.values() for name, buffer in stage.named_buffers()}
+
+    def set_training(self, training: bool) -> None:
+        """Put all modules into training or evaluation mode, whatever was done to them before."""
+        for stage in self.stages.values():
+            stage.set_training(training)
+
     # ---- running a program
 
-    def feed(self, microbatch: PackedBatch, finish: Finish) -> Feed:
+    def feed(self, microbatch: PackedBatch, finish: Finish, training_number: int | None = None) -> Feed:
         """The executor's view of a microbatch: tokens and `finish` only where this rank holds that end.
+
+        `training_number`: the microbatch's number in a training step, on which random numbers depend; None elsewhere.
 
         Here alone a microbatch is cut among context-parallel ranks: `finish` gets this rank's part and its logits;
         where ranks share the vocabulary, these are `ShardedLogits`.
@@ -200,7 +213,34 @@ class Pipeline:
             sequences=sequences,
             tokens=own["tokens"].to(self.device) if self.holds_first_stage else None,
             finish=(lambda output: finish(present(output), own)) if self.holds_last_stage else None,
+            given=self._given(own, training_number),
         )
+
+    def _given(self, own: PackedBatch, training_number: int | None) -> Given:
+        """All that this rank's units ask for of their microbatch by name."""
+        wanted = {key for call in self._calls for key in call.parameters.wanted(own.keys)}
+        randomness = None
+        if training_number is not None:
+            place = self.grid.dp_rank * self.layout.cp + self.grid.cp_rank
+            randomness = Randomness(self.options.seed, self.step, place, training_number, self.device)
+        return Given({key: own[key].to(self.device) for key in sorted(wanted)}, randomness)
+
+    @cached_property
+    def _calls(self) -> list[UnitCall]:
+        """The units of this rank that are called by the names of their parameters."""
+        return [call for stage in self.stages.values() for call in stage.calls]
+
+    def check_keys(self, microbatch: PackedBatch) -> None:
+        """Refuse a microbatch without all that this rank's units need. Raises: ValueError naming unit and parameter."""
+        for call in self._calls:
+            if missing := call.parameters.missing(microbatch.keys):
+                raise ValueError(
+                    f"{call.name} takes {missing[0]!r}, which has no default and is no key of the batch; its keys are "
+                    f"{sorted(microbatch.keys)}"
+                )
+            for key in call.parameters.wanted(microbatch.keys):
+                if microbatch.data is None:
+                    raise ValueError(f"{call.name} takes the key {key!r}, but this rank was given metadata alone")
 
     def program(self, num_microbatches: int, training: bool = True) -> Program:
         """The program of a step with this number of microbatches, or of as many forwards alone."""

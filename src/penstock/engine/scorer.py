@@ -49,6 +49,7 @@ class Scorer:
             PipelineError on the others; the engine can be used further.
         """
         pipeline = self.pipeline
+        pipeline.set_training(False)
         with pipeline.casts.kept():
             pipeline.begin_recording()
             agreed = agree_on_microbatches(pipeline, batch, micro_batches, check=lambda: outputs.check(batch))
@@ -67,6 +68,7 @@ class Scorer:
         """The loss per unit of weight over all ranks' batches, the same on every rank, with what `loss_fn` reports."""
         loss = weight = 0.0
         num_metrics, measured = 0, LossMetrics(loss_fn)
+        self.pipeline.set_training(False)
         with self.pipeline.casts.kept():
             for batch in batches:
                 agreed = agree_on_microbatches(self.pipeline, batch, micro_batches, loss_weight_fn)

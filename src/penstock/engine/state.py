@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from penstock.engine.build import SECOND_COPY
 from penstock.engine.checkpoint import Checkpointer, CheckpointReader
 from penstock.engine.memory import running_state_bytes
 from penstock.engine.optimizer import state_aliases
@@ -39,8 +40,9 @@ class ModelState:
 
     @property
     def ties(self) -> Mapping[str, str]:
-        """Parameters that are copies: full name -> that of the one that counts, in norms and in checkpoints."""
-        return self.pipeline.ties.owners
+        """Parameters and buffers that are copies: full name -> that of the one that counts in checkpoints."""
+        copies = {name: name.removesuffix(SECOND_COPY) for name in self.buffers() if name.endswith(SECOND_COPY)}
+        return {**self.pipeline.ties.owners, **copies}
 
     @property
     def shards(self) -> Mapping[str, Shard]:
@@ -51,6 +53,10 @@ class ModelState:
         """This rank's parameters by full name."""
         return self.pipeline.parameters()
 
+    def buffers(self) -> dict[str, Tensor]:
+        """This rank's persistent buffers by full name, such as BatchNorm's statistics; the first rank's of each dp."""
+        return self.pipeline.buffers()
+
     def gradient(self, name: str) -> Tensor:
         """The gradient of one of this rank's parameters, as the last step left it (a view).
 
@@ -59,11 +65,11 @@ class ModelState:
         return next(b.gradient(name) for b in self.trainer.gradients.values() if name in b.gradients)
 
     def state(self, optimizer: bool = True) -> dict[str, LocalTensor]:
-        """This rank's part of the parameters and the optimizer's state, by full name: copy into it to load."""
-        parameters = local_parameters(self.parameters(), self.shards)
+        """This rank's part of the parameters, buffers and the optimizer's state, by full name: copy into it to load."""
+        model = local_parameters(self.parameters(), self.shards) | self.buffers()
         if not optimizer:
-            return parameters
-        return parameters | local_state(self.trainer.optimizer.owned_state(), self.shards)
+            return model
+        return model | local_state(self.trainer.optimizer.owned_state(), self.shards)
 
     def state_bytes(self) -> StateBytes:
         """Memory that this rank's parameters, gradients and optimizer take."""

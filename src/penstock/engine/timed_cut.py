@@ -71,6 +71,8 @@ def times_here(
             if i == 0:
                 x = torch.zeros(sequences.num_tokens, device=device, dtype=torch.int64)
             stages = build_stages(units, (range(i, i + 1),), (0,), boundary, options, device)
+            # The layers may be a user's own, whose statistics move in steps alone.
+            stages[0].set_training(False)
             finish = _like_a_loss if i == len(units) - 1 else torch.sum
             known[kind] = _measured(stages[0], x, sequences, finish)
         found.append(known[kind])

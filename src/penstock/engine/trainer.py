@@ -21,7 +21,8 @@ from penstock.engine.losses import LossFn, LossWeightFn, checked_loss, loss_fact
 from penstock.engine.microbatches import AgreedSplit, agree_on_microbatches
 from penstock.engine.optimizer import LossScaler, Optimizer, Update
 from penstock.engine.pipeline import Pipeline
-from penstock.parallel import GradientBuckets, sum_tied
+from penstock.model import kept_random_state
+from penstock.parallel import GradientBuckets, share_buffers, sum_tied
 from penstock.runtime import Feed
 from penstock.schedule import Action, Op
 from penstock.settings import Normalize, Precision
@@ -161,7 +162,7 @@ class Trainer:
             return checked_loss(loss_fn(output, microbatch)) * factor
 
         feeds = [
-            self.pipeline.feed(microbatch, partial(finish, factors[i] if factors else 0.0))
+            self.pipeline.feed(microbatch, partial(finish, factors[i] if factors else 0.0), training_number=i)
             for i, microbatch in enumerate(agreed.microbatches)
         ]
         return self.aux_losses.attached_to(feeds, agreed, factors)
@@ -169,7 +170,9 @@ class Trainer:
     def _run(self, feeds: Sequence[Feed]) -> list[Tensor]:
         """Run the program: every forward, backward, transfer and reduction; returns the losses on the last stage."""
         self.zero_gradients()
-        return self.pipeline.executor(len(feeds), self.start_reduction).run(feeds)
+        self.pipeline.set_training(True)
+        with kept_random_state(self.pipeline.device):
+            return self.pipeline.executor(len(feeds), self.start_reduction).run(feeds)
 
     def zero_gradients(self) -> None:
         for buckets in self.gradients.values():
@@ -185,6 +188,7 @@ class Trainer:
         record = pipeline.recorder.begin(Action(Op.STEP))
         with pipeline.recorder.collective("finish the gradients and step"):
             self._finish_gradients()
+            share_buffers(pipeline.buffers().values(), pipeline.grid.dp_cp_group)
             update = self.optimizer.step()
             for buckets in self.gradients.values():
                 buckets.gather()

@@ -1,5 +1,6 @@
 """The decoder as a list of units, and the parts that a stage needs to run it; process groups are arguments."""
 
+from penstock.model.arguments import NOTHING_GIVEN, BoundLayer, Given, Parameters
 from penstock.model.aux_losses import AuxLoss, AuxLosses, FutureTokens
 from penstock.model.decoder import decoder_units
 from penstock.model.groups import ModelGroups
@@ -24,6 +25,7 @@ from penstock.model.loss import (
     whole_logits,
 )
 from penstock.model.matmul import WeightCasts, share_casts
+from penstock.model.randomness import Randomness, kept_random_state
 from penstock.model.sampling import Draw, Drawn, draw_tokens
 from penstock.model.segments import (
     Beside,
@@ -41,9 +43,11 @@ from penstock.model.sequences import Sequences, Spread, cut_sequences
 from penstock.model.units import Limits, UnitSpec
 
 __all__ = [
+    "NOTHING_GIVEN",
     "AuxLoss",
     "AuxLosses",
     "Beside",
+    "BoundLayer",
     "CacheSize",
     "CachedRows",
     "CachedUnit",
@@ -53,13 +57,16 @@ __all__ = [
     "Driven",
     "Exchange",
     "FutureTokens",
+    "Given",
     "KVCache",
     "Lane",
     "Limits",
     "Linear",
     "Logits",
     "ModelGroups",
+    "Parameters",
     "PendingGradient",
+    "Randomness",
     "RecomputedEntry",
     "RecomputedLane",
     "Segment",
@@ -82,6 +89,7 @@ __all__ = [
     "drain",
     "draw_tokens",
     "enter_graph",
+    "kept_random_state",
     "pack",
     "recomputed",
     "share_casts",

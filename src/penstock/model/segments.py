@@ -8,7 +8,7 @@ runs without a tape, which have no backward.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -213,7 +213,7 @@ def cut(x: Tensor) -> Tensor:
     return x.detach().requires_grad_()
 
 
-def recomputed(unit: nn.Module, x: Tensor, sequences: Sequences) -> Tensor:
+def recomputed(unit: Callable[..., Any], *arguments: Any) -> Any:
     """Run a unit with activation checkpointing: keep only its input, and compute everything else again in backward.
 
     The output is bit for bit that of the plain call. The random state is replayed, except for units with
@@ -221,7 +221,7 @@ def recomputed(unit: nn.Module, x: Tensor, sequences: Sequences) -> Tensor:
     activations, so nothing is computed a third time.
     """
     preserve = bool(getattr(unit, "has_randomness", True))
-    return cast(Tensor, checkpoint(unit, x, sequences, use_reentrant=False, preserve_rng_state=preserve))
+    return checkpoint(unit, *arguments, use_reentrant=False, preserve_rng_state=preserve)
 
 
 class LaneModule(Protocol):

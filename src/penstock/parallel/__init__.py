@@ -1,7 +1,7 @@
 """The groups of the process grid, the collectives over them, and the reduction of gradients; it imports no model."""
 
 from penstock.parallel.buckets import Bucket, Place, Reduction, StateBytes
-from penstock.parallel.collectives import Collectives, Handle, Observer, gather_uneven, observe
+from penstock.parallel.collectives import Collectives, Handle, Observer, gather_uneven, observe, share_buffers
 from penstock.parallel.gradients import GradientBuckets, sum_tied
 from penstock.parallel.grid import Grid, connect
 from penstock.parallel.host import gather_json
@@ -20,5 +20,6 @@ __all__ = [
     "gather_json",
     "gather_uneven",
     "observe",
+    "share_buffers",
     "sum_tied",
 ]

@@ -9,7 +9,7 @@ Shapes: N rows of this rank, P ranks of the group; all dimensions after the firs
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -207,6 +207,20 @@ def gather_uneven(x: Tensor, lengths: Sequence[int], group: dist.ProcessGroup | 
     parts = [torch.empty_like(padded) for _ in lengths]
     dist.all_gather(parts, padded, group=group)
     return [part.narrow(dim, 0, length) for part, length in zip(parts, lengths, strict=True)]
+
+
+def share_buffers(buffers: Iterable[Tensor], group: dist.ProcessGroup | None) -> None:
+    """Give these buffers, on every rank of the group, the values that its first rank has; they are written in place."""
+    if group is None:
+        return
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for buffer in buffers:
+        by_dtype.setdefault(buffer.dtype, []).append(buffer.detach())
+    for of_one_dtype in by_dtype.values():
+        flat = torch.cat([buffer.flatten() for buffer in of_one_dtype])
+        dist.broadcast(flat, group=group, group_src=0)
+        for buffer, values in zip(of_one_dtype, flat.split([b.numel() for b in of_one_dtype]), strict=True):
+            buffer.copy_(values.view_as(buffer))
 
 
 def _nothing() -> None:

@@ -12,6 +12,7 @@ from penstock.runtime.stage import Boundary, LaneUnit, Stage
 from penstock.runtime.tape import GraphSegment, Tape
 from penstock.runtime.trace import Awaited, Recorder
 from penstock.runtime.transport import InProcessHub, InProcessTransport, Transport
+from penstock.runtime.unit_call import UnitCall
 from penstock.runtime.watchdog import Watchdog
 
 __all__ = [
@@ -40,6 +41,7 @@ __all__ = [
     "Tape",
     "Transport",
     "TransportError",
+    "UnitCall",
     "Watchdog",
     "host_channels",
     "keep_freed_memory",

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.model import Lane, Sequences, drain, zip_lanes
+from penstock.model import NOTHING_GIVEN, Given, Lane, Sequences, drain, zip_lanes
 from penstock.runtime.errors import PipelineError, TransportError
 from penstock.runtime.pairs import Hooks, Pairs
 from penstock.runtime.stage import Finish, Stage
@@ -33,6 +33,8 @@ class Feed:
     tokens: Tensor | None = None
     #: turns the last stage's output into its result, in training the scaled scalar loss; None on ranks without it
     finish: Finish | None = None
+    #: all else that units may ask for
+    given: Given = NOTHING_GIVEN
 
 
 Key = tuple[Direction, int, int]  # direction, stage, microbatch: of an input that arrives or a result that leaves
@@ -195,7 +197,8 @@ class Executor:
             x = feed.tokens if x is None else x
             assert x is not None, f"{action} needs the microbatch's tokens"
             finish = feed.finish if wire.target is None else None
-            self._hand_on(action, wire, (yield from stage.forward(tape, x, feed.sequences, finish)), hooks)
+            result = yield from stage.forward(tape, x, feed.sequences, finish, feed.given)
+            self._hand_on(action, wire, result, hooks)
             return
         tape, fill = self._tapes.get(action.stage, action.microbatch), action.op is Op.B and stage.exchanges
         grad = yield from stage.backward(tape, x, fill or action.op is Op.I, fill, pair)
@@ -246,9 +249,11 @@ class Executor:
         shape = boundary.shape(self._feeds[action.microbatch].num_tokens)
         if result is None or result.shape != shape or result.dtype != boundary.dtype:
             got = "nothing" if result is None else f"{list(result.shape)} of {result.dtype}"
+            units = self.stages[action.stage].units
+            layer = f"last layer is {units[-1][0]}" if action.op is Op.F else f"first layer is {units[0][0]}"
             raise PipelineError(
-                f"{action} on rank {self.rank}: stage {action.stage} gives {got} for microbatch {action.microbatch}; "
-                f"its neighbour awaits {list(shape)} of {boundary.dtype}"
+                f"{action} on rank {self.rank}: stage {action.stage}, whose {layer}, gives {got} for "
+                f"microbatch {action.microbatch}; its neighbour awaits {list(shape)} of {boundary.dtype}"
             )
         return result
 

@@ -3,7 +3,6 @@
 Shapes: T tokens of the microbatch, D hidden size.
 """
 
-import inspect
 from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -14,10 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from penstock.model import (
+    NOTHING_GIVEN,
     CachedRows,
     CachedUnit,
     CacheSize,
     Driven,
+    Given,
     Lane,
     RecomputedEntry,
     RecomputedLane,
@@ -27,11 +28,11 @@ from penstock.model import (
     WeightGradients,
     cut,
     pack,
-    recomputed,
 )
 from penstock.runtime.errors import PipelineError
 from penstock.runtime.pairs import Pairs
 from penstock.runtime.tape import GraphSegment, Tape
+from penstock.runtime.unit_call import UnitCall, persistent_buffers
 
 Finish = Callable[[Tensor], Tensor]
 
@@ -70,7 +71,8 @@ class Stage:
 
     Args:
         index: the stage's number over the whole model.
-        units: (name, module) in order; a module maps (x, Sequences) to the residual stream.
+        units: (name, module) in order; a module maps the residual stream, and what else its `forward` asks for by
+            name (see `Parameters`), to the residual stream.
         boundary: shape and dtype of the tensors between stages.
         weight_gradients: the owner that defers the weight gradients of the stage's linear layers, for split backwards
             and to fill the time in which a collective is under way; None where neither is ever done.
@@ -97,7 +99,7 @@ class Stage:
     ) -> None:
         self.index, self.boundary, self.weight_gradients, self.autocast = index, boundary, weight_gradients, autocast
         self.units = tuple(units)
-        self._runs = _runs([_call(module, name in recompute) for name, module in units])
+        self._runs = _runs([_call(name, module, name in recompute) for name, module in units])
         self.weights_ready = _at_once
         self.exchanges = any(isinstance(run, LaneUnit) for run in self._runs)
 
@@ -113,44 +115,81 @@ class Stage:
             for own, parameter in module.named_parameters()
         ]
 
-    def forward(self, tape: Tape | None, x: Tensor, sequences: Sequences, finish: Finish | None = None) -> Lane[Tensor]:
+    @property
+    def calls(self) -> list[UnitCall]:
+        """The units that are called by the names of their parameters: all without collectives."""
+        return [call for run in self._runs if isinstance(run, list) for call in run]
+
+    def set_training(self, training: bool) -> None:
+        """Put the units into training or evaluation mode, whatever was done to them before."""
+        for _, module in self.units:
+            if any(part.training is not training for part in module.modules()):
+                module.train(training)
+
+    def named_buffers(self) -> list[tuple[str, Tensor]]:
+        """(full name, buffer) in model order; those that belong to the modules' state dict."""
+        return [
+            (f"{name}.{own}{self.suffix}", buffer)
+            for name, module in self.units
+            for own, buffer in persistent_buffers(module)
+        ]
+
+    def forward(
+        self,
+        tape: Tape | None,
+        x: Tensor,
+        sequences: Sequences,
+        finish: Finish | None = None,
+        given: Given = NOTHING_GIVEN,
+    ) -> Lane[Tensor]:
         """Forward of one microbatch; `tape` is None where no backward follows.
 
         Returns the output [T, D] without its graph; on the last stage what `finish` makes of the output
         (the scaled loss, a scalar).
         """
         self.weights_ready()
-        last = len(self._runs) - 1
+        last, way = len(self._runs) - 1, _Forward(tape, sequences, given, finish)
         for i, run in enumerate(self._runs):
-            ending = finish if i == last else None
             if isinstance(run, list):
-                x = self._dense(run, tape, x, sequences, ending)
+                x = self._dense(run, x, way, i == last)
                 continue
             x = yield from Driven(run.forward_lane(tape, x, sequences), self.autocast)
-            if ending is not None:
-                x = self._dense([], tape, x, sequences, ending)
+            if i == last and finish is not None:
+                x = self._dense([], x, way, is_last=True)
         return x
 
-    def _dense(
-        self, calls: "list[_Call]", tape: Tape | None, x: Tensor, sequences: Sequences, finish: Finish | None
-    ) -> Tensor:
+    def _dense(self, calls: list[UnitCall], x: Tensor, way: "_Forward", is_last: bool) -> Tensor:
         """One segment: units that launch no collective, and on the last stage what follows them."""
-        leaf = cut(x) if tape is not None and x.is_floating_point() else None
+        leaf = cut(x) if way.tape is not None and x.is_floating_point() else None
         h = x if leaf is None else leaf
         with self.autocast():
             for call in calls:
-                h = call(self._one_tensor(h), sequences)
-            # The loss may take any output of the last layer.
-            h = self._one_tensor(h) if finish is None else finish(h)
-        if tape is not None:
-            tape.record(leaf, h)
+                h = call(h, way.sequences, way.given)
+                # The loss may take any output of the last layer.
+                if not is_last or call is not calls[-1]:
+                    self._check(call, h, way.sequences)
+            if is_last and way.finish is not None:
+                h = way.finished(h)
+        if not isinstance(h, Tensor):
+            raise PipelineError(f"{self._last_name} gave a {type(h).__name__}; layers give one tensor")
+        if way.tape is not None:
+            way.tape.record(leaf, h)
         return h.detach()
 
-    def _one_tensor(self, h: Any) -> Tensor:
-        """The output of a layer, which must be one tensor. Raises: PipelineError if it is anything else."""
-        if isinstance(h, Tensor):
-            return h
-        raise PipelineError(f"stage {self.index}: a layer gave a {type(h).__name__}; what goes on is one tensor")
+    @property
+    def _last_name(self) -> str:
+        return self.units[-1][0]
+
+    def _check(self, call: UnitCall, h: Any, sequences: Sequences) -> None:
+        """Refuse what cannot go on to the next layer. Raises: PipelineError naming the layer."""
+        if not isinstance(h, Tensor):
+            raise PipelineError(f"{call.name} gave a {type(h).__name__}; layers give one tensor")
+        shape = self.boundary.shape(sequences.num_tokens)
+        if h.shape != shape:
+            raise PipelineError(
+                f"{call.name} gave {list(h.shape)} for {sequences.num_tokens} tokens; from layer to layer goes "
+                f"{list(shape)}, the hidden size being {self.boundary.hidden_size}"
+            )
 
     def check_cached(self) -> None:
         """Refuse units that cannot read chunk by chunk.
@@ -266,21 +305,33 @@ def _at_once() -> None:
     """Return at once: weights that no other rank steps are always ready."""
 
 
-_Call = Callable[[Tensor, Sequences], Tensor]
-_Run = LaneUnit | list[_Call]
+@dataclass(frozen=True, slots=True)
+class _Forward:
+    """One forward of a stage."""
+
+    tape: Tape | None
+    sequences: Sequences
+    given: Given
+    finish: Finish | None
+
+    def finished(self, output: Any) -> Tensor:
+        """The result of the last layer's output, which may be anything."""
+        assert self.finish is not None
+        if self.given.randomness is not None:
+            self.given.randomness.begin("loss")
+        return self.finish(output)
 
 
-def _call(module: nn.Module, recompute: bool) -> LaneUnit | _Call:
-    """A callable that runs a unit; a user's own layer may leave the sequences out of its arguments."""
+_Run = LaneUnit | list[UnitCall]
+
+
+def _call(name: str, module: nn.Module, recompute: bool) -> LaneUnit | UnitCall:
     if isinstance(module, LaneUnit):
         return RecomputedLane(module) if recompute else module
-    if len(inspect.signature(module.forward).parameters) == 1:
-        plain: _Call = lambda x, sequences: module(x)  # noqa: E731
-        return partial(recomputed, plain) if recompute else plain  # type: ignore[arg-type]  # any callable will do
-    return partial(recomputed, module) if recompute else module
+    return UnitCall(name, module, recompute)
 
 
-def _runs(calls: Sequence[LaneUnit | _Call]) -> list[_Run]:
+def _runs(calls: Sequence[LaneUnit | UnitCall]) -> list[_Run]:
     """Units grouped: each unit with collectives alone, the others in runs as long as possible, each one segment."""
     runs: list[_Run] = []
     for call in calls:

@@ -313,9 +313,10 @@ def test_what_the_neighbour_does_not_await_never_leaves_and_its_stage_says_so(
     pipeline.executors[giver] = Executor(pipeline.program, {giver: stage}, first.transport, first.recorder)
     with pytest.raises(PipelineError) as caught:
         pipeline.run([3, 5])
+    end = "last" if flow is Op.F else "first"
     assert str(caught.value) == (
-        f"{giver}{flow.name}1 on rank {giver}: stage {giver} gives {came} for microbatch 1; "
-        "its neighbour awaits [5, 4] of torch.float32"
+        f"{giver}{flow.name}1 on rank {giver}: stage {giver}, whose {end} layer is layer, "
+        f"gives {came} for microbatch 1; its neighbour awaits [5, 4] of torch.float32"
     )
     assert pipeline.hub.num_messages == (1 if flow is Op.F else 3), "those before it alone"
 

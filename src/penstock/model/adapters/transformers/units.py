@@ -192,7 +192,6 @@ class LayerInputs:
 class _TransformersUnit(nn.Module):
     """A unit whose tables keep their precision when its parameters are cast."""
 
-    has_randomness = False
     inputs: LayerInputs
 
     def __init__(self, inputs: LayerInputs) -> None:
