@@ -17,7 +17,7 @@ from penstock.bench.ranks import on_ranks, spread
 from penstock.bench.training import Training
 from penstock.engine.build import build_stages
 from penstock.engine.options import EngineOptions
-from penstock.model import Lane, Sequences, drain
+from penstock.model import NOTHING_GIVEN, Given, Lane, Sequences, drain
 from penstock.runtime import (
     Boundary,
     DistributedTransport,
@@ -44,7 +44,14 @@ class EmptyStage(Stage):
         super().__init__(index, [("empty", torch.nn.Identity())], Boundary(HIDDEN_SIZE, torch.float32))
         self._ready = torch.zeros(NUM_TOKENS, HIDDEN_SIZE)
 
-    def forward(self, tape: Tape | None, x: Tensor, sequences: Sequences, finish: Finish | None = None) -> Lane[Tensor]:
+    def forward(
+        self,
+        tape: Tape | None,
+        x: Tensor,
+        sequences: Sequences,
+        finish: Finish | None = None,
+        given: Given = NOTHING_GIVEN,
+    ) -> Lane[Tensor]:
         return self._ready
         yield
 

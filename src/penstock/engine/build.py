@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 
 from penstock import schedule
 from penstock.engine.options import EngineOptions
-from penstock.model import UnitSpec, WeightGradients, defer, switch_linears
+from penstock.model import BoundLayer, UnitSpec, WeightGradients, defer, switch_linears
 from penstock.runtime import Boundary, Stage
 from penstock.settings import Precision
 
@@ -126,19 +127,25 @@ def recomputes(unit: str, options: EngineOptions) -> bool:
 def units_of_layers(layers: Sequence[nn.Module]) -> tuple[UnitSpec, ...]:
     """A user's own layers as units, with the weights that they have; their linear layers can defer weight gradients.
 
-    The first takes token ids [T], the last gives what the loss takes, and [T, hidden_size] goes from one to the next; a
-    layer whose forward has a second argument gets the microbatch's `Sequences`.
+    The first takes token ids [T], the last gives what the loss takes, and [T, hidden_size] goes from one to the next.
+    Each is given what else its `forward` asks for by name: the microbatch's `sequences`, or any key of the batch.
 
     Raises:
-        ValueError: there is no layer, or one is not a module.
+        ValueError: there is no layer, or one is neither a module nor a `functools.partial` of one.
     """
     if not layers:
         raise ValueError("a model needs at least one layer")
-    for i, layer in enumerate(layers):
-        if not isinstance(layer, nn.Module):
-            raise ValueError(f"layer {i} is a {type(layer).__name__}; layers are torch.nn.Modules")
-        switch_linears(layer)
-    return tuple(_unit_of_layer(f"layers.{i}", layer) for i, layer in enumerate(layers))
+    modules = [_module_of(i, layer) for i, layer in enumerate(layers)]
+    return tuple(_unit_of_layer(f"layers.{i}", module) for i, module in enumerate(modules))
+
+
+def _module_of(number: int, layer: Any) -> nn.Module:
+    if isinstance(layer, partial) and isinstance(layer.func, nn.Module):
+        layer = BoundLayer(layer)
+    if not isinstance(layer, nn.Module):
+        raise ValueError(f"layer {number} is a {type(layer).__name__}; layers are torch.nn.Modules")
+    switch_linears(layer)
+    return layer
 
 
 def _unit_of_layer(name: str, layer: nn.Module) -> UnitSpec:

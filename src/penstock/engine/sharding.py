@@ -143,6 +143,16 @@ def local_state(owned: Mapping[str, tuple[Place, Tensor]], shards: Mapping[str, 
 # ---- tokens
 
 
+def _has_positions(batch: PackedBatch) -> bool:
+    """True if the batch has a position for each token under the key "positions".
+
+    A key of that name with another shape is a user's own: his layers may ask for it.
+    """
+    if "positions" not in batch or batch.lengths["positions"] != batch.lengths["tokens"]:
+        return False
+    return not batch.trailing_shapes["positions"] and not batch.dtypes["positions"].is_floating_point
+
+
 @dataclass(frozen=True, eq=False)
 class ContextShards:
     """This rank's part of every microbatch under context parallelism."""
@@ -159,8 +169,10 @@ class ContextShards:
         """
         spread = self.spread(microbatch)
         if spread is None:
-            return microbatch, Sequences.from_lengths(microbatch.sequence_lengths("tokens"), self.device)
-        return part_of(microbatch, spread.pieces[spread.rank]), Sequences.of_spread(spread, self.device)
+            own, sequences = microbatch, Sequences.from_lengths(microbatch.sequence_lengths("tokens"), self.device)
+        else:
+            own, sequences = part_of(microbatch, spread.pieces[spread.rank]), Sequences.of_spread(spread, self.device)
+        return own, sequences.with_positions(own["positions"]) if _has_positions(own) else sequences
 
     def spread(self, microbatch: PackedBatch) -> Spread | None:
         """The tokens of every rank. Raises: ValueError when some rank would have none."""

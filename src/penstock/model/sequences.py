@@ -117,6 +117,8 @@ class Sequences:
     spread: Spread | None = None
     #: the record of auxiliary losses; None outside of training
     aux_losses: AuxLosses | None = None
+    #: True if the positions were given, and need not count up in each sequence
+    has_own_positions: bool = False
     _shared: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
@@ -151,6 +153,10 @@ class Sequences:
     def with_aux_losses(self, aux_losses: AuxLosses) -> "Sequences":
         """The same sequences with a record for auxiliary losses."""
         return replace(self, aux_losses=aux_losses)
+
+    def with_positions(self, positions: Tensor) -> "Sequences":
+        """The same sequences, whose tokens have these positions [T]."""
+        return replace(self, positions=positions.to(self.positions), has_own_positions=True)
 
     @property
     def num_tokens(self) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from penstock import schedule
 from penstock.engine.memory import KeptBytes, bytes_of, costs_of_memory, kept_bytes
 from penstock.engine.options import EngineOptions
-from penstock.model import Lane, Sequences, WeightGradients, decoder_units, defer
+from penstock.model import NOTHING_GIVEN, Given, Lane, Sequences, WeightGradients, decoder_units, defer
 from penstock.model.matmul import TORCH
 from penstock.runtime import (
     Boundary,
@@ -51,14 +51,21 @@ class MeasuredStage(Stage):
 
     look: Callable[[], None]
 
-    def forward(self, tape: Tape | None, x: Tensor, sequences: Sequences, finish: Finish | None = None) -> Lane[Tensor]:
+    def forward(
+        self,
+        tape: Tape | None,
+        x: Tensor,
+        sequences: Sequences,
+        finish: Finish | None = None,
+        given: Given = NOTHING_GIVEN,
+    ) -> Lane[Tensor]:
         assert tape is not None
         if not hasattr(self, "tapes"):
             self.tapes: list[weakref.ref[Tape]] = []
             self.kept: weakref.WeakSet[Kept] = weakref.WeakSet()
         self.tapes.append(weakref.ref(tape))
         with torch.autograd.graph.saved_tensors_hooks(self._keep, lambda kept: kept.tensor):
-            output = yield from super().forward(tape, x, sequences, finish)
+            output = yield from super().forward(tape, x, sequences, finish, given)
         self.look()  # in a pair the backward comes before the action's end
         return output
 

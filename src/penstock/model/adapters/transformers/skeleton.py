@@ -154,6 +154,9 @@ class Skeleton(nn.Module):
         """
         self._set_current(forward)
         given: dict[str, Any] = {"position_ids": positions_BL} if self.takes_positions else {}
+        if bool((positions_BL.diff() != 1).any()):
+            # Without a mask, transformers takes positions that do not count up for several texts in a row.
+            given["attention_mask"] = torch.ones_like(positions_BL)
         if past is not None:
             given["past_key_values"] = past
         try:

@@ -33,8 +33,9 @@ class PaddedGroup:
     positions_BL: Tensor
 
     @classmethod
-    def of(cls, lengths: tuple[int, ...], starts: tuple[int, ...], positions_T: Tensor) -> "PaddedGroup":
-        """Sequences of these lengths that begin at these tokens of the microbatch."""
+    def of(cls, lengths: tuple[int, ...], starts: tuple[int, ...], sequences: Sequences) -> "PaddedGroup":
+        """Those of the sequences that have these lengths and begin at these tokens of the microbatch."""
+        positions_T = sequences.positions
         device, longest = positions_T.device, max(lengths)
         places_L, ends_B1 = torch.arange(longest), torch.tensor(lengths)[:, None] - 1
         within_BL = torch.minimum(places_L[None], ends_B1)
@@ -42,8 +43,11 @@ class PaddedGroup:
         beyond_BL = (places_L[None] - within_BL).to(device)
         full = min(lengths) == longest
         tokens = None if full else (beyond_BL == 0).flatten().nonzero().squeeze(1)
-        # Positions of padding continue, so that a family that looks for several texts in a row finds one.
-        return cls(rows_BL, tokens, positions_T[rows_BL] + beyond_BL)
+        positions_BL = positions_T[rows_BL]
+        if not sequences.has_own_positions:
+            # Positions of padding continue, so that a family that looks for several texts in a row finds one.
+            positions_BL = positions_BL + beyond_BL
+        return cls(rows_BL, tokens, positions_BL)
 
     def pad(self, x: Tensor) -> Tensor:
         """[T, ...] -> [B, L, ...]."""
@@ -71,9 +75,7 @@ class PaddedGroups:
         lengths = sorted(set(sequences.lengths)) if by_length else [None]
         members = [[n for n in numbers if length in (None, sequences.lengths[n])] for length in lengths]
         groups = tuple(
-            PaddedGroup.of(
-                tuple(sequences.lengths[n] for n in group), tuple(starts[n] for n in group), sequences.positions
-            )
+            PaddedGroup.of(tuple(sequences.lengths[n] for n in group), tuple(starts[n] for n in group), sequences)
             for group in members
         )
         if len(groups) == 1:
@@ -179,6 +181,10 @@ class LayerInputs:
         self.pasts = Pasts(skeleton)
 
     def padded(self, sequences: Sequences) -> PaddedGroups:
+        """The sequences in groups. Raises: ValueError if they have positions, and the model takes none."""
+        if sequences.has_own_positions and not self.skeleton.takes_positions:
+            name = type(self.skeleton.model).__name__
+            raise ValueError(f"the batch has the key 'positions', but {name} takes no position_ids; leave the key out")
         return sequences.shared((self, "padded"), lambda: PaddedGroups.of(sequences, self.by_length))
 
     def arguments(self, sequences: Sequences, dtype: torch.dtype) -> list[Mapping[int, LayerArguments]]:

@@ -1,0 +1,322 @@
+"""Each layer is given what its `forward` asks for by name, wherever its stage is and however it is wrapped."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from penstock import Engine, Layout, MicroBatchSpec, PackedBatch
+from penstock.data import Extent, split
+from penstock.engine import EngineOptions
+from penstock.model import Sequences, cross_entropy_sum
+from penstock.settings import LearningRate, OptimizerConfig, WeightDecay
+from tests.dist.launch import run_outcomes, run_ranks
+from tests.hugging_face import CLOSE, make_model, make_sequences
+
+WIDTH, VOCAB = 8, 32
+SPLIT = MicroBatchSpec(num=3)
+PLAIN = OptimizerConfig(LearningRate(0.05), weight_decay=WeightDecay(0.0), clip_norm=0.0)
+LENGTHS = (5, 3, 7, 4)
+
+
+class Embed(nn.Module):
+    """Asks for a key with a row per token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.types = nn.Embedding(VOCAB, WIDTH), nn.Embedding(2, WIDTH)
+
+    def forward(self, tokens: Tensor, token_types: Tensor) -> Tensor:
+        return self.tokens(tokens) + self.types(token_types)
+
+
+class Named(nn.Module):
+    """Asks for the sequences by annotation, and for a key with a row per item."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, where: Sequences, *, topic: Tensor, absent: float = 0.5) -> Tensor:
+        lengths = torch.tensor(where.lengths)
+        return self.linear(x) * absent + topic.repeat_interleave(lengths)[:, None]
+
+
+class Optional(nn.Module):
+    """Asks for keys that it can do without, and for labels in the middle of the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, labels: Tensor | None = None, other: int = 3) -> Tensor:
+        assert mask is not None and labels is not None and other == 3
+        return x + self.linear(x) * mask[:, None] + 0.1 * (labels == 1)[:, None]
+
+
+class Wrapper(nn.Module):
+    """Hands on what it is given, as wrappers of other libraries do."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+
+class Positional(Wrapper):
+    def forward(self, *args: Any) -> Any:
+        return self.module(*args)
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return x + self.linear(x) * mask[:, None]
+
+
+class Bound(nn.Module):
+    """Its `factor` is bound before, though the batch has a key of that name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, mask: Tensor, factor: float) -> Tensor:
+        return x + self.linear(x) * mask[:, None] * factor
+
+
+class Bag(nn.Module):
+    """Mean over each sequence, from the sequences' boundaries."""
+
+    def forward(self, x: Tensor, sequences: Sequences) -> Tensor:
+        return torch.cat([part - part.mean(0, keepdim=True) for part in x.split(list(sequences.lengths))])
+
+
+def layers() -> list[Any]:
+    torch.manual_seed(3)
+    encoder = nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.0, batch_first=True)
+    return [
+        Embed(),
+        Named(),
+        torch.compile(Optional(), backend="eager"),
+        encoder,
+        Wrapper(Bag()),
+        functools.partial(Bound(), factor=2.0),
+        Positional(Scaled()),
+        Wrapper(torch.compile(Scaled(), backend="eager")),
+        nn.Linear(WIDTH, VOCAB),
+    ]
+
+
+def called_by_hand(model: list[Any], m: PackedBatch) -> Tensor:
+    """Every layer with its arguments written out."""
+    embed, named, optional, encoder, bag, bound, positional, compiled, head = model
+    sequences = Sequences.from_lengths(m.sequence_lengths())
+    x = embed(m["tokens"], m["token_types"])
+    x = named(x, sequences, topic=m["topic"])
+    x = optional(x, mask=m["mask"], labels=m["labels"])
+    x = bag(encoder(x), sequences)
+    x = bound(x, m["mask"])
+    x = compiled(positional(x, m["mask"]), m["mask"])
+    return head(x)
+
+
+def batch() -> PackedBatch:
+    generator = torch.Generator().manual_seed(0)
+    documents = [torch.randint(0, VOCAB, (n,), generator=generator) for n in LENGTHS]
+    found = PackedBatch.from_documents(documents)
+    found = found.with_key("token_types", torch.randint(0, 2, (sum(LENGTHS),), generator=generator))
+    found = found.with_key("mask", torch.rand(sum(LENGTHS), generator=generator))
+    found = found.with_key("factor", torch.zeros(len(LENGTHS)), Extent.ITEM)
+    return found.with_key("topic", torch.rand(len(LENGTHS), generator=generator), Extent.ITEM)
+
+
+def train(rank: int, layout: Layout, schedule: str) -> tuple[list[float], Tensor | None]:
+    options = EngineOptions(schedule=schedule, optimizer=PLAIN, device="cpu")
+    engine = Engine.from_layers(layers(), WIDTH, layout, options)
+    own = batch().split_with([2] * layout.dp)[engine.grid.dp_rank] if layout.dp > 1 else batch()
+    split_as = MicroBatchSpec(num=2) if layout.dp > 1 else SPLIT
+    losses = [engine.train_batch(own, micro_batches=split_as).loss for _ in range(2)]
+    logits = engine.forward(own, micro_batches=split_as)
+    engine.close()
+    engine.grid.close()
+    return losses, logits
+
+
+def by_hand() -> tuple[list[float], Tensor]:
+    model = layers()
+    parts = [part.func if isinstance(part, functools.partial) else part for part in model]
+    parameters = [p for part in parts for p in part.parameters()]
+    optimizer = torch.optim.AdamW(parameters, 0.05, (PLAIN.beta1, PLAIN.beta2), PLAIN.eps, weight_decay=0.0)
+    losses = []
+    microbatches = split(batch(), SPLIT).microbatches
+    for _ in range(2):
+        total = torch.zeros(())
+        for m in microbatches:
+            loss = cross_entropy_sum(called_by_hand(model, m), m["labels"]) / (sum(LENGTHS) - len(LENGTHS))
+            loss.backward()
+            total += loss.detach()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(total))
+    with torch.no_grad():
+        for part in parts:
+            part.eval()
+        items = [called_by_hand(model, m) for m in microbatches]
+    order = split(batch(), SPLIT)
+    pieces = torch.cat(items).split([LENGTHS[i] for i in order.forward_indices])
+    return losses, torch.cat([pieces[i] for i in order.backward_indices])
+
+
+@pytest.mark.shows(103)
+@pytest.mark.parametrize(
+    "layout, schedule",
+    [(Layout(), "1f1b"), (Layout(pp=2), "zb-h1"), (Layout(pp=3), "1f1b"), (Layout(pp=2, dp=2), "1f1b")],
+    ids=str,
+)
+def test_layers_get_what_they_ask_for_on_any_stage_wrapped_or_compiled(layout: Layout, schedule: str) -> None:
+    losses, logits = by_hand()
+    ranks = (
+        [train(0, layout, schedule)]
+        if layout.world_size == 1
+        else run_ranks(layout.world_size, train, layout, schedule)
+    )
+    assert all(found[0] == ranks[0][0] for found in ranks)
+    if layout.dp == 1:
+        # Attention of the encoder layer is over a microbatch: those of other ranks are others.
+        torch.testing.assert_close(ranks[0][0], losses, rtol=1e-5, atol=0)
+        torch.testing.assert_close(ranks[-1][1], logits, rtol=1e-4, atol=1e-5)
+
+
+def refuse(rank: int, layout: Layout, make: Callable[[], list[nn.Module]], key: str | None) -> list[str]:
+    """The errors of training and scoring."""
+    engine = Engine.from_layers(make(), WIDTH, layout, EngineOptions(device="cpu", timeout_s=20.0))
+    given = batch() if key is None else batch().select([k for k in batch().keys if k != key])
+    found = []
+    for act in (engine.train_batch, engine.forward):
+        try:
+            act(given, micro_batches=SPLIT)
+        except (ValueError, RuntimeError) as error:
+            found.append(str(error))
+        if key is None:
+            break
+    return found
+
+
+def plain() -> list[nn.Module]:
+    return [Embed(), Named(), nn.Linear(WIDTH, VOCAB)]
+
+
+@pytest.mark.shows(103)
+@pytest.mark.parametrize("key, unit", [("token_types", "layers.0"), ("topic", "layers.1")])
+def test_a_key_that_a_layer_needs_and_the_batch_lacks_is_named_on_its_rank_before_anything_is_computed(
+    key: str, unit: str
+) -> None:
+    said = f"{unit} takes '{key}', which has no default and is no key of the batch; its keys are "
+    alone = refuse(0, Layout(), plain, key)
+    assert len(alone) == 2 and all(said in text for text in alone)
+    apart = run_ranks(2, refuse, Layout(pp=2), plain, key)
+    assert all(len(texts) == 2 for texts in apart)
+    assert any(said in texts[0] for texts in apart)
+
+
+class Wide(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.scale = kind, nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Any:
+        x = x * self.scale
+        return {"width": x[:, :-1], "rows": x[1:], "list": [x], "nothing": None}[self.kind]
+
+
+def spoilt(kind: str) -> list[nn.Module]:
+    return [Embed(), nn.Linear(WIDTH, WIDTH), Wide(kind), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, VOCAB)]
+
+
+@pytest.mark.shows(103)
+@pytest.mark.parametrize("pp", [1, 2, 3])
+@pytest.mark.parametrize("kind, what", [("width", ", 7]"), ("rows", ", 8]"), ("list", "list"), ("nothing", "NoneType")])
+def test_a_wrong_output_names_the_layer_with_any_number_of_stages(pp: int, kind: str, what: str) -> None:
+    make = functools.partial(spoilt, kind)
+    if pp == 1:
+        texts = refuse(0, Layout(), make, None)
+    else:
+        outcomes = run_outcomes(pp, refuse, Layout(pp=pp), make, None)
+        texts = [text for one in outcomes for text in (one.value or [one.error])]
+    assert any("layers.2" in text and what in text for text in texts), texts
+
+
+# ---- positions
+
+OWN_POSITIONS = [3, 4, 5, 9, 10, 0, 2, 4, 20, 21, 22, 23, 24, 40, 41, 7, 7, 8, 8]
+
+
+def score(rank: int, layout: Layout, folder: Path, native: bool, own: bool) -> Tensor | None:
+    documents = PackedBatch.from_documents(make_sequences(LENGTHS))
+    if own:
+        documents = documents.with_key("positions", torch.tensor(OWN_POSITIONS))
+    engine = Engine.from_hf(folder, layout, EngineOptions(device="cpu"), native=native)
+    loss = engine.evaluate([documents], micro_batches=MicroBatchSpec(num=2))
+    logits = engine.forward(documents, micro_batches=MicroBatchSpec(num=2), broadcast=True)
+    engine.train_batch(documents, micro_batches=MicroBatchSpec(num=2))
+    engine.close()
+    engine.grid.close()
+    return torch.cat([logits.flatten(), torch.tensor([loss])])
+
+
+def scored_by_transformers(folder: Path) -> Tensor:
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    sequences = make_sequences(LENGTHS)
+    positions = torch.tensor(OWN_POSITIONS).split(list(LENGTHS))
+    with torch.no_grad():
+        logits = torch.cat(
+            [
+                model(tokens[None], position_ids=p[None], attention_mask=torch.ones_like(p)[None]).logits[0]
+                for tokens, p in zip(sequences, positions, strict=True)
+            ]
+        )
+    labels = PackedBatch.from_documents(sequences)["labels"]
+    loss = cross_entropy_sum(logits, labels) / (sum(LENGTHS) - len(LENGTHS))
+    return torch.cat([logits.flatten(), loss[None]])
+
+
+@pytest.mark.shows(104)
+@pytest.mark.parametrize(
+    "family, native, layouts",
+    [
+        ("llama", True, [Layout(), Layout(pp=2), Layout(cp=2), Layout(tp=2), Layout(cp=2, tp=2)]),
+        ("llama", False, [Layout(), Layout(pp=2)]),
+        ("gpt2", False, [Layout(pp=3)]),
+    ],
+    ids=["llama", "llama of transformers", "gpt2 of transformers"],
+)
+def test_positions_of_the_batch_are_position_ids(
+    family: str, native: bool, layouts: list[Layout], tmp_path: Path
+) -> None:
+    make_model(family).save_pretrained(tmp_path)
+    expected = scored_by_transformers(tmp_path)
+    assert not torch.allclose(score(0, Layout(), tmp_path, native, False), expected, atol=10 * CLOSE)  # type: ignore[arg-type]
+    for layout in layouts:
+        args = (layout, tmp_path, native, True)
+        found = [score(0, *args)] if layout.world_size == 1 else run_ranks(layout.world_size, score, *args)
+        for one in found:
+            torch.testing.assert_close(one, expected, rtol=0, atol=CLOSE, msg=str(layout))
+
+
+def test_positions_are_refused_by_a_model_that_takes_none(tmp_path: Path) -> None:
+    make_model("bloom", n_head=4, n_layer=3).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="BloomForCausalLM takes no position_ids"):
+        score(0, Layout(), tmp_path, False, True)
