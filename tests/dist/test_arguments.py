@@ -104,32 +104,36 @@ class Bag(nn.Module):
         return torch.cat([part - part.mean(0, keepdim=True) for part in x.split(list(sequences.lengths))])
 
 
+def compiled(module: nn.Module) -> Any:
+    return torch.compile(module, backend="eager")
+
+
 def layers() -> list[Any]:
     torch.manual_seed(3)
     encoder = nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.0, batch_first=True)
     return [
         Embed(),
         Named(),
-        torch.compile(Optional(), backend="eager"),
+        compiled(Optional()),
         encoder,
         Wrapper(Bag()),
         functools.partial(Bound(), factor=2.0),
         Positional(Scaled()),
-        Wrapper(torch.compile(Scaled(), backend="eager")),
+        Wrapper(compiled(Scaled())),
         nn.Linear(WIDTH, VOCAB),
     ]
 
 
 def called_by_hand(model: list[Any], m: PackedBatch) -> Tensor:
     """Every layer with its arguments written out."""
-    embed, named, optional, encoder, bag, bound, positional, compiled, head = model
+    embed, named, optional, encoder, bag, bound, positional, last, head = model
     sequences = Sequences.from_lengths(m.sequence_lengths())
     x = embed(m["tokens"], m["token_types"])
     x = named(x, sequences, topic=m["topic"])
     x = optional(x, mask=m["mask"], labels=m["labels"])
     x = bag(encoder(x), sequences)
     x = bound(x, m["mask"])
-    x = compiled(positional(x, m["mask"]), m["mask"])
+    x = last(positional(x, m["mask"]), m["mask"])
     return head(x)
 
 
@@ -255,7 +259,7 @@ def test_a_wrong_output_names_the_layer_with_any_number_of_stages(pp: int, kind:
         texts = refuse(0, Layout(), make, None)
     else:
         outcomes = run_outcomes(pp, refuse, Layout(pp=pp), make, None)
-        texts = [text for one in outcomes for text in (one.value or [one.error])]
+        texts = [text for one in outcomes for text in (one.value or [one.error or ""])]
     assert any("layers.2" in text and what in text for text in texts), texts
 
 
