@@ -15,6 +15,7 @@ from torch import Tensor
 from penstock.model import NOTHING_GIVEN, Given, Lane, Sequences, drain, zip_lanes
 from penstock.runtime.errors import PipelineError, TransportError
 from penstock.runtime.pairs import Hooks, Pairs
+from penstock.runtime.profiling import named_handler, profiler_is_active
 from penstock.runtime.stage import Finish, Stage
 from penstock.runtime.tape import Tapes
 from penstock.runtime.trace import Awaited, Recorder
@@ -113,6 +114,10 @@ class Executor:
             return partial(self._run_pair, [(half, self._wire(half)) for half in (step.forward, step.backward)])
         return partial(self._handlers[step.op], step, self._wire(step))
 
+    def _named_steps(self) -> list[tuple[Step, Handler]]:
+        """The steps, which carry their names in torch's profiler."""
+        return [(step, named_handler(str(step), handler)) for step, handler in self._steps]
+
     def _wire(self, action: Action) -> Wire:
         return self._wires[action.op.direction, action.stage]
 
@@ -142,7 +147,7 @@ class Executor:
         self._feeds, self._tapes.peak = feeds, 0
         begin, end, finished = self.recorder.begin, self.recorder.end, False
         try:
-            for step, handler in self._steps:
+            for step, handler in self._named_steps() if profiler_is_active() else self._steps:
                 record = begin(step)
                 waiting = handler(record)
                 if waiting is not None:

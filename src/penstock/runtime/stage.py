@@ -31,6 +31,7 @@ from penstock.model import (
 )
 from penstock.runtime.errors import PipelineError
 from penstock.runtime.pairs import Pairs
+from penstock.runtime.profiling import named_context
 from penstock.runtime.tape import GraphSegment, Tape
 from penstock.runtime.unit_call import UnitCall, persistent_buffers
 
@@ -101,7 +102,7 @@ class Stage:
         self.units = tuple(units)
         self._runs = _runs([_call(name, module, name in recompute) for name, module in units])
         self.weights_ready = _at_once
-        self.exchanges = any(isinstance(run, LaneUnit) for run in self._runs)
+        self.exchanges = any(isinstance(run, _LaneCall) for run in self._runs)
 
     def read_weights_after(self, ready: Callable[[], None]) -> None:
         """Call `ready`, which may wait, before weights are read from now on."""
@@ -153,7 +154,8 @@ class Stage:
             if isinstance(run, list):
                 x = self._dense(run, x, way, i == last)
                 continue
-            x = yield from Driven(run.forward_lane(tape, x, sequences), self.autocast)
+            context = partial(named_context, run.name, self.autocast)
+            x = yield from Driven(run.unit.forward_lane(tape, x, sequences), context)
             if i == last and finish is not None:
                 x = self._dense([], x, way, is_last=True)
         return x
@@ -322,20 +324,28 @@ class _Forward:
         return self.finish(output)
 
 
-_Run = LaneUnit | list[UnitCall]
+@dataclass(frozen=True, slots=True)
+class _LaneCall:
+    """A unit with collectives, by name."""
+
+    name: str
+    unit: LaneUnit
 
 
-def _call(name: str, module: nn.Module, recompute: bool) -> LaneUnit | UnitCall:
+_Run = _LaneCall | list[UnitCall]
+
+
+def _call(name: str, module: nn.Module, recompute: bool) -> _LaneCall | UnitCall:
     if isinstance(module, LaneUnit):
-        return RecomputedLane(module) if recompute else module
+        return _LaneCall(name, RecomputedLane(module) if recompute else module)
     return UnitCall(name, module, recompute)
 
 
-def _runs(calls: Sequence[LaneUnit | UnitCall]) -> list[_Run]:
+def _runs(calls: Sequence[_LaneCall | UnitCall]) -> list[_Run]:
     """Units grouped: each unit with collectives alone, the others in runs as long as possible, each one segment."""
     runs: list[_Run] = []
     for call in calls:
-        if isinstance(call, LaneUnit):
+        if isinstance(call, _LaneCall):
             runs.append(call)
         elif runs and isinstance(runs[-1], list):
             runs[-1].append(call)

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
+from torch.profiler import record_function
 
 from penstock.model import Given, Parameters, Sequences, recomputed
+from penstock.runtime.profiling import profiler_is_active
 
 
 class UnitCall:
@@ -36,6 +38,9 @@ class UnitCall:
         """Call the module."""
         if self.draws and given.randomness is not None:
             given.randomness.begin(self.name)
+        if profiler_is_active():
+            with record_function(self.name):
+                return self.parameters.call(self.module, x, sequences, given.keys)
         return self.parameters.call(self.module, x, sequences, given.keys)
 
 
