@@ -66,6 +66,11 @@ class AuxLossTracker:
     def attached_to(self, feeds: Sequence[Feed], agreed: AgreedSplit, factors: Sequence[float]) -> list[Feed]:
         """The feeds, each with the factor of its microbatch's loss where the model uses it.
 
+        A coefficient of a router's loss weighs the mean over tokens, labelled or not: a microbatch without labels
+        counts as its tokens would in any other, unless the main loss is divided microbatch by microbatch. So under
+        `Normalize.GLOBAL` no loss depends on how the batch is split. (The balance loss of a microbatch compares that
+        microbatch's own load, so its value does, though not its weight.)
+
         `factors` are known where labels are seen, and empty elsewhere; all ranks call this at one point.
         """
         if not self.needed:
@@ -98,9 +103,7 @@ class AuxLossTracker:
         """The factors of all microbatches, from the rank that sees labels to all ranks of its pipeline."""
         pipeline = self.pipeline
         sent = torch.zeros(len(agreed.microbatches), dtype=torch.float64)
-        for i, (factor, weight) in enumerate(zip(factors, agreed.weights, strict=True)):
-            # Without labels nothing is learned from a microbatch, whatever the factor of its empty sum.
-            sent[i] = factor if weight else 0.0
+        sent[: len(factors)] = torch.tensor(factors, dtype=torch.float64)
         if pipeline.grid.pp_control is not None:
             source = pipeline.grid.pp_ranks[pipeline.placement.output_rank]
             with pipeline.recorder.collective("send the loss's factors", pipeline.grid.pp_control):

@@ -91,5 +91,5 @@ def loss_factors(mode: Normalize, weights: Sequence[float], rank_totals: Sequenc
             own = math.fsum(weights)
             return [1.0 / (own * num_dp) if own else 0.0] * len(weights)
         case Normalize.TOKEN_PER_MICROBATCH | Normalize.MICROBATCH_MEAN:
-            # A microbatch without loss tokens has the sum 0, so any finite factor will do.
-            return [1.0 / ((w or 1.0) * len(weights) * num_dp) for w in weights]
+            # The mean of a microbatch without loss tokens is none, of its auxiliary losses either.
+            return [1.0 / (w * len(weights) * num_dp) if w else 0.0 for w in weights]

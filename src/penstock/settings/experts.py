@@ -57,7 +57,7 @@ class ExpertConfig(Settings, section="experts"):
         "0 for no bias.",
         AT_LEAST_0,
     )
-    microbatch_loss: float = setting(0.0, "Coefficient of the balance loss over a microbatch.", AT_LEAST_0)
+    microbatch_loss: float = setting(0.0, "Coefficient of the balance loss over each microbatch's load.", AT_LEAST_0)
     sequence_loss: float = setting(0.0, "Coefficient of the balance loss within each sequence.", AT_LEAST_0)
     global_loss: float = setting(
         0.0, "Coefficient of the balance loss over all tokens of a step, with the previous step's shares.", AT_LEAST_0

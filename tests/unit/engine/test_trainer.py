@@ -115,11 +115,20 @@ def test_a_coefficient_means_the_same_whatever_part_of_the_tokens_has_a_label(ma
     assert found == pytest.approx(expected_losses(), rel=1e-12)
 
 
+@pytest.mark.shows(27, 114)
+@pytest.mark.parametrize("normalize", [Normalize.GLOBAL, Normalize.DP])
+@pytest.mark.parametrize("num_microbatches", [1, 2, 4])
+def test_a_fully_masked_microbatch_weighs_what_its_tokens_weigh_in_any_other(
+    normalize: Normalize, num_microbatches: int
+) -> None:
+    batch = batch_of((11, 6, 8, 3), masked=(0, 3))
+    found = losses_of_indifferent_routers(batch, normalize, num_microbatches)
+    assert found == pytest.approx(expected_losses(), rel=1e-12)
+
+
 @pytest.mark.shows(24, 27)
-def test_a_fully_masked_microbatch_adds_no_auxiliary_loss() -> None:
+def test_a_fully_masked_microbatch_adds_no_auxiliary_loss_to_a_mean_over_microbatches() -> None:
     lengths = (11, 6)
-    found = losses_of_indifferent_routers(batch_of(lengths, masked=(0,)), Normalize.GLOBAL, num_microbatches=2)
-    assert found == pytest.approx(expected_losses(share=6 / 17), rel=1e-12)
     # The mean over two microbatches, of which one has no loss: half of the other's, and each of its tokens counts as
     # the labels of the step are spread over all tokens.
     found = losses_of_indifferent_routers(
