@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from penstock.parallel.renewable import RenewableGroup
 from penstock.schedule.recording import CollectiveKind
 
 T_co = TypeVar("T_co", covariant=True)
@@ -132,12 +133,15 @@ class Collectives:
             return Pending(lambda: x)
         x = x.contiguous()
         arrived = torch.empty_like(x) if num_rows is None else x.new_empty(num_rows, *x.shape[1:])
-        works = dist.batch_isend_irecv(
-            [
-                dist.P2POp(dist.isend, x, group_peer=to, group=self.group),
-                dist.P2POp(dist.irecv, arrived, group_peer=source, group=self.group),
-            ]
-        )
+        if isinstance(self.group, RenewableGroup):
+            works = self.group.send_receive(x, to, arrived, source)
+        else:
+            works = dist.batch_isend_irecv(
+                [
+                    dist.P2POp(dist.isend, x, group_peer=to, group=self.group),
+                    dist.P2POp(dist.irecv, arrived, group_peer=source, group=self.group),
+                ]
+            )
         return self._launched(CollectiveKind.SEND_RECEIVE, Pending(_nothing, works), x, lambda: arrived)
 
     # ---- in place, on flat tensors: of P equal parts, rank r owns the r-th

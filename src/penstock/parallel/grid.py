@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 import torch
 import torch.distributed as dist
 
+from penstock.parallel.renewable import RenewableGroup, new_renewable_group
 from penstock.settings import Coordinates, Groups, Layout
 
 
@@ -97,6 +98,11 @@ class Grid:
         for group in {id(group): group for group in groups if isinstance(group, dist.ProcessGroup)}.values():
             dist.destroy_process_group(group)
 
+    def renewable(self) -> list[RenewableGroup]:
+        """The groups, all but the background's, in one order on all ranks; each group once."""
+        groups = [getattr(self, part.name) for part in fields(self) if part.name != "background"]
+        return list({id(group): group for group in groups if isinstance(group, RenewableGroup)}.values())
+
     @property
     def world_size(self) -> int:
         return self.layout.world_size
@@ -153,7 +159,7 @@ class _GroupMaker:
         for ranks in groups:
             if len(ranks) < 2:
                 continue
-            group = dist.new_group(list(ranks), backend=self.backend, timeout=self.timeout)
+            group = new_renewable_group(ranks, self.backend, self.timeout)
             if self.rank in ranks:
                 assert isinstance(group, dist.ProcessGroup)
                 mine = group

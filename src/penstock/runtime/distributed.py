@@ -45,16 +45,24 @@ class DistributedTransport:
         timeout_s: float,
     ) -> None:
         self.rank, self.device, self.timeout_s = group.rank(), device, timeout_s
-        self._num_awaited = 0
-        self._abandoned = False
-        store = PrefixStore(f"penstock/{_agree_on_number(group)}", _default_store())
-        make = _backend_maker(group, device, timedelta(seconds=timeout_s))
+        self._store = PrefixStore(f"penstock/{unique_number(group)}", default_store())
+        self._make = _backend_maker(group, device, timedelta(seconds=timeout_s))
         lines = lines.channels() if isinstance(lines, Placement) else lines
-        self._links: dict[Line, _Link] = {
-            channel: _Link(channel, self.rank, store, make, None if device.type == "cuda" else timeout_s)
-            for channel in lines
-            if self.rank in (channel.source, channel.destination)
-        }
+        self._lines = [channel for channel in lines if self.rank in (channel.source, channel.destination)]
+        self._links: dict[Line, _Link] = {}
+        self.renew(0)
+
+    def backends(self) -> Sequence[Any]:
+        """The links' communicators."""
+        return [link.group for link in self._links.values()]
+
+    def renew(self, generation: int) -> None:
+        """Make all links anew, once they have been cut, and test them; all ranks call it."""
+        self.close()
+        self._num_awaited, self._abandoned = 0, False
+        store = PrefixStore(str(generation), self._store)
+        watch_s = None if self.device.type == "cuda" else self.timeout_s
+        self._links = {line: _Link(line, self.rank, store, self._make, watch_s) for line in self._lines}
         self._test_links()
 
     def receive(self, channel: Line, shape: Sequence[int], dtype: torch.dtype) -> "_PostedReceive":
@@ -329,15 +337,16 @@ def _wait_until_left(channel: Line, work: dist.Work) -> None:
         ) from error
 
 
-def _default_store() -> Store:
+def default_store() -> Store:
+    """The store where torch.distributed met."""
     return dist.distributed_c10d._get_default_store()
 
 
-def _agree_on_number(group: dist.ProcessGroup) -> int:
-    """A number that no other transport of the world has, the same on all ranks of the group."""
+def unique_number(group: dist.ProcessGroup) -> int:
+    """A number that nothing else in the world has, the same on all ranks of the group."""
     number = torch.zeros(1, dtype=torch.int64)
     if group.rank() == 0:
-        number += _default_store().add("penstock/transports", 1)
+        number += default_store().add("penstock/transports", 1)
     dist.broadcast(number, group=group, group_src=0)
     return int(number)
 

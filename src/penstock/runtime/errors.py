@@ -9,6 +9,13 @@ class TransportError(PipelineError):
     """A message was not sent or did not arrive; the message names the link, the action and the time waited."""
 
 
+class StepError(PipelineError):
+    """A rank failed in a step, which has been undone on all ranks; the message names rank, action and what it raised.
+
+    On the rank that failed, `__cause__` is its own exception.
+    """
+
+
 class Deadlock(PipelineError):
     """No rank of an in-process run can go on; the message says for each rank what it waits for."""
 

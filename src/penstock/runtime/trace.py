@@ -222,6 +222,14 @@ class Recorder:
         return (time.perf_counter_ns() - record.begin_ns) * 1e-9
 
     @property
+    def doing(self) -> str:
+        """The action that this rank is in, in a few words."""
+        if self._together is not None:
+            return f"what the ranks do together: {self._together[0]}"
+        record = self._current
+        return "no action" if record is None or record.end_ns else str(record.action)
+
+    @property
     def presence(self) -> Presence:
         """The answer of this rank to a peer that asks."""
         return Presence(self.where(), self.awaited is not None or self._together is not None)

@@ -1,0 +1,307 @@
+"""Recovery from a step that failed on one rank: all ranks learn of it at once, and can take the next step.
+
+Each rank has a thread that waits for a key in the store where the run's processes met. A rank whose step fails writes
+there, for every rank, where and why. The threads then cut all communicators, so that no main thread stays blocked in
+one; each ends its step, undoes what the step has changed, and meets the others while they make new communicators.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Protocol
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
+
+from penstock.parallel.renewable import Communicator, cut
+from penstock.runtime.distributed import default_store, unique_number
+from penstock.runtime.errors import PipelineError, StepError, TransportError
+from penstock.runtime.trace import Recorder
+
+_FOREVER = timedelta(days=30)
+# A rank may see a neighbour's link close before it hears why.
+_HEARSAY_S = 0.5
+_MOST_QUOTED = 2000
+
+
+class SavedState(Protocol):
+    """State outside of the weights that a step may change before it is certain to succeed."""
+
+    def save(self) -> None:
+        """Note the state as it is before a step."""
+        ...
+
+    def restore(self) -> None:
+        """Put back what `save` noted."""
+        ...
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The failure of one rank, as it is announced to all."""
+
+    #: the rank among all, and its coordinates where there are several pipelines
+    rank: int
+    place: str
+    step: int
+    #: what the rank was doing
+    action: str
+    #: type and message of its exception
+    kind: str
+    message: str
+    #: True if the rank has left for good
+    left: bool = False
+    #: True if weights may have been stepped on some ranks
+    stepped: bool = False
+
+    def __str__(self) -> str:
+        text = f"rank {self.rank}{self.place} failed in {self.action}, step {self.step}: {self.kind}: {self.message}"
+        if self.stepped:
+            text += "; it was in the optimizer's step, so weights may differ between ranks: load a checkpoint"
+        return f"{text}; that rank has left" if self.left else text
+
+
+class Alarm:
+    """The failure of some rank in the step under way; whoever computes looks at it between actions."""
+
+    #: None as long as all is well
+    failure: Failure | None = None
+
+    def check(self) -> None:
+        """Raises: StepError if some rank has failed."""
+        if self.failure is not None:
+            raise StepError(str(self.failure))
+
+
+class Recovery:
+    """One rank's part in ending a failed step on all ranks alike; every rank of `group` makes one at the same point.
+
+    Args:
+        group: all ranks of the engine, on host memory; None for one that is alone.
+        recorder: knows what the rank is doing.
+        state: put back after a failure.
+        place: this rank's coordinates, for messages; empty where there is one pipeline.
+    """
+
+    #: rung by the failure of any rank
+    alarm: Alarm
+    #: the reason why no further step can be taken; None as long as one can
+    lost: str | None
+    #: the same where it can be once weights have been loaded
+    uncertain: str | None
+    #: what is cut and made anew, in one order on all ranks
+    communicators: list[Communicator]
+    #: number of times that communicators have been made anew
+    _generation: int
+    #: called after communicators were cut, and after they have been made anew
+    _undo: list[Callable[[], None]]
+    _redo: list[Callable[[], None]]
+    #: True while an exception of this rank is unknown to the others
+    _alone: bool
+    #: True while weights are stepped
+    _stepping: bool
+
+    def __init__(self, group: dist.ProcessGroup | None, recorder: Recorder, state: SavedState, place: str = "") -> None:
+        self.alarm, self.lost, self.uncertain, self.communicators = Alarm(), None, None, []
+        self._recorder, self._state, self._place = recorder, state, place and f" ({place})"
+        self._generation, self._undo, self._redo = 0, [], []
+        self._alone = self._stepping = False
+        self._is_cut = threading.Event()
+        self._rank, self._num_ranks, self._store = 0, 1, None
+        self._watch: _Watch | None = None
+        self._end_watch: Callable[[], object] | None = None
+        if group is not None:
+            self._rank, self._num_ranks = group.rank(), group.size()
+            prefix = f"penstock/recovery/{unique_number(group)}"
+            self._store = PrefixStore(prefix, default_store())
+            # A store's connection serves one call at a time, and the thread's lasts for the whole run.
+            self._watch = _Watch(self, PrefixStore(prefix, default_store().clone()), self._rank)
+            self._watch.start()
+            # At the interpreter's end too: a thread inside the store would then abort the process.
+            self._end_watch = weakref.finalize(self, self._watch.end, self._store)
+
+    def covers(self, communicator: Communicator) -> None:
+        """Cut and renew this communicator too; all ranks that share it call this in the same order."""
+        self.communicators.append(communicator)
+
+    def around_renewal(self, undo: Callable[[], None], redo: Callable[[], None]) -> None:
+        """Call `undo` once a failed step's messages are cut, and `redo` when all ranks can talk again."""
+        self._undo.append(undo)
+        self._redo.append(redo)
+
+    def close(self) -> None:
+        """Stop the thread."""
+        if self._end_watch is not None:
+            self._end_watch()
+
+    # ---- around a step
+
+    @contextmanager
+    def joined(self) -> Iterator[None]:
+        """Within this context, the exception that any rank announces ends the step on all ranks.
+
+        Raises:
+            StepError: a rank has failed, this or another. All can go on as if the step had not been tried.
+            PipelineError: no step is possible any more.
+        """
+        if self.lost or self.uncertain:
+            raise PipelineError(self.lost or self.uncertain)
+        self._state.save()
+        try:
+            self.alarm.check()
+            yield
+        except BaseException as error:
+            failure = self._failure_behind(error)
+            if failure is None:
+                self._state.restore()
+                if self._store is None:
+                    self._call(self._undo)
+                    self._call(self._redo)
+                raise
+            if not isinstance(error, Exception):
+                raise
+            self._recover(failure, error)
+            raise StepError(str(failure)) from error
+
+    @contextmanager
+    def alone(self, stepping: bool = False) -> Iterator[None]:
+        """Within this context, inside of `joined`, an exception is this rank's own, and is announced to the others.
+
+        stepping: weights may change here, which nothing undoes.
+        """
+        before = self._alone, self._stepping
+        self._alone, self._stepping = True, stepping
+        try:
+            yield
+        except BaseException as error:
+            if self._store is not None and not (isinstance(error, Exception) and _is_of_link(error)):
+                self._announce(error)
+            if stepping and self._store is None:
+                self.uncertain = f"the optimizer's step failed ({error}), so weights may have moved: load a checkpoint"
+            raise
+        finally:
+            self._alone, self._stepping = before
+
+    # ---- announcing a failure, and hearing of it
+
+    def _announce(self, error: BaseException) -> None:
+        """Write the failure for every rank, unless another rank was first."""
+        assert self._store is not None
+        if self.alarm.failure is not None or self._store.add(f"{self._generation}/claims", 1) > 1:
+            return
+        failure = Failure(
+            self._rank,
+            self._place,
+            self._recorder.step,
+            self._recorder.doing,
+            type(error).__name__,
+            str(error)[:_MOST_QUOTED],
+            left=not isinstance(error, Exception),
+            stepped=self._stepping,
+        )
+        text = json.dumps(asdict(failure))
+        for rank in range(self._num_ranks):
+            self._store.set(_key(self._generation, rank), text)
+
+    def _hear(self, failure: Failure) -> None:
+        """Cut everything; called by the thread."""
+        self.alarm.failure = failure
+        cut(self.communicators)
+        self._is_cut.set()
+
+    def _failure_behind(self, error: BaseException) -> Failure | None:
+        """The announced failure because of which this rank's step ends with `error`; None if there is none."""
+        if self._store is None:
+            return None
+        heard = self._is_cut.is_set() or self.alarm.failure is not None
+        if not heard and isinstance(error, Exception) and _is_of_link(error):
+            self._is_cut.wait(_HEARSAY_S)
+        with contextlib.suppress(RuntimeError):
+            if self._store.check([_key(self._generation, self._rank)]) or self._store.check(
+                [f"{self._generation}/claims"]
+            ):
+                self._is_cut.wait(_HEARSAY_S)
+        return self.alarm.failure
+
+    def _recover(self, failure: Failure, error: Exception) -> None:
+        """Undo the step, and make new communicators with all other ranks. Raises: StepError if one has left."""
+        self._call(self._undo)
+        self._state.restore()
+        if failure.left:
+            self.lost = f"this engine cannot go on, since {failure}; start all processes again"
+            raise StepError(str(failure)) from error
+        self._generation += 1
+        try:
+            for communicator in self.communicators:
+                communicator.renew(self._generation)
+        except RuntimeError as gone:
+            self.lost = f"this engine cannot go on, since {failure}, and then not all ranks came back ({gone})"
+            raise StepError(f"{failure}; after that not all ranks came back") from gone
+        self._recorder.begin_step(self._recorder.step)
+        self.alarm.failure = None
+        self._is_cut.clear()
+        assert self._watch is not None
+        self._watch.resumed.set()
+        self._call(self._redo)
+        if failure.stepped:
+            self.uncertain = str(failure)
+
+    @staticmethod
+    def _call(actions: list[Callable[[], None]]) -> None:
+        for action in actions:
+            action()
+
+
+def _key(generation: int, rank: int) -> str:
+    return f"{generation}/{rank}"
+
+
+class _Watch(threading.Thread):
+    """Waits for one failure after another, until `end` or the end of the store."""
+
+    def __init__(self, recovery: Recovery, store: Store, rank: int) -> None:
+        super().__init__(name="penstock recovery", daemon=True)
+        self._recovery, self._store, self._rank = weakref.ref(recovery), store, rank
+        #: number of failures so far
+        self.generation = 0
+        #: set when the failed step has been undone
+        self.resumed = threading.Event()
+
+    def run(self) -> None:
+        while True:
+            try:
+                self._store.wait([_key(self.generation, self._rank)], _FOREVER)
+                text = self._store.get(_key(self.generation, self._rank))
+            except RuntimeError:
+                return
+            recovery = self._recovery()
+            if not text or recovery is None:
+                return
+            recovery._hear(Failure(**json.loads(text)))
+            del recovery
+            self.resumed.wait()
+            self.resumed.clear()
+            self.generation += 1
+
+    def end(self, store: Store) -> None:
+        """End the thread, which only another connection to the store can wake."""
+        with contextlib.suppress(RuntimeError):
+            self.resumed.set()
+            store.set(_key(self.generation, self._rank), "")
+            store.set(_key(self.generation + 1, self._rank), "")
+            self.join(1.0)
+
+
+def _is_of_link(error: Exception) -> bool:
+    """True for what a backend raises when a peer or a link is gone, which says nothing of the reason."""
+    if isinstance(error, TransportError | dist.DistError):
+        return True
+    text = str(error)
+    return isinstance(error, RuntimeError) and ("gloo" in text or "pair closure" in text or "NCCL" in text)
