@@ -23,11 +23,11 @@ from penstock.runtime import (
     DecodeForm,
     DecodeLoop,
     Decoders,
+    HeaderRelay,
     PipelineError,
     Ring,
     Stage,
     host_channels,
-    open_transport,
 )
 from penstock.schedule import RingShape, Scheduler
 from penstock.settings import Precision, SamplingParams
@@ -174,14 +174,16 @@ class Generator:
         captures = pipeline.options.precision is not Precision.BF16_AUTOCAST
         #: local stages with their KV caches, kept from call to call
         self.decoders = Decoders(stages, pipeline.boundary.dtype, pipeline.device, captures)
+        #: takes batches from other ranks ahead, in the running or last generation
+        self._relay: HeaderRelay | None = None
         pipeline.at_close(self.close)
+        pipeline.recovery.around_renewal(undo=self._end_relay)
 
     @cached_property
     def ring(self) -> Ring:
         """Links to the other ranks; all of them open the channels of headers and tokens at the first call."""
         pipeline, cpu = self._pipeline, torch.device("cpu")
-        channels = host_channels(pipeline.placement)
-        host = open_transport(channels, pipeline.grid.pp_control, cpu, pipeline.options.timeout_s)
+        host = pipeline.open_transport(host_channels(pipeline.placement), cpu)
         return Ring(
             pipeline.placement,
             pipeline.transport,
@@ -189,6 +191,7 @@ class Generator:
             pipeline.recorder,
             pipeline.device,
             lockstep=pipeline.layout.ep > 1,
+            alarm=pipeline.recovery.alarm,
         )
 
     def release(self) -> None:
@@ -224,12 +227,15 @@ class Generator:
         Raises:
             ValueError: the prompts or parameters are impossible; on all ranks alike, before any compute.
             PipelineError: the ranks of the pipeline were given different ones.
+            StepError: on all ranks, when one has failed, in a listener for example; generation is possible again.
             TransportError: a peer did not send or receive in time.
         """
-        sequences = self._agree(prompts, params, options)
-        self._pipeline.set_training(False)
-        with self._pipeline.casts.kept(packed=options.packed), torch.inference_mode():
-            return self._generate(sequences, options, on_token, on_answer)
+        recovery = self._pipeline.recovery
+        with recovery.joined():
+            sequences = self._agree(prompts, params, options)
+            self._pipeline.set_training(False)
+            with recovery.alone(), self._pipeline.casts.kept(packed=options.packed), torch.inference_mode():
+                return self._generate(sequences, options, on_token, on_answer)
 
     def _generate(
         self,
@@ -253,8 +259,14 @@ class Generator:
             listeners = _Listeners(scheduler, on_token, on_answer)
         decoders = self.decoders.of(options.form(pipeline.device))
         loop = DecodeLoop(ring, decoders, sequences, shape, scheduler, listeners and listeners.hear)
+        self._relay = loop.relay
         loop.run()
-        return self._result(loop, listeners)
+        return self._result(loop)
+
+    def _end_relay(self) -> None:
+        """Let no thread of a failed generation use the links that come after."""
+        if self._relay is not None:
+            self._relay.join()
 
     # ---- before the loop
 
@@ -301,20 +313,18 @@ class Generator:
 
     # ---- after the loop
 
-    def _result(self, loop: DecodeLoop, listeners: _Listeners | None) -> GenerateResult:
-        """The result on all ranks of the pipeline, once they have the answers. Raises: the exception of a listener."""
+    def _result(self, loop: DecodeLoop) -> GenerateResult:
+        """The result on all ranks of the pipeline, once they have the answers."""
         pipeline, group, report = self._pipeline, self._pipeline.grid.pp_control, loop.report
         with pipeline.recorder.collective("hand out the sequences", group):
             loop.share_answers(group)
             reports = gather_json([report.busy_s, report.wall_s, report.num_forwards], group)
-        if listeners is not None and listeners.error is not None:
-            raise listeners.error
         busy_s, wall_s, num_forwards = zip(*reports, strict=True)
         return GenerateResult(tuple(loop.sequences), wall_s[0], busy_s, num_forwards, report.num_rounds)
 
 
 class _Listeners:
-    """Calls a user's functions on the rank of the first stage; if one of them raises, generation ends early."""
+    """Calls a user's functions on the rank of the first stage."""
 
     def __init__(self, scheduler: Scheduler, on_token: OnToken | None, on_answer: OnAnswer | None) -> None:
         #: decides what is computed; stopped when a listener wants it
@@ -323,26 +333,14 @@ class _Listeners:
         self.on_token = on_token
         #: called with the number of a sequence that has ended, and with the sequence
         self.on_answer = on_answer
-        #: the first exception that a listener raised
-        self.error: Exception | None = None
 
     def hear(self, grown: list[schedule.Sequence]) -> None:
         """Report new tokens, and sequences that they have ended."""
         for sequence in grown:
-            if self.error is not None:
-                return
-            try:
-                self._report(sequence)
-            except Exception as error:
-                # Raised once the ring has closed, so that no other rank waits for messages in vain.
-                self.error = error
-                self.scheduler.stop(range(len(self.scheduler.sequences)))
-
-    def _report(self, sequence: schedule.Sequence) -> None:
-        if self.on_token is not None and self.on_token(sequence.number, sequence.last_token):
-            self.scheduler.stop([sequence.number])
-        if self.on_answer is not None and sequence.ending is not None:
-            self.on_answer(sequence.number, sequence)
+            if self.on_token is not None and self.on_token(sequence.number, sequence.last_token):
+                self.scheduler.stop([sequence.number])
+            if self.on_answer is not None and sequence.ending is not None:
+                self.on_answer(sequence.number, sequence)
 
 
 def _checked(

@@ -15,6 +15,7 @@ from penstock import schedule
 from penstock.data import PackedBatch
 from penstock.engine.build import Ties, build_stages, cut_units, lend_weights, parameter_dtype
 from penstock.engine.options import EngineOptions
+from penstock.engine.rollback import StepState
 from penstock.engine.sharding import ContextShards, Sharding, UnitSource, units_for
 from penstock.engine.timed_cut import measure_units, timed_cut
 from penstock.model import Given, ModelGroups, Randomness, UnitSpec, WeightCasts, share_casts
@@ -23,10 +24,13 @@ from penstock.parallel.collectives import Collectives, observe
 from penstock.parallel.host import gather_json
 from penstock.runtime import (
     Boundary,
+    DistributedTransport,
     Executor,
     Feed,
+    Line,
     Pairs,
     Recorder,
+    Recovery,
     Stage,
     Transport,
     UnitCall,
@@ -104,6 +108,8 @@ class Pipeline:
     recorder: Recorder
     #: carries messages between the ranks of the pipeline
     transport: Transport
+    #: lets a failure on one rank end the step on all, and undoes it
+    recovery: Recovery
     #: optimizer steps taken so far; records bear this number
     step: int
     #: (training, number of microbatches) -> executor of the proved program, least recently used first
@@ -133,7 +139,22 @@ class Pipeline:
         pipelines = self.layout.world_size // self.layout.pp
         self.recorder = Recorder(self.grid.pp_rank, place=None if pipelines == 1 else str(self.grid.place))
         self._build_stages()
-        self.transport = open_transport(self.placement, self.grid.pp_control, self.device, self.options.timeout_s)
+        self.recovery = Recovery(
+            self.grid.control,
+            self.recorder,
+            StepState(self.stages.values(), self.device),
+            "" if pipelines == 1 else str(self.grid.place),
+        )
+        for group in self.grid.renewable():
+            self.recovery.covers(group)
+        self.transport = self.open_transport(self.placement, self.device)
+
+    def open_transport(self, lines: Placement | Sequence[Line], device: torch.device) -> Transport:
+        """A transport among the ranks of the pipeline, which a failed step does not outlast."""
+        transport = open_transport(lines, self.grid.pp_control, device, self.options.timeout_s)
+        if isinstance(transport, DistributedTransport):
+            self.recovery.covers(transport)
+        return transport
 
     def _build_stages(self) -> None:
         """Make this rank's stages, and find out who else holds their parameters."""
@@ -263,6 +284,7 @@ class Pipeline:
                 reduce=reduce or _no_reduction,
                 pairs=Pairs(self.choice.settings.overlap, early_release=self.choice.settings.early_release),
             )
+            found.alarm = self.recovery.alarm
         self._executors[key] = found
         if len(self._executors) > _MAX_EXECUTORS:
             del self._executors[next(iter(self._executors))]
@@ -280,6 +302,7 @@ class Pipeline:
     def continue_from(self, step: int) -> None:
         """Go on as if this number of optimizer steps had been taken."""
         self.step = step
+        self.recovery.uncertain = None
 
     def sum_over_ranks(self, *values: float) -> list[float]:
         """The sums of the ranks' values, on every rank; exact where all but one rank give zero."""
@@ -307,6 +330,7 @@ class Pipeline:
         """Stop helper threads; process groups belong to torch.distributed."""
         for close in self._closing:
             close()
+        self.recovery.close()
         self.transport.close()
 
     # ---- looking at a step

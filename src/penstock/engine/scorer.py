@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from penstock.data import MicroBatchSpec, PackedBatch, Split, check_lengths, merge, take_apart
@@ -45,17 +44,19 @@ class Scorer:
 
         Raises:
             PipelineError, ValueError: the batches differ or cannot be split; on all ranks alike, before any compute.
-            Any exception of a hook, or `PartitionError` for results that do not fit: on the rank of the last stage, and
-            PipelineError on the others; the engine can be used further.
+            StepError: on all ranks, when a hook or anything else has failed on one.
+            PartitionError: for results that do not fit, on the rank of the last stage, and PipelineError on the others.
+            The engine can be used further.
         """
         pipeline = self.pipeline
         pipeline.set_training(False)
-        with pipeline.casts.kept():
+        with pipeline.recovery.joined(), pipeline.casts.kept():
             pipeline.begin_recording()
             agreed = agree_on_microbatches(pipeline, batch, micro_batches, check=lambda: outputs.check(batch))
             results = _Results(pipeline, outputs)
-            feeds = [results.feed(microbatch) for microbatch in agreed.microbatches]
-            pipeline.executor(len(feeds)).run(feeds)
+            with pipeline.recovery.alone():
+                feeds = [results.feed(microbatch) for microbatch in agreed.microbatches]
+                pipeline.executor(len(feeds)).run(feeds)
             return results.handed_out(agreed.split)
 
     def evaluate(
@@ -66,17 +67,19 @@ class Scorer:
         micro_batches: MicroBatchSpec | None = None,
     ) -> EvaluationLoss:
         """The loss per unit of weight over all ranks' batches, the same on every rank, with what `loss_fn` reports."""
-        loss = weight = 0.0
+        loss, weight, recovery = 0.0, 0.0, self.pipeline.recovery
         num_metrics, measured = 0, LossMetrics(loss_fn)
         self.pipeline.set_training(False)
         with self.pipeline.casts.kept():
             for batch in batches:
-                agreed = agree_on_microbatches(self.pipeline, batch, micro_batches, loss_weight_fn)
-                feeds = [self.pipeline.feed(microbatch, measured) for microbatch in agreed.microbatches]
-                losses = self.pipeline.executor(len(feeds)).run(feeds)
-                total, num_metrics = measured.total(self.pipeline, losses)
-                loss += total
-                weight += sum(agreed.rank_totals)
+                with recovery.joined():
+                    agreed = agree_on_microbatches(self.pipeline, batch, micro_batches, loss_weight_fn)
+                    with recovery.alone():
+                        feeds = [self.pipeline.feed(microbatch, measured) for microbatch in agreed.microbatches]
+                        losses = self.pipeline.executor(len(feeds)).run(feeds)
+                        total, num_metrics = measured.total(self.pipeline, losses)
+                    loss += total
+                    weight += sum(agreed.rank_totals)
         return EvaluationLoss(loss / weight if weight else float("nan"), measured.reduced(self.pipeline, num_metrics))
 
 
@@ -165,12 +168,10 @@ class _Results:
     outputs: Outputs
     #: one result per microbatch, on ranks that hold the last stage
     _results: list[Any]
-    #: the first exception, kept to the end of the batch so that no other rank waits for messages in vain
-    _error: Exception | None
 
     def __init__(self, pipeline: Pipeline, outputs: Outputs) -> None:
         self.pipeline, self.outputs = pipeline, outputs
-        self._results, self._error = [], None
+        self._results = []
 
     @property
     def _per_token(self) -> bool:
@@ -184,12 +185,8 @@ class _Results:
 
     def _take(self, logits: Logits, microbatch: PackedBatch) -> Tensor:
         """Keep the hook's result; the executor carries on with an empty tensor in place of the logits."""
-        if self._error is None:
-            try:
-                hook = self.outputs.post_hook
-                self._results.append(whole_logits(logits) if hook is None else hook(logits, microbatch))
-            except Exception as error:
-                self._error = error
+        hook = self.outputs.post_hook
+        self._results.append(whole_logits(logits) if hook is None else hook(logits, microbatch))
         return torch.empty(0, device=logits.device)
 
     def handed_out(self, split: Split) -> Any:
@@ -211,8 +208,6 @@ class _Results:
         """This rank's results as one value; None where it gives none."""
         if self.pipeline.gives_results and self._per_token:
             self._join(split)
-        if self._error is not None:
-            raise self._error
         if not self.pipeline.gives_results:
             return None
         value = self.outputs.gathered(self._results, split)
@@ -221,15 +216,11 @@ class _Results:
         return value
 
     def _join(self, split: Split) -> None:
-        """Join the results of ranks that share every sequence, if none of them has failed."""
+        """Join the results of ranks that share every sequence."""
         context = self.pipeline.context
         if context.group is None:
             return
-        failed = torch.tensor(int(self._error is not None), device=context.device)
         with self.pipeline.recorder.collective("put the results together", context.group):
-            dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=context.group)
-            if failed:
-                raise self._error or PipelineError("a rank that shares the sequences cannot make use of its outputs")
             self._results = [
                 {name: context.whole(rows, microbatch) for name, rows in result.items()}
                 if isinstance(result, Mapping)

@@ -91,6 +91,7 @@ class Trainer:
         pipeline.lend_weights()
         self.aux_losses = AuxLossTracker(pipeline)
         self.optimizer = _make_optimizer(pipeline, list(self.gradients.values()))
+        pipeline.recovery.around_renewal(undo=self._forget_reductions, redo=self._gather_weights)
 
     def train_batch(
         self,
@@ -108,20 +109,28 @@ class Trainer:
 
         Raises:
             ZeroLossWeight, PipelineError, ValueError: on all ranks alike, before anything is computed.
+            StepError: on all ranks, when one has failed; the step has been undone, and the next one can be taken. (A
+                rank that is alone raises the exception itself.)
             TransportError: a peer did not send or receive in time.
         """
         if not self.pipeline.options.learns:
             raise ValueError("this engine was made with learns=False, to score and generate; make one that learns")
         start, normalize, loss_scale = time.perf_counter(), Normalize.parse(normalize), self.optimizer.loss_scale
         self.pipeline.begin_recording()
-        agreed = agree_on_microbatches(self.pipeline, batch, micro_batches, loss_weight_fn, stop=self._stop_requested)
-        factors = self._loss_factors(agreed, loss_weight_fn, normalize)
-        measured = LossMetrics(loss_fn)
-        feeds = self._feeds(agreed, measured, [factor * loss_scale for factor in factors])
-        losses = self._run(feeds)
-        update, aux_losses = self._step(feeds, loss_scale)
-        loss, num_metrics = measured.total(self.pipeline, losses)
-        metrics = measured.reduced(self.pipeline, num_metrics)
+        measured, recovery = LossMetrics(loss_fn), self.pipeline.recovery
+        with recovery.joined():
+            agreed = agree_on_microbatches(
+                self.pipeline, batch, micro_batches, loss_weight_fn, stop=self._stop_requested
+            )
+            factors = self._loss_factors(agreed, loss_weight_fn, normalize)
+            with recovery.alone():
+                feeds = self._feeds(agreed, measured, [factor * loss_scale for factor in factors])
+                losses = self._run(feeds)
+                # Each rank gives its part when it is through its program: so now none can fail in it any more.
+                loss, num_metrics = measured.total(self.pipeline, losses)
+                metrics = measured.reduced(self.pipeline, num_metrics)
+            with recovery.alone(stepping=True):
+                update, aux_losses = self._step(feeds, loss_scale)
         step, step_time_s = self.pipeline.count_step(), time.perf_counter() - start
         return TrainResult(
             step=step,
@@ -177,6 +186,15 @@ class Trainer:
     def zero_gradients(self) -> None:
         for buckets in self.gradients.values():
             buckets.zero_()
+
+    def _forget_reductions(self) -> None:
+        for buckets in self.gradients.values():
+            buckets.forget()
+
+    def _gather_weights(self) -> None:
+        """Gather the weights that other ranks have stepped, since messages of the last step were cut too."""
+        for buckets in self.gradients.values():
+            buckets.gather()
 
     def start_reduction(self, stage: int) -> None:
         """Start summing the gradients of a local stage over ranks."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch.distributed as dist
@@ -135,6 +136,13 @@ class GradientBuckets:
         pending, self._pending = self._pending, []
         for handle in pending:
             handle.wait()
+
+    def forget(self) -> None:
+        """Drop reductions that were cut; `zero_` does the rest."""
+        pending, self._pending, self._gathering = self._pending, [], []
+        for handle in pending:
+            with contextlib.suppress(RuntimeError):
+                handle.wait()
 
     def gather(self) -> None:
         """Start to give every rank the parameters that others have stepped; they may be read after `settle`."""

@@ -106,7 +106,18 @@ def _forward(name: str, of_backend: str) -> None:
         setattr(RenewableGroup, name, call)
 
 
-for _name in ("allreduce", "allgather", "alltoall", "barrier", "broadcast", "gather", "recv", "reduce", "scatter", "send"):
+for _name in (
+    "allreduce",
+    "allgather",
+    "alltoall",
+    "barrier",
+    "broadcast",
+    "gather",
+    "recv",
+    "reduce",
+    "scatter",
+    "send",
+):
     _forward(_name, _name)
 # The older names, and those that newer releases give them.
 for _of_backend, _newer in (

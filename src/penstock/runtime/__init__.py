@@ -2,16 +2,17 @@
 
 from penstock.runtime.decode.graphs import DecodeForm, Decoders, FixedDecoder, StageDecoder
 from penstock.runtime.decode.loop import DecodeLoop, DecodeReport
-from penstock.runtime.decode.relay import Ring, host_channels
+from penstock.runtime.decode.relay import HeaderRelay, Ring, host_channels
 from penstock.runtime.distributed import DistributedTransport, open_transport
-from penstock.runtime.errors import Deadlock, PipelineError, TransportError
+from penstock.runtime.errors import Deadlock, PipelineError, StepError, TransportError
 from penstock.runtime.executor import Executor, Feed, run_together
 from penstock.runtime.host_memory import keep_freed_memory, prepare_large_pages
 from penstock.runtime.pairs import Hooks, Pairs
+from penstock.runtime.recovery import Recovery
 from penstock.runtime.stage import Boundary, LaneUnit, Stage
 from penstock.runtime.tape import GraphSegment, Tape
 from penstock.runtime.trace import Awaited, Recorder
-from penstock.runtime.transport import InProcessHub, InProcessTransport, Transport
+from penstock.runtime.transport import InProcessHub, InProcessTransport, Line, Transport
 from penstock.runtime.unit_call import UnitCall
 from penstock.runtime.watchdog import Watchdog
 
@@ -28,16 +29,20 @@ __all__ = [
     "Feed",
     "FixedDecoder",
     "GraphSegment",
+    "HeaderRelay",
     "Hooks",
     "InProcessHub",
     "InProcessTransport",
     "LaneUnit",
+    "Line",
     "Pairs",
     "PipelineError",
     "Recorder",
+    "Recovery",
     "Ring",
     "Stage",
     "StageDecoder",
+    "StepError",
     "Tape",
     "Transport",
     "TransportError",

@@ -16,6 +16,7 @@ from penstock.model import NOTHING_GIVEN, Given, Lane, Sequences, drain, zip_lan
 from penstock.runtime.errors import PipelineError, TransportError
 from penstock.runtime.pairs import Hooks, Pairs
 from penstock.runtime.profiling import named_handler, profiler_is_active
+from penstock.runtime.recovery import Alarm
 from penstock.runtime.stage import Finish, Stage
 from penstock.runtime.tape import Tapes
 from penstock.runtime.trace import Awaited, Recorder
@@ -77,6 +78,8 @@ class Executor:
         self.program, self.rank, self.stages = program, transport.rank, stages
         self.transport, self.recorder, self.reduce, self.pairs = transport, recorder, reduce, pairs
         self.training = program.schedule.training
+        #: rings when another rank has failed
+        self.alarm = Alarm()
         #: the running step's microbatches
         self._feeds: Sequence[Feed] = ()
         self._tapes = Tapes()
@@ -145,9 +148,11 @@ class Executor:
                 f"{len(feeds)} microbatches given; the program was built for {self.program.schedule.num_microbatches}"
             )
         self._feeds, self._tapes.peak = feeds, 0
-        begin, end, finished = self.recorder.begin, self.recorder.end, False
+        begin, end, alarm, finished = self.recorder.begin, self.recorder.end, self.alarm, False
         try:
             for step, handler in self._named_steps() if profiler_is_active() else self._steps:
+                if alarm.failure is not None:
+                    alarm.check()
                 record = begin(step)
                 waiting = handler(record)
                 if waiting is not None:

@@ -131,10 +131,11 @@ class Recovery:
         """Cut and renew this communicator too; all ranks that share it call this in the same order."""
         self.communicators.append(communicator)
 
-    def around_renewal(self, undo: Callable[[], None], redo: Callable[[], None]) -> None:
+    def around_renewal(self, undo: Callable[[], None], redo: Callable[[], None] | None = None) -> None:
         """Call `undo` once a failed step's messages are cut, and `redo` when all ranks can talk again."""
         self._undo.append(undo)
-        self._redo.append(redo)
+        if redo is not None:
+            self._redo.append(redo)
 
     def close(self) -> None:
         """Stop the thread."""

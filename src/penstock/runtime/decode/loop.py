@@ -244,6 +244,7 @@ class DecodeLoop:
     def _compute(self, decoder: StageDecoder, batch: Batch, rows: CachedRows, receipt: Receipt | None) -> None:
         """Take a batch through one stage, and pass the output on."""
         ring, stage = self.ring, decoder.stage
+        ring.alarm.check()
         record = ring.recorder.begin(Action(Op.F, stage.index, batch.slot))
         if not batch.items:
             stage.keep_step(rows)

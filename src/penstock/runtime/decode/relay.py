@@ -8,7 +8,7 @@ as far ahead as tokens allow, so that next to nothing is left to do between two 
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from penstock.model.sampling import NUMBERS_PER_TOKEN, unpacked
 from penstock.runtime.errors import TransportError
+from penstock.runtime.recovery import Alarm
 from penstock.runtime.trace import Recorder
 from penstock.runtime.transport import HostChannel, Receipt, Transport
 from penstock.schedule import Batch, BatchItem, Placement, Token
@@ -43,6 +44,7 @@ class Ring:
         host: carries headers and tokens, over `host_channels`.
         lockstep: True if stages share experts with those of other pipelines. Then all pipelines compute the same
             slots in the same order, and one without work takes part with empty batches.
+        alarm: rings when another rank has failed.
     """
 
     placement: Placement
@@ -51,6 +53,7 @@ class Ring:
     recorder: Recorder
     device: torch.device
     lockstep: bool = False
+    alarm: Alarm = field(default_factory=Alarm)
 
     @cached_property
     def rank(self) -> int:
@@ -82,6 +85,8 @@ class HeaderRelay:
         self._batches: Iterator[Batch] | None = None
         #: batches that the thread has taken ahead; then None for the end, or the exception that it has failed with
         self._taken = queue.SimpleQueue[Batch | Exception | None]()
+        #: takes batches ahead; None where the rank that computes takes them
+        self._thread: threading.Thread | None = None
         #: tokens of the batches, if the first and the last stage are on this rank; None once it has failed
         self._sampled_here = queue.SimpleQueue[Tensor | None]()
 
@@ -91,9 +96,15 @@ class HeaderRelay:
         """Begin to take batches, in a thread as soon as each is known; else each when `next` asks for it."""
         if in_thread:
             name = f"penstock headers of rank {self._ring.rank}"
-            threading.Thread(target=self._take_all, args=(batches,), name=name, daemon=True).start()
+            self._thread = threading.Thread(target=self._take_all, args=(batches,), name=name, daemon=True)
+            self._thread.start()
         else:
             self._batches = batches
+
+    def join(self) -> None:
+        """Wait for the end of the thread, after all batches or after the links were cut."""
+        if self._thread is not None:
+            self._thread.join()
 
     def ready(self) -> bool:
         """True if `next` returns at once."""
