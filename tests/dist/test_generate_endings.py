@@ -11,7 +11,7 @@ from penstock import Engine, Layout, MicroBatchSpec, PackedBatch, SamplingParams
 from penstock.engine import EngineOptions
 from penstock.engine.generator import GenerateOptions
 from penstock.model import decoder_units
-from penstock.runtime import PipelineError, TransportError
+from penstock.runtime import PipelineError, StepError
 from tests.dist.launch import run_ranks
 from tests.generation import CONFIG, generate_together, load, random_prompts, random_weights
 
@@ -121,8 +121,8 @@ def failing_stage(rank: int) -> str:
     told = "done"
     try:
         engine.generate(*case([6, 6, 6]))
-    except (TransportError, KeyError) as error:
-        told = f"{type(error).__name__}: {error}"
+    except StepError as error:
+        told = f"{error}, from {type(error.__cause__).__name__}"
     # One that is gone at once may be missed by another one's send, before that one waits for what never comes.
     store = dist.distributed_c10d._get_default_store()
     store.set(f"told {rank}", "")
@@ -130,12 +130,12 @@ def failing_stage(rank: int) -> str:
     return told
 
 
-@pytest.mark.shows(99)
+@pytest.mark.shows(112)
 def test_a_stage_that_fails_leaves_no_rank_waiting() -> None:
     first, second, third = run_ranks(3, failing_stage)
-    assert second == "KeyError: 'made to fail'"
-    assert first.startswith("TransportError: rank 0") and "tokens from rank 2 to rank 0" in first
-    assert third.startswith("TransportError: rank 2") and "from rank 1 to rank 2" in third
+    for told in (first, second, third):
+        assert told.startswith("rank 1 failed in 1F") and "step 0: KeyError: 'made to fail'" in told
+    assert second.endswith("from KeyError")
 
 
 def batch(seed: int) -> PackedBatch:
@@ -180,7 +180,9 @@ def refusals(rank: int, pp: int) -> list[str]:
         try:
             engine.generate(given, params, **settings)
             told.append("done")
-        except (ValueError, PipelineError, KeyError) as error:
+        except StepError as error:
+            told.append(f"StepError: {error}, from {type(error.__cause__).__name__}")
+        except (ValueError, PipelineError) as error:
             told.append(f"{type(error).__name__}: {error}")
 
     attempt([[], [1]])
@@ -210,7 +212,7 @@ def test_what_cannot_be_generated_is_told_on_every_rank_and_harms_nothing() -> N
             "ValueError: 2 SamplingParams were given for 1 prompts",
             "PipelineError: rank 1 of those that generate together was given other prompts",
             "PipelineError: rank 1 of those that generate together cannot: prompt 1 holds the token -2",
-            "KeyError: 'made to fail'",
+            "StepError: rank 0 failed in ",
             "done",
         ],
         strict=True,
@@ -218,4 +220,6 @@ def test_what_cannot_be_generated_is_told_on_every_rank_and_harms_nothing() -> N
         assert text.startswith(part)
     assert second[4].startswith("PipelineError: rank 0 of those that generate together was given other prompts")
     assert second[5].startswith("ValueError: prompt 1 holds the token -2")
-    assert second[6:] == ["done", "done"]
+    assert first[6].endswith("step 0: KeyError: 'made to fail', from KeyError")
+    assert second[6].startswith("StepError: rank 0 failed in ") and "KeyError: 'made to fail'" in second[6]
+    assert second[7] == "done"

@@ -11,7 +11,7 @@ import pytest
 from penstock import Engine, Layout, SamplingParams
 from penstock.engine import EngineOptions, GenerateOptions
 from penstock.model import decoder_units
-from penstock.runtime import PipelineError
+from penstock.runtime import PipelineError, StepError
 from penstock.settings import Precision, ScheduleConfig
 from tests.dist.grid_cases import SPARSE, VOCABULARY
 from tests.dist.launch import run_ranks
@@ -90,7 +90,9 @@ def refusals(rank: int) -> list[str]:
         try:
             act()
             told.append("done")
-        except (ValueError, PipelineError, KeyError) as error:
+        except StepError as error:
+            told.append(f"StepError: {error}, from {type(error.__cause__).__name__}")
+        except (ValueError, PipelineError) as error:
             told.append(f"{type(error).__name__}: {error}")
 
     def listener(number: int, token: int) -> None:
@@ -112,5 +114,7 @@ def test_what_one_pipeline_cannot_generate_none_begins() -> None:
     assert second[0].startswith("ValueError: prompt 1 holds the token")
     assert first[1].endswith("rank 1 of those that generate together was given num_slots=2, not 1")
     assert second[1].endswith("rank 0 of those that generate together was given num_slots=1, not 2")
-    assert first[2:] == ["done", "done"]
-    assert second[2:] == ["KeyError: 'made to fail'", "done"]
+    for told in (first, second):
+        assert told[2].startswith("StepError: rank 1 (dp 1, pp 0, cp 0, tp 0) failed in ")
+        assert "KeyError: 'made to fail'" in told[2] and told[3] == "done"
+    assert second[2].endswith("from KeyError")

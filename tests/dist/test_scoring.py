@@ -18,7 +18,7 @@ from penstock.engine import Engine, EngineOptions
 from penstock.engine.scorer import PerToken, token_scores
 from penstock.engine.sharding import ContextShards
 from penstock.model import Logits, Sequences, decoder_units, token_log_probs
-from penstock.runtime import PipelineError
+from penstock.runtime import PipelineError, StepError
 from penstock.settings import ModelConfig
 from tests.dist.launch import run_ranks
 
@@ -201,6 +201,8 @@ def refuse(rank: int) -> dict[str, Any]:
     def attempt(hook: Any = None, **options: Any) -> tuple[str, str]:
         try:
             engine.forward(batch, hook, micro_batches=BUDGET, **options)
+        except StepError as error:
+            return (type(error.__cause__) if rank == 1 else PipelineError).__name__, str(error)
         except Exception as error:
             return type(error).__name__, str(error)
         return "", ""

@@ -49,35 +49,46 @@ def cut(communicators: Sequence[Communicator]) -> None:
 
 
 class RenewableGroup(dist.ProcessGroup):
-    """A process group whose backend can be replaced, so that all who hold the group go on with the new one.
+    """A process group that can be replaced inside, so that all who hold it go on with new communicators.
 
     `make` makes the backend, given a store and the one that it replaces (None at first).
     """
 
-    #: carries the collectives
+    #: carries the collectives at present
     backend: Any
+    #: the group of torch.distributed around it
+    inner: Any
 
     def __init__(self, store: Store, rank: int, size: int, make: Callable[[Store, Any], Any]) -> None:
-        super().__init__(rank, size)
-        self._store, self._make, self._own_name = store, make, ""
-        self.backend = make(PrefixStore("0", store), None)
+        super().__init__(rank, size)  # pyright: ignore[reportCallIssue]
+        self._store, self._make, self._own_name, self.backend = store, make, "", None
+        self.renew(0)
 
     def backends(self) -> Sequence[Any]:
+        """The one that is used at present."""
         return (self.backend,)
 
     def renew(self, generation: int) -> None:
-        self.backend = self._make(PrefixStore(str(generation), self._store), self.backend)
+        """Make another backend in its place; all ranks of the group call it."""
+        store = PrefixStore(str(generation), self._store)
+        self.backend = self._make(store, self.backend)
+        on_host = isinstance(self.backend, dist.ProcessGroupGloo)
+        kind = dist.ProcessGroup.BackendType.GLOO if on_host else dist.ProcessGroup.BackendType.NCCL
+        self.inner = dist.ProcessGroup(store, self.rank(), self.size())
+        self.inner._set_default_backend(kind)
+        self.inner._register_backend(torch.device("cpu" if on_host else "cuda"), kind, self.backend)
+        self.inner._set_group_name(self._own_name)
 
     def send_receive(self, sent: torch.Tensor, to: int, arrived: torch.Tensor, source: int) -> list[dist.Work]:
         """Send to one rank of the group and receive from another at the same time."""
         if not self.backend.supports_coalescing:
-            return [self.backend.send([sent], to, 0), self.backend.recv([arrived], source, 0)]
-        self.backend._start_coalescing()
-        self.backend.send([sent], to, 0)
-        self.backend.recv([arrived], source, 0)
-        return [self.backend._end_coalescing()]
+            return [self.inner.send([sent], to, 0), self.inner.recv([arrived], source, 0)]
+        self.inner._start_coalescing(sent.device)
+        self.inner.send([sent], to, 0)
+        self.inner.recv([arrived], source, 0)
+        return [self.inner._end_coalescing(sent.device)]
 
-    # torch.distributed asks for the rest of these.
+    # ---- what torch.distributed asks for besides
 
     @property
     def group_name(self) -> str:
@@ -85,9 +96,10 @@ class RenewableGroup(dist.ProcessGroup):
 
     def _set_group_name(self, name: str) -> None:
         self._own_name = name
+        self.inner._set_group_name(name)
 
     def _set_group_desc(self, desc: str) -> None:
-        """Ignore it."""
+        self.inner._set_group_desc(desc)
 
     def _get_backend(self, device: torch.device) -> Any:
         return self.backend
@@ -96,37 +108,21 @@ class RenewableGroup(dist.ProcessGroup):
         self.backend.shutdown()
 
 
-def _forward(name: str, of_backend: str) -> None:
-    """Let calls of a group go to its backend, where this release of PyTorch has them."""
-
+def _forwarded(name: str) -> Callable[..., Any]:
     def call(self: RenewableGroup, *args: Any, **settings: Any) -> Any:
-        return getattr(self.backend, of_backend)(*args, **settings)
+        return getattr(self.inner, name)(*args, **settings)
 
-    if hasattr(dist.ProcessGroup, name):
-        setattr(RenewableGroup, name, call)
+    return call
 
 
-for _name in (
-    "allreduce",
-    "allgather",
-    "alltoall",
-    "barrier",
-    "broadcast",
-    "gather",
-    "recv",
-    "reduce",
-    "scatter",
-    "send",
-):
-    _forward(_name, _name)
-# The older names, and those that newer releases give them.
-for _of_backend, _newer in (
-    ("_allgather_base", "all_gather_single"),
-    ("alltoall_base", "all_to_all_single"),
-    ("_reduce_scatter_base", "reduce_scatter_single"),
-):
-    _forward(_of_backend, _of_backend)
-    _forward(_newer, _of_backend)
+_COLLECTIVES = "allreduce allgather alltoall barrier broadcast gather recv reduce scatter send"
+# Three have other names in newer releases.
+_RENAMED = (
+    "_allgather_base alltoall_base _reduce_scatter_base all_gather_single all_to_all_single reduce_scatter_single"
+)
+for _name in f"{_COLLECTIVES} {_RENAMED}".split():
+    if hasattr(dist.ProcessGroup, _name):
+        setattr(RenewableGroup, _name, _forwarded(_name))
 
 
 def new_renewable_group(ranks: Sequence[int], backend: str, timeout: timedelta | None) -> dist.ProcessGroup | Any:
