@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -11,53 +11,41 @@ from torch import Tensor, nn
 from penstock.runtime import Stage
 
 
-@dataclass(slots=True)
-class _SavedBuffer:
-    """A module's buffer: the tensor that the module has, its version, and a copy of its values."""
-
-    module: nn.Module
-    name: str
-    tensor: Tensor
-    version: int
-    values: Tensor
-
-    def save(self) -> None:
-        """Copy the values if they have changed since the last copy."""
-        tensor = self.module._buffers[self.name]
-        if tensor is None or (tensor is self.tensor and tensor._version == self.version):
-            return
-        self.tensor, self.version, self.values = tensor, tensor._version, tensor.detach().clone()
-
-    def restore(self) -> None:
-        if self.tensor._version != self.version:
-            self.tensor.copy_(self.values)
-            self.version = self.tensor._version
-        self.module._buffers[self.name] = self.tensor
-
-
 class StepState:
     """Buffers of the stages' modules, such as running statistics, and the random number generators of torch."""
 
+    #: modules with their buffers' names, in one order
+    _places: list[tuple[nn.Module, str]]
+    #: by place: the tensor that the module had before the step, and its values
+    _tensors: list[Tensor]
+    _values: list[Tensor]
+
     def __init__(self, stages: Iterable[Stage], device: torch.device) -> None:
         self._device = device
-        #: copied anew only where a step has changed them
-        self._buffers = [
-            _SavedBuffer(module, name, buffer, buffer._version, buffer.detach().clone())
+        self._places = [
+            (module, name)
             for stage in stages
             for _, unit in stage.units
             for module in unit.modules()
             for name, buffer in module._buffers.items()
             if buffer is not None
         ]
+        self._tensors, self._values = [], []
         self.save()
 
+    @torch.no_grad()
     def save(self) -> None:
         """Note the state as it is before a step."""
         self._random = torch.get_rng_state()
         if self._device.type == "cuda":
             self._random_on_device = torch.cuda.get_rng_state(self._device)
-        for buffer in self._buffers:
-            buffer.save()
+        # Whether values have changed cannot be asked: batch normalisation leaves a tensor's version as it is.
+        tensors = [tensor for module, name in self._places if (tensor := module._buffers.get(name)) is not None]
+        if any(tensor is not known for tensor, known in itertools.zip_longest(tensors, self._tensors)):
+            self._places = [place for place in self._places if place[0]._buffers.get(place[1]) is not None]
+            self._tensors, self._values = tensors, [tensor.clone() for tensor in tensors]
+        elif tensors:
+            torch._foreach_copy_(self._values, self._tensors)
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -65,5 +53,6 @@ class StepState:
         torch.set_rng_state(self._random)
         if self._device.type == "cuda":
             torch.cuda.set_rng_state(self._random_on_device, self._device)
-        for buffer in self._buffers:
-            buffer.restore()
+        for (module, name), tensor, values in zip(self._places, self._tensors, self._values, strict=True):
+            tensor.copy_(values)
+            module._buffers[name] = tensor
