@@ -45,7 +45,7 @@ class StepState:
             self._places = [place for place in self._places if place[0]._buffers.get(place[1]) is not None]
             self._tensors, self._values = tensors, [tensor.clone() for tensor in tensors]
         elif tensors:
-            torch._foreach_copy_(self._values, self._tensors)
+            torch._foreach_copy_(self._values, self._tensors)  # pyright: ignore[reportPrivateImportUsage]
 
     @torch.no_grad()
     def restore(self) -> None:

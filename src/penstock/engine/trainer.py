@@ -128,7 +128,7 @@ class Trainer:
                 losses = self._run(feeds)
                 # Each rank gives its part when it is through its program: so now none can fail in it any more.
                 loss, num_metrics = measured.total(self.pipeline, losses)
-                metrics = measured.reduced(self.pipeline, num_metrics)
+            metrics = measured.reduced(self.pipeline, num_metrics)
             with recovery.alone(stepping=True):
                 update, aux_losses = self._step(feeds, loss_scale)
         step, step_time_s = self.pipeline.count_step(), time.perf_counter() - start
