@@ -139,9 +139,10 @@ class EvaluationLoss(float):
     #: name -> number, over all batches and ranks
     metrics: Mapping[str, float]
 
-    def __new__(cls, loss: float, metrics: Mapping[str, float]) -> EvaluationLoss:
+    def __new__(cls, loss: float, metrics: Mapping[str, float] | None = None) -> EvaluationLoss:
+        # A copy is made from the number alone, and given the metrics afterwards.
         made = super().__new__(cls, loss)
-        made.metrics = dict(metrics)
+        made.metrics = dict(metrics or {})
         return made
 
 
