@@ -4,6 +4,7 @@ Every setting of the file can also be given on the command line, by its name.
 """
 
 import dataclasses
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from penstock.cli.launch import Group, find_group, launch
 from penstock.engine.run_check import check, with_pretrained
 from penstock.engine.runs import check_folder
 from penstock.settings import SETTINGS, ConfigError, RunConfig, Setting, check_world
-from penstock.settings.declare import is_union, plain, possible
+from penstock.settings.declare import describe, is_union, plain, possible
 from penstock.settings.read import from_values, from_words, nearest, read_values, section_summaries, unknown_setting
 
 
@@ -162,7 +163,10 @@ def _print_help() -> None:
 def _field_of_help(own: Setting) -> tuple[str, Any, Any]:
     import tyro
 
-    return own.key, Annotated[_spelt(own.type), tyro.conf.arg(help=own.help)], plain(own.default)
+    default = plain(own.default)
+    if describe(own.type) in ("a table", "a list of tables"):
+        return own.key, Annotated[str, tyro.conf.arg(help=own.help, metavar="TOML")], json.dumps(default)
+    return own.key, Annotated[_spelt(own.type), tyro.conf.arg(help=own.help)], default
 
 
 def _spelt(kind: Any) -> Any:

@@ -18,7 +18,6 @@ from penstock.data import DataShard
 from penstock.draw.layers import RECORDED_STEP_FILE, RecordedStep, write_recorded_step
 from penstock.engine.checkpoint import Checkpointer
 from penstock.engine.engine import Engine
-from penstock.engine.optimizer import state_aliases
 from penstock.engine.random_state import random_state, restore_random_state
 from penstock.engine.run_parts import RunData, check_parts, engine_arguments, micro_batches
 from penstock.engine.runs import CHECKPOINT_FOLDER, METRICS_FILE, MetricsLog, RunFolder, check_folder, read_metrics
@@ -66,7 +65,7 @@ class TrainLoop:
             engine.grid,
             config.identity(),
             keep=config.checkpoint.keep,
-            aliases=state_aliases(engine.ties),
+            aliases=engine.aliases,
         )
         self._file = sys.stderr if as_json else sys.stdout
         self._saved_step = -1

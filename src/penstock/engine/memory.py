@@ -18,8 +18,9 @@ from torch.distributed import ProcessGroup
 from penstock import schedule
 from penstock.engine.build import SECOND_COPY, Ties, cut_units, parameter_dtype, recomputes
 from penstock.engine.options import EngineOptions
-from penstock.engine.sharding import Sharding, UnitSource, units_for
-from penstock.engine.steppers import stepper_for
+from penstock.engine.parameter_groups import ParameterGroups, freeze
+from penstock.engine.sharding import Sharding, UnitSource, stepped_whole, units_for
+from penstock.engine.steppers import state_kinds
 from penstock.model import ModelGroups, Sequences, UnitSpec, WeightGradients, cross_entropy_sum, defer, drain
 from penstock.model.groups import PlannedGroup
 from penstock.parallel import GradientBuckets, Grid
@@ -42,7 +43,9 @@ def rank_state_bytes(source: UnitSource, layout: Layout, options: EngineOptions)
     found = []
     for rank in range(layout.world_size):
         grid = planned_grid(layout, rank)
-        key = (grid.pp_rank, grid.tp_rank, grid.ep_rank)
+        # With ZeRO, ranks of one copy may own different parameters.
+        copy = (grid.dp_rank, grid.cp_rank) if options.optimizer.zero else ()
+        key = (grid.pp_rank, grid.tp_rank, grid.ep_rank, *copy)
         if key not in known:
             known[key] = _of_rank(source, grid, options)
         found.append(known[key])
@@ -92,13 +95,19 @@ def _of_rank(source: UnitSource, grid: Grid, options: EngineOptions) -> StateByt
         number: _parameters([units[i] for i in members], SECOND_COPY if number >= len(cut) else "", options)
         for number, members in stages.items()
     }
-    names = [name for own in parameters.values() for name, _ in own]
+    names = {name: parameter for own in parameters.values() for name, parameter in own}
     ties = Ties.of(units, names, placement.num_routes)
     sharding = Sharding.of(units, names, grid).lending(ties.loans(names))
+    groups_of = ParameterGroups(options.optimizer, ties.owners, SECOND_COPY)
+    freeze(names, groups_of)
+    whole = stepped_whole(names, groups_of, sharding.shards)
     if options.optimizer.zero:
-        sharding = sharding.with_zero(ties.owners, grid)
-    group, num_states = grid.dp_cp_group, len(stepper_for(options.optimizer).state_kinds)
-    parts = [state_bytes(own, group, sharding.reductions, num_states=num_states) for own in parameters.values()]
+        sharding = sharding.with_zero(ties.owners, grid, whole)
+    kinds = state_kinds(groups_of.rules)
+    parts = [
+        state_bytes(own, grid.dp_cp_group, sharding.reductions, groups_of.number, lambda number: len(kinds[number]))
+        for own in parameters.values()
+    ]
     return sum(parts, StateBytes(0, 0, 0))
 
 

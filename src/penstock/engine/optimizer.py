@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,10 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.engine.steppers import STEPPERS, Stepper, stepper_for
-from penstock.parallel import Bucket, GradientBuckets, Place
+from penstock.engine.parameter_groups import ParameterGroups
+from penstock.engine.rates import Rates
+from penstock.engine.steppers import AdamW, Block, OwnedState, Stepper, all_state_kinds, steppers_for
+from penstock.parallel import Bucket, GradientBuckets
 from penstock.parallel.host import gather_json
-from penstock.settings import OptimizerConfig
+from penstock.settings import LearningRate, OptimizerConfig
 
 # As in torch.nn.utils.clip_grad_norm_: keeps the quotient finite.
 _CLIP_EPS = 1e-6
@@ -115,11 +117,15 @@ class Optimizer:
         norm_names: the names under which this rank counts parameters that are shared with other ranks; None for those
             that another rank counts.
 
+    The groups that number the buckets are those of `config`, if they are not given instead of it.
+
     Raises: ValueError when two ranks, or two stages, count a parameter of the same name.
     """
 
     #: settings, with the schedules of learning rate and weight decay
     config: OptimizerConfig
+    #: the groups that number the buckets
+    groups: ParameterGroups
     #: None unless training in fp16
     scaler: LossScaler | None
     #: absolute number of the last step, skipped ones included
@@ -136,8 +142,10 @@ class Optimizer:
     _stepped: list[Bucket]
     #: by stepped bucket: the flat tensor that is stepped, the bucket's own part of the parameters or an fp32 copy of it
     _masters: list[Tensor]
-    #: the update rule and its state
-    _stepper: Stepper
+    #: the groups' hyperparameters at any step
+    _rates: Rates
+    #: the update rules and their state, one for each optimizer among the groups
+    _steppers: list[Stepper]
     #: gradients that this rank counts in the norm, by the order of their names
     _counted: list[Tensor]
     #: the largest number of gradients that any rank counts
@@ -146,17 +154,19 @@ class Optimizer:
     def __init__(
         self,
         stages: Sequence[GradientBuckets],
-        config: OptimizerConfig,
+        config: OptimizerConfig | ParameterGroups,
         group: dist.ProcessGroup | None = None,
         ties: Mapping[str, str] | None = None,
         scaler: LossScaler | None = None,
         norm_names: Mapping[str, str | None] | None = None,
     ) -> None:
-        self.config = config
+        self.groups = config if isinstance(config, ParameterGroups) else ParameterGroups(config)
+        self.config = self.groups.config
         self.scaler = scaler
         self.num_steps = 0
         self._num_updates = 0
-        self.learning_rate = config.learning_rate(0)
+        rate = self.config.learning_rate
+        self.learning_rate = rate(0) if isinstance(rate, LearningRate) else 0.0
         self._group = group
         self._buckets: tuple[Bucket, ...] = tuple(bucket for stage in stages for bucket in stage.buckets)
         self._stepped = [bucket for bucket in self._buckets if not bucket.reduction.lent]
@@ -166,7 +176,19 @@ class Optimizer:
         self._num_norms = _agree_on_names([in_norm for _, in_norm in names if in_norm is not None], group)
         counted = {name for name, in_norm in names if in_norm is not None and name not in (ties or {})}
         self._counted = [view for name, view in sorted(gradients, key=lambda pair: pair[0]) if name in counted]
-        self._stepper = stepper_for(config)(self._masters, config)
+        self._rates = Rates(self.groups)
+        self._steppers = steppers_for(
+            self.groups.rules,
+            [
+                Block(bucket.group, master, bucket.gradients[bucket.owned], bucket.owned_places)
+                for bucket, master in zip(self._stepped, self._masters, strict=True)
+            ],
+        )
+
+    @property
+    def _usual(self) -> int:
+        """The number of the group of matrices that no pattern matches."""
+        return len(self.groups.rules) - (1 if self.config.factory is not None else 2)
 
     @property
     def loss_scale(self) -> float:
@@ -183,18 +205,17 @@ class Optimizer:
         self.num_steps = self.num_steps + 1 if number is None else number
         norm = self._gradient_norm() / self.loss_scale
         success = math.isfinite(norm)
-        weight_decay = self.config.weight_decay(self.num_steps)
+        values = self._rates.at(self.num_steps)
         if success:
-            self.learning_rate = self.config.learning_rate(self.num_steps)
+            self.learning_rate = float(values[self._usual]["lr"])
             self._scale_gradients(norm)
-            for decays, rate in ((False, 0.0), (True, weight_decay)):
-                places = [place for place, bucket in enumerate(self._stepped) if bucket.decays == decays]
-                gradients = [self._stepped[place].gradients[self._stepped[place].owned] for place in places]
-                self._stepper.step(places, gradients, self.learning_rate, rate)
+            for stepper in self._steppers:
+                stepper.step(values)
             self._num_updates += 1
             self._publish_masters()
         if self.scaler is not None:
             self.scaler.update(success)
+        weight_decay = float(values[self._usual].get("weight_decay", 0.0))
         return Update(success, norm if success else math.nan, self.learning_rate, weight_decay)
 
     def state(self) -> dict[str, Tensor]:
@@ -203,26 +224,32 @@ class Optimizer:
         To resume, copy into these views and call `load_progress`. Parameters that this rank steps only in part are left
         out; see `owned_state`.
         """
-        every = self.owned_state().items()
-        return {name: flat.view(part.parameter.shape) for name, (part, flat) in every if part.is_whole}
+        return {
+            name: state.values if state.place is None else state.values.view(state.place.parameter.shape)
+            for name, state in self.owned_state().items()
+            if state.place is None or state.place.is_whole
+        }
 
-    def owned_state(self) -> dict[str, tuple[Place, Tensor]]:
+    def owned_state(self) -> dict[str, OwnedState]:
         """The same of all that this rank steps: which elements of a parameter they belong to, and a flat view."""
-        state: dict[str, tuple[Place, Tensor]] = {}
-        for bucket, master, own in zip(self._stepped, self._masters, self._stepper.states, strict=True):
-            flats = dict(own)
+        states = {key: state for stepper in self._steppers for key, state in stepper.state().items()}
+        for bucket, master in zip(self._stepped, self._masters, strict=True):
             if master.dtype != bucket.parameters.dtype:
-                flats[_MASTER] = master
-            for kind, flat in flats.items():
-                state |= {f"optimizer.{kind}.{part.name}": (part, part.view(flat)) for part in bucket.owned_places}
-        return state
+                states |= {
+                    (_MASTER, place.name): OwnedState(place, place.view(master)) for place in bucket.owned_places
+                }
+        return {f"optimizer.{kind}.{name}": state for (kind, name), state in states.items()}
+
+    @property
+    def state_kinds(self) -> set[str]:
+        """All kinds of state that a rank may hold."""
+        return all_state_kinds(self.groups.rules) | {_MASTER}
 
     @property
     def state_bytes(self) -> int:
-        """Memory of the update rule's state and of masters on this rank."""
-        tensors = [flat for own in self._stepper.states for flat in own.values()]
-        tensors += [m for b, m in zip(self._stepped, self._masters, strict=True) if m.dtype != b.parameters.dtype]
-        return sum(tensor.nbytes for tensor in tensors)
+        """Memory of the update rules' state and of masters on this rank."""
+        masters = [m for b, m in zip(self._stepped, self._masters, strict=True) if m.dtype != b.parameters.dtype]
+        return sum(stepper.state_bytes for stepper in self._steppers) + sum(master.nbytes for master in masters)
 
     def progress(self) -> dict[str, Any]:
         """The numbers that a resumed run needs beside `state`, as JSON values."""
@@ -238,7 +265,8 @@ class Optimizer:
         self.num_steps = int(progress["num_steps"])
         self.learning_rate = float(progress["learning_rate"])
         self._num_updates = int(progress["num_updates"])
-        self._stepper.continue_from(self._num_updates)
+        for stepper in self._steppers:
+            stepper.continue_from(self._num_updates)
         if self.scaler is not None and progress["scaler"] is not None:
             self.scaler.load_state(progress["scaler"])
         self._publish_masters()
@@ -283,12 +311,11 @@ class Optimizer:
                 bucket.parameters[bucket.owned].copy_(master)
 
 
-def state_aliases(ties: Mapping[str, str]) -> dict[str, str]:
+def state_aliases(ties: Mapping[str, str], kinds: Iterable[str] = (*AdamW.state_kinds, _MASTER)) -> dict[str, str]:
     """Names of tied copies and of their optimizer state -> the owner's, which hold the same values.
 
-    ties: full names of parameters, copy -> owner.
+    ties: full names of parameters, copy -> owner. kinds: the kinds of state, see `Optimizer.state_kinds`.
     """
-    kinds = {kind for stepper in STEPPERS for kind in stepper.state_kinds} | {_MASTER}
     prefixes = ["", *(f"optimizer.{kind}." for kind in sorted(kinds))]
     return {prefix + copy: prefix + owner for prefix in prefixes for copy, owner in ties.items()}
 

@@ -23,7 +23,8 @@ class EngineOptions(Settings):
 
     Args:
         schedule: the schedule to run, with its cut; a name alone will do.
-        optimizer: AdamW's settings and schedules.
+        optimizer: the optimizer's settings and schedules; its name, or a function that makes a torch.optim.Optimizer
+            from parameter groups, will do.
         measure_lengths: lengths of a typical microbatch's sequences: units are measured on them before the cut, on the
             first rank, and `auto` searches an order for their times; None for the units' estimated work.
         learns: False for an engine that only scores and generates. It keeps weights alone: no gradients, no
@@ -44,6 +45,9 @@ class EngineOptions(Settings):
     device: Device = same_as(ParallelConfig, "device")
     timeout_s: float = same_as(ParallelConfig, "timeout_s")
     learns: bool = True
+
+    def _check(self) -> None:
+        object.__setattr__(self, "optimizer", OptimizerConfig.of(self.optimizer))
 
     @classmethod
     def of(cls, config: RunConfig) -> "EngineOptions":

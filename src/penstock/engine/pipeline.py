@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 from penstock import schedule
 from penstock.data import PackedBatch
-from penstock.engine.build import Ties, build_stages, cut_units, lend_weights, parameter_dtype
+from penstock.engine.build import SECOND_COPY, Ties, build_stages, cut_units, lend_weights, parameter_dtype
 from penstock.engine.options import EngineOptions
+from penstock.engine.parameter_groups import ParameterGroups, freeze
 from penstock.engine.rollback import StepState
-from penstock.engine.sharding import ContextShards, Sharding, UnitSource, units_for
+from penstock.engine.sharding import ContextShards, Sharding, UnitSource, stepped_whole, units_for
 from penstock.engine.timed_cut import measure_units, timed_cut
 from penstock.model import Given, ModelGroups, Randomness, UnitSpec, WeightCasts, share_casts
 from penstock.parallel import Grid, connect
@@ -100,6 +101,8 @@ class Pipeline:
     loans: dict[str, str]
     #: the part of each parameter that this rank has, and the ranks over which its gradient is summed
     sharding: Sharding
+    #: the optimizer's groups of parameters
+    parameter_groups: ParameterGroups
     #: casts of the weights, kept while no weight changes
     casts: WeightCasts
 
@@ -169,8 +172,12 @@ class Pipeline:
         self.ties = Ties.of(self.units, names, self.placement.num_routes)
         self.loans = self.ties.loans(names)
         self.sharding = Sharding.of(self.units, names, self.grid).lending(self.loans)
-        if self.options.optimizer.zero:
-            self.sharding = self.sharding.with_zero(self.ties.owners, self.grid)
+        self.parameter_groups = ParameterGroups(self.options.optimizer, self.ties.owners, SECOND_COPY)
+        if self.options.learns:
+            freeze(names, self.parameter_groups)
+            whole = stepped_whole(names, self.parameter_groups, self.sharding.shards)
+            if self.options.optimizer.zero:
+                self.sharding = self.sharding.with_zero(self.ties.owners, self.grid, whole)
         self.lend_weights()
 
     def _cut(self, units: UnitSource, hidden_size: int) -> tuple[tuple[range, ...], ScheduleChoice]:

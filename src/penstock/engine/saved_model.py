@@ -19,7 +19,6 @@ from penstock.data.tokenizer import Tokenizer, load_tokenizer
 from penstock.engine.checkpoint import Checkpointer, CheckpointReader
 from penstock.engine.checkpoint.manifest import published
 from penstock.engine.export import ExportedParameter, ExportOptions, Progress, write_folder
-from penstock.engine.optimizer import state_aliases
 from penstock.engine.options import EngineOptions
 from penstock.engine.pipeline import Pipeline
 from penstock.engine.pretrained import StoredDecoder, find_decoder, open_pretrained
@@ -126,7 +125,7 @@ def _load_run(folder: Path, config: RunConfig, state: ModelState) -> str:
     Raises:
         ConfigError: all its checkpoints are damaged.
     """
-    aliases, grid = state_aliases(state.ties), state.pipeline.grid
+    aliases, grid = state.aliases, state.pipeline.grid
     saved = CheckpointReader(folder / CHECKPOINT_FOLDER, grid, config.identity(), aliases)
     found = saved.latest()
     if found is None:
@@ -260,7 +259,7 @@ def to_run(source: Path, destination: Path, dtype: str | None) -> None:
     before = destination.exists()
     folder = RunFolder(config)
     try:
-        aliases = state_aliases(state.ties)
+        aliases = state.aliases
         saved = Checkpointer(destination / CHECKPOINT_FOLDER, pipeline.grid, config.identity(), aliases=aliases)
         saved.save(0, state.state(optimizer=False), extra={}, wait=True)
     except BaseException:

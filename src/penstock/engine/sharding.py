@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -14,8 +15,10 @@ from torch import Tensor, nn
 
 from penstock.data import PackedBatch, part_of
 from penstock.engine.build import SECOND_COPY
+from penstock.engine.parameter_groups import Division, ParameterGroups
+from penstock.engine.steppers import OwnedState
 from penstock.model import Logits, ModelGroups, Sequences, ShardedLogits, Spread, UnitSpec, cut_sequences
-from penstock.parallel import Grid, Place, Reduction, gather_uneven
+from penstock.parallel import Grid, Reduction, gather_uneven
 from penstock.parallel.tensor_slice import LocalTensor, Shard, TensorSlice, local_run
 from penstock.settings import Layout
 
@@ -72,17 +75,24 @@ class Sharding:
         lent = {name: replace(reduction, lent=name in loans) for name, reduction in self.reductions.items()}
         return replace(self, reductions=lent)
 
-    def with_zero(self, ties: Mapping[str, str], grid: Grid) -> Sharding:
+    def with_zero(self, ties: Mapping[str, str], grid: Grid, whole: Mapping[str, int] | None = None) -> Sharding:
         """The same with ZeRO-1: ranks that sum gradients with each other divide the optimizer's state and step.
 
         ties: full names, copy -> owner. Each tied parameter has a bucket of its own, so that the ranks that hold its
-        two copies own the same elements of both.
+        two copies own the same elements of both. whole: the parameters that are stepped only whole, each by one of the
+        ranks, with their numbers of elements.
         """
         tied = ties.keys() | set(ties.values())
+        owners = _owners(whole or {}, self.reductions, ties)
         return Sharding(
             self.shards,
             {
-                name: replace(reduction, sharded=reduction.group is not None, alone=name if name in tied else "")
+                name: replace(
+                    reduction,
+                    sharded=reduction.group is not None,
+                    owner=owners.get(name),
+                    alone=name if name in tied else "",
+                )
                 for name, reduction in self.reductions.items()
             },
             # No two of these ranks step the same elements, so each counts its own, under a name of its own.
@@ -91,6 +101,47 @@ class Sharding:
                 for name in self.reductions
             },
         )
+
+
+def stepped_whole(
+    parameters: Mapping[str, nn.Parameter], groups: ParameterGroups, shards: Mapping[str, Shard]
+) -> dict[str, int]:
+    """The parameters that their optimizer steps only whole, each with its number of elements.
+
+    Raises:
+        ValueError: tensor- or expert-parallel ranks share one of them, so that none of them has it whole.
+    """
+    found = {}
+    for name, parameter in parameters.items():
+        if groups.division(name, parameter) is Division.PARAMETERS:
+            if name in shards:
+                rule = groups.rules[groups.number(name, parameter)]
+                raise ValueError(
+                    f"the optimizer {rule.kind.label} steps whole parameters, but {shards[name].axis} ranks share "
+                    f"{name}; set {shards[name].axis} = 1, or give it another optimizer"
+                )
+            found[name] = parameter.numel()
+    return found
+
+
+def _owners(whole: Mapping[str, int], reductions: Mapping[str, Reduction], ties: Mapping[str, str]) -> dict[str, int]:
+    """The rank of its group that steps each of these parameters, as evenly as possible by elements.
+
+    Ranks of one group get the same answer, and so do ranks of several that hold the two copies of a tied parameter.
+    """
+    tied, owners = ties.keys() | set(ties.values()), {}
+    loads: dict[int, list[int]] = {}
+    for name in sorted(whole, key=lambda name: (-whole[name], name)):
+        group = reductions[name].group
+        if group is None:
+            continue
+        if name in tied:
+            owners[name] = crc32(ties.get(name, name).encode()) % group.size()
+            continue
+        load = loads.setdefault(id(group), [0] * group.size())
+        owners[name] = load.index(min(load))
+        load[owners[name]] += whole[name]
+    return owners
 
 
 def _reduction(shard: Shard | None, partial: bool, grid: Grid) -> Reduction:
@@ -130,13 +181,16 @@ def local_parameters(parameters: Mapping[str, nn.Parameter], shards: Mapping[str
     return found
 
 
-def local_state(owned: Mapping[str, tuple[Place, Tensor]], shards: Mapping[str, Shard]) -> dict[str, LocalTensor]:
+def local_state(owned: Mapping[str, OwnedState], shards: Mapping[str, Shard]) -> dict[str, LocalTensor]:
     """The optimizer state that this rank steps (see `Optimizer.owned_state`), by name, as views."""
     found: dict[str, LocalTensor] = {}
-    for name, (place, flat) in owned.items():
-        shard = shards.get(place.name)
-        part = TensorSlice.whole(place.parameter.shape) if shard is None else shard.part
-        found[name] = local_run(flat, place.first, part)
+    for name, state in owned.items():
+        if state.place is None:
+            found[name] = state.values
+            continue
+        shard = shards.get(state.place.name)
+        part = TensorSlice.whole(state.place.parameter.shape) if shard is None else shard.part
+        found[name] = local_run(state.values, state.place.first, part)
     return found
 
 

@@ -49,6 +49,11 @@ class ModelState:
         """Parameters of which this rank holds a part: full name -> which part."""
         return self.pipeline.sharding.shards
 
+    @property
+    def aliases(self) -> Mapping[str, str]:
+        """Names of tied copies and of their optimizer state -> the owner's, under which alone they are stored."""
+        return state_aliases(self.ties, self.trainer.optimizer.state_kinds)
+
     def parameters(self) -> dict[str, nn.Parameter]:
         """This rank's parameters by full name."""
         return self.pipeline.parameters()
@@ -97,7 +102,7 @@ class ModelState:
         """
         grid = self.pipeline.grid
         with self.pipeline.recorder.collective("save a checkpoint"):
-            saved = Checkpointer(path, grid, {}, keep, state_aliases(self.ties), newest_last=True)
+            saved = Checkpointer(path, grid, {}, keep, self.aliases, newest_last=True)
             values = {"engine": self.progress(), "random": random_state(), "extra": extra}
             saved.save(self.step, self.state(), values, wait=True)
 
@@ -113,7 +118,7 @@ class ModelState:
         pipeline = self.pipeline
         rank, world_size = pipeline.grid.rank, pipeline.grid.world_size
         with pipeline.recorder.collective("load a checkpoint"):
-            saved, own = CheckpointReader(path, pipeline.grid, None, state_aliases(self.ties)), self.state()
+            saved, own = CheckpointReader(path, pipeline.grid, None, self.aliases), self.state()
             found = saved.existing()
             saved.check_used(found, own, ignored="" if pipeline.options.learns else "optimizer.")
             saved.load(found, own)

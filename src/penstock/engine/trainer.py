@@ -207,7 +207,7 @@ class Trainer:
         with pipeline.recorder.collective("finish the gradients and step"):
             self._finish_gradients()
             share_buffers(pipeline.buffers().values(), pipeline.grid.dp_cp_group)
-            update = self.optimizer.step()
+            update = self.optimizer.step(self.pipeline.step + 1)
             for buckets in self.gradients.values():
                 buckets.gather()
             pipeline.casts.renew()
@@ -234,6 +234,7 @@ def _make_buckets(pipeline: Pipeline) -> dict[int, GradientBuckets]:
             pipeline.grid.dp_cp_group,
             reductions=pipeline.sharding.reductions,
             observer=pipeline.recorder,
+            group_of=pipeline.parameter_groups.number,
         )
         for number, stage in pipeline.stages.items()
     }
@@ -252,7 +253,7 @@ def _make_optimizer(pipeline: Pipeline, buckets: list[GradientBuckets]) -> Optim
     options, grid = pipeline.options, pipeline.grid
     return Optimizer(
         buckets,
-        options.optimizer,
+        pipeline.parameter_groups,
         grid.control if options.optimizer.zero else grid.model_control,
         pipeline.ties.owners,
         LossScaler() if options.precision is Precision.FP16 else None,

@@ -7,7 +7,7 @@ parameter lies, and weights do not depend on how the model was cut.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,9 @@ from torch import Tensor, nn
 
 CAP_BYTES = 25 * 2**20
 _LINE_BYTES = 64
+
+GroupOf = Callable[[str, nn.Parameter], int]
+"""A function from a parameter, with its full name, to the number of its parameter group."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,8 @@ class Reduction:
     num_parts: int = 1
     #: True if each rank of `group` gets the sum of only the elements that it owns, and steps them (ZeRO-1)
     sharded: bool = False
+    #: if sharded by whole parameters: the rank of `group` that owns this one
+    owner: int | None = None
     #: parameters with different names here never share a bucket
     alone: str = ""
     #: True if the parameter is a copy in another's storage, which is stepped there; only its gradient lies here
@@ -43,7 +48,12 @@ class Reduction:
     @property
     def num_owners(self) -> int:
         """The number of ranks that divide a bucket's elements among them for the optimizer's step."""
-        return self.group.size() if self.sharded and self.group is not None else 1
+        return self.group.size() if self.sharded and self.owner is None and self.group is not None else 1
+
+    @property
+    def is_mine(self) -> bool:
+        """False if another rank of `group` owns the whole parameter."""
+        return self.owner is None or self.group is None or self.group.rank() == self.owner
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,8 +98,8 @@ class Bucket:
     parameters: Tensor
     #: flat and of the same length, fp32 for 16-bit parameters, else in the parameters' type; zero between places
     gradients: Tensor
-    #: True if weight decay applies
-    decays: bool
+    #: the number of the parameter group to which all of them belong
+    group: int
     #: the ranks over which the gradients are summed
     reduction: Reduction
 
@@ -100,6 +110,8 @@ class Bucket:
     @property
     def owned(self) -> slice:
         """The elements that this rank steps: all, unless ranks with the same parameters divide them (ZeRO-1)."""
+        if not self.reduction.is_mine:
+            return slice(0, 0)
         length = self.gradients.numel() // self.reduction.num_owners
         rank = self.reduction.group.rank() if self.reduction.num_owners > 1 and self.reduction.group else 0
         return slice(rank * length, (rank + 1) * length)
@@ -108,7 +120,7 @@ class Bucket:
     def owned_places(self) -> list[Place]:
         """The parameters' elements that this rank steps, placed within `owned`; some parameters may have none."""
         if self.reduction.num_owners == 1:
-            return list(self.places)
+            return list(self.places) if self.reduction.is_mine else []
         cut = [place.cut(self.owned) for place in self.places]
         return [place for place in cut if place.first < place.last]
 
@@ -136,25 +148,28 @@ def state_bytes(
     parameters: Sequence[tuple[str, nn.Parameter]],
     group: dist.ProcessGroup | None = None,
     reductions: Mapping[str, Reduction] | None = None,
-    cap_bytes: int = CAP_BYTES,
-    num_states: int = 2,
+    group_of: GroupOf | None = None,
+    num_states: Callable[[int], int] = lambda number: 2,
 ) -> StateBytes:
     """Compute the bytes that `GradientBuckets` of these parameters, which may be on `meta`, and their optimizer take.
 
-    num_states: the number of the optimizer's state tensors that are as long as the parameters.
+    num_states: from the number of a parameter group, the number of its state tensors as long as the parameters.
     """
-    total = StateBytes(0, 0, 0)
-    for entries in fill_buckets(unplaced(parameters, group, reductions or {}), cap_bytes):
+    total = StateBytes(sum(p.nbytes for _, p in parameters if not p.requires_grad), 0, 0)
+    for entries in fill_buckets(unplaced(parameters, group, reductions or {}, group_of), CAP_BYTES):
         parameter, length = entries[0].parameter, _bucket_length(entries)
         gradient_size, num_owners = _gradient_dtype(parameter).itemsize, entries[0].reduction.num_owners
-        num_copies = num_states + is_16_bit(parameter)  # the latter have masters
+        num_copies = num_states(entries[0].group) + is_16_bit(parameter)  # the latter have masters
         num_values = 0 if entries[0].reduction.lent else length
+        num_stepped = num_values // num_owners if entries[0].reduction.is_mine else 0
         total += StateBytes(
-            num_values * parameter.element_size(),
-            length * gradient_size,
-            num_values // num_owners * gradient_size * num_copies,
+            num_values * parameter.element_size(), length * gradient_size, num_stepped * gradient_size * num_copies
         )
     return total
+
+
+BucketKind = tuple[torch.dtype, torch.device, int, Reduction]
+"""Parameters of different kinds never share a bucket."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,25 +179,35 @@ class Unplaced:
     name: str
     parameter: nn.Parameter
     reduction: Reduction
+    group: int
 
     @property
-    def kind(self) -> tuple[torch.dtype, torch.device, bool, Reduction]:
-        return self.parameter.dtype, self.parameter.device, _decays(self.parameter), self.reduction
+    def kind(self) -> BucketKind:
+        return self.parameter.dtype, self.parameter.device, self.group, self.reduction
 
 
 def unplaced(
     parameters: Sequence[tuple[str, nn.Parameter]],
     group: dist.ProcessGroup | None,
     reductions: Mapping[str, Reduction],
+    group_of: GroupOf | None = None,
 ) -> list[Unplaced]:
-    ordinary = Reduction(group)
-    return [Unplaced(name, p, reductions.get(name, ordinary)) for name, p in parameters if p.requires_grad]
+    """The parameters that require a gradient."""
+    ordinary, number = Reduction(group), group_of or matrices_apart
+    return [
+        Unplaced(name, p, reductions.get(name, ordinary), number(name, p)) for name, p in parameters if p.requires_grad
+    ]
+
+
+def matrices_apart(name: str, parameter: nn.Parameter) -> int:
+    """Number two groups of parameters: 0 those of two dimensions or more, 1 norms and biases."""
+    return 0 if parameter.ndim >= 2 else 1
 
 
 def fill_buckets(entries: Sequence[Unplaced], cap_bytes: int) -> list[list[Unplaced]]:
     """Sort parameters into buckets, in order, with one open bucket of each kind."""
     filled: list[list[Unplaced]] = []
-    open_bucket: dict[tuple[torch.dtype, torch.device, bool, Reduction], tuple[list[Unplaced], int]] = {}
+    open_bucket: dict[BucketKind, tuple[list[Unplaced], int]] = {}
     for entry in entries:
         need_bytes = _padded_length(entry.parameter) * _gradient_dtype(entry.parameter).itemsize
         bucket, bucket_bytes = open_bucket.get(entry.kind, ([], cap_bytes))
@@ -211,7 +236,7 @@ def make_bucket(entries: Sequence[Unplaced]) -> Bucket:
         view = place.view(flat).view(place.parameter.shape)
         view.copy_(place.parameter.detach())
         place.parameter.data = view
-    return Bucket(tuple(places), flat, gradients, _decays(first), reduction)
+    return Bucket(tuple(places), flat, gradients, entries[0].group, reduction)
 
 
 def _bucket_length(entries: Sequence[Unplaced]) -> int:
@@ -224,10 +249,6 @@ def _padded_length(parameter: nn.Parameter) -> int:
     # In elements of the parameter's own type, which is never wider than its gradient's.
     line = _LINE_BYTES // parameter.element_size()
     return -(-parameter.numel() // line) * line
-
-
-def _decays(parameter: nn.Parameter) -> bool:
-    return parameter.ndim >= 2
 
 
 def is_16_bit(parameter: nn.Parameter) -> bool:

@@ -162,6 +162,17 @@ class Collectives:
         work = _all_gather(flat.view(torch.uint8), own.view(torch.uint8), group=self.group, async_op=True)
         return self._launched(CollectiveKind.ALL_GATHER, work, own, lambda: flat)
 
+    def sum_gradients_at(self, flat: Tensor, owner: int) -> Handle[Tensor]:
+        """Sum over the group on its rank `owner`; elsewhere `flat` becomes undefined."""
+        work = dist.reduce(flat, group=self.group, group_dst=owner, async_op=True)
+        return self._launched(CollectiveKind.GRADIENTS, work, flat, lambda: flat)
+
+    def spread_from(self, flat: Tensor, owner: int) -> Handle[Tensor]:
+        """Give every rank the values of the group's rank `owner`, in place."""
+        # As bytes, since gloo does not support every type.
+        work = dist.broadcast(flat.view(torch.uint8), group=self.group, group_src=owner, async_op=True)
+        return self._launched(CollectiveKind.BROADCAST, work, flat, lambda: flat)
+
     def owned_part(self, flat: Tensor) -> Tensor:
         """The part of a flat tensor that this rank owns, as a view."""
         length = flat.numel() // self.size

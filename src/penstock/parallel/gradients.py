@@ -12,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from penstock.parallel.buckets import (
     CAP_BYTES,
     Bucket,
+    GroupOf,
     Place,
     Reduction,
     fill_buckets,
@@ -31,8 +32,9 @@ class GradientBuckets:
     into it and drops `parameter.grad`. A parameter that no backward reaches has the gradient zero.
 
     Parameters fill buckets in the order given, up to `cap_bytes` of gradients each; a larger one has a bucket of its
-    own. A bucket never mixes types, devices, reductions, or parameters with and without weight decay (without: those of
-    one dimension, norms and biases). `reductions` are by full name; other gradients are summed over `group`.
+    own. A bucket never mixes types, devices, reductions or parameter groups, which `group_of` numbers (left out, norms
+    and biases, of one dimension, are set apart). `reductions` are by full name; the other gradients are summed over
+    `group`.
 
     A step is ``zero_(); backward passes; launch(); ...; wait()``. `zero_` also cleans up after a step that failed
     anywhere in between. If ranks share the step (ZeRO-1), `gather` follows it, and `settle` before parameters are read.
@@ -62,11 +64,12 @@ class GradientBuckets:
         cap_bytes: int = CAP_BYTES,
         reductions: Mapping[str, Reduction] | None = None,
         observer: Observer | None = None,
+        group_of: GroupOf | None = None,
     ) -> None:
         _check_distinct(parameters)
         self._observer = observer
         self._pending, self._gathering = [], []
-        trained = unplaced(parameters, group, reductions or {})
+        trained = unplaced(parameters, group, reductions or {}, group_of)
         self.buckets = tuple(make_bucket(entries) for entries in fill_buckets(trained, cap_bytes))
         self._gradients = {
             name: view for bucket in self.buckets for name, view in bucket.views(bucket.gradients).items()
@@ -113,6 +116,9 @@ class GradientBuckets:
         for bucket in self.buckets:
             if bucket.reduction.group is not None:
                 collectives = Collectives(bucket.reduction.group, self._observer)
+                if bucket.reduction.owner is not None:
+                    self._pending.append(collectives.sum_gradients_at(bucket.gradients, bucket.reduction.owner))
+                    continue
                 launch = collectives.sum_owned_gradients if bucket.reduction.sharded else collectives.sum_gradients
                 self._pending.append(launch(bucket.gradients))
 
@@ -149,8 +155,13 @@ class GradientBuckets:
         self.settle()
         for bucket in self.buckets:
             reduction = bucket.reduction
-            if reduction.num_owners > 1 and reduction.group is not None and not reduction.lent:
-                self._gathering.append(Collectives(reduction.group, self._observer).gather_owned(bucket.parameters))
+            if not reduction.sharded or reduction.group is None or reduction.lent:
+                continue
+            collectives = Collectives(reduction.group, self._observer)
+            if reduction.owner is None:
+                self._gathering.append(collectives.gather_owned(bucket.parameters))
+            else:
+                self._gathering.append(collectives.spread_from(bucket.parameters, reduction.owner))
 
     def settle(self) -> None:
         """Wait for what `gather` started; costs nothing if nothing is in flight."""
@@ -168,9 +179,14 @@ class GradientBuckets:
         }
 
     def close(self) -> None:
-        """Remove the hooks from the parameters, which keep their values and their storage."""
+        """Remove hooks and gradients from the parameters, which keep their values and their storage."""
+        self.wait()
+        self.settle()
         for hook in self._hooks:
             hook.remove()
+        for place in self._places():
+            place.parameter.grad = None
+            del place.parameter.main_grad  # type: ignore[attr-defined]
 
     def _places(self) -> Iterator[Place]:
         return (place for bucket in self.buckets for place in bucket.places)

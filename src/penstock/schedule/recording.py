@@ -31,6 +31,7 @@ class CollectiveKind(StrEnum):
     REDUCE_SCATTER = "reduce-scatter"
     ALL_REDUCE = "all-reduce"
     SEND_RECEIVE = "send-receive"
+    BROADCAST = "broadcast"
     GRADIENTS = "gradient reduction"
 
 

@@ -10,6 +10,7 @@ from penstock.settings.experts import ExpertConfig, GroupScore, Scores
 from penstock.settings.model import ModelConfig, RopeKind, RopeScaling
 from penstock.settings.optimizer import Decay, LearningRate, OptimizerConfig, Ramp, WeightDecay
 from penstock.settings.parallel import AXES, ContextForm, Coordinates, Device, Groups, Layout, ParallelConfig
+from penstock.settings.parameter_groups import Arguments, OptimizerName, ParameterGroup
 from penstock.settings.read import from_dict, read_config
 from penstock.settings.run import (
     SETTINGS,
@@ -32,6 +33,7 @@ from penstock.settings.schedule import ScheduleConfig, SearchedPlacement
 __all__ = [
     "AXES",
     "SETTINGS",
+    "Arguments",
     "CheckpointConfig",
     "ConfigError",
     "ContextForm",
@@ -48,8 +50,10 @@ __all__ = [
     "ModelConfig",
     "Normalize",
     "OptimizerConfig",
+    "OptimizerName",
     "PackingKind",
     "ParallelConfig",
+    "ParameterGroup",
     "Precision",
     "Ramp",
     "Recompute",

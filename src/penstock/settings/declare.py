@@ -41,6 +41,19 @@ class NamedValue(enum.StrEnum):
         return next((member for member in cls if member.value.replace("_", "-") == wanted), None)
 
 
+class Record:
+    """A setting that is a table in files: plain values by name."""
+
+    @classmethod
+    def read(cls, table: Mapping[str, Any]) -> typing.Self:
+        """Make the object of a file's table. Raises: ConfigError for a value that cannot be used."""
+        raise NotImplementedError
+
+    def table(self) -> dict[str, Any]:
+        """The table from which `read` makes an equal object, as JSON values."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True)
 class Bounds:
     """The allowed numbers of a setting; `otherwise` is the message for numbers that are too large."""
@@ -230,7 +243,11 @@ def with_values(settings: S, values: Mapping[tuple[str, ...], Any]) -> S:
 
 
 def plain(value: Any) -> Any:
-    """The value in JSON and messages: an enum's member as its name."""
+    """The value in JSON and messages: an enum's member as its name, a record as its table."""
+    if isinstance(value, Record):
+        return value.table()
+    if isinstance(value, tuple) and any(isinstance(item, Record) for item in value):
+        return [plain(item) for item in value]
     return value.value if isinstance(value, enum.Enum) else value
 
 
@@ -261,14 +278,21 @@ def describe(kind: Any) -> str:
     if possible(kind):
         *first, last = [json.dumps(choice) for choice in possible(kind)]
         return f"{', '.join(first)} or {last}" if first else last
+    if is_record(kind):
+        return "a table"
     if get_origin(kind) is tuple:
-        return "a list of integers"
+        return "a list of tables" if is_record(get_args(kind)[0]) else "a list of integers"
     return {int: "an integer", float: "a number", bool: "true or false", str: "a text"}[kind]
 
 
 def is_union(kind: Any) -> bool:
     """Return whether a type is a union."""
     return get_origin(kind) in (typing.Union, types.UnionType)
+
+
+def is_record(kind: Any) -> bool:
+    """Return whether a type is that of a table."""
+    return isinstance(kind, type) and issubclass(kind, Record)
 
 
 def _match(kind: Any, value: Any) -> tuple[bool, Any]:
@@ -285,9 +309,16 @@ def _match(kind: Any, value: Any) -> tuple[bool, Any]:
             return False, value
     if get_origin(kind) is Literal:
         return isinstance(value, str) and value in get_args(kind), value
+    if is_record(kind):
+        if isinstance(value, Mapping):
+            return True, kind.read(value)
+        return isinstance(value, kind), value
     if get_origin(kind) is tuple:
-        matches = isinstance(value, list | tuple) and all(_match(int, item)[0] for item in value)
-        return matches, tuple(value) if matches else value
+        if not isinstance(value, list | tuple):
+            return False, value
+        items = [_match(get_args(kind)[0], item) for item in value]
+        matches = all(found for found, _ in items)
+        return matches, tuple(item for _, item in items) if matches else value
     # bool is an int to Python, but not to a reader of a file.
     if kind in (int, float) and isinstance(value, bool):
         return False, value

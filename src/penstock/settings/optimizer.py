@@ -1,10 +1,12 @@
-"""Settings of AdamW, with learning rate and weight decay as closed forms of the step number, counted from 1.
+"""Settings of the optimizer, with learning rate and weight decay as closed forms of the step number, counted from 1.
 
 There is no state from step to step, so a skipped step does not shift later ones.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from penstock.settings.declare import (
     ABOVE_0,
@@ -16,6 +18,7 @@ from penstock.settings.declare import (
     Settings,
     setting,
 )
+from penstock.settings.parameter_groups import Arguments, Course, OptimizerName, ParameterGroup
 
 _FORGETS = Bounds(least=0, below=1, otherwise="never forgets")
 
@@ -172,9 +175,13 @@ class WeightDecay(Settings, section="optimizer"):
 
 @dataclass(frozen=True)
 class OptimizerConfig(Settings, section="optimizer"):
-    """AdamW and its schedules.
+    """The optimizer, its schedules and its groups of parameters.
 
-    Norms and biases are never decayed. A number for the learning rate or the weight decay stands for a constant.
+    Norms and biases are never decayed, unless a group of theirs gives a weight decay. A number for the learning rate
+    or the weight decay stands for a constant.
+
+    >>> OptimizerConfig(name="sgd", arguments={"momentum": 0.9}).arguments.values
+    {'momentum': 0.9}
 
     Source: arXiv 1711.05101, algorithm 2. Clipping: arXiv 1211.5063, section 3.2.
 
@@ -183,17 +190,60 @@ class OptimizerConfig(Settings, section="optimizer"):
     (0.00015, 0.01, 1.0)
     """
 
-    learning_rate: LearningRate = LearningRate()
-    beta1: float = setting(0.9, "Decay of the mean of gradients.", _FORGETS)
-    beta2: float = setting(0.95, "Decay of the mean of squared gradients.", _FORGETS)
-    eps: float = setting(1e-8, "Added to the root of the mean of squared gradients.", ABOVE_0)
-    weight_decay: WeightDecay = WeightDecay()
+    #: with a `factory`: the default, or None, for the rates with which that makes its optimizer
+    learning_rate: LearningRate | Course | None = LearningRate()
+    beta1: float = setting(0.9, "Decay of the mean of gradients (Adam's family).", _FORGETS)
+    beta2: float = setting(0.95, "Decay of the mean of squared gradients (Adam's family).", _FORGETS)
+    eps: float = setting(1e-8, "Added to the root of the mean of squared gradients (Adam's family).", ABOVE_0)
+    #: with a `factory`: as `learning_rate`
+    weight_decay: WeightDecay | Course | None = WeightDecay()
     clip_norm: float = setting(1.0, "Gradients are clipped to this global norm; 0 for no clipping.", AT_LEAST_0)
     zero: bool = setting(
         False,
         "Data- and context-parallel ranks shard the optimizer's state and fp32 masters: each steps its shard, and the "
         "results are gathered (ZeRO-1).",
     )
+    name: OptimizerName = setting(OptimizerName.ADAMW, "The optimizer, one of torch.optim.")
+    arguments: Arguments = setting(Arguments(), "Further arguments of the optimizer's class, such as momentum.")
+    groups: tuple[ParameterGroup, ...] = setting(
+        (), "Parameters by name pattern with a learning rate, decay, betas or optimizer of their own, or frozen."
+    )
+    #: makes an optimizer of any class from torch's parameter groups, in place of `name`; not a setting of a run
+    factory: Callable[[Any], Any] | None = None
+    #: makes a scheduler of torch.optim.lr_scheduler from an optimizer; not a setting of a run
+    scheduler: Callable[[Any], Any] | None = None
+
+    @classmethod
+    def of(cls, given: "OptimizerConfig | OptimizerName | str | Callable[[Any], Any]") -> "OptimizerConfig":
+        """The settings as they are, of an optimizer's name, or of a factory alone: as it is made, and not clipped.
+
+        Raises:
+            ConfigError: it is none of these.
+        """
+        if isinstance(given, OptimizerConfig):
+            return given
+        if isinstance(given, str):
+            return replace(cls(), name=given)
+        if callable(given):
+            return cls(factory=given, clip_norm=0.0)
+        raise ConfigError(
+            f"optimizer = {given!r} is not possible; give an OptimizerConfig, a name such as 'sgd', or a function that "
+            "makes a torch.optim.Optimizer from parameter groups"
+        )
+
+    def _check(self) -> None:
+        if self.factory is not None:
+            # A factory makes its optimizer with rates of its own.
+            for rate, usual in (("learning_rate", LearningRate()), ("weight_decay", WeightDecay())):
+                if getattr(self, rate) == usual:
+                    object.__setattr__(self, rate, None)
+        elif self.learning_rate is None or self.weight_decay is None:
+            raise ConfigError("only an optimizer that a factory makes has a learning rate and a weight decay by itself")
+        if self.scheduler is not None and isinstance(self.learning_rate, LearningRate):
+            if self.learning_rate.decay is not Decay.CONSTANT or self.learning_rate.num_warmup_steps:
+                raise ConfigError("the learning rate has a scheduler and a course of its own; only one can set it")
+        elif self.scheduler is not None and self.learning_rate is not None:
+            raise ConfigError("the learning rate has a scheduler and is a function of the step; only one can set it")
 
     def __post_init__(self) -> None:
         for name, schedule in (("learning_rate", LearningRate), ("weight_decay", WeightDecay)):
@@ -203,16 +253,20 @@ class OptimizerConfig(Settings, section="optimizer"):
 
     def num_decay_steps(self, num_steps: int) -> int | None:
         """The step of a run of `num_steps` at which its rates reach their ends; None if they are constant."""
-        moves = self.learning_rate.ends or self.weight_decay.last is not None
-        return (self.learning_rate.num_decay_steps or num_steps) if moves else None
+        rate, decay = self.learning_rate, self.weight_decay
+        ends = isinstance(rate, LearningRate) and rate.ends
+        moves = ends or (isinstance(decay, WeightDecay) and decay.last is not None)
+        own = rate.num_decay_steps if isinstance(rate, LearningRate) else None
+        return (own or num_steps) if moves else None
 
     def over(self, num_steps: int) -> "OptimizerConfig":
         """The same for a run of `num_steps`, which ends the rates whose own end is left out."""
         end = self.num_decay_steps(num_steps)
+        rate, decay = self.learning_rate, self.weight_decay
         return replace(
             self,
-            learning_rate=replace(self.learning_rate, num_decay_steps=end),
-            weight_decay=replace(self.weight_decay, num_steps=end),
+            learning_rate=replace(rate, num_decay_steps=end) if isinstance(rate, LearningRate) else rate,
+            weight_decay=replace(decay, num_steps=end) if isinstance(decay, WeightDecay) else decay,
         )
 
 

@@ -7,7 +7,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
-from penstock.settings.declare import ConfigError, Setting, Settings, describe, is_union, possible, with_values
+from penstock.settings.declare import (
+    ConfigError,
+    Setting,
+    Settings,
+    describe,
+    is_record,
+    is_union,
+    possible,
+    with_values,
+)
 from penstock.settings.run import SETTINGS, RunConfig
 
 Values = dict[str, Any]
@@ -99,6 +108,11 @@ def from_words(own: Setting, words: Sequence[str]) -> Any:
 
 def _read_words(kind: Any, words: Sequence[str]) -> tuple[bool, Any]:
     """Read words as a value of a type; returns whether they are one, and the value."""
+    if is_record(kind) or (get_origin(kind) is tuple and is_record(get_args(kind)[0])):
+        try:
+            return True, tomllib.loads(f"value = {' '.join(words)}")["value"]
+        except tomllib.TOMLDecodeError:
+            return False, None
     if get_origin(kind) is tuple:
         numbers = [_read_word(int, word) for word in words]
         return all(found for found, _ in numbers), tuple(value for _, value in numbers)

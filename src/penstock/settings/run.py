@@ -165,7 +165,8 @@ class RunConfig(Settings):
         settings = self.flat()
         settings["optimizer.num_decay_steps"] = self.optimizer.num_decay_steps(self.train.steps)
         free = _FREE if self.train.normalize is Normalize.GLOBAL else _FREE - _FREE_IF_GLOBAL
-        return {name: value for name, value in settings.items() if not free & {name, name.partition(".")[0]}}
+        added = {name for name in _ADDED if settings[name] == plain(SETTINGS[name].default)}
+        return {name: value for name, value in settings.items() if not (free | added) & {name, name.partition(".")[0]}}
 
     def digest(self) -> str:
         """A hash of `identity`, sixteen hex digits."""
@@ -215,6 +216,9 @@ _FREE = _FREE_IF_GLOBAL | {
     "parallel.num_threads",
     "parallel.timeout_s",
 }
+
+# Later than the first runs, which go on where these have their defaults.
+_ADDED = ("optimizer.name", "optimizer.arguments", "optimizer.groups")
 
 
 def differences(
@@ -342,7 +346,8 @@ def check_rates(config: RunConfig) -> None:
         ConfigError: the message names the longest possible warm-up.
     """
     end = config.optimizer.num_decay_steps(config.train.steps)
-    warmup = config.optimizer.learning_rate.num_warmup_steps
+    rate = config.optimizer.learning_rate
+    warmup = rate.num_warmup_steps if isinstance(rate, LearningRate) else 0
     if end is not None and warmup >= end:
         raise ConfigError(
             f"optimizer.num_warmup_steps = {warmup} leaves nothing of the {end} steps over which "

@@ -98,10 +98,10 @@ def test_buckets_fill_in_order_up_to_their_cap_and_an_oversized_parameter_is_alo
 def test_a_bucket_never_mixes_decay_or_types_and_every_parameter_is_in_one() -> None:
     parameters = [(f"{dtype}.{name}", p) for dtype in DTYPES for name, p in _make(dtype).items()]
     buckets = GradientBuckets(parameters)
-    assert len({(bucket.decays, bucket.parameters.dtype) for bucket in buckets.buckets}) == len(buckets.buckets) == 8
+    assert len({(bucket.group, bucket.parameters.dtype) for bucket in buckets.buckets}) == len(buckets.buckets) == 8
     for bucket in buckets.buckets:
         for place in bucket.places:
-            assert bucket.decays == (place.parameter.ndim > 1) and place.parameter.dtype == bucket.parameters.dtype
+            assert bucket.group == (place.parameter.ndim < 2) and place.parameter.dtype == bucket.parameters.dtype
     assert sorted(place.name for bucket in buckets.buckets for place in bucket.places) == sorted(
         n for n, _ in parameters
     )

@@ -38,6 +38,13 @@ OTHER: dict[str, Any] = {
     "optimizer.beta1": 0.8,
     "optimizer.beta2": 0.8,
     "optimizer.final_learning_rate": 1e-4,
+    "optimizer.arguments": {"amsgrad": True, "maximize": False},
+    "optimizer.groups": [{"pattern": "*.norm.*", "weight_decay": 0.0, "name": "sgd", "arguments": {"momentum": 0.5}}],
+}
+# The same as words of the command line, where these are TOML.
+WORDS = {
+    "optimizer.arguments": "{amsgrad = true, maximize = false}",
+    "optimizer.groups": '[{pattern = "*.norm.*", weight_decay = 0.0, name = "sgd", arguments = {momentum = 0.5}}]',
 }
 # Settings of the same section that another value needs.
 BESIDE: dict[str, dict[str, Any]] = {"parallel.ep": {"dp": 2}}
@@ -86,6 +93,7 @@ def test_every_setting_goes_through_a_file_and_the_command_line(name: str, run_f
     assert from_dict(tomllib.loads(to_toml(changed))) == changed
     assert from_dict(json.loads(json.dumps(changed.to_dict()))) == changed
     words = [str(item).lower() for item in (value if isinstance(value, tuple) else (value,))]
+    words = [WORDS[name]] if name in WORDS else words
     beside = {f"{name.partition('.')[0]}.{key}": item for key, item in BESIDE.get(name, {}).items()}
     flags = [word for key, item in beside.items() for word in (f"--{key}", str(item))]
     given = read_arguments([str(run_file), f"--{name}", *words, *flags]).config

@@ -1,0 +1,263 @@
+"""The parameter groups of a model: the optimizer and the hyperparameters of each parameter, and how these divide.
+
+A group is known by its number, the same on every rank, whether the rank has parameters of it or not.
+"""
+
+from __future__ import annotations
+
+import enum
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.parallel.buckets import matrices_apart
+from penstock.settings import ConfigError, LearningRate, OptimizerConfig, OptimizerName, ParameterGroup, WeightDecay
+from penstock.settings.parameter_groups import Course
+
+Make = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+"""Makes an optimizer from torch's parameter groups."""
+
+_PROBE_RATE = 0.01
+# In float64, where any other way to divide an update differs by far more.
+_PROBE_TOLERANCE = 1e-6
+
+
+class Division(enum.Enum):
+    """The finest parts of which an optimizer steps each by itself, as it would step them together."""
+
+    ELEMENTS = enum.auto()
+    PARAMETERS = enum.auto()
+
+
+@dataclass(frozen=True, eq=False)
+class OptimizerKind:
+    """An optimizer that steps one or several groups."""
+
+    #: for messages
+    label: str
+    #: None for the built-in AdamW, which steps flat buckets
+    make: Make | None = None
+
+    @property
+    def make_torch(self) -> Make:
+        """Makes the optimizer as one of torch; the built-in one as torch's AdamW."""
+        return self.make or torch.optim.AdamW
+
+
+@dataclass(frozen=True, eq=False)
+class GroupRule:
+    """One group's optimizer and hyperparameters."""
+
+    kind: OptimizerKind
+    #: course of the learning rate; None for that with which the optimizer is made
+    rate: Course | None
+    #: course of the weight decay; None for that with which the optimizer is made
+    decay: Course | None
+    #: further keys of torch's parameter group
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def division(self) -> Division:
+        """The parts that the optimizer steps independently, found by stepping small tensors.
+
+        Raises:
+            ConfigError: it cannot step parameters independently, or without a closure; named with the reason.
+        """
+        if self.kind.make is None:
+            return Division.ELEMENTS
+        generator = torch.Generator().manual_seed(0)
+        shapes = [(6, 8), (4, 4)]
+        values, *gradients = [
+            [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes] for _ in range(4)
+        ]
+        try:
+            together = self._stepped(values, gradients)
+            apart = [self._stepped([v], [[g[i]] for g in gradients])[0] for i, v in enumerate(values)]
+        except Exception as error:  # whatever the optimizer says
+            raise ConfigError(f"the optimizer {self.kind.label} cannot step a model in parts: {error}") from None
+        if not all(map(_agree, together, apart, values)):
+            raise ConfigError(
+                f"the optimizer {self.kind.label} steps all parameters jointly, so no rank can step its own alone"
+            )
+        flat, cuts = values[0].flatten(), [20]
+        try:
+            pieces = self._stepped(flat.tensor_split(cuts), [g[0].flatten().tensor_split(cuts) for g in gradients])
+        except Exception:  # it takes whole matrices only
+            return Division.PARAMETERS
+        return Division.ELEMENTS if _agree(torch.cat(list(pieces)), apart[0].flatten(), flat) else Division.PARAMETERS
+
+    def _stepped(self, values: Sequence[Tensor], gradients: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+        """The values after one step for each of the gradients."""
+        parameters = [nn.Parameter(value.clone()) for value in values]
+        optimizer = self.kind.make_torch([{"params": parameters, **self.options}])
+        for of_step in gradients:
+            for group in optimizer.param_groups:
+                group["lr"] = _PROBE_RATE
+            for parameter, gradient in zip(parameters, of_step, strict=True):
+                parameter.grad = gradient.clone()
+            optimizer.step()
+        return [parameter.detach() for parameter in parameters]
+
+
+@dataclass(frozen=True, eq=False)
+class ParameterGroups:
+    """All groups of an optimizer's settings, and the choice of a parameter's group by its name."""
+
+    config: OptimizerConfig
+    #: full name of a copy -> its owner's, whose group it shares
+    owners: Mapping[str, str] = field(default_factory=dict)
+    #: ends the names of second copies
+    suffix: str = "\0"
+
+    @cached_property
+    def patterns(self) -> tuple[ParameterGroup, ...]:
+        return (*self.config.groups, ParameterGroup("*"))
+
+    @cached_property
+    def rules(self) -> tuple[GroupRule, ...]:
+        """The groups by number: one for each pattern, the last for all other parameters.
+
+        Without a factory each is two, one of matrices and one of norms and biases.
+        """
+        config = self.config
+        if config.factory is not None:
+            kind = OptimizerKind(getattr(config.factory, "__name__", str(config.factory)), config.factory)
+            return tuple(_rule(config, kind, pattern) for pattern in self.patterns)
+        names = [OptimizerName(pattern.name or config.name) for pattern in self.patterns]
+        arguments = [
+            {**(config.arguments.values if name is config.name else {}), **pattern.arguments}
+            for name, pattern in zip(names, self.patterns, strict=True)
+        ]
+        flat = not any(given for name, given in zip(names, arguments, strict=True) if name is OptimizerName.ADAMW)
+        kinds = {name: _kind(name, built_in=flat and name is OptimizerName.ADAMW) for name in names}
+        return tuple(
+            _rule(config, kinds[name], replace(pattern, arguments=given), is_vector)
+            for name, pattern, given in zip(names, self.patterns, arguments, strict=True)
+            for is_vector in (False, True)
+        )
+
+    def number(self, name: str, parameter: nn.Parameter) -> int:
+        """The number of the group of a parameter, given by full name."""
+        index = self._index(name, parameter)
+        return index if self.config.factory is not None else 2 * index + matrices_apart(name, parameter)
+
+    def freezes(self, name: str, parameter: nn.Parameter) -> bool:
+        """True if the settings freeze the parameter."""
+        return self.patterns[self._index(name, parameter)].frozen
+
+    def division(self, name: str, parameter: nn.Parameter) -> Division:
+        """The parts into which the parameter may be divided for its step. Raises: ConfigError as `GroupRule`."""
+        return self.rules[self.number(name, parameter)].division
+
+    def _index(self, name: str, parameter: nn.Parameter) -> int:
+        owner = self.owners.get(name, name).removesuffix(self.suffix)
+        return next(i for i, pattern in enumerate(self.patterns) if pattern.matches(owner, parameter.ndim))
+
+
+def freeze(parameters: Mapping[str, nn.Parameter], groups: ParameterGroups) -> None:
+    """Freeze the parameters, given by full name, that the settings freeze."""
+    for name, parameter in parameters.items():
+        if groups.freezes(name, parameter):
+            parameter.requires_grad_(False)
+
+
+def _kind(name: OptimizerName, built_in: bool) -> OptimizerKind:
+    if built_in:
+        return OptimizerKind("AdamW")
+    cls = next(getattr(torch.optim, other) for other in dir(torch.optim) if other.lower() == name.value)
+    return OptimizerKind(cls.__name__, cls)
+
+
+def _rule(config: OptimizerConfig, kind: OptimizerKind, pattern: ParameterGroup, is_vector: bool = False) -> GroupRule:
+    """The rule of a pattern's parameters, or only of its matrices, or of its norms and biases."""
+    options, rate, decay = dict(pattern.arguments), _rate(config, pattern), _decay(config, pattern, is_vector)
+    if rate is None and (base := _base_rate(config, pattern)) is not None:
+        options["lr"] = base
+    betas = tuple(own if own is not None else usual for own, usual in _betas(config, pattern))
+    if config.factory is not None:
+        if pattern.beta1 is not None or pattern.beta2 is not None:
+            options["betas"] = betas
+        return GroupRule(kind, rate, decay, options)
+    takes = inspect.signature(kind.make_torch).parameters
+    if "betas" in takes:
+        options = {"betas": betas, "eps": config.eps, **options}
+    else:
+        _refuse_unused(config, pattern, kind)
+    if "weight_decay" not in takes:
+        if pattern.weight_decay or config.weight_decay not in (WeightDecay(), WeightDecay(0.0)):
+            raise ConfigError(f"optimizer.weight_decay is set, but {kind.label} has no weight decay")
+        decay = None
+    _check_arguments(kind, options)
+    return GroupRule(kind, rate, decay, options)
+
+
+def _betas(config: OptimizerConfig, pattern: ParameterGroup) -> tuple[tuple[float | None, float], ...]:
+    return (pattern.beta1, config.beta1), (pattern.beta2, config.beta2)
+
+
+def _decay(config: OptimizerConfig, pattern: ParameterGroup, is_vector: bool) -> Course | None:
+    """The course of a group's weight decay; None where the optimizer decides."""
+    own = pattern.weight_decay
+    if own is None:
+        return _constant(0.0) if is_vector else config.weight_decay
+    return own if callable(own) else _constant(own)
+
+
+def _constant(value: float) -> Course:
+    return lambda step: value
+
+
+def _base_rate(config: OptimizerConfig, pattern: ParameterGroup) -> float | None:
+    """The learning rate from which a scheduler starts; None for the optimizer's own."""
+    if isinstance(pattern.learning_rate, int | float):
+        return pattern.learning_rate
+    return config.learning_rate.peak if isinstance(config.learning_rate, LearningRate) else None
+
+
+def _rate(config: OptimizerConfig, pattern: ParameterGroup) -> Course | None:
+    """The course of a group's learning rate; None where the optimizer or a scheduler decides."""
+    own, usual = pattern.learning_rate, config.learning_rate
+    if callable(own):
+        return own
+    if config.scheduler is not None:
+        return None
+    if own is None:
+        return usual
+    if isinstance(usual, LearningRate) and own > 0:
+        factor = own / usual.peak
+        return replace(usual, peak=own, floor=usual.floor * factor, initial=usual.initial * factor)
+    return None if usual is None else _constant(own)
+
+
+def _refuse_unused(config: OptimizerConfig, pattern: ParameterGroup, kind: OptimizerKind) -> None:
+    usual = OptimizerConfig()
+    given = {"beta1": pattern.beta1, "beta2": pattern.beta2}
+    if kind.label.lower() == config.name.value:
+        for name in ("beta1", "beta2", "eps"):
+            value = getattr(config, name)
+            given[name] = given.get(name) if value == getattr(usual, name) else value
+    for name, value in given.items():
+        if value is not None:
+            raise ConfigError(
+                f"optimizer.{name} = {value} has no effect on {kind.label}; what it takes goes into optimizer.arguments"
+            )
+
+
+def _check_arguments(kind: OptimizerKind, options: Mapping[str, Any]) -> None:
+    if kind.make is None:
+        return
+    try:
+        kind.make([nn.Parameter(torch.zeros(2, 2))], **options)  # type: ignore[call-arg,arg-type]
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"optimizer.arguments: {kind.label} refuses {dict(options)}: {error}") from None
+
+
+def _agree(one: Tensor, other: Tensor, before: Tensor) -> bool:
+    """True if two updates of the same values are equal up to rounding."""
+    update = (one - before).norm()
+    return bool((one - other).norm() <= _PROBE_TOLERANCE * update)

@@ -1,0 +1,136 @@
+"""Groups of parameters by name patterns, each with its own hyperparameters; the optimizers that files can name."""
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any, Self, cast
+
+from penstock.settings.declare import ConfigError, NamedValue, Record
+
+Course = Callable[[int], float]
+"""The value of a hyperparameter at each step, counted from 1."""
+
+
+class OptimizerName(NamedValue):
+    """An optimizer of `torch.optim`. AdamW runs as a fused kernel over flat buckets unless it has other arguments."""
+
+    ADAMW = "adamw"
+    ADADELTA = "adadelta"
+    ADAFACTOR = "adafactor"
+    ADAGRAD = "adagrad"
+    ADAM = "adam"
+    ADAMAX = "adamax"
+    ASGD = "asgd"
+    MUON = "muon"
+    NADAM = "nadam"
+    RADAM = "radam"
+    RMSPROP = "rmsprop"
+    RPROP = "rprop"
+    SGD = "sgd"
+
+
+@dataclass(frozen=True)
+class Arguments(Record):
+    """Further arguments of an optimizer's class, by name.
+
+    >>> Arguments.read({"momentum": 0.9}).values
+    {'momentum': 0.9}
+    """
+
+    values: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, table: Mapping[str, Any]) -> Self:
+        return cls(dict(table))
+
+    def table(self) -> dict[str, Any]:
+        return dict(self.values)
+
+
+@dataclass(frozen=True)
+class ParameterGroup(Record):
+    """Hyperparameters of the parameters whose full names match a pattern; what is left out is the optimizer's.
+
+    A parameter belongs to the first group that matches it. In a pattern `*` stands for any text, dots included.
+
+    >>> group = ParameterGroup("*.norm.*", weight_decay=0.0)
+    >>> group.matches("layers.0.attention.norm.weight", num_dims=1), group.matches("head.weight", num_dims=2)
+    (True, False)
+    """
+
+    #: matches full names, as `Engine.parameters` lists them
+    pattern: str
+    #: the peak of the optimizer's own course of the learning rate, or a course of the group's own
+    learning_rate: float | Course | None = None
+    weight_decay: float | Course | None = None
+    beta1: float | None = None
+    beta2: float | None = None
+    #: True if only parameters of two dimensions or more belong to it
+    matrices: bool = False
+    #: True if its parameters are not trained
+    frozen: bool = False
+    #: another optimizer for the group
+    name: OptimizerName | str | None = None
+    #: further arguments of the optimizer
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for own in dataclasses.fields(self):
+            value = getattr(self, own.name)
+            if not _fits(own.name, value):
+                given = json.dumps(value, default=str)
+                raise ConfigError(
+                    f"optimizer.groups: {own.name} = {given} is not possible; it takes {_TAKES[own.name]}"
+                )
+        if self.name is not None:
+            try:
+                object.__setattr__(self, "name", OptimizerName(self.name))
+            except ValueError:
+                known = ", ".join(OptimizerName)
+                raise ConfigError(f"optimizer.groups: name = {self.name!r} is none of {known}") from None
+
+    @classmethod
+    def read(cls, table: Mapping[str, Any]) -> Self:
+        if unknown := sorted(table.keys() - _TAKES.keys()):
+            raise ConfigError(f"optimizer.groups has no {unknown[0]!r}; possible are {', '.join(_TAKES)}")
+        if "pattern" not in table:
+            raise ConfigError('a table of optimizer.groups needs a pattern, such as "*.norm.*"')
+        return cls(**cast(dict[str, Any], dict(table)))
+
+    def table(self) -> dict[str, Any]:
+        given = {own.name: getattr(self, own.name) for own in dataclasses.fields(self)}
+        usual = ParameterGroup(self.pattern)
+        changed = {key: value for key, value in given.items() if key == "pattern" or value != getattr(usual, key)}
+        return {key: str(value) if callable(value) or key == "name" else value for key, value in changed.items()}
+
+    def matches(self, name: str, num_dims: int) -> bool:
+        """True for a parameter of the group, given by full name."""
+        return fnmatchcase(name, self.pattern) and (num_dims >= 2 or not self.matrices)
+
+
+_TAKES = {
+    "pattern": 'a text such as "*.norm.*"',
+    "learning_rate": "a number of 0 or more",
+    "weight_decay": "a number of 0 or more",
+    "beta1": "a number of at least 0 and less than 1",
+    "beta2": "a number of at least 0 and less than 1",
+    "matrices": "true or false",
+    "frozen": "true or false",
+    "name": "the name of an optimizer",
+    "arguments": "a table of the optimizer's arguments",
+}
+
+
+def _fits(name: str, value: Any) -> bool:
+    if name in ("pattern", "name"):
+        return isinstance(value, str) or (value is None and name == "name")
+    if name in ("matrices", "frozen"):
+        return isinstance(value, bool)
+    if name == "arguments":
+        return isinstance(value, Mapping)
+    if value is None or (callable(value) and name in ("learning_rate", "weight_decay")):
+        return True
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and 0 <= value < (1 if name.startswith("beta") else float("inf"))
