@@ -12,7 +12,7 @@ from penstock.engine.export import MAX_SHARD_BYTES, ExportOptions, export_model
 from penstock.engine.generator import GenerateOptions, GenerateResult, Generator, OnAnswer, OnToken
 from penstock.engine.loss_metrics import EvaluationLoss
 from penstock.engine.losses import LossFn, LossWeightFn, num_loss_tokens, token_cross_entropy
-from penstock.engine.options import EngineOptions
+from penstock.engine.options import EngineOptions, changed
 from penstock.engine.pipeline import Pipeline
 from penstock.engine.pretrained import HuggingFaceForm, open_pretrained
 from penstock.engine.run_parts import read_arguments
@@ -27,7 +27,6 @@ from penstock.settings import Layout, Normalize, RunConfig, SamplingParams
 
 class Engine(ModelState):
     """Trains, scores and generates with a model given as a list of units (arguments and errors: see `Pipeline`).
-
     Every process of the layout constructs it at the same point, torch.distributed being initialised (a layout of one
     process needs none), and calls its methods in the same order. Several engines may live in one process.
 
@@ -56,8 +55,9 @@ class Engine(ModelState):
         layout: Layout | None = None,
         options: EngineOptions | None = None,
         form: HuggingFaceForm | None = None,
+        **changes: Any,
     ) -> None:
-        pipeline = Pipeline(units, hidden_size, layout, options)
+        pipeline = Pipeline(units, hidden_size, layout, changed(options, changes))
         super().__init__(pipeline, Trainer(pipeline))
         self.layout, self.grid, self.recorder = pipeline.layout, pipeline.grid, pipeline.recorder
         self.scorer, self.generator, self.form = Scorer(pipeline), Generator(pipeline), form
@@ -74,17 +74,23 @@ class Engine(ModelState):
         hidden_size: int,
         layout: Layout | None = None,
         options: EngineOptions | None = None,
+        **changes: Any,
     ) -> Self:
         """An engine for a user's own layers, with the weights they have; see `units_of_layers`."""
-        return cls(units_of_layers(layers), hidden_size, layout, options)
+        return cls(units_of_layers(layers), hidden_size, layout, options, **changes)
 
     @classmethod
     def from_hf(
-        cls, path: str | Path, layout: Layout | None = None, options: EngineOptions | None = None, native: bool = True
+        cls,
+        path: str | Path,
+        layout: Layout | None = None,
+        options: EngineOptions | None = None,
+        native: bool = True,
+        **changes: Any,
     ) -> Self:
         """An engine for the model in a Hugging Face folder; see `open_pretrained`, also for what it raises."""
         found = open_pretrained(path, native)
-        return cls(found.units, found.hidden_size, layout, options, found.form)
+        return cls(found.units, found.hidden_size, layout, options, found.form, **changes)
 
     def save_hf(self, path: str | Path, dtype: str | None = None, max_shard_bytes: int | None = None) -> None:
         """Write the model as a new Hugging Face folder; all ranks call it. See `export_model`, `ExportOptions`."""
@@ -97,9 +103,10 @@ class Engine(ModelState):
         loss_weight_fn: LossWeightFn = num_loss_tokens,
         micro_batches: MicroBatchSpec | None = None,
         normalize: Normalize | str = Normalize.GLOBAL,
+        step: int | None = None,
     ) -> TrainResult:
         """One optimizer step; see `Trainer.train_batch`. Ranks of one pipeline give the same batch."""
-        return self.trainer.train_batch(batch, loss_fn, loss_weight_fn, micro_batches, normalize)
+        return self.trainer.train_batch(batch, loss_fn, loss_weight_fn, micro_batches, normalize, step)
 
     def request_stop(self) -> None:
         """Ask all ranks to end after the next step: its `TrainResult.stop_requested` is true on each of them."""

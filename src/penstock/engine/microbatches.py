@@ -30,6 +30,8 @@ class AgreedSplit:
     num_tokens: int
     #: True if some rank asks all to end after this step
     stop_requested: bool
+    #: True if on some rank a parameter was frozen or thawed since the last step
+    refit: bool = False
 
     @property
     def microbatches(self) -> Sequence[PackedBatch]:
@@ -42,13 +44,13 @@ def agree_on_microbatches(
     spec: MicroBatchSpec | None,
     loss_weight_fn: LossWeightFn | None = None,
     check: Callable[[], None] | None = None,
-    stop: bool = False,
+    asked: BatchReport | None = None,
 ) -> AgreedSplit:
     """Split the batch, report the result to all ranks, and split again if another rank needs more microbatches.
 
     Without `spec` there are two microbatches for each rank of the pipeline, fewer where the batch is too small. Without
-    `loss_weight_fn` there are no weights. `check` may refuse the batch by an exception: all ranks raise. `stop` asks
-    all ranks to end after the step.
+    `loss_weight_fn` there are no weights. `check` may refuse the batch by an exception: all ranks raise. `asked` has
+    what else this rank reports, such as a wish to end after the step.
 
     Raises:
         SplitError: the batch cannot be split so; on all ranks alike.
@@ -57,7 +59,7 @@ def agree_on_microbatches(
     """
     spec = spec or MicroBatchSpec(num=2 * pipeline.layout.pp, allow_fewer=True)
     counts = count(batch, spec).row()
-    view = BatchReport(batch.num_tokens, counts, digest=batch.digest(), stop=stop)
+    view = replace(asked or BatchReport(), num_tokens=batch.num_tokens, counts=counts, digest=batch.digest())
     num = None
     while True:
         parts, weights, error = None, [], None
@@ -91,6 +93,7 @@ def _agreed(pipeline: Pipeline, parts: Split, weights: list[float], reports: lis
         rank_totals=[reports[r].weight for r in seeing_labels],
         num_tokens=sum(reports[r].num_tokens for r in seeing_labels),
         stop_requested=any(r.stop for r in reports),
+        refit=any(r.refit for r in reports),
     )
 
 
@@ -112,19 +115,24 @@ class BatchReport:
     failed: bool = False
     #: True if the rank was asked to end after the step
     stop: bool = False
+    #: True if a parameter of the rank was frozen or thawed since the last step
+    refit: bool = False
+    #: the step's number
+    step: int = 0
 
     def pack(self) -> list[int]:
         weight_bits = struct.unpack("<q", struct.pack("<d", self.weight))[0]
-        flags = int(self.failed) | int(self.stop) << 1
-        return [self.num_tokens, *self.counts, self.num_microbatches, self.digest, weight_bits, flags]
+        flags = int(self.failed) | int(self.stop) << 1 | int(self.refit) << 2
+        return [self.num_tokens, *self.counts, self.num_microbatches, self.digest, weight_bits, flags, self.step]
 
     @classmethod
     def unpack(cls, row: Sequence[int]) -> BatchReport:
-        num_tokens, *counts, num_microbatches, digest, weight_bits, flags = row
+        num_tokens, *counts, num_microbatches, digest, weight_bits, flags, step = row
         weight = struct.unpack("<d", struct.pack("<q", weight_bits))[0]
         wanted, needed, num_items, longest = counts
         counts = (wanted, needed, num_items, longest)
-        return cls(num_tokens, counts, num_microbatches, digest, weight, bool(flags & 1), bool(flags & 2))
+        asked = (bool(flags & bit) for bit in (1, 2, 4))
+        return cls(num_tokens, counts, num_microbatches, digest, weight, *asked, step=step)
 
 
 def gather_reports(report: BatchReport, group: dist.ProcessGroup | None) -> list[BatchReport]:
@@ -155,6 +163,8 @@ def check_reports(
     failed = [rank for rank, report in enumerate(reports) if report.failed]
     if failed:
         raise PipelineError(f"rank(s) {', '.join(map(str, failed))} cannot use their batch; their message says why")
+    if len(steps := {report.step for report in reports}) > 1:
+        raise PipelineError(f"ranks take different steps: {', '.join(map(str, sorted(steps)))}")
     pipelines: dict[int, list[int]] = {}
     for rank in range(len(reports)):
         pipelines.setdefault(coordinates(rank).dp, []).append(rank)

@@ -20,7 +20,7 @@ from torch import Tensor
 from penstock.engine.parameter_groups import ParameterGroups
 from penstock.engine.rates import Rates
 from penstock.engine.steppers import AdamW, Block, OwnedState, Stepper, all_state_kinds, steppers_for
-from penstock.parallel import Bucket, GradientBuckets
+from penstock.parallel import Bucket, GradientBuckets, Reduction
 from penstock.parallel.host import gather_json
 from penstock.settings import LearningRate, OptimizerConfig
 
@@ -132,6 +132,8 @@ class Optimizer:
     num_steps: int
     #: learning rate of the last step that succeeded
     learning_rate: float
+    #: parameters, of any rank, that were thawed later -> the number of updates before
+    since: Mapping[str, int]
     #: steps that succeeded
     _num_updates: int
     #: ranks that hold the model between them
@@ -165,6 +167,7 @@ class Optimizer:
         self.scaler = scaler
         self.num_steps = 0
         self._num_updates = 0
+        self.since = {}
         rate = self.config.learning_rate
         self.learning_rate = rate(0) if isinstance(rate, LearningRate) else 0.0
         self._group = group
@@ -241,6 +244,11 @@ class Optimizer:
         return {f"optimizer.{kind}.{name}": state for (kind, name), state in states.items()}
 
     @property
+    def reductions(self) -> dict[str, Reduction]:
+        """Parameters that ranks step -> the ranks over which their gradients are summed, and which step them."""
+        return {place.name: bucket.reduction for bucket in self._stepped for place in bucket.places}
+
+    @property
     def state_kinds(self) -> set[str]:
         """All kinds of state that a rank may hold."""
         return all_state_kinds(self.groups.rules) | {_MASTER}
@@ -258,6 +266,7 @@ class Optimizer:
             "num_updates": self._num_updates,
             "learning_rate": self.learning_rate,
             "scaler": None if self.scaler is None else self.scaler.state(),
+            **({"since": dict(self.since)} if self.since else {}),
         }
 
     def load_progress(self, progress: Mapping[str, Any]) -> None:
@@ -265,8 +274,9 @@ class Optimizer:
         self.num_steps = int(progress["num_steps"])
         self.learning_rate = float(progress["learning_rate"])
         self._num_updates = int(progress["num_updates"])
+        self.since = dict(progress.get("since", {}))
         for stepper in self._steppers:
-            stepper.continue_from(self._num_updates)
+            stepper.continue_from(self._num_updates, self.since)
         if self.scaler is not None and progress["scaler"] is not None:
             self.scaler.load_state(progress["scaler"])
         self._publish_masters()

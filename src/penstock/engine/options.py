@@ -1,9 +1,12 @@
 """The options with which an engine runs a model: plain, frozen, checked once."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from penstock.schedule.choice import ScheduleChoice
 from penstock.settings import (
+    ConfigError,
     ContextForm,
     Device,
     OptimizerConfig,
@@ -15,6 +18,7 @@ from penstock.settings import (
     TrainConfig,
     same_as,
 )
+from penstock.settings.read import nearest
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,15 @@ class EngineOptions(Settings):
     def cut(self) -> tuple[int, ...] | None:
         """Units of each stage, by hand; None for the cut with the fastest slowest rank."""
         return self.choice.settings.cut
+
+
+def changed(options: EngineOptions | None, changes: Mapping[str, Any]) -> EngineOptions:
+    """The options with some replaced, by name. Raises: ConfigError for a name that none has; names the nearest one."""
+    options = options or EngineOptions()
+    known = [field.name for field in fields(options)]
+    if unknown := sorted(changes.keys() - known):
+        raise ConfigError(f"an engine has no option {unknown[0]!r}; the nearest one is {nearest(unknown[0], known)!r}")
+    return replace(options, **changes) if changes else options
 
 
 def _typical_lengths(config: RunConfig) -> tuple[int, ...]:

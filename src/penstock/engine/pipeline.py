@@ -62,7 +62,7 @@ class Pipeline:
         units: the model in order, or a function that makes it from the groups that share it.
         hidden_size: width of the residual stream that stages pass on.
         layout: the grid of processes.
-        options: schedule, precision, optimizer and the rest.
+        options: schedule, precision, optimizer and the rest; an engine also takes each by its name.
 
     Raises:
         ValueError: the layout does not fit the world, or the model cannot be cut so.
@@ -301,9 +301,9 @@ class Pipeline:
         """Count the records that follow as those of a new step or pass."""
         self.recorder.begin_step(self.step)
 
-    def count_step(self) -> int:
-        """Count one more optimizer step; returns its number."""
-        self.step += 1
+    def count_step(self, number: int | None = None) -> int:
+        """Count one more optimizer step, or go on to that of an absolute number; returns its number."""
+        self.step = self.step + 1 if number is None else number
         return self.step
 
     def continue_from(self, step: int) -> None:

@@ -90,7 +90,7 @@ class ModelState:
     def load_progress(self, progress: dict[str, Any]) -> None:
         """Go on from there, after the tensors of `state` have been loaded."""
         self.pipeline.continue_from(int(progress["step"]))
-        self.trainer.optimizer.load_progress(progress["optimizer"])
+        self.trainer.load_progress(progress["optimizer"])
 
     def save(self, path: str | Path, extra: Any = None, keep: int = 1) -> None:
         """Save weights, buffers, optimizer, step and random numbers as a checkpoint in the folder; all ranks call it.

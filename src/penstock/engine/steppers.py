@@ -6,7 +6,7 @@ the parameters themselves. Norms, clipping, masters, ZeRO, checkpoints and memor
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -32,8 +32,6 @@ class Block:
     gradient: Tensor
     #: the parameters' elements in both
     places: Sequence[Place]
-    #: the number of updates that the run had taken when these parameters were first stepped
-    since: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,8 +56,12 @@ class Stepper(Protocol):
         """(kind of state, full name) -> the state, to be saved, or loaded in place and then `continue_from`."""
         ...
 
-    def continue_from(self, num_updates: int, names: Iterable[str] | None = None) -> None:
-        """Go on as if the run had taken this number of updates; `state` is set, for `names` alone if they are given."""
+    def continue_from(self, num_updates: int, since: Mapping[str, int]) -> None:
+        """Go on as if the run had taken this number of updates; `state` is set.
+
+        since: full name -> the number of updates after which a parameter was first stepped, if not the first; those
+        of one block have the same.
+        """
         ...
 
     @property
@@ -113,9 +115,9 @@ class AdamW:
             for place in block.places
         }
 
-    def continue_from(self, num_updates: int, names: Iterable[str] | None = None) -> None:
+    def continue_from(self, num_updates: int, since: Mapping[str, int]) -> None:
         for block, number in zip(self._blocks, self._num_updates, strict=True):
-            number.fill_(num_updates - block.since)
+            number.fill_(num_updates - max((since.get(place.name, 0) for place in block.places), default=0))
 
     @property
     def state_bytes(self) -> int:
@@ -167,19 +169,13 @@ class TorchStepper:
                     found[kind, piece.place.name] = OwnedState(None, number.fill_(value))
         return found
 
-    def continue_from(self, num_updates: int, names: Iterable[str] | None = None) -> None:
-        if self._optimizer is None or num_updates == 0:
-            self._prepared.clear()
-            return
-        wanted = None if names is None else set(names)
-        for piece, own in self._states():
-            if wanted is not None and piece.place.name not in wanted:
-                continue
-            for kind, value in own.items():
-                if isinstance(value, int | float) and (kind, piece.place.name) in self._numbers:
-                    own[kind] = type(value)(self._numbers[kind, piece.place.name].item())
-            self._optimizer.state[piece.parameter] = own
-            self._prepared.pop(piece.place.name, None)
+    def continue_from(self, num_updates: int, since: Mapping[str, int]) -> None:
+        for piece, own in self._states() if self._optimizer is not None and num_updates else []:
+            name = piece.place.name
+            if since.get(name, 0) < num_updates:
+                numbers = {kind: self._numbers.get((kind, name)) for kind in own}
+                kept = {kind: type(own[kind])(n.item()) for kind, n in numbers.items() if n is not None}
+                self._optimizer.state[piece.parameter] = {**own, **kept}
         self._prepared.clear()
 
     @property

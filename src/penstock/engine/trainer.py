@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -18,9 +18,10 @@ from penstock.data import MicroBatchSpec, PackedBatch
 from penstock.engine.aux_losses import AuxLossReport, AuxLossTracker
 from penstock.engine.loss_metrics import LossMetrics
 from penstock.engine.losses import LossFn, LossWeightFn, checked_loss, loss_factors
-from penstock.engine.microbatches import AgreedSplit, agree_on_microbatches
+from penstock.engine.microbatches import AgreedSplit, BatchReport, agree_on_microbatches
 from penstock.engine.optimizer import LossScaler, Optimizer, Update
 from penstock.engine.pipeline import Pipeline
+from penstock.engine.trained import TrainedParameters, WholeState
 from penstock.model import kept_random_state
 from penstock.parallel import GradientBuckets, share_buffers, sum_tied
 from penstock.runtime import Feed
@@ -81,17 +82,63 @@ class Trainer:
     aux_losses: AuxLossTracker
     #: steps the parameters of this rank, or with ZeRO its shard of them
     optimizer: Optimizer
+    #: this rank's parameters, and which of them are trained
+    _trained: TrainedParameters
+    #: full names of all that is trained, on any rank
+    _names: set[str]
     #: True if this rank was asked to end after the next step
     _stop_requested: bool
 
     def __init__(self, pipeline: Pipeline) -> None:
         self.pipeline, self._stop_requested = pipeline, False
-        self.gradients = _make_buckets(pipeline)
+        self._trained = TrainedParameters(pipeline.parameters())
+        self._names = self._trained.agree(pipeline.ties.owners, pipeline.grid.control)
+        self.gradients = _make_buckets(pipeline, {})
         # Parameters have moved into their buckets.
         pipeline.lend_weights()
         self.aux_losses = AuxLossTracker(pipeline)
         self.optimizer = _make_optimizer(pipeline, list(self.gradients.values()))
         pipeline.recovery.around_renewal(undo=self._forget_reductions, redo=self._gather_weights)
+
+    def refit(self, since: Mapping[str, int] | None = None) -> None:
+        """Give gradients and optimizer state to exactly the parameters that require a gradient now.
+
+        Parameters that are trained already keep their state; others begin without one. All ranks call it, and
+        `train_batch` does where a parameter was frozen or thawed. since: see `Optimizer.since`.
+
+        Raises:
+            ValueError: ranks disagree on a parameter, or on two that are tied; on all ranks alike.
+        """
+        pipeline, old = self.pipeline, self.optimizer
+        trained = self._trained.agree(pipeline.ties.owners, pipeline.grid.control)
+        progress = old.progress()
+        if since is None:
+            new = trained - self._names
+            since = {name: number for name, number in old.since.items() if name in trained - new}
+            since |= dict.fromkeys(new if progress["num_updates"] else (), progress["num_updates"])
+        self._names = trained
+        state = WholeState.of(old, pipeline.device, pipeline.grid.control)
+        places = [place for of_stage in self.gradients.values() for place in of_stage.places]
+        for of_stage in self.gradients.values():
+            of_stage.close()
+        for place in places:
+            if not place.parameter.requires_grad:
+                # The bucket's memory goes.
+                place.parameter.data = place.parameter.detach().clone()
+        self.gradients = _make_buckets(pipeline, since)
+        pipeline.lend_weights()
+        pipeline.casts.renew()
+        self.optimizer = _make_optimizer(pipeline, list(self.gradients.values()))
+        self.optimizer.scaler = old.scaler
+        state.give(self.optimizer)
+        self.optimizer.load_progress(progress | {"since": since})
+
+    def load_progress(self, progress: Mapping[str, Any]) -> None:
+        """Go on from an optimizer's `progress`, after its state has been loaded."""
+        since = progress.get("since", {})
+        if since != self.optimizer.since:
+            self.refit(since)
+        self.optimizer.load_progress(progress)
 
     def train_batch(
         self,
@@ -100,12 +147,14 @@ class Trainer:
         loss_weight_fn: LossWeightFn,
         micro_batches: MicroBatchSpec | None = None,
         normalize: Normalize | str = Normalize.GLOBAL,
+        step: int | None = None,
     ) -> TrainResult:
         """One optimizer step on `batch`; every rank of the grid calls it, ranks of one pipeline with the same batch.
 
         `loss_fn(output, microbatch)` gives the sum of the microbatch's losses from the last stage's output (logits
         [T, V]), or that and a dict of numbers to report, each a `Metric`. `loss_weight_fn(microbatch)` gives its weight
-        in the denominator.
+        in the denominator. `step` is the step's absolute number, on which rates depend; left out, one more than that of
+        the last step. Parameters are trained if they require a gradient now.
 
         Raises:
             ZeroLossWeight, PipelineError, ValueError: on all ranks alike, before anything is computed.
@@ -117,11 +166,13 @@ class Trainer:
             raise ValueError("this engine was made with learns=False, to score and generate; make one that learns")
         start, normalize, loss_scale = time.perf_counter(), Normalize.parse(normalize), self.optimizer.loss_scale
         self.pipeline.begin_recording()
+        number = self.pipeline.step + 1 if step is None else step
+        asked = BatchReport(stop=self._stop_requested, refit=self._trained.changed, step=_checked_step(number))
         measured, recovery = LossMetrics(loss_fn), self.pipeline.recovery
         with recovery.joined():
-            agreed = agree_on_microbatches(
-                self.pipeline, batch, micro_batches, loss_weight_fn, stop=self._stop_requested
-            )
+            agreed = agree_on_microbatches(self.pipeline, batch, micro_batches, loss_weight_fn, asked=asked)
+            if agreed.refit:
+                self.refit()
             factors = self._loss_factors(agreed, loss_weight_fn, normalize)
             with recovery.alone():
                 feeds = self._feeds(agreed, measured, [factor * loss_scale for factor in factors])
@@ -130,8 +181,8 @@ class Trainer:
                 loss, num_metrics = measured.total(self.pipeline, losses)
             metrics = measured.reduced(self.pipeline, num_metrics)
             with recovery.alone(stepping=True):
-                update, aux_losses = self._step(feeds, loss_scale)
-        step, step_time_s = self.pipeline.count_step(), time.perf_counter() - start
+                update, aux_losses = self._step(feeds, loss_scale, number)
+        step, step_time_s = self.pipeline.count_step(number), time.perf_counter() - start
         return TrainResult(
             step=step,
             loss=loss / loss_scale,
@@ -200,14 +251,14 @@ class Trainer:
         """Start summing the gradients of a local stage over ranks."""
         self.gradients[stage].launch()
 
-    def _step(self, feeds: Sequence[Feed], loss_scale: float) -> tuple[Update, AuxLossReport]:
+    def _step(self, feeds: Sequence[Feed], loss_scale: float, number: int) -> tuple[Update, AuxLossReport]:
         """Finish the gradients, clip them and step the weights; the casts of these are made anew."""
         pipeline = self.pipeline
         record = pipeline.recorder.begin(Action(Op.STEP))
         with pipeline.recorder.collective("finish the gradients and step"):
             self._finish_gradients()
             share_buffers(pipeline.buffers().values(), pipeline.grid.dp_cp_group)
-            update = self.optimizer.step(self.pipeline.step + 1)
+            update = self.optimizer.step(number)
             for buckets in self.gradients.values():
                 buckets.gather()
             pipeline.casts.renew()
@@ -224,15 +275,25 @@ class Trainer:
             sum_tied(ties, every, self.pipeline.grid.mirror_group)
 
 
-def _make_buckets(pipeline: Pipeline) -> dict[int, GradientBuckets]:
+def _checked_step(number: int) -> int:
+    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+        raise ValueError(f"step = {number!r} is not the number of a step; steps are counted from 1")
+    return number
+
+
+def _make_buckets(pipeline: Pipeline, since: Mapping[str, int]) -> dict[int, GradientBuckets]:
     """Gradient buckets of this rank's stages, into which their parameters move; none where nothing is learned."""
     if not pipeline.options.learns:
         return {}
+    reductions = dict(pipeline.sharding.reductions)
+    for name in reductions.keys() & since.keys():
+        # Parameters with another number of updates have buckets of their own.
+        reductions[name] = replace(reductions[name], alone=f"{reductions[name].alone} {since[name]}")
     found = {
         number: GradientBuckets(
             stage.named_parameters(),
             pipeline.grid.dp_cp_group,
-            reductions=pipeline.sharding.reductions,
+            reductions=reductions,
             observer=pipeline.recorder,
             group_of=pipeline.parameter_groups.number,
         )

@@ -112,7 +112,8 @@ class _LinearFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: "Linear") -> Tensor:
-        ctx.save_for_backward(x, weight)
+        # A frozen layer needs no input for its backward.
+        ctx.save_for_backward(x if weight.requires_grad or bias is not None else None, weight)
         ctx.layer = layer
         return layer.product(x)
 
@@ -123,7 +124,9 @@ class _LinearFunction(torch.autograd.Function):
         grad_TO = grad.reshape(-1, grad.shape[-1])
         grad_x = grad_weight = grad_bias = None
         if needs_x:
-            grad_x = layer.matmul.input_gradient(grad_TO, weight.to(x.dtype)).view_as(x)
+            grad_x = layer.matmul.input_gradient(grad_TO, weight.to(grad_TO.dtype)).view(*grad.shape[:-1], -1)
+        if not (needs_weight or needs_bias):
+            return grad_x, None, None, None
         pending = PendingGradient(
             layer.weight if needs_weight else None,
             layer.bias if needs_bias else None,

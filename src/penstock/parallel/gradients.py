@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -75,7 +75,7 @@ class GradientBuckets:
             name: view for bucket in self.buckets for name, view in bucket.views(bucket.gradients).items()
         }
         self._hooks = []
-        for place in self._places():
+        for place in self.places:
             view = self._gradients[place.name]
             place.parameter.main_grad = view  # type: ignore[attr-defined]
             hook = _add_and_drop if is_16_bit(place.parameter) else _keep_in_view
@@ -90,7 +90,7 @@ class GradientBuckets:
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:
         """All parameters by full name."""
-        return {place.name: place.parameter for place in self._places()}
+        return {place.name: place.parameter for place in self.places}
 
     def gradient(self, name: str) -> Tensor:
         """One parameter's gradient as a view: fp32, or fp64 for an fp64 parameter."""
@@ -102,7 +102,7 @@ class GradientBuckets:
         self.wait()
         for bucket in self.buckets:
             bucket.gradients.zero_()
-        for place in self._places():
+        for place in self.places:
             place.parameter.grad = None if is_16_bit(place.parameter) else self._gradients[place.name]
 
     def launch(self) -> None:
@@ -184,12 +184,14 @@ class GradientBuckets:
         self.settle()
         for hook in self._hooks:
             hook.remove()
-        for place in self._places():
+        for place in self.places:
             place.parameter.grad = None
             del place.parameter.main_grad  # type: ignore[attr-defined]
 
-    def _places(self) -> Iterator[Place]:
-        return (place for bucket in self.buckets for place in bucket.places)
+    @property
+    def places(self) -> list[Place]:
+        """All parameters, in the order of the buckets."""
+        return [place for bucket in self.buckets for place in bucket.places]
 
 
 def sum_tied(ties: Mapping[str, str], gradients: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> None:

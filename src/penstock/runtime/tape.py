@@ -52,7 +52,12 @@ class Tape:
     weight_gradients: list[PendingGradient] = field(default_factory=list)
 
     def record(self, leaf: Tensor | None, output: Tensor) -> None:
-        """Note the segment that led from `leaf` to `output`; only the output's gradient edge is kept."""
+        """Note the segment that led from `leaf` to `output`; only the output's gradient edge is kept.
+
+        A segment without a leaf whose parameters are all frozen has no backward.
+        """
+        if leaf is None and not output.requires_grad:
+            return
         self.segments.append(GraphSegment(leaf, get_gradient_edge(output)))
 
 

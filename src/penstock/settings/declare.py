@@ -41,7 +41,7 @@ class NamedValue(enum.StrEnum):
         return next((member for member in cls if member.value.replace("_", "-") == wanted), None)
 
 
-class Record:
+class TableValue:
     """A setting that is a table in files: plain values by name."""
 
     @classmethod
@@ -243,10 +243,10 @@ def with_values(settings: S, values: Mapping[tuple[str, ...], Any]) -> S:
 
 
 def plain(value: Any) -> Any:
-    """The value in JSON and messages: an enum's member as its name, a record as its table."""
-    if isinstance(value, Record):
+    """The value in JSON and messages: an enum's member as its name, a table as one."""
+    if isinstance(value, TableValue):
         return value.table()
-    if isinstance(value, tuple) and any(isinstance(item, Record) for item in value):
+    if isinstance(value, tuple) and any(isinstance(item, TableValue) for item in value):
         return [plain(item) for item in value]
     return value.value if isinstance(value, enum.Enum) else value
 
@@ -278,10 +278,10 @@ def describe(kind: Any) -> str:
     if possible(kind):
         *first, last = [json.dumps(choice) for choice in possible(kind)]
         return f"{', '.join(first)} or {last}" if first else last
-    if is_record(kind):
+    if is_table(kind):
         return "a table"
     if get_origin(kind) is tuple:
-        return "a list of tables" if is_record(get_args(kind)[0]) else "a list of integers"
+        return "a list of tables" if is_table(get_args(kind)[0]) else "a list of integers"
     return {int: "an integer", float: "a number", bool: "true or false", str: "a text"}[kind]
 
 
@@ -290,9 +290,9 @@ def is_union(kind: Any) -> bool:
     return get_origin(kind) in (typing.Union, types.UnionType)
 
 
-def is_record(kind: Any) -> bool:
+def is_table(kind: Any) -> bool:
     """Return whether a type is that of a table."""
-    return isinstance(kind, type) and issubclass(kind, Record)
+    return isinstance(kind, type) and issubclass(kind, TableValue)
 
 
 def _match(kind: Any, value: Any) -> tuple[bool, Any]:
@@ -309,7 +309,7 @@ def _match(kind: Any, value: Any) -> tuple[bool, Any]:
             return False, value
     if get_origin(kind) is Literal:
         return isinstance(value, str) and value in get_args(kind), value
-    if is_record(kind):
+    if is_table(kind):
         if isinstance(value, Mapping):
             return True, kind.read(value)
         return isinstance(value, kind), value

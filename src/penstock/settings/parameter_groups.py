@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Self, cast
 
-from penstock.settings.declare import ConfigError, NamedValue, Record
+from penstock.settings.declare import ConfigError, NamedValue, TableValue
 
 Course = Callable[[int], float]
 """The value of a hyperparameter at each step, counted from 1."""
@@ -32,7 +32,7 @@ class OptimizerName(NamedValue):
 
 
 @dataclass(frozen=True)
-class Arguments(Record):
+class Arguments(TableValue):
     """Further arguments of an optimizer's class, by name.
 
     >>> Arguments.read({"momentum": 0.9}).values
@@ -50,7 +50,7 @@ class Arguments(Record):
 
 
 @dataclass(frozen=True)
-class ParameterGroup(Record):
+class ParameterGroup(TableValue):
     """Hyperparameters of the parameters whose full names match a pattern; what is left out is the optimizer's.
 
     A parameter belongs to the first group that matches it. In a pattern `*` stands for any text, dots included.

@@ -12,7 +12,7 @@ from penstock.settings.declare import (
     Setting,
     Settings,
     describe,
-    is_record,
+    is_table,
     is_union,
     possible,
     with_values,
@@ -108,7 +108,7 @@ def from_words(own: Setting, words: Sequence[str]) -> Any:
 
 def _read_words(kind: Any, words: Sequence[str]) -> tuple[bool, Any]:
     """Read words as a value of a type; returns whether they are one, and the value."""
-    if is_record(kind) or (get_origin(kind) is tuple and is_record(get_args(kind)[0])):
+    if is_table(kind) or (get_origin(kind) is tuple and is_table(get_args(kind)[0])):
         try:
             return True, tomllib.loads(f"value = {' '.join(words)}")["value"]
         except tomllib.TOMLDecodeError:
