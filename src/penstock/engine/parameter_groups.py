@@ -204,12 +204,13 @@ def _decay(config: OptimizerConfig, pattern: ParameterGroup, is_vector: bool) ->
     """The course of a group's weight decay; None where the optimizer decides."""
     own = pattern.weight_decay
     if own is None:
-        return _constant(0.0) if is_vector else config.weight_decay
-    return own if callable(own) else _constant(own)
+        return _course(0.0 if is_vector else config.weight_decay)
+    return _course(own)
 
 
-def _constant(value: float) -> Course:
-    return lambda step: value
+def _course(value: Course | float | None) -> Course | None:
+    """A number as a course of one value."""
+    return value if value is None or callable(value) else lambda step: value
 
 
 def _base_rate(config: OptimizerConfig, pattern: ParameterGroup) -> float | None:
@@ -227,11 +228,11 @@ def _rate(config: OptimizerConfig, pattern: ParameterGroup) -> Course | None:
     if config.scheduler is not None:
         return None
     if own is None:
-        return usual
+        return _course(usual)
     if isinstance(usual, LearningRate) and own > 0:
         factor = own / usual.peak
         return replace(usual, peak=own, floor=usual.floor * factor, initial=usual.initial * factor)
-    return None if usual is None else _constant(own)
+    return None if usual is None else _course(own)
 
 
 def _refuse_unused(config: OptimizerConfig, pattern: ParameterGroup, kind: OptimizerKind) -> None:

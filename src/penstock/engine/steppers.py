@@ -170,12 +170,14 @@ class TorchStepper:
         return found
 
     def continue_from(self, num_updates: int, since: Mapping[str, int]) -> None:
-        for piece, own in self._states() if self._optimizer is not None and num_updates else []:
+        optimizer = self._optimizer
+        for piece, own in self._states() if num_updates else []:
+            assert optimizer is not None
             name = piece.place.name
             if since.get(name, 0) < num_updates:
                 numbers = {kind: self._numbers.get((kind, name)) for kind in own}
                 kept = {kind: type(own[kind])(n.item()) for kind, n in numbers.items() if n is not None}
-                self._optimizer.state[piece.parameter] = {**own, **kept}
+                optimizer.state[piece.parameter] = {**own, **kept}
         self._prepared.clear()
 
     @property

@@ -68,7 +68,7 @@ class TrainedParameters:
 class WholeState:
     """The optimizer's state of this rank's parameters, whole although ranks step them in parts."""
 
-    #: ``optimizer.<kind>.<parameter>`` -> True if it has one value for each element of its parameter, and the tensor, flat in that case
+    #: ``optimizer.<kind>.<parameter>`` -> True if it has one value for each of the parameter's elements, and the tensor
     tensors: Mapping[str, tuple[bool, Tensor]]
 
     @classmethod

@@ -113,9 +113,9 @@ class Trainer:
         trained = self._trained.agree(pipeline.ties.owners, pipeline.grid.control)
         progress = old.progress()
         if since is None:
-            new = trained - self._names
-            since = {name: number for name, number in old.since.items() if name in trained - new}
-            since |= dict.fromkeys(new if progress["num_updates"] else (), progress["num_updates"])
+            new, num_updates = trained - self._names, int(progress["num_updates"])
+            kept = {name: number for name, number in old.since.items() if name in trained - new}
+            since = {**kept, **{name: num_updates for name in new if num_updates}}
         self._names = trained
         state = WholeState.of(old, pipeline.device, pipeline.grid.control)
         places = [place for of_stage in self.gradients.values() for place in of_stage.places]

@@ -191,12 +191,12 @@ class OptimizerConfig(Settings, section="optimizer"):
     """
 
     #: with a `factory`: the default, or None, for the rates with which that makes its optimizer
-    learning_rate: LearningRate | Course | None = LearningRate()
+    learning_rate: LearningRate | Course | float | None = LearningRate()
     beta1: float = setting(0.9, "Decay of the mean of gradients (Adam's family).", _FORGETS)
     beta2: float = setting(0.95, "Decay of the mean of squared gradients (Adam's family).", _FORGETS)
     eps: float = setting(1e-8, "Added to the root of the mean of squared gradients (Adam's family).", ABOVE_0)
     #: with a `factory`: as `learning_rate`
-    weight_decay: WeightDecay | Course | None = WeightDecay()
+    weight_decay: WeightDecay | Course | float | None = WeightDecay()
     clip_norm: float = setting(1.0, "Gradients are clipped to this global norm; 0 for no clipping.", AT_LEAST_0)
     zero: bool = setting(
         False,

@@ -132,5 +132,6 @@ def _fits(name: str, value: Any) -> bool:
         return isinstance(value, Mapping)
     if value is None or (callable(value) and name in ("learning_rate", "weight_decay")):
         return True
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    return number and 0 <= value < (1 if name.startswith("beta") else float("inf"))
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return 0 <= value < (1 if name.startswith("beta") else float("inf"))
