@@ -27,6 +27,7 @@ from penstock.settings import Layout, Normalize, RunConfig, SamplingParams
 
 class Engine(ModelState):
     """Trains, scores and generates with a model given as a list of units (arguments and errors: see `Pipeline`).
+
     Every process of the layout constructs it at the same point, torch.distributed being initialised (a layout of one
     process needs none), and calls its methods in the same order. Several engines may live in one process.
 
@@ -107,10 +108,6 @@ class Engine(ModelState):
     ) -> TrainResult:
         """One optimizer step; see `Trainer.train_batch`. Ranks of one pipeline give the same batch."""
         return self.trainer.train_batch(batch, loss_fn, loss_weight_fn, micro_batches, normalize, step)
-
-    def request_stop(self) -> None:
-        """Ask all ranks to end after the next step: its `TrainResult.stop_requested` is true on each of them."""
-        self.trainer.request_stop()
 
     def evaluate(
         self,

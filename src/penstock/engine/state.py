@@ -128,6 +128,10 @@ class ModelState:
         restore_random_state([theirs["random"] for theirs in found.extras], rank, world_size)
         return values.get("extra")
 
+    def request_stop(self) -> None:
+        """Ask all ranks to end after the next step: its `TrainResult.stop_requested` is true on each of them."""
+        self.trainer.request_stop()
+
     def simulated(self, num_microbatches: int, costs: Costs) -> Timeline:
         """The simulated timeline of a step."""
         return self.pipeline.simulated(num_microbatches, costs)
