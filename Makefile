@@ -12,7 +12,7 @@ export PYTHONDONTWRITEBYTECODE :=
 setup: .venv/stamp
 
 # Packages are compiled here, on all cores: where Python may write no bytecode, each of a run's processes would do it.
-# A few modules are written for newer versions of Python, and can not be.
+# A few modules are written for newer versions of Python, and cannot be.
 .venv/stamp: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "Penstock needs Python 3.11 or newer; name one with make PYTHON=...")'
 	$(PYTHON) -m venv .venv

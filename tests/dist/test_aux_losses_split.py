@@ -41,7 +41,7 @@ def some_steps(rank: int, layout: Layout, schedule: str, num: int) -> list[dict[
         batch = batch_of(step, engine.grid.dp_rank, layout.dp)
         taken = engine.train_batch(batch, micro_batches=MicroBatchSpec(num=num))
         assert taken.num_microbatches == num
-        found.append({"loss": taken.loss, "grad_norm": taken.grad_norm, **taken.extras.losses})
+        found.append({"loss": taken.loss, "grad_norm": taken.grad_norm, **taken.aux_losses.losses})
     engine.close()
     return found
 

@@ -64,7 +64,7 @@ def _load_cut(rank: int, folder: Path, layout: Layout, cut: list[list[str]]) -> 
     assert info is not None
     loaded = {name: torch.zeros_like(_tensor(name, 0)) for name in cut[grid.pp_rank]}
     checkpointer.load(info, loaded)
-    return loaded, info.extras
+    return loaded, info.rank_values
 
 
 LAYOUTS: dict[str, tuple[Layout, list[list[str]]]] = {

@@ -60,7 +60,7 @@ class Outcome:
 
     losses: list[float]
     norms: list[float]
-    extras: list[tuple[Mapping[str, float], float | None]]
+    aux_losses: list[tuple[Mapping[str, float], float | None]]
     gradients: dict[str, Tensor]
     parameters: dict[str, Tensor]
     shards: dict[str, Shard]
@@ -109,7 +109,7 @@ def train(case: Case, layout: Layout, steps: list[list[Tensor]] | None = None) -
     outcome = Outcome(
         [r.loss for r in results],
         [r.grad_norm for r in results],
-        [(dict(r.extras.losses), r.extras.busiest_expert) for r in results],
+        [(dict(r.aux_losses.losses), r.aux_losses.busiest_expert) for r in results],
         {name: engine.gradient(name).clone() for name in trained},
         {name: p.detach().clone() for name, p in engine.parameters().items()},
         dict(engine.shards),
@@ -149,7 +149,9 @@ def test_any_schedule_gives_the_bits_of_one_process() -> None:
             for outcomes in by_rank:
                 found = outcomes[number]
                 assert (found.losses, found.norms) == (expected.losses, expected.norms), case
-                for (losses, busiest), (wanted, wanted_busiest) in zip(found.extras, expected.extras, strict=True):
+                for (losses, busiest), (wanted, wanted_busiest) in zip(
+                    found.aux_losses, expected.aux_losses, strict=True
+                ):
                     assert losses == pytest.approx(wanted, rel=1e-6), case
                     assert busiest == wanted_busiest, case
                 for name, gradient in found.gradients.items():
@@ -213,7 +215,7 @@ def test_ranks_that_share_a_predicting_head_learn_what_one_learns(layouts: list[
         held: set[str] = set()
         for outcomes in by_rank:
             check_equal(outcomes[number], alone[PREDICTING.index(case)], layout)
-            assert "prediction" in outcomes[number].extras[0][0]
+            assert "prediction" in outcomes[number].aux_losses[0][0]
             held |= {name for name in outcomes[number].shards if name.startswith("head.")}
         assert "head.embedding.weight" in held and "head.predictions.0.attention.q.weight" in held
 
@@ -234,7 +236,7 @@ def test_padding_changes_neither_routing_nor_its_losses() -> None:
     for outcomes in run_ranks(2, train_with_padding, Layout(tp=2)):
         for found, expected in zip(outcomes, alone, strict=True):
             check_equal(found, expected, Layout(tp=2))
-            assert {"sequence_balance", "global_balance", "z"} <= set(found.extras[0][0])
+            assert {"sequence_balance", "global_balance", "z"} <= set(found.aux_losses[0][0])
             # What was counted: each expert's share of the last step's 16 tokens, two to each.
             loads = {name: value for name, value in found.parameters.items() if name.endswith("balance.load")}
             assert loads
@@ -247,7 +249,7 @@ def test_padding_changes_neither_routing_nor_its_losses() -> None:
 def check_equal(found: Outcome, expected: Outcome, layout: Layout) -> None:
     assert found.losses == pytest.approx(expected.losses, rel=1e-12), layout
     assert found.norms == pytest.approx(expected.norms, rel=1e-12), layout
-    for (losses, busiest), (wanted, wanted_busiest) in zip(found.extras, expected.extras, strict=True):
+    for (losses, busiest), (wanted, wanted_busiest) in zip(found.aux_losses, expected.aux_losses, strict=True):
         assert losses == pytest.approx(wanted, rel=1e-12), layout
         assert busiest == wanted_busiest, layout
     for held, whole in (

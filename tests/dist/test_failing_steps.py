@@ -158,7 +158,7 @@ def train(rank: int, case: Case, fails: bool) -> dict[str, Any]:
             if mend is not None:
                 mend()
         result = engine.train_batch(batch, micro_batches=MicroBatchSpec(NUM_MICROBATCHES))
-        results.append((result.loss, result.grad_norm, result.extras, result.num_microbatches, result.step))
+        results.append((result.loss, result.grad_norm, result.aux_losses, result.num_microbatches, result.step))
     state = {name: p.detach().clone() for name, p in engine.parameters().items()}
     state |= {
         f"{n}.{name}": buffer.clone()

@@ -93,7 +93,7 @@ def _figures(engine: Engine, config: RunConfig, data: RunData) -> dict[str, Any]
         "training_loss": statistics.mean(result.loss for result in taken),
         "validation_loss": engine.evaluate(data.validation(DataShard()), micro_batches=spec),
     }
-    busiest = [result.extras.busiest_expert for result in taken if result.extras.busiest_expert is not None]
+    busiest = [result.aux_losses.busiest_expert for result in taken if result.aux_losses.busiest_expert is not None]
     if busiest:
         figures["busiest_expert"] = spread(busiest)
     return figures

@@ -92,10 +92,10 @@ class TrainLoop:
         self.checkpoints.load(found, self.engine.state())
         rank, world_size = self.engine.grid.rank, self.engine.grid.world_size
         # State that all ranks share can be taken from any; the rest makes sense only in the same layout.
-        extras = found.extras[rank if len(found.extras) == world_size else 0]
-        self.engine.load_progress(extras["engine"])
-        self.loader.load_state_dict(extras["loader"])
-        restore_random_state([theirs["random"] for theirs in found.extras], rank, world_size)
+        values = found.rank_values[rank if len(found.rank_values) == world_size else 0]
+        self.engine.load_progress(values["engine"])
+        self.loader.load_state_dict(values["loader"])
+        restore_random_state([theirs["random"] for theirs in found.rank_values], rank, world_size)
         step = self.engine.step
         self._saved_step = step
         self.result = replace(self.result, step=step, resumed_from=step)
@@ -209,7 +209,7 @@ class _RunReporter:
                     "tokens_per_s": taken.num_tokens / seconds if seconds else 0.0,
                     "idle_share": taken.idle_share,
                     "step_time_s": seconds,
-                    **taken.extras.metrics(),
+                    **taken.aux_losses.metrics(),
                 },
             )
         self._progress.step(StepFigures(taken.step, taken.loss, taken.num_tokens, taken.step_time_s, taken.idle_share))

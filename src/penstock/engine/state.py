@@ -122,10 +122,10 @@ class ModelState:
             found = saved.existing()
             saved.check_used(found, own, ignored="" if pipeline.options.learns else "optimizer.")
             saved.load(found, own)
-        values = found.extras[rank if len(found.extras) == world_size else 0]
+        values = found.rank_values[rank if len(found.rank_values) == world_size else 0]
         self.load_progress(values["engine"])
         pipeline.casts.renew()
-        restore_random_state([theirs["random"] for theirs in found.extras], rank, world_size)
+        restore_random_state([theirs["random"] for theirs in found.rank_values], rank, world_size)
         return values.get("extra")
 
     def request_stop(self) -> None:

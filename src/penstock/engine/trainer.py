@@ -62,7 +62,7 @@ class TrainResult:
     #: True if some rank was asked to end after this step
     stop_requested: bool
     #: auxiliary losses, and the experts' load
-    extras: AuxLossReport
+    aux_losses: AuxLossReport
     #: numbers that the loss function reported, over all microbatches and ranks
     metrics: Mapping[str, float] = field(default_factory=dict)
 
@@ -195,7 +195,7 @@ class Trainer:
             step_time_s=step_time_s,
             idle_share=1.0 - sum(e.end - e.start for e in self.pipeline.recorder.events()) / step_time_s,
             stop_requested=agreed.stop_requested,
-            extras=aux_losses,
+            aux_losses=aux_losses,
             metrics=metrics,
         )
 

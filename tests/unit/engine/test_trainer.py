@@ -72,8 +72,8 @@ def test_the_loss_scale_of_fp16_shows_in_no_loss_and_no_gradient() -> None:
     assert (exact.loss_scale, found.loss_scale) == (1.0, 2.0**16) and found.success
     assert found.loss == pytest.approx(exact.loss, rel=0.01)
     assert found.grad_norm == pytest.approx(exact.grad_norm, rel=0.01)
-    assert set(exact.extras.losses) == {"balance", "sequence_balance", "global_balance", "z", "prediction"}
-    assert dict(found.extras.losses) == pytest.approx(dict(exact.extras.losses), rel=0.01)
+    assert set(exact.aux_losses.losses) == {"balance", "sequence_balance", "global_balance", "z", "prediction"}
+    assert dict(found.aux_losses.losses) == pytest.approx(dict(exact.aux_losses.losses), rel=0.01)
     assert gradients.keys() == exact_gradients.keys()
     for name, gradient in gradients.items():
         assert (gradient - exact_gradients[name]).norm() <= 0.05 * exact_gradients[name].norm(), name
@@ -93,7 +93,7 @@ def losses_of_indifferent_routers(batch: PackedBatch, normalize: Normalize, num_
             if name.endswith("router.logits.weight"):
                 parameter.zero_()
     result = engine.train_batch(batch, micro_batches=MicroBatchSpec(num=num_microbatches), normalize=normalize)
-    return dict(result.extras.losses)
+    return dict(result.aux_losses.losses)
 
 
 def expected_losses(share: float = 1.0) -> dict[str, float]:

@@ -93,7 +93,7 @@ class CheckpointInfo:
     #: the settings that make the run what it is
     identity: Mapping[str, Any]
     #: each rank's JSON value, in rank order
-    extras: tuple[Any, ...]
+    rank_values: tuple[Any, ...]
     #: stored name -> the tensor
     tensors: Mapping[str, TensorRecord]
     #: file name -> the file
@@ -102,7 +102,7 @@ class CheckpointInfo:
     @property
     def extra(self) -> Any:
         """Rank 0's JSON value."""
-        return self.extras[0]
+        return self.rank_values[0]
 
     @property
     def stored(self) -> dict[str, tuple[StoredSlice, ...]]:
@@ -137,7 +137,7 @@ def write_manifest(info: CheckpointInfo) -> None:
         "format": _FORMAT,
         "step": info.step,
         "identity": info.identity,
-        "extras": info.extras,
+        "extras": info.rank_values,
         "tensors": {name: record.to_json() for name, record in info.tensors.items()},
         "files": {name: {"size_bytes": f.size_bytes, "sha256": f.sha256} for name, f in info.files.items()},
     }

@@ -175,8 +175,8 @@ class Checkpointer(CheckpointReader):
 
     def _publish(self, staging: Path, step: int, plan: _SavePlan, reports: list[dict[str, Any]]) -> None:
         files = {name: FileRecord(**record) for report in reports for name, record in report["files"].items()}
-        extras = tuple(report["extra"] for report in reports)
-        write_manifest(CheckpointInfo(staging, step, self._identity, extras, plan.tensors, files))
+        values = tuple(report["extra"] for report in reports)
+        write_manifest(CheckpointInfo(staging, step, self._identity, values, plan.tensors, files))
         target = self.folder / folder_name(step)
         if target.exists():
             target.rename(self.folder / f"{_REPLACED}{target.name}")

@@ -39,7 +39,7 @@ def combined_interleaved(
 
     Raises: ValueError for counts below one.
 
-    Source: Megatron Core, combined 1F1B with virtual stages (arXiv 2603.07685).
+    Source: Megatron Core, combined 1F1B with interleaved stages (arXiv 2603.07685).
     """
     return _combined("combined-interleaved", ranks, microbatches, stages_per_rank, group_size, split_backward)
 
