@@ -165,17 +165,20 @@ class GenerateResult:
 class Generator:
     """Generates on a pipeline's stages, with the weights as they are."""
 
+    #: stages, grid, transport and recorder
+    _pipeline: Pipeline
+    #: local stages with their KV caches, kept from call to call
+    decoders: Decoders
+    #: takes batches from other ranks ahead, in the running or last generation
+    _relay: HeaderRelay | None
+
     def __init__(self, pipeline: Pipeline) -> None:
-        #: stages, grid, transport and recorder
-        self._pipeline = pipeline
+        self._pipeline, self._relay = pipeline, None
         # Of a bidirectional model, the stages of the first copy generate.
         stages = [stage for n, stage in sorted(pipeline.stages.items()) if n < pipeline.placement.stages_per_route]
         # Under autocast weights are read from casts, which do not outlive a call, so nothing is captured.
         captures = pipeline.options.precision is not Precision.BF16_AUTOCAST
-        #: local stages with their KV caches, kept from call to call
         self.decoders = Decoders(stages, pipeline.boundary.dtype, pipeline.device, captures)
-        #: takes batches from other ranks ahead, in the running or last generation
-        self._relay: HeaderRelay | None = None
         pipeline.at_close(self.close)
         pipeline.recovery.around_renewal(undo=self._end_relay)
 
@@ -323,16 +326,16 @@ class Generator:
         return GenerateResult(tuple(loop.sequences), wall_s[0], busy_s, num_forwards, report.num_rounds)
 
 
+@dataclass(frozen=True, eq=False)
 class _Listeners:
     """Calls a user's functions on the rank of the first stage."""
 
-    def __init__(self, scheduler: Scheduler, on_token: OnToken | None, on_answer: OnAnswer | None) -> None:
-        #: decides what is computed; stopped when a listener wants it
-        self.scheduler = scheduler
-        #: called with the number of a sequence and its new token; if it returns true, the sequence ends
-        self.on_token = on_token
-        #: called with the number of a sequence that has ended, and with the sequence
-        self.on_answer = on_answer
+    #: decides what is computed; stopped when a listener wants it
+    scheduler: Scheduler
+    #: called with the number of a sequence and its new token; if it returns true, the sequence ends
+    on_token: OnToken | None
+    #: called with the number of a sequence that has ended, and with the sequence
+    on_answer: OnAnswer | None
 
     def hear(self, grown: list[schedule.Sequence]) -> None:
         """Report new tokens, and sequences that they have ended."""

@@ -14,6 +14,8 @@ from penstock.runtime import Stage
 class StepState:
     """Buffers of the stages' modules, such as running statistics, and the random number generators of torch."""
 
+    #: the device whose random numbers count beside the host's
+    _device: torch.device
     #: modules with their buffers' names, in one order
     _places: list[tuple[nn.Module, str]]
     #: by place: the tensor that the module had before the step, and its values

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,19 @@ class CheckpointReader:
     they are stored.
     """
 
+    #: the folder of the checkpoints, each a folder of its own
+    folder: Path
+    #: damaged checkpoint -> what is wrong with it
+    refused: dict[Path, str]
+    #: this rank's place, and its groups
+    _grid: Grid
+    #: gathers each rank's JSON value
+    _gather: Callable[[Any], list[Any]]
+    #: the settings that make this run what it is, as JSON gives them back; None to read any run
+    _identity: Any
+    #: name of a tensor -> the name under which alone it is stored
+    _aliases: dict[str, str]
+
     def __init__(
         self,
         folder: Path | str,
@@ -53,11 +66,7 @@ class CheckpointReader:
         identity: Mapping[str, Any] | None,
         aliases: Mapping[str, str] | None = None,
     ) -> None:
-        #: the folder of the checkpoints, each a folder of its own
-        self.folder = Path(folder)
-        #: damaged checkpoint -> what is wrong with it
-        self.refused: dict[Path, str] = {}
-        self._grid = grid
+        self.folder, self.refused, self._grid = Path(folder), {}, grid
         self._gather = partial(gather_json, group=grid.control)
         self._identity = json.loads(json.dumps(identity))
         self._aliases = dict(aliases or {})

@@ -65,6 +65,15 @@ class Checkpointer(CheckpointReader):
     Raises: AnotherRun on every rank when the folder belongs to a run of another identity; ValueError.
     """
 
+    #: how many of the newest checkpoints stay
+    _keep: int
+    #: whether checkpoints of later steps than the one saved are deleted
+    _newest_last: bool
+    #: stored name -> its latest values, in host memory that is kept from save to save
+    _host_copies: dict[str, Tensor]
+    #: the save under way
+    _writer: _Writer | None
+
     def __init__(
         self,
         folder: Path | str,
@@ -78,10 +87,7 @@ class Checkpointer(CheckpointReader):
             raise ValueError(f"at least 1 checkpoint must be kept, not {keep}")
         super().__init__(folder, grid, identity, aliases)
         self._keep, self._newest_last = keep, newest_last
-        #: stored name -> its latest values, in host memory that is kept from save to save
-        self._host_copies: dict[str, Tensor] = {}
-        #: the save under way
-        self._writer: _Writer | None = None
+        self._host_copies, self._writer = {}, None
         _import_writer()
         self._on_all_ranks(self._claim if grid.rank == 0 else lambda: None)
 
@@ -200,8 +206,13 @@ class Checkpointer(CheckpointReader):
 class _Writer:
     """A thread whose exception is raised where it is joined; it never keeps the process from ending."""
 
+    #: the exception that ended the work
+    _error: Exception | None
+    #: runs the work
+    _thread: threading.Thread
+
     def __init__(self, work: Callable[[], None]) -> None:
-        self._error: Exception | None = None
+        self._error = None
         self._thread = threading.Thread(target=self._run, args=(work,), name="checkpoint writer", daemon=True)
         self._thread.start()
 
