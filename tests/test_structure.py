@@ -102,6 +102,40 @@ def test_the_engines_face_is_short_and_imported_by_nobody_in_its_room() -> None:
     assert [path.name for path in others if face in files_imported_by(path)] == []
 
 
+def undocumented(owner: ast.ClassDef, lines: list[str]) -> set[str]:
+    """The attributes that a class sets in `__init__` without a line of documentation at its head."""
+    made = next((node for node in owner.body if isinstance(node, ast.FunctionDef) and node.name == "__init__"), None)
+    targets = [
+        target
+        for node in (ast.walk(made) if made else ())
+        if isinstance(node, ast.Assign | ast.AnnAssign)
+        for top in (node.targets if isinstance(node, ast.Assign) else [node.target])
+        for target in ast.walk(top)
+    ]
+    own = {t.attr for t in targets if isinstance(t, ast.Attribute) and getattr(t.value, "id", "") == "self"}
+    documented: set[str] = set()
+    for node in owner.body:
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            first = lines[node.lineno - 2].strip()
+            # One line of documentation may stand for the attributes that follow at once.
+            before = isinstance(last := owner.body[owner.body.index(node) - 1], ast.AnnAssign) and last.end_lineno
+            if first.startswith("#") or before == node.lineno - 1:
+                documented.add(node.target.id)
+    return own - documented
+
+
+def test_the_engine_documents_its_state() -> None:
+    files = [path for path in FILES if room_of(path) == "engine"]
+    found = {
+        f"{path.name}:{node.name}": missing
+        for path in files
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.ClassDef) and (missing := undocumented(node, path.read_text().splitlines()))
+    }
+    assert files
+    assert not found
+
+
 def test_the_quick_tests_cover_every_room() -> None:
     makefile = (PACKAGE.parents[1] / "Makefile").read_text()
     [listed] = re.findall(r"^QUICK := (.*?)$", makefile.replace("\\\n", " "), re.MULTILINE)

@@ -64,6 +64,13 @@ class LossScalerConfig:
 class LossScaler:
     """The scale of the present step, the same on every rank because all ranks see the same outcomes."""
 
+    #: rules by which the scale moves
+    config: LossScalerConfig
+    #: factor on the loss of the present step
+    scale: float
+    #: steps that have succeeded since the scale last moved
+    _num_good_steps: int
+
     def __init__(self, config: LossScalerConfig | None = None) -> None:
         self.config = config or LossScalerConfig()
         self.scale = self.config.initial

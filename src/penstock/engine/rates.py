@@ -56,6 +56,13 @@ def _values(rule: GroupRule, step: int) -> Values:
 class _Probe:
     """An optimizer of one small parameter for each of its groups, whose hyperparameters a scheduler may change."""
 
+    #: makes the optimizer
+    _kind: OptimizerKind
+    #: makes the scheduler of an optimizer; None without one
+    _make_scheduler: Any
+    #: the optimizer's groups by number
+    _rules: dict[int, GroupRule]
+
     def __init__(self, kind: OptimizerKind, rules: Sequence[GroupRule], scheduler: Any) -> None:
         self._kind, self._make_scheduler = kind, scheduler
         self._rules = {number: rule for number, rule in enumerate(rules) if rule.kind is kind}

@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import tomli_w
 
@@ -75,6 +75,13 @@ class RunFolder:
         ConfigError: the folder holds another run, or a run is writing there now.
     """
 
+    #: the folder
+    path: Path
+    #: True where the folder held this run already
+    continued: bool
+    #: descriptor of the locked file
+    _lock: int
+
     def __init__(self, config: RunConfig) -> None:
         self.path = Path(config.output)
         continued = check_folder(config)
@@ -127,6 +134,13 @@ class MetricsLog:
 
     A run that continues from `resumed_step` first drops the lines of later steps: those steps are taken again.
     """
+
+    #: the file of metrics, a line of JSON a step
+    _path: Path
+    #: the same, open for appending
+    _file: TextIO
+    #: TensorBoard's writer, where the run wants it
+    _board: Any
 
     def __init__(self, folder: Path, resumed_step: int = 0, tensorboard: bool = False) -> None:
         self._path = folder / METRICS_FILE

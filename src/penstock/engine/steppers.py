@@ -131,6 +131,8 @@ class TorchStepper:
     for before: its tensors are then loaded in place, and handed to the optimizer by `continue_from`.
     """
 
+    #: makes the optimizer
+    _kind: OptimizerKind
     #: the optimizer's groups by number
     _rules: Mapping[int, GroupRule]
     #: what is stepped
