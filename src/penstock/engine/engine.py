@@ -7,6 +7,7 @@ from typing import Any, Self
 from torch import nn
 
 from penstock.data import MicroBatchSpec, PackedBatch
+from penstock.engine.adapter import with_adapter
 from penstock.engine.build import units_of_layers
 from penstock.engine.export import MAX_SHARD_BYTES, ExportOptions, export_model
 from penstock.engine.generator import GenerateOptions, GenerateResult, Generator, OnAnswer, OnToken
@@ -46,8 +47,6 @@ class Engine(ModelState):
     scorer: Scorer
     #: continues prompts
     generator: Generator
-    #: the form in which `save_hf` writes the model; None where transformers does not know it
-    form: HuggingFaceForm | None
 
     def __init__(
         self,
@@ -58,7 +57,8 @@ class Engine(ModelState):
         form: HuggingFaceForm | None = None,
         **changes: Any,
     ) -> None:
-        pipeline = Pipeline(units, hidden_size, layout, changed(options, changes))
+        options = changed(options, changes)
+        pipeline = Pipeline(with_adapter(units, options.adapter, form), hidden_size, layout, options)
         super().__init__(pipeline, Trainer(pipeline))
         self.layout, self.grid, self.recorder = pipeline.layout, pipeline.grid, pipeline.recorder
         self.scorer, self.generator, self.form = Scorer(pipeline), Generator(pipeline), form

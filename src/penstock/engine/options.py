@@ -6,6 +6,7 @@ from typing import Any
 
 from penstock.schedule.choice import ScheduleChoice
 from penstock.settings import (
+    AdapterConfig,
     ConfigError,
     ContextForm,
     Device,
@@ -33,6 +34,8 @@ class EngineOptions(Settings):
             first rank, and `auto` searches an order for their times; None for the units' estimated work.
         learns: False for an engine that only scores and generates. It keeps weights alone: no gradients, no
             fp32 masters and no state of an optimizer.
+        adapter: a LoraConfig of peft, a folder in its format, or the settings of a run: then these LoRA adapters are
+            trained, and nothing else.
 
     >>> options = EngineOptions("zb-h1", precision="bf16", optimizer=OptimizerConfig(LearningRate(3e-4)))
     >>> options.choice.name, options.optimizer.learning_rate(1)
@@ -49,8 +52,11 @@ class EngineOptions(Settings):
     device: Device = same_as(ParallelConfig, "device")
     timeout_s: float = same_as(ParallelConfig, "timeout_s")
     learns: bool = True
+    adapter: Any = None
 
     def _check(self) -> None:
+        if isinstance(self.adapter, AdapterConfig) and not self.adapter.is_used:
+            object.__setattr__(self, "adapter", None)
         object.__setattr__(self, "optimizer", OptimizerConfig.of(self.optimizer))
 
     @classmethod
@@ -64,6 +70,7 @@ class EngineOptions(Settings):
             precision=train.precision,
             recompute=train.recompute,
             optimizer=config.optimizer.over(train.steps),
+            adapter=config.adapter if config.adapter.is_used else None,
             attention=parallel.attention,
             device=parallel.device,
             timeout_s=parallel.timeout_s,

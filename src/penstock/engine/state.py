@@ -9,11 +9,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from penstock.engine.adapter import save_adapter
 from penstock.engine.build import SECOND_COPY
 from penstock.engine.checkpoint import Checkpointer, CheckpointReader
 from penstock.engine.memory import running_state_bytes
 from penstock.engine.optimizer import state_aliases
 from penstock.engine.pipeline import Pipeline
+from penstock.engine.pretrained import HuggingFaceForm
 from penstock.engine.random_state import random_state, restore_random_state
 from penstock.engine.sharding import local_parameters, local_state
 from penstock.engine.trainer import Trainer
@@ -29,6 +31,8 @@ class ModelState:
     pipeline: Pipeline
     #: gradients and optimizer
     trainer: Trainer
+    #: the model's form in transformers; None where that does not know it
+    form: HuggingFaceForm | None = None
 
     def __init__(self, pipeline: Pipeline, trainer: Trainer) -> None:
         self.pipeline, self.trainer = pipeline, trainer
@@ -127,6 +131,13 @@ class ModelState:
         pipeline.casts.renew()
         restore_random_state([theirs["random"] for theirs in found.rank_values], rank, world_size)
         return values.get("extra")
+
+    def save_adapter(self, path: str | Path) -> None:
+        """Write the adapters as a new folder in peft's format; all ranks call it. See `EngineOptions.adapter`.
+
+        Raises: ValueError if there are none, or the folder holds something; on all ranks alike.
+        """
+        save_adapter(self.pipeline, self.form, path)
 
     def request_stop(self) -> None:
         """Ask all ranks to end after the next step: its `TrainResult.stop_requested` is true on each of them."""

@@ -202,7 +202,8 @@ def packed_product(x: Tensor, layers: "Sequence[Linear]") -> Tensor | None:
 def packed_weights(layers: "Sequence[Linear]", dtype: torch.dtype) -> Tensor | None:
     """The layers' weights in the order that one product reads fastest, made once; None where nothing is packed."""
     first = layers[0]
-    if first.casts is None:
+    # A layer with an adapter is no longer a linear one.
+    if not isinstance(first, Linear) or first.casts is None or not all(isinstance(layer, Linear) for layer in layers):
         return None
     weights = tuple(layer.weight for layer in layers)
     return first.casts.packed(weights, lambda: first.matmul.packed(weights, dtype))

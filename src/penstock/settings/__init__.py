@@ -4,6 +4,7 @@ The file, the command line, its help, the checks and the engine all take these v
 a run; `walk` those of any object.
 """
 
+from penstock.settings.adapter import AdapterConfig
 from penstock.settings.data import DataConfig, PackingKind
 from penstock.settings.declare import ConfigError, Setting, Settings, same_as, setting, walk
 from penstock.settings.experts import ExpertConfig, GroupScore, Scores
@@ -33,6 +34,7 @@ from penstock.settings.schedule import ScheduleConfig, SearchedPlacement
 __all__ = [
     "AXES",
     "SETTINGS",
+    "AdapterConfig",
     "Arguments",
     "CheckpointConfig",
     "ConfigError",

@@ -281,7 +281,8 @@ def describe(kind: Any) -> str:
     if is_table(kind):
         return "a table"
     if get_origin(kind) is tuple:
-        return "a list of tables" if is_table(get_args(kind)[0]) else "a list of integers"
+        item = get_args(kind)[0]
+        return "a list of tables" if is_table(item) else "a list of integers" if item is int else "a list of texts"
     return {int: "an integer", float: "a number", bool: "true or false", str: "a text"}[kind]
 
 

@@ -114,7 +114,7 @@ def _read_words(kind: Any, words: Sequence[str]) -> tuple[bool, Any]:
         except tomllib.TOMLDecodeError:
             return False, None
     if get_origin(kind) is tuple:
-        numbers = [_read_word(int, word) for word in words]
+        numbers = [_read_word(get_args(kind)[0], word) for word in words]
         return all(found for found, _ in numbers), tuple(value for _, value in numbers)
     return _read_word(kind, words[0]) if len(words) == 1 else (False, None)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any, Literal
 
+from penstock.settings.adapter import AdapterConfig
 from penstock.settings.data import DataConfig
 from penstock.settings.declare import (
     AT_LEAST_0,
@@ -138,6 +139,7 @@ class RunConfig(Settings):
     parallel: ParallelConfig = ParallelConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     optimizer: OptimizerConfig = OptimizerConfig(LearningRate(decay=Decay.COSINE))
+    adapter: AdapterConfig = AdapterConfig()
     train: TrainConfig = TrainConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     validation: ValidationConfig = ValidationConfig()
@@ -218,7 +220,9 @@ _FREE = _FREE_IF_GLOBAL | {
 }
 
 # Later than the first runs, which go on where these have their defaults.
-_ADDED = ("optimizer.name", "optimizer.arguments", "optimizer.groups")
+_ADDED = {"optimizer.name", "optimizer.arguments", "optimizer.groups"} | {
+    own.name for own in SETTINGS.values() if own.section == AdapterConfig.section
+}
 
 
 def differences(

@@ -38,6 +38,8 @@ OTHER: dict[str, Any] = {
     "optimizer.beta1": 0.8,
     "optimizer.beta2": 0.8,
     "optimizer.final_learning_rate": 1e-4,
+    "adapter.dropout": 0.25,
+    "adapter.target_modules": ("k_proj", "gate_proj"),
     "optimizer.arguments": {"amsgrad": True, "maximize": False},
     "optimizer.groups": [{"pattern": "*.norm.*", "weight_decay": 0.0, "name": "sgd", "arguments": {"momentum": 0.5}}],
 }
