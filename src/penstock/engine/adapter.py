@@ -132,7 +132,7 @@ class Adapter:
             kind = None if self.form is None else self.form.describe().get("model_type")
             if kind not in USUAL_TARGETS:
                 raise ValueError("the adapter names no target_modules, and peft has none for this model; name some")
-            self.config.target_modules = set(USUAL_TARGETS[kind])
+            self.config.target_modules = sorted(USUAL_TARGETS[kind])
         return self.config
 
     def _targets(self, unit: UnitSpec) -> Iterator[tuple[str, str]]:
@@ -266,7 +266,7 @@ def save_adapter(pipeline: Pipeline, form: HuggingFaceForm | None, folder: Path 
         config = copy.deepcopy(adapter.config)
         config.inference_mode = True
         if config.target_modules in (None, "all-linear"):
-            config.target_modules = {name.removeprefix(_PREFIX).partition(".lora_")[0] for name in tensors}
+            config.target_modules = sorted({name.removeprefix(_PREFIX).partition(".lora_")[0] for name in tensors})
         if form is not None and form.folder is not None:
             config.base_model_name_or_path = str(form.folder)
         config.save_pretrained(str(folder))

@@ -59,9 +59,9 @@ class Engine(ModelState):
     ) -> None:
         options = changed(options, changes)
         pipeline = Pipeline(with_adapter(units, options.adapter, form), hidden_size, layout, options)
-        super().__init__(pipeline, Trainer(pipeline))
+        super().__init__(pipeline, Trainer(pipeline), form)
         self.layout, self.grid, self.recorder = pipeline.layout, pipeline.grid, pipeline.recorder
-        self.scorer, self.generator, self.form = Scorer(pipeline), Generator(pipeline), form
+        self.scorer, self.generator = Scorer(pipeline), Generator(pipeline)
 
     @classmethod
     def from_config(cls, config: RunConfig | str | Path) -> Self:

@@ -32,10 +32,10 @@ class ModelState:
     #: gradients and optimizer
     trainer: Trainer
     #: the model's form in transformers; None where that does not know it
-    form: HuggingFaceForm | None = None
+    form: HuggingFaceForm | None
 
-    def __init__(self, pipeline: Pipeline, trainer: Trainer) -> None:
-        self.pipeline, self.trainer = pipeline, trainer
+    def __init__(self, pipeline: Pipeline, trainer: Trainer, form: HuggingFaceForm | None = None) -> None:
+        self.pipeline, self.trainer, self.form = pipeline, trainer, form
 
     @property
     def step(self) -> int:
