@@ -140,7 +140,7 @@ def test_what_cannot_be_shared_is_refused_on_all_ranks_before_it_starts() -> Non
     assert [len(said) for said in by_rank] == [1] * 4
     sharing = "cp=2 ranks cannot share sequences of [1] tokens: some rank would hold none; at most cp=1 can"
     assert all(sharing in by_rank[rank][0] for rank in (2, 3))
-    assert all("rank(s) 2, 3 cannot use their batch" in by_rank[rank][0] for rank in (0, 1))
+    assert all(f"rank 2 cannot use what it was given: {sharing}" in by_rank[rank][0] for rank in (0, 1))
 
 
 def means_of_parts(rank: int) -> float:

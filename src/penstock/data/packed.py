@@ -6,6 +6,7 @@ Shape suffixes: T all tokens of a key end to end; a key's trailing shape follows
 import hashlib
 import json
 import random
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import Enum
@@ -233,6 +234,15 @@ class PackedBatch:
         """A hash (63 bits) of ids, keys and lengths, the same in every process; equal digests mean equal shapes."""
         text = json.dumps([self.ids, sorted(self.lengths.items())], separators=(",", ":"))
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+
+    def contents_digest(self) -> int:
+        """A hash (32 bits) of the data, the same in every process; 0 for metadata alone."""
+        value = 0
+        for key in sorted(self.data or ()):
+            rows = self[key].detach().cpu().contiguous().flatten()
+            data: Any = rows.view(torch.uint8).numpy()
+            value = zlib.crc32(data, zlib.crc32(key.encode(), value))
+        return value
 
     def _lengths_of(self, key: str) -> Lengths:
         try:

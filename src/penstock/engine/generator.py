@@ -6,7 +6,7 @@ Shapes: B sequences, L tokens of the longest answer, V vocabulary.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock import schedule
+from penstock.engine.batch_checks import check_callable
 from penstock.engine.pipeline import Pipeline
 from penstock.model import Limits
 from penstock.parallel.host import gather_json
@@ -34,6 +35,8 @@ from penstock.settings import Precision, SamplingParams
 
 Prompts = Sequence[Sequence[int]]
 OnToken = Callable[[int, int], object]
+_MOST_QUOTED = 100
+
 OnAnswer = Callable[[int, schedule.Sequence], object]
 
 
@@ -235,7 +238,7 @@ class Generator:
         """
         recovery = self._pipeline.recovery
         with recovery.joined():
-            sequences = self._agree(prompts, params, options)
+            sequences = self._agree(prompts, params, options, on_token, on_answer)
             self._pipeline.set_training(False)
             with recovery.alone(), self._pipeline.casts.kept(packed=options.packed), torch.inference_mode():
                 return self._generate(sequences, options, on_token, on_answer)
@@ -273,20 +276,26 @@ class Generator:
 
     # ---- before the loop
 
-    def _agree(self, prompts: Any, params: Any, options: GenerateOptions) -> list[schedule.Sequence]:
+    def _agree(
+        self, prompts: Any, params: Any, options: GenerateOptions, on_token: OnToken | None, on_answer: OnAnswer | None
+    ) -> list[schedule.Sequence]:
         """The sequences to generate, once all ranks of the pipeline have been given the same.
 
         Pipelines that share experts, with prompts of their own, agree on the number of slots as well.
         """
         pipeline, grid = self._pipeline, self._pipeline.grid
-        error, checked, digest = None, ([], []), ""
-        num_slots = options.num_slots or pipeline.layout.pp
+        error, checked, digest, num_slots = None, ([], []), "", 0
         try:
+            if not isinstance(options, GenerateOptions):
+                raise ValueError(f"options={options!r} is a {type(options).__name__}; give GenerateOptions")
+            num_slots = options.num_slots or pipeline.layout.pp
+            check_callable("on_token", on_token, "number, token", optional=True)
+            check_callable("on_answer", on_answer, "number, answer", optional=True)
             checked = _checked(prompts, params, list(pipeline.stages.values()), pipeline.units[0].limits)
             _check_skipped(options.skip, sum(own.num_samples for own in checked[1]))
             given = repr((checked, sorted(options.skip)))
             digest = hashlib.blake2b(given.encode(), digest_size=16).hexdigest()
-        except ValueError as caught:  # sent to all ranks, then raised here: nobody may wait for this rank
+        except Exception as caught:  # sent to all ranks, then raised here: nobody may wait for this rank
             error = caught
         group = grid.batch_control if pipeline.layout.ep == 1 else grid.control
         with pipeline.recorder.collective("agree on the prompts", group):
@@ -350,10 +359,15 @@ def _checked(
     prompts: Any, params: Any, stages: Sequence[Stage], limits: Limits | None
 ) -> tuple[Prompts, list[SamplingParams]]:
     """The prompts as lists, and one of `params` for each. Raises: ValueError for what cannot be generated."""
-    prompts = [[int(token) for token in prompt] for prompt in prompts]
+    prompts = _token_ids(prompts)
     if params is None or isinstance(params, SamplingParams):
         params = [params or SamplingParams()] * len(prompts)
+    if isinstance(params, Mapping | str) or not isinstance(params, Iterable):
+        raise ValueError(f"params={params!r} is a {type(params).__name__}; give SamplingParams, or a list of them")
     params = list(params)
+    for number, own in enumerate(params):
+        if not isinstance(own, SamplingParams):
+            raise ValueError(f"params[{number}]={own!r} is a {type(own).__name__}; give SamplingParams")
     if len(params) != len(prompts):
         raise ValueError(
             f"{len(params)} SamplingParams were given for {len(prompts)} prompts; give one, or one for each"
@@ -362,6 +376,26 @@ def _checked(
         stage.check_cached()
     check_prompts(prompts, params, limits)
     return prompts, params
+
+
+def _token_ids(prompts: Any) -> list[list[int]]:
+    """The prompts as lists of numbers. Raises: ValueError naming the prompt that is anything else."""
+    given = f"prompts={prompts!r}"[:_MOST_QUOTED]
+    if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
+        raise ValueError(f"{given} is a {type(prompts).__name__}; give a list of prompts, each a list of token ids")
+    found: list[list[int]] = []
+    for number, prompt in enumerate(prompts):
+        if isinstance(prompt, Tensor) and prompt.dim() == 1 and not prompt.is_floating_point():
+            prompt = prompt.tolist()
+        if isinstance(prompt, str | bytes | Mapping) or not isinstance(prompt, Iterable) or isinstance(prompt, Tensor):
+            quoted = repr(prompt)[:_MOST_QUOTED]
+            raise ValueError(f"prompt {number} is {quoted}, a {type(prompt).__name__}; give a list of token ids")
+        found.append([])
+        for place, token in enumerate(prompt):
+            if isinstance(token, bool) or not hasattr(token, "__index__"):
+                raise ValueError(f"prompt {number} has {token!r} at its place {place}; token ids are whole numbers")
+            found[-1].append(int(token))
+    return found
 
 
 def _check_skipped(skip: Set[int], num_answers: int) -> None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
 
 from penstock.data import MicroBatchSpec, PackedBatch, Split, agree, count, split
+from penstock.engine.batch_checks import check_batch, check_spec, checked_weight
 from penstock.engine.losses import LossWeightFn
 from penstock.engine.pipeline import Pipeline
+from penstock.parallel.host import gather_json
 from penstock.runtime import PipelineError
 from penstock.settings import Coordinates
 
@@ -38,48 +41,68 @@ class AgreedSplit:
         return self.split.microbatches
 
 
+@dataclass(frozen=True)
+class BatchCall:
+    """The engine's method that a batch was given to."""
+
+    #: its name, with the settings that must be the same on all ranks
+    call: str
+    #: refuses other arguments by an exception
+    check: Callable[[], object] = lambda: None
+    #: True if labels are token ids, which a loss or a score reads
+    reads_labels: bool = False
+    #: what else this rank reports, such as a wish to end after the step
+    asked: BatchReport | None = None
+
+
 def agree_on_microbatches(
     pipeline: Pipeline,
     batch: PackedBatch,
     spec: MicroBatchSpec | None,
+    job: BatchCall,
     loss_weight_fn: LossWeightFn | None = None,
-    check: Callable[[], None] | None = None,
-    asked: BatchReport | None = None,
 ) -> AgreedSplit:
     """Split the batch, report the result to all ranks, and split again if another rank needs more microbatches.
 
     Without `spec` there are two microbatches for each rank of the pipeline, fewer where the batch is too small. Without
-    `loss_weight_fn` there are no weights. `check` may refuse the batch by an exception: all ranks raise. `asked` has
-    what else this rank reports, such as a wish to end after the step.
+    `loss_weight_fn` there are no weights.
 
     Raises:
         SplitError: the batch cannot be split so; on all ranks alike.
-        ValueError: context-parallel ranks cannot share a microbatch; on all ranks alike.
-        PipelineError: ranks of one pipeline hold different batches, or another rank failed; on all ranks alike.
+        ValueError: this rank cannot use its batch or another argument; it says why on all ranks.
+        PipelineError: the same on another rank, or ranks of one pipeline hold different batches.
     """
-    spec = spec or MicroBatchSpec(num=2 * pipeline.layout.pp, allow_fewer=True)
-    counts = count(batch, spec).row()
-    view = replace(asked or BatchReport(), num_tokens=batch.num_tokens, counts=counts, digest=batch.digest())
-    num = None
+    view, error, num = replace(job.asked or BatchReport(), job=crc32(job.call.encode())), None, None
+    try:
+        check_batch(batch, pipeline.units[0].limits, job.reads_labels)
+        check_spec(spec)
+        job.check()
+    except Exception as exception:  # reported to all ranks, then raised here: no rank may wait for this one
+        error = exception
+    spec = spec if isinstance(spec, MicroBatchSpec) else MicroBatchSpec(num=2 * pipeline.layout.pp, allow_fewer=True)
+    if isinstance(batch, PackedBatch):
+        counts, digests = count(batch, spec).row(), (batch.digest(), batch.contents_digest())
+        view = replace(view, num_tokens=batch.num_tokens, counts=counts, digest=digests[0], contents=digests[1])
     while True:
-        parts, weights, error = None, [], None
+        parts, weights, report = None, [], replace(view, failed=True)
         try:
-            if check is not None:
-                check()
+            if error is not None:
+                raise error
             parts = split(batch, spec, num)
             for microbatch in parts.microbatches:
                 pipeline.context.spread(microbatch)
             pipeline.check_keys(batch)
             if pipeline.holds_last_stage and loss_weight_fn is not None:
-                weights = [float(loss_weight_fn(m)) for m in parts.microbatches]
+                weights = [checked_weight(loss_weight_fn, m, i) for i, m in enumerate(parts.microbatches)]
             report = replace(view, num_microbatches=len(parts.microbatches), weight=sum(weights))
-        except Exception as exception:  # reported to all ranks, then raised here: no rank may wait for this one
+        except Exception as exception:
             error = exception
-            report = replace(view, failed=True)
         with pipeline.recorder.collective("agree on the batch"):
             reports = gather_reports(report, pipeline.grid.control)
-        num = agree([r.counts for r in reports], spec)
-        check_reports(reports, pipeline.layout.coordinates, error)
+        if all(any(r.counts) for r in reports):
+            num = agree([r.counts for r in reports], spec)
+        _check_failures(pipeline, reports, job.call, error)
+        check_reports(reports, pipeline.layout.coordinates)
         if parts is not None and all(r.num_microbatches == num for r in reports):
             return _agreed(pipeline, parts, weights, reports)
 
@@ -109,6 +132,10 @@ class BatchReport:
     num_microbatches: int = 0
     #: covers ids, keys and lengths
     digest: int = 0
+    #: covers the data; 0 for metadata alone
+    contents: int = 0
+    #: covers the engine's method and its settings
+    job: int = 0
     #: the sum of the loss weights
     weight: float = 0.0
     #: True if the rank cannot go on with its batch
@@ -123,16 +150,17 @@ class BatchReport:
     def pack(self) -> list[int]:
         weight_bits = struct.unpack("<q", struct.pack("<d", self.weight))[0]
         flags = int(self.failed) | int(self.stop) << 1 | int(self.refit) << 2
-        return [self.num_tokens, *self.counts, self.num_microbatches, self.digest, weight_bits, flags, self.step]
+        digests = [self.digest, self.contents, self.job]
+        return [self.num_tokens, *self.counts, self.num_microbatches, *digests, weight_bits, flags, self.step]
 
     @classmethod
     def unpack(cls, row: Sequence[int]) -> BatchReport:
-        num_tokens, *counts, num_microbatches, digest, weight_bits, flags, step = row
+        num_tokens, *counts, num_microbatches, digest, contents, job, weight_bits, flags, step = row
         weight = struct.unpack("<d", struct.pack("<q", weight_bits))[0]
         wanted, needed, num_items, longest = counts
         counts = (wanted, needed, num_items, longest)
         asked = (bool(flags & bit) for bit in (1, 2, 4))
-        return cls(num_tokens, counts, num_microbatches, digest, weight, *asked, step=step)
+        return cls(num_tokens, counts, num_microbatches, digest, contents, job, weight, *asked, step=step)
 
 
 def gather_reports(report: BatchReport, group: dist.ProcessGroup | None) -> list[BatchReport]:
@@ -145,34 +173,44 @@ def gather_reports(report: BatchReport, group: dist.ProcessGroup | None) -> list
     return [BatchReport.unpack(r.tolist()) for r in rows]
 
 
-def check_reports(
-    reports: Sequence[BatchReport],
-    coordinates: Callable[[int], Coordinates],
-    own_error: Exception | None = None,
-) -> None:
-    """Raise on every rank alike if the ranks cannot go on together.
-
-    Ranks with the same place on the dp axis share a batch. `own_error`, this rank's failure, is raised as it is here
-    and reported as a PipelineError elsewhere.
+def _check_failures(pipeline: Pipeline, reports: Sequence[BatchReport], call: str, own_error: Exception | None) -> None:
+    """Raise on every rank if any has failed, or if they were called differently; only then is more sent.
 
     Raises:
-        PipelineError: a rank failed, or ranks that share a batch hold different ones; all coordinates are listed.
+        PipelineError: on other ranks than the failed ones, which raise `own_error`.
     """
+    if not any(report.failed for report in reports) and len({report.job for report in reports}) == 1:
+        return
+    every = gather_json([call, own_error and str(own_error)], pipeline.grid.control)
     if own_error is not None:
         raise own_error
-    failed = [rank for rank, report in enumerate(reports) if report.failed]
-    if failed:
-        raise PipelineError(f"rank(s) {', '.join(map(str, failed))} cannot use their batch; their message says why")
+    for rank, (_, text) in enumerate(every):
+        if text is not None:
+            raise PipelineError(f"rank {rank} cannot use what it was given: {text}")
+    first = every[0][0]
+    rank, other = next((rank, theirs) for rank, (theirs, _) in enumerate(every) if theirs != first)
+    raise PipelineError(f"all ranks make the same calls, but rank 0 made {first} and rank {rank} {other}")
+
+
+def check_reports(reports: Sequence[BatchReport], coordinates: Callable[[int], Coordinates]) -> None:
+    """Raise on every rank alike if ranks take different steps, or those that share a batch hold different ones.
+
+    Ranks with the same place on the dp axis share a batch.
+
+    Raises:
+        PipelineError: listing all of their coordinates.
+    """
     if len(steps := {report.step for report in reports}) > 1:
         raise PipelineError(f"ranks take different steps: {', '.join(map(str, sorted(steps)))}")
     pipelines: dict[int, list[int]] = {}
     for rank in range(len(reports)):
         pipelines.setdefault(coordinates(rank).dp, []).append(rank)
     for ranks in pipelines.values():
-        if len({(reports[r].digest, reports[r].counts) for r in ranks}) > 1:
+        contents = {reports[r].contents for r in ranks} - {0}
+        if len({(reports[r].digest, reports[r].counts) for r in ranks}) > 1 or len(contents) > 1:
             views = "; ".join(
                 f"({coordinates(r)}) has {reports[r].counts[2]} items, {reports[r].num_tokens} tokens, "
-                f"digest {reports[r].digest:x}"
+                f"digest {reports[r].digest:x}, contents {reports[r].contents:08x}"
                 for r in ranks
             )
             raise PipelineError(f"ranks that share a batch were given different ones: {views}")

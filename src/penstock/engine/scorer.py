@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from penstock.data import MicroBatchSpec, PackedBatch, Split, check_lengths, merge, take_apart
+from penstock.engine.batch_checks import check_callable, check_loss
 from penstock.engine.loss_metrics import EvaluationLoss, LossMetrics
-from penstock.engine.losses import LossFn, LossWeightFn
-from penstock.engine.microbatches import agree_on_microbatches
+from penstock.engine.losses import LossFn, LossWeightFn, token_cross_entropy
+from penstock.engine.microbatches import BatchCall, agree_on_microbatches
 from penstock.engine.pipeline import Pipeline
 from penstock.model import Logits, token_log_probs, token_statistics, whole_logits
 from penstock.parallel.host import broadcast_value, check_portable, gather_json, on_all_ranks
@@ -52,7 +53,12 @@ class Scorer:
         pipeline.set_training(False)
         with pipeline.recovery.joined(), pipeline.casts.kept():
             pipeline.begin_recording()
-            agreed = agree_on_microbatches(pipeline, batch, micro_batches, check=lambda: outputs.check(batch))
+            job = BatchCall(
+                f"forward(broadcast={outputs.broadcast})",
+                check=lambda: outputs.check(batch),
+                reads_labels=isinstance(outputs.post_hook, PerToken) and outputs.post_hook.reads_labels,
+            )
+            agreed = agree_on_microbatches(pipeline, batch, micro_batches, job)
             results = _Results(pipeline, outputs)
             with pipeline.recovery.alone():
                 feeds = [results.feed(microbatch) for microbatch in agreed.microbatches]
@@ -70,10 +76,13 @@ class Scorer:
         loss, weight, recovery = 0.0, 0.0, self.pipeline.recovery
         num_metrics, measured = 0, LossMetrics(loss_fn)
         self.pipeline.set_training(False)
+        if isinstance(batches, PackedBatch):
+            raise ValueError("batches is one PackedBatch; give a list of them")
+        job = BatchCall("evaluate()", lambda: check_loss(loss_fn, loss_weight_fn), loss_fn is token_cross_entropy)
         with self.pipeline.casts.kept():
             for batch in batches:
                 with recovery.joined():
-                    agreed = agree_on_microbatches(self.pipeline, batch, micro_batches, loss_weight_fn)
+                    agreed = agree_on_microbatches(self.pipeline, batch, micro_batches, job, loss_weight_fn)
                     with recovery.alone():
                         feeds = [self.pipeline.feed(microbatch, measured) for microbatch in agreed.microbatches]
                         losses = self.pipeline.executor(len(feeds)).run(feeds)
@@ -97,6 +106,8 @@ class PerToken:
     """
 
     hook: PostHook
+    #: True if it reads the labels as token ids
+    reads_labels: bool = False
 
     def __call__(self, logits: Logits, microbatch: PackedBatch) -> Any:
         result = self.hook(logits, microbatch)
@@ -127,7 +138,7 @@ def token_scores(temperature: float = 1.0, entropies: bool = False) -> PostHook:
             return token_statistics(logits_TV, labels_T, temperature)._asdict()
         return {"log_probs": token_log_probs(logits_TV, labels_T, temperature)}
 
-    return PerToken(hook)
+    return PerToken(hook, reads_labels=True)
 
 
 @dataclass(frozen=True)
@@ -147,7 +158,9 @@ class Outputs:
     broadcast: bool = False
 
     def check(self, batch: PackedBatch) -> None:
-        """Refuse before anything is computed what cannot fit. Raises: `PartitionError`."""
+        """Refuse before anything is computed what cannot fit. Raises: `PartitionError`, ValueError."""
+        check_callable("post_hook", self.post_hook, "logits, microbatch", optional=True)
+        check_callable("aggregate_fn", self.aggregate_fn, "list of results", optional=True)
         if self.output_seqlens is not None:
             check_lengths(self.output_seqlens, batch.num_items)
 

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from penstock.data import MicroBatchSpec, PackedBatch
 from penstock.engine.aux_losses import AuxLossReport, AuxLossTracker
+from penstock.engine.batch_checks import check_loss, check_step
 from penstock.engine.loss_metrics import LossMetrics
-from penstock.engine.losses import LossFn, LossWeightFn, checked_loss, loss_factors
-from penstock.engine.microbatches import AgreedSplit, BatchReport, agree_on_microbatches
+from penstock.engine.losses import LossFn, LossWeightFn, checked_loss, loss_factors, token_cross_entropy
+from penstock.engine.microbatches import AgreedSplit, BatchCall, BatchReport, agree_on_microbatches
 from penstock.engine.optimizer import LossScaler, Optimizer, Update
 from penstock.engine.pipeline import Pipeline
 from penstock.engine.trained import TrainedParameters, WholeState
@@ -164,16 +165,16 @@ class Trainer:
         """
         if not self.pipeline.options.learns:
             raise ValueError("this engine was made with learns=False, to score and generate; make one that learns")
-        start, normalize, loss_scale = time.perf_counter(), Normalize.parse(normalize), self.optimizer.loss_scale
+        start, loss_scale = time.perf_counter(), self.optimizer.loss_scale
         self.pipeline.begin_recording()
         number = self.pipeline.step + 1 if step is None else step
-        asked = BatchReport(stop=self._stop_requested, refit=self._trained.changed, step=_checked_step(number))
+        job = self._job(loss_fn, loss_weight_fn, normalize, number)
         measured, recovery = LossMetrics(loss_fn), self.pipeline.recovery
         with recovery.joined():
-            agreed = agree_on_microbatches(self.pipeline, batch, micro_batches, loss_weight_fn, asked=asked)
+            agreed = agree_on_microbatches(self.pipeline, batch, micro_batches, job, loss_weight_fn)
             if agreed.refit:
                 self.refit()
-            factors = self._loss_factors(agreed, loss_weight_fn, normalize)
+            factors = self._loss_factors(agreed, loss_weight_fn, Normalize.parse(normalize))
             with recovery.alone():
                 feeds = self._feeds(agreed, measured, [factor * loss_scale for factor in factors])
                 losses = self._run(feeds)
@@ -204,6 +205,18 @@ class Trainer:
         self._stop_requested = True
 
     # ---- the parts of a step, in order
+
+    def _job(self, loss_fn: LossFn, loss_weight_fn: LossWeightFn, normalize: Normalize | str, step: int) -> BatchCall:
+        """What this rank reports of a step and its arguments before the first forward."""
+
+        def check() -> None:
+            Normalize.parse(normalize)
+            check_step(step)
+            check_loss(loss_fn, loss_weight_fn)
+
+        number = step if isinstance(step, int) else 0
+        asked = BatchReport(stop=self._stop_requested, refit=self._trained.changed, step=number)
+        return BatchCall(f"train_batch(normalize={str(normalize)!r})", check, loss_fn is token_cross_entropy, asked)
 
     def _loss_factors(self, agreed: AgreedSplit, loss_weight_fn: LossWeightFn, normalize: Normalize) -> Sequence[float]:
         """The factor on the loss of each of this rank's microbatches; none where no labels are seen."""
@@ -273,12 +286,6 @@ class Trainer:
         every = {name: view for buckets in self.gradients.values() for name, view in buckets.owned_gradients.items()}
         for ties in (self.pipeline.ties.copies, self.pipeline.ties.tied):
             sum_tied(ties, every, self.pipeline.grid.mirror_group)
-
-
-def _checked_step(number: int) -> int:
-    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-        raise ValueError(f"step = {number!r} is not the number of a step; steps are counted from 1")
-    return number
 
 
 def _make_buckets(pipeline: Pipeline, since: Mapping[str, int]) -> dict[int, GradientBuckets]:

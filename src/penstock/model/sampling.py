@@ -62,6 +62,11 @@ def unpacked(numbers_S3: Tensor) -> list[Token]:
     return [(token, *log_probs) for token, log_probs in zip(numbers_S3[:, 0].tolist(), bits_S2.tolist(), strict=True)]
 
 
+def drawn_finite(numbers_S3: Tensor) -> list[bool]:
+    """True for each drawn token whose log-probability is a number: then so were all of its row's logits."""
+    return numbers_S3[:, 1].contiguous().view(torch.float64).isfinite().tolist()
+
+
 def draw_tokens(logits_SV: Tensor, draws: Sequence[Draw]) -> Drawn:
     """Draw a token for each row of the logits."""
     num_rows, device = len(draws), logits_SV.device
@@ -76,7 +81,8 @@ def draw_tokens(logits_SV: Tensor, draws: Sequence[Draw]) -> Drawn:
         of_rows_SV = (logits_SV if whole else logits_SV[rows]).float()
         masked_SV = filtered(of_rows_SV, own)
         final_SV = masked_SV.log_softmax(-1)
-        chosen_S = _choose(masked_SV, final_SV, own)
+        # A row that is not finite may choose past the end; its log-probability then says so.
+        chosen_S = _choose(masked_SV, final_SV, own).clamp(max=logits_SV.shape[-1] - 1)
         at = slice(None) if whole else rows
         tokens[at] = chosen_S
         log_probs[at] = final_SV.gather(-1, chosen_S[:, None])[:, 0]

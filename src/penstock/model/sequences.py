@@ -91,13 +91,12 @@ class Spread:
     def rows(self, rank: int) -> Tensor:
         """The positions of a rank's tokens among those of all packed sequences, in the rank's order."""
         starts = accumulate(self.lengths[:-1], initial=0)
-        return torch.cat(
-            [
-                torch.arange(start + run.start, start + run.stop)
-                for start, runs in zip(starts, self.pieces[rank], strict=True)
-                for run in runs
-            ]
-        )
+        runs = [
+            torch.arange(start + run.start, start + run.stop)
+            for start, of_sequence in zip(starts, self.pieces[rank], strict=True)
+            for run in of_sequence
+        ]
+        return torch.cat(runs) if runs else torch.arange(0)
 
 
 @dataclass(frozen=True, eq=False)

@@ -25,6 +25,8 @@ class Limits:
 
     vocab_size: int
     max_length: int
+    #: True if labels are token ids too
+    bounds_labels: bool = True
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ class Failure:
     rank: int
     place: str
     step: int
-    #: what the rank was doing
+    #: "in" the action where the rank was, or "between actions"
     action: str
     #: type and message of its exception
     kind: str
@@ -62,7 +62,7 @@ class Failure:
     stepped: bool = False
 
     def __str__(self) -> str:
-        text = f"rank {self.rank}{self.place} failed in {self.action}, step {self.step}: {self.kind}: {self.message}"
+        text = f"rank {self.rank}{self.place} failed {self.action}, step {self.step}: {self.kind}: {self.message}"
         if self.stepped:
             text += "; it was in the optimizer's step, so weights may differ between ranks: load a checkpoint"
         return f"{text}; that rank has left" if self.left else text

@@ -223,11 +223,9 @@ class Recorder:
 
     @property
     def doing(self) -> str:
-        """The action that this rank is in, in a few words."""
-        if self._together is not None:
-            return f"what the ranks do together: {self._together[0]}"
+        """This rank's place in a few words: "in" an action, or "between actions"."""
         record = self._current
-        return "no action" if record is None or record.end_ns else str(record.action)
+        return "between actions" if record is None or record.end_ns else f"in {record.action}"
 
     @property
     def presence(self) -> Presence:

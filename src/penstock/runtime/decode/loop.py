@@ -24,7 +24,7 @@ from torch import Tensor
 
 from penstock import schedule
 from penstock.model import CachedRows, Draw, draw_tokens
-from penstock.model.sampling import NUMBERS_PER_TOKEN
+from penstock.model.sampling import NUMBERS_PER_TOKEN, drawn_finite
 from penstock.parallel.host import broadcast_value
 from penstock.runtime.decode.graphs import StageDecoder
 from penstock.runtime.decode.relay import HeaderRelay, Ring
@@ -292,7 +292,14 @@ class DecodeLoop:
         if drawn.dropped_SV is not None:
             for item, dropped_V in zip(sampled, drawn.dropped_SV, strict=True):
                 self.filter_masks[item.sequence].append(dropped_V)
-        return drawn.packed()
+        numbers_S3 = drawn.packed()
+        for item, finite in zip(sampled, drawn_finite(numbers_S3), strict=True):
+            if not finite:
+                raise ValueError(
+                    f"the logits of sequence {item.sequence} are not finite: a weight or an activation is NaN or "
+                    "infinite, so no token can be drawn"
+                )
+        return numbers_S3
 
 
 def _ignore(sequences: list[schedule.Sequence]) -> None:

@@ -1,0 +1,135 @@
+"""Checks of what a caller gives: of the batch's numbers against the model, and of the other arguments' kinds.
+
+All raise `ValueError`s before anything is computed: one sentence says what is wrong, where, and what is possible.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.data import NO_LABEL, MicroBatchSpec, PackedBatch
+from penstock.data.checks import BatchError, DtypeMismatch, KeyMismatch, LengthError, ShapeMismatch
+from penstock.model import Limits
+
+_INTEGERS = (torch.int64, torch.int32)
+# Keys that a model's own code reads token by token.
+_PER_TOKEN = ("labels", "positions")
+
+
+def check_batch(batch: Any, limits: Limits | None, reads_labels: bool) -> None:
+    """Refuse a batch that a model of these limits cannot compute; None where they are not known.
+
+    reads_labels: the labels are token ids.
+
+    Raises:
+        BatchError: naming the field, and the sequence and value at fault.
+    """
+    if not isinstance(batch, PackedBatch):
+        raise BatchError(
+            "batch", f"a {type(batch).__name__}; give a PackedBatch, as PackedBatch.from_documents makes of token ids"
+        )
+    if "tokens" not in batch:
+        raise KeyMismatch("keys", f"no 'tokens', which every model reads; this batch has {sorted(batch.keys)}")
+    if reads_labels and "labels" not in batch:
+        raise KeyMismatch("keys", f"no 'labels', which the loss reads; this batch has {sorted(batch.keys)}")
+    for key in _PER_TOKEN:
+        if key in batch and (key != "labels" or reads_labels):
+            _check_same_lengths(batch, key)
+    if limits is not None:
+        _check_longest(batch, limits.max_length)
+    if batch.data is None:
+        return
+    _check_ids(batch, "tokens")
+    if limits is not None:
+        _check_range(batch, "tokens", limits.vocab_size, f"the model knows 0 to {limits.vocab_size - 1}")
+    if reads_labels:
+        _check_ids(batch, "labels")
+        if limits is not None and limits.bounds_labels:
+            known = f"possible are 0 to {limits.vocab_size - 1}, and {NO_LABEL} for a token without loss"
+            _check_range(batch, "labels", limits.vocab_size, known, besides=NO_LABEL)
+    if "positions" in batch and limits is not None and batch.dtypes["positions"] in _INTEGERS:
+        _check_range(batch, "positions", limits.max_length, f"the model's positions are 0 to {limits.max_length - 1}")
+
+
+def check_callable(name: str, function: Any, arguments: str, optional: bool = False) -> None:
+    """Refuse an argument that cannot be called. Raises: ValueError."""
+    if not callable(function) and not (optional and function is None):
+        raise ValueError(f"{name}={function!r} is a {type(function).__name__}; give a function of ({arguments})")
+
+
+def check_loss(loss_fn: Any, loss_weight_fn: Any) -> None:
+    """Refuse a loss or its weight that cannot be called. Raises: ValueError."""
+    check_callable("loss_fn", loss_fn, "output, microbatch")
+    check_callable("loss_weight_fn", loss_weight_fn, "microbatch")
+
+
+def check_step(number: Any) -> None:
+    """Refuse anything but the number of a step. Raises: ValueError."""
+    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+        raise ValueError(f"step = {number!r} is not the number of a step; steps are counted from 1")
+
+
+def check_spec(spec: Any) -> None:
+    """Refuse anything but a way to split. Raises: ValueError."""
+    if spec is not None and not isinstance(spec, MicroBatchSpec):
+        raise ValueError(f"micro_batches={spec!r} is a {type(spec).__name__}; give a MicroBatchSpec, or None")
+
+
+def checked_weight(weight_fn: Callable[[PackedBatch], float], microbatch: PackedBatch, number: int) -> float:
+    """The weight of a microbatch. Raises: ValueError unless it is a finite number of at least 0."""
+    weight = weight_fn(microbatch)
+    if isinstance(weight, bool) or not isinstance(weight, int | float | Tensor):
+        raise ValueError(f"loss_weight_fn gave a {type(weight).__name__} for microbatch {number}; it gives a number")
+    weight = float(weight)
+    if not math.isfinite(weight) or weight < 0:
+        raise ValueError(f"loss_weight_fn gave {weight} for microbatch {number}; possible are numbers from 0 on")
+    return weight
+
+
+def _check_same_lengths(batch: PackedBatch, key: str) -> None:
+    tokens, others = batch.sequence_lengths("tokens"), batch.sequence_lengths(key)
+    for number, (length, other) in enumerate(zip(tokens, others, strict=False)):
+        if length != other:
+            raise LengthError(f"lengths[{key!r}]", f"sequence {number} has {other}, but {length} tokens")
+    if len(tokens) != len(others):
+        raise LengthError(f"lengths[{key!r}]", f"{len(others)} sequences, but there are {len(tokens)} of tokens")
+
+
+def _check_longest(batch: PackedBatch, max_length: int) -> None:
+    for number, length in enumerate(batch.sequence_lengths("tokens")):
+        if length > max_length:
+            raise LengthError("lengths['tokens']", f"sequence {number} has {length}, past max_length={max_length}")
+
+
+def _check_ids(batch: PackedBatch, key: str) -> None:
+    if batch.dtypes[key] not in _INTEGERS:
+        raise DtypeMismatch(f"data[{key!r}]", f"{batch.dtypes[key]}; token ids are torch.int64 or torch.int32")
+    if batch.trailing_shapes[key]:
+        raise ShapeMismatch(f"data[{key!r}]", f"shape {list(batch[key].shape)}; token ids have one dimension")
+
+
+def _check_range(batch: PackedBatch, key: str, end: int, possible: str, besides: int | None = None) -> None:
+    """Raise unless all values are in 0 ... end - 1, or equal to `besides`; names the first that is not."""
+    values = batch[key].flatten()
+    if besides is not None:
+        values = values.masked_fill(values == besides, 0)
+    if not values.numel():
+        return
+    least, most = (int(value) for value in values.aminmax())
+    if least >= 0 and most < end:
+        return
+    place = int(((values < 0) | (values >= end)).nonzero()[0])
+    # A position may have several numbers.
+    row = place // (values.numel() // max(1, batch[key].shape[0]))
+    starts = [0, *accumulate(batch.sequence_lengths(key))]
+    number = bisect_right(starts, row) - 1
+    raise BatchError(
+        f"data[{key!r}]", f"sequence {number} has {int(values[place])} at its place {row - starts[number]}; {possible}"
+    )
