@@ -7,6 +7,7 @@ from typing import Any
 from penstock import schedule
 from penstock.cli.commands import Parser
 from penstock.schedule import files
+from penstock.settings.objects import is_reference
 
 # Name, default, meaning. A builder's own option of the same name is not added a second time.
 _TIMES = (
@@ -41,7 +42,7 @@ def add_size(parser: Parser, *, ranks: int = 4, microbatches: int = 8, of_file: 
 def add_schedule(parser: Parser, arguments: list[str], *, costs: bool = True) -> None:
     """Add NAME, the counts, the costs if asked for, and the named schedule's own options."""
     parser.add_argument(
-        "name", metavar="NAME", help="a name that `penstock schedule list` prints, or a .csv or .txt file"
+        "name", metavar="NAME", help="a name that `schedule list` prints, a .csv or .txt file, or file.py:function"
     )
     add_size(parser, of_file=_names_file(arguments))
     parser.add_argument(
@@ -51,9 +52,14 @@ def add_schedule(parser: Parser, arguments: list[str], *, costs: bool = True) ->
     parser.add_argument("--early-gradients", action="store_true", help=said)
     if costs:
         add_costs(parser)
-    name = next((word for word in arguments if word in schedule.names(with_aliases=True)), None)
+    name = next((word for word in arguments if _is_named(word)), None)
     if name is not None:
         add_own_options(parser, [name], without=COST_NAMES if costs else ())
+
+
+def _is_named(word: str) -> bool:
+    """Return whether a word is the name of a schedule to build; those of installed packages are not looked for."""
+    return word in schedule.names(with_aliases=True) or is_reference(word)
 
 
 def _names_file(arguments: list[str]) -> bool:
@@ -117,7 +123,7 @@ def costs_of(options: argparse.Namespace) -> schedule.Costs:
 
 def own_options(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """The given values of a schedule's own options."""
-    known = schedule.options(name) if name in schedule.names(with_aliases=True) else {}
+    known = schedule.options(name) if _is_named(name) else {}
     return {option: getattr(options, option) for option in known if hasattr(options, option)}
 
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from penstock.schedule.choice import ScheduleChoice
+from penstock.schedule.choice import OwnSchedule, ScheduleChoice
 from penstock.settings import (
     AdapterConfig,
     ConfigError,
@@ -27,7 +27,8 @@ class EngineOptions(Settings):
     """The settings of a run that do not belong to the model or the layout; see there for each.
 
     Args:
-        schedule: the schedule to run, with its cut; a name alone will do.
+        schedule: the schedule to run, with its cut; a name alone will do, or a user's own: a function of the numbers of
+            ranks and microbatches that gives a `Schedule`, or the `Schedule` itself. It is proved before it runs.
         optimizer: the optimizer's settings and schedules; its name, or a function that makes a torch.optim.Optimizer
             from parameter groups, will do.
         measure_lengths: lengths of a typical microbatch's sequences: units are measured on them before the cut, on the
@@ -42,7 +43,7 @@ class EngineOptions(Settings):
     ('zb-h1', 0.0003)
     """
 
-    schedule: ScheduleConfig | str = ScheduleConfig()
+    schedule: OwnSchedule = ScheduleConfig()
     measure_lengths: tuple[int, ...] | None = None
     seed: int = same_as(TrainConfig, "seed")
     precision: Precision = same_as(TrainConfig, "precision")

@@ -23,7 +23,7 @@ from penstock.schedule.actions import (
     flatten,
     parts,
 )
-from penstock.schedule.builders import build, default_stages, describe, names, options
+from penstock.schedule.builders import build, default_stages, describe, names, options, register
 from penstock.schedule.costs import Costs, Memory
 from penstock.schedule.generation import Batch, BatchItem, RingShape, Scheduler
 from penstock.schedule.lower import early_gradients, lower
@@ -81,6 +81,7 @@ __all__ = [
     "partition",
     "partner",
     "parts",
+    "register",
     "search_cut",
     "simulate",
     "to_csv",

@@ -1,17 +1,21 @@
-"""The schedule that a run's settings choose: built by name, or read from a file."""
+"""The schedule that a run's settings choose: built by name, read from a file, or a user's own."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from penstock.schedule import builders, files
 from penstock.schedule.actions import Pair, Placement, PlacementKind, Program, Schedule, ScheduleError
+from penstock.schedule.builders import Builder
 from penstock.schedule.costs import Costs
 from penstock.schedule.lower import early_gradients, lower
 from penstock.schedule.search import options_for_step
 from penstock.schedule.verify import verify
 from penstock.settings import ConfigError, ScheduleConfig
+
+OwnSchedule: TypeAlias = ScheduleConfig | str | Builder | Schedule
+"""All that names a schedule: settings, a name, a function that gives one, or the schedule itself."""
 
 _TIMES = ("forward", "backward_input", "backward_weight", "transfer")
 
@@ -20,16 +24,32 @@ _TIMES = ("forward", "backward_input", "backward_weight", "transfer")
 class ScheduleChoice:
     """A schedule's settings, which name a builder or a file (.csv in torch's format, or .txt), and the stages' times.
 
-    `costs`: the times that `auto` searches with, one for each stage of the model; None if all are equal.
+    `costs`: the times that `auto` searches with, one for each stage of the model; None if all are equal. `own`: a
+    user's builder or schedule, which is then taken whatever the name. A schedule's order is taken as it is.
     """
 
     settings: ScheduleConfig = ScheduleConfig()
     costs: Costs | None = None
+    own: Builder | Schedule | None = None
 
     @classmethod
-    def of(cls, settings: ScheduleConfig | str) -> ScheduleChoice:
-        """Make the choice from settings, or from a schedule's name alone."""
-        return cls(ScheduleConfig(settings) if isinstance(settings, str) else settings)
+    def of(cls, given: OwnSchedule) -> ScheduleChoice:
+        """Make the choice from settings, from a schedule's name alone, or from a user's own builder or schedule.
+
+        Raises: ValueError for anything else.
+        """
+        if isinstance(given, ScheduleConfig):
+            return cls(given)
+        if isinstance(given, str):
+            return cls(ScheduleConfig(given))
+        if isinstance(given, Schedule):
+            return cls(ScheduleConfig(given.name), own=given)
+        if callable(given):
+            return cls(ScheduleConfig(getattr(given, "__name__", type(given).__name__)), own=given)
+        raise ValueError(
+            f"a schedule is a name, a ScheduleConfig, a function that gives a Schedule, or a Schedule, not a "
+            f"{type(given).__name__}"
+        )
 
     @property
     def name(self) -> str:
@@ -39,12 +59,23 @@ class ScheduleChoice:
     @property
     def is_file(self) -> bool:
         """True if the order comes from a file."""
-        return files.is_file(self.name)
+        return self.own is None and files.is_file(self.name)
+
+    @property
+    def is_fixed(self) -> bool:
+        """True if the order is taken as it is, from a file or a user's schedule."""
+        return self.is_file or isinstance(self.own, Schedule)
+
+    @property
+    def _builder(self) -> str | Builder:
+        """The builder, or the name of one."""
+        assert not isinstance(self.own, Schedule)
+        return self.name if self.own is None else self.own
 
     @property
     def is_searched(self) -> bool:
         """True if the order depends on the stages' times."""
-        return not self.is_file and "forward" in builders.options(self.name)
+        return not self.is_fixed and "forward" in builders.options(self._builder)
 
     def timed(self, costs: Costs) -> ScheduleChoice:
         """The same for stages that take these times."""
@@ -61,17 +92,16 @@ class ScheduleChoice:
                 other numbers.
         """
         ahead = self.settings.receives_ahead
+        if isinstance(self.own, Schedule):
+            _check_numbers(self.name, self.own, ranks, microbatches)
+            return lower(self.own, receives_ahead=ahead)
         if not self.is_file:
             built = self.build(ranks, microbatches)
             if self.settings.early_gradients and not whole_backwards:
                 built = early_gradients(built)
             return lower(built, receives_ahead=ahead)
         program = files.read_program(self.name, receives_ahead=ahead)
-        given = (program.placement.num_ranks, program.schedule.num_microbatches)
-        if given != (ranks, microbatches):
-            raise ScheduleError(
-                f"{self.name} is for {given[0]} ranks and {given[1]} microbatches, not for {ranks} and {microbatches}"
-            )
+        _check_numbers(self.name, program.schedule, ranks, microbatches)
         return program
 
     def build(self, ranks: int, microbatches: int) -> Schedule:
@@ -82,11 +112,13 @@ class ScheduleChoice:
         elif self.costs is not None and self.is_searched:
             options |= {name: getattr(self.costs, name) for name in _TIMES}
         return builders.build(
-            self.name, ranks=ranks, microbatches=microbatches, stages_per_rank=self._stages_per_rank, **options
+            self._builder, ranks=ranks, microbatches=microbatches, stages_per_rank=self._stages_per_rank, **options
         )
 
     def placement(self, ranks: int) -> Placement:
         """The placement of the stages, which depends on neither microbatches nor times."""
+        if isinstance(self.own, Schedule):
+            return self.own.placement
         if self.is_file:
             return files.read(self.name).placement
         # One microbatch is enough for a search, and its order is quickly found.
@@ -100,10 +132,11 @@ class ScheduleChoice:
             ConfigError: an unknown name or option, or a schedule that cannot train.
             ValueError: impossible numbers.
         """
-        known = builders.names(with_aliases=True)
-        if self.name not in known and not self.is_file:
+        if self.own is None and not self.is_file and not builders.is_known(self.name):
+            known = (*builders.names(with_aliases=True), *builders.offered())
             raise ConfigError(
-                f"schedule.name = {self.name!r} is none of {', '.join(known)}, nor a file ending in .csv or .txt"
+                f"schedule.name = {self.name!r} is none of {', '.join(known)}, nor a file ending in .csv or .txt, nor "
+                "package.module:function"
             )
         self._check_options()
         self._check_search()
@@ -123,6 +156,8 @@ class ScheduleChoice:
     def _options(self) -> dict[str, Any]:
         """The settings that are options of any builder, by their names in its signature."""
         every = {option for name in builders.names() for option in builders.options(name)}
+        if not self.is_fixed:
+            every |= builders.options(self._builder).keys()
         return {name: value for name, value in self.settings.given.items() if name in every}
 
     @property
@@ -135,9 +170,9 @@ class ScheduleChoice:
     def _check_options(self) -> None:
         for option, value in self._options.items():
             text = f"schedule.{option} = {str(value).lower()}"
-            if self.is_file:
+            if self.is_fixed:
                 raise ConfigError(f"{text} cannot change {self.name}, whose order is taken as it is; leave it out")
-            if option not in builders.options(self.name):
+            if option not in builders.options(self._builder):
                 possible = ", ".join(name for name in builders.names() if option in builders.options(name))
                 raise ConfigError(f"{text} is no option of schedule.name = {self.name!r}; possible are {possible}")
 
@@ -153,6 +188,14 @@ class ScheduleChoice:
             raise ConfigError("schedule.search_cut = true needs the units' times; add schedule.measure = true")
         if self.settings.cut is not None:
             raise ConfigError("schedule.search_cut = true searches for what schedule.cut gives by hand; leave out one")
+
+
+def _check_numbers(name: str, order: Schedule, ranks: int, microbatches: int) -> None:
+    given = (order.placement.num_ranks, order.num_microbatches)
+    if given != (ranks, microbatches):
+        raise ScheduleError(
+            f"{name} is for {given[0]} ranks and {given[1]} microbatches, not for {ranks} and {microbatches}"
+        )
 
 
 def forward_only(placement: Placement, microbatches: int) -> Program:

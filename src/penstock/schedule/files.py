@@ -10,7 +10,7 @@ from pathlib import Path
 
 from penstock.schedule.actions import Action, Op, Program, Schedule, ScheduleError, parts
 from penstock.schedule.lower import lower
-from penstock.schedule.text import Plan, from_csv, from_text, parse_step
+from penstock.schedule.text import Plan, from_csv, from_text, modern_letters, parse_step
 from penstock.schedule.verify import verify
 
 ENDINGS = (".csv", ".txt")
@@ -60,11 +60,12 @@ def _text_of(path: Path) -> str:
     if path.is_dir():
         raise ScheduleError(f"{path} is a folder; give a file ending in {' or '.join(ENDINGS)}")
     try:
-        return path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         raise ScheduleError(f"{path}: this is not text, so it is neither a schedule nor a program") from None
     except OSError as error:
         raise ScheduleError(f"{path}: {(error.strerror or str(error)).lower()}") from None
+    return text if _is_text(text) else modern_letters(text)
 
 
 def _parse(path: Path, text: str) -> Plan:

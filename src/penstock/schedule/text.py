@@ -32,6 +32,8 @@ Plan: TypeAlias = Schedule | Program
 _SCHEDULE, _PROGRAM = "penstock schedule 1", "penstock program 1"
 _FIELDS = ("name", "placement", "ranks", "stages_per_rank", "microbatches", "training", "live_bound")
 _ACTION = re.compile(r"([0-9]{1,9})(F|B|I|W|SEND_F|RECV_F|SEND_B|RECV_B|REDUCE_GRAD|UNSHARD|RESHARD)([0-9]{0,9})")
+# A compute action of a CSV, alone or in a pair, by today's letters or those of torch before 2.6.
+_LETTERS = re.compile(r"(?<![0-9A-Z_])([0-9]{1,9})(BW|B|I|W)([0-9]{1,9})(?![0-9])")
 _PAIR = re.compile(r"\(([^();]*);([^();]*)\)OVERLAP_F_B")
 _RULE = "an action is <stage><op><microbatch>, as in 0F3 or 1SEND_F0, a pair (0F7;7B3)OVERLAP_F_B"
 
@@ -142,7 +144,7 @@ def from_csv(text: str, *, name: str = "imported", with_transfers: bool | None =
 
     Raises: ScheduleError naming row, cell and rule.
     """
-    reader = csv.reader(io.StringIO(text.removeprefix("\ufeff")), strict=True)
+    reader = csv.reader(io.StringIO(modern_letters(text).removeprefix("\ufeff")), strict=True)
     try:
         cells = list(reader)
     except csv.Error as error:
@@ -221,20 +223,49 @@ def _infer(rows: list[dict[int, Step]]) -> tuple[Placement, int]:
     return _infer_placement(homes, len(rows)), last_microbatch + 1
 
 
+def modern_letters(text: str) -> str:
+    """Rewrite a CSV of torch before 2.6, where B is the backward for inputs and BW the full one, in today's letters.
+
+    >>> modern_letters("0F0,0B0,0W0,0F1,0BW1")
+    '0F0,0I0,0W0,0F1,0B1'
+
+    A file is taken for an older one if it has a BW, or no I at all and a B beside each W.
+    """
+    tapes: dict[str, set[tuple[str, str]]] = {"B": set(), "I": set(), "W": set(), "BW": set()}
+    for stage, op, microbatch in _LETTERS.findall(text):
+        tapes[op].add((stage, microbatch))
+    if not (tapes["BW"] or (tapes["W"] and not tapes["I"] and tapes["W"] <= tapes["B"])):
+        return text
+    today = {"B": "I", "BW": "B"}
+    return _LETTERS.sub(lambda match: f"{match[1]}{today.get(match[2], match[2])}{match[3]}", text)
+
+
 def _infer_placement(homes: dict[int, int], num_ranks: int) -> Placement:
     for stage in range(len(homes)):
         if stage not in homes:
             raise ScheduleError(f"row {homes[max(homes)] + 1} has stage {max(homes)}, but no row has stage {stage}")
-    # Every rank has the same number of stages; the proof will name those that are missing at the end.
-    stages_per_rank = -(-len(homes) // num_ranks)
-    reasons = []
+    held = [[stage for stage in sorted(homes) if homes[stage] == rank] for rank in range(num_ranks)]
+    most, least = max(held, key=len), min(held, key=len)
+    reasons, stages_per_rank = [], len(most)
     for kind in (PlacementKind.LOOP, PlacementKind.V):
         placement = Placement(kind, num_ranks, stages_per_rank)
         strayed = [stage for stage in sorted(homes) if placement.rank_of(stage) != homes[stage]]
-        if not strayed:
+        if not strayed and len(most) == len(least):
             return placement
-        reasons.append(f"in a {kind.value} placement stage {strayed[0]} is not in row {homes[strayed[0]] + 1}")
+        reasons += [
+            f"in a {kind.value} placement stage {stage} is not in row {homes[stage] + 1}" for stage in strayed[:1]
+        ]
+    if len(most) != len(least):
+        reasons.insert(
+            0,
+            f"unequal numbers of stages, {_spelt_stages(most)} in row {held.index(most) + 1} and "
+            f"{_spelt_stages(least)} in row {held.index(least) + 1}, where each rank holds as many as any other",
+        )
     raise ScheduleError(f"the stages are dealt to the rows in no known way: {', and '.join(reasons)}")
+
+
+def _spelt_stages(stages: Sequence[int]) -> str:
+    return f"{len(stages)} ({', '.join(map(str, stages))})"
 
 
 def _check_size(num_stages: int, num_microbatches: int, rows: Sequence[Sequence[Step]]) -> None:

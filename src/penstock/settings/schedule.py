@@ -25,7 +25,8 @@ class ScheduleConfig(Settings, section="schedule"):
 
     name: str = setting(
         "1f1b",
-        "One of `penstock schedule list`, or a file: torch's .csv, or .txt as `penstock schedule export` writes.",
+        "One of `penstock schedule list`; or a file: torch's .csv, or .txt as `penstock schedule export` writes; or a "
+        "function of your own: package.module:function or file.py:function.",
     )
     stages_per_rank: int | None = setting(
         None, "Stages of each pipeline rank; left out, as many as the schedule is meant for.", AT_LEAST_1

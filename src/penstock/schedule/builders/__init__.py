@@ -3,9 +3,31 @@
 from importlib import import_module
 from pkgutil import iter_modules
 
-from penstock.schedule.builders.registry import build, builder, default_stages, describe, names, options
+from penstock.schedule.builders.registry import (
+    Builder,
+    build,
+    builder,
+    default_stages,
+    describe,
+    is_known,
+    names,
+    offered,
+    options,
+    register,
+)
 
 for _module in iter_modules(__path__):
     import_module(f"{__name__}.{_module.name}")
 
-__all__ = ["build", "builder", "default_stages", "describe", "names", "options"]
+__all__ = [
+    "Builder",
+    "build",
+    "builder",
+    "default_stages",
+    "describe",
+    "is_known",
+    "names",
+    "offered",
+    "options",
+    "register",
+]

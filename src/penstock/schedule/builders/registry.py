@@ -1,16 +1,28 @@
-"""The registry of schedules that can be built by name; each builder registers itself."""
+"""The registry of schedules that can be built by name; each builder registers itself.
+
+A user's own builder is found in four ways: handed over itself, entered by `register`, named as
+``package.module:function`` or ``file.py:function``, or as an entry point of the group ``penstock.schedules``.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from difflib import get_close_matches
-from inspect import signature
-from typing import Any, NamedTuple, TypeVar
+from importlib.metadata import entry_points
+from inspect import Parameter, signature
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
-from penstock.schedule.actions import Schedule, check_count
+from penstock.schedule.actions import Schedule, ScheduleError, check_count
+from penstock.settings.objects import is_reference, load_object
 
-_Builder = TypeVar("_Builder", bound=Callable[..., Schedule])
+Builder: TypeAlias = Callable[..., Schedule]
+"""A function from the numbers of ranks and microbatches, and options that have defaults, to a schedule."""
+
+ENTRY_POINTS = "penstock.schedules"
+"""The group of the entry points by which installed packages offer builders."""
+
+_Builder = TypeVar("_Builder", bound=Builder)
 
 
 class _Entry(NamedTuple):
@@ -19,9 +31,16 @@ class _Entry(NamedTuple):
     build: Callable[..., Schedule]
     options: type | None
 
+    @property
+    def parameters(self) -> dict[str, Parameter]:
+        """The builder's parameters but for the numbers of ranks and microbatches, which come first."""
+        named = {name: own for name, own in signature(self.build).parameters.items() if own.kind in _NAMED}
+        return {name: own for number, (name, own) in enumerate(named.items()) if number >= 2}
 
+
+_NAMED = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 _ENTRIES: dict[str, _Entry] = {}
-_COMMON = ("ranks", "microbatches", "stages_per_rank")
+_STAGES = "stages_per_rank"
 # With one stage on each rank both forms are the same.
 _ALIASES = {"combined": "combined-1f1b"}
 # The order of lists; any other schedules follow by name.
@@ -46,6 +65,42 @@ def builder(name: str, *, options: type | None = None) -> Callable[[_Builder], _
     return enter
 
 
+def register(name: str, build: Builder) -> None:
+    """Enter a builder of a user's own, so that this process finds it by name; `build` says how it is called.
+
+    >>> register("1f1b", lambda ranks, microbatches: None)
+    Traceback (most recent call last):
+    ValueError: there is a schedule '1f1b' already; choose another name
+
+    Raises: ValueError for a name that another builder has, or a function that cannot be a builder.
+    """
+    if name in _ENTRIES and _ENTRIES[name].build is not build:
+        raise ValueError(f"there is a schedule {name!r} already; choose another name")
+    if is_reference(name) or not name or name in _ALIASES:
+        raise ValueError(f"{name!r} cannot be a schedule's name; choose another one")
+    _ENTRIES[name] = _own_entry(build, name)
+
+
+def is_known(name: str) -> bool:
+    """Return whether `build` finds a builder of that name.
+
+    Raises: ConfigError for a reference to what does not exist.
+    """
+    try:
+        return _entry(name) is not None
+    except UnknownSchedule:
+        return False
+
+
+class UnknownSchedule(ValueError):
+    """No schedule bears this name."""
+
+
+def offered() -> tuple[str, ...]:
+    """The names of the schedules that installed packages offer, of which none is loaded."""
+    return tuple(sorted(point.name for point in entry_points(group=ENTRY_POINTS)))
+
+
 def names(*, with_aliases: bool = False) -> tuple[str, ...]:
     """The schedules that `build` knows and, if asked for, their second names.
 
@@ -56,7 +111,7 @@ def names(*, with_aliases: bool = False) -> tuple[str, ...]:
     return (*known, *_ALIASES) if with_aliases else known
 
 
-def describe(name: str) -> str:
+def describe(name: str | Builder) -> str:
     """Describe a schedule in one line.
 
     >>> describe("afab")
@@ -67,7 +122,7 @@ def describe(name: str) -> str:
     return (_entry(name).build.__doc__ or "").partition("\n")[0].rstrip(".")
 
 
-def options(name: str) -> dict[str, Any]:
+def options(name: str | Builder) -> dict[str, Any]:
     """The options of a schedule with their defaults, beside `ranks`, `microbatches` and `stages_per_rank`.
 
     >>> options("interleaved")
@@ -78,53 +133,101 @@ def options(name: str) -> dict[str, Any]:
     entry = _entry(name)
     if entry.options is not None:
         return {field.name: field.default for field in fields(entry.options)}
-    parameters = signature(entry.build).parameters
-    return {key: parameter.default for key, parameter in parameters.items() if key not in _COMMON}
+    return {key: parameter.default for key, parameter in entry.parameters.items() if key != _STAGES}
 
 
-def default_stages(name: str) -> int:
-    """The number of stages on each rank that a schedule is meant for.
+def default_stages(name: str | Builder) -> int:
+    """The number of stages on each rank that a schedule is meant for; 1 where its builder has no such parameter.
 
     >>> default_stages("zb-v")
     2
 
     Raises: ValueError for a name that is not known.
     """
-    return signature(_entry(name).build).parameters["stages_per_rank"].default
+    parameter = _entry(name).parameters.get(_STAGES)
+    return 1 if parameter is None else parameter.default
 
 
 def build(
-    name: str, *, ranks: int, microbatches: int, stages_per_rank: int | None = None, **options_given: Any
+    name: str | Builder, *, ranks: int, microbatches: int, stages_per_rank: int | None = None, **options_given: Any
 ) -> Schedule:
     """Build the schedule of that name; `names()` lists them and `options(name)` what else each takes.
 
-    By default, each rank has `default_stages(name)` stages.
+    By default, each rank has `default_stages(name)` stages. A builder of a user's own is given, or named; it is called
+    with the numbers of ranks and microbatches, in this order, and the rest by name.
 
     >>> print(*build("1f1b", ranks=2, microbatches=2).orders[0])
     0F0 0F1 0B0 0B1
 
-    Raises: ValueError for an unknown name or option, naming the nearest one, and for impossible numbers.
+    Raises: ValueError for an unknown name or option, naming the nearest one, and for impossible numbers; ScheduleError
+    if a user's builder gives something else than was asked for.
     """
-    entry = _entry(name)
-    if stages_per_rank is None:
-        stages_per_rank = default_stages(name)
+    entry, spelt = _entry(name), _spelt(name)
+    parameters, known = entry.parameters, options(name)
+    if stages_per_rank is not None and _STAGES not in parameters:
+        raise ValueError(f"schedule {spelt} has no option 'stages_per_rank'; {_nearest(_STAGES, known)}")
+    if _STAGES in parameters:
+        stages_per_rank = default_stages(name) if stages_per_rank is None else stages_per_rank
+        check_count(_STAGES, stages_per_rank)
     check_count("ranks", ranks)
     check_count("microbatches", microbatches)
-    check_count("stages_per_rank", stages_per_rank)
-    known = options(name)
     for option in options_given:
         if option not in known:
-            raise ValueError(f"schedule {name} has no option {option!r}; {_nearest(option, known)}")
+            raise ValueError(f"schedule {spelt} has no option {option!r}; {_nearest(option, known)}")
     if entry.options is not None:
-        return entry.build(ranks, microbatches, stages_per_rank, options=entry.options(**options_given))
-    return entry.build(ranks, microbatches, stages_per_rank, **options_given)
+        options_given = {"options": entry.options(**options_given)}
+    if _STAGES in parameters:
+        options_given[_STAGES] = stages_per_rank
+    return _checked(entry.build(ranks, microbatches, **options_given), spelt, (ranks, microbatches))
 
 
-def _entry(name: str) -> _Entry:
+def _checked(built: Any, name: str, wanted: tuple[int, int]) -> Schedule:
+    """Refuse what is no schedule, or one of other numbers."""
+    if not isinstance(built, Schedule):
+        raise ScheduleError(f"{name} gave a {type(built).__name__}, which is no penstock.schedule.Schedule")
+    found = built.placement.num_ranks, built.num_microbatches
+    if found != wanted:
+        raise ScheduleError(
+            f"{name} gave a schedule for {found[0]} ranks and {found[1]} microbatches, where {wanted[0]} and "
+            f"{wanted[1]} were asked for"
+        )
+    return built
+
+
+def _entry(name: str | Builder) -> _Entry:
+    if not isinstance(name, str):
+        return _own_entry(name, _spelt(name))
     name = _ALIASES.get(name, name)
-    if name not in _ENTRIES:
-        raise ValueError(f"there is no schedule {name!r}; {_nearest(name, dict.fromkeys(names()))}")
-    return _ENTRIES[name]
+    if name in _ENTRIES:
+        return _ENTRIES[name]
+    if is_reference(name):
+        return _own_entry(load_object(name), name)
+    for point in entry_points(group=ENTRY_POINTS, name=name):
+        _ENTRIES[name] = _own_entry(point.load(), name)
+        return _ENTRIES[name]
+    raise UnknownSchedule(f"there is no schedule {name!r}; {_nearest(name, dict.fromkeys(names() + offered()))}")
+
+
+def _own_entry(build: Builder, name: str) -> _Entry:
+    """The entry of a builder of a user's own.
+
+    Raises: ValueError if it cannot be called as a builder is.
+    """
+    if not callable(build):
+        raise ValueError(f"schedule {name!r} is a {type(build).__name__}; a function that gives a Schedule is possible")
+    entry, form = _Entry(build, None), signature(build)
+    try:
+        form.bind(1, 1)
+    except TypeError:
+        text = f"{name}{form}"
+        raise ValueError(
+            f"{text} cannot be called with the numbers of ranks and microbatches; give its other parameters defaults"
+        ) from None
+    return entry
+
+
+def _spelt(name: str | Builder) -> str:
+    return name if isinstance(name, str) else getattr(name, "__name__", type(name).__name__)
 
 
 def _nearest(word: str, known: Mapping[str, Any]) -> str:

@@ -1,0 +1,79 @@
+"""Objects of a user's own that settings name: ``package.module:object``, or ``path/to/file.py:object``."""
+
+import importlib.util
+import re
+import sys
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from penstock.settings.declare import ConfigError
+
+_REFERENCE = re.compile(r"(?P<module>[A-Za-z_][\w.]*|.+\.py):(?P<name>[A-Za-z_][\w.]*)")
+
+
+def is_reference(name: str) -> bool:
+    """Return whether a name is that of an object in a module or in a Python file.
+
+    >>> is_reference("package.module:function"), is_reference("examples/own.py:function"), is_reference("1f1b")
+    (True, True, False)
+    """
+    return _REFERENCE.fullmatch(name) is not None
+
+
+def load_object(reference: str) -> Any:
+    """Import the object of that name; modules are looked for in the working directory, too.
+
+    Raises:
+        ConfigError: there is no such module, file or object; errors that the module raises pass through.
+
+    >>> load_object("math:sqrt")(4.0)
+    2.0
+    """
+    match = _REFERENCE.fullmatch(reference)
+    if match is None:
+        raise ConfigError(f"{reference!r} names no object; give package.module:object, or file.py:object")
+    found: Any = _load_file(match["module"]) if match["module"].endswith(".py") else _load_module(match["module"])
+    for part in match["name"].split("."):
+        if not hasattr(found, part):
+            names = ", ".join(name for name in vars(found) if not name.startswith("_")) or "nothing"
+            raise ConfigError(f"{reference!r}: there is no {part!r} in {match['module']}; it has {names}")
+        found = getattr(found, part)
+    return found
+
+
+def _load_module(name: str) -> ModuleType:
+    try:
+        return import_module(name)
+    except ModuleNotFoundError as error:
+        # An installed command does not look where it is called; and a module's own missing imports are its own error.
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise
+    here = str(Path.cwd())
+    try:
+        sys.path.insert(0, here)
+        return import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise
+        raise ConfigError(f"there is no module {error.name!r}, neither installed nor in {here}") from None
+    finally:
+        sys.path.remove(here)
+
+
+def _load_file(path: str) -> ModuleType:
+    # One module for one file, so that it is not run a second time.
+    name = f"penstock_file_{Path(path).resolve()}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None or not Path(path).is_file():
+        raise ConfigError(f"there is no file {path!r}")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module

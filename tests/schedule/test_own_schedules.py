@@ -1,0 +1,185 @@
+"""A user's own schedule: handed over, registered, named by its module or file, or offered by a package; and proved."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+
+from penstock import schedule
+from penstock.cli.main import main
+from penstock.schedule import Action, Op, Placement, PlacementKind, Schedule, ScheduleError
+from penstock.schedule.builders import registry
+from penstock.schedule.choice import ScheduleChoice
+from penstock.settings import ConfigError, RunConfig, ScheduleConfig
+from penstock.settings.objects import load_object
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "own_schedule.py"
+eager_1f1b = load_object(f"{EXAMPLE}:eager_1f1b")
+SIZES = [(1, 1), (1, 5), (2, 1), (2, 8), (3, 4), (4, 16), (8, 32)]
+OFFER = "[penstock.schedules]\noffered-eager = mine_own:eager_1f1b\n"
+METADATA = "Metadata-Version: 2.1\nName: offering\nVersion: 1.0\n"
+
+
+def backwards_first(ranks: int, microbatches: int) -> Schedule:
+    """An order that cannot be: the last rank begins with a backward."""
+    built = schedule.build("1f1b", ranks=ranks, microbatches=microbatches)
+    orders = (*built.orders[:-1], tuple(reversed(built.orders[-1])))
+    return Schedule("backwards-first", built.placement, microbatches, orders)
+
+
+@pytest.fixture
+def entries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The registry, put back after the test."""
+    monkeypatch.setattr(registry, "_ENTRIES", dict(registry._ENTRIES))  # pyright: ignore[reportPrivateUsage]
+
+
+@pytest.mark.shows(110)
+@pytest.mark.usefixtures("entries")
+@pytest.mark.parametrize(("ranks", "microbatches"), SIZES)
+def test_all_ways_give_the_same_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, microbatches: int
+) -> None:
+    (tmp_path / "mine_own.py").write_text(EXAMPLE.read_text())
+    folder = tmp_path / "offering-1.0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text(METADATA)
+    (folder / "entry_points.txt").write_text(OFFER)
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.invalidate_caches()
+    schedule.register("my-eager", eager_1f1b)
+    built = eager_1f1b(ranks, microbatches)
+    wanted = schedule.lower(schedule.early_gradients(built))
+    schedule.verify(wanted)
+    for given in (eager_1f1b, "my-eager", f"{EXAMPLE}:eager_1f1b", "mine_own:eager_1f1b", "offered-eager"):
+        choice = ScheduleChoice.of(given)
+        choice.check(ranks, microbatches)
+        assert choice.program(ranks, microbatches) == wanted
+        assert choice.placement(ranks) == built.placement
+    own = ScheduleChoice.of(built)
+    own.check(ranks, microbatches)
+    assert own.program(ranks, microbatches) == schedule.lower(built) and own.placement(ranks) == built.placement
+    del sys.modules["mine_own"]
+
+
+@pytest.mark.shows(110)
+def test_it_is_proved_before_it_runs() -> None:
+    for given in (backwards_first, backwards_first(3, 4)):
+        with pytest.raises(ScheduleError):
+            ScheduleChoice.of(given).check(3, 4)
+
+
+@pytest.mark.shows(110)
+def test_the_example_beats_1f1b_where_messages_take_long(capsys: pytest.CaptureFixture[str]) -> None:
+    code = EXAMPLE.read_text().partition("def eager_1f1b")[2].partition("\n\n\n")[0].splitlines()
+    assert len(code) <= 12, "ten lines, with its head and its docstring"
+    for ranks, microbatches in ((2, 8), (4, 16), (8, 32)):
+        for transfer in (0.5, 1.0):
+            costs = schedule.Costs(transfer=transfer)
+            plain = schedule.build("1f1b", ranks=ranks, microbatches=microbatches)
+            times = [
+                schedule.simulate(schedule.lower(order), costs).makespan
+                for order in (plain, eager_1f1b(ranks, microbatches))
+            ]
+            assert times[1] < times[0]
+    assert main(["schedule", "show", f"{EXAMPLE}:eager_1f1b", "--ranks", "2", "--microbatches", "3"]) == 0
+    assert "eager-1f1b, 2 ranks, 3 microbatches" in capsys.readouterr().out
+
+
+@pytest.mark.shows(110)
+def test_a_builder_may_take_options_and_stages() -> None:
+    def mine(ranks: int, microbatches: int, *, stages_per_rank: int = 2, group_size: int = 0) -> Schedule:
+        return schedule.build(
+            "interleaved",
+            ranks=ranks,
+            microbatches=microbatches,
+            stages_per_rank=stages_per_rank,
+            group_size=group_size,
+        )
+
+    assert schedule.options(mine) == {"group_size": 0} and schedule.default_stages(mine) == 2
+    found = ScheduleChoice(ScheduleConfig("mine", stages_per_rank=3, group_size=4), own=mine)
+    assert found.placement(2).stages_per_rank == 3
+    assert found.build(2, 8) == mine(2, 8, stages_per_rank=3, group_size=4) != mine(2, 8, stages_per_rank=3)
+    with pytest.raises(ValueError, match="schedule eager_1f1b has no option 'stages_per_rank'"):
+        schedule.build(eager_1f1b, ranks=2, microbatches=2, stages_per_rank=2)
+
+
+@pytest.mark.shows(110)
+@pytest.mark.usefixtures("entries")
+def test_what_is_no_schedule_is_refused() -> None:
+    def needs_more(ranks: int, microbatches: int, depth: int) -> Schedule:
+        return eager_1f1b(ranks, depth)
+
+    def too_many(ranks: int, microbatches: int) -> Schedule:
+        return eager_1f1b(ranks, microbatches + 1)
+
+    with pytest.raises(ValueError, match="there is a schedule '1f1b' already"):
+        schedule.register("1f1b", eager_1f1b)
+    with pytest.raises(ValueError, match="give its other parameters defaults"):
+        schedule.register("deep", needs_more)
+    with pytest.raises(ScheduleError, match="too_many gave a schedule for 2 ranks and 5 microbatches, where 2 and 4"):
+        schedule.build(too_many, ranks=2, microbatches=4)
+    with pytest.raises(ScheduleError, match="gave a list, which is no penstock"):
+        schedule.build(lambda ranks, microbatches: [], ranks=2, microbatches=4)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ScheduleError, match="eager-1f1b is for 2 ranks and 4 microbatches, not for 2 and 8"):
+        ScheduleChoice.of(eager_1f1b(2, 4)).program(2, 8)
+    with pytest.raises(ValueError, match=r"a schedule is a name, .* not a int"):
+        ScheduleChoice.of(3)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("math:nonsense", "there is no 'nonsense' in math"),
+        ("no_such_package.schedules:mine", "there is no module 'no_such_package'"),
+        ("missing.py:mine", "there is no file 'missing.py'"),
+        ("math:pi", "'math:pi' is a float"),
+        ("one-f-one-b", r"is none of afab, 1f1b, .*, nor package.module:function"),
+    ],
+)
+def test_a_name_that_leads_nowhere_is_refused(name: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ScheduleChoice(RunConfig(schedule=ScheduleConfig(name)).schedule).check(2, 4)
+
+
+def test_an_error_in_a_users_module_is_its_own(tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("import not_to_be_had\n")
+    with pytest.raises(ModuleNotFoundError, match="not_to_be_had"):
+        load_object(f"{tmp_path}/broken.py:mine")
+    with pytest.raises(ConfigError, match="names no object"):
+        load_object("broken")
+
+
+# ---- files: rows with unequal numbers of stages, and torch's older letters
+
+
+@pytest.mark.shows(110)
+def test_rows_with_unequal_numbers_of_stages_are_named() -> None:
+    with pytest.raises(ScheduleError, match=r"unequal numbers of stages, 2 \(0, 2\) in row 1 and 1 \(1\) in row 2"):
+        schedule.from_csv("0F0,2F0,2B0,0B0\n1F0,1B0\n")
+
+
+@pytest.mark.shows(110)
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v", "interleaved-zb"])
+def test_torchs_older_letters_are_read(name: str) -> None:
+    built = schedule.build(name, ranks=2, microbatches=4)
+    today = schedule.to_csv(built)
+    older = today.replace("B", "BW").replace("I", "B")
+    assert older != today
+    for given in (today, older):
+        found = schedule.from_csv(given, name=built.name)
+        assert isinstance(found, Schedule) and found.orders == built.orders
+    split = schedule.to_csv(schedule.early_gradients(built))
+    assert "I" in split
+    if "B" not in split:
+        # Before BW there was no full backward where weights had their own.
+        assert schedule.from_csv(split.replace("I", "B")) == schedule.from_csv(split)
+
+
+def test_a_file_of_today_is_not_taken_for_an_older_one() -> None:
+    orders = ((Action(Op.F, 0, 0), Action(Op.B, 0, 0), Action(Op.F, 0, 1), Action(Op.I, 0, 1), Action(Op.W, 0, 1)),)
+    today = Schedule("today", Placement(PlacementKind.LOOP, 1), 2, orders)
+    assert schedule.from_csv(schedule.to_csv(today), name="today") == today
