@@ -1,0 +1,168 @@
+"""The learning rate follows any callable of the step, torch's schedulers, or an absolute number of the step."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+
+from penstock import PackedBatch
+from penstock.engine import Engine
+from penstock.settings import ConfigError, OptimizerConfig, ParameterGroup, from_dict
+
+SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+SCHEDULERS: dict[str, Callable[[Any], Any]] = {
+    "step": partial(lr_scheduler.StepLR, step_size=3, gamma=0.5),
+    "cosine": partial(lr_scheduler.CosineAnnealingWarmRestarts, T_0=4),
+    "lambda": partial(lr_scheduler.LambdaLR, lr_lambda=lambda epoch: 1.0 / (epoch + 1)),
+    "one cycle": partial(lr_scheduler.OneCycleLR, max_lr=0.2, total_steps=20),
+    "chained": lambda optimizer: lr_scheduler.SequentialLR(
+        optimizer,
+        [lr_scheduler.LinearLR(optimizer, 0.1, total_iters=3), lr_scheduler.ExponentialLR(optimizer, 0.9)],
+        milestones=[3],
+    ),
+}
+
+
+def configured(**settings: Any) -> OptimizerConfig:
+    """Settings as a user spells them, names and tables as plain values."""
+    return OptimizerConfig(**settings)
+
+
+def opened(optimizer: Any, **changes: Any) -> Engine:
+    torch.manual_seed(0)
+    layers = [nn.Embedding(32, 8), nn.Linear(8, 8), nn.Linear(8, 32)]
+    return Engine.from_layers(layers, 8, optimizer=optimizer, device="cpu", **changes)
+
+
+def rates_of(engine: Engine, num_steps: int, **step: Any) -> list[float]:
+    batch = PackedBatch.from_documents([torch.arange(9), torch.arange(5)])
+    return [engine.train_batch(batch, **step).learning_rate for _ in range(num_steps)]
+
+
+def reference_rates(scheduler: Callable[[Any], Any], num_steps: int) -> list[float]:
+    optimizer = SGD([nn.Parameter(torch.zeros(2, 2))])
+    schedule, found = scheduler(optimizer), []
+    for _ in range(num_steps):
+        found.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    return found
+
+
+@pytest.mark.shows(111)
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_torchs_schedulers_set_the_rate_of_each_step_as_in_torchs_own_loop(name: str, tmp_path: Path) -> None:
+    expected = reference_rates(SCHEDULERS[name], 12)
+    config = OptimizerConfig(factory=SGD, scheduler=SCHEDULERS[name])
+    engine = opened(config)
+    assert rates_of(engine, 8) == expected[:8] and len(set(expected)) > 1
+    engine.save(tmp_path / "run")
+    resumed = opened(config)
+    resumed.load(tmp_path / "run")
+    assert rates_of(resumed, 4) == expected[8:]
+    # An absolute number goes there at once, and back.
+    assert [rates_of(resumed, 1, step=n)[0] for n in (12, 3, 7)] == [expected[11], expected[2], expected[6]]
+    assert resumed.step == 7 and rates_of(resumed, 1) == [expected[7]]
+
+
+@pytest.mark.shows(111)
+def test_the_built_in_optimizer_takes_a_scheduler_or_any_callable_too() -> None:
+    config = OptimizerConfig(learning_rate=0.1, scheduler=SCHEDULERS["step"])
+    assert rates_of(opened(config), 8) == reference_rates(SCHEDULERS["step"], 8)
+    engine = opened(OptimizerConfig(learning_rate=lambda step: 0.5 / step, weight_decay=lambda step: 0.1 * step))
+    assert rates_of(engine, 3) == [0.5, 0.25, 0.5 / 3]
+    assert rates_of(engine, 2, step=10) == [0.05, 0.05] and engine.step == 10
+
+
+@pytest.mark.shows(111)
+def test_an_absolute_step_gives_the_weights_of_a_run_that_took_the_rates_in_that_order() -> None:
+    rate = lambda step: 0.5 / step  # noqa: E731
+    jumped, plain = opened(OptimizerConfig(learning_rate=rate)), opened(OptimizerConfig(learning_rate=lambda s: 0.1))
+    batch = PackedBatch.from_documents([torch.arange(9), torch.arange(5)])
+    for step in (5, 5, 5):
+        result = jumped.train_batch(batch, step=step)
+        plain.train_batch(batch)
+        assert (result.step, result.learning_rate) == (step, 0.1)
+    for name, parameter in jumped.parameters().items():
+        assert torch.equal(parameter, plain.parameters()[name])
+    for wrong in (0, -1, True, 1.5):
+        with pytest.raises(ValueError, match=rf"step = {re.escape(repr(wrong))}"):
+            jumped.train_batch(batch, step=wrong)  # type: ignore[arg-type]
+
+
+def test_groups_have_rates_of_their_own() -> None:
+    groups = (
+        ParameterGroup("layers.0.*", learning_rate=0.2),
+        ParameterGroup("*.bias", learning_rate=lambda step: 0.0, weight_decay=0.0),
+    )
+    engine = opened(configured(name="sgd", learning_rate=lambda step: 0.1, weight_decay=0.0, groups=groups))
+    before = {name: p.detach().clone() for name, p in engine.parameters().items()}
+    assert rates_of(engine, 1) == [0.1]
+    norm = torch.cat([engine.gradient(name).flatten() for name in before]).norm()
+    assert norm < 1.0, "nothing was clipped"
+    for name, parameter in engine.parameters().items():
+        rate = 0.2 if name.startswith("layers.0.") else 0.0 if name.endswith("bias") else 0.1
+        assert torch.equal(parameter, before[name].add(engine.gradient(name), alpha=-rate)), name
+
+
+class Joint(torch.optim.Optimizer):
+    """Steps all parameters by the same amount: the mean of all gradients."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        every = [p for group in self.param_groups for p in group["params"]]
+        mean = torch.cat([p.grad.flatten() for p in every]).mean()
+        for parameter in every:
+            parameter.sub_(0.1 * mean)
+
+
+@pytest.mark.shows(106)
+@pytest.mark.parametrize(
+    ("optimizer", "words"),
+    [
+        (torch.optim.LBFGS, "LBFGS cannot step a model in parts.*closure"),
+        (torch.optim.SparseAdam, "SparseAdam cannot step a model in parts"),
+        (Joint, "Joint steps all parameters jointly"),
+        (lambda groups: None, "cannot step a model in parts|must give a torch.optim.Optimizer"),
+        ("adaw", 'optimizer.name takes .*"adamw".* not "adaw"'),
+        (3, "optimizer = 3 is not possible"),
+        (configured(name="sgd", beta1=0.5), "beta1 = 0.5 has no effect on SGD"),
+        (configured(name="rprop", weight_decay=0.3), "Rprop has no weight decay"),
+        (configured(name="sgd", arguments={"momentun": 0.9}), "momentun"),
+        (configured(name="muon"), "Muon refuses .* such as layers.1.bias of shape"),
+        (
+            OptimizerConfig(factory=SGD, scheduler=lr_scheduler.ReduceLROnPlateau),
+            "whose rates follow from the step alone",
+        ),
+    ],
+)
+def test_what_cannot_be_stepped_in_parts_is_refused_by_name(optimizer: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        opened(optimizer)
+
+
+@pytest.mark.parametrize(
+    ("table", "words"),
+    [
+        ({"groups": [{"patern": "*"}]}, "optimizer.groups has no 'patern'"),
+        ({"groups": [{"weight_decay": 0.0}]}, "needs a pattern"),
+        ({"groups": [{"pattern": "*", "beta1": 1.0}]}, "beta1 = 1.0"),
+        ({"groups": [{"pattern": "*", "name": "lbfgs"}]}, "name = 'lbfgs' is none of"),
+        ({"groups": 3}, "optimizer.groups takes a list of tables"),
+        ({"arguments": 3}, "optimizer.arguments takes a table"),
+    ],
+)
+def test_wrong_tables_are_refused_by_name(table: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        from_dict({"optimizer": table})
