@@ -252,7 +252,9 @@ def spoilt(kind: str) -> list[nn.Module]:
 
 @pytest.mark.shows(103)
 @pytest.mark.parametrize("pp", [1, 2, 3])
-@pytest.mark.parametrize("kind, what", [("width", ", 7]"), ("rows", ", 8]"), ("list", "list"), ("nothing", "NoneType")])
+@pytest.mark.parametrize(
+    "kind, what", [("width", "rows of [7]"), ("rows", ", 8]"), ("list", "list"), ("nothing", "NoneType")]
+)
 def test_a_wrong_output_names_the_layer_with_any_number_of_stages(pp: int, kind: str, what: str) -> None:
     make = functools.partial(spoilt, kind)
     if pp == 1:

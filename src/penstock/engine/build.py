@@ -101,7 +101,7 @@ def build_stages(
             modules,
             boundary,
             owner,
-            autocast=_autocast(options.precision, device),
+            autocast=autocast_of(options.precision, device),
             recompute=frozenset(name for name, _ in modules if recomputes(name, options)),
         )
         if number >= len(cut):
@@ -153,7 +153,7 @@ def _unit_of_layer(name: str, layer: nn.Module) -> UnitSpec:
     # A lookup costs next to nothing; anything else multiplies by each of its weights once.
     num_looked_up = sum(m.weight.numel() for m in layer.modules() if isinstance(m, nn.Embedding))
     flops_per_token = 2.0 * (num_parameters - num_looked_up) + 1.0
-    return UnitSpec(name, lambda: layer, lambda module, seed: None, num_parameters, flops_per_token)
+    return UnitSpec(name, lambda: layer, lambda module, seed: None, num_parameters, flops_per_token, is_own=True)
 
 
 def parameter_dtype(precision: Precision) -> torch.dtype:
@@ -162,7 +162,7 @@ def parameter_dtype(precision: Precision) -> torch.dtype:
     return dtypes.get(precision, torch.float32)
 
 
-def _autocast(precision: Precision, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
+def autocast_of(precision: Precision, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
     if precision is Precision.BF16_AUTOCAST:
         return lambda: torch.autocast(device.type, torch.bfloat16)
     return nullcontext

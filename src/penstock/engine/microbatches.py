@@ -91,7 +91,7 @@ def agree_on_microbatches(
             parts = split(batch, spec, num)
             for microbatch in parts.microbatches:
                 pipeline.context.spread(microbatch)
-            pipeline.check_keys(batch)
+            pipeline.prepare_for(batch)
             if pipeline.holds_last_stage and loss_weight_fn is not None:
                 weights = [checked_weight(loss_weight_fn, m, i) for i, m in enumerate(parts.microbatches)]
             report = replace(view, num_microbatches=len(parts.microbatches), weight=sum(weights))

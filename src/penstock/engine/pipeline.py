@@ -13,7 +13,16 @@ from torch import Tensor, nn
 
 from penstock import schedule
 from penstock.data import PackedBatch
-from penstock.engine.build import SECOND_COPY, Ties, build_stages, cut_units, lend_weights, parameter_dtype
+from penstock.engine.build import (
+    SECOND_COPY,
+    Ties,
+    autocast_of,
+    build_stages,
+    cut_units,
+    lend_weights,
+    parameter_dtype,
+)
+from penstock.engine.messages import KeyShapes, find_messages
 from penstock.engine.options import EngineOptions
 from penstock.engine.parameter_groups import ParameterGroups, freeze
 from penstock.engine.rollback import StepState
@@ -38,6 +47,7 @@ from penstock.runtime import (
     keep_freed_memory,
     open_transport,
 )
+from penstock.runtime.message import SEQUENCES
 from penstock.schedule import Costs, Pair, Placement, Program, Timeline
 from penstock.schedule.choice import ScheduleChoice, forward_only
 from penstock.schedule.recording import Recording
@@ -117,6 +127,9 @@ class Pipeline:
     step: int
     #: (training, number of microbatches) -> executor of the proved program, least recently used first
     _executors: dict[tuple[bool, int], Executor]
+    #: the keys of the last batch, and True if some layer of the model gives more than the plain stream
+    _shapes: KeyShapes | None
+    _has_messages: bool
     #: close what others have opened on this pipeline
     _closing: list[Callable[[], None]]
 
@@ -139,6 +152,7 @@ class Pipeline:
         self.cut, self.choice = self._cut(units, hidden_size)
         self.boundary = Boundary(hidden_size, parameter_dtype(self.options.precision), self.layout.tp)
         self.step, self._executors, self._closing = 0, {}, []
+        self._shapes, self._has_messages = None, False
         pipelines = self.layout.world_size // self.layout.pp
         self.recorder = Recorder(self.grid.pp_rank, place=None if pipelines == 1 else str(self.grid.place))
         self._build_stages()
@@ -251,17 +265,43 @@ class Pipeline:
         if training_number is not None:
             place = self.grid.dp_rank * self.layout.cp + self.grid.cp_rank
             randomness = Randomness(self.options.seed, self.step, place, training_number, self.device)
-        return Given({key: own[key].to(self.device) for key in sorted(wanted)}, randomness)
+        num_rows: dict[str, int] = {}
+        if self._has_messages:
+            num_rows = {SEQUENCES: len(own.sequence_lengths("tokens"))}
+            num_rows |= {key: sum(own.item_lengths(key)) for key in own.keys}
+        return Given({key: own[key].to(self.device) for key in sorted(wanted)}, randomness, num_rows)
 
     @cached_property
     def _calls(self) -> list[UnitCall]:
         """The units of this rank that are called by the names of their parameters."""
         return [call for stage in self.stages.values() for call in stage.calls]
 
-    def check_keys(self, microbatch: PackedBatch) -> None:
-        """Refuse a microbatch without all that this rank's units need. Raises: ValueError naming unit and parameter."""
+    def prepare_for(self, batch: PackedBatch) -> None:
+        """Find out what a user's own layers give each other for batches with these keys.
+
+        Raises:
+            ValueError: a layer of this rank needs more, or gives what cannot go on; names the layer.
+        """
+        if all(unit.is_own for unit in self.units) and (shapes := KeyShapes.of(batch)) != self._shapes:
+            self._find_messages(shapes)
+        self._check_keys(batch)
+
+    def _find_messages(self, shapes: KeyShapes) -> None:
+        layers = [(unit.name, unit.build()) for unit in self.units]
+        autocast = autocast_of(self.options.precision, torch.device("cpu"))
+        found = find_messages(layers, shapes, self.boundary.hidden_size, self.boundary.dtype, autocast())
+        self._shapes, self._has_messages = shapes, any(one.message is not None for one in found)
+        for number, stage in self.stages.items():
+            members = self.cut[number % len(self.cut)]
+            for call, member in zip(stage.calls, members, strict=True):
+                call.takes = found[member - 1].message if member else None
+                if member < len(found):
+                    call.gives, call.not_found = found[member].message, found[member].reason
+            stage.takes, stage.gives = stage.calls[0].takes, stage.calls[-1].gives
+
+    def _check_keys(self, microbatch: PackedBatch) -> None:
         for call in self._calls:
-            if missing := call.parameters.missing(microbatch.keys):
+            if missing := call.missing(microbatch.keys):
                 raise ValueError(
                     f"{call.name} takes {missing[0]!r}, which has no default and is no key of the batch; its keys are "
                     f"{sorted(microbatch.keys)}"

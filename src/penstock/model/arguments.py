@@ -27,6 +27,8 @@ class Given:
     keys: Mapping[str, Tensor] = field(default_factory=dict)
     #: None outside of training
     randomness: Randomness | None = None
+    #: key of the batch, or "sequences" -> the microbatch's number of them; empty where all layers give the plain stream
+    num_rows: Mapping[str, int] = field(default_factory=dict)
 
 
 NOTHING_GIVEN = Given()
@@ -66,30 +68,28 @@ class Parameters:
 
     def call(self, module: nn.Module, x: Any, sequences: Sequences, keys: Mapping[str, Tensor]) -> Any:
         """Call the unit with what it asks for."""
+        args, kwargs = self.arguments(x, sequences, keys)
+        return module(*args, **kwargs)
+
+    def arguments(
+        self, x: Any, sequences: Sequences, keys: Mapping[str, Tensor]
+    ) -> tuple[Iterable[Any], dict[str, Any]]:
+        """What the unit asks for, by position and by name; several tensors as a tuple come first, a mapping by name."""
         named: dict[str, Any] = {} if self.sequences is None else {self.sequences: sequences}
         if keys:
             named.update((key, keys[key]) for key in self.wanted(keys))
         if not isinstance(x, Tensor):
-            return self._call_with_several(module, x, named)
-        if not self.by_keyword:
-            return module(x, *self._in_order(named))
-        return module(x, **named)
+            if isinstance(x, Mapping):
+                return (), {**named, **x}
+            for name in self.names[: len(x) - 1]:
+                named.pop(name, None)
+            return (x, named) if self.by_keyword else ((*x, *self._in_order(named, len(x) - 1)), {})
+        return ((x,), named) if self.by_keyword else ((x, *self._in_order(named)), {})
 
-    def _call_with_several(self, module: nn.Module, x: Any, named: dict[str, Any]) -> Any:
-        """Give several tensors to `forward`: a tuple by position, a mapping by name."""
-        if isinstance(x, Mapping):
-            return module(**{**named, **x})
-        beside = x[1:]
-        taken = set(self.names[: len(beside)])
-        named = {name: value for name, value in named.items() if name not in taken}
-        if not self.by_keyword:
-            return module(*x, *self._in_order(named))
-        return module(*x, **named)
-
-    def _in_order(self, named: Mapping[str, Any]) -> list[Any]:
+    def _in_order(self, named: Mapping[str, Any], num_taken: int = 0) -> list[Any]:
         """The arguments by position, as far as each is given."""
         found = []
-        for name in self.names:
+        for name in self.names[num_taken:]:
             if name not in named:
                 break
             found.append(named[name])

@@ -58,6 +58,8 @@ class UnitSpec:
     present: Callable[[Tensor], Any] | None = None
     #: the first unit's limits; None if unknown
     limits: Limits | None = None
+    #: True for a user's own layer, whose output may be more than the plain stream
+    is_own: bool = False
 
     def full_name(self, parameter: str) -> str:
         """The name of a parameter in the whole model."""

@@ -7,6 +7,7 @@ from penstock.runtime.distributed import DistributedTransport, open_transport
 from penstock.runtime.errors import Deadlock, PipelineError, StepError, TransportError
 from penstock.runtime.executor import Executor, Feed, run_together
 from penstock.runtime.host_memory import keep_freed_memory, prepare_large_pages
+from penstock.runtime.message import Message
 from penstock.runtime.pairs import Hooks, Pairs
 from penstock.runtime.recovery import Recovery
 from penstock.runtime.stage import Boundary, LaneUnit, Stage
@@ -35,6 +36,7 @@ __all__ = [
     "InProcessTransport",
     "LaneUnit",
     "Line",
+    "Message",
     "Pairs",
     "PipelineError",
     "Recorder",

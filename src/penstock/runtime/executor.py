@@ -14,14 +14,15 @@ from torch import Tensor
 
 from penstock.model import NOTHING_GIVEN, Given, Lane, Sequences, drain, zip_lanes
 from penstock.runtime.errors import PipelineError, TransportError
+from penstock.runtime.message import Message
 from penstock.runtime.pairs import Hooks, Pairs
 from penstock.runtime.profiling import named_handler, profiler_is_active
 from penstock.runtime.recovery import Alarm
 from penstock.runtime.stage import Finish, Stage
 from penstock.runtime.tape import Tapes
 from penstock.runtime.trace import Awaited, Recorder
-from penstock.runtime.transport import Participant, Receipt, Transport, Wire, run_in_turn
-from penstock.schedule import Action, Direction, Op, Pair, Program, Step, verify
+from penstock.runtime.transport import Participant, Receipt, Receipts, Transport, Wire, run_in_turn
+from penstock.schedule import Action, Channel, Direction, Op, Pair, Program, Step, verify
 from penstock.schedule.recording import Record
 
 
@@ -231,7 +232,7 @@ class Executor:
     def _input(self, action: Action, wire: Wire, record: Record) -> Waiting:
         """The tensor that the neighbour gives for an action; None at the model's end."""
         receipt = self._arrivals.pop((wire.direction, action.stage, action.microbatch), None)
-        if receipt is None or isinstance(receipt, Tensor):
+        if receipt is None or isinstance(receipt, Tensor | tuple):
             return receipt
         assert wire.source is not None and wire.source_rank is not None
         self.recorder.awaits(record, Awaited(wire.direction, wire.source, action.microbatch, wire.source_rank))
@@ -248,13 +249,16 @@ class Executor:
         elif wire.leaving is None:
             self._arrivals[wire.direction, wire.target, action.microbatch] = self._checked(action, wire, result)
         elif key in self._early:
-            self.transport.send(wire.leaving, self._checked(action, wire, result).contiguous())
+            self._transmit(wire.leaving, self._checked(action, wire, result))
         else:
             self._departures[key] = self._checked(action, wire, result)
         hooks.after(action)
 
     def _checked(self, action: Action, wire: Wire, result: Tensor | None) -> Tensor:
         """The result, if it has the shape with which the neighbour has posted its receive; no other may leave."""
+        message = self.stages[action.stage].leaving(wire.direction)
+        if message is not None:
+            return self._checked_message(action, message, result)
         boundary = self.stages[action.stage].boundary
         shape = boundary.shape(self._feeds[action.microbatch].num_tokens)
         if result is None or result.shape != shape or result.dtype != boundary.dtype:
@@ -267,15 +271,38 @@ class Executor:
             )
         return result
 
+    def _checked_message(self, action: Action, message: Message, result: Any) -> Any:
+        """Several tensors, if each has the shape that the neighbour awaits."""
+        assert isinstance(result, tuple), f"{action} gives a message in parts"
+        try:
+            message.check(result, self._feeds[action.microbatch].given.num_rows)
+        except ValueError as error:
+            units = self.stages[action.stage].units
+            raise PipelineError(
+                f"{action} on rank {self.rank}: stage {action.stage}, whose last layer is {units[-1][0]}, gives {error}"
+            ) from None
+        return result
+
+    def _transmit(self, channel: Channel, result: Any) -> None:
+        """Send a result, whose tensors follow each other on one channel."""
+        for tensor in (result,) if isinstance(result, Tensor) else result:
+            self.transport.send(channel, tensor.contiguous())
+
     def _send(self, action: Action, wire: Wire, record: Record) -> None:
         assert wire.leaving is not None
         key = (wire.direction, action.stage, action.microbatch)
         if key not in self._early:
-            self.transport.send(wire.leaving, self._departures.pop(key).contiguous())
+            self._transmit(wire.leaving, self._departures.pop(key))
 
     def _post_receive(self, action: Action, wire: Wire, record: Record) -> None:
         assert wire.arriving is not None
-        boundary = self.stages[action.stage].boundary
+        message, boundary = self.stages[action.stage].arriving(wire.direction), self.stages[action.stage].boundary
+        if message is not None:
+            num_rows = self._feeds[action.microbatch].given.num_rows
+            self._arrivals[wire.direction, action.stage, action.microbatch] = Receipts(
+                tuple(self.transport.receive(wire.arriving, part.shape(num_rows), part.dtype) for part in message.parts)
+            )
+            return
         self._arrivals[wire.direction, action.stage, action.microbatch] = self.transport.receive(
             wire.arriving, boundary.shape(self._feeds[action.microbatch].num_tokens), boundary.dtype
         )

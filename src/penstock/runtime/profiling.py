@@ -12,7 +12,7 @@ from penstock.schedule.recording import Record
 
 def profiler_is_active() -> bool:
     """True while a profiler of torch's records this thread."""
-    return torch._C._autograd._profiler_enabled()
+    return torch._C._autograd._profiler_enabled()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def named_handler(name: str, handler: Callable[[Record], Any]) -> Callable[[Record], Generator[Any, None, None]]:

@@ -30,10 +30,12 @@ from penstock.model import (
     pack,
 )
 from penstock.runtime.errors import PipelineError
+from penstock.runtime.message import Message
 from penstock.runtime.pairs import Pairs
 from penstock.runtime.profiling import named_context
 from penstock.runtime.tape import GraphSegment, Tape
 from penstock.runtime.unit_call import UnitCall, persistent_buffers
+from penstock.schedule import Direction
 
 Finish = Callable[[Tensor], Tensor]
 
@@ -88,6 +90,9 @@ class Stage:
     suffix: str = ""
     #: True if a unit launches collectives, so that lanes of the stage are suspended
     exchanges: bool
+    #: the input and the output, where they are not the plain stream
+    takes: Message | None = None
+    gives: Message | None = None
 
     def __init__(
         self,
@@ -160,38 +165,68 @@ class Stage:
                 x = self._dense([], x, way, is_last=True)
         return x
 
-    def _dense(self, calls: list[UnitCall], x: Tensor, way: "_Forward", is_last: bool) -> Tensor:
+    def _dense(self, calls: list[UnitCall], x: Any, way: "_Forward", is_last: bool) -> Any:
         """One segment: units that launch no collective, and on the last stage what follows them."""
+        if not isinstance(x, Tensor) or (is_last and way.finish is None and self.gives is not None):
+            return self._several(calls, x, way)
         leaf = cut(x) if way.tape is not None and x.is_floating_point() else None
-        h = x if leaf is None else leaf
+        h = self._called(calls, x if leaf is None else leaf, way, is_last)
+        if not isinstance(h, Tensor):
+            raise calls[-1].unknown(h)
+        if way.tape is not None:
+            way.tape.record(leaf, h)
+        return h.detach()
+
+    def _several(self, calls: list[UnitCall], x: Any, way: "_Forward") -> Any:
+        """A segment that takes or gives several tensors, or one that is not the plain stream."""
+        inputs, takes_one = ((x,), True) if isinstance(x, Tensor) else (x, False)
+        leaves = tuple(cut(t) if way.tape is not None and t.is_floating_point() else None for t in inputs)
+        cut_inputs = tuple(t if leaf is None else leaf for t, leaf in zip(inputs, leaves, strict=True))
+        value = cut_inputs[0] if takes_one or self.takes is None else self.takes.formed(cut_inputs)
+        h = self._called(calls, value, way, is_last=True)
+        gives = None if way.finish is not None else self.gives
+        if gives is None and not isinstance(h, Tensor):
+            raise calls[-1].unknown(h)
+        outputs = (h,) if gives is None else calls[-1].flat(h)
+        if way.tape is not None:
+            way.tape.record_several(leaves, outputs, takes_one)
+        return h.detach() if gives is None else tuple(output.detach() for output in outputs)
+
+    def _called(self, calls: list[UnitCall], h: Any, way: "_Forward", is_last: bool) -> Any:
+        """The output of the last of these units, or what is made of it on the last stage."""
         with self.autocast():
             for call in calls:
                 h = call(h, way.sequences, way.given)
                 # The loss may take any output of the last layer.
                 if not is_last or call is not calls[-1]:
-                    self._check(call, h, way.sequences)
-            if is_last and way.finish is not None:
-                h = way.finished(h)
-        if not isinstance(h, Tensor):
-            raise PipelineError(f"{self._last_name} gave a {type(h).__name__}; layers give one tensor")
-        if way.tape is not None:
-            way.tape.record(leaf, h)
-        return h.detach()
+                    self._check(call, h, way)
+            return way.finished(h) if is_last and way.finish is not None else h
 
-    @property
-    def _last_name(self) -> str:
-        return self.units[-1][0]
-
-    def _check(self, call: UnitCall, h: Any, sequences: Sequences) -> None:
+    def _check(self, call: UnitCall, h: Any, way: "_Forward") -> None:
         """Refuse what cannot go on to the next layer. Raises: PipelineError naming the layer."""
+        if call.gives is not None:
+            call.check(h, way.given.num_rows)
+            return
         if not isinstance(h, Tensor):
-            raise PipelineError(f"{call.name} gave a {type(h).__name__}; layers give one tensor")
-        shape = self.boundary.shape(sequences.num_tokens)
+            raise call.unknown(h)
+        shape = self.boundary.shape(way.sequences.num_tokens)
         if h.shape != shape:
             raise PipelineError(
-                f"{call.name} gave {list(h.shape)} for {sequences.num_tokens} tokens; from layer to layer goes "
+                f"{call.name} gave {list(h.shape)} for {way.sequences.num_tokens} tokens; from layer to layer goes "
                 f"{list(shape)}, the hidden size being {self.boundary.hidden_size}"
             )
+
+    def leaving(self, direction: Direction) -> Message | None:
+        """The stage's result in that direction; None for the plain stream or its gradient."""
+        return self.gives if direction is Direction.FORWARD else self._gradients(self.takes)
+
+    def arriving(self, direction: Direction) -> Message | None:
+        """The stage's input in that direction; None for the plain stream or its gradient."""
+        return self.takes if direction is Direction.FORWARD else self._gradients(self.gives)
+
+    @staticmethod
+    def _gradients(message: Message | None) -> Message | None:
+        return None if message is None else message.gradients()
 
     def check_cached(self) -> None:
         """Refuse units that cannot read chunk by chunk.

@@ -4,7 +4,7 @@ Shapes: T tokens of the microbatch, D hidden size.
 """
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -38,6 +38,35 @@ class GraphSegment:
         yield
 
 
+@dataclass(slots=True)
+class SeveralSegment:
+    """A piece of a lane between two cuts that takes or gives several tensors; see `GraphSegment`."""
+
+    #: the inputs; None for those that take no gradient
+    leaves: tuple[Tensor | None, ...]
+    #: the edges of the outputs that can have a gradient; None for one that has no graph
+    roots: tuple[GradientEdge | None, ...]
+    #: True if the input was one plain tensor
+    takes_one: bool
+
+    def backward(self, grad: Any) -> Lane[Any]:
+        """Backward from the outputs' gradients (None: the output is the loss); returns those of the inputs.
+
+        An input that the outputs do not depend on has the gradient zero.
+        """
+        if grad is None:
+            torch.autograd.backward(self.roots)  # type: ignore[arg-type]
+        else:
+            grads = (grad,) if isinstance(grad, Tensor) else grad
+            given = [(root, g) for root, g in zip(self.roots, grads, strict=True) if root is not None]
+            enter_graph([root for root, _ in given], [g for _, g in given])
+        if self.takes_one:
+            return None if self.leaves[0] is None else self.leaves[0].grad
+        found = (leaf for leaf in self.leaves if leaf is not None)
+        return tuple(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in found)
+        yield
+
+
 class Entry(Protocol):
     """A piece of a forward, as it lies on the tape for its backward."""
 
@@ -59,6 +88,12 @@ class Tape:
         if leaf is None and not output.requires_grad:
             return
         self.segments.append(GraphSegment(leaf, get_gradient_edge(output)))
+
+    def record_several(self, leaves: tuple[Tensor | None, ...], outputs: tuple[Tensor, ...], takes_one: bool) -> None:
+        """Note a segment of several inputs or outputs."""
+        floating = [output for output in outputs if output.is_floating_point()]
+        roots = tuple(get_gradient_edge(output) if output.requires_grad else None for output in floating)
+        self.segments.append(SeveralSegment(leaves, roots, takes_one))
 
 
 class Tapes:

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -82,6 +82,20 @@ class Receipt(Protocol):
     def wait(self) -> Tensor:
         """The message; the caller owns it. Raises TransportError when it does not come in time."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Receipts:
+    """The posted receives of one message of several tensors, which were sent together."""
+
+    each: tuple[Receipt, ...]
+
+    def ready(self) -> bool:
+        return not self.each or self.each[0].ready()
+
+    def wait(self) -> Any:
+        """All tensors, in the order in which they were sent."""
+        return tuple(receipt.wait() for receipt in self.each)
 
 
 class Transport(Protocol):

@@ -1,6 +1,6 @@
 """The call of a unit without collectives: with what its `forward` asks for, from its own random numbers."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 
 from penstock.model import Given, Parameters, Sequences, recomputed
+from penstock.runtime.errors import PipelineError
+from penstock.runtime.message import Form, Message
 from penstock.runtime.profiling import profiler_is_active
 
 
@@ -23,10 +25,46 @@ class UnitCall:
 
     def __init__(self, name: str, module: nn.Module, recompute: bool) -> None:
         self.name, self.module, self.recompute = name, module, recompute
+        #: the unit's input and output; None for the plain stream
+        self.takes: Message | None = None
+        self.gives: Message | None = None
+        #: the reason why it could not be found; empty if it could
+        self.not_found = ""
         #: by which `forward` is called
         self.parameters = Parameters.of(module)
         #: False for units that never draw a random number
         self.draws = bool(getattr(module, "has_randomness", True))
+
+    def missing(self, keys: Iterable[str]) -> list[str]:
+        """Parameters without a default that neither the unit before nor a key of the batch fills."""
+        filled = set(() if self.takes is None else self.takes.names)
+        if self.takes is not None and self.takes.form is Form.TUPLE:
+            filled = set(self.parameters.names[: len(self.takes.parts) - 1])
+        return [name for name in self.parameters.missing(keys) if name not in filled]
+
+    def flat(self, output: Any) -> tuple[Tensor, ...]:
+        """The tensors of an output that is more than the plain stream. Raises: PipelineError if it has another form."""
+        assert self.gives is not None
+        try:
+            return self.gives.flat(output)
+        except ValueError as error:
+            raise PipelineError(f"{self.name} gave {error}") from None
+
+    def check(self, output: Any, num_rows: Mapping[str, int]) -> None:
+        """Refuse an output of another form or shape. Raises: PipelineError."""
+        assert self.gives is not None
+        try:
+            self.gives.check(self.gives.flat(output), num_rows)
+        except ValueError as error:
+            raise PipelineError(f"{self.name} gave {error}") from None
+
+    def unknown(self, output: Any) -> PipelineError:
+        """The error of a unit that gives what nothing is known of."""
+        reason = f" ({self.not_found})" if self.not_found else ""
+        return PipelineError(
+            f"{self.name} gave a {type(output).__name__}; layers give a tensor, or a tuple or mapping of tensors whose "
+            f"shapes are found without data{reason} or declared as the layer's `gives`"
+        )
 
     def __call__(self, x: Any, sequences: Sequences, given: Given) -> Any:
         """The unit's output for the stream, or the several tensors, that the unit before gave."""
