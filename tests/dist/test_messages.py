@@ -16,7 +16,7 @@ from penstock import Engine, Layout, MicroBatchSpec, PackedBatch
 from penstock.data import Extent, split
 from penstock.engine import EngineOptions
 from penstock.model import Parameters, Sequences, cross_entropy_sum
-from penstock.runtime.message import Form, Message, Part
+from penstock.runtime.message import Form, Message, MessagePart
 from penstock.settings import LearningRate, OptimizerConfig, WeightDecay
 from tests.dist.launch import run_ranks
 
@@ -200,7 +200,9 @@ class Reads(nn.Module):
 
 
 class Declares(Reads):
-    gives = Message(Form.TUPLE, (Part("tokens", (6,), torch.float32), Part("tokens", (6,), torch.float32)))
+    gives = Message(
+        Form.TUPLE, (MessagePart("tokens", (6,), torch.float32), MessagePart("tokens", (6,), torch.float32))
+    )
 
 
 class Adds(nn.Linear):

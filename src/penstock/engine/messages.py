@@ -21,7 +21,7 @@ from torch.func import functional_call
 from penstock.data import PackedBatch
 from penstock.model import Parameters, Sequences
 from penstock.runtime import Message
-from penstock.runtime.message import SEQUENCES, Form, Part
+from penstock.runtime.message import SEQUENCES, Form, MessagePart
 
 _PRIMES = ((19, 23, 29, 31, 37, 41, 43, 47, 53, 59), (61, 67, 71, 73, 79, 83, 89, 97, 101, 103))
 _LENGTHS = ((5, 2, 4, 6), (3, 7, 2, 4, 11))
@@ -125,7 +125,7 @@ def _found(name: str, module: nn.Module, runs: Sequence[_FakeRun]) -> Found:
                 run.value = found.message.formed(tuple(parts))
         return found
     message = declared if isinstance(declared, Message) else _message(name, runs)
-    plain = Message(Form.ONE, (Part("tokens", (runs[0].hidden_size,), runs[0].dtype),))
+    plain = Message(Form.ONE, (MessagePart("tokens", (runs[0].hidden_size,), runs[0].dtype),))
     return Found(None if message == plain else message)
 
 
@@ -152,13 +152,13 @@ def _message(name: str, runs: Sequence[_FakeRun]) -> Message:
     return Message(form, parts, names)
 
 
-def _part(name: str, tensors: tuple[Tensor, ...], runs: Sequence[_FakeRun]) -> Part:
+def _part(name: str, tensors: tuple[Tensor, ...], runs: Sequence[_FakeRun]) -> MessagePart:
     """The tensor's rows, by the counts that both microbatches share."""
     small, large = tensors
     if small.dim() and small.shape[1:] == large.shape[1:] and small.dtype == large.dtype:
         for rows, count in runs[0].num_rows.items():
             if (small.shape[0], large.shape[0]) == (count, runs[1].num_rows[rows]):
-                return Part(rows, tuple(small.shape[1:]), small.dtype)
+                return MessagePart(rows, tuple(small.shape[1:]), small.dtype)
     counts = ", ".join(f"{count} {rows}" for rows, count in runs[0].num_rows.items())
     raise ValueError(
         f"{name} gives {list(small.shape)} for a microbatch of {counts}; a tensor that goes on has a row for each of "

@@ -25,7 +25,7 @@ class Form(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Part:
+class MessagePart:
     """One tensor of a message."""
 
     #: the key of the batch that has as many rows, or "sequences"
@@ -43,7 +43,7 @@ class Message:
     """The tensors that a layer gives the next one: a tuple by position, a mapping by the names of its parameters."""
 
     form: Form
-    parts: tuple[Part, ...]
+    parts: tuple[MessagePart, ...]
     #: the names of a mapping's tensors
     names: tuple[str, ...] = ()
 
