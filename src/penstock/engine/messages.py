@@ -81,6 +81,15 @@ def find_messages(
 class _FakeRun:
     """One made-up microbatch on its way through the layers."""
 
+    #: the number of rows of each key, and of sequences
+    num_rows: dict[str, int]
+    #: the batch's keys, without data
+    keys: dict[str, Tensor]
+    #: the boundaries of the texts
+    sequences: Sequences
+    #: width and dtype of the plain stream
+    hidden_size: int
+    dtype: torch.dtype
     #: what the last layer gave
     value: Any
 
