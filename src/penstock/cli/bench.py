@@ -9,6 +9,7 @@ from typing import Any
 from penstock import schedule
 from penstock.bench.ranks import RankFailed
 from penstock.cli.commands import Parser, print_json, print_table
+from penstock.schedule import builders
 
 DESCRIPTION = """Measure Penstock on this machine, against its peers where they exist. Each side runs several times in
 turn with the others, in one run; medians and ranges are printed."""
@@ -158,7 +159,7 @@ def _names(given: list[str]) -> list[str]:
 
     Raises: ValueError for an unknown name, or that of a schedule without backwards.
     """
-    known = [name for name in schedule.names() if name != "inference"]
+    known = [name for name in schedule.names() if builders.trains(name)]
     if given == ["all"]:
         return known
     for name in given:

@@ -15,7 +15,7 @@ from penstock import schedule
 from penstock.engine.options import EngineOptions
 from penstock.model import BoundLayer, UnitSpec, WeightGradients, defer, switch_linears
 from penstock.runtime import Boundary, Stage
-from penstock.settings import Precision
+from penstock.settings import ConfigError, Precision
 
 SECOND_COPY = "@2"
 
@@ -76,8 +76,9 @@ def cut_units(
     Raises:
         ValueError: more stages than units, or a cut by hand that leaves units out.
     """
-    if options.cut is not None:
-        return schedule.check_cut(options.cut, num_units=len(units), num_stages=placement.stages_per_route)
+    by_hand = options.choice.cut(len(units), placement.stages_per_route)
+    if by_hand is not None:
+        return by_hand
     return schedule.balanced_cut(times or [unit.flops_per_token for unit in units], placement)
 
 
@@ -89,7 +90,12 @@ def build_stages(
     options: EngineOptions,
     device: torch.device,
 ) -> dict[int, Stage]:
-    """The stages of these numbers, with initial weights that depend on the seed alone."""
+    """The stages of these numbers, with initial weights that depend on the seed alone.
+
+    Raises:
+        ConfigError: the options recompute a layer that the model does not have.
+    """
+    _check_recompute(units, options)
     stages = {}
     for number in numbers:
         modules = [(units[i].name, _build_unit(units[i], options, device)) for i in cut[number % len(cut)]]
@@ -120,8 +126,22 @@ def recomputes(unit: str, options: EngineOptions) -> bool:
     """True where the options recompute the activations of the unit of that name; layers are chosen by number."""
     if isinstance(options.recompute, str):
         return options.recompute == "full"
+    return _layer_of(unit) in options.recompute
+
+
+def _layer_of(unit: str) -> int | None:
+    """The number of the layer that the unit of that name belongs to; None for a unit outside of all layers."""
     layer = unit.split(".")[1:2]
-    return layer != [] and layer[0].isdigit() and int(layer[0]) in options.recompute
+    return int(layer[0]) if layer and layer[0].isdigit() else None
+
+
+def _check_recompute(units: Sequence[UnitSpec], options: EngineOptions) -> None:
+    if isinstance(options.recompute, str):
+        return
+    layers = {layer for unit in units if (layer := _layer_of(unit.name)) is not None}
+    if wrong := [layer for layer in options.recompute if layer not in layers]:
+        possible = f"the model's {len(layers)} layers are 0 to {max(layers)}" if layers else "the model has no layers"
+        raise ConfigError(f"train.recompute names layer {wrong[0]}, but {possible}")
 
 
 def units_of_layers(layers: Sequence[nn.Module]) -> tuple[UnitSpec, ...]:

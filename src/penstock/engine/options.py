@@ -19,6 +19,7 @@ from penstock.settings import (
     TrainConfig,
     same_as,
 )
+from penstock.settings.declare import AT_LEAST_1, argument
 from penstock.settings.read import nearest
 
 
@@ -44,7 +45,7 @@ class EngineOptions(Settings):
     """
 
     schedule: OwnSchedule = ScheduleConfig()
-    measure_lengths: tuple[int, ...] | None = None
+    measure_lengths: tuple[int, ...] | None = argument(None, AT_LEAST_1)
     seed: int = same_as(TrainConfig, "seed")
     precision: Precision = same_as(TrainConfig, "precision")
     recompute: str | tuple[int, ...] = same_as(TrainConfig, "recompute")
@@ -55,10 +56,11 @@ class EngineOptions(Settings):
     learns: bool = True
     adapter: Any = None
 
-    def _check(self) -> None:
+    def __post_init__(self) -> None:
         if isinstance(self.adapter, AdapterConfig) and not self.adapter.is_used:
             object.__setattr__(self, "adapter", None)
         object.__setattr__(self, "optimizer", OptimizerConfig.of(self.optimizer))
+        super().__post_init__()
 
     @classmethod
     def of(cls, config: RunConfig) -> "EngineOptions":

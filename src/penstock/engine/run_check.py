@@ -17,21 +17,19 @@ def check(config: RunConfig) -> RunConfig:
     """
     check_sections(config)
     choice, ranks = ScheduleChoice(config.schedule), config.parallel.pp
-    choice.check(ranks, config.train.num_microbatches)
-    units, stages = config.model.num_units, choice.placement(ranks).stages_per_route
+    choice.check_settings()
+    # Sizes first: to build and prove a schedule that has no place to run takes long.
+    units = config.model.num_units
+    stages = ranks if ranks > units else choice.placement(ranks).stages_per_route
     if stages > units:
         raise ConfigError(
-            f"parallel.pp = {ranks} with schedule.name = {choice.name!r} asks for {stages} "
-            f"stages, but a model of {config.model.num_layers} layers has {units} units to cut from "
+            f"parallel.pp = {ranks} with schedule.name = {choice.name!r} asks for at least "
+            f"{stages} stages, but a model of {config.model.num_layers} layers has {units} units to cut from "
             f"(embedding, 2 a layer, head), so at most {units} are possible"
         )
-    cut = config.schedule.cut
-    if cut is not None and (len(cut) != stages or sum(cut) != units or min(cut) < 1):
-        raise ConfigError(
-            f"schedule.cut = {list(cut)} must give {stages} stages at least one unit each, {units} in all; "
-            f"it gives {len(cut)} stages {sum(cut)} units"
-        )
+    choice.cut(units, stages)
     check_rates(config)
+    choice.check(ranks, config.train.num_microbatches)
     return config
 
 

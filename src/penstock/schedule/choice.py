@@ -10,6 +10,7 @@ from penstock.schedule.actions import Pair, Placement, PlacementKind, Program, S
 from penstock.schedule.builders import Builder
 from penstock.schedule.costs import Costs
 from penstock.schedule.lower import early_gradients, lower
+from penstock.schedule.partition import check_cut
 from penstock.schedule.search import options_for_step
 from penstock.schedule.verify import verify
 from penstock.settings import ConfigError, ScheduleConfig
@@ -17,6 +18,7 @@ from penstock.settings import ConfigError, ScheduleConfig
 OwnSchedule: TypeAlias = ScheduleConfig | str | Builder | Schedule
 """All that names a schedule: settings, a name, a function that gives one, or the schedule itself."""
 
+_MANY_RANKS = 8
 _TIMES = ("forward", "backward_input", "backward_weight", "transfer")
 
 
@@ -122,8 +124,44 @@ class ScheduleChoice:
         if self.is_file:
             return files.read(self.name).placement
         # One microbatch is enough for a search, and its order is quickly found.
-        few = replace(self, costs=None)
-        return few.build(ranks, microbatches=1 if self.is_searched else 4 * ranks).placement
+        quick = replace(self, costs=None)
+        few = ranks
+        if self.own is None and builders.is_published(self.name) and ranks > _MANY_RANKS:
+            # Nor does it depend on the number of ranks, whose parity matters to some schedules.
+            few = _MANY_RANKS + ranks % 2
+        placement = quick.build(few, microbatches=1 if self.is_searched else 4 * few).placement
+        return replace(placement, num_ranks=ranks)
+
+    def cut(self, num_units: int, num_stages: int) -> tuple[range, ...] | None:
+        """The units of each stage where the settings give them by hand; else None.
+
+        Raises:
+            ConfigError: they leave out a unit or a stage of the model.
+        """
+        sizes = self.settings.cut
+        if sizes is None:
+            return None
+        if len(sizes) != num_stages or sum(sizes) != num_units:
+            raise ConfigError(
+                f"schedule.cut = {list(sizes)} must give {num_stages} stages at least one unit each, {num_units} in "
+                f"all; it gives {len(sizes)} stages {sum(sizes)} units"
+            )
+        return check_cut(sizes, num_units, num_stages)
+
+    def check_settings(self) -> None:
+        """Refuse settings that name nothing or would change nothing; nothing is built.
+
+        Raises:
+            ConfigError: an unknown name or option, or options that exclude each other.
+        """
+        if self.own is None and not self.is_file and not builders.is_known(self.name):
+            known = [name for name in builders.names(with_aliases=True) if builders.trains(name)]
+            raise ConfigError(
+                f"schedule.name = {self.name!r} is none of {', '.join([*known, *builders.offered()])}, nor a file "
+                "ending in .csv or .txt, nor package.module:function"
+            )
+        self._check_options()
+        self._check_search()
 
     def check(self, ranks: int, microbatches: int) -> None:
         """Build and prove the schedule, and refuse settings that would change nothing.
@@ -132,14 +170,7 @@ class ScheduleChoice:
             ConfigError: an unknown name or option, or a schedule that cannot train.
             ValueError: impossible numbers.
         """
-        if self.own is None and not self.is_file and not builders.is_known(self.name):
-            known = (*builders.names(with_aliases=True), *builders.offered())
-            raise ConfigError(
-                f"schedule.name = {self.name!r} is none of {', '.join(known)}, nor a file ending in .csv or .txt, nor "
-                "package.module:function"
-            )
-        self._check_options()
-        self._check_search()
+        self.check_settings()
         program = self.program(ranks, microbatches)
         if not program.schedule.training:
             raise ConfigError(f"schedule.name = {self.name!r} has no backward and cannot train; 1f1b can")

@@ -14,7 +14,7 @@ import json
 import math
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -56,13 +56,18 @@ class TableValue:
 
 @dataclass(frozen=True)
 class Bounds:
-    """The allowed numbers of a setting; `otherwise` is the message for numbers that are too large."""
+    """The allowed numbers of a setting, or of each item of a list.
+
+    `otherwise` is the message for numbers that are too large. `limit` is the machine's own upper bound, which only the
+    refusal of a larger number mentions.
+    """
 
     least: float | None = None
     above: float | None = None
     most: float | None = None
     below: float | None = None
     otherwise: str = "is not possible"
+    limit: int | None = None
 
     def contain(self, value: float) -> bool:
         """Return whether the number lies within the bounds."""
@@ -71,15 +76,18 @@ class Bounds:
             and (self.above is None or value > self.above)
             and (self.most is None or value <= self.most)
             and (self.below is None or value < self.below)
+            and (self.limit is None or value <= self.limit)
         )
 
-    def refusal(self, value: float) -> str:
-        """The end of a message, after the offending value: the fault, and the possible values."""
+    def refusal(self, value: float, subject: str = "it") -> str:
+        """The end of a message, after the offending value: the fault, and the values possible for `subject`."""
         if self.least == 0 and value < 0:
             return "is negative; 0 or more is possible"
         if self.below is not None and value >= self.below:
             return f"{self.otherwise}; give less than {self.below}"
-        return f"is not possible; it must be {self}"
+        if self.limit is not None and value > self.limit:
+            return f"is too large; at most {self.limit} is possible"
+        return f"is not possible; {subject} must be {self}"
 
     def __str__(self) -> str:
         words = (
@@ -94,6 +102,11 @@ class Bounds:
 AT_LEAST_0 = Bounds(least=0)
 AT_LEAST_1 = Bounds(least=1)
 ABOVE_0 = Bounds(above=0)
+# With these limits, the bytes of a weight of all heads, or of all experts of a layer, still fit in 64 bits.
+WIDTH = Bounds(least=1, limit=2**20)
+HEADS = Bounds(least=1, limit=2**16)
+# Of a whole number whose declaration names no upper bound: a product of two still fits in 64 bits.
+_LARGEST = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -118,6 +131,11 @@ def declared(help: str, bounds: Bounds | None = None, *, key: str = "") -> dict[
 def setting(default: T, help: str, bounds: Bounds | None = None, *, key: str = "") -> T:
     """Declare a setting, as the value of a dataclass's field."""
     return dataclasses.field(default=default, metadata=declared(help, bounds, key=key))
+
+
+def argument(default: T, bounds: Bounds) -> T:
+    """Declare a field that is bounded like a setting, but is none: neither file nor command line has it."""
+    return dataclasses.field(default=default, metadata=declared("", bounds))
 
 
 def same_as(kind: type["Settings"], attribute: str) -> Any:
@@ -173,14 +191,16 @@ class Setting:
         for number in taken if isinstance(taken, tuple) else (taken,):
             if isinstance(number, int | float) and not self.bounds.contain(number):
                 left_out = ", or None" if types.NoneType in get_args(self.type) else ""
-                raise ConfigError(f"{self.name} = {plain(taken)} {self.bounds.refusal(number)}{left_out}")
+                several = isinstance(taken, tuple)
+                refusal = self.bounds.refusal(number, "each" if several else "it")
+                raise ConfigError(f"{self.name} = {list(taken) if several else taken} {refusal}{left_out}")
         return taken
 
 
 class Settings:
-    """A frozen dataclass of settings, all of one section, checked whenever an object is made.
+    """A frozen dataclass of settings, all of one section; every field is checked whenever an object is made.
 
-    A field of another such type holds settings of its own section.
+    A field of another such type holds settings of its own section. A field without help is no setting of a run.
     """
 
     section: ClassVar[str] = ""
@@ -189,7 +209,7 @@ class Settings:
         cls.section = section or cls.section
 
     def __post_init__(self) -> None:
-        for own in _declared(type(self)):
+        for own in _fields(type(self)):
             value = getattr(self, own.path[0])
             taken = own.take(value)
             if taken is not value:
@@ -201,21 +221,29 @@ class Settings:
 
 
 @functools.cache
-def _declared(kind: type[Settings]) -> tuple[Setting, ...]:
-    """The settings that are fields of the dataclass itself."""
+def _fields(kind: type[Settings]) -> tuple[Setting, ...]:
+    """Every field of the dataclass, with its type and bounds."""
     hints = get_type_hints(kind)
     found = []
     for field in dataclasses.fields(typing.cast(Any, kind)):
-        own: Declaration | None = field.metadata.get(_KEY)
-        if own is not None:
-            section, key, type_ = own.section or kind.section, own.key or field.name, own.type or hints[field.name]
-            found.append(Setting(section, key, (field.name,), type_, field.default, own.bounds, own.help))
+        own: Declaration = field.metadata.get(_KEY) or Declaration("", None, "")
+        section, key, type_ = own.section or kind.section, own.key or field.name, own.type or hints[field.name]
+        found.append(Setting(section, key, (field.name,), type_, field.default, _limited(own.bounds, type_), own.help))
     return tuple(found)
+
+
+def _limited(bounds: Bounds | None, kind: Any) -> Bounds | None:
+    """The bounds of a type's numbers, where whole ones have a limit."""
+    bounds = bounds or Bounds()
+    whole = any(part is int or (get_origin(part) is tuple and int in get_args(part)) for part in parts_of(kind))
+    if whole and (bounds.most, bounds.below, bounds.limit) == (None, None, None):
+        bounds = replace(bounds, limit=_LARGEST)
+    return None if bounds == Bounds() else bounds
 
 
 def walk(settings: Settings) -> Iterator[Setting]:
     """All settings of an object and of its fields, in order; the object's values are the defaults."""
-    own_settings = {own.path[0]: own for own in _declared(type(settings))}
+    own_settings = {own.path[0]: own for own in _fields(type(settings)) if own.help}
     for field in dataclasses.fields(typing.cast(Any, settings)):
         value = getattr(settings, field.name)
         if field.name in own_settings:
@@ -283,12 +311,23 @@ def describe(kind: Any) -> str:
     if get_origin(kind) is tuple:
         item = get_args(kind)[0]
         return "a list of tables" if is_table(item) else "a list of integers" if item is int else "a list of texts"
-    return {int: "an integer", float: "a number", bool: "true or false", str: "a text"}[kind]
+    if get_origin(kind) is Callable:
+        return "a function"
+    article = "an" if kind.__name__[0] in "AEIOU" else "a"
+    return _WORDS.get(kind, f"{article} {kind.__name__}")
+
+
+_WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "a text"}
 
 
 def is_union(kind: Any) -> bool:
     """Return whether a type is a union."""
     return get_origin(kind) in (typing.Union, types.UnionType)
+
+
+def parts_of(kind: Any) -> tuple[Any, ...]:
+    """The types of a union; of another type, itself."""
+    return get_args(kind) if is_union(kind) else (kind,)
 
 
 def is_table(kind: Any) -> bool:
@@ -324,5 +363,13 @@ def _match(kind: Any, value: Any) -> tuple[bool, Any]:
     if kind in (int, float) and isinstance(value, bool):
         return False, value
     if kind is float and isinstance(value, int):
-        return True, float(value)
-    return isinstance(value, kind), value
+        return True, _as_float(value)
+    expected = get_origin(kind) or kind
+    return expected is Any or isinstance(value, expected), value
+
+
+def _as_float(value: int) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf

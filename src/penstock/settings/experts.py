@@ -6,6 +6,8 @@ from penstock.settings.declare import (
     ABOVE_0,
     AT_LEAST_0,
     AT_LEAST_1,
+    WIDTH,
+    Bounds,
     ConfigError,
     NamedValue,
     Settings,
@@ -36,9 +38,9 @@ class ExpertConfig(Settings, section="experts"):
     Auxiliary losses keep experts balanced, or a bias without a loss, or both.
     """
 
-    num_experts: int = setting(0, "Experts of a layer; 0 for a dense model.", AT_LEAST_0)
+    num_experts: int = setting(0, "Experts of a layer; 0 for a dense model.", Bounds(least=0, limit=2**16))
     num_active: int = setting(2, "Experts that a token goes to.", AT_LEAST_1)
-    intermediate_size: int = setting(128, "Width inside an expert.", AT_LEAST_1)
+    intermediate_size: int = setting(128, "Width inside an expert.", WIDTH)
     scores: Scores = setting(
         Scores.SOFTMAX, 'Scores from router logits: over all experts, or "sigmoid" of each alone (DeepSeek-V3).'
     )
@@ -63,11 +65,13 @@ class ExpertConfig(Settings, section="experts"):
         0.0, "Coefficient of the balance loss over all tokens of a step, with the previous step's shares.", AT_LEAST_0
     )
     z_loss: float = setting(0.0, "Coefficient of the mean square of the logits' log-sum-exp.", AT_LEAST_0)
-    shared_size: int = setting(0, "Width inside the shared expert, which every token goes to; 0 for none.", AT_LEAST_0)
+    shared_size: int = setting(
+        0, "Width inside the shared expert, which every token goes to; 0 for none.", Bounds(least=0, limit=WIDTH.limit)
+    )
     shared_gate: bool = setting(False, "A sigmoid gate scales the shared expert's output (Qwen2-MoE).")
     num_dense_first: int = setting(0, "Dense layers at the start.", AT_LEAST_0)
     every: int = setting(1, "After those, only each n-th layer has experts.", AT_LEAST_1)
-    dense_layers: tuple[int, ...] = setting((), "Further dense layers, by number.")
+    dense_layers: tuple[int, ...] = setting((), "Further dense layers, by number.", AT_LEAST_0)
 
     def _check(self) -> None:
         if not self.num_experts:

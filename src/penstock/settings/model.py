@@ -7,6 +7,8 @@ from penstock.settings.declare import (
     ABOVE_0,
     AT_LEAST_0,
     AT_LEAST_1,
+    HEADS,
+    WIDTH,
     Bounds,
     ConfigError,
     NamedValue,
@@ -93,14 +95,16 @@ class ModelConfig(Settings, section="model"):
     vocab_size: int | None = setting(
         None, "Tokens of the vocabulary; left out, as many as the tokenizer has.", AT_LEAST_1
     )
-    hidden_size: int = setting(128, "Width of the residual stream.", AT_LEAST_1)
-    intermediate_size: int = setting(344, "Width inside an MLP.", AT_LEAST_1)
-    num_layers: int = setting(4, "Decoder layers; each is two units, an attention block and an MLP block.", AT_LEAST_1)
-    num_heads: int = setting(4, "Query heads.", AT_LEAST_1)
-    num_kv_heads: int | None = setting(
-        None, "Key and value heads, a divisor of num_heads; left out, as many as query heads.", AT_LEAST_1
+    hidden_size: int = setting(128, "Width of the residual stream.", WIDTH)
+    intermediate_size: int = setting(344, "Width inside an MLP.", WIDTH)
+    num_layers: int = setting(
+        4, "Decoder layers; each is two units, an attention block and an MLP block.", Bounds(least=1, limit=2**14)
     )
-    head_dim: int | None = setting(None, "Width of a head; left out, hidden_size / num_heads.", AT_LEAST_1)
+    num_heads: int = setting(4, "Query heads.", HEADS)
+    num_kv_heads: int | None = setting(
+        None, "Key and value heads, a divisor of num_heads; left out, as many as query heads.", HEADS
+    )
+    head_dim: int | None = setting(None, "Width of a head; left out, hidden_size / num_heads.", WIDTH)
     max_length: int = setting(2048, "The longest sequence, in tokens.", AT_LEAST_1)
     rope_theta: float = setting(10000.0, "Base of the rotary frequencies.", ABOVE_0)
     norm_eps: float = setting(1e-5, "Added to the mean square in every norm.", ABOVE_0)
@@ -113,7 +117,9 @@ class ModelConfig(Settings, section="model"):
         AT_LEAST_1,
     )
     num_predictions: int = setting(
-        0, "Tokens beyond the next that training also predicts, each with one more layer (DeepSeek-V3).", AT_LEAST_0
+        0,
+        "Tokens beyond the next that training also predicts, each with one more layer (DeepSeek-V3).",
+        Bounds(least=0, limit=2**10),
     )
     prediction_loss: float = setting(0.3, "Weight of the mean of these predictions' losses.", ABOVE_0)
     num_full_layers: int = setting(
@@ -144,6 +150,12 @@ class ModelConfig(Settings, section="model"):
             raise ConfigError(
                 f"model.head_dim = {self.head_size}: a head's width of {self.head_size} is odd; "
                 "rotary positions turn pairs, so it must be even"
+            )
+        beyond = [layer for layer in self.experts.dense_layers if layer >= self.num_layers]
+        if beyond:
+            raise ConfigError(
+                f"experts.dense_layers names layer {beyond[0]}, but the model's {self.num_layers} layers are 0 to "
+                f"{self.num_layers - 1}"
             )
         if self.num_full_layers > self.num_layers:
             raise ConfigError(

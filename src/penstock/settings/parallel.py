@@ -6,10 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from penstock.settings.declare import ABOVE_0, AT_LEAST_1, ConfigError, NamedValue, Settings, refuse_divisor, setting
+from penstock.settings.declare import Bounds, ConfigError, NamedValue, Settings, refuse_divisor, setting
 
 AXES = ("dp", "pp", "cp", "tp")
 _NUM_OFFERED = 5
+# More than any machine has, and few enough to list their groups.
+_PROCESSES = Bounds(least=1, limit=2**20)
 
 Groups = tuple[tuple[int, ...], ...]
 Device = Literal["auto", "cpu", "cuda"]
@@ -52,14 +54,14 @@ class Layout(Settings, section="parallel"):
     (4, 'dp 1, pp 1, cp 0, tp 0', ((0, 1), (2, 3)))
     """
 
-    pp: int = setting(1, "Pipeline ranks.", AT_LEAST_1)
-    dp: int = setting(1, "Data-parallel ranks, each with a copy of the model and its own data.", AT_LEAST_1)
-    cp: int = setting(1, "Context-parallel ranks, which share every sequence's tokens.", AT_LEAST_1)
-    tp: int = setting(1, "Tensor-parallel ranks, which share every layer.", AT_LEAST_1)
+    pp: int = setting(1, "Pipeline ranks.", _PROCESSES)
+    dp: int = setting(1, "Data-parallel ranks, each with a copy of the model and its own data.", _PROCESSES)
+    cp: int = setting(1, "Context-parallel ranks, which share every sequence's tokens.", _PROCESSES)
+    tp: int = setting(1, "Tensor-parallel ranks, which share every layer.", _PROCESSES)
     ep: int = setting(
         1,
         "Ranks that share every layer's experts; they are among those of dp and cp, so it divides dp * cp.",
-        AT_LEAST_1,
+        _PROCESSES,
     )
     order: str = setting(
         "-".join(AXES),
@@ -71,6 +73,9 @@ class Layout(Settings, section="parallel"):
             raise ConfigError(
                 f"parallel.order = {self.order!r} must name each of dp, pp, cp and tp once, such as dp-pp-cp-tp"
             )
+        if self.world_size > (limit := _PROCESSES.limit or 0):
+            product = " x ".join(f"parallel.{axis} = {size}" for axis, size in self.sizes.items())
+            raise ConfigError(f"{product} is {self.world_size} processes; at most {limit} are possible")
         refuse_divisor("parallel.ep", self.ep, "parallel.dp x parallel.cp", self.dp * self.cp)
 
     @property
@@ -190,15 +195,19 @@ class ParallelConfig(Layout, section="parallel"):
         'Exchange between cp ranks: keys and values go round a "ring", or heads are exchanged "all-to-all".',
     )
     device: Device = setting("auto", '"auto" takes GPUs when every local rank finds one.')
-    num_threads: int = setting(1, "CPU threads of a rank.", AT_LEAST_1)
+    num_threads: int = setting(1, "CPU threads of a rank.", Bounds(least=1, limit=2**12))
     timeout_s: float = setting(
-        600.0, "Seconds that a rank waits for a peer before it reports the failure and ends.", ABOVE_0
+        600.0,
+        "Seconds that a rank waits for a peer before it reports the failure and ends.",
+        # A clock counts nanoseconds in 64 bits; this is 68 years.
+        Bounds(above=0, limit=2**31 - 1),
     )
     elastic: bool = setting(False, "Run on as many pipelines as the group of processes has room for, regardless of dp.")
 
 
 def _divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+    small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
+    return sorted({*small, *(number // divisor for divisor in small)})
 
 
 def _factors(number: int, count: int) -> Iterator[tuple[int, ...]]:

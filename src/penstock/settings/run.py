@@ -13,6 +13,7 @@ from penstock.settings.data import DataConfig
 from penstock.settings.declare import (
     AT_LEAST_0,
     AT_LEAST_1,
+    Bounds,
     ConfigError,
     NamedValue,
     Setting,
@@ -82,12 +83,12 @@ class TrainConfig(Settings, section="train"):
     """
 
     steps: int = setting(100, "Optimizer steps.", AT_LEAST_1)
-    seed: int = setting(0, "Decides the initial weights and the order of the data.", AT_LEAST_0)
+    seed: int = setting(0, "Decides the initial weights and the order of the data.", Bounds(least=0, below=1 << 64))
     precision: Precision = setting(
         Precision.FP32, "Parameters in fp32, fp64 or 16 bit (with fp32 masters), or fp32 with autocast."
     )
     recompute: Recompute = setting(
-        "none", 'Activation checkpointing: layers recomputed in backward: "none", "full", or their numbers.'
+        "none", 'Activation checkpointing: layers recomputed in backward: "none", "full", or their numbers.', AT_LEAST_0
     )
     normalize: Normalize = setting(Normalize.GLOBAL, "The divisor of the loss.")
     num_microbatches: int = setting(

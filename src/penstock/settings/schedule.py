@@ -58,7 +58,7 @@ class ScheduleConfig(Settings, section="schedule"):
     )
     early_gradients: bool = setting(True, "Send each input gradient upstream before the weight gradients are computed.")
     cut: tuple[int, ...] | None = setting(
-        None, "Units of each stage, by hand; left out, the cut with the fastest slowest rank."
+        None, "Units of each stage, by hand; left out, the cut with the fastest slowest rank.", AT_LEAST_1
     )
     measure: bool = setting(
         False,

@@ -61,7 +61,7 @@ def another_value(name: str) -> Any:
         return next(choice for choice in possible(annotation) if choice != value)
     kinds = [kind for kind in (get_args(annotation) or [annotation]) if kind is not type(None)]
     if get_origin(annotation) is tuple or any(get_origin(kind) is tuple for kind in kinds):
-        return (1, 0)
+        return (2, 1)
     if kinds[0] is bool:
         return not value
     if kinds[0] is str:
@@ -178,9 +178,20 @@ IMPOSSIBLE = {
     "recompute": ({"train": {"recompute": [0, 4]}}, "layer 4, .* 0 to 3"),
     "cut of a wrong length": ({"schedule": {"cut": [5, 5]}}, "1 stages.*2 stages 10 units"),
     "cut that loses a unit": ({"parallel": {"pp": 2}, "schedule": {"cut": [5, 4]}}, "10 in all; it gives 2 stages 9"),
-    "cut with an empty stage": ({"parallel": {"pp": 2}, "schedule": {"cut": [10, 0]}}, "at least one unit each"),
+    "cut with an empty stage": (
+        {"parallel": {"pp": 2}, "schedule": {"cut": [10, 0]}},
+        r"cut = \[10, 0\] .* each must be at least 1",
+    ),
     "unknown schedule": ({"schedule": {"name": "1b1f"}}, "'1b1f' is none of .*1f1b"),
     "no training schedule": ({"schedule": {"name": "inference"}}, "cannot train"),
+    "a dense layer that is none": (
+        {"experts": {"dense_layers": [1, 4]}},
+        "experts.dense_layers names layer 4, but the model's 4 layers are 0 to 3",
+    ),
+    "more processes than any machine has": (
+        {"parallel": {"pp": 2**11, "dp": 2**10}},
+        "parallel.dp = 1024 x parallel.pp = 2048 x .* is 2097152 processes; at most 1048576 are possible",
+    ),
     "no steps": ({"train": {"steps": 0}}, "steps = 0 is not possible"),
     "negative": ({"checkpoint": {"every": -1}}, "every = -1 is negative; 0 or more"),
     "not finite": ({"optimizer": {"learning_rate": float("nan")}}, "not a finite number"),

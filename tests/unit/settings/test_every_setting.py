@@ -1,13 +1,15 @@
 """Every setting is one object in the file, on the command line and in the engine: each takes and refuses the same."""
 
+# pyright: reportArgumentType=false
+
 import json
 import math
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin
 
 import pytest
 
@@ -21,15 +23,18 @@ from penstock.settings import (
     SETTINGS,
     ConfigError,
     Decay,
+    LearningRate,
+    ModelConfig,
     OptimizerConfig,
     RunConfig,
     SamplingParams,
     ScheduleConfig,
     Setting,
+    WeightDecay,
     from_dict,
     walk,
 )
-from penstock.settings.declare import plain, possible, value_of
+from penstock.settings.declare import Bounds, parts_of, plain, possible, value_of
 from penstock.settings.read import section_summaries
 
 SAMPLING = {own.name: own for own in walk(SamplingParams())}
@@ -51,8 +56,12 @@ def as_table(values: dict[str, Any]) -> dict[str, Any]:
     return table
 
 
+def words_of(value: Any) -> list[str]:
+    return [str(item) for item in (value if isinstance(value, list | tuple) else (value,))]
+
+
 def as_words(values: dict[str, Any]) -> list[str]:
-    return [word for name, value in values.items() for word in (f"--{name}", str(value))]
+    return [word for name, value in values.items() for word in (f"--{name}", *words_of(value))]
 
 
 @pytest.fixture
@@ -86,16 +95,28 @@ def test_every_value_of_every_enum_reaches_the_engine_from_file_and_command_line
     assert options.optimizer.learning_rate(3) > 0
 
 
-def beyond(own: Setting) -> Iterator[float]:
-    """Numbers that the setting may not be: the nearest ones outside of its bounds, and what is no finite number."""
+def numbers_of(own: Setting) -> set[type]:
+    """The kinds of numbers that a setting takes, or that a list of its values holds."""
+    inner = {item for part in parts_of(own.type) for item in (part, *get_args(part))}
+    return inner & {int, float}
+
+
+def beyond(own: Setting) -> Iterator[Any]:
+    """Values that the setting may not have: the nearest ones outside of its bounds, and what is no finite number."""
+    as_list = any(get_origin(part) is tuple for part in parts_of(own.type))
+    yield from ([1, number] if as_list and number > 0 else [number] if as_list else number for number in _beyond(own))
+
+
+def _beyond(own: Setting) -> Iterator[float]:
     bounds = own.bounds
     assert bounds is not None
-    is_whole = own.type in (int, int | None) or own.type == tuple[int, ...]
+    is_whole = float not in numbers_of(own)
     least, step = bounds.least, 1 if is_whole else 0.5
     yield from () if least is None else (least - step,)
     yield from () if bounds.above is None else (bounds.above, bounds.above - step)
     yield from () if bounds.most is None else (bounds.most + step,)
     yield from () if bounds.below is None else (bounds.below, bounds.below + step)
+    yield from () if bounds.limit is None else (bounds.limit + step, 10**13, 10**300)
     yield from () if is_whole else (math.nan, math.inf)
 
 
@@ -104,12 +125,12 @@ BEYOND = [(name, value) for name, own in SETTINGS.items() if own.bounds for valu
 
 @pytest.mark.parametrize("name, value", BEYOND)
 def test_a_value_out_of_bounds_is_refused_alike_and_by_name_wherever_it_comes_from(
-    name: str, value: float, run_file: Path
+    name: str, value: Any, run_file: Path
 ) -> None:
     *owner, attribute = SETTINGS[name].path
     ways = {
         "file": lambda: from_dict(as_table({name: value})),
-        "command line": lambda: read_arguments([str(run_file), f"--{name}", str(value)]),
+        "command line": lambda: read_arguments([str(run_file), f"--{name}", *words_of(value)]),
         "engine": lambda: replace(value_of(RunConfig(), tuple(owner)), **{attribute: value}),
     }
     messages = set()
@@ -118,16 +139,16 @@ def test_a_value_out_of_bounds_is_refused_alike_and_by_name_wherever_it_comes_fr
             way()
         messages.add(str(caught.value))
     (message,) = messages
-    assert message.count(f"{name} = {value}") == 1 and "\n" not in message
-    assert "must be" in message or "give less than" in message or "more is possible" in message or "finite" in message
+    shown = float(value) if SETTINGS[name].type in (float, float | None) else value
+    assert message.count(f"{name} = {shown}") == 1 and "\n" not in message
+    assert any(text in message for text in ("must be", "give less than", "is possible", "finite"))
 
 
 @pytest.mark.parametrize("own", [own for own in SAMPLING.values() if own.bounds], ids=lambda own: own.key)
 def test_settings_of_sampling_are_bounded_too(own: Setting) -> None:
     for value in beyond(own):
-        given: Any = (value,) if own.key == "end_tokens" else value
         with pytest.raises(ConfigError, match=rf"sampling\.{own.key} = "):
-            SamplingParams(**{own.key: given})
+            SamplingParams(**{own.key: value})
 
 
 @pytest.mark.parametrize("own", [*SETTINGS.values(), *SAMPLING.values()], ids=lambda own: own.name)
@@ -138,8 +159,47 @@ def test_every_setting_says_what_it_does_in_a_sentence(own: Setting) -> None:
 
 
 def test_a_number_has_bounds_unless_all_are_possible() -> None:
-    unbounded = {name for name, own in SETTINGS.items() if own.type in (int, float, int | None, float | None)}
-    assert {name for name in unbounded if SETTINGS[name].bounds is None} == set()
+    numbers = {own.name: own for own in (*SETTINGS.values(), *SAMPLING.values()) if numbers_of(own)}
+    assert {"schedule.cut", "train.recompute", "experts.dense_layers", "sampling.end_tokens"} <= numbers.keys()
+    assert {name for name, own in numbers.items() if own.bounds is None or not has_least(own.bounds)} == set()
+    # What the machine counts with has an upper bound too.
+    whole = {name: own.bounds for name, own in numbers.items() if int in numbers_of(own)}
+    assert {name for name, own in whole.items() if own is None or not has_most(own)} == set()
+
+
+def has_least(bounds: Bounds) -> bool:
+    return (bounds.least, bounds.above) != (None, None)
+
+
+def has_most(bounds: Bounds) -> bool:
+    return (bounds.most, bounds.below, bounds.limit) != (None, None, None)
+
+
+@pytest.mark.parametrize(
+    "make, told",
+    [
+        (lambda: EngineOptions(optimizer=None), "optimizer = None is not possible; give an OptimizerConfig"),
+        (lambda: EngineOptions(learns="no"), 'learns takes true or false, not "no"'),
+        (lambda: EngineOptions(measure_lengths=(0, -1)), r"measure_lengths = \[0, -1\] .* each must be at least 1"),
+        (lambda: EngineOptions(measure_lengths="long"), 'measure_lengths takes a list of integers, not "long"'),
+        (
+            lambda: EngineOptions(schedule=3),
+            "schedule takes a ScheduleConfig or a text or a function or a Schedule, not 3",
+        ),
+        (lambda: EngineOptions(recompute=(-1,)), r"train.recompute = \[-1\] is negative"),
+        (lambda: RunConfig(model="x"), 'model takes a ModelConfig, not "x"'),
+        (lambda: RunConfig(optimizer=None), "optimizer takes an OptimizerConfig, not null"),
+        (lambda: ModelConfig(experts={"num_experts": 2}), "model.experts takes an ExpertConfig, not"),
+        (lambda: LearningRate(initial="x"), 'optimizer.initial takes a number, not "x"'),
+        (lambda: LearningRate(peak=10**400), "optimizer.learning_rate = inf is not a finite number"),
+        (lambda: WeightDecay(last=0.1, ramp="linear", num_steps=0.5), "optimizer.num_steps takes an integer, not 0.5"),
+        (lambda: OptimizerConfig(learning_rate="x"), "optimizer.learning_rate takes .* a number, not"),
+    ],
+)
+def test_python_is_refused_what_a_field_cannot_hold(make: Callable[[], Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told) as caught:
+        make()
+    assert "\n" not in str(caught.value)
 
 
 def test_python_may_spell_a_name_with_underscores() -> None:
@@ -147,13 +207,20 @@ def test_python_may_spell_a_name_with_underscores() -> None:
     assert from_dict({"optimizer": {"decay": "inverse_sqrt"}}) == from_dict({"optimizer": {"decay": "inverse-sqrt"}})
 
 
+def rates_of(optimizer: OptimizerConfig) -> tuple[LearningRate, WeightDecay]:
+    rate, decay = optimizer.learning_rate, optimizer.weight_decay
+    assert isinstance(rate, LearningRate) and isinstance(decay, WeightDecay)
+    return rate, decay
+
+
 def test_ends_that_are_left_out_are_those_of_the_run() -> None:
     config = from_dict({"optimizer": {"final_weight_decay": 0.2}, "train": {"steps": 7}})
-    optimizer = EngineOptions.of(config).optimizer
-    assert (optimizer.learning_rate(7), optimizer.weight_decay(7)) == (0.0, 0.2)
-    assert optimizer.learning_rate(6) > 0 and 0.1 < optimizer.weight_decay(6) < 0.2
+    rate, decay = rates_of(EngineOptions.of(config).optimizer)
+    assert (rate(7), decay(7)) == (0.0, 0.2)
+    assert rate(6) > 0 and 0.1 < decay(6) < 0.2
     # Outside of a run nothing ends.
-    assert OptimizerConfig().learning_rate(10**6) == OptimizerConfig().learning_rate.peak
+    rate, _ = rates_of(OptimizerConfig())
+    assert rate(10**6) == rate.peak
 
 
 @pytest.mark.parametrize("name", [name for name in builders.names() if name not in ("auto", "inference")])

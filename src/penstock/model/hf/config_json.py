@@ -210,7 +210,8 @@ def _experts(content: Mapping[str, Any], family: Family, name: str) -> ExpertCon
         shared_size=shared,
         shared_gate=shared > 0,
         every=content.get("decoder_sparse_step") or 1,
-        dense_layers=tuple(content.get("mlp_only_layers") or ()),
+        # Of layers beyond the last, transformers takes no notice.
+        dense_layers=tuple(n for n in content.get("mlp_only_layers") or () if n < content["num_hidden_layers"]),
     )
 
 

@@ -10,10 +10,12 @@ from penstock.schedule.builders.registry import (
     default_stages,
     describe,
     is_known,
+    is_published,
     names,
     offered,
     options,
     register,
+    trains,
 )
 
 for _module in iter_modules(__path__):
@@ -26,8 +28,10 @@ __all__ = [
     "default_stages",
     "describe",
     "is_known",
+    "is_published",
     "names",
     "offered",
     "options",
     "register",
+    "trains",
 ]

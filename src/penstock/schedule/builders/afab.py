@@ -49,7 +49,7 @@ def looped_bfs(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Sched
     return Schedule("looped-bfs", placement, microbatches, orders, live_bound=(microbatches * stages_per_rank,) * ranks)
 
 
-@builder("inference")
+@builder("inference", trains=False)
 def inference(ranks: int, microbatches: int, stages_per_rank: int = 1, placement: str = "loop") -> Schedule:
     """Forwards alone: a microbatch passes a stage a step.
 

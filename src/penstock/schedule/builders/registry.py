@@ -30,6 +30,7 @@ class _Entry(NamedTuple):
 
     build: Callable[..., Schedule]
     options: type | None
+    trains: bool
 
     @property
     def parameters(self) -> dict[str, Parameter]:
@@ -41,6 +42,8 @@ class _Entry(NamedTuple):
 _NAMED = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 _ENTRIES: dict[str, _Entry] = {}
 _STAGES = "stages_per_rank"
+# Actions of a schedule, at most: one of them takes some hundred bytes, and is proved in microseconds.
+_MAX_ACTIONS = 2**24
 # With one stage on each rank both forms are the same.
 _ALIASES = {"combined": "combined-1f1b"}
 # The order of lists; any other schedules follow by name.
@@ -50,16 +53,17 @@ _LISTED = (
 )
 
 
-def builder(name: str, *, options: type | None = None) -> Callable[[_Builder], _Builder]:
+def builder(name: str, *, options: type | None = None, trains: bool = True) -> Callable[[_Builder], _Builder]:
     """Register a builder under a name; the first line of its docstring describes the schedule.
 
     A builder takes `ranks`, `microbatches` and `stages_per_rank`, whose default is the number that the schedule is
     meant for. The schedule's options are the builder's other parameters, each with a default, or the fields of the
-    dataclass `options`, which it then takes under that name. Nothing else declares an option.
+    dataclass `options`, which it then takes under that name. Nothing else declares an option. Without backwards, a
+    schedule does not train.
     """
 
     def enter(build: _Builder) -> _Builder:
-        _ENTRIES[name] = _Entry(build, options)
+        _ENTRIES[name] = _Entry(build, options, trains)
         return build
 
     return enter
@@ -109,6 +113,22 @@ def names(*, with_aliases: bool = False) -> tuple[str, ...]:
     """
     known = (*(name for name in _LISTED if name in _ENTRIES), *sorted(_ENTRIES.keys() - set(_LISTED)))
     return (*known, *_ALIASES) if with_aliases else known
+
+
+def trains(name: str | Builder) -> bool:
+    """Return whether a schedule has backwards, which is taken for granted of a user's own.
+
+    >>> trains("1f1b"), trains("inference")
+    (True, False)
+
+    Raises: ValueError for a name that is not known.
+    """
+    return _entry(name).trains
+
+
+def is_published(name: str) -> bool:
+    """Return whether a schedule is one of this package's, which place stages alike on any number of ranks."""
+    return _ALIASES.get(name, name) in _LISTED
 
 
 def describe(name: str | Builder) -> str:
@@ -171,6 +191,12 @@ def build(
         check_count(_STAGES, stages_per_rank)
     check_count("ranks", ranks)
     check_count("microbatches", microbatches)
+    num_stages = stages_per_rank or 1
+    if (num_forwards := ranks * microbatches * num_stages) > _MAX_ACTIONS // 2:
+        raise ValueError(
+            f"{ranks} ranks of {num_stages} stages and {microbatches} microbatches make {num_forwards} forwards; "
+            f"at most {_MAX_ACTIONS // 2} are possible"
+        )
     for option in options_given:
         if option not in known:
             raise ValueError(f"schedule {spelt} has no option {option!r}; {_nearest(option, known)}")
@@ -215,7 +241,7 @@ def _own_entry(build: Builder, name: str) -> _Entry:
     """
     if not callable(build):
         raise ValueError(f"schedule {name!r} is a {type(build).__name__}; a function that gives a Schedule is possible")
-    entry, form = _Entry(build, None), signature(build)
+    entry, form = _Entry(build, None, trains=True), signature(build)
     try:
         form.bind(1, 1)
     except TypeError:
