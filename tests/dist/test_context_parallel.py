@@ -12,6 +12,7 @@ from penstock.engine import Engine, EngineOptions
 from penstock.model import ModelGroups, cross_entropy_sum, cut_sequences, decoder_units
 from penstock.runtime import PipelineError
 from penstock.settings import ContextForm, ModelConfig, OptimizerConfig, Precision
+from tests.dist.grid_cases import SPARSE
 from tests.dist.launch import run_ranks
 
 CONFIG = ModelConfig(
@@ -120,9 +121,9 @@ def refusals(rank: int) -> list[str]:
         Layout(pp=1, dp=2, cp=2),
         EngineOptions(),
     )
-    good, short = (PackedBatch.from_documents([torch.arange(n)] * 2) for n in (6, 1))
+    good, bad = (PackedBatch.from_documents([torch.arange(n, n + 6)] * 2) for n in (0, 38))
     said = []
-    for normalize, batch in (("global", short if engine.grid.dp_rank == 1 else good), ("global", good)):
+    for normalize, batch in (("global", bad if engine.grid.dp_rank == 1 else good), ("global", good)):
         try:
             engine.train_batch(batch, normalize=normalize, micro_batches=MicroBatchSpec(num=2))
         except (ValueError, PipelineError) as error:
@@ -138,9 +139,50 @@ def refusals(rank: int) -> list[str]:
 def test_what_cannot_be_shared_is_refused_on_all_ranks_before_it_starts() -> None:
     by_rank = run_ranks(4, refusals, timeout_s=60.0)
     assert [len(said) for said in by_rank] == [1] * 4
-    sharing = "cp=2 ranks cannot share sequences of [1] tokens: some rank would hold none; at most cp=1 can"
-    assert all(sharing in by_rank[rank][0] for rank in (2, 3))
-    assert all(f"rank 2 cannot use what it was given: {sharing}" in by_rank[rank][0] for rank in (0, 1))
+    unknown = "data['tokens']: sequence 0 has 40 at its place 2; the model knows 0 to 39"
+    assert all(unknown in by_rank[rank][0] for rank in (2, 3))
+    assert all(f"rank 2 cannot use what it was given: {unknown}" in by_rank[rank][0] for rank in (0, 1))
+
+
+SHORT = (([1, 2], [3]), ([4, 5, 6, 7, 8], [9, 2]), ([3], [4, 5]))
+"""Documents of which microbatches with fewer tokens than ranks are made."""
+
+
+def train_on_few_tokens(rank: int, layout: Layout, form: ContextForm, experts: bool) -> list[Any]:
+    config = SPARSE if experts else CONFIG
+    options = EngineOptions(
+        precision=Precision.FP64, attention=form, optimizer=OptimizerConfig(clip_norm=0.5), timeout_s=30.0
+    )
+    engine = Engine(lambda groups: decoder_units(config, groups=groups), config.hidden_size, layout, options)
+    found: list[Any] = []
+    for documents in SHORT:
+        result = engine.train_batch(PackedBatch.from_documents(documents), micro_batches=MicroBatchSpec(num=2))
+        found += [result.loss, result.grad_norm, *result.aux_losses.losses.values()]
+    logits = engine.forward(PackedBatch.from_documents([[1], [2, 3]]), micro_batches=MicroBatchSpec(num=2))
+    engine.close()
+    engine.grid.close()
+    return [found, [] if logits is None else logits.flatten().tolist()]
+
+
+@pytest.mark.shows(86, 113)
+@pytest.mark.parametrize("experts", [False, True])
+@pytest.mark.parametrize(
+    ("layout", "form"),
+    [
+        (Layout(cp=2), ContextForm.RING),
+        (Layout(cp=2), ContextForm.ALL_TO_ALL),
+        (Layout(pp=2, cp=2), ContextForm.RING),
+        (Layout(cp=4), ContextForm.RING),
+    ],
+    ids=str,
+)
+def test_a_microbatch_with_fewer_tokens_than_ranks_runs(layout: Layout, form: ContextForm, experts: bool) -> None:
+    [(wanted, wanted_logits)] = run_ranks(1, train_on_few_tokens, Layout(), ContextForm.RING, experts)
+    by_rank = run_ranks(layout.world_size, train_on_few_tokens, layout, form, experts)
+    assert any(logits for _, logits in by_rank) and len(wanted) >= 6
+    for found, logits in by_rank:
+        assert found == pytest.approx(wanted, rel=0, abs=TOLERANCE)
+        assert not logits or logits == pytest.approx(wanted_logits, rel=0, abs=TOLERANCE)
 
 
 def means_of_parts(rank: int) -> float:

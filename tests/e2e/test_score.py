@@ -221,10 +221,6 @@ REFUSED = {
     "no stages": (["FOLDER/run", "FOLDER/texts.jsonl", "--pp", "0"], "--pp is 0; it must be more than 0"),
     "more stages than units": (["FOLDER/run", "FOLDER/texts.jsonl", "--pp", "7"], "7 stages.* 6 units"),
     "no pipelines": (["FOLDER/run", "FOLDER/texts.jsonl", "--dp", "0"], "--dp is 0; it must be more than 0"),
-    "texts too short to share": (
-        ["FOLDER/run", "FOLDER/bad/single.jsonl", "--cp", "2"],
-        "cp=2 ranks cannot share sequences of .1. tokens.* at most cp=1 can",
-    ),
     "no temperature": (["FOLDER/run", "FOLDER/texts.jsonl", "--temperature", "nan"], "--temperature is nan"),
     "an output that exists": (
         ["FOLDER/run", "FOLDER/texts.jsonl", "--output", "FOLDER/corpus.py"],
@@ -241,7 +237,6 @@ BAD = {
     "completion": '{"prompt": "a", "completion": ""}',
     "outside": '{"tokens": [1, 256]}',
     "halves": '{"tokens": [0.5]}',
-    "single": '{"text": "a"}',
     "long": json.dumps({"text": "a" * 2049}),
 }
 

@@ -144,9 +144,7 @@ def check(arguments: ScoreArguments) -> "ScoreJob":
             f"{arguments.max_tokens}; no text is cut, so give at least that"
         )
     max_tokens = arguments.max_tokens or max(MICROBATCH_TOKENS, len(longest.tokens))
-    job = ScoreJob(model, texts, max_tokens, arguments.parallel.cp)
-    job.check()
-    return job
+    return ScoreJob(model, texts, max_tokens, arguments.parallel.cp)
 
 
 def _run_worker(arguments: ScoreArguments, group: Group) -> int:

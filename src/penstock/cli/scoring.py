@@ -14,11 +14,10 @@ from penstock.cli.launch import Group
 from penstock.cli.progress import LineProgress
 from penstock.cli.score_file import Scored, ScoreFile, Summary
 from penstock.cli.texts import Text
-from penstock.data import NO_LABEL, MicroBatchSpec, PackedBatch, split
+from penstock.data import NO_LABEL, MicroBatchSpec, PackedBatch
 from penstock.engine.engine import Engine
 from penstock.engine.saved_model import SavedModel
 from penstock.engine.scorer import PostHook, token_scores
-from penstock.model import cut_sequences
 from penstock.runtime import PipelineError
 
 MICROBATCH_TOKENS = 2048
@@ -49,17 +48,6 @@ class ScoreJob:
         """Microbatches of a batch; under context parallelism as few as `max_tokens` allows."""
         num = _MICROBATCHES if self.cp == 1 else None
         return MicroBatchSpec(num=num, max_tokens=self.max_tokens, allow_fewer=True)
-
-    def check(self) -> None:
-        """Refuse texts that the ranks of a cp group cannot share.
-
-        Raises: ValueError.
-        """
-        if self.cp > 1:
-            for microbatch in (
-                part for batch in self.batches for part in split(_packed(batch), self.spec).microbatches
-            ):
-                cut_sequences(microbatch.sequence_lengths("tokens"), self.cp)
 
 
 @dataclass(frozen=True)

@@ -217,10 +217,7 @@ class ContextShards:
     device: torch.device
 
     def shard(self, microbatch: PackedBatch) -> tuple[PackedBatch, Sequences]:
-        """This rank's part, cut alike for all keys, and the sequences that units see.
-
-        Raises: ValueError when some rank would have no token.
-        """
+        """This rank's part, cut alike for all keys, and the sequences that units see."""
         spread = self.spread(microbatch)
         if spread is None:
             own, sequences = microbatch, Sequences.from_lengths(microbatch.sequence_lengths("tokens"), self.device)
@@ -229,7 +226,7 @@ class ContextShards:
         return own, sequences.with_positions(own["positions"]) if _has_positions(own) else sequences
 
     def spread(self, microbatch: PackedBatch) -> Spread | None:
-        """The tokens of every rank. Raises: ValueError when some rank would have none."""
+        """The tokens of every rank; some may have none."""
         if self.group is None:
             return None
         pieces = cut_sequences(microbatch.sequence_lengths("tokens"), self.group.size())

@@ -124,7 +124,9 @@ class _LinearFunction(torch.autograd.Function):
         grad_TO = grad.reshape(-1, grad.shape[-1])
         grad_x = grad_weight = grad_bias = None
         if needs_x:
-            grad_x = layer.matmul.input_gradient(grad_TO, weight.to(grad_TO.dtype)).view(*grad.shape[:-1], -1)
+            grad_x = layer.matmul.input_gradient(grad_TO, weight.to(grad_TO.dtype)).view(
+                *grad.shape[:-1], weight.shape[1]
+            )
         if not (needs_weight or needs_bias):
             return grad_x, None, None, None
         pending = PendingGradient(

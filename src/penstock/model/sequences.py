@@ -32,22 +32,7 @@ class ContextCut(enum.Enum):
 
 
 def cut_sequences(lengths: Sequence[int], num_ranks: int, cut: ContextCut = ContextCut.ZIGZAG) -> tuple[Pieces, ...]:
-    """Give each rank its positions in sequences of these lengths.
-
-    Raises:
-        ValueError: a rank would have no token at all.
-    """
-    by_rank = _pieces(lengths, num_ranks, cut)
-    if all(any(runs) for runs in by_rank):
-        return by_rank
-    possible = max(n for n in range(1, num_ranks) if all(any(runs) for runs in _pieces(lengths, n, cut)))
-    raise ValueError(
-        f"cp={num_ranks} ranks cannot share sequences of {list(lengths)} tokens: some rank would hold none; "
-        f"at most cp={possible} can, or give microbatches of more tokens"
-    )
-
-
-def _pieces(lengths: Sequence[int], num_ranks: int, cut: ContextCut) -> tuple[Pieces, ...]:
+    """Give each rank its positions in sequences of these lengths; of few tokens some ranks get none."""
     return tuple(tuple(_runs(length, rank, num_ranks, cut) for length in lengths) for rank in range(num_ranks))
 
 
@@ -96,7 +81,7 @@ class Spread:
             for start, of_sequence in zip(starts, self.pieces[rank], strict=True)
             for run in of_sequence
         ]
-        return torch.cat(runs) if runs else torch.arange(0)
+        return torch.cat([torch.arange(0), *runs])
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,7 +130,8 @@ class Sequences:
         """This rank's part of sequences that are spread over several ranks; each sequence starts at position 0."""
         own = spread.pieces[spread.rank]
         lengths = tuple(sum(map(len, runs)) for runs in own)
-        positions = torch.cat([torch.arange(run.start, run.stop) for runs in own for run in runs])
+        # A rank may have no token at all.
+        positions = torch.cat([torch.arange(0), *(torch.arange(run.start, run.stop) for runs in own for run in runs)])
         starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
         return cls(lengths, starts.to(device), positions.to(device, torch.int64), max(lengths), spread)
 
