@@ -19,7 +19,7 @@ from penstock import schedule
 from penstock.engine.batch_checks import check_callable
 from penstock.engine.pipeline import Pipeline
 from penstock.model import Limits
-from penstock.parallel.host import gather_json
+from penstock.parallel.host import gather_json, shown_to_all_ranks
 from penstock.runtime import (
     DecodeForm,
     DecodeLoop,
@@ -284,27 +284,32 @@ class Generator:
         Pipelines that share experts, with prompts of their own, agree on the number of slots as well.
         """
         pipeline, grid = self._pipeline, self._pipeline.grid
-        error, checked, digest, num_slots = None, ([], []), "", 0
-        try:
+
+        def check() -> tuple[tuple[Any, ...], list[Any]]:
             if not isinstance(options, GenerateOptions):
                 raise ValueError(f"options={options!r} is a {type(options).__name__}; give GenerateOptions")
-            num_slots = options.num_slots or pipeline.layout.pp
             check_callable("on_token", on_token, "number, token", optional=True)
             check_callable("on_answer", on_answer, "number, answer", optional=True)
             checked = _checked(prompts, params, list(pipeline.stages.values()), pipeline.units[0].limits)
             _check_skipped(options.skip, sum(own.num_samples for own in checked[1]))
             given = repr((checked, sorted(options.skip)))
             digest = hashlib.blake2b(given.encode(), digest_size=16).hexdigest()
-        except Exception as caught:  # sent to all ranks, then raised here: nobody may wait for this rank
-            error = caught
+            num_slots = options.num_slots or pipeline.layout.pp
+            return (checked, digest, num_slots), [grid.dp_rank, digest, num_slots]
+
         group = grid.batch_control if pipeline.layout.ep == 1 else grid.control
-        with pipeline.recorder.collective("agree on the prompts", group):
-            every = gather_json([grid.dp_rank, digest, num_slots, error and str(error)], group)
-        if error is not None:
-            raise error
-        for rank, (dp_rank, theirs, their_slots, refusal) in enumerate(every):
-            if refusal is not None:
-                raise PipelineError(f"rank {rank} of those that generate together cannot: {refusal}")
+
+        def gather(value: Any) -> list[Any]:
+            with pipeline.recorder.collective("agree on the prompts", group):
+                return gather_json(value, group)
+
+        (checked, digest, num_slots), views = shown_to_all_ranks(
+            check,
+            gather,
+            otherwise=PipelineError,
+            message="rank {rank} of those that generate together cannot: {error}",
+        )
+        for rank, (dp_rank, theirs, their_slots) in enumerate(views):
             if dp_rank == grid.dp_rank and theirs != digest:
                 raise PipelineError(
                     f"rank {rank} of those that generate together was given other prompts or parameters"

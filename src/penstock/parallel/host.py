@@ -38,21 +38,40 @@ def on_all_ranks(
     Raises: the act's own error on this rank. On other ranks, for the first rank whose act raised, the first of `kinds`
     that its error is an instance of, or else `otherwise`.
     """
+    result, _ = shown_to_all_ranks(
+        lambda: (act(), None), gather, *kinds, otherwise=otherwise, catch=catch, message=message
+    )
+    return result
+
+
+def shown_to_all_ranks(
+    act: Callable[[], tuple[T, Any]],
+    gather: Gather,
+    *kinds: type[Exception],
+    otherwise: type[Exception] = RuntimeError,
+    catch: type[Exception] = Exception,
+    message: str = "rank {rank}: {error}",
+) -> tuple[T, list[Any]]:
+    """Act, show every rank the JSON value that comes with the act's result, and raise on every rank as `on_all_ranks`.
+
+    Returns the result, and the values by rank.
+    """
     error: Exception | None = None
     result: T | None = None
+    value = None
     try:
-        result = act()
+        result, value = act()
     except catch as caught:
         error = caught
     number = next((number for number, kind in enumerate(kinds) if isinstance(error, kind)), len(kinds))
-    failures = gather(None if error is None else [number, type(error).__name__, str(error)])
+    views = gather([value, None if error is None else [number, type(error).__name__, str(error)]])
     if error is not None:
         raise error
-    for rank, failure in enumerate(failures):
+    for rank, (_, failure) in enumerate(views):
         if failure is not None:
             number, kind, text = failure
             raise (*kinds, otherwise)[number](message.format(rank=rank, kind=kind, error=text))
-    return result  # pyright: ignore[reportReturnType]  # without an error the act has returned
+    return result, [theirs for theirs, _ in views]  # pyright: ignore[reportReturnType]  # no error: the act has returned
 
 
 def gather_json(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
