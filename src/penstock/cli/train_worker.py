@@ -27,6 +27,7 @@ from penstock.schedule import Costs, Op, Timeline
 from penstock.settings import ConfigError, RunConfig
 
 TIMELINE_FILE = "timeline.png"
+ADAPTER_FOLDER = "adapter"
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,8 @@ class TrainLoop:
             recorded = self._steps(stop_asked, reporter)
             with engine.recorder.collective("finish saving"):
                 self.checkpoints.finish()
+            if config.adapter.is_used and self.result.num_tokens and engine.step >= config.train.steps:
+                engine.save_adapter(Path(config.output) / f"{ADAPTER_FOLDER}-{engine.step}")
         finally:
             watchdog.close()
             engine.close()

@@ -97,11 +97,13 @@ def export_model(state: ModelState, form: HuggingFaceForm | None, folder: Path |
 
 
 def _tensors(state: ModelState) -> Iterator[tuple[str, Tensor]]:
-    """This rank's parameters and persistent buffers by full name, without those of second copies."""
+    """This rank's parameters and persistent buffers by full name, without those of second copies and of adapters."""
     for stage in state.pipeline.stages.values():
         stage.weights_ready()
         for unit, module in stage.units if not stage.suffix else ():
-            yield from ((f"{unit}.{own}", tensor) for own, tensor in module.state_dict().items())
+            for own, tensor in module.state_dict().items():
+                if ".lora_" not in own:
+                    yield f"{unit}.{own}".replace(".base_layer.", "."), tensor
 
 
 def _parameter(state: ModelState, name: str, own: Tensor) -> ExportedParameter:

@@ -137,7 +137,9 @@ class CheckpointNames:
     def slices(self, full_name: str, shape: Shape) -> tuple[StoredSlice, ...]:
         """The stored tensors that make up the parameter; none for one that only training uses and this run did not."""
         only_in_training = ".balance." in full_name or ".predictions." in full_name
-        stored = self.stored.get(full_name, () if only_in_training else (StoredSlice.at(full_name, shape),))
+        under_adapter = ".base_layer.".join(full_name.rsplit(".", 1))
+        missing = () if only_in_training else (StoredSlice.at(full_name, shape),)
+        stored = self.stored.get(full_name) or self.stored.get(under_adapter) or missing
         # A whole tensor must have the shape of the parameter, which is checked against the file.
         return tuple(StoredSlice.at(found.name, shape) if found.part.is_whole else found for found in stored)
 

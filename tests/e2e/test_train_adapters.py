@@ -1,0 +1,117 @@
+"""A run whose settings name an optimizer with groups, and LoRA adapters, from its file to what peft loads."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.engine import Engine
+from penstock.engine.runs import METRICS_FILE, read_metrics
+from tests.e2e.training import CORPUS
+from tests.hugging_face import SIZES, make_model, stored_tensors
+
+RUN_FILE = """
+output = "{folder}/out"
+
+[model]
+pretrained = "{folder}/base"
+
+[data]
+corpus = "{folder}/corpus.txt"
+cache = "{folder}/cache"
+sequence_length = 32
+num_sequences = 8
+
+[parallel]
+pp = 2
+timeout_s = 60
+
+[optimizer]
+name = "sgd"
+learning_rate = 0.5
+decay = "constant"
+arguments = {{ momentum = 0.5 }}
+
+[[optimizer.groups]]
+pattern = "*.lora_B.*"
+name = "muon"
+learning_rate = 0.02
+
+[adapter]
+rank = 4
+target_modules = ["q_proj", "up_proj"]
+
+[train]
+steps = {steps}
+num_microbatches = 4
+
+[checkpoint]
+every = 2
+
+[log]
+tensorboard = false
+timeline = false
+"""
+
+
+def train(run_file: Path, *words: str) -> None:
+    command = [sys.executable, "-m", "penstock", "train", str(run_file), *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def losses(folder: Path) -> list[Any]:
+    return [entry["loss"] for entry in read_metrics(folder / METRICS_FILE) if "loss" in entry]
+
+
+@pytest.mark.shows(106, 108)
+def test_a_run_of_settings_trains_adapters_resumes_and_leaves_what_peft_loads(tmp_path: Path) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    (tmp_path / "corpus.txt").write_text(CORPUS)
+    make_model("llama", vocab_size=256, pad_token_id=0).save_pretrained(tmp_path / "base")
+    run_file = tmp_path / "run.toml"
+    run_file.write_text(RUN_FILE.format(folder=tmp_path, steps=6))
+    train(run_file)
+    train(run_file, "--output", str(tmp_path / "halves"), "--train.steps", "3")
+    train(run_file, "--output", str(tmp_path / "halves"), "--resume")
+    whole, halves = losses(tmp_path / "out"), losses(tmp_path / "halves")
+    assert len(whole) == 6 and whole == halves
+    adapters, others = (stored_tensors(tmp_path / run / "adapter-6") for run in ("out", "halves"))
+    assert len(adapters) == 2 * 2 * SIZES["num_hidden_layers"]
+    assert adapters.keys() == others.keys() and all(torch.equal(a, others[name]) for name, a in adapters.items())
+    assert all(adapter.abs().max() > 0 for adapter in adapters.values())
+    # Base weights keep their bits through a run and its checkpoints.
+    subprocess.run(
+        [sys.executable, "-m", "penstock", "convert", str(tmp_path / "out"), str(tmp_path / "converted")],
+        capture_output=True,
+        timeout=120,
+        check=True,
+    )
+    before, after = stored_tensors(tmp_path / "base"), stored_tensors(tmp_path / "converted")
+    assert before.keys() == after.keys() and all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+    assert json.loads((tmp_path / "out" / "adapter-6" / "adapter_config.json").read_text())["r"] == 4
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    tokens = torch.arange(20)
+    with torch.no_grad():
+        theirs = PeftModel.from_pretrained(base, str(tmp_path / "out" / "adapter-6")).eval()(tokens[None]).logits[0]
+    engine = Engine.from_config(run_of_one_rank(tmp_path))
+    engine.load(tmp_path / "out" / "checkpoints")
+    from penstock import PackedBatch
+
+    ours = engine.forward(PackedBatch.from_documents([tokens]))
+    torch.testing.assert_close(ours if isinstance(ours, torch.Tensor) else ours[0], theirs, rtol=0, atol=3e-4)
+
+
+def run_of_one_rank(folder: Path) -> Path:
+    text = RUN_FILE.format(folder=folder, steps=6).replace("pp = 2", "pp = 1").replace("/out", "/alone")
+    path = folder / "alone.toml"
+    path.write_text(text)
+    return path
