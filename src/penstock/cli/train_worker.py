@@ -17,11 +17,15 @@ from penstock.cli.together import choose_device, initialise, refuse_differing, t
 from penstock.data import DataShard
 from penstock.draw.layers import RECORDED_STEP_FILE, RecordedStep, write_recorded_step
 from penstock.engine.checkpoint import Checkpointer
+from penstock.engine.checkpoint.manifest import folder_name
 from penstock.engine.engine import Engine
+from penstock.engine.loss_metrics import EvaluationLoss
 from penstock.engine.random_state import random_state, restore_random_state
 from penstock.engine.run_parts import RunData, check_parts, engine_arguments, micro_batches
-from penstock.engine.runs import CHECKPOINT_FOLDER, METRICS_FILE, MetricsLog, RunFolder, check_folder, read_metrics
+from penstock.engine.runs import CHECKPOINT_FOLDER, METRICS_FILE, RunFolder, check_folder, read_metrics
+from penstock.engine.trackers import Trackers
 from penstock.engine.trainer import TrainResult
+from penstock.engine.watch import EarlyStop
 from penstock.runtime import Watchdog
 from penstock.schedule import Costs, Op, Timeline
 from penstock.settings import ConfigError, RunConfig
@@ -38,6 +42,7 @@ class RunResult:
     step: int
     resumed_from: int
     complete: bool
+    stopped_early: bool = False
     loss: float | None = None
     validation_loss: float | None = None
     num_tokens: int = 0
@@ -69,7 +74,10 @@ class TrainLoop:
             aliases=engine.aliases,
         )
         self._file = sys.stderr if as_json else sys.stdout
-        self._saved_step = -1
+        self._saved_step, self._unfinished = -1, False
+        watch = config.watch
+        self.early_stop = EarlyStop(watch.patience, watch.min_delta) if watch.patience else None
+        engine.watch(*watch.callbacks)
         self.result = RunResult(config.output, step=0, resumed_from=0, complete=False)
 
     def resume(self, must: bool = False) -> None:
@@ -96,6 +104,8 @@ class TrainLoop:
         values = found.rank_values[rank if len(found.rank_values) == world_size else 0]
         self.engine.load_progress(values["engine"])
         self.loader.load_state_dict(values["loader"])
+        if self.early_stop is not None and values.get("early_stop") is not None:
+            self.early_stop.load_state(values["early_stop"])
         restore_random_state([theirs["random"] for theirs in found.rank_values], rank, world_size)
         step = self.engine.step
         self._saved_step = step
@@ -110,14 +120,13 @@ class TrainLoop:
         )
         try:
             recorded = self._steps(stop_asked, reporter)
-            with engine.recorder.collective("finish saving"):
-                self.checkpoints.finish()
-            if config.adapter.is_used and self.result.num_tokens and engine.step >= config.train.steps:
+            self._finish_saving()
+            if config.adapter.is_used and self.result.num_tokens and self._complete:
                 engine.save_adapter(Path(config.output) / f"{ADAPTER_FOLDER}-{engine.step}")
         finally:
             watchdog.close()
             engine.close()
-        self.result = replace(self.result, complete=engine.step >= config.train.steps)
+        self.result = replace(self.result, complete=self._complete, stopped_early=self._stopped_early)
         if reporter is not None:
             self.result = reporter.end(self.result, recorded)
         return self.result
@@ -126,7 +135,7 @@ class TrainLoop:
         """Take all remaining steps; on rank 0, returns the recording of the run's last step."""
         config, engine = self.config, self.engine
         spec, recorded = micro_batches(config), None
-        while engine.step < config.train.steps:
+        while engine.step < config.train.steps and not self._stopped_early:
             if stop_asked():
                 engine.request_stop()
             taken = engine.train_batch(next(self.loader), micro_batches=spec, normalize=config.train.normalize)
@@ -138,8 +147,9 @@ class TrainLoop:
                 recorded = self._recorded(taken.num_microbatches)
             if last or _is_due(taken.step, config.validation.every):
                 self._validate(reporter)
-            if last or taken.stop_requested or _is_due(taken.step, config.checkpoint.every):
-                self._save(wait=last or taken.stop_requested or not config.checkpoint.in_background)
+            ends = last or taken.stop_requested or self._stopped_early
+            if ends or _is_due(taken.step, config.checkpoint.every):
+                self._save(wait=ends or not config.checkpoint.in_background)
             if taken.stop_requested:
                 break
         return recorded
@@ -161,9 +171,28 @@ class TrainLoop:
         loss = self.engine.evaluate(
             self.validation, micro_batches=replace(micro_batches(self.config), allow_fewer=True)
         )
-        self.result = replace(self.result, validation_loss=loss)
+        self.result = replace(self.result, validation_loss=float(loss))
+        if self.early_stop is not None:
+            self.early_stop.on_evaluation(self.engine.step, loss)
         if reporter is not None:
             reporter.validated(self.engine.step, loss)
+
+    @property
+    def _stopped_early(self) -> bool:
+        return self.early_stop is not None and self.early_stop.stopped
+
+    @property
+    def _complete(self) -> bool:
+        return self._stopped_early or self.engine.step >= self.config.train.steps
+
+    def _finish_saving(self) -> None:
+        """Wait for the save under way, and show its checkpoint to the callbacks."""
+        with self.engine.recorder.collective("finish saving"):
+            self.checkpoints.finish()
+        if self._unfinished:
+            self._unfinished = False
+            path = self.checkpoints.folder / folder_name(self._saved_step)
+            self.engine.watchers.call("on_checkpoint", self._saved_step, path)
 
     def _save(self, wait: bool) -> None:
         step = self.engine.step
@@ -173,10 +202,14 @@ class TrainLoop:
             "engine": self.engine.progress(),
             "loader": self.loader.state_dict(),
             "random": random_state(),
+            "early_stop": None if self.early_stop is None else self.early_stop.state(),
         }
+        self._finish_saving()
         with self.engine.recorder.collective("save a checkpoint"):
-            self.checkpoints.save(step, self.engine.state(), extra, wait=wait)
-        self._saved_step = step
+            self.checkpoints.save(step, self.engine.state(), extra)
+        self._saved_step, self._unfinished = step, True
+        if wait:
+            self._finish_saving()
 
     def _recorded(self, num_microbatches: int) -> RecordedStep | None:
         """The last step as measured, and as simulated with the mean measured times."""
@@ -192,33 +225,18 @@ class _RunReporter:
 
     def __init__(self, config: RunConfig, folder: RunFolder, step: int, file: Any) -> None:
         self._config, self._folder = config, folder
-        self._metrics = MetricsLog(folder.path, resumed_step=step, tensorboard=config.log.tensorboard)
+        self._trackers = Trackers.open(folder.path, config.log, resumed_step=step)
         self._progress = Progress(config.train.steps, step, file)
         if step:
             self._progress.note(f"continuing {config.output} after step {step}")
 
     def step(self, taken: TrainResult) -> None:
         if _is_due(taken.step, self._config.log.every) or taken.step == self._config.train.steps:
-            seconds = taken.step_time_s
-            self._metrics.write(
-                taken.step,
-                {
-                    "loss": taken.loss,
-                    "grad_norm": taken.grad_norm,
-                    "learning_rate": taken.learning_rate,
-                    "loss_scale": taken.loss_scale,
-                    "success": taken.success,
-                    "num_tokens": taken.num_tokens,
-                    "tokens_per_s": taken.num_tokens / seconds if seconds else 0.0,
-                    "idle_share": taken.idle_share,
-                    "step_time_s": seconds,
-                    **taken.aux_losses.metrics(),
-                },
-            )
+            self._trackers.on_step(taken)
         self._progress.step(StepFigures(taken.step, taken.loss, taken.num_tokens, taken.step_time_s, taken.idle_share))
 
-    def validated(self, step: int, loss: float) -> None:
-        self._metrics.write(step, {"validation_loss": loss})
+    def validated(self, step: int, loss: EvaluationLoss) -> None:
+        self._trackers.on_evaluation(step, loss)
         self._progress.validated(step, loss)
 
     def end(self, result: RunResult, recorded: RecordedStep | None) -> RunResult:
@@ -231,7 +249,7 @@ class _RunReporter:
             path = self._folder.path / TIMELINE_FILE
             picture(path, [layer.timeline for layer in recorded.layers], unit="ms")
             self._progress.note(f"drew one step, simulated and measured: {path}")
-        self._metrics.close()
+        self._trackers.close()
         validated = [entry for entry in read_metrics(self._folder.path / METRICS_FILE) if "validation_loss" in entry]
         if result.validation_loss is None and validated:
             result = replace(result, validation_loss=validated[-1]["validation_loss"])
@@ -244,6 +262,8 @@ def _last_words(result: RunResult) -> str:
     if not result.complete:
         return f"stopped after step {result.step} and saved; the same command continues from there"
     loss = "" if result.validation_loss is None else f", validation loss {result.validation_loss:.4f} nats a token"
+    if result.stopped_early:
+        return f"stopped early after step {result.step}{loss}, which fell no further; all of it is in {result.output}"
     return f"done after step {result.step}{loss}; all of it is in {result.output}"
 
 

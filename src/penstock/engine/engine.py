@@ -107,7 +107,8 @@ class Engine(ModelState):
         step: int | None = None,
     ) -> TrainResult:
         """One optimizer step; see `Trainer.train_batch`. Ranks of one pipeline give the same batch."""
-        return self.trainer.train_batch(batch, loss_fn, loss_weight_fn, micro_batches, normalize, step)
+        taken = self.trainer.train_batch(batch, loss_fn, loss_weight_fn, micro_batches, normalize, step)
+        return self.stepped(taken)
 
     def evaluate(
         self,
@@ -117,7 +118,7 @@ class Engine(ModelState):
         micro_batches: MicroBatchSpec | None = None,
     ) -> EvaluationLoss:
         """The loss per unit of weight over all ranks' batches, the same on every rank; nothing is learned."""
-        return self.scorer.evaluate(batches, loss_fn, loss_weight_fn, micro_batches)
+        return self.evaluated(self.scorer.evaluate(batches, loss_fn, loss_weight_fn, micro_batches))
 
     def forward(
         self,

@@ -12,13 +12,16 @@ from torch import Tensor, nn
 from penstock.engine.adapter import save_adapter
 from penstock.engine.build import SECOND_COPY
 from penstock.engine.checkpoint import Checkpointer, CheckpointReader
+from penstock.engine.checkpoint.manifest import folder_name
+from penstock.engine.loss_metrics import EvaluationLoss
 from penstock.engine.memory import running_state_bytes
 from penstock.engine.optimizer import state_aliases
 from penstock.engine.pipeline import Pipeline
 from penstock.engine.pretrained import HuggingFaceForm
 from penstock.engine.random_state import random_state, restore_random_state
 from penstock.engine.sharding import local_parameters, local_state
-from penstock.engine.trainer import Trainer
+from penstock.engine.trainer import Trainer, TrainResult
+from penstock.engine.watch import Watchers
 from penstock.parallel.buckets import StateBytes
 from penstock.parallel.tensor_slice import LocalTensor, Shard
 from penstock.schedule import Costs, Timeline
@@ -34,8 +37,12 @@ class ModelState:
     #: the model's form in transformers; None where that does not know it
     form: HuggingFaceForm | None
 
+    #: a user's own callbacks
+    watchers: Watchers
+
     def __init__(self, pipeline: Pipeline, trainer: Trainer, form: HuggingFaceForm | None = None) -> None:
         self.pipeline, self.trainer, self.form = pipeline, trainer, form
+        self.watchers = Watchers()
 
     @property
     def step(self) -> int:
@@ -109,6 +116,7 @@ class ModelState:
             saved = Checkpointer(path, grid, {}, keep, self.aliases, newest_last=True)
             values = {"engine": self.progress(), "random": random_state(), "extra": extra}
             saved.save(self.step, self.state(), values, wait=True)
+        self.watchers.call("on_checkpoint", self.step, Path(path) / folder_name(self.step))
 
     def load(self, path: str | Path) -> Any:
         """Go on from the newest intact checkpoint in the folder, saved by any layout; returns its `extra`.
@@ -143,6 +151,22 @@ class ModelState:
         """Ask all ranks to end after the next step: its `TrainResult.stop_requested` is true on each of them."""
         self.trainer.request_stop()
 
+    def watch(self, *callbacks: Any) -> None:
+        """Let callbacks see each step, evaluation and checkpoint, and the end; see `Watchers`."""
+        self.watchers.add(callbacks)
+
+    def stepped(self, taken: TrainResult) -> TrainResult:
+        """Show a step to the callbacks."""
+        if self.watchers.call("on_step", taken):
+            self.trainer.request_stop()
+        return taken
+
+    def evaluated(self, loss: EvaluationLoss) -> EvaluationLoss:
+        """Show an evaluation to the callbacks."""
+        if self.watchers.call("on_evaluation", self.step, loss):
+            self.trainer.request_stop()
+        return loss
+
     def simulated(self, num_microbatches: int, costs: Costs) -> Timeline:
         """The simulated timeline of a step."""
         return self.pipeline.simulated(num_microbatches, costs)
@@ -165,4 +189,5 @@ class ModelState:
 
     def close(self) -> None:
         """Stop helper threads; process groups belong to torch.distributed."""
+        self.watchers.call("on_end", self.step)
         self.pipeline.close()

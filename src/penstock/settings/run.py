@@ -122,7 +122,22 @@ class LogConfig(Settings, section="log"):
 
     every: int = setting(1, "Steps between lines of metrics.", AT_LEAST_1)
     tensorboard: bool = setting(True, "Also write for TensorBoard, beside metrics.jsonl.")
+    prometheus: bool = setting(False, "Also write the latest numbers to metrics.prom, in Prometheus's text format.")
+    wandb: str | None = setting(None, "Also write to this project of Weights & Biases.")
     timeline: bool = setting(True, "At the end, draw the last step's measured timeline under the simulated one.")
+
+
+@dataclass(frozen=True)
+class WatchConfig(Settings, section="watch"):
+    """Callbacks and early stopping."""
+
+    callbacks: tuple[str, ...] = setting(
+        (), "Objects whose on_step, on_evaluation, on_checkpoint and on_end are called: package.module:object."
+    )
+    patience: int | None = setting(
+        None, "Validations in a row without a lower loss that end the run; left out, none do.", AT_LEAST_1
+    )
+    min_delta: float = setting(0.0, "A lower loss is one that is lower by more than this.", AT_LEAST_0)
 
 
 @dataclass(frozen=True)
@@ -145,6 +160,7 @@ class RunConfig(Settings):
     checkpoint: CheckpointConfig = CheckpointConfig()
     validation: ValidationConfig = ValidationConfig()
     log: LogConfig = LogConfig()
+    watch: WatchConfig = WatchConfig()
 
     def flat(self) -> dict[str, Any]:
         """Plain values under dotted names: ``{"train.steps": 100, ...}``."""
@@ -203,6 +219,7 @@ _FREE_IF_GLOBAL = frozenset({"parallel.dp", "parallel.cp", "train.num_microbatch
 _FREE = _FREE_IF_GLOBAL | {
     "output",
     "log",
+    "watch",
     "checkpoint",
     "validation",
     "schedule",

@@ -25,7 +25,7 @@ from penstock.settings.declare import possible
 NAMES = list(SETTINGS)
 # A continued run may change these; docs and the class's docstring promise it.
 MAY_CHANGE = re.compile(
-    r"output|(log|checkpoint|validation|schedule|parallel)\..*|train\.(steps|num_microbatches|max_microbatch_tokens)"
+    r"output|(log|watch|checkpoint|validation|schedule|parallel)\..*|train\.(steps|num_microbatches|max_microbatch_tokens)"
     r"|data\.cache|optimizer\.zero"
 )
 
@@ -61,7 +61,7 @@ def another_value(name: str) -> Any:
         return next(choice for choice in possible(annotation) if choice != value)
     kinds = [kind for kind in (get_args(annotation) or [annotation]) if kind is not type(None)]
     if get_origin(annotation) is tuple or any(get_origin(kind) is tuple for kind in kinds):
-        return (2, 1)
+        return ("a:b", "c.d:e") if get_args(annotation)[0] is str else (2, 1)
     if kinds[0] is bool:
         return not value
     if kinds[0] is str:
