@@ -115,6 +115,6 @@ def test_what_one_pipeline_cannot_generate_none_begins() -> None:
     assert first[1].endswith("rank 1 of those that generate together was given num_slots=2, not 1")
     assert second[1].endswith("rank 0 of those that generate together was given num_slots=1, not 2")
     for told in (first, second):
-        assert told[2].startswith("StepError: rank 1 (dp 1, pp 0, cp 0, tp 0) failed in ")
+        assert told[2].startswith("StepError: rank 1 (dp 1, pp 0, cp 0, tp 0) failed ")
         assert "KeyError: 'made to fail'" in told[2] and told[3] == "done"
     assert second[2].endswith("from KeyError")
