@@ -81,6 +81,10 @@ def _add_training(benchmarks: Any) -> None:
     overhead.add_argument("--microbatches", type=int, default=200)
     overhead.add_argument("--steps", type=int, default=20)
 
+    failures = _add(benchmarks, "failures", _failures, "time until a failure on one rank is raised on all of them")
+    failures.add_argument("--ranks", type=int, default=2)
+    failures.add_argument("--failures", type=int, default=20, help="failed steps of each layout")
+
     split = _add(benchmarks, "split", _split, "extra cost of a backward that is split into I and W")
     split.add_argument("--products", choices=["torch", "fastest"], default="torch", help="matrix products")
     split.add_argument("--runs", type=int, default=15, help="pairs of backwards, whole and split in turn")
@@ -196,6 +200,12 @@ def _overhead(given: argparse.Namespace) -> dict[str, Any]:
     return measure(given.schedule, given.ranks, given.microbatches, given.steps)
 
 
+def _failures(given: argparse.Namespace) -> dict[str, Any]:
+    from penstock.bench.failures import measure
+
+    return measure(given.ranks, given.failures)
+
+
 def _split(given: argparse.Namespace) -> dict[str, Any]:
     from penstock.bench.overhead import measure_split
     from penstock.bench.training import Training
@@ -267,7 +277,7 @@ def _generate(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def _all(given: argparse.Namespace) -> dict[str, Any]:
-    names = ("schedules", "train", "overhead", "split", "scale", "balance", "generate")
+    names = ("schedules", "train", "overhead", "failures", "split", "scale", "balance", "generate")
     runs = [_parser().parse_args([name]) for name in names]
     return {one.benchmark: one.run(one) for one in runs}
 

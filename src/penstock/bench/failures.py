@@ -1,0 +1,69 @@
+"""Steps that fail: the time from an exception on one rank until every rank has raised it and can take the next step."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.bench.ranks import on_ranks, spread
+from penstock.data import MicroBatchSpec, PackedBatch
+from penstock.engine.engine import Engine
+from penstock.engine.losses import token_cross_entropy
+from penstock.engine.options import EngineOptions
+from penstock.model import decoder_units
+from penstock.runtime import StepError
+from penstock.settings import Layout, ModelConfig
+
+_MODEL = ModelConfig(vocab_size=64, hidden_size=32, intermediate_size=48, num_layers=4, num_heads=2)
+_NUM_MICROBATCHES = 8
+_LENGTHS = (9, 7, 8, 5, 6, 9, 4, 8)
+
+
+@dataclass(frozen=True)
+class _Times:
+    """One rank's moments, by failure, on the host's clock; `raised` holds None where another rank fails."""
+
+    raised: list[float | None]
+    heard: list[float]
+
+
+def _fail(rank: int, axis: str, num_failures: int) -> _Times:
+    """Let the last rank's loss raise in one step after another, each in another microbatch; the next step succeeds."""
+    torch.set_num_threads(1)
+    num_ranks = torch.distributed.get_world_size()
+    layout = {"pp": Layout(pp=num_ranks), "dp": Layout(dp=num_ranks), "tp": Layout(tp=num_ranks)}[axis]
+    engine = Engine(lambda groups: decoder_units(_MODEL, groups=groups), _MODEL.hidden_size, layout, EngineOptions())
+    batch = PackedBatch.from_documents([torch.arange(length) for length in _LENGTHS])
+    times = _Times([], [])
+    for failure in range(num_failures):
+        losses, raised = iter(range(_NUM_MICROBATCHES)), [None]
+
+        def loss(output: Any, microbatch: PackedBatch) -> Tensor:
+            if rank == num_ranks - 1 and next(losses) == failure % _NUM_MICROBATCHES:  # noqa: B023
+                raised[0] = time.monotonic()  # type: ignore[call-overload]  # noqa: B023
+                raise ArithmeticError("made to fail")
+            return token_cross_entropy(output, microbatch)
+
+        try:
+            engine.train_batch(batch, loss, micro_batches=MicroBatchSpec(_NUM_MICROBATCHES))
+        except StepError:
+            times.heard.append(time.monotonic())
+        times.raised.append(raised[0])
+        engine.train_batch(batch, micro_batches=MicroBatchSpec(_NUM_MICROBATCHES))
+    engine.close()
+    return times
+
+
+def measure(num_ranks: int = 2, num_failures: int = 20) -> dict[str, Any]:
+    """By axis of the layout, the median and range of the time to the last rank's StepError, in milliseconds."""
+    found: dict[str, Any] = {"ranks": num_ranks, "failures": num_failures}
+    for axis in ("pp", "dp", "tp"):
+        by_rank = [asdict(times) for times in on_ranks(num_ranks, _fail, axis, num_failures)]
+        heard = [max(moments) for moments in zip(*(times["heard"] for times in by_rank), strict=True)]
+        raised = by_rank[-1]["raised"]
+        found[f"{axis}_ms"] = spread([1e3 * (end - start) for start, end in zip(raised, heard, strict=True)])
+    return found | {"allowed_ms": 1000.0}
