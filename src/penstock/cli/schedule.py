@@ -15,8 +15,10 @@ from penstock.cli.schedule_arguments import (
     add_own_options,
     add_schedule,
     add_size,
+    add_units,
     costs_of,
     flag,
+    of_units,
     own_options,
     proved,
 )
@@ -219,14 +221,17 @@ def compare(arguments: list[str]) -> int:
         "peak live is the largest over ranks of live microbatches, counted as full ranks of activations. above bound\n"
         "says by how much the span exceeds a proven lower bound: that of every order, with backwards split or not,\n"
         "in which the stages lie on the same ranks and no more is live. 0% is an optimum; above it the bound may be\n"
-        "loose. Fused pairs with a time of their own (--pair) have no bound.",
+        "loose. Fused pairs with a time of their own (--pair) have no bound. With --units, schedules of different\n"
+        "numbers of stages compare on one model, each with its own cut; what has more stages than units is left out.",
         examples=(
             "penstock schedule compare --ranks 8 --microbatches 32",
+            "penstock schedule compare --ranks 2 --units 1,4,4,4,4,9 --schedules 1f1b interleaved zb-v",
             "penstock schedule compare --ranks 8 --microbatches 24 \\",
             "    --forward 29.718 --backward-input 29.444 --backward-weight 19.927 --transfer 0.527",
         ),
     )
     add_size(parser, ranks=8, microbatches=32)
+    add_units(parser)
     parser.add_argument("--schedules", nargs="+", metavar="NAME", help="only these (default: all)")
     add_costs(parser)
     add_own_options(parser, [name for name in schedule.names() if schedule.options(name)], without=COST_NAMES)
@@ -290,6 +295,12 @@ def _row_of(name: str, options: argparse.Namespace) -> dict[str, Any] | None:
     program = proved(options, name)
     if not program.schedule.training:
         return None
+    if options.units is not None:
+        if program.placement.stages_per_route > len(options.units):
+            return None
+        options = of_units(options, program.placement)
+        # A searched order depends on the stages' times.
+        program = proved(options, name)
     costs = costs_of(options)
     timeline = schedule.simulate(program, costs)
     least = _span_bound(program, costs, max(timeline.peak_live_microbatches))

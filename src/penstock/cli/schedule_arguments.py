@@ -100,6 +100,31 @@ def add_costs(parser: Parser) -> None:
     others.add_argument("--lengths", type=_list, default=(), metavar="FACTORS", help=said)
 
 
+def add_units(parser: Parser) -> None:
+    """Add the work of a model's units, which each schedule cuts into stages of its own."""
+    said = (
+        "work of each unit of the model, in any unit: 1,4,4,4,9. Each schedule cuts them into its own stages, among "
+        "which the times of all ranks are then divided by work (default: stages are equal)"
+    )
+    parser.add_argument("--units", type=_list, default=None, metavar="WORK", help=said)
+
+
+def of_units(options: argparse.Namespace, placement: schedule.Placement) -> argparse.Namespace:
+    """The options with the times and sizes of each stage, cut from the units that they give.
+
+    Raises: ValueError for more stages than units, or a time that is given stage by stage.
+    """
+    cut = schedule.balanced_cut(options.units, placement)
+    work = [sum(options.units[unit] for unit in units) for units in cut]
+    found = argparse.Namespace(**vars(options))
+    for name in ("forward", "backward_input", "backward_weight", "microbatch_bytes"):
+        value = getattr(options, name)
+        if isinstance(value, tuple):
+            raise ValueError(f"{flag(name)} gives each stage its own, and --units cuts stages; give one number")
+        setattr(found, name, tuple(value * placement.num_ranks * own / sum(work) for own in work))
+    return found
+
+
 def add_json(parser: Parser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON document instead")
 
