@@ -218,10 +218,19 @@ REFUSED = {
     "tokens that are none": (["FOLDER/run", "FOLDER/bad/halves.jsonl"], "'tokens' must be a list of token ids"),
     "a text that is too long": (["FOLDER/run", "FOLDER/bad/long.jsonl"], "has 2049 tokens, .* at most 2048"),
     "a budget below a text": (["FOLDER/run", "FOLDER/texts.jsonl", "--max-tokens", "9"], "give at least that"),
-    "no stages": (["FOLDER/run", "FOLDER/texts.jsonl", "--pp", "0"], "--pp is 0; it must be more than 0"),
+    "no stages": (
+        ["FOLDER/run", "FOLDER/texts.jsonl", "--pp", "0"],
+        "parallel.pp = 0 is not possible; it must be at least 1",
+    ),
     "more stages than units": (["FOLDER/run", "FOLDER/texts.jsonl", "--pp", "7"], "7 stages.* 6 units"),
-    "no pipelines": (["FOLDER/run", "FOLDER/texts.jsonl", "--dp", "0"], "--dp is 0; it must be more than 0"),
-    "no temperature": (["FOLDER/run", "FOLDER/texts.jsonl", "--temperature", "nan"], "--temperature is nan"),
+    "no pipelines": (
+        ["FOLDER/run", "FOLDER/texts.jsonl", "--dp", "0"],
+        "parallel.dp = 0 is not possible; it must be at least 1",
+    ),
+    "no temperature": (
+        ["FOLDER/run", "FOLDER/texts.jsonl", "--temperature", "nan"],
+        "score.temperature = nan is not a finite number",
+    ),
     "an output that exists": (
         ["FOLDER/run", "FOLDER/texts.jsonl", "--output", "FOLDER/corpus.py"],
         "was left as it is",

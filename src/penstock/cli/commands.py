@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 Main = Callable[[list[str]], int]
 
@@ -84,26 +84,6 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{self.prog}: {message}")
-
-
-def add_process_options(parser: Any) -> None:
-    """Add the options of a command's processes: device, threads and timeout."""
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: auto")
-    parser.add_argument("--threads", type=int, default=1, metavar="N", help="CPU threads of a stage (default 1)")
-    parser.add_argument(
-        "--timeout", type=float, default=600.0, metavar="SECONDS", help="for a silent peer (default 600)"
-    )
-
-
-def refuse_not_positive(given: argparse.Namespace, names: Iterable[str]) -> None:
-    """Refuse numbers that are not above 0 and finite, where they are given.
-
-    Raises: ValueError naming the option.
-    """
-    for name in names:
-        value = getattr(given, name)
-        if value is not None and not 0 < value < float("inf"):
-            raise ValueError(f"--{name.replace('_', '-')} is {value}; it must be more than 0")
 
 
 def plain_number(value: float) -> float | None:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 from penstock import __version__
 from penstock.cli.commands import Parser, print_json
 from penstock.cli.launch import Group, find_group, launch
-from penstock.settings import AXES, Groups, Layout
+from penstock.cli.setting_options import add_options, parallel_options, values_of
+from penstock.settings import Groups, Layout, ParallelConfig
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
@@ -21,13 +22,9 @@ if TYPE_CHECKING:
 
 MODULE = "penstock.cli.doctor"
 _NUM_GROUPS_SHOWN = 4
-_SIZES = {
-    "pp": "ranks of a pipeline",
-    "dp": "copies of the model",
-    "cp": "ranks that share every sequence",
-    "tp": "ranks that share every layer",
-    "ep": "ranks that share every layer's experts, among those of dp and cp",
-}
+_SIZES = ("pp", "dp", "cp", "tp", "ep")
+# A link answers within seconds, or it is broken.
+_PARALLEL = parallel_options((*_SIZES, "order", "device", "timeout"), timeout=30.0)
 
 
 @dataclass(frozen=True)
@@ -35,10 +32,8 @@ class DoctorArguments:
     """One call of the command; `sizes` holds the layout's sizes that were given, by axis."""
 
     sizes: dict[str, int]
-    order: tuple[str, ...] | None
+    parallel: ParallelConfig
     links: bool
-    device: str
-    timeout_s: float
     json: bool
 
 
@@ -76,22 +71,15 @@ processes of that group, so real hosts are tested.""",
             "torchrun ... -m penstock.cli.doctor --pp 8        the links of the hosts that torchrun has joined",
         ),
     )
-    for axis, what in _SIZES.items():
-        parser.add_argument(f"--{axis}", type=int, metavar="N", help=f"{what} (default 1)")
-    parser.add_argument("--order", metavar="AXES", help="how ranks are numbered, the last axis fastest: dp-pp-cp-tp")
+    add_options(parser, _PARALLEL, {"order": "AXES", "timeout": "SECONDS"})
     parser.add_argument("--no-links", action="store_true", help="start nothing and test no link")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: auto")
-    parser.add_argument("--timeout", type=float, default=30.0, metavar="SECONDS", help="for a silent peer (default 30)")
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     given = parser.parse_args(list(words))
-    if not 0 < given.timeout < float("inf"):
-        raise ValueError(f"--timeout is {given.timeout}; it must be more than 0")
+    values = values_of(given, _PARALLEL)
     return DoctorArguments(
-        {axis: getattr(given, axis) for axis in _SIZES if getattr(given, axis) is not None},
-        tuple(given.order.split("-")) if given.order else None,
+        {axis: values[axis] for axis in _SIZES if getattr(given, axis) is not None},
+        ParallelConfig(**values),
         not given.no_links,
-        given.device,
-        given.timeout,
         given.json,
     )
 
@@ -102,7 +90,7 @@ def chosen_layout(arguments: DoctorArguments, group: Group | None) -> Layout:
     Raises: ValueError for a layout that is impossible or does not fit the group.
     """
     sizes = arguments.sizes or {"pp": 2 if group is None else group.world_size}
-    layout = Layout(**sizes, order="-".join(arguments.order or AXES))
+    layout = Layout(**sizes, order=arguments.parallel.order)
     if group is not None:
         layout.check(group.world_size)
     return layout
@@ -113,12 +101,14 @@ def _run_worker(arguments: DoctorArguments, layout: Layout, group: Group) -> int
     from penstock.cli.links import measure_links
     from penstock.cli.together import work_together
 
+    parallel = arguments.parallel
+
     def work(store: "Store") -> None:
-        links = measure_links(layout, group, store, arguments.device, arguments.timeout_s)
+        links = measure_links(layout, group, store, parallel.device, parallel.timeout_s)
         if group.rank == 0:
             show(arguments, layout, links)
 
-    return work_together(group, 1, arguments.timeout_s, work)
+    return work_together(group, 1, parallel.timeout_s, work)
 
 
 def show(arguments: DoctorArguments, layout: Layout, links: "Links | None") -> None:

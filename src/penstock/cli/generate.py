@@ -10,9 +10,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.cli.commands import Parser, add_process_options, refuse_not_positive, refuse_to_overwrite
+from penstock.cli.commands import Parser, refuse_to_overwrite
 from penstock.cli.launch import Group, find_group_of, launch
-from penstock.settings import ParallelConfig, SamplingParams, walk
+from penstock.cli.setting_options import PROCESSES, add_options, options_of, parallel_options, values_of
+from penstock.settings import ParallelConfig, RingConfig, SamplingParams, walk
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
@@ -35,6 +36,8 @@ _SAMPLING = {
     "num_samples": ("samples", "N"),
     "raw_log_probs": ("raw_log_probs", None),
 }
+_PARALLEL = parallel_options(("pp", "tp", *PROCESSES))
+_RING = options_of(RingConfig(), {"num_slots": "slots", "rows_per_slot": "rows"}, without=("max_rows_per_slot",))
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,7 @@ class GenerateArguments:
     """One call of the command.
 
     prompts: from the command line; file: JSON lines; with neither, the prompt is standard input. sampling: settings of
-    `SamplingParams` by name, except the end tokens. ring: settings of `GenerateOptions` by name. end_tokens: None for
+    `SamplingParams` by name, except the end tokens. ring: those of `RingConfig`. end_tokens: None for
     those of the model.
     """
 
@@ -121,12 +124,8 @@ not on the other prompts, nor on --pp, --slots and --rows.""",
     sampling.add_argument("--end-token", type=int, action="append", metavar="ID", help="default: the model's own")
     sampling.add_argument("--ignore-end", action="store_true", help="no end token but those given ends an answer")
     ring = parser.add_argument_group("how it runs")
-    ring.add_argument("--pp", type=int, default=1, metavar="N", help="stages, each a process here (default 1)")
-    ring.add_argument("--tp", type=int, default=1, metavar="N", help="ranks that share each stage (default 1)")
-    ring.add_argument("--slots", type=int, metavar="N", help="groups of answers under way (default: as many as stages)")
-    ring.add_argument("--rows", type=int, metavar="N", help="answers of a slot (default: as many as needed, to 16)")
-    ring.add_argument("--prefill-tokens", type=int, default=512, metavar="N", help="of prompts, a slot and round")
-    add_process_options(ring)
+    for options in (_PARALLEL, _RING):
+        add_options(ring, options, {"timeout": "SECONDS"})
     parser.add_argument("--json", action="store_true", help="print the result as JSON, and progress to standard error")
     return parser
 
@@ -137,7 +136,6 @@ def read_arguments(words: Sequence[str]) -> GenerateArguments:
     Raises: ValueError for a mistake in it.
     """
     given = _parser().parse_args(list(words))
-    refuse_not_positive(given, ("pp", "tp", "threads", "timeout", "slots", "rows", "prefill_tokens"))
     if given.file is not None and given.prompts:
         raise ValueError(f"prompts are given twice: {given.prompts[0]!r} and --file {given.file}; give one of them")
     if given.output is not None and given.file is None:
@@ -155,10 +153,8 @@ def read_arguments(words: Sequence[str]) -> GenerateArguments:
         sampling={key: getattr(given, name) for key, (name, _) in _SAMPLING.items()},
         end_tokens=tuple(given.end_token or ()) if given.ignore_end or given.end_token else None,
         stop=tuple(given.stop),
-        ring={"num_slots": given.slots, "rows_per_slot": given.rows, "prefill_tokens": given.prefill_tokens},
-        parallel=ParallelConfig(
-            pp=given.pp, tp=given.tp, device=given.device, num_threads=given.threads, timeout_s=given.timeout
-        ),
+        ring=values_of(given, _RING),
+        parallel=ParallelConfig(**values_of(given, _PARALLEL)),
         json=given.json,
     )
 

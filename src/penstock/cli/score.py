@@ -9,9 +9,11 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.cli.commands import Parser, add_process_options, print_json, refuse_not_positive, refuse_to_overwrite
+from penstock.cli.commands import Parser, print_json, refuse_to_overwrite
 from penstock.cli.launch import Group, agree, find_group_of, launch
-from penstock.settings import ParallelConfig
+from penstock.cli.setting_options import PROCESSES, add_options, options_of, parallel_options, values_of
+from penstock.settings import DataConfig, ParallelConfig, Settings, same_as
+from penstock.settings.declare import ABOVE_0, AT_LEAST_1, setting
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
@@ -23,27 +25,37 @@ MODULE = "penstock.cli.score"
 
 
 @dataclass(frozen=True)
-class ScoreArguments:
-    """One call of the command; `parallel` describes one pipeline, of which `dp` share the texts.
+class ScoreConfig(Settings, section="score"):
+    """Settings of scoring."""
 
-    max_tokens: of a microbatch.
-    """
+    max_tokens: int | None = setting(
+        None, "Tokens of a microbatch, at most; left out, 2048 or the longest text.", AT_LEAST_1
+    )
+    temperature: float = setting(1.0, "Divides the logits.", ABOVE_0)
+    text_field: str = same_as(DataConfig, "text_field")
+
+
+_PARALLEL = parallel_options(("pp", "dp", "cp", "tp", *PROCESSES))
+_SCORING = options_of(ScoreConfig())
+
+
+@dataclass(frozen=True)
+class ScoreArguments:
+    """One call of the command; `parallel` describes one pipeline, of which `dp` share the texts."""
 
     model: Path
     file: Path
     output: Path
     dp: int
     parallel: ParallelConfig
-    max_tokens: int | None
-    temperature: float
-    text_field: str
+    scoring: ScoreConfig
     native: bool
     json: bool
 
     @property
     def decisive(self) -> dict[str, object]:
         """The arguments that the scores depend on, beside the model and the texts."""
-        return {"temperature": self.temperature, "text_field": self.text_field}
+        return {"temperature": self.scoring.temperature, "text_field": self.scoring.text_field}
 
 
 def main(words: Sequence[str]) -> int:
@@ -80,18 +92,8 @@ An "id" is carried along. A call that was stopped is continued by the same comma
     parser.add_argument("model", type=Path, metavar="MODEL", help="the folder of a run, or of a Hugging Face model")
     parser.add_argument("file", type=Path, metavar="FILE.jsonl", help="the texts, a JSON object a line")
     parser.add_argument("--output", type=Path, metavar="OUT.jsonl", help="default: FILE.scores.jsonl beside FILE")
-    parser.add_argument("--pp", type=int, default=1, metavar="N", help="stages, each a process here (default 1)")
-    parser.add_argument("--dp", type=int, default=1, metavar="N", help="pipelines that share the texts (default 1)")
-    parser.add_argument("--cp", type=int, default=1, metavar="N", help="ranks that share each text (default 1)")
-    parser.add_argument("--tp", type=int, default=1, metavar="N", help="ranks that share each stage (default 1)")
-    parser.add_argument(
-        "--max-tokens", type=int, metavar="N", help="of a microbatch (default 2048, or the longest text)"
-    )
-    parser.add_argument("--temperature", type=float, default=1.0, metavar="T", help="divides the logits (default 1)")
-    parser.add_argument(
-        "--text-field", default="text", metavar="NAME", help='where a line has its text (default "text")'
-    )
-    add_process_options(parser)
+    for options in (_PARALLEL, _SCORING):
+        add_options(parser, options, {"temperature": "T", "text_field": "NAME", "timeout": "SECONDS"})
     parser.add_argument(
         "--no-native", action="store_true", help="run a Hugging Face model by transformers' own layers, of any family"
     )
@@ -105,23 +107,14 @@ def read_arguments(words: Sequence[str]) -> ScoreArguments:
     Raises: ValueError for a mistake in it.
     """
     given = _parser().parse_args(list(words))
-    refuse_not_positive(given, ("pp", "dp", "cp", "tp", "max_tokens", "threads", "temperature", "timeout"))
+    parallel = ParallelConfig(**values_of(given, _PARALLEL))
     return ScoreArguments(
         model=given.model,
         file=given.file,
         output=given.output or given.file.with_suffix(".scores.jsonl"),
-        dp=given.dp,
-        parallel=ParallelConfig(
-            pp=given.pp,
-            cp=given.cp,
-            tp=given.tp,
-            device=given.device,
-            num_threads=given.threads,
-            timeout_s=given.timeout,
-        ),
-        max_tokens=given.max_tokens,
-        temperature=given.temperature,
-        text_field=given.text_field,
+        dp=parallel.dp,
+        parallel=replace(parallel, dp=1),
+        scoring=ScoreConfig(**values_of(given, _SCORING)),
         native=not given.no_native,
         json=given.json,
     )
@@ -136,14 +129,14 @@ def check(arguments: ScoreArguments) -> "ScoreJob":
     from penstock.cli.texts import open_to_cut, read_texts
 
     model = open_to_cut(arguments.model, arguments.parallel.pp, arguments.native)
-    texts = read_texts(arguments.file, model, arguments.text_field)
+    texts = read_texts(arguments.file, model, arguments.scoring.text_field)
     longest = max(texts, key=lambda text: len(text.tokens))
-    if arguments.max_tokens is not None and len(longest.tokens) > arguments.max_tokens:
+    if arguments.scoring.max_tokens is not None and len(longest.tokens) > arguments.scoring.max_tokens:
         raise ValueError(
             f"{arguments.file}, line {longest.line}: has {len(longest.tokens)} tokens, more than --max-tokens "
-            f"{arguments.max_tokens}; no text is cut, so give at least that"
+            f"{arguments.scoring.max_tokens}; no text is cut, so give at least that"
         )
-    max_tokens = arguments.max_tokens or max(MICROBATCH_TOKENS, len(longest.tokens))
+    max_tokens = arguments.scoring.max_tokens or max(MICROBATCH_TOKENS, len(longest.tokens))
     return ScoreJob(model, texts, max_tokens, arguments.parallel.cp)
 
 
@@ -184,7 +177,7 @@ def _score(arguments: ScoreArguments, group: Group, store: "Store") -> None:
         num_lines = agree(store, group, "lines", {"num": 0 if file is None else file.num_lines})
         first = max(lines["num"] for lines in num_lines)
         scoring = Scoring(engine, job, pipelines, delivers, file, first)
-        summary = scoring.run(arguments.temperature, sys.stderr if arguments.json else sys.stdout)
+        summary = scoring.run(arguments.scoring.temperature, sys.stderr if arguments.json else sys.stdout)
         # The store may belong to a process that has already finished its own work.
         agree(store, group, "end", {})
     finally:

@@ -31,7 +31,7 @@ from penstock.runtime import (
     host_channels,
 )
 from penstock.schedule import RingShape, Scheduler
-from penstock.settings import Precision, SamplingParams
+from penstock.settings import Precision, RingConfig, SamplingParams
 
 Prompts = Sequence[Sequence[int]]
 OnToken = Callable[[int, int], object]
@@ -41,7 +41,7 @@ OnAnswer = Callable[[int, schedule.Sequence], object]
 
 
 @dataclass(frozen=True)
-class GenerateOptions:
+class GenerateOptions(RingConfig):
     """The way in which sequences go round the ring; no option changes a token.
 
     Args:
@@ -66,10 +66,6 @@ class GenerateOptions:
     True
     """
 
-    num_slots: int | None = None
-    rows_per_slot: int | None = None
-    max_rows_per_slot: int = 16
-    prefill_tokens: int = 512
     refill: bool = True
     packed: bool = True
     longest_first: bool = True
@@ -77,11 +73,7 @@ class GenerateOptions:
     skip: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
-        RingShape(self.num_slots or 1, self.rows_per_slot or 1, self.prefill_tokens)
-        for name in ("num_slots", "rows_per_slot", "max_rows_per_slot"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, not {value}")
+        super().__post_init__()
         if isinstance(self.decode, str) and self.decode not in [form.value for form in DecodeForm]:
             forms = ", ".join(form.value for form in DecodeForm)
             raise ValueError(f"decode={self.decode!r}: possible are {forms}")

@@ -29,7 +29,7 @@ from penstock.settings.run import (
     check_world,
     differences,
 )
-from penstock.settings.sampling import SamplingParams
+from penstock.settings.sampling import RingConfig, SamplingParams
 from penstock.settings.schedule import ScheduleConfig, SearchedPlacement
 
 __all__ = [
@@ -60,6 +60,7 @@ __all__ = [
     "Precision",
     "Ramp",
     "Recompute",
+    "RingConfig",
     "RopeKind",
     "RopeScaling",
     "RunConfig",

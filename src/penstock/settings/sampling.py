@@ -6,6 +6,24 @@ from penstock.settings.declare import AT_LEAST_0, AT_LEAST_1, Bounds, ConfigErro
 
 
 @dataclass(frozen=True)
+class RingConfig(Settings, section="generate"):
+    """The sequences that go round the ring of stages together; no setting changes a token.
+
+    >>> RingConfig(rows_per_slot=4).prefill_tokens
+    512
+    """
+
+    num_slots: int | None = setting(
+        None, "Groups of answers under way at the same time; left out, as many as stages.", AT_LEAST_1
+    )
+    rows_per_slot: int | None = setting(None, "Answers of a slot; left out, all there are, up to a limit.", AT_LEAST_1)
+    max_rows_per_slot: int = setting(16, "That limit; each row has a place in the KV cache.", AT_LEAST_1)
+    prefill_tokens: int = setting(
+        512, "Prompt tokens that a slot reads in a round; prompts are cut at its multiples.", AT_LEAST_1
+    )
+
+
+@dataclass(frozen=True)
 class SamplingParams(Settings, section="sampling"):
     """The distribution that tokens are drawn from, and when an answer ends.
 
