@@ -11,11 +11,13 @@ if TYPE_CHECKING:
     from penstock.data import NO_LABEL, Extent, MicroBatchSpec, PackedBatch
     from penstock.engine import (
         CheckpointError,
+        EarlyStop,
         Engine,
         EngineOptions,
         GenerateOptions,
         Metric,
         PerToken,
+        Trackers,
         TrainResult,
         ZeroLossWeight,
         token_scores,
@@ -46,6 +48,7 @@ __all__ = [
     "ConfigError",
     "DataConfig",
     "Decay",
+    "EarlyStop",
     "Engine",
     "EngineOptions",
     "Extent",
@@ -64,6 +67,7 @@ __all__ = [
     "RunConfig",
     "SamplingParams",
     "ScheduleConfig",
+    "Trackers",
     "TrainConfig",
     "TrainResult",
     "WeightDecay",
@@ -76,6 +80,7 @@ __all__ = [
 _NAMES_OF = {
     "penstock.data": ("NO_LABEL", "Extent", "MicroBatchSpec", "PackedBatch"),
     "penstock.engine": (
+        *("EarlyStop", "Trackers"),
         *("CheckpointError", "Engine", "EngineOptions", "GenerateOptions", "Metric", "PerToken"),
         *("TrainResult", "ZeroLossWeight", "token_scores"),
     ),

@@ -14,22 +14,28 @@ if TYPE_CHECKING:
     from penstock.engine.losses import ZeroLossWeight
     from penstock.engine.options import EngineOptions
     from penstock.engine.scorer import PerToken, token_scores
+    from penstock.engine.trackers import Trackers
     from penstock.engine.trainer import TrainResult
+    from penstock.engine.watch import EarlyStop
 
 __all__ = [
     "CheckpointError",
+    "EarlyStop",
     "Engine",
     "EngineOptions",
     "EvaluationLoss",
     "GenerateOptions",
     "Metric",
     "PerToken",
+    "Trackers",
     "TrainResult",
     "ZeroLossWeight",
     "token_scores",
 ]
 
 _FILE_OF = {
+    "EarlyStop": "watch",
+    "Trackers": "trackers",
     "CheckpointError": "checkpoint",
     "Engine": "engine",
     "EngineOptions": "options",

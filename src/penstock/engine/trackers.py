@@ -95,7 +95,17 @@ class WandbTracker:
 
 
 class Trackers:
-    """All trackers of a run. As a callback (`Engine.watch`) it writes each step and evaluation."""
+    """All trackers of a run. As a callback (`Engine.watch`) it writes each step and evaluation.
+
+    >>> engine = Engine.from_layers([torch.nn.Embedding(32, 8), torch.nn.Linear(8, 32)], hidden_size=8)
+    >>> from tempfile import TemporaryDirectory
+    >>> with TemporaryDirectory() as folder:
+    ...     engine.watch(Trackers.open(folder, LogConfig(tensorboard=False)))  # on one rank alone
+    ...     result = engine.train_batch(PackedBatch.from_documents([torch.arange(5)]))
+    ...     engine.close()
+    ...     sorted(path.name for path in Path(folder).iterdir())
+    ['metrics.jsonl']
+    """
 
     #: the trackers, each of which gets every number
     _trackers: tuple[Tracker, ...]
