@@ -193,3 +193,28 @@ def test_a_step_that_fails_anywhere_is_as_if_it_had_not_been(case: Case) -> None
     ]
     print(f"{case}: heard on all ranks after {max(latencies):.3f} s at most")
     assert max(latencies) < LIMIT_S
+
+
+def lose_gathered_weights(rank: int) -> bool:
+    """Let the failure strike while weights that the other rank has stepped are still on their way to this one."""
+    engine = Case(Layout(dp=2), zero=True).engine()
+    engine.train_batch(batch_of(0, rank), micro_batches=MicroBatchSpec(NUM_MICROBATCHES))
+    wanted = {name: p.detach().clone() for name, p in engine.parameters().items()}
+    times: list[float] = []
+    mend = break_step(engine, 0, "before", times) if rank == 0 else lambda: None
+    for buckets in engine.trainer.gradients.values():
+        for bucket in buckets.buckets:
+            own = bucket.parameters[bucket.owned].clone()
+            bucket.parameters.fill_(float("nan"))
+            bucket.parameters[bucket.owned] = own
+    with pytest.raises(StepError):
+        engine.train_batch(batch_of(1, rank), micro_batches=MicroBatchSpec(NUM_MICROBATCHES))
+    mend()
+    found = all(torch.equal(wanted[name], p) for name, p in engine.parameters().items())
+    engine.close()
+    return found
+
+
+@pytest.mark.shows(112)
+def test_weights_that_were_on_their_way_arrive_after_a_failure() -> None:
+    assert run_ranks(2, lose_gathered_weights) == [True, True]
