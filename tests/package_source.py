@@ -34,3 +34,12 @@ def _imports(path: Path) -> Iterator[tuple[int, str]]:
             module = ".".join(base + ([node.module] if node.module else []))
             # "from penstock import schedule" names the room in the alias, not in the module.
             yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Call) and _name_of(node.func) in ("import_module", "__import__"):
+            given = [*node.args, *(keyword.value for keyword in node.keywords)]
+            names = [own.value for own in given if isinstance(own, ast.Constant) and isinstance(own.value, str)]
+            yield from ((node.lineno, name) for name in names)
+
+
+def _name_of(function: ast.expr) -> str | None:
+    """The last part of a called function's name."""
+    return getattr(function, "attr", None) or getattr(function, "id", None)

@@ -1,10 +1,12 @@
 """Holds every import of the package to the table of rooms, and the torch-free rooms to the standard library."""
 
+import ast
 import subprocess
 import sys
 
 import pytest
 
+from tests import package_source
 from tests.package_source import FILES, PACKAGE, imports_of, room_of
 
 # A room may import itself and what stands beside it here; all else is an error. One way only: no cycles.
@@ -48,6 +50,22 @@ def test_imports_follow_the_table():
             if top == "penstock" and rest.partition(".")[0] not in allowed | {"__version__"}:
                 wrong.append(f"{path.relative_to(PACKAGE)}:{line} imports {name}; {room} may import {sorted(allowed)}")
     assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import penstock.engine.engine",
+        "from penstock.engine import engine",
+        "def late():\n    from ..engine import engine",
+        "import importlib\nimportlib.import_module('penstock.engine.engine')",
+        "from importlib import import_module\nimport_module(name='penstock.engine.engine')",
+        "__import__('penstock.engine.engine')",
+    ],
+)
+def test_an_import_is_seen_however_it_is_written(source: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(package_source, "tree_of", lambda path: ast.parse(source))
+    assert "penstock.engine.engine" in {name for _, name in package_source._imports(PACKAGE / "model" / "planted.py")}
 
 
 # The exact search asks for its solver when it is called, and says how to install it.

@@ -6,6 +6,7 @@ from typing import Any
 
 from penstock.schedule.choice import OwnSchedule, ScheduleChoice
 from penstock.settings import (
+    SETTINGS,
     AdapterConfig,
     ConfigError,
     ContextForm,
@@ -19,7 +20,7 @@ from penstock.settings import (
     TrainConfig,
     same_as,
 )
-from penstock.settings.declare import AT_LEAST_1, argument
+from penstock.settings.declare import AT_LEAST_1, argument, value_of, walk
 from penstock.settings.read import nearest
 
 
@@ -65,19 +66,11 @@ class EngineOptions(Settings):
     @classmethod
     def of(cls, config: RunConfig) -> "EngineOptions":
         """The options of an engine for a run."""
-        train, parallel = config.train, config.parallel
-        return cls(
-            schedule=config.schedule,
-            measure_lengths=_typical_lengths(config) if config.schedule.measure else None,
-            seed=train.seed,
-            precision=train.precision,
-            recompute=train.recompute,
-            optimizer=config.optimizer.over(train.steps),
-            adapter=config.adapter if config.adapter.is_used else None,
-            attention=parallel.attention,
-            device=parallel.device,
-            timeout_s=parallel.timeout_s,
-        )
+        # Whatever is declared as a setting of the run is that setting's value; none is copied by hand.
+        same = {own.path[0]: value_of(config, SETTINGS[own.name].path) for own in walk(cls()) if len(own.path) == 1}
+        sections = {"schedule": config.schedule, "optimizer": config.optimizer.over(config.train.steps)}
+        lengths = _typical_lengths(config) if config.schedule.measure else None
+        return cls(**same, **sections, adapter=config.adapter, measure_lengths=lengths)
 
     @property
     def choice(self) -> ScheduleChoice:

@@ -36,6 +36,7 @@ from penstock.settings import (
 )
 from penstock.settings.declare import Bounds, parts_of, plain, possible, value_of
 from penstock.settings.read import section_summaries
+from tests.unit.settings.test_config import another_value, with_setting
 
 SAMPLING = {own.name: own for own in walk(SamplingParams())}
 CHOICES = [(name, value) for name, own in SETTINGS.items() for value in possible(own.type)]
@@ -93,6 +94,28 @@ def test_every_value_of_every_enum_reaches_the_engine_from_file_and_command_line
     taken = {own.name: plain(own.default) for own in held}
     assert taken.get(name, config.flat()[name]) == value
     assert options.optimizer.learning_rate(3) > 0
+
+
+TAKEN = [
+    own.name
+    for own in SETTINGS.values()
+    if own.section in ("schedule", "optimizer")
+    or own.name in ("train.seed", "train.precision", "train.recompute")
+    or own.name in ("parallel.attention", "parallel.device", "parallel.timeout_s")
+]
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_every_setting_that_the_engine_takes_reaches_its_options(name: str, run_file: Path) -> None:
+    changed = with_setting(name, another_value(name))
+    run_file.write_text(to_toml(changed))
+    config = read_arguments([str(run_file)]).config
+    found = {own.name: plain(own.default) for own in walk(EngineOptions.of(config))}
+    assert found[name] == another_value(name) != RunConfig().flat()[name]
+    # Nothing else has changed with it but the end of the run's rates.
+    usual = {own.name: plain(own.default) for own in walk(EngineOptions.of(RunConfig()))}
+    others = {key for key in TAKEN if found[key] != usual[key]} - {name, "optimizer.num_decay_steps"}
+    assert TAKEN and not others
 
 
 def numbers_of(own: Setting) -> set[type]:
