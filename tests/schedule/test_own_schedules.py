@@ -183,3 +183,7 @@ def test_a_file_of_today_is_not_taken_for_an_older_one() -> None:
     orders = ((Action(Op.F, 0, 0), Action(Op.B, 0, 0), Action(Op.F, 0, 1), Action(Op.I, 0, 1), Action(Op.W, 0, 1)),)
     today = Schedule("today", Placement(PlacementKind.LOOP, 1), 2, orders)
     assert schedule.from_csv(schedule.to_csv(today), name="today") == today
+
+
+def test_a_file_is_run_once() -> None:
+    assert load_object(f"{EXAMPLE}:eager_1f1b") is eager_1f1b
