@@ -40,7 +40,7 @@ def cut(communicators: Sequence[Communicator]) -> None:
         if isinstance(backend, dist.ProcessGroupGloo):
             # gloo's own abort does nothing, but a receive that times out ends all that its context has under way.
             with contextlib.suppress(RuntimeError):
-                doomed.append(backend.recv([torch.empty(1)], int(backend.rank() == 0), _UNUSED_TAG))
+                doomed.append(backend.recv([torch.empty(1)], int(backend.rank() == 0), _UNUSED_TAG))  # pyright: ignore[reportAttributeAccessIssue]
         else:
             backend.abort()
     for work in doomed:

@@ -122,7 +122,7 @@ class Recovery:
             prefix = f"penstock/recovery/{unique_number(group)}"
             self._store = PrefixStore(prefix, default_store())
             # A store's connection serves one call at a time, and the thread's lasts for the whole run.
-            self._watch = _Watch(self, PrefixStore(prefix, default_store().clone()), self._rank)
+            self._watch = _Watch(self, PrefixStore(prefix, default_store().clone()), self._rank)  # pyright: ignore[reportAttributeAccessIssue]
             self._watch.start()
             # At the interpreter's end too: a thread inside the store would then abort the process.
             self._end_watch = weakref.finalize(self, self._watch.end, self._store)

@@ -87,7 +87,7 @@ def test_steps_and_clipping_equal_torchs(dtype: torch.dtype, clip_norm: float) -
         if clip_norm:
             nn.utils.clip_grad_norm_(theirs.values(), clip_norm)
         for group in adamw.param_groups:
-            group["lr"] = CONFIG.learning_rate(step + 1)
+            group["lr"] = CONFIG.learning_rate(step + 1)  # pyright: ignore[reportCallIssue, reportOptionalCall]
         adamw.step()
     for name, parameter in theirs.items():
         torch.testing.assert_close(ours[name], parameter.detach(), rtol=_rounding(dtype), atol=_rounding(dtype))
@@ -127,7 +127,7 @@ def test_a_step_is_torchs_fused_one_bit_for_bit_on_whole_cache_lines(num_threads
     )
     for step in range(4):
         parameter.grad = _values(100 + step, LARGE)["b.weight"].float()
-        adamw.param_groups[0]["lr"] = config.learning_rate(step + 1)
+        adamw.param_groups[0]["lr"] = config.learning_rate(step + 1)  # pyright: ignore[reportCallIssue, reportOptionalCall]
         adamw.step()
     assert parameter.numel() % 16 == 0 and torch.equal(ours["b.weight"], parameter)
 
@@ -215,7 +215,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(dtype: torch.dtype, value
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
     _set_gradients([stage], 2)
     later = optimizer.step()
-    assert later.success and later.learning_rate == CONFIG.learning_rate(3)
+    assert later.success and later.learning_rate == CONFIG.learning_rate(3)  # pyright: ignore[reportCallIssue, reportOptionalCall]
 
 
 @pytest.mark.shows(92)

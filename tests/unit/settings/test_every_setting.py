@@ -93,7 +93,7 @@ def test_every_value_of_every_enum_reaches_the_engine_from_file_and_command_line
     held = (*walk(config.model.whole(64)), *walk(config.parallel), *walk(config.schedule), *walk(options))
     taken = {own.name: plain(own.default) for own in held}
     assert taken.get(name, config.flat()[name]) == value
-    assert options.optimizer.learning_rate(3) > 0
+    assert options.optimizer.learning_rate(3) > 0  # pyright: ignore[reportCallIssue, reportOptionalCall]
 
 
 TAKEN = [

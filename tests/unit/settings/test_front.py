@@ -68,4 +68,4 @@ def test_a_name_does_for_a_placement(kind: PlacementKind) -> None:
 def test_a_number_does_for_a_constant_rate() -> None:
     given = penstock.OptimizerConfig(learning_rate=3e-4, weight_decay=0)
     assert given == penstock.OptimizerConfig(penstock.LearningRate(3e-4), weight_decay=penstock.WeightDecay(0.0))
-    assert given.learning_rate(7) == 3e-4 and given.weight_decay(7) == 0.0
+    assert given.learning_rate(7) == 3e-4 and given.weight_decay(7) == 0.0  # pyright: ignore[reportCallIssue, reportOptionalCall]
