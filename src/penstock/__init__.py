@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from penstock.data import NO_LABEL, Extent, MicroBatchSpec, PackedBatch
+    from penstock.data import NO_LABEL, BatchError, Extent, MicroBatchSpec, PackedBatch
     from penstock.engine import (
         CheckpointError,
         EarlyStop,
@@ -16,14 +16,19 @@ if TYPE_CHECKING:
         EngineOptions,
         GenerateOptions,
         Metric,
+        MetricReduction,
         PerToken,
         Trackers,
         TrainResult,
         ZeroLossWeight,
+        num_loss_tokens,
+        token_cross_entropy,
         token_scores,
     )
+    from penstock.runtime import PipelineError, StepError, TransportError
     from penstock.settings import (
         ConfigError,
+        ContextForm,
         DataConfig,
         Decay,
         Layout,
@@ -32,6 +37,7 @@ if TYPE_CHECKING:
         Normalize,
         OptimizerConfig,
         ParallelConfig,
+        ParameterGroup,
         Precision,
         RunConfig,
         SamplingParams,
@@ -44,8 +50,10 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "NO_LABEL",
+    "BatchError",
     "CheckpointError",
     "ConfigError",
+    "ContextForm",
     "DataConfig",
     "Decay",
     "EarlyStop",
@@ -56,45 +64,56 @@ __all__ = [
     "Layout",
     "LearningRate",
     "Metric",
+    "MetricReduction",
     "MicroBatchSpec",
     "ModelConfig",
     "Normalize",
     "OptimizerConfig",
     "PackedBatch",
     "ParallelConfig",
+    "ParameterGroup",
     "PerToken",
+    "PipelineError",
     "Precision",
     "RunConfig",
     "SamplingParams",
     "ScheduleConfig",
+    "StepError",
     "Trackers",
     "TrainConfig",
     "TrainResult",
+    "TransportError",
     "WeightDecay",
     "ZeroLossWeight",
     "__version__",
+    "num_loss_tokens",
     "read_config",
+    "token_cross_entropy",
     "token_scores",
 ]
 
 _NAMES_OF = {
-    "penstock.data": ("NO_LABEL", "Extent", "MicroBatchSpec", "PackedBatch"),
+    "penstock.data": ("NO_LABEL", "BatchError", "Extent", "MicroBatchSpec", "PackedBatch"),
     "penstock.engine": (
         *("EarlyStop", "Trackers"),
         *("CheckpointError", "Engine", "EngineOptions", "GenerateOptions", "Metric", "PerToken"),
-        *("TrainResult", "ZeroLossWeight", "token_scores"),
+        *("MetricReduction", "TrainResult", "ZeroLossWeight"),
+        *("num_loss_tokens", "token_cross_entropy", "token_scores"),
     ),
+    "penstock.runtime": ("PipelineError", "StepError", "TransportError"),
     "penstock.settings": (
         *("ConfigError", "DataConfig", "Decay", "Layout", "LearningRate", "ModelConfig", "Normalize"),
         *("OptimizerConfig", "ParallelConfig", "Precision", "RunConfig", "SamplingParams", "ScheduleConfig"),
-        *("TrainConfig", "WeightDecay", "read_config"),
+        *("ContextForm", "ParameterGroup", "TrainConfig", "WeightDecay", "read_config"),
     ),
 }
 _ROOM_OF = {name: room for room, names in _NAMES_OF.items() for name in names}
 
 
 def __getattr__(name: str) -> object:
-    """Fetch a public name from its room."""
+    """Fetch a public name from its room, or the room of schedules."""
+    if name == "schedule":
+        return import_module("penstock.schedule")
     if name not in _ROOM_OF:
         raise AttributeError(f"module 'penstock' has no attribute {name!r}")
     return getattr(import_module(_ROOM_OF[name]), name)

@@ -14,7 +14,12 @@ Lengths = tuple[tuple[int, ...], ...]
 
 
 class BatchError(ValueError):
-    """A batch contradicts itself; `field` names the part at fault ("ids", "lengths['tokens']", ...)."""
+    """A batch contradicts itself; `field` names the part at fault ("ids", "lengths['tokens']", ...).
+
+    >>> PackedBatch.from_documents(["text"])
+    Traceback (most recent call last):
+    penstock.data.checks.BatchError: sequences['tokens']: 'text' is not a list of numbers ...
+    """
 
     def __init__(self, field: str, problem: str):
         super().__init__(f"{field}: {problem}")
@@ -161,7 +166,11 @@ def check_permutation(indices: Sequence[int], num_items: int) -> None:
 def as_sequences(key: str, item: Any) -> list[Tensor]:
     """An item's sequences as tensors; the item is one sequence or a list of sequences."""
     nested = isinstance(item, (list, tuple)) and item and isinstance(item[0], (list, tuple, Tensor))
-    sequences = [s if isinstance(s, Tensor) else torch.tensor(s) for s in (item if nested else [item])]
+    try:
+        sequences = [s if isinstance(s, Tensor) else torch.tensor(s) for s in (item if nested else [item])]
+    except (TypeError, ValueError, RuntimeError):
+        problem = f"{item!r} is not a list of numbers or a tensor; text becomes one through a tokenizer"
+        raise BatchError(f"sequences[{key!r}]", problem) from None
     for index, sequence in enumerate(sequences):
         if sequence.dim() == 0:
             raise ShapeMismatch(f"sequences[{key!r}]", f"{item!r} is a number; an item is a list of numbers")

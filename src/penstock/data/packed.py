@@ -154,6 +154,8 @@ class PackedBatch:
         data: dict[str, Tensor] = {}
         lengths: dict[str, list[list[int]]] = {}
         for key, items in sequences.items():
+            if isinstance(items, str) or not isinstance(items, Iterable):
+                raise BatchError(f"sequences[{key!r}]", f"a {type(items).__name__}; give a list of items")
             per_item = [as_sequences(key, item) for item in items]
             flat = list(chain.from_iterable(per_item))
             if not flat:

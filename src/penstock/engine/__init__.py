@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from penstock.engine.checkpoint import CheckpointError
     from penstock.engine.engine import Engine
     from penstock.engine.generator import GenerateOptions
-    from penstock.engine.loss_metrics import EvaluationLoss, Metric
-    from penstock.engine.losses import ZeroLossWeight
+    from penstock.engine.loss_metrics import EvaluationLoss, Metric, MetricReduction
+    from penstock.engine.losses import ZeroLossWeight, num_loss_tokens, token_cross_entropy
     from penstock.engine.options import EngineOptions
     from penstock.engine.scorer import PerToken, token_scores
     from penstock.engine.trackers import Trackers
@@ -26,10 +26,13 @@ __all__ = [
     "EvaluationLoss",
     "GenerateOptions",
     "Metric",
+    "MetricReduction",
     "PerToken",
     "Trackers",
     "TrainResult",
     "ZeroLossWeight",
+    "num_loss_tokens",
+    "token_cross_entropy",
     "token_scores",
 ]
 
@@ -42,9 +45,12 @@ _FILE_OF = {
     "EvaluationLoss": "loss_metrics",
     "GenerateOptions": "generator",
     "Metric": "loss_metrics",
+    "MetricReduction": "loss_metrics",
     "PerToken": "scorer",
     "TrainResult": "trainer",
     "ZeroLossWeight": "losses",
+    "num_loss_tokens": "losses",
+    "token_cross_entropy": "losses",
     "token_scores": "scorer",
 }
 

@@ -6,6 +6,7 @@ All raise `ValueError`s before anything is computed: one sentence says what is w
 from __future__ import annotations
 
 import math
+import sys
 from bisect import bisect_right
 from collections.abc import Callable
 from itertools import accumulate
@@ -19,6 +20,7 @@ from penstock.data.checks import BatchError, DtypeMismatch, KeyMismatch, LengthE
 from penstock.model import Limits
 
 _INTEGERS = (torch.int64, torch.int32)
+_NO_LIMIT = sys.maxsize
 # Keys that a model's own code reads token by token.
 _PER_TOKEN = ("labels", "positions")
 
@@ -51,10 +53,16 @@ def check_batch(batch: Any, limits: Limits | None, reads_labels: bool) -> None:
         _check_range(batch, "tokens", limits.vocab_size, f"the model knows 0 to {limits.vocab_size - 1}")
     if reads_labels:
         _check_ids(batch, "labels")
-        if limits is not None and limits.bounds_labels:
-            known = f"possible are 0 to {limits.vocab_size - 1}, and {NO_LABEL} for a token without loss"
-            _check_range(batch, "labels", limits.vocab_size, known, besides=NO_LABEL)
-    if "positions" in batch and limits is not None and batch.dtypes["positions"] in _INTEGERS:
+        # The classes that a user's own layers know are not known here, but none is negative.
+        end = limits.vocab_size if limits is not None and limits.bounds_labels else None
+        known = (
+            f"possible are 0 {'and more' if end is None else f'to {end - 1}'}, and {NO_LABEL} for a token without loss"
+        )
+        _check_range(batch, "labels", end or _NO_LIMIT, known, besides=NO_LABEL)
+    if "positions" in batch and limits is not None and limits.reads_positions:
+        if batch.dtypes["positions"] not in _INTEGERS:
+            wrong = f"{batch.dtypes['positions']}; positions are torch.int64 or torch.int32"
+            raise DtypeMismatch("data['positions']", wrong)
         _check_range(batch, "positions", limits.max_length, f"the model's positions are 0 to {limits.max_length - 1}")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from torch import nn
 
 from penstock import schedule
 from penstock.engine.options import EngineOptions
-from penstock.model import BoundLayer, UnitSpec, WeightGradients, defer, switch_linears
+from penstock.model import BoundLayer, Limits, UnitSpec, WeightGradients, defer, switch_linears
 from penstock.runtime import Boundary, Stage
 from penstock.settings import ConfigError, Precision
 
@@ -173,7 +174,11 @@ def _unit_of_layer(name: str, layer: nn.Module) -> UnitSpec:
     # A lookup costs next to nothing; anything else multiplies by each of its weights once.
     num_looked_up = sum(m.weight.numel() for m in layer.modules() if isinstance(m, nn.Embedding))
     flops_per_token = 2.0 * (num_parameters - num_looked_up) + 1.0
-    return UnitSpec(name, lambda: layer, lambda module, seed: None, num_parameters, flops_per_token, is_own=True)
+    limits = None
+    if isinstance(layer, nn.Embedding):
+        limits = Limits(layer.num_embeddings, sys.maxsize, bounds_labels=False, reads_positions=False)
+    own_weights: Callable[[nn.Module, int], None] = lambda module, seed: None  # noqa: E731
+    return UnitSpec(name, lambda: layer, own_weights, num_parameters, flops_per_token, is_own=True, limits=limits)
 
 
 def parameter_dtype(precision: Precision) -> torch.dtype:

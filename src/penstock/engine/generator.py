@@ -233,7 +233,16 @@ class Generator:
             sequences = self._agree(prompts, params, options, on_token, on_answer)
             self._pipeline.set_training(False)
             with recovery.alone(), self._pipeline.casts.kept(packed=options.packed), torch.inference_mode():
-                return self._generate(sequences, options, on_token, on_answer)
+                result = self._generate(sequences, options, on_token, on_answer)
+            self._end_together()
+            return result
+
+    def _end_together(self) -> None:
+        """Wait for the ranks that hold the same stages: a listener may have failed on one of them alone."""
+        layout, group = self._pipeline.layout, self._pipeline.grid.batch_control
+        if layout.tp * layout.cp > 1:
+            with self._pipeline.recorder.collective("end the generation", group):
+                gather_json(None, group)
 
     def _generate(
         self,

@@ -20,7 +20,11 @@ from penstock.settings.declare import NamedValue
 
 
 class MetricReduction(NamedValue):
-    """The way from the microbatches' numbers to that of the step; a mean is weighted."""
+    """The way from the microbatches' numbers to that of the step; a mean is weighted.
+
+    >>> MetricReduction("mean") is MetricReduction.MEAN
+    True
+    """
 
     SUM = "sum"
     MEAN = "mean"

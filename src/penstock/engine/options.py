@@ -1,6 +1,7 @@
 """The options with which an engine runs a model: plain, frozen, checked once."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -18,6 +19,7 @@ from penstock.settings import (
     ScheduleConfig,
     Settings,
     TrainConfig,
+    differences,
     same_as,
 )
 from penstock.settings.declare import AT_LEAST_1, argument, value_of, walk
@@ -81,6 +83,29 @@ class EngineOptions(Settings):
     def cut(self) -> tuple[int, ...] | None:
         """Units of each stage, by hand; None for the cut with the fastest slowest rank."""
         return self.choice.settings.cut
+
+
+def check_alike(options: EngineOptions, gather: Callable[[Any], list[Any]]) -> None:
+    """Refuse ranks that would learn by different rules: replicas would drift apart without a word.
+
+    Raises: ConfigError on all ranks alike, with the first setting that differs.
+    """
+    views = gather({name: _described(value) for name, value in _rules(options)})
+    for rank, theirs in enumerate(views):
+        if found := differences(views[0], theirs, "on rank 0", f"on rank {rank}"):
+            raise ConfigError(f"ranks were given different settings: {found[0]}; give all the same")
+
+
+def _rules(options: EngineOptions) -> Iterator[tuple[str, Any]]:
+    for name in ("seed", "precision", "recompute", "learns"):
+        yield name, getattr(options, name)
+    for field in fields(options.optimizer):
+        yield f"optimizer.{field.name}", getattr(options.optimizer, field.name)
+
+
+def _described(value: Any) -> str:
+    """A value in words that are the same in every process: functions are compared by name."""
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
 
 
 def changed(options: EngineOptions | None, changes: Mapping[str, Any]) -> EngineOptions:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from penstock.engine.build import (
     parameter_dtype,
 )
 from penstock.engine.messages import KeyShapes, find_messages
-from penstock.engine.options import EngineOptions
+from penstock.engine.options import EngineOptions, check_alike
 from penstock.engine.parameter_groups import ParameterGroups, freeze
 from penstock.engine.rollback import StepState
 from penstock.engine.sharding import ContextShards, Sharding, UnitSource, stepped_whole, units_for
@@ -145,6 +145,7 @@ class Pipeline:
         if self.device.type == "cpu":
             keep_freed_memory()
         self.grid = connect(self.layout, self.device, timedelta(seconds=self.options.timeout_s))
+        check_alike(self.options, partial(gather_json, group=self.grid.control))
         self.context = ContextShards(self.grid.cp_group, self.device)
         groups = ModelGroups(self.grid.tp_group, self.grid.cp_group, self.grid.ep_group, self.options.attention)
         self.units = units_for(units, groups, self.layout)

@@ -5,7 +5,7 @@ Shapes: T tokens of a microbatch, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,11 +76,12 @@ class Scorer:
         loss, weight, recovery = 0.0, 0.0, self.pipeline.recovery
         num_metrics, measured = 0, LossMetrics(loss_fn)
         self.pipeline.set_training(False)
-        if isinstance(batches, PackedBatch):
-            raise ValueError("batches is one PackedBatch; give a list of them")
+        if isinstance(batches, PackedBatch) or not isinstance(batches, Iterable):
+            raise ValueError(f"batches={type(batches).__name__} is not possible; give a list of PackedBatch")
         job = BatchCall("evaluate()", lambda: check_loss(loss_fn, loss_weight_fn), loss_fn is token_cross_entropy)
         with self.pipeline.casts.kept():
-            for batch in batches:
+            remaining = iter(batches)
+            while (batch := self._next(remaining)) is not None:
                 with recovery.joined():
                     agreed = agree_on_microbatches(self.pipeline, batch, micro_batches, job, loss_weight_fn)
                     with recovery.alone():
@@ -90,6 +91,23 @@ class Scorer:
                     loss += total
                     weight += sum(agreed.rank_totals)
         return EvaluationLoss(loss / weight if weight else float("nan"), measured.reduced(self.pipeline, num_metrics))
+
+    def _next(self, batches: Iterator[PackedBatch]) -> PackedBatch | None:
+        """This rank's next batch; None once no rank has one.
+
+        Raises: StepError where a rank's iterator fails; PipelineError where some ranks have no batch left.
+        """
+        pipeline = self.pipeline
+        with pipeline.recovery.joined():
+            with pipeline.recovery.alone():
+                batch = next(batches, None)
+            num_ranks = pipeline.layout.world_size
+            (num_left,) = pipeline.sum_over_ranks(float(batch is not None))
+            if 0 < num_left < num_ranks:
+                raise PipelineError(
+                    f"{int(num_left)} of {num_ranks} ranks have another batch to evaluate; give all ranks equally many"
+                )
+        return batch
 
 
 @dataclass(frozen=True)

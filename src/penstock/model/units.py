@@ -27,6 +27,8 @@ class Limits:
     max_length: int
     #: True if labels are token ids too
     bounds_labels: bool = True
+    #: True if the model turns its tokens by the batch's `positions`
+    reads_positions: bool = True
 
 
 @dataclass(frozen=True)

@@ -2,17 +2,30 @@
 
 
 class PipelineError(RuntimeError):
-    """Ranks of one pipeline disagree, or a rank cannot go on; the message names ranks, actions and what is awaited."""
+    """Ranks of one pipeline disagree, or a rank cannot go on; the message names ranks, actions and what is awaited.
+
+    >>> issubclass(TransportError, PipelineError), issubclass(StepError, PipelineError)
+    (True, True)
+    """
 
 
 class TransportError(PipelineError):
-    """A message was not sent or did not arrive; the message names the link, the action and the time waited."""
+    """A message was not sent or did not arrive; the message names the link, the action and the time waited.
+
+    >>> raise TransportError("activations from rank 0 to rank 1 did not arrive")
+    Traceback (most recent call last):
+    penstock.runtime.errors.TransportError: activations from rank 0 to rank 1 did not arrive
+    """
 
 
 class StepError(PipelineError):
     """A rank failed in a step, which has been undone on all ranks; the message names rank, action and what it raised.
 
     On the rank that failed, `__cause__` is its own exception.
+
+    >>> raise StepError("rank 1 failed in 1F0, step 3: OSError: no such file")
+    Traceback (most recent call last):
+    penstock.runtime.errors.StepError: rank 1 failed in 1F0, step 3: OSError: no such file
     """
 
 

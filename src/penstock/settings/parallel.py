@@ -22,6 +22,9 @@ class ContextForm(NamedValue):
 
     RING: keys and values go round; works for any number of heads. ALL_TO_ALL: every rank gets all tokens of some heads
     and sends its own tokens of the others; fewer and larger messages, if the ranks divide the heads.
+
+    >>> EngineOptions(attention="all-to-all").attention is ContextForm.ALL_TO_ALL
+    True
     """
 
     RING = "ring"

@@ -1,0 +1,115 @@
+"""A rank that is given something else, or fails beside the program, ends the call on all ranks; the next one works."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from penstock import Engine, EngineOptions, Layout, LearningRate, OptimizerConfig, PackedBatch, SamplingParams
+from penstock.model import decoder_units
+from penstock.settings import ModelConfig
+from tests.dist.launch import run_ranks
+
+LAYOUTS = [Layout(pp=2), Layout(dp=2), Layout(pp=2, dp=2)]
+BATCH = PackedBatch.from_documents([[1, 2, 3], [4, 5]])
+
+
+def engine_of(layout: Layout, **options: object) -> Engine:
+    torch.manual_seed(0)
+    layers = [nn.Embedding(16, 8), nn.Linear(8, 8), nn.Linear(8, 16)]
+    return Engine.from_layers(layers, 8, layout, EngineOptions(timeout_s=30.0, **options))  # pyright: ignore[reportArgumentType]
+
+
+def outcome(call: Callable[[], object]) -> str:
+    try:
+        return f"gave {call()}"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def evaluations(rank: int, layout: Layout) -> list[str]:
+    """An iterator that fails on the last rank, one that is shorter there, and one as it should be."""
+    engine, last = engine_of(layout), layout.world_size - 1
+
+    def failing() -> Iterator[PackedBatch]:
+        yield BATCH
+        if rank == last:
+            raise OSError("no such shard")
+        yield BATCH
+
+    short = [BATCH] * (1 if rank == last else 2)
+    return [outcome(partial(engine.evaluate, batches)) for batches in (failing(), short, [BATCH])]
+
+
+@pytest.mark.shows(112)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_batches_to_evaluate_that_fail_or_end_on_one_rank_end_the_call_on_all(layout: Layout) -> None:
+    results = run_ranks(layout.world_size, evaluations, layout)
+    for failed, short, _ in results:
+        assert failed.startswith("StepError: rank ") and "OSError: no such shard" in failed
+        assert short.startswith(
+            f"PipelineError: {layout.world_size - 1} of {layout.world_size} ranks have another batch"
+        )
+    assert {good for _, _, good in results} == {results[0][2]} and results[0][2].startswith("gave 3.")
+
+
+def differing(rank: int, layout: Layout, name: str) -> str:
+    rate = 0.1 * (1 + (rank == layout.world_size - 1))
+    rules = {
+        "rate": OptimizerConfig(LearningRate(rate)),
+        "clip": OptimizerConfig(clip_norm=rate),
+        "factory": lambda groups: torch.optim.SGD(groups, lr=0.1),
+    }
+    if name == "factory" and rank == 0:
+        return outcome(lambda: engine_of(layout, optimizer="sgd"))
+    if name == "precision":
+        return outcome(lambda: engine_of(layout, precision="bf16" if rank else "fp32"))
+    return outcome(lambda: engine_of(layout, optimizer=rules[name]))
+
+
+@pytest.mark.shows(113)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize(
+    ("name", "field"),
+    [
+        ("rate", "optimizer.learning_rate"),
+        ("clip", "optimizer.clip_norm"),
+        ("factory", "optimizer."),
+        ("precision", "precision"),
+    ],
+)
+def test_ranks_with_different_rules_of_learning_are_refused(layout: Layout, name: str, field: str) -> None:
+    results = run_ranks(layout.world_size, differing, layout, name)
+    assert len(set(results)) == 1
+    assert results[0].startswith(f"ConfigError: ranks were given different settings: {field}")
+
+
+CONFIG = ModelConfig(vocab_size=32, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=2, max_length=64)
+
+
+def listeners(rank: int, layout: Layout) -> list[str]:
+    """A listener that fails on the last rank that hears, then a generation as it should be."""
+    units = lambda groups: decoder_units(CONFIG, groups=groups)  # noqa: E731
+    engine = Engine(units, CONFIG.hidden_size, layout, EngineOptions(timeout_s=30.0, learns=False))
+
+    def fail(number: int, answer: object) -> None:
+        if rank == layout.world_size - 1:
+            raise KeyError("made to fail")
+
+    params, prompts = SamplingParams(max_new_tokens=4, temperature=0.0), [[1, 2], [3]]
+    calls = (
+        lambda: engine.generate(prompts, params, on_answer=fail),
+        lambda: [[token[0] for token in a.generated] for a in engine.generate(prompts, params)],
+    )
+    return [outcome(call) for call in calls]
+
+
+@pytest.mark.shows(112)
+@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(cp=2)], ids=str)
+def test_a_listener_that_fails_where_ranks_hold_the_same_stage_ends_the_call_on_all(layout: Layout) -> None:
+    results = run_ranks(layout.world_size, listeners, layout)
+    for failed, good in results:
+        assert failed.startswith("StepError: rank 1") and "KeyError: 'made to fail'" in failed
+        assert good == results[0][1] and good.startswith("gave [")
