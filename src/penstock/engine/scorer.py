@@ -76,8 +76,10 @@ class Scorer:
         loss, weight, recovery = 0.0, 0.0, self.pipeline.recovery
         num_metrics, measured = 0, LossMetrics(loss_fn)
         self.pipeline.set_training(False)
-        if isinstance(batches, PackedBatch) or not isinstance(batches, Iterable):
-            raise ValueError(f"batches={type(batches).__name__} is not possible; give a list of PackedBatch")
+        if isinstance(batches, PackedBatch):
+            raise ValueError("batches is one PackedBatch; give a list of them")
+        if not isinstance(batches, Iterable):
+            raise ValueError(f"batches={batches!r} is a {type(batches).__name__}; give a list of PackedBatch")
         job = BatchCall("evaluate()", lambda: check_loss(loss_fn, loss_weight_fn), loss_fn is token_cross_entropy)
         with self.pipeline.casts.kept():
             remaining = iter(batches)
@@ -93,21 +95,9 @@ class Scorer:
         return EvaluationLoss(loss / weight if weight else float("nan"), measured.reduced(self.pipeline, num_metrics))
 
     def _next(self, batches: Iterator[PackedBatch]) -> PackedBatch | None:
-        """This rank's next batch; None once no rank has one.
-
-        Raises: StepError where a rank's iterator fails; PipelineError where some ranks have no batch left.
-        """
-        pipeline = self.pipeline
-        with pipeline.recovery.joined():
-            with pipeline.recovery.alone():
-                batch = next(batches, None)
-            num_ranks = pipeline.layout.world_size
-            (num_left,) = pipeline.sum_over_ranks(float(batch is not None))
-            if 0 < num_left < num_ranks:
-                raise PipelineError(
-                    f"{int(num_left)} of {num_ranks} ranks have another batch to evaluate; give all ranks equally many"
-                )
-        return batch
+        """This rank's next batch; None at the end. Raises: StepError where the iterator fails."""
+        with self.pipeline.recovery.joined(), self.pipeline.recovery.alone():
+            return next(batches, None)
 
 
 @dataclass(frozen=True)
