@@ -29,7 +29,7 @@ class Noisy(nn.Module):
         return x + self.dropout(torch.tanh(self.linear(x)))
 
 
-def start(folder: Path, output: str, pp: int) -> TrainLoop:
+def start(folder: Path, output: str, pp: int, seed: int = 0) -> TrainLoop:
     """One start of a run, with random numbers that no other start and no other rank has."""
     corpus = folder / "corpus.py"
     table = {
@@ -51,7 +51,7 @@ def start(folder: Path, output: str, pp: int) -> TrainLoop:
     layers = [nn.Embedding(data.corpus.vocab_size, HIDDEN), Noisy(), Noisy(), nn.Linear(HIDDEN, data.corpus.vocab_size)]
     # So that every rank draws.
     by_hand = ScheduleConfig(cut=(4,) if pp == 1 else (2, 2))
-    options = EngineOptions(by_hand, timeout_s=60.0, device="cpu")
+    options = EngineOptions(by_hand, seed=seed, timeout_s=60.0, device="cpu")
     engine = Engine.from_layers(layers, HIDDEN, Layout(pp=pp), options)
     return TrainLoop(config, engine, data, folder=None)
 
@@ -70,7 +70,7 @@ def whole_and_resumed(rank: int, folder: Path, pp: int) -> dict[str, Any]:
     ends = [run(whole, seed=10 + rank)]
     run(stopped, 10 + rank, lambda: stopped.engine.step == STOPPED_AFTER - 1)
     assert stopped.engine.step == STOPPED_AFTER and not stopped.result.complete
-    resumed, other = start(folder, "stopped", pp), start(folder, "other", pp)
+    resumed, other = start(folder, "stopped", pp), start(folder, "other", pp, seed=1)
     ends.append(run(resumed, seed=99))
     assert resumed.result.resumed_from == STOPPED_AFTER
     ends.append(run(other, seed=20 + rank))

@@ -167,7 +167,7 @@ def test_the_pair_that_torch_accepts_is_refused_with_both_ranks_actions_and_reas
 
 def test_a_deadlock_is_named_also_in_a_fragment():
     """The four transfers alone: much is missing, but that is not all that is wrong with them."""
-    fragment = from_csv("0SEND_F1,2RECV_F0\n1SEND_F0,1RECV_F1\n")
+    fragment = from_csv("0SEND_F1,2RECV_F0\n1SEND_F0,1RECV_F1,3RECV_F0\n")
     assert isinstance(fragment, Program)
     with pytest.raises(ScheduleError) as caught:
         verify(fragment)

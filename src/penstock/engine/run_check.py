@@ -28,8 +28,8 @@ def check(config: RunConfig) -> RunConfig:
             f"(embedding, 2 a layer, head), so at most {units} are possible"
         )
     choice.cut(units, stages)
-    check_rates(config)
     choice.check(ranks, config.train.num_microbatches)
+    check_rates(config)
     return config
 
 

@@ -7,6 +7,7 @@ from another thread, which wakes the one that waits in them, and then all ranks 
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
@@ -138,13 +139,20 @@ def new_renewable_group(ranks: Sequence[int], backend: str, timeout: timedelta |
     return dist.new_group(list(ranks), backend=name, timeout=timeout)
 
 
+def _gloo_devices() -> list[Any]:
+    """The interfaces that the environment names, as for groups of torch.distributed's own, or else the host's."""
+    gloo: Any = dist.ProcessGroupGloo
+    names = os.environ.get("GLOO_SOCKET_IFNAME")
+    return (
+        [gloo.create_device(interface=name) for name in names.split(",")] if names else [gloo.create_default_device()]
+    )
+
+
 def _make_gloo(rank: int, size: int, timeout: timedelta) -> Callable[[Store, Any], Any]:
     def make(store: Store, replaced: Any) -> Any:
         options = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
         # Each device has a thread of its own.
-        options._devices = (
-            [dist.ProcessGroupGloo.create_default_device()] if replaced is None else replaced.options._devices  # pyright: ignore[reportAttributeAccessIssue]
-        )
+        options._devices = _gloo_devices() if replaced is None else replaced.options._devices
         options._timeout = timeout
         return dist.ProcessGroupGloo(store, rank, size, options)  # pyright: ignore[reportCallIssue, reportArgumentType]
 

@@ -78,8 +78,19 @@ class UnitCall:
             given.randomness.begin(self.name)
         if profiler_is_active():
             with record_function(self.name):
-                return self.parameters.call(self.module, x, sequences, given.keys)
-        return self.parameters.call(self.module, x, sequences, given.keys)
+                return self._call(x, sequences, given)
+        return self._call(x, sequences, given)
+
+    def _call(self, x: Any, sequences: Sequences, given: Given) -> Any:
+        try:
+            return self.parameters.call(self.module, x, sequences, given.keys)
+        except TypeError as error:
+            if self.takes is None:
+                raise
+            num_tensors = len(self.takes.parts)
+            raise PipelineError(
+                f"{self.name} cannot take the {num_tensors} tensors of the layer before: {error}"
+            ) from error
 
 
 @dataclass(eq=False)

@@ -85,7 +85,7 @@ def test_learning_rates_that_make_no_sense_are_refused(settings: dict[str, Any],
         ({"ramp": "linear", "last": 0.3}, "needs its last value"),
         ({"ramp": "cosine", "num_steps": 3}, "needs its last value"),
         ({"ramp": "linear", "last": 0.3, "num_steps": 0}, "at least 1"),
-        ({"ramp": "steep"}, "'steep'"),
+        ({"ramp": "steep"}, '"steep"'),
     ],
 )
 def test_weight_decays_that_make_no_sense_are_refused(settings: dict[str, Any], named: str) -> None:

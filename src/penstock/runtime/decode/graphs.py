@@ -8,7 +8,6 @@ in place. Prompts are read as elsewhere, and never captured. Without CUDA the sa
 Shapes: T tokens of the live rows, R rows of the slot, D hidden size, V vocabulary.
 """
 
-import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +19,7 @@ from penstock.model import CachedRows, CacheSize, SlotRows, spare_position
 from penstock.runtime.host_memory import prepare_large_pages
 from penstock.runtime.stage import Stage
 from penstock.schedule import BatchItem
+from penstock.settings.declare import NamedValue
 
 _FEWEST_SEEN = 64
 """Tokens of the smallest attention that is worth a graph of its own."""
@@ -28,7 +28,7 @@ _CACHE_STEP_TOKENS = 64
 """Rows of the KV caches have a multiple of this many tokens."""
 
 
-class DecodeForm(enum.Enum):
+class DecodeForm(NamedValue):
     """The way in which the rows of a slot compute one token each.
 
     LIVE_ROWS: the live ones alone. ALL_ROWS: all of the slot's, over shapes that never change. GRAPHS: the same,
