@@ -15,8 +15,9 @@ from torch import nn
 from penstock import schedule
 from penstock.engine.options import EngineOptions
 from penstock.model import BoundLayer, Limits, UnitSpec, WeightGradients, defer, switch_linears
+from penstock.model.compiling import compile_unit, is_compiled, keep_linears_eager
 from penstock.runtime import Boundary, Stage
-from penstock.settings import ConfigError, Precision
+from penstock.settings import CompileMode, ConfigError, Precision
 
 SECOND_COPY = "@2"
 
@@ -103,6 +104,8 @@ def build_stages(
         owner = WeightGradients()
         for _, module in modules:
             defer(module, owner)
+            if options.compile:
+                compile_unit(module, CompileMode.DEFAULT if options.compile is True else options.compile)
         stages[number] = Stage(
             number,
             modules,
@@ -166,6 +169,8 @@ def _module_of(number: int, layer: Any) -> nn.Module:
     if not isinstance(layer, nn.Module):
         raise ValueError(f"layer {number} is a {type(layer).__name__}; layers are torch.nn.Modules")
     switch_linears(layer)
+    if is_compiled(layer):
+        keep_linears_eager(layer)
     return layer
 
 

@@ -9,6 +9,7 @@ from penstock.schedule.choice import OwnSchedule, ScheduleChoice
 from penstock.settings import (
     SETTINGS,
     AdapterConfig,
+    CompileMode,
     ConfigError,
     ContextForm,
     Device,
@@ -52,6 +53,7 @@ class EngineOptions(Settings):
     seed: int = same_as(TrainConfig, "seed")
     precision: Precision = same_as(TrainConfig, "precision")
     recompute: str | tuple[int, ...] = same_as(TrainConfig, "recompute")
+    compile: bool | CompileMode = same_as(TrainConfig, "compile")
     optimizer: OptimizerConfig = OptimizerConfig()
     attention: ContextForm = same_as(ParallelConfig, "attention")
     device: Device = same_as(ParallelConfig, "device")

@@ -16,6 +16,7 @@ from penstock.settings.read import from_dict, read_config
 from penstock.settings.run import (
     SETTINGS,
     CheckpointConfig,
+    CompileMode,
     LogConfig,
     Normalize,
     Precision,
@@ -38,6 +39,7 @@ __all__ = [
     "AdapterConfig",
     "Arguments",
     "CheckpointConfig",
+    "CompileMode",
     "ConfigError",
     "ContextForm",
     "Coordinates",

@@ -74,6 +74,13 @@ class Normalize(NamedValue):
             raise ValueError(f"normalize must be one of {names}, not {mode!r}") from None
 
 
+class CompileMode(NamedValue):
+    """The modes of torch.compile that suit layers of a pipeline."""
+
+    DEFAULT = "default"
+    MAX_AUTOTUNE = "max-autotune-no-cudagraphs"
+
+
 @dataclass(frozen=True)
 class TrainConfig(Settings, section="train"):
     """The training loop.
@@ -89,6 +96,10 @@ class TrainConfig(Settings, section="train"):
     )
     recompute: Recompute = setting(
         "none", 'Activation checkpointing: layers recomputed in backward: "none", "full", or their numbers.', AT_LEAST_0
+    )
+    compile: bool | CompileMode = setting(
+        False,
+        "Compile each kind of layer with torch.compile: true, or a mode. Layers with collectives stay as they are.",
     )
     normalize: Normalize = setting(Normalize.GLOBAL, "The divisor of the loss.")
     num_microbatches: int = setting(
@@ -238,7 +249,7 @@ _FREE = _FREE_IF_GLOBAL | {
 }
 
 # Later than the first runs, which go on where these have their defaults.
-_ADDED = {"optimizer.name", "optimizer.arguments", "optimizer.groups"} | {
+_ADDED = {"optimizer.name", "optimizer.arguments", "optimizer.groups", "train.compile"} | {
     own.name for own in SETTINGS.values() if own.section == AdapterConfig.section
 }
 

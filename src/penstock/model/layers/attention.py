@@ -26,6 +26,8 @@ class AttentionBlock(nn.Module):
 
     has_randomness = False
     has_fixed_shapes = True
+    #: the lengths of the sequences decide what is computed, and each would be compiled anew
+    compiles = None
 
     def __init__(self, config: ModelConfig, matmul: Matmul) -> None:
         super().__init__()

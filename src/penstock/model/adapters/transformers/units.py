@@ -199,6 +199,8 @@ class _TransformersUnit(nn.Module):
     """A unit whose tables keep their precision when its parameters are cast."""
 
     inputs: LayerInputs
+    #: the part of the unit to compile; what is computed around it depends on the sequences' lengths
+    compiles: str | None = None
 
     def __init__(self, inputs: LayerInputs) -> None:
         super().__init__()
@@ -247,6 +249,8 @@ class BeforeLayers(_TransformersUnit):
 
 class TransformersLayer(_TransformersUnit):
     """One layer, [T, D] -> [T, D]."""
+
+    compiles = "layer"
 
     def __init__(self, layer: nn.Module, number: int, inputs: LayerInputs) -> None:
         super().__init__(inputs)
