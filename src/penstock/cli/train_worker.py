@@ -342,7 +342,9 @@ class TrainWorker:
         device = choose_device(store, group, config.parallel.device)
         config = replace(config, parallel=replace(config.parallel, device=device))
         initialise(store, group, device, config.parallel.timeout_s)
-        engine = Engine(*engine_arguments(config, data.corpus.vocab_size))
+        arguments = engine_arguments(config, data.corpus.vocab_size)
+        # A process that fails ends, and whoever restarts it goes on from a checkpoint: nobody waits for the others.
+        engine = Engine(*arguments._replace(options=replace(arguments.options, recovers=False)))
         vain = engine.pipeline.vain_overlap(config.train.num_microbatches)
         if vain is not None and group.rank == 0:
             print(f"penstock: {vain}", file=sys.stderr)

@@ -40,6 +40,8 @@ class EngineOptions(Settings):
             first rank, and `auto` searches an order for their times; None for the units' estimated work.
         learns: False for an engine that only scores and generates. It keeps weights alone: no gradients, no
             fp32 masters and no state of an optimizer.
+        recovers: whether a step that fails on one rank ends on all at once, and the next can be taken. False where the
+            process ends with it and is started again, as in `penstock train`.
         adapter: a LoraConfig of peft, a folder in its format, or the settings of a run: then these LoRA adapters are
             trained, and nothing else.
 
@@ -59,6 +61,7 @@ class EngineOptions(Settings):
     device: Device = same_as(ParallelConfig, "device")
     timeout_s: float = same_as(ParallelConfig, "timeout_s")
     learns: bool = True
+    recovers: bool = True
     adapter: Any = None
 
     def __post_init__(self) -> None:

@@ -28,6 +28,8 @@ from penstock.runtime.trace import Recorder
 _FOREVER = timedelta(days=30)
 # A rank may see a neighbour's link close before it hears why.
 _HEARSAY_S = 0.5
+# How long the store may take to answer a rank that ends its step.
+_ANSWER_S = 1.0
 _MOST_QUOTED = 2000
 
 
@@ -224,12 +226,14 @@ class Recovery:
         heard = self._is_cut.is_set() or self.alarm.failure is not None
         if not heard and isinstance(error, Exception) and _is_of_link(error):
             self._is_cut.wait(_HEARSAY_S)
-        with contextlib.suppress(RuntimeError):
-            if self._store.check([_key(self._generation, self._rank)]) or self._store.check(
-                [f"{self._generation}/claims"]
-            ):
-                self._is_cut.wait(_HEARSAY_S)
+        if not self._is_cut.is_set() and _answered(self._is_announced):
+            self._is_cut.wait(_HEARSAY_S)
         return self.alarm.failure
+
+    def _is_announced(self) -> bool:
+        assert self._store is not None
+        keys = (_key(self._generation, self._rank), f"{self._generation}/claims")
+        return any(self._store.check([key]) for key in keys)
 
     def _recover(self, failure: Failure, error: Exception) -> None:
         """Undo the step, and make new communicators with all other ranks. Raises: StepError if one has left."""
@@ -293,11 +297,28 @@ class _Watch(threading.Thread):
 
     def end(self, store: Store) -> None:
         """End the thread, which only another connection to the store can wake."""
-        with contextlib.suppress(RuntimeError):
-            self.resumed.set()
-            store.set(_key(self.generation, self._rank), "")
-            store.set(_key(self.generation + 1, self._rank), "")
+        self.resumed.set()
+        if _answered(lambda: self._wake(store)):
             self.join(1.0)
+
+    def _wake(self, store: Store) -> bool:
+        store.set(_key(self.generation, self._rank), "")
+        store.set(_key(self.generation + 1, self._rank), "")
+        return True
+
+
+def _answered(question: Callable[[], bool]) -> bool:
+    """The store's answer; False where it is gone, or silent since the network to it is cut."""
+    answers: list[bool] = []
+
+    def ask() -> None:
+        with contextlib.suppress(RuntimeError):
+            answers.append(question())
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(_ANSWER_S)
+    return bool(answers and answers[0])
 
 
 def _is_of_link(error: Exception) -> bool:
