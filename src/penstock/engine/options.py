@@ -40,8 +40,8 @@ class EngineOptions(Settings):
             first rank, and `auto` searches an order for their times; None for the units' estimated work.
         learns: False for an engine that only scores and generates. It keeps weights alone: no gradients, no
             fp32 masters and no state of an optimizer.
-        recovers: whether a step that fails on one rank ends on all at once, and the next can be taken. False where the
-            process ends with it and is started again, as in `penstock train`.
+        recovers: True if a step that fails on one rank ends on all at once, so that the next can be taken. False where
+            the process ends with the step and is started again, as in `penstock train`.
         adapter: a LoraConfig of peft, a folder in its format, or the settings of a run: then these LoRA adapters are
             trained, and nothing else.
 

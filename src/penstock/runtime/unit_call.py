@@ -88,9 +88,7 @@ class UnitCall:
             if self.takes is None:
                 raise
             num_tensors = len(self.takes.parts)
-            raise PipelineError(
-                f"{self.name} cannot take the {num_tensors} tensors of the layer before: {error}"
-            ) from error
+            raise PipelineError(f"{self.name}, given the {num_tensors} tensors of the layer before: {error}") from error
 
 
 @dataclass(eq=False)
