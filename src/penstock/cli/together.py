@@ -30,7 +30,7 @@ from penstock.cli.launch import (
     stay_for_others,
 )
 from penstock.parallel.host import on_all_ranks
-from penstock.runtime import PipelineError
+from penstock.runtime import PipelineError, StepError
 from penstock.settings import ConfigError, Device, differences
 
 T = TypeVar("T")
@@ -130,12 +130,15 @@ def initialise(store: Store, group: Group, device: str, timeout_s: float) -> Non
 
 def _report_failure(group: Group, error: Exception) -> None:
     """Print one sentence if a peer has failed or is silent, and a traceback for an unexpected error."""
-    expected = isinstance(error, PipelineError) or _is_of_backend(error)
+    # Of a step that failed here, the cause is what this process raised itself.
+    cause = error.__cause__ if isinstance(error, StepError) else error
+    expected = isinstance(cause, PipelineError) or _is_of_backend(cause)
     if not expected or os.environ.get("PENSTOCK_TRACEBACK"):
         traceback.print_exception(error)
     # Errors from below the engine do not say where in the run they happened.
     where = "" if isinstance(error, PipelineError) else "; ".join([*getattr(error, "__notes__", []), ""])
-    print(f"penstock: process {group.rank}: {where}{_first_sentence(error)}", file=sys.stderr)
+    # In one piece: without buffers, as torchrun starts them, processes would write into each other's lines.
+    sys.stderr.write(f"penstock: process {group.rank}: {where}{_first_sentence(error)}\n")
 
 
 def _first_sentence(error: Exception) -> str:
@@ -143,7 +146,7 @@ def _first_sentence(error: Exception) -> str:
     return re.sub(r"^\[\S+\] |\. This is typically[^)]*", "", " ".join(str(error).split()))
 
 
-def _is_of_backend(error: Exception) -> bool:
+def _is_of_backend(error: BaseException | None) -> bool:
     """Return whether a collective failed; gloo has no exception class of its own."""
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
 

@@ -342,9 +342,7 @@ class TrainWorker:
         device = choose_device(store, group, config.parallel.device)
         config = replace(config, parallel=replace(config.parallel, device=device))
         initialise(store, group, device, config.parallel.timeout_s)
-        arguments = engine_arguments(config, data.corpus.vocab_size)
-        # A process that fails ends, and a restarted run continues from a checkpoint: no rank is left to recover with.
-        engine = Engine(*arguments._replace(options=replace(arguments.options, recovers=False)))
+        engine = Engine(*engine_arguments(config, data.corpus.vocab_size))
         vain = engine.pipeline.vain_overlap(config.train.num_microbatches)
         if vain is not None and group.rank == 0:
             print(f"penstock: {vain}", file=sys.stderr)

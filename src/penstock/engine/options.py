@@ -40,8 +40,6 @@ class EngineOptions(Settings):
             first rank, and `auto` searches an order for their times; None for the units' estimated work.
         learns: False for an engine that only scores and generates. It keeps weights alone: no gradients, no
             fp32 masters and no state of an optimizer.
-        recovers: True if a step that fails on one rank ends on all at once, so that the next can be taken. False where
-            the process ends with the step and is started again, as in `penstock train`.
         adapter: a LoraConfig of peft, a folder in its format, or the settings of a run: then these LoRA adapters are
             trained, and nothing else.
 
@@ -61,7 +59,6 @@ class EngineOptions(Settings):
     device: Device = same_as(ParallelConfig, "device")
     timeout_s: float = same_as(ParallelConfig, "timeout_s")
     learns: bool = True
-    recovers: bool = True
     adapter: Any = None
 
     def __post_init__(self) -> None:

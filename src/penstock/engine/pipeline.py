@@ -158,7 +158,7 @@ class Pipeline:
         self.recorder = Recorder(self.grid.pp_rank, place=None if pipelines == 1 else str(self.grid.place))
         self._build_stages()
         self.recovery = Recovery(
-            self.grid.control if self.options.recovers else None,
+            self.grid.control,
             self.recorder,
             StepState(self.stages.values(), self.device),
             "" if pipelines == 1 else str(self.grid.place),

@@ -161,6 +161,8 @@ class Recovery:
             self.alarm.check()
             yield
         except BaseException as error:
+            # What follows has time limits of its own, and may outlast the watchdog's for an action.
+            self._recorder.give_up()
             failure = self._failure_behind(error)
             if failure is None:
                 self._state.restore()

@@ -118,6 +118,8 @@ class Recorder:
     _step_first: int
     #: the action under way, or the last one
     _current: Record | None
+    #: True once the action under way has failed
+    _given_up: bool
     #: while ranks act together outside of the program: the act, and the global ranks that take part (None: all)
     _together: tuple[str, tuple[int, ...] | None] | None
     #: group -> its global ranks
@@ -131,6 +133,7 @@ class Recorder:
         self._collectives = deque(maxlen=capacity)
         self._records, self._next, self._step_first = [], 0, 0
         self._current = self._together = None
+        self._given_up = False
         self._ranks = {}
 
     def begin_step(self, step: int) -> None:
@@ -150,8 +153,12 @@ class Recorder:
         else:
             self._records[self._next % self.capacity] = record
         self._next += 1
-        self._current = record
+        self._current, self._given_up = record, False
         return record
+
+    def give_up(self) -> None:
+        """Note that the action under way has failed, so that nobody waits for its end; `where` still names it."""
+        self._given_up = True
 
     def awaits(self, record: Record, awaited: Awaited) -> None:
         """Note that the action needs a message, which may be there already."""
@@ -215,9 +222,9 @@ class Recorder:
         return [Event(r.action, r.start_ns * 1e-9, r.end_ns * 1e-9) for r in self.records() if r.end_ns]
 
     def busy_since_s(self) -> float:
-        """The time for which the current action has been under way; 0 between actions."""
+        """The time for which the current action has been under way; 0 between actions, and after one that failed."""
         record = self._current
-        if record is None or record.end_ns:
+        if record is None or record.end_ns or self._given_up:
             return 0.0
         return (time.perf_counter_ns() - record.begin_ns) * 1e-9
 
@@ -246,7 +253,8 @@ class Recorder:
             ago = (time.perf_counter_ns() - record.end_ns) * 1e-9
             return f"{here}: finished {record.action} {ago:.1f} s ago"
         doing = f"waits for {self._named(self.awaited)}" if self.awaited else _doing(record.action)
-        return f"{here}: in {record.action} for {self.busy_since_s():.1f} s, {doing}"
+        since_s = (time.perf_counter_ns() - record.begin_ns) * 1e-9
+        return f"{here}: in {record.action} for {since_s:.1f} s, {doing}"
 
     def missing(self) -> str:
         """Name the ranks that this one waits for and that do not answer, to follow `where`; may take two seconds.
