@@ -1,4 +1,4 @@
-"""Text about images, unequally many for each text:  torchrun --nproc-per-node 2 examples/vision_language.py
+"""Text about images, unequally many for each text, or none:  torchrun --nproc-per-node 2 examples/vision_language.py
 
 The key `images` has a row per image. The first stage alone looks at them, and puts each image's patches in the place of
 the text's tokens `PATCH`. The model learns to say in which corner each image is bright.
@@ -50,10 +50,10 @@ class Block(nn.Module):
 
 
 def pictures(generator: torch.Generator) -> PackedBatch:
-    """Texts on one to three images: their patches, then a question and the bright corner of each."""
+    """Texts on none to three images: their patches, then a question and the bright corner of each."""
     texts, labels, images = [], [], []
     for _ in range(24):
-        corners = torch.randint(0, 4, (int(torch.randint(1, 4, (1,), generator=generator)),), generator=generator)
+        corners = torch.randint(0, 4, (int(torch.randint(0, 4, (1,), generator=generator)),), generator=generator)
         seen = torch.rand(len(corners), 1, SIZE, SIZE, generator=generator)
         for image, corner in zip(seen, corners.tolist(), strict=True):
             image[0].unflatten(0, (2, -1)).unflatten(2, (2, -1))[corner // 2, :, corner % 2] += 1.0

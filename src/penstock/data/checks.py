@@ -39,7 +39,7 @@ class KeyMismatch(BatchError):
 
 
 class LengthError(BatchError):
-    """A length is not a positive Python int, or the number of lengths is not the number of items."""
+    """A length is no Python int, or too small, or the number of lengths is not the number of items."""
 
 
 class ShapeMismatch(BatchError):
@@ -94,7 +94,11 @@ def checked_ids(ids: Iterable[ItemId]) -> tuple[ItemId, ...]:
 
 
 def checked_lengths(key: str, lengths: Iterable[int | Iterable[int]], num_items: int) -> Lengths:
-    """The lengths of each item's sequences; a bare int stands for an item of one sequence."""
+    """The lengths of each item's sequences; a bare int stands for an item of one sequence.
+
+    Only tokens have a row in every sequence: an item may be without images, say.
+    """
+    least = 1 if key == "tokens" else 0
     field = f"lengths[{key!r}]"
     result = tuple((item,) if isinstance(item, int) else tuple(item) for item in lengths)
     if len(result) != num_items:
@@ -105,8 +109,8 @@ def checked_lengths(key: str, lengths: Iterable[int | Iterable[int]], num_items:
         for length in item:
             if type(length) is not int:
                 raise LengthError(field, f"item {index} has length {length!r}, a {type(length).__name__}, not an int")
-            if length < 1:
-                raise LengthError(field, f"item {index} has length {length}; lengths are at least 1")
+            if length < least:
+                raise LengthError(field, f"item {index} has length {length}; lengths are at least {least}")
     return result
 
 
@@ -174,6 +178,6 @@ def as_sequences(key: str, item: Any) -> list[Tensor]:
     for index, sequence in enumerate(sequences):
         if sequence.dim() == 0:
             raise ShapeMismatch(f"sequences[{key!r}]", f"{item!r} is a number; an item is a list of numbers")
-        if sequence.shape[0] == 0:
+        if sequence.shape[0] == 0 and key == "tokens":
             raise BatchError(f"sequences[{key!r}]", f"sequence {index} of an item is empty; lengths are at least 1")
     return sequences

@@ -149,7 +149,7 @@ class PackedBatch:
         """Pack sequences: key -> per item a list of numbers or a tensor, or a list of these.
 
         `from_sequences({"tokens": [[5, 6, 7], [8, 9]], "rewards": [[0.5], [1.0]]})` packs two items. Whole numbers
-        become int64, others float32.
+        become int64, others float32. An item may be without rows of any key but "tokens": `[]`.
         """
         data: dict[str, Tensor] = {}
         lengths: dict[str, list[list[int]]] = {}
@@ -160,6 +160,9 @@ class PackedBatch:
             flat = list(chain.from_iterable(per_item))
             if not flat:
                 raise BatchError(f"sequences[{key!r}]", "has no item")
+            # An empty list says nothing of the rows that it lacks.
+            rows = next((s for s in flat if s.shape[0]), flat[0])
+            flat = [rows[:0] if s.shape == (0,) else s for s in flat]
             if len({(s.dtype, s.shape[1:]) for s in flat}) > 1:
                 raise DtypeMismatch(f"sequences[{key!r}]", "the sequences differ in dtype or trailing shape")
             lengths[key] = [[s.shape[0] for s in item] for item in per_item]

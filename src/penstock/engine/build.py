@@ -14,7 +14,7 @@ from torch import nn
 
 from penstock import schedule
 from penstock.engine.options import EngineOptions
-from penstock.model import BoundLayer, Limits, UnitSpec, WeightGradients, defer, switch_linears
+from penstock.model import BoundLayer, Limits, UnitSpec, WeightGradients, defer, switch_linears, switch_sequentials
 from penstock.model.compiling import compile_unit, is_compiled, keep_linears_eager
 from penstock.runtime import Boundary, Stage
 from penstock.settings import CompileMode, ConfigError, Precision
@@ -169,6 +169,7 @@ def _module_of(number: int, layer: Any) -> nn.Module:
     if not isinstance(layer, nn.Module):
         raise ValueError(f"layer {number} is a {type(layer).__name__}; layers are torch.nn.Modules")
     switch_linears(layer)
+    switch_sequentials(layer)
     if is_compiled(layer):
         keep_linears_eager(layer)
     return layer

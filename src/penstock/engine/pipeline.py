@@ -307,6 +307,11 @@ class Pipeline:
                     f"{call.name} takes {missing[0]!r}, which has no default and is no key of the batch; its keys are "
                     f"{sorted(microbatch.keys)}"
                 )
+            if (beyond := call.parameters.unreachable(microbatch.keys)) is not None:
+                raise ValueError(
+                    f"{call.name} hands on arguments by position alone, so {beyond[0]!r} needs {beyond[1]!r} before "
+                    "it, which is no key of the batch; let its forward take **kwargs, too"
+                )
             for key in call.parameters.wanted(microbatch.keys):
                 if microbatch.data is None:
                     raise ValueError(f"{call.name} takes the key {key!r}, but this rank was given metadata alone")

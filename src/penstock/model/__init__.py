@@ -1,6 +1,6 @@
 """The decoder as a list of units, and the parts that a stage needs to run it; process groups are arguments."""
 
-from penstock.model.arguments import NOTHING_GIVEN, BoundLayer, Given, Parameters
+from penstock.model.arguments import NOTHING_GIVEN, BoundLayer, Given, Parameters, switch_sequentials
 from penstock.model.aux_losses import AuxLoss, AuxLosses, FutureTokens
 from penstock.model.decoder import decoder_units
 from penstock.model.groups import ModelGroups
@@ -95,6 +95,7 @@ __all__ = [
     "share_casts",
     "spare_position",
     "switch_linears",
+    "switch_sequentials",
     "token_log_probs",
     "token_statistics",
     "whole_logits",

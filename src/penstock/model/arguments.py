@@ -1,14 +1,15 @@
 """The arguments with which units are called: by position the stream, by name all that their `forward` asks for.
 
 A parameter called `sequences`, or annotated `Sequences`, gets the microbatch's sequences. Any other that bears the name
-of a key of the batch gets this microbatch's part of it. All others keep their defaults.
+of a key of the batch gets this microbatch's part of it. All others keep their defaults. A wrapper with `**kwargs`, or
+with nothing but `*args`, asks for what the modules inside it ask for, and so does an `nn.Sequential`.
 """
 
 import functools
 import inspect
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -36,35 +37,73 @@ NOTHING_GIVEN = Given()
 
 @dataclass(frozen=True)
 class Parameters:
-    """The parameters of a unit's `forward` after the first, by which it is called."""
+    """The parameters of a unit's `forward` after the first, by which it is called.
+
+    A wrapper's `*args` and `**kwargs` stand for what the modules inside it ask for.
+    """
 
     #: names that may be given, in the order of the signature
     names: tuple[str, ...]
-    #: those among them without a default
+    #: those among them without a default, which nobody else can give
     required: frozenset[str]
-    #: the name that gets the sequences; None if none does
-    sequences: str | None
+    #: the names that get the sequences
+    sequences: frozenset[str] = frozenset()
     #: False where a wrapper passes on positional arguments alone
     by_keyword: bool = True
 
     @classmethod
     def of(cls, module: nn.Module) -> "Parameters":
-        """Read them from the signature of `forward`, or of the module that a wrapper calls."""
-        signature, bound, by_keyword = _signature(module)
-        named = [p for p in signature.parameters.values() if p.kind in _NAMED]
-        rest = [p for p in list(signature.parameters.values())[1:] if p in named and p.name not in bound]
-        sequences = next((p.name for p in rest if p.name == "sequences" or _takes_sequences(p.annotation)), None)
-        required = frozenset(p.name for p in rest if p.default is p.empty and p.name != sequences)
-        return cls(tuple(p.name for p in rest), required, sequences, by_keyword)
+        """Read them from the signature of `forward`, and of the modules to which a wrapper hands on arguments."""
+        if isinstance(module, BoundLayer):
+            return cls.of(module.layer)._without(module.keywords)
+        if isinstance(compiled := getattr(module, "_orig_mod", None), nn.Module):
+            return cls.of(compiled)
+        own = list(inspect.signature(module.forward).parameters.values())
+        named = [p for p in own[1:] if p.kind in _NAMED]
+        sequences = frozenset(p.name for p in named if p.name == "sequences" or _takes_sequences(p.annotation))
+        required = frozenset(p.name for p in named if p.default is p.empty) - sequences
+        found = cls(tuple(p.name for p in named), required, sequences)._with_inner(module, own)
+        bound = module.forward.keywords if isinstance(module.forward, functools.partial) else ()
+        return found._without(bound)
+
+    def _with_inner(self, module: nn.Module, own: Sequence[inspect.Parameter]) -> "Parameters":
+        """These together with those of the modules inside, where `forward` hands on what it is given."""
+        kinds = {p.kind for p in own}
+        by_keyword, by_position = inspect.Parameter.VAR_KEYWORD in kinds, inspect.Parameter.VAR_POSITIONAL in kinds
+        if not (by_keyword or (by_position and not self.names)):
+            return self
+        inner = [found for found in map(Parameters.of, _inside(module)) if found.names]
+        if not by_keyword and len(inner) != 1:
+            return self
+        # A wrapper with parameters of its own may fill those of the modules inside by itself.
+        hands_on_all = isinstance(module, KeyedSequential) or (len(inner) == 1 and not kinds & set(_NAMED))
+        return Parameters(
+            tuple(dict.fromkeys(name for found in (self, *inner) for name in found.names)),
+            self.required.union(*(found.required for found in inner if hands_on_all)),
+            self.sequences.union(*(found.sequences for found in inner)),
+            by_keyword and not (by_position and any(not found.by_keyword for found in inner)),
+        )
+
+    def _without(self, bound: Iterable[str]) -> "Parameters":
+        """Those that are left once the `bound` ones are fixed."""
+        names = tuple(name for name in self.names if name not in set(bound))
+        return replace(self, names=names, required=self.required & set(names), sequences=self.sequences & set(names))
 
     def wanted(self, keys: Iterable[str]) -> list[str]:
         """Those of the batch's keys that the unit asks for."""
-        return [key for key in keys if key in self.names and key != self.sequences]
+        return [key for key in keys if key in self.names and key not in self.sequences]
 
     def missing(self, keys: Iterable[str]) -> list[str]:
         """Parameters without a default that no key of the batch fills."""
         present = set(keys)
         return [name for name in self.names if name in self.required and name not in present]
+
+    def unreachable(self, keys: Iterable[str]) -> tuple[str, str] | None:
+        """A key that the unit asks for but cannot be given by position, and the parameter before it that lacks one."""
+        wanted = [*self.wanted(keys), *self.sequences]
+        gap = next((i for i, name in enumerate(self.names) if name not in wanted), len(self.names))
+        beyond = [name for name in self.names[gap:] if name in wanted]
+        return (beyond[0], self.names[gap]) if beyond and not self.by_keyword else None
 
     def call(self, module: nn.Module, x: Any, sequences: Sequences, keys: Mapping[str, Tensor]) -> Any:
         """Call the unit with what it asks for."""
@@ -75,7 +114,7 @@ class Parameters:
         self, x: Any, sequences: Sequences, keys: Mapping[str, Tensor]
     ) -> tuple[Iterable[Any], dict[str, Any]]:
         """What the unit asks for, by position and by name; several tensors as a tuple come first, a mapping by name."""
-        named: dict[str, Any] = {} if self.sequences is None else {self.sequences: sequences}
+        named: dict[str, Any] = dict.fromkeys(self.sequences, sequences)
         if keys:
             named.update((key, keys[key]) for key in self.wanted(keys))
         if not isinstance(x, Tensor):
@@ -83,10 +122,10 @@ class Parameters:
                 return (), {**named, **x}
             for name in self.names[: len(x) - 1]:
                 named.pop(name, None)
-            return (x, named) if self.by_keyword else ((*x, *self._in_order(named, len(x) - 1)), {})
-        return ((x,), named) if self.by_keyword else ((x, *self._in_order(named)), {})
+            return (x, named) if self.by_keyword else ((*x, *self.in_order(named, len(x) - 1)), {})
+        return ((x,), named) if self.by_keyword else ((x, *self.in_order(named)), {})
 
-    def _in_order(self, named: Mapping[str, Any], num_taken: int = 0) -> list[Any]:
+    def in_order(self, named: Mapping[str, Any], num_taken: int = 0) -> list[Any]:
         """The arguments by position, as far as each is given."""
         found = []
         for name in self.names[num_taken:]:
@@ -94,6 +133,30 @@ class Parameters:
                 break
             found.append(named[name])
         return found
+
+
+class KeyedSequential(nn.Sequential):
+    """An `nn.Sequential` that hands each of its modules what that one asks for by name."""
+
+    #: what each of its modules asks for
+    asked: Sequence[Parameters]
+
+    def forward(self, input: Any, **given: Any) -> Any:
+        for module, asked in zip(self, self.asked, strict=True):
+            own = {name: given[name] for name in asked.names if name in given}
+            input = module(input, **own) if asked.by_keyword else module(input, *asked.in_order(own))
+        return input
+
+
+def switch_sequentials(module: nn.Module) -> None:
+    """Let every plain `nn.Sequential` inside hand on what its modules ask for; called with x alone it is as before."""
+    # From the inside out: what is inside determines what is asked for.
+    for part in reversed(list(module.modules())):
+        if type(part) is nn.Sequential:
+            asked = [Parameters.of(inner) for inner in part]
+            if any(one.names for one in asked):
+                part.__class__ = KeyedSequential
+                part.__dict__["asked"] = asked
 
 
 class BoundLayer(nn.Module):
@@ -108,27 +171,13 @@ class BoundLayer(nn.Module):
         return self.layer(*self.arguments, *args, **{**self.keywords, **kwargs})
 
 
-def _signature(module: nn.Module) -> tuple[inspect.Signature, frozenset[str], bool]:
-    """The signature that determines how a module is called, names that are bound, and whether it takes keywords."""
-    bound: frozenset[str] = frozenset()
-    by_keyword = True
-    while True:
-        if isinstance(module, BoundLayer):
-            bound, module = bound | module.keywords.keys(), module.layer
-            continue
-        if isinstance(compiled := getattr(module, "_orig_mod", None), nn.Module):
-            module = compiled
-            continue
-        if isinstance(module.forward, functools.partial):
-            bound |= module.forward.keywords.keys()
-        signature = inspect.signature(module.forward)
-        kinds = {p.kind for p in signature.parameters.values()}
-        inner = list(module.children())
-        if not kinds or kinds & set(_NAMED) or inspect.Parameter.POSITIONAL_ONLY in kinds or len(inner) != 1:
-            return signature, bound, by_keyword
-        # A wrapper of one module, which hands on what it is given.
-        by_keyword = by_keyword and inspect.Parameter.VAR_KEYWORD in kinds
-        module = inner[0]
+def _inside(module: nn.Module) -> Iterator[nn.Module]:
+    """The modules that a module calls by itself: its children, and those in its lists of modules."""
+    for child in module.children():
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield from _inside(child)
+        else:
+            yield child
 
 
 def _takes_sequences(annotation: Any) -> bool:

@@ -1,5 +1,6 @@
 """The call of a unit without collectives: with what its `forward` asks for, from its own random numbers."""
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,6 +13,11 @@ from penstock.model import Given, Parameters, Sequences, recomputed
 from penstock.runtime.errors import PipelineError
 from penstock.runtime.message import Form, Message
 from penstock.runtime.profiling import profiler_is_active
+
+# How Python says that a function was called with other arguments than it takes.
+_ARGUMENTS = re.compile(
+    r"missing \d+ required|unexpected keyword argument|multiple values for|positional arguments? but"
+)
 
 
 class UnitCall:
@@ -85,10 +91,13 @@ class UnitCall:
         try:
             return self.parameters.call(self.module, x, sequences, given.keys)
         except TypeError as error:
-            if self.takes is None:
+            if self.takes is not None:
+                given_here = f"the {len(self.takes.parts)} tensors of the layer before"
+            elif _ARGUMENTS.search(str(error)):
+                given_here = f"the stream and {sorted(given.keys)}"
+            else:
                 raise
-            num_tensors = len(self.takes.parts)
-            raise PipelineError(f"{self.name}, given the {num_tensors} tensors of the layer before: {error}") from error
+            raise PipelineError(f"{self.name}, given {given_here}: {error}") from error
 
 
 @dataclass(eq=False)
