@@ -162,3 +162,40 @@ def test_shortening_what_is_not_on_the_critical_path_shortens_nothing():
     assert simulate(program, Costs(forward=[10, 1, 0.5, 1])).makespan > makespan - 1
     assert simulate(program, Costs(forward=[9, 1, 1, 1])).makespan == makespan - 4
     assert critical_path(lower(build("1f1b", ranks=1, microbatches=1)))[0] == Event(Action(Op.F, 0, 0), 0, 1)
+
+
+def test_each_link_takes_its_own_time_in_both_directions():
+    program = lowered("1f1b", 4, 1)
+    starts = {
+        str(e.action): e.start for events in simulate(program, Costs(transfer=(0, 7, 0, 99))).events for e in events
+    }
+    assert starts["1F0"] == 1 and starts["2F0"] == 9 and starts["3F0"] == 10
+    assert starts["2B0"] == 13 and starts["1B0"] == 22 and starts["0B0"] == 24
+
+
+def test_the_last_link_joins_the_last_rank_and_the_first():
+    program, costs = lowered("interleaved", 3, 1, 2), Costs(forward=2, transfer=(0, 0, 5))
+    starts = {str(e.action): e.start for events in simulate(program, costs).events for e in events}
+    assert starts["2F0"] == 2 and starts["3F0"] == 8
+    assert "3F0" in {str(event.action) for event in critical_path(program, costs)}
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-v", "dualpipe"])
+def test_equal_links_are_one_transfer_time(name: str):
+    program = lowered(name, 4, 8, stages_of(name)[-1])
+    assert simulate(program, Costs(transfer=0.5)) == simulate(program, Costs(transfer=[0.5] * 4))
+
+
+def test_links_in_a_wrong_number_are_refused():
+    with pytest.raises(ValueError, match="transfer must have one time for each link of 2 ranks, got 3"):
+        simulate(lowered("1f1b", 2, 2), Costs(transfer=[1, 2, 3]))
+
+
+def test_every_compute_action_takes_its_constant_besides():
+    plain, longer = (simulate(lowered("zb-h1", 2, 3), Costs(action=action)) for action in (0, 0.25))
+    found, before = durations(longer), durations(plain)
+    assert found["0I1"] == before["0I1"] + 0.25 and found["1W2"] == before["1W2"] + 0.25
+    assert durations(simulate(lowered("1f1b", 2, 3), Costs(action=0.25)))["0B1"] == 2.25
+    pair = next(key for key in durations(simulate(lowered("dualpipe-v", 2, 4, 2), Costs())) if "OVERLAP" in key)
+    assert durations(simulate(lowered("dualpipe-v", 2, 4, 2), Costs(action=0.25)))[pair] == 2.0
+    assert durations(simulate(lowered("dualpipe-v", 2, 4, 2), Costs(action=0.25, pair=2.0)))[pair] == 1.25

@@ -17,7 +17,8 @@ _TIMES = (
     ("pair", None, "a fused pair of F and B (default: as long as both)"),
 )
 _OTHERS = (
-    ("transfer", 0.0, "time of a message between two ranks; it blocks neither"),
+    ("action", 0.0, "time that every compute action takes besides"),
+    ("transfer", 0.0, "time of a message, which blocks no rank; or one for each rank's link to the next: 1,1,5,1"),
     ("message_bytes", 0.0, "bytes of a message, which take time by --bandwidth"),
     ("bandwidth", None, "bytes that a channel carries in a unit of time (default: unlimited)"),
     ("reduce", 0.0, "time of the gradient reduction of a stage"),
@@ -25,7 +26,7 @@ _OTHERS = (
     ("microbatch_bytes", 0.0, "bytes that a rank keeps of a microbatch; or a number for each stage of the model"),
     ("weight_memory_share", 1.0, "share of them that is kept from a microbatch's I until its W"),
 )
-_PER_STAGE = ("microbatch_bytes", "weight_memory_share")
+_LISTS = ("transfer", "microbatch_bytes", "weight_memory_share")
 COST_NAMES = (*(name for name, _, _ in (*_TIMES, *_OTHERS)), "lengths")
 
 
@@ -94,7 +95,7 @@ def add_costs(parser: Parser) -> None:
     others = parser.add_argument_group("other costs")
     for name, default, what in _OTHERS:
         said = what if default is None else f"{what} (default {default:g})"
-        kind = _numbers if name in _PER_STAGE else float
+        kind = _numbers if name in _LISTS else float
         others.add_argument(flag(name), type=kind, default=default, metavar="NUMBER", help=said)
     said = "a factor for each microbatch on its times and bytes: 1,0.5,1.5 (default: all equal)"
     others.add_argument("--lengths", type=_list, default=(), metavar="FACTORS", help=said)

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import TypeAlias
 
-from penstock.schedule.actions import Op, Pair, Placement, Schedule, Step
+from penstock.schedule.actions import Action, Op, Pair, Placement, Schedule, Step
+from penstock.schedule.rules import partner
 
 PerStage: TypeAlias = float | Sequence[float]
+PerLink: TypeAlias = float | Sequence[float]
 
-_TIMES = ("forward", "backward_input", "backward_weight", "transfer", "reduce", "step", "pair")
+_TIMES = ("forward", "backward_input", "backward_weight", "action", "transfer", "reduce", "step", "pair")
 _SIZES = ("message_bytes", "microbatch_bytes", "weight_memory_share")
 
 
@@ -72,12 +74,15 @@ class Costs:
     backward_input: PerStage = 1.0
     #: The time of W.
     backward_weight: PerStage = 1.0
-    #: The time from a send to the message's arrival.
-    transfer: float = 0.0
+    #: The time from a send to the message's arrival; or a list with one for each rank: that of the link between the
+    #: rank and the next one, the last between the last rank and the first. Two ranks have the first link alone.
+    transfer: PerLink = 0.0
     #: The time of a gradient reduction.
     reduce: float = 0.0
     #: The time of the optimizer step.
     step: float = 0.0
+    #: The time that every compute action takes besides, whatever it computes; a pair takes it once if `pair` is given.
+    action: float = 0.0
     #: The time of a fused pair, whose stage is that of its forward; None for the sum of its two actions.
     pair: PerStage | None = None
     #: Each microbatch's factor on its compute and bytes, if microbatches differ; a pair takes the mean of its two.
@@ -133,7 +138,13 @@ class Durations:
         self._of_op = [forward, whole, inputs, weights]  # as Op numbers them
         self._pair = None if costs.pair is None else self._by_stage("pair", costs.pair)
         self._step = costs.step
+        self._action = costs.action
         self._latency = costs.transfer
+        if isinstance(self._latency, Sequence) and len(self._latency) != self._placement.num_ranks:
+            raise ValueError(
+                f"transfer must have one time for each link of {self._placement.num_ranks} ranks, got "
+                f"{len(self._latency)}"
+            )
         self._per_message = 0.0 if costs.bandwidth is None else costs.message_bytes / costs.bandwidth
 
     def _by_stage(self, name: str, time: PerStage) -> list[float]:
@@ -149,14 +160,30 @@ class Durations:
             if self._pair is None:
                 return self.of(step.forward) + self.of(step.backward)
             length = (self._length(step.forward.microbatch) + self._length(step.backward.microbatch)) / 2
-            return self._pair[step.forward.stage] * length
+            return self._pair[step.forward.stage] * length + self._action
         if step.op is Op.STEP:
             return self._step
-        return self._of_op[step.op][step.stage] * self._length(step.microbatch)
+        return self._of_op[step.op][step.stage] * self._length(step.microbatch) + self._action
 
-    def transfer(self, microbatch: int) -> float:
-        """The time that a message is in flight."""
-        return self._latency + self._per_message * self._length(microbatch)
+    def transfer(self, send: Action) -> float:
+        """The time that the message of a send is in flight.
+
+        Raises: ValueError if times are given for each link, and none joins the two ranks.
+        """
+        latency = self._latency
+        if isinstance(latency, Sequence):
+            latency = latency[self._link(send)]
+        return latency + self._per_message * self._length(send.microbatch)
+
+    def _link(self, send: Action) -> int:
+        """The number of the link between the ranks of a send and of its receive."""
+        placement = self._placement
+        low, high = sorted((placement.rank_of(send.stage), placement.rank_of(partner(send).stage)))
+        if high - low == 1:
+            return low
+        if low == 0 and high == placement.num_ranks - 1:
+            return high
+        raise ValueError(f"{send} goes from rank to rank over no link; transfer must be one time for all messages")
 
     def _length(self, microbatch: int) -> float:
         return self._lengths[microbatch] if self._lengths else 1

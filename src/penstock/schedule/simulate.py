@@ -252,7 +252,7 @@ class _Clock:
             if isinstance(step, Action) and step.op in SENDS:
                 message = self._message(step)
                 assert message is not None
-                arrivals[message] = self.now + self.durations.transfer(step.microbatch)
+                arrivals[message] = self.now + self.durations.transfer(step)
                 yield message
             elif isinstance(step, Action) and step.op is Op.REDUCE_GRAD:
                 start = max(self.now, self.reduced)
@@ -347,6 +347,6 @@ class _PathSearch:
             makers = (Action(op, stage, action.microbatch) for op in _MAKERS[receive.op])
             source = next(self.places[maker] for maker in makers if maker in self.places)
             sent = self.events[source[0]][source[1]].end
-            if sent + self.durations.transfer(action.microbatch) == event.start:
+            if sent + self.durations.transfer(partner(receive)) == event.start:
                 return source
         return None

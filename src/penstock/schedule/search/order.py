@@ -14,7 +14,7 @@ from itertools import islice, product
 from math import inf
 
 from penstock.schedule.actions import Placement, PlacementKind, Schedule, ScheduleError
-from penstock.schedule.costs import PerStage
+from penstock.schedule.costs import PerLink, PerStage
 from penstock.schedule.lower import lower
 from penstock.schedule.search.anneal import Cooling, anneal, limit_of, peak_of, polish, shorten_step
 from penstock.schedule.search.problem import TOLERANCE, Codes, Maker, Problem, lower_bound, per_stage
@@ -53,8 +53,8 @@ class SearchOptions:
     backward_input: PerStage = 1.0
     #: The time of W.
     backward_weight: PerStage = 1.0
-    #: The time of a message between two ranks.
-    transfer: float = 0.0
+    #: The time of a message between two ranks; of a list for each link, the longest counts.
+    transfer: PerLink = 0.0
     #: A factor on the number of small changes to try if the lower bound is not reached.
     effort: float = 1.0
     #: True to shorten the time until all ranks have ended, not the longest time of a rank from its own start.
@@ -77,7 +77,7 @@ def shortest(placement: Placement, microbatches: int, options: SearchOptions) ->
         per_stage("forward", options.forward, placement),
         per_stage("backward_input", options.backward_input, placement),
         per_stage("backward_weight", options.backward_weight, placement),
-        options.transfer,
+        max(options.transfer) if isinstance(options.transfer, Sequence) else options.transfer,
         max_live_microbatches=placement.num_ranks if most is None else most,
         weight_memory_share=options.weight_memory_share,
     )
