@@ -32,6 +32,7 @@ _PATIENCE = 3.0
 _GRACE_S = 3.0
 # A rank that has reported still takes its process group down.
 _EXIT_S = 5.0
+_IMPORTED_ONCE = ("torch.distributed.checkpoint", "torch._dynamo", "penstock.engine.engine", "pytest", "peft")
 _DIED = "died with exit code {}"
 
 
@@ -71,8 +72,8 @@ def run_outcomes(
     """
     timeout_s *= _PATIENCE
     context = multiprocessing.get_context("forkserver")
-    # Every rank would import these itself, the second at its first optimizer: seconds each.
-    context.set_forkserver_preload(["torch.distributed.checkpoint", "torch._dynamo", "penstock.engine.engine"])
+    # Every rank would import these itself, torch._dynamo at its first optimizer: seconds each.
+    context.set_forkserver_preload([*_IMPORTED_ONCE])
     store = dist.TCPStore(_LOOPBACK, 0, is_master=True, wait_for_workers=False)  # pyright: ignore[reportPrivateImportUsage]
     processes, pipes = [], []
     outcomes: dict[int, Outcome] = {}
