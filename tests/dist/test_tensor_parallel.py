@@ -67,6 +67,7 @@ def through(stage: Stage, x: Tensor, sequences: Sequences, grad: Tensor) -> tupl
     tape = Tape()
     y = drain(stage.forward(tape, x, sequences))
     grad_x = drain(stage.backward(tape, grad))
+    stage.weight_backward(tape)
     return y, grad_x, {name: p.grad for name, p in stage.named_parameters()}
 
 

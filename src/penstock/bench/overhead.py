@@ -153,6 +153,5 @@ def _backward_s(stage: Stage, x: torch.Tensor, grad: torch.Tensor, sequences: Se
     drain(stage.forward(tape, x, sequences))
     start = time.thread_time()
     drain(stage.backward(tape, grad, split))
-    if split:
-        stage.weight_backward(tape)
+    stage.weight_backward(tape)
     return time.thread_time() - start

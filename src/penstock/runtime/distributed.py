@@ -17,6 +17,7 @@ from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivat
 from penstock.runtime.errors import TransportError, first_line
 from penstock.runtime.transport import HostChannel, InProcessHub, InProcessTransport, Line, Transport, describe
 from penstock.schedule import Placement
+from penstock.schedule.rules import channels_of
 
 _MOST_HELD_SENDS = 256
 """More than are ever under way in a ring: the first of them has long been taken when one more is sent."""
@@ -47,7 +48,7 @@ class DistributedTransport:
         self.rank, self.device, self.timeout_s = group.rank(), device, timeout_s
         self._store = PrefixStore(f"penstock/{unique_number(group)}", default_store())
         self._make = _backend_maker(group, device, timedelta(seconds=timeout_s))
-        lines = lines.channels() if isinstance(lines, Placement) else lines
+        lines = channels_of(lines) if isinstance(lines, Placement) else lines
         self._lines = [channel for channel in lines if self.rank in (channel.source, channel.destination)]
         self._links: dict[Line, _Link] = {}
         self.renew(0)

@@ -1,7 +1,7 @@
 """The executor: walks one rank's list of a proved program.
 
-Each step has one handler, bound once. Its input was received, was handed over by a neighbouring stage on the same rank,
-or comes from the microbatch itself (`Feed`). Nothing here decides an order.
+Each step has one handler, bound once. An F, B or I is a lane: its input was received, was handed over by a neighbouring
+stage on the same rank, or comes from the microbatch itself (`Feed`). Nothing here decides an order.
 """
 
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -15,15 +15,16 @@ from torch import Tensor
 from penstock.model import NOTHING_GIVEN, Given, Lane, Sequences, drain, zip_lanes
 from penstock.runtime.errors import PipelineError, TransportError
 from penstock.runtime.message import Message
-from penstock.runtime.pairs import Hooks, Pairs
+from penstock.runtime.pairs import Pairs
 from penstock.runtime.profiling import named_handler, profiler_is_active
 from penstock.runtime.recovery import Alarm
 from penstock.runtime.stage import Finish, Stage
 from penstock.runtime.tape import Tapes
 from penstock.runtime.trace import Awaited, Recorder
-from penstock.runtime.transport import Participant, Receipt, Receipts, Transport, Wire, run_in_turn
-from penstock.schedule import Action, Channel, Direction, Op, Pair, Program, Step, verify
+from penstock.runtime.transport import Participant, Receipt, Receipts, Transport, run_in_turn
+from penstock.schedule import Action, Channel, Direction, Op, Program, Step, parts, verify
 from penstock.schedule.recording import Record
+from penstock.schedule.rules import Wire, early_sends
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +44,9 @@ class Feed:
 Key = tuple[Direction, int, int]  # direction, stage, microbatch: of an input that arrives or a result that leaves
 Waiting = Generator[Receipt, None, Any]  # yields the receipts that it cannot take yet
 Handler = Callable[[Record], Waiting | None]
+MakeLane = Callable[[Action, Wire, Tensor | None, Pairs], Lane[None]]
 
-_NO_HOOKS, _PAIRS = Hooks(), Pairs()
+_PAIRS = Pairs()
 
 
 def _no_reduction(stage: int) -> None:
@@ -91,18 +93,21 @@ class Executor:
         #: microbatch -> what the last stage's `finish` gave
         self._results: dict[int, Tensor] = {}
         self._wires = {
-            (direction, number): Wire.of(direction, number, program.placement)
+            (direction, number): Wire.of(program.placement, number, direction)
             for number in stages
             for direction in Direction
         }
-        early = program.early_sends[self.rank] if program.early_sends else ()
         #: results that leave while their step goes on
-        self._early = frozenset((send.op.direction, send.stage, send.microbatch) for send in early)
-        self._handlers: dict[Op, Callable[[Action, Wire, Record], Waiting | None]] = {
-            Op.F: self._run_alone,
-            Op.B: self._run_alone,
-            Op.I: self._run_alone,
-            Op.W: self._run_weight_backward,
+        self._early = frozenset(
+            (send.op.direction, send.stage, send.microbatch) for send in early_sends(program.ranks[self.rank])
+        )
+        self._lanes: dict[Op, MakeLane] = {
+            Op.F: self._forward,
+            Op.B: self._backward,
+            Op.I: self._input_backward,
+        }
+        self._handlers: dict[Op, Callable[[Action, Wire, Record], None]] = {
+            Op.W: self._weight_backward,
             Op.SEND_F: self._send,
             Op.SEND_B: self._send,
             Op.RECV_F: self._post_receive,
@@ -114,9 +119,10 @@ class Executor:
 
     def _bind(self, step: Step) -> Handler:
         """The handler of a step, with all of its arguments bound but the step's record."""
-        if isinstance(step, Pair):
-            return partial(self._run_pair, [(half, self._wire(half)) for half in (step.forward, step.backward)])
-        return partial(self._handlers[step.op], step, self._wire(step))
+        if isinstance(step, Action) and step.op in self._handlers:
+            return partial(self._handlers[step.op], step, self._wire(step))
+        actions = [(action, self._wire(action), self._lanes[action.op]) for action in parts(step)]
+        return partial(self._compute, actions, self.pairs if len(actions) > 1 else self.pairs.alone())
 
     def _named_steps(self) -> list[tuple[Step, Handler]]:
         """The steps, which carry their names in torch's profiler."""
@@ -175,53 +181,49 @@ class Executor:
             if not finished:
                 self.transport.abandon()
 
-    # ---- compute: wait for the input, run the lane, which hands its result on
+    # ---- compute: wait for the inputs, then run the lanes, which hand their results on
 
-    def _run_alone(self, action: Action, wire: Wire, record: Record) -> Waiting:
-        x = yield from self._input(action, wire, record)
-        self.recorder.started(record)
-        drain(self._lane(action, wire, x, self.pairs.hooks if self.pairs.hooks.alone else _NO_HOOKS, None))
-
-    def _run_pair(self, halves: list[tuple[Action, Wire]], record: Record) -> Waiting:
-        lanes = []
-        for action, wire in halves:
+    def _compute(self, actions: list[tuple[Action, Wire, MakeLane]], pairs: Pairs, record: Record) -> Waiting:
+        """Run an F, B or I, or the two of a fused pair."""
+        lanes: list[Lane[None]] = []
+        for action, wire, lane in actions:
             x = yield from self._input(action, wire, record)
-            lanes.append(self._lane(action, wire, x, self.pairs.hooks, self.pairs if self.pairs.overlap else None))
+            lanes.append(lane(action, wire, x, pairs))
         self.recorder.started(record)
-        forward, backward = lanes
-        if self.pairs.overlap:
+        if pairs.overlap:
             # The backward goes first: it launches something at once, which is under way while the forward computes.
-            zip_lanes(backward, forward)
+            zip_lanes(*reversed(lanes))
         else:
-            drain(forward)
-            drain(backward)
+            for lane in lanes:
+                drain(lane)
 
-    def _lane(
-        self, action: Action, wire: Wire, x: Tensor | None, hooks: Hooks, pair: Pairs | None = None
+    def _forward(self, action: Action, wire: Wire, x: Tensor | None, pairs: Pairs) -> Lane[None]:
+        pairs.hooks.before(action)
+        feed = self._feeds[action.microbatch]
+        tape = self._tapes.make(action.stage, action.microbatch) if self.training else None
+        x = feed.tokens if x is None else x
+        assert x is not None, f"{action} needs the microbatch's tokens"
+        finish = feed.finish if wire.target is None else None
+        result = yield from self.stages[action.stage].forward(tape, x, feed.sequences, finish, feed.given)
+        self._hand_on(action, wire, result)
+        pairs.hooks.after(action)
+
+    def _input_backward(
+        self, action: Action, wire: Wire, grad: Tensor | None, pairs: Pairs, split: bool = True
     ) -> Lane[None]:
-        """An F, B or I that hands its result on; `pair` where another lane runs while this one is suspended."""
-        hooks.before(action)
-        stage = self.stages[action.stage]
-        if action.op is Op.F:
-            feed = self._feeds[action.microbatch]
-            tape = self._tapes.make(action.stage, action.microbatch) if self.training else None
-            x = feed.tokens if x is None else x
-            assert x is not None, f"{action} needs the microbatch's tokens"
-            finish = feed.finish if wire.target is None else None
-            result = yield from stage.forward(tape, x, feed.sequences, finish, feed.given)
-            self._hand_on(action, wire, result, hooks)
-            return
-        tape, fill = self._tapes.get(action.stage, action.microbatch), action.op is Op.B and stage.exchanges
-        grad = yield from stage.backward(tape, x, fill or action.op is Op.I, fill, pair)
-        self._hand_on(action, wire, grad, hooks)
-        if fill:
-            if wire.leaving is not None:
-                yield  # the other half's message leaves before this rank is busy with weights again
-            stage.weight_backward(tape)
-        if action.op is Op.B:
-            self._tapes.take(action.stage, action.microbatch)
+        pairs.hooks.before(action)
+        tape = self._tapes.get(action.stage, action.microbatch)
+        grad = yield from self.stages[action.stage].backward(tape, grad, split, pairs)
+        self._hand_on(action, wire, grad)
+        pairs.hooks.after(action)
 
-    def _run_weight_backward(self, action: Action, wire: Wire, record: Record) -> None:
+    def _backward(self, action: Action, wire: Wire, grad: Tensor | None, pairs: Pairs) -> Lane[None]:
+        yield from self._input_backward(action, wire, grad, pairs, split=False)
+        if self.stages[action.stage].exchanges and wire.leaving is not None:
+            yield  # the other action's message leaves before this rank is busy with weights again
+        self._weight_backward(action)
+
+    def _weight_backward(self, action: Action, wire: Wire | None = None, record: Record | None = None) -> None:
         self.stages[action.stage].weight_backward(self._tapes.take(action.stage, action.microbatch))
 
     def _start_reduction(self, action: Action, wire: Wire, record: Record) -> None:
@@ -234,13 +236,13 @@ class Executor:
         receipt = self._arrivals.pop((wire.direction, action.stage, action.microbatch), None)
         if receipt is None or isinstance(receipt, Tensor | tuple):
             return receipt
-        assert wire.source is not None and wire.source_rank is not None
-        self.recorder.awaits(record, Awaited(wire.direction, wire.source, action.microbatch, wire.source_rank))
+        assert wire.source is not None and wire.arriving is not None
+        self.recorder.awaits(record, Awaited(wire.direction, wire.source, action.microbatch, wire.arriving.source))
         while not receipt.ready():
             yield receipt
         return receipt.wait()
 
-    def _hand_on(self, action: Action, wire: Wire, result: Tensor | None, hooks: Hooks) -> None:
+    def _hand_on(self, action: Action, wire: Wire, result: Tensor | None) -> None:
         """Give a result to the neighbour on this rank, to its send, or to the caller of `run`."""
         key = (wire.direction, action.stage, action.microbatch)
         if wire.target is None:
@@ -252,7 +254,6 @@ class Executor:
             self._transmit(wire.leaving, self._checked(action, wire, result))
         else:
             self._departures[key] = self._checked(action, wire, result)
-        hooks.after(action)
 
     def _checked(self, action: Action, wire: Wire, result: Tensor | None) -> Tensor:
         """The result, if it has the shape with which the neighbour has posted its receive; no other may leave."""

@@ -54,3 +54,10 @@ class Pairs:
             raise ValueError(
                 "early_release changes the turns of overlapped pairs, but overlap is off; set overlap, or leave it out"
             )
+
+    def alone(self) -> "Pairs":
+        """The way to run a forward or backward outside of pairs, where nothing else computes."""
+        return Pairs(overlap=False, hooks=self.hooks if self.hooks.alone else Hooks())
+
+
+ALONE = Pairs().alone()

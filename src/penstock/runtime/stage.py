@@ -31,7 +31,7 @@ from penstock.model import (
 )
 from penstock.runtime.errors import PipelineError
 from penstock.runtime.message import Message
-from penstock.runtime.pairs import Pairs
+from penstock.runtime.pairs import ALONE, Pairs
 from penstock.runtime.profiling import named_context
 from penstock.runtime.tape import GraphSegment, Tape
 from penstock.runtime.unit_call import UnitCall, persistent_buffers
@@ -283,21 +283,21 @@ class Stage:
                     module.decode(x_TD, None, rows)  # pyright: ignore[reportCallIssue]
 
     def backward(
-        self, tape: Tape, grad: Tensor | None, split: bool = False, fill: bool = False, pair: Pairs | None = None
+        self, tape: Tape, grad: Tensor | None, split: bool = False, pairs: Pairs = ALONE
     ) -> Lane[Tensor | None]:
         """Backward of one microbatch from the gradient of its output [T, D] (None: of the loss).
 
-        A stage with collectives computes weight gradients while a collective is under way; those behind the last one
-        come when the gradient of the input is there.
+        What it leaves of the weights' gradients on the tape is for `weight_backward`, which comes next: with `split`
+        all, without it those behind the last collective. A stage computes the others while a collective is under way,
+        or, where it launches none, in one go with the gradient of the input.
 
         Args:
-            split: leave the weights' gradients on the tape, for `weight_backward`.
-            fill: with `split`, leave only those on the tape that fall behind the last collective.
-            pair: how this lane takes turns with the other one of a fused pair; None where it runs alone.
+            split: leave all weight gradients on the tape.
+            pairs: how this lane takes turns with the other one of a fused pair, if that runs meanwhile.
 
         Returns the gradient of the stage's input [T, D], None where the stage takes token ids.
         """
-        fill = fill or (self.exchanges and not split)
+        fill = self.exchanges and not split
         deferred = None
         if self.weight_gradients is not None and (split or fill):
             deferred = partial(self.weight_gradients.deferred_to, tape.weight_gradients)
@@ -317,24 +317,22 @@ class Stage:
                 continue
             lane = Driven(entry.backward(grad), deferred)
             for turn in lane:
-                if turn is Turn.RELEASE_WAITS and pair is not None and pair.early_release:
+                if turn is Turn.RELEASE_WAITS and pairs.early_release:
                     owes_turn = True
                 elif not fill:
                     yield turn
                 elif turn is not Turn.WEIGHTS_WAIT:
                     self.weight_backward(tape)
                     yield
-                elif pair is not None:
+                elif pairs.overlap:
                     # The other lane launches something first, and the weight gradients hide it.
                     yield
                     self.weight_backward(tape)
             grad = lane.result
-        if fill and not split:
-            self.weight_backward(tape)
         return grad
 
     def weight_backward(self, tape: Tape) -> None:
-        """Compute the weight gradients that a backward left on the tape, in its order."""
+        """Compute the weight gradients that `backward` left on the tape, in its order."""
         WeightGradients.drain(tape.weight_gradients)
 
 

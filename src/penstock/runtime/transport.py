@@ -18,7 +18,7 @@ from torch import Tensor
 
 from penstock.model import Driven
 from penstock.runtime.errors import Deadlock, TransportError
-from penstock.schedule import Channel, Direction, Placement
+from penstock.schedule import Channel, Direction
 
 T = TypeVar("T")
 
@@ -41,35 +41,6 @@ def describe(channel: Line) -> str:
     else:
         what = "activations" if channel.direction is Direction.FORWARD else "gradients"
     return f"{what} from rank {channel.source} to rank {channel.destination}"
-
-
-@dataclass(frozen=True, slots=True)
-class Wire:
-    """One direction through one local stage: where its input comes from and where its result goes to."""
-
-    direction: Direction
-    #: the stage that gives the input; None at the model's end
-    source: int | None
-    #: the rank that holds that stage
-    source_rank: int | None
-    #: the channel by which the input arrives; None at the model's end, or from a stage of this rank
-    arriving: Channel | None
-    #: the stage that takes the result; None at the model's end
-    target: int | None
-    #: the channel by which the result leaves; None at the model's end, or to a stage of this rank
-    leaving: Channel | None
-
-    @classmethod
-    def of(cls, direction: Direction, stage: int, placement: Placement) -> "Wire":
-        source = placement.source(stage, direction)
-        return cls(
-            direction,
-            source,
-            None if source is None else placement.rank_of(source),
-            placement.channel_to(stage, direction),
-            placement.target(stage, direction),
-            placement.channel_from(stage, direction),
-        )
 
 
 class Receipt(Protocol):

@@ -10,7 +10,6 @@
 
 from penstock.schedule.actions import (
     Action,
-    Channel,
     Direction,
     Op,
     Pair,
@@ -28,7 +27,7 @@ from penstock.schedule.costs import Costs, Memory
 from penstock.schedule.generation import Batch, BatchItem, RingShape, Scheduler
 from penstock.schedule.lower import early_gradients, lower
 from penstock.schedule.partition import balanced_cut, check_cut, partition
-from penstock.schedule.rules import Rule, Rules, partner
+from penstock.schedule.rules import Channel, Rule, Rules, partner
 from penstock.schedule.search import SearchedCut, costs_of_cut, options_for_step, search_cut
 from penstock.schedule.sequence import NO_ROW, Ending, Sequence, Token
 from penstock.schedule.simulate import Event, Timeline, critical_path, simulate

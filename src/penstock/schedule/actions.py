@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum, IntEnum
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 
 class ScheduleError(ValueError):
@@ -168,21 +168,9 @@ class PlacementKind(Enum):
     BIDIRECTIONAL = "bidirectional"
 
 
-class Channel(NamedTuple):
-    """A one-way line between two ranks, first in first out, for the tensors of one direction.
-
-    >>> Channel(source=0, destination=1, direction=Direction.FORWARD).direction.name
-    'FORWARD'
-    """
-
-    source: int
-    destination: int
-    direction: Direction
-
-
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The assignment of stages to ranks, with each stage's neighbours and the channels between them.
+    """The assignment of stages to ranks, with each stage's neighbours.
 
     >>> placement = Placement(PlacementKind.LOOP, num_ranks=2, stages_per_rank=2)
     >>> placement.num_stages, placement.stages_of(1), placement.output_rank
@@ -259,31 +247,6 @@ class Placement:
         """True if the stage gives the model's output."""
         return (stage + 1) % self.stages_per_route == 0
 
-    def source(self, stage: int, direction: Direction) -> int | None:
-        """The neighbour whose result the stage takes; None at the model's end."""
-        return self.previous(stage) if direction is Direction.FORWARD else self.next(stage)
-
-    def target(self, stage: int, direction: Direction) -> int | None:
-        """The neighbour that takes the stage's result; None at the model's end."""
-        return self.next(stage) if direction is Direction.FORWARD else self.previous(stage)
-
-    def channel_to(self, stage: int, direction: Direction) -> Channel | None:
-        """The channel on which a stage's input arrives; None at the model's end, or from a stage of the same rank."""
-        source = self.source(stage, direction)
-        return None if source is None else self.channel_from(source, direction)
-
-    def channel_from(self, stage: int, direction: Direction) -> Channel | None:
-        """The channel on which a stage's result leaves; None at the model's end, or to a stage of the same rank."""
-        target = self.target(stage, direction)
-        if target is None or self.rank_of(stage) == self.rank_of(target):
-            return None
-        return Channel(self.rank_of(stage), self.rank_of(target), direction)
-
-    def channels(self) -> tuple[Channel, ...]:
-        """Every channel, in the order in which all ranks create them."""
-        found = (self.channel_from(stage, way) for stage in range(self.num_stages) for way in Direction)
-        return tuple(sorted({channel for channel in found if channel is not None}))
-
 
 @dataclass(frozen=True)
 class Schedule:
@@ -322,6 +285,9 @@ class Schedule:
 class Program:
     """A schedule with its transfers, reductions and optimizer step: what is proved, simulated, drawn and run.
 
+    The order of the steps alone says when a message leaves: a send right behind the step that makes its tensor leaves
+    while that step goes on (see `rules.early_sends`), any other at its place.
+
     >>> from penstock.schedule import build, lower
     >>> print(*lower(build("1f1b", ranks=2, microbatches=1)).ranks[1])
     1RECV_F0 1F0 1B0 1SEND_B0 1REDUCE_GRAD STEP
@@ -330,12 +296,8 @@ class Program:
     schedule: Schedule
     #: One list of steps a rank.
     ranks: tuple[tuple[Step, ...], ...]
-    #: Each rank's sends that leave while the step that makes their tensor is still running; empty if all wait for it.
-    early_sends: tuple[frozenset[Action], ...] = ()
 
     def __post_init__(self) -> None:
-        if self.early_sends and len(self.early_sends) != len(self.ranks):
-            raise ValueError(f"{len(self.ranks)} ranks need as many sets of early sends, got {len(self.early_sends)}")
         if len(self.ranks) != self.placement.num_ranks:
             raise ValueError(f"{self.placement.num_ranks} ranks need as many lists of steps, got {len(self.ranks)}")
 

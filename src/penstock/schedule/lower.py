@@ -1,12 +1,11 @@
 """The passes that turn a schedule into a program.
 
-    early_gradients    schedule -> schedule   split each B whose gradient leaves its rank, to send it earlier
-    add_transfers      schedule -> steps      add the sends, and receives posted ahead of need (`transfers.py`)
-    add_reductions     steps -> steps         add each stage's gradient reduction
-    add_step           steps -> steps         add the optimizer step
-    mark_early_sends   steps -> program       mark the sends that leave while their step is running
+    early_gradients   schedule -> schedule   split each B whose gradient leaves its rank, to send it earlier
+    add_transfers     schedule -> steps      add the sends, and receives posted ahead of need (`transfers.py`)
+    add_reductions    steps -> steps         add each stage's gradient reduction
+    add_step          steps -> steps         add the optimizer step
 
-`lower` runs the last four; the first is the caller's choice.
+`lower` runs the last three; the first is the caller's choice.
 """
 
 from __future__ import annotations
@@ -27,18 +26,18 @@ from penstock.schedule.actions import (
     check_count,
     parts,
 )
-from penstock.schedule.rules import early_sends
+from penstock.schedule.rules import Wire
 from penstock.schedule.transfers import add_transfers
 
 
 def lower(schedule: Schedule, *, receives_ahead: int = 2, shared_channels: bool = False) -> Program:
     """Turn a schedule into a program that carries it out, without changing the schedule.
 
-    A send comes right after the action that made its tensor. The receives on a channel are posted in the order of the
-    sends: up to `receives_ahead` of them at the start, then one more after each action that used one up. That receive
-    follows the action's own sends, since other ranks wait for those, unless a send itself has to wait. If
-    `receives_ahead` is too few for blocking sends, a channel gets more. A gradient is reduced right after the last
-    action that writes to it; the optimizer step comes last.
+    A send comes right after the step that makes its tensor, so it may leave while that step goes on. The receives on a
+    channel are posted in the order of the sends: up to `receives_ahead` of them at the start, then one more after each
+    action that used one up. That receive follows the action's own sends, since other ranks wait for those, unless a
+    send itself has to wait. If `receives_ahead` is too few for blocking sends, a channel gets more. A gradient is
+    reduced right after the last action that writes to it; the optimizer step comes last.
 
     With `shared_channels`, a rank receives activations and gradients from another in the one order in which they are
     sent. A runtime with one channel for both, such as torch's, needs this. A runtime with two channels can run such a
@@ -55,7 +54,7 @@ def lower(schedule: Schedule, *, receives_ahead: int = 2, shared_channels: bool 
     if schedule.training:
         stages_of = schedule.placement.stages_of
         ranks = [add_step(add_reductions(steps, stages_of(rank))) for rank, steps in enumerate(ranks)]
-    return mark_early_sends(schedule, ranks)
+    return Program(schedule, tuple(map(tuple, ranks)))
 
 
 def early_gradients(schedule: Schedule) -> Schedule:
@@ -74,7 +73,8 @@ def early_gradients(schedule: Schedule) -> Schedule:
 
 
 def _split_leaving(order: Sequence[Step], placement: Placement) -> Iterator[Step]:
-    leaving = {stage for stage in range(placement.num_stages) if placement.channel_from(stage, Direction.BACKWARD)}
+    stages = range(placement.num_stages)
+    leaving = {stage for stage in stages if Wire.of(placement, stage, Direction.BACKWARD).leaving}
     for step in order:
         if isinstance(step, Action) and step.op is Op.B and step.stage in leaving:
             yield Action(Op.I, step.stage, step.microbatch)
@@ -103,9 +103,3 @@ def add_reductions(steps: Sequence[Step], stages: Iterable[int]) -> list[Step]:
 def add_step(steps: Sequence[Step]) -> list[Step]:
     """Add the optimizer step at the end."""
     return [*steps, Action(Op.STEP)]
-
-
-def mark_early_sends(schedule: Schedule, ranks: Iterable[Sequence[Step]]) -> Program:
-    """Make a program of these steps in which every send that can leave early does so."""
-    steps = tuple(map(tuple, ranks))
-    return Program(schedule, steps, tuple(map(early_sends, steps)))

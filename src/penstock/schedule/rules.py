@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
 
-from penstock.schedule.actions import ALL, TRANSFERS, Action, Channel, Direction, Op, Pair, Schedule, Step
+from penstock.schedule.actions import ALL, TRANSFERS, Action, Direction, Op, Pair, Placement, Schedule, Step
 
 
 class FactKind(IntEnum):
@@ -73,6 +73,51 @@ def partner(transfer: Action) -> Action:
     """
     op, distance = _PARTNERS[transfer.op]
     return Action(op, transfer.stage + distance, transfer.microbatch)
+
+
+class Channel(NamedTuple):
+    """A one-way line between two ranks, first in first out, for the tensors of one direction.
+
+    >>> Channel(source=0, destination=1, direction=Direction.FORWARD).direction.name
+    'FORWARD'
+    """
+
+    source: int
+    destination: int
+    direction: Direction
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """One direction through one stage: where its input comes from and where its result goes to."""
+
+    direction: Direction
+    #: The stage that gives the input; None at the model's end.
+    source: int | None
+    #: The channel by which the input arrives; None at the model's end, or from a stage of the same rank.
+    arriving: Channel | None
+    #: The stage that takes the result; None at the model's end.
+    target: int | None
+    #: The channel by which the result leaves; None at the model's end, or to a stage of the same rank.
+    leaving: Channel | None
+
+    @classmethod
+    def of(cls, placement: Placement, stage: int, direction: Direction) -> Wire:
+        ends = (placement.previous(stage), placement.next(stage))
+        source, target = ends if direction is Direction.FORWARD else reversed(ends)
+
+        def channel(giver: int | None, taker: int | None) -> Channel | None:
+            if giver is None or taker is None or placement.rank_of(giver) == placement.rank_of(taker):
+                return None
+            return Channel(placement.rank_of(giver), placement.rank_of(taker), direction)
+
+        return cls(direction, source, channel(source, stage), target, channel(stage, target))
+
+
+def channels_of(placement: Placement) -> tuple[Channel, ...]:
+    """Every channel between ranks, in the order in which all of them create it."""
+    found = (Wire.of(placement, stage, direction) for stage in range(placement.num_stages) for direction in Direction)
+    return tuple(sorted({wire.leaving for wire in found if wire.leaving is not None}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +248,7 @@ class Rules:
     def channels(self) -> tuple[Channel, ...]:
         """Every channel in use, in the order that all ranks share."""
         directions = Direction if self.schedule.training else (Direction.FORWARD,)
-        return tuple(channel for channel in self.placement.channels() if channel.direction in directions)
+        return tuple(channel for channel in channels_of(self.placement) if channel.direction in directions)
 
     def _rules_of(self, stage: int) -> Iterator[tuple[Op, Rule]]:
         """Yield every op that a stage takes part in, with its rule."""
@@ -220,32 +265,30 @@ class Rules:
     def _flow_rules(self, flow: Flow, stage: int) -> Iterator[tuple[Op, Rule]]:
         """Yield the rules for the tensors that reach a stage from one neighbour and leave for the other."""
         microbatches, training = self.schedule.microbatches_of(stage), self.schedule.training
-        source, target = (of(stage, flow.direction) for of in (self.placement.source, self.placement.target))
-        arriving = self.placement.channel_to(stage, flow.direction)
-        leaving = self.placement.channel_from(stage, flow.direction)
+        wire = Wire.of(self.placement, stage, flow.direction)
         posted, made, sent = (self._first(kind, stage) for kind in (flow.posted, flow.made, flow.sent))
 
         needs = [] if flow is FORWARD else [self._first(FactKind.OUTPUT, stage)]
-        if source is not None:
-            needs.append(posted if arriving else self._first(flow.made, source))
+        if wire.source is not None:
+            needs.append(posted if wire.arriving else self._first(flow.made, wire.source))
         for op in flow.computes:
             rule = Rule(
                 microbatches,
                 needs=tuple(needs),
                 gives=(made, self._first(FactKind.WEIGHT_GRADIENT, stage)) if op is Op.B else (made,),
-                message=posted if arriving else None,
-                awaits=None if arriving is None or source is None else self._first(flow.sent, source),
-                channel=arriving,
-                send=flow.send if leaving else None,
+                message=posted if wire.arriving else None,
+                awaits=None if not wire.arriving or wire.source is None else self._first(flow.sent, wire.source),
+                channel=wire.arriving,
+                send=flow.send if wire.leaving else None,
                 opens=op is Op.F,
                 closes=op is Op.B or not training,
             )
             yield op, rule
-        if arriving:
-            yield flow.receive, Rule(microbatches, (), (posted,), message=posted, channel=arriving)
-        if leaving and target is not None:
-            there = self._first(flow.posted, target)
-            yield flow.send, Rule(microbatches, (made,), (sent,), message=there, awaits=there, channel=leaving)
+        if wire.arriving:
+            yield flow.receive, Rule(microbatches, (), (posted,), message=posted, channel=wire.arriving)
+        if wire.leaving and wire.target is not None:
+            there = self._first(flow.posted, wire.target)
+            yield flow.send, Rule(microbatches, (made,), (sent,), message=there, awaits=there, channel=wire.leaving)
 
     def _first(self, kind: FactKind, stage: int) -> int:
         """The number of a fact for microbatch 0, to which each action adds its own microbatch."""
@@ -258,11 +301,11 @@ class Rules:
 
 
 def early_sends(steps: Sequence[Step]) -> frozenset[Action]:
-    """Find the sends that can leave before the step that makes their tensor has ended.
+    """Find the sends of a rank's program that leave before the step that makes their tensor has ended.
 
     Such a step is a fused pair, whose other action is still running, or a `B`, which still computes weight gradients.
-    Only transfers may lie between the step and the send, and the send must not overtake another in its direction. A
-    runtime that sends early must not block in a send; then no rank waits longer.
+    Only transfers lie between the step and the send, and the send overtakes no other in its direction. A runtime never
+    blocks in a send, so no rank waits longer than if each send left after its step, as proof and simulation have it.
 
     >>> from penstock.schedule.actions import Pair
     >>> pair = Pair(Action(Op.F, 1, 1), Action(Op.B, 1, 0))

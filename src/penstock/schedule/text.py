@@ -25,7 +25,7 @@ from penstock.schedule.actions import (
     flatten,
     parts,
 )
-from penstock.schedule.lower import add_reductions, add_step, mark_early_sends
+from penstock.schedule.lower import add_reductions, add_step
 
 Plan: TypeAlias = Schedule | Program
 
@@ -104,7 +104,7 @@ def _plan(with_transfers: bool, fields: dict[str, str], rows: list[tuple[Step, .
         _check_size(placement.num_stages, num_microbatches, rows)
         orders = tuple(_compute_only(row) for row in rows) if with_transfers else tuple(rows)
         schedule = Schedule(fields["name"], placement, num_microbatches, orders, bound, training)
-        return mark_early_sends(schedule, rows) if with_transfers else schedule
+        return Program(schedule, tuple(rows)) if with_transfers else schedule
     except ScheduleError:
         raise
     except ValueError as error:
@@ -167,7 +167,7 @@ def from_csv(text: str, *, name: str = "imported", with_transfers: bool | None =
         rows = [tuple(add_reductions(row, placement.stages_of(rank))) for rank, row in enumerate(rows)]
     if training:
         rows = [tuple(add_step(row)) for row in rows]
-    return mark_early_sends(schedule, rows)
+    return Program(schedule, tuple(rows))
 
 
 def _rows(plan: Plan) -> tuple[tuple[Step, ...], ...]:

@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-from penstock.schedule.actions import COMPUTE, Action, Channel, Op, Schedule, ScheduleError, Step, flatten, parts
-from penstock.schedule.rules import BACKWARD, FORWARD, Rule, Rules
+from penstock.schedule.actions import COMPUTE, Action, Op, Schedule, ScheduleError, Step, flatten, parts
+from penstock.schedule.rules import BACKWARD, FORWARD, Channel, Rule, Rules
 
 
 def add_transfers(schedule: Schedule, receives_ahead: int, shared_channels: bool) -> list[list[Step]]:

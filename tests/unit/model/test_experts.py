@@ -402,6 +402,7 @@ class TestPrediction:
         stage = Stage(0, [("head", ours)], Boundary(D, torch.float64))
         drain(stage.forward(tape, x, sequences.with_aux_losses(terms), lambda y: cross_entropy_sum(y, labels) * 0.7))
         grad = drain(stage.backward(tape, None))
+        stage.weight_backward(tape)
 
         module, leaf = head(), x.clone().requires_grad_()
         loss = cross_entropy_sum(module.projection(module.norm(leaf)), labels)

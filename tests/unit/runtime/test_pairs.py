@@ -252,6 +252,7 @@ def test_what_came_back_from_the_experts_is_freed_and_what_backward_reads_is_not
     # The inputs of linear layers are their weights' other factor; a sum needs neither of its terms.
     assert watched.alive() == {"before", "experts"}
     drain(stage.backward(tape, torch.ones_like(y)))
+    stage.weight_backward(tape)
     assert watched.alive() == set()
 
 
@@ -296,6 +297,7 @@ def test_after_its_backward_nothing_holds_a_microbatch() -> None:
             y = drain(stage.forward(tape, torch.ones(3, WIDTH), sequences))
             refs += [weakref.ref(tape), *map(weakref.ref, tape.segments)]
             drain(stage.backward(tape, torch.ones_like(y)))
+            stage.weight_backward(tape)
             del tape
         assert len(refs) == 6
         assert all(ref() is None for ref in refs)

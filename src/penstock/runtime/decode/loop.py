@@ -33,8 +33,7 @@ from penstock.runtime.trace import Awaited
 from penstock.runtime.transport import Receipt
 from penstock.schedule import Action, Batch, Direction, Ending, Op, RingShape, Scheduler, Token
 from penstock.schedule.recording import Record
-
-_FORWARD = Direction.FORWARD
+from penstock.schedule.rules import Wire
 
 
 @dataclass(slots=True)
@@ -90,12 +89,8 @@ class DecodeLoop:
         #: passes headers and tokens on
         self.relay = HeaderRelay(ring, shape.rows_per_slot)
         placement, local = ring.placement, [decoder.stage.index for decoder in decoders]
-        #: local stage -> the stages before and after it; None at the model's ends
-        self._neighbours = {stage: (placement.previous(stage), placement.next(stage)) for stage in local}
-        #: local stage -> the channels of its input and output; None at the model's ends and between local stages
-        self._channels = {
-            stage: (placement.channel_to(stage, _FORWARD), placement.channel_from(stage, _FORWARD)) for stage in local
-        }
+        #: local stage -> where its input comes from and its output goes to
+        self._wires = {stage: Wire.of(placement, stage, Direction.FORWARD) for stage in local}
         #: the work that this rank has done so far
         self.report = DecodeReport()
         #: sequence -> for each of its tokens those that could not be drawn; on the rank of the last stage, if asked for
@@ -236,7 +231,7 @@ class DecodeLoop:
     def _post_input(self, decoder: StageDecoder, batch: Batch) -> Receipt | None:
         """None where the input comes from this rank."""
         stage, boundary = decoder.stage, decoder.stage.boundary
-        channel, _ = self._channels[stage.index]
+        channel = self._wires[stage.index].arriving
         if channel is None or not batch.items:
             return None
         return self.ring.transport.receive(channel, boundary.whole_shape(batch.num_tokens), boundary.dtype)
@@ -253,25 +248,24 @@ class DecodeLoop:
         x = self._input(decoder, batch, receipt, record)
         ring.recorder.started(record)
         y = decoder.decode(x, rows, self.shape.rows_of(batch.slot))
-        (_, after), (_, channel) = self._neighbours[stage.index], self._channels[stage.index]
-        if after is None:
+        wire = self._wires[stage.index]
+        if wire.target is None:
             self.relay.return_tokens(self._sample(y, batch))
-        elif channel is None:
+        elif wire.leaving is None:
             self._outputs[stage.index, batch.slot] = y
         else:
-            ring.transport.send(channel, y.contiguous())
+            ring.transport.send(wire.leaving, y.contiguous())
         ring.recorder.end(record)
         self.report.count(record, batch)
 
     def _input(self, decoder: StageDecoder, batch: Batch, receipt: Receipt | None, record: Record) -> Tensor:
         """Token ids [T] for the first stage, else activations [T, D]."""
-        ring = self.ring
-        before, _ = self._neighbours[decoder.stage.index]
-        if before is None:
+        ring, wire = self.ring, self._wires[decoder.stage.index]
+        if wire.source is None:
             return torch.tensor(self._token_ids(batch), dtype=torch.int64).to(ring.device)
-        if receipt is None:
-            return self._outputs.pop((before, batch.slot))
-        ring.recorder.awaits(record, Awaited(_FORWARD, before, batch.slot, ring.placement.rank_of(before)))
+        if receipt is None or wire.arriving is None:
+            return self._outputs.pop((wire.source, batch.slot))
+        ring.recorder.awaits(record, Awaited(wire.direction, wire.source, batch.slot, wire.arriving.source))
         return receipt.wait()
 
     def _token_ids(self, batch: Batch) -> list[int]:
