@@ -16,6 +16,10 @@ ENGINE_LINES = 150
 # Longer functions and longer lists of parameters, each with its reason; five at most.
 EXCEPTIONS: dict[str, str] = {}
 
+# The rooms whose classes with state document it at their heads, but for these files.
+DOCUMENTED = {"data", "draw", "engine", "parallel", "runtime"}
+UNDOCUMENTED_FILES = {"recovery.py"}
+
 Definition = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -124,15 +128,15 @@ def undocumented(owner: ast.ClassDef, lines: list[str]) -> set[str]:
     return own - documented
 
 
-def test_the_engine_documents_its_state() -> None:
-    files = [path for path in FILES if room_of(path) == "engine"]
+def test_classes_document_their_state() -> None:
+    files = [path for path in FILES if room_of(path) in DOCUMENTED and path.name not in UNDOCUMENTED_FILES]
     found = {
         f"{path.name}:{node.name}": missing
         for path in files
         for node in ast.walk(tree_of(path))
         if isinstance(node, ast.ClassDef) and (missing := undocumented(node, path.read_text().splitlines()))
     }
-    assert files
+    assert {room_of(path) for path in files} == DOCUMENTED
     assert not found
 
 

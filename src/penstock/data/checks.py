@@ -21,6 +21,10 @@ class BatchError(ValueError):
     penstock.data.checks.BatchError: sequences['tokens']: 'text' is not a list of numbers ...
     """
 
+    #: the part at fault, and what is wrong with it
+    field: str
+    problem: str
+
     def __init__(self, field: str, problem: str):
         super().__init__(f"{field}: {problem}")
         self.field = field

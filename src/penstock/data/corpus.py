@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -75,10 +75,21 @@ class TokenStore:
 class StoreWriter:
     """Writes documents' tokens one after another to a binary stream, which the caller owns."""
 
+    #: the least type that has room for every token
+    dtype: np.dtype[Any]
+    #: where tokens are written
+    _stream: BinaryIO
+    #: tokens of each document so far
+    _lengths: list[int]
+    #: the largest token so far
+    _max_token: int
+    #: hash of what was written so far
+    _hash: Any
+
     def __init__(self, stream: BinaryIO, vocab_size: int):
         self.dtype = np.dtype(np.uint8 if vocab_size <= 1 << 8 else np.uint16 if vocab_size <= 1 << 16 else np.uint32)
         self._stream = stream
-        self._lengths: list[int] = []
+        self._lengths = []
         self._max_token = -1
         self._hash = hashlib.blake2b(digest_size=16)
 

@@ -66,6 +66,21 @@ class Loader:
     Raises: `CorpusError` if an item does not fit the size of a batch.
     """
 
+    #: the items, made of documents
+    _packing: Packing
+    #: items or tokens of a batch
+    _size: BatchSize
+    #: the seed of each epoch's order
+    _seed: int
+    #: the part of each batch that this rank takes
+    _shard: DataShard
+    #: False for batches of metadata alone
+    _with_data: bool
+    #: items taken so far, over all epochs and ranks
+    _position: int
+    #: the epoch at hand, and the order of its items
+    _order: tuple[int, np.ndarray] | None
+
     def __init__(
         self,
         packing: Packing,
@@ -84,7 +99,7 @@ class Loader:
         self._shard = shard or DataShard()
         self._with_data = with_data
         self._position = 0
-        self._order: tuple[int, np.ndarray] | None = None
+        self._order = None
 
     @property
     def epoch(self) -> int:

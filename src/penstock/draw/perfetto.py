@@ -65,6 +65,14 @@ def _pid(rank: int) -> int:
 class _Track:
     """Converts one layer into entries of a trace."""
 
+    #: the layer as a process of the trace, and the ending of names in it
+    number: int
+    suffix: str
+    #: the layer that is drawn
+    layer: Layer
+    #: nanoseconds of a unit of the layer's times
+    nanoseconds: float
+
     def __init__(self, number: int, layer: Layer, nanoseconds: float, *, alone: bool) -> None:
         self.number, self.layer, self.nanoseconds = number, layer, nanoseconds
         self.suffix = "" if alone else f", {layer.name}"

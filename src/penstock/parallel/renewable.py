@@ -59,6 +59,11 @@ class RenewableGroup(dist.ProcessGroup):
     backend: Any
     #: the group of torch.distributed around it
     inner: Any
+    #: where its members meet, and how a backend is made there
+    _store: Store
+    _make: Callable[[Store, Any], Any]
+    #: the group's name once it is registered
+    _own_name: str
 
     def __init__(self, store: Store, rank: int, size: int, make: Callable[[Store, Any], Any]) -> None:
         super().__init__(rank, size)  # pyright: ignore[reportCallIssue]

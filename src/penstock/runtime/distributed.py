@@ -38,6 +38,24 @@ class DistributedTransport:
         TransportError: a link fails its test within `timeout_s`; the message names it.
     """
 
+    #: this rank in the pipeline
+    rank: int
+    #: where messages are received
+    device: torch.device
+    #: the longest that a link's test or a message may take
+    timeout_s: float
+    #: the channels that begin or end here, in the order that all ranks share
+    _lines: list[Line]
+    #: channel -> its communicator
+    _links: dict[Line, "_Link"]
+    #: where the ends of a link meet, and how one is made there
+    _store: Store
+    _make: Callable[[Store, int], Any]
+    #: messages that are posted and not waited for
+    _num_awaited: int
+    #: True after a failed step, until the links are renewed
+    _abandoned: bool
+
     def __init__(
         self,
         lines: Placement | Sequence[Line],
@@ -50,7 +68,7 @@ class DistributedTransport:
         self._make = _backend_maker(group, device, timedelta(seconds=timeout_s))
         lines = channels_of(lines) if isinstance(lines, Placement) else lines
         self._lines = [channel for channel in lines if self.rank in (channel.source, channel.destination)]
-        self._links: dict[Line, _Link] = {}
+        self._links = {}
         self.renew(0)
 
     def backends(self) -> Sequence[Any]:
@@ -132,6 +150,13 @@ def open_transport(
 class _PostedReceive:
     __slots__ = ("buffer", "channel", "transport", "work")
 
+    #: the transport that counts it
+    transport: DistributedTransport
+    #: the channel, its message, and the backend's handle
+    channel: Line
+    buffer: Tensor
+    work: dist.Work
+
     def __init__(self, transport: DistributedTransport, channel: Line, buffer: Tensor, work: dist.Work) -> None:
         self.transport, self.channel, self.buffer, self.work = transport, channel, buffer, work
 
@@ -156,6 +181,14 @@ class _Link:
     `watch_s`: the longest that a thread waits for a send, for a backend whose works cannot be polled; None: they can.
     """
 
+    #: the channel, and which end of the communicator the other rank is
+    channel: Line
+    peer: int
+    #: the communicator
+    group: Any
+    #: keeps sent tensors until they have left; None at the receiving end
+    _sends: "_ThreadedSends | _PolledSends | _HeldSends | None"
+
     def __init__(
         self,
         channel: Line,
@@ -170,7 +203,7 @@ class _Link:
         store = PrefixStore(describe(channel), store)
         self.channel, self.peer = channel, int(outgoing)
         self.group = make(store, 1 - self.peer)
-        self._sends: _ThreadedSends | _PolledSends | _HeldSends | None = None
+        self._sends = None
         if outgoing and isinstance(channel, HostChannel):
             self._sends = _HeldSends(channel)
         elif outgoing:
@@ -212,8 +245,11 @@ _Sends = deque[tuple[dist.Work, Tensor]]
 class _PolledSends:
     """Holds sent tensors until their work is complete, polled whenever another is sent (CUDA's works can be polled)."""
 
+    #: sends that may be under way, oldest first
+    _in_flight: _Sends
+
     def __init__(self) -> None:
-        self._in_flight: _Sends = deque()
+        self._in_flight = deque()
 
     def add(self, work: dist.Work, tensor: Tensor) -> None:
         self._in_flight.append((work, tensor))
@@ -238,9 +274,14 @@ class _HeldSends:
     A thread would wake for each of them, just when its rank wants to compute.
     """
 
+    #: the channel
+    _channel: Line
+    #: its last sends, oldest first
+    _held: _Sends
+
     def __init__(self, channel: Line) -> None:
         self._channel = channel
-        self._held: _Sends = deque()
+        self._held = deque()
 
     def add(self, work: dist.Work, tensor: Tensor) -> None:
         self._held.append((work, tensor))
@@ -270,13 +311,29 @@ class _ThreadedSends:
     several at a time.
     """
 
+    #: the channel, and the longest that a message may take
+    _channel: Line
+    _timeout_s: float
+    #: sends that the thread has not been given yet, and their bytes
+    _kept: _Sends
+    _kept_bytes: int
+    #: the thread's work: sends to wait for, a call to make behind them, or None for the end
+    _queue: queue.SimpleQueue[_Sends | Callable[[], None] | None]
+    #: sends so far, and those that have left
+    _num_added: int
+    _num_left: int
+    #: the reason why a message has not left
+    _error: TransportError | None
+    #: waits for one send after another
+    _thread: threading.Thread
+
     def __init__(self, channel: Line, timeout_s: float) -> None:
         self._channel, self._timeout_s = channel, timeout_s
-        self._queue: queue.SimpleQueue[_Sends | Callable[[], None] | None] = queue.SimpleQueue()
-        self._kept: _Sends = deque()
+        self._queue = queue.SimpleQueue()
+        self._kept = deque()
         self._kept_bytes = 0
         self._num_added = self._num_left = 0
-        self._error: TransportError | None = None
+        self._error = None
         self._thread = threading.Thread(target=self._watch, name=f"penstock sends {describe(channel)}", daemon=True)
         self._thread.start()
 

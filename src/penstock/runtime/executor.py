@@ -68,6 +68,43 @@ class Executor:
         ScheduleError: the program cannot be proved.
     """
 
+    #: the proved program, and this rank's place in it
+    program: Program
+    rank: int
+    #: the local stages by number
+    stages: Mapping[int, Stage]
+    #: carries messages between ranks
+    transport: Transport
+    #: notes every action
+    recorder: Recorder
+    #: starts the reduction of a stage's gradients
+    reduce: Callable[[int], None]
+    #: the turns of fused pairs
+    pairs: Pairs
+    #: True if the program has backwards
+    training: bool
+    #: rings when another rank has failed
+    alarm: Alarm
+    #: local stage and direction -> where its input comes from and its result goes to
+    _wires: dict[tuple[Direction, int], Wire]
+    #: results that leave while their step goes on
+    _early: frozenset[Key]
+    #: computing op -> its lane; any other op -> its handler
+    _lanes: dict[Op, MakeLane]
+    _handlers: dict[Op, Callable[[Action, Wire, Record], None]]
+    #: the program's steps with their handlers
+    _steps: list[tuple[Step, Handler]]
+    #: the running step's microbatches
+    _feeds: Sequence[Feed]
+    #: the running step's tapes
+    _tapes: Tapes
+    #: inputs that are posted receives, or results of a neighbour on this rank
+    _arrivals: dict[Key, Receipt | Tensor]
+    #: results that their send has not taken yet
+    _departures: dict[Key, Tensor]
+    #: microbatch -> the result of the last stage's `finish`
+    _results: dict[int, Tensor]
+
     def __init__(
         self,
         program: Program,
@@ -81,32 +118,26 @@ class Executor:
         self.program, self.rank, self.stages = program, transport.rank, stages
         self.transport, self.recorder, self.reduce, self.pairs = transport, recorder, reduce, pairs
         self.training = program.schedule.training
-        #: rings when another rank has failed
         self.alarm = Alarm()
-        #: the running step's microbatches
-        self._feeds: Sequence[Feed] = ()
+        self._feeds = ()
         self._tapes = Tapes()
-        #: inputs that are posted receives, or results of a neighbour on this rank
-        self._arrivals: dict[Key, Receipt | Tensor] = {}
-        #: results that their send has not taken yet
-        self._departures: dict[Key, Tensor] = {}
-        #: microbatch -> what the last stage's `finish` gave
-        self._results: dict[int, Tensor] = {}
+        self._arrivals = {}
+        self._departures = {}
+        self._results = {}
         self._wires = {
             (direction, number): Wire.of(program.placement, number, direction)
             for number in stages
             for direction in Direction
         }
-        #: results that leave while their step goes on
         self._early = frozenset(
             (send.op.direction, send.stage, send.microbatch) for send in early_sends(program.ranks[self.rank])
         )
-        self._lanes: dict[Op, MakeLane] = {
+        self._lanes = {
             Op.F: self._forward,
             Op.B: self._backward,
             Op.I: self._input_backward,
         }
-        self._handlers: dict[Op, Callable[[Action, Wire, Record], None]] = {
+        self._handlers = {
             Op.W: self._weight_backward,
             Op.SEND_F: self._send,
             Op.SEND_B: self._send,

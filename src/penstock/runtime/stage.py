@@ -93,6 +93,18 @@ class Stage:
     #: the input and the output, where they are not the plain stream
     takes: Message | None = None
     gives: Message | None = None
+    #: number over the whole model
+    index: int
+    #: (name, module) in order
+    units: tuple[tuple[str, nn.Module], ...]
+    #: shape and dtype of the tensors between stages
+    boundary: Boundary
+    #: defers weight gradients; None where that is never done
+    weight_gradients: WeightGradients | None
+    #: makes the context in which forwards run
+    autocast: Callable[[], AbstractContextManager[Any]]
+    #: the units as they are called, in segments
+    _runs: list["_Run"]
 
     def __init__(
         self,

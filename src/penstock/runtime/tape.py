@@ -99,10 +99,13 @@ class Tape:
 class Tapes:
     """A rank's tapes: F makes one, backward actions read it, the last of them takes it away."""
 
+    #: (stage, microbatch) -> tape
+    _live: dict[tuple[int, int], Tape]
+    #: the largest number of tapes that were live at once
+    peak: int
+
     def __init__(self) -> None:
-        #: (stage, microbatch) -> tape
-        self._live: dict[tuple[int, int], Tape] = {}
-        #: the largest number of tapes that were live at once
+        self._live = {}
         self.peak = 0
 
     def __len__(self) -> int:

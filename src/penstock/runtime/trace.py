@@ -49,6 +49,13 @@ class RecordedHandle(Handle[None]):
         awaiting: called with the record when the rank begins to wait, and with None when it goes on.
     """
 
+    #: the backend's handle
+    _work: Handle[object]
+    #: where times are noted
+    _record: CollectiveRecord
+    #: called with the record when the rank begins to wait, and with None when it goes on
+    _awaiting: Callable[[CollectiveRecord | None], None]
+
     def __init__(
         self, work: Handle[object], record: CollectiveRecord, awaiting: Callable[[CollectiveRecord | None], None]
     ) -> None:
@@ -124,6 +131,11 @@ class Recorder:
     _together: tuple[str, tuple[int, ...] | None] | None
     #: group -> its global ranks
     _ranks: dict[dist.ProcessGroup, tuple[int, ...]]
+    #: this rank, and as messages name it
+    rank: int
+    _name: str
+    #: the most records that are kept of actions, and of collectives
+    capacity: int
 
     def __init__(self, rank: int, capacity: int = 65536, place: str | None = None) -> None:
         self.rank, self.capacity = rank, capacity

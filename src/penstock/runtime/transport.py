@@ -103,9 +103,13 @@ class Transport(Protocol):
 class InProcessHub:
     """The queues that join the in-process transports of one pipeline."""
 
+    #: messages sent and not received yet
+    queues: dict[Line, deque[Tensor]]
+    #: messages sent so far
+    num_messages: int
+
     def __init__(self) -> None:
-        #: messages sent and not received yet
-        self.queues: dict[Line, deque[Tensor]] = {}
+        self.queues = {}
         self.num_messages = 0
 
     def queue(self, channel: Line) -> deque[Tensor]:
@@ -115,9 +119,16 @@ class InProcessHub:
 class InProcessTransport:
     """All ranks in one thread: a send appends to the channel's queue, a receipt is ready once its message is there."""
 
+    #: the queues that all ranks share
+    hub: InProcessHub
+    #: the caller's rank
+    rank: int
+    #: receives that are posted and not waited for, oldest first
+    _posted: dict[Line, deque["_QueueReceipt"]]
+
     def __init__(self, hub: InProcessHub, rank: int) -> None:
         self.hub, self.rank = hub, rank
-        self._posted: dict[Line, deque[_QueueReceipt]] = {}
+        self._posted = {}
 
     def receive(self, channel: Line, shape: Sequence[int], dtype: torch.dtype) -> "_QueueReceipt":
         receipt = _QueueReceipt(self, channel, tuple(shape), dtype)
@@ -148,6 +159,13 @@ class InProcessTransport:
 
 class _QueueReceipt:
     __slots__ = ("channel", "dtype", "shape", "transport")
+
+    #: the transport on which it is posted
+    transport: InProcessTransport
+    #: the channel, and what is expected from it
+    channel: Line
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
     def __init__(
         self, transport: InProcessTransport, channel: Line, shape: tuple[int, ...], dtype: torch.dtype

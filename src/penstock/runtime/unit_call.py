@@ -29,16 +29,28 @@ class UnitCall:
         recompute: True under activation checkpointing.
     """
 
+    #: name over the whole model
+    name: str
+    #: the unit itself
+    module: nn.Module
+    #: True under activation checkpointing
+    recompute: bool
+    #: the unit's input and output; None for the plain stream
+    takes: Message | None
+    gives: Message | None
+    #: the reason why it could not be found; empty if it could
+    not_found: str
+    #: by which `forward` is called
+    parameters: Parameters
+    #: False for units that never draw a random number
+    draws: bool
+
     def __init__(self, name: str, module: nn.Module, recompute: bool) -> None:
         self.name, self.module, self.recompute = name, module, recompute
-        #: the unit's input and output; None for the plain stream
-        self.takes: Message | None = None
-        self.gives: Message | None = None
-        #: the reason why it could not be found; empty if it could
+        self.takes = None
+        self.gives = None
         self.not_found = ""
-        #: by which `forward` is called
         self.parameters = Parameters.of(module)
-        #: False for units that never draw a random number
         self.draws = bool(getattr(module, "has_randomness", True))
 
     def missing(self, keys: Iterable[str]) -> list[str]:

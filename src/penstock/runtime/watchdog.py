@@ -38,6 +38,29 @@ class Watchdog:
         end: ends the process; for tests.
     """
 
+    #: says where the rank is
+    recorder: Recorder
+    #: the longest that a wait may last; the longest that an action may go on once the rank was asked to end
+    timeout_s: float
+    grace_s: float
+    #: how much longer than `timeout_s` a wait may seem to the watchdog
+    _margin_s: float
+    #: ends the process
+    _end: Callable[[int], object]
+    #: when a signal asked the rank to end; None before
+    _signalled_at: float | None
+    #: a pair of sockets by which signals wake the thread
+    _reader: socket.socket
+    _writer: socket.socket
+    #: the interpreter's wake-up descriptor before this one
+    _previous_fd: int | None
+    #: where other processes ask for the rank's place
+    _listener: socket.socket | None
+    #: set by `close`
+    _closed: threading.Event
+    #: the thread that watches
+    _thread: threading.Thread
+
     def __init__(
         self,
         recorder: Recorder,
@@ -47,11 +70,11 @@ class Watchdog:
     ) -> None:
         self.recorder, self.timeout_s, self.grace_s, self._end = recorder, timeout_s, grace_s, end
         self._margin_s = max(2.0, 0.1 * timeout_s)
-        self._signalled_at: float | None = None
+        self._signalled_at = None
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
-        self._previous_fd: int | None = None
-        self._listener: socket.socket | None = None
+        self._previous_fd = None
+        self._listener = None
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="penstock watchdog", daemon=True)
         self._thread.start()

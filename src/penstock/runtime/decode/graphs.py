@@ -48,6 +48,11 @@ class StageDecoder:
         caches: of its units.
     """
 
+    #: the local stage
+    stage: Stage
+    #: its units' KV caches
+    caches: Sequence[Any]
+
     def __init__(self, stage: Stage, caches: Sequence[Any]) -> None:
         self.stage, self.caches = stage, caches
 
@@ -74,12 +79,24 @@ class _Fixed:
     x: [R] token ids or [R, D]. positions: [R] int64.
     """
 
+    #: the decoder that owns it
+    decoder: "FixedDecoder"
+    #: numbers that are the same at every call
+    shape: _Shape
+    #: where the inputs are put: activations or token ids by row, and the rows' positions
+    x: Tensor
+    positions: Tensor
+    #: the captured computation; None where it runs as it is
+    graph: torch.cuda.CUDAGraph | None
+    #: where the graph leaves its output
+    _output: Tensor | None
+
     def __init__(self, decoder: "FixedDecoder", shape: _Shape, like: Tensor) -> None:
         self.decoder, self.shape = decoder, shape
         self.x = like.new_zeros(shape.num_rows, *like.shape[1:])
         self.positions = torch.zeros(shape.num_rows, dtype=torch.int64, device=like.device)
-        self.graph: torch.cuda.CUDAGraph | None = None
-        self._output: Tensor | None = None
+        self.graph = None
+        self._output = None
 
     def run(self) -> Tensor:
         """The output for the present inputs; a captured one is overwritten by the next run of any graph."""
@@ -120,6 +137,15 @@ class FixedDecoder(StageDecoder):
         capture_stream: for CUDA graphs; None to run computations as they are.
     """
 
+    #: tokens of a row of the cache
+    num_cached: int
+    #: the stream on which CUDA graphs are captured; None if computations run as they are
+    capture_stream: torch.cuda.Stream | None
+    #: memory of all graphs of the stage, which never run at the same time
+    pool: Any
+    #: the computations made so far
+    _fixed: dict[_Shape, _Fixed]
+
     def __init__(
         self,
         stage: Stage,
@@ -128,14 +154,10 @@ class FixedDecoder(StageDecoder):
         capture_stream: torch.cuda.Stream | None = None,
     ) -> None:
         super().__init__(stage, caches)
-        #: tokens of a row of the cache
         self.num_cached = num_cached
-        #: the stream on which CUDA graphs are captured; None if computations run as they are
         self.capture_stream = capture_stream
-        #: memory of all graphs of the stage, which never run at the same time
         self.pool = None if capture_stream is None else torch.cuda.graph_pool_handle()
-        #: the computations made so far
-        self._fixed: dict[_Shape, _Fixed] = {}
+        self._fixed = {}
 
     @staticmethod
     def takes(stage: Stage) -> bool:
@@ -201,17 +223,28 @@ class Decoders:
         captures: False where no computation may become a CUDA graph.
     """
 
+    #: form -> the local stages' decoders, with what they have captured
+    by_form: dict[DecodeForm, list[StageDecoder]]
+    #: stage -> the KV caches of its units
+    caches: dict[int, list[Any]]
+    #: size of the KV caches; None before the first `reserve`
+    _size: CacheSize | None
+    #: the local stages; dtype and device of what they compute
+    _stages: Sequence[Stage]
+    _dtype: torch.dtype
+    _device: torch.device
+    #: True if computations are captured as CUDA graphs
+    _captures: bool
+    #: the stream on which that is done; kept, because libraries set up a workspace for each stream
+    _capture_stream: torch.cuda.Stream | None
+
     def __init__(self, stages: Sequence[Stage], dtype: torch.dtype, device: torch.device, captures: bool) -> None:
         self._stages, self._dtype, self._device = stages, dtype, device
         self._captures = captures and device.type == "cuda"
-        #: the stream on which CUDA graphs are captured; kept, because libraries set up a workspace for each stream
-        self._capture_stream: torch.cuda.Stream | None = None
-        #: size of the KV caches; None before the first `reserve`
-        self._size: CacheSize | None = None
-        #: stage -> the KV caches of its units
-        self.caches: dict[int, list[Any]] = {}
-        #: form -> the local stages' decoders, with what they have captured
-        self.by_form: dict[DecodeForm, list[StageDecoder]] = {}
+        self._capture_stream = None
+        self._size = None
+        self.caches = {}
+        self.by_form = {}
 
     def reserve(self, num_rows: int, num_tokens: int) -> None:
         """Make sure that the KV caches are at least of this size."""

@@ -65,6 +65,31 @@ class DecodeLoop:
         listen: called there with the sequences that have a new token; on a ring of several ranks in a thread.
     """
 
+    #: links to the other ranks
+    ring: Ring
+    #: local stages with their KV caches, in order
+    decoders: Sequence[StageDecoder]
+    #: all sequences, by number
+    sequences: Sequence[schedule.Sequence]
+    #: slots, and rows of each
+    shape: RingShape
+    #: decides every batch; None but on the rank of the first stage
+    scheduler: Scheduler | None
+    #: is given the sequences that have a new token
+    listen: Callable[[list[schedule.Sequence]], None]
+    #: passes headers and tokens on
+    relay: HeaderRelay
+    #: local stage -> where its input comes from and its output goes to
+    _wires: dict[int, Wire]
+    #: the work that this rank has done so far
+    report: DecodeReport
+    #: sequence -> for each of its tokens those that could not be drawn; on the rank of the last stage, if asked for
+    filter_masks: list[list[Tensor]]
+    #: computes the step whose input is awaited
+    _prepared: Callable[[], None] | None
+    #: (stage, slot) -> its output for this rank's next stage
+    _outputs: dict[tuple[int, int], Tensor]
+
     def __init__(
         self,
         ring: Ring,
@@ -74,31 +99,19 @@ class DecodeLoop:
         scheduler: Scheduler | None = None,
         listen: Callable[[list[schedule.Sequence]], None] | None = None,
     ) -> None:
-        #: links to the other ranks
         self.ring = ring
-        #: local stages with their KV caches, in order
         self.decoders = decoders
-        #: all sequences, by number
         self.sequences = sequences
-        #: slots, and rows of each
         self.shape = shape
-        #: decides every batch; None but on the rank of the first stage
         self.scheduler = scheduler
-        #: is given the sequences that have a new token
         self.listen = listen or _ignore
-        #: passes headers and tokens on
         self.relay = HeaderRelay(ring, shape.rows_per_slot)
         placement, local = ring.placement, [decoder.stage.index for decoder in decoders]
-        #: local stage -> where its input comes from and its output goes to
         self._wires = {stage: Wire.of(placement, stage, Direction.FORWARD) for stage in local}
-        #: the work that this rank has done so far
         self.report = DecodeReport()
-        #: sequence -> for each of its tokens those that could not be drawn; on the rank of the last stage, if asked for
-        self.filter_masks: list[list[Tensor]] = [[] for _ in sequences]
-        #: computes the step whose input is awaited
-        self._prepared: Callable[[], None] | None = None
-        #: (stage, slot) -> its output for this rank's next stage
-        self._outputs: dict[tuple[int, int], Tensor] = {}
+        self.filter_masks = [[] for _ in sequences]
+        self._prepared = None
+        self._outputs = {}
 
     def run(self) -> DecodeReport:
         """Take part until all sequences have ended. Blocks in the transport.

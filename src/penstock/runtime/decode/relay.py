@@ -76,18 +76,25 @@ class HeaderRelay:
         rows_per_slot: items of a batch, at most.
     """
 
+    #: links to the other ranks
+    _ring: Ring
+    #: shape of a header: its head, then the items
+    _header_shape: tuple[int]
+    #: the batches of all turns, one by one; None before `start`, and where a thread takes them
+    _batches: Iterator[Batch] | None
+    #: batches that the thread has taken ahead; then None for the end, or the exception that it has failed with
+    _taken: queue.SimpleQueue[Batch | Exception | None]
+    #: takes batches ahead; None where the rank that computes takes them
+    _thread: threading.Thread | None
+    #: tokens of the batches, if the first and the last stage are on this rank; None once it has failed
+    _sampled_here: queue.SimpleQueue[Tensor | None]
+
     def __init__(self, ring: Ring, rows_per_slot: int) -> None:
-        #: links to the other ranks
         self._ring = ring
-        #: shape of a header: its head, then the items
         self._header_shape = (_HEAD + _ITEM * rows_per_slot,)
-        #: the batches of all turns, one by one; None before `start`, and where a thread takes them
-        self._batches: Iterator[Batch] | None = None
-        #: batches that the thread has taken ahead; then None for the end, or the exception that it has failed with
+        self._batches = None
         self._taken = queue.SimpleQueue[Batch | Exception | None]()
-        #: takes batches ahead; None where the rank that computes takes them
-        self._thread: threading.Thread | None = None
-        #: tokens of the batches, if the first and the last stage are on this rank; None once it has failed
+        self._thread = None
         self._sampled_here = queue.SimpleQueue[Tensor | None]()
 
     # ---- ahead of the computation
