@@ -52,6 +52,14 @@ class EmulatedDevice:
 
     __slots__ = ("asked_s", "forward_s", "input_s", "took_s", "weight_s")
 
+    #: the times of a forward, and of a backward for the input and the weight
+    forward_s: float
+    input_s: float
+    weight_s: float
+    #: the time that was asked for and taken so far
+    asked_s: float
+    took_s: float
+
     def __init__(self) -> None:
         self.forward_s = self.input_s = self.weight_s = self.asked_s = self.took_s = 0.0
 
@@ -258,6 +266,11 @@ def _makespan_s(program: schedule.Program, emulation: Emulation) -> float:
 
 class _EmulatedTurn:
     """One engine on one rank; its layers take time after one step of warm-up."""
+
+    #: one of ours or torch's
+    engine: Any
+    #: ends it
+    close: Callable[[], None]
 
     def __init__(self, side: str, rank: int, name: str, program: schedule.Program, emulation: Emulation) -> None:
         ours = side == "penstock"

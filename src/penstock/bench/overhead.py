@@ -40,6 +40,9 @@ NUM_TOKENS, HIDDEN_SIZE = 4, 8
 class EmptyStage(Stage):
     """A stage without compute: each lane ends at once."""
 
+    #: what every lane gives
+    _ready: torch.Tensor
+
     def __init__(self, index: int) -> None:
         super().__init__(index, [("empty", torch.nn.Identity())], Boundary(HIDDEN_SIZE, torch.float32))
         self._ready = torch.zeros(NUM_TOKENS, HIDDEN_SIZE)

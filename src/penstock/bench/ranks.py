@@ -54,13 +54,21 @@ class Team:
         RankFailed: by every call, for a rank that failed or took longer than `limit_s`.
     """
 
+    #: the processes, and a pipe to each
+    _processes: list[BaseProcess]
+    _pipes: list[Connection]
+    #: the longest that a call may take
+    _limit_s: float
+    #: where the ranks meet
+    _store: Any
+
     def __init__(self, num_ranks: int, *, join: bool = True, limit_s: float = _LIMIT_S) -> None:
         from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
         self._store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
         self._limit_s = limit_s
-        self._processes: list[BaseProcess] = []
-        self._pipes: list[Connection] = []
+        self._processes = []
+        self._pipes = []
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(_IMPORTED_ONCE)
         for rank in range(num_ranks):

@@ -57,6 +57,14 @@ class SlowNetwork:
         NoSlowNetwork: it cannot be set up here; nothing is left behind.
     """
 
+    #: the two ends of the network
+    hosts: tuple[Host, ...]
+    #: its bandwidth, and the most time that a packet waits in its queue
+    rate: str
+    queue_ms: float
+    #: takes down what was set up
+    _undo: ExitStack
+
     def __init__(self, rate: str = "1gbit", queue_ms: float = 50.0) -> None:
         self.rate, self.queue_ms = rate, queue_ms
         names = (f"{_PREFIX}-{os.getpid()}-{host}" for host in "ab")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 Main = Callable[[list[str]], int]
 
@@ -143,6 +143,12 @@ class Unfinished:
 
     Raises: ValueError if the file cannot be written, or another call is writing it.
     """
+
+    #: the file's name once it is complete, and until then
+    path: Path
+    hidden: Path
+    #: the open file, which is locked
+    _file: Any
 
     def __init__(self, path: Path, digest: str) -> None:
         self.path, self.hidden = path, path.with_name(f".{path.name}.{digest}.unfinished")

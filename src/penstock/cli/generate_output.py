@@ -27,10 +27,25 @@ class AnswerText:
     tokenizer: None leaves the text empty. stop: texts of which the first to appear ends the answer and is cut off.
     """
 
+    #: the text so far
+    text: str
+    #: True once it holds one of the texts that end it
+    stopped: bool
+    #: None if answers are shown as token ids
+    _tokenizer: Tokenizer | None
+    #: the texts that end it
+    _stop: tuple[str, ...]
+    #: the tokens so far
+    _tokens: list[int]
+    #: tokens are decoded in their context, from the last position at which text and tokens ended together
+    _begin: int
+    _end: int
+    #: characters of the text that have been shown
+    _shown: int
+
     def __init__(self, tokenizer: Tokenizer | None, stop: Sequence[str] = ()) -> None:
         self._tokenizer, self._stop = tokenizer, tuple(stop)
-        self._tokens: list[int] = []
-        # Tokens are decoded in their context, from the last position at which text and tokens ended together.
+        self._tokens = []
         self._begin = self._end = 0
         self._shown = 0
         self.text = ""
@@ -84,6 +99,13 @@ class AnswersFile:
 
     Raises: ValueError if the file cannot be written, or the answers of a stopped call belong to other input.
     """
+
+    #: answers to each prompt
+    _num_samples: int
+    #: the file until it is complete
+    _unfinished: Unfinished
+    #: answer's number -> its line
+    _lines: dict[int, bytes]
 
     def __init__(self, path: Path, digest: str, num_samples: int, fresh: bool = False) -> None:
         self._num_samples = num_samples
@@ -145,6 +167,13 @@ class GenerateJob:
 class InTurn:
     """Prints concurrently growing texts one after another: the first as it grows, the others in turn."""
 
+    #: text -> what of it is not printed yet, from its heading on
+    _waiting: list[str]
+    #: text -> True once it has ended
+    _ended: list[bool]
+    #: the text that is printed as it grows
+    _current: int
+
     def __init__(self, headings: Sequence[str]) -> None:
         self._waiting = list(headings)
         self._ended = [False] * len(headings)
@@ -169,6 +198,24 @@ class AnswerReporter:
     each answer as soon as it has ended, JSON output gets all of them at the end. A silent reporter prints nothing; it
     only decides which answers end.
     """
+
+    #: the call, with its prompts and parameters
+    _job: GenerateJob
+    _prompts: Sequence[Prompt]
+    _params: SamplingParams
+    #: where answers are written; None if they are only shown
+    _file: AnswersFile | None
+    #: True if nothing is shown
+    _silent: bool
+    #: answer -> its text and its number of tokens
+    _texts: list[AnswerText]
+    _num_tokens: list[int]
+    #: answers of an earlier call, and all that have ended
+    _num_kept: int
+    _num_ended: int
+    #: shows texts, or how many answers are done; None where the other does, or nothing is shown
+    _in_turn: InTurn | None
+    _progress: LineProgress | None
 
     def __init__(self, job: GenerateJob, file: AnswersFile | None, silent: bool = False) -> None:
         self._job, self._file, self._silent = job, file, silent

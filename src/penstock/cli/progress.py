@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TextIO
+from typing import Any, TextIO
 
 # Weight of one step in the running means behind the speed and the remaining time.
 _STEP_SHARE = 0.1
@@ -35,6 +35,23 @@ class StepFigures:
 
 class Progress:
     """Shows a run of `num_steps` steps on `file`; `clock` gives seconds."""
+
+    #: steps of the whole run
+    _num_steps: int
+    #: where they are shown, and a clock in seconds
+    _file: TextIO
+    _clock: Callable[[], float]
+    #: a line that is redrawn; None if the file is no terminal
+    _bar: "LiveBar | None"
+    #: when the last line was written
+    _last_line_s: float
+    #: means over the steps since then, and their number
+    _tokens_per_s: float
+    _step_time_s: float
+    _idle_share: float
+    _seen: int
+    #: the last validation loss, as shown
+    _validation: str
 
     def __init__(
         self, num_steps: int, first_step: int, file: TextIO, clock: Callable[[], float] = time.monotonic
@@ -100,6 +117,10 @@ class Progress:
 class LiveBar:
     """One line of a terminal that is redrawn."""
 
+    #: rich's bar, and the number of its only task
+    _progress: Any
+    _task: Any
+
     def __init__(self, num_steps: int, first_step: int, file: TextIO) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
@@ -123,6 +144,21 @@ class LiveBar:
 
 class LineProgress:
     """Shows how many lines of a file are done, beginning after `num_done`; `what` names them if they are not lines."""
+
+    #: lines of the whole file, those done before, and their name
+    _num_lines: int
+    _first: int
+    _what: str
+    #: where they are shown, and a clock in seconds
+    _file: TextIO
+    _clock: Callable[[], float]
+    #: a line that is redrawn; None if the file is no terminal
+    _bar: LiveBar | None
+    #: when counting began, and when the last line was written
+    _start_s: float
+    _last_line_s: float
+    #: tokens so far
+    _num_tokens: int
 
     def __init__(
         self,

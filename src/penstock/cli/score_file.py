@@ -64,10 +64,18 @@ class ScoreFile:
     Raises: ValueError if the file cannot be written, or another call is writing it.
     """
 
+    #: lines written so far
+    num_lines: int
+    #: tokens in them, and the sum of their scores; None once that is unknown
+    _num_tokens: int
+    _total: float | None
+    #: the file until it is complete
+    _unfinished: Unfinished
+
     def __init__(self, path: Path, digest: str, ends: Sequence[int]) -> None:
         self._unfinished = Unfinished(path, digest)
         self.num_lines = self._num_tokens = 0
-        self._total: float | None = 0.0
+        self._total = 0.0
         self._take_up(ends)
 
     def write(self, lines: Sequence[Scored]) -> None:

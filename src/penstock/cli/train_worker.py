@@ -14,7 +14,7 @@ from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 from penstock.cli.launch import Group, report_end
 from penstock.cli.progress import Progress, StepFigures, show_log
 from penstock.cli.together import choose_device, initialise, refuse_differing, together, work_together
-from penstock.data import DataShard
+from penstock.data import DataShard, Loader, PackedBatch
 from penstock.draw.layers import RECORDED_STEP_FILE, RecordedStep, write_recorded_step
 from penstock.engine.checkpoint import Checkpointer
 from penstock.engine.checkpoint.manifest import folder_name
@@ -56,6 +56,27 @@ class RunResult:
 
 class TrainLoop:
     """One rank's part of a run; every rank makes one and makes the same calls. Rank 0 has the folder and reports."""
+
+    #: the run's settings, and its engine
+    config: RunConfig
+    engine: Engine
+    #: the run's folder; None but on rank 0
+    folder: RunFolder | None
+    #: batches to train on and to validate with
+    loader: Loader
+    validation: tuple[PackedBatch, ...]
+    #: saves and loads the run's state
+    checkpoints: Checkpointer
+    #: ends the run where validation falls no further; None if it shall not
+    early_stop: EarlyStop | None
+    #: what the run has come to
+    result: RunResult
+    #: where progress is shown
+    _file: Any
+    #: the step of the last checkpoint
+    _saved_step: int
+    #: True while that may still be on its way to the disk
+    _unfinished: bool
 
     def __init__(
         self, config: RunConfig, engine: Engine, data: RunData, folder: RunFolder | None, as_json: bool = False
@@ -223,6 +244,13 @@ class TrainLoop:
 class _RunReporter:
     """Reports a run on rank 0: progress, metrics, pictures."""
 
+    #: the run's settings and folder
+    _config: RunConfig
+    _folder: RunFolder
+    #: what writes and shows its numbers
+    _trackers: Trackers
+    _progress: Progress
+
     def __init__(self, config: RunConfig, folder: RunFolder, step: int, file: Any) -> None:
         self._config, self._folder = config, folder
         self._trackers = Trackers.open(folder.path, config.log, resumed_step=step)
@@ -290,6 +318,9 @@ def _costs(measured: Timeline, num_microbatches: int) -> Costs:
 
 class StopRequest:
     """Catches SIGTERM, SIGINT and SIGHUP; a process that is `asked` to end finishes its step and saves."""
+
+    #: True once a signal has come
+    asked: bool
 
     def __init__(self) -> None:
         self.asked = False

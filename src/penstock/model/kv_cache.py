@@ -37,6 +37,10 @@ class KVCache:
     Heads come before tokens, so that what one head reads is contiguous; `by_token` swaps them.
     """
 
+    #: keys and values: row, group of heads, token, width of a head
+    keys_RGLK: Tensor
+    values_RGLK: Tensor
+
     def __init__(self, size: CacheSize, num_heads: int, head_dim: int) -> None:
         shape = (size.num_rows, num_heads, size.num_tokens, head_dim)
         self.keys_RGLK, self.values_RGLK = (torch.zeros(shape, dtype=size.dtype, device=size.device) for _ in "kv")

@@ -44,6 +44,9 @@ class Driven(Generic[Yielded, Result]):
 
     #: The lane's result, once the iteration has ended.
     result: Result
+    #: The lane, and the context in which each of its turns runs.
+    _lane: Generator[Yielded, None, Result]
+    _context: Callable[[], AbstractContextManager[object]] | None
 
     def __init__(
         self,

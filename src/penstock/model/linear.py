@@ -43,9 +43,11 @@ class WeightGradients:
     A deferred gradient reaches its parameter through `drain`, not through autograd, so parameter hooks do not fire.
     """
 
+    #: the queue for gradients of the backward that runs now; None while nothing is deferred
+    _queue: list[PendingGradient] | None
+
     def __init__(self) -> None:
-        #: the queue for gradients of the backward that runs now; None while nothing is deferred
-        self._queue: list[PendingGradient] | None = None
+        self._queue = None
 
     @property
     def deferring(self) -> bool:

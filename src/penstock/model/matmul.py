@@ -105,11 +105,16 @@ class WeightCasts:
     changes keeps the casts of its first microbatch. Only generation packs weights: it reads all of them for each token.
     """
 
+    #: weight -> its cast; None outside of `kept`
+    _kept: dict[Tensor, Tensor] | None
+    #: weights read by one product -> those weights packed, or None where they cannot be
+    _packed: dict[tuple[Tensor, ...], Tensor | None]
+    #: True while weights are packed on first use
+    _packs: bool
+
     def __init__(self) -> None:
-        #: weight -> its cast; None outside of `kept`
-        self._kept: dict[Tensor, Tensor] | None = None
-        #: weights read by one product -> those weights packed, or None where they cannot be
-        self._packed: dict[tuple[Tensor, ...], Tensor | None] = {}
+        self._kept = None
+        self._packed = {}
         self._packs = False
 
     @contextmanager

@@ -109,6 +109,21 @@ class Recovery:
     _alone: bool
     #: True while weights are stepped
     _stepping: bool
+    #: this rank and all others, by number; how messages name its place
+    _rank: int
+    _num_ranks: int
+    _place: str
+    #: knows what the rank is doing
+    _recorder: Recorder
+    #: put back after a failure
+    _state: SavedState
+    #: where failures are written for all ranks; None for a rank that is alone
+    _store: Store | None
+    #: set once this rank's communicators are cut
+    _is_cut: threading.Event
+    #: waits for other ranks' failures, and ends that wait; None for a rank that is alone
+    _watch: _Watch | None
+    _end_watch: Callable[[], object] | None
 
     def __init__(self, group: dist.ProcessGroup | None, recorder: Recorder, state: SavedState, place: str = "") -> None:
         self.alarm, self.lost, self.uncertain, self.communicators = Alarm(), None, None, []
@@ -117,8 +132,8 @@ class Recovery:
         self._alone = self._stepping = False
         self._is_cut = threading.Event()
         self._rank, self._num_ranks, self._store = 0, 1, None
-        self._watch: _Watch | None = None
-        self._end_watch: Callable[[], object] | None = None
+        self._watch = None
+        self._end_watch = None
         if group is not None:
             self._rank, self._num_ranks = group.rank(), group.size()
             prefix = f"penstock/recovery/{unique_number(group)}"
@@ -273,12 +288,19 @@ def _key(generation: int, rank: int) -> str:
 class _Watch(threading.Thread):
     """Waits for one failure after another, until `end` or the end of the store."""
 
+    #: the part of this rank, its number, and where failures are written
+    _recovery: weakref.ref[Recovery]
+    _rank: int
+    _store: Store
+    #: number of failures so far
+    generation: int
+    #: set when the failed step has been undone
+    resumed: threading.Event
+
     def __init__(self, recovery: Recovery, store: Store, rank: int) -> None:
         super().__init__(name="penstock recovery", daemon=True)
         self._recovery, self._store, self._rank = weakref.ref(recovery), store, rank
-        #: number of failures so far
         self.generation = 0
-        #: set when the failed step has been undone
         self.resumed = threading.Event()
 
     def run(self) -> None:

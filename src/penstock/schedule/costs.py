@@ -124,6 +124,21 @@ class Durations:
     microbatch.
     """
 
+    #: What the times are for.
+    _placement: Placement
+    _num_microbatches: int
+    #: By microbatch, its length; empty if all are alike.
+    _lengths: tuple[float, ...]
+    #: `_of_op[op][stage]`, the time of a compute action of length 1, and that of a pair by its forward's stage.
+    _of_op: list[list[float]]
+    _pair: list[float] | None
+    #: The time of the optimizer step, and what each action costs besides.
+    _step: float
+    _action: float
+    #: The time of a transfer, or one for each link, and what each message of length 1 costs besides.
+    _latency: float | Sequence[float]
+    _per_message: float
+
     def __init__(self, costs: Costs, schedule: Schedule) -> None:
         self._placement, self._num_microbatches = schedule.placement, schedule.num_microbatches
         if costs.lengths and len(costs.lengths) != schedule.num_microbatches:

@@ -124,6 +124,31 @@ class Scheduler:
     []
     """
 
+    #: All sequences, by number.
+    sequences: abc.Sequence[Sequence]
+    #: Slots, rows of each, prompt tokens of a batch.
+    shape: RingShape
+    #: True if a free row is given to the next sequence at once.
+    refill: bool
+    #: For pipelines in lockstep: asks whether any of them has work left.
+    any_goes_on: abc.Callable[[bool], bool] | None
+    #: The round: slots that still have a turn in it.
+    _turns: deque[int]
+    #: Slot -> True if its last batch had items.
+    _busy: list[bool]
+    #: Slots whose last batch has not come back yet.
+    _in_flight: set[int]
+    #: The rows: slot -> its sequences, in order of arrival.
+    _live: list[list[Sequence]]
+    #: Row -> the sequence that has it, or had it last; that sequence's prompt still begins the row.
+    _rows: list[Sequence | None]
+    #: The queue: prompt -> its sequences without a row, in order.
+    _waiting: dict[int, deque[Sequence]]
+    #: Prompt of waiting sequences -> the row that has read it or is reading it.
+    _reader: dict[int, int]
+    #: Sequences without an ending.
+    _num_unfinished: int
+
     def __init__(
         self,
         sequences: abc.Sequence[Sequence],
@@ -132,38 +157,19 @@ class Scheduler:
         longest_first: bool = False,
         any_goes_on: abc.Callable[[bool], bool] | None = None,
     ) -> None:
-        #: all sequences, by number
         self.sequences = sequences
-        #: slots, rows of each, prompt tokens of a batch
         self.shape = shape
-        #: True if a free row is given to the next sequence at once
         self.refill = refill
-        #: for pipelines in lockstep: asks whether any of them has work left
         self.any_goes_on = any_goes_on
-
-        # ---- the round
-
-        #: slots that still have a turn in this round
         self._turns = deque[int]()
-        #: slot -> True if its last batch had items
         self._busy = [False] * shape.num_slots
-        #: slots whose last batch has not come back yet
         self._in_flight = set[int]()
 
-        # ---- the rows
+        self._live = [[] for _ in range(shape.num_slots)]
+        self._rows = [None] * shape.num_rows
 
-        #: slot -> its sequences, in order of arrival
-        self._live: list[list[Sequence]] = [[] for _ in range(shape.num_slots)]
-        #: row -> the sequence that has it, or had it last; that sequence's prompt still begins the row
-        self._rows: list[Sequence | None] = [None] * shape.num_rows
-
-        # ---- the queue
-
-        #: prompt -> its sequences without a row, in the order of the queue
-        self._waiting: dict[int, deque[Sequence]] = {}
-        #: prompt of waiting sequences -> the row that has read it or is reading it
-        self._reader: dict[int, int] = {}
-        #: sequences without an ending
+        self._waiting = {}
+        self._reader = {}
         self._num_unfinished = len(sequences)
 
         queue = sorted(sequences, key=lambda s: -s.params.max_new_tokens) if longest_first else sequences

@@ -197,10 +197,14 @@ class Rules:
     of_rank: list[list[dict[int, Rule]]]
     #: One more than the highest fact number.
     num_facts: int
+    #: The schedule, and the placement of its stages.
+    schedule: Schedule
+    placement: Placement
+    #: Facts of a kind and stage: one for all microbatches, then one for each.
+    _facts_per_stage: int
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule, self.placement = schedule, schedule.placement
-        # The facts of a kind and stage: one for all microbatches, then one for each.
         self._facts_per_stage = schedule.num_microbatches + 1
         self.num_facts = len(FactKind) * self.placement.num_stages * self._facts_per_stage
         self.of_rank = [[{} for _ in Op] for _ in range(self.placement.num_ranks)]

@@ -228,6 +228,14 @@ class _Clock:
     reduced: float
     #: The message that the rank waits for.
     awaited: int | None
+    #: The rank's rules and steps.
+    own: list[dict[int, Rule]]
+    steps: tuple[Step, ...]
+    #: The times of actions, and that of a reduction.
+    durations: Durations
+    reduce: float
+    #: What has been done, with its times.
+    events: list[Event]
 
     def __init__(
         self, own: list[dict[int, Rule]], program: Program, rank: int, durations: Durations, reduce: float
@@ -236,7 +244,7 @@ class _Clock:
         self.durations, self.reduce = durations, reduce
         self.position = 0
         self.now = self.reduced = 0.0
-        self.events: list[Event] = []
+        self.events = []
         self.awaited = None
 
     @property
@@ -304,6 +312,14 @@ def critical_path(program: Program, costs: Costs | None = None) -> tuple[Event, 
 
 class _PathSearch:
     """The search from the last event back to the first, from each to the one that it waited for."""
+
+    #: The program's rules and times.
+    rules: Rules
+    durations: Durations
+    #: Each rank's simulated events.
+    events: tuple[tuple[Event, ...], ...]
+    #: Action -> its rank, and the place of its event there.
+    places: dict[Action, tuple[int, int]]
 
     def __init__(self, program: Program, costs: Costs) -> None:
         self.rules, self.durations = Rules(program.schedule), Durations(costs, program.schedule)

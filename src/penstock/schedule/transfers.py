@@ -34,6 +34,7 @@ def add_transfers(schedule: Schedule, receives_ahead: int, shared_channels: bool
 class _Line:
     """A channel in use, or the channels of both directions if they are shared."""
 
+    #: The channel, or one of the two.
     channel: Channel
     #: The number of receives that may be open.
     depth: int
@@ -76,6 +77,8 @@ class _Meeting:
     ready: list[int]
     #: The awaited fact -> the rank that waits for it.
     put_aside: dict[int, int]
+    #: The numbers of the facts that messages were sent.
+    _sent: list[slice]
 
     def __init__(self, rules: Rules) -> None:
         self.given = bytearray(rules.num_facts)
@@ -126,6 +129,12 @@ class _Walker:
     arriving: list[_Line]
     #: `traffic[op][stage]`.
     traffic: list[dict[int, _Traffic]]
+    #: The rank, the rules, and those of its own actions.
+    rank: int
+    rules: Rules
+    own: list[dict[int, Rule]]
+    #: Its compute actions.
+    order: tuple[Step, ...]
 
     def __init__(self, rules: Rules, rank: int, lines: dict[Channel, _Line]) -> None:
         self.rank, self.rules, self.own = rank, rules, rules.of_rank[rank]

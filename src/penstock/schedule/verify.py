@@ -74,6 +74,15 @@ class _Reading:
     sent: dict[Channel, array[int]]
     #: The messages that the rank receives from each channel, in order.
     received: dict[Channel, array[int]]
+    #: The program and its rules.
+    program: Program
+    rules: Rules
+    #: The rank, and the rules of its actions.
+    rank: int
+    own: list[dict[int, Rule]]
+    #: The actions so far, and the most tapes live at once.
+    num_actions: int
+    peak_live: int
 
     def __init__(self, program: Program, rules: Rules, rank: int) -> None:
         self.program, self.rules, self.rank = program, rules, rank

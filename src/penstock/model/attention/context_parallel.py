@@ -191,6 +191,19 @@ _Meeting = tuple[_Rows, _Rows, Tile]
 class _RingSteps:
     """The steps of the ring: at step s a rank has the keys of the rank s places before it."""
 
+    #: ranks in the ring
+    num_ranks: int
+    #: the ranks to which keys go next and from which they come
+    _next: int
+    _before: int
+    #: the ring's ranks as a group
+    _collectives: Collectives
+    #: what each query sees, and the ranks' parts of each sequence
+    _sight: Sight
+    _spread: Spread
+    #: rank -> its tokens
+    _num_tokens: Sequence[int]
+
     def __init__(self, attention: RingAttention) -> None:
         self._collectives, self._sight, self._spread = attention.collectives, attention.sight, attention.spread
         self.num_ranks = self._spread.num_ranks

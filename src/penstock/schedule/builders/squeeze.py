@@ -102,6 +102,22 @@ class _SqueezedRank:
     passes: dict[tuple[Op, int], int]
     #: The most microbatches that the pattern has between their first pass and their last.
     max_entered: int
+    #: The rule by which the rank picks its next action, and the most tapes that it may keep.
+    preference: Preference
+    max_tapes: int
+    #: Where the stages lie.
+    placement: Placement
+    #: The actions of the order that have not run, and the W that can.
+    rest: list[Action]
+    weights: deque[Action]
+    #: The tapes that are live, and the microbatches between their first pass and their last.
+    live: int
+    entered: int
+    #: The first slot in which the rank did something, and the end of the last.
+    start: int
+    end: int
+    #: The actions so far.
+    done: list[Action]
 
     def __init__(self, placement: Placement, order: Order, preference: Preference, max_tapes: int) -> None:
         self.placement, self.preference, self.max_tapes = placement, preference, max_tapes
@@ -110,7 +126,7 @@ class _SqueezedRank:
         self.passes = {(Op.F, first): 0, (Op.F, second): 1, (Op.I, second): 2, (Op.I, first): 3}
         self.max_entered = peak_tapes([_whole(action) for action in order if action.stage == first])
         self.live = self.entered = self.start = self.end = 0
-        self.done: list[Action] = []
+        self.done = []
 
     @property
     def finished(self) -> bool:

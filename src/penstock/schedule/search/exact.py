@@ -73,10 +73,18 @@ class _Model:
     durations: list[list[int]]
     #: The latest possible start.
     horizon: int
+    #: The problem, and the solver that is asked.
+    problem: Problem
+    solver_module: Any
+    #: The solver's model.
+    model: Any
+    #: Units of the solver's time in one of the problem's, and True if times are rounded to them.
+    scale: int
+    is_rounded: bool
 
     def __init__(self, problem: Problem, hint: Codes) -> None:
         self.problem, self.solver_module = problem, _import_solver()
-        self.model: Any = self.solver_module.CpModel()
+        self.model = self.solver_module.CpModel()
         times = (*problem.forward, *problem.backward_input, *problem.backward_weight, problem.transfer)
         self.scale = next((scale for scale in _SCALES if all(_is_whole(time * scale) for time in times)), _SCALES[-1])
         self.is_rounded = not all(_is_whole(time * self.scale) for time in times)

@@ -200,6 +200,12 @@ def _span(candidate: _Candidate) -> float:
 class _Trials:
     """Trials of skeletons on one problem, measured against its lower bound."""
 
+    #: The problem, and the lower bound of its span.
+    problem: Problem
+    least: float
+    #: The difference from which on one span is longer than another.
+    tolerance: float
+
     def __init__(self, problem: Problem) -> None:
         self.problem, self.least = problem, lower_bound(problem)
         self.tolerance = TOLERANCE * max(1.0, *problem.work)

@@ -273,9 +273,14 @@ def lower_bound(problem: Problem) -> float:
 class _Ways:
     """The least times of a microbatch between stages, if it never waits."""
 
+    #: By stage, the time after which its link has been passed.
+    _hops: Sequence[float]
+    #: From the start of the first stage's F to that of each other's; for I from each stage's to the first's.
+    _down: list[float]
+    _up: list[float]
+
     def __init__(self, problem: Problem) -> None:
         self._hops = hops = problem.hops
-        # From the start of the first stage's F to that of each other's; for I from each stage's to the first's.
         down = accumulate((time + hop for time, hop in zip(problem.forward, hops)), initial=0.0)
         up = accumulate((time + hop for time, hop in zip(problem.backward_input, hops)), initial=0.0)
         self._down, self._up = list(down), list(up)

@@ -283,6 +283,15 @@ class _Dispatching:
     room: list[float]
     #: The times at which a rank has to look again.
     wakes: list[tuple[float, int]]
+    #: The problem, and what goes first.
+    problem: Problem
+    priority: Priority
+    #: By rank, True if its last action was a backward.
+    last_backward: list[bool]
+    #: By first stage of a rank, the most tapes that it may have, where that is limited.
+    most: dict[int, int]
+    #: The steps so far.
+    skeleton: Codes
 
     def __init__(self, problem: Problem, priority: Priority, allowed_span: float) -> None:
         num_ranks, placement = problem.num_ranks, problem.placement
@@ -295,10 +304,10 @@ class _Dispatching:
         self.last_backward = [True] * num_ranks
         self.may_idle = [allowed_span - work + TOLERANCE for work in problem.work]
         self.waiting = [deque() for _ in range(num_ranks)]
-        self.skeleton: Codes = [[] for _ in range(num_ranks)]
+        self.skeleton = [[] for _ in range(num_ranks)]
         later = {stage: len(own) - 1 - lap for own in problem.stages_of for lap, stage in enumerate(own)}
         self.room = [problem.max_tapes - later[stage] + TOLERANCE for stage in range(placement.num_stages)]
-        self.most: dict[int, int] = {}
+        self.most = {}
         self.wakes = [(0.0, 0)]
 
     def wake(self) -> None:

@@ -64,6 +64,13 @@ class _Weaving:
     awaited: list[int]
     #: By rank and place, the latest start.
     latest: list[list[float]] | None
+    #: The problem, and the steps whose order is fixed.
+    problem: Problem
+    skeleton: Codes
+    #: By rank, its first start.
+    start: list[float | None]
+    #: The orders so far, with every W.
+    orders: Codes
 
     def __init__(self, problem: Problem, skeleton: Codes, allowed_span: float | None) -> None:
         num_ranks = problem.num_ranks
@@ -72,12 +79,12 @@ class _Weaving:
         self.arrivals[0] = [0.0] * problem.num_microbatches
         self.done = [0] * (2 * problem.num_stages)
         self.place, self.now = [0] * num_ranks, [0.0] * num_ranks
-        self.start: list[float | None] = [None] * num_ranks
+        self.start = [None] * num_ranks
         self.live = [0] * num_ranks
         self.idle = [0.0] * num_ranks
         self.may_idle = None if allowed_span is None else [allowed_span - work + TOLERANCE for work in problem.work]
         self.waiting = [deque() for _ in range(num_ranks)]
-        self.orders: Codes = [[] for _ in range(num_ranks)]
+        self.orders = [[] for _ in range(num_ranks)]
         self.awaited = [len(steps) - _num_trailing(steps, 1) for steps in skeleton]
         self.latest = None
 
@@ -224,17 +231,32 @@ def _forced_weight_time(problem: Problem, rank: int, steps: list[int]) -> list[f
 class _Backwards:
     """All ranks in a run backwards through a skeleton; a rank that needs a start not known yet is put aside."""
 
+    #: The problem, and the steps whose order is fixed.
+    problem: Problem
+    skeleton: Codes
+    #: By rank and place, the time of W that has to run before that step.
+    forced: list[list[float]]
+    #: By step, the latest starts, that of the last microbatch first.
+    starts: list[list[float]]
+    #: By rank and place, the latest start.
+    latest: list[list[float]]
+    #: By rank, the number of steps that come before those that are known.
+    left: list[int]
+    #: By step, the number of times that its start is known.
+    done: list[int]
+    #: By rank, the time by which its next step has to end, and by which it must start to leave time for all later
+    #: steps, including the W of their backwards.
+    ends: list[float]
+    starts_for_rest: list[float]
+
     def __init__(self, problem: Problem, skeleton: Codes, forced: list[list[float]]) -> None:
         self.problem, self.skeleton, self.forced = problem, skeleton, forced
-        # The latest starts of each step, that of the last microbatch first.
-        self.starts: list[list[float]] = [[] for _ in range(2 * problem.num_stages)]
+        self.starts = [[] for _ in range(2 * problem.num_stages)]
         self.latest = [[0.0] * len(steps) for steps in skeleton]
         self.left = [len(steps) for steps in skeleton]
         self.done = [0] * (2 * problem.num_stages)
         earliest = list(accumulate(time + hop for time, hop in zip(problem.forward, problem.hops)))
         firsts = [own[0] for own in problem.stages_of]
-        # The time by which each rank's next step has to end, and by which it must start to leave time for all later
-        # steps, including the W of their backwards.
         self.ends = [earliest[first - 1] if first else 0.0 for first in firsts]
         self.starts_for_rest = list(self.ends)
 

@@ -122,10 +122,18 @@ def _same(value: Any, other: Any) -> bool:
 class _DummyValues(TorchFunctionMode):
     """Within this context a skeleton's slots hold dummy values, and each use of one is recorded with its part."""
 
+    #: part of a forward -> the slots whose values it has used
+    uses: dict[ForwardPart, set[str]]
+    #: the model, and by slot what its parameters hold meanwhile
+    _skeleton: Skeleton
+    _values: dict[str, Any]
+    #: identity of a value -> its slot
+    _slot_of: dict[int, str]
+
     def __init__(self, skeleton: Skeleton) -> None:
         super().__init__()
         self._skeleton = skeleton
-        self.uses: dict[ForwardPart, set[str]] = {part: set() for part in ForwardPart}
+        self.uses = {part: set() for part in ForwardPart}
         self._values = {slot.name: _dummy(slot) for slot in skeleton.hollow}
         self._slot_of = {id(values): name for name, values in self._values.items()}
 

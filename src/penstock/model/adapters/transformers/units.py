@@ -90,9 +90,14 @@ class PaddedGroups:
 class RowCaches:
     """transformers' caches of one layer, one for each row."""
 
+    #: the layer's number
+    _number: int
+    #: row -> transformers' cache
+    _rows: dict[int, Any]
+
     def __init__(self, number: int) -> None:
         self._number = number
-        self._rows: dict[int, Any] = {}
+        self._rows = {}
 
     def of(self, item: BatchItem) -> Any:
         """The cache to which the item adds; a new one if it begins a sequence."""
@@ -132,6 +137,9 @@ class Past:
 
 class Pasts:
     """The past of each item of a batch, computed once for all units of a process."""
+
+    #: what makes the inputs of the layers
+    _skeleton: Skeleton
 
     def __init__(self, skeleton: Skeleton) -> None:
         self._skeleton = skeleton
@@ -175,6 +183,13 @@ class LayerInputs:
     It holds no parameters. `by_length`: the arguments depend on the longest sequence, so that sequences of unequal
     length must not be padded together.
     """
+
+    #: the model without its layers
+    skeleton: Skeleton
+    #: True if sequences of unequal lengths have different arguments
+    by_length: bool
+    #: the past of each item, in generation
+    pasts: Pasts
 
     def __init__(self, skeleton: Skeleton, by_length: bool) -> None:
         self.skeleton, self.by_length = skeleton, by_length
