@@ -25,7 +25,7 @@ if TYPE_CHECKING:
         token_cross_entropy,
         token_scores,
     )
-    from penstock.runtime import PipelineError, StepError, TransportError
+    from penstock.runtime import CallbackError, PipelineError, StepError, TransportError
     from penstock.settings import (
         ConfigError,
         ContextForm,
@@ -51,6 +51,7 @@ __version__ = "0.1.0"
 __all__ = [
     "NO_LABEL",
     "BatchError",
+    "CallbackError",
     "CheckpointError",
     "ConfigError",
     "ContextForm",
@@ -100,7 +101,7 @@ _NAMES_OF = {
         *("MetricReduction", "TrainResult", "ZeroLossWeight"),
         *("num_loss_tokens", "token_cross_entropy", "token_scores"),
     ),
-    "penstock.runtime": ("PipelineError", "StepError", "TransportError"),
+    "penstock.runtime": ("CallbackError", "PipelineError", "StepError", "TransportError"),
     "penstock.settings": (
         *("ConfigError", "DataConfig", "Decay", "Layout", "LearningRate", "ModelConfig", "Normalize"),
         *("OptimizerConfig", "ParallelConfig", "Precision", "RunConfig", "SamplingParams", "ScheduleConfig"),

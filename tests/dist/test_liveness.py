@@ -42,7 +42,7 @@ def asking(rank: int) -> list[str]:
     told.append(str(error.value))
     work = dist.all_reduce(torch.ones(8), group=pair, async_op=True)
     assert isinstance(pair, dist.ProcessGroup) and work is not None
-    with pytest.raises(PipelineError) as error, recorder.collective("finish the gradients and step"):
+    with pytest.raises(PipelineError) as error, recorder.collective("finish the gradients"):
         recorder.follow(CollectiveKind.GRADIENTS, 32, work, pair).wait()
     told.append(str(error.value))
     os.kill(int(store.get("pid 2")), signal.SIGKILL)
@@ -59,7 +59,7 @@ def test_a_failed_collective_names_its_members_and_those_that_do_not_answer() ->
     assert re.match(rf"rank 0, step 0: while the ranks agree on the batch, among processes 0-3 \({here}\): ", of_all)
     assert re.search(rf"; ended: process 1 \({here}\); reachable but silent: process 2 \({here}\)$", of_all), of_all
     assert re.match(
-        "rank 0, step 0: while the ranks finish the gradients and step, the gradient reduction of 32 bytes that it "
+        "rank 0, step 0: while the ranks finish the gradients, the gradient reduction of 32 bytes that it "
         rf"launched \d\.\d s ago, among processes 0, 3 \({here}\): gave up after",
         of_one,
     ), of_one

@@ -10,6 +10,7 @@ from torch import nn
 from penstock import Engine, EngineOptions, Layout, LearningRate, OptimizerConfig, PackedBatch, SamplingParams
 from penstock.model import decoder_units
 from penstock.settings import ModelConfig
+from tests.dist.grid_cases import SPARSE
 from tests.dist.launch import run_ranks
 
 LAYOUTS = [Layout(pp=2), Layout(dp=2), Layout(pp=2, dp=2)]
@@ -49,6 +50,47 @@ def test_batches_to_evaluate_that_fail_on_one_rank_end_the_call_on_all(layout: L
     for failed, good in results:
         assert failed.startswith("StepError: rank ") and "OSError: no such shard" in failed
         assert good == results[0][1] and good.startswith("gave 3.")
+
+
+BATCHES = [PackedBatch.from_documents(documents) for documents in ([[1, 2, 3], [4, 5]], [[6, 7, 8, 9]], [[1, 3, 5]])]
+
+
+def unequal_evaluations(rank: int, layout: Layout, numbers: list[list[int]]) -> list[str]:
+    """Evaluate with the batches of these numbers, by rank, and then with equally many."""
+    if layout.ep == 1:
+        engine = engine_of(layout)
+    else:
+        engine = Engine(lambda groups: decoder_units(SPARSE, groups=groups), SPARSE.hidden_size, layout)
+    given = ([BATCHES[i] for i in own] for own in (numbers[rank], [0]))
+    found = [outcome(partial(engine.evaluate, batches)) for batches in given]
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("layout", "numbers"),
+    [(Layout(dp=2), [[0, 1], [2]]), (Layout(pp=2, dp=2), [[], [], [0, 1, 2], [0, 1, 2]])],
+    ids=str,
+)
+def test_data_parallel_ranks_may_evaluate_unequal_numbers_of_batches(layout: Layout, numbers: list[list[int]]) -> None:
+    [(alone, _)] = run_ranks(1, unequal_evaluations, Layout(), [[0, 1, 2]])
+    losses = {first for first, _ in run_ranks(layout.world_size, unequal_evaluations, layout, numbers)}
+    # The losses are added up in another order.
+    assert len(losses) == 1 and float(losses.pop()[5:]) == pytest.approx(float(alone[5:]), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        (Layout(pp=2), "PipelineError: ranks that share a batch were given different ones: "),
+        (Layout(dp=2, ep=2), "ValueError: evaluate was given fewer batches on dp 1 than on others, with which ep = 2 "),
+    ],
+    ids=str,
+)
+def test_unequal_numbers_of_batches_that_cannot_be_evaluated_are_refused(layout: Layout, message: str) -> None:
+    for first, second in run_ranks(2, unequal_evaluations, layout, [[0, 1], [0]]):
+        assert first.startswith(message) and second.startswith("gave ")
+        assert layout.ep > 1 or "(dp 0, pp 1, cp 0, tp 0) has no batch left" in first
 
 
 def differing(rank: int, layout: Layout, name: str) -> str:

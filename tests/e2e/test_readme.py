@@ -52,6 +52,14 @@ def test_python_about_schedules_runs():
         exec(compile(program, "README.md", "exec"), {})
 
 
+def test_the_loop_of_failing_steps_runs(capsys: pytest.CaptureFixture[str]):
+    [program] = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "failing_steps.md").read_text(), re.DOTALL)
+    exec(compile(program, "failing_steps.md", "exec"), {})
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0] == "step 1: 8 tokens" and printed[2] == "step 2: 10 tokens"
+    assert printed[1] == "left out: this batch is not to be had" and len(printed) == 3
+
+
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/testing.md"])
 def test_links_and_paths_lead_somewhere(page: str):
     text = (ROOT / page).read_text()

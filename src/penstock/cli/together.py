@@ -30,7 +30,7 @@ from penstock.cli.launch import (
     stay_for_others,
 )
 from penstock.parallel.host import on_all_ranks
-from penstock.runtime import PipelineError, StepError
+from penstock.runtime import CallbackError, PipelineError, StepError
 from penstock.settings import ConfigError, Device, differences
 
 T = TypeVar("T")
@@ -130,8 +130,8 @@ def initialise(store: Store, group: Group, device: str, timeout_s: float) -> Non
 
 def _report_failure(group: Group, error: Exception) -> None:
     """Print one sentence if a peer has failed or is silent, and a traceback for an unexpected error."""
-    # Of a step that failed here, the cause is what this process raised itself.
-    cause = error.__cause__ if isinstance(error, StepError) else error
+    # Of a step or callback that failed here, the cause is what this process raised itself.
+    cause = error.__cause__ if isinstance(error, StepError | CallbackError) else error
     expected = isinstance(cause, PipelineError) or _is_of_backend(cause)
     if not expected or os.environ.get("PENSTOCK_TRACEBACK"):
         traceback.print_exception(error)

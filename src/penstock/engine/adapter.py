@@ -21,12 +21,12 @@ from torch import Tensor, nn
 
 from penstock.engine.pipeline import Pipeline
 from penstock.engine.pretrained import HuggingFaceForm
-from penstock.engine.sharding import UnitSource
+from penstock.engine.sharding import UnitSource, units_for
 from penstock.model import ModelGroups, UnitSpec, switch_linears
 from penstock.model.layers.attention import AttentionBlock
 from penstock.model.layers.mlp import MLPBlock
 from penstock.parallel.host import gather_json, on_all_ranks
-from penstock.settings import AdapterConfig
+from penstock.settings import AdapterConfig, Layout
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -215,22 +215,20 @@ class Adapter:
                 weight.copy_(stored)
 
 
-def with_adapter(units: UnitSource, given: Any, form: HuggingFaceForm | None) -> UnitSource:
+def with_adapter(units: UnitSource, given: Any, form: HuggingFaceForm | None, layout: Layout) -> UnitSource:
     """The units with the adapters that options describe; unchanged without any.
 
-    Raises:
-        ValueError: they cannot have them; also where tensor-parallel ranks share the layers.
+    Those with adapters are made, and a folder of adapters is read, when the engine asks for its units. That raises
+    ValueError where they cannot have them; also where tensor-parallel ranks share the layers.
     """
     if given is None:
         return units
-    adapter = Adapter.of(given, form)
-    if not callable(units):
-        return adapter.units(units)
 
     def adapted(groups: ModelGroups) -> Sequence[UnitSpec]:
+        plain = units_for(units, groups, layout)
         if groups.tp_size > 1:
             raise ValueError(f"adapters cannot be shared over tp = {groups.tp_size}; pp, dp and cp are possible")
-        return adapter.units(units(groups))
+        return Adapter.of(given, form).units(plain)
 
     return adapted
 

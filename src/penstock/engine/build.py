@@ -7,19 +7,38 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from penstock import schedule
 from penstock.engine.options import EngineOptions
 from penstock.model import BoundLayer, Limits, UnitSpec, WeightGradients, defer, switch_linears, switch_sequentials
 from penstock.model.compiling import compile_unit, is_compiled, keep_linears_eager
-from penstock.runtime import Boundary, Stage
+from penstock.parallel.host import gather_json, on_all_ranks
+from penstock.runtime import Boundary, PipelineError, Stage
 from penstock.settings import CompileMode, ConfigError, Precision
 
 SECOND_COPY = "@2"
+
+T = TypeVar("T")
+
+
+def build_on_all_ranks(build: Callable[[], T], group: dist.ProcessGroup | None) -> T:
+    """Build this rank's part of something; all ranks of `group`, which carries host memory, call it at one point.
+
+    Raises: the error itself on the rank that cannot; on all others a FileNotFoundError, ValueError or PipelineError,
+    whichever is nearest, that names rank, kind and message.
+    """
+    return on_all_ranks(
+        build,
+        partial(gather_json, group=group),
+        *(FileNotFoundError, ValueError),
+        otherwise=PipelineError,
+        message="rank {rank} could not make its part of the engine: {kind}: {error}",
+    )
 
 
 @dataclass(frozen=True)

@@ -57,8 +57,8 @@ class Engine(ModelState):
         form: HuggingFaceForm | None = None,
         **changes: Any,
     ) -> None:
-        options = changed(options, changes)
-        pipeline = Pipeline(with_adapter(units, options.adapter, form), hidden_size, layout, options)
+        layout, options = layout or Layout(), changed(options, changes)
+        pipeline = Pipeline(with_adapter(units, options.adapter, form, layout), hidden_size, layout, options)
         super().__init__(pipeline, Trainer(pipeline), form)
         self.layout, self.grid, self.recorder = pipeline.layout, pipeline.grid, pipeline.recorder
         self.scorer, self.generator = Scorer(pipeline), Generator(pipeline)

@@ -18,6 +18,9 @@ from penstock.parallel.host import gather_json
 from penstock.runtime import PipelineError
 from penstock.settings import Coordinates
 
+_NOTHING = Split((), (), (), ())
+_NO_LIMIT = 1 << 62
+
 
 @dataclass(frozen=True)
 class AgreedSplit:
@@ -35,6 +38,8 @@ class AgreedSplit:
     stop_requested: bool
     #: True if on some rank a parameter was frozen or thawed since the last step
     refit: bool = False
+    #: data-parallel ranks that have no batch left, in order
+    ended: Sequence[int] = ()
 
     @property
     def microbatches(self) -> Sequence[PackedBatch]:
@@ -57,15 +62,15 @@ class BatchCall:
 
 def agree_on_microbatches(
     pipeline: Pipeline,
-    batch: PackedBatch,
+    batch: PackedBatch | None,
     spec: MicroBatchSpec | None,
     job: BatchCall,
     loss_weight_fn: LossWeightFn | None = None,
 ) -> AgreedSplit:
     """Split the batch, report the result to all ranks, and split again if another rank needs more microbatches.
 
-    Without `spec` there are two microbatches for each rank of the pipeline, fewer where the batch is too small. Without
-    `loss_weight_fn` there are no weights.
+    A rank that has `ended` gives no batch, and gets no microbatches. Without `spec` there are two microbatches for each
+    rank of the pipeline, fewer where the batch is too small. Without `loss_weight_fn` there are no weights.
 
     Raises:
         SplitError: the batch cannot be split so; on all ranks alike.
@@ -73,8 +78,10 @@ def agree_on_microbatches(
         PipelineError: the same on another rank, or ranks of one pipeline hold different batches.
     """
     view, error, num = replace(job.asked or BatchReport(), job=crc32(job.call.encode())), None, None
+    view = replace(view, watched=pipeline.is_watched)
     try:
-        check_batch(batch, pipeline.units[0].limits, job.reads_labels)
+        if not view.ended:
+            check_batch(batch, pipeline.units[0].limits, job.reads_labels)
         check_spec(spec)
         job.check()
     except Exception as exception:  # reported to all ranks, then raised here: no rank may wait for this one
@@ -88,10 +95,11 @@ def agree_on_microbatches(
         try:
             if error is not None:
                 raise error
-            parts = split(batch, spec, num)
+            parts = _NOTHING if batch is None else split(batch, spec, num)
             for microbatch in parts.microbatches:
                 pipeline.context.spread(microbatch)
-            pipeline.prepare_for(batch)
+            if batch is not None:
+                pipeline.prepare_for(batch)
             if pipeline.holds_last_stage and loss_weight_fn is not None:
                 weights = [checked_weight(loss_weight_fn, m, i) for i, m in enumerate(parts.microbatches)]
             report = replace(view, num_microbatches=len(parts.microbatches), weight=sum(weights))
@@ -103,7 +111,8 @@ def agree_on_microbatches(
             num = agree([r.counts for r in reports], spec)
         _check_failures(pipeline, reports, job.call, error)
         check_reports(reports, pipeline.layout.coordinates)
-        if parts is not None and all(r.num_microbatches == num for r in reports):
+        if parts is not None and all(r.ended or r.num_microbatches == num for r in reports):
+            pipeline.is_watched_anywhere = any(r.watched for r in reports)
             return _agreed(pipeline, parts, weights, reports)
 
 
@@ -117,6 +126,7 @@ def _agreed(pipeline: Pipeline, parts: Split, weights: list[float], reports: lis
         num_tokens=sum(reports[r].num_tokens for r in seeing_labels),
         stop_requested=any(r.stop for r in reports),
         refit=any(r.refit for r in reports),
+        ended=[dp for dp, r in enumerate(seeing_labels) if reports[r].ended],
     )
 
 
@@ -146,10 +156,25 @@ class BatchReport:
     refit: bool = False
     #: the step's number
     step: int = 0
+    #: True if the rank has no batch left; `counts` then ask for nothing
+    ended: bool = False
+    #: True if the rank has callbacks
+    watched: bool = False
+
+    @classmethod
+    def of_end(cls) -> BatchReport:
+        """The report of a rank that has no batch left."""
+        return cls(counts=(0, 0, _NO_LIMIT, 0), ended=True)
+
+    def __str__(self) -> str:
+        if self.ended:
+            return "no batch left"
+        return f"{self.counts[2]} items, {self.num_tokens} tokens, digest {self.digest:x}, contents {self.contents:08x}"
 
     def pack(self) -> list[int]:
         weight_bits = struct.unpack("<q", struct.pack("<d", self.weight))[0]
-        flags = int(self.failed) | int(self.stop) << 1 | int(self.refit) << 2
+        bits = (self.failed, self.stop, self.refit, self.ended, self.watched)
+        flags = sum(1 << bit for bit, is_set in enumerate(bits) if is_set)
         digests = [self.digest, self.contents, self.job]
         return [self.num_tokens, *self.counts, self.num_microbatches, *digests, weight_bits, flags, self.step]
 
@@ -159,8 +184,9 @@ class BatchReport:
         weight = struct.unpack("<d", struct.pack("<q", weight_bits))[0]
         wanted, needed, num_items, longest = counts
         counts = (wanted, needed, num_items, longest)
-        asked = (bool(flags & bit) for bit in (1, 2, 4))
-        return cls(num_tokens, counts, num_microbatches, digest, contents, job, weight, *asked, step=step)
+        failed, stop, refit, ended, watched = (bool(flags & 1 << bit) for bit in range(5))
+        asked = (failed, stop, refit, step, ended, watched)
+        return cls(num_tokens, counts, num_microbatches, digest, contents, job, weight, *asked)
 
 
 def gather_reports(report: BatchReport, group: dist.ProcessGroup | None) -> list[BatchReport]:
@@ -208,9 +234,5 @@ def check_reports(reports: Sequence[BatchReport], coordinates: Callable[[int], C
     for ranks in pipelines.values():
         contents = {reports[r].contents for r in ranks} - {0}
         if len({(reports[r].digest, reports[r].counts) for r in ranks}) > 1 or len(contents) > 1:
-            views = "; ".join(
-                f"({coordinates(r)}) has {reports[r].counts[2]} items, {reports[r].num_tokens} tokens, "
-                f"digest {reports[r].digest:x}, contents {reports[r].contents:08x}"
-                for r in ranks
-            )
+            views = "; ".join(f"({coordinates(r)}) has {reports[r]}" for r in ranks)
             raise PipelineError(f"ranks that share a batch were given different ones: {views}")

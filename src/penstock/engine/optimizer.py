@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.engine.parameter_groups import ParameterGroups
-from penstock.engine.rates import Rates
+from penstock.engine.rates import Rates, Values
 from penstock.engine.steppers import AdamW, Block, OwnedState, Stepper, all_state_kinds, steppers_for
 from penstock.parallel import Bucket, GradientBuckets, Reduction
 from penstock.parallel.host import gather_json
@@ -169,6 +169,10 @@ class Optimizer:
         scaler: LossScaler | None = None,
         norm_names: Mapping[str, str | None] | None = None,
     ) -> None:
+        gradients = [(name, view) for stage in stages for name, view in stage.owned_gradients.items()]
+        names = [(name, (norm_names or {}).get(name, name)) for name, _ in gradients]
+        # First of all: below this any rank may fail alone.
+        self._num_norms = _agree_on_names([in_norm for _, in_norm in names if in_norm is not None], group)
         self.groups = config if isinstance(config, ParameterGroups) else ParameterGroups(config)
         self.config = self.groups.config
         self.scaler = scaler
@@ -181,9 +185,6 @@ class Optimizer:
         self._buckets: tuple[Bucket, ...] = tuple(bucket for stage in stages for bucket in stage.buckets)
         self._stepped = [bucket for bucket in self._buckets if not bucket.reduction.lent]
         self._masters = [_master(bucket) for bucket in self._stepped]
-        gradients = [(name, view) for stage in stages for name, view in stage.owned_gradients.items()]
-        names = [(name, (norm_names or {}).get(name, name)) for name, _ in gradients]
-        self._num_norms = _agree_on_names([in_norm for _, in_norm in names if in_norm is not None], group)
         counted = {name for name, in_norm in names if in_norm is not None and name not in (ties or {})}
         self._counted = [view for name, view in sorted(gradients, key=lambda pair: pair[0]) if name in counted]
         self._rates = Rates(self.groups)
@@ -212,10 +213,17 @@ class Optimizer:
         `number` is the absolute number of this step, from 1; by default one more than that of the last call, also
         if that one was skipped. Gradients are left clipped, and unscaled where they had to be touched.
         """
-        self.num_steps = self.num_steps + 1 if number is None else number
-        norm = self._gradient_norm() / self.loss_scale
-        success = math.isfinite(norm)
-        values = self._rates.at(self.num_steps)
+        number = self.num_steps + 1 if number is None else number
+        return self.update(self.gradient_norm(), number, self.rates(number))
+
+    def rates(self, number: int) -> list[Values]:
+        """The groups' hyperparameters at the step of that number; a user's own schedule may raise."""
+        return self._rates.at(number)
+
+    @torch.no_grad()
+    def update(self, norm: float, number: int, values: Sequence[Values]) -> Update:
+        """The rest of a step, in which ranks send each other nothing, given the gradients' norm and the rates."""
+        self.num_steps, success = number, math.isfinite(norm)
         if success:
             self.learning_rate = float(values[self._usual]["lr"])
             self._scale_gradients(norm)
@@ -227,6 +235,26 @@ class Optimizer:
             self.scaler.update(success)
         weight_decay = float(values[self._usual].get("weight_decay", 0.0))
         return Update(success, norm if success else math.nan, self.learning_rate, weight_decay)
+
+    @property
+    def is_own(self) -> bool:
+        """True where a user's own optimizer, or one of torch's, takes part: it may raise anything in its step."""
+        return any(rule.kind.make is not None for rule in self.groups.rules)
+
+    def snapshot(self) -> Callable[[], None]:
+        """Copy what a step changes on this rank; returns a function that puts it back."""
+        restores, progress = [stepper.snapshot() for stepper in self._steppers], self.progress()
+
+        def restore() -> None:
+            for put_back in restores:
+                put_back()
+            self.num_steps, self.learning_rate = progress["num_steps"], progress["learning_rate"]
+            self._num_updates = progress["num_updates"]
+            if self.scaler is not None:
+                self.scaler.load_state(progress["scaler"])
+            self._publish_masters()
+
+        return restore
 
     def state(self) -> dict[str, Tensor]:
         """The state and master of each local parameter as views, named ``optimizer.<kind>.<parameter>``.
@@ -295,8 +323,11 @@ class Optimizer:
             if master.dtype != bucket.parameters.dtype:
                 master.copy_(bucket.parameters[bucket.owned])
 
-    def _gradient_norm(self) -> float:
-        """The norm of all gradients as they are, loss scale included; not finite if any element on any rank is not."""
+    def gradient_norm(self) -> float:
+        """The norm of all gradients without the loss scale; not finite if any element on any rank is not.
+
+        All ranks of the group call it.
+        """
         # In float64: a sum of squares in fp32 loses digits with the size of the parameter, 4 of 7 at 15 million.
         norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in self._counted]
         own = torch.zeros(self._num_norms, dtype=torch.float64)
@@ -310,7 +341,7 @@ class Optimizer:
         if not all(math.isfinite(value) for value in values):
             return math.nan
         # fsum is exact before its one rounding, so the order of parameters, which differs by layout, does not matter.
-        return math.sqrt(math.fsum(value * value for value in values))
+        return math.sqrt(math.fsum(value * value for value in values)) / self.loss_scale
 
     def _scale_gradients(self, norm: float) -> None:
         """Take the loss scale off and clip, in one pass or, with nothing to do, in none."""

@@ -17,6 +17,7 @@ from penstock.engine.build import (
     SECOND_COPY,
     Ties,
     autocast_of,
+    build_on_all_ranks,
     build_stages,
     cut_units,
     lend_weights,
@@ -76,6 +77,7 @@ class Pipeline:
 
     Raises:
         ValueError: the layout does not fit the world, or the model cannot be cut so.
+        PipelineError, ValueError, FileNotFoundError: another rank could not build its part, and why.
         TransportError: a link between two ranks failed its test; the message names it.
     """
 
@@ -125,6 +127,10 @@ class Pipeline:
     recovery: Recovery
     #: optimizer steps taken so far; records bear this number
     step: int
+    #: True if this rank has callbacks, which see steps and evaluations
+    is_watched: bool
+    #: the same of any rank, as of the last batch
+    is_watched_anywhere: bool
     #: (training, number of microbatches) -> executor of the proved program, least recently used first
     _executors: dict[tuple[bool, int], Executor]
     #: the keys of the last batch, and True if some layer of the model gives more than the plain stream
@@ -148,15 +154,16 @@ class Pipeline:
         check_alike(self.options, partial(gather_json, group=self.grid.control))
         self.context = ContextShards(self.grid.cp_group, self.device)
         groups = ModelGroups(self.grid.tp_group, self.grid.cp_group, self.grid.ep_group, self.options.attention)
-        self.units = units_for(units, groups, self.layout)
+        self.units = build_on_all_ranks(lambda: units_for(units, groups, self.layout), self.grid.control)
         self.placement = self.options.choice.placement(self.layout.pp)
         self.cut, self.choice = self._cut(units, hidden_size)
         self.boundary = Boundary(hidden_size, parameter_dtype(self.options.precision), self.layout.tp)
         self.step, self._executors, self._closing = 0, {}, []
         self._shapes, self._has_messages = None, False
+        self.is_watched = self.is_watched_anywhere = False
         pipelines = self.layout.world_size // self.layout.pp
         self.recorder = Recorder(self.grid.pp_rank, place=None if pipelines == 1 else str(self.grid.place))
-        self._build_stages()
+        build_on_all_ranks(self._build_stages, self.grid.control)
         self.recovery = Recovery(
             self.grid.control,
             self.recorder,

@@ -5,8 +5,8 @@ Shapes: T tokens of a microbatch, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from penstock.data import MicroBatchSpec, PackedBatch, Split, check_lengths, mer
 from penstock.engine.batch_checks import check_callable, check_loss
 from penstock.engine.loss_metrics import EvaluationLoss, LossMetrics
 from penstock.engine.losses import LossFn, LossWeightFn, token_cross_entropy
-from penstock.engine.microbatches import BatchCall, agree_on_microbatches
+from penstock.engine.microbatches import BatchCall, BatchReport, agree_on_microbatches
 from penstock.engine.pipeline import Pipeline
 from penstock.model import Logits, token_log_probs, token_statistics, whole_logits
 from penstock.parallel.host import broadcast_value, check_portable, gather_json, on_all_ranks
@@ -72,7 +72,13 @@ class Scorer:
         loss_weight_fn: LossWeightFn,
         micro_batches: MicroBatchSpec | None = None,
     ) -> EvaluationLoss:
-        """The loss per unit of weight over all ranks' batches, the same on every rank, with what `loss_fn` reports."""
+        """The loss per unit of weight over all ranks' batches, the same on every rank, with what `loss_fn` reports.
+
+        Ranks of one pipeline give the same batches; data-parallel ranks may have unequal numbers of them, except where
+        they share experts (ep > 1).
+
+        Raises: as `forward`.
+        """
         loss, weight, recovery = 0.0, 0.0, self.pipeline.recovery
         num_metrics, measured = 0, LossMetrics(loss_fn)
         self.pipeline.set_training(False)
@@ -81,23 +87,33 @@ class Scorer:
         if not isinstance(batches, Iterable):
             raise ValueError(f"batches={batches!r} is a {type(batches).__name__}; give a list of PackedBatch")
         job = BatchCall("evaluate()", lambda: check_loss(loss_fn, loss_weight_fn), loss_fn is token_cross_entropy)
+        remaining = iter(batches)
         with self.pipeline.casts.kept():
-            remaining = iter(batches)
-            while (batch := self._next(remaining)) is not None:
+            while True:
                 with recovery.joined():
-                    agreed = agree_on_microbatches(self.pipeline, batch, micro_batches, job, loss_weight_fn)
+                    with recovery.alone():
+                        batch = next(remaining, None)
+                    asked = replace(job, asked=BatchReport.of_end() if batch is None else None)
+                    agreed = agree_on_microbatches(self.pipeline, batch, micro_batches, asked, loss_weight_fn)
+                    if len(agreed.ended) == self.pipeline.layout.dp:
+                        break
+                    self._check_ended(agreed.ended)
                     with recovery.alone():
                         feeds = [self.pipeline.feed(microbatch, measured) for microbatch in agreed.microbatches]
-                        losses = self.pipeline.executor(len(feeds)).run(feeds)
+                        losses = self.pipeline.executor(len(feeds)).run(feeds) if feeds else []
                         total, num_metrics = measured.total(self.pipeline, losses)
                     loss += total
                     weight += sum(agreed.rank_totals)
         return EvaluationLoss(loss / weight if weight else float("nan"), measured.reduced(self.pipeline, num_metrics))
 
-    def _next(self, batches: Iterator[PackedBatch]) -> PackedBatch | None:
-        """This rank's next batch; None at the end. Raises: StepError where the iterator fails."""
-        with self.pipeline.recovery.joined(), self.pipeline.recovery.alone():
-            return next(batches, None)
+    def _check_ended(self, ended: Sequence[int]) -> None:
+        """Refuse, on all ranks alike, that some pipelines compute alone if they share experts with the others."""
+        layout = self.pipeline.layout
+        if ended and layout.ep > 1:
+            raise ValueError(
+                f"evaluate was given fewer batches on dp {', '.join(map(str, ended))} than on others, with which ep = "
+                f"{layout.ep} shares experts; give all data-parallel ranks equally many"
+            )
 
 
 @dataclass(frozen=True)

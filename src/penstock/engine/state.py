@@ -42,7 +42,7 @@ class ModelState:
 
     def __init__(self, pipeline: Pipeline, trainer: Trainer, form: HuggingFaceForm | None = None) -> None:
         self.pipeline, self.trainer, self.form = pipeline, trainer, form
-        self.watchers = Watchers()
+        self.watchers = Watchers(pipeline)
 
     @property
     def step(self) -> int:
@@ -116,7 +116,7 @@ class ModelState:
             saved = Checkpointer(path, grid, {}, keep, self.aliases, newest_last=True)
             values = {"engine": self.progress(), "random": random_state(), "extra": extra}
             saved.save(self.step, self.state(), values, wait=True)
-        self.watchers.call("on_checkpoint", self.step, Path(path) / folder_name(self.step))
+        self.watchers.saw_checkpoint(self.step, Path(path) / folder_name(self.step))
 
     def load(self, path: str | Path) -> Any:
         """Go on from the newest intact checkpoint in the folder, saved by any layout; returns its `extra`.
@@ -157,13 +157,13 @@ class ModelState:
 
     def stepped(self, taken: TrainResult) -> TrainResult:
         """Show a step to the callbacks."""
-        if self.watchers.call("on_step", taken):
+        if self.watchers.saw_step(taken):
             self.trainer.request_stop()
         return taken
 
     def evaluated(self, loss: EvaluationLoss) -> EvaluationLoss:
         """Show an evaluation to the callbacks."""
-        if self.watchers.call("on_evaluation", self.step, loss):
+        if self.watchers.saw_evaluation(loss):
             self.trainer.request_stop()
         return loss
 
@@ -189,5 +189,7 @@ class ModelState:
 
     def close(self) -> None:
         """Stop helper threads; process groups belong to torch.distributed."""
-        self.watchers.call("on_end", self.step)
-        self.pipeline.close()
+        try:
+            self.watchers.saw_end()
+        finally:
+            self.pipeline.close()

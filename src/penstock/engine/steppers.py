@@ -6,7 +6,8 @@ the parameters themselves. Norms, clipping, masters, ZeRO, checkpoints and memor
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import copy
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -64,6 +65,10 @@ class Stepper(Protocol):
         """
         ...
 
+    def snapshot(self) -> Callable[[], None]:
+        """Copy masters and state as they are before a step; returns a function that puts them back."""
+        ...
+
     @property
     def state_bytes(self) -> int:
         """Memory of the state."""
@@ -118,6 +123,10 @@ class AdamW:
     def continue_from(self, num_updates: int, since: Mapping[str, int]) -> None:
         for block, number in zip(self._blocks, self._num_updates, strict=True):
             number.fill_(num_updates - max((since.get(place.name, 0) for place in block.places), default=0))
+
+    def snapshot(self) -> Callable[[], None]:
+        states = [flat for states in self._states for flat in states.values()]
+        return _copied([*(block.master for block in self._blocks), *states, *self._num_updates])
 
     @property
     def state_bytes(self) -> int:
@@ -182,6 +191,23 @@ class TorchStepper:
                 optimizer.state[piece.parameter] = {**own, **kept}
         self._prepared.clear()
 
+    def snapshot(self) -> Callable[[], None]:
+        put_back, optimizer = _copied([piece.parameter for piece in self._pieces]), self._optimizer
+        if optimizer is None:
+            return put_back
+        states = {parameter: _copy_of(own) for parameter, own in optimizer.state.items()}
+        # Some keep running values in their groups.
+        groups = [_copy_of({k: v for k, v in group.items() if k != "params"}) for group in optimizer.param_groups]
+
+        def restore() -> None:
+            put_back()
+            optimizer.state.clear()
+            optimizer.state.update(states)
+            for group, own in zip(optimizer.param_groups, groups, strict=True):
+                group.update(own)
+
+        return restore
+
     @property
     def state_bytes(self) -> int:
         return sum(state.values.nbytes for state in self.state().values())
@@ -232,6 +258,21 @@ class TorchStepper:
                 f"the optimizer {self._kind.label} refuses the parameters it is given"
                 f"{f', such as {vector}' if vector else ''}: {error}; optimizer.groups can give some another optimizer"
             ) from None
+
+
+def _copied(tensors: Sequence[Tensor]) -> Callable[[], None]:
+    copies = [tensor.detach().clone() for tensor in tensors]
+
+    @torch.no_grad()
+    def put_back() -> None:
+        for tensor, values in zip(tensors, copies, strict=True):
+            tensor.copy_(values)
+
+    return put_back
+
+
+def _copy_of(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: v.detach().clone() if isinstance(v, Tensor) else copy.deepcopy(v) for k, v in values.items()}
 
 
 @dataclass(frozen=True, eq=False)

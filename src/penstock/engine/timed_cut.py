@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from penstock import schedule
-from penstock.engine.build import build_stages, cut_units, parameter_dtype
+from penstock.engine.build import build_on_all_ranks, build_stages, cut_units, parameter_dtype
 from penstock.engine.memory import kept_bytes
 from penstock.engine.options import EngineOptions
 from penstock.model import Sequences, UnitSpec, drain
@@ -47,9 +47,11 @@ def measure_units(
 
     The first rank measures for all, so that all ranks cut alike and follow one order.
     """
-    times = None
-    if grid.rank == 0:
-        times = [astuple(own) for own in times_here(units, hidden_size, lengths, options, grid.device)]
+
+    def measure() -> list[tuple[float, ...]]:
+        return [astuple(own) for own in times_here(units, hidden_size, lengths, options, grid.device)]
+
+    times = build_on_all_ranks(measure if grid.rank == 0 else list, grid.control)
     return [UnitTimes(*own) for own in gather_json(times, grid.control)[0]]
 
 

@@ -7,7 +7,7 @@ is an action of the program.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -17,14 +17,17 @@ from torch import Tensor
 from penstock.data import MicroBatchSpec, PackedBatch
 from penstock.engine.aux_losses import AuxLossReport, AuxLossTracker
 from penstock.engine.batch_checks import check_loss, check_step
+from penstock.engine.build import build_on_all_ranks
 from penstock.engine.loss_metrics import LossMetrics
 from penstock.engine.losses import LossFn, LossWeightFn, checked_loss, loss_factors, token_cross_entropy
 from penstock.engine.microbatches import AgreedSplit, BatchCall, BatchReport, agree_on_microbatches
 from penstock.engine.optimizer import LossScaler, Optimizer, Update
 from penstock.engine.pipeline import Pipeline
+from penstock.engine.rates import Values
 from penstock.engine.trained import TrainedParameters, WholeState
 from penstock.model import kept_random_state
 from penstock.parallel import GradientBuckets, share_buffers, sum_tied
+from penstock.parallel.host import gather_json
 from penstock.runtime import Feed
 from penstock.schedule import Action, Op
 from penstock.settings import Normalize, Precision
@@ -89,17 +92,19 @@ class Trainer:
     _names: set[str]
     #: True if this rank was asked to end after the next step
     _stop_requested: bool
+    #: undoes the optimizer's step, while some rank may still fail in it
+    _put_back: Callable[[], None] | None
 
     def __init__(self, pipeline: Pipeline) -> None:
-        self.pipeline, self._stop_requested = pipeline, False
+        self.pipeline, self._stop_requested, self._put_back = pipeline, False, None
         self._trained = TrainedParameters(pipeline.parameters())
         self._names = self._trained.agree(pipeline.ties.owners, pipeline.grid.control)
-        self.gradients = _make_buckets(pipeline, {})
+        self.gradients = build_on_all_ranks(lambda: _make_buckets(pipeline, {}), pipeline.grid.control)
         # Parameters have moved into their buckets.
         pipeline.lend_weights()
         self.aux_losses = AuxLossTracker(pipeline)
         self.optimizer = _make_optimizer(pipeline, list(self.gradients.values()))
-        pipeline.recovery.around_renewal(undo=self._forget_reductions, redo=self._gather_weights)
+        pipeline.recovery.around_renewal(undo=self._undo, redo=self._gather_weights)
 
     def refit(self, since: Mapping[str, int] | None = None) -> None:
         """Give gradients and optimizer state to exactly the parameters that require a gradient now.
@@ -126,7 +131,7 @@ class Trainer:
             if not place.parameter.requires_grad:
                 # The bucket's memory goes.
                 place.parameter.data = place.parameter.detach().clone()
-        self.gradients = _make_buckets(pipeline, since)
+        self.gradients = build_on_all_ranks(lambda: _make_buckets(pipeline, since), pipeline.grid.control)
         pipeline.lend_weights()
         pipeline.casts.renew()
         self.optimizer = _make_optimizer(pipeline, list(self.gradients.values()))
@@ -178,11 +183,11 @@ class Trainer:
             with recovery.alone():
                 feeds = self._feeds(agreed, measured, [factor * loss_scale for factor in factors])
                 losses = self._run(feeds)
+                rates = self.optimizer.rates(number)
                 # Each rank gives its part when it is through its program: so now none can fail in it any more.
                 loss, num_metrics = measured.total(self.pipeline, losses)
             metrics = measured.reduced(self.pipeline, num_metrics)
-            with recovery.alone(stepping=True):
-                update, aux_losses = self._step(feeds, loss_scale, number)
+            update, aux_losses = self._step(feeds, loss_scale, number, rates)
         step, step_time_s = self.pipeline.count_step(number), time.perf_counter() - start
         return TrainResult(
             step=step,
@@ -251,9 +256,13 @@ class Trainer:
         for buckets in self.gradients.values():
             buckets.zero_()
 
-    def _forget_reductions(self) -> None:
+    def _undo(self) -> None:
+        """Forget reductions that were under way, and put back what the optimizer has moved."""
         for buckets in self.gradients.values():
             buckets.forget()
+        if self._put_back is not None:
+            self._put_back()
+        self._put_back = None
 
     def _gather_weights(self) -> None:
         """Gather the weights that other ranks have stepped, since messages of the last step were cut too."""
@@ -264,20 +273,45 @@ class Trainer:
         """Start summing the gradients of a local stage over ranks."""
         self.gradients[stage].launch()
 
-    def _step(self, feeds: Sequence[Feed], loss_scale: float, number: int) -> tuple[Update, AuxLossReport]:
-        """Finish the gradients, clip them and step the weights; the casts of these are made anew."""
-        pipeline = self.pipeline
-        record = pipeline.recorder.begin(Action(Op.STEP))
-        with pipeline.recorder.collective("finish the gradients and step"):
+    def _step(
+        self, feeds: Sequence[Feed], loss_scale: float, number: int, rates: Sequence[Values]
+    ) -> tuple[Update, AuxLossReport]:
+        """The optimizer's step, and what follows from it."""
+        record = self.pipeline.recorder.begin(Action(Op.STEP))
+        update = self._move_weights(number, rates)
+        with self.pipeline.recovery.alone(stepping=True):
+            aux_losses = self._spread(feeds, loss_scale, update.success)
+        self.pipeline.recorder.end(record)
+        return update, aux_losses
+
+    def _move_weights(self, number: int, rates: Sequence[Values]) -> Update:
+        """Finish the gradients, clip them and step the weights."""
+        pipeline, optimizer, recovery = self.pipeline, self.optimizer, self.pipeline.recovery
+        with recovery.alone(), pipeline.recorder.collective("finish the gradients"):
             self._finish_gradients()
             share_buffers(pipeline.buffers().values(), pipeline.grid.dp_cp_group)
-            update = self.optimizer.step(number)
+            norm = optimizer.gradient_norm()
+        if not optimizer.is_own:
+            with recovery.alone(stepping=True):
+                return optimizer.update(norm, number, rates)
+        # The copy takes memory while no activation does.
+        with recovery.alone():
+            self._put_back = optimizer.snapshot()
+            update = optimizer.update(norm, number, rates)
+            # Nobody drops the copy before all have stepped.
+            with pipeline.recorder.collective("finish the optimizer's step"):
+                gather_json(None, pipeline.grid.control)
+        self._put_back = None
+        return update
+
+    def _spread(self, feeds: Sequence[Feed], loss_scale: float, success: bool) -> AuxLossReport:
+        """Gather the weights that other ranks have stepped; the casts of weights are made anew."""
+        pipeline = self.pipeline
+        with pipeline.recorder.collective("gather the weights"):
             for buckets in self.gradients.values():
                 buckets.gather()
             pipeline.casts.renew()
-            aux_losses = self.aux_losses.finish(feeds, loss_scale, learns=update.success)
-        pipeline.recorder.end(record)
-        return update, aux_losses
+            return self.aux_losses.finish(feeds, loss_scale, learns=success)
 
     def _finish_gradients(self) -> None:
         """Wait for the reductions that the program started, then add up the copies of each tied parameter."""
@@ -319,11 +353,15 @@ def _make_buckets(pipeline: Pipeline, since: Mapping[str, int]) -> dict[int, Gra
 
 def _make_optimizer(pipeline: Pipeline, buckets: list[GradientBuckets]) -> Optimizer:
     options, grid = pipeline.options, pipeline.grid
-    return Optimizer(
-        buckets,
-        pipeline.parameter_groups,
-        grid.control if options.optimizer.zero else grid.model_control,
-        pipeline.ties.owners,
-        LossScaler() if options.precision is Precision.FP16 else None,
-        pipeline.sharding.norm_names,
-    )
+
+    def make() -> Optimizer:
+        return Optimizer(
+            buckets,
+            pipeline.parameter_groups,
+            grid.control if options.optimizer.zero else grid.model_control,
+            pipeline.ties.owners,
+            LossScaler() if options.precision is Precision.FP16 else None,
+            pipeline.sharding.norm_names,
+        )
+
+    return build_on_all_ranks(make, grid.control)

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from penstock.engine.loss_metrics import EvaluationLoss
+from penstock.engine.pipeline import Pipeline
 from penstock.engine.trainer import TrainResult
+from penstock.parallel.host import gather_json, on_all_ranks
+from penstock.runtime import CallbackError
 from penstock.settings import ConfigError
 from penstock.settings.objects import load_object
 
@@ -26,14 +30,16 @@ class Watchers:
         on_end(step: int)                                   when the engine is closed
 
     One that returns True from `on_step` or `on_evaluation` asks all ranks to end after the next step, like
-    `Engine.request_stop`.
+    `Engine.request_stop`. One that raises on some rank ends the call on all.
     """
 
     #: the callbacks, in order
     callbacks: list[Any]
+    #: knows whether other ranks have any
+    _pipeline: Pipeline
 
-    def __init__(self) -> None:
-        self.callbacks = []
+    def __init__(self, pipeline: Pipeline) -> None:
+        self.callbacks, self._pipeline = [], pipeline
 
     def add(self, callbacks: Iterable[Any]) -> None:
         """Add callbacks. Raises: ValueError for one without any of the methods."""
@@ -43,8 +49,49 @@ class Watchers:
             if not any(callable(getattr(found, event, None)) for event in EVENTS):
                 raise ConfigError(f"{given!r} is no callback: it has none of the methods {', '.join(EVENTS)}")
             self.callbacks.append(found)
+            self._pipeline.is_watched = True
 
-    def call(self, event: str, *values: Any) -> bool:
+    def saw_step(self, result: TrainResult) -> bool:
+        """Show a step to the callbacks of all ranks, if any has some; returns True if one of this rank asks to stop."""
+        return self._pipeline.is_watched_anywhere and self._call_together("on_step", result)
+
+    def saw_evaluation(self, loss: EvaluationLoss) -> bool:
+        """The same for an evaluation."""
+        return self._pipeline.is_watched_anywhere and self._call_together("on_evaluation", self._pipeline.step, loss)
+
+    def saw_checkpoint(self, step: int, path: Path) -> None:
+        """Show a checkpoint to the callbacks."""
+        self._call_together("on_checkpoint", step, path)
+
+    def saw_end(self) -> None:
+        """Show the end to the callbacks of this rank."""
+        self._call("on_end", self._pipeline.step)
+
+    def _call_together(self, event: str, *values: Any) -> bool:
+        """Call this rank's callbacks; all ranks do so at one point.
+
+        Raises: CallbackError on all ranks, where one raised on some; the exception itself on a rank that is alone.
+        """
+        grid, recorder = self._pipeline.grid, self._pipeline.recorder
+        if grid.control is None:
+            return self._call(event, *values)
+
+        def act() -> bool:
+            try:
+                return self._call(event, *values)
+            except Exception as error:
+                raise CallbackError(
+                    f"rank {grid.rank} failed in {event}, step {self._pipeline.step}: {type(error).__name__}: {error}"
+                ) from error
+
+        def gather(value: Any) -> list[Any]:
+            with recorder.collective(f"call {event}"):
+                return gather_json(value, grid.control)
+
+        with self._pipeline.recovery.joined():
+            return on_all_ranks(act, gather, CallbackError, message="{error}")
+
+    def _call(self, event: str, *values: Any) -> bool:
         """Call the method of that name where there is one; returns whether one of them returned True."""
         asked = False
         for callback in self.callbacks:

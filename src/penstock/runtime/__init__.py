@@ -4,7 +4,7 @@ from penstock.runtime.decode.graphs import DecodeForm, Decoders, FixedDecoder, S
 from penstock.runtime.decode.loop import DecodeLoop, DecodeReport
 from penstock.runtime.decode.relay import HeaderRelay, Ring, host_channels
 from penstock.runtime.distributed import DistributedTransport, open_transport
-from penstock.runtime.errors import Deadlock, PipelineError, StepError, TransportError
+from penstock.runtime.errors import CallbackError, Deadlock, PipelineError, StepError, TransportError
 from penstock.runtime.executor import Executor, Feed, run_together
 from penstock.runtime.host_memory import keep_freed_memory, prepare_large_pages
 from penstock.runtime.message import Message
@@ -20,6 +20,7 @@ from penstock.runtime.watchdog import Watchdog
 __all__ = [
     "Awaited",
     "Boundary",
+    "CallbackError",
     "Deadlock",
     "DecodeForm",
     "DecodeLoop",

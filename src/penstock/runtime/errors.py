@@ -29,6 +29,17 @@ class StepError(PipelineError):
     """
 
 
+class CallbackError(PipelineError):
+    """A callback raised on some rank, after a step, evaluation or checkpoint that stays as it is.
+
+    The message names rank, event and what was raised. On that rank `__cause__` is its own exception.
+
+    >>> raise CallbackError("rank 1 failed in on_step, step 3: OSError: no space left")
+    Traceback (most recent call last):
+    penstock.runtime.errors.CallbackError: rank 1 failed in on_step, step 3: OSError: no space left
+    """
+
+
 class Deadlock(PipelineError):
     """No rank of an in-process run can go on; the message says for each rank what it waits for."""
 

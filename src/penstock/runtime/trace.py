@@ -199,6 +199,9 @@ class Recorder:
         try:
             yield
         except RuntimeError as error:
+            if type(error) is not RuntimeError and not isinstance(error, TransportError | dist.DistError):
+                # Named otherwise, such as memory that was short, it is no backend's.
+                raise
             raise TransportError(
                 f"{self.where()}: gave up after {time.monotonic() - start:.1f} s ({first_line(error)}){self.missing()}"
             ) from error

@@ -85,7 +85,7 @@ def test_who_waits_for_a_collective_asks_the_processes_of_its_group(
             recorder.awaited = CollectiveRecord(CollectiveKind.GRADIENTS, 8, 0, group)
             asked.clear()
             if within:
-                with recorder.collective("finish the gradients and step"):
+                with recorder.collective("finish the gradients"):
                     recorder.missing()
             else:
                 recorder.begin(Action(Op.F, recorder.rank, 0))

@@ -76,7 +76,9 @@ class CheckpointReader:
 
         Each rank verifies some of the files, and all return the same.
         """
-        names = self._names() if self._grid.rank == 0 else None
+        names = on_all_ranks(
+            self._names if self._grid.rank == 0 else list, self._gather, ValueError, otherwise=CheckpointError
+        )
         for name in reversed(self._gather(names)[0]):
             path = self.folder / name
             info, reason = self._examine(path)

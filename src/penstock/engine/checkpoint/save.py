@@ -110,10 +110,16 @@ class Checkpointer(CheckpointReader):
                 shutil.rmtree(staging, ignore_errors=True)
                 staging.mkdir()
 
-        self._on_all_ranks(prepare)
+        self._begin(step, prepare)
         own = _to_store({name: local for name, local in tensors.items() if name not in self._aliases})
         plan = _plan_save(step, own, self._gather)
-        copies = {name: self._copy_to_host(name, own[name][0]) for name in plan.names_of(self._grid.rank)}
+        copies: dict[str, Tensor] = {}
+
+        def copy() -> None:
+            copies.update({name: self._copy_to_host(name, own[name][0]) for name in plan.names_of(self._grid.rank)})
+
+        # Host memory may be short on one rank, and the writers wait for each other without a limit.
+        self._begin(step, copy)
         self._writer = _Writer(lambda: self._write(staging, step, copies, plan, json.loads(texts[0])))
         if wait:
             self.finish()
@@ -126,6 +132,20 @@ class Checkpointer(CheckpointReader):
         writer, self._writer = self._writer, None
         if writer is not None:
             writer.join()
+
+    def _begin(self, step: int, act: Callable[[], None]) -> None:
+        """Do what comes before the writing. Raises: CheckpointError; on all ranks if on one."""
+
+        def named() -> None:
+            try:
+                act()
+            except (TypeError, ValueError):
+                # The caller's mistake, not the disk's.
+                raise
+            except Exception as error:
+                raise _not_saved(step, self._grid.rank, f"{type(error).__name__}: {error}") from error
+
+        on_all_ranks(named, self._gather, CheckpointError, message="{error}")
 
     def _on_all_ranks(self, act: Callable[[], None]) -> None:
         on_all_ranks(act, self._gather, AnotherRun, ValueError, FileNotFoundError, otherwise=CheckpointError)
@@ -314,7 +334,11 @@ def _cut_into_files(
 def _raise_first(step: int, errors: list[str | None]) -> None:
     for rank, error in enumerate(errors):
         if error is not None:
-            raise CheckpointError(f"step {step} could not be saved: rank {rank}: {error}")
+            raise _not_saved(step, rank, error)
+
+
+def _not_saved(step: int, rank: int, error: str) -> CheckpointError:
+    return CheckpointError(f"step {step} could not be saved: rank {rank}: {error}")
 
 
 def write_tensors(folder: Path, tensors: Mapping[str, Tensor], file_of: dict[str, int]) -> list[str]:
