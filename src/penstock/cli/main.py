@@ -17,6 +17,8 @@ COMMANDS = {
     "bench": Command("measure schedules, training and the overhead of an action", "penstock.cli.bench"),
 }
 
+_MAX_LENGTH = 2000
+
 HEAD = """Pipeline parallelism whose schedules are data: built, proved, simulated and drawn before they run.
 The object that was proved is the one that runs."""
 
@@ -68,7 +70,9 @@ def sentence(error: ValueError | OSError) -> str:
     """The error's message, with the file if there is one."""
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {(error.strerror or str(error)).lower()}"
-    return str(error)
+    text = str(error)
+    # A message quotes what it refuses, which may be of any length.
+    return text if len(text) <= _MAX_LENGTH else f"{text[: _MAX_LENGTH // 2]} ... {text[-_MAX_LENGTH // 2 :]}"
 
 
 if __name__ == "__main__":

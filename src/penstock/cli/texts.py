@@ -1,12 +1,12 @@
 """The input of `penstock score` and `penstock generate`: a saved model, and JSON lines of texts or prompts for it."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
 from penstock.engine.saved_model import SavedModel, open_model
+from penstock.settings.json_files import parse_json
 
 _TEXT_FORMS = '{"text": ...}, {"tokens": [...]} or {"prompt": ..., "completion": ...}'
 _PROMPT_FORMS = '{"prompt": ...} or {"tokens": [...]}'
@@ -111,9 +111,9 @@ def _lines(path: Path, purpose: str, forms: str) -> list[tuple[int, str]]:
 
 def _parsed(where: str, line: str, forms: str) -> Any:
     try:
-        return json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: is not JSON ({error.msg}); a line is {forms}") from None
+        return parse_json(line)
+    except ValueError as error:
+        raise ValueError(f"{where}: is not JSON ({getattr(error, 'msg', error)}); a line is {forms}") from None
 
 
 def _text(where: str, number: int, line: str, model: SavedModel, text_field: str) -> Text:

@@ -18,6 +18,7 @@ import numpy as np
 from penstock.data.checks import CorpusError
 from penstock.data.sources import BUILT_IN, Document, Source, find_source
 from penstock.data.tokenizer import Tokenizer, load_tokenizer
+from penstock.settings.json_files import read_json_object
 
 SIDES = ("training", "validation")
 CACHE_FORMAT = 1  # to be raised whenever the same text would be stored differently
@@ -123,7 +124,7 @@ def load_store(name: str, folder: Path) -> TokenStore:
     Raises: `CorpusError` if files are missing, or their sizes contradict each other.
     """
     try:
-        facts = json.loads((folder / "store.json").read_text())
+        facts = read_json_object(folder / "store.json")
         offsets = np.load(folder / "offsets.npy")
         dtype = np.dtype(facts["dtype"])
         # an empty file cannot be mapped
@@ -131,7 +132,7 @@ def load_store(name: str, folder: Path) -> TokenStore:
         if len(tokens) != offsets[-1]:
             raise ValueError(f"{len(tokens)} tokens where {offsets[-1]} are expected")
         return TokenStore(name, tokens, offsets, facts["max_token"], facts["fingerprint"])
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError, EOFError) as error:
         raise CorpusError(f"the token cache {str(folder)!r} is damaged ({error}); delete it to make it anew") from error
 
 

@@ -36,6 +36,7 @@ from penstock.data.checks import (
     checked_metadata,
     checked_trailing_shape,
 )
+from penstock.settings.json_files import parse_json
 
 NO_LABEL = -100  # the default `ignore_index` of PyTorch's cross entropy
 
@@ -437,8 +438,8 @@ class PackedBatch:
         Raises: `BatchError` naming the field that is missing or wrong.
         """
         try:
-            spec = json.loads(text)
-        except json.JSONDecodeError as error:
+            spec = parse_json(text)
+        except ValueError as error:
             raise BatchError("json", f"not JSON: {error}") from error
         names = {field.name for field in fields(cls)} - {"data"}
         check_keys(names, spec if isinstance(spec, dict) else (), "json")

@@ -9,6 +9,7 @@ from typing import Any
 from penstock.schedule import Event, Timeline
 from penstock.schedule.recording import Recording, Wait
 from penstock.schedule.text import parse_step
+from penstock.settings.json_files import parse_json
 
 FORMAT = "penstock recorded step 1"
 RECORDED_STEP_FILE = "timeline.json"  # in the folder of a run
@@ -89,14 +90,14 @@ def read_recorded_step(path: str | Path) -> RecordedStep:
     Raises: ValueError naming the file and its fault; OSError if it cannot be read.
     """
     try:
-        values = json.loads(Path(path).read_text(encoding="utf-8"))
+        values = parse_json(Path(path).read_bytes())
         if not isinstance(values, dict) or values.get("format") != FORMAT:
             raise ValueError(f"it does not say that its format is {FORMAT!r}")
         recording = Recording.from_json(values["measured"])
         simulated = values.get("simulated")
         if simulated is not None:
             simulated = _timeline_from_json(simulated, recording.stages_per_rank)
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is no recorded step: {error}") from None
     return RecordedStep(recording, simulated)
 

@@ -11,6 +11,7 @@ from typing import Any, TextIO
 import tomli_w
 
 from penstock.settings import ConfigError, RunConfig, differences, read_config
+from penstock.settings.json_files import parse_json
 
 CONFIG_FILE = "run.toml"
 CHECKPOINT_FOLDER = "checkpoints"
@@ -115,16 +116,16 @@ def _write_whole(path: Path, text: str) -> None:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics file, in order; a last line that a crash has torn is left out."""
+    """The lines of a metrics file, in order; others are left out, such as a last one that a crash has torn."""
     if not path.exists():
         return []
     lines = []
     for line in path.read_bytes().split(b"\n"):
         try:
-            entry = json.loads(line)
+            entry = parse_json(line)
         except ValueError:
             continue
-        if isinstance(entry, dict) and "step" in entry:
+        if isinstance(entry, dict) and isinstance(entry.get("step"), int):
             lines.append(entry)
     return lines
 

@@ -43,6 +43,7 @@ from penstock.settings import (
     TrainConfig,
     read_config,
 )
+from penstock.settings.json_files import read_json_object
 
 _HUGGING_FACE_CONFIG, _TOKENIZER = "config.json", "tokenizer.json"
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -182,9 +183,13 @@ def _hugging_face_ends(folder: Path) -> tuple[int, ...]:
     for name in (_GENERATION_CONFIG, _HUGGING_FACE_CONFIG):
         path = folder / name
         if path.is_file():
-            named = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-            if named is not None:
-                return tuple(named) if isinstance(named, list) else (named,)
+            named = read_json_object(path).get("eos_token_id")
+            if named is None:
+                continue
+            ends = tuple(named) if isinstance(named, list) else (named,)
+            if not all(isinstance(end, int) and not isinstance(end, bool) for end in ends):
+                raise ConfigError(f"{path}: eos_token_id is {named!r}; a token id or a list of them is expected")
+            return ends
     return ()
 
 

@@ -1,6 +1,7 @@
 """Reading settings from TOML and the command line, and writing them; an error is one sentence that names the cure."""
 
 import difflib
+import re
 import tomllib
 import types
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,6 +19,9 @@ from penstock.settings.declare import (
     with_values,
 )
 from penstock.settings.run import SETTINGS, RunConfig
+
+# A name of thousands of parts would keep the parser busy for minutes.
+_LONG_KEY = re.compile(r"^[ \t\w.\[\]-]{500,}", re.MULTILINE)
 
 Values = dict[str, Any]
 """Values of settings by their dotted names."""
@@ -49,7 +53,10 @@ def read_values(path: str | Path) -> Values:
     """
     path = Path(path)
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        if long := _LONG_KEY.search(text):
+            raise ConfigError(f"{path}: {long[0][:40]!r}... is no setting's name")
+        table = tomllib.loads(text)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}; give the path of a run's TOML file") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

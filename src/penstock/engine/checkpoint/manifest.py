@@ -16,11 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from penstock.parallel.tensor_slice import StoredSlice, TensorSlice
+from penstock.settings.json_files import check_kinds, read_json_object
 
 MANIFEST = "manifest.json"
 TENSOR_SUFFIX = ".safetensors"
 _FORMAT = "penstock-checkpoint-1"
 _PREFIX = "step-"
+_KINDS: dict[str, type] = {"step": int, "identity": dict, "extras": list, "tensors": dict, "files": dict}
 
 
 class CheckpointError(RuntimeError):
@@ -68,11 +70,17 @@ class TensorRecord:
     @classmethod
     def from_json(cls, name: str, content: Mapping[str, Any]) -> TensorRecord:
         """The record of the stored tensor of that name."""
-        shape = tuple(content["shape"])
+        shape = _sizes(content["shape"])
         if "of" not in content:
-            return cls(name, TensorSlice.whole(shape), content["dtype"])
-        part = TensorSlice(tuple(content["start"]), shape, tuple(content["of_shape"]))
-        return cls(content["of"], part, content["dtype"])
+            return cls(name, TensorSlice.whole(shape), str(content["dtype"]))
+        part = TensorSlice(_sizes(content["start"]), shape, _sizes(content["of_shape"]))
+        return cls(str(content["of"]), part, str(content["dtype"]))
+
+
+def _sizes(values: Any) -> tuple[int, ...]:
+    if not isinstance(values, list) or not all(isinstance(value, int) and value >= 0 for value in values):
+        raise ValueError(f"{values!r} is no shape")
+    return tuple(values)
 
 
 @dataclass(frozen=True)
@@ -153,21 +161,30 @@ def read_manifest(path: Path) -> CheckpointInfo:
     Raises: DamagedCheckpoint when it is missing, cut short, altered, or of another format.
     """
     try:
-        content = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        content = read_json_object(path / MANIFEST)
     except (OSError, ValueError) as error:
         raise DamagedCheckpoint(f"its {MANIFEST} cannot be read ({error})") from None
-    if not isinstance(content, dict) or content.get("format") != _FORMAT:
+    if content.get("format") != _FORMAT:
         raise DamagedCheckpoint(f"its {MANIFEST} is not of the format {_FORMAT!r}")
     if content.pop("sha256", None) != _digest(content):
         raise DamagedCheckpoint(f"its {MANIFEST} was altered: the checksum differs")
-    return CheckpointInfo(
-        path,
-        content["step"],
-        content["identity"],
-        tuple(content["extras"]),
-        {name: TensorRecord.from_json(name, record) for name, record in content["tensors"].items()},
-        {name: FileRecord(**record) for name, record in content["files"].items()},
-    )
+    try:
+        check_kinds(content, _KINDS, MANIFEST)
+        if lacking := [key for key in _KINDS if content.get(key) is None]:
+            raise ValueError(f"it lacks {lacking[0]}")
+        info = CheckpointInfo(
+            path,
+            content["step"],
+            content["identity"],
+            tuple(content["extras"]),
+            {name: TensorRecord.from_json(name, record) for name, record in content["tensors"].items()},
+            {name: FileRecord(**record) for name, record in content["files"].items()},
+        )
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise DamagedCheckpoint(f"its {MANIFEST} is no description of a checkpoint ({error!r})") from None
+    if path.name.startswith(_PREFIX) and path.name != folder_name(info.step):
+        raise DamagedCheckpoint(f"it is that of step {info.step} in a folder of another name")
+    return info
 
 
 def check_files(info: CheckpointInfo, part: int = 0, num_parts: int = 1) -> None:

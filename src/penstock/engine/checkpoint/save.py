@@ -38,6 +38,7 @@ from penstock.engine.checkpoint.manifest import (
 from penstock.parallel import Grid
 from penstock.parallel.host import Gather, gather_json, on_all_ranks
 from penstock.parallel.tensor_slice import LocalTensor, Shape, local_slices
+from penstock.settings.json_files import read_json_object
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -156,8 +157,8 @@ class Checkpointer(CheckpointReader):
         run_file = self.folder / _RUN_FILE
         if run_file.exists():
             try:
-                theirs = json.loads(run_file.read_text(encoding="utf-8"))["identity"]
-            except (ValueError, KeyError, TypeError):
+                theirs = read_json_object(run_file)["identity"]
+            except (ValueError, KeyError):
                 raise AnotherRun(f"{run_file} cannot be read; give another folder") from None
             if changed := differences(self._identity, theirs):
                 raise AnotherRun(f"{self.folder} holds another run: {'; '.join(changed[:5])}; give another folder")

@@ -1,6 +1,5 @@
 """config.json of a Hugging Face folder, converted to the decoder's configuration and back."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -8,9 +7,29 @@ from typing import Any
 from penstock.model.hf.families import FAMILIES, MIXTRAL_EXPERTS, Family, Windows
 from penstock.model.hf.files import MissingFile
 from penstock.settings import ExpertConfig, ModelConfig, RopeKind, RopeScaling
+from penstock.settings.json_files import check_kinds, read_json_object
 
 CONFIG_FILE = "config.json"
 _OTHERWISE = "Engine.from_hf(..., native=False) runs transformers' own layers"
+_KINDS: dict[str, type] = {
+    **dict.fromkeys(("architectures", "layer_types", "mlp_only_layers"), list),
+    **dict.fromkeys(("model_type", "hidden_act"), str),
+    **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim"), int),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "max_position_embeddings"), int),
+    **dict.fromkeys(("sliding_window", "max_window_layers", "decoder_sparse_step"), int),
+    **dict.fromkeys(("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size"), int),
+    **dict.fromkeys(("shared_expert_intermediate_size",), int),
+    **dict.fromkeys(("rms_norm_eps", "rope_theta"), float),
+    **dict.fromkeys(("tie_word_embeddings", "use_sliding_window", "norm_topk_prob"), bool),
+    **dict.fromkeys(("rope_scaling", "rope_parameters"), dict),
+}
+_ROPE_VALUES: dict[str, type] = {
+    **dict.fromkeys(("rope_type", "type"), str),
+    **dict.fromkeys(("factor", "rope_theta", "low_freq_factor", "high_freq_factor", "beta_slow", "beta_fast"), float),
+    "original_max_position_embeddings": int,
+    "attention_factor": float,
+    "truncate": bool,
+}
 
 
 def read_config_json(folder: Path) -> dict[str, Any]:
@@ -23,13 +42,7 @@ def read_config_json(folder: Path) -> dict[str, Any]:
     path = folder / CONFIG_FILE
     if not path.is_file():
         raise MissingFile(f"{path} is missing: a model's folder has one")
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} cannot be read: {error}") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} is not a JSON object")
-    return content
+    return read_json_object(path)
 
 
 def architecture(content: Mapping[str, Any]) -> str:
@@ -45,8 +58,12 @@ def config_from_json(content: Mapping[str, Any]) -> ModelConfig:
     """Read the decoder that a config.json describes.
 
     Raises:
-        ValueError: another architecture, or a setting that the decoder does not have; names the possible ones.
+        ValueError: another architecture, or a setting of another type or that the decoder does not have; names the
+            possible ones.
     """
+    check_kinds(content, _KINDS, CONFIG_FILE)
+    for key in ("rope_scaling", "rope_parameters"):
+        check_kinds(content.get(key) or {}, _ROPE_VALUES, f"{CONFIG_FILE}: {key}")
     name = architecture(content)
     if name not in FAMILIES:
         raise ValueError(f"the decoder is none of {name}; it is {', '.join(FAMILIES)}, and {_OTHERWISE}")
@@ -60,7 +77,7 @@ def config_from_json(content: Mapping[str, Any]) -> ModelConfig:
         head_dim=content.get("head_dim") or None,
         max_length=content.get("max_position_embeddings") or family.max_length,
         rope_theta=float(_rope(content).get("rope_theta") or 10000.0),
-        norm_eps=float(content.get("rms_norm_eps", 1e-6)),
+        norm_eps=float(_value(content, "rms_norm_eps", 1e-6)),
         qkv_bias=family.qkv_bias,
         qk_norm=family.qk_norm,
         tie_embeddings=bool(content.get("tie_word_embeddings", False)),
@@ -119,9 +136,13 @@ def config_to_json(config: ModelConfig) -> dict[str, Any]:
 
 
 def _required(content: Mapping[str, Any], key: str, name: str) -> Any:
-    if key not in content:
-        raise ValueError(f"a config.json of {name} needs {key!r}")
+    if content.get(key) is None:
+        raise ValueError(f"{name} needs {key!r}, which its config.json lacks")
     return content[key]
+
+
+def _value(content: Mapping[str, Any], key: str, default: Any) -> Any:
+    return default if content.get(key) is None else content[key]
 
 
 def _refuse_unknown(content: Mapping[str, Any], name: str) -> None:
@@ -173,7 +194,7 @@ def _scaling(rope: Mapping[str, Any]) -> RopeScaling:
     low, high = (1.0, 4.0) if kind == "llama3" else (1.0, 32.0)
     return RopeScaling(
         RopeKind(kind),
-        factor=float(rope["factor"]),
+        factor=float(_required(rope, "factor", f"rope scaling {kind!r}")),
         original_length=rope.get("original_max_position_embeddings") or None,
         low=float(rope.get("low_freq_factor") or rope.get("beta_slow") or low),
         high=float(rope.get("high_freq_factor") or rope.get("beta_fast") or high),

@@ -5,26 +5,23 @@ tensors (one for each expert), and a rank may hold only a part of it. Each store
 only values that are kept are read.
 """
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from penstock.model.units import UnitSpec
 from penstock.parallel.tensor_slice import Shape, StoredSlice, TensorSlice, copies
+from penstock.settings.json_files import read_json_object
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
-_LENGTH_BYTES = 8
-_MAX_HEADER_BYTES = 100_000_000
-"""The format's own limit."""
 
 
 class MissingFile(FileNotFoundError, ValueError):
@@ -95,7 +92,7 @@ def _single_file(folder: Path) -> Path:
 
 def _read_index(index: Path) -> dict[str, str]:
     try:
-        named = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        named = read_json_object(index)["weight_map"]
         files = {str(tensor): str(file) for tensor, file in named.items()}
     except (ValueError, KeyError, TypeError, AttributeError):
         raise ValueError(f"{index} is no index of safetensors files: it has no weight_map") from None
@@ -109,25 +106,17 @@ def _read_index(index: Path) -> dict[str, str]:
 
 
 def _read_header(path: Path) -> dict[str, StoredTensor]:
+    """Read the header, which safetensors checks against the file's size."""
     if not path.exists():
         raise MissingFile(f"{path} is missing")
-    size_bytes = path.stat().st_size
-    with path.open("rb") as file:
-        start = file.read(_LENGTH_BYTES)
-        header_bytes = int.from_bytes(start, "little")
-        if len(start) < _LENGTH_BYTES or header_bytes > _MAX_HEADER_BYTES:
-            raise ValueError(f"{path} is no safetensors file, or was cut short: it has {size_bytes} bytes")
-        try:
-            header: dict[str, Any] = json.loads(file.read(header_bytes))
-            header.pop("__metadata__", None)
-            ends_bytes = [entry["data_offsets"][1] for entry in header.values()]
-            found = {name: StoredTensor(path, tuple(e["shape"]), str(e["dtype"])) for name, e in header.items()}
-        except (ValueError, KeyError, TypeError, IndexError, AttributeError):
-            raise ValueError(f"{path} is no safetensors file, or was cut short: its header cannot be read") from None
-    expected_bytes = _LENGTH_BYTES + header_bytes + max(ends_bytes, default=0)
-    if size_bytes != expected_bytes:
-        raise ValueError(f"{path} has {size_bytes} bytes instead of {expected_bytes}: it was cut short or altered")
-    return found
+    try:
+        with safe_open(path, framework="pt") as file:
+            names: list[str] = file.keys()
+            parts = {name: file.get_slice(name) for name in names}
+            return {name: StoredTensor(path, tuple(p.get_shape()), p.get_dtype()) for name, p in parts.items()}
+    except SafetensorError as error:
+        reason = str(error).strip().partition("\n")[0][:200]
+        raise ValueError(f"{path} is no safetensors file, or was cut short or altered: {reason}") from None
 
 
 class Names(Protocol):

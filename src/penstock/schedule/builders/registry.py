@@ -43,7 +43,7 @@ _NAMED = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 _ENTRIES: dict[str, _Entry] = {}
 _STAGES = "stages_per_rank"
 # Actions of a schedule, at most: one of them takes some hundred bytes, and is proved in microseconds.
-_MAX_ACTIONS = 2**24
+_MAX_ACTIONS = 10_000_000
 # With one stage on each rank both forms are the same.
 _ALIASES = {"combined": "combined-1f1b"}
 # The order of lists; any other schedules follow by name.

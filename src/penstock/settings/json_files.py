@@ -1,0 +1,61 @@
+"""JSON that a user may have written: parsed, and its kinds of values checked; a fault is one sentence."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+_NAMES = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "a string",
+    list: "a list",
+    dict: "an object",
+}
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Parse JSON.
+
+    Raises:
+        ValueError: it is none, or it is nested too deeply or has a number too long to be read.
+
+    >>> parse_json("[" * 100_000)
+    Traceback (most recent call last):
+    ValueError: it is nested too deeply
+    """
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Read a file that holds a JSON object.
+
+    Raises:
+        ValueError: it holds anything else; names the file.
+        OSError: it cannot be opened.
+    """
+    try:
+        content = parse_json(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} is not a JSON object")
+    return content
+
+
+def check_kinds(content: Mapping[str, Any], kinds: Mapping[str, type], where: str) -> None:
+    """Check that each value is null or missing, or of its key's type; a whole number is a number too.
+
+    Raises:
+        ValueError: one is not; names the key and its value.
+    """
+    for key, kind in kinds.items():
+        value = content.get(key)
+        fits = isinstance(value, (int, float) if kind is float else kind)
+        if value is not None and (not fits or (isinstance(value, bool) and kind is not bool)):
+            shown = repr(value) if len(repr(value)) < 60 else f"{repr(value)[:60]}..."
+            raise ValueError(f"{where}: {key} is {shown}; {_NAMES[kind]} is expected")
