@@ -262,7 +262,9 @@ class _PolledSends:
 
     def settle(self) -> None:
         while self._in_flight:
-            self._in_flight.popleft()[0].wait()
+            # Popped first, the tensor would be freed before the wait.
+            self._in_flight[0][0].wait()
+            self._in_flight.popleft()
 
     def close(self) -> None:
         self._in_flight.clear()
