@@ -116,10 +116,11 @@ class Started:
     arguments: list[str]
     environ: dict[str, str] = field(default_factory=dict)
     launcher: list[str] = field(default_factory=lambda: [sys.executable])
+    command: str = "train"
 
     def __enter__(self) -> "Started":
         self.process = subprocess.Popen(
-            [*self.launcher, "-m", "penstock", "train", *self.arguments],
+            [*self.launcher, "-m", "penstock", self.command, *self.arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -138,7 +139,8 @@ class Started:
         """The processes of the ranks, in their order."""
         path = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
         children = [int(pid) for pid in path.read_text().split()] if path.exists() else []
-        return sorted((pid for pid in children if _local_rank(pid) is not None), key=lambda pid: _local_rank(pid) or 0)
+        ranks = {pid: rank for pid in children if (rank := _local_rank(pid)) is not None}
+        return sorted(ranks, key=lambda pid: ranks[pid])
 
     def signal(self, number: signal.Signals, ranks: list[int] | None = None) -> None:
         """Signal the command, or some ranks' processes."""
@@ -221,8 +223,12 @@ def _stands_still(pid: int) -> bool:
 
 
 def _local_rank(pid: int) -> int | None:
+    """The rank by which penstock has named its worker, or which torchrun has put into its environment."""
     try:
+        name = Path(f"/proc/{pid}/comm").read_text().strip()
         environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
         return None
+    if name.startswith("penstock-"):
+        return int(name.removeprefix("penstock-"))
     return next((int(entry[11:]) for entry in environ if entry.startswith(b"LOCAL_RANK=")), None)

@@ -3,7 +3,6 @@
 import itertools
 import os
 import platform
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
@@ -11,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from penstock import __version__
 from penstock.cli.commands import Parser, print_json
-from penstock.cli.launch import Group, find_group, launch
+from penstock.cli.group import Group, find_group
+from penstock.cli.launch import WorkerCommand, launch
 from penstock.cli.setting_options import add_options, parallel_options, values_of
 from penstock.settings import Groups, Layout, ParallelConfig
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from penstock.cli.links import Links
 
-MODULE = "penstock.cli.doctor"
+_COMMAND = WorkerCommand("penstock.cli.doctor", "tests them again", ("penstock.cli.links",))
 _NUM_GROUPS_SHOWN = 4
 _SIZES = ("pp", "dp", "cp", "tp", "ep")
 # A link answers within seconds, or it is broken.
@@ -49,7 +49,7 @@ def main(words: Sequence[str]) -> int:
         show(arguments, layout, None)
         return 0
     if group is None:
-        return launch(words, layout.world_size, 1, MODULE, "tests them again")
+        return launch(_COMMAND, words, layout.world_size, 1)
     return _run_worker(arguments, layout, group)
 
 
@@ -68,7 +68,7 @@ processes of that group, so real hosts are tested.""",
             "penstock doctor                                   this machine, and two processes on it",
             "penstock doctor --pp 2 --dp 2 --tp 2              the groups of a layout, and eight processes",
             "penstock doctor --pp 16 --tp 8 --no-links         the groups alone, nothing is started",
-            "torchrun ... -m penstock.cli.doctor --pp 8        the links of the hosts that torchrun has joined",
+            "torchrun ... -m penstock doctor --pp 8            the links of the hosts that torchrun has joined",
         ),
     )
     add_options(parser, _PARALLEL, {"order": "AXES", "timeout": "SECONDS"})
@@ -193,9 +193,3 @@ def _ranks(ranks: tuple[int, ...]) -> str:
     if len(ranks) > 8 and len({later - earlier for earlier, later in itertools.pairwise(ranks)}) == 1:
         return f"{ranks[0]} {ranks[1]} ... {ranks[-1]}"
     return " ".join(map(str, ranks))
-
-
-if __name__ == "__main__":  # how `launch` starts workers
-    from penstock.cli.main import run_as_script
-
-    sys.exit(run_as_script(main))

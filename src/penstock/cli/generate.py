@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.cli.commands import Parser, refuse_to_overwrite
-from penstock.cli.launch import Group, find_group_of, launch
+from penstock.cli.group import Group, find_group_of
+from penstock.cli.launch import WorkerCommand, launch
 from penstock.cli.setting_options import PROCESSES, add_options, options_of, parallel_options, values_of
 from penstock.settings import ParallelConfig, RingConfig, SamplingParams, walk
 
@@ -20,9 +21,10 @@ if TYPE_CHECKING:
 
     from penstock.cli.generate_output import AnswersFile, GenerateJob
 
-MODULE = "penstock.cli.generate"
 STANDARD_INPUT = "PENSTOCK_STANDARD_INPUT"
 """The environment variable that names, for workers, the file with the command's standard input."""
+
+_IMPORTS = ("penstock.cli.generate_output", "penstock.cli.together", "penstock.engine.engine")
 
 # Options that are settings of `SamplingParams`: the option's name where it is another, and the metavar of its value.
 _SAMPLING = {
@@ -78,17 +80,26 @@ def main(words: Sequence[str]) -> int:
 
 
 def _launch(words: Sequence[str], arguments: GenerateArguments) -> int:
-    """Check what can be checked now, as the workers would each take seconds to do, and start the workers."""
+    """Start the workers, with standard input in a file where it is the prompt: it can be read only once."""
+    parallel = arguments.parallel
+    again = "gives the same answers" if arguments.output is None else "continues where it was stopped"
+    command = WorkerCommand("penstock.cli.generate", again, _IMPORTS)
     with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
-        job, environ = check(arguments), {}
+        environ = {}
         if not arguments.prompts and arguments.file is None:
-            # Standard input can be read only once.
             given = Path(folder) / "prompt.txt"
-            given.write_text(job.prompts[0].text or "", encoding="utf-8")
+            given.write_text(_standard_input(), encoding="utf-8")
             environ[STANDARD_INPUT] = str(given)
-        again = "gives the same answers" if arguments.output is None else "continues where it was stopped"
-        parallel = arguments.parallel
-        return launch(words, parallel.world_size, parallel.num_threads, MODULE, again, environ)
+        return launch(
+            command, words, parallel.world_size, parallel.num_threads, environ, check=lambda: _check_model(arguments)
+        )
+
+
+def _check_model(arguments: GenerateArguments) -> None:
+    """Refuse what no number of processes could do; the prompts are left to them."""
+    from penstock.cli.texts import open_to_cut
+
+    open_to_cut(arguments.model, arguments.parallel.pp)
 
 
 def _parser() -> Parser:
@@ -262,9 +273,3 @@ def _generate(arguments: GenerateArguments, group: Group, store: "Store") -> Non
         engine.close()
     if reporter is not None:
         reporter.end(result)
-
-
-if __name__ == "__main__":  # how `launch` starts workers
-    from penstock.cli.main import run_as_script
-
-    sys.exit(run_as_script(main))

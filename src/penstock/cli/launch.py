@@ -1,274 +1,301 @@
-"""Processes of a run: the group that torchrun, Slurm or Kubernetes has made, or local workers of our own."""
+"""Local workers of a command: started together, watched, and ended together.
+
+The launcher imports for all of them, once, and forks: PyTorch costs seconds of a processor. So until the last worker is
+started it has one thread and has not opened a GPU.
+"""
 
 import ctypes
-import json
-import logging
+import importlib
 import math
+import multiprocessing
 import os
-import re
 import signal
+import socket
 import sys
-import tempfile
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from multiprocessing.connection import wait
+from multiprocessing.context import ForkContext, SpawnContext
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
+from penstock.cli.group import LAUNCHER_PID, LOOPBACK
 
-LOOPBACK = "127.0.0.1"
 # Exit codes of the command.
 FAILED, REFUSED = 1, 2
-# Set for workers that we launched ourselves.
-_LAUNCHER_PID = "PENSTOCK_LAUNCHER_PID"
-_ENDED_WELL = "PENSTOCK_ENDED_WELL"
-_AGENTS_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-# The store's counter of processes that have reported a user's mistake.
-_REPORTED = "penstock/reported"
-# How long a process that fails waits for the store's answer.
-_ANSWER_LIMIT_S = 5.0
-# Stopped workers finish their step and save; only one that hangs is killed.
-_SAVE_LIMIT_S = 600
+_STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
+# Workers that are asked to stop finish their step and save; only one that hangs is killed.
+_SAVE_LIMIT_S = 600.0
+# After a failure, or a second request to stop, nobody has anything left to save. The others find out by themselves and
+# report where they were; the watchdogs of those that cannot do so within 4 s of being asked.
+_REPORT_LIMIT_S, _END_LIMIT_S = 1.0, 7.0
+_POLL_S = 1.0
+_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15  # <linux/prctl.h>
 
 
 @dataclass(frozen=True)
-class Group:
-    """This process's place in the run, and the address at which all meet; `origin` names the maker of the group."""
+class WorkerCommand:
+    """A command that runs in several processes.
 
-    rank: int
-    world_size: int
-    local_rank: int
-    address: str
-    port: int
-    origin: str
-
-    @classmethod
-    def alone(cls) -> "Group":
-        """The group of a run of one process."""
-        return cls(rank=0, world_size=1, local_rank=0, address=LOOPBACK, port=0, origin="this process")
-
-
-def find_group(environ: Mapping[str, str]) -> Group | None:
-    """Find the group that this process was started in, if any.
-
-    torchrun and Kubernetes' training operators set RANK and WORLD_SIZE; Slurm's srun sets variables of its own.
-
-    Raises:
-        ValueError: such a variable is set but is not a number, or related ones are missing.
+    module: its `main` is what each worker calls. again: ends the sentence "the same command ...", printed when the
+    run was stopped or a worker killed. imports: modules that every worker needs.
     """
-    if "RANK" in environ and "WORLD_SIZE" in environ:
-        return Group(
-            rank=_number(environ, "RANK"),
-            world_size=_number(environ, "WORLD_SIZE"),
-            local_rank=_number(environ, "LOCAL_RANK", "0"),
-            address=_text(environ, "MASTER_ADDR"),
-            port=_number(environ, "MASTER_PORT"),
-            origin="this launch" if _LAUNCHER_PID in environ else "the group this process was started in",
-        )
-    # A Slurm batch script has a rank as well, but only steps started by srun have a step's variables.
-    if "SLURM_PROCID" in environ and "SLURM_STEP_NUM_TASKS" in environ:
-        job = _number(environ, "SLURM_JOB_ID", "0")
-        return Group(
-            rank=_number(environ, "SLURM_PROCID"),
-            world_size=_number(environ, "SLURM_STEP_NUM_TASKS"),
-            local_rank=_number(environ, "SLURM_LOCALID", "0"),
-            address=environ.get("MASTER_ADDR") or _first_host(_text(environ, "SLURM_STEP_NODELIST")),
-            # Every process of a job must find the same port before they meet, so the job's number decides.
-            port=_number(environ, "MASTER_PORT", str(20000 + job % 20000)),
-            origin="this Slurm step",
-        )
-    return None
 
-
-def find_group_of(sizes: Mapping[str, int]) -> tuple[Group | None, int]:
-    """Find the group of this process, if any, for a layout with these sizes by axis; also returns their product.
-
-    Raises: ValueError as `find_group` does, and for a group of another size.
-    """
-    group, world_size = find_group(os.environ), math.prod(sizes.values())
-    if group is not None and group.world_size != world_size:
-        words = " x ".join(f"--{axis} {size}" for axis, size in sizes.items())
-        raise ValueError(
-            f"{group.origin} has {group.world_size} processes, but {words} is {world_size}; make them equal"
-        )
-    return group, world_size
+    module: str
+    again: str
+    imports: tuple[str, ...]
 
 
 def launch(
+    command: WorkerCommand,
     arguments: Sequence[str],
     num_workers: int,
     num_threads: int,
-    module: str = "penstock.cli.train",
-    again: str = "continues from the newest checkpoint",
     environ: Mapping[str, str] | None = None,
+    check: Callable[[], object] | None = None,
 ) -> int:
     """Start the workers of a command on this machine, wait for them, and return the exit code of the command.
 
-    `arguments` are those of the command, whose `module` every worker runs as a script and which reads them again.
-    `again` ends the sentence "the same command ...", printed after a worker was killed. `environ` is for the workers
-    alone. SIGTERM and SIGINT are passed on; the workers of a training run then finish their step, save and end well.
-    """
-    from torch.distributed.elastic.multiprocessing import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    `arguments` are those of the command, which the workers read again; `environ` is for them alone. `check` may refuse
+    to start them; what it imports they need not import again.
 
-    # The workers report what went wrong themselves, in a sentence; the agent would add pages.
-    for name in list(logging.root.manager.loggerDict):
-        if name.startswith("torch.distributed.elastic"):
-            logging.getLogger(name).setLevel(logging.CRITICAL)
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=num_workers,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint=f"{LOOPBACK}:0",
-        local_addr=LOOPBACK,
-        max_restarts=0,
-        monitor_interval=0.1,
-        shutdown_timeout=_SAVE_LIMIT_S,
-    )
-    with tempfile.TemporaryDirectory(prefix="penstock-") as folder, _process_kept():
-        ended_well = Path(folder) / "ended_well"
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-        os.environ.setdefault("OMP_NUM_THREADS", str(num_threads))
-        os.environ |= {**(environ or {}), _LAUNCHER_PID: str(os.getpid()), _ENDED_WELL: str(ended_well)}
+    A signal that asks to end is passed on as SIGTERM, which lets the workers of a training run finish their step, save
+    and end well. Where one fails, or is asked twice, all have ended within ten seconds. They meet at a store in this
+    process, and neither it nor they listen anywhere but on the loopback.
+    """
+    with _environment_kept(), socket.create_server((LOOPBACK, 0), backlog=4096) as listener:
+        port = listener.getsockname()[1]
+        os.environ |= {**(environ or {}), **_environment(num_workers, num_threads, port)}
+        if check is not None:
+            check()
+        context = _context(command.imports)
+        inherited = listener if isinstance(context, ForkContext) else None
+        workers = _Workers(
+            [
+                context.Process(target=_work, args=(command.module, arguments, rank, os.getpid(), inherited))
+                for rank in range(num_workers)
+            ]
+        )
         try:
-            elastic_launch(config, sys.executable)("-m", module, *arguments)
-        except ChildFailedError as error:
-            return _explain(error, again)
-        except SignalException as error:
-            if ended_well.exists():
-                return 0
-            print(f"penstock: stopped by {error.sigval.name}; the same command {again}", file=sys.stderr)
-            return 128 + error.sigval
-    return 0
+            workers.start()
+            # Its thread would not survive a fork, so it starts last.
+            store = _store_at(listener)
+            with _signals_caught() as signals:
+                workers.watch(signals)
+            del store
+        finally:
+            workers.kill()
+        return workers.exit_code(command.again)
+
+
+def _environment(num_workers: int, num_threads: int, port: int) -> dict[str, str]:
+    """The variables of all workers; users' settings of the number of threads stand."""
+    usual = {
+        "OMP_NUM_THREADS": str(num_threads),
+        # NumPy's library would start threads when it is imported.
+        "OPENBLAS_NUM_THREADS": "1",
+    }
+    return {
+        **{name: os.environ.get(name, value) for name, value in usual.items()},
+        "GLOO_SOCKET_IFNAME": _INTERFACE,
+        "NCCL_SOCKET_IFNAME": _INTERFACE,
+        "WORLD_SIZE": str(num_workers),
+        "MASTER_ADDR": LOOPBACK,
+        "MASTER_PORT": str(port),
+        # What torch's rendezvous reads: no worker opens a store, all join the launcher's.
+        "TORCHELASTIC_USE_AGENT_STORE": str(True),
+        LAUNCHER_PID: str(os.getpid()),
+    }
+
+
+def _context(imports: Sequence[str]) -> ForkContext | SpawnContext:
+    """Import the modules and fork; or start anew, where this process has done what does not survive a fork."""
+    if sys.platform == "linux" and _can_fork():
+        for name in imports:
+            importlib.import_module(name)
+        if _can_fork():
+            return multiprocessing.get_context("fork")
+    return multiprocessing.get_context("spawn")
+
+
+def _can_fork() -> bool:
+    """Return whether this process has a single thread, and no GPU open."""
+    opened = []
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):
+            opened.append(os.readlink(descriptor))
+    has_gpu = any(path.startswith(("/dev/nvidia", "/dev/kfd")) for path in opened)
+    return len(os.listdir("/proc/self/task")) == 1 and not has_gpu
+
+
+def _store_at(listener: socket.socket) -> object:
+    """The store at which the workers meet, for as long as the returned object lives."""
+    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+    host, port = listener.getsockname()
+    return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 @contextmanager
-def _process_kept() -> Iterator[None]:
-    """Restore this process's environment and signal handlers, which workers inherit and the agent replaces.
-
-    This process may launch again; workers that found themselves named as their launcher would take it for dead.
-    """
+def _environment_kept() -> Iterator[None]:
+    """Restore this process's environment, which workers inherit: it may launch again, and is no worker itself."""
     environ = dict(os.environ)
-    signals = {number: signal.getsignal(number) for number in _AGENTS_SIGNALS}
     try:
         yield
     finally:
         os.environ.clear()
         os.environ |= environ
-        if threading.current_thread() is threading.main_thread():
-            for number, handler in signals.items():
-                signal.signal(number, handler)
 
 
-def follow_launcher() -> None:
-    """In a worker: get SIGTERM when the launcher dies, so that no worker is left behind. Works on Linux only."""
-    launcher = os.environ.get(_LAUNCHER_PID)
-    if launcher is None or sys.platform != "linux":
-        return
-    pr_set_pdeathsig = 1
-    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
-    if os.getppid() != int(launcher):
-        os.kill(os.getpid(), signal.SIGTERM)
-
-
-def report_end() -> None:
-    """In a worker: signal to the launcher that the run is saved and over."""
-    path = os.environ.get(_ENDED_WELL)
-    if path is not None:
-        Path(path).touch()
-
-
-def agree(store: "Store", group: Group, key: str, ours: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Exchange values among all processes, as JSON; returns them by rank, the same on every process."""
-    place = f"penstock/{key}"
-    store.set(f"{place}/{group.rank}", json.dumps(ours, sort_keys=True))
-    values = [json.loads(store.get(f"{place}/{rank}")) for rank in range(group.world_size)]
-    if store.add(f"{place}/num_read", 1) == group.world_size:
-        store.set(f"{place}/all_have_read", "")
-    if group.rank == 0:
-        # The store may live in this process, which may end because of what it read: not before all have read it.
-        store.get(f"{place}/all_have_read")
-    return values
-
-
-def reports_first(store: "Store") -> bool:
-    """Return whether no other process has reported a user's mistake yet; all of them may find the same one."""
-    # The store may have gone with a process that has already reported.
-    return _asked(lambda: store.add(_REPORTED, 1) == 1, if_gone=False, if_silent=True)
-
-
-def stay_for_others(store: "Store", group: Group) -> None:
-    """On rank 0, with which the store may end: wait briefly until all have asked whether they report first."""
-    deadline = time.monotonic() + _ANSWER_LIMIT_S
-    while group.rank == 0 and time.monotonic() < deadline:
-        if _asked(lambda: store.add(_REPORTED, 0) >= group.world_size, if_gone=True, if_silent=True):
+@contextmanager
+def _signals_caught() -> Iterator[socket.socket]:
+    """Yield a socket from which the numbers of signals that ask to end can be read, while they do nothing else."""
+    reader, writer = socket.socketpair()
+    with reader, writer:
+        if threading.current_thread() is not threading.main_thread():
+            yield reader
             return
-        time.sleep(0.01)
-
-
-def is_reported(store: "Store") -> bool:
-    """Return whether some process has reported a user's mistake, so that other errors merely follow from its end."""
-    # The process that held the store need not have reported anything.
-    return _asked(lambda: store.check([_REPORTED]), if_gone=False, if_silent=False)
-
-
-def _asked(question: Callable[[], bool], *, if_gone: bool, if_silent: bool) -> bool:
-    """Ask the store in a thread, for at most `_ANSWER_LIMIT_S`: a process about to end may be cut off from it."""
-    answers: list[bool] = []
-
-    def ask() -> None:
+        writer.setblocking(False)
+        wakeup_before = signal.set_wakeup_fd(writer.fileno())
+        before = {number: signal.signal(number, lambda *_: None) for number in _STOPS}
         try:
-            answers.append(question())
-        except RuntimeError:
-            answers.append(if_gone)
-
-    thread = threading.Thread(target=ask, daemon=True)
-    thread.start()
-    thread.join(_ANSWER_LIMIT_S)
-    return answers[0] if answers else if_silent
+            yield reader
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            signal.set_wakeup_fd(wakeup_before)
 
 
-def _explain(error: Any, again: str) -> int:
-    """Report workers that could not explain themselves; returns the exit code of the failed run."""
-    asked_to_end = -signal.SIGTERM
-    killed = [
-        (rank, died) for rank, died in error.failures.items() if died.exitcode < 0 and died.exitcode != asked_to_end
-    ]
-    for rank, died in killed:
-        print(
-            f"penstock: rank {rank} (process {died.pid}) was killed by {signal.Signals(-died.exitcode).name}; "
-            f"the same command {again}",
-            file=sys.stderr,
-        )
-    # A mistake that one worker has reported makes the others fail as well.
-    refused = any(failure.exitcode == REFUSED for failure in error.failures.values())
-    return REFUSED if refused else FAILED
+class _Workers:
+    """The workers of one launch, by rank."""
+
+    #: rank -> its process
+    processes: list[BaseProcess]
+    #: the first signal by which this process was asked to end
+    stopped_by: signal.Signals | None
+    #: rank -> why this process had to kill it, and not only to ask it to end
+    killed: dict[int, str]
+    #: when the workers that are left are asked to end, and when they are killed, in seconds of the monotonic clock
+    _ask_at: float
+    _kill_at: float
+    #: True once some worker has ended with another code than 0
+    _has_failed: bool
+
+    def __init__(self, processes: Sequence[BaseProcess]) -> None:
+        self.processes = list(processes)
+        self.stopped_by, self.killed = None, {}
+        self._ask_at = self._kill_at = math.inf
+        self._has_failed = False
+
+    def start(self) -> None:
+        for process in self.processes:
+            process.start()
+
+    def watch(self, signals: socket.socket) -> None:
+        """Wait until all workers have ended, and see to it that they do once one has failed."""
+        while alive := self._alive():
+            now = time.monotonic()
+            # The sentinel of a worker that left processes of its own may stay silent, hence the limit.
+            limit_s = max(0.0, min(self._ask_at - now, self._kill_at - now, _POLL_S))
+            ready = wait([*(self.processes[rank].sentinel for rank in alive), signals], limit_s)
+            if signals in ready:
+                for number in signals.recv(64):
+                    self._on_signal(signal.Signals(number))
+            now = time.monotonic()
+            if not self._has_failed and any(process.exitcode for process in self.processes):
+                self._has_failed = True
+                self._ask_at = min(self._ask_at, now + _REPORT_LIMIT_S)
+                self._kill_at = min(self._kill_at, now + _END_LIMIT_S)
+            if now >= self._ask_at:
+                self._ask_at = math.inf
+                self._ask()
+            if now >= self._kill_at:
+                self.kill()
+
+    def kill(self) -> None:
+        """Kill the workers that are left, with what they have started."""
+        for rank in self._alive():
+            process = self.processes[rank]
+            if process.pid is None:
+                continue
+            self.killed[rank] = (
+                "had been stopped (SIGSTOP)" if _is_stopped(process.pid) else "did not end when asked to"
+            )
+            # It leads a group of its own, unless it has only just been started.
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.kill()
+            process.join()
+
+    def exit_code(self, again: str) -> int:
+        """The exit code of the command; reports workers that could not explain themselves."""
+        codes = [process.exitcode or 0 for process in self.processes]
+        if not any(codes):
+            return 0
+        for rank, code in enumerate(codes):
+            who = f"penstock: rank {rank} (process {self.processes[rank].pid})"
+            if rank in self.killed:
+                print(f"{who} {self.killed[rank]} and was killed; the same command {again}", file=sys.stderr)
+            elif code < 0 and code != -signal.SIGTERM:
+                print(f"{who} was killed by {signal.Signals(-code).name}; the same command {again}", file=sys.stderr)
+        if self.stopped_by is not None:
+            print(f"penstock: stopped by {self.stopped_by.name}; the same command {again}", file=sys.stderr)
+            return 128 + self.stopped_by
+        # A mistake that one worker has reported makes the others fail as well.
+        return REFUSED if REFUSED in codes else FAILED
+
+    def _alive(self) -> list[int]:
+        return [rank for rank, process in enumerate(self.processes) if process.pid and process.exitcode is None]
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        limit_s = _SAVE_LIMIT_S if self.stopped_by is None else _END_LIMIT_S
+        self.stopped_by = self.stopped_by or number
+        self._kill_at = min(self._kill_at, time.monotonic() + limit_s)
+        self._ask()
+
+    def _ask(self) -> None:
+        for rank in self._alive():
+            self.processes[rank].terminate()
 
 
-def _number(environ: Mapping[str, str], name: str, default: str | None = None) -> int:
-    text = environ.get(name, default) if default is not None else _text(environ, name)
-    if not re.fullmatch(r"\d+", text):
-        raise ValueError(f"the environment variable {name} = {text!r} is not a number")
-    return int(text)
+def _is_stopped(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+    except OSError:
+        return False
 
 
-def _text(environ: Mapping[str, str], name: str) -> str:
-    if name not in environ:
-        raise ValueError(f"RANK or SLURM_PROCID is set, but not {name}; start the run with torchrun, srun or plainly")
-    return environ[name]
+# ---- in the workers
 
 
-def _first_host(nodes: str) -> str:
-    """The first of Slurm's list of hosts: ``node[03-07,9],other`` gives ``node03``."""
-    found = re.match(r"([^,\[]+)(?:\[(\d+)[^\]]*\](.*?)(?:,|$))?", nodes)
-    if found is None:
-        raise ValueError(f"SLURM_STEP_NODELIST = {nodes!r} names no host")
-    return found[1] + (found[2] or "") + (found[3] or "")
+def _work(module: str, arguments: Sequence[str], rank: int, launcher: int, inherited: socket.socket | None) -> None:
+    """Run the command as the worker of this rank, in a session of its own: Ctrl-C reaches the launcher alone."""
+    for number in _STOPS:
+        signal.signal(number, signal.SIG_DFL)
+    signal.set_wakeup_fd(-1)
+    _follow(launcher, rank)
+    os.setsid()
+    if inherited is not None:
+        inherited.close()
+    # Whatever this process has put in their place before it was forked.
+    sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))  # noqa: SIM115
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    from penstock.cli.main import run_as_script
+
+    sys.exit(run_as_script(importlib.import_module(module).main, list(arguments)))
+
+
+def _follow(launcher: int, rank: int) -> None:
+    """Get SIGTERM when the launcher dies, so that no worker is left behind; Linux alone can do this."""
+    if sys.platform != "linux":
+        return
+    libc = ctypes.CDLL(None)
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    # What `ps` and `top` show, where all forked processes have the launcher's command line.
+    libc.prctl(_PR_SET_NAME, f"penstock-{rank}".encode())
+    if os.getppid() != launcher:
+        os.kill(os.getpid(), signal.SIGTERM)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
-from penstock.cli.launch import Group, agree
+from penstock.cli.group import Group, agree
 from penstock.cli.together import choose_device, initialise
 from penstock.parallel import connect
 from penstock.runtime import PipelineError

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.cli.commands import Parser, print_json, refuse_to_overwrite
-from penstock.cli.launch import Group, agree, find_group_of, launch
+from penstock.cli.group import Group, agree, find_group_of
+from penstock.cli.launch import WorkerCommand, launch
 from penstock.cli.setting_options import PROCESSES, add_options, options_of, parallel_options, values_of
 from penstock.settings import DataConfig, ParallelConfig, Settings, same_as
 from penstock.settings.declare import ABOVE_0, AT_LEAST_1, setting
@@ -21,7 +22,9 @@ if TYPE_CHECKING:
     from penstock.cli.score_file import Summary
     from penstock.cli.scoring import ScoreJob
 
-MODULE = "penstock.cli.score"
+_COMMAND = WorkerCommand(
+    "penstock.cli.score", "continues where it was stopped", ("penstock.cli.scoring", "penstock.engine.engine")
+)
 
 
 @dataclass(frozen=True)
@@ -70,9 +73,7 @@ def main(words: Sequence[str]) -> int:
     sizes = {"pp": parallel.pp, "dp": arguments.dp, "cp": parallel.cp, "tp": parallel.tp}
     group, world_size = find_group_of(sizes)
     if group is None and world_size > 1:
-        # The workers would each take seconds to find a mistake, so look for it before they are started.
-        check(arguments)
-        return launch(words, world_size, parallel.num_threads, MODULE, "continues where it was stopped")
+        return launch(_COMMAND, words, world_size, parallel.num_threads, check=lambda: _check_model(arguments))
     return _run_worker(arguments, group or Group.alone())
 
 
@@ -118,6 +119,13 @@ def read_arguments(words: Sequence[str]) -> ScoreArguments:
         native=not given.no_native,
         json=given.json,
     )
+
+
+def _check_model(arguments: ScoreArguments) -> None:
+    """Refuse what no number of processes could do; the texts are left to them."""
+    from penstock.cli.texts import open_to_cut
+
+    open_to_cut(arguments.model, arguments.parallel.pp, arguments.native)
 
 
 def check(arguments: ScoreArguments) -> "ScoreJob":
@@ -203,9 +211,3 @@ def _show(summary: "Summary", arguments: ScoreArguments) -> None:
         f"{summary.num_lines} lines, {summary.num_scored_tokens:,} tokens scored, {perplexity}; "
         f"wrote {arguments.output}"
     )
-
-
-if __name__ == "__main__":  # how `launch` starts workers
-    from penstock.cli.main import run_as_script
-
-    sys.exit(run_as_script(main))

@@ -10,7 +10,7 @@ from typing import TextIO
 
 from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 
-from penstock.cli.launch import Group
+from penstock.cli.group import Group
 from penstock.cli.progress import LineProgress
 from penstock.cli.score_file import Scored, ScoreFile, Summary
 from penstock.cli.texts import Text

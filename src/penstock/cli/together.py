@@ -3,9 +3,13 @@
 Training, scoring, generation and the test of links share this when they run on several processes.
 """
 
+import errno
 import faulthandler
+import hashlib
 import os
 import re
+import signal
+import socket
 import sys
 import time
 import traceback
@@ -16,19 +20,11 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore, PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
-from torch.distributed.rendezvous import rendezvous
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from penstock.cli.launch import (
-    FAILED,
-    REFUSED,
-    Group,
-    agree,
-    follow_launcher,
-    is_reported,
-    reports_first,
-    stay_for_others,
-)
+from penstock.cli.group import Group, agree, is_reported, reports_first, stay_for_others
+from penstock.cli.launch import FAILED, REFUSED
+from penstock.cli.main import sentence
 from penstock.parallel.host import on_all_ranks
 from penstock.runtime import CallbackError, PipelineError, StepError
 from penstock.settings import ConfigError, Device, differences
@@ -37,6 +33,9 @@ T = TypeVar("T")
 
 # Set by torchrun where its agents, which outlive the workers, lend them their store.
 _AGENTS_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+SECRET = "PENSTOCK_SECRET"
+"""The environment variable with a secret of the run, the same on all its hosts."""
+_BACKLOG = 4096
 _PLACE = "penstock/rounds"
 _POLL_S = 0.01
 # How long rank 0 waits for one rank's thanks before it reads the rank's word anew: it may have been an earlier round's.
@@ -49,8 +48,9 @@ def work_together(group: Group, num_threads: int, timeout_s: float, work: Callab
     One process reports a user's mistake for all, in one sentence. When a peer fails, every process reports where it
     was and ends at once: nothing is called any more that could wait for the peer.
     """
-    follow_launcher()
     if group.world_size > 1:
+        # Python's own handler would wait for a backend that waits for a peer.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
         faulthandler.enable()  # a crash below Python prints its place
     torch.set_num_threads(num_threads)
     store = join(group, timeout_s)
@@ -87,13 +87,19 @@ def together(store: Store, group: Group, key: str, work: Callable[[], T]) -> T:
     """Do `work` on every process; if any process refuses, all raise the error of the first that did.
 
     Raises:
-        ValueError: on every process, if some process's work did.
+        ValueError: on every process, if some process's work raised one, or could not use a file.
     """
+
+    def refusing() -> T:
+        try:
+            return work()
+        except OSError as error:
+            raise error if isinstance(error, ValueError) else ConfigError(sentence(error)) from None
 
     def gather(error: Any) -> list[Any]:
         return [theirs["refused"] for theirs in agree(store, group, key, {"refused": error})]
 
-    return on_all_ranks(work, gather, otherwise=ConfigError, catch=ValueError, message="{error}")
+    return on_all_ranks(refusing, gather, otherwise=ConfigError, catch=ValueError, message="{error}")
 
 
 def choose_device(store: Store, group: Group, wanted: str) -> Device:
@@ -132,13 +138,15 @@ def _report_failure(group: Group, error: Exception) -> None:
     """Print one sentence if a peer has failed or is silent, and a traceback for an unexpected error."""
     # Of a step or callback that failed here, the cause is what this process raised itself.
     cause = error.__cause__ if isinstance(error, StepError | CallbackError) else error
-    expected = isinstance(cause, PipelineError) or _is_of_backend(cause)
+    is_of_file = isinstance(cause, OSError) and cause.filename is not None
+    expected = isinstance(cause, PipelineError) or is_of_file or _is_of_backend(cause)
     if not expected or os.environ.get("PENSTOCK_TRACEBACK"):
         traceback.print_exception(error)
     # Errors from below the engine do not say where in the run they happened.
     where = "" if isinstance(error, PipelineError) else "; ".join([*getattr(error, "__notes__", []), ""])
+    what = sentence(error) if isinstance(error, OSError) else _first_sentence(error)
     # In one piece: without buffers, as torchrun starts them, processes would write into each other's lines.
-    sys.stderr.write(f"penstock: process {group.rank}: {where}{_first_sentence(error)}\n")
+    sys.stderr.write(f"penstock: process {group.rank}: {where}{what}\n")
 
 
 def _first_sentence(error: Exception) -> str:
@@ -165,15 +173,43 @@ def _end(group: Group, code: int) -> int:
 
 
 def join(group: Group, timeout_s: float) -> Store:
-    """Meet the other processes of the group at a store that no process of an earlier start shares."""
+    """Meet the other processes of the group at a store that no process of an earlier start shares.
+
+    Where the environment has a secret of the run, all keys lie under it: who lacks it cannot guess them.
+    """
     if group.world_size == 1:
         return HashStore()
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = group.address, str(group.port)
-    meeting = rendezvous("env://", rank=group.rank, world_size=group.world_size, timeout=timedelta(seconds=timeout_s))
-    store, _, _ = next(meeting)
-    if os.environ.get(_AGENTS_STORE) != str(True):
-        return store
-    return agree_on_round(store, group.rank, group.world_size, timeout_s)
+    has_agent = os.environ.get(_AGENTS_STORE) == str(True)
+    opens = group.rank == 0 and not has_agent
+    store: Store = TCPStore(
+        group.address,
+        group.port,
+        group.world_size,
+        is_master=opens,
+        timeout=timedelta(seconds=timeout_s),
+        master_listen_fd=_listen(group.address, group.port).detach() if opens else None,
+    )
+    secret = os.environ.get(SECRET)
+    if secret:
+        store = PrefixStore(hashlib.blake2b(secret.encode()).hexdigest(), store)
+    return agree_on_round(store, group.rank, group.world_size, timeout_s) if has_agent else store
+
+
+def _listen(address: str, port: int) -> socket.socket:
+    """Listen at the address at which the others look, on no other network of this host.
+
+    Where it is not one of this host's own (a cluster's service), or is called localhost (as some operators do on the
+    first host alone), nothing says by which network the others come: then on all.
+    """
+    found = [] if address == "localhost" else socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
+    for family, _, _, _, place in found:
+        try:
+            return socket.create_server(place[:2], family=family, backlog=_BACKLOG)
+        except OSError as error:
+            if error.errno != errno.EADDRNOTAVAIL:
+                raise
+    return socket.create_server(("", port), backlog=_BACKLOG)
 
 
 # A group that torchrun restarts keeps one store for all its rounds: values that an earlier round left there must not be

@@ -6,18 +6,25 @@ Every setting of the file can also be given on the command line, by its name.
 import dataclasses
 import json
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Annotated, Any, Literal, Union, get_args
 
-from penstock.cli.launch import Group, find_group, launch
+from penstock.cli.group import Group, find_group
+from penstock.cli.launch import WorkerCommand, launch
 from penstock.engine.run_check import check, with_pretrained
 from penstock.engine.runs import check_folder
 from penstock.settings import SETTINGS, ConfigError, RunConfig, Setting, check_world
 from penstock.settings.declare import describe, is_union, plain, possible
 from penstock.settings.read import from_values, from_words, nearest, read_values, section_summaries, unknown_setting
+
+# The first optimizer of a process imports dynamo.
+_COMMAND = WorkerCommand(
+    "penstock.cli.train",
+    "continues from the newest checkpoint",
+    ("penstock.cli.train_worker", "torch._dynamo", "torch.distributed.checkpoint"),
+)
 
 
 @dataclass(frozen=True)
@@ -62,14 +69,16 @@ def main(argv: Sequence[str]) -> int:
         check_world(config, group.world_size, group.origin)
         arguments = replace(arguments, config=config)
         return _work(arguments, group)
-    # The workers would each take seconds to find a mistake, so look for it before they are started.
     check_folder(config, fresh=arguments.switches.fresh, resume=arguments.switches.resume)
     if config.parallel.world_size == 1:
         return _work(arguments, Group.alone())
+    return launch(_COMMAND, argv, config.parallel.world_size, config.parallel.num_threads, check=lambda: _look(config))
+
+
+def _look(config: RunConfig) -> None:
     from penstock.engine.run_parts import check_parts
 
     check_parts(config)
-    return launch(argv, config.parallel.world_size, config.parallel.num_threads)
 
 
 def _work(arguments: TrainArguments, group: Group) -> int:
@@ -174,11 +183,3 @@ def _spelt(kind: Any) -> Any:
     if is_union(kind):
         return Union[tuple(_spelt(part) for part in get_args(kind))]  # noqa: UP007  # of a variable number of types
     return Literal[possible(kind)] if isinstance(kind, type) and issubclass(kind, Enum) else kind
-
-
-if __name__ == "__main__":  # how `launch` starts workers
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except ValueError as error:
-        print(f"penstock: {error}", file=sys.stderr)
-        sys.exit(2)

@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
-from penstock.cli.launch import Group, report_end
+from penstock.cli.group import Group
 from penstock.cli.progress import Progress, StepFigures, show_log
 from penstock.cli.together import choose_device, initialise, refuse_differing, together, work_together
 from penstock.data import DataShard, Loader, PackedBatch
@@ -317,17 +317,24 @@ def _costs(measured: Timeline, num_microbatches: int) -> Costs:
 
 
 class StopRequest:
-    """Catches SIGTERM, SIGINT and SIGHUP; a process that is `asked` to end finishes its step and saves."""
+    """Catches SIGTERM, SIGINT and SIGHUP from `catch` on; a process that is `asked` to end finishes its step and saves.
 
-    #: True once a signal has come
+    Until then they end the process at once: while processes meet and load there is nothing to finish or save.
+    """
+
+    #: True once such a signal has come
     asked: bool
+    #: signal -> the handler to restore
+    _before: dict[signal.Signals, Any]
 
     def __init__(self) -> None:
-        self.asked = False
+        self.asked, self._before = False, {}
 
-    def __enter__(self) -> Self:
+    def catch(self) -> None:
         signals = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
         self._before = {number: signal.signal(number, self._ask) for number in signals}
+
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -380,6 +387,7 @@ class TrainWorker:
         try:
             loop = TrainLoop(config, engine, data, folder, as_json=self.as_json)
             loop.resume(must=self.must_resume)
+            stop.catch()
             result = loop.run(lambda: stop.asked)
         except Exception as error:
             error.add_note(engine.recorder.where())
@@ -387,7 +395,5 @@ class TrainWorker:
         finally:
             if folder is not None:
                 folder.close()
-        if group.rank == 0:
-            report_end()
-            if self.as_json:
-                print(json.dumps(result.to_dict(), indent=2))
+        if group.rank == 0 and self.as_json:
+            print(json.dumps(result.to_dict(), indent=2))

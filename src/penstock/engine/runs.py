@@ -10,6 +10,7 @@ from typing import Any, TextIO
 
 import tomli_w
 
+from penstock.engine.durable import naming, unfinished, write_durably
 from penstock.settings import ConfigError, RunConfig, differences, read_config
 from penstock.settings.json_files import parse_json
 
@@ -54,7 +55,9 @@ def _check_folder(config: RunConfig, fresh: bool) -> bool:
         raise ConfigError(f"output = {config.output!r} is a file; give a folder")
     copy = folder / CONFIG_FILE
     if not copy.exists():
-        strangers = sorted(path.name for path in folder.iterdir() if path.name != _LOCK_FILE)
+        # A start that was killed may have come no further than these.
+        ours = {_LOCK_FILE, unfinished(copy).name}
+        strangers = sorted(path.name for path in folder.iterdir() if path.name not in ours)
         if strangers:
             raise ConfigError(
                 f"output = {config.output!r} holds {strangers[0]!r} and no run; give a new or an empty folder"
@@ -98,21 +101,15 @@ class RunFolder:
             os.close(self._lock)
             raise ConfigError(f"output = {config.output!r} is being written by another run; wait or stop it") from None
         # The settings that a continued run may change are those of its latest start.
-        _write_whole(self.path / CONFIG_FILE, to_toml(config))
+        try:
+            write_durably(self.path / CONFIG_FILE, to_toml(config))
+        except OSError as error:
+            os.close(self._lock)
+            raise ConfigError(f"{error.filename} cannot be written: {error.strerror}") from None
         self.continued = continued
 
     def close(self) -> None:
         os.close(self._lock)
-
-
-def _write_whole(path: Path, text: str) -> None:
-    """Replace a file's text in one go: a crash leaves the old text or the new one."""
-    new = path.with_suffix(".new")
-    with new.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(new, path)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -157,9 +154,10 @@ class MetricsLog:
     def write(self, step: int, values: Mapping[str, float | int | bool]) -> None:
         """Append the values of a step; one that is not finite becomes null, since JSON has no other word for it."""
         entry = {"step": step, **{name: _json_number(value) for name, value in values.items()}}
-        self._file.write(json.dumps(entry) + "\n")
-        # A run can be killed at any moment; its lines are then still there to read.
-        self._file.flush()
+        with naming(self._path):
+            self._file.write(json.dumps(entry) + "\n")
+            # A run can be killed at any moment; its lines are then still there to read.
+            self._file.flush()
         if self._board is not None:
             for name, value in values.items():
                 self._board.add_scalar(name, float(value), step)
@@ -171,10 +169,7 @@ class MetricsLog:
 
     def _drop_after(self, step: int) -> None:
         kept = [entry for entry in read_metrics(self._path) if entry["step"] <= step]
-        # Replaced in one go: a crash here leaves the old file or the new one.
-        new = self._path.with_suffix(".new")
-        new.write_text("".join(json.dumps(entry) + "\n" for entry in kept), encoding="utf-8")
-        os.replace(new, self._path)
+        write_durably(self._path, "".join(json.dumps(entry) + "\n" for entry in kept))
 
 
 def _json_number(value: float | int | bool) -> float | int | bool | None:

@@ -65,7 +65,7 @@ class Watchdog:
         self,
         recorder: Recorder,
         timeout_s: float,
-        grace_s: float = 5.0,
+        grace_s: float = 4.0,
         end: Callable[[int], object] = os._exit,
     ) -> None:
         self.recorder, self.timeout_s, self.grace_s, self._end = recorder, timeout_s, grace_s, end

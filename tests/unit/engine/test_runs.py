@@ -1,14 +1,17 @@
 """A run's folder and what it tells: whose it is, one writer at a time, metrics that continue where a run does."""
 
+import contextlib
 import io
 import math
-from collections.abc import Callable
+import re
+import resource
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from penstock.cli.launch import Group, find_group
+from penstock.cli.group import Group, find_group
 from penstock.cli.progress import Progress, StepFigures, duration
 from penstock.engine.runs import (
     CONFIG_FILE,
@@ -66,6 +69,41 @@ def test_a_folder_of_strangers_is_refused_and_left_alone(configured: Callable[..
     assert files_of(tmp_path) == {"run/thesis.tex": b"mine"}
     with pytest.raises(ConfigError, match="is a file; give a folder"):
         RunFolder(from_dict({"output": str(tmp_path / "run" / "thesis.tex")}))
+
+
+def test_what_a_first_start_left_unfinished_does_not_block_the_folder(
+    configured: Callable[..., RunConfig], tmp_path: Path
+):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / ".run.toml.new").write_text('output = "')
+    (tmp_path / "run" / ".lock").touch()
+    assert not check_folder(configured())
+    RunFolder(configured()).close()
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [".lock", "run.toml"]
+
+
+@contextlib.contextmanager
+def full_disk() -> Iterator[None]:
+    """No file of this process can grow, which it learns as from a full disk: at the first write."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_at_the_start_is_one_sentence_and_blocks_nothing(
+    configured: Callable[..., RunConfig], tmp_path: Path
+):
+    with full_disk(), pytest.raises(ConfigError) as caught:
+        RunFolder(configured())
+    assert re.fullmatch(rf"{tmp_path}/run/run\.toml cannot be written: [^\n]+", str(caught.value))
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [".lock"]
+    RunFolder(configured()).close()
+    with full_disk(), pytest.raises(OSError, match=r"run/metrics\.jsonl"):
+        MetricsLog(tmp_path / "run").write(1, {"loss": 1.0})
+    assert check_folder(configured())
 
 
 def test_two_runs_do_not_write_at_once(configured: Callable[..., RunConfig]):

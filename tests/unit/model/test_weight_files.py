@@ -102,6 +102,41 @@ def test_pickles_and_paths_out_of_the_folder_are_refused(folder: Path) -> None:
     assert "pickle" in refusal(folder)
 
 
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json", "tokenizer.json", "sub/anything"])
+def test_links_out_of_the_folder_are_refused(folder: Path, name: str) -> None:
+    private = folder.parent / "private"
+    link = folder / name
+    link.parent.mkdir(exist_ok=True)
+    if link.exists():
+        link.rename(private)
+    else:
+        private.write_text("{}")
+    link.symlink_to(private)
+    for native in (True, False):
+        told = refusal(folder, native=native)
+        assert str(link) in told and str(private) in told
+
+
+def test_a_model_in_the_cache_of_hugging_face_is_read_through_its_links(folder: Path) -> None:
+    cache = folder.parent / "models--maker--model"
+    snapshot = cache / "snapshots" / "0123abc"
+    snapshot.mkdir(parents=True)
+    (cache / "blobs").mkdir()
+    files = sorted(folder.iterdir())
+    assert files
+    for number, file in enumerate(files):
+        file.rename(cache / "blobs" / str(number))
+        (snapshot / file.name).symlink_to(Path("..", "..", "blobs", str(number)))
+    assert Engine.from_hf(snapshot, options=EngineOptions(device="cpu")).state
+    # The same links, of which one leaves the model's part of the cache.
+    (snapshot / "config.json").unlink()
+    (folder.parent / "config.json").write_bytes(
+        (cache / "blobs" / str(files.index(folder / "config.json"))).read_bytes()
+    )
+    (snapshot / "config.json").symlink_to(Path("..", "..", "..", "config.json"))
+    assert str(snapshot / "config.json") in refusal(snapshot)
+
+
 def test_unknown_architectures_and_settings_are_named_with_what_is_possible(folder: Path) -> None:
     edit(folder / "config.json", architectures=["MambaForCausalLM"])
     message = refusal(folder)

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from penstock.engine.durable import write_durably
 from penstock.parallel.tensor_slice import StoredSlice, TensorSlice
 from penstock.settings.json_files import check_kinds, read_json_object
 
@@ -220,26 +220,6 @@ def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Sequence[
         for key in sorted(ours.keys() | theirs.keys())
         if ours.get(key) != theirs.get(key)
     ]
-
-
-def write_durably(path: Path, text: str) -> None:
-    """Write a whole file or none of it, through to the disk."""
-    staged = path.with_name(f".{path.name}.new")
-    with staged.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    staged.replace(path)
-    sync_folder(path.parent)
-
-
-def sync_folder(path: Path) -> None:
-    """Bring a folder's entries to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _digest(content: Mapping[str, Any]) -> str:

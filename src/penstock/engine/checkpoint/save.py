@@ -31,10 +31,9 @@ from penstock.engine.checkpoint.manifest import (
     folder_name,
     published,
     step_of,
-    sync_folder,
-    write_durably,
     write_manifest,
 )
+from penstock.engine.durable import sync_folder, write_durably
 from penstock.parallel import Grid
 from penstock.parallel.host import Gather, gather_json, on_all_ranks
 from penstock.parallel.tensor_slice import LocalTensor, Shape, local_slices

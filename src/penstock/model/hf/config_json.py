@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.model.hf.families import FAMILIES, MIXTRAL_EXPERTS, Family, Windows
-from penstock.model.hf.files import MissingFile
+from penstock.model.hf.files import MissingFile, refuse_links_out
 from penstock.settings import ExpertConfig, ModelConfig, RopeKind, RopeScaling
 from penstock.settings.json_files import check_kinds, read_json_object
 
@@ -37,9 +37,10 @@ def read_config_json(folder: Path) -> dict[str, Any]:
 
     Raises:
         MissingFile: the file is missing; names its path.
-        ValueError: it is not a JSON object.
+        ValueError: it is not a JSON object, or a link in the folder leads out of it.
     """
     path = folder / CONFIG_FILE
+    refuse_links_out(folder)
     if not path.is_file():
         raise MissingFile(f"{path} is missing: a model's folder has one")
     return read_json_object(path)

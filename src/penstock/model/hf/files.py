@@ -51,11 +51,12 @@ class WeightFiles:
 
         Raises:
             MissingFile: a folder or file is missing; names its path.
-            ValueError: a file is truncated or not a safetensors file, an index names a missing tensor, or the folder
-                has only pickles.
+            ValueError: a file is truncated or not a safetensors file, an index names a missing tensor, the folder
+                has only pickles, or a link in it leads out of it.
         """
         if not folder.is_dir():
             raise MissingFile(f"there is no folder {folder} to read a model from")
+        refuse_links_out(folder)
         index = folder / INDEX_FILE
         if not index.exists():
             return cls(folder, _read_header(_single_file(folder)))
@@ -75,6 +76,24 @@ class WeightFiles:
         """Read the tensor of that name, or a part of it, as a view of the file: copy it and drop it."""
         with safe_open(self.tensors[name].file, framework="pt") as file:
             return file.get_slice(name)[part] if part else file.get_tensor(name)
+
+
+def refuse_links_out(folder: Path) -> None:
+    """Refuse a model's folder with a link that leads out of it, for instance to private files.
+
+    In Hugging Face's cache the files of ``snapshots/REVISION`` are links to ``blobs``, all within one model's folder.
+
+    Raises:
+        ValueError: names the link and where it leads.
+    """
+    root = folder.resolve()
+    if root.parent.name == "snapshots" and (root.parent.parent / "blobs").is_dir():
+        root = root.parent.parent
+    for path in sorted(folder.rglob("*")):
+        if path.is_symlink() and not path.resolve().is_relative_to(root):
+            raise ValueError(
+                f"{path} is a link to {path.resolve()}, outside the model's folder; put the file itself there"
+            )
 
 
 def _single_file(folder: Path) -> Path:

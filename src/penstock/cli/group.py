@@ -1,0 +1,157 @@
+"""The group of processes that torchrun, Slurm, Kubernetes or our own launcher has made, and the store they share."""
+
+import json
+import math
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
+
+LOOPBACK = "127.0.0.1"
+LAUNCHER_PID = "PENSTOCKLAUNCHER_PID"
+"""The environment variable that names, for workers that we launched ourselves, the process that did."""
+
+# The store's counter of processes that have reported a user's mistake.
+_REPORTED = "penstock/reported"
+# How long a process that fails waits for the store's answer.
+_ANSWER_LIMIT_S = 5.0
+
+
+@dataclass(frozen=True)
+class Group:
+    """This process's place in the run, and the address at which all meet; `origin` names the maker of the group."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    address: str
+    port: int
+    origin: str
+
+    @classmethod
+    def alone(cls) -> "Group":
+        """The group of a run of one process."""
+        return cls(rank=0, world_size=1, local_rank=0, address=LOOPBACK, port=0, origin="this process")
+
+
+def find_group(environ: Mapping[str, str]) -> Group | None:
+    """Find the group that this process was started in, if any.
+
+    torchrun and Kubernetes' training operators set RANK and WORLD_SIZE; Slurm's srun sets variables of its own.
+
+    Raises:
+        ValueError: such a variable is set but is not a number, or related ones are missing.
+    """
+    if "RANK" in environ and "WORLD_SIZE" in environ:
+        return Group(
+            rank=_number(environ, "RANK"),
+            world_size=_number(environ, "WORLD_SIZE"),
+            local_rank=_number(environ, "LOCAL_RANK", "0"),
+            address=_text(environ, "MASTER_ADDR"),
+            port=_number(environ, "MASTER_PORT"),
+            origin="this launch" if LAUNCHER_PID in environ else "the group this process was started in",
+        )
+    # A Slurm batch script has a rank as well, but only steps started by srun have a step's variables.
+    if "SLURM_PROCID" in environ and "SLURM_STEP_NUM_TASKS" in environ:
+        job = _number(environ, "SLURM_JOB_ID", "0")
+        return Group(
+            rank=_number(environ, "SLURM_PROCID"),
+            world_size=_number(environ, "SLURM_STEP_NUM_TASKS"),
+            local_rank=_number(environ, "SLURM_LOCALID", "0"),
+            address=environ.get("MASTER_ADDR") or _first_host(_text(environ, "SLURM_STEP_NODELIST")),
+            # Every process of a job must find the same port before they meet, so the job's number decides.
+            port=_number(environ, "MASTER_PORT", str(20000 + job % 20000)),
+            origin="this Slurm step",
+        )
+    return None
+
+
+def find_group_of(sizes: Mapping[str, int]) -> tuple[Group | None, int]:
+    """Find the group of this process, if any, for a layout with these sizes by axis; also returns their product.
+
+    Raises: ValueError as `find_group` does, and for a group of another size.
+    """
+    group, world_size = find_group(os.environ), math.prod(sizes.values())
+    if group is not None and group.world_size != world_size:
+        words = " x ".join(f"--{axis} {size}" for axis, size in sizes.items())
+        raise ValueError(
+            f"{group.origin} has {group.world_size} processes, but {words} is {world_size}; make them equal"
+        )
+    return group, world_size
+
+
+def agree(store: "Store", group: Group, key: str, ours: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Exchange values among all processes, as JSON; returns them by rank, the same on every process."""
+    place = f"penstock/{key}"
+    store.set(f"{place}/{group.rank}", json.dumps(ours, sort_keys=True))
+    values = [json.loads(store.get(f"{place}/{rank}")) for rank in range(group.world_size)]
+    if store.add(f"{place}/num_read", 1) == group.world_size:
+        store.set(f"{place}/all_have_read", "")
+    if group.rank == 0:
+        # The store may live in this process, which may end because of what it read: not before all have read it.
+        store.get(f"{place}/all_have_read")
+    return values
+
+
+def reports_first(store: "Store") -> bool:
+    """Return whether no other process has reported a user's mistake yet; all of them may find the same one."""
+    # The store may have gone with a process that has already reported.
+    return _asked(lambda: store.add(_REPORTED, 1) == 1, if_gone=False, if_silent=True)
+
+
+def stay_for_others(store: "Store", group: Group) -> None:
+    """On rank 0, with which the store may end: wait briefly until all have asked whether they report first."""
+    deadline = time.monotonic() + _ANSWER_LIMIT_S
+    while group.rank == 0 and time.monotonic() < deadline:
+        if _asked(lambda: store.add(_REPORTED, 0) >= group.world_size, if_gone=True, if_silent=True):
+            return
+        time.sleep(0.01)
+
+
+def is_reported(store: "Store") -> bool:
+    """Return whether some process has reported a user's mistake, so that other errors merely follow from its end."""
+    # The process that held the store need not have reported anything.
+    return _asked(lambda: store.check([_REPORTED]), if_gone=False, if_silent=False)
+
+
+def _asked(question: Callable[[], bool], *, if_gone: bool, if_silent: bool) -> bool:
+    """Ask the store in a thread, for at most `_ANSWER_LIMIT_S`: a process about to end may be cut off from it."""
+    answers: list[bool] = []
+
+    def ask() -> None:
+        try:
+            answers.append(question())
+        except RuntimeError:
+            answers.append(if_gone)
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(_ANSWER_LIMIT_S)
+    return answers[0] if answers else if_silent
+
+
+def _number(environ: Mapping[str, str], name: str, default: str | None = None) -> int:
+    text = environ.get(name, default) if default is not None else _text(environ, name)
+    if not re.fullmatch(r"\d+", text):
+        raise ValueError(f"the environment variable {name} = {text!r} is not a number")
+    return int(text)
+
+
+def _text(environ: Mapping[str, str], name: str) -> str:
+    if name not in environ:
+        raise ValueError(f"RANK or SLURM_PROCID is set, but not {name}; start the run with torchrun, srun or plainly")
+    return environ[name]
+
+
+def _first_host(nodes: str) -> str:
+    """The first of Slurm's list of hosts: ``node[03-07,9],other`` gives ``node03``."""
+    found = re.match(r"([^,\[]+)(?:\[(\d+)[^\]]*\](.*?)(?:,|$))?", nodes)
+    if found is None:
+        raise ValueError(f"SLURM_STEP_NODELIST = {nodes!r} names no host")
+    return found[1] + (found[2] or "") + (found[3] or "")

@@ -1,0 +1,198 @@
+"""Local commands that are stopped or lose a process, whenever it comes: nothing of them is left within ten seconds."""
+
+import contextlib
+import json
+import os
+import re
+import resource
+import select
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from penstock.cli.main import main
+from penstock.engine.runs import RunFolder
+from penstock.settings import RunConfig
+from tests.e2e.training import Ended, Started, last_step, wait_until, write_run
+from tests.hugging_face import make_model
+
+LIMIT_S = 10.0
+ENDLESS = 1_000_000
+LISTENING = "0A"  # in /proc/net/tcp
+LOOPBACKS = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
+
+Act = Callable[[Started], None]
+
+
+def everything_of(started: Started) -> list[int]:
+    """The command's process and all that it has started, in whatever session."""
+    found, unseen = [], [started.process.pid]
+    while unseen:
+        pid = unseen.pop()
+        found.append(pid)
+        with contextlib.suppress(OSError):
+            unseen += map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+    return found
+
+
+def is_alive(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    return False
+
+
+def imports_torch(started: Started) -> bool:
+    return "libtorch_cpu" in Path(f"/proc/{started.process.pid}/maps").read_text() and not started.workers()
+
+
+def have_begun(started: Started) -> bool:
+    return len(started.workers()) == 2
+
+
+def signalled(*numbers: signal.Signals, holding: Sequence[int] = ()) -> Act:
+    """Signal the command, once or more, while some ranks are stopped."""
+
+    def act(started: Started) -> None:
+        if holding:
+            started.hold(list(holding))
+        for number in numbers:
+            started.signal(number)
+
+    return act
+
+
+def loses_rank_1(started: Started) -> None:
+    started.signal(signal.SIGKILL, ranks=[1])
+
+
+def loses_launcher(started: Started) -> None:
+    started.signal(signal.SIGKILL)
+
+
+def ends_in_time(started: Started, act: Act) -> Ended:
+    """Act, and see that every process is gone within the limit."""
+    there = everything_of(started)
+    acted_at = time.monotonic()
+    act(started)
+    # On a machine that others use too, everything takes as many times longer.
+    limit_s = LIMIT_S * max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))
+    ended = started.end(limit_s)
+    while left := [pid for pid in there if is_alive(pid)]:
+        assert time.monotonic() < acted_at + limit_s, f"processes {left} are left"
+        select.select([], [], [], 0.01)
+    assert "Traceback" not in ended.err, ended.err
+    return ended
+
+
+STOPPED_RANK = r"penstock: rank 1 \(process \d+\) had been stopped \(SIGSTOP\) and was killed; the same command "
+
+
+@dataclass(frozen=True)
+class Case:
+    """What happens to a command, its exit code and what it says."""
+
+    act: Act
+    exit_code: int
+    says: str = ""
+
+
+TRAINING = {
+    "importing": Case(signalled(signal.SIGTERM), -signal.SIGTERM),
+    "meeting": Case(signalled(signal.SIGTERM, holding=[1]), 128 + signal.SIGTERM, STOPPED_RANK),
+    "building": Case(loses_rank_1, 1, r"rank 1 \(process \d+\) was killed by SIGKILL; the same command continues"),
+    "building, without launcher": Case(loses_launcher, -signal.SIGKILL),
+    "training": Case(signalled(signal.SIGINT, signal.SIGINT, holding=[1]), 128 + signal.SIGINT, STOPPED_RANK),
+}
+
+
+@pytest.fixture
+def emptied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The temporary folder of the commands."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    return folder
+
+
+@pytest.mark.parametrize("moment", TRAINING)
+def test_training_ends_at_once_whenever_it_is_stopped_or_loses_a_process(tmp_path: Path, emptied: Path, moment: str):
+    file, output, case = write_run(tmp_path, "run", ENDLESS), tmp_path / "run", TRAINING[moment]
+    has_come: dict[str, Callable[[Started], bool]] = {
+        "importing": imports_torch,
+        "meeting": have_begun,
+        "building": lambda _: (output / "run.toml").exists(),
+        "training": lambda _: last_step(output) > 0,
+    }
+    with Started([str(file), "--parallel.timeout_s", "600"]) as started:
+        wait_until(lambda: has_come[moment.split(",")[0]](started), started)
+        if moment == "training":
+            listens_on_the_loopback_alone(everything_of(started))
+        ended = ends_in_time(started, case.act)
+    assert ended.exit_code == case.exit_code, ended.err
+    assert re.search(case.says, ended.err), ended.err
+    assert list(emptied.iterdir()) == []
+
+
+def listens_on_the_loopback_alone(pids: Sequence[int]) -> None:
+    """Every listening socket of the processes has an address of the loopback; there are at least as many as those."""
+    inodes = set()
+    for pid in pids:
+        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                inodes.add(str(descriptor.readlink()))
+    rows = [row.split() for net in ("tcp", "tcp6") for row in Path(f"/proc/net/{net}").read_text().splitlines()[1:]]
+    addresses = [row[1].split(":")[0] for row in rows if row[3] == LISTENING and f"socket:[{row[9]}]" in inodes]
+    assert len(addresses) >= len(pids) >= 3
+    assert set(addresses) <= LOOPBACKS
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    make_model("llama").save_pretrained(folder)
+    (folder / "prompts.jsonl").write_text("".join(json.dumps({"tokens": [1 + i % 9, 2, 3]}) + "\n" for i in range(999)))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("command", "moment", "case"),
+    [
+        ("score", imports_torch, Case(signalled(signal.SIGINT), 130)),
+        ("score", have_begun, Case(loses_rank_1, 1, r"rank 1 \(process \d+\) was killed by SIGKILL")),
+        ("generate", have_begun, Case(signalled(signal.SIGINT, holding=[1]), 128 + signal.SIGINT, STOPPED_RANK)),
+    ],
+)
+def test_scoring_and_generation_end_as_fast(
+    model: Path, emptied: Path, command: str, moment: Callable[[Started], bool], case: Case
+):
+    prompts = ["--file"] if command == "generate" else []
+    words = [str(model), *prompts, str(model / "prompts.jsonl"), "--pp", "2", "--timeout", "600"]
+    with Started(words, command=command) as started:
+        wait_until(lambda: moment(started), started)
+        ended = ends_in_time(started, case.act)
+    assert ended.exit_code == case.exit_code, ended.err
+    assert re.search(case.says, ended.err), ended.err
+    assert list(emptied.iterdir()) == []
+
+
+def test_a_disk_full_after_the_first_file_is_one_sentence_with_its_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    output, before = tmp_path / "run", resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    class FolderOnFullDisk(RunFolder):
+        def __init__(self, config: RunConfig) -> None:
+            super().__init__(config)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+
+    monkeypatch.setattr("penstock.cli.train_worker.RunFolder", FolderOnFullDisk)
+    try:
+        assert main(["train", str(write_run(tmp_path, "run", 8)), "--parallel.pp", "1"]) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    err = capsys.readouterr().err
+    assert re.fullmatch(rf"penstock: process 0: [^\n]*{output}/[^\n]+: [^\n]+\n", err), err
