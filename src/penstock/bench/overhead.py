@@ -32,6 +32,7 @@ from penstock.runtime import (
     run_together,
 )
 from penstock.runtime.host_memory import keep_freed_memory
+from penstock.runtime.pairs import ALONE
 from penstock.runtime.stage import Finish
 
 NUM_TOKENS, HIDDEN_SIZE = 4, 8
@@ -59,7 +60,7 @@ class EmptyStage(Stage):
         yield
 
     def backward(
-        self, tape: Tape, grad: Tensor | None, split: bool = False, fill: bool = False, pair: Pairs | None = None
+        self, tape: Tape, grad: Tensor | None, split: bool = False, pairs: Pairs = ALONE
     ) -> Lane[Tensor | None]:
         return self._ready
         yield

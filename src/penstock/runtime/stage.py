@@ -345,7 +345,8 @@ class Stage:
 
     def weight_backward(self, tape: Tape) -> None:
         """Compute the weight gradients that `backward` left on the tape, in its order."""
-        WeightGradients.drain(tape.weight_gradients)
+        if tape.weight_gradients:
+            WeightGradients.drain(tape.weight_gradients)
 
 
 def _at_once() -> None:
