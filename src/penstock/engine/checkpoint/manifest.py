@@ -16,7 +16,7 @@ from typing import Any
 
 from penstock.engine.durable import write_durably
 from penstock.parallel.tensor_slice import StoredSlice, TensorSlice
-from penstock.settings.json_files import check_kinds, read_json_object
+from penstock.settings.json_files import check_kinds, parse_json
 
 MANIFEST = "manifest.json"
 TENSOR_SUFFIX = ".safetensors"
@@ -161,10 +161,10 @@ def read_manifest(path: Path) -> CheckpointInfo:
     Raises: DamagedCheckpoint when it is missing, cut short, altered, or of another format.
     """
     try:
-        content = read_json_object(path / MANIFEST)
+        content = parse_json((path / MANIFEST).read_bytes())
     except (OSError, ValueError) as error:
         raise DamagedCheckpoint(f"its {MANIFEST} cannot be read ({error})") from None
-    if content.get("format") != _FORMAT:
+    if not isinstance(content, dict) or content.get("format") != _FORMAT:
         raise DamagedCheckpoint(f"its {MANIFEST} is not of the format {_FORMAT!r}")
     if content.pop("sha256", None) != _digest(content):
         raise DamagedCheckpoint(f"its {MANIFEST} was altered: the checksum differs")
