@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import tokenizers
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
@@ -10,6 +11,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     PreTrainedModel,
+    PreTrainedTokenizerFast,
 )
 from transformers.utils import logging
 
@@ -58,3 +60,25 @@ def reference_logits(folder: Path, sequences: list[Tensor]) -> Tensor:
 def stored_tensors(folder: Path) -> dict[str, Tensor]:
     """All tensors in a folder's files by name."""
     return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def make_tokenizer(folder: Path, adds_bos: bool = True, **settings: Any) -> PreTrainedTokenizerFast:
+    """A small byte-level BPE tokenizer in a folder; <s> begins every text with `adds_bos`, and </s> ends answers."""
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["the cat sat on the mat, and what then? the other user said so."] * 4, trainer)
+    if adds_bos:
+        tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+            single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", 1)]
+        )
+    special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
+    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special | settings)
+    made.save_pretrained(folder)
+    return made

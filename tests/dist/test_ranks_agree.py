@@ -139,7 +139,7 @@ def listeners(rank: int, layout: Layout) -> list[str]:
     params, prompts = SamplingParams(max_new_tokens=4, temperature=0.0), [[1, 2], [3]]
     calls = (
         lambda: engine.generate(prompts, params, on_answer=fail),
-        lambda: [[token[0] for token in a.generated] for a in engine.generate(prompts, params)],
+        lambda: [[token.id for token in a.generated] for a in engine.generate(prompts, params)],
     )
     return [outcome(call) for call in calls]
 

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from penstock.cli.generate_output import AnswersFile, AnswerText
+from penstock.cli.generate_output import AnswersFile
 from penstock.cli.main import main
 from penstock.data.tokenizer import load_tokenizer
+from penstock.engine.answer_text import AnswerText
 from tests.e2e.training import run, write_run
 
 
@@ -40,14 +41,19 @@ def answers(out: str) -> list[dict[str, object]]:
     return content["answers"]
 
 
-def test_two_processes_give_the_same_answers_as_one(model: Path) -> None:
+@pytest.mark.shows(129)
+def test_two_pipelines_of_two_processes_give_the_same_answers_as_one_process(model: Path) -> None:
     words = [str(model), "def f1", "return", "--max-new-tokens", "12", "--samples", "2", "--json", "--raw-log-probs"]
+    words += ["--repetition-penalty", "1.2", "--min-p", "0.01", "--top-log-probs", "2", "--seed", "3"]
+    words += [word for letter in "aeinot" for word in ("--stop", letter)]
+    words += ["--bad-word", "re", "--logit-bias", "32=-1.5", "--frequency-penalty", "0.1"]
     code, alone, _ = call(*words)
     assert code == 0
-    command = [sys.executable, "-m", "penstock.cli.main", "generate", *words, "--pp", "2", "--rows", "1"]
+    command = [sys.executable, "-m", "penstock.cli.main", "generate", *words, "--pp", "2", "--dp", "2", "--rows", "1"]
     two = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert two.returncode == 0, two.stderr
     assert answers(two.stdout) == answers(alone)
+    assert any(answer["ending"] == "stopped" for answer in answers(alone)), "no stop string was met"
     assert [(answer["prompt"], answer["sample"]) for answer in answers(alone)] == [(0, 0), (0, 1), (1, 0), (1, 1)]
 
 
@@ -159,7 +165,7 @@ def test_answers_are_printed_one_after_another_behind_their_prompts(model: Path)
         (["a", "--end-token", "999"], "end_tokens=(999,)"),
         (["a", "--pp", "99"], "at most 6 are possible"),
         (["a", "--file", "b.jsonl"], "given twice"),
-        (["a", "--stop", ""], "--stop is an empty text"),
+        (["a", "--stop", ""], "sampling.stop holds an empty text"),
         (["a", "--fresh"], "--fresh drops answers to --file"),
         (["--file", "nowhere.jsonl"], "nowhere.jsonl: no such file"),
     ],

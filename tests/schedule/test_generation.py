@@ -23,7 +23,7 @@ def sequences_of(asked: Iterable[tuple[int, int, int]], end_tokens: tuple[int, .
 
 
 def as_tokens(ids: Iterable[int]) -> list[Token]:
-    return [(token, 0.0, 0.0) for token in ids]
+    return [Token(token) for token in ids]
 
 
 def never_ends(sequence: int, position: int) -> int:

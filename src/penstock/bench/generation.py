@@ -16,7 +16,7 @@ from penstock.bench.ranks import Turn, in_turns, spread
 from penstock.engine import Engine, EngineOptions
 from penstock.engine.generator import GenerateOptions
 from penstock.model import CachedRows, CacheSize, UnitSpec, decoder_units
-from penstock.schedule import Batch, Scheduler, Sequence
+from penstock.schedule import Batch, Scheduler, Sequence, Token
 from penstock.settings import Layout, ModelConfig, SamplingParams
 
 NUM_RANKS = 2
@@ -196,7 +196,7 @@ class Refills:
         while (slot := scheduler.next_slot()) is not None:
             if slot in in_flight:
                 last = in_flight.pop(slot)
-                scheduler.update(last, [(0, 0.0, 0.0)] * len(last.sampled))
+                scheduler.update(last, [Token(0)] * len(last.sampled))
             batch = scheduler.schedule()
             assert batch is not None
             if batch.items:

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.cli.commands import Parser, refuse_to_overwrite
-from penstock.cli.group import Group, find_group_of
+from penstock.cli.group import Group, agree, find_group_of
 from penstock.cli.launch import WorkerCommand, launch
 from penstock.cli.setting_options import PROCESSES, add_options, options_of, parallel_options, values_of
-from penstock.settings import ParallelConfig, RingConfig, SamplingParams, walk
+from penstock.settings import ParallelConfig, RingConfig, SamplingParams, Setting, walk
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
@@ -34,11 +34,17 @@ _SAMPLING = {
     "top_k": ("top_k", "K"),
     "top_p": ("top_p", "P"),
     "chained": ("chained", None),
+    "min_p": ("min_p", "P"),
+    "repetition_penalty": ("repetition_penalty", "X"),
+    "presence_penalty": ("presence_penalty", "X"),
+    "frequency_penalty": ("frequency_penalty", "X"),
+    "stop": ("stop", "TEXT"),
     "seed": ("seed", "N"),
     "num_samples": ("samples", "N"),
     "raw_log_probs": ("raw_log_probs", None),
+    "top_log_probs": ("top_log_probs", "N"),
 }
-_PARALLEL = parallel_options(("pp", "tp", *PROCESSES))
+_PARALLEL = parallel_options(("pp", "dp", "tp", *PROCESSES))
 _RING = options_of(RingConfig(), {"num_slots": "slots", "rows_per_slot": "rows"}, without=("max_rows_per_slot",))
 
 
@@ -47,8 +53,8 @@ class GenerateArguments:
     """One call of the command.
 
     prompts: from the command line; file: JSON lines; with neither, the prompt is standard input. sampling: settings of
-    `SamplingParams` by name, except the end tokens. ring: those of `RingConfig`. end_tokens: None for
-    those of the model.
+    `SamplingParams` by name, those that were given. bad_words: texts. ring: settings of `RingConfig`. end_tokens: None
+    for those of the model. parallel: one pipeline, of which `dp` share the prompts.
     """
 
     model: Path
@@ -58,8 +64,9 @@ class GenerateArguments:
     fresh: bool
     sampling: dict[str, Any]
     end_tokens: tuple[int, ...] | None
-    stop: tuple[str, ...]
+    bad_words: tuple[str, ...]
     ring: dict[str, Any]
+    dp: int
     parallel: ParallelConfig
     json: bool
 
@@ -73,15 +80,15 @@ def main(words: Sequence[str]) -> int:
     arguments = read_arguments(words)
     if arguments.output is not None:
         refuse_to_overwrite(arguments.output, otherwise="give another --output")
-    group, world_size = find_group_of({"pp": arguments.parallel.pp, "tp": arguments.parallel.tp})
+    parallel = arguments.parallel
+    group, world_size = find_group_of({"pp": parallel.pp, "dp": arguments.dp, "tp": parallel.tp})
     if group is None and world_size > 1:
-        return _launch(words, arguments)
+        return _launch(words, arguments, world_size)
     return _run_worker(arguments, group or Group.alone())
 
 
-def _launch(words: Sequence[str], arguments: GenerateArguments) -> int:
+def _launch(words: Sequence[str], arguments: GenerateArguments, world_size: int) -> int:
     """Start the workers, with standard input in a file where it is the prompt: it can be read only once."""
-    parallel = arguments.parallel
     again = "gives the same answers" if arguments.output is None else "continues where it was stopped"
     command = WorkerCommand("penstock.cli.generate", again, _IMPORTS)
     with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
@@ -90,9 +97,8 @@ def _launch(words: Sequence[str], arguments: GenerateArguments) -> int:
             given = Path(folder) / "prompt.txt"
             given.write_text(_standard_input(), encoding="utf-8")
             environ[STANDARD_INPUT] = str(given)
-        return launch(
-            command, words, parallel.world_size, parallel.num_threads, environ, check=lambda: _check_model(arguments)
-        )
+        num_threads = arguments.parallel.num_threads
+        return launch(command, words, world_size, num_threads, environ, check=lambda: _check_model(arguments))
 
 
 def _check_model(arguments: GenerateArguments) -> None:
@@ -109,7 +115,7 @@ def _parser() -> Parser:
 Face model. Prompts are given on the command line, or as JSON lines ({"prompt": ...} or {"tokens": [...]}, with an "id"
 that is carried along), or one comes from standard input. Answers to a file are kept as soon as they have ended: a
 stopped call continues when it is given again. A token depends on the seed, its prompt and its place alone:
-not on the other prompts, nor on --pp, --slots and --rows.""",
+not on the other prompts, nor on --pp, --dp, --slots and --rows.""",
         examples=(
             'penstock generate runs/demo "def main("                  print the answer as it comes',
             "penstock generate runs/demo --file prompts.jsonl         write prompts.answers.jsonl, or go on with it",
@@ -124,14 +130,13 @@ not on the other prompts, nor on --pp, --slots and --rows.""",
     sampling = parser.add_argument_group("sampling")
     for own in walk(SamplingParams()):
         if own.key in _SAMPLING:
-            name, metavar = _SAMPLING[own.key]
-            option = f"--{name.replace('_', '-')}"
-            if isinstance(own.default, bool):
-                sampling.add_argument(option, action="store_true", help=own.help)
-            else:
-                kind = float if isinstance(own.default, float) else int
-                sampling.add_argument(option, type=kind, default=own.default, metavar=metavar, help=own.help)
-    sampling.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends an answer that contains it")
+            _add_sampling(sampling, own)
+    sampling.add_argument(
+        "--logit-bias", action="append", type=_bias, metavar="ID=X", help="added to the logit of the token with that id"
+    )
+    sampling.add_argument(
+        "--bad-word", action="append", default=[], metavar="TEXT", help="a text whose tokens no answer completes"
+    )
     sampling.add_argument("--end-token", type=int, action="append", metavar="ID", help="default: the model's own")
     sampling.add_argument("--ignore-end", action="store_true", help="no end token but those given ends an answer")
     ring = parser.add_argument_group("how it runs")
@@ -139,6 +144,25 @@ not on the other prompts, nor on --pp, --slots and --rows.""",
         add_options(ring, options, {"timeout": "SECONDS"})
     parser.add_argument("--json", action="store_true", help="print the result as JSON, and progress to standard error")
     return parser
+
+
+def _add_sampling(parser: Any, own: Setting) -> None:
+    """Add the option of a sampling setting; one that is not given is None."""
+    name, metavar = _SAMPLING[own.key]
+    option, text = f"--{name.replace('_', '-')}", own.help.rstrip(".")
+    if isinstance(own.default, bool):
+        parser.add_argument(option, action="store_true", default=None, help=text)
+    elif isinstance(own.default, tuple):
+        parser.add_argument(option, action="append", metavar=metavar, help=text)
+    else:
+        kind = float if isinstance(own.default, float) else int
+        default = "" if own.default is None else f" (default {own.default})"
+        parser.add_argument(option, type=kind, metavar=metavar, help=text + default)
+
+
+def _bias(word: str) -> tuple[int, float]:
+    token, _, bias = word.partition("=")
+    return int(token), float(bias)
 
 
 def read_arguments(words: Sequence[str]) -> GenerateArguments:
@@ -153,19 +177,21 @@ def read_arguments(words: Sequence[str]) -> GenerateArguments:
         raise ValueError("--output is where the answers to --file go; give --file, or leave it out")
     if given.fresh and given.file is None:
         raise ValueError("--fresh drops answers to --file that a stopped call has left; give --file, or leave it out")
-    if "" in given.stop:
-        raise ValueError("--stop is an empty text, which every answer holds; give some characters")
+    sampling = {key: getattr(given, name) for key, (name, _) in _SAMPLING.items()}
+    sampling["logit_bias"] = given.logit_bias and dict(given.logit_bias)
+    parallel = ParallelConfig(**values_of(given, _PARALLEL))
     return GenerateArguments(
         model=given.model,
         prompts=tuple(given.prompts),
         file=given.file,
         output=given.output or (given.file and given.file.with_suffix(".answers.jsonl")),
         fresh=given.fresh,
-        sampling={key: getattr(given, name) for key, (name, _) in _SAMPLING.items()},
+        sampling={key: value for key, value in sampling.items() if value is not None},
         end_tokens=tuple(given.end_token or ()) if given.ignore_end or given.end_token else None,
-        stop=tuple(given.stop),
+        bad_words=tuple(given.bad_word),
         ring=values_of(given, _RING),
-        parallel=ParallelConfig(**values_of(given, _PARALLEL)),
+        dp=parallel.dp,
+        parallel=replace(parallel, dp=1),
         json=given.json,
     )
 
@@ -176,23 +202,24 @@ def check(arguments: GenerateArguments) -> "GenerateJob":
     Raises: ValueError for prompts that the model cannot continue.
     """
     from penstock.cli.generate_output import GenerateJob
-    from penstock.cli.texts import open_to_cut, prompts_of_texts, read_prompts
+    from penstock.cli.texts import open_to_cut, prompts_of_texts, read_prompts, tokens_of_word
     from penstock.engine.generator import GenerateOptions, check_prompts
     from penstock.model import Limits
 
     model = open_to_cut(arguments.model, arguments.parallel.pp)
-    if arguments.stop and model.tokenizer is None:
+    if arguments.sampling.get("stop") and model.tokenizer is None:
         raise ValueError(f"--stop is a text, but {model.folder} has no tokenizer; give --end-token ids")
     ends = model.end_tokens if arguments.end_tokens is None else arguments.end_tokens
-    params = SamplingParams(**arguments.sampling, end_tokens=ends)
+    words = [tokens for word in arguments.bad_words for tokens in tokens_of_word(word, model)]
+    params = SamplingParams(**arguments.sampling, end_tokens=ends, bad_words=tuple(words))
     if arguments.file is not None:
         prompts = read_prompts(arguments.file, model)
     else:
         prompts = prompts_of_texts(arguments.prompts or [_standard_input()], model)
     limits = Limits(model.vocab_size, model.max_length)
     check_prompts([prompt.tokens for prompt in prompts], [params] * len(prompts), limits)
-    options = GenerateOptions(**arguments.ring)
-    return GenerateJob(model, prompts, params, options, arguments.stop, arguments.output, arguments.json)
+    options = GenerateOptions(**arguments.ring, tokenizer=model.tokenizer)
+    return GenerateJob(model, prompts, params, options, arguments.output, arguments.json)
 
 
 def _standard_input() -> str:
@@ -214,7 +241,7 @@ def _answers_file(job: "GenerateJob", version: str, fresh: bool) -> "AnswersFile
     if job.output is None:
         return None
     given = [[list(prompt.tokens), prompt.line, prompt.id] for prompt in job.prompts]
-    decisive = [str(job.model.folder.resolve()), version, given, asdict(job.params), job.stop]
+    decisive = [str(job.model.folder.resolve()), version, given, asdict(job.params)]
     digest = hashlib.blake2b(json.dumps(decisive).encode(), digest_size=8).hexdigest()
     return AnswersFile(job.output, digest, job.params.num_samples, fresh)
 
@@ -230,46 +257,44 @@ def _run_worker(arguments: GenerateArguments, group: Group) -> int:
 
 
 def _generate(arguments: GenerateArguments, group: Group, store: "Store") -> None:
-    from penstock.cli.generate_output import AnswerReporter
+    from penstock.cli.pipelines import Pipelines
+    from penstock.cli.shared_answers import AnswerCollector, AnswerSender, others_answers
     from penstock.cli.together import choose_device, initialise, refuse_differing, together
     from penstock.engine.engine import Engine
-    from penstock.parallel.host import broadcast_value
     from penstock.runtime import Watchdog
 
     parallel = arguments.parallel
     job = together(store, group, "prompts", lambda: check(arguments))
     refuse_differing(store, group, "answers", {**arguments.sampling, "prompts": [list(p.tokens) for p in job.prompts]})
     device = choose_device(store, group, parallel.device)
-    initialise(store, group, device, parallel.timeout_s)
+    pipelines = Pipelines.of(store, group, arguments.dp, parallel.timeout_s)
+    initialise(*pipelines.world(group), device, parallel.timeout_s)
     engine = Engine(*job.model.arguments(replace(parallel, device=device)))
     version = job.model.load(engine)
     file = together(
         store, group, "output", lambda: _answers_file(job, version, arguments.fresh) if group.rank == 0 else None
     )
-    kept: list[int] = broadcast_value(file and file.kept, 0, engine.grid.control) or []
-    reporter = None
-    if engine.pipeline.holds_first_stage:
-        # All ranks that share the first stage receive every token, since tokens decide when an answer ends; one prints.
-        reporter = AnswerReporter(job, file, silent=engine.grid.tp_rank > 0)
+    kept = frozenset(agree(store, group, "kept", {"kept": file.kept if file else []})[0]["kept"])
+    listener = None
+    if engine.pipeline.holds_first_stage and engine.grid.tp_rank == 0:
+        listener = AnswerCollector(job, file, pipelines) if pipelines.index == 0 else AnswerSender(pipelines)
     watchdog = Watchdog.of_run(engine.recorder, parallel.timeout_s, engine.grid.control, engine.grid.pp_ranks)
     try:
+        options = replace(job.options, skip=kept | others_answers(job, pipelines))
         prompts = [prompt.tokens for prompt in job.prompts]
-        options = replace(job.options, skip=frozenset(kept))
         result = engine.generate(
-            prompts,
-            job.params,
-            options,
-            reporter and reporter.hear,
-            reporter.take if reporter is not None and file else None,
+            prompts, job.params, options, listener and listener.on_token, listener and listener.on_answer
         )
+        if listener is not None:
+            listener.end(result)
+        # The store may belong to a process that has already finished its own work.
+        agree(store, group, "end", {})
     except BaseException:
         if file is not None:
             file.close()
         raise
     finally:
-        if reporter is not None:
-            reporter.close()
+        if listener is not None:
+            listener.close()
         watchdog.close()
         engine.close()
-    if reporter is not None:
-        reporter.end(result)

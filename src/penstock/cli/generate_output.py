@@ -11,85 +11,10 @@ from penstock import schedule
 from penstock.cli.commands import Unfinished, plain_number, print_json, unfinished_of
 from penstock.cli.progress import LineProgress
 from penstock.cli.texts import Prompt
-from penstock.data.tokenizer import Tokenizer
+from penstock.engine.answer_text import AnswerText
 from penstock.engine.generator import GenerateOptions, GenerateResult
 from penstock.engine.saved_model import SavedModel
 from penstock.settings import SamplingParams
-
-_UNFINISHED = "\N{REPLACEMENT CHARACTER}"
-# No character takes more tokens than this; a broken one is shown after that many.
-_MAX_HELD_TOKENS = 8
-
-
-class AnswerText:
-    """The text of one answer, token by token.
-
-    tokenizer: None leaves the text empty. stop: texts of which the first to appear ends the answer and is cut off.
-    """
-
-    #: the text so far
-    text: str
-    #: True once it holds one of the texts that end it
-    stopped: bool
-    #: None if answers are shown as token ids
-    _tokenizer: Tokenizer | None
-    #: the texts that end it
-    _stop: tuple[str, ...]
-    #: the tokens so far
-    _tokens: list[int]
-    #: tokens are decoded in their context, from the last position at which text and tokens ended together
-    _begin: int
-    _end: int
-    #: characters of the text that have been shown
-    _shown: int
-
-    def __init__(self, tokenizer: Tokenizer | None, stop: Sequence[str] = ()) -> None:
-        self._tokenizer, self._stop = tokenizer, tuple(stop)
-        self._tokens = []
-        self._begin = self._end = 0
-        self._shown = 0
-        self.text = ""
-        self.stopped = False
-
-    def add(self, token: int) -> str:
-        """Add a token; returns the text that can be shown from now on."""
-        if self._tokenizer is None or self.stopped:
-            return ""
-        self._tokens.append(token)
-        before = self._tokenizer.decode(self._tokens[self._begin : self._end])
-        now = self._tokenizer.decode(self._tokens[self._begin :])
-        num_held = len(self._tokens) - self._end
-        if len(now) <= len(before) or (now.endswith(_UNFINISHED) and num_held < _MAX_HELD_TOKENS):
-            return ""
-        self.text += now[len(before) :]
-        self._begin, self._end = self._end, len(self._tokens)
-        self._cut()
-        return self._show(0 if self.stopped else self._num_doubtful())
-
-    def finish(self) -> str:
-        """End the answer; returns the text that was held back."""
-        if self._tokenizer is not None and not self.stopped:
-            before = self._tokenizer.decode(self._tokens[self._begin : self._end])
-            self.text += self._tokenizer.decode(self._tokens[self._begin :])[len(before) :]
-            self._cut()
-        return self._show(0)
-
-    def _cut(self) -> None:
-        found = [place for stop in self._stop if (place := self.text.find(stop)) >= 0]
-        if found:
-            self.text, self.stopped = self.text[: min(found)], True
-
-    def _num_doubtful(self) -> int:
-        """Number of characters at the end that may begin a stop string."""
-        longest = max(map(len, self._stop), default=1) - 1
-        for length in range(min(longest, len(self.text)), 0, -1):
-            if any(stop.startswith(self.text[-length:]) for stop in self._stop):
-                return length
-        return 0
-
-    def _show(self, num_held: int) -> str:
-        shown, self._shown = self._shown, max(self._shown, len(self.text) - num_held)
-        return self.text[shown : self._shown]
 
 
 class AnswersFile:
@@ -159,7 +84,6 @@ class GenerateJob:
     prompts: Sequence[Prompt]
     params: SamplingParams
     options: GenerateOptions
-    stop: tuple[str, ...] = ()
     output: Path | None = None
     as_json: bool = False
 
@@ -192,11 +116,10 @@ class InTurn:
 
 
 class AnswerReporter:
-    """Receives every token on the rank of the first stage, and shows the answers to the user.
+    """Receives every token on one rank, and shows the answers to the user.
 
     In the terminal, answers are printed as they grow; otherwise only the number of ended answers is shown. A file gets
-    each answer as soon as it has ended, JSON output gets all of them at the end. A silent reporter prints nothing; it
-    only decides which answers end.
+    each answer as soon as it has ended, JSON output gets all of them at the end.
     """
 
     #: the call, with its prompts and parameters
@@ -205,28 +128,24 @@ class AnswerReporter:
     _params: SamplingParams
     #: where answers are written; None if they are only shown
     _file: AnswersFile | None
-    #: True if nothing is shown
-    _silent: bool
     #: answer -> its text and its number of tokens
     _texts: list[AnswerText]
     _num_tokens: list[int]
     #: answers of an earlier call, and all that have ended
     _num_kept: int
     _num_ended: int
-    #: shows texts, or how many answers are done; None where the other does, or nothing is shown
+    #: shows texts, or how many answers are done; None where the other does
     _in_turn: InTurn | None
     _progress: LineProgress | None
 
-    def __init__(self, job: GenerateJob, file: AnswersFile | None, silent: bool = False) -> None:
-        self._job, self._file, self._silent = job, file, silent
+    def __init__(self, job: GenerateJob, file: AnswersFile | None) -> None:
+        self._job, self._file = job, file
         self._prompts, self._params = job.prompts, job.params
         num_answers = len(job.prompts) * job.params.num_samples
-        self._texts = [AnswerText(job.model.tokenizer, job.stop) for _ in range(num_answers)]
+        self._texts = [AnswerText(job.model.tokenizer, job.params.stop) for _ in range(num_answers)]
         self._num_tokens = [0] * num_answers
         self._num_kept = self._num_ended = 0 if file is None else len(file.kept)
         self._in_turn = self._progress = None
-        if silent:
-            return
         if job.output is None and not job.as_json:
             self._in_turn = InTurn([self._heading(number, num_answers) for number in range(num_answers)])
         else:
@@ -234,8 +153,8 @@ class AnswerReporter:
                 num_answers, self._num_kept, sys.stderr if job.as_json else sys.stdout, "answer"
             )
 
-    def hear(self, number: int, token: int) -> bool:
-        """Add an answer's next token; returns whether a stop string ends the answer."""
+    def hear(self, number: int, token: int) -> None:
+        """Add an answer's next token."""
         text = self._texts[number]
         self._num_tokens[number] += 1
         new = text.add(token)
@@ -247,7 +166,6 @@ class AnswerReporter:
             self._in_turn.add(number, new, ended or text.stopped)
         if self._progress is not None:
             self._progress.update(self._num_ended, 1)
-        return text.stopped
 
     def take(self, number: int, answer: schedule.Sequence) -> None:
         """Write an answer that has ended; `hear` has had its last token."""
@@ -260,8 +178,6 @@ class AnswerReporter:
 
     def end(self, result: GenerateResult) -> None:
         """Write or print the answers, and report the speed."""
-        if self._silent:
-            return
         if self._file is not None:
             self._file.publish()
         if self._job.as_json:
@@ -301,6 +217,10 @@ class AnswerReporter:
         }
         if answer.raw_log_probs is not None:
             described["raw_log_probs"] = [plain_number(value) for value in answer.raw_log_probs]
+        if answer.top_log_probs is not None:
+            described["top_log_probs"] = [
+                [[token, plain_number(value)] for token, value in likeliest] for likeliest in answer.top_log_probs
+            ]
         return described
 
 

@@ -157,8 +157,9 @@ def _run_worker(arguments: ScoreArguments, group: Group) -> int:
 
 
 def _score(arguments: ScoreArguments, group: Group, store: "Store") -> None:
+    from penstock.cli.pipelines import Pipelines
     from penstock.cli.score_file import ScoreFile
-    from penstock.cli.scoring import Pipelines, Scoring
+    from penstock.cli.scoring import Scoring
     from penstock.cli.together import choose_device, initialise, refuse_differing, together
     from penstock.engine.engine import Engine
     from penstock.runtime import Watchdog

@@ -1,16 +1,12 @@
 """The work of `penstock score`: batches of texts, shared out among pipelines, and one process that writes all lines."""
 
-import json
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from datetime import timedelta
+from dataclasses import asdict, dataclass
 from itertools import accumulate
 from typing import TextIO
 
-from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
-
-from penstock.cli.group import Group
+from penstock.cli.pipelines import Pipelines
 from penstock.cli.progress import LineProgress
 from penstock.cli.score_file import Scored, ScoreFile, Summary
 from penstock.cli.texts import Text
@@ -18,7 +14,6 @@ from penstock.data import NO_LABEL, MicroBatchSpec, PackedBatch
 from penstock.engine.engine import Engine
 from penstock.engine.saved_model import SavedModel
 from penstock.engine.scorer import PostHook, token_scores
-from penstock.runtime import PipelineError
 
 MICROBATCH_TOKENS = 2048
 """Enough tokens for a microbatch to be worth its overhead, and few enough that its logits stay small."""
@@ -26,8 +21,6 @@ MICROBATCH_TOKENS = 2048
 # A batch is written at once, and is the most that is lost when the command is stopped. Batches and microbatches do not
 # depend on the number of stages or pipelines, so neither does any bit of the file.
 _MICROBATCHES = 8
-# A store takes values of up to 8 MiB.
-_PIECE_BYTES = 4 * 2**20
 
 
 @dataclass(frozen=True)
@@ -48,60 +41,6 @@ class ScoreJob:
         """Microbatches of a batch; under context parallelism as few as `max_tokens` allows."""
         num = _MICROBATCHES if self.cp == 1 else None
         return MicroBatchSpec(num=num, max_tokens=self.max_tokens, allow_fewer=True)
-
-
-@dataclass(frozen=True)
-class Pipelines:
-    """This process's pipeline, number `index` of `count`; the processes of all of them meet at `store`."""
-
-    index: int
-    count: int
-    store: Store
-    timeout_s: float
-
-    @classmethod
-    def of(cls, store: Store, group: Group, count: int, timeout_s: float) -> "Pipelines":
-        """Divide the processes of a group evenly, consecutive ones to one pipeline."""
-        return cls(group.rank * count // group.world_size, count, store, timeout_s)
-
-    def world(self, group: Group) -> tuple[Store, Group]:
-        """This pipeline's own group, and its part of the store."""
-        size = group.world_size // self.count
-        own = replace(group, rank=group.rank - self.index * size, world_size=size)
-        return PrefixStore(f"penstock/pipeline/{self.index}", self.store), own
-
-    def takes(self, number: int) -> bool:
-        """Return whether this pipeline scores the batch of that number."""
-        return number % self.count == self.index
-
-    def hand_over(self, number: int, lines: Sequence[Scored]) -> None:
-        """Send a batch's lines to the process that writes."""
-        text = json.dumps([asdict(line) for line in lines])
-        pieces = [text[start : start + _PIECE_BYTES] for start in range(0, len(text), _PIECE_BYTES)]
-        for place, piece in enumerate(pieces):
-            self.store.set(_key(number, place), piece)
-        self.store.set(_key(number), str(len(pieces)))
-
-    def receive(self, number: int) -> list[Scored]:
-        """Receive a batch's lines from the pipeline that scored them.
-
-        Raises: PipelineError if they do not come in time.
-        """
-        key = _key(number)
-        try:
-            self.store.wait([key], timedelta(seconds=self.timeout_s))
-        except RuntimeError as error:
-            whose = number % self.count
-            raise PipelineError(f"no scores of batch {number} from pipeline {whose} in {self.timeout_s:g} s") from error
-        pieces = [_key(number, place) for place in range(int(self.store.get(key)))]
-        text = "".join(self.store.get(piece).decode() for piece in pieces)
-        for done in (key, *pieces):
-            self.store.delete_key(done)
-        return [Scored(**line) for line in json.loads(text)]
-
-
-def _key(number: int, place: int | None = None) -> str:
-    return f"penstock/scores/{number}" if place is None else f"penstock/scores/{number}/{place}"
 
 
 @dataclass(frozen=True)
@@ -141,15 +80,20 @@ class Scoring:
 
     def _lines(self, number: int, batch: Sequence[Text], hook: PostHook) -> list[Scored]:
         """Compute this process's part of a batch; returns the batch's lines on the process that writes them."""
-        if not self.pipelines.takes(number):
-            return [] if self.file is None else self.pipelines.receive(number)
+        if number % self.pipelines.count != self.pipelines.index:
+            return [] if self.file is None else self._received(number)
         items = self.engine.forward(_packed(batch), hook, list, micro_batches=self.job.spec)
         if not self.delivers:
             return []
         lines = [Scored.of(text, item["log_probs"].tolist()) for text, item in zip(batch, items, strict=True)]
         if self.file is None:
-            self.pipelines.hand_over(number, lines)
+            self.pipelines.hand_over(str(number), [asdict(line) for line in lines])
         return lines
+
+    def _received(self, number: int) -> list[Scored]:
+        """A batch's lines from the pipeline that scores them. Raises: PipelineError if they do not come in time."""
+        whose = f"scores of batch {number} from pipeline {number % self.pipelines.count}"
+        return [Scored(**line) for line in self.pipelines.receive(str(number), whose)]
 
 
 def _batches(texts: Sequence[Text], num_tokens: int) -> list[Sequence[Text]]:

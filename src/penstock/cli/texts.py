@@ -91,6 +91,15 @@ def prompts_of_texts(texts: Sequence[str], model: SavedModel) -> list[Prompt]:
     return [Prompt(_prompt_tokens(f"prompt {number}", text, model), text) for number, text in enumerate(texts)]
 
 
+def tokens_of_word(word: str, model: SavedModel) -> list[tuple[int, ...]]:
+    """The token ids of a text as it begins one, and as it follows a blank, since their tokens often differ.
+
+    Raises: ValueError where the model has no tokenizer.
+    """
+    both = (_prompt_tokens(f"--bad-word {word!r}", text, model) for text in (word, f" {word}"))
+    return [tuple(tokens) for tokens in both]
+
+
 def _lines(path: Path, purpose: str, forms: str) -> list[tuple[int, str]]:
     """The lines that are not blank, with their numbers.
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock import schedule
+from penstock.engine.answer_text import AnswerText, Decodes
 from penstock.engine.batch_checks import check_callable
 from penstock.engine.pipeline import Pipeline
 from penstock.model import Limits
@@ -58,6 +59,7 @@ class GenerateOptions(RingConfig):
             libraries or shared by several ranks) decodes its live rows, and under autocast nothing is captured.
         skip: answers, by their number in the result, that are not made; they come back stopped and without a token.
             So a call can be continued whose other answers are then what they would have been.
+        tokenizer: makes the text in which stop strings are looked for; that of `SamplingParams.stop` needs one.
 
     Raises:
         ValueError: a count is below one, or the form is unknown.
@@ -71,6 +73,7 @@ class GenerateOptions(RingConfig):
     longest_first: bool = True
     decode: DecodeForm | str | None = None
     skip: frozenset[int] = frozenset()
+    tokenizer: Decodes | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -263,7 +266,8 @@ class Generator:
             any_goes_on = self._any_goes_on if ring.lockstep else None
             scheduler = Scheduler(sequences, shape, options.refill, options.longest_first, any_goes_on)
             scheduler.stop(options.skip)
-            listeners = _Listeners(scheduler, on_token, on_answer)
+            stops = {s.number: AnswerText(options.tokenizer, s.params.stop) for s in sequences if s.params.stop}
+            listeners = _Listeners(scheduler, on_token, on_answer, stops)
         decoders = self.decoders.of(options.form(pipeline.device))
         loop = DecodeLoop(ring, decoders, sequences, shape, scheduler, listeners and listeners.hear)
         self._relay = loop.relay
@@ -293,6 +297,8 @@ class Generator:
             check_callable("on_answer", on_answer, "number, answer", optional=True)
             checked = _checked(prompts, params, list(pipeline.stages.values()), pipeline.units[0].limits)
             _check_skipped(options.skip, sum(own.num_samples for own in checked[1]))
+            if options.tokenizer is None and any(own.stop for own in checked[1]):
+                raise ValueError("stop is given as text, but no tokenizer; give one in GenerateOptions(tokenizer=...)")
             given = repr((checked, sorted(options.skip)))
             digest = hashlib.blake2b(given.encode(), digest_size=16).hexdigest()
             num_slots = options.num_slots or pipeline.layout.pp
@@ -351,10 +357,17 @@ class _Listeners:
     on_token: OnToken | None
     #: called with the number of a sequence that has ended, and with the sequence
     on_answer: OnAnswer | None
+    #: number of a sequence with stop strings -> its text, up to the first of them
+    stops: Mapping[int, AnswerText]
 
     def hear(self, grown: list[schedule.Sequence]) -> None:
         """Report new tokens, and sequences that they have ended."""
         for sequence in grown:
+            text = self.stops.get(sequence.number)
+            if text is not None:
+                text.add(sequence.last_token)
+                if text.stopped:
+                    self.scheduler.stop([sequence.number])
             if self.on_token is not None and self.on_token(sequence.number, sequence.last_token):
                 self.scheduler.stop([sequence.number])
             if self.on_answer is not None and sequence.ending is not None:
@@ -426,8 +439,16 @@ def check_prompts(prompts: Prompts, params: Sequence[SamplingParams], limits: Li
         if max(prompt) >= limits.vocab_size:
             known = f"the model knows 0 to {limits.vocab_size - 1}"
             raise ValueError(f"prompt {number} holds the token {max(prompt)}; {known}")
-        if any(token >= limits.vocab_size for token in own.end_tokens):
-            raise ValueError(f"end_tokens={own.end_tokens}: the model knows 0 to {limits.vocab_size - 1}")
+        named = {
+            "end_tokens": own.end_tokens,
+            "logit_bias": tuple(token for token, _ in own.biases),
+            "bad_words": tuple(token for word in own.bad_words for token in word),
+        }
+        for name, tokens in named.items():
+            if max(tokens, default=0) >= limits.vocab_size:
+                raise ValueError(f"{name}={tokens}: the model knows 0 to {limits.vocab_size - 1}")
+        if own.top_log_probs > limits.vocab_size:
+            raise ValueError(f"top_log_probs={own.top_log_probs}: the model knows {limits.vocab_size} tokens")
         if own.min_new_tokens and len(set(own.end_tokens)) >= limits.vocab_size:
             raise ValueError(f"min_new_tokens={own.min_new_tokens}: every token is an end token, none could be drawn")
         if len(prompt) + own.max_new_tokens > limits.max_length:

@@ -8,26 +8,38 @@ Shapes: S sequences, V vocabulary.
 
 import hashlib
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from penstock.model.penalties import Context, penalised
 from penstock.schedule import Token
 from penstock.settings import SamplingParams
 
-NUMBERS_PER_TOKEN = 3
-"""Numbers that one token is sent as: its id, and the bits of two log-probabilities in fp64."""
+_NUM_PLAIN = 3
+
+
+def numbers_per_token(params: Iterable[SamplingParams]) -> int:
+    """Numbers that one token is sent as in a generation with these parameters.
+
+    They are its id, the bits of two log-probabilities in fp64, and the ids and bits of the likeliest tokens.
+    """
+    return _NUM_PLAIN + 2 * max((own.top_log_probs for own in params), default=0)
 
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """One token to be drawn: new token number `position` (from 0) of the sequence with the identity `sequence`."""
+    """One token to be drawn: new token number `position` (from 0) of the sequence with the identity `sequence`.
+
+    `context` is read where `params.reads_answer`.
+    """
 
     params: SamplingParams
     sequence: int
     position: int
+    context: Context = Context()
 
     def uniform(self) -> float:
         """A number in [0, 1) with 53 random bits."""
@@ -42,29 +54,50 @@ class Drawn:
 
     log_probs: fp32, under the distribution that was drawn from. raw_log_probs: fp32, under the model's own, before
     temperature and filters; 0 unless requested. dropped_SV: the tokens that could not be drawn, on the CPU; None unless
-    some row requests it.
+    some row requests it. likeliest_SN, their log_probs_SN: as many of the likeliest tokens under the model's own
+    distribution as any row requests.
     """
 
     tokens: Tensor
     log_probs: Tensor
     raw_log_probs: Tensor
     dropped_SV: Tensor | None
+    likeliest_SN: Tensor
+    likeliest_log_probs_SN: Tensor
 
-    def packed(self) -> Tensor:
-        """[S, 3] int64 on the CPU: token ids, and the bits of both log-probabilities in fp64."""
-        bits = (x.double().view(torch.int64) for x in (self.log_probs, self.raw_log_probs))
-        return torch.stack([self.tokens, *bits], -1).cpu()
-
-
-def unpacked(numbers_S3: Tensor) -> list[Token]:
-    """The tokens that `Drawn.packed` was made of."""
-    bits_S2 = numbers_S3[:, 1:].contiguous().view(torch.float64)
-    return [(token, *log_probs) for token, log_probs in zip(numbers_S3[:, 0].tolist(), bits_S2.tolist(), strict=True)]
+    def packed(self, width: int) -> Tensor:
+        """[S, width] int64 on the CPU, `width` from `numbers_per_token`; `unpacked` makes tokens of it."""
+        log_probs = torch.stack([self.log_probs, self.raw_log_probs], -1)
+        columns = [self.tokens[:, None], _bits(log_probs), self.likeliest_SN, _bits(self.likeliest_log_probs_SN)]
+        numbers = torch.cat(columns, -1)
+        return torch.nn.functional.pad(numbers, (0, width - numbers.shape[1])).cpu()
 
 
-def drawn_finite(numbers_S3: Tensor) -> list[bool]:
+def unpacked(numbers_SW: Tensor, params: Sequence[SamplingParams]) -> list[Token]:
+    """The tokens that `Drawn.packed` was made of, which were drawn by these parameters."""
+    most = max((own.top_log_probs for own in params), default=0)
+    ids_SN, bits_SN = numbers_SW[:, _NUM_PLAIN:][:, : 2 * most].tensor_split(2, -1)
+    likeliest = zip(ids_SN.tolist(), _floats(bits_SN).tolist(), strict=True)
+    log_probs = _floats(numbers_SW[:, 1:_NUM_PLAIN]).tolist()
+    return [
+        Token(token, drawn, raw, tuple(list(zip(ids, theirs, strict=True))[: own.top_log_probs]))
+        for token, (drawn, raw), (ids, theirs), own in zip(
+            numbers_SW[:, 0].tolist(), log_probs, likeliest, params, strict=True
+        )
+    ]
+
+
+def drawn_finite(numbers_SW: Tensor) -> list[bool]:
     """True for each drawn token whose log-probability is a number: then so were all of its row's logits."""
-    return numbers_S3[:, 1].contiguous().view(torch.float64).isfinite().tolist()
+    return _floats(numbers_SW[:, 1]).isfinite().tolist()
+
+
+def _bits(x: Tensor) -> Tensor:
+    return x.double().contiguous().view(torch.int64)
+
+
+def _floats(bits: Tensor) -> Tensor:
+    return bits.contiguous().view(torch.float64)
 
 
 def draw_tokens(logits_SV: Tensor, draws: Sequence[Draw]) -> Drawn:
@@ -72,6 +105,9 @@ def draw_tokens(logits_SV: Tensor, draws: Sequence[Draw]) -> Drawn:
     num_rows, device = len(draws), logits_SV.device
     tokens = torch.empty(num_rows, dtype=torch.int64, device=device)
     log_probs, raw_log_probs = (torch.zeros(num_rows, device=device) for _ in range(2))
+    most = max((draw.params.top_log_probs for draw in draws), default=0)
+    own_SV = logits_SV.float().log_softmax(-1) if most else logits_SV
+    likeliest = own_SV.topk(min(most, logits_SV.shape[-1]), -1)
     dropped_SV = None
     if any(draw.params.filter_mask for draw in draws):
         dropped_SV = torch.zeros(logits_SV.shape, dtype=torch.bool)
@@ -90,16 +126,17 @@ def draw_tokens(logits_SV: Tensor, draws: Sequence[Draw]) -> Drawn:
             raw_log_probs[at] = of_rows_SV.log_softmax(-1).gather(-1, chosen_S[:, None])[:, 0]
         if dropped_SV is not None:
             dropped_SV[at] = (masked_SV == -torch.inf).cpu()
-    return Drawn(tokens, log_probs, raw_log_probs, dropped_SV)
+    return Drawn(tokens, log_probs, raw_log_probs, dropped_SV, likeliest.indices, likeliest.values.float())
 
 
 def filtered(logits_SV: Tensor, draws: Sequence[Draw]) -> Tensor:
     """The fp32 logits to draw from: divided by the temperature, with -inf for tokens that cannot be drawn.
 
-    All draws have the same temperature and filters. A greedy choice has neither, and excludes only end tokens that come
-    too early.
+    All draws have the same recipe. A greedy choice has neither temperature nor filters, but penalties, biases, bad
+    words and end tokens that come too early.
     """
     params = draws[0].params
+    logits_SV = penalised(logits_SV, params, [draw.context for draw in draws])
     early = [row for row, draw in enumerate(draws) if draw.position < draw.params.min_new_tokens]
     if early and params.end_tokens:
         logits_SV = logits_SV.clone()
@@ -119,7 +156,16 @@ def filtered(logits_SV: Tensor, draws: Sequence[Draw]) -> Tensor:
         dropped = outside_p if below_k is None else outside_p | below_k
     else:
         dropped = below_k | outside_nucleus(logits_SV, params.top_p)
+    if params.min_p > 0:
+        unlikely = below_share(logits_SV, params.min_p)
+        dropped = unlikely if dropped is None else dropped | unlikely
     return logits_SV if dropped is None else logits_SV.masked_fill(dropped, -torch.inf)
+
+
+def below_share(logits_SV: Tensor, share: float) -> Tensor:
+    """True for tokens with less than this share of the likeliest one's probability; other filters do not change it."""
+    probs_SV = logits_SV.softmax(-1)
+    return probs_SV < share * probs_SV.amax(-1, keepdim=True)
 
 
 def below_largest(logits_SV: Tensor, count: int) -> Tensor:

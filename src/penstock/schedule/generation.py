@@ -118,7 +118,7 @@ class Scheduler:
     >>> scheduler = Scheduler(sequences, RingShape(num_slots=1, rows_per_slot=2))
     >>> while (batch := scheduler.schedule()) is not None:
     ...     print([(item.sequence, item.start, item.length) for item in batch.items])
-    ...     grown = scheduler.update(batch, [(9, 0.0, 0.0)] * len(batch.sampled))
+    ...     grown = scheduler.update(batch, [Token(9)] * len(batch.sampled))
     [(1, 0, 1), (0, 0, 2)]
     [(0, 2, 1), (1, 1, 1)]
     []

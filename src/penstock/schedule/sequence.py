@@ -6,15 +6,25 @@ from array import array
 from collections import Counter, abc
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:  # the schedules load without the settings
     from penstock.settings import SamplingParams
 
 NO_ROW = -1
 
-Token = tuple[int, float, float]
-"""A sampled token: its id, its log-probability under the distribution it was drawn from, and under the model's own."""
+
+class Token(NamedTuple):
+    """A sampled token.
+
+    log_prob: under the distribution it was drawn from. raw_log_prob: under the model's own, 0 unless requested.
+    likeliest: the ids and log-probabilities of the likeliest tokens under the model's own, as many as requested.
+    """
+
+    id: int
+    log_prob: float = 0.0
+    raw_log_prob: float = 0.0
+    likeliest: tuple[tuple[int, float], ...] = ()
 
 
 class Ending(Enum):
@@ -35,7 +45,7 @@ class Sequence:
 
     >>> from penstock import SamplingParams
     >>> one, other = Sequence.all_of([[5, 3]], [SamplingParams(max_new_tokens=2, num_samples=2)])
-    >>> one.append((7, -0.5, -0.5))
+    >>> one.append(Token(7, -0.5))
     >>> one.tokens, one.ending
     ((7,), None)
     """
@@ -96,20 +106,29 @@ class Sequence:
     @property
     def tokens(self) -> tuple[int, ...]:
         """The new tokens, including an end token."""
-        return tuple(token for token, _, _ in self.generated)
+        return tuple(token.id for token in self.generated)
 
     @property
     def log_probs(self) -> tuple[float, ...]:
         """The log-probability of each new token, under the distribution it was drawn from.
 
-        For a greedy choice that is the model's own distribution, without end tokens that come too early.
+        For a greedy choice that is the model's own distribution, after penalties and biases, without bad words and end
+        tokens that come too early.
         """
-        return tuple(log_prob for _, log_prob, _ in self.generated)
+        return tuple(token.log_prob for token in self.generated)
 
     @property
     def raw_log_probs(self) -> tuple[float, ...] | None:
         """The log-probability of each new token, under the model's own distribution; None unless requested."""
-        return tuple(raw for _, _, raw in self.generated) if self.params.raw_log_probs else None
+        return tuple(token.raw_log_prob for token in self.generated) if self.params.raw_log_probs else None
+
+    @property
+    def top_log_probs(self) -> tuple[tuple[tuple[int, float], ...], ...] | None:
+        """For each new token the likeliest tokens at its place, likeliest first, with their log-probabilities.
+
+        These are under the model's own distribution. None unless requested.
+        """
+        return tuple(token.likeliest for token in self.generated) if self.params.top_log_probs else None
 
     @property
     def num_tokens(self) -> int:
@@ -119,7 +138,7 @@ class Sequence:
     @property
     def last_token(self) -> int:
         """The newest token."""
-        return self.generated[-1][0]
+        return self.generated[-1].id
 
     @property
     def num_unread(self) -> int:
@@ -131,12 +150,12 @@ class Sequence:
         num_prompt_tokens = len(self.prompt_tokens)
         if start < num_prompt_tokens:
             return self.prompt_tokens[start:end]
-        return [token for token, _, _ in self.generated[start - num_prompt_tokens : end - num_prompt_tokens]]
+        return [token.id for token in self.generated[start - num_prompt_tokens : end - num_prompt_tokens]]
 
     def append(self, token: Token) -> None:
         """Add a sampled token, which may end the sequence."""
         self.generated.append(token)
-        if token[0] in self.params.end_tokens:
+        if token.id in self.params.end_tokens:
             self.ending = Ending.END_TOKEN
         elif len(self.generated) == self.params.max_new_tokens:
             self.ending = Ending.LENGTH

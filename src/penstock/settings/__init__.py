@@ -30,7 +30,7 @@ from penstock.settings.run import (
     check_world,
     differences,
 )
-from penstock.settings.sampling import RingConfig, SamplingParams
+from penstock.settings.sampling import LogitBias, RingConfig, SamplingParams
 from penstock.settings.schedule import ScheduleConfig, SearchedPlacement
 
 __all__ = [
@@ -52,6 +52,7 @@ __all__ = [
     "Layout",
     "LearningRate",
     "LogConfig",
+    "LogitBias",
     "ModelConfig",
     "Normalize",
     "OptimizerConfig",

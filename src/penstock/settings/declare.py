@@ -302,14 +302,16 @@ def refuse_divisor(name: str, value: int, whole_name: str, whole: int) -> None:
 def describe(kind: Any) -> str:
     """The values of a type, in words."""
     if is_union(kind):
-        return " or ".join(describe(part) for part in get_args(kind) if part is not types.NoneType)
+        return " or ".join(dict.fromkeys(describe(part) for part in get_args(kind) if part is not types.NoneType))
     if possible(kind):
         *first, last = [json.dumps(choice) for choice in possible(kind)]
         return f"{', '.join(first)} or {last}" if first else last
-    if is_table(kind):
+    if is_table(kind) or get_origin(kind) is Mapping:
         return "a table"
     if get_origin(kind) is tuple:
         item = get_args(kind)[0]
+        if get_origin(item) is tuple:
+            return "a list of lists of integers"
         return "a list of tables" if is_table(item) else "a list of integers" if item is int else "a list of texts"
     if get_origin(kind) is Callable:
         return "a function"

@@ -24,7 +24,8 @@ from torch import Tensor
 
 from penstock import schedule
 from penstock.model import CachedRows, Draw, draw_tokens
-from penstock.model.sampling import NUMBERS_PER_TOKEN, drawn_finite
+from penstock.model.penalties import Context
+from penstock.model.sampling import drawn_finite
 from penstock.parallel.host import broadcast_value
 from penstock.runtime.decode.graphs import StageDecoder
 from penstock.runtime.decode.relay import HeaderRelay, Ring
@@ -85,6 +86,8 @@ class DecodeLoop:
     report: DecodeReport
     #: sequence -> for each of its tokens those that could not be drawn; on the rank of the last stage, if asked for
     filter_masks: list[list[Tensor]]
+    #: sequence -> its tokens so far; on the rank of the last stage, where its distribution depends on them
+    _drawn: dict[int, list[int]]
     #: computes the step whose input is awaited
     _prepared: Callable[[], None] | None
     #: (stage, slot) -> its output for this rank's next stage
@@ -105,11 +108,12 @@ class DecodeLoop:
         self.shape = shape
         self.scheduler = scheduler
         self.listen = listen or _ignore
-        self.relay = HeaderRelay(ring, shape.rows_per_slot)
+        self.relay = HeaderRelay(ring, shape.rows_per_slot, sequences)
         placement, local = ring.placement, [decoder.stage.index for decoder in decoders]
         self._wires = {stage: Wire.of(placement, stage, Direction.FORWARD) for stage in local}
         self.report = DecodeReport()
         self.filter_masks = [[] for _ in sequences]
+        self._drawn = {s.number: [] for s in sequences if s.params.reads_answer}
         self._prepared = None
         self._outputs = {}
 
@@ -288,25 +292,29 @@ class DecodeLoop:
         return ids
 
     def _sample(self, logits_SV: Tensor, batch: Batch) -> Tensor:
-        """The tokens of a batch as [S, 3]."""
+        """The tokens of a batch, as `Drawn.packed`."""
         draws, sampled = [], batch.sampled
         if not sampled:
-            return torch.zeros(0, NUMBERS_PER_TOKEN, dtype=torch.int64)
+            return torch.zeros(0, self.relay.token_width, dtype=torch.int64)
         for item in sampled:
             sequence = self.sequences[item.sequence]
-            draws.append(Draw(sequence.params, sequence.identity, item.end - len(sequence.prompt_tokens)))
+            context = Context(sequence.prompt_tokens, self._drawn.get(item.sequence, ()))
+            draws.append(Draw(sequence.params, sequence.identity, item.end - len(sequence.prompt_tokens), context))
         drawn = draw_tokens(logits_SV, draws)
         if drawn.dropped_SV is not None:
             for item, dropped_V in zip(sampled, drawn.dropped_SV, strict=True):
                 self.filter_masks[item.sequence].append(dropped_V)
-        numbers_S3 = drawn.packed()
-        for item, finite in zip(sampled, drawn_finite(numbers_S3), strict=True):
+        numbers_SW = drawn.packed(self.relay.token_width)
+        for item, token in zip(sampled, numbers_SW[:, 0].tolist(), strict=True):
+            if item.sequence in self._drawn:
+                self._drawn[item.sequence].append(token)
+        for item, finite in zip(sampled, drawn_finite(numbers_SW), strict=True):
             if not finite:
                 raise ValueError(
                     f"the logits of sequence {item.sequence} are not finite: a weight or an activation is NaN or "
                     "infinite, so no token can be drawn"
                 )
-        return numbers_S3
+        return numbers_SW
 
 
 def _ignore(sequences: list[schedule.Sequence]) -> None:
@@ -316,19 +324,27 @@ def _ignore(sequences: list[schedule.Sequence]) -> None:
 def _packed_answers(sequences: Sequence[schedule.Sequence]) -> dict[str, Any]:
     """The answers, as `broadcast_value` can send them in few messages."""
     tokens = [token for sequence in sequences for token in sequence.generated]
+    likeliest = [pair for token in tokens for pair in token.likeliest]
     return {
         "lengths": [sequence.num_tokens for sequence in sequences],
         "endings": [sequence.ending and sequence.ending.value for sequence in sequences],
-        "ids": torch.tensor([token for token, _, _ in tokens], dtype=torch.int64),
-        "log_probs": torch.tensor([log_probs for _, *log_probs in tokens], dtype=torch.float64),
+        "ids": torch.tensor([token.id for token in tokens], dtype=torch.int64),
+        "log_probs": torch.tensor([(token.log_prob, token.raw_log_prob) for token in tokens], dtype=torch.float64),
+        "likeliest": torch.tensor([token for token, _ in likeliest], dtype=torch.int64),
+        "likeliest_log_probs": torch.tensor([log_prob for _, log_prob in likeliest], dtype=torch.float64),
     }
 
 
 def _fill_answers(sequences: Sequence[schedule.Sequence], answers: dict[str, Any]) -> None:
     """Give sequences the answers that were packed elsewhere."""
     tokens = zip(answers["ids"].tolist(), answers["log_probs"].tolist(), strict=True)
+    likeliest = zip(answers["likeliest"].tolist(), answers["likeliest_log_probs"].tolist(), strict=True)
     for sequence, length, ending in zip(sequences, answers["lengths"], answers["endings"], strict=True):
-        sequence.generated = [(token, *log_probs) for token, log_probs in itertools.islice(tokens, length)]
+        num_likeliest = sequence.params.top_log_probs
+        sequence.generated = [
+            Token(token, drawn, raw, tuple(itertools.islice(likeliest, num_likeliest)))
+            for token, (drawn, raw) in itertools.islice(tokens, length)
+        ]
         sequence.ending = Ending(ending)
 
 

@@ -14,7 +14,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from penstock.model.sampling import NUMBERS_PER_TOKEN, unpacked
+from penstock import schedule
+from penstock.model.sampling import numbers_per_token, unpacked
 from penstock.runtime.errors import TransportError
 from penstock.runtime.recovery import Alarm
 from penstock.runtime.trace import Recorder
@@ -74,10 +75,15 @@ class HeaderRelay:
 
     Args:
         rows_per_slot: items of a batch, at most.
+        sequences: to be generated; the same on all ranks of the ring.
     """
 
     #: links to the other ranks
     _ring: Ring
+    #: all sequences, by number
+    _sequences: Sequence[schedule.Sequence]
+    #: numbers that each token is sent as
+    token_width: int
     #: shape of a header: its head, then the items
     _header_shape: tuple[int]
     #: the batches of all turns, one by one; None before `start`, and where a thread takes them
@@ -89,8 +95,9 @@ class HeaderRelay:
     #: tokens of the batches, if the first and the last stage are on this rank; None once it has failed
     _sampled_here: queue.SimpleQueue[Tensor | None]
 
-    def __init__(self, ring: Ring, rows_per_slot: int) -> None:
-        self._ring = ring
+    def __init__(self, ring: Ring, rows_per_slot: int, sequences: Sequence[schedule.Sequence]) -> None:
+        self._ring, self._sequences = ring, sequences
+        self.token_width = numbers_per_token(sequence.params for sequence in sequences)
         self._header_shape = (_HEAD + _ITEM * rows_per_slot,)
         self._batches = None
         self._taken = queue.SimpleQueue[Batch | Exception | None]()
@@ -164,31 +171,31 @@ class HeaderRelay:
 
     def post_tokens(self, batch: Batch) -> Callable[[], list[Token]]:
         """Post the receive of the batch's tokens, on the first rank; gives what waits for them."""
+        params = [self._sequences[item.sequence].params for item in batch.sampled]
         if self._ring.last_rank == 0:
-            return self._take_sampled_here
-        num_sampled = len(batch.sampled)
+            return lambda: unpacked(self._take_sampled_here(), params)
         channel = HostChannel(self._ring.last_rank, 0, TOKENS)
-        receipt = self._ring.host.receive(channel, (max(1, num_sampled), NUMBERS_PER_TOKEN), torch.int64)
-        return lambda: unpacked(receipt.wait()[:num_sampled])
+        receipt = self._ring.host.receive(channel, (max(1, len(params)), self.token_width), torch.int64)
+        return lambda: unpacked(receipt.wait()[: len(params)], params)
 
-    def return_tokens(self, numbers_S3: Tensor) -> None:
+    def return_tokens(self, numbers_SW: Tensor) -> None:
         """Give the first rank what was sampled for a batch; on the last rank, batch by batch in their order."""
         if self._ring.last_rank == 0:
-            self._sampled_here.put(numbers_S3)
+            self._sampled_here.put(numbers_SW)
         else:
             # Never without a row, so that a batch which samples nothing is waited for as well.
-            whole = numbers_S3 if len(numbers_S3) else numbers_S3.new_zeros(1, NUMBERS_PER_TOKEN)
+            whole = numbers_SW if len(numbers_SW) else numbers_SW.new_zeros(1, self.token_width)
             self._ring.host.send(HostChannel(self._ring.last_rank, 0, TOKENS), whole)
 
     def cancel(self) -> None:
         """Wake the thread that waits here for tokens: the rank has failed, and samples no more."""
         self._sampled_here.put(None)
 
-    def _take_sampled_here(self) -> list[Token]:
-        numbers_S3 = self._sampled_here.get()
-        if numbers_S3 is None:
+    def _take_sampled_here(self) -> Tensor:
+        numbers_SW = self._sampled_here.get()
+        if numbers_SW is None:
             raise TransportError("the tokens of a batch were never sampled")
-        return unpacked(numbers_S3)
+        return numbers_SW
 
 
 def _packed(batch: Batch | None, size: int) -> Tensor:
