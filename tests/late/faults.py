@@ -184,11 +184,7 @@ FAULTS = {
         "among ranks 0 and 1 and 2 and 3, number 1, which stands behind all-reduce of 1 among ranks 0 and 1",
     ),
     "ranks launch different collectives": Fault(
-        Collectives,
-        "sum_gradients",
-        _other_collective,
-        REPLICAS,
-        "launches all-gather where another rank launches all-reduce|launches all-reduce where another",
+        Collectives, "sum_gradients", _other_collective, REPLICAS, "launches all-.* where another rank launches all-"
     ),
     "a checkpoint is written from live weights": Fault(Checkpointer, "_copy_to_host", _no_copy, SAVING, "differs"),
 }

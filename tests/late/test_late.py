@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
+from tests.late.faults import GENERATION
 from tests.late.jobs import JOBS, Job, first_difference, late, plain
-from tests.late.operations import Lateness
+from tests.late.operations import Lateness, Operation
 
 
 @pytest.fixture(scope="module")
@@ -26,3 +27,17 @@ def test_a_late_world_gives_the_bits_of_a_plain_one(
     found = late(job, tmp_path / "late", Lateness.of(number % 4))
     assert all(len(of_rank["weights"]) > 3 for of_rank in found)
     assert first_difference(expected, found) is None
+
+
+def test_a_seed_decides_in_which_order_operations_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[str] = []
+    end = Operation.end
+    monkeypatch.setattr(Operation, "end", lambda operation: (ended.append(operation.name), end(operation)))
+    orders = []
+    for seed in (3, 3, 5):
+        late(GENERATION, tmp_path, Lateness.of(seed))
+        orders.append(tuple(ended))
+        ended.clear()
+    first, again, other = orders
+    assert len(first) > 50 and first == again
+    assert first != other and sorted(first) == sorted(other)
