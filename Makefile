@@ -7,7 +7,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 # pytest rewrites each file's assertions; where it may keep them, the next run starts sooner.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo test quick pytest compiled lint bench promises mutants clean
+.PHONY: setup demo test test-gpu quick pytest compiled lint bench promises mutants late clean
 
 setup: .venv/stamp
 
@@ -36,6 +36,10 @@ test: setup
 pytest: compiled
 	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder
 
+# What needs a GPU, with a report to send (gpu-report.md); ARGS="--out PATH" names another file.
+test-gpu: setup
+	@$(BIN)/python tools/gpu_report.py $(ARGS)
+
 # A part of every room's tests, for the minutes between two thoughts.
 QUICK := tests/test_imports.py tests/test_structure.py \
 	tests/schedule/test_lower.py tests/schedule/test_verify.py tests/schedule/test_simulate.py \
@@ -61,6 +65,10 @@ promises: setup
 # Plants small faults and prints those that no test notices; ARGS="--rooms runtime --minutes 5 --seed 1" chooses.
 mutants: setup
 	$(BIN)/python tools/mutants.py $(ARGS)
+
+# Everything that ranks do together, as late as it may be; ARGS="--seeds 20 --first 100" chooses.
+late: setup
+	$(BIN)/python tools/late.py $(ARGS)
 
 clean:
 	rm -rf runs .pytest_cache .ruff_cache .hypothesis

@@ -1,6 +1,6 @@
 """Runs all that ranks do together as late as it may be, under many seeds, and compares each bit with a plain run.
 
-    .venv/bin/python tools/late.py --seeds 20
+    make late ARGS="--seeds 20"
 
 Training, fused pairs, scoring, generation and checkpoints in the layouts of tests/late/jobs.py. The plain run is one of
 real processes. Whoever frees, reads or overwrites a tensor that an operation between ranks still uses is named, and so
