@@ -1,0 +1,358 @@
+"""The estimate of one layout: its step's time and what it is made of, and the memory of its fullest rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+
+from penstock import schedule
+from penstock.planner.cluster import Cluster
+from penstock.planner.model_costs import Kind, Recompute, UnitCosts, UnitSize, unit_costs
+from penstock.planner.shape import ModelShape
+from penstock.planner.simulation import Order, SimulatedStep, simulate_step
+from penstock.planner.times import Clock, Constants, Groups
+from penstock.settings import Layout
+
+# Bytes of a parameter in 16 bits: itself, its fp32 gradient; and what ZeRO shares: the fp32 master and two moments.
+_PARAMETER, _GRADIENT, _OPTIMIZER = 2, 4, 12
+# Bytes that the optimizer step reads and writes for each parameter that it owns.
+_STEP_TRAFFIC = 2 * _OPTIMIZER + _GRADIENT + _PARAMETER
+# What a device's context, its libraries and its communicators take; nothing on a CPU, whose memory is the process's.
+RESERVED_BYTES = 2 * 2**30
+
+
+@dataclass(frozen=True)
+class Training:
+    """What is trained: a model on batches of equal sequences."""
+
+    shape: ModelShape
+    seq_len: int
+    num_sequences: int
+    dtype: str = "bf16"
+
+    @property
+    def num_tokens(self) -> int:
+        return self.seq_len * self.num_sequences
+
+
+@dataclass(frozen=True)
+class Style:
+    """How an engine computes; the defaults are this engine's, the others those of published runs."""
+
+    early_gradients: bool = True
+    sequence_parallel: bool = True
+    fused_attention: bool = True
+    fused_elements: bool = True
+    #: True if tensor-parallel messages are in flight while products compute
+    overlapped_tensor: bool = False
+    #: ranks that share experts, if ranks of tp are among them
+    folded_ep: int = 0
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to train it: everything that the search varies.
+
+    `zero`: what data-parallel ranks share: 0 nothing, 1 the optimizer's state, 2 the gradients too, 3 the parameters
+    too. The engine has 0 and 1; published runs use all.
+    """
+
+    layout: Layout
+    schedule: str
+    stages_per_rank: int
+    microbatch: int
+    num_microbatches: int
+    zero: int = 0
+    recompute: Recompute = Recompute.NONE
+    options: tuple[tuple[str, object], ...] = ()
+    #: the number of units of each stage; by default the cut whose slowest rank is fastest
+    cut: tuple[int, ...] | None = None
+    style: Style = Style()
+
+    @property
+    def order(self) -> Order:
+        return Order(
+            self.schedule,
+            self.layout.pp,
+            self.num_microbatches,
+            self.stages_per_rank,
+            self.options,
+            # Stages that launch collectives keep their backwards whole, as the engine does.
+            self.style.early_gradients and not self.layout.shares_layers,
+        )
+
+    def __str__(self) -> str:
+        ours = self.layout
+        sizes = " ".join(f"{axis}{size}" for axis, size in (*ours.sizes.items(), ("ep", ours.ep)) if size > 1)
+        stages = f" x{self.stages_per_rank}" if self.stages_per_rank > 1 else ""
+        zero = f" zero{self.zero}" if self.zero else ""
+        again = "" if self.recompute is Recompute.NONE else f" recompute {self.recompute.value}"
+        return (
+            f"{sizes or 'one device'} {self.schedule}{stages} mb{self.microbatch}x{self.num_microbatches}{zero}{again}"
+        )
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The bytes of one rank."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    tapes: float = 0.0
+    #: the largest unit's intermediate results
+    transient: float = 0.0
+    reserved: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.parameters + self.gradients + self.optimizer + self.tapes + self.transient + self.reserved
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The step of a candidate.
+
+    `parts_s`: the step on its busiest rank by what the time goes to: computing, waiting for each kind of message, the
+    pipeline's bubble, gradients and optimizer; they add up to `step_s`.
+    """
+
+    candidate: Candidate
+    step_s: float
+    tokens_s_device: float
+    mfu: float
+    bubble: float
+    memory: Memory
+    parts_s: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def peak_bytes(self) -> float:
+        """The bytes of the fullest rank."""
+        return self.memory.total
+
+
+def groups_of(candidate: Candidate) -> Groups:
+    """The groups of a candidate's layout, as size and stride in the numbering of its ranks."""
+    layout, folded = candidate.layout, candidate.style.folded_ep
+    stride, strides = 1, {}
+    for axis in reversed(layout.axes):
+        strides[axis] = stride
+        stride *= layout.sizes[axis]
+    inner = min(strides["cp"], strides["dp"]) if layout.cp > 1 and layout.dp > 1 else 0
+    apart = inner or (strides["cp"] if layout.cp > 1 else strides["dp"])
+    copies = layout.dp * layout.cp
+    return Groups(
+        tp=(layout.tp, strides["tp"]),
+        cp=(layout.cp, strides["cp"]),
+        ep=(folded, 1) if folded else (layout.ep, apart),
+        dp=(copies, apart),
+        edp=(max(1, copies * layout.tp // folded), folded) if folded else (copies // layout.ep, apart * layout.ep),
+    )
+
+
+def _pipeline_stride(layout: Layout) -> int:
+    stride = 1
+    for axis in reversed(layout.axes):
+        if axis == "pp":
+            return stride
+        stride *= layout.sizes[axis]
+    raise AssertionError("pp is one of the axes")
+
+
+@dataclass(frozen=True)
+class StageCosts:
+    """The stages of a candidate: seconds and bytes of each, and the waits that its passes contain."""
+
+    costs: schedule.Costs
+    #: the rank's seconds in waits of one microbatch through a stage, by kind
+    waits_s: tuple[dict[Kind, float], ...]
+    parameters: tuple[float, ...]
+    expert_parameters: tuple[float, ...]
+    transient_bytes: float
+    after_s: float
+
+
+def estimate(training: Training, candidate: Candidate, cluster: Cluster, constants: Constants) -> Estimate:
+    """Estimate a candidate's step by simulating its program.
+
+    Raises: ValueError for a schedule that cannot be built, or a cut that cannot be.
+    """
+    stages = stage_costs(training, candidate, cluster, constants)
+    step = simulate_step(candidate.order, stages.costs)
+    step_s = step.makespan
+    memory = fullest(candidate, cluster, stages, step)
+    tokens = training.num_tokens / (step_s * candidate.layout.world_size)
+    flops = tokens * training.shape.flops_per_token(training.seq_len)
+    return Estimate(
+        candidate,
+        step_s,
+        tokens,
+        flops / cluster.device.peak(training.dtype),
+        step.bubble,
+        memory,
+        _parts(candidate, stages, step),
+    )
+
+
+def stage_costs(training: Training, candidate: Candidate, cluster: Cluster, constants: Constants) -> StageCosts:
+    """The costs of a candidate's stages, for `schedule.simulate`."""
+    layout, style = candidate.layout, candidate.style
+    clock = Clock(cluster, constants, training.dtype, groups_of(candidate), style.overlapped_tensor)
+    size = UnitSize(
+        training.seq_len,
+        candidate.microbatch,
+        layout.tp,
+        layout.cp,
+        style.folded_ep or layout.ep,
+        candidate.recompute,
+        style.sequence_parallel,
+        style.fused_attention,
+        style.fused_elements,
+    )
+    units = unit_costs(training.shape, size)
+    timed = {id(unit): _UnitTimes.of(unit, clock, candidate.zero) for unit in units}
+    cut = stages_of(candidate, units, [timed[id(unit)].total_s for unit in units])
+    members = [[units[i] for i in stage] for stage in cut]
+    times = [[timed[id(unit)] for unit in stage] for stage in members]
+    dense = tuple(sum(unit.parameters for unit in stage) for stage in members)
+    experts = tuple(sum(unit.expert_parameters for unit in stage) for stage in members)
+    kept = tuple(sum(unit.kept_bytes for unit in stage) for stage in members)
+    weights = tuple(sum(unit.weight_bytes for unit in stage) for stage in members)
+    reduce_s, after_s = _gradients(candidate, clock, dense, experts)
+    shared = layout.tp if style.sequence_parallel else 1
+    message = _PARAMETER * size.tokens * training.shape.hidden_size / shared
+    transfer = clock.message_s(message, _pipeline_stride(layout)) if layout.pp > 1 else 0.0
+    costs = schedule.Costs(
+        forward=tuple(sum(t.forward_s for t in stage) for stage in times),
+        backward_input=tuple(sum(t.input_s for t in stage) for stage in times),
+        backward_weight=tuple(sum(t.weight_s for t in stage) for stage in times),
+        action=constants.action_s,
+        transfer=transfer,
+        reduce=reduce_s,
+        step=after_s,
+        microbatch_bytes=kept,
+        weight_memory_share=tuple(part / whole if whole else 0.0 for part, whole in zip(weights, kept)),
+    )
+    waits = tuple(_sum_waits(stage) for stage in times)
+    return StageCosts(costs, waits, dense, experts, max(unit.kept_bytes for unit in units), after_s)
+
+
+@dataclass(frozen=True)
+class _UnitTimes:
+    """The seconds of a unit's passes, and its waits in all of them together."""
+
+    forward_s: float
+    input_s: float
+    weight_s: float
+    waits_s: dict[Kind, float]
+
+    @property
+    def total_s(self) -> float:
+        return self.forward_s + self.input_s + self.weight_s
+
+    @classmethod
+    def of(cls, unit: UnitCosts, clock: Clock, zero: int) -> _UnitTimes:
+        passes = [clock.pass_time(work) for work in (unit.forward, unit.backward_input, unit.backward_weight)]
+        waits: dict[Kind, float] = {}
+        for one in passes:
+            for kind, wait in one.waits_s.items():
+                waits[kind] = waits.get(kind, 0.0) + wait
+        forward, inputs, weights = (one.total_s for one in passes)
+        if zero == 3:
+            # Parameters are gathered before each pass and gradients scattered after it, while another unit computes.
+            group = clock.groups.dp
+            gathered = clock.transfer_s(_PARAMETER * unit.parameters * (group[0] - 1) / group[0], group)
+            more = max(0.0, gathered - forward), max(0.0, 2 * gathered - inputs - weights)
+            forward, inputs = forward + more[0], inputs + more[1]
+            waits[Kind.GRADIENTS] = sum(more)
+        return cls(forward, inputs, weights, waits)
+
+
+def _sum_waits(units: Sequence[_UnitTimes]) -> dict[Kind, float]:
+    found: dict[Kind, float] = {}
+    for unit in units:
+        for kind, wait in unit.waits_s.items():
+            found[kind] = found.get(kind, 0.0) + wait
+    return found
+
+
+def stages_of(candidate: Candidate, units: Sequence[UnitCosts], times: Sequence[float]) -> tuple[range, ...]:
+    """The units of each stage: by hand, or the cut whose slowest rank is fastest."""
+    placement = candidate.order.placement
+    if candidate.cut is not None:
+        return schedule.check_cut(candidate.cut, len(units), placement.stages_per_route)
+    longest = max(times)
+    return _cut(tuple(round(1e4 * time / longest) for time in times), placement)
+
+
+@lru_cache(512)
+def _cut(times: tuple[int, ...], placement: schedule.Placement) -> tuple[range, ...]:
+    return schedule.balanced_cut(times, placement)
+
+
+def _gradients(
+    candidate: Candidate, clock: Clock, dense: Sequence[float], experts: Sequence[float]
+) -> tuple[float, float]:
+    """The seconds of a stage's gradient reduction, and of the optimizer step of a rank."""
+    groups, zero, per_rank = clock.groups, candidate.zero, candidate.stages_per_rank
+    passes = 2 if zero == 0 else 1
+
+    def sent(parameters: float, group: tuple[int, int], size: int) -> float:
+        return clock.transfer_s(size * parameters * (group[0] - 1) / group[0], group)
+
+    reduce_s = (
+        0.0
+        if zero == 3
+        else passes * (sent(max(dense), groups.dp, _GRADIENT) + sent(max(experts), groups.edp, _GRADIENT))
+    )
+    owned = max(dense) / (groups.dp[0] if zero else 1) + max(experts) / (groups.edp[0] if zero else 1)
+    step_s = clock.memory_s(per_rank * owned * _STEP_TRAFFIC)
+    if zero in (1, 2):
+        gathered = sent(max(dense), groups.dp, _PARAMETER) + sent(max(experts), groups.edp, _PARAMETER)
+        step_s += per_rank * gathered
+    return reduce_s, step_s
+
+
+def state_bytes(candidate: Candidate, dense: float, experts: float) -> Memory:
+    """The bytes of a rank's parameters, gradients and optimizer state in 16-bit training."""
+    groups = groups_of(candidate)
+
+    def shared(size: float, least: int) -> float:
+        if candidate.zero < least:
+            return size * (dense + experts)
+        return size * (dense / groups.dp[0] + experts / groups.edp[0])
+
+    return Memory(shared(_PARAMETER, 3), shared(_GRADIENT, 2), shared(_OPTIMIZER, 1))
+
+
+def fullest(candidate: Candidate, cluster: Cluster, stages: StageCosts, step: SimulatedStep) -> Memory:
+    """The memory of the rank that needs the most."""
+    placement, found = candidate.order.placement, []
+    reserved = RESERVED_BYTES if cluster.device.memory_bandwidth > 1e12 else 0.0
+    for rank, tapes in enumerate(step.peak_bytes):
+        own = [number % len(stages.parameters) for number in placement.stages_of(rank)]
+        state = state_bytes(
+            candidate, sum(stages.parameters[i] for i in own), sum(stages.expert_parameters[i] for i in own)
+        )
+        found.append(replace(state, tapes=tapes, transient=stages.transient_bytes, reserved=reserved))
+    return max(found, key=lambda memory: memory.total)
+
+
+def _parts(candidate: Candidate, stages: StageCosts, step: SimulatedStep) -> dict[str, float]:
+    """What the step of the busiest rank is made of."""
+    rank = max(range(len(step.busy)), key=lambda rank: step.busy[rank])
+    own = [number % len(stages.waits_s) for number in candidate.order.placement.stages_of(rank)]
+    routes = candidate.order.placement.num_routes
+    waits: dict[str, float] = {}
+    for number in own:
+        for kind, wait in stages.waits_s[number].items():
+            waits[kind.value] = waits.get(kind.value, 0.0) + wait * candidate.num_microbatches / routes
+    after = stages.after_s
+    bubble = step.makespan - step.busy[rank] - after
+    return {
+        "compute": step.busy[rank] - sum(waits.values()),
+        **waits,
+        "bubble": max(0.0, bubble),
+        "gradients and optimizer": step.makespan - step.busy[rank] - max(0.0, bubble),
+    }

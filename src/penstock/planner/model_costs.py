@@ -1,0 +1,299 @@
+"""Closed formulas for a decoder's units: arithmetic, bytes read and written, bytes kept, messages.
+
+They hold for one rank of a layout and one microbatch. The residual stream between tensor-parallel products is cut by
+tokens (sequence parallelism), as the engine cuts it, unless a run says otherwise.
+
+Source: products and kept bytes as in Reducing Activation Recomputation (arXiv 2205.05198, sections 4 and 5), for
+RMSNorm, gated MLPs, grouped heads and experts alike.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import Enum
+
+from penstock.planner.shape import ATTENTION, EXPERTS, MAMBA, MLP, ModelShape
+
+# Bytes of an activation, of an fp32 gradient read and written, and of a logit through the loss: in 16 bits written and
+# read, in fp32 written and read.
+_ACTIVATION, _GRADIENT, _LOGIT = 2, 8, 12
+
+
+class Recompute(Enum):
+    """The part of forward that backward computes again: nothing, the attention core, or whole layers."""
+
+    NONE = "none"
+    CORE = "core"
+    FULL = "full"
+
+
+class Kind(Enum):
+    """The kind of traffic between ranks."""
+
+    TENSOR = "tp"
+    CONTEXT = "cp"
+    EXPERTS = "ep"
+    PIPELINE = "pp"
+    GRADIENTS = "dp"
+
+
+@dataclass(frozen=True)
+class Work:
+    """One pass of a microbatch through a unit on one rank.
+
+    `flops` are those of products in the run's dtype, and `narrow_flops` the same, each divided by the narrowest side of
+    its weight; `core_flops` are those that stay in 16 bits (attention's own). The last three are bytes that the rank
+    sends to those with which it shares layers, sequences and experts.
+    """
+
+    flops: float = 0.0
+    narrow_flops: float = 0.0
+    core_flops: float = 0.0
+    traffic_bytes: float = 0.0
+    tensor_bytes: float = 0.0
+    context_bytes: float = 0.0
+    expert_bytes: float = 0.0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(*(getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__))
+
+    def times(self, factor: float) -> Work:
+        return Work(*(getattr(self, name) * factor for name in self.__dataclass_fields__))
+
+
+@dataclass(frozen=True)
+class UnitCosts:
+    """A unit on one rank: its passes, what they keep, and its parameters.
+
+    `kept_bytes` lie on the tape from F until the last backward action, `weight_bytes` of them until W.
+    """
+
+    name: str
+    forward: Work
+    backward_input: Work
+    backward_weight: Work
+    kept_bytes: float
+    weight_bytes: float
+    parameters: float
+    expert_parameters: float = 0.0
+
+
+@dataclass(frozen=True)
+class UnitSize:
+    """The size of a microbatch, and how many ranks share a unit."""
+
+    seq_len: int
+    microbatch: int
+    tp: int = 1
+    cp: int = 1
+    ep: int = 1
+    recompute: Recompute = Recompute.NONE
+    #: False where every tensor-parallel rank keeps the whole residual stream
+    sequence_parallel: bool = True
+    #: False where attention writes its scores, as before FlashAttention
+    fused_attention: bool = True
+    #: False where norms, activations and sums are kernels of their own, which write and read what lies between them
+    fused_elements: bool = True
+
+    @property
+    def tokens(self) -> float:
+        """The tokens of a microbatch on one context-parallel rank."""
+        return self.seq_len * self.microbatch / self.cp
+
+
+def unit_costs(shape: ModelShape, size: UnitSize) -> list[UnitCosts]:
+    """The units of a model in order: embedding, a unit for each block, head."""
+    known = {kind: _block(kind, shape, size) for kind in dict.fromkeys(shape.pattern)}
+    return [_embedding(shape, size), *(known[kind] for kind in shape.pattern), _head(shape, size)]
+
+
+def _block(kind: str, shape: ModelShape, size: UnitSize) -> UnitCosts:
+    make = {ATTENTION: _attention, MLP: _mlp, EXPERTS: _experts, MAMBA: _mamba}[kind]
+    return make(shape, size)
+
+
+def _stream_bytes(shape: ModelShape, size: UnitSize) -> float:
+    """The bytes of the residual stream that a rank keeps of a microbatch."""
+    shared = size.tp if size.sequence_parallel else 1
+    return _ACTIVATION * size.tokens * shape.hidden_size / shared
+
+
+def _tensor_bytes(shape: ModelShape, size: UnitSize) -> float:
+    """The bytes a rank sends in one pass: a gather before the products and a scatter after them, or one all-reduce."""
+    return 2 * (size.tp - 1) / size.tp * _ACTIVATION * size.tokens * shape.hidden_size
+
+
+@dataclass(frozen=True)
+class _Block:
+    """What blocks have in common, before recomputation: sizes on one rank."""
+
+    name: str
+    #: the products with weights, those of routed experts included
+    linear: Work
+    #: read by each forward, and by each backward
+    weight_bytes: float
+    #: reads and writes of everything else in forward
+    other_bytes: float
+    #: inputs of products, which W needs
+    inputs_bytes: float
+    #: kept besides, for I alone
+    kept_bytes: float
+    parameters: float
+    expert_parameters: float = 0.0
+    #: attention's own products, and their traffic
+    core: Work = Work()
+    core_kept_bytes: float = 0.0
+    #: messages of a forward, which are those of a backward too
+    messages: Work = Work()
+
+
+def _unit(block: _Block, stream_bytes: float, size: UnitSize) -> UnitCosts:
+    """Turn a block's sizes into passes: a backward reads what forward did and the gradients of its outputs."""
+    linear = block.linear + Work(traffic_bytes=block.weight_bytes)
+    others = block.other_bytes * (1 if size.fused_elements else 2)
+    forward = linear + Work(traffic_bytes=others) + block.core + block.messages
+    own = block.parameters + block.expert_parameters
+    inputs = linear + Work(traffic_bytes=1.5 * others) + block.core.times(2) + block.messages
+    weights = block.linear + Work(traffic_bytes=_GRADIENT * own)
+    kept, for_weights = block.inputs_bytes + block.kept_bytes + block.core_kept_bytes, block.inputs_bytes
+    if size.recompute is Recompute.FULL:
+        # The input alone is kept until the backward, whose I recomputes the rest.
+        inputs, kept = inputs + forward, stream_bytes
+        for_weights = min(for_weights, kept)
+    elif size.recompute is Recompute.CORE:
+        inputs, kept = inputs + block.core, kept - block.core_kept_bytes
+    return UnitCosts(block.name, forward, inputs, weights, kept, for_weights, block.parameters, block.expert_parameters)
+
+
+def _product(tokens: float, parameters: float, narrowest: float, traffic_bytes: float = 0.0) -> Work:
+    """Products of tokens with weights whose narrowest side has so many elements."""
+    flops = 2 * tokens * parameters
+    return Work(flops, flops / narrowest, traffic_bytes=traffic_bytes)
+
+
+def _attention(shape: ModelShape, size: UnitSize) -> UnitCosts:
+    tokens, tp = size.tokens, size.tp
+    context = min(size.seq_len, shape.window or size.seq_len)
+    fused = size.fused_attention
+    # A fused kernel skips what causality masks.
+    core_flops = 2 * tokens * context * (shape.query_width + shape.output_width) / tp * (0.5 if fused else 1)
+    widths = (shape.query_width + shape.kv_width + shape.output_width) / tp
+    qkv_bytes = _ACTIVATION * tokens * widths
+    scores = 0.0 if fused else shape.num_heads / tp * size.microbatch * size.seq_len / size.cp * size.seq_len
+    stream = _stream_bytes(shape, size)
+    weights = shape.block_parameters(ATTENTION) / tp
+    hidden, out = shape.hidden_size, shape.hidden_size * shape.output_width / tp
+    gathered = _ACTIVATION * tokens * hidden
+    # Each round of the ring sends the rank's keys and values; backward sends them and their gradients.
+    ring = (size.cp - 1) * _ACTIVATION * tokens * shape.kv_width / tp
+    block = _Block(
+        "attention",
+        linear=_product(tokens, weights - out, (shape.query_width + shape.kv_width) / tp)
+        + _product(tokens, out, shape.output_width / tp, 2 * gathered + qkv_bytes),
+        weight_bytes=_ACTIVATION * weights,
+        # The norm reads and writes the stream, the sum reads two and writes one; rotary positions turn q and k.
+        other_bytes=5 * stream + 2 * _ACTIVATION * tokens * (widths - shape.output_width / tp),
+        inputs_bytes=stream + _ACTIVATION * tokens * shape.output_width / tp,
+        kept_bytes=stream + qkv_bytes - _ACTIVATION * tokens * shape.output_width / tp,
+        parameters=weights,
+        # Scores are written and read by the product, softmax, dropout and the second product: 13 bytes.
+        core=Work(core_flops=core_flops, traffic_bytes=qkv_bytes + 13 * scores),
+        core_kept_bytes=5 * scores,
+        messages=Work(tensor_bytes=_tensor_bytes(shape, size), context_bytes=1.5 * ring),
+    )
+    return _unit(block, stream, size)
+
+
+def _mlp(shape: ModelShape, size: UnitSize) -> UnitCosts:
+    return _unit(_dense("mlp", shape, size, shape.intermediate_size, MLP), _stream_bytes(shape, size), size)
+
+
+def _dense(name: str, shape: ModelShape, size: UnitSize, width: int, kind: str) -> _Block:
+    """An MLP of some width that all tokens go through, with its norm and its sum."""
+    tokens, tp, stream = size.tokens, size.tp, _stream_bytes(shape, size)
+    weights = shape.block_parameters(kind) / tp
+    inner = _ACTIVATION * tokens * width / tp
+    ups = shape.num_products - 1
+    gathered = _ACTIVATION * tokens * shape.hidden_size
+    return _Block(
+        name,
+        linear=_product(
+            tokens, weights, min(shape.hidden_size, width / tp or math.inf), 2 * gathered + (ups + 1) * inner
+        ),
+        weight_bytes=_ACTIVATION * weights,
+        other_bytes=5 * stream + (ups + 1) * inner,
+        inputs_bytes=stream + inner,
+        kept_bytes=stream + ups * inner,
+        parameters=weights,
+        messages=Work(tensor_bytes=_tensor_bytes(shape, size)),
+    )
+
+
+def _mamba(shape: ModelShape, size: UnitSize) -> UnitCosts:
+    """A Mamba-2 mixer, by its products; its scan is counted as traffic of three passes over what they give."""
+    tokens, tp, stream = size.tokens, size.tp, _stream_bytes(shape, size)
+    weights = shape.mamba_parameters / tp
+    inner = _ACTIVATION * tokens * (shape.mamba_parameters / shape.hidden_size) / tp
+    block = _Block(
+        "mamba",
+        linear=_product(tokens, weights, shape.hidden_size / tp, 2 * _ACTIVATION * tokens * shape.hidden_size + inner),
+        weight_bytes=_ACTIVATION * weights,
+        other_bytes=5 * stream + 6 * inner,
+        inputs_bytes=stream + inner / 3,
+        kept_bytes=stream + inner,
+        parameters=weights,
+        messages=Work(tensor_bytes=_tensor_bytes(shape, size)),
+    )
+    return _unit(block, stream, size)
+
+
+def _experts(shape: ModelShape, size: UnitSize) -> UnitCosts:
+    shared = _dense("experts", shape, size, shape.shared_size, EXPERTS)
+    routed_tokens = size.tokens * shape.num_active / size.tp
+    own = shape.num_experts / size.ep * shape.expert_parameters
+    width = shape.latent_size or shape.hidden_size
+    narrowest = min(width, shape.expert_size)
+    rows, inner = _ACTIVATION * routed_tokens * width, _ACTIVATION * routed_tokens * shape.expert_size
+    ups = shape.num_products - 1
+    stream = _stream_bytes(shape, size)
+    block = _Block(
+        "experts",
+        linear=shared.linear
+        + _product(routed_tokens, shape.expert_parameters, narrowest, 2 * rows + (ups + 1) * inner),
+        weight_bytes=shared.weight_bytes + _ACTIVATION * own,
+        # Rows are permuted before the experts and after them, each read and written.
+        other_bytes=shared.other_bytes + 4 * rows + (ups + 1) * inner,
+        inputs_bytes=shared.inputs_bytes + rows + inner,
+        kept_bytes=shared.kept_bytes + ups * inner + rows,
+        parameters=shared.parameters,
+        expert_parameters=own,
+        messages=shared.messages + Work(expert_bytes=2 * rows * (size.ep - 1) / size.ep),
+    )
+    return _unit(block, stream, size)
+
+
+def _embedding(shape: ModelShape, size: UnitSize) -> UnitCosts:
+    stream, weights = _stream_bytes(shape, size), shape.vocab_size * shape.hidden_size / size.tp
+    looked_up = _ACTIVATION * size.tokens * shape.hidden_size
+    passed = Work(traffic_bytes=2 * looked_up, tensor_bytes=_tensor_bytes(shape, size) / 2)
+    return UnitCosts("embedding", passed, Work(), passed.times(2), stream / 2, stream / 2, weights)
+
+
+def _head(shape: ModelShape, size: UnitSize) -> UnitCosts:
+    """The final norm, the head and the loss, whose logits are kept in 16 bits and in fp32."""
+    stream, tp = _stream_bytes(shape, size), size.tp
+    weights, logits = shape.vocab_size * shape.hidden_size / tp, size.tokens * shape.vocab_size / tp
+    gathered = _ACTIVATION * size.tokens * shape.hidden_size
+    product = _product(size.tokens, weights, shape.hidden_size, gathered + _ACTIVATION * (weights + logits))
+    sent = Work(tensor_bytes=_tensor_bytes(shape, size) / 2)
+    loss = Work(traffic_bytes=_LOGIT * logits)
+    return UnitCosts(
+        "head",
+        product + loss + sent,
+        product + loss + sent,
+        product + Work(traffic_bytes=_GRADIENT * weights),
+        2 * stream + 6 * logits,
+        stream,
+        0.0 if shape.tie_embeddings else weights,
+    )

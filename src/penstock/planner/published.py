@@ -1,0 +1,399 @@
+"""Runs that others measured: rows of a table as candidates of the planner, and what it predicts for them."""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+from penstock import schedule
+from penstock.planner.cluster import Cluster, ClusterError, hosts, unknown
+from penstock.planner.estimate import Candidate, Style, Training, estimate
+from penstock.planner.fit import Linear, fit
+from penstock.planner.model_costs import Recompute
+from penstock.planner.shape import ModelShape, find_model
+from penstock.planner.simulation import Order, simulate_step
+from penstock.planner.times import Constants
+from penstock.settings import Layout
+
+Row = Mapping[str, str]
+Progress = Callable[[str], None]
+
+_COLUMNS = ("source", "where", "model", "hardware", "gpus", "precision", "seq_len", "global_batch_seqs", "micro_batch")
+# Tensor-parallel ranks are neighbours, and the pipeline goes over hosts, as in Megatron-LM.
+_ORDER = "pp-dp-cp-tp"
+_SYSTEMS = ("Megatron-LM", "MegaScale")
+_VOCABULARY = 51200  # of GPT models by Megatron-LM
+_TIMES = re.compile(r"T_F ([\d.]+) T_B ([\d.]+) T_W ([\d.]+)")
+_DTYPES = {"fp8": "fp8", "float8": "fp8", "fp4": "fp4"}
+# Before FlashAttention: by the titles of the papers that say so.
+_UNFUSED = ("arXiv 2104.04473", "arXiv 2205.05198")
+
+
+class NotPredicted(ValueError):
+    """A row that lacks what a prediction needs."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A measured run.
+
+    `predict` gives the step's seconds under some constants. `peak_bytes` is None where unit times were measured, so
+    that nothing is known of memory.
+    """
+
+    row: Row
+    measured_s: float
+    #: tokens or, without a length, sequences of a step for each device
+    tokens: float
+
+    @property
+    def group(self) -> tuple[str, str]:
+        """The source and the container or table that its figures are comparable within."""
+        where = self.row["where"]
+        return self.row["source"], "" if where.startswith("Table") else where
+
+    @property
+    def constants_of(self) -> tuple[str, ...]:
+        """The runs that share constants with it: those of its group by the same system."""
+        system = next((name for name in _SYSTEMS if self.row["note"].startswith(name)), "")
+        return (*self.group, system)
+
+    def predict(self, constants: Constants) -> float:
+        raise NotImplementedError
+
+    def peak_bytes(self) -> float | None:
+        return None
+
+    def memory_bytes(self) -> float:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class TimedRun(Run):
+    """A run whose source published the measured times of a microbatch on a rank (in seconds here)."""
+
+    order: Order
+    times_s: tuple[float, float, float]
+    transfers_s: tuple[float, ...]
+    weight_share: float
+
+    def predict(self, constants: Constants) -> float:
+        # An order that is searched for is found with the published times; what comes besides was not known.
+        searched = self._costs(Constants(compute=1.0, action_s=0.0)) if self.order.is_searched else None
+        return simulate_step(self.order, self._costs(constants), searched).span
+
+    def _costs(self, constants: Constants) -> schedule.Costs:
+        return schedule.Costs(
+            *(time / constants.compute for time in self.times_s),
+            transfer=self.transfers_s,
+            action=constants.action_s,
+            microbatch_bytes=1.0,
+            weight_memory_share=self.weight_share,
+        )
+
+
+@dataclass(frozen=True)
+class ShapedRun(Run):
+    """A run known by its model, layout and machines."""
+
+    training: Training
+    candidate: Candidate
+    cluster: Cluster
+    #: True if the source names what backward recomputes
+    names_recompute: bool
+
+    def predict(self, constants: Constants) -> float:
+        return estimate(self.training, self.candidate, self.cluster, constants).step_s
+
+    def peak_bytes(self) -> float:
+        """The bytes of the fullest rank; with the most recomputation where the source does not name it."""
+        candidate = self.candidate
+        if not self.names_recompute:
+            candidate = replace(candidate, recompute=Recompute.FULL)
+        return estimate(self.training, candidate, self.cluster, Constants()).peak_bytes
+
+    def memory_bytes(self) -> float:
+        return self.cluster.device.memory_bytes
+
+
+def read_runs(path: str | Path) -> tuple[list[Run], list[tuple[Row, str]]]:
+    """Read a table of measured runs.
+
+    Returns: the runs that can be predicted, and the other rows with the reason why not.
+    Raises: ValueError for a file that cannot be read, or without the columns.
+    """
+    try:
+        with Path(path).open(newline="", encoding="utf-8") as file:
+            rows = list(csv.DictReader(file))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise ValueError(f"{path} cannot be read: {reason.lower()}") from None
+    missing = [name for name in _COLUMNS if not rows or name not in rows[0]]
+    if missing:
+        raise ValueError(f"{path} has no column {missing[0]}; a table of runs has {', '.join(_COLUMNS)} and others")
+    runs: list[Run] = []
+    others: list[tuple[Row, str]] = []
+    for row in rows:
+        try:
+            runs.append(_Reader({key: (value or "").strip() for key, value in row.items() if key}).run())
+        except ValueError as error:
+            others.append((row, str(error)))
+    return runs, others
+
+
+class _Reader:
+    """Reads one row; its properties raise NotPredicted for what the row lacks."""
+
+    def __init__(self, row: dict[str, str]) -> None:
+        self.row, self.note = row, row.get("note", "")
+
+    def number(self, name: str, default: float | None = None) -> float:
+        text = self.row.get(name, "")
+        if text:
+            return float(text)
+        if default is None:
+            raise NotPredicted(f"{name} is not published")
+        return default
+
+    def count(self, name: str, default: int | None = None) -> int:
+        return int(self.number(name, default))
+
+    @cached_property
+    def layout(self) -> Layout:
+        tp, pp, cp = self.count("tp", 1), self.count("pp", 1), self.count("cp", 1)
+        dp = self.count("dp", self.count("gpus") // (tp * pp * cp))
+        if tp * pp * cp * dp != self.count("gpus"):
+            raise NotPredicted(f"tp x pp x cp x dp is not the number of devices, {self.count('gpus')}")
+        ep = self.count("ep", 1)
+        return Layout(pp=pp, tp=tp, cp=cp, dp=dp, ep=1 if self.folded_ep(tp, cp, dp) else ep, order=_ORDER)
+
+    def folded_ep(self, tp: int, cp: int, dp: int) -> int:
+        """The ranks that share experts, where those of tp are among them."""
+        ep = self.count("ep", 1)
+        return ep if ep > 1 and (dp * cp) % ep else 0
+
+    @cached_property
+    def order(self) -> Order:
+        name, ranks, vp = self.row.get("schedule", "").lower(), self.layout.pp, self.count("vp", 0)
+        if "zb-1p" in name or "zb-2p" in name:
+            live = float(ranks * (2 if "2p" in name else 1))
+            return Order("auto", ranks, self.microbatches, 1, (("max_live_microbatches", live),))
+        known = (("roundpipe", ""), ("fsdp", ""), ("dualpipev", "dualpipe-v"), ("zerobubble", "interleaved-zb"))
+        known = (*known, ("gpipe", "afab"), ("interleaved", "interleaved"), ("1f1b-i", "interleaved"))
+        found = next((own for part, own in known if part in name), "interleaved" if vp > 1 else "1f1b")
+        if not found:
+            raise NotPredicted(f"{self.row['schedule']} is no schedule that is known here")
+        if found in ("1f1b", "afab") or ranks == 1 or vp == 1:
+            return Order("afab" if found == "afab" else "1f1b", ranks, self.microbatches)
+        return Order(found, ranks, self.microbatches, vp or 2)
+
+    @cached_property
+    def microbatch(self) -> int:
+        """The sequences of a microbatch: without pipeline and accumulation, a device's whole share."""
+        if self.row.get("micro_batch"):
+            return self.count("micro_batch")
+        if self.layout.pp > 1 or self.row.get("num_microbatches"):
+            return 1
+        return self.count("global_batch_seqs") // self.layout.dp
+
+    @cached_property
+    def microbatches(self) -> int:
+        if self.row.get("num_microbatches"):
+            return self.count("num_microbatches")
+        sequences = self.number("global_batch_seqs", self.layout.dp * self.microbatch)
+        return max(1, round(sequences / (self.layout.dp * self.microbatch)))
+
+    @cached_property
+    def num_sequences(self) -> int:
+        return self.layout.dp * self.microbatch * self.microbatches
+
+    @cached_property
+    def cluster(self) -> Cluster:
+        hardware = self.row["hardware"].lower()
+        name = next((name for name in sorted(hosts(), key=len, reverse=True) if name in hardware), None)
+        if name is None:
+            raise NotPredicted(f"hardware {self.row['hardware']!r} is not known")
+        try:
+            found = Cluster.named(name, self.count("gpus"))
+        except ClusterError:
+            # Hosts of another size than the reference design's: a part of a larger domain.
+            found = replace(Cluster.named(name), num_devices=-(-self.count("gpus") // 72) * 72)
+        if (memory := re.search(r"(\d+)gb\b", hardware)) and "gb200" not in hardware:
+            found = replace(found, device=replace(found.device, memory_bytes=float(memory[1]) * 2**30))
+        return found
+
+    @cached_property
+    def shape(self) -> ModelShape:
+        found = find_model(self.row["model"])
+        if found is not None:
+            return found
+        layers, hidden, heads = self.count("layers"), self.count("hidden"), self.count("heads")
+        return ModelShape(
+            "*-" * layers, hidden, _VOCABULARY, heads, heads, hidden // heads, intermediate_size=4 * hidden, gated=False
+        )
+
+    @cached_property
+    def recompute(self) -> Recompute | None:
+        """What the note says is recomputed; None if it says nothing."""
+        for words, kind in (
+            (("selective",), Recompute.CORE),
+            (("full recompute", "full recomputation", "full AC", "recompute twice"), Recompute.FULL),
+        ):
+            if any(word in self.note for word in words):
+                return kind
+        return None
+
+    def measured_s(self) -> float:
+        """The measured seconds of a step, from whichever figure is published."""
+        tokens = self.num_sequences * self.number("seq_len", 1)
+        if self.row.get("iter_time_s"):
+            return self.number("iter_time_s")
+        if self.row.get("tokens_s_gpu"):
+            return tokens / (self.number("tokens_s_gpu") * self.count("gpus"))
+        flops = self.shape.flops_per_token(0) + 12 * self.shape.query_width * self.number("seq_len") * (
+            self.shape.pattern.count("*")
+        )
+        again = 4 / 3 if self.recompute is Recompute.FULL else 1
+        return tokens * flops * again / (self.number("tflops_gpu") * 1e12 * self.count("gpus"))
+
+    def run(self) -> Run:
+        measured_s = self.measured_s()
+        tokens = self.num_sequences * self.number("seq_len", 1) / self.count("gpus")
+        if "LoRA" in self.row.get("task", "") or "LoRA" in self.row["model"]:
+            raise NotPredicted("adapters are trained, whose weight gradients are few")
+        if times := _TIMES.search(self.note):
+            return self._timed(measured_s, tokens, times)
+        return self._shaped(measured_s, tokens)
+
+    def _timed(self, measured_s: float, tokens: float, times: re.Match[str]) -> TimedRun:
+        hidden, heads, length = self.count("hidden"), self.count("heads"), self.count("seq_len")
+        sent = 2 * length * self.microbatch * hidden
+        cluster, ranks = self.cluster, self.layout.pp
+        links = [_link_s(cluster, rank, (rank + 1) % ranks, sent) for rank in range(ranks)]
+        # Of a layer's (34 + 5 a s / h) s b h bytes, 32 s b h are inputs of products; arXiv 2205.05198, section 4.1.
+        share = 32 / (34 + 5 * heads * length / hidden)
+        seconds = tuple(float(time) * 1e-3 for time in times.groups())
+        assert len(seconds) == 3
+        return TimedRun(self.row, measured_s, tokens, self.order, seconds, tuple(links), share)
+
+    def _shaped(self, measured_s: float, tokens: float) -> ShapedRun:
+        layout, order, shape = self.layout, self.order, self.shape
+        length = self.count("seq_len")
+        unfused = self.row["source"].startswith(_UNFUSED)
+        words = f"{self.row.get('precision', '')} {self.note}".lower()
+        dtype = next((own for word, own in _DTYPES.items() if word in words), "bf16")
+        style = Style(
+            early_gradients=False,
+            sequence_parallel=not unfused or self.recompute is Recompute.CORE,
+            fused_attention=not unfused,
+            fused_elements="torchtitan" not in self.row["source"] or "compile" in self.note or "AC;" not in self.note,
+            overlapped_tensor="AsyncTP" in self.note,
+            folded_ep=self.folded_ep(layout.tp, layout.cp, layout.dp),
+        )
+        candidate = Candidate(
+            layout,
+            order.name,
+            order.stages_per_rank,
+            self.microbatch,
+            self.microbatches,
+            3 if self.count("fsdp", 0) else 1 if layout.dp * layout.cp > 1 else 0,
+            self.recompute or Recompute.NONE,
+            order.options,
+            _even_cut(shape, layout.pp * order.stages_per_rank),
+            style,
+        )
+        training = Training(shape, length, self.num_sequences, dtype)
+        return ShapedRun(self.row, measured_s, tokens, training, candidate, self.cluster, self.recompute is not None)
+
+
+def _link_s(cluster: Cluster, rank: int, other: int, sent_bytes: float) -> float:
+    """The seconds of a message between two ranks of a pipeline that fills hosts in order."""
+    near = rank // cluster.devices_per_host == other // cluster.devices_per_host
+    link = cluster.host if near else cluster.network
+    return link.latency_s + sent_bytes / (Constants().links * link.bandwidth)
+
+
+def _even_cut(shape: ModelShape, num_stages: int) -> tuple[int, ...] | None:
+    """As many layers on each stage, with the ends besides, as Megatron-LM cuts; None if they do not go evenly."""
+    num_blocks = len(shape.pattern)
+    if num_blocks % (2 * num_stages):
+        return None
+    sizes = [num_blocks // num_stages] * num_stages
+    sizes[0] += 1
+    sizes[-1] += 1
+    return tuple(sizes)
+
+
+# ---- predictions
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A run with what was predicted for it, by which constants."""
+
+    run: Run
+    predicted_s: float
+    constants: Constants
+    #: True if the constants were fitted on this run too
+    fitted: bool
+    too_big: bool
+
+    @property
+    def error(self) -> float:
+        """The relative error of the predicted step."""
+        return self.predicted_s / self.run.measured_s - 1
+
+
+def predict_runs(
+    runs: Sequence[Run], fit_where: Sequence[tuple[str, str]] = (), progress: Progress = lambda text: None
+) -> list[Prediction]:
+    """Predict runs with constants fitted on others.
+
+    `fit_where`: the rows that constants are fitted on, as (column, value); several values of a column are
+    alternatives. The constants of a source are fitted on its rows among them, and on all of them where it has none.
+    Without it, each run is predicted with constants fitted on the other runs of its source and container.
+
+    Raises: ValueError for a column that the table does not have, or values that no row has.
+    """
+    chosen = _chosen(runs, fit_where)
+    start = {id(run): Constants(compute=1.0) if isinstance(run, TimedRun) else Constants() for run in runs}
+    linear: dict[int, Linear] = {}
+    for number, run in enumerate(runs, start=1):
+        if not fit_where or id(run) in chosen:
+            linear[id(run)] = Linear.around(run.predict, start[id(run)], run.measured_s)
+        progress(f"{number}/{len(runs)} {run.row['source'][:40]}: {run.row['model']}")
+    found = []
+    for run in runs:
+        others = list(_fitting(run, runs, chosen, bool(fit_where)))
+        constants = fit([linear[id(other)] for other in others], start[id(run)])
+        memory = run.peak_bytes()
+        too_big = memory is not None and memory > run.memory_bytes()
+        found.append(Prediction(run, run.predict(constants), constants, id(run) in chosen, too_big))
+    return found
+
+
+def _fitting(run: Run, runs: Sequence[Run], chosen: set[int], given: bool) -> Iterator[Run]:
+    """The runs that a run's constants are fitted on."""
+    if not given:
+        yield from (other for other in runs if other is not run and other.constants_of == run.constants_of)
+        return
+    same = [other for other in runs if id(other) in chosen and other.constants_of == run.constants_of]
+    kind = type(run)
+    yield from same or (other for other in runs if id(other) in chosen and type(other) is kind)
+
+
+def _chosen(runs: Sequence[Run], fit_where: Sequence[tuple[str, str]]) -> set[int]:
+    wanted: dict[str, set[str]] = {}
+    for column, value in fit_where:
+        if runs and column not in runs[0].row:
+            raise unknown(column, runs[0].row, "column")
+        wanted.setdefault(column, set()).add(value)
+    chosen = {id(run) for run in runs if wanted and all(run.row[name] in values for name, values in wanted.items())}
+    if wanted and not chosen:
+        text = ", ".join(f"{name} = {' or '.join(sorted(values))}" for name, values in wanted.items())
+        raise ValueError(f"no run that can be predicted has {text}")
+    return chosen

@@ -1,0 +1,125 @@
+"""From work to time: the constants of the cost model, fitted or by default, and the seconds of a pass and of a message.
+
+The time of a pass is the sum of its arithmetic at a share of the peak, its bytes at a share of the memory's bandwidth,
+and its messages at a share of the link's. So efficiency follows from shape: products of I operations a byte, whose
+weights are n wide at their narrowest, reach ``compute / (1 + width / n + I0 / I)`` of the peak, where
+``I0 = compute * peak / (memory * bandwidth)``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from penstock.planner.cluster import Cluster
+from penstock.planner.model_costs import Kind, Work
+
+
+@dataclass(frozen=True)
+class Constants:
+    """The constants of the cost model. The first two are fitted, the same for all runs of a source; the others stay.
+
+    Source: defaults of the first two by `penstock bench plan` on arXiv 2205.05198, of the others what copies and
+    collectives of large blocks reach on published devices.
+    """
+
+    #: The share of the peak that products reach while their operands are at hand.
+    compute: float = 0.76
+    #: The time that every compute action takes besides.
+    action_s: float = 0.0005
+    #: The share of the memory's bandwidth that is reached.
+    memory: float = 0.8
+    #: The share of a link's bandwidth that is reached.
+    links: float = 0.8
+    #: The width at which a product reaches half of that share: with a narrowest side of n, it reaches n / (n + width).
+    width: float = 128.0
+
+    def __post_init__(self) -> None:
+        for name in ("compute", "memory", "links"):
+            if not 0 < getattr(self, name) <= 2:
+                raise ValueError(f"{name} must be a share above 0, got {getattr(self, name)!r}")
+        if not 0 <= self.action_s < math.inf:
+            raise ValueError(f"action_s must be a time of at least 0, got {self.action_s!r}")
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The sizes and strides of the groups in which a rank communicates, in the numbering of the ranks."""
+
+    tp: tuple[int, int] = (1, 1)
+    cp: tuple[int, int] = (1, 1)
+    ep: tuple[int, int] = (1, 1)
+    dp: tuple[int, int] = (1, 1)
+    edp: tuple[int, int] = (1, 1)
+
+
+@dataclass(frozen=True)
+class PassTime:
+    """The seconds of a pass: computing, and waiting for messages by kind."""
+
+    compute_s: float
+    waits_s: dict[Kind, float]
+
+    @property
+    def total_s(self) -> float:
+        return self.compute_s + sum(self.waits_s.values())
+
+
+@dataclass(frozen=True)
+class Clock:
+    """The times of passes and messages on a cluster."""
+
+    cluster: Cluster
+    constants: Constants
+    #: the dtype of products with weights
+    dtype: str
+    groups: Groups
+    overlapped_tensor: bool = False
+
+    def pass_time(self, work: Work) -> PassTime:
+        """The time of a pass. The ring of context parallelism is hidden behind attention's own products."""
+        device, ours = self.cluster.device, self.constants
+        wide = "fp32" if self.dtype == "fp32" else "bf16" if "bf16" in device.peak_flops else self.dtype
+        core_s = work.core_flops / (ours.compute * device.peak(wide))
+        products = work.flops + ours.width * work.narrow_flops
+        compute_s = products / (ours.compute * device.peak(self.dtype)) + core_s
+        compute_s += work.traffic_bytes / (ours.memory * device.memory_bandwidth)
+        tensor_s = self.transfer_s(work.tensor_bytes, self.groups.tp, num_messages=2)
+        waits = {
+            Kind.TENSOR: max(0.0, tensor_s - compute_s) if self.overlapped_tensor else tensor_s,
+            Kind.CONTEXT: max(0.0, self.transfer_s(work.context_bytes, self.groups.cp) - core_s),
+            Kind.EXPERTS: self._all_to_all_s(work.expert_bytes, self.groups.ep),
+        }
+        return PassTime(compute_s, {kind: wait for kind, wait in waits.items() if wait > 0})
+
+    def transfer_s(self, sent_bytes: float, group: tuple[int, int], num_messages: int = 1) -> float:
+        """The time of collectives that send so many bytes from each rank of a group, given by size and stride."""
+        if not sent_bytes or group[0] == 1:
+            return 0.0
+        link = self.cluster.link(*group)
+        return sent_bytes / (self.constants.links * link.bandwidth) + num_messages * self._latency_s(group)
+
+    def _all_to_all_s(self, sent_bytes: float, group: tuple[int, int]) -> float:
+        """The time of an exchange; what goes to other hosts takes the network's links."""
+        size, stride = group
+        if not sent_bytes or size == 1:
+            return 0.0
+        members = max(1, min(size, self.cluster.devices_per_host // stride))
+        near, far = self.cluster.host, self.cluster.network
+        outside = 0.0 if self.cluster.num_hosts == 1 else (size - members) / (size - 1)
+        slowest = max((1 - outside) / near.bandwidth, outside * far.shared_by / far.bandwidth)
+        return sent_bytes * slowest / self.constants.links + 2 * self._latency_s(group)
+
+    def message_s(self, sent_bytes: float, stride: int) -> float:
+        """The time of a message between neighbours of the pipeline, whose ranks are `stride` apart."""
+        near = stride < self.cluster.devices_per_host or self.cluster.num_hosts == 1
+        link = self.cluster.host if near else self.cluster.network
+        share = 1 if near else link.shared_by
+        return link.latency_s + sent_bytes * share / (self.constants.links * link.bandwidth)
+
+    def memory_s(self, num_bytes: float) -> float:
+        """The time to read or write so many bytes."""
+        return num_bytes / (self.constants.memory * self.cluster.device.memory_bandwidth)
+
+    def _latency_s(self, group: tuple[int, int]) -> float:
+        return self.cluster.link(*group).latency_s * math.log2(max(2, group[0]))
