@@ -8,6 +8,7 @@ from typing import Any
 
 from penstock import schedule
 from penstock.bench.ranks import RankFailed
+from penstock.cli import bench_plan
 from penstock.cli.commands import Parser, print_json, print_table
 from penstock.schedule import builders
 
@@ -41,7 +42,10 @@ def _parser() -> Parser:
     _add_training(benchmarks)
     _add_slow_links(benchmarks)
     _add_models(benchmarks)
-    _add(benchmarks, "all", _all, "all of the above but overlap, reduction and ring, with their defaults")
+    plan = _add(benchmarks, "plan", bench_plan.run, bench_plan.WHAT)
+    bench_plan.add_arguments(plan)
+    plan.set_defaults(show=bench_plan.show)
+    _add(benchmarks, "all", _all, "all of the above but overlap, reduction, ring and plan, with their defaults")
     return parser
 
 

@@ -133,7 +133,7 @@ def unknown(name: str, known: Iterable[str], what: str) -> ClusterError:
 @cache
 def hosts() -> dict[str, Cluster]:
     """The hosts that are built in, by name, each as a cluster of one."""
-    table = tomllib.loads((files(__package__) / "hosts.toml").read_text(encoding="utf-8"))
+    table = tomllib.loads((files("penstock.planner") / "hosts.toml").read_text(encoding="utf-8"))
     return {name: from_table(own, name) for name, own in table.items()}
 
 

@@ -14,10 +14,8 @@ from penstock.planner.simulation import Order, SimulatedStep, simulate_step
 from penstock.planner.times import Clock, Constants, Groups
 from penstock.settings import Layout
 
-# Bytes of a parameter in 16 bits: itself, its fp32 gradient; and what ZeRO shares: the fp32 master and two moments.
-_PARAMETER, _GRADIENT, _OPTIMIZER = 2, 4, 12
-# Bytes that the optimizer step reads and writes for each parameter that it owns.
-_STEP_TRAFFIC = 2 * _OPTIMIZER + _GRADIENT + _PARAMETER
+# Bytes of a parameter's fp32 gradient, and of its two moments. With 16 bits there is an fp32 master too.
+_GRADIENT, _MOMENTS, _MASTER = 4, 8, 4
 # What a device's context, its libraries and its communicators take; nothing on a CPU, whose memory is the process's.
 RESERVED_BYTES = 2 * 2**30
 
@@ -33,7 +31,18 @@ class Training:
 
     @property
     def num_tokens(self) -> int:
+        """The tokens of a step."""
         return self.seq_len * self.num_sequences
+
+    @property
+    def parameter_bytes(self) -> int:
+        """The bytes of a parameter, which low-precision products round from 16 bits."""
+        return 4 if self.dtype == "fp32" else 2
+
+    @property
+    def optimizer_bytes(self) -> int:
+        """The bytes of a parameter's state in the optimizer."""
+        return _MOMENTS + (0 if self.dtype == "fp32" else _MASTER)
 
 
 @dataclass(frozen=True)
@@ -48,6 +57,9 @@ class Style:
     overlapped_tensor: bool = False
     #: ranks that share experts, if ranks of tp are among them
     folded_ep: int = 0
+    #: bytes of a parameter and of its gradient between steps; 0 for this engine's
+    parameter_bytes: int = 0
+    gradient_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -181,7 +193,7 @@ def estimate(training: Training, candidate: Candidate, cluster: Cluster, constan
     stages = stage_costs(training, candidate, cluster, constants)
     step = simulate_step(candidate.order, stages.costs)
     step_s = step.makespan
-    memory = fullest(candidate, cluster, stages, step)
+    memory = fullest(training, candidate, cluster, stages, step.peak_bytes)
     tokens = training.num_tokens / (step_s * candidate.layout.world_size)
     flops = tokens * training.shape.flops_per_token(training.seq_len)
     return Estimate(
@@ -209,9 +221,10 @@ def stage_costs(training: Training, candidate: Candidate, cluster: Cluster, cons
         style.sequence_parallel,
         style.fused_attention,
         style.fused_elements,
+        training.parameter_bytes,
     )
     units = unit_costs(training.shape, size)
-    timed = {id(unit): _UnitTimes.of(unit, clock, candidate.zero) for unit in units}
+    timed = {id(unit): _UnitTimes.of(unit, clock, candidate.zero, training.parameter_bytes) for unit in units}
     cut = stages_of(candidate, units, [timed[id(unit)].total_s for unit in units])
     members = [[units[i] for i in stage] for stage in cut]
     times = [[timed[id(unit)] for unit in stage] for stage in members]
@@ -219,9 +232,9 @@ def stage_costs(training: Training, candidate: Candidate, cluster: Cluster, cons
     experts = tuple(sum(unit.expert_parameters for unit in stage) for stage in members)
     kept = tuple(sum(unit.kept_bytes for unit in stage) for stage in members)
     weights = tuple(sum(unit.weight_bytes for unit in stage) for stage in members)
-    reduce_s, after_s = _gradients(candidate, clock, dense, experts)
+    reduce_s, after_s = _gradients(training, candidate, clock, (max(dense), max(experts)))
     shared = layout.tp if style.sequence_parallel else 1
-    message = _PARAMETER * size.tokens * training.shape.hidden_size / shared
+    message = training.parameter_bytes * size.tokens * training.shape.hidden_size / shared
     transfer = clock.message_s(message, _pipeline_stride(layout)) if layout.pp > 1 else 0.0
     costs = schedule.Costs(
         forward=tuple(sum(t.forward_s for t in stage) for stage in times),
@@ -235,7 +248,7 @@ def stage_costs(training: Training, candidate: Candidate, cluster: Cluster, cons
         weight_memory_share=tuple(part / whole if whole else 0.0 for part, whole in zip(weights, kept)),
     )
     waits = tuple(_sum_waits(stage) for stage in times)
-    return StageCosts(costs, waits, dense, experts, max(unit.kept_bytes for unit in units), after_s)
+    return StageCosts(costs, waits, dense, experts, max(unit.transient_bytes for unit in units), after_s)
 
 
 @dataclass(frozen=True)
@@ -252,7 +265,7 @@ class _UnitTimes:
         return self.forward_s + self.input_s + self.weight_s
 
     @classmethod
-    def of(cls, unit: UnitCosts, clock: Clock, zero: int) -> _UnitTimes:
+    def of(cls, unit: UnitCosts, clock: Clock, zero: int, parameter_bytes: int) -> _UnitTimes:
         passes = [clock.pass_time(work) for work in (unit.forward, unit.backward_input, unit.backward_weight)]
         waits: dict[Kind, float] = {}
         for one in passes:
@@ -262,7 +275,7 @@ class _UnitTimes:
         if zero == 3:
             # Parameters are gathered before each pass and gradients scattered after it, while another unit computes.
             group = clock.groups.dp
-            gathered = clock.transfer_s(_PARAMETER * unit.parameters * (group[0] - 1) / group[0], group)
+            gathered = clock.transfer_s(parameter_bytes * unit.parameters * (group[0] - 1) / group[0], group)
             more = max(0.0, gathered - forward), max(0.0, 2 * gathered - inputs - weights)
             forward, inputs = forward + more[0], inputs + more[1]
             waits[Kind.GRADIENTS] = sum(more)
@@ -292,48 +305,53 @@ def _cut(times: tuple[int, ...], placement: schedule.Placement) -> tuple[range, 
 
 
 def _gradients(
-    candidate: Candidate, clock: Clock, dense: Sequence[float], experts: Sequence[float]
+    training: Training, candidate: Candidate, clock: Clock, largest: tuple[float, float]
 ) -> tuple[float, float]:
-    """The seconds of a stage's gradient reduction, and of the optimizer step of a rank."""
-    groups, zero, per_rank = clock.groups, candidate.zero, candidate.stages_per_rank
-    passes = 2 if zero == 0 else 1
+    """The seconds of a stage's gradient reduction, and of the optimizer step of a rank.
 
-    def sent(parameters: float, group: tuple[int, int], size: int) -> float:
-        return clock.transfer_s(size * parameters * (group[0] - 1) / group[0], group)
+    `largest`: the most parameters of a stage, outside its routed experts and in them.
+    """
+    zero, per_rank = candidate.zero, candidate.stages_per_rank
+    groups = (clock.groups.dp, clock.groups.edp)
 
-    reduce_s = (
-        0.0
-        if zero == 3
-        else passes * (sent(max(dense), groups.dp, _GRADIENT) + sent(max(experts), groups.edp, _GRADIENT))
-    )
-    owned = max(dense) / (groups.dp[0] if zero else 1) + max(experts) / (groups.edp[0] if zero else 1)
-    step_s = clock.memory_s(per_rank * owned * _STEP_TRAFFIC)
-    if zero in (1, 2):
-        gathered = sent(max(dense), groups.dp, _PARAMETER) + sent(max(experts), groups.edp, _PARAMETER)
-        step_s += per_rank * gathered
-    return reduce_s, step_s
+    def sent_s(size: int) -> float:
+        pairs = zip(largest, groups, strict=True)
+        return sum(clock.transfer_s(size * count * (group[0] - 1) / group[0], group) for count, group in pairs)
+
+    # An all-reduce scatters and gathers; ZeRO's gradients are only scattered.
+    reduce_s = 0.0 if zero == 3 else sent_s(_GRADIENT) * (2 if zero == 0 else 1)
+    owned = sum(count / (group[0] if zero else 1) for count, group in zip(largest, groups, strict=True))
+    traffic = 2 * training.optimizer_bytes + _GRADIENT + training.parameter_bytes
+    step_s = clock.memory_s(per_rank * owned * traffic)
+    return reduce_s, step_s + (per_rank * sent_s(training.parameter_bytes) if zero in (1, 2) else 0.0)
 
 
-def state_bytes(candidate: Candidate, dense: float, experts: float) -> Memory:
-    """The bytes of a rank's parameters, gradients and optimizer state in 16-bit training."""
-    groups = groups_of(candidate)
+def state_bytes(training: Training, candidate: Candidate, dense: float, experts: float) -> Memory:
+    """The bytes of the parameters, gradients and optimizer state of a rank with so many parameters."""
+    groups, style = groups_of(candidate), candidate.style
 
     def shared(size: float, least: int) -> float:
         if candidate.zero < least:
             return size * (dense + experts)
         return size * (dense / groups.dp[0] + experts / groups.edp[0])
 
-    return Memory(shared(_PARAMETER, 3), shared(_GRADIENT, 2), shared(_OPTIMIZER, 1))
+    return Memory(
+        shared(style.parameter_bytes or training.parameter_bytes, 3),
+        shared(style.gradient_bytes or _GRADIENT, 2),
+        shared(training.optimizer_bytes, 1),
+    )
 
 
-def fullest(candidate: Candidate, cluster: Cluster, stages: StageCosts, step: SimulatedStep) -> Memory:
+def fullest(
+    training: Training, candidate: Candidate, cluster: Cluster, stages: StageCosts, peaks: Sequence[float]
+) -> Memory:
     """The memory of the rank that needs the most."""
     placement, found = candidate.order.placement, []
     reserved = RESERVED_BYTES if cluster.device.memory_bandwidth > 1e12 else 0.0
-    for rank, tapes in enumerate(step.peak_bytes):
+    for rank, tapes in enumerate(peaks):
         own = [number % len(stages.parameters) for number in placement.stages_of(rank)]
         state = state_bytes(
-            candidate, sum(stages.parameters[i] for i in own), sum(stages.expert_parameters[i] for i in own)
+            training, candidate, sum(stages.parameters[i] for i in own), sum(stages.expert_parameters[i] for i in own)
         )
         found.append(replace(state, tapes=tapes, transient=stages.transient_bytes, reserved=reserved))
     return max(found, key=lambda memory: memory.total)

@@ -11,7 +11,7 @@ from penstock.planner.times import Constants
 Predict = Callable[[Constants], float]
 """The step's seconds under some constants."""
 
-_LEAST, _MOST = 0.02, 2.0
+_LEAST, _MOST = 0.02, 1.0
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class Linear:
 def fit(rows: Sequence[Linear], start: Constants) -> Constants:
     """The constants with the least sum of squared relative errors over some measured steps.
 
-    A constant time of an action below zero is taken as none, and `compute` stays between 0.02 and 2. With one row,
-    `compute` alone is fitted; with none, nothing.
+    The time of an action is at least none, and `compute` lies between 0.02 and 1; at its limit the other constant is
+    fitted alone. With one row, `compute` alone is fitted; with none, nothing.
     """
     if not rows:
         return start
@@ -53,6 +53,9 @@ def fit(rows: Sequence[Linear], start: Constants) -> Constants:
     if y < 0 or x <= 0:
         y = 0.0
         x = _dot(slowness, wanted) / (_dot(slowness, slowness) or 1.0)
+    if x < 1 / _MOST and len(rows) > 1:
+        left = [want - slow / _MOST for want, slow in zip(wanted, slowness, strict=True)]
+        y = max(0.0, _dot(actions, left) / (_dot(actions, actions) or 1.0))
     compute = min(_MOST, max(_LEAST, 1 / x if x > 0 else _MOST))
     return replace(start, compute=compute, action_s=y)
 

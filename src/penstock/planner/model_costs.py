@@ -15,16 +15,21 @@ from enum import Enum
 
 from penstock.planner.shape import ATTENTION, EXPERTS, MAMBA, MLP, ModelShape
 
-# Bytes of an activation, of an fp32 gradient read and written, and of a logit through the loss: in 16 bits written and
-# read, in fp32 written and read.
-_ACTIVATION, _GRADIENT, _LOGIT = 2, 8, 12
+# Bytes of an fp32 gradient, read and written, and of a logit through the loss: in 16 bits and in fp32 written and read.
+_GRADIENT, _LOGIT = 8, 12
+# Products of attention's backward for each of its forward's two: the scores are computed again (FlashAttention).
+_CORE_BACKWARD = 2.5
 
 
 class Recompute(Enum):
-    """The part of forward that backward computes again: nothing, the attention core, or whole layers."""
+    """The part of forward that backward computes again.
+
+    CORE: attention's own products. BETWEEN: all but the products with weights. FULL: whole layers.
+    """
 
     NONE = "none"
     CORE = "core"
+    BETWEEN = "between"
     FULL = "full"
 
 
@@ -66,7 +71,8 @@ class Work:
 class UnitCosts:
     """A unit on one rank: its passes, what they keep, and its parameters.
 
-    `kept_bytes` lie on the tape from F until the last backward action, `weight_bytes` of them until W.
+    `kept_bytes` lie on the tape from F until the last backward action, `weight_bytes` of them until W;
+    `transient_bytes` are alive besides while the unit's backward runs.
     """
 
     name: str
@@ -77,6 +83,7 @@ class UnitCosts:
     weight_bytes: float
     parameters: float
     expert_parameters: float = 0.0
+    transient_bytes: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -95,6 +102,9 @@ class UnitSize:
     fused_attention: bool = True
     #: False where norms, activations and sums are kernels of their own, which write and read what lies between them
     fused_elements: bool = True
+
+    #: of a parameter and of an activation
+    element_bytes: int = 2
 
     @property
     def tokens(self) -> float:
@@ -116,12 +126,12 @@ def _block(kind: str, shape: ModelShape, size: UnitSize) -> UnitCosts:
 def _stream_bytes(shape: ModelShape, size: UnitSize) -> float:
     """The bytes of the residual stream that a rank keeps of a microbatch."""
     shared = size.tp if size.sequence_parallel else 1
-    return _ACTIVATION * size.tokens * shape.hidden_size / shared
+    return size.element_bytes * size.tokens * shape.hidden_size / shared
 
 
 def _tensor_bytes(shape: ModelShape, size: UnitSize) -> float:
     """The bytes a rank sends in one pass: a gather before the products and a scatter after them, or one all-reduce."""
-    return 2 * (size.tp - 1) / size.tp * _ACTIVATION * size.tokens * shape.hidden_size
+    return 2 * (size.tp - 1) / size.tp * size.element_bytes * size.tokens * shape.hidden_size
 
 
 @dataclass(frozen=True)
@@ -154,12 +164,16 @@ def _unit(block: _Block, stream_bytes: float, size: UnitSize) -> UnitCosts:
     others = block.other_bytes * (1 if size.fused_elements else 2)
     forward = linear + Work(traffic_bytes=others) + block.core + block.messages
     own = block.parameters + block.expert_parameters
-    inputs = linear + Work(traffic_bytes=1.5 * others) + block.core.times(2) + block.messages
+    inputs = linear + Work(traffic_bytes=1.5 * others) + block.core.times(_CORE_BACKWARD) + block.messages
     weights = block.linear + Work(traffic_bytes=_GRADIENT * own)
+    transient = block.inputs_bytes
     kept, for_weights = block.inputs_bytes + block.kept_bytes + block.core_kept_bytes, block.inputs_bytes
     if size.recompute is Recompute.FULL:
         # The input alone is kept until the backward, whose I recomputes the rest.
-        inputs, kept = inputs + forward, stream_bytes
+        inputs, kept, transient = inputs + forward, stream_bytes, transient + kept
+        for_weights = min(for_weights, kept)
+    elif size.recompute is Recompute.BETWEEN:
+        inputs, kept = inputs + Work(traffic_bytes=others), block.kept_bytes
         for_weights = min(for_weights, kept)
     elif size.recompute is Recompute.CORE:
         inputs, kept = inputs + block.core, kept - block.core_kept_bytes
@@ -179,23 +193,23 @@ def _attention(shape: ModelShape, size: UnitSize) -> UnitCosts:
     # A fused kernel skips what causality masks.
     core_flops = 2 * tokens * context * (shape.query_width + shape.output_width) / tp * (0.5 if fused else 1)
     widths = (shape.query_width + shape.kv_width + shape.output_width) / tp
-    qkv_bytes = _ACTIVATION * tokens * widths
+    qkv_bytes = size.element_bytes * tokens * widths
     scores = 0.0 if fused else shape.num_heads / tp * size.microbatch * size.seq_len / size.cp * size.seq_len
     stream = _stream_bytes(shape, size)
     weights = shape.block_parameters(ATTENTION) / tp
     hidden, out = shape.hidden_size, shape.hidden_size * shape.output_width / tp
-    gathered = _ACTIVATION * tokens * hidden
+    gathered = size.element_bytes * tokens * hidden
     # Each round of the ring sends the rank's keys and values; backward sends them and their gradients.
-    ring = (size.cp - 1) * _ACTIVATION * tokens * shape.kv_width / tp
+    ring = (size.cp - 1) * size.element_bytes * tokens * shape.kv_width / tp
     block = _Block(
         "attention",
         linear=_product(tokens, weights - out, (shape.query_width + shape.kv_width) / tp)
         + _product(tokens, out, shape.output_width / tp, 2 * gathered + qkv_bytes),
-        weight_bytes=_ACTIVATION * weights,
+        weight_bytes=size.element_bytes * weights,
         # The norm reads and writes the stream, the sum reads two and writes one; rotary positions turn q and k.
-        other_bytes=5 * stream + 2 * _ACTIVATION * tokens * (widths - shape.output_width / tp),
-        inputs_bytes=stream + _ACTIVATION * tokens * shape.output_width / tp,
-        kept_bytes=stream + qkv_bytes - _ACTIVATION * tokens * shape.output_width / tp,
+        other_bytes=5 * stream + 2 * size.element_bytes * tokens * (widths - shape.output_width / tp),
+        inputs_bytes=stream + size.element_bytes * tokens * shape.output_width / tp,
+        kept_bytes=stream + qkv_bytes - size.element_bytes * tokens * shape.output_width / tp,
         parameters=weights,
         # Scores are written and read by the product, softmax, dropout and the second product: 13 bytes.
         core=Work(core_flops=core_flops, traffic_bytes=qkv_bytes + 13 * scores),
@@ -213,15 +227,15 @@ def _dense(name: str, shape: ModelShape, size: UnitSize, width: int, kind: str) 
     """An MLP of some width that all tokens go through, with its norm and its sum."""
     tokens, tp, stream = size.tokens, size.tp, _stream_bytes(shape, size)
     weights = shape.block_parameters(kind) / tp
-    inner = _ACTIVATION * tokens * width / tp
+    inner = size.element_bytes * tokens * width / tp
     ups = shape.num_products - 1
-    gathered = _ACTIVATION * tokens * shape.hidden_size
+    gathered = size.element_bytes * tokens * shape.hidden_size
     return _Block(
         name,
         linear=_product(
             tokens, weights, min(shape.hidden_size, width / tp or math.inf), 2 * gathered + (ups + 1) * inner
         ),
-        weight_bytes=_ACTIVATION * weights,
+        weight_bytes=size.element_bytes * weights,
         other_bytes=5 * stream + (ups + 1) * inner,
         inputs_bytes=stream + inner,
         kept_bytes=stream + ups * inner,
@@ -234,11 +248,13 @@ def _mamba(shape: ModelShape, size: UnitSize) -> UnitCosts:
     """A Mamba-2 mixer, by its products; its scan is counted as traffic of three passes over what they give."""
     tokens, tp, stream = size.tokens, size.tp, _stream_bytes(shape, size)
     weights = shape.mamba_parameters / tp
-    inner = _ACTIVATION * tokens * (shape.mamba_parameters / shape.hidden_size) / tp
+    inner = size.element_bytes * tokens * (shape.mamba_parameters / shape.hidden_size) / tp
     block = _Block(
         "mamba",
-        linear=_product(tokens, weights, shape.hidden_size / tp, 2 * _ACTIVATION * tokens * shape.hidden_size + inner),
-        weight_bytes=_ACTIVATION * weights,
+        linear=_product(
+            tokens, weights, shape.hidden_size / tp, 2 * size.element_bytes * tokens * shape.hidden_size + inner
+        ),
+        weight_bytes=size.element_bytes * weights,
         other_bytes=5 * stream + 6 * inner,
         inputs_bytes=stream + inner / 3,
         kept_bytes=stream + inner,
@@ -254,16 +270,16 @@ def _experts(shape: ModelShape, size: UnitSize) -> UnitCosts:
     own = shape.num_experts / size.ep * shape.expert_parameters
     width = shape.latent_size or shape.hidden_size
     narrowest = min(width, shape.expert_size)
-    rows, inner = _ACTIVATION * routed_tokens * width, _ACTIVATION * routed_tokens * shape.expert_size
+    rows, inner = size.element_bytes * routed_tokens * width, size.element_bytes * routed_tokens * shape.expert_size
     ups = shape.num_products - 1
     stream = _stream_bytes(shape, size)
     block = _Block(
         "experts",
         linear=shared.linear
         + _product(routed_tokens, shape.expert_parameters, narrowest, 2 * rows + (ups + 1) * inner),
-        weight_bytes=shared.weight_bytes + _ACTIVATION * own,
-        # Rows are permuted before the experts and after them, each read and written.
-        other_bytes=shared.other_bytes + 4 * rows + (ups + 1) * inner,
+        weight_bytes=shared.weight_bytes + size.element_bytes * own,
+        # Rows are permuted by rank and by expert, and back; each time they are read and written.
+        other_bytes=shared.other_bytes + 8 * rows + (ups + 1) * inner,
         inputs_bytes=shared.inputs_bytes + rows + inner,
         kept_bytes=shared.kept_bytes + ups * inner + rows,
         parameters=shared.parameters,
@@ -275,7 +291,7 @@ def _experts(shape: ModelShape, size: UnitSize) -> UnitCosts:
 
 def _embedding(shape: ModelShape, size: UnitSize) -> UnitCosts:
     stream, weights = _stream_bytes(shape, size), shape.vocab_size * shape.hidden_size / size.tp
-    looked_up = _ACTIVATION * size.tokens * shape.hidden_size
+    looked_up = size.element_bytes * size.tokens * shape.hidden_size
     passed = Work(traffic_bytes=2 * looked_up, tensor_bytes=_tensor_bytes(shape, size) / 2)
     return UnitCosts("embedding", passed, Work(), passed.times(2), stream / 2, stream / 2, weights)
 
@@ -284,8 +300,8 @@ def _head(shape: ModelShape, size: UnitSize) -> UnitCosts:
     """The final norm, the head and the loss, whose logits are kept in 16 bits and in fp32."""
     stream, tp = _stream_bytes(shape, size), size.tp
     weights, logits = shape.vocab_size * shape.hidden_size / tp, size.tokens * shape.vocab_size / tp
-    gathered = _ACTIVATION * size.tokens * shape.hidden_size
-    product = _product(size.tokens, weights, shape.hidden_size, gathered + _ACTIVATION * (weights + logits))
+    gathered = size.element_bytes * size.tokens * shape.hidden_size
+    product = _product(size.tokens, weights, shape.hidden_size, gathered + size.element_bytes * (weights + logits))
     sent = Work(tensor_bytes=_tensor_bytes(shape, size) / 2)
     loss = Work(traffic_bytes=_LOGIT * logits)
     return UnitCosts(
@@ -293,7 +309,8 @@ def _head(shape: ModelShape, size: UnitSize) -> UnitCosts:
         product + loss + sent,
         product + loss + sent,
         product + Work(traffic_bytes=_GRADIENT * weights),
-        2 * stream + 6 * logits,
+        2 * stream + (size.element_bytes + 4) * logits,
         stream,
         0.0 if shape.tie_embeddings else weights,
+        transient_bytes=size.element_bytes * logits,
     )

@@ -181,7 +181,8 @@ class _Reader:
         name, ranks, vp = self.row.get("schedule", "").lower(), self.layout.pp, self.count("vp", 0)
         if "zb-1p" in name or "zb-2p" in name:
             live = float(ranks * (2 if "2p" in name else 1))
-            return Order("auto", ranks, self.microbatches, 1, (("max_live_microbatches", live),))
+            options = (("effort", 0.0), ("max_live_microbatches", live))
+            return Order("auto", ranks, self.microbatches, 1, options)
         known = (("roundpipe", ""), ("fsdp", ""), ("dualpipev", "dualpipe-v"), ("zerobubble", "interleaved-zb"))
         known = (*known, ("gpipe", "afab"), ("interleaved", "interleaved"), ("1f1b-i", "interleaved"))
         found = next((own for part, own in known if part in name), "interleaved" if vp > 1 else "1f1b")
@@ -193,12 +194,11 @@ class _Reader:
 
     @cached_property
     def microbatch(self) -> int:
-        """The sequences of a microbatch: without pipeline and accumulation, a device's whole share."""
-        if self.row.get("micro_batch"):
-            return self.count("micro_batch")
-        if self.layout.pp > 1 or self.row.get("num_microbatches"):
-            return 1
-        return self.count("global_batch_seqs") // self.layout.dp
+        """The sequences of a microbatch; where no pipeline cuts it, the local batch of the note."""
+        local = re.search(r"local batch (\d+)", self.note)
+        if not self.row.get("micro_batch") and local and self.layout.pp == 1:
+            return int(local[1])
+        return self.count("micro_batch", 1)
 
     @cached_property
     def microbatches(self) -> int:
@@ -240,6 +240,7 @@ class _Reader:
     def recompute(self) -> Recompute | None:
         """What the note says is recomputed; None if it says nothing."""
         for words, kind in (
+            (("selective AC",), Recompute.BETWEEN),
             (("selective",), Recompute.CORE),
             (("full recompute", "full recomputation", "full AC", "recompute twice"), Recompute.FULL),
         ):
@@ -284,7 +285,8 @@ class _Reader:
         layout, order, shape = self.layout, self.order, self.shape
         length = self.count("seq_len")
         unfused = self.row["source"].startswith(_UNFUSED)
-        words = f"{self.row.get('precision', '')} {self.note}".lower()
+        # Of the tables of NeMo, one names no precision; its figures are above any in 16 bits.
+        words = f"{self.row.get('precision') or 'fp8' * ('NeMo' in self.row['source'])} {self.note}".lower()
         dtype = next((own for word, own in _DTYPES.items() if word in words), "bf16")
         style = Style(
             early_gradients=False,
@@ -293,6 +295,9 @@ class _Reader:
             fused_elements="torchtitan" not in self.row["source"] or "compile" in self.note or "AC;" not in self.note,
             overlapped_tensor="AsyncTP" in self.note,
             folded_ep=self.folded_ep(layout.tp, layout.cp, layout.dp),
+            # NVIDIA's performance recipes reduce gradients in 16 bits and, below 16 bits, keep parameters in 8.
+            parameter_bytes=1 if "NeMo" in self.row["source"] and dtype != "bf16" else 0,
+            gradient_bytes=2 if "NeMo" in self.row["source"] else 0,
         )
         candidate = Candidate(
             layout,

@@ -141,7 +141,7 @@ def models() -> Mapping[str, ModelShape]:
 
 @cache
 def _tables() -> Mapping[str, Any]:
-    return tomllib.loads((files(__package__) / "models.toml").read_text(encoding="utf-8"))
+    return tomllib.loads((files("penstock.planner") / "models.toml").read_text(encoding="utf-8"))
 
 
 def find_model(name: str) -> ModelShape | None:

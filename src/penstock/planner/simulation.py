@@ -11,7 +11,8 @@ from penstock.schedule import builders
 from penstock.schedule.actions import COMPUTE
 
 # Beyond so many rounds of the ranks only the middle of a step grows, by the same time for each round.
-_ROUNDS = 4
+_ROUNDS = 3
+_MORE_ROUNDS = {"zb-v": 8, "dualpipe-v": 4}
 # Searched orders differ with the times, so their programs are not worth keeping; of the others the last few are.
 _KEPT_PROGRAMS = 64
 
@@ -43,6 +44,14 @@ class Order:
             return schedule.Placement(schedule.PlacementKind(kind), self.ranks, self.stages_per_rank)
         return _program(self._with(1 if self.name != "dualpipe" else 2 * self.ranks), None).placement
 
+    @property
+    def num_simulated(self) -> int:
+        """The microbatches of the programs that `simulate_step` simulates, added up."""
+        enough = _MORE_ROUNDS.get(self.name, _ROUNDS)
+        if self.microbatches // self.ranks <= enough:
+            return self.microbatches
+        return (2 * enough - 1) * self.ranks + 2 * (self.microbatches % self.ranks)
+
     def _with(self, microbatches: int) -> Order:
         return Order(self.name, self.ranks, microbatches, self.stages_per_rank, self.options, self.early_gradients)
 
@@ -69,18 +78,19 @@ class SimulatedStep:
 def simulate_step(order: Order, costs: schedule.Costs, order_costs: schedule.Costs | None = None) -> SimulatedStep:
     """Simulate an order's program under the costs; a searched order is found for `order_costs`, by default the same.
 
-    With more than four rounds of microbatches the program of three and of four rounds is simulated, and the step goes
-    on as it grew from one to the other: the middle of every published order is steady.
+    Of an order with many rounds of microbatches the programs of two and of three rounds are simulated (of some
+    schedules, of more), and the step goes on as it grew from one to the other: the middle of each order is steady.
 
     Raises: ValueError for an order that cannot be built.
     """
     rounds, ranks = order.microbatches // order.ranks, order.ranks
-    if rounds <= _ROUNDS or order.is_searched:
+    enough = _MORE_ROUNDS.get(order.name, _ROUNDS)
+    if rounds <= enough or order.is_searched:
         return _simulated(order, costs, order_costs)
     rest = order.microbatches % ranks
-    short = _simulated(order._with((_ROUNDS - 1) * ranks + rest), costs)
-    longer = _simulated(order._with(_ROUNDS * ranks + rest), costs)
-    more = rounds - _ROUNDS
+    short = _simulated(order._with((enough - 1) * ranks + rest), costs)
+    longer = _simulated(order._with(enough * ranks + rest), costs)
+    more = rounds - enough
 
     def grown(before: float, after: float) -> float:
         return after + more * (after - before)

@@ -31,6 +31,8 @@ class Constants:
     memory: float = 0.8
     #: The share of a link's bandwidth that is reached.
     links: float = 0.8
+    #: The share of `compute` that attention's own products reach.
+    attention: float = 0.7
     #: The width at which a product reaches half of that share: with a narrowest side of n, it reaches n / (n + width).
     width: float = 128.0
 
@@ -80,7 +82,7 @@ class Clock:
         """The time of a pass. The ring of context parallelism is hidden behind attention's own products."""
         device, ours = self.cluster.device, self.constants
         wide = "fp32" if self.dtype == "fp32" else "bf16" if "bf16" in device.peak_flops else self.dtype
-        core_s = work.core_flops / (ours.compute * device.peak(wide))
+        core_s = work.core_flops / (ours.attention * ours.compute * device.peak(wide))
         products = work.flops + ours.width * work.narrow_flops
         compute_s = products / (ours.compute * device.peak(self.dtype)) + core_s
         compute_s += work.traffic_bytes / (ours.memory * device.memory_bandwidth)

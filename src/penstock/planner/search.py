@@ -1,0 +1,347 @@
+"""The search: every layout that the devices and the model allow, pruned by memory and bounds, the rest simulated."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from penstock.planner.cluster import Cluster
+from penstock.planner.estimate import Candidate, Estimate, Training, estimate, groups_of, state_bytes
+from penstock.planner.explain import well_known
+from penstock.planner.model_costs import Recompute, UnitSize, unit_costs
+from penstock.planner.shape import EXPERTS
+from penstock.planner.times import Clock, Constants
+from penstock.schedule import builders
+from penstock.settings import Layout
+
+Progress = Callable[[str], None]
+
+
+class NothingFits(ValueError):
+    """No layout of the devices can train the model; the message says what would be needed."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """A schedule as the search sees it, before it is simulated.
+
+    `live`: the microbatches of a whole rank's activations that its fullest rank keeps, of p ranks, m microbatches and v
+    stages a rank; `bubble`: the idle time of a rank, in forwards and backwards of one microbatch through it. Both are
+    the published closed forms, with a third of a microbatch in each of F, I and W.
+    """
+
+    name: str
+    stages: tuple[int, ...]
+    live: Callable[[int, int, int], float]
+    bubble: Callable[[int, int], float]
+
+
+# Interleaved orders keep p + (p - 1) / v microbatches; those in a V keep what their names say.
+FAMILIES = (
+    Family("1f1b", (1,), lambda p, m, v: min(p, m), lambda p, v: p - 1),
+    Family("interleaved", (2, 3, 4, 6, 8), lambda p, m, v: min(p + (p - 1) / v, m), lambda p, v: (p - 1) / v),
+    Family("zb-h1", (1,), lambda p, m, v: min(p, m), lambda p, v: 2 * (p - 1) / 3),
+    Family("zb-h2", (1,), lambda p, m, v: min(2 * p - 1, m), lambda p, v: (p - 1) / 3),
+    Family("interleaved-zb", (2, 4), lambda p, m, v: min(p + (p - 1) / v, m), lambda p, v: 2 * (p - 1) / (3 * v)),
+    Family("zb-v", (2,), lambda p, m, v: min(p, m), lambda p, v: (p - 1) / 6),
+    Family("v-half", (2,), lambda p, m, v: min(p / 2 + 1, m), lambda p, v: (p - 1) / 2),
+    Family("v-min", (2,), lambda p, m, v: min(p / 3 + 2, m), lambda p, v: 2 * (p - 1) / 3),
+    Family("dualpipe-v", (2,), lambda p, m, v: min(p + 1, m), lambda p, v: (p - 1) / 3),
+    Family("looped-bfs", (2,), lambda p, m, v: m, lambda p, v: (p - 1) / v),
+    Family("afab", (1,), lambda p, m, v: m, lambda p, v: p - 1),
+    Family("combined-1f1b", (1,), lambda p, m, v: min(2 * p - 1, m), lambda p, v: p - 1),
+    Family("combined-interleaved", (2, 4), lambda p, m, v: min(2 * p, m), lambda p, v: (p - 1) / v),
+)
+# Fused pairs hide experts' messages; without experts on other ranks they gain nothing.
+_COMBINED = ("combined-1f1b", "combined-interleaved", "dualpipe-v")
+
+# A figure of the closed forms is an estimate: what it calls this much too big is not simulated.
+_MARGIN = 1.15
+# Actions to simulate in a search, some ten seconds of one core, and in one simulation.
+_NUM_ACTIONS = 200_000
+_NUM_ACTIONS_OF_ONE = 60_000
+_MICROBATCHES = (1, 2, 4, 8)
+_LEAST_TOKENS = 1024  # of a sequence on a context-parallel rank
+_MOST_RANKS = 512  # of one pipeline
+_SEARCHED_RANKS, _SEARCHED_MICROBATCHES = 16, 64  # up to which `auto` takes seconds
+_EFFORT = 0.1  # of `auto`, whose first orders are nearly its best
+
+
+@dataclass(frozen=True)
+class Bounded:
+    """A candidate with what is known before it is simulated: its expected step, and a bound that no order beats."""
+
+    candidate: Candidate
+    expected_s: float
+    bound_s: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The result of a search.
+
+    `best` are the ten fastest that fit, `tried` all that were simulated. `left_out` counts candidates by the reason for
+    which they were not; `known` says of well-known layouts why they are not the first.
+    """
+
+    training: Training
+    cluster: Cluster
+    constants: Constants
+    best: tuple[Estimate, ...]
+    tried: tuple[Estimate, ...]
+    left_out: dict[str, int]
+    known: tuple[tuple[str, str], ...] = ()
+
+
+def plan(
+    training: Training,
+    cluster: Cluster,
+    constants: Constants | None = None,
+    *,
+    num_best: int = 10,
+    progress: Progress = lambda text: None,
+) -> Plan:
+    """Find the fastest layouts and schedules; the same arguments always give the same plan.
+
+    Raises: NothingFits with what would be needed; ValueError for a batch that no layout can share.
+    """
+    constants = constants or Constants()
+    search = _Search(training, cluster, constants, progress)
+    found = search.run(num_best)
+    return replace(found, known=well_known(training, cluster, constants, found.best[0]))
+
+
+def layouts(training: Training, cluster: Cluster) -> Iterator[Layout]:
+    """Yield the layouts of all devices that the model and the batch can be shared by."""
+    shape, devices = training.shape, cluster.num_devices
+    for tp in _divisors(devices):
+        if tp > cluster.devices_per_host or not _can_share(training, tp):
+            continue
+        for pp in _divisors(devices // tp):
+            if pp > min(_MOST_RANKS, len(shape.pattern)):
+                continue
+            for cp in _divisors(devices // tp // pp):
+                dp = devices // (tp * pp * cp)
+                short = cp > 1 and training.seq_len // cp < _LEAST_TOKENS
+                if short or training.num_sequences % dp or cp & (cp - 1):
+                    continue
+                for ep in _expert_groups(training, dp * cp):
+                    yield Layout(pp=pp, dp=dp, cp=cp, tp=tp, ep=ep, order="pp-dp-cp-tp")
+
+
+def _can_share(training: Training, tp: int) -> bool:
+    shape = training.shape
+    key_heads = max(shape.num_kv_heads, tp) % min(shape.num_kv_heads, tp) == 0
+    return shape.num_heads % tp == 0 and shape.intermediate_size % tp == 0 and key_heads
+
+
+def _expert_groups(training: Training, ranks: int) -> list[int]:
+    experts = training.shape.num_experts if EXPERTS in training.shape.pattern else 0
+    if not experts:
+        return [1]
+    return [ep for ep in _divisors(math.gcd(ranks, experts)) if ep & (ep - 1) == 0]
+
+
+@lru_cache(4096)
+def _divisors(number: int) -> tuple[int, ...]:
+    small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
+    return tuple(sorted({*small, *(number // divisor for divisor in small)}))
+
+
+class _Search:
+    """One search: makes candidates, bounds them, and simulates the most promising."""
+
+    def __init__(self, training: Training, cluster: Cluster, constants: Constants, progress: Progress) -> None:
+        self.training, self.cluster, self.constants, self.progress = training, cluster, constants, progress
+        #: reason -> the number of candidates that were left out for it
+        self.left_out: Counter[str] = Counter()
+        #: the least bytes that any candidate needs, by the closed forms, and that candidate
+        self.least: tuple[float, Candidate] | None = None
+        #: what was simulated
+        self.tried: list[Estimate] = []
+
+    def run(self, num_best: int) -> Plan:
+        bounded = sorted(self._bounded(), key=lambda one: (one.expected_s, str(one.candidate)))
+        self.progress(f"{len(bounded)} candidates may fit, {sum(self.left_out.values())} do not")
+        best = self._simulated(bounded, num_best)
+        if not best:
+            raise NothingFits(self._needed())
+        best = self._with_searched(best, num_best)
+        return Plan(self.training, self.cluster, self.constants, tuple(best), tuple(self.tried), dict(self.left_out))
+
+    # ---- candidates and what is known of them
+
+    def _bounded(self) -> Iterator[Bounded]:
+        found = False
+        for layout in layouts(self.training, self.cluster):
+            found = True
+            for recompute in (Recompute.NONE, Recompute.FULL):
+                for zero in (0, 1) if layout.dp * layout.cp > 1 else (0,):
+                    yield from self._of_layout(layout, recompute, zero)
+        if not found:
+            raise NothingFits(_impossible(self.training, self.cluster))
+
+    def _of_layout(self, layout: Layout, recompute: Recompute, zero: int) -> Iterator[Bounded]:
+        training, share = self.training, self.training.num_sequences // layout.dp
+        for microbatch in _MICROBATCHES:
+            if share % microbatch or (microbatch > 1 and layout.cp > 1):
+                continue
+            base = Candidate(layout, "1f1b", 1, microbatch, share // microbatch, zero, recompute)
+            rank = _RankCosts.of(training, base, self.cluster, self.constants)
+            for family in FAMILIES if layout.pp > 1 else FAMILIES[:1]:
+                for stages in family.stages:
+                    candidate = replace(base, schedule=family.name, stages_per_rank=stages)
+                    bounded = self._one(candidate, family, rank)
+                    if bounded is not None:
+                        yield bounded
+
+    def _one(self, candidate: Candidate, family: Family, rank: _RankCosts) -> Bounded | None:
+        """Bound one candidate; None, and counted, if it is impossible or too big."""
+        layout, stages, num = candidate.layout, candidate.stages_per_rank, candidate.num_microbatches
+        ranks = layout.pp
+        if family.name in _COMBINED and layout.ep == 1:
+            return None
+        if stages * ranks > len(self.training.shape.pattern) + 2 or (
+            family.name.endswith("interleaved") and num % ranks and num < ranks
+        ):
+            return None
+        # The fullest rank of some cut keeps at least the mean; the closed form's error is the margin's business.
+        needed = rank.state_bytes + family.live(ranks, num, stages) * rank.kept_bytes
+        if self.least is None or needed < self.least[0]:
+            self.least = needed, candidate
+        if needed > _MARGIN * self.cluster.device.memory_bytes:
+            self.left_out["too big by the closed forms"] += 1
+            return None
+        actions_s = self.constants.action_s * 2 * stages
+        bound_s = num * (rank.microbatch_s + actions_s) + rank.after_s
+        expected_s = bound_s + family.bubble(ranks, stages) * (rank.microbatch_s + actions_s)
+        return Bounded(candidate, expected_s, bound_s)
+
+    # ---- simulation
+
+    def _simulated(self, bounded: Sequence[Bounded], num_best: int) -> list[Estimate]:
+        """Simulate in order of the expected step until none can be among the best, or the actions are spent."""
+        best: list[Estimate] = []
+        num_left = _NUM_ACTIONS
+        for number, one in enumerate(bounded):
+            worst = best[num_best - 1].step_s if len(best) >= num_best else math.inf
+            size = _num_actions(one.candidate)
+            if one.bound_s > worst:
+                self.left_out["no order can be among the best"] += 1
+            elif num_left <= 0 or size > _NUM_ACTIONS_OF_ONE:
+                self.left_out["expected to be slower, not simulated"] += 1
+            else:
+                num_left -= size
+                self.progress(f"simulating {number + 1}/{len(bounded)}: {one.candidate}")
+                if (found := self._estimate(one.candidate)) is not None:
+                    best = sorted([*best, found], key=lambda e: (e.step_s, str(e.candidate)))[: num_best + 1]
+        return best[:num_best]
+
+    def _estimate(self, candidate: Candidate) -> Estimate | None:
+        """Simulate a candidate; None if it cannot be built or does not fit."""
+        try:
+            found = estimate(self.training, candidate, self.cluster, self.constants)
+        except ValueError:
+            self.left_out["not possible for the schedule"] += 1
+            return None
+        self.tried.append(found)
+        if found.peak_bytes > self.cluster.device.memory_bytes:
+            self.left_out["too big when simulated"] += 1
+            return None
+        return found
+
+    def _with_searched(self, best: list[Estimate], num_best: int) -> list[Estimate]:
+        """Add the orders that `auto` finds for the fastest layouts, where they are small enough to search."""
+        found = list(best)
+        seen: set[tuple[Layout, int, Recompute]] = set()
+        for one in best[:3]:
+            own, layout = one.candidate, one.candidate.layout
+            key = layout, own.microbatch, own.recompute
+            small = 1 < layout.pp <= _SEARCHED_RANKS and own.num_microbatches <= _SEARCHED_MICROBATCHES
+            if key in seen or not small:
+                continue
+            seen.add(key)
+            room = self.cluster.device.memory_bytes - (one.memory.total - one.memory.tapes)
+            rank = _RankCosts.of(self.training, own, self.cluster, self.constants)
+            live = math.floor(min(2 * layout.pp, room / (_MARGIN * rank.kept_bytes)))
+            if live >= 1:
+                options = (("effort", _EFFORT), ("max_live_microbatches", float(live)))
+                searched = replace(own, schedule="auto", stages_per_rank=1, options=options)
+                self.progress(f"searching an order: {searched}")
+                if (made := self._estimate(searched)) is not None:
+                    found.append(made)
+        return sorted(found, key=lambda e: (e.step_s, str(e.candidate)))[:num_best]
+
+    def _needed(self) -> str:
+        """What would be needed, when nothing fits."""
+        assert self.least is not None
+        needed, candidate = self.least
+        if self.tried:
+            smallest = min(self.tried, key=lambda one: one.peak_bytes)
+            needed, candidate = smallest.peak_bytes, smallest.candidate
+        have = self.cluster.device.memory_bytes
+        more = math.ceil(needed / have * self.cluster.num_devices / self.cluster.devices_per_host)
+        return (
+            f"no layout of {self.cluster.num_devices} devices fits: the least that one needs is {needed / 2**30:,.1f} "
+            f"GiB on its fullest rank ({candidate}), and a device has {have / 2**30:,.1f} GiB; about "
+            f"{more * self.cluster.devices_per_host} devices would do, or devices of that size"
+        )
+
+
+def _impossible(training: Training, cluster: Cluster) -> str:
+    return (
+        f"no layout of {cluster.num_devices} devices can share {training.num_sequences} sequences of a step and "
+        f"{len(training.shape.pattern)} blocks of {training.shape.num_heads} heads: some product of pp, tp and cp "
+        "must leave a number of data-parallel ranks that divides the sequences"
+    )
+
+
+@dataclass(frozen=True)
+class _RankCosts:
+    """The mean rank of a layout: seconds of a microbatch and after all of them, bytes of state and of a microbatch."""
+
+    microbatch_s: float
+    after_s: float
+    state_bytes: float
+    kept_bytes: float
+
+    @classmethod
+    def of(cls, training: Training, candidate: Candidate, cluster: Cluster, constants: Constants) -> _RankCosts:
+        layout, zero = candidate.layout, candidate.zero
+        size = UnitSize(
+            training.seq_len,
+            candidate.microbatch,
+            layout.tp,
+            layout.cp,
+            layout.ep,
+            candidate.recompute,
+            element_bytes=training.parameter_bytes,
+        )
+        groups, ranks = groups_of(candidate), layout.pp
+        clock = Clock(cluster, constants, training.dtype, groups)
+        units = unit_costs(training.shape, size)
+        numbers = Counter(map(id, units))
+        once = {id(unit): unit for unit in units}
+        seconds = kept = dense = experts = 0.0
+        for key, unit in once.items():
+            passes = (unit.forward, unit.backward_input, unit.backward_weight)
+            seconds += numbers[key] * sum(clock.pass_time(work).total_s for work in passes) / ranks
+            kept += numbers[key] * unit.kept_bytes / ranks
+            dense += numbers[key] * unit.parameters / ranks
+            experts += numbers[key] * unit.expert_parameters / ranks
+        owned = dense / (groups.dp[0] if zero else 1) + experts / (groups.edp[0] if zero else 1)
+        least_s = clock.memory_s(training.optimizer_bytes * owned)
+        return cls(seconds, least_s, state_bytes(training, candidate, dense, experts).total, kept)
+
+
+def _num_actions(candidate: Candidate) -> int:
+    """The actions that are simulated for a candidate, transfers included."""
+    return 4 * candidate.layout.pp * candidate.stages_per_rank * candidate.order.num_simulated
+
+
+def schedules() -> tuple[str, ...]:
+    """The schedules that the search knows, the searched one last."""
+    return (*(family.name for family in FAMILIES if family.name in builders.names()), "auto")

@@ -1,0 +1,98 @@
+"""The planner's predictions of published runs, each with constants that were fitted on others."""
+
+from pathlib import Path
+
+import pytest
+
+from penstock.planner.fit import Linear, fit, spearman
+from penstock.planner.published import Prediction, TimedRun, predict_runs, read_runs
+from penstock.planner.report import by_group, summary
+from penstock.planner.times import Constants
+
+RUNS = Path(__file__).parents[3] / "docs" / "benchmarks" / "measured_runs.csv"
+
+
+def predicted(source: str, *fit_where: tuple[str, str]) -> list[Prediction]:
+    runs, _ = read_runs(RUNS)
+    chosen = [run for run in runs if source in run.row["source"]]
+    assert chosen
+    return predict_runs(chosen, fit_where)
+
+
+@pytest.mark.shows(140)
+def test_zero_bubble_rows_follow_from_the_others_of_their_source():
+    found = predicted("2401.10241", ("schedule", "1F1B"), ("schedule", "1F1B-I"))
+    assert len({(one.constants.compute, one.constants.action_s) for one in found}) == 1, "one pair for the source"
+    new = [one for one in found if not one.fitted]
+    assert len(new) >= 12 and all(one.run.row["schedule"].startswith("ZB") for one in new)
+    errors = [abs(one.error) for one in new]
+    assert sum(errors) / len(errors) <= 0.019 and max(errors) <= 0.036
+    settings = {(one.run.row["model"], one.run.row["num_microbatches"], one.run.row["schedule"]): one for one in found}
+    pairs = [
+        (settings[model, number, "1F1B-I"], one) for (model, number, name), one in settings.items() if name == "ZB-1p"
+    ]
+    # A setting in which both were measured alike has no faster one.
+    pairs = [(a, b) for a, b in pairs if a.run.measured_s != b.run.measured_s]
+    assert len(pairs) >= 5
+    for ours, other in pairs:
+        assert (ours.predicted_s < other.predicted_s) == (ours.run.measured_s < other.run.measured_s), other.run.row
+
+
+@pytest.mark.shows(141)
+def test_the_analytic_rows_are_each_predicted_by_the_others():
+    found = predicted("2205.05198")
+    errors = [abs(one.error) for one in found]
+    assert len(found) >= 6 and not any(one.fitted for one in found)
+    assert sum(errors) / len(errors) <= 0.036 and max(errors) <= 0.08
+
+
+@pytest.mark.parametrize("source", ["NeMo docs", "MegaScale", "2407.21783", "torchtitan"])
+def test_layouts_of_one_source_come_in_the_measured_order(source: str):
+    for group, own in by_group(predicted(source)).items():
+        found = summary(group, own)
+        assert found["runs"] >= 3 and found["rank_correlation"] >= 0.9, group
+        assert found["too_big"] == 0, group
+
+
+def test_a_run_is_not_predicted_by_constants_fitted_on_itself():
+    runs = [run for run in read_runs(RUNS)[0] if "MegaScale" in run.row["source"]]
+    before = predict_runs(runs)
+    slow = [type(run)(**{**vars(run), "measured_s": 3 * run.measured_s}) if run is runs[2] else run for run in runs]
+    after = predict_runs(slow)
+    assert after[2].predicted_s == before[2].predicted_s
+    assert any(a.predicted_s != b.predicted_s for a, b in zip(after, before, strict=True))
+
+
+def test_constants_come_back_from_the_steps_they_make():
+    rows = [Linear(0.1, slow, num, 0.1 + slow / 0.6 + num * 2e-3) for slow, num in ((1, 10), (2, 50), (3, 20))]
+    found = fit(rows, Constants())
+    assert found.compute == pytest.approx(0.6) and found.action_s == pytest.approx(2e-3)
+    assert fit([], Constants()) == Constants()
+    assert fit([Linear(0.0, 1.0, 100.0, 0.5)], Constants()).compute == 1.0, "no product is above the peak"
+
+
+def test_ranks_share_ties():
+    assert spearman([1, 2, 2, 3], [1, 2, 2, 3]) == pytest.approx(1)
+    assert spearman([1, 2, 3], [3, 2, 1]) == pytest.approx(-1)
+    assert spearman([1, 1], [1, 2]) is None
+
+
+def test_rows_that_lack_something_are_named_with_the_reason():
+    runs, others = read_runs(RUNS)
+    assert len(runs) + len(others) == 318
+    assert len(runs) >= 250 and all(reason for _, reason in others)
+    assert sum(isinstance(run, TimedRun) for run in runs) == 36
+
+
+def test_bad_input_is_refused(tmp_path: Path):
+    runs, _ = read_runs(RUNS)
+    with pytest.raises(ValueError, match="no column is called 'shedule'; did you mean 'schedule'"):
+        predict_runs(runs[:1], [("shedule", "1F1B")])
+    with pytest.raises(ValueError, match="no run that can be predicted has schedule = nothing"):
+        predict_runs(runs[:1], [("schedule", "nothing")])
+    empty = tmp_path / "runs.csv"
+    empty.write_text("source,where\n")
+    with pytest.raises(ValueError, match=r"has no column (source|model)"):
+        read_runs(empty)
+    with pytest.raises(ValueError, match=r"cannot be read: no such file"):
+        read_runs(tmp_path / "missing.csv")
