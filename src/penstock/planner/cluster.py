@@ -40,7 +40,7 @@ class Device:
 
 
 @dataclass(frozen=True)
-class Link:
+class DeviceLink:
     """The link of one device, each way."""
 
     #: bytes in a second
@@ -63,9 +63,9 @@ class Cluster:
     devices_per_host: int
     device: Device
     #: between devices of a host
-    host: Link
+    host: DeviceLink
     #: between hosts
-    network: Link
+    network: DeviceLink
     source: str = ""
 
     def __post_init__(self) -> None:
@@ -108,7 +108,7 @@ class Cluster:
         except ClusterError as error:
             raise ClusterError(f"{path}: {error}") from None
 
-    def link(self, size: int, stride: int) -> Link:
+    def link(self, size: int, stride: int) -> DeviceLink:
         """The link by which each of `size` ranks, `stride` apart, reaches the others of its group.
 
         Within a host it is the host's. Between hosts, the members that a host has use their network links together, as
@@ -160,8 +160,8 @@ def from_table(table: Mapping[str, Any], name: str, num_devices: int | None = No
             raise ClusterError(f"{key} is missing; give it, or host_type = one of {', '.join(hosts())}")
         return default
 
-    def link(section: str, own: Link | None) -> Link:
-        return Link(
+    def link(section: str, own: DeviceLink | None) -> DeviceLink:
+        return DeviceLink(
             value(f"{section}.bandwidth_gb_s", own and own.bandwidth / 1e9) * 1e9,
             value(f"{section}.latency_us", own and own.latency_s * 1e6) * 1e-6,
             value(f"{section}.shared_by", own.shared_by if own else 1),

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from penstock import schedule
 from penstock.planner.cluster import Cluster
-from penstock.planner.model_costs import Kind, Recompute, UnitCosts, UnitSize, unit_costs
+from penstock.planner.model_costs import MessageKind, Recompute, UnitCosts, UnitSize, unit_costs
 from penstock.planner.shape import ModelShape
 from penstock.planner.simulation import Order, SimulatedStep, simulate_step
 from penstock.planner.times import Clock, Constants, Groups
@@ -21,7 +21,7 @@ RESERVED_BYTES = 2 * 2**30
 
 
 @dataclass(frozen=True)
-class Training:
+class Workload:
     """What is trained: a model on batches of equal sequences."""
 
     shape: ModelShape
@@ -106,7 +106,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Memory:
+class RankMemory:
     """The bytes of one rank."""
 
     parameters: float
@@ -135,7 +135,7 @@ class Estimate:
     tokens_s_device: float
     mfu: float
     bubble: float
-    memory: Memory
+    memory: RankMemory
     parts_s: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -178,41 +178,41 @@ class StageCosts:
 
     costs: schedule.Costs
     #: the rank's seconds in waits of one microbatch through a stage, by kind
-    waits_s: tuple[dict[Kind, float], ...]
+    waits_s: tuple[dict[MessageKind, float], ...]
     parameters: tuple[float, ...]
     expert_parameters: tuple[float, ...]
     transient_bytes: float
     after_s: float
 
 
-def estimate(training: Training, candidate: Candidate, cluster: Cluster, constants: Constants) -> Estimate:
+def estimate(workload: Workload, candidate: Candidate, cluster: Cluster, constants: Constants) -> Estimate:
     """Estimate a candidate's step by simulating its program.
 
     Raises: ValueError for a schedule that cannot be built, or a cut that cannot be.
     """
-    stages = stage_costs(training, candidate, cluster, constants)
+    stages = stage_costs(workload, candidate, cluster, constants)
     step = simulate_step(candidate.order, stages.costs)
     step_s = step.makespan
-    memory = fullest(training, candidate, cluster, stages, step.peak_bytes)
-    tokens = training.num_tokens / (step_s * candidate.layout.world_size)
-    flops = tokens * training.shape.flops_per_token(training.seq_len)
+    memory = fullest(workload, candidate, cluster, stages, step.peak_bytes)
+    tokens = workload.num_tokens / (step_s * candidate.layout.world_size)
+    flops = tokens * workload.shape.flops_per_token(workload.seq_len)
     return Estimate(
         candidate,
         step_s,
         tokens,
-        flops / cluster.device.peak(training.dtype),
+        flops / cluster.device.peak(workload.dtype),
         step.bubble,
         memory,
         _parts(candidate, stages, step),
     )
 
 
-def stage_costs(training: Training, candidate: Candidate, cluster: Cluster, constants: Constants) -> StageCosts:
+def stage_costs(workload: Workload, candidate: Candidate, cluster: Cluster, constants: Constants) -> StageCosts:
     """The costs of a candidate's stages, for `schedule.simulate`."""
     layout, style = candidate.layout, candidate.style
-    clock = Clock(cluster, constants, training.dtype, groups_of(candidate), style.overlapped_tensor)
+    clock = Clock(cluster, constants, workload.dtype, groups_of(candidate), style.overlapped_tensor)
     size = UnitSize(
-        training.seq_len,
+        workload.seq_len,
         candidate.microbatch,
         layout.tp,
         layout.cp,
@@ -221,10 +221,10 @@ def stage_costs(training: Training, candidate: Candidate, cluster: Cluster, cons
         style.sequence_parallel,
         style.fused_attention,
         style.fused_elements,
-        training.parameter_bytes,
+        workload.parameter_bytes,
     )
-    units = unit_costs(training.shape, size)
-    timed = {id(unit): _UnitTimes.of(unit, clock, candidate.zero, training.parameter_bytes) for unit in units}
+    units = unit_costs(workload.shape, size)
+    timed = {id(unit): _UnitTimes.of(unit, clock, candidate.zero, workload.parameter_bytes) for unit in units}
     cut = stages_of(candidate, units, [timed[id(unit)].total_s for unit in units])
     members = [[units[i] for i in stage] for stage in cut]
     times = [[timed[id(unit)] for unit in stage] for stage in members]
@@ -232,9 +232,9 @@ def stage_costs(training: Training, candidate: Candidate, cluster: Cluster, cons
     experts = tuple(sum(unit.expert_parameters for unit in stage) for stage in members)
     kept = tuple(sum(unit.kept_bytes for unit in stage) for stage in members)
     weights = tuple(sum(unit.weight_bytes for unit in stage) for stage in members)
-    reduce_s, after_s = _gradients(training, candidate, clock, (max(dense), max(experts)))
+    reduce_s, after_s = _gradients(workload, candidate, clock, (max(dense), max(experts)))
     shared = layout.tp if style.sequence_parallel else 1
-    message = training.parameter_bytes * size.tokens * training.shape.hidden_size / shared
+    message = workload.parameter_bytes * size.tokens * workload.shape.hidden_size / shared
     transfer = clock.message_s(message, _pipeline_stride(layout)) if layout.pp > 1 else 0.0
     costs = schedule.Costs(
         forward=tuple(sum(t.forward_s for t in stage) for stage in times),
@@ -258,7 +258,7 @@ class _UnitTimes:
     forward_s: float
     input_s: float
     weight_s: float
-    waits_s: dict[Kind, float]
+    waits_s: dict[MessageKind, float]
 
     @property
     def total_s(self) -> float:
@@ -267,7 +267,7 @@ class _UnitTimes:
     @classmethod
     def of(cls, unit: UnitCosts, clock: Clock, zero: int, parameter_bytes: int) -> _UnitTimes:
         passes = [clock.pass_time(work) for work in (unit.forward, unit.backward_input, unit.backward_weight)]
-        waits: dict[Kind, float] = {}
+        waits: dict[MessageKind, float] = {}
         for one in passes:
             for kind, wait in one.waits_s.items():
                 waits[kind] = waits.get(kind, 0.0) + wait
@@ -278,12 +278,12 @@ class _UnitTimes:
             gathered = clock.transfer_s(parameter_bytes * unit.parameters * (group[0] - 1) / group[0], group)
             more = max(0.0, gathered - forward), max(0.0, 2 * gathered - inputs - weights)
             forward, inputs = forward + more[0], inputs + more[1]
-            waits[Kind.GRADIENTS] = sum(more)
+            waits[MessageKind.GRADIENTS] = sum(more)
         return cls(forward, inputs, weights, waits)
 
 
-def _sum_waits(units: Sequence[_UnitTimes]) -> dict[Kind, float]:
-    found: dict[Kind, float] = {}
+def _sum_waits(units: Sequence[_UnitTimes]) -> dict[MessageKind, float]:
+    found: dict[MessageKind, float] = {}
     for unit in units:
         for kind, wait in unit.waits_s.items():
             found[kind] = found.get(kind, 0.0) + wait
@@ -305,7 +305,7 @@ def _cut(times: tuple[int, ...], placement: schedule.Placement) -> tuple[range, 
 
 
 def _gradients(
-    training: Training, candidate: Candidate, clock: Clock, largest: tuple[float, float]
+    workload: Workload, candidate: Candidate, clock: Clock, largest: tuple[float, float]
 ) -> tuple[float, float]:
     """The seconds of a stage's gradient reduction, and of the optimizer step of a rank.
 
@@ -321,12 +321,12 @@ def _gradients(
     # An all-reduce scatters and gathers; ZeRO's gradients are only scattered.
     reduce_s = 0.0 if zero == 3 else sent_s(_GRADIENT) * (2 if zero == 0 else 1)
     owned = sum(count / (group[0] if zero else 1) for count, group in zip(largest, groups, strict=True))
-    traffic = 2 * training.optimizer_bytes + _GRADIENT + training.parameter_bytes
+    traffic = 2 * workload.optimizer_bytes + _GRADIENT + workload.parameter_bytes
     step_s = clock.memory_s(per_rank * owned * traffic)
-    return reduce_s, step_s + (per_rank * sent_s(training.parameter_bytes) if zero in (1, 2) else 0.0)
+    return reduce_s, step_s + (per_rank * sent_s(workload.parameter_bytes) if zero in (1, 2) else 0.0)
 
 
-def state_bytes(training: Training, candidate: Candidate, dense: float, experts: float) -> Memory:
+def state_bytes(workload: Workload, candidate: Candidate, dense: float, experts: float) -> RankMemory:
     """The bytes of the parameters, gradients and optimizer state of a rank with so many parameters."""
     groups, style = groups_of(candidate), candidate.style
 
@@ -335,23 +335,23 @@ def state_bytes(training: Training, candidate: Candidate, dense: float, experts:
             return size * (dense + experts)
         return size * (dense / groups.dp[0] + experts / groups.edp[0])
 
-    return Memory(
-        shared(style.parameter_bytes or training.parameter_bytes, 3),
+    return RankMemory(
+        shared(style.parameter_bytes or workload.parameter_bytes, 3),
         shared(style.gradient_bytes or _GRADIENT, 2),
-        shared(training.optimizer_bytes, 1),
+        shared(workload.optimizer_bytes, 1),
     )
 
 
 def fullest(
-    training: Training, candidate: Candidate, cluster: Cluster, stages: StageCosts, peaks: Sequence[float]
-) -> Memory:
+    workload: Workload, candidate: Candidate, cluster: Cluster, stages: StageCosts, peaks: Sequence[float]
+) -> RankMemory:
     """The memory of the rank that needs the most."""
     placement, found = candidate.order.placement, []
     reserved = RESERVED_BYTES if cluster.device.memory_bandwidth > 1e12 else 0.0
     for rank, tapes in enumerate(peaks):
         own = [number % len(stages.parameters) for number in placement.stages_of(rank)]
         state = state_bytes(
-            training, candidate, sum(stages.parameters[i] for i in own), sum(stages.expert_parameters[i] for i in own)
+            workload, candidate, sum(stages.parameters[i] for i in own), sum(stages.expert_parameters[i] for i in own)
         )
         found.append(replace(state, tapes=tapes, transient=stages.transient_bytes, reserved=reserved))
     return max(found, key=lambda memory: memory.total)

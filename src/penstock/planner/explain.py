@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from penstock.planner.cluster import Cluster
-from penstock.planner.estimate import Candidate, Estimate, Training, estimate
+from penstock.planner.estimate import Candidate, Estimate, Workload, estimate
 from penstock.planner.model_costs import Recompute
 from penstock.planner.times import Constants
 from penstock.settings import ConfigError, Layout
@@ -36,35 +36,35 @@ def differences(first: Estimate, second: Estimate) -> list[tuple[str, float]]:
 
 
 def well_known(
-    training: Training, cluster: Cluster, constants: Constants, best: Estimate
+    workload: Workload, cluster: Cluster, constants: Constants, best: Estimate
 ) -> tuple[tuple[str, str], ...]:
     """The layouts that many would start with, each with the reason why it is not the first of a plan."""
     found = []
-    for name, candidates in _known(training, cluster):
-        found.append((name, _reason(list(candidates), training, cluster, constants, best)))
+    for name, candidates in _known(workload, cluster):
+        found.append((name, _reason(list(candidates), workload, cluster, constants, best)))
     return tuple(found)
 
 
-def _known(training: Training, cluster: Cluster) -> Iterator[tuple[str, list[Candidate]]]:
+def _known(workload: Workload, cluster: Cluster) -> Iterator[tuple[str, list[Candidate]]]:
     """Yield well-known layouts, each with its candidates from the one that keeps the least on."""
     devices, in_host = cluster.num_devices, min(cluster.num_devices, cluster.devices_per_host, 8)
     again = (Recompute.NONE, Recompute.FULL)
 
     def made(tp: int, pp: int, name: str, stages: int) -> list[Candidate]:
         dp, rest = divmod(devices, tp * pp)
-        if rest or not dp or training.num_sequences % dp:
+        if rest or not dp or workload.num_sequences % dp:
             return []
         try:
             layout = Layout(pp=pp, dp=dp, tp=tp, order=_ORDER)
         except ConfigError:
             return []
-        number = training.num_sequences // dp
+        number = workload.num_sequences // dp
         zero = 1 if dp > 1 else 0
         return [Candidate(layout, name, stages, 1, number, zero, recompute) for recompute in again]
 
     yield "data parallel alone, with ZeRO-1", made(1, 1, "1f1b", 1)
     yield f"tensor parallel in groups of {in_host}, data parallel beyond", made(in_host, 1, "1f1b", 1)
-    pipelines = [pp for pp in (2, 4, 8, 16, 32) if pp <= devices and pp <= len(training.shape.pattern)]
+    pipelines = [pp for pp in (2, 4, 8, 16, 32) if pp <= devices and pp <= len(workload.shape.pattern)]
     yield "pipeline alone, 1F1B", [one for pp in reversed(pipelines) for one in made(1, pp, "1f1b", 1)]
     with_tensor = [one for pp in pipelines for one in made(in_host, pp, "interleaved", 2)]
     yield f"tensor parallel in groups of {in_host}, interleaved 1F1B beyond (Megatron-LM's advice)", with_tensor
@@ -72,15 +72,15 @@ def _known(training: Training, cluster: Cluster) -> Iterator[tuple[str, list[Can
 
 
 def _reason(
-    candidates: list[Candidate], training: Training, cluster: Cluster, constants: Constants, best: Estimate
+    candidates: list[Candidate], workload: Workload, cluster: Cluster, constants: Constants, best: Estimate
 ) -> str:
     """Say why the first candidate that fits is slower, or that none fits."""
     if not candidates:
-        return f"{training.num_sequences} sequences and {cluster.num_devices} devices cannot be shared so"
+        return f"{workload.num_sequences} sequences and {cluster.num_devices} devices cannot be shared so"
     least: Estimate | None = None
     for candidate in candidates:
         try:
-            found = estimate(training, candidate, cluster, constants)
+            found = estimate(workload, candidate, cluster, constants)
         except ValueError:
             continue
         if found.peak_bytes <= cluster.device.memory_bytes:

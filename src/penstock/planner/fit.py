@@ -15,7 +15,7 @@ _LEAST, _MOST = 0.02, 1.0
 
 
 @dataclass(frozen=True)
-class Linear:
+class LinearStep:
     """A step's seconds around some constants, as ``fixed + slowness / compute + actions * action_s``.
 
     A simulated step is a longest path, so this is exact as long as the path stays the same.
@@ -27,7 +27,7 @@ class Linear:
     measured_s: float
 
     @classmethod
-    def around(cls, predict: Predict, constants: Constants, measured_s: float) -> Linear:
+    def around(cls, predict: Predict, constants: Constants, measured_s: float) -> LinearStep:
         """Take the slopes from three predictions."""
         slower = replace(constants, compute=constants.compute / 1.05)
         delay = max(constants.action_s, 1e-4) / 4
@@ -38,7 +38,7 @@ class Linear:
         return cls(fixed, slowness, actions, measured_s)
 
 
-def fit(rows: Sequence[Linear], start: Constants) -> Constants:
+def fit(rows: Sequence[LinearStep], start: Constants) -> Constants:
     """The constants with the least sum of squared relative errors over some measured steps.
 
     The time of an action is at least none, and `compute` lies between 0.02 and 1; at its limit the other constant is

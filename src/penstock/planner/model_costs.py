@@ -33,7 +33,7 @@ class Recompute(Enum):
     FULL = "full"
 
 
-class Kind(Enum):
+class MessageKind(Enum):
     """The kind of traffic between ranks."""
 
     TENSOR = "tp"

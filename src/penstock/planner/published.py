@@ -11,8 +11,8 @@ from pathlib import Path
 
 from penstock import schedule
 from penstock.planner.cluster import Cluster, ClusterError, hosts, unknown
-from penstock.planner.estimate import Candidate, Style, Training, estimate
-from penstock.planner.fit import Linear, fit
+from penstock.planner.estimate import Candidate, Style, Workload, estimate
+from penstock.planner.fit import LinearStep, fit
 from penstock.planner.model_costs import Recompute
 from penstock.planner.shape import ModelShape, find_model
 from penstock.planner.simulation import Order, simulate_step
@@ -38,7 +38,7 @@ class NotPredicted(ValueError):
 
 
 @dataclass(frozen=True)
-class Run:
+class PublishedRun:
     """A measured run.
 
     `predict` gives the step's seconds under some constants. `peak_bytes` is None where unit times were measured, so
@@ -73,7 +73,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class TimedRun(Run):
+class TimedRun(PublishedRun):
     """A run whose source published the measured times of a microbatch on a rank (in seconds here)."""
 
     order: Order
@@ -97,30 +97,30 @@ class TimedRun(Run):
 
 
 @dataclass(frozen=True)
-class ShapedRun(Run):
+class ShapedRun(PublishedRun):
     """A run known by its model, layout and machines."""
 
-    training: Training
+    workload: Workload
     candidate: Candidate
     cluster: Cluster
     #: True if the source names what backward recomputes
     names_recompute: bool
 
     def predict(self, constants: Constants) -> float:
-        return estimate(self.training, self.candidate, self.cluster, constants).step_s
+        return estimate(self.workload, self.candidate, self.cluster, constants).step_s
 
     def peak_bytes(self) -> float:
         """The bytes of the fullest rank; with the most recomputation where the source does not name it."""
         candidate = self.candidate
         if not self.names_recompute:
             candidate = replace(candidate, recompute=Recompute.FULL)
-        return estimate(self.training, candidate, self.cluster, Constants()).peak_bytes
+        return estimate(self.workload, candidate, self.cluster, Constants()).peak_bytes
 
     def memory_bytes(self) -> float:
         return self.cluster.device.memory_bytes
 
 
-def read_runs(path: str | Path) -> tuple[list[Run], list[tuple[Row, str]]]:
+def read_runs(path: str | Path) -> tuple[list[PublishedRun], list[tuple[Row, str]]]:
     """Read a table of measured runs.
 
     Returns: the runs that can be predicted, and the other rows with the reason why not.
@@ -135,7 +135,7 @@ def read_runs(path: str | Path) -> tuple[list[Run], list[tuple[Row, str]]]:
     missing = [name for name in _COLUMNS if not rows or name not in rows[0]]
     if missing:
         raise ValueError(f"{path} has no column {missing[0]}; a table of runs has {', '.join(_COLUMNS)} and others")
-    runs: list[Run] = []
+    runs: list[PublishedRun] = []
     others: list[tuple[Row, str]] = []
     for row in rows:
         try:
@@ -147,6 +147,11 @@ def read_runs(path: str | Path) -> tuple[list[Run], list[tuple[Row, str]]]:
 
 class _Reader:
     """Reads one row; its properties raise NotPredicted for what the row lacks."""
+
+    #: column -> text, without spaces around it
+    row: dict[str, str]
+    #: the row's note, in which sources say what no column has
+    note: str
 
     def __init__(self, row: dict[str, str]) -> None:
         self.row, self.note = row, row.get("note", "")
@@ -261,7 +266,7 @@ class _Reader:
         again = 4 / 3 if self.recompute is Recompute.FULL else 1
         return tokens * flops * again / (self.number("tflops_gpu") * 1e12 * self.count("gpus"))
 
-    def run(self) -> Run:
+    def run(self) -> PublishedRun:
         measured_s = self.measured_s()
         tokens = self.num_sequences * self.number("seq_len", 1) / self.count("gpus")
         if "LoRA" in self.row.get("task", "") or "LoRA" in self.row["model"]:
@@ -311,8 +316,8 @@ class _Reader:
             _even_cut(shape, layout.pp * order.stages_per_rank),
             style,
         )
-        training = Training(shape, length, self.num_sequences, dtype)
-        return ShapedRun(self.row, measured_s, tokens, training, candidate, self.cluster, self.recompute is not None)
+        workload = Workload(shape, length, self.num_sequences, dtype)
+        return ShapedRun(self.row, measured_s, tokens, workload, candidate, self.cluster, self.recompute is not None)
 
 
 def _link_s(cluster: Cluster, rank: int, other: int, sent_bytes: float) -> float:
@@ -340,7 +345,7 @@ def _even_cut(shape: ModelShape, num_stages: int) -> tuple[int, ...] | None:
 class Prediction:
     """A run with what was predicted for it, by which constants."""
 
-    run: Run
+    run: PublishedRun
     predicted_s: float
     constants: Constants
     #: True if the constants were fitted on this run too
@@ -354,7 +359,7 @@ class Prediction:
 
 
 def predict_runs(
-    runs: Sequence[Run], fit_where: Sequence[tuple[str, str]] = (), progress: Progress = lambda text: None
+    runs: Sequence[PublishedRun], fit_where: Sequence[tuple[str, str]] = (), progress: Progress = lambda text: None
 ) -> list[Prediction]:
     """Predict runs with constants fitted on others.
 
@@ -366,10 +371,10 @@ def predict_runs(
     """
     chosen = _chosen(runs, fit_where)
     start = {id(run): Constants(compute=1.0) if isinstance(run, TimedRun) else Constants() for run in runs}
-    linear: dict[int, Linear] = {}
+    linear: dict[int, LinearStep] = {}
     for number, run in enumerate(runs, start=1):
         if not fit_where or id(run) in chosen:
-            linear[id(run)] = Linear.around(run.predict, start[id(run)], run.measured_s)
+            linear[id(run)] = LinearStep.around(run.predict, start[id(run)], run.measured_s)
         progress(f"{number}/{len(runs)} {run.row['source'][:40]}: {run.row['model']}")
     found = []
     for run in runs:
@@ -381,7 +386,7 @@ def predict_runs(
     return found
 
 
-def _fitting(run: Run, runs: Sequence[Run], chosen: set[int], given: bool) -> Iterator[Run]:
+def _fitting(run: PublishedRun, runs: Sequence[PublishedRun], chosen: set[int], given: bool) -> Iterator[PublishedRun]:
     """The runs that a run's constants are fitted on."""
     if not given:
         yield from (other for other in runs if other is not run and other.constants_of == run.constants_of)
@@ -391,7 +396,7 @@ def _fitting(run: Run, runs: Sequence[Run], chosen: set[int], given: bool) -> It
     yield from same or (other for other in runs if id(other) in chosen and type(other) is kind)
 
 
-def _chosen(runs: Sequence[Run], fit_where: Sequence[tuple[str, str]]) -> set[int]:
+def _chosen(runs: Sequence[PublishedRun], fit_where: Sequence[tuple[str, str]]) -> set[int]:
     wanted: dict[str, set[str]] = {}
     for column, value in fit_where:
         if runs and column not in runs[0].row:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from penstock.planner.cluster import Cluster
-from penstock.planner.estimate import Candidate, Estimate, Training, estimate, groups_of, state_bytes
+from penstock.planner.estimate import Candidate, Estimate, Workload, estimate, groups_of, state_bytes
 from penstock.planner.explain import well_known
 from penstock.planner.model_costs import Recompute, UnitSize, unit_costs
 from penstock.planner.shape import EXPERTS
@@ -25,7 +25,7 @@ class NothingFits(ValueError):
 
 
 @dataclass(frozen=True)
-class Family:
+class ScheduleFamily:
     """A schedule as the search sees it, before it is simulated.
 
     `live`: the microbatches of a whole rank's activations that its fullest rank keeps, of p ranks, m microbatches and v
@@ -41,19 +41,21 @@ class Family:
 
 # Interleaved orders keep p + (p - 1) / v microbatches; those in a V keep what their names say.
 FAMILIES = (
-    Family("1f1b", (1,), lambda p, m, v: min(p, m), lambda p, v: p - 1),
-    Family("interleaved", (2, 3, 4, 6, 8), lambda p, m, v: min(p + (p - 1) / v, m), lambda p, v: (p - 1) / v),
-    Family("zb-h1", (1,), lambda p, m, v: min(p, m), lambda p, v: 2 * (p - 1) / 3),
-    Family("zb-h2", (1,), lambda p, m, v: min(2 * p - 1, m), lambda p, v: (p - 1) / 3),
-    Family("interleaved-zb", (2, 4), lambda p, m, v: min(p + (p - 1) / v, m), lambda p, v: 2 * (p - 1) / (3 * v)),
-    Family("zb-v", (2,), lambda p, m, v: min(p, m), lambda p, v: (p - 1) / 6),
-    Family("v-half", (2,), lambda p, m, v: min(p / 2 + 1, m), lambda p, v: (p - 1) / 2),
-    Family("v-min", (2,), lambda p, m, v: min(p / 3 + 2, m), lambda p, v: 2 * (p - 1) / 3),
-    Family("dualpipe-v", (2,), lambda p, m, v: min(p + 1, m), lambda p, v: (p - 1) / 3),
-    Family("looped-bfs", (2,), lambda p, m, v: m, lambda p, v: (p - 1) / v),
-    Family("afab", (1,), lambda p, m, v: m, lambda p, v: p - 1),
-    Family("combined-1f1b", (1,), lambda p, m, v: min(2 * p - 1, m), lambda p, v: p - 1),
-    Family("combined-interleaved", (2, 4), lambda p, m, v: min(2 * p, m), lambda p, v: (p - 1) / v),
+    ScheduleFamily("1f1b", (1,), lambda p, m, v: min(p, m), lambda p, v: p - 1),
+    ScheduleFamily("interleaved", (2, 3, 4, 6, 8), lambda p, m, v: min(p + (p - 1) / v, m), lambda p, v: (p - 1) / v),
+    ScheduleFamily("zb-h1", (1,), lambda p, m, v: min(p, m), lambda p, v: 2 * (p - 1) / 3),
+    ScheduleFamily("zb-h2", (1,), lambda p, m, v: min(2 * p - 1, m), lambda p, v: (p - 1) / 3),
+    ScheduleFamily(
+        "interleaved-zb", (2, 4), lambda p, m, v: min(p + (p - 1) / v, m), lambda p, v: 2 * (p - 1) / (3 * v)
+    ),
+    ScheduleFamily("zb-v", (2,), lambda p, m, v: min(p, m), lambda p, v: (p - 1) / 6),
+    ScheduleFamily("v-half", (2,), lambda p, m, v: min(p / 2 + 1, m), lambda p, v: (p - 1) / 2),
+    ScheduleFamily("v-min", (2,), lambda p, m, v: min(p / 3 + 2, m), lambda p, v: 2 * (p - 1) / 3),
+    ScheduleFamily("dualpipe-v", (2,), lambda p, m, v: min(p + 1, m), lambda p, v: (p - 1) / 3),
+    ScheduleFamily("looped-bfs", (2,), lambda p, m, v: m, lambda p, v: (p - 1) / v),
+    ScheduleFamily("afab", (1,), lambda p, m, v: m, lambda p, v: p - 1),
+    ScheduleFamily("combined-1f1b", (1,), lambda p, m, v: min(2 * p - 1, m), lambda p, v: p - 1),
+    ScheduleFamily("combined-interleaved", (2, 4), lambda p, m, v: min(2 * p, m), lambda p, v: (p - 1) / v),
 )
 # Fused pairs hide experts' messages; without experts on other ranks they gain nothing.
 _COMBINED = ("combined-1f1b", "combined-interleaved", "dualpipe-v")
@@ -87,7 +89,7 @@ class Plan:
     which they were not; `known` says of well-known layouts why they are not the first.
     """
 
-    training: Training
+    workload: Workload
     cluster: Cluster
     constants: Constants
     best: tuple[Estimate, ...]
@@ -97,7 +99,7 @@ class Plan:
 
 
 def plan(
-    training: Training,
+    workload: Workload,
     cluster: Cluster,
     constants: Constants | None = None,
     *,
@@ -109,37 +111,37 @@ def plan(
     Raises: NothingFits with what would be needed; ValueError for a batch that no layout can share.
     """
     constants = constants or Constants()
-    search = _Search(training, cluster, constants, progress)
+    search = _Search(workload, cluster, constants, progress)
     found = search.run(num_best)
-    return replace(found, known=well_known(training, cluster, constants, found.best[0]))
+    return replace(found, known=well_known(workload, cluster, constants, found.best[0]))
 
 
-def layouts(training: Training, cluster: Cluster) -> Iterator[Layout]:
+def layouts(workload: Workload, cluster: Cluster) -> Iterator[Layout]:
     """Yield the layouts of all devices that the model and the batch can be shared by."""
-    shape, devices = training.shape, cluster.num_devices
+    shape, devices = workload.shape, cluster.num_devices
     for tp in _divisors(devices):
-        if tp > cluster.devices_per_host or not _can_share(training, tp):
+        if tp > cluster.devices_per_host or not _can_share(workload, tp):
             continue
         for pp in _divisors(devices // tp):
             if pp > min(_MOST_RANKS, len(shape.pattern)):
                 continue
             for cp in _divisors(devices // tp // pp):
                 dp = devices // (tp * pp * cp)
-                short = cp > 1 and training.seq_len // cp < _LEAST_TOKENS
-                if short or training.num_sequences % dp or cp & (cp - 1):
+                short = cp > 1 and workload.seq_len // cp < _LEAST_TOKENS
+                if short or workload.num_sequences % dp or cp & (cp - 1):
                     continue
-                for ep in _expert_groups(training, dp * cp):
+                for ep in _expert_groups(workload, dp * cp):
                     yield Layout(pp=pp, dp=dp, cp=cp, tp=tp, ep=ep, order="pp-dp-cp-tp")
 
 
-def _can_share(training: Training, tp: int) -> bool:
-    shape = training.shape
+def _can_share(workload: Workload, tp: int) -> bool:
+    shape = workload.shape
     key_heads = max(shape.num_kv_heads, tp) % min(shape.num_kv_heads, tp) == 0
     return shape.num_heads % tp == 0 and shape.intermediate_size % tp == 0 and key_heads
 
 
-def _expert_groups(training: Training, ranks: int) -> list[int]:
-    experts = training.shape.num_experts if EXPERTS in training.shape.pattern else 0
+def _expert_groups(workload: Workload, ranks: int) -> list[int]:
+    experts = workload.shape.num_experts if EXPERTS in workload.shape.pattern else 0
     if not experts:
         return [1]
     return [ep for ep in _divisors(math.gcd(ranks, experts)) if ep & (ep - 1) == 0]
@@ -154,14 +156,26 @@ def _divisors(number: int) -> tuple[int, ...]:
 class _Search:
     """One search: makes candidates, bounds them, and simulates the most promising."""
 
-    def __init__(self, training: Training, cluster: Cluster, constants: Constants, progress: Progress) -> None:
-        self.training, self.cluster, self.constants, self.progress = training, cluster, constants, progress
-        #: reason -> the number of candidates that were left out for it
-        self.left_out: Counter[str] = Counter()
-        #: the least bytes that any candidate needs, by the closed forms, and that candidate
-        self.least: tuple[float, Candidate] | None = None
-        #: what was simulated
-        self.tried: list[Estimate] = []
+    #: the model and the batch
+    workload: Workload
+    #: the devices
+    cluster: Cluster
+    #: the constants of the cost model
+    constants: Constants
+    #: called with a line of progress
+    progress: Progress
+    #: reason -> the number of candidates that were left out for it
+    left_out: Counter[str]
+    #: the least bytes that any candidate needs by the closed forms, and that candidate; None before the first
+    least: tuple[float, Candidate] | None
+    #: what was simulated
+    tried: list[Estimate]
+
+    def __init__(self, workload: Workload, cluster: Cluster, constants: Constants, progress: Progress) -> None:
+        self.workload, self.cluster, self.constants, self.progress = workload, cluster, constants, progress
+        self.left_out = Counter()
+        self.least = None
+        self.tried = []
 
     def run(self, num_best: int) -> Plan:
         bounded = sorted(self._bounded(), key=lambda one: (one.expected_s, str(one.candidate)))
@@ -170,27 +184,27 @@ class _Search:
         if not best:
             raise NothingFits(self._needed())
         best = self._with_searched(best, num_best)
-        return Plan(self.training, self.cluster, self.constants, tuple(best), tuple(self.tried), dict(self.left_out))
+        return Plan(self.workload, self.cluster, self.constants, tuple(best), tuple(self.tried), dict(self.left_out))
 
     # ---- candidates and what is known of them
 
     def _bounded(self) -> Iterator[Bounded]:
         found = False
-        for layout in layouts(self.training, self.cluster):
+        for layout in layouts(self.workload, self.cluster):
             found = True
             for recompute in (Recompute.NONE, Recompute.FULL):
                 for zero in (0, 1) if layout.dp * layout.cp > 1 else (0,):
                     yield from self._of_layout(layout, recompute, zero)
         if not found:
-            raise NothingFits(_impossible(self.training, self.cluster))
+            raise NothingFits(_impossible(self.workload, self.cluster))
 
     def _of_layout(self, layout: Layout, recompute: Recompute, zero: int) -> Iterator[Bounded]:
-        training, share = self.training, self.training.num_sequences // layout.dp
+        workload, share = self.workload, self.workload.num_sequences // layout.dp
         for microbatch in _MICROBATCHES:
             if share % microbatch or (microbatch > 1 and layout.cp > 1):
                 continue
             base = Candidate(layout, "1f1b", 1, microbatch, share // microbatch, zero, recompute)
-            rank = _RankCosts.of(training, base, self.cluster, self.constants)
+            rank = _RankCosts.of(workload, base, self.cluster, self.constants)
             for family in FAMILIES if layout.pp > 1 else FAMILIES[:1]:
                 for stages in family.stages:
                     candidate = replace(base, schedule=family.name, stages_per_rank=stages)
@@ -198,13 +212,13 @@ class _Search:
                     if bounded is not None:
                         yield bounded
 
-    def _one(self, candidate: Candidate, family: Family, rank: _RankCosts) -> Bounded | None:
+    def _one(self, candidate: Candidate, family: ScheduleFamily, rank: _RankCosts) -> Bounded | None:
         """Bound one candidate; None, and counted, if it is impossible or too big."""
         layout, stages, num = candidate.layout, candidate.stages_per_rank, candidate.num_microbatches
         ranks = layout.pp
         if family.name in _COMBINED and layout.ep == 1:
             return None
-        if stages * ranks > len(self.training.shape.pattern) + 2 or (
+        if stages * ranks > len(self.workload.shape.pattern) + 2 or (
             family.name.endswith("interleaved") and num % ranks and num < ranks
         ):
             return None
@@ -243,7 +257,7 @@ class _Search:
     def _estimate(self, candidate: Candidate) -> Estimate | None:
         """Simulate a candidate; None if it cannot be built or does not fit."""
         try:
-            found = estimate(self.training, candidate, self.cluster, self.constants)
+            found = estimate(self.workload, candidate, self.cluster, self.constants)
         except ValueError:
             self.left_out["not possible for the schedule"] += 1
             return None
@@ -265,7 +279,7 @@ class _Search:
                 continue
             seen.add(key)
             room = self.cluster.device.memory_bytes - (one.memory.total - one.memory.tapes)
-            rank = _RankCosts.of(self.training, own, self.cluster, self.constants)
+            rank = _RankCosts.of(self.workload, own, self.cluster, self.constants)
             live = math.floor(min(2 * layout.pp, room / (_MARGIN * rank.kept_bytes)))
             if live >= 1:
                 options = (("effort", _EFFORT), ("max_live_microbatches", float(live)))
@@ -291,10 +305,10 @@ class _Search:
         )
 
 
-def _impossible(training: Training, cluster: Cluster) -> str:
+def _impossible(workload: Workload, cluster: Cluster) -> str:
     return (
-        f"no layout of {cluster.num_devices} devices can share {training.num_sequences} sequences of a step and "
-        f"{len(training.shape.pattern)} blocks of {training.shape.num_heads} heads: some product of pp, tp and cp "
+        f"no layout of {cluster.num_devices} devices can share {workload.num_sequences} sequences of a step and "
+        f"{len(workload.shape.pattern)} blocks of {workload.shape.num_heads} heads: some product of pp, tp and cp "
         "must leave a number of data-parallel ranks that divides the sequences"
     )
 
@@ -309,20 +323,20 @@ class _RankCosts:
     kept_bytes: float
 
     @classmethod
-    def of(cls, training: Training, candidate: Candidate, cluster: Cluster, constants: Constants) -> _RankCosts:
+    def of(cls, workload: Workload, candidate: Candidate, cluster: Cluster, constants: Constants) -> _RankCosts:
         layout, zero = candidate.layout, candidate.zero
         size = UnitSize(
-            training.seq_len,
+            workload.seq_len,
             candidate.microbatch,
             layout.tp,
             layout.cp,
             layout.ep,
             candidate.recompute,
-            element_bytes=training.parameter_bytes,
+            element_bytes=workload.parameter_bytes,
         )
         groups, ranks = groups_of(candidate), layout.pp
-        clock = Clock(cluster, constants, training.dtype, groups)
-        units = unit_costs(training.shape, size)
+        clock = Clock(cluster, constants, workload.dtype, groups)
+        units = unit_costs(workload.shape, size)
         numbers = Counter(map(id, units))
         once = {id(unit): unit for unit in units}
         seconds = kept = dense = experts = 0.0
@@ -333,8 +347,8 @@ class _RankCosts:
             dense += numbers[key] * unit.parameters / ranks
             experts += numbers[key] * unit.expert_parameters / ranks
         owned = dense / (groups.dp[0] if zero else 1) + experts / (groups.edp[0] if zero else 1)
-        least_s = clock.memory_s(training.optimizer_bytes * owned)
-        return cls(seconds, least_s, state_bytes(training, candidate, dense, experts).total, kept)
+        least_s = clock.memory_s(workload.optimizer_bytes * owned)
+        return cls(seconds, least_s, state_bytes(workload, candidate, dense, experts).total, kept)
 
 
 def _num_actions(candidate: Candidate) -> int:

@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass
 
 from penstock.planner.cluster import Cluster
-from penstock.planner.model_costs import Kind, Work
+from penstock.planner.model_costs import MessageKind, Work
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class PassTime:
     """The seconds of a pass: computing, and waiting for messages by kind."""
 
     compute_s: float
-    waits_s: dict[Kind, float]
+    waits_s: dict[MessageKind, float]
 
     @property
     def total_s(self) -> float:
@@ -88,9 +88,9 @@ class Clock:
         compute_s += work.traffic_bytes / (ours.memory * device.memory_bandwidth)
         tensor_s = self.transfer_s(work.tensor_bytes, self.groups.tp, num_messages=2)
         waits = {
-            Kind.TENSOR: max(0.0, tensor_s - compute_s) if self.overlapped_tensor else tensor_s,
-            Kind.CONTEXT: max(0.0, self.transfer_s(work.context_bytes, self.groups.cp) - core_s),
-            Kind.EXPERTS: self._all_to_all_s(work.expert_bytes, self.groups.ep),
+            MessageKind.TENSOR: max(0.0, tensor_s - compute_s) if self.overlapped_tensor else tensor_s,
+            MessageKind.CONTEXT: max(0.0, self.transfer_s(work.context_bytes, self.groups.cp) - core_s),
+            MessageKind.EXPERTS: self._all_to_all_s(work.expert_bytes, self.groups.ep),
         }
         return PassTime(compute_s, {kind: wait for kind, wait in waits.items() if wait > 0})
 

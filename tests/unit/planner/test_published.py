@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.planner.fit import Linear, fit, spearman
+from penstock.planner.fit import LinearStep, fit, spearman
 from penstock.planner.published import Prediction, TimedRun, predict_runs, read_runs
 from penstock.planner.report import by_group, summary
 from penstock.planner.times import Constants
@@ -64,11 +64,11 @@ def test_a_run_is_not_predicted_by_constants_fitted_on_itself():
 
 
 def test_constants_come_back_from_the_steps_they_make():
-    rows = [Linear(0.1, slow, num, 0.1 + slow / 0.6 + num * 2e-3) for slow, num in ((1, 10), (2, 50), (3, 20))]
+    rows = [LinearStep(0.1, slow, num, 0.1 + slow / 0.6 + num * 2e-3) for slow, num in ((1, 10), (2, 50), (3, 20))]
     found = fit(rows, Constants())
     assert found.compute == pytest.approx(0.6) and found.action_s == pytest.approx(2e-3)
     assert fit([], Constants()) == Constants()
-    assert fit([Linear(0.0, 1.0, 100.0, 0.5)], Constants()).compute == 1.0, "no product is above the peak"
+    assert fit([LinearStep(0.0, 1.0, 100.0, 0.5)], Constants()).compute == 1.0, "no product is above the peak"
 
 
 def test_ranks_share_ties():
