@@ -6,7 +6,7 @@ Shapes: T tokens of a microbatch, D hidden size.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -22,12 +22,15 @@ from penstock.engine.parameter_groups import ParameterGroups, freeze
 from penstock.engine.sharding import Sharding, UnitSource, stepped_whole, units_for
 from penstock.engine.steppers import state_kinds
 from penstock.model import ModelGroups, Sequences, UnitSpec, WeightGradients, cross_entropy_sum, defer, drain
-from penstock.model.groups import PlannedGroup
+from penstock.model.groups import GroupShape, PlannedGroup
 from penstock.parallel import GradientBuckets, Grid
 from penstock.parallel.buckets import StateBytes, state_bytes
+from penstock.parallel.grid import mirrored
 from penstock.runtime import Boundary, Stage, Tape
 from penstock.runtime.tape import GraphSegment
-from penstock.settings import Layout, Precision
+from penstock.settings import Groups, Layout, Precision
+
+_CPU = torch.device("cpu")
 
 # ---- parameters, gradients and the optimizer's state
 
@@ -52,23 +55,35 @@ def rank_state_bytes(source: UnitSource, layout: Layout, options: EngineOptions)
     return found
 
 
-def planned_grid(layout: Layout, rank: int) -> Grid:
-    """A rank's place in a layout; its groups know their size and the rank's place in them, and cannot communicate."""
+def planned_grid(
+    layout: Layout,
+    rank: int,
+    device: torch.device = _CPU,
+    make: Callable[[tuple[int, ...], str], GroupShape] | None = None,
+) -> Grid:
+    """A rank's place in a layout of which no other rank is there, without the groups on host memory.
 
-    def group(groups: Sequence[tuple[int, ...]]) -> ProcessGroup | None:
-        ranks = next(ranks for ranks in groups if rank in ranks)
-        # Nothing is sent, so a size and a place will do.
-        return None if len(ranks) == 1 else cast(ProcessGroup, PlannedGroup(len(ranks), ranks.index(rank)))
+    `make` makes a group from its global ranks and the axes along which they lie; those it makes by default know their
+    size and the rank's place in them, and cannot communicate.
+    """
 
+    def group(groups: Groups, axis: str) -> ProcessGroup | None:
+        ranks = next((ranks for ranks in groups if rank in ranks), (rank,))
+        if len(ranks) == 1:
+            return None
+        return cast(ProcessGroup, PlannedGroup(len(ranks), ranks.index(rank)) if make is None else make(ranks, axis))
+
+    dp_cp_group = group(layout.groups("dp", "cp"), "dp,cp")
     return Grid(
         layout,
-        torch.device("cpu"),
+        device,
         rank,
-        tp_group=group(layout.groups("tp")),
-        cp_group=group(layout.groups("cp")),
-        ep_group=group(layout.expert_groups()),
-        dp_cp_group=group(layout.groups("dp", "cp")),
-        edp_group=group(layout.expert_copies()),
+        tp_group=group(layout.groups("tp"), "tp"),
+        cp_group=group(layout.groups("cp"), "cp"),
+        ep_group=group(layout.expert_groups(), "ep"),
+        dp_cp_group=dp_cp_group,
+        edp_group=dp_cp_group if layout.ep == 1 else group(layout.expert_copies(), "dp,cp / ep"),
+        mirror_group=group(mirrored(layout.groups("pp")), "pp"),
     )
 
 

@@ -147,10 +147,7 @@ class Pipeline:
         options: EngineOptions | None = None,
     ) -> None:
         self.layout, self.options = layout or Layout(), options or EngineOptions()
-        self.device = _device(self.options.device)
-        if self.device.type == "cpu":
-            keep_freed_memory()
-        self.grid = connect(self.layout, self.device, timedelta(seconds=self.options.timeout_s))
+        self.device, self.grid = self._join()
         check_alike(self.options, partial(gather_json, group=self.grid.control))
         self.context = ContextShards(self.grid.cp_group, self.device)
         groups = ModelGroups(self.grid.tp_group, self.grid.cp_group, self.grid.ep_group, self.options.attention)
@@ -162,7 +159,7 @@ class Pipeline:
         self._shapes, self._has_messages = None, False
         self.is_watched = self.is_watched_anywhere = False
         pipelines = self.layout.world_size // self.layout.pp
-        self.recorder = Recorder(self.grid.pp_rank, place=None if pipelines == 1 else str(self.grid.place))
+        self.recorder = self._make_recorder(None if pipelines == 1 else str(self.grid.place))
         build_on_all_ranks(self._build_stages, self.grid.control)
         self.recovery = Recovery(
             self.grid.control,
@@ -174,6 +171,17 @@ class Pipeline:
             self.recovery.covers(group)
         self.transport = self.open_transport(self.placement, self.device)
 
+    def _join(self) -> tuple[torch.device, Grid]:
+        """This rank's device, and its groups with the others."""
+        device = _device(self.options.device)
+        if device.type == "cpu":
+            keep_freed_memory()
+        return device, connect(self.layout, device, timedelta(seconds=self.options.timeout_s))
+
+    def _make_recorder(self, place: str | None) -> Recorder:
+        """The recorder of this rank; `place` names its pipeline where there are several."""
+        return Recorder(self.grid.pp_rank, place=place)
+
     def open_transport(self, lines: Placement | Sequence[Line], device: torch.device) -> Transport:
         """A transport among the ranks of the pipeline, which a failed step does not outlast."""
         transport = open_transport(lines, self.grid.pp_control, device, self.options.timeout_s)
@@ -183,8 +191,7 @@ class Pipeline:
 
     def _build_stages(self) -> None:
         """Make this rank's stages, and find out who else holds their parameters."""
-        local = self.placement.stages_of(self.grid.pp_rank)
-        self.stages = build_stages(self.units, self.cut, local, self.boundary, self.options, self.device)
+        self.stages = self._make_stages(self.placement.stages_of(self.grid.pp_rank))
         self.casts = WeightCasts()
         for stage in self.stages.values():
             for _, module in stage.units:
@@ -201,6 +208,10 @@ class Pipeline:
             if self.options.optimizer.zero:
                 self.sharding = self.sharding.with_zero(self.ties.owners, self.grid, whole)
         self.lend_weights()
+
+    def _make_stages(self, numbers: Sequence[int]) -> dict[int, Stage]:
+        """The stages of these numbers, with their initial weights on this rank's device."""
+        return build_stages(self.units, self.cut, numbers, self.boundary, self.options, self.device)
 
     def _cut(self, units: UnitSource, hidden_size: int) -> tuple[tuple[range, ...], ScheduleChoice]:
         """The units of every stage, and the schedule, which may depend on the units' measured times."""

@@ -181,13 +181,13 @@ class Trainer:
                 self.refit()
             factors = self._loss_factors(agreed, loss_weight_fn, Normalize.parse(normalize))
             with recovery.alone():
-                feeds = self._feeds(agreed, measured, [factor * loss_scale for factor in factors])
-                losses = self._run(feeds)
+                feeds = self.feeds(agreed, measured, [factor * loss_scale for factor in factors])
+                losses = self.run(feeds)
                 rates = self.optimizer.rates(number)
                 # Each rank gives its part when it is through its program: so now none can fail in it any more.
                 loss, num_metrics = measured.total(self.pipeline, losses)
             metrics = measured.reduced(self.pipeline, num_metrics)
-            update, aux_losses = self._step(feeds, loss_scale, number, rates)
+            update, aux_losses = self.finish(feeds, loss_scale, number, rates)
         step, step_time_s = self.pipeline.count_step(number), time.perf_counter() - start
         return TrainResult(
             step=step,
@@ -233,7 +233,7 @@ class Trainer:
         own = [float(loss_weight_fn(shard(m)[0])) for m in agreed.microbatches if agreed.weights]
         return loss_factors(normalize, own, [total for total in agreed.rank_totals for _ in range(num_cp)])
 
-    def _feeds(self, agreed: AgreedSplit, loss_fn: LossFn, factors: Sequence[float]) -> list[Feed]:
+    def feeds(self, agreed: AgreedSplit, loss_fn: LossFn, factors: Sequence[float]) -> list[Feed]:
         """The microbatches with their losses, each times its factor; `factors` is empty where no labels are seen."""
 
         def finish(factor: float, output: Any, microbatch: PackedBatch) -> Tensor:
@@ -245,7 +245,7 @@ class Trainer:
         ]
         return self.aux_losses.attached_to(feeds, agreed, factors)
 
-    def _run(self, feeds: Sequence[Feed]) -> list[Tensor]:
+    def run(self, feeds: Sequence[Feed]) -> list[Tensor]:
         """Run the program: every forward, backward, transfer and reduction; returns the losses on the last stage."""
         self.zero_gradients()
         self.pipeline.set_training(True)
@@ -273,7 +273,7 @@ class Trainer:
         """Start summing the gradients of a local stage over ranks."""
         self.gradients[stage].launch()
 
-    def _step(
+    def finish(
         self, feeds: Sequence[Feed], loss_scale: float, number: int, rates: Sequence[Values]
     ) -> tuple[Update, AuxLossReport]:
         """The optimizer's step, and what follows from it."""

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from penstock.model.autocast import autocast_dtype
 from penstock.model.matmul import TORCH, Matmul, WeightCasts
 
 
@@ -174,8 +175,8 @@ class Linear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         if self.gradients is None and self.matmul is TORCH and x.dtype == self.weight.dtype:
             return F.linear(x, self.weight, self.bias)
-        if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
-            x = x.to(torch.get_autocast_dtype(x.device.type))
+        if (dtype := autocast_dtype(x)) is not None and x.dtype != torch.float64:
+            x = x.to(dtype)
         if not torch.is_grad_enabled():
             return self.product(x)
         return _LinearFunction.apply(x, self.weight, self.bias, self)  # pyright: ignore[reportReturnType]
@@ -231,7 +232,7 @@ def pack(module: nn.Module, dtype: torch.dtype) -> None:
 
 def outputs(x: Tensor, layers: "Sequence[Linear]") -> Sequence[Tensor]:
     """The output of each of the layers for the same input, computed by one product if their weights are packed."""
-    joint = None if torch.is_autocast_enabled(x.device.type) else packed_product(x, layers)
+    joint = packed_product(x, layers) if autocast_dtype(x) is None else None
     if joint is None:
         return [layer(x) for layer in layers]
     return joint.split([layer.out_features for layer in layers], -1)

@@ -7,7 +7,9 @@ runs without a tape, which have no backward.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -16,6 +18,7 @@ from torch.autograd import graph
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
+from penstock.model.autocast import autocast_dtype, autocast_to
 from penstock.model.lanes import Driven, Lane, Turn, drain
 from penstock.model.sequences import Sequences
 from penstock.parallel.collectives import Handle
@@ -239,8 +242,7 @@ class RecomputedLane:
     def forward_lane(self, tape: HasSegments | None, x: Tensor, sequences: Sequences) -> Lane[Tensor]:
         y = yield from self.unit.forward_lane(None, x, sequences)
         if tape is not None:
-            device = x.device.type
-            autocast = torch.autocast(device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
+            autocast = partial(autocast_to, x, autocast_dtype(x))
             tape.segments.append(RecomputedEntry(self.unit, x, sequences, autocast))
         return y
 
@@ -252,8 +254,8 @@ class RecomputedEntry:
     unit: LaneModule
     x: Tensor
     sequences: Sequences
-    autocast: torch.autocast
+    autocast: Callable[[], AbstractContextManager[object]]
 
     def forward_again(self, tape: HasSegments) -> Driven[Turn | None, Tensor]:
         """Run the unit's forward, which appends its backward to the tape."""
-        return Driven(self.unit.forward_lane(tape, self.x, self.sequences), lambda: self.autocast)
+        return Driven(self.unit.forward_lane(tape, self.x, self.sequences), self.autocast)

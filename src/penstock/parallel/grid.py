@@ -50,7 +50,7 @@ def connect(layout: Layout, device: torch.device, timeout: datetime.timedelta | 
         ep_group=on_device.make(layout.expert_groups()),
         dp_cp_group=dp_cp_group,
         edp_group=dp_cp_group if layout.ep == 1 else on_device.make(layout.expert_copies()),
-        mirror_group=on_device.make(_mirrored(layout.groups("pp"))),
+        mirror_group=on_device.make(mirrored(layout.groups("pp"))),
     )
 
 
@@ -129,15 +129,15 @@ class Grid:
 
     @property
     def ep_rank(self) -> int:
-        return next(ranks for ranks in self.layout.expert_groups() if self.rank in ranks).index(self.rank)
+        return self.layout.group_of(self.rank, "dp", "cp").index(self.rank) % self.layout.ep
 
     @property
     def pp_ranks(self) -> tuple[int, ...]:
         """Global ranks of this pipeline, in pipeline order."""
-        return next(ranks for ranks in self.layout.groups("pp") if self.rank in ranks)
+        return self.layout.group_of(self.rank, "pp")
 
 
-def _mirrored(pipelines: Groups) -> Groups:
+def mirrored(pipelines: Groups) -> Groups:
     """The pairs of ranks that lie opposite each other, pipeline by pipeline, from the ends inwards."""
     return tuple(
         pair for ranks in pipelines for pair in list(zip(ranks, reversed(ranks), strict=True))[: len(ranks) // 2]

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -132,11 +132,23 @@ class Layout(Settings, section="parallel"):
         for axis in axes:
             if axis not in AXES:
                 raise ValueError(f"unknown axis {axis!r}; there are {', '.join(AXES)}")
-        members: dict[tuple[int, ...], list[int]] = {}
-        for rank in range(self.world_size):
-            place = self.coordinates(rank)._asdict()
-            members.setdefault(tuple(place[axis] for axis in AXES if axis not in axes), []).append(rank)
-        return tuple(sorted(tuple(ranks) for ranks in members.values()))
+        others = [axis for axis in AXES if axis not in axes]
+        members = self._offsets(axes)
+        return tuple(tuple(first + member for member in members) for first in self._offsets(others))
+
+    def group_of(self, rank: int, *axes: str) -> tuple[int, ...]:
+        """The ranks of one group along some axes, that of `rank`, sorted."""
+        place = self.coordinates(rank)._asdict()
+        first = self.rank_of(**{axis: 0 if axis in axes else place[axis] for axis in AXES})
+        return tuple(first + member for member in self._offsets(axes))
+
+    def _offsets(self, axes: Iterable[str]) -> list[int]:
+        """The numbers of the ranks whose place on all other axes is 0, sorted."""
+        found = [0]
+        for axis in axes:
+            stride = math.prod(getattr(self, later) for later in self.axes[self.axes.index(axis) + 1 :])
+            found = [offset + stride * i for offset in found for i in range(getattr(self, axis))]
+        return sorted(found)
 
     def expert_groups(self) -> Groups:
         """The groups of ranks that together hold one copy of a layer's experts."""

@@ -35,7 +35,8 @@ def packed_attention(q_THK: Tensor, k_THK: Tensor, v_THK: Tensor, sequences: Seq
 
     Keys and values may have fewer heads than queries (grouped queries: H is a multiple of G).
     """
-    kernel = _variable_length_kernel() if q_THK.is_cuda and q_THK.dtype in (torch.float16, torch.bfloat16) else None
+    has_kernel = q_THK.device.type != "cpu" and q_THK.dtype in (torch.float16, torch.bfloat16)
+    kernel = _variable_length_kernel() if has_kernel else None
     if kernel is not None:
         starts, longest = sequences.cu_seqlens, sequences.max_length
         left = -1 if window is None else window - 1

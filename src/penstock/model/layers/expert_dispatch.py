@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from penstock.model.lanes import Lane
 from penstock.model.layers.grouped_linear import RowGroups
@@ -121,22 +122,32 @@ class ArrivedRows:
     by_rank_N: Tensor
 
     @classmethod
-    def of(cls, sent_counts_E: Tensor, received_counts_RE: Tensor, experts_of_ranks: Sequence[int]) -> "ArrivedRows":
-        """Compute from the rows sent to every expert, and the rows that each rank sends to each expert here."""
+    def of(
+        cls, sent_counts_E: Tensor, received_counts_RE: Tensor, experts_of_ranks: Sequence[int], num_rows: int
+    ) -> "ArrivedRows":
+        """Compute from the rows sent to every expert, and the rows that each rank sends to each expert here.
+
+        `num_rows` are sent in all.
+        """
         device = sent_counts_E.device
-        # Both at once, to wait for the device only once.
-        sizes = torch.cat([sent_counts_E, received_counts_RE.flatten()]).tolist()
-        num_experts = len(sent_counts_E)
+        num_experts, num_local = len(sent_counts_E), received_counts_RE.shape[1]
+        if isinstance(sent_counts_E, FakeTensor):
+            # In a rehearsal all ranks send alike.
+            sizes = list(RowGroups.of(sent_counts_E, num_rows).sizes)
+            sizes += sizes[:num_local] * len(experts_of_ranks)
+        else:
+            # Both at once, to wait for the device only once.
+            sizes = torch.cat([sent_counts_E, received_counts_RE.flatten()]).tolist()
         sent = [sum(part) for part in _split(sizes[:num_experts], experts_of_ranks)]
-        by_rank = _split(sizes[num_experts:], [received_counts_RE.shape[1]] * len(experts_of_ranks))
+        by_rank = _split(sizes[num_experts:], [num_local] * len(experts_of_ranks))
         received = [sum(part) for part in by_rank]
         runs = torch.tensor(by_rank, dtype=torch.int64).view(len(experts_of_ranks), -1)
-        expert_of_run = torch.arange(runs.shape[1]).expand(runs.shape).flatten()
-        expert_of_row = torch.repeat_interleave(expert_of_run, runs.flatten())
+        expert_of_run = torch.arange(num_local).expand(runs.shape).flatten()
+        expert_of_row = torch.repeat_interleave(expert_of_run, runs.flatten(), output_size=sum(received))
         by_expert = expert_of_row.sort(stable=True).indices
         by_rank_N = torch.empty_like(by_expert)
         by_rank_N[by_expert] = torch.arange(len(by_expert))
-        groups = RowGroups(tuple(runs.sum(0).tolist()), device)
+        groups = RowGroups(tuple(map(sum, zip(*by_rank, strict=True))), device)
         return cls(groups, tuple(sent), tuple(received), by_expert.to(device), by_rank_N.to(device))
 
     def sorted_by_expert(self, rows_ND: Tensor) -> Tensor:
@@ -188,6 +199,8 @@ class AwaitSizes:
         yield
         route = self.route
         received_RE = route.sizes.wait().view(len(self.experts_of_ranks), -1)
-        route.arrived = ArrivedRows.of(route.choice.counts_E, received_RE, self.experts_of_ranks)
+        route.arrived = ArrivedRows.of(
+            route.choice.counts_E, received_RE, self.experts_of_ranks, len(route.order.token_of_row_N)
+        )
         del route.sizes
         return state

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from penstock.model.autocast import autocast_dtype
 from penstock.model.linear import PendingGradient, WeightGradients
 from penstock.model.matmul import TORCH, Matmul
 
@@ -94,7 +95,7 @@ class GroupedMatmulKernel:
     @staticmethod
     def takes(x: Tensor, weight_EOI: Tensor) -> bool:
         whole = all(size % 8 == 0 for size in weight_EOI.shape[1:])
-        return x.is_cuda and x.dtype is torch.bfloat16 and whole and x.shape[0] > 0
+        return x.device.type != "cpu" and x.dtype is torch.bfloat16 and whole and x.shape[0] > 0
 
     def output(self, x_NI: Tensor, weight_EOI: Tensor, groups: RowGroups) -> Tensor:
         if not self.takes(x_NI, weight_EOI):
@@ -181,6 +182,6 @@ class GroupedLinear(nn.Module):
 
     def forward(self, x_NI: Tensor, groups: RowGroups) -> Tensor:
         """Rows sorted by expert -> their outputs, in the same order."""
-        if torch.is_autocast_enabled(x_NI.device.type) and x_NI.dtype != torch.float64:
-            x_NI = x_NI.to(torch.get_autocast_dtype(x_NI.device.type))
+        if (dtype := autocast_dtype(x_NI)) is not None and x_NI.dtype != torch.float64:
+            x_NI = x_NI.to(dtype)
         return _GroupedLinearFunction.apply(x_NI, self.weight, self, groups)  # pyright: ignore[reportReturnType]

@@ -12,6 +12,7 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
+from penstock.model.autocast import autocast_to
 from penstock.model.aux_losses import AuxLoss, AuxLosses
 from penstock.model.groups import ModelGroups
 from penstock.model.linear import Linear
@@ -92,7 +93,7 @@ class Router(nn.Module):
         `tokens`: which of the sequences' tokens these are.
         """
         config, aux_losses = self.config, None if sequences is None else sequences.aux_losses
-        with torch.autocast(h_TD.device.type, enabled=False):
+        with autocast_to(h_TD, None):
             logits_TE = self.logits(h_TD.to(torch.promote_types(h_TD.dtype, torch.float32)))
             scores_TE = logits_TE.softmax(-1) if config.scores is Scores.SOFTMAX else logits_TE.sigmoid()
             experts_TK = self._best(scores_TE.detach())

@@ -1,0 +1,213 @@
+"""Process groups and a transport that only count: nothing is sent, and what would arrive is memory without values."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from penstock.engine.rehearsal.meter import Meter
+from penstock.parallel.renewable import RenewableGroup
+from penstock.runtime import Transport
+from penstock.runtime.transport import Line, Receipt
+from penstock.schedule import Channel
+from penstock.schedule.recording import CollectiveKind
+from penstock.schedule.rehearsal import CollectiveTraffic, MemoryKind, MessageTraffic
+
+_KINDS = {
+    "allgather": CollectiveKind.ALL_GATHER,
+    "_allgather_base": CollectiveKind.ALL_GATHER,
+    "all_gather_single": CollectiveKind.ALL_GATHER,
+    "allreduce": CollectiveKind.ALL_REDUCE,
+    "alltoall_base": CollectiveKind.ALL_TO_ALL,
+    "all_to_all_single": CollectiveKind.ALL_TO_ALL,
+    "broadcast": CollectiveKind.BROADCAST,
+    "reduce": CollectiveKind.GRADIENTS,
+    "_reduce_scatter_base": CollectiveKind.REDUCE_SCATTER,
+    "reduce_scatter_single": CollectiveKind.REDUCE_SCATTER,
+    "send": CollectiveKind.SEND_RECEIVE,
+    "recv": None,
+}
+"""What torch.distributed calls of a group -> the kind that is counted; a ring's receive belongs to its send."""
+
+# The input is their second argument; that of all others is the first.
+_INPUT_SECOND = frozenset(name for name in _KINDS if "gather" in name or "scatter" in name or "to_all" in name)
+_INPUT_SECOND |= {"alltoall_base"}
+
+
+class TrafficCount:
+    """Counts what a rank sends, and notes the order of its collectives."""
+
+    #: group's ranks and the call in words, in the order of the launches
+    launches: list[tuple[tuple[int, ...], str]]
+    _collectives: Counter[CollectiveTraffic]
+    _messages: Counter[MessageTraffic]
+
+    def __init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget what was counted."""
+        self.launches, self._collectives, self._messages = [], Counter(), Counter()
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Within this context count from zero; afterwards go on as before."""
+        before = self.launches, self._collectives, self._messages
+        self.restart()
+        try:
+            yield
+        finally:
+            self.launches, self._collectives, self._messages = before
+
+    def launched(self, kind: CollectiveKind, group: CountedGroup, x: Tensor) -> None:
+        """Count a collective with this rank's input."""
+        self._collectives[CollectiveTraffic(kind, group.axis, group.size(), x.nbytes)] += 1
+        self.launches.append((group.ranks, f"{kind} of {x.numel()} {str(x.dtype).removeprefix('torch.')}"))
+
+    def sent(self, channel: Channel, x: Tensor) -> None:
+        """Count a message."""
+        self._messages[MessageTraffic(channel, x.nbytes)] += 1
+
+    @property
+    def collectives(self) -> tuple[CollectiveTraffic, ...]:
+        """The collectives so far, equal ones added up, in the order of their first launch."""
+        return tuple(
+            CollectiveTraffic(one.kind, one.axis, one.num_ranks, one.num_bytes, number)
+            for one, number in self._collectives.items()
+        )
+
+    @property
+    def messages(self) -> tuple[MessageTraffic, ...]:
+        """The messages so far, equal ones added up."""
+        return tuple(MessageTraffic(one.channel, one.num_bytes, number) for one, number in self._messages.items())
+
+
+class _Done:
+    """A collective that is over as soon as it is launched."""
+
+    def wait(self, *limits: Any) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+class _Nowhere:
+    """Takes every call that torch.distributed makes of a group, and does nothing but count it."""
+
+    supports_coalescing = False
+
+    def __init__(self, group: CountedGroup, traffic: TrafficCount) -> None:
+        self._group, self._traffic = group, traffic
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in _KINDS:
+            raise AttributeError(f"{name} cannot be rehearsed")
+
+        def call(*arguments: Any, **settings: Any) -> _Done:
+            kind, given = _KINDS[name], arguments[1 if name in _INPUT_SECOND else 0]
+            if kind is not None:
+                self._traffic.launched(kind, self._group, given[0] if isinstance(given, list) else given)
+            return _Done()
+
+        return call
+
+
+class CountedGroup(RenewableGroup):
+    """This rank's place in a process group of which nobody else is there."""
+
+    #: the global ranks of the group, and the axes of the layout along which they lie
+    ranks: tuple[int, ...]
+    axis: str
+
+    def __init__(self, rank: int, ranks: tuple[int, ...], axis: str, traffic: TrafficCount) -> None:
+        dist.ProcessGroup.__init__(self, ranks.index(rank), len(ranks))  # pyright: ignore[reportCallIssue]
+        self.ranks, self.axis, self._own_name = ranks, axis, axis
+        self.inner = self.backend = _Nowhere(self, traffic)
+
+
+@dataclass(eq=False)
+class _Arrival:
+    """A posted receive, whose message is there as soon as it is asked for."""
+
+    buffer: Tensor
+    meter: Meter
+
+    def ready(self) -> bool:
+        return True
+
+    def wait(self) -> Tensor:
+        self.meter.claim(MemoryKind.TRANSIENT, [self.buffer])
+        return self.buffer
+
+
+class CountedTransport:
+    """A transport with nobody at the other ends: a receive allocates, a send is held until the link's next one."""
+
+    def __init__(self, rank: int, device: torch.device, meter: Meter, traffic: TrafficCount) -> None:
+        self.rank, self._device, self._meter, self._traffic = rank, device, meter, traffic
+        #: the last tensor of each link
+        self._leaving: dict[Line, Tensor] = {}
+
+    def receive(self, channel: Line, shape: Sequence[int], dtype: torch.dtype) -> Receipt:
+        buffer = torch.empty(shape, dtype=dtype, device=self._device)
+        self._meter.claim(MemoryKind.TRANSPORT, [buffer])
+        return _Arrival(buffer, self._meter)
+
+    def send(self, channel: Line, tensor: Tensor) -> None:
+        assert isinstance(channel, Channel)
+        self._traffic.sent(channel, tensor)
+        self._meter.claim(MemoryKind.TRANSPORT, [tensor])
+        self._leaving[channel] = tensor
+
+    def num_pending(self) -> int:
+        return len(self._leaving)
+
+    def settle(self) -> None:
+        self._leaving.clear()
+
+    def abandon(self) -> None:
+        self._leaving.clear()
+
+    def close(self) -> None:
+        """Nothing to do."""
+
+
+class MeteredTransport:
+    """A real transport whose buffers a meter counts as the transport's, for the same figures of a real run."""
+
+    def __init__(self, inner: Transport, meter: Meter) -> None:
+        self._inner, self._meter, self.rank = inner, meter, inner.rank
+        self.num_pending, self.settle = inner.num_pending, inner.settle
+        self.abandon, self.close = inner.abandon, inner.close
+
+    def receive(self, channel: Line, shape: Sequence[int], dtype: torch.dtype) -> Receipt:
+        receipt = self._inner.receive(channel, shape, dtype)
+        buffer: Tensor = receipt.buffer  # type: ignore[attr-defined]
+        self._meter.claim(MemoryKind.TRANSPORT, [buffer])
+        return _MeteredReceipt(receipt, self._meter)
+
+    def send(self, channel: Line, tensor: Tensor) -> None:
+        self._meter.claim(MemoryKind.TRANSPORT, [tensor])
+        self._inner.send(channel, tensor)
+
+
+@dataclass(eq=False)
+class _MeteredReceipt:
+    receipt: Receipt
+    meter: Meter
+
+    def ready(self) -> bool:
+        return self.receipt.ready()
+
+    def wait(self) -> Tensor:
+        tensor = self.receipt.wait()
+        self.meter.claim(MemoryKind.TRANSIENT, [tensor])
+        return tensor

@@ -1,0 +1,279 @@
+"""Measures what a rank's actions take: memory by kind, arithmetic and bytes moved, on tensors with data or without.
+
+Every operation passes a dispatch mode. A storage is followed by a weak reference from the operation that made it until
+it is freed, so what is counted is what is alive, whoever holds it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from penstock.schedule import Step
+from penstock.schedule.rehearsal import BytesByKind, MemoryKind, MemoryPoint
+
+
+@dataclass(eq=False, slots=True)
+class _Block:
+    """A storage that is alive."""
+
+    num_bytes: int
+    kind: MemoryKind
+    #: keeps the callback that notes its end
+    reference: Any = None
+    is_alive: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """A block that was made (`before` is None), freed (`after` is None), or changed its kind."""
+
+    block: _Block
+    before: MemoryKind | None
+    after: MemoryKind | None
+
+
+@dataclass(slots=True)
+class _Interval:
+    """The time between two ends of actions."""
+
+    #: bytes by kind at its beginning
+    start: dict[MemoryKind, int]
+    changes: list[_Change] = field(default_factory=list)
+    flops: float = 0.0
+    read_bytes: int = 0
+    written_bytes: int = 0
+
+
+class Meter(TorchDispatchMode):
+    """Follows this thread's storages and operations; entered before the tensors to follow are made.
+
+    It is also told by a `Recorder` where each action ends. What an action leaves behind is on a tape, unless it is
+    claimed as something else.
+    """
+
+    #: one point for each action that has ended since `restart`
+    timeline: list[MemoryPoint]
+    #: refuses operations before they run, while an action is under way; see `guarded`
+    _guard: Callable[[Any, Any, Any], None] | None
+    #: address of a storage -> its block
+    _blocks: dict[int, _Block]
+    #: bytes that are alive, by kind
+    _alive: dict[MemoryKind, int]
+    _interval: _Interval
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.timeline, self._guard = [], None
+        self._blocks, self._alive = {}, dict.fromkeys(MemoryKind, 0)
+        self._interval = _Interval(dict(self._alive))
+
+    # ---- what others tell
+
+    def restart(self) -> None:
+        """Forget what was measured; what is alive and was not claimed is neither tape nor transient."""
+        for block in self._blocks.values():
+            if block.kind in (MemoryKind.TAPE, MemoryKind.TRANSIENT):
+                self._move(block, MemoryKind.OTHER)
+        self._settle(MemoryKind.OTHER)
+        self.timeline.clear()
+
+    def claim(self, kind: MemoryKind, tensors: Iterable[Tensor]) -> None:
+        """Count the storages of these tensors as of that kind from now on."""
+        for tensor in tensors:
+            block = self._block_of(tensor)
+            if block is not None:
+                self._move(block, kind)
+
+    def finished(self, step: Step) -> None:
+        """Note the end of an action."""
+        self.point(str(step))
+
+    def point(self, name: str) -> MemoryPoint:
+        """End the interval, and add it to the timeline under that name."""
+        interval = self._interval
+        at_peak = self._settle(MemoryKind.TAPE)
+        counts = interval.flops, interval.read_bytes, interval.written_bytes
+        self.timeline.append(MemoryPoint(name, at_peak, _some(self._alive), *counts))
+        return self.timeline[-1]
+
+    @contextmanager
+    def guarded(self, guard: Callable[[Any, Any, Any], None]) -> Iterator[None]:
+        """Within this context `guard(operation, args, kwargs)` sees each operation first, and may raise."""
+        before, self._guard = self._guard, guard
+        try:
+            yield
+        finally:
+            self._guard = before
+
+    # ---- operations
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Else each operation would pass the compiler's guards, which take longer than this does.
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._guard is not None and (answer := self._guard(func, args, kwargs)) is not None:
+            return answer
+        out = func(*args, **kwargs)
+        results = _tensors(out)
+        for tensor in results:
+            self._block_of(tensor)
+        if not _is_view(func):
+            self._count(func, args, kwargs, out, results)
+        return out
+
+    def _count(self, func: Any, args: Any, kwargs: Any, out: Any, results: list[Tensor]) -> None:
+        interval, inputs = self._interval, {id(t): t for t in (*_tensors(args), *_tensors(tuple(kwargs.values())))}
+        interval.read_bytes += sum(map(_touched_bytes, inputs.values()))
+        interval.written_bytes += sum(map(_touched_bytes, results))
+        formula = _FORMULAS.get(func._overloadpacket)
+        if formula is not None:
+            interval.flops += formula(*args, **kwargs, out_val=out)
+
+    # ---- storages
+
+    def _block_of(self, tensor: Tensor) -> _Block | None:
+        """The block of a tensor's storage, which is alive from now on if it was not known; None if it has none."""
+        try:
+            storage = tensor.untyped_storage()
+        except NotImplementedError:
+            return None
+        key = storage._cdata
+        block = self._blocks.get(key)
+        if block is None:
+            block = _Block(storage.nbytes(), MemoryKind.TRANSIENT)
+            block.reference = weakref.ref(storage, lambda _: self._free(key))
+            self._blocks[key] = block
+            self._change(block, None, MemoryKind.TRANSIENT)
+        elif block.num_bytes != storage.nbytes():
+            self._resize(block, storage.nbytes())
+        return block
+
+    def _resize(self, block: _Block, num_bytes: int) -> None:
+        self._change(block, block.kind, None)
+        block.num_bytes = num_bytes
+        self._change(block, None, block.kind)
+
+    def _free(self, key: int) -> None:
+        block = self._blocks.pop(key)
+        block.is_alive = False
+        self._change(block, block.kind, None)
+
+    def _move(self, block: _Block, kind: MemoryKind) -> None:
+        if block.kind is not kind:
+            before, block.kind = block.kind, kind
+            self._change(block, before, kind)
+
+    def _change(self, block: _Block, before: MemoryKind | None, after: MemoryKind | None) -> None:
+        if before is not None:
+            self._alive[before] -= block.num_bytes
+        if after is not None:
+            self._alive[after] += block.num_bytes
+        self._interval.changes.append(_Change(block, before, after))
+
+    def _settle(self, rest: MemoryKind) -> BytesByKind:
+        """Begin a new interval. What is alive and has no kind yet is `rest`. Returns bytes at the old one's peak."""
+        interval = self._interval
+        for block in {id(c.block): c.block for c in interval.changes}.values():
+            if block.is_alive and block.kind is MemoryKind.TRANSIENT:
+                self._alive[MemoryKind.TRANSIENT] -= block.num_bytes
+                self._alive[rest] += block.num_bytes
+                block.kind = rest
+        at_peak = _at_peak(interval)
+        self._interval = _Interval(dict(self._alive))
+        return at_peak
+
+
+def _at_peak(interval: _Interval) -> BytesByKind:
+    """Bytes by kind when most was alive; what was made in the interval counts as what it is at the end of it."""
+    total = most = sum(interval.start.values())
+    num_until_peak = 0
+    for i, change in enumerate(interval.changes):
+        total += change.block.num_bytes * ((change.after is not None) - (change.before is not None))
+        if total > most:
+            most, num_until_peak = total, i + 1
+    found = dict(interval.start)
+    for change in interval.changes[:num_until_peak]:
+        final = change.block.kind if change.block.is_alive else MemoryKind.TRANSIENT
+        before, after = (final if kind is MemoryKind.TRANSIENT else kind for kind in (change.before, change.after))
+        if before is not None:
+            found[before] -= change.block.num_bytes
+        if after is not None:
+            found[after] += change.block.num_bytes
+    return _some(found)
+
+
+def _some(alive: dict[MemoryKind, int]) -> BytesByKind:
+    return {kind: num_bytes for kind, num_bytes in alive.items() if num_bytes}
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    """The tensors among an operation's arguments or results, which may lie in lists."""
+    if isinstance(values, Tensor):
+        return [values]
+    if not isinstance(values, tuple | list):
+        return []
+    found = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, tuple | list):
+            found.extend(_tensors(value))
+    return found
+
+
+def _touched_bytes(tensor: Tensor) -> int:
+    """The bytes of a tensor's elements, each counted once where several are one in memory."""
+    num_elements = 1
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        num_elements *= size if stride or not size else 1
+    return num_elements * tensor.element_size()
+
+
+@cache
+def _is_view(func: Any) -> bool:
+    """True if the operation moves no data: it gives another view of its input, or memory as it is."""
+    schema = func._schema
+    shows = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+    return shows or schema.name.startswith(("aten::empty", "aten::new_empty"))
+
+
+# ---- arithmetic that torch's own counter does not know
+
+
+def _linear_pointwise(x: Tensor, weight_OI: Tensor, *args: Any, out_val: Tensor, **kwargs: Any) -> float:
+    return 2.0 * out_val.numel() * weight_OI.shape[1]
+
+
+def _attention_on_cpu(q: Tensor, k: Tensor, v: Tensor, *args: Any, out_val: Any, **kwargs: Any) -> float:
+    return sdpa_flop_count(q.shape, k.shape, v.shape)
+
+
+def _attention_backward_on_cpu(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *args: Any, out_val: Any, **kwargs: Any
+) -> float:
+    return sdpa_backward_flop_count(grad.shape, q.shape, k.shape, v.shape)
+
+
+def _formulas() -> dict[Any, Callable[..., float]]:
+    aten, found = torch.ops.aten, dict(flop_registry)
+    found[aten._scaled_dot_product_flash_attention_for_cpu] = _attention_on_cpu
+    found[aten._scaled_dot_product_flash_attention_for_cpu_backward] = _attention_backward_on_cpu
+    if hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        found[torch.ops.mkldnn._linear_pointwise] = _linear_pointwise
+    return found
+
+
+_FORMULAS = _formulas()

@@ -1,0 +1,159 @@
+"""A rehearsed step: arithmetic, memory and traffic of one rank, action by action. Plain data; sizes are in bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from penstock.schedule.actions import Channel, Op
+from penstock.schedule.recording import CollectiveKind
+
+
+class MemoryKind(StrEnum):
+    """The uses of a rank's memory."""
+
+    PARAMETERS = "parameters"
+    GRADIENTS = "gradients"
+    #: fp32 copies of 16-bit parameters
+    MASTERS = "masters"
+    OPTIMIZER = "optimizer"
+    #: what the modules hold beside parameters, and the batch
+    OTHER = "other"
+    #: kept from one action to a later one, for backward
+    TAPE = "tape"
+    #: receives that are posted, and sends under way
+    TRANSPORT = "transport"
+    #: freed by the end of the action in which it was allocated
+    TRANSIENT = "transient"
+
+
+STATE = (MemoryKind.PARAMETERS, MemoryKind.GRADIENTS, MemoryKind.MASTERS, MemoryKind.OPTIMIZER)
+"""The kinds that last throughout training."""
+
+BytesByKind = Mapping[MemoryKind, int]
+"""Bytes by kind; kinds that are absent have none."""
+
+
+@dataclass(frozen=True)
+class ActionCost:
+    """What one action of one unit takes."""
+
+    op: Op
+    #: floating point operations of matrix products and attention, an addition and a multiplication counting as two
+    flops: float
+    #: bytes that all of its operations read and write, each operation by itself
+    read_bytes: int
+    written_bytes: int
+    #: what is kept afterwards for the microbatch's next action
+    kept_bytes: int
+    #: the most that is allocated during the action, without what was there before it
+    peak_bytes: int
+    #: collectives inside the unit
+    collectives: tuple[CollectiveTraffic, ...] = ()
+
+
+@dataclass(frozen=True)
+class CollectiveTraffic:
+    """Collectives of one kind and size on one axis of the grid."""
+
+    kind: CollectiveKind
+    #: the axes of the layout whose ranks take part, such as "tp" or "dp,cp"
+    axis: str
+    num_ranks: int
+    #: this rank's input of each
+    num_bytes: int
+    number: int = 1
+
+
+@dataclass(frozen=True)
+class MessageTraffic:
+    """Messages of one size between two ranks of the pipeline."""
+
+    channel: Channel
+    num_bytes: int
+    number: int = 1
+
+
+@dataclass(frozen=True)
+class UnitCost:
+    """The actions of one unit for one microbatch: F and B, and the two parts of a split backward, I and W."""
+
+    name: str
+    stage: int
+    parameter_bytes: int
+    actions: tuple[ActionCost, ...]
+
+    def of(self, op: Op) -> ActionCost:
+        """The cost of one action. Raises: KeyError if the unit has none of that kind."""
+        for action in self.actions:
+            if action.op is op:
+                return action
+        raise KeyError(f"{self.name} has no {op}")
+
+
+@dataclass(frozen=True)
+class MemoryPoint:
+    """A rank's memory in one action of its program."""
+
+    #: the action, as schedules print it
+    action: str
+    #: at the moment of the action at which most was allocated
+    at_peak: BytesByKind
+    #: when the action was over
+    after: BytesByKind
+    #: arithmetic of the whole action, see `ActionCost`
+    flops: float = 0.0
+    read_bytes: int = 0
+    written_bytes: int = 0
+
+    @property
+    def peak_bytes(self) -> int:
+        return sum(self.at_peak.values())
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """One rank's step as the engine's own code runs it, without data."""
+
+    #: the rank among all, and its place in the layout
+    rank: int
+    place: str
+    #: the device that was rehearsed for: "cpu" or "cuda"
+    device: str
+    schedule: str
+    num_microbatches: int
+    units: tuple[UnitCost, ...]
+    #: each action of the rank's program in order, the optimizer's step last
+    timeline: tuple[MemoryPoint, ...]
+    #: messages that this rank sends
+    messages: tuple[MessageTraffic, ...]
+    #: collectives of the step
+    collectives: tuple[CollectiveTraffic, ...]
+    #: in the order in which they were launched: the group's ranks and the call in words, for comparison between ranks
+    launches: tuple[tuple[tuple[int, ...], str], ...] = field(default=(), repr=False)
+
+    @property
+    def state_bytes(self) -> BytesByKind:
+        """What lasts throughout training, by kind."""
+        return {kind: self.timeline[-1].after.get(kind, 0) for kind in STATE}
+
+    @property
+    def fullest(self) -> MemoryPoint:
+        """The action with the highest peak, the first of equals."""
+        return max(self.timeline, key=lambda point: point.peak_bytes)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most memory that is allocated at once."""
+        return self.fullest.peak_bytes
+
+    def most(self, kind: MemoryKind) -> int:
+        """The most bytes of one kind at once: of the tape between two actions, of all else within one."""
+        points = (point.after if kind is MemoryKind.TAPE else point.at_peak for point in self.timeline)
+        return max(memory.get(kind, 0) for memory in points)
+
+    @property
+    def flops(self) -> float:
+        """Arithmetic of the step on this rank."""
+        return sum(point.flops for point in self.timeline)

@@ -1,0 +1,131 @@
+"""A rehearsal's bytes are those of a real run: storages without data against storages with data, kind by kind."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.data import MicroBatchSpec, PackedBatch
+from penstock.engine import EngineOptions
+from penstock.engine.losses import num_loss_tokens, token_cross_entropy
+from penstock.engine.rehearsal import RehearsedBatch, rehearse
+from penstock.engine.rehearsal.meter import Meter
+from penstock.engine.rehearsal.pipeline import MeteredPipeline
+from penstock.engine.rehearsal.step import claim_state
+from penstock.engine.trainer import Trainer
+from penstock.model import decoder_units
+from penstock.schedule.rehearsal import MemoryKind, MemoryPoint
+from penstock.settings import ExpertConfig, Layout, ModelConfig
+from tests.dist.launch import run_ranks
+
+DENSE = ModelConfig(vocab_size=96, hidden_size=64, intermediate_size=160, num_layers=6, num_heads=4, max_length=64)
+EXPERTS = ModelConfig(
+    vocab_size=96,
+    hidden_size=64,
+    intermediate_size=160,
+    num_layers=6,
+    num_heads=4,
+    max_length=64,
+    experts=ExpertConfig(num_experts=4, num_active=2, intermediate_size=48),
+)
+LENGTHS = [48] * 8
+KINDS = [kind for kind in MemoryKind if kind not in (MemoryKind.OTHER, MemoryKind.TRANSPORT)]
+
+
+@dataclass(frozen=True)
+class Case:
+    layout: Layout
+    schedule: str
+    model: ModelConfig = DENSE
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def engine_options(self) -> EngineOptions:
+        return EngineOptions(self.schedule, device="cpu", timeout_s=60.0, **self.options)
+
+
+def measured(rank: int, case: Case) -> Sequence[MemoryPoint]:
+    """The memory of a real step of this rank, measured from its storages."""
+    meter = Meter()
+    batch = PackedBatch.from_documents([torch.arange(length) % 96 for length in LENGTHS])
+    spec = MicroBatchSpec(num=4)
+    with meter:
+        units = lambda groups: decoder_units(case.model, groups=groups)  # noqa: E731
+        pipeline = MeteredPipeline(meter, units, case.model.hidden_size, case.layout, case.engine_options)
+        trainer = Trainer(pipeline)
+        run = trainer.run
+
+        def watched(feeds: Any) -> Any:
+            claim_state(trainer, meter)
+            meter.restart()
+            return run(feeds)
+
+        trainer.run = watched  # type: ignore[method-assign]
+        trainer.train_batch(batch, token_cross_entropy, num_loss_tokens, spec)
+    pipeline.close()
+    pipeline.grid.close()
+    return meter.timeline
+
+
+def compare(rank: int, cases: Sequence[Case]) -> list[list[tuple[MemoryKind, int, int]]]:
+    """For each case (kind, measured, rehearsed)."""
+    found = []
+    for case in cases:
+        real = measured(rank, case)
+        units = lambda groups, case=case: decoder_units(case.model, groups=groups)  # noqa: E731
+        batch = RehearsedBatch(LENGTHS, MicroBatchSpec(num=4))
+        ours = rehearse(units, case.model.hidden_size, case.layout, case.engine_options, batch, rank)
+        assert [p.action for p in real] == [p.action for p in ours.timeline]
+        found.append([(kind, most(real, kind), ours.most(kind)) for kind in KINDS])
+    return found
+
+
+def most(timeline: Sequence[MemoryPoint], kind: MemoryKind) -> int:
+    """As in `Rehearsal.most`."""
+    memories = [point.after if kind is MemoryKind.TAPE else point.at_peak for point in timeline]
+    return max(memory.get(kind, 0) for memory in memories)
+
+
+FULL, BF16 = {"recompute": "full"}, {"precision": Precision.BF16}
+TIED = replace(DENSE, tie_embeddings=True)
+ON_TWO = [
+    Case(Layout(pp=2), "1f1b"),
+    Case(Layout(pp=2), "1f1b", options=FULL),
+    Case(Layout(pp=2), "1f1b", options=BF16),
+    Case(Layout(pp=2), "1f1b", options={"precision": Precision.BF16_AUTOCAST}),
+    Case(Layout(pp=2), "1f1b", TIED, {"optimizer": OptimizerConfig(clip_norm=0.1)}),
+    Case(Layout(pp=2), "afab", options={"recompute": (0, 3)}),
+    Case(Layout(pp=2), "interleaved"),
+    Case(Layout(pp=2), "zb-h1"),
+    Case(Layout(pp=2), "zb-h1", options=FULL),
+    Case(Layout(pp=2), "zb-v", options=BF16),
+    Case(Layout(pp=2), "v-half"),
+    Case(Layout(pp=2), "dualpipe"),
+    Case(Layout(pp=2), "1f1b", EXPERTS),
+    Case(Layout(pp=2), "1f1b", EXPERTS, FULL),
+    Case(Layout(pp=2), "combined-1f1b", EXPERTS),
+    Case(Layout(pp=2), "zb-v", EXPERTS, BF16),
+]
+ZERO = {"optimizer": OptimizerConfig(zero=True)}
+ON_FOUR = [
+    Case(Layout(pp=2, dp=2), "zb-h1", options=ZERO),
+    Case(Layout(pp=2, tp=2), "1f1b"),
+    Case(Layout(pp=2, tp=2), "1f1b", options=FULL),
+    Case(Layout(pp=2, cp=2), "1f1b", options=BF16),
+    Case(Layout(pp=2, tp=2), "combined-1f1b", EXPERTS),
+    Case(Layout(pp=4), "interleaved", EXPERTS, ZERO),
+]
+
+
+@pytest.mark.parametrize("cases", [ON_TWO, ON_FOUR], ids=["two ranks", "four ranks"])
+def test_rehearsed_bytes_are_those_of_a_real_run(cases: list[Case]) -> None:
+    wrong = []
+    for rank, of_rank in enumerate(run_ranks(cases[0].layout.world_size, compare, cases, timeout_s=600.0)):
+        for case, kinds in zip(cases, of_rank, strict=True):
+            assert kinds[0][1] > 0
+            for kind, real, ours in kinds:
+                if abs(ours - real) > 0.03 * real:
+                    wrong.append(f"rank {rank} of {case.layout}, {case.schedule}, {dict(case.options)}: {kind} {real} {ours}")
+    assert not wrong, "\n".join(wrong)
