@@ -16,16 +16,17 @@ from penstock.engine.rehearsal.pipeline import MeteredPipeline
 from penstock.engine.rehearsal.step import claim_state
 from penstock.engine.trainer import Trainer
 from penstock.model import decoder_units
+from penstock.model.layers.router import Router
 from penstock.schedule.rehearsal import MemoryKind, MemoryPoint
-from penstock.settings import ExpertConfig, Layout, ModelConfig
+from penstock.settings import ExpertConfig, Layout, ModelConfig, OptimizerConfig, Precision
 from tests.dist.launch import run_ranks
 
-DENSE = ModelConfig(vocab_size=96, hidden_size=64, intermediate_size=160, num_layers=6, num_heads=4, max_length=64)
+DENSE = ModelConfig(vocab_size=96, hidden_size=64, intermediate_size=160, num_layers=3, num_heads=4, max_length=64)
 EXPERTS = ModelConfig(
     vocab_size=96,
     hidden_size=64,
     intermediate_size=160,
-    num_layers=6,
+    num_layers=3,
     num_heads=4,
     max_length=64,
     experts=ExpertConfig(num_experts=4, num_active=2, intermediate_size=48),
@@ -46,8 +47,16 @@ class Case:
         return EngineOptions(self.schedule, device="cpu", timeout_s=60.0, **self.options)
 
 
+def even_choice(router: Router, scores_TE: torch.Tensor) -> torch.Tensor:
+    """Experts in turn, as a rehearsal has them: how many rows each gets is a matter of data, not of memory."""
+    num_tokens, num_active = scores_TE.shape[0], router.config.num_active
+    choices = torch.arange(num_tokens * num_active, device=scores_TE.device) % router.config.num_experts
+    return choices.view(num_tokens, num_active)
+
+
 def measured(rank: int, case: Case) -> Sequence[MemoryPoint]:
     """The memory of a real step of this rank, measured from its storages."""
+    Router._best = even_choice  # type: ignore[method-assign]
     meter = Meter()
     batch = PackedBatch.from_documents([torch.arange(length) % 96 for length in LENGTHS])
     spec = MicroBatchSpec(num=4)
@@ -96,7 +105,7 @@ ON_TWO = [
     Case(Layout(pp=2), "1f1b", options=BF16),
     Case(Layout(pp=2), "1f1b", options={"precision": Precision.BF16_AUTOCAST}),
     Case(Layout(pp=2), "1f1b", TIED, {"optimizer": OptimizerConfig(clip_norm=0.1)}),
-    Case(Layout(pp=2), "afab", options={"recompute": (0, 3)}),
+    Case(Layout(pp=2), "afab", options={"recompute": (0, 2)}),
     Case(Layout(pp=2), "interleaved"),
     Case(Layout(pp=2), "zb-h1"),
     Case(Layout(pp=2), "zb-h1", options=FULL),
@@ -127,5 +136,7 @@ def test_rehearsed_bytes_are_those_of_a_real_run(cases: list[Case]) -> None:
             assert kinds[0][1] > 0
             for kind, real, ours in kinds:
                 if abs(ours - real) > 0.03 * real:
-                    wrong.append(f"rank {rank} of {case.layout}, {case.schedule}, {dict(case.options)}: {kind} {real} {ours}")
+                    wrong.append(
+                        f"rank {rank} of {case.layout}, {case.schedule}, {dict(case.options)}: {kind} {real} {ours}"
+                    )
     assert not wrong, "\n".join(wrong)

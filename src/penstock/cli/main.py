@@ -12,6 +12,7 @@ COMMANDS = {
     "generate": Command("continue prompts with a saved model", "penstock.cli.generate"),
     "convert": Command("a run's model for Hugging Face's transformers, and back", "penstock.cli.convert"),
     "schedule": Command("list, draw, prove, simulate and export schedules (no GPU, no torch)", "penstock.cli.schedule"),
+    "rehearse": Command("a rank's step without data or devices: memory, arithmetic, traffic", "penstock.cli.rehearse"),
     "trace": Command("draw a recorded step of a run, and show where its time went", "penstock.cli.trace"),
     "doctor": Command("show what this machine has, and test the links of a layout", "penstock.cli.doctor"),
     "bench": Command("measure schedules, training and the overhead of an action", "penstock.cli.bench"),

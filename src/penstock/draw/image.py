@@ -26,8 +26,8 @@ _ROW_HEIGHT = 0.84
 _BESIDE_HEIGHT = 0.28
 _FONT_SIZES = (8.5, 8.0, 7.5, 7.0, 6.5, 6.0, 5.5, 5.0)
 _EM_PER_FIGURE = 0.64
-_GREY = "#5B6470"
-_STYLE: Any = {
+GREY = "#5B6470"
+STYLE: Any = {
     "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans"],
     "font.size": 9,
@@ -51,7 +51,7 @@ def picture(path: str | Path, timelines: Sequence[Timeline], *, unit: str = "") 
     check_path(path)
     if not timelines:
         raise ValueError("a picture needs at least one timeline")
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         figure = _figure(timelines, unit)
         figure.savefig(path, dpi=160, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
 
@@ -182,9 +182,9 @@ def _heading(panel: _Panel, timeline: Timeline, unit: str) -> None:
         panel.axes.text(x, 1 + y * inch, text, transform=panel.axes.transAxes, **style)
 
     write(0, 0.30, timeline.title, fontsize=11, fontweight="bold")
-    write(0, 0.10, "    ".join(figures), color=_GREY)
-    write(idle_at, 0.06, "idle", color=_GREY, ha="right", fontsize=8)
-    write(live_at, 0.06, "peak\nlive", color=_GREY, ha="right", fontsize=8)
+    write(0, 0.10, "    ".join(figures), color=GREY)
+    write(idle_at, 0.06, "idle", color=GREY, ha="right", fontsize=8)
+    write(live_at, 0.06, "peak\nlive", color=GREY, ha="right", fontsize=8)
     row = panel.height_in / len(timeline.events)
     for rank, (idle, live) in enumerate(zip(timeline.idle, timeline.peak_live_microbatches, strict=True)):
         share = idle / timeline.makespan if timeline.makespan else 0.0
@@ -198,13 +198,13 @@ def _axis(axes: Axes, num_ranks: int, unit: str, *, last: bool) -> None:
     axes.set_yticks([rank + 0.5 for rank in range(0, num_ranks, every)])
     axes.set_yticklabels([f"rank {rank}" for rank in range(0, num_ranks, every)])
     axes.tick_params(axis="y", length=0)
-    axes.tick_params(axis="x", color=_GREY, labelcolor=_GREY, labelsize=8, labelbottom=last)
+    axes.tick_params(axis="x", color=GREY, labelcolor=GREY, labelsize=8, labelbottom=last)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=12, steps=[1, 2, 5, 10]))
     for side in ("top", "left", "right"):
         axes.spines[side].set_visible(False)
     axes.spines["bottom"].set_color("#C5CAD1")
     if last:
-        axes.set_xlabel(f"time, {unit}" if unit else "time", color=_GREY, fontsize=8, loc="right", labelpad=1)
+        axes.set_xlabel(f"time, {unit}" if unit else "time", color=GREY, fontsize=8, loc="right", labelpad=1)
 
 
 def _legend(figure: Figure, found: Iterable[Kind], left: float) -> None:

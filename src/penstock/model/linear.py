@@ -135,7 +135,8 @@ class _LinearFunction(torch.autograd.Function):
         pending = PendingGradient(
             layer.weight if needs_weight else None,
             layer.bias if needs_bias else None,
-            x.reshape(-1, x.shape[-1]),
+            # Detached, since a view could keep its base's graph.
+            x.detach().reshape(-1, x.shape[-1]),
             grad_TO,
             layer.matmul,
         )

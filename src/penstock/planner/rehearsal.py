@@ -12,6 +12,7 @@ from penstock.schedule.rehearsal import (
     MemoryPoint,
     MessageTraffic,
     Rehearsal,
+    RehearsalError,
     UnitCost,
 )
 from penstock.settings import RunConfig
@@ -23,6 +24,7 @@ __all__ = [
     "MemoryPoint",
     "MessageTraffic",
     "Rehearsal",
+    "RehearsalError",
     "UnitCost",
     "rehearse",
 ]

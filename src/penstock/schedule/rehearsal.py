@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import zip_longest
 
-from penstock.schedule.actions import Channel, Op
+from penstock.schedule.actions import Op
 from penstock.schedule.recording import CollectiveKind
+from penstock.schedule.rules import Channel
+
+
+class RehearsalError(ValueError):
+    """A step that would fail, or wait for the device, where it runs; the message names the rank's action."""
 
 
 class MemoryKind(StrEnum):
@@ -157,3 +163,27 @@ class Rehearsal:
     def flops(self) -> float:
         """Arithmetic of the step on this rank."""
         return sum(point.flops for point in self.timeline)
+
+
+def check_order(rehearsals: Sequence[Rehearsal]) -> None:
+    """Refuse ranks that do not launch the collectives of a group that they share alike and in one order.
+
+    Raises:
+        RehearsalError: naming the first collective at which two of them differ.
+    """
+    by_group: dict[tuple[int, ...], dict[int, list[str]]] = {}
+    for one in rehearsals:
+        for ranks, call in one.launches:
+            for shared in rehearsals:
+                if shared.rank in ranks:
+                    by_group.setdefault(ranks, {}).setdefault(shared.rank, [])
+            by_group[ranks][one.rank].append(call)
+    for ranks, calls in by_group.items():
+        (first, theirs), *others = calls.items()
+        for rank, own in others:
+            for i, (a, b) in enumerate(zip_longest(theirs, own, fillvalue="nothing")):
+                if a != b:
+                    raise RehearsalError(
+                        f"among the ranks {', '.join(map(str, ranks))}, collective {i + 1} of the step is {a} on rank "
+                        f"{first} and {b} on rank {rank}; each would wait for the other"
+                    )

@@ -15,7 +15,7 @@ from penstock.engine.loss_metrics import LossMetrics
 from penstock.engine.losses import LossFn, token_cross_entropy
 from penstock.engine.microbatches import AgreedSplit
 from penstock.engine.options import EngineOptions
-from penstock.engine.rehearsal.errors import explained, never_read, read_by_design
+from penstock.engine.rehearsal.guards import explained, never_read, read_by_design
 from penstock.engine.rehearsal.meter import Meter
 from penstock.engine.rehearsal.pipeline import RehearsedPipeline, RehearsedPlace
 from penstock.engine.rehearsal.units import unit_costs

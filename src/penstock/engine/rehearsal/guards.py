@@ -17,10 +17,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import _disable_current_modes
 
 from penstock.runtime import Recorder
-
-
-class RehearsalError(ValueError):
-    """A step that would fail, or wait for the device, where it runs; the message names the action and what to do."""
+from penstock.schedule.rehearsal import RehearsalError
 
 
 def read_by_design(func: Any, args: Any, kwargs: Any) -> Any:

@@ -1,0 +1,151 @@
+"""`penstock rehearse RUN.toml`: a rank's training step by the engine's own code, without data or devices."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from penstock.cli.commands import Parser, print_json, print_table, refuse_to_overwrite
+from penstock.schedule.rehearsal import ActionCost, MemoryKind, Rehearsal, UnitCost, check_order
+from penstock.settings import Layout, read_config
+
+
+def main(arguments: list[str]) -> int:
+    """Rehearse ranks of a run's layout, and print what they take.
+
+    Raises: ValueError for users' mistakes, and for a step that would fail; OSError for a file that cannot be written.
+    """
+    parser = Parser(
+        "penstock rehearse",
+        "Run one rank's training step by the engine's own code on tensors without data: every action of the real\n"
+        "program, in one process, with groups and a transport that only count. Prints memory by what it is made of,\n"
+        "each unit's arithmetic, bytes read and written, and the bytes of messages and collectives. Fails where a\n"
+        "GPU would and a CPU forgives: values read back by the host, tensors of two devices, shapes that do not\n"
+        "meet; and, of several ranks, collectives in different orders. Every sequence has data.sequence_length\n"
+        "tokens, and experts get even numbers of them.",
+        examples=(
+            "penstock rehearse examples/tiny.toml",
+            "penstock rehearse run.toml --rank 17 --picture memory.svg   memory over the step, action by action",
+            "penstock rehearse run.toml --rank 0,1,2,3                   several ranks, and whether they fit together",
+        ),
+    )
+    parser.add_argument("run", metavar="RUN.toml", help="the settings of a run")
+    parser.add_argument("--rank", default="0", metavar="R", help='a rank, several (0,1,2), or "all" (default 0)')
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), help='whose operations are run (default: parallel.device; "auto" is cuda)'
+    )
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw memory over the step (.svg or .png)")
+    parser.add_argument("--force", action="store_true", help="replace the picture if it exists")
+    parser.add_argument("--json", action="store_true", help="print one JSON document instead")
+    options = parser.parse_args(arguments)
+    config = read_config(options.run)
+    ranks = _ranks(options.rank, config.parallel)
+    if options.picture is not None:
+        _check_picture(options.picture, ranks, options.force)
+    # Only now, since it loads PyTorch.
+    from penstock.planner.rehearsal import rehearse
+
+    rehearsals = [rehearse(config, rank, options.device) for rank in ranks]
+    check_order(rehearsals)
+    if options.picture is not None:
+        from penstock.draw.memory import memory_picture
+
+        memory_picture(options.picture, rehearsals[0])
+    if options.json:
+        print_json([_to_json(one) for one in rehearsals])
+        return 0
+    for one in rehearsals:
+        _print(one)
+    return 0
+
+
+def _ranks(text: str, layout: Layout) -> list[int]:
+    """The ranks that the option names. Raises: ValueError if one is no rank of the layout."""
+    if text == "all":
+        return list(range(layout.world_size))
+    found = []
+    for word in text.split(","):
+        if not word.strip().isdigit() or int(word) >= layout.world_size:
+            raise ValueError(
+                f"--rank {text}: {word!r} is no rank of the layout {layout}; possible are 0 to "
+                f'{layout.world_size - 1}, several of them with commas between, or "all"'
+            )
+        found.append(int(word))
+    return found
+
+
+def _check_picture(path: Path, ranks: Sequence[int], force: bool) -> None:
+    if len(ranks) > 1:
+        raise ValueError("--picture shows one rank's memory; name one with --rank")
+    if path.suffix.lower() not in (".svg", ".png"):
+        raise ValueError(f"--picture {path}: the file's ending must be .svg or .png")
+    refuse_to_overwrite(path, force=force)
+
+
+def _to_json(rehearsal: Rehearsal) -> dict[str, Any]:
+    found = asdict(rehearsal)
+    del found["launches"]
+    for unit in found["units"]:
+        for action in unit["actions"]:
+            action["op"] = action["op"].name
+    for message in found["messages"]:
+        source, destination, direction = message.pop("channel")
+        message |= {"source": source, "destination": destination, "direction": direction.name.lower()}
+    most = {str(kind): rehearsal.most(kind) for kind in MemoryKind}
+    return {**found, "peak_bytes": rehearsal.peak_bytes, "peak_action": rehearsal.fullest.action, "most_bytes": most}
+
+
+def _print(rehearsal: Rehearsal) -> None:
+    fullest = rehearsal.fullest
+    print(
+        f"rank {rehearsal.rank} ({rehearsal.place}): {rehearsal.schedule}, {rehearsal.num_microbatches} microbatches, "
+        f"on {rehearsal.device}\n"
+        f"peak {_size(rehearsal.peak_bytes)} in {fullest.action}, {rehearsal.flops / 1e12:,.3f} TFLOP a step\n"
+    )
+    rows = [["memory", "at the peak", "at most"]]
+    for kind in MemoryKind:
+        if most := rehearsal.most(kind):
+            rows.append([str(kind), _size(fullest.at_peak.get(kind, 0)), _size(most)])
+    print_table(rows)
+    print()
+    rows = [["unit", "action", "GFLOP", "read", "written", "kept", "peak"]]
+    equal: dict[tuple[ActionCost, ...], list[UnitCost]] = {}
+    for unit in rehearsal.units:
+        equal.setdefault(unit.actions, []).append(unit)
+    for units in equal.values():
+        rows += _unit_rows(units)
+    print_table(rows)
+    _print_traffic(rehearsal)
+
+
+def _unit_rows(units: Sequence[UnitCost]) -> list[list[str]]:
+    name = units[0].name + (f" and {len(units) - 1} like it" if len(units) > 1 else "")
+    return [
+        [
+            name if i == 0 else "",
+            action.op.name,
+            f"{action.flops / 1e9:,.3f}",
+            *map(_size, (action.read_bytes, action.written_bytes, action.kept_bytes, action.peak_bytes)),
+        ]
+        for i, action in enumerate(units[0].actions)
+    ]
+
+
+def _print_traffic(rehearsal: Rehearsal) -> None:
+    rows = [["traffic", "ranks", "number", "of", "together"]]
+    for one in rehearsal.messages:
+        way = f"{one.channel.direction.name.lower()} to pp rank {one.channel.destination}"
+        rows.append([way, "2", str(one.number), _size(one.num_bytes), _size(one.number * one.num_bytes)])
+    for one in rehearsal.collectives:
+        sums = [str(one.number), _size(one.num_bytes), _size(one.number * one.num_bytes)]
+        rows.append([f"{one.kind} ({one.axis})", str(one.num_ranks), *sums])
+    if len(rows) > 1:
+        print()
+        print_table(rows)
+
+
+def _size(num_bytes: int) -> str:
+    for unit, bytes_of_unit in (("GiB", 2**30), ("MiB", 2**20)):
+        if num_bytes >= bytes_of_unit:
+            return f"{num_bytes / bytes_of_unit:,.2f} {unit}"
+    return f"{num_bytes / 2**10:,.1f} KiB"
