@@ -20,9 +20,7 @@ from penstock.schedule.rehearsal import MemoryKind, Rehearsal, RehearsalError, c
 from penstock.settings import Layout, ModelConfig, Precision
 
 WIDTH, WORDS = 8, 16
-CONFIG = ModelConfig(
-    vocab_size=WORDS, hidden_size=WIDTH, intermediate_size=24, num_layers=2, num_heads=2, max_length=64
-)
+CONFIG = ModelConfig(vocab_size=WORDS, hidden_size=WIDTH, intermediate_size=24, num_layers=2, num_heads=2)
 BATCH = RehearsedBatch([24] * 2, MicroBatchSpec(num=2))
 
 
@@ -70,7 +68,10 @@ FAULTS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "rows chosen by a mask": (lambda x: x + x[x[:, 0] > 0].mean(0), "0F0.*needs the data of a tensor"),
     "a tensor left on the host": (lambda x: x + torch.arange(x.shape[0])[:, None], "0F0.*meta.*cpu"),
     "widths that do not meet": (lambda x: x @ x.new_ones(WIDTH + 1, WIDTH), "0F0.*reduction dim"),
-    "types that do not meet": (lambda x: x.double(), "0F0.*dtype"),
+    "types that do not meet": (
+        lambda x: x @ x.new_ones(WIDTH, WIDTH, dtype=torch.float64),
+        "0F0.*float32 and torch.float64",
+    ),
     "an input changed that backward needs": (lambda x: x.exp().mul_(2), "0B0.*modified by an inplace operation"),
 }
 
@@ -92,7 +93,7 @@ def test_a_value_read_by_a_loss_is_found() -> None:
         loss = token_cross_entropy(output, microbatch)
         return loss / float(loss.detach())
 
-    with pytest.raises(RehearsalError, match="0F0.*the host reads a value"):
+    with pytest.raises(RehearsalError, match=r"0F0.*the host reads a value"):
         run(layers_with(torch.tanh), replace(BATCH, loss_fn=loss_fn))
 
 
@@ -127,7 +128,7 @@ def test_collectives_that_ranks_launch_differently_are_found(fault: str) -> None
     if not fault:
         check_order(found)
         return
-    with pytest.raises(RehearsalError, match="collective 1 of the step is all-reduce of .* on rank 0 and .* on rank 1"):
+    with pytest.raises(RehearsalError, match=r"collective 1 of the step is all-reduce of .* on rank 0 and .* rank 1"):
         check_order(found)
 
 

@@ -35,6 +35,7 @@ def never_read(func: Any, args: Any, kwargs: Any) -> Any:
 
     Raises:
         RehearsalError: one would be.
+        RuntimeError: factors of a product have different types.
     """
     if func is _READ and isinstance(args[0], FakeTensor):
         raise RehearsalError(f"the host reads a value of {_described(args[0])}")
@@ -42,11 +43,17 @@ def never_read(func: Any, args: Any, kwargs: Any) -> Any:
         source, target = (args[0], kwargs.get("device")) if func is _TO_COPY else (args[1], args[0].device)
         if target is not None and torch.device(target).type == "cpu" != source.device.type:
             raise RehearsalError(f"{_described(source)} is copied to the host")
+    if func in _PRODUCTS and len({factor.dtype for factor in args if isinstance(factor, Tensor)}) > 1:
+        # Tensors without data are multiplied whatever their types.
+        raise RuntimeError(f"{func} of {' and '.join(str(f.dtype) for f in args if isinstance(f, Tensor))}")
     return _of_host(func, args)
 
 
 _READ = torch.ops.aten._local_scalar_dense.default
 _TO_COPY = torch.ops.aten._to_copy.default
+_PRODUCTS = frozenset(
+    {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default, torch.ops.aten.mv.default}
+)
 _COPIES = frozenset({_TO_COPY, torch.ops.aten.copy_.default})
 
 

@@ -90,11 +90,13 @@ def rehearse(
     data = PackedBatch.from_documents([torch.zeros(length, dtype=torch.int64) for length in batch.lengths])
     parts = split(data, batch.micro_batches)
     meter = Meter()
-    with FakeTensorMode(allow_non_fake_inputs=True), meter, meter.guarded(read_by_design):
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, meter, meter.guarded(read_by_design):
         pipeline = RehearsedPipeline(RehearsedPlace(rank, device, meter), units, hidden_size, layout, options)
         trainer = Trainer(pipeline)
         pipeline.prepare_for(data)
-        meter.claim(MemoryKind.OTHER, [microbatch[key] for microbatch in parts.microbatches for key in data.keys])
+        # The batch keeps its values, which the host may read; the mode goes on with these wherever it meets it.
+        known = [mode.from_tensor(microbatch[key]) for microbatch in parts.microbatches for key in data.keys]
+        meter.claim(MemoryKind.OTHER, known)
         feeds = _take_step(trainer, _agreed(pipeline, parts), batch.loss_fn)
         timeline = tuple(meter.timeline)
         costs = unit_costs(pipeline, feeds[0])
