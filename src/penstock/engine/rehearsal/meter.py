@@ -23,7 +23,7 @@ from penstock.schedule.rehearsal import BytesByKind, MemoryKind, MemoryPoint
 
 
 @dataclass(eq=False, slots=True)
-class _Block:
+class _LiveStorage:
     """A storage that is alive."""
 
     num_bytes: int
@@ -34,21 +34,21 @@ class _Block:
 
 
 @dataclass(frozen=True, slots=True)
-class _Change:
+class _StorageChange:
     """A block that was made (`before` is None), freed (`after` is None), or changed its kind."""
 
-    block: _Block
+    block: _LiveStorage
     before: MemoryKind | None
     after: MemoryKind | None
 
 
 @dataclass(slots=True)
-class _Interval:
+class _MeteredInterval:
     """The time between two ends of actions."""
 
     #: bytes by kind at its beginning
     start: dict[MemoryKind, int]
-    changes: list[_Change] = field(default_factory=list)
+    changes: list[_StorageChange] = field(default_factory=list)
     flops: float = 0.0
     read_bytes: int = 0
     written_bytes: int = 0
@@ -66,16 +66,16 @@ class Meter(TorchDispatchMode):
     #: refuses operations before they run, while an action is under way; see `guarded`
     _guard: Callable[[Any, Any, Any], None] | None
     #: address of a storage -> its block
-    _blocks: dict[int, _Block]
+    _blocks: dict[int, _LiveStorage]
     #: bytes that are alive, by kind
     _alive: dict[MemoryKind, int]
-    _interval: _Interval
+    _interval: _MeteredInterval
 
     def __init__(self) -> None:
         super().__init__()
         self.timeline, self._guard = [], None
         self._blocks, self._alive = {}, dict.fromkeys(MemoryKind, 0)
-        self._interval = _Interval(dict(self._alive))
+        self._interval = _MeteredInterval(dict(self._alive))
 
     # ---- what others tell
 
@@ -146,7 +146,7 @@ class Meter(TorchDispatchMode):
 
     # ---- storages
 
-    def _block_of(self, tensor: Tensor) -> _Block | None:
+    def _block_of(self, tensor: Tensor) -> _LiveStorage | None:
         """The block of a tensor's storage, which is alive from now on if it was not known; None if it has none."""
         try:
             storage = tensor.untyped_storage()
@@ -155,7 +155,7 @@ class Meter(TorchDispatchMode):
         key = storage._cdata
         block = self._blocks.get(key)
         if block is None:
-            block = _Block(storage.nbytes(), MemoryKind.TRANSIENT)
+            block = _LiveStorage(storage.nbytes(), MemoryKind.TRANSIENT)
             block.reference = weakref.ref(storage, lambda _: self._free(key))
             self._blocks[key] = block
             self._change(block, None, MemoryKind.TRANSIENT)
@@ -163,7 +163,7 @@ class Meter(TorchDispatchMode):
             self._resize(block, storage.nbytes())
         return block
 
-    def _resize(self, block: _Block, num_bytes: int) -> None:
+    def _resize(self, block: _LiveStorage, num_bytes: int) -> None:
         self._change(block, block.kind, None)
         block.num_bytes = num_bytes
         self._change(block, None, block.kind)
@@ -173,17 +173,17 @@ class Meter(TorchDispatchMode):
         block.is_alive = False
         self._change(block, block.kind, None)
 
-    def _move(self, block: _Block, kind: MemoryKind) -> None:
+    def _move(self, block: _LiveStorage, kind: MemoryKind) -> None:
         if block.kind is not kind:
             before, block.kind = block.kind, kind
             self._change(block, before, kind)
 
-    def _change(self, block: _Block, before: MemoryKind | None, after: MemoryKind | None) -> None:
+    def _change(self, block: _LiveStorage, before: MemoryKind | None, after: MemoryKind | None) -> None:
         if before is not None:
             self._alive[before] -= block.num_bytes
         if after is not None:
             self._alive[after] += block.num_bytes
-        self._interval.changes.append(_Change(block, before, after))
+        self._interval.changes.append(_StorageChange(block, before, after))
 
     def _settle(self, rest: MemoryKind) -> BytesByKind:
         """Begin a new interval. What is alive and has no kind yet is `rest`. Returns bytes at the old one's peak."""
@@ -194,11 +194,11 @@ class Meter(TorchDispatchMode):
                 self._alive[rest] += block.num_bytes
                 block.kind = rest
         at_peak = _at_peak(interval)
-        self._interval = _Interval(dict(self._alive))
+        self._interval = _MeteredInterval(dict(self._alive))
         return at_peak
 
 
-def _at_peak(interval: _Interval) -> BytesByKind:
+def _at_peak(interval: _MeteredInterval) -> BytesByKind:
     """Bytes by kind when most was alive; what was made in the interval counts as what it is at the end of it."""
     total = most = sum(interval.start.values())
     num_until_peak = 0
