@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -46,6 +46,7 @@ class TrafficCount:
 
     #: group's ranks and the call in words, in the order of the launches
     launches: list[tuple[tuple[int, ...], str]]
+    #: collectives and messages of one kind and size -> their number
     _collectives: Counter[CollectiveTraffic]
     _messages: Counter[MessageTraffic]
 
@@ -103,6 +104,10 @@ class _Nowhere:
     """Takes every call that torch.distributed makes of a group, and does nothing but count it."""
 
     supports_coalescing = False
+    #: the group that it stands for
+    _group: CountedGroup
+    #: where calls are counted
+    _traffic: TrafficCount
 
     def __init__(self, group: CountedGroup, traffic: TrafficCount) -> None:
         self._group, self._traffic = group, traffic
@@ -123,9 +128,14 @@ class _Nowhere:
 class CountedGroup(RenewableGroup):
     """This rank's place in a process group of which nobody else is there."""
 
-    #: the global ranks of the group, and the axes of the layout along which they lie
+    #: the global ranks of the group
     ranks: tuple[int, ...]
+    #: the axes of the layout along which they lie, which are also its name
     axis: str
+    _own_name: str
+    #: takes the calls that a real group's communicators would
+    inner: _Nowhere
+    backend: _Nowhere
 
     def __init__(self, rank: int, ranks: tuple[int, ...], axis: str, traffic: TrafficCount) -> None:
         dist.ProcessGroup.__init__(self, ranks.index(rank), len(ranks))  # pyright: ignore[reportCallIssue]
@@ -151,10 +161,19 @@ class _Arrival:
 class CountedTransport:
     """A transport with nobody at the other ends: a receive allocates, a send is held until the link's next one."""
 
+    #: the rank in the pipeline, and its device
+    rank: int
+    _device: torch.device
+    #: counts the messages' memory
+    _meter: Meter
+    #: counts the messages
+    _traffic: TrafficCount
+    #: the last tensor of each link
+    _leaving: dict[Line, Tensor]
+
     def __init__(self, rank: int, device: torch.device, meter: Meter, traffic: TrafficCount) -> None:
         self.rank, self._device, self._meter, self._traffic = rank, device, meter, traffic
-        #: the last tensor of each link
-        self._leaving: dict[Line, Tensor] = {}
+        self._leaving = {}
 
     def receive(self, channel: Line, shape: Sequence[int], dtype: torch.dtype) -> Receipt:
         buffer = torch.empty(shape, dtype=dtype, device=self._device)
@@ -182,6 +201,17 @@ class CountedTransport:
 
 class MeteredTransport:
     """A real transport whose buffers a meter counts as the transport's, for the same figures of a real run."""
+
+    #: the real one, whose other methods are these
+    _inner: Transport
+    num_pending: Callable[[], int]
+    settle: Callable[[], None]
+    abandon: Callable[[], None]
+    close: Callable[[], None]
+    #: the rank in the pipeline
+    rank: int
+    #: counts the messages' memory
+    _meter: Meter
 
     def __init__(self, inner: Transport, meter: Meter) -> None:
         self._inner, self._meter, self.rank = inner, meter, inner.rank

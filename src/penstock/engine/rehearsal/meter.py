@@ -69,6 +69,7 @@ class Meter(TorchDispatchMode):
     _blocks: dict[int, _LiveStorage]
     #: bytes that are alive, by kind
     _alive: dict[MemoryKind, int]
+    #: what has happened since the last action ended
     _interval: _MeteredInterval
 
     def __init__(self) -> None:

@@ -35,6 +35,7 @@ class RehearsedPlace:
 class MeteredPipeline(Pipeline):
     """A pipeline that reports the end of each action, and its messages' memory, to a meter."""
 
+    #: measures this rank's step
     meter: Meter
 
     def __init__(
@@ -53,7 +54,9 @@ class MeteredPipeline(Pipeline):
 class RehearsedPipeline(MeteredPipeline):
     """The pipeline of one rank of a layout whose other ranks are not there; its groups and its transport count."""
 
+    #: counts what the rank sends
     traffic: TrafficCount
+    #: the rank among all, and its device
     _rank: int
     _device: torch.device
 
@@ -103,6 +106,9 @@ def _allocate(module: nn.Module, device: torch.device) -> None:
 
 
 class _MeteredRecorder(Recorder):
+    #: hears of each action's end
+    _meter: Meter
+
     def __init__(self, meter: Meter, rank: int, place: str | None) -> None:
         super().__init__(rank, place=place)
         self._meter = meter
