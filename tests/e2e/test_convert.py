@@ -25,6 +25,7 @@ pretrained = "{pretrained}"
 {more}
 [data]
 corpus = "{corpus}"
+tokenizer = "bytes"
 cache = "{cache}"
 sequence_length = 32
 num_sequences = 4

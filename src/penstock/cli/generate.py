@@ -68,6 +68,7 @@ class GenerateArguments:
     ring: dict[str, Any]
     dp: int
     parallel: ParallelConfig
+    special_tokens: bool
     json: bool
 
 
@@ -142,6 +143,9 @@ not on the other prompts, nor on --pp, --dp, --slots and --rows.""",
     ring = parser.add_argument_group("how it runs")
     for options in (_PARALLEL, _RING):
         add_options(ring, options, {"timeout": "SECONDS"})
+    parser.add_argument(
+        "--no-special-tokens", action="store_true", help="texts without the tokenizer's own, such as one to begin with"
+    )
     parser.add_argument("--json", action="store_true", help="print the result as JSON, and progress to standard error")
     return parser
 
@@ -192,6 +196,7 @@ def read_arguments(words: Sequence[str]) -> GenerateArguments:
         ring=values_of(given, _RING),
         dp=parallel.dp,
         parallel=replace(parallel, dp=1),
+        special_tokens=not given.no_special_tokens,
         json=given.json,
     )
 
@@ -202,16 +207,19 @@ def check(arguments: GenerateArguments) -> "GenerateJob":
     Raises: ValueError for prompts that the model cannot continue.
     """
     from penstock.cli.generate_output import GenerateJob
-    from penstock.cli.texts import open_to_cut, prompts_of_texts, read_prompts, tokens_of_word
+    from penstock.cli.texts import open_to_cut, plainly, prompts_of_texts, read_prompts, tokens_of_word
     from penstock.engine.generator import GenerateOptions, check_prompts
     from penstock.model import Limits
 
     model = open_to_cut(arguments.model, arguments.parallel.pp)
+    model = model if arguments.special_tokens else plainly(model)
     if arguments.sampling.get("stop") and model.tokenizer is None:
         raise ValueError(f"--stop is a text, but {model.folder} has no tokenizer; give --end-token ids")
     ends = model.end_tokens if arguments.end_tokens is None else arguments.end_tokens
     words = [tokens for word in arguments.bad_words for tokens in tokens_of_word(word, model)]
-    params = SamplingParams(**arguments.sampling, end_tokens=ends, bad_words=tuple(words))
+    words += map(tuple, model.sampling.get("bad_words", ()))
+    given = {**model.sampling, **arguments.sampling, "end_tokens": ends, "bad_words": tuple(words)}
+    params = SamplingParams(**given)
     if arguments.file is not None:
         prompts = read_prompts(arguments.file, model)
     else:

@@ -53,12 +53,17 @@ class ScoreArguments:
     parallel: ParallelConfig
     scoring: ScoreConfig
     native: bool
+    special_tokens: bool
     json: bool
 
     @property
     def decisive(self) -> dict[str, object]:
         """The arguments that the scores depend on, beside the model and the texts."""
-        return {"temperature": self.scoring.temperature, "text_field": self.scoring.text_field}
+        return {
+            "temperature": self.scoring.temperature,
+            "text_field": self.scoring.text_field,
+            "special_tokens": self.special_tokens,
+        }
 
 
 def main(words: Sequence[str]) -> int:
@@ -98,6 +103,9 @@ An "id" is carried along. A call that was stopped is continued by the same comma
     parser.add_argument(
         "--no-native", action="store_true", help="run a Hugging Face model by transformers' own layers, of any family"
     )
+    parser.add_argument(
+        "--no-special-tokens", action="store_true", help="texts without the tokenizer's own, such as one to begin with"
+    )
     parser.add_argument("--json", action="store_true", help="print the summary as JSON, and progress to standard error")
     return parser
 
@@ -117,6 +125,7 @@ def read_arguments(words: Sequence[str]) -> ScoreArguments:
         parallel=replace(parallel, dp=1),
         scoring=ScoreConfig(**values_of(given, _SCORING)),
         native=not given.no_native,
+        special_tokens=not given.no_special_tokens,
         json=given.json,
     )
 
@@ -134,9 +143,10 @@ def check(arguments: ScoreArguments) -> "ScoreJob":
     Raises: ValueError for input that cannot be scored.
     """
     from penstock.cli.scoring import MICROBATCH_TOKENS, ScoreJob
-    from penstock.cli.texts import open_to_cut, read_texts
+    from penstock.cli.texts import open_to_cut, plainly, read_texts
 
     model = open_to_cut(arguments.model, arguments.parallel.pp, arguments.native)
+    model = model if arguments.special_tokens else plainly(model)
     texts = read_texts(arguments.file, model, arguments.scoring.text_field)
     longest = max(texts, key=lambda text: len(text.tokens))
     if arguments.scoring.max_tokens is not None and len(longest.tokens) > arguments.scoring.max_tokens:

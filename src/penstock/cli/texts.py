@@ -1,10 +1,11 @@
 """The input of `penstock score` and `penstock generate`: a saved model, and JSON lines of texts or prompts for it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from penstock.data.tokenizer import WithoutSpecialTokens
 from penstock.engine.saved_model import SavedModel, open_model
 from penstock.settings.json_files import parse_json
 
@@ -35,6 +36,11 @@ class Prompt:
     text: str | None = None
     line: int | None = None
     id: Any = None
+
+
+def plainly(model: SavedModel) -> SavedModel:
+    """The model with a tokenizer that puts no special tokens around a text."""
+    return model if model.tokenizer is None else replace(model, tokenizer=WithoutSpecialTokens(model.tokenizer))
 
 
 def open_to_cut(folder: Path, pp: int, native: bool = True) -> SavedModel:
@@ -96,8 +102,9 @@ def tokens_of_word(word: str, model: SavedModel) -> list[tuple[int, ...]]:
 
     Raises: ValueError where the model has no tokenizer.
     """
-    both = (_prompt_tokens(f"--bad-word {word!r}", text, model) for text in (word, f" {word}"))
-    return [tuple(tokens) for tokens in both]
+    if model.tokenizer is None or not word:
+        raise ValueError(f"--bad-word {word!r} must be a text, and {model.folder} have a tokenizer")
+    return [tuple(_encoded(f"--bad-word {word!r}", text, model, special_tokens=False)) for text in (word, f" {word}")]
 
 
 def _lines(path: Path, purpose: str, forms: str) -> list[tuple[int, str]]:
@@ -152,11 +159,11 @@ def _prompt(where: str, number: int, line: str, model: SavedModel) -> Prompt:
 
 
 def _text_tokens(where: str, name: str, value: Any, model: SavedModel) -> Sequence[int]:
-    """The token ids of a text, or the ids as given."""
+    """The token ids of a text, with special tokens unless it continues another, or the ids as given."""
     if isinstance(value, str) and name != "tokens":
         if model.tokenizer is None:
             raise ValueError(f"{where}: {name!r} is a text, but the model has no tokenizer; give token ids")
-        return _encoded(f"{where}: {name!r}", value, model)
+        return _encoded(f"{where}: {name!r}", value, model, special_tokens=name != "completion")
     if _are_ids(value):
         return value
     wanted = "a list of token ids" if name == "tokens" else "a text or a list of token ids"
@@ -172,10 +179,10 @@ def _prompt_tokens(where: str, text: str, model: SavedModel) -> Sequence[int]:
     return tokens
 
 
-def _encoded(where: str, text: str, model: SavedModel) -> list[int]:
+def _encoded(where: str, text: str, model: SavedModel, special_tokens: bool = True) -> list[int]:
     assert model.tokenizer is not None
     try:
-        return model.tokenizer.encode([text])[0].tolist()
+        return model.tokenizer.encode([text], special_tokens)[0].tolist()
     except UnicodeEncodeError as error:
         raise ValueError(f"{where} cannot be written as UTF-8 ({error.reason})") from None
 

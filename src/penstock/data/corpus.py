@@ -17,11 +17,11 @@ import numpy as np
 
 from penstock.data.checks import CorpusError
 from penstock.data.sources import BUILT_IN, Document, Source, find_source
-from penstock.data.tokenizer import Tokenizer, load_tokenizer
+from penstock.data.tokenizer import Tokenizer, WithoutSpecialTokens, load_tokenizer
 from penstock.settings.json_files import read_json_object
 
 SIDES = ("training", "validation")
-CACHE_FORMAT = 1  # to be raised whenever the same text would be stored differently
+CACHE_FORMAT = 2  # to be raised whenever the same text would be stored differently
 DOCUMENTS_AT_ONCE = 256
 
 
@@ -143,7 +143,8 @@ class CorpusSpec:
     source, validation_source: "stdlib" (the source of Python's own standard library), a file, a folder, or a pattern;
     text, JSONL or Parquet. validation_fraction: the part of the documents kept for validation, chosen by a hash of
     their names; unused if validation has its own source. tokenizer: "bytes", a tokenizer.json or its folder.
-    end_token: the token put after every document (its text; for bytes True), False for none.
+    end_token: the token put after every document (its text; for bytes True), False for none. special_tokens: with
+    those that the tokenizer itself puts around a text.
     """
 
     source: str = BUILT_IN
@@ -152,6 +153,7 @@ class CorpusSpec:
     text_field: str = "text"
     tokenizer: str = "bytes"
     end_token: str | bool = False
+    special_tokens: bool = True
 
     def __post_init__(self) -> None:
         if not 0 <= self.validation_fraction < 1:
@@ -184,6 +186,8 @@ def load_corpus(spec: CorpusSpec, cache_folder: Path | str | None = None) -> Cor
     Raises: `CorpusError` if it is missing, empty, unreadable, or of an unknown kind.
     """
     tokenizer = load_tokenizer(spec.tokenizer, spec.end_token)
+    if not spec.special_tokens:
+        tokenizer = WithoutSpecialTokens(tokenizer)
     source = find_source(spec.source, spec.text_field)
     if spec.validation_source is not None:
         # find both before reading either

@@ -1,6 +1,7 @@
 """Text to token ids: by bytes, or by any Hugging Face tokenizer file."""
 
 import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,8 +26,11 @@ class Tokenizer(Protocol):
         """The token put after every text, if there is one."""
         ...
 
-    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """The token ids of each text, an array per text."""
+    def encode(self, texts: Sequence[str], special_tokens: bool = True) -> list[np.ndarray]:
+        """The token ids of each text, an array per text.
+
+        special_tokens: with those that the tokenizer itself puts around a text, such as one for its beginning.
+        """
         ...
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -52,7 +56,7 @@ class ByteTokenizer:
     def end_tokens(self) -> tuple[int, ...]:
         return (256,) if self.end_token else ()
 
-    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+    def encode(self, texts: Sequence[str], special_tokens: bool = True) -> list[np.ndarray]:
         dtype, end = (np.uint16, [256]) if self.end_token else (np.uint8, [])
         arrays = (np.frombuffer(text.encode(), dtype=np.uint8) for text in texts)
         return [np.append(array.astype(dtype), np.array(end, dtype)) if end else array for array in arrays]
@@ -74,23 +78,48 @@ class FileTokenizer:
     def end_tokens(self) -> tuple[int, ...]:
         return () if self.end_token_id is None else (self.end_token_id,)
 
-    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+    def encode(self, texts: Sequence[str], special_tokens: bool = True) -> list[np.ndarray]:
         end = [] if self.end_token_id is None else [self.end_token_id]
-        encodings = self.tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        encodings = self.tokenizer.encode_batch(list(texts), add_special_tokens=special_tokens)
         return [np.array(encoding.ids + end, dtype=np.uint32) for encoding in encodings]
 
     def decode(self, tokens: Sequence[int]) -> str:
         return self.tokenizer.decode(list(tokens), skip_special_tokens=True)
 
 
-def load_tokenizer(name: str, end_token: str | bool = False) -> Tokenizer:
-    """Load the tokenizer "bytes", a `tokenizer.json`, or one from a folder that holds such a file.
+@dataclass(frozen=True, slots=True)
+class WithoutSpecialTokens:
+    """A tokenizer that puts nothing around a text but its end token."""
+
+    tokenizer: Tokenizer
+
+    @property
+    def vocab_size(self) -> int:
+        return self.tokenizer.vocab_size
+
+    @property
+    def fingerprint(self) -> str:
+        return f"{self.tokenizer.fingerprint}-plain"
+
+    @property
+    def end_tokens(self) -> tuple[int, ...]:
+        return self.tokenizer.end_tokens
+
+    def encode(self, texts: Sequence[str], special_tokens: bool = False) -> list[np.ndarray]:
+        return self.tokenizer.encode(texts, special_tokens=False)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return self.tokenizer.decode(tokens)
+
+
+def load_tokenizer(name: str | None, end_token: str | bool = False) -> Tokenizer:
+    """Load the tokenizer "bytes" (or None), a `tokenizer.json`, or one from a folder that holds such a file.
 
     end_token: the text of the token to put after every document (for bytes: True); False for none.
 
     Raises: `CorpusError` if there is no such file, it is no tokenizer, or it lacks the end token.
     """
-    if name == "bytes":
+    if name in (None, "bytes"):
         return ByteTokenizer(end_token=bool(end_token))
     path = Path(name).expanduser()
     path = path / "tokenizer.json" if path.is_dir() else path
@@ -117,3 +146,22 @@ def load_tokenizer(name: str, end_token: str | bool = False) -> Tokenizer:
     # the largest id decides, since added tokens may leave gaps
     vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
     return FileTokenizer(tokenizer, fingerprint, end_token_id, vocab_size)
+
+
+def save_byte_tokenizer(folder: Path, end_token: bool) -> None:
+    """Write `ByteTokenizer` as files that transformers loads, with the same ids; <|end|> is the end token's text."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    # The library writes a byte as itself where that can be printed, and else as one of the characters from 256 on.
+    printed = [*range(ord("!"), ord("~") + 1), *range(ord("\xa1"), ord("\xac") + 1), *range(ord("\xae"), 256)]
+    others = (byte for byte in range(256) if byte not in printed)
+    vocabulary = {chr(byte): byte for byte in printed} | {chr(256 + n): byte for n, byte in enumerate(others)}
+    made = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    if end_token:
+        made.add_special_tokens([AddedToken("<|end|>", special=True)])
+        settings["eos_token"] = "<|end|>"
+    made.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")

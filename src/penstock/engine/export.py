@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from penstock.data.tokenizer import ByteTokenizer, save_byte_tokenizer
 from penstock.engine.pretrained import HuggingFaceForm
 from penstock.engine.state import ModelState
 from penstock.model.hf.config_json import CONFIG_FILE
@@ -238,6 +239,11 @@ def _publish(
         for name in TOKENIZER_FILES:
             if (form.folder / name).is_file():
                 shutil.copyfile(form.folder / name, staging / name)
+    if form.bytes_end is not None:
+        save_byte_tokenizer(staging, form.bytes_end)
+        if form.bytes_end:
+            ends = {"eos_token_id": list(ByteTokenizer(end_token=True).end_tokens)}
+            (staging / "generation_config.json").write_text(json.dumps(ends, indent=2) + "\n", encoding="utf-8")
     if folder.exists():
         folder.rmdir()
     staging.rename(folder)

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from penstock.data.tokenizer import ByteTokenizer
 from penstock.engine.checkpoint.manifest import CheckpointInfo, DamagedCheckpoint, check_files, published, read_manifest
 from penstock.engine.runs import CHECKPOINT_FOLDER, CONFIG_FILE
 from penstock.model import ModelGroups, UnitSpec, decoder_units
@@ -29,12 +30,14 @@ class HuggingFaceForm:
     """The form of a model in transformers: its names there, its config.json, and the folder it came from.
 
     `describe` makes the config.json, and raises ValueError where no family of transformers is the model. `folder` is
-    where tokenizer files are copied from; None where the model was made here.
+    where tokenizer files are copied from; None where the model was made here. `bytes_end`: whether a model of bytes
+    has an end token; None for other models.
     """
 
     names: Names
     describe: Callable[[], Mapping[str, Any]]
     folder: Path | None = None
+    bytes_end: bool | None = None
 
     @classmethod
     def of(cls, config: ModelConfig) -> HuggingFaceForm:
@@ -84,6 +87,18 @@ def pretrained_shape(path: Path | str) -> ModelConfig:
     return find_decoder(Path(path)).shape
 
 
+def pretrained_tokenizer(folder: Path | str, vocab_size: int) -> str:
+    """The name of the tokenizer of the model in a folder. Raises: ValueError if it is not known."""
+    folder = Path(folder)
+    if (folder / CONFIG_FILE).is_file():
+        return read_config(folder / CONFIG_FILE).data.tokenizer or "bytes"
+    if (folder / "tokenizer.json").is_file():
+        return str(folder.resolve())
+    if vocab_size > ByteTokenizer(end_token=True).vocab_size:
+        raise ValueError(f"it has a vocabulary of {vocab_size} tokens and no tokenizer.json; give data.tokenizer")
+    return "bytes"
+
+
 def find_decoder(folder: Path) -> StoredDecoder:
     """The decoder in a Hugging Face folder, or the newest intact one of a run. Raises: as `open_pretrained`."""
     if not folder.is_dir():
@@ -105,7 +120,9 @@ def _decoder_of_run(folder: Path) -> StoredDecoder:
     if (source / HUGGING_FACE_CONFIG).is_file():
         # Its other settings, such as end tokens, still hold.
         form = replace(form, describe=lambda: read_config_json(source), folder=source)
-    elif (tokenizer := Path(config.data.tokenizer)).exists():
+    elif (name := config.data.tokenizer or "bytes") == "bytes":
+        form = replace(form, bytes_end=bool(config.data.end_token))
+    elif (tokenizer := Path(name)).exists():
         form = replace(form, folder=tokenizer if tokenizer.is_dir() else tokenizer.parent)
     return StoredDecoder(shape, names, WeightFiles.of_files(info.path, info.files), form)
 

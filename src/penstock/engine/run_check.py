@@ -4,7 +4,7 @@ from penstock.schedule.choice import ScheduleChoice
 from penstock.settings import SETTINGS, ConfigError, RunConfig, check_rates, check_sections, walk
 from penstock.settings.declare import plain, with_values
 
-_PRETRAINED = "model.pretrained"
+_PRETRAINED, _TOKENIZER = "model.pretrained", "data.tokenizer"
 # Settings of the model that do not belong to the folder it comes from; nor do the coefficients of losses.
 _FREE = (_PRETRAINED, "model.max_length", "model.num_predictions", "experts.bias_step")
 
@@ -34,7 +34,7 @@ def check(config: RunConfig) -> RunConfig:
 
 
 def with_pretrained(config: RunConfig) -> RunConfig:
-    """The settings with the shape of `model.pretrained` filled in; without one, as they are.
+    """The settings with the shape and the tokenizer of `model.pretrained` filled in; without one, bytes.
 
     What trains experts, and the longest sequence, stay as they are given.
 
@@ -43,12 +43,13 @@ def with_pretrained(config: RunConfig) -> RunConfig:
     """
     folder = config.model.pretrained
     if folder is None:
-        return config
+        return with_values(config, {SETTINGS[_TOKENIZER].path: config.data.tokenizer or "bytes"})
     # Only now, since it loads PyTorch.
-    from penstock.engine.pretrained import pretrained_shape
+    from penstock.engine.pretrained import pretrained_shape, pretrained_tokenizer
 
     try:
         shape = pretrained_shape(folder)
+        tokenizer = config.data.tokenizer or pretrained_tokenizer(folder, shape.vocabulary)
     except ValueError as error:
         raise ConfigError(f"{_PRETRAINED} = {folder!r}: {error}") from None
     given, usual = config.flat(), RunConfig().flat()
@@ -58,6 +59,7 @@ def with_pretrained(config: RunConfig) -> RunConfig:
             raise ConfigError(
                 f"{name} = {given[name]!r}, but {_PRETRAINED} = {folder!r} has {wanted!r}; leave the setting out"
             )
+    found[_TOKENIZER] = tokenizer
     if given["model.max_length"] == usual["model.max_length"]:
         found["model.max_length"] = shape.max_length
     return with_values(config, {SETTINGS[name].path: value for name, value in found.items()})

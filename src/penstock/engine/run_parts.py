@@ -110,8 +110,9 @@ class RunData:
             validation_source=data.validation_corpus,
             validation_fraction=data.validation_fraction,
             text_field=data.text_field,
-            tokenizer=data.tokenizer,
+            tokenizer=data.tokenizer or "bytes",
             end_token=data.end_token or False,
+            special_tokens=data.special_tokens,
         )
         cache = None if data.cache is None else Path(data.cache).expanduser()
         try:

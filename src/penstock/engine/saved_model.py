@@ -6,7 +6,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from penstock.data import CorpusError
-from penstock.data.tokenizer import Tokenizer, load_tokenizer
+from penstock.data.tokenizer import Tokenizer, WithoutSpecialTokens, load_tokenizer
 from penstock.engine.checkpoint import Checkpointer, CheckpointReader
 from penstock.engine.checkpoint.manifest import published
 from penstock.engine.export import ExportedParameter, ExportOptions, Progress, write_folder
@@ -48,6 +48,7 @@ from penstock.settings.json_files import read_json_object
 _HUGGING_FACE_CONFIG, _TOKENIZER = "config.json", "tokenizer.json"
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _GENERATION_CONFIG = "generation_config.json"
+_SAMPLED = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,8 @@ class SavedModel:
     load: Callable[[ModelState], str]
     #: tokens that end a text
     end_tokens: tuple[int, ...] = ()
+    #: settings of `SamplingParams` by name, as the folder's generation_config.json gives them
+    sampling: Mapping[str, Any] = field(default_factory=dict)
 
 
 def open_model(folder: Path | str, native: bool = True) -> SavedModel:
@@ -101,7 +104,10 @@ def _open_run(folder: Path) -> SavedModel:
         # A given text is scored and continued as it is: no end token is put after it.
         tokenizer = load_tokenizer(name)
         ending = load_tokenizer(name, config.data.end_token or False)
-        vocab_size, ends = vocab_size or ending.vocab_size, ending.end_tokens
+        vocab_size = vocab_size or ending.vocab_size
+        ends = ending.end_tokens or _hugging_face_ends(Path(name or ""))
+        if not config.data.special_tokens:
+            tokenizer = WithoutSpecialTokens(tokenizer)
     except CorpusError:
         if vocab_size is None:
             raise
@@ -117,7 +123,9 @@ def _open_run(folder: Path) -> SavedModel:
     def load(state: ModelState) -> str:
         return _load_run(folder, config, state)
 
-    return SavedModel(folder, size, config.model.max_length, config.model.num_units, tokenizer, arguments, load, ends)
+    model = config.model
+    sampling = _generation_defaults(Path(name or ""))
+    return SavedModel(folder, size, model.max_length, model.num_units, tokenizer, arguments, load, ends, sampling)
 
 
 def _load_run(folder: Path, config: RunConfig, state: ModelState) -> str:
@@ -167,6 +175,7 @@ def _open_hugging_face(folder: Path, native: bool) -> SavedModel:
         arguments=arguments,
         load=load,
         end_tokens=_hugging_face_ends(folder),
+        sampling=_generation_defaults(folder),
     )
 
 
@@ -191,6 +200,22 @@ def _hugging_face_ends(folder: Path) -> tuple[int, ...]:
                 raise ConfigError(f"{path}: eos_token_id is {named!r}; a token id or a list of them is expected")
             return ends
     return ()
+
+
+def _generation_defaults(folder: Path) -> dict[str, Any]:
+    """The settings of `SamplingParams` that generation_config.json names; as there, top_p follows top_k."""
+    path = folder / _GENERATION_CONFIG
+    content = read_json_object(path) if path.is_file() else {}
+    found = {name: content[name] for name in _SAMPLED if content.get(name) is not None}
+    if found.get("top_k") == 0:
+        del found["top_k"]
+    if {"top_k", "top_p"} <= found.keys():
+        found["chained"] = True
+    if content.get("do_sample") is False:
+        found["temperature"] = 0.0
+    if content.get("bad_words_ids"):
+        found["bad_words"] = content["bad_words_ids"]
+    return found
 
 
 def _version(folder: Path) -> str:

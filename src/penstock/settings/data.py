@@ -32,7 +32,14 @@ class DataConfig(Settings, section="data"):
         "The share of documents held out; 0 for no validation.",
         Bounds(least=0, below=1, otherwise="leaves no text"),
     )
-    tokenizer: str = setting("bytes", '"bytes", or a Hugging Face tokenizer.json, or a folder that holds one.')
+    tokenizer: str | None = setting(
+        None,
+        '"bytes", or a Hugging Face tokenizer.json, or a folder that holds one; left out, that of model.pretrained, '
+        "or bytes.",
+    )
+    special_tokens: bool = setting(
+        True, "Put around each document what the tokenizer itself puts there, such as a token for its beginning."
+    )
     end_token: str | None = setting(
         None, "The text of the token put after every document (any text for bytes); left out, none."
     )

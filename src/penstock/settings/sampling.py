@@ -15,6 +15,9 @@ from penstock.settings.declare import (
     setting,
 )
 
+# As in OpenAI's API, from which the two penalties come.
+PENALTY = Bounds(least=-2, most=2)
+
 
 @dataclass(frozen=True)
 class RingConfig(Settings, section="generate"):
@@ -90,11 +93,13 @@ class SamplingParams(Settings, section="sampling"):
     repetition_penalty: float = setting(
         1.0, "Divides positive logits, and multiplies others, of tokens in the prompt or the answer so far.", ABOVE_0
     )
-    presence_penalty: float = setting(0.0, "Subtracted from the logits of tokens in the answer so far.")
+    presence_penalty: float = setting(0.0, "Subtracted from the logits of tokens in the answer so far.", PENALTY)
     frequency_penalty: float = setting(
-        0.0, "Subtracted from the logits of tokens in the answer so far, once for each time that they are there."
+        0.0,
+        "Subtracted from the logits of tokens in the answer so far, once for each time that they are there.",
+        PENALTY,
     )
-    logit_bias: LogitBias | Mapping[int, float] = setting(LogitBias(), "Added to the logits of tokens, by their ids.")
+    logit_bias: LogitBias | Mapping[Any, Any] = setting(LogitBias(), "Added to the logits of tokens, by their ids.")
     bad_words: tuple[tuple[int, ...], ...] = setting((), "Runs of token ids that an answer never completes.")
     end_tokens: tuple[int, ...] = setting(
         (), "Token ids that end the answer, as its last token; left out, only its length does.", AT_LEAST_0
