@@ -14,6 +14,7 @@ COMMANDS = {
     "schedule": Command("list, draw, prove, simulate and export schedules (no GPU, no torch)", "penstock.cli.schedule"),
     "rehearse": Command("a rank's step without data or devices: memory, arithmetic, traffic", "penstock.cli.rehearse"),
     "trace": Command("draw a recorded step of a run, and show where its time went", "penstock.cli.trace"),
+    "plan": Command("find the fastest layout and schedule for a model on a cluster", "penstock.cli.plan"),
     "doctor": Command("show what this machine has, and test the links of a layout", "penstock.cli.doctor"),
     "bench": Command("measure schedules, training and the overhead of an action", "penstock.cli.bench"),
 }

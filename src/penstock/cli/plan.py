@@ -1,0 +1,187 @@
+"""`penstock plan`: the fastest layouts and schedules for a model on a cluster, found by simulating their programs."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from penstock import planner
+from penstock.cli.commands import Parser, print_json, print_table, write_text
+from penstock.settings import RunConfig
+from penstock.settings.declare import ConfigError
+from penstock.settings.read import Values, from_values, read_values
+
+_GIB = 2**30
+
+
+def main(words: Sequence[str]) -> int:
+    """Run the command; returns its exit code.
+
+    Raises: ValueError for a mistake in the arguments, and where nothing fits.
+    """
+    given = _parser().parse_args(list(words))
+    values, workload = _workload(given)
+    cluster = _cluster(given)
+    constants = planner.Constants()
+    if given.action_us is not None:
+        constants = replace(constants, action_s=given.action_us * 1e-6)
+    if given.compute is not None:
+        constants = replace(constants, compute=given.compute)
+    found = planner.plan(workload, cluster, constants, progress=_progress)
+    if given.output is not None:
+        _write(given, values, found)
+    if given.json:
+        print_json(as_dict(found))
+    else:
+        _show(found, given.explain)
+    return 0
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        "penstock plan",
+        """Find the fastest layouts, schedules, microbatches and recomputation for a model on a cluster. Candidates are
+pruned by memory and bounds, and the programs of the rest are simulated. Equal arguments give equal plans.""",
+        examples=(
+            "penstock plan run.toml --cluster h100 --devices 64 --output planned.toml",
+            "penstock plan --model llama3-70b --sequences 1024 --length 8192 --cluster h200 --devices 512",
+            "penstock plan run.toml --cluster our-cluster.toml --explain 1 4",
+        ),
+    )
+    parser.add_argument("run", nargs="?", metavar="RUN.toml", help="the model and the batch are those of this run")
+    parser.add_argument("--model", metavar="NAME", help="a published model instead")
+    parser.add_argument("--sequences", type=int, default=1024, metavar="N", help="of a step, with --model")
+    parser.add_argument("--length", type=int, default=8192, metavar="TOKENS", help="of a sequence, with --model")
+    parser.add_argument("--precision", default="bf16", help="of products, with --model (default bf16)")
+    parser.add_argument("--cluster", required=True, metavar="HOST|FILE", help="a known host, or a cluster's TOML file")
+    parser.add_argument("--devices", type=int, metavar="N", help="(default: one host, or the file's number)")
+    parser.add_argument("--compute", type=float, metavar="SHARE", help="share of the peak that products reach")
+    parser.add_argument("--action-us", type=float, metavar="TIME", help="microseconds that every action takes besides")
+    parser.add_argument("--explain", type=int, nargs=2, metavar=("A", "B"), help="compare two of the plan, by number")
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="write the settings of the first for penstock train"
+    )
+    parser.add_argument("--force", action="store_true", help="replace an existing file")
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+    return parser
+
+
+def _workload(given: argparse.Namespace) -> tuple[Values, planner.Workload]:
+    """The settings of the run's file, and what is to be trained."""
+    if (given.run is None) == (given.model is None):
+        raise ValueError("penstock plan takes either a run's TOML file or --model NAME")
+    if given.sequences < 1 or given.length < 1:
+        raise ValueError("--sequences and --length must be at least 1")
+    if given.model is not None:
+        if given.output is not None:
+            raise ValueError("--output writes a run's settings, and --model names no run; give RUN.toml")
+        shape = planner.published_model(given.model)
+        return {}, planner.Workload(shape, given.length, given.sequences, given.precision)
+    values = read_values(given.run)
+    config = from_values(values)
+    model = config.model.whole(_vocabulary(config))
+    dtype = "fp32" if config.train.precision.value == "fp32" else "bf16"
+    shape = planner.ModelShape.of(model)
+    return values, planner.Workload(shape, config.data.sequence_length, config.data.num_sequences, dtype)
+
+
+def _vocabulary(config: RunConfig) -> int:
+    """The number of tokens, which a tokenizer may decide."""
+    if config.model.vocab_size is not None:
+        return config.model.vocab_size
+    from penstock.data.tokenizer import load_tokenizer
+
+    return load_tokenizer(config.data.tokenizer, config.data.end_token or False).vocab_size
+
+
+def _cluster(given: argparse.Namespace) -> planner.Cluster:
+    if given.devices is not None and given.devices < 1:
+        raise ValueError(f"--devices must be at least 1, not {given.devices}")
+    if given.cluster.endswith(".toml"):
+        return planner.Cluster.read(given.cluster, given.devices)
+    return planner.Cluster.named(given.cluster, given.devices)
+
+
+def _write(given: argparse.Namespace, values: Values, found: planner.Plan) -> None:
+    """Write the run's settings with those of the plan's first layout."""
+    import tomli_w
+
+    from penstock.settings.declare import plain
+
+    changed = {name: value for name, value in values.items() if name != "train.max_microbatch_tokens"}
+    changed = {name: value for name, value in changed.items() if not name.startswith("schedule.")}
+    changed |= planner.settings_of(found.best[0].candidate)
+    try:
+        from_values(changed)
+    except ConfigError as error:
+        raise ValueError(f"{given.run} cannot train so: {error}") from None
+    sections: dict[str, Any] = {}
+    for name, value in changed.items():
+        section, _, key = name.rpartition(".")
+        (sections.setdefault(section, {}) if section else sections)[key] = plain(value)
+    plain_first = sorted(sections.items(), key=lambda item: isinstance(item[1], dict))
+    write_text(given.output, tomli_w.dumps(dict(plain_first)), force=given.force)
+
+
+def as_dict(found: planner.Plan) -> dict[str, Any]:
+    """The plan for JSON."""
+    return {
+        "devices": found.cluster.num_devices,
+        "cluster": found.cluster.name,
+        "best": [_row(one) for one in found.best],
+        "num_simulated": len(found.tried),
+        "left_out": found.left_out,
+        "known": dict(found.known),
+    }
+
+
+def _row(one: planner.Estimate) -> dict[str, Any]:
+    return {
+        "layout": str(one.candidate),
+        "settings": planner.settings_of(one.candidate),
+        "step_s": one.step_s,
+        "tokens_s_device": one.tokens_s_device,
+        "mfu": one.mfu,
+        "peak_bytes": one.peak_bytes,
+        "bubble": one.bubble,
+        "parts_s": one.parts_s,
+    }
+
+
+def _show(found: planner.Plan, explained: list[int] | None) -> None:
+    cells = [["", "layout", "step", "tokens/s/device", "MFU", "fullest rank", "bubble", "exposed messages"]]
+    for number, one in enumerate(found.best, start=1):
+        waits = [
+            f"{kind} {one.parts_s[kind] / one.step_s:.1%}" for kind in ("tp", "cp", "ep", "dp") if kind in one.parts_s
+        ]
+        cells.append(
+            [
+                str(number),
+                str(one.candidate),
+                f"{one.step_s:.4g} s",
+                f"{one.tokens_s_device:,.0f}",
+                f"{one.mfu:.1%}",
+                f"{one.peak_bytes / _GIB:.1f} GiB",
+                f"{one.bubble:.1%}",
+                ", ".join(waits) or "-",
+            ]
+        )
+    print_table(cells)
+    print(f"\n{len(found.tried)} simulated; left out:")
+    for reason, number in found.left_out.items():
+        print(f"  {number:6d} {reason}")
+    print("well-known layouts:")
+    for name, reason in found.known:
+        print(f"  {name}: {reason}")
+    if explained is not None:
+        for number in explained:
+            if not 1 <= number <= len(found.best):
+                raise ValueError(f"--explain takes numbers from 1 to {len(found.best)}, not {number}")
+        first, second = (found.best[number - 1] for number in explained)
+        print("\n" + "\n".join(planner.compare(first, second)))
+
+
+def _progress(text: str) -> None:
+    print(text, file=sys.stderr)

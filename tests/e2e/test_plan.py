@@ -1,0 +1,63 @@
+"""`penstock plan`: its file trains as it is, and its mistakes are one sentence."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from penstock.cli.main import main
+from penstock.settings import read_config
+
+CLUSTER = 'host_type = "cpu"\nnum_devices = 2\n'
+RUN = """
+output = "{folder}/out"
+[model]
+hidden_size = 64
+intermediate_size = 96
+num_layers = 3
+num_heads = 4
+max_length = 64
+[data]
+corpus = "stdlib"
+tokenizer = "bytes"
+sequence_length = 64
+num_sequences = 8
+[train]
+steps = 2
+num_microbatches = 8
+"""
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[Path, Path, Path]:
+    run, cluster = tmp_path / "run.toml", tmp_path / "two.toml"
+    run.write_text(RUN.format(folder=tmp_path))
+    cluster.write_text(CLUSTER)
+    return run, cluster, tmp_path / "planned.toml"
+
+
+def test_a_plans_file_trains_as_it_is(files: tuple[Path, Path, Path], capfd: pytest.CaptureFixture[str]):
+    run, cluster, planned = files
+    assert main(["plan", str(run), "--cluster", str(cluster), "--output", str(planned), "--json"]) == 0
+    found = json.loads(capfd.readouterr().out)
+    best, config = found["best"][0], read_config(planned)
+    assert config.parallel.world_size == 2 == found["devices"]
+    assert config.schedule.name == best["settings"]["schedule.name"]
+    assert config.train.num_microbatches == best["settings"]["train.num_microbatches"]
+    assert main(["train", str(planned), "--json"]) == 0
+    assert list((planned.parent / "out").iterdir())
+
+
+@pytest.mark.shows(146)
+def test_mistakes_are_refused(files: tuple[Path, Path, Path], capsys: pytest.CaptureFixture[str]):
+    run, cluster, planned = files
+    for arguments, message in (
+        ([str(run), "--cluster", "h10"], "no host is called 'h10'; did you mean 'h100'"),
+        ([str(run), "--model", "llama3-8b", "--cluster", "h100"], "either a run's TOML file or --model NAME"),
+        (["--model", "lama3-8b", "--cluster", "h100"], "no model is called 'lama3-8b'; did you mean 'llama3-8b'"),
+        (["--model", "llama3-405b", "--cluster", "a100", "--sequences", "8"], "no layout of 8 devices fits"),
+        ([str(run), "--cluster", str(cluster), "--devices", "0"], "--devices must be at least 1"),
+    ):
+        assert main(["plan", *arguments]) == 2
+        assert message in capsys.readouterr().err
+    assert not planned.exists()

@@ -1,0 +1,54 @@
+"""The search: deterministic, within memory, the same as a brute-force choice, and plain where nothing fits."""
+
+import pytest
+
+from penstock import planner
+from penstock.planner.search import layouts
+
+
+def plan_of(model: str, devices: int, sequences: int, host: str = "h100") -> planner.Plan:
+    workload = planner.Workload(planner.published_model(model), 4096, sequences)
+    return planner.plan(workload, planner.Cluster.named(host, devices))
+
+
+def test_the_same_arguments_give_the_same_plan_within_memory():
+    found = plan_of("llama3-8b", 8, 32)
+    assert found == plan_of("llama3-8b", 8, 32)
+    assert len(found.best) == 10 and len(found.tried) > 10
+    steps = [one.step_s for one in found.best]
+    assert steps == sorted(steps)
+    assert all(one.peak_bytes <= found.cluster.device.memory_bytes for one in found.best)
+    fitting = [one.step_s for one in found.tried if one.peak_bytes <= found.cluster.device.memory_bytes]
+    assert found.best[0].step_s == min(fitting)
+    for one in found.best:
+        assert sum(one.parts_s.values()) == pytest.approx(one.step_s)
+    assert len(found.known) == 5 and all(reason for _, reason in found.known)
+
+
+def test_layouts_fill_the_devices_and_share_the_model_evenly():
+    shape = planner.published_model("qwen3-30b-a3b")
+    found = list(layouts(planner.Workload(shape, 4096, 64), planner.Cluster.named("h100", 16)))
+    assert len(found) > 20 and all(layout.world_size == 16 for layout in found)
+    assert all(shape.num_heads % layout.tp == 0 and shape.num_experts % layout.ep == 0 for layout in found)
+    assert {layout.ep for layout in found} >= {1, 2, 4, 8, 16}
+
+
+@pytest.mark.shows(146)
+def test_a_model_that_fits_nowhere_says_what_would_be_needed():
+    with pytest.raises(planner.NothingFits, match=r"no layout of 8 devices fits: the least that one needs is .* GiB"):
+        plan_of("llama3-405b", 8, 8)
+    with pytest.raises(planner.NothingFits, match="no layout of 64 devices can share 3 sequences"):
+        planner.plan(
+            planner.Workload(planner.ModelShape("*-", 64, 100, 1, 1, 64, intermediate_size=64), 512, 3),
+            planner.Cluster.named("h100", 64),
+        )
+
+
+def test_slower_links_cost_layouts_that_use_them():
+    workload = planner.Workload(planner.published_model("llama3-8b"), 4096, 32)
+    fast = planner.Cluster.named("h100", 8)
+    slow = planner.Cluster(**{**vars(fast), "host": planner.DeviceLink(1e9, 1e-4)})
+    shared = next(one.candidate for one in planner.plan(workload, fast).tried if one.candidate.layout.tp == 2)
+    before, after = (planner.estimate(workload, shared, cluster, planner.Constants()) for cluster in (fast, slow))
+    assert after.parts_s["tp"] > 50 * before.parts_s["tp"]
+    assert "tp" in planner.compare(before, after)[3]
