@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -202,12 +202,8 @@ class CountedTransport:
 class MeteredTransport:
     """A real transport whose buffers a meter counts as the transport's, for the same figures of a real run."""
 
-    #: the real one, whose other methods are these
+    #: the real one
     _inner: Transport
-    num_pending: Callable[[], int]
-    settle: Callable[[], None]
-    abandon: Callable[[], None]
-    close: Callable[[], None]
     #: the rank in the pipeline
     rank: int
     #: counts the messages' memory
@@ -215,8 +211,6 @@ class MeteredTransport:
 
     def __init__(self, inner: Transport, meter: Meter) -> None:
         self._inner, self._meter, self.rank = inner, meter, inner.rank
-        self.num_pending, self.settle = inner.num_pending, inner.settle
-        self.abandon, self.close = inner.abandon, inner.close
 
     def receive(self, channel: Line, shape: Sequence[int], dtype: torch.dtype) -> Receipt:
         receipt = self._inner.receive(channel, shape, dtype)
@@ -227,6 +221,18 @@ class MeteredTransport:
     def send(self, channel: Line, tensor: Tensor) -> None:
         self._meter.claim(MemoryKind.TRANSPORT, [tensor])
         self._inner.send(channel, tensor)
+
+    def num_pending(self) -> int:
+        return self._inner.num_pending()
+
+    def settle(self) -> None:
+        self._inner.settle()
+
+    def abandon(self) -> None:
+        self._inner.abandon()
+
+    def close(self) -> None:
+        self._inner.close()
 
 
 @dataclass(eq=False)
