@@ -16,6 +16,7 @@ from penstock.cli.main import main
 from penstock.data.tokenizer import load_tokenizer
 from penstock.engine.answer_text import AnswerText
 from tests.e2e.training import run, write_run
+from tests.hugging_face import make_model, make_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +56,20 @@ def test_two_pipelines_of_two_processes_give_the_same_answers_as_one_process(mod
     assert answers(two.stdout) == answers(alone)
     assert any(answer["ending"] == "stopped" for answer in answers(alone)), "no stop string was met"
     assert [(answer["prompt"], answer["sample"]) for answer in answers(alone)] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+
+
+def test_a_family_that_is_not_native_runs_by_the_layers_of_transformers(tmp_path: Path) -> None:
+    foreign = make_model("gpt_neox", vocab_size=300)
+    foreign.save_pretrained(tmp_path)
+    tokenizer = make_tokenizer(tmp_path)
+    words = [str(tmp_path), "the cat", "--temperature", "0", "--max-new-tokens", "8", "--ignore-end", "--json"]
+    code, _, err = call(*words)
+    assert code == 2 and "native" in err
+    code, out, err = call(*words, "--no-native")
+    assert code == 0, err
+    prompt = tokenizer("the cat", return_tensors="pt")
+    expected: Any = foreign.generate(**prompt, do_sample=False, max_new_tokens=8, eos_token_id=None)
+    assert answers(out)[0]["tokens"] == expected[0, prompt["input_ids"].shape[1] :].tolist()
 
 
 def test_a_file_of_prompts_becomes_a_file_of_answers_in_its_order(model: Path, tmp_path: Path) -> None:

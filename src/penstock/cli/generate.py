@@ -68,6 +68,7 @@ class GenerateArguments:
     ring: dict[str, Any]
     dp: int
     parallel: ParallelConfig
+    native: bool
     special_tokens: bool
     json: bool
 
@@ -106,7 +107,7 @@ def _check_model(arguments: GenerateArguments) -> None:
     """Refuse what no number of processes could do; the prompts are left to them."""
     from penstock.cli.texts import open_to_cut
 
-    open_to_cut(arguments.model, arguments.parallel.pp)
+    open_to_cut(arguments.model, arguments.parallel.pp, arguments.native)
 
 
 def _parser() -> Parser:
@@ -143,6 +144,9 @@ not on the other prompts, nor on --pp, --dp, --slots and --rows.""",
     ring = parser.add_argument_group("how it runs")
     for options in (_PARALLEL, _RING):
         add_options(ring, options, {"timeout": "SECONDS"})
+    parser.add_argument(
+        "--no-native", action="store_true", help="run a Hugging Face model by transformers' own layers, of any family"
+    )
     parser.add_argument(
         "--no-special-tokens", action="store_true", help="texts without the tokenizer's own, such as one to begin with"
     )
@@ -196,6 +200,7 @@ def read_arguments(words: Sequence[str]) -> GenerateArguments:
         ring=values_of(given, _RING),
         dp=parallel.dp,
         parallel=replace(parallel, dp=1),
+        native=not given.no_native,
         special_tokens=not given.no_special_tokens,
         json=given.json,
     )
@@ -211,7 +216,7 @@ def check(arguments: GenerateArguments) -> "GenerateJob":
     from penstock.engine.generator import GenerateOptions, check_prompts
     from penstock.model import Limits
 
-    model = open_to_cut(arguments.model, arguments.parallel.pp)
+    model = open_to_cut(arguments.model, arguments.parallel.pp, arguments.native)
     model = model if arguments.special_tokens else plainly(model)
     if arguments.sampling.get("stop") and model.tokenizer is None:
         raise ValueError(f"--stop is a text, but {model.folder} has no tokenizer; give --end-token ids")
