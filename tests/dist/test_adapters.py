@@ -172,6 +172,49 @@ def test_first_values_depend_on_the_seed_alone(tmp_path: Path) -> None:
         assert other.keys() == alone.keys() and all(torch.equal(tensor, alone[name]) for name, tensor in other.items())
 
 
+def names_in_peft(base: Path, config: Any) -> set[str]:
+    from peft import get_peft_model
+
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
+    return {name.replace(".default", "") for name, _ in model.named_parameters() if "lora_" in name}
+
+
+@pytest.mark.shows(108)
+@pytest.mark.parametrize(
+    "family, native, settings",
+    [
+        ("llama", True, {"target_modules": "ALL-LINEAR", "exclude_modules": ["down_proj"]}),
+        ("llama", False, {"target_modules": r".*(q|k)_proj", "exclude_modules": r".*layers\.0\..*"}),
+        ("llama", True, {"target_modules": ["q_proj"], "layers_to_transform": [1], "layers_pattern": "layers"}),
+        ("gpt2", False, {"target_modules": "all-linear"}),
+        ("gpt2", False, {"target_modules": None}),
+    ],
+)
+def test_targets_are_those_of_peft_and_a_saved_model_has_its_adapters_beside_or_merged(
+    family: str, native: bool, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    base = tmp_path / "base"
+    make_model(family).save_pretrained(base)
+    engine = opened(Case(Layout(), native), base, lora(**settings))
+    sequences = make_sequences(LENGTHS)
+    assert engine.train_batch(PackedBatch.from_documents(sequences)).success
+    mine = logits_of(engine, sequences)
+    engine.save_hf(tmp_path / "apart")
+    engine.save_hf(tmp_path / "merged", merge_adapters=True)
+    engine.close()
+    assert set(stored_tensors(tmp_path / "apart" / "adapter")) == names_in_peft(base, lora(**settings))
+    beside = peft_model(tmp_path / "apart", tmp_path / "apart" / "adapter")
+    alone = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).eval()
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "apart", dtype=torch.float32).eval()
+    with torch.no_grad():
+        found, merged, untrained = (
+            torch.cat([model(sequence[None]).logits[0] for sequence in sequences]) for model in (beside, alone, plain)
+        )
+    torch.testing.assert_close(mine, found, rtol=0, atol=30 * CLOSE)
+    torch.testing.assert_close(mine, merged, rtol=0, atol=30 * CLOSE)
+    assert (mine - untrained).abs().max() > 100 * CLOSE
+
+
 def refused_with_tp(rank: int, base: Path) -> str:
     with pytest.raises(ValueError, match="tp = 2") as caught:
         opened(Case(Layout(tp=2), True), base, lora())
@@ -185,6 +228,8 @@ def test_what_cannot_be_adapted_is_refused_by_name(tmp_path: Path) -> None:
     for settings, words in (
         ({"target_modules": ["q_projj"]}, "no layer of the model fits"),
         ({"target_modules": ["lm_head"]}, "lm_head, which cannot have an adapter"),
+        ({"target_modules": ".*attn.*"}, r"name model\.layers\.0\.self_attn, which holds other modules"),
+        ({"exclude_modules": TARGETS}, "without exclude_modules"),
         ({"use_dora": True}, "use_dora = True"),
         ({"bias": "all"}, "bias = 'all'"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights = 'pissa'"),

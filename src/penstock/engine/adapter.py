@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -107,7 +108,10 @@ class Adapter:
         """
         targets = {unit.name: dict(self._targets(unit)) for unit in units}
         if not any(targets.values()):
-            raise ValueError(f"no layer of the model fits the adapter's target_modules = {self.config.target_modules}")
+            besides = f" without exclude_modules = {excluded}" if (excluded := self.config.exclude_modules) else ""
+            raise ValueError(
+                f"no layer of the model fits the adapter's target_modules = {self.config.target_modules}{besides}"
+            )
         return tuple(
             replace(
                 unit,
@@ -121,6 +125,8 @@ class Adapter:
         """The names in transformers of a parameter's parts, given by the full name that it has without adapters."""
         if self.form is None:
             return (full_name,)
+        if self.form.own_name is not None:
+            return (self.form.own_name(full_name),)
         return tuple(stored.name for stored in self.form.names.slices(full_name, shape))
 
     @cached_property
@@ -137,8 +143,6 @@ class Adapter:
 
     def _targets(self, unit: UnitSpec) -> Iterator[tuple[str, str]]:
         """(name in the unit's module, name in transformers) of each linear layer that gets an adapter."""
-        from peft.tuners.tuners_utils import check_target_module_exists
-
         with torch.device("meta"):
             module = unit.build()
         for name, part in module.named_modules():
@@ -147,18 +151,43 @@ class Adapter:
             base = getattr(part, "base_layer", part)
             for own, parameter in base.named_parameters(recurse=False):
                 full_name = unit.full_name(f"{name}.{own}" if name else own)
-                stored = [known.removesuffix(".weight") for known in self.name_of(full_name, tuple(parameter.shape))]
-                if self._resolved.target_modules == "all-linear":
-                    found = _can_adapt(unit, module, name, base) and own == "weight"
-                else:
-                    found = any(check_target_module_exists(self._resolved, known) for known in stored)
-                if found and not (_can_adapt(unit, module, name, base) and len(stored) == 1):
+                known = self.name_of(full_name, tuple(parameter.shape))
+                stored = [weight.removesuffix(".weight") for weight in known if weight.endswith(".weight")]
+                can = _can_adapt(unit, module, name, base) and len(stored) == 1
+                found = (can or not self.takes_all) and any(map(self._is_target, stored))
+                if found and not can:
                     raise ValueError(
                         f"the adapter's target_modules name {stored[0]}, which cannot have an adapter here; linear "
                         "layers of attention and MLP blocks can"
                     )
                 if found:
                     yield name, stored[0]
+
+    @property
+    def takes_all(self) -> bool:
+        """True for peft's word for every linear layer of the model."""
+        targets = self._resolved.target_modules
+        return isinstance(targets, str) and targets.lower() == "all-linear"
+
+    def _is_target(self, module: str) -> bool:
+        """True for a module, given by its name in transformers, that the settings name and do not exclude.
+
+        Raises:
+            ValueError: they name a module around it, which peft would refuse when it loads the adapters.
+        """
+        from peft.tuners.tuners_utils import check_target_module_exists
+
+        if self.takes_all:
+            own = copy.copy(self._resolved)
+            own.target_modules = [module]
+            return bool(check_target_module_exists(own, module))
+        for around in accumulate(module.split(".")[:-1], "{}.{}".format):
+            if check_target_module_exists(self._resolved, around):
+                raise ValueError(
+                    f"the adapter's target_modules = {self._resolved.target_modules!r} name {around}, which holds "
+                    "other modules; linear layers of attention and MLP blocks can have an adapter"
+                )
+        return bool(check_target_module_exists(self._resolved, module))
 
     def _build(self, unit: UnitSpec, targets: Mapping[str, str]) -> nn.Module:
         from peft import inject_adapter_in_model
@@ -168,6 +197,7 @@ class Adapter:
             local = copy.deepcopy(self.config)
             local.target_modules = "|".join(map(re.escape, targets))
             local.layers_to_transform = local.layers_pattern = local.exclude_modules = None
+            local.fan_in_fan_out = any(_is_transposed(module.get_submodule(name)) for name in targets)
             module = inject_adapter_in_model(local, module, _ADAPTER)
             # So that their weight gradients can be deferred too.
             switch_linears(module)
@@ -263,7 +293,7 @@ def save_adapter(pipeline: Pipeline, form: HuggingFaceForm | None, folder: Path 
         save_file(dict(sorted(tensors.items())), folder / _FILE, metadata={"format": "pt"})
         config = copy.deepcopy(adapter.config)
         config.inference_mode = True
-        if config.target_modules in (None, "all-linear"):
+        if adapter.takes_all:
             config.target_modules = sorted({name.removeprefix(_PREFIX).partition(".lora_")[0] for name in tensors})
         if form is not None and form.folder is not None:
             config.base_model_name_or_path = str(form.folder)
@@ -275,6 +305,15 @@ def save_adapter(pipeline: Pipeline, form: HuggingFaceForm | None, folder: Path 
     on_all_ranks(begin if is_first else _nothing, gather, ValueError)
     on_all_ranks(write_part, gather, ValueError)
     on_all_ranks(join if is_first else _nothing, gather, ValueError)
+
+
+@torch.no_grad()
+def merged_weight(module: nn.Module, name: str, weight: Tensor) -> Tensor:
+    """A tensor of a unit's module, given by its name there, with the adapter that lies over it."""
+    layer: Any = module.get_submodule(name.rpartition(".")[0].removesuffix(_BASE))
+    if not name.endswith(f"{_BASE}.weight"):
+        return weight
+    return weight + layer.get_delta_weight(_ADAPTER).to(weight.dtype)
 
 
 def _own_adapters(pipeline: Pipeline, adapter: Adapter) -> Iterator[tuple[str, Tensor]]:
@@ -307,7 +346,13 @@ def _can_adapt(unit: UnitSpec, module: nn.Module, name: str, part: nn.Module) ->
     owner = module.get_submodule(name.rpartition(".")[0])
     ours = type(owner).__module__.startswith("penstock.model.layers")
     called = isinstance(owner, AttentionBlock | MLPBlock) or not ours
-    return unit.name.startswith("layers.") and name != "" and isinstance(part, nn.Linear) and called
+    linear = isinstance(part, nn.Linear) or _is_transposed(part)
+    return unit.name.startswith("layers.") and name != "" and linear and called
+
+
+def _is_transposed(part: nn.Module) -> bool:
+    """True for the linear layer of GPT-2 in transformers, whose weight is [inputs, outputs]."""
+    return type(part).__name__ == "Conv1D" and type(part).__module__ == "transformers.pytorch_utils"
 
 
 def _nothing() -> None:

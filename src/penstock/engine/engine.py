@@ -9,7 +9,7 @@ from torch import nn
 from penstock.data import MicroBatchSpec, PackedBatch
 from penstock.engine.adapter import with_adapter
 from penstock.engine.build import units_of_layers
-from penstock.engine.export import MAX_SHARD_BYTES, ExportOptions, export_model
+from penstock.engine.export import ExportOptions, export_model
 from penstock.engine.generator import GenerateOptions, GenerateResult, Generator, OnAnswer, OnToken
 from penstock.engine.loss_metrics import EvaluationLoss
 from penstock.engine.losses import LossFn, LossWeightFn, num_loss_tokens, token_cross_entropy
@@ -93,9 +93,9 @@ class Engine(ModelState):
         found = open_pretrained(path, native)
         return cls(found.units, found.hidden_size, layout, options, found.form, **changes)
 
-    def save_hf(self, path: str | Path, dtype: str | None = None, max_shard_bytes: int | None = None) -> None:
+    def save_hf(self, path: str | Path, dtype: str | None = None, **options: Any) -> None:
         """Write the model as a new Hugging Face folder; all ranks call it. See `export_model`, `ExportOptions`."""
-        export_model(self, self.form, path, ExportOptions(dtype, max_shard_bytes or MAX_SHARD_BYTES))
+        export_model(self, self.form, path, ExportOptions(dtype, **options))
 
     def train_batch(
         self,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from penstock.data.tokenizer import ByteTokenizer, save_byte_tokenizer
+from penstock.engine.adapter import merged_weight, save_adapter
 from penstock.engine.pretrained import HuggingFaceForm
 from penstock.engine.state import ModelState
 from penstock.model.hf.config_json import CONFIG_FILE
@@ -43,6 +44,7 @@ TOKENIZER_FILES = (
     "chat_template.json",
     "generation_config.json",
 )
+ADAPTER_FOLDER = "adapter"
 _DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 Progress = Callable[[int], None]
@@ -54,13 +56,15 @@ class ExportOptions:
     """Options of a written model.
 
     dtype: "fp32", "fp64", "bf16" or "fp16"; None keeps what the parameters have. max_shard_bytes: of one file; a
-    tensor that is larger has a file of its own.
+    tensor that is larger has a file of its own. merge_adapters: add LoRA adapters to the weights; otherwise the base
+    weights are written as they are, and the adapters into the folder `adapter` inside.
 
     Raises: ValueError for another dtype, or files of no size.
     """
 
     dtype: str | None = None
     max_shard_bytes: int = MAX_SHARD_BYTES
+    merge_adapters: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype is not None and self.dtype not in _DTYPES:
@@ -93,18 +97,31 @@ def export_model(state: ModelState, form: HuggingFaceForm | None, folder: Path |
     """
     if form is None:
         raise ValueError("this engine's model was given as layers, for which transformers has no config.json")
-    parameters = [_parameter(state, name, own) for name, own in _tensors(state) if name not in state.ties]
+    has_adapters = state.pipeline.options.adapter is not None
+    if options.merge_adapters and not has_adapters:
+        raise ValueError("merge_adapters = True, but this engine has no adapters")
+    parameters = [
+        replace(_parameter(state, name, own), fetch=fetch) if options.merge_adapters else _parameter(state, name, own)
+        for name, own, fetch in _tensors(state)
+        if name not in state.ties
+    ]
     write_folder(Path(folder), form, parameters, options, state.pipeline.grid.control)
+    if has_adapters and not options.merge_adapters:
+        save_adapter(state.pipeline, form, Path(folder) / ADAPTER_FOLDER)
 
 
-def _tensors(state: ModelState) -> Iterator[tuple[str, Tensor]]:
-    """This rank's parameters and persistent buffers by full name, without those of second copies and of adapters."""
+def _tensors(state: ModelState) -> Iterator[tuple[str, Tensor, Callable[[], Tensor]]]:
+    """This rank's parameters and persistent buffers, without those of second copies and of adapters.
+
+    Each by full name, and with what gives its values once adapters are merged into it.
+    """
     for stage in state.pipeline.stages.values():
         stage.weights_ready()
         for unit, module in stage.units if not stage.suffix else ():
             for own, tensor in module.state_dict().items():
                 if ".lora_" not in own:
-                    yield f"{unit}.{own}".replace(".base_layer.", "."), tensor
+                    name = f"{unit}.{own}".replace(".base_layer.", ".")
+                    yield name, tensor, partial(merged_weight, module, own, tensor)
 
 
 def _parameter(state: ModelState, name: str, own: Tensor) -> ExportedParameter:

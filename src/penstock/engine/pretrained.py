@@ -31,13 +31,15 @@ class HuggingFaceForm:
 
     `describe` makes the config.json, and raises ValueError where no family of transformers is the model. `folder` is
     where tokenizer files are copied from; None where the model was made here. `bytes_end`: whether a model of bytes
-    has an end token; None for other models.
+    has an end token; None for other models. `own_name` gives a parameter's name in transformers' model where older
+    files call it otherwise.
     """
 
     names: Names
     describe: Callable[[], Mapping[str, Any]]
     folder: Path | None = None
     bytes_end: bool | None = None
+    own_name: Callable[[str], str] | None = None
 
     @classmethod
     def of(cls, config: ModelConfig) -> HuggingFaceForm:
@@ -195,7 +197,9 @@ def _open_adapted(folder: Path) -> Pretrained:
                 raise ValueError(f"transformers' own layers cannot be shared over {axis} = {size}; native layers can")
         return placed
 
-    return Pretrained(units, model.hidden_size, HuggingFaceForm(model.names, lambda: content, folder))
+    return Pretrained(
+        units, model.hidden_size, HuggingFaceForm(model.names, lambda: content, folder, model.names.own_name)
+    )
 
 
 def _on_every_process(act: Callable[[], T]) -> T:

@@ -239,6 +239,7 @@ def to_hugging_face(
     Raises:
         ValueError: there is no model, or none that transformers knows, or the destination is not new.
     """
+    _refuse_adapters(source)
     found = find_decoder(source)
     # Any fault of the files is found before one is written.
     units_from_files(decoder_units(found.shape), found.names, found.files)
@@ -246,6 +247,15 @@ def to_hugging_face(
     expect(sum(torch.Size(p.shape).numel() * options.torch_dtype(p.dtype).itemsize for p in parameters))
     form = replace(found.form, names=names_of(found.shape))
     write_folder(destination, form, parameters, options, progress=progress)
+
+
+def _refuse_adapters(run: Path) -> None:
+    """Refuse a run whose weights are not all that it has learned."""
+    if (run / CONFIG_FILE).is_file() and read_config(run / CONFIG_FILE).adapter.is_used:
+        raise ValueError(
+            f"{run} has trained adapters, which would be lost; peft loads them from the run's folder adapter-N, and "
+            "Engine.save_hf(..., merge_adapters=True) writes a model with them"
+        )
 
 
 def _parameters(found: StoredDecoder) -> Iterator[ExportedParameter]:

@@ -34,11 +34,15 @@ class TransformersNames:
 
     def slices(self, full_name: str, shape: Shape) -> tuple[StoredSlice, ...]:
         """The stored tensors that make up the parameter of that full name and shape."""
+        return self.stored.slices(self.own_name(full_name), shape)
+
+    def own_name(self, full_name: str) -> str:
+        """The parameter's name in transformers' own model."""
         unit, _, rest = full_name.partition(".")
         if unit in (_FIRST, _LAST):
-            return self.stored.slices(rest.removeprefix(_OWN), shape)
+            return rest.removeprefix(_OWN)
         number, _, own = rest.partition(".layer.")
-        return self.stored.slices(f"{self.path}.{number}.{own}", shape)
+        return f"{self.path}.{number}.{own}"
 
     def is_surplus(self, stored: str) -> bool:
         """True for a stored tensor that no parameter needs."""
