@@ -3,7 +3,7 @@
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 import torch
@@ -11,14 +11,16 @@ import torch
 from penstock import schedule
 from penstock.cli.doctor import group_rows, group_table
 from penstock.cli.progress import show_log
-from penstock.engine.build import cut_units, parameter_dtype
+from penstock.engine.adapter import with_adapter
+from penstock.engine.build import cut_units
 from penstock.engine.memory import costs_of_memory, kept_bytes, rank_state_bytes
 from penstock.engine.options import EngineOptions
+from penstock.engine.pretrained import HuggingFaceForm
 from penstock.engine.run_parts import RunData
 from penstock.engine.timed_cut import UnitTimes, stage_costs, timed_cut, times_here
 from penstock.model import ModelGroups, UnitSpec, decoder_units
 from penstock.parallel.buckets import StateBytes
-from penstock.settings import Precision, RunConfig
+from penstock.settings import Layout, RunConfig
 
 _FILE_COLUMNS = 120
 
@@ -98,7 +100,11 @@ def plan_run(config: RunConfig, data: RunData) -> RunPlan:
     program = choice.program(ours.pp, num_microbatches, whole_backwards=config.parallel.shares_layers)
     timeline = schedule.simulate(program, costs)
     stages = _stage_plans(units, largest, cut, placement)
-    stages = [_with_bytes(stage, timeline, config, options) for stage in stages]
+    source = with_adapter(
+        lambda groups: decoder_units(shape, groups=groups), options.adapter, HuggingFaceForm.of(shape)
+    )
+    states = rank_state_bytes(source, ours, options)
+    stages = [_with_bytes(stage, timeline, ours, states) for stage in stages]
     tied = {name for unit in units for name in unit.tied}
     copies = shape.vocabulary * shape.hidden_size if tied else 0
     step_tokens = config.data.num_sequences * config.data.sequence_length
@@ -114,7 +120,7 @@ def plan_run(config: RunConfig, data: RunData) -> RunPlan:
         corpus_tokens=corpus_tokens,
         epochs=config.train.steps * step_tokens / corpus_tokens,
         stages=tuple(stages),
-        states=tuple(rank_state_bytes(lambda groups: decoder_units(shape, groups=groups), config.parallel, options)),
+        states=tuple(sum(of_rank.values(), StateBytes(0, 0, 0)) for of_rank in states),
         is_measured=bool(times),
     )
 
@@ -137,14 +143,14 @@ def _stage_plans(
     ]
 
 
-def _with_bytes(stage: StagePlan, timeline: schedule.Timeline, config: RunConfig, options: EngineOptions) -> StagePlan:
-    ours = config.parallel
-    num_owners = ours.dp * ours.cp if options.optimizer.zero else 1
+def _with_bytes(
+    stage: StagePlan, timeline: schedule.Timeline, layout: Layout, states: Sequence[Mapping[int, StateBytes]]
+) -> StagePlan:
     at_peak = timeline.bytes_at_peak(stage.rank).get(stage.stage, 0.0)
     return replace(
         stage,
-        state_bytes=round(stage.num_parameters * _state_bytes(options.precision, num_owners)),
-        activation_bytes=round(at_peak / (ours.cp * ours.tp)),
+        state_bytes=max(of_rank[stage.stage].total for of_rank in states if stage.stage in of_rank),
+        activation_bytes=round(at_peak / (layout.cp * layout.tp)),
     )
 
 
@@ -237,10 +243,3 @@ def _mib(num_bytes: int) -> str:
 
 def _names(units: Sequence[str]) -> str:
     return units[0] if len(units) == 1 else f"{units[0]} ... {units[-1]} ({len(units)})"
-
-
-def _state_bytes(precision: Precision, num_owners: int) -> float:
-    """Bytes of a parameter, its gradient, and this rank's share of two moments and, for 16 bits, the fp32 master."""
-    size = parameter_dtype(precision).itemsize
-    wide = max(size, 4)
-    return size + wide + wide * (3 if size == 2 else 2) / num_owners

@@ -16,8 +16,8 @@ from penstock.cli.launch import WorkerCommand, launch
 from penstock.engine.run_check import check, with_pretrained
 from penstock.engine.runs import check_folder
 from penstock.settings import SETTINGS, ConfigError, RunConfig, Setting, check_world
-from penstock.settings.declare import describe, is_union, plain, possible
-from penstock.settings.read import from_values, from_words, nearest, read_values, section_summaries, unknown_setting
+from penstock.settings.declare import describe, is_union, nearest, plain, possible
+from penstock.settings.read import from_values, from_words, read_values, section_summaries, unknown_setting
 
 # The first optimizer of a process imports dynamo.
 _COMMAND = WorkerCommand(

@@ -6,9 +6,10 @@ Shapes: T tokens of a microbatch, D hidden size.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import cast
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -35,24 +36,47 @@ _CPU = torch.device("cpu")
 # ---- parameters, gradients and the optimizer's state
 
 
-def rank_state_bytes(source: UnitSource, layout: Layout, options: EngineOptions) -> list[StateBytes]:
-    """The memory that each rank, in order, needs throughout training, activations not included.
+def rank_state_bytes(source: UnitSource, layout: Layout, options: EngineOptions) -> list[dict[int, StateBytes]]:
+    """The memory that each rank, in order, needs throughout training for each of its stages, without activations.
 
     The cut follows the units' estimated work unless the options give one.
 
     Raises: ValueError when the model cannot be shared or cut so.
     """
-    known: dict[tuple[int, ...], StateBytes] = {}
+    known: dict[tuple[int, ...], dict[int, StateBytes]] = {}
+    models: dict[tuple[int, ...], _CutModel] = {}
     found = []
     for rank in range(layout.world_size):
+        place = layout.coordinates(rank)
         grid = planned_grid(layout, rank)
         # With ZeRO, ranks of one copy may own different parameters.
         copy = (grid.dp_rank, grid.cp_rank) if options.optimizer.zero else ()
-        key = (grid.pp_rank, grid.tp_rank, grid.ep_rank, *copy)
+        shared = (grid.tp_rank, grid.cp_rank, grid.ep_rank)
+        key = (place.pp, *shared, *copy)
         if key not in known:
-            known[key] = _of_rank(source, grid, options)
+            if shared not in models:
+                models[shared] = _CutModel.of(source, grid, options)
+            known[key] = _of_rank(models[shared], grid, options)
         found.append(known[key])
     return found
+
+
+@dataclass(frozen=True)
+class _CutModel:
+    """A model as ranks hold it that share layers alike."""
+
+    units: Sequence[UnitSpec]
+    placement: schedule.Placement
+    cut: Sequence[range]
+    #: the units with tied parameters
+    tied: Sequence[UnitSpec]
+
+    @classmethod
+    def of(cls, source: UnitSource, grid: Grid, options: EngineOptions) -> _CutModel:
+        groups = ModelGroups(grid.tp_group, grid.cp_group, grid.ep_group, options.attention)
+        units = units_for(source, groups, grid.layout)
+        placement = options.choice.placement(grid.layout.pp)
+        return cls(units, placement, cut_units(units, placement, options), [unit for unit in units if unit.tied])
 
 
 def planned_grid(
@@ -100,30 +124,29 @@ def running_state_bytes(
     )
 
 
-def _of_rank(source: UnitSource, grid: Grid, options: EngineOptions) -> StateBytes:
-    groups = ModelGroups(grid.tp_group, grid.cp_group, grid.ep_group, options.attention)
-    units = units_for(source, groups, grid.layout)
-    placement = options.choice.placement(grid.layout.pp)
-    cut = cut_units(units, placement, options)
-    stages = {number: cut[number % len(cut)] for number in placement.stages_of(grid.pp_rank)}
+def _of_rank(model: _CutModel, grid: Grid, options: EngineOptions) -> dict[int, StateBytes]:
+    """The state of each of a rank's stages."""
+    cut = model.cut
+    stages = {number: cut[number % len(cut)] for number in model.placement.stages_of(grid.pp_rank)}
+    own = {number: [model.units[i] for i in members] for number, members in stages.items()}
     parameters = {
-        number: _parameters([units[i] for i in members], SECOND_COPY if number >= len(cut) else "", options)
-        for number, members in stages.items()
+        number: _parameters(units, SECOND_COPY if number >= len(cut) else "", options) for number, units in own.items()
     }
-    names = {name: parameter for own in parameters.values() for name, parameter in own}
-    ties = Ties.of(units, names, placement.num_routes)
-    sharding = Sharding.of(units, names, grid).lending(ties.loans(names))
+    names = {name: parameter for of_stage in parameters.values() for name, parameter in of_stage}
+    ties = Ties.of(model.tied, names, model.placement.num_routes)
+    sharding = Sharding.of([unit for units in own.values() for unit in units], names, grid).lending(ties.loans(names))
     groups_of = ParameterGroups(options.optimizer, ties.owners, SECOND_COPY)
     freeze(names, groups_of)
     whole = stepped_whole(names, groups_of, sharding.shards)
     if options.optimizer.zero:
         sharding = sharding.with_zero(ties.owners, grid, whole)
     kinds = state_kinds(groups_of.rules)
-    parts = [
-        state_bytes(own, grid.dp_cp_group, sharding.reductions, groups_of.number, lambda number: len(kinds[number]))
-        for own in parameters.values()
-    ]
-    return sum(parts, StateBytes(0, 0, 0))
+    return {
+        number: state_bytes(
+            of_stage, grid.dp_cp_group, sharding.reductions, groups_of.number, lambda number: len(kinds[number])
+        )
+        for number, of_stage in parameters.items()
+    }
 
 
 def _parameters(units: Sequence[UnitSpec], suffix: str, options: EngineOptions) -> list[tuple[str, torch.nn.Parameter]]:
@@ -166,16 +189,27 @@ def kept_bytes(
     The last stage's output goes into a cross entropy. Parameters are not counted; storage that units share counts once.
     """
     boundary = Boundary(hidden_size, parameter_dtype(options.precision))
-    found = []
+    found: list[KeptBytes] = []
+    known: dict[Any, KeptBytes] = {}
     with FakeTensorMode(), _default_dtype(boundary.dtype):
         sequences = Sequences.from_lengths(lengths, torch.device("cpu"))
         for number, members in enumerate(cut):
-            x = torch.zeros(boundary.shape(sequences.num_tokens), dtype=boundary.dtype)
-            if number == 0:
-                x = torch.zeros(sequences.num_tokens, dtype=torch.int64)
-            stage = _stage(number, [units[i] for i in members], boundary, options)
-            found.append(_kept_of_stage(stage, x, sequences, is_last=number == len(cut) - 1))
+            own, is_last = [units[i] for i in members], number == len(cut) - 1
+            key = (number == 0, is_last, *((_kind(unit.build), recomputes(unit.name, options)) for unit in own))
+            if key not in known:
+                x = torch.zeros(boundary.shape(sequences.num_tokens), dtype=boundary.dtype)
+                if number == 0:
+                    x = torch.zeros(sequences.num_tokens, dtype=torch.int64)
+                known[key] = _kept_of_stage(_stage(number, own, boundary, options), x, sequences, is_last=is_last)
+            found.append(known[key])
     return found
+
+
+def _kind(build: Any) -> Any:
+    """The same for any two functions that build the same: partials of one function with equal arguments."""
+    if isinstance(build, partial):
+        return (_kind(build.func), *map(_kind, build.args), *sorted(build.keywords.items()))
+    return build if isinstance(build, Hashable) else id(build)
 
 
 def _stage(number: int, units: Sequence[UnitSpec], boundary: Boundary, options: EngineOptions) -> Stage:

@@ -23,8 +23,7 @@ from penstock.settings import (
     differences,
     same_as,
 )
-from penstock.settings.declare import AT_LEAST_1, argument, value_of, walk
-from penstock.settings.read import nearest
+from penstock.settings.declare import AT_LEAST_1, argument, nearest, value_of, walk
 
 
 @dataclass(frozen=True)

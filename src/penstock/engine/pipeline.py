@@ -29,6 +29,7 @@ from penstock.engine.parameter_groups import ParameterGroups, freeze
 from penstock.engine.rollback import StepState
 from penstock.engine.sharding import ContextShards, Sharding, UnitSource, stepped_whole, units_for
 from penstock.engine.timed_cut import measure_units, timed_cut
+from penstock.engine.whole_model import WholeModel
 from penstock.model import Given, ModelGroups, Randomness, UnitSpec, WeightCasts, share_casts
 from penstock.parallel import Grid, connect
 from penstock.parallel.collectives import Collectives, observe
@@ -208,6 +209,10 @@ class Pipeline:
             if self.options.optimizer.zero:
                 self.sharding = self.sharding.with_zero(self.ties.owners, self.grid, whole)
         self.lend_weights()
+        whole_model = WholeModel.gathered(names | self.buffers(), self.sharding.shards, self.loans, self.grid)
+        whole_model.check_replicas()
+        if self.options.learns:
+            whole_model.check_groups(self.options.optimizer.groups)
 
     def _make_stages(self, numbers: Sequence[int]) -> dict[int, Stage]:
         """The stages of these numbers, with their initial weights on this rank's device."""

@@ -177,8 +177,7 @@ class Trainer:
         measured, recovery = LossMetrics(loss_fn), self.pipeline.recovery
         with recovery.joined():
             agreed = agree_on_microbatches(self.pipeline, batch, micro_batches, job, loss_weight_fn)
-            if agreed.refit:
-                self.refit()
+            self._train_what_requires(agreed.refit)
             factors = self._loss_factors(agreed, loss_weight_fn, Normalize.parse(normalize))
             with recovery.alone():
                 feeds = self.feeds(agreed, measured, [factor * loss_scale for factor in factors])
@@ -210,6 +209,13 @@ class Trainer:
         self._stop_requested = True
 
     # ---- the parts of a step, in order
+
+    def _train_what_requires(self, changed: bool) -> None:
+        """Take over what was frozen or thawed, if something was. Raises: ValueError if nothing is left to train."""
+        if changed:
+            self.refit()
+        if not self._names:
+            raise ValueError("no parameter of the model requires a gradient: all are frozen, so there is none to train")
 
     def _job(self, loss_fn: LossFn, loss_weight_fn: LossWeightFn, normalize: Normalize | str, step: int) -> BatchCall:
         """What this rank reports of a step and its arguments before the first forward."""

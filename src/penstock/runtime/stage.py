@@ -221,11 +221,12 @@ class Stage:
             return
         if not isinstance(h, Tensor):
             raise call.unknown(h)
-        shape = self.boundary.shape(way.sequences.num_tokens)
-        if h.shape != shape:
+        shape, dtype = self.boundary.shape(way.sequences.num_tokens), self.boundary.dtype
+        # Where nothing is known of the layers' outputs, any may be the last of a stage.
+        if h.shape != shape or (call.not_found and h.dtype != dtype):
             raise PipelineError(
-                f"{call.name} gave {list(h.shape)} for {way.sequences.num_tokens} tokens; from layer to layer goes "
-                f"{list(shape)}, the hidden size being {self.boundary.hidden_size}"
+                f"{call.name} gave {list(h.shape)} of {h.dtype} for {way.sequences.num_tokens} tokens; from layer to "
+                f"layer goes {list(shape)} of {dtype}, the hidden size being {self.boundary.hidden_size}"
             )
 
     def leaving(self, direction: Direction) -> Message | None:

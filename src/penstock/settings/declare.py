@@ -8,13 +8,14 @@ The file, the command line, its help, the checks and the engine all take these v
 """
 
 import dataclasses
+import difflib
 import enum
 import functools
 import json
 import math
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -33,12 +34,12 @@ class ConfigError(ValueError):
 
 
 class NamedValue(enum.StrEnum):
-    """One of several names, spelt as in files; underscores are accepted for hyphens."""
+    """One of several names, spelt as in files; underscores are accepted for hyphens, and capitals."""
 
     @classmethod
     def _missing_(cls, value: object) -> Any:
-        wanted = str(value).replace("_", "-")
-        return next((member for member in cls if member.value.replace("_", "-") == wanted), None)
+        wanted = str(value).replace("_", "-").lower()
+        return next((member for member in cls if member.value.replace("_", "-").lower() == wanted), None)
 
 
 class TableValue:
@@ -174,8 +175,16 @@ class Setting:
         """
         matches, taken = _match(self.type, value)
         if not matches:
-            raise ConfigError(f"{self.name} takes {describe(self.type)}, not {json.dumps(value, default=str)}")
+            raise self.mismatch(value)
         return taken
+
+    def mismatch(self, value: Any, spelt: str = "") -> ConfigError:
+        """The error for a value of another type, as it was spelt; it names the nearest of several names."""
+        names = [name for name in possible(self.type) if isinstance(name, str)]
+        likely = f"; the nearest one is {json.dumps(nearest(value, names))}" if names and isinstance(value, str) else ""
+        return ConfigError(
+            f"{self.name} takes {describe(self.type)}, not {spelt or json.dumps(value, default=str)}{likely}"
+        )
 
     def take(self, value: Any) -> Any:
         """Convert a value as `matched` does, and check its bounds.
@@ -297,6 +306,11 @@ def refuse_divisor(name: str, value: int, whole_name: str, whole: int) -> None:
     if whole % value:
         divisors = ", ".join(str(number) for number in range(1, whole + 1) if whole % number == 0)
         raise ConfigError(f"{name} = {value} does not divide {whole_name} = {whole}; possible are {divisors}")
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The known name most similar to `name`, capitals aside; the first one on a tie."""
+    return max(known, key=lambda other: difflib.SequenceMatcher(None, name.lower(), other.lower()).ratio())
 
 
 def describe(kind: Any) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Self, cast
 
-from penstock.settings.declare import ConfigError, NamedValue, TableValue
+from penstock.settings.declare import ConfigError, NamedValue, TableValue, nearest
 
 Course = Callable[[int], float]
 """The value of a hyperparameter at each step, counted from 1."""
@@ -88,8 +88,10 @@ class ParameterGroup(TableValue):
             try:
                 object.__setattr__(self, "name", OptimizerName(self.name))
             except ValueError:
-                known = ", ".join(OptimizerName)
-                raise ConfigError(f"optimizer.groups: name = {self.name!r} is none of {known}") from None
+                known, likely = ", ".join(OptimizerName), nearest(str(self.name), OptimizerName)
+                raise ConfigError(
+                    f"optimizer.groups: name = {self.name!r} is none of {known}; the nearest one is {likely}"
+                ) from None
 
     @classmethod
     def read(cls, table: Mapping[str, Any]) -> Self:

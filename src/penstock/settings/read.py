@@ -1,10 +1,9 @@
 """Reading settings from TOML and the command line, and writing them; an error is one sentence that names the cure."""
 
-import difflib
 import re
 import tomllib
 import types
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
@@ -12,9 +11,9 @@ from penstock.settings.declare import (
     ConfigError,
     Setting,
     Settings,
-    describe,
     is_table,
     is_union,
+    nearest,
     possible,
     with_values,
 )
@@ -109,8 +108,8 @@ def from_words(own: Setting, words: Sequence[str]) -> Any:
         found, value = _read_words(kind, words)
         if found:
             return own.matched(value)
-    given = repr(" ".join(words)) if words else "nothing"
-    raise ConfigError(f"{own.name} takes {describe(own.type)}, not {given}")
+    text = " ".join(words)
+    raise own.mismatch(text or None, repr(text) if words else "nothing")
 
 
 def _read_words(kind: Any, words: Sequence[str]) -> tuple[bool, Any]:
@@ -144,11 +143,6 @@ def _member(kind: Any, word: str) -> bool:
 
 
 # ---- names
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """The known name most similar to `name`; the first one on a tie."""
-    return max(known, key=lambda other: difflib.SequenceMatcher(None, name, other).ratio())
 
 
 def unknown_setting(name: str) -> ConfigError:

@@ -3,13 +3,15 @@
 import weakref
 from collections.abc import Callable, Sequence
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from penstock import schedule
-from penstock.engine.memory import KeptBytes, bytes_of, costs_of_memory, kept_bytes
+from penstock.engine import memory
+from penstock.engine.memory import KeptBytes, bytes_of, costs_of_memory, kept_bytes, rank_state_bytes
 from penstock.engine.options import EngineOptions
 from penstock.model import NOTHING_GIVEN, Given, Lane, Sequences, WeightGradients, decoder_units, defer
 from penstock.model.matmul import TORCH
@@ -28,7 +30,8 @@ from penstock.runtime import (
 from penstock.runtime.stage import Finish
 from penstock.runtime.tape import GraphSegment
 from penstock.schedule.recording import Record
-from penstock.settings import ModelConfig
+from penstock.settings import Layout, ModelConfig, OptimizerConfig, OptimizerName, ParameterGroup
+from penstock.settings.parameter_groups import Arguments
 
 NAMES = [name for name in schedule.names() if name != "inference"]
 # Fewer microbatches than ranks, one, and more.
@@ -175,3 +178,43 @@ def test_bytes_of_a_decoder_are_within_a_twentieth_of_the_estimated_ones(name: s
         simulated = schedule.simulate(program, costs_of_memory(kept, factors)).peak_live_bytes
         for recorder, expected in zip(recorders, simulated, strict=True):
             assert recorder.peak_bytes == pytest.approx(expected, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_states"),
+    [
+        (OptimizerConfig(), 2),
+        (OptimizerConfig(name=OptimizerName.SGD), 0),
+        (OptimizerConfig(name=OptimizerName.SGD, arguments=Arguments({"momentum": 0.9})), 1),
+        (OptimizerConfig(groups=(ParameterGroup("*", frozen=True),)), 0),
+    ],
+)
+def test_state_of_each_stage_follows_the_optimizer(settings: OptimizerConfig, num_states: int) -> None:
+    config = ModelConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_layers=4, num_heads=2, max_length=32)
+    options = EngineOptions(optimizer=settings, device="cpu")
+    layout = Layout(pp=2)
+    found = rank_state_bytes(lambda groups: decoder_units(config, groups=groups), layout, options)
+    assert [list(of_rank) for of_rank in found] == [[0], [1]]
+    for of_rank in found:
+        (state,) = of_rank.values()
+        assert state.parameters > 0
+        assert state.optimizer == num_states * state.gradients
+        assert (state.gradients == 0) == bool(settings.groups)
+
+
+def test_stages_of_the_same_layers_are_worked_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = ModelConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_layers=12, num_heads=2, max_length=32)
+    units, runs = decoder_units(config), []
+    options = EngineOptions(device="cpu", recompute=(4,))
+    cut = [range(3), *(range(first, first + 2) for first in range(3, 25, 2)), range(25, 26)]
+    run = memory._kept_of_stage
+
+    def counted(stage: Stage, *args: Any, **kwargs: Any) -> KeptBytes:
+        runs.append(stage)
+        return run(stage, *args, **kwargs)
+
+    monkeypatch.setattr(memory, "_kept_of_stage", counted)
+    found = memory.kept_bytes(units, 32, cut, options, (8, 8))
+    # First, usual, under recompute, last.
+    assert len(found) == 13 and len(runs) == 4
+    assert found[1] == found[2] == found[11] != found[4] != found[12]
