@@ -101,7 +101,7 @@ def plan_run(config: RunConfig, data: RunData) -> RunPlan:
     timeline = schedule.simulate(program, costs)
     stages = _stage_plans(units, largest, cut, placement)
     source = with_adapter(
-        lambda groups: decoder_units(shape, groups=groups), options.adapter, HuggingFaceForm.of(shape)
+        lambda groups: decoder_units(shape, groups=groups), options.adapter, HuggingFaceForm.of(shape), ours
     )
     states = rank_state_bytes(source, ours, options)
     stages = [_with_bytes(stage, timeline, ours, states) for stage in stages]
