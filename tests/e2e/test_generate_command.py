@@ -59,7 +59,7 @@ def test_two_pipelines_of_two_processes_give_the_same_answers_as_one_process(mod
 
 
 def test_a_family_that_is_not_native_runs_by_the_layers_of_transformers(tmp_path: Path) -> None:
-    foreign = make_model("gpt_neox", vocab_size=300)
+    foreign: Any = make_model("gpt_neox", vocab_size=300)
     foreign.save_pretrained(tmp_path)
     tokenizer = make_tokenizer(tmp_path)
     words = [str(tmp_path), "the cat", "--temperature", "0", "--max-new-tokens", "8", "--ignore-end", "--json"]
@@ -68,7 +68,7 @@ def test_a_family_that_is_not_native_runs_by_the_layers_of_transformers(tmp_path
     code, out, err = call(*words, "--no-native")
     assert code == 0, err
     prompt = tokenizer("the cat", return_tensors="pt")
-    expected: Any = foreign.generate(**prompt, do_sample=False, max_new_tokens=8, eos_token_id=None)
+    expected = foreign.generate(**prompt, do_sample=False, max_new_tokens=8, eos_token_id=None)
     assert answers(out)[0]["tokens"] == expected[0, prompt["input_ids"].shape[1] :].tolist()
 
 
