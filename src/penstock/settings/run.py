@@ -195,13 +195,10 @@ class RunConfig(Settings):
         settings = self.flat()
         settings["optimizer.num_decay_steps"] = self.optimizer.num_decay_steps(self.train.steps)
         settings["data.tokenizer"] = self.data.tokenizer or self.model.pretrained or "bytes"
-        if settings["data.tokenizer"] == "bytes":
-            # It has no special tokens.
-            settings["data.special_tokens"] = False
         free = _FREE if self.train.normalize is Normalize.GLOBAL else _FREE - _FREE_IF_GLOBAL
         added = {name for name in _ADDED if settings[name] == plain(SETTINGS[name].default)}
-        if not settings["data.special_tokens"]:
-            # As it was before there was such a setting.
+        if settings["data.special_tokens"] == (settings["data.tokenizer"] == "bytes"):
+            # As it was before there was such a setting: bytes have none, and those of other tokenizers were left out.
             added.add("data.special_tokens")
         return {name: value for name, value in settings.items() if not (free | added) & {name, name.partition(".")[0]}}
 
