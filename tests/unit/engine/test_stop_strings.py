@@ -18,7 +18,8 @@ BAD_WORDS, BIAS = [[269], [40, 41]], {33: -2.0, 270: 1.5}
 
 @pytest.mark.shows(129)
 def test_greedy_answers_and_their_ends_are_those_of_transformers(tmp_path: Path) -> None:
-    tokenizer, model = make_tokenizer(tmp_path), make_model("llama", vocab_size=300)
+    tokenizer = make_tokenizer(tmp_path)
+    model: Any = make_model("llama", vocab_size=300)
     model.save_pretrained(tmp_path)
     prompts = [tokenizer(text)["input_ids"] for text in ("the cat", "what", "so, the mat and", "then")]
     config = GenerationConfig(
@@ -37,8 +38,9 @@ def test_greedy_answers_and_their_ends_are_those_of_transformers(tmp_path: Path)
     free = [expected(prompt) for prompt in prompts]
     assert [answer.tokens for answer in engine.generate(prompts, params)] == free
     # Pieces of the free answers themselves, one of which begins and ends inside of tokens.
-    texts = [tokenizer.decode(tokens) for tokens in free]
-    stop = (texts[0][4:7], texts[1][9:10], tokenizer.decode(free[2][5:7])[1:])
+    decode: Any = tokenizer.decode
+    texts = [decode(list(tokens)) for tokens in free]
+    stop = (texts[0][4:7], texts[1][9:10], decode(list(free[2][5:7]))[1:])
     options = GenerateOptions(tokenizer=tokenizer)
     stopped = engine.generate(prompts, replace(params, stop=stop), options)
     assert [answer.tokens for answer in stopped] == [
