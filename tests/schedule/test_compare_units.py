@@ -51,3 +51,11 @@ def test_even_units_change_nothing(capsys: pytest.CaptureFixture[str]) -> None:
 def test_stage_times_beside_units_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["schedule", "compare", "--ranks", "2", "--units", "1,2,3", "--forward", "1,2"]) == 2
     assert "--forward gives each stage its own" in capsys.readouterr().err
+
+
+@pytest.mark.shows(110)
+def test_times_of_other_numbers_of_stages_lead_to_units(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--ranks", "2", "--microbatches", "4", "--forward", "1,2,1,2", "--schedules"]
+    assert main(["schedule", "compare", *words, "interleaved"]) == 0
+    assert main(["schedule", "compare", *words, "interleaved", "1f1b"]) == 2
+    assert "1f1b has 2 stages, and 4 times are given; " in (said := capsys.readouterr().err) and "--units" in said

@@ -14,7 +14,15 @@ from penstock.data import MicroBatchSpec, PackedBatch
 from penstock.engine import Engine, EngineOptions
 from penstock.model import Sequences, UnitSpec, cross_entropy_sum, decoder_units
 from penstock.model.matmul import TORCH, fastest_matmul
-from penstock.settings import Layout, LearningRate, ModelConfig, OptimizerConfig, ScheduleConfig, WeightDecay
+from penstock.settings import (
+    Layout,
+    LearningRate,
+    ModelConfig,
+    OptimizerConfig,
+    Precision,
+    ScheduleConfig,
+    WeightDecay,
+)
 
 RATE, DECAY, BETAS, EPS = 1e-4, 0.1, (0.9, 0.95), 1e-8
 NUM_RANKS = 2
@@ -25,7 +33,8 @@ class Training:
     """The model and its batches: by default 30 million parameters, microbatches of two sequences of 256 tokens.
 
     `products`, the same on all sides: "torch" computes linear layers as `nn.Linear` does, "fastest" with the fastest
-    library available. `names` are the schedules that Penstock runs with its own cut.
+    library available. `precision` and `compile` are the same on all sides too: fp32, or forwards under autocast to
+    bf16; each layer as it is, or compiled. `names` are the schedules that Penstock runs with its own cut.
     """
 
     num_layers: int = 8
@@ -37,6 +46,8 @@ class Training:
     num_microbatches: int = 8
     num_steps: int = 3
     products: str = "torch"
+    precision: Precision = Precision.FP32
+    compile: bool = False
     names: tuple[str, ...] = ("1f1b",)
 
     @property
@@ -95,13 +106,17 @@ class Run(nn.Module):
         for unit in units:
             module = unit.build()
             unit.initialise(module, 0)
+            if training.compile:
+                module.compile()
             modules.append(module)
+        self.precision = training.precision
         self.units = nn.ModuleList(modules)
         self.sequences = Sequences.from_lengths(training.lengths)
 
     def forward(self, x: Tensor) -> Tensor:
-        for unit in self.units:
-            x = unit(x, self.sequences)
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.precision is Precision.BF16_AUTOCAST):
+            for unit in self.units:
+                x = unit(x, self.sequences)
         return x
 
 
@@ -131,7 +146,14 @@ def _penstock(training: Training, name: str, cut: tuple[int, ...] | None) -> Ste
     # Three stages a rank can be cut more evenly than two.
     auto = ScheduleConfig("auto", stages_per_rank=3, search_cut=True, cut=cut)
     choice = auto if name == auto.name else ScheduleConfig(name, cut=cut)
-    options = EngineOptions(schedule=choice, measure_lengths=training.lengths, optimizer=optimizer, device="cpu")
+    options = EngineOptions(
+        schedule=choice,
+        measure_lengths=training.lengths,
+        optimizer=optimizer,
+        precision=training.precision,
+        compile=training.compile,
+        device="cpu",
+    )
     engine = Engine(training.units(), training.hidden_size, Layout(pp=NUM_RANKS), options)
     batch, spec = training.batch(), MicroBatchSpec(num=training.num_microbatches)
 
@@ -262,6 +284,8 @@ def compare(training: Training) -> dict[str, Any]:
 
     return {
         "products": training.products,
+        "precision": str(training.precision),
+        "compile": training.compile,
         "tokens_per_s": {side: spread(found) for side, found in rates.items()},
         "units_of_stages": {side: turns[side][0][0][1] for side in _penstock_sides(training)},
         "torch's_best": best,

@@ -74,6 +74,10 @@ def _add_training(benchmarks: Any) -> None:
     train.add_argument(
         "--products", choices=["torch", "fastest"], default="torch", help="matrix products, on all sides"
     )
+    train.add_argument(
+        "--precision", choices=["fp32", "bf16-autocast"], default="fp32", help="of forwards, on all sides"
+    )
+    train.add_argument("--compile", action="store_true", help="compile each layer with torch.compile, on all sides")
     train.add_argument("--layers", type=int, default=8)
     train.add_argument("--hidden-size", type=int, default=512)
     train.add_argument("--microbatches", type=int, default=8)
@@ -185,6 +189,7 @@ def _show_schedules(rows: list[dict[str, Any]]) -> None:
 
 def _train(given: argparse.Namespace) -> dict[str, Any]:
     from penstock.bench.training import Training, compare
+    from penstock.settings import Precision
 
     training = Training(
         num_layers=given.layers,
@@ -192,6 +197,8 @@ def _train(given: argparse.Namespace) -> dict[str, Any]:
         num_microbatches=given.microbatches,
         num_steps=given.steps,
         products=given.products,
+        precision=Precision(given.precision),
+        compile=given.compile,
         names=tuple(given.schedules),
     )
     _progress(f"{dataclasses.asdict(training)}")

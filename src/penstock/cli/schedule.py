@@ -302,6 +302,12 @@ def _row_of(name: str, options: argparse.Namespace) -> dict[str, Any] | None:
         # A searched order depends on the stages' times.
         program = proved(options, name)
     costs = costs_of(options)
+    lists = [own for own in (costs.forward, costs.backward_input, costs.backward_weight) if isinstance(own, tuple)]
+    if any(len(own) != program.placement.stages_per_route for own in lists):
+        raise ValueError(
+            f"{name} has {program.placement.stages_per_route} stages, and {len(lists[0])} times are given; to compare "
+            "different numbers of stages, give --units, the work of the model's units, from which each cuts its own"
+        )
     timeline = schedule.simulate(program, costs)
     least = _span_bound(program, costs, max(timeline.peak_live_microbatches))
     num_messages = schedule.verify(program).num_messages
