@@ -357,10 +357,10 @@ def calls_that_fail(rank: int, layout: Layout, with_listeners: bool) -> tuple[li
     stage = max(engine.pipeline.stages.items())[1]
     decode, num_calls = stage.decode, 0
 
-    def decode_twice(*arguments: Any) -> Any:
+    def decode_twice(*arguments: Any, **named: Any) -> Any:
         nonlocal num_calls
         num_calls += 1
-        return raising() if num_calls > 2 else decode(*arguments)
+        return raising() if num_calls > 2 else decode(*arguments, **named)
 
     # Pipelines that share nothing generate each on their own.
     if fails or layout.dp > 1:

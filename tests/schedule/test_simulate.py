@@ -98,6 +98,7 @@ def reference_ends(program: Program, costs: Costs) -> dict[Action, float]:
     share = placement.stages_per_microbatch
     given: dict[str, Any] = {"F": costs.forward, "I": costs.backward_input, "W": costs.backward_weight}
     times = {op: time / share for op, time in given.items()} | {"B": (given["I"] + given["W"]) / share}
+    assert isinstance(costs.transfer, float | int)
     backward = {}
     for steps in program.ranks if training else ():
         for action in (action for step in steps for action in parts(step)):

@@ -198,7 +198,7 @@ def _open_adapted(folder: Path) -> Pretrained:
         return placed
 
     return Pretrained(
-        units, model.hidden_size, HuggingFaceForm(model.names, lambda: content, folder, model.names.own_name)
+        units, model.hidden_size, HuggingFaceForm(model.names, lambda: content, folder, own_name=model.names.own_name)
     )
 
 

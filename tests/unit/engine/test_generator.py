@@ -116,7 +116,7 @@ def test_the_same_prompt_is_drawn_by_each_kinds_own_parameters() -> None:
 
 
 def answer(number: int, tokens: Sequence[int]) -> schedule.Sequence:
-    generated = [(token, -(number + 1) - i / 8, 0.0) for i, token in enumerate(tokens)]
+    generated = [schedule.Token(token, -(number + 1) - i / 8) for i, token in enumerate(tokens)]
     return schedule.Sequence(
         number, number, 0, (), SamplingParams(), ending=Ending.LENGTH, filter_mask=None, generated=generated
     )
