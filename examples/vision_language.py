@@ -58,8 +58,9 @@ def pictures(generator: torch.Generator) -> PackedBatch:
         for image, corner in zip(seen, corners.tolist(), strict=True):
             image[0].unflatten(0, (2, -1)).unflatten(2, (2, -1))[corner // 2, :, corner % 2] += 1.0
         before = [PATCH] * (NUM_PATCHES * len(corners)) + [ASK]
-        texts.append(torch.tensor([*before, *corners.tolist()[:-1]]))
-        labels.append(torch.tensor([NO_LABEL] * (len(before) - 1) + corners.tolist()))
+        text = [*before, *corners.tolist()[:-1]]
+        texts.append(torch.tensor(text))
+        labels.append(torch.tensor([NO_LABEL] * (len(text) - len(corners)) + corners.tolist()))
         images.append(seen)
     return PackedBatch.from_sequences({"tokens": texts, "labels": labels, "images": images})
 

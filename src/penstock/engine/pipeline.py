@@ -162,6 +162,7 @@ class Pipeline:
         pipelines = self.layout.world_size // self.layout.pp
         self.recorder = self._make_recorder(None if pipelines == 1 else str(self.grid.place))
         build_on_all_ranks(self._build_stages, self.grid.control)
+        self._check_whole_model()
         self.recovery = Recovery(
             self.grid.control,
             self.recorder,
@@ -209,7 +210,10 @@ class Pipeline:
             if self.options.optimizer.zero:
                 self.sharding = self.sharding.with_zero(self.ties.owners, self.grid, whole)
         self.lend_weights()
-        whole_model = WholeModel.gathered(names | self.buffers(), self.sharding.shards, self.loans, self.grid)
+
+    def _check_whole_model(self) -> None:
+        own = self.parameters() | self.buffers()
+        whole_model = WholeModel.gathered(own, self.sharding.shards, self.loans, self.grid)
         whole_model.check_replicas()
         if self.options.learns:
             whole_model.check_groups(self.options.optimizer.groups)
