@@ -70,9 +70,10 @@ def launch(
     with _environment_kept(), socket.create_server((LOOPBACK, 0), backlog=4096) as listener:
         port = listener.getsockname()[1]
         os.environ |= {**(environ or {}), **_environment(num_workers, num_threads, port)}
-        if check is not None:
-            check()
-        context = _context(command.imports)
+        with _interrupted_at_once():
+            if check is not None:
+                check()
+            context = _context(command.imports)
         inherited = listener if isinstance(context, ForkContext) else None
         workers = _Workers(
             [
@@ -149,6 +150,20 @@ def _environment_kept() -> Iterator[None]:
     finally:
         os.environ.clear()
         os.environ |= environ
+
+
+@contextmanager
+def _interrupted_at_once() -> Iterator[None]:
+    """Let Ctrl-C end this process, which has started nothing yet: raised in an import it may get lost in C code."""
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or before is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @contextmanager

@@ -80,8 +80,7 @@ class Stage:
         weight_gradients: the owner that defers the weight gradients of the stage's linear layers, for split backwards
             and to fill the time in which a collective is under way; None where neither is ever done.
         autocast: makes the context in which forwards run.
-        recompute: names of the units under activation checkpointing: their activations are computed again in
-            backward.
+        recompute: names of the units under activation checkpointing, whose activations backward computes again.
     """
 
     #: called before weights are read; may wait for those that other ranks step
