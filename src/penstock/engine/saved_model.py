@@ -233,13 +233,13 @@ def to_hugging_face(
 ) -> None:
     """Write the model of a run, or of another Hugging Face folder, as a Hugging Face folder.
 
-    `expect` is called with the number of bytes to write, `progress` after each file with its number of bytes. Memory
-    holds the tensors of one file at a time.
+    Of a run that has trained adapters it is the base: peft loads them from the run's folder ``adapter-N``. `expect` is
+    called with the number of bytes to write, `progress` after each file with its number of bytes. Memory holds the
+    tensors of one file at a time.
 
     Raises:
         ValueError: there is no model, or none that transformers knows, or the destination is not new.
     """
-    _refuse_adapters(source)
     found = find_decoder(source)
     # Any fault of the files is found before one is written.
     units_from_files(decoder_units(found.shape), found.names, found.files)
@@ -247,15 +247,6 @@ def to_hugging_face(
     expect(sum(torch.Size(p.shape).numel() * options.torch_dtype(p.dtype).itemsize for p in parameters))
     form = replace(found.form, names=names_of(found.shape))
     write_folder(destination, form, parameters, options, progress=progress)
-
-
-def _refuse_adapters(run: Path) -> None:
-    """Refuse a run whose weights are not all that it has learned."""
-    if (run / CONFIG_FILE).is_file() and read_config(run / CONFIG_FILE).adapter.is_used:
-        raise ValueError(
-            f"{run} has trained adapters, which would be lost; peft loads them from the run's folder adapter-N, and "
-            "Engine.save_hf(..., merge_adapters=True) writes a model with them"
-        )
 
 
 def _parameters(found: StoredDecoder) -> Iterator[ExportedParameter]:

@@ -19,6 +19,9 @@ class Token(NamedTuple):
 
     log_prob: under the distribution it was drawn from. raw_log_prob: under the model's own, 0 unless requested.
     likeliest: the ids and log-probabilities of the likeliest tokens under the model's own, as many as requested.
+
+    >>> Token(7, -0.5).raw_log_prob
+    0.0
     """
 
     id: int
