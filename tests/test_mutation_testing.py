@@ -45,4 +45,4 @@ def test_tests_lie_near_to_the_files_whose_names_they_use() -> None:
     of_executor = {test: files.get(PACKAGE / "runtime" / "executor.py", 99) for test, files in distances().items()}
     assert of_executor["tests/unit/runtime/test_executor.py"] == 1, "uses its names"
     assert of_executor["tests/dist/test_two_engines.py"] in (2, 3), "uses an engine, which uses them"
-    assert of_executor["tests/schedule/test_text.py"] > 3, "is about something else"
+    assert of_executor["tests/schedule/test_partition.py"] > 3, "is about something else"
