@@ -7,6 +7,7 @@ import re
 import resource
 import select
 import signal
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -54,13 +55,14 @@ def have_begun(started: Started) -> bool:
 
 
 def signalled(*numbers: signal.Signals, holding: Sequence[int] = ()) -> Act:
-    """Signal the command, once or more, while some ranks are stopped."""
+    """Signal the command, once or more, while some ranks are stopped; two at the same moment would count as one."""
 
     def act(started: Started) -> None:
         if holding:
             started.hold(list(holding))
         for number in numbers:
             started.signal(number)
+            select.select([], [], [], 0.2)
 
     return act
 
@@ -88,6 +90,14 @@ def ends_in_time(started: Started, act: Act) -> Ended:
     return ended
 
 
+# A launcher that takes its time between its workers' start and the opening of the store at which they meet.
+SLOW = """
+import sys, time, torch.distributed
+from penstock.cli.main import main
+store = torch.distributed.TCPStore
+torch.distributed.TCPStore = lambda *args, **kwargs: time.sleep(1) or store(*args, **kwargs)
+sys.exit(main(sys.argv[3:]))
+"""
 STOPPED_RANK = r"penstock: rank 1 \(process \d+\) had been stopped \(SIGSTOP\) and was killed; the same command "
 
 
@@ -102,6 +112,7 @@ class Case:
 
 TRAINING = {
     "importing": Case(signalled(signal.SIGTERM), -signal.SIGTERM),
+    "starting": Case(signalled(signal.SIGTERM, holding=[1]), 128 + signal.SIGTERM, STOPPED_RANK),
     "meeting": Case(signalled(signal.SIGTERM, holding=[1]), 128 + signal.SIGTERM, STOPPED_RANK),
     "building": Case(loses_rank_1, 1, r"rank 1 \(process \d+\) was killed by SIGKILL; the same command continues"),
     "building, without launcher": Case(loses_launcher, -signal.SIGKILL),
@@ -123,11 +134,13 @@ def test_training_ends_at_once_whenever_it_is_stopped_or_loses_a_process(tmp_pat
     file, output, case = write_run(tmp_path, "run", ENDLESS), tmp_path / "run", TRAINING[moment]
     has_come: dict[str, Callable[[Started], bool]] = {
         "importing": imports_torch,
+        "starting": have_begun,
         "meeting": have_begun,
         "building": lambda _: (output / "run.toml").exists(),
         "training": lambda _: last_step(output) > 0,
     }
-    with Started([str(file), "--parallel.timeout_s", "600"]) as started:
+    launcher = [sys.executable, *(["-c", SLOW] if moment == "starting" else [])]
+    with Started([str(file), "--parallel.timeout_s", "600"], launcher=launcher) as started:
         wait_until(lambda: has_come[moment.split(",")[0]](started), started)
         if moment == "training":
             listens_on_the_loopback_alone(everything_of(started))

@@ -81,15 +81,16 @@ def launch(
                 for rank in range(num_workers)
             ]
         )
-        try:
-            workers.start()
-            # Its thread would not survive a fork, so it starts last.
-            store = _store_at(listener)
-            with _signals_caught() as signals:
+        with _signals_caught() as signals:
+            try:
+                with _signals_held():
+                    workers.start()
+                # Its thread would not survive a fork, so it starts last.
+                store = _store_at(listener)
                 workers.watch(signals)
-            del store
-        finally:
-            workers.kill()
+                del store
+            finally:
+                workers.kill()
         return workers.exit_code(command.again)
 
 
@@ -183,6 +184,16 @@ def _signals_caught() -> Iterator[socket.socket]:
             for number, handler in before.items():
                 signal.signal(number, handler)
             signal.set_wakeup_fd(wakeup_before)
+
+
+@contextmanager
+def _signals_held() -> Iterator[None]:
+    """Keep signals that ask to end waiting: a worker that inherits this process's handlers must not be lost on them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class _Workers:
@@ -292,6 +303,7 @@ def _work(module: str, arguments: Sequence[str], rank: int, launcher: int, inher
     for number in _STOPS:
         signal.signal(number, signal.SIG_DFL)
     signal.set_wakeup_fd(-1)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPS)
     _follow(launcher, rank)
     os.setsid()
     if inherited is not None:
