@@ -188,8 +188,6 @@ def num_tensors() -> int:
 def loop(rank: int) -> tuple[list[int], list[tuple[int, int, int]]]:
     """Tensors that are alive, and what is `allocated`, after some rounds of the loop."""
     engine = make(2, config=SHALLOW)
-    # What a rank did last is kept on purpose, up to a limit that is reached within the first rounds here.
-    engine.recorder.capacity = 500
     tensors, measures = [], []
     for number in range(NUM_ROUNDS):
         for part in (generate, score, evaluate):

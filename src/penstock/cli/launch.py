@@ -5,6 +5,7 @@ started it has one thread and has not opened a GPU.
 """
 
 import ctypes
+import gc
 import importlib
 import math
 import multiprocessing
@@ -120,6 +121,8 @@ def _context(imports: Sequence[str]) -> ForkContext | SpawnContext:
         for name in imports:
             importlib.import_module(name)
         if _can_fork():
+            # A collection would walk through all that was imported, in the middle of some step, while others wait.
+            gc.freeze()
             return multiprocessing.get_context("fork")
     return multiprocessing.get_context("spawn")
 

@@ -47,6 +47,8 @@ Handler = Callable[[Record], Waiting | None]
 MakeLane = Callable[[Action, Wire, Tensor | None, Pairs], Lane[None]]
 
 _PAIRS = Pairs()
+# A result that a stage of this rank has left for its neighbour: no receipt.
+_HANDED_OVER = (Tensor, tuple)
 
 
 def _no_reduction(stage: int) -> None:
@@ -132,11 +134,7 @@ class Executor:
         self._early = frozenset(
             (send.op.direction, send.stage, send.microbatch) for send in early_sends(program.ranks[self.rank])
         )
-        self._lanes = {
-            Op.F: self._forward,
-            Op.B: self._backward,
-            Op.I: self._input_backward,
-        }
+        self._lanes = {Op.F: self._forward, Op.B: self._backward, Op.I: self._backward}
         self._handlers = {
             Op.W: self._weight_backward,
             Op.SEND_F: self._send,
@@ -218,7 +216,9 @@ class Executor:
         """Run an F, B or I, or the two of a fused pair."""
         lanes: list[Lane[None]] = []
         for action, wire, lane in actions:
-            x = yield from self._input(action, wire, record)
+            x = self._arrivals.pop((wire.direction, action.stage, action.microbatch), None)
+            if x is not None and not isinstance(x, _HANDED_OVER):
+                x = yield from self._arrival(action, wire, x, record)
             lanes.append(lane(action, wire, x, pairs))
         self.recorder.started(record)
         if pairs.overlap:
@@ -239,20 +239,18 @@ class Executor:
         self._hand_on(action, wire, result)
         pairs.hooks.after(action)
 
-    def _input_backward(
-        self, action: Action, wire: Wire, grad: Tensor | None, pairs: Pairs, split: bool = True
-    ) -> Lane[None]:
+    def _backward(self, action: Action, wire: Wire, grad: Tensor | None, pairs: Pairs) -> Lane[None]:
+        """A B, or an I, whose gradients of weights wait for their W."""
         pairs.hooks.before(action)
+        stage, whole = self.stages[action.stage], action.op is Op.B
         tape = self._tapes.get(action.stage, action.microbatch)
-        grad = yield from self.stages[action.stage].backward(tape, grad, split, pairs)
+        grad = yield from stage.backward(tape, grad, not whole, pairs)
         self._hand_on(action, wire, grad)
         pairs.hooks.after(action)
-
-    def _backward(self, action: Action, wire: Wire, grad: Tensor | None, pairs: Pairs) -> Lane[None]:
-        yield from self._input_backward(action, wire, grad, pairs, split=False)
-        if self.stages[action.stage].exchanges and wire.leaving is not None:
-            yield  # the other action's message leaves before this rank is busy with weights again
-        self._weight_backward(action)
+        if whole:
+            if stage.exchanges and wire.leaving is not None:
+                yield  # the other action's message leaves before this rank is busy with weights again
+            self._weight_backward(action)
 
     def _weight_backward(self, action: Action, wire: Wire | None = None, record: Record | None = None) -> None:
         self.stages[action.stage].weight_backward(self._tapes.take(action.stage, action.microbatch))
@@ -262,11 +260,8 @@ class Executor:
 
     # ---- data flow: where an input comes from and where a result goes to
 
-    def _input(self, action: Action, wire: Wire, record: Record) -> Waiting:
-        """The tensor that the neighbour gives for an action; None at the model's end."""
-        receipt = self._arrivals.pop((wire.direction, action.stage, action.microbatch), None)
-        if receipt is None or isinstance(receipt, Tensor | tuple):
-            return receipt
+    def _arrival(self, action: Action, wire: Wire, receipt: Receipt, record: Record) -> Waiting:
+        """The message that an action needs, once it is there."""
         assert wire.source is not None and wire.arriving is not None
         self.recorder.awaits(record, Awaited(wire.direction, wire.source, action.microbatch, wire.arriving.source))
         while not receipt.ready():
@@ -317,7 +312,10 @@ class Executor:
 
     def _transmit(self, channel: Channel, result: Any) -> None:
         """Send a result, whose tensors follow each other on one channel."""
-        for tensor in (result,) if isinstance(result, Tensor) else result:
+        if isinstance(result, Tensor):
+            self.transport.send(channel, result.contiguous())
+            return
+        for tensor in result:
             self.transport.send(channel, tensor.contiguous())
 
     def _send(self, action: Action, wire: Wire, record: Record) -> None:

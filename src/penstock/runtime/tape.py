@@ -120,19 +120,22 @@ class Tapes:
 
     def get(self, stage: int, microbatch: int) -> Tape:
         """The tape. Raises: KeyError before F has run, and after the last backward."""
-        self._check(stage, microbatch)
-        return self._live[stage, microbatch]
+        try:
+            return self._live[stage, microbatch]
+        except KeyError:
+            raise self._missing(stage, microbatch) from None
 
     def take(self, stage: int, microbatch: int) -> Tape:
         """Remove the tape and return it. Raises: KeyError like `get`."""
-        self._check(stage, microbatch)
-        return self._live.pop((stage, microbatch))
+        try:
+            return self._live.pop((stage, microbatch))
+        except KeyError:
+            raise self._missing(stage, microbatch) from None
 
     def clear(self) -> None:
         """Drop all tapes."""
         self._live.clear()
 
-    def _check(self, stage: int, microbatch: int) -> None:
-        if (stage, microbatch) not in self._live:
-            live = ", ".join(f"{m} of stage {s}" for s, m in sorted(self._live)) or "none"
-            raise KeyError(f"no tape of microbatch {microbatch} of stage {stage}; live are those of microbatch {live}")
+    def _missing(self, stage: int, microbatch: int) -> KeyError:
+        live = ", ".join(f"{m} of stage {s}" for s, m in sorted(self._live)) or "none"
+        return KeyError(f"no tape of microbatch {microbatch} of stage {stage}; live are those of microbatch {live}")

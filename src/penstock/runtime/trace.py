@@ -115,14 +115,9 @@ class Recorder:
     awaited: Awaited | CollectiveRecord | None
     #: all processes of the run, if the watchdog has set them: reports then name hosts, and ranks that do not answer
     processes: Processes | None
-    #: collectives of the current step
+    #: actions and collectives of the current step
+    _records: deque[Record]
     _collectives: deque[CollectiveRecord]
-    #: ring buffer of actions
-    _records: list[Record]
-    #: number of the next record, from the first of all on
-    _next: int
-    #: number of the current step's first record
-    _step_first: int
     #: the action under way, or the last one
     _current: Record | None
     #: True once the action under way has failed
@@ -134,16 +129,13 @@ class Recorder:
     #: this rank, and as messages name it
     rank: int
     _name: str
-    #: the most records that are kept of actions, and of collectives
-    capacity: int
 
     def __init__(self, rank: int, capacity: int = 65536, place: str | None = None) -> None:
-        self.rank, self.capacity = rank, capacity
+        self.rank = rank
         self._name = f"rank {rank}" if place is None else f"rank {rank} ({place})"
         self.step = 0
         self.awaited = self.processes = None
-        self._collectives = deque(maxlen=capacity)
-        self._records, self._next, self._step_first = [], 0, 0
+        self._records, self._collectives = deque(maxlen=capacity), deque(maxlen=capacity)
         self._current = self._together = None
         self._given_up = False
         self._ranks = {}
@@ -151,7 +143,7 @@ class Recorder:
     def begin_step(self, step: int) -> None:
         """Count the records that follow as those of `step`."""
         self.step = step
-        self._step_first = self._next
+        self._records.clear()
         self._collectives.clear()
         self._current = None
         self.awaited = None
@@ -159,13 +151,9 @@ class Recorder:
     def begin(self, action: Step) -> Record:
         """Note that the action's turn has come."""
         now = time.perf_counter_ns()
-        record = Record(action, now, now)
-        if len(self._records) < self.capacity:
-            self._records.append(record)
-        else:
-            self._records[self._next % self.capacity] = record
-        self._next += 1
-        self._current, self._given_up = record, False
+        self._current = record = Record(action, now, now)
+        self._records.append(record)
+        self._given_up = False
         return record
 
     def give_up(self) -> None:
@@ -229,8 +217,7 @@ class Recorder:
 
     def records(self) -> list[Record]:
         """The records of the current step, oldest first (the last `capacity` of them)."""
-        first = max(self._step_first, self._next - self.capacity)
-        return [self._records[i % self.capacity] for i in range(first, self._next)]
+        return list(self._records)
 
     def events(self) -> list[Event]:
         """The finished records of the current step as events in seconds, on the host's monotonic clock."""

@@ -7,7 +7,7 @@ torch.distributed (one communicator a channel) and `InProcessTransport`, in whic
 `run_in_turn` lets each go on as far as its messages allow.
 """
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -104,16 +104,13 @@ class InProcessHub:
     """The queues that join the in-process transports of one pipeline."""
 
     #: messages sent and not received yet
-    queues: dict[Line, deque[Tensor]]
+    queues: defaultdict[Line, deque[Tensor]]
     #: messages sent so far
     num_messages: int
 
     def __init__(self) -> None:
-        self.queues = {}
+        self.queues = defaultdict(deque)
         self.num_messages = 0
-
-    def queue(self, channel: Line) -> deque[Tensor]:
-        return self.queues.setdefault(channel, deque())
 
 
 class InProcessTransport:
@@ -124,20 +121,20 @@ class InProcessTransport:
     #: the caller's rank
     rank: int
     #: receives that are posted and not waited for, oldest first
-    _posted: dict[Line, deque["_QueueReceipt"]]
+    _posted: defaultdict[Line, deque["_QueueReceipt"]]
 
     def __init__(self, hub: InProcessHub, rank: int) -> None:
         self.hub, self.rank = hub, rank
-        self._posted = {}
+        self._posted = defaultdict(deque)
 
     def receive(self, channel: Line, shape: Sequence[int], dtype: torch.dtype) -> "_QueueReceipt":
         receipt = _QueueReceipt(self, channel, tuple(shape), dtype)
-        self._posted.setdefault(channel, deque()).append(receipt)
+        self._posted[channel].append(receipt)
         return receipt
 
     def send(self, channel: Line, tensor: Tensor) -> None:
         self.hub.num_messages += 1
-        self.hub.queue(channel).append(tensor)
+        self.hub.queues[channel].append(tensor)
 
     def num_pending(self) -> int:
         return sum(map(len, self._posted.values())) + sum(
@@ -173,13 +170,13 @@ class _QueueReceipt:
         self.transport, self.channel, self.shape, self.dtype = transport, channel, shape, dtype
 
     def ready(self) -> bool:
-        return self.transport._posted[self.channel][0] is self and bool(self.transport.hub.queue(self.channel))
+        return self.transport._posted[self.channel][0] is self and bool(self.transport.hub.queues[self.channel])
 
     def wait(self) -> Tensor:
         if not self.ready():
             raise TransportError(f"the next of the {describe(self.channel)} is not there yet")
         self.transport._posted[self.channel].popleft()
-        tensor = self.transport.hub.queue(self.channel).popleft()
+        tensor = self.transport.hub.queues[self.channel].popleft()
         if tensor.shape != self.shape or tensor.dtype != self.dtype:
             expected, got = (f"{list(t.shape)} of {t.dtype}" for t in (self, tensor))
             raise TransportError(f"{describe(self.channel)}: expected {expected}, got {got}")
