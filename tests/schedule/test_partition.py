@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import time
 
 import pytest
 from hypothesis import given
@@ -125,3 +126,12 @@ def test_a_cut_by_hand_places_every_unit_once(sizes, words):
     with pytest.raises(ValueError) as caught:
         check_cut(sizes, 8, 3)
     assert all(word in str(caught.value) for word in words)
+
+
+def test_a_thousand_layers_are_cut_into_hundreds_of_stages_in_a_moment():
+    """A head as heavy as a hundred blocks leaves each stage room for as many: not all of them are tried."""
+    times = [1.0] * 2001 + [100.0]
+    start = time.process_time()
+    assert sorted(loads(times, partition(times, 500)))[-2:] == [5.0, 100.0]
+    # Some twenty seconds where every end of a stage is tried; one where Yao's bounds hold.
+    assert time.process_time() - start < 8

@@ -226,12 +226,16 @@ class Placement:
         return stage // self.stages_per_route
 
     def rank_of(self, stage: int) -> int:
-        lap, place = divmod(stage % self.stages_per_route, self.num_ranks)
-        downwards = lap % 2 == 1 if self.kind is PlacementKind.V else self.route_of(stage) == 1
-        return self.num_ranks - 1 - place if downwards else place
+        lap, place = divmod(stage, self.num_ranks)
+        return self.num_ranks - 1 - place if self._runs_down(lap) else place
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        return tuple(stage for stage in range(self.num_stages) if self.rank_of(stage) == rank)
+        places = (self.num_ranks - 1 - rank if self._runs_down(lap) else rank for lap in range(self.stages_per_rank))
+        return tuple(lap * self.num_ranks + place for lap, place in enumerate(places))
+
+    def _runs_down(self, lap: int) -> bool:
+        """True if the stages of a lap, as many as there are ranks, run from the last rank to the first."""
+        return lap % 2 == 1 if self.kind is PlacementKind.V else self.route_of(lap * self.num_ranks) == 1
 
     def previous(self, stage: int) -> int | None:
         return None if self.is_first(stage) else stage - 1

@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import replace
 
 from penstock.schedule.actions import (
@@ -19,7 +19,6 @@ from penstock.schedule.actions import (
     Action,
     Direction,
     Op,
-    Placement,
     Program,
     Schedule,
     Step,
@@ -68,13 +67,15 @@ def early_gradients(schedule: Schedule) -> Schedule:
     >>> print(*early_gradients(build("1f1b", ranks=2, microbatches=1)).orders[1])
     1F0 1I0 1W0
     """
-    orders = tuple(tuple(_split_leaving(order, schedule.placement)) for order in schedule.orders)
+    placement = schedule.placement
+    # Found once for all ranks: with hundreds of them, anything else would take minutes.
+    leaving = {s for s in range(placement.num_stages) if Wire.of(placement, s, Direction.BACKWARD).leaving}
+    orders = tuple(tuple(_split(order, leaving)) for order in schedule.orders)
     return replace(schedule, orders=orders)
 
 
-def _split_leaving(order: Sequence[Step], placement: Placement) -> Iterator[Step]:
-    stages = range(placement.num_stages)
-    leaving = {stage for stage in stages if Wire.of(placement, stage, Direction.BACKWARD).leaving}
+def _split(order: Sequence[Step], leaving: Set[int]) -> Iterator[Step]:
+    """The order with each `B` of these stages in two parts."""
     for step in order:
         if isinstance(step, Action) and step.op is Op.B and step.stage in leaving:
             yield Action(Op.I, step.stage, step.microbatch)
