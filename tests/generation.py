@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock import schedule
-from penstock.engine.generator import GenerateOptions
+from penstock.engine.answers import GenerateOptions
 from penstock.model import CacheSize, decoder_units
 from penstock.runtime import Boundary, DecodeLoop, DecodeReport, Recorder, Ring, Stage, StageDecoder, TransportError
 from penstock.runtime.transport import Line

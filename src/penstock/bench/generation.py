@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from penstock.bench.ranks import Turn, in_turns, spread
 from penstock.engine import Engine, EngineOptions
-from penstock.engine.generator import GenerateOptions
+from penstock.engine.answers import GenerateOptions
 from penstock.model import CachedRows, CacheSize, UnitSpec, decoder_units
 from penstock.schedule import Batch, Scheduler, Sequence, Token
 from penstock.settings import Layout, ModelConfig, SamplingParams

@@ -14,7 +14,7 @@ import torch
 from penstock.bench.generation import TRANSFORMERS, Generation, transformers_sides
 from penstock.bench.ranks import spread
 from penstock.engine import Engine, EngineOptions
-from penstock.engine.generator import GenerateOptions
+from penstock.engine.answers import GenerateOptions
 from penstock.model import decoder_units
 from penstock.settings import Precision, SamplingParams
 

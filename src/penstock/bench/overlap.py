@@ -25,6 +25,7 @@ from penstock.bench.ranks import Team, spread
 from penstock.bench.slow_network import INTERFACE, Host, SlowNetwork
 from penstock.data import MicroBatchSpec, PackedBatch
 from penstock.engine import Engine, EngineOptions
+from penstock.engine.recordings import own_recording
 from penstock.model import decoder_units
 from penstock.schedule.recording import CollectiveKind, CollectiveTotal, Recording
 from penstock.settings import ExpertConfig, Layout, ModelConfig, OptimizerConfig, ScheduleConfig
@@ -347,7 +348,7 @@ def _timed_step(engine: Engine, batch: PackedBatch, num_microbatches: int) -> tu
     dist.barrier()
     start = time.perf_counter()
     engine.train_batch(batch, micro_batches=MicroBatchSpec(num=num_microbatches))
-    return time.perf_counter() - start, engine.pipeline.own_recording()
+    return time.perf_counter() - start, own_recording(engine.pipeline)
 
 
 def _prepare(rank: int, side: Side, size: ModelSize) -> Callable[[], Figures]:

@@ -213,7 +213,8 @@ def check(arguments: GenerateArguments) -> "GenerateJob":
     """
     from penstock.cli.generate_output import GenerateJob
     from penstock.cli.texts import open_to_cut, plainly, prompts_of_texts, read_prompts, tokens_of_word
-    from penstock.engine.generator import GenerateOptions, check_prompts
+    from penstock.engine.answers import GenerateOptions
+    from penstock.engine.prompts import check_prompts
     from penstock.model import Limits
 
     model = open_to_cut(arguments.model, arguments.parallel.pp, arguments.native)

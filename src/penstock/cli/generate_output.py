@@ -12,7 +12,7 @@ from penstock.cli.commands import Unfinished, plain_number, print_json, unfinish
 from penstock.cli.progress import LineProgress
 from penstock.cli.texts import Prompt
 from penstock.engine.answer_text import AnswerText
-from penstock.engine.generator import GenerateOptions, GenerateResult
+from penstock.engine.answers import GenerateOptions, GenerateResult
 from penstock.engine.saved_model import SavedModel
 from penstock.settings import SamplingParams
 

@@ -9,7 +9,7 @@ from typing import Any
 from penstock import schedule
 from penstock.cli.generate_output import AnswerReporter, AnswersFile, GenerateJob
 from penstock.cli.pipelines import Pipelines
-from penstock.engine.generator import GenerateResult
+from penstock.engine.answers import GenerateResult
 from penstock.schedule import Ending, Token
 
 # How often answers of other pipelines are looked for while this one computes, and how often afterwards.

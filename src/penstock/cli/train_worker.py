@@ -21,6 +21,7 @@ from penstock.engine.checkpoint.manifest import folder_name
 from penstock.engine.engine import Engine
 from penstock.engine.loss_metrics import EvaluationLoss
 from penstock.engine.random_state import random_state, restore_random_state
+from penstock.engine.recordings import gathered_recording
 from penstock.engine.run_parts import RunData, check_parts, engine_arguments, micro_batches
 from penstock.engine.runs import CHECKPOINT_FOLDER, METRICS_FILE, RunFolder, check_folder, read_metrics
 from penstock.engine.trackers import Trackers
@@ -234,7 +235,7 @@ class TrainLoop:
 
     def _recorded(self, num_microbatches: int) -> RecordedStep | None:
         """The last step as measured, and as simulated with the mean measured times."""
-        measured = self.engine.pipeline.recording()
+        measured = gathered_recording(self.engine.pipeline)
         if measured is None:
             return None
         costs = _costs(measured.timeline, num_microbatches)

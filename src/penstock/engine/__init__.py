@@ -7,9 +7,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from penstock.engine.answers import GenerateOptions
     from penstock.engine.checkpoint import CheckpointError
     from penstock.engine.engine import Engine
-    from penstock.engine.generator import GenerateOptions
     from penstock.engine.loss_metrics import EvaluationLoss, Metric, MetricReduction
     from penstock.engine.losses import ZeroLossWeight, num_loss_tokens, token_cross_entropy
     from penstock.engine.options import EngineOptions
@@ -43,7 +43,7 @@ _FILE_OF = {
     "Engine": "engine",
     "EngineOptions": "options",
     "EvaluationLoss": "loss_metrics",
-    "GenerateOptions": "generator",
+    "GenerateOptions": "answers",
     "Metric": "loss_metrics",
     "MetricReduction": "loss_metrics",
     "PerToken": "scorer",

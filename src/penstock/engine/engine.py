@@ -8,9 +8,10 @@ from torch import nn
 
 from penstock.data import MicroBatchSpec, PackedBatch
 from penstock.engine.adapter import with_adapter
+from penstock.engine.answers import GenerateOptions, GenerateResult
 from penstock.engine.build import units_of_layers
 from penstock.engine.export import ExportOptions, export_model
-from penstock.engine.generator import GenerateOptions, GenerateResult, Generator, OnAnswer, OnToken
+from penstock.engine.generator import Generator, OnAnswer, OnToken
 from penstock.engine.loss_metrics import EvaluationLoss
 from penstock.engine.losses import LossFn, LossWeightFn, num_loss_tokens, token_cross_entropy
 from penstock.engine.options import EngineOptions, changed

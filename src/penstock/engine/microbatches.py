@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from zlib import crc32
-
-import torch
-import torch.distributed as dist
 
 from penstock.data import MicroBatchSpec, PackedBatch, Split, agree, count, split
 from penstock.engine.batch_checks import check_batch, check_spec, checked_weight
 from penstock.engine.losses import LossWeightFn
 from penstock.engine.pipeline import Pipeline
-from penstock.parallel.host import gather_json
+from penstock.parallel.host import gather_bytes, gather_json
 from penstock.runtime import PipelineError
 from penstock.settings import Coordinates
 
 _NOTHING = Split((), (), (), ())
 _NO_LIMIT = 1 << 62
+# The fields of a `BatchReport` in their order.
+_ROW = struct.Struct("<q4qqqqqd???q??")
 
 
 @dataclass(frozen=True)
@@ -99,14 +98,14 @@ def agree_on_microbatches(
             for microbatch in parts.microbatches:
                 pipeline.context.spread(microbatch)
             if batch is not None:
-                pipeline.prepare_for(batch)
+                pipeline.own_layers.prepare_for(batch)
             if pipeline.holds_last_stage and loss_weight_fn is not None:
                 weights = [checked_weight(loss_weight_fn, m, i) for i, m in enumerate(parts.microbatches)]
             report = replace(view, num_microbatches=len(parts.microbatches), weight=sum(weights))
         except Exception as exception:
             error = exception
         with pipeline.recorder.collective("agree on the batch"):
-            reports = gather_reports(report, pipeline.grid.control)
+            reports = [BatchReport.unpack(row) for row in gather_bytes(report.pack(), pipeline.grid.control)]
         if all(any(r.counts) for r in reports):
             num = agree([r.counts for r in reports], spec)
         _check_failures(pipeline, reports, job.call, error)
@@ -171,32 +170,15 @@ class BatchReport:
             return "no batch left"
         return f"{self.counts[2]} items, {self.num_tokens} tokens, digest {self.digest:x}, contents {self.contents:08x}"
 
-    def pack(self) -> list[int]:
-        weight_bits = struct.unpack("<q", struct.pack("<d", self.weight))[0]
-        bits = (self.failed, self.stop, self.refit, self.ended, self.watched)
-        flags = sum(1 << bit for bit, is_set in enumerate(bits) if is_set)
-        digests = [self.digest, self.contents, self.job]
-        return [self.num_tokens, *self.counts, self.num_microbatches, *digests, weight_bits, flags, self.step]
+    def pack(self) -> bytes:
+        """A row of bytes, equally long for every report, so that one small collective shows it to all ranks."""
+        num_tokens, counts, *others = astuple(self)
+        return _ROW.pack(num_tokens, *counts, *others)
 
     @classmethod
-    def unpack(cls, row: Sequence[int]) -> BatchReport:
-        num_tokens, *counts, num_microbatches, digest, contents, job, weight_bits, flags, step = row
-        weight = struct.unpack("<d", struct.pack("<q", weight_bits))[0]
-        wanted, needed, num_items, longest = counts
-        counts = (wanted, needed, num_items, longest)
-        failed, stop, refit, ended, watched = (bool(flags & 1 << bit) for bit in range(5))
-        asked = (failed, stop, refit, step, ended, watched)
-        return cls(num_tokens, counts, num_microbatches, digest, contents, job, weight, *asked)
-
-
-def gather_reports(report: BatchReport, group: dist.ProcessGroup | None) -> list[BatchReport]:
-    """Every rank's report, by rank; `group` carries host memory (None: there is one rank)."""
-    if group is None:
-        return [report]
-    row = torch.tensor(report.pack(), dtype=torch.int64)
-    rows = [torch.empty_like(row) for _ in range(group.size())]
-    dist.all_gather(rows, row, group=group)
-    return [BatchReport.unpack(r.tolist()) for r in rows]
+    def unpack(cls, row: bytes) -> BatchReport:
+        num_tokens, wanted, needed, num_items, longest, *others = _ROW.unpack(row)
+        return cls(num_tokens, (wanted, needed, num_items, longest), *others)
 
 
 def _check_failures(pipeline: Pipeline, reports: Sequence[BatchReport], call: str, own_error: Exception | None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,21 +16,20 @@ from penstock.data import PackedBatch
 from penstock.engine.build import (
     SECOND_COPY,
     Ties,
-    autocast_of,
     build_on_all_ranks,
     build_stages,
     cut_units,
     lend_weights,
     parameter_dtype,
 )
-from penstock.engine.messages import KeyShapes, find_messages
 from penstock.engine.options import EngineOptions, check_alike
+from penstock.engine.own_layers import OwnLayers
 from penstock.engine.parameter_groups import ParameterGroups, freeze
 from penstock.engine.rollback import StepState
 from penstock.engine.sharding import ContextShards, Sharding, UnitSource, stepped_whole, units_for
 from penstock.engine.timed_cut import measure_units, timed_cut
 from penstock.engine.whole_model import WholeModel
-from penstock.model import Given, ModelGroups, Randomness, UnitSpec, WeightCasts, share_casts
+from penstock.model import ModelGroups, Randomness, UnitSpec, WeightCasts, share_casts
 from penstock.parallel import Grid, connect
 from penstock.parallel.collectives import Collectives, observe
 from penstock.parallel.host import gather_json
@@ -45,14 +44,11 @@ from penstock.runtime import (
     Recovery,
     Stage,
     Transport,
-    UnitCall,
     keep_freed_memory,
     open_transport,
 )
-from penstock.runtime.message import SEQUENCES
 from penstock.schedule import Costs, Pair, Placement, Program, Timeline
 from penstock.schedule.choice import ScheduleChoice, forward_only
-from penstock.schedule.recording import Recording
 from penstock.settings import Layout
 
 Finish = Callable[[Any, PackedBatch], Tensor]
@@ -116,6 +112,8 @@ class Pipeline:
     sharding: Sharding
     #: the optimizer's groups of parameters
     parameter_groups: ParameterGroups
+    #: the layers that are called by the names of their parameters, and what they give each other
+    own_layers: OwnLayers
     #: casts of the weights, kept while no weight changes
     casts: WeightCasts
 
@@ -134,9 +132,6 @@ class Pipeline:
     is_watched_anywhere: bool
     #: (training, number of microbatches) -> executor of the proved program, least recently used first
     _executors: dict[tuple[bool, int], Executor]
-    #: the keys of the last batch, and True if some layer of the model gives more than the plain stream
-    _shapes: KeyShapes | None
-    _has_messages: bool
     #: close what others have opened on this pipeline
     _closing: list[Callable[[], None]]
 
@@ -157,11 +152,11 @@ class Pipeline:
         self.cut, self.choice = self._cut(units, hidden_size)
         self.boundary = Boundary(hidden_size, parameter_dtype(self.options.precision), self.layout.tp)
         self.step, self._executors, self._closing = 0, {}, []
-        self._shapes, self._has_messages = None, False
         self.is_watched = self.is_watched_anywhere = False
         pipelines = self.layout.world_size // self.layout.pp
         self.recorder = self._make_recorder(None if pipelines == 1 else str(self.grid.place))
         build_on_all_ranks(self._build_stages, self.grid.control)
+        self.own_layers = OwnLayers(self.units, self.cut, self.stages, self.boundary, self.options.precision)
         self._check_whole_model()
         self.recovery = Recovery(
             self.grid.control,
@@ -283,65 +278,14 @@ class Pipeline:
             sequences=sequences,
             tokens=own["tokens"].to(self.device) if self.holds_first_stage else None,
             finish=(lambda output: finish(present(output), own)) if self.holds_last_stage else None,
-            given=self._given(own, training_number),
+            given=self.own_layers.given(own, self.device, self._randomness(training_number)),
         )
 
-    def _given(self, own: PackedBatch, training_number: int | None) -> Given:
-        """All that this rank's units ask for of their microbatch by name."""
-        wanted = {key for call in self._calls for key in call.parameters.wanted(own.keys)}
-        randomness = None
-        if training_number is not None:
-            place = self.grid.dp_rank * self.layout.cp + self.grid.cp_rank
-            randomness = Randomness(self.options.seed, self.step, place, training_number, self.device)
-        num_rows: dict[str, int] = {}
-        if self._has_messages:
-            num_rows = {SEQUENCES: len(own.sequence_lengths("tokens"))}
-            num_rows |= {key: sum(own.item_lengths(key)) for key in own.keys}
-        return Given({key: own[key].to(self.device) for key in sorted(wanted)}, randomness, num_rows)
-
-    @cached_property
-    def _calls(self) -> list[UnitCall]:
-        """The units of this rank that are called by the names of their parameters."""
-        return [call for stage in self.stages.values() for call in stage.calls]
-
-    def prepare_for(self, batch: PackedBatch) -> None:
-        """Find out what a user's own layers give each other for batches with these keys.
-
-        Raises:
-            ValueError: a layer of this rank needs more, or gives what cannot go on; names the layer.
-        """
-        if all(unit.is_own for unit in self.units) and (shapes := KeyShapes.of(batch)) != self._shapes:
-            self._find_messages(shapes)
-        self._check_keys(batch)
-
-    def _find_messages(self, shapes: KeyShapes) -> None:
-        layers = [(unit.name, unit.build()) for unit in self.units]
-        autocast = autocast_of(self.options.precision, torch.device("cpu"))
-        found = find_messages(layers, shapes, self.boundary.hidden_size, self.boundary.dtype, autocast())
-        self._shapes, self._has_messages = shapes, any(one.message is not None for one in found)
-        for number, stage in self.stages.items():
-            members = self.cut[number % len(self.cut)]
-            for call, member in zip(stage.calls, members, strict=True):
-                call.takes = found[member - 1].message if member else None
-                if member < len(found):
-                    call.gives, call.not_found = found[member].message, found[member].reason
-            stage.takes, stage.gives = stage.calls[0].takes, stage.calls[-1].gives
-
-    def _check_keys(self, microbatch: PackedBatch) -> None:
-        for call in self._calls:
-            if missing := call.missing(microbatch.keys):
-                raise ValueError(
-                    f"{call.name} takes {missing[0]!r}, which has no default and is no key of the batch; its keys are "
-                    f"{sorted(microbatch.keys)}"
-                )
-            if (beyond := call.parameters.unreachable(microbatch.keys)) is not None:
-                raise ValueError(
-                    f"{call.name} hands on arguments by position alone, so {beyond[0]!r} needs {beyond[1]!r} before "
-                    "it, which is no key of the batch; let its forward take **kwargs, too"
-                )
-            for key in call.parameters.wanted(microbatch.keys):
-                if microbatch.data is None:
-                    raise ValueError(f"{call.name} takes the key {key!r}, but this rank was given metadata alone")
+    def _randomness(self, training_number: int | None) -> Randomness | None:
+        if training_number is None:
+            return None
+        place = self.grid.dp_rank * self.layout.cp + self.grid.cp_rank
+        return Randomness(self.options.seed, self.step, place, training_number, self.device)
 
     def program(self, num_microbatches: int, training: bool = True) -> Program:
         """The program of a step with this number of microbatches, or of as many forwards alone."""
@@ -414,30 +358,6 @@ class Pipeline:
         self.transport.close()
 
     # ---- looking at a step
-
-    def recording(self) -> Recording | None:
-        """The record of pipeline 0's last step, in ms; None on all ranks but 0. All ranks call it."""
-        by_rank = gather_json(self._record_rows(), self.grid.pp_control)
-        return None if self.grid.rank else self._recording(by_rank)
-
-    def own_recording(self) -> Recording:
-        """The record of this rank's last step, in ms, as that of a pipeline of one rank."""
-        return self._recording([self._record_rows()])
-
-    def _record_rows(self) -> tuple[list[Any], list[Any]]:
-        records, collectives = self.recorder.records(), self.recorder.collective_records()
-        return (
-            [record.row() for record in records if record.end_ns],
-            [record.row() for record in collectives if record.end_ns],
-        )
-
-    def _recording(self, by_rank: Sequence[Sequence[Any]]) -> Recording:
-        return Recording.gathered(
-            *zip(*by_rank, strict=True),
-            title=f"{self.options.choice.name}, {self.layout.pp} ranks, measured in step {self.step}",
-            step=self.step,
-            stages_per_rank=self.placement.stages_per_microbatch,
-        )
 
     def simulated(self, num_microbatches: int, costs: Costs) -> Timeline:
         """The simulated timeline of a step."""

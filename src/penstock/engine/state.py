@@ -19,6 +19,7 @@ from penstock.engine.optimizer import state_aliases
 from penstock.engine.pipeline import Pipeline
 from penstock.engine.pretrained import HuggingFaceForm
 from penstock.engine.random_state import random_state, restore_random_state
+from penstock.engine.recordings import gathered_recording
 from penstock.engine.sharding import local_parameters, local_state
 from penstock.engine.trainer import Trainer, TrainResult
 from penstock.engine.watch import Watchers
@@ -176,7 +177,7 @@ class ModelState:
 
         Ranks on one host share a clock; those of several hosts are aligned by it as well as the hosts are.
         """
-        recording = self.pipeline.recording()
+        recording = gathered_recording(self.pipeline)
         return None if recording is None else recording.timeline
 
     def fixed_weights(self) -> AbstractContextManager[None]:

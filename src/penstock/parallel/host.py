@@ -7,6 +7,7 @@ memory (gloo); None stands for a rank that is alone.
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -20,6 +21,7 @@ Gather = Callable[[Any], list[Any]]
 """Gives every rank the list of all ranks' JSON values, in rank order: `gather_json` over some group."""
 
 _TENSOR = "\0tensor"
+_LENGTH = struct.Struct("<q")
 
 
 def on_all_ranks(
@@ -80,17 +82,19 @@ def gather_json(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
     `value` is anything JSON can hold; it comes back as JSON reads it (tuples as lists, keys as strings).
     """
     text = json.dumps(value).encode()
+    lengths = gather_bytes(_LENGTH.pack(len(text)), group)
+    longest = max(length for row in lengths for length in _LENGTH.unpack(row))
+    return [json.loads(theirs) for theirs in gather_bytes(text.ljust(longest), group)]
+
+
+def gather_bytes(row: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
+    """Give every rank the list of all ranks' rows, by rank, in one small collective; all are equally long."""
     if group is None:
-        return [json.loads(text)]
-    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size())]
-    dist.all_gather(lengths, torch.tensor([len(text)]), group=group)
-    # gloo gathers equal lengths only.
-    longest = max(int(length) for length in lengths)
-    own = torch.zeros(longest, dtype=torch.uint8)
-    own[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    texts = [torch.empty(longest, dtype=torch.uint8) for _ in lengths]
-    dist.all_gather(texts, own, group=group)
-    return [json.loads(bytes(text[: int(length)].tolist())) for text, length in zip(texts, lengths, strict=True)]
+        return [row]
+    own = torch.frombuffer(bytearray(row), dtype=torch.uint8)
+    rows = [torch.empty_like(own) for _ in range(group.size())]
+    dist.all_gather(rows, own, group=group)
+    return [theirs.numpy().tobytes() for theirs in rows]
 
 
 def check_portable(value: Any) -> None:

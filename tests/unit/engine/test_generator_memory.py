@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from penstock import Engine, SamplingParams
-from penstock.engine.generator import GenerateOptions
+from penstock.engine.answers import GenerateOptions
 from penstock.model import CachedRows, CacheSize, KVCache, cached_attention, decoder_units
 from penstock.schedule import BatchItem
 from tests.generation import CONFIG, load, random_prompts, random_weights

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from penstock import Engine, MicroBatchSpec, PackedBatch, SamplingParams
-from penstock.engine.generator import GenerateOptions
+from penstock.engine.answers import GenerateOptions
 from penstock.model import CachedRows, CacheSize, Linear, WeightCasts, decoder_units, share_casts
 from penstock.model.linear import outputs
 from penstock.model.matmul import fastest_matmul

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from penstock import SamplingParams
-from penstock.engine.generator import check_prompts
+from penstock.engine.prompts import check_prompts
 from penstock.model import Draw, Limits, draw_tokens
 from penstock.model.penalties import Context
 from penstock.model.sampling import filtered, numbers_per_token, unpacked
