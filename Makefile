@@ -7,7 +7,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 # pytest rewrites each file's assertions; where it may keep them, the next run starts sooner.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo test test-gpu quick pytest compiled lint bench promises mutants late clean
+.PHONY: setup demo test test-gpu test-ray quick pytest compiled lint bench promises mutants late clean
 
 setup: .venv/stamp
 
@@ -39,6 +39,11 @@ pytest: compiled
 # What needs a GPU, with a report to send (gpu-report.md); ARGS="--out PATH" names another file.
 test-gpu: setup
 	@$(BIN)/python tools/gpu_report.py $(ARGS)
+
+# The example for Ray, on a local Ray, which it installs: 70 MB that nothing else here needs.
+test-ray: setup
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt ray
+	$(BIN)/python -m pytest tests/e2e/test_ray.py
 
 # A part of every room's tests, for the minutes between two thoughts.
 QUICK := tests/test_imports.py tests/test_structure.py \

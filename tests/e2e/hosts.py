@@ -1,4 +1,7 @@
-"""Hosts for the tests: agents of torchrun on this one, or two network namespaces that nothing but a cable joins."""
+"""Hosts for the tests: network namespaces that a switch joins, or, where there are none, agents on this machine.
+
+Two of them train; the third holds the store at which torchrun's agents meet, and trains nothing.
+"""
 
 import contextlib
 import os
@@ -12,46 +15,47 @@ from pathlib import Path
 from tests.e2e.training import Started
 
 LOOPBACK = "127.0.0.1"
-_LINK = "link"
+_LINK, _SWITCH = "link", "switch"
 
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where the agents of a run meet: `nodes` as torchrun's --nnodes takes them, and each agent's processes."""
+    """Where the agents of a run meet: `nodes` as torchrun's --nnodes takes them, and each agent's processes.
 
-    address: str
-    port: int
+    endpoint: of a store on another host; "127.0.0.1:0" for one that the only agent holds.
+    """
+
+    endpoint: str
     nodes: str
     num_processes: int
     max_restarts: int = 0
+    shutdown_timeout_s: int = 30
 
 
 @dataclass(frozen=True)
 class Host:
-    """A namespace with its own address; without one, this machine. One host of a run holds the agents' store."""
+    """A namespace with its own address; without one, this machine."""
 
     address: str = LOOPBACK
     namespace: str | None = None
-    holds_store: bool = True
 
     def start(self, meet: Rendezvous, *arguments: str) -> Started:
         """An agent on this host, and the run it is to start."""
-        inside = [] if self.namespace is None else ["ip", "netns", "exec", self.namespace]
         settings = {
-            "is_host": int(self.holds_store),
             # A host counts as lost after as many missed words, and those that are there wait this long for others.
             # On a machine with much else to do one that lives may miss some: two halves of a run then start alone.
             "keep_alive_interval": 1,
             "keep_alive_max_attempt": 8,
             "last_call_timeout": 3,
+            "is_host": int(meet.endpoint.endswith(":0")),
         }
         launcher = [
-            *inside,
+            *self._inside(),
             *(sys.executable, "-m", "torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-id", "run"),
             *("--nnodes", meet.nodes, "--nproc-per-node", str(meet.num_processes)),
-            *("--rdzv-endpoint", f"{meet.address}:{meet.port}", "--local-addr", self.address),
+            *("--rdzv-endpoint", meet.endpoint, "--local-addr", self.address),
             *("--rdzv-conf", ",".join(f"{name}={value}" for name, value in settings.items())),
-            *("--max-restarts", str(meet.max_restarts)),
+            *("--max-restarts", str(meet.max_restarts), "--shutdown-timeout", str(meet.shutdown_timeout_s)),
         ]
         environ = {
             "GLOO_SOCKET_IFNAME": "lo" if self.namespace is None else _LINK,
@@ -60,51 +64,54 @@ class Host:
         }
         return Started(list(arguments), environ, launcher)
 
+    @contextlib.contextmanager
+    def store(self) -> Iterator[str]:
+        """A store on this host; yields its endpoint, and ends it as a script would."""
+        launcher = [*self._inside(), sys.executable]
+        with Started([f"{self.address}:0"], {"OMP_NUM_THREADS": "1"}, launcher, command="store") as held:
+            assert held.process.stdout is not None
+            yield f"{self.address}:{held.process.stdout.readline().split()[-1]}"
+            held.process.terminate()
+            ended = held.end(limit_s=60)
+        assert ended.exit_code == 0, ended.err
 
-class Cable:
-    """What joins the two hosts; it can be cut."""
+    def cut_off(self) -> None:
+        """Pull its cable."""
+        _ip("-n", str(self.namespace), "link", "set", "dev", _LINK, "down")
 
-    def __init__(self, namespace: str) -> None:
-        self._namespace = namespace
+    def connect(self) -> None:
+        _ip("-n", str(self.namespace), "link", "set", "dev", _LINK, "up")
 
-    def cut(self) -> None:
-        _ip("-n", self._namespace, "link", "set", "dev", _LINK, "down")
-
-    def mend(self) -> None:
-        _ip("-n", self._namespace, "link", "set", "dev", _LINK, "up")
+    def _inside(self) -> list[str]:
+        return [] if self.namespace is None else ["ip", "netns", "exec", self.namespace]
 
 
 @contextlib.contextmanager
-def two_hosts() -> Iterator[tuple[Host, Host, Cable]]:
-    """Two namespaces with an address each; they are gone, with all that runs in them, when the block ends."""
-    names = [f"penstock-{os.getpid()}-{letter}" for letter in "ab"]
-    hosts = [Host("10.77.0.1", names[0]), Host("10.77.0.2", names[1], holds_store=False)]
+def three_hosts() -> Iterator[tuple[Host, Host, Host]]:
+    """Three namespaces with an address each; they are gone, with all that runs in them, when the block ends."""
+    names = [f"penstock-{os.getpid()}-{letter}" for letter in "abc"]
+    hosts = [Host(f"10.77.0.{1 + place}", name) for place, name in enumerate(names)]
     try:
         for name in names:
             _ip("netns", "add", name)
-        ends = ("netns", names[0], "type", "veth", "peer", "name", _LINK, "netns", names[1])
-        _ip("link", "add", "name", _LINK, *ends)
+        _ip("-n", names[2], "link", "add", _SWITCH, "type", "bridge")
+        _ip("-n", names[2], "link", "set", "dev", _SWITCH, "up")
+        for name in names[:2]:
+            ends = ("netns", name, "type", "veth", "peer", "name", name[-1], "netns", names[2])
+            _ip("link", "add", "name", _LINK, *ends)
+            _ip("-n", names[2], "link", "set", "dev", name[-1], "master", _SWITCH, "up")
         for host, name in zip(hosts, names, strict=True):
-            _ip("-n", name, "address", "add", f"{host.address}/24", "dev", _LINK)
+            device = _SWITCH if name == names[2] else _LINK
+            _ip("-n", name, "address", "add", f"{host.address}/24", "dev", device)
             _ip("-n", name, "link", "set", "dev", "lo", "up")
-            _ip("-n", name, "link", "set", "dev", _LINK, "up")
-        yield hosts[0], hosts[1], Cable(names[0])
+            _ip("-n", name, "link", "set", "dev", device, "up")
+        yield hosts[0], hosts[1], hosts[2]
     finally:
         for name in names:
             for pid in subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True).stdout.split():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(int(pid), 9)
             subprocess.run(["ip", "netns", "delete", name], capture_output=True)
-
-
-@contextlib.contextmanager
-def either_hosts() -> Iterator[tuple[Host, Host]]:
-    """Two hosts of their own where this machine can make them; else two agents on this one."""
-    if why_no_hosts() is not None:
-        yield Host(), Host(holds_store=False)
-        return
-    with two_hosts() as (here, there, _):
-        yield here, there
 
 
 def why_no_hosts() -> str | None:

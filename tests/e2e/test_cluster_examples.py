@@ -1,4 +1,4 @@
-"""The examples for clusters: bash, torchrun and Penstock take their commands, for the hosts that they ask for."""
+"""The example for Slurm, and what all examples for clusters share: bash, torchrun and Penstock take their commands."""
 
 import os
 import re
@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch.distributed.elastic
-import yaml
 from torch.distributed.run import config_from_args, get_args_parser
 
 from penstock.cli.train import read_arguments
@@ -16,8 +15,11 @@ from penstock.engine.run_check import check
 from penstock.settings import RunConfig, check_world
 
 ROOT = Path(__file__).parents[2]
-SLURM, KUBERNETES = ROOT / "examples/slurm/train.sbatch", ROOT / "examples/kubernetes/train.yaml"
+SLURM = ROOT / "examples/slurm/train.sbatch"
 RUN = str(ROOT / "examples/tiny.toml")
+# Time for a step of a minute, another in which all ranks hear of the signal, and as much to save; then for torchrun to
+# end what is left, and itself.
+FINISH_S, END_S = 180, 30
 
 
 def what_torchrun_starts(words: list[str]) -> tuple[Any, RunConfig]:
@@ -27,9 +29,13 @@ def what_torchrun_starts(words: list[str]) -> tuple[Any, RunConfig]:
     return launch, check(read_arguments([RUN, *module[5:]]).config)
 
 
-def assert_fits(launch: Any, config: RunConfig) -> None:
-    """The run fits all hosts, and those that may be left."""
+def assert_keeps_its_word(launch: Any, config: RunConfig, notice_s: int) -> None:
+    """The run fits all hosts, and those that may be left; it meets at a store that none of them holds.
+
+    `notice_s`: how long before its end the launcher is told.
+    """
     assert launch.rdzv_backend == "c10d" and launch.max_restarts > 0
+    assert launch.rdzv_configs["is_host"] == "0"
     assert launch.min_nodes < launch.max_nodes
     for num_hosts in range(launch.min_nodes, launch.max_nodes + 1):
         world_size = num_hosts * launch.nproc_per_node
@@ -37,30 +43,66 @@ def assert_fits(launch: Any, config: RunConfig) -> None:
         check_world(fitted, world_size, "torchrun")
         assert fitted.parallel.pp == config.parallel.pp
     assert config.parallel.world_size == launch.max_nodes * launch.nproc_per_node
+    assert FINISH_S <= launch.shutdown_timeout <= notice_s - END_S
 
 
+def assert_known_to_torch(names: set[str]) -> None:
+    """A variable that nobody reads would be set in vain."""
+    elastic = Path(torch.distributed.elastic.__file__).parent
+    sources = "".join(path.read_text() for path in elastic.rglob("*.py"))
+    assert names and all(f'"{name}"' in sources for name in names)
+
+
+def components() -> list[dict[str, str]]:
+    """The options of the script's heterogeneous job, by component; "" for one without a value."""
+    parts: list[dict[str, str]] = [{}]
+    for line in re.findall(r"^#SBATCH (.*)$", SLURM.read_text(), re.MULTILINE):
+        if line == "hetjob":
+            parts.append({})
+            continue
+        option = re.fullmatch(r"--([\w-]+)(?:=(\S+))?", line)
+        assert option is not None, line
+        parts[-1][option[1]] = option[2] or ""
+    return parts
+
+
+@pytest.mark.shows(150)
 def test_the_slurm_script_starts_a_run_on_the_hosts_it_asks_for(tmp_path: Path):
-    # Stand-ins for Slurm's own commands: the list of hosts, and a srun that tells what it is to start.
-    for name, body in (("scontrol", 'printf "node07\\nnode08\\n"'), ("srun", 'printf "%s\\n" "$@"')):
+    told = tmp_path / "store"
+    # Stand-ins: a store that notes what it is told, and a srun that tells what it is to start once the store is there.
+    for name, body in (
+        ("hostname", "echo login1"),
+        (
+            "penstock",
+            f'printf "%s\\n" "$@" > {told}.new; mv {told}.new {told}; exec sleep 60',
+        ),
+        ("srun", f'until [ -e {told} ]; do sleep 0.05; done; printf "%s\\n" "$@"'),
+    ):
         (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
         (tmp_path / name).chmod(0o755)
-    asked = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)$", SLURM.read_text(), re.MULTILINE))
+    batch, hosts = components()
     environ = {
         **os.environ,
         "PATH": f"{tmp_path}:{os.environ['PATH']}",
-        "SLURM_JOB_NODELIST": "node[07-08]",
-        "SLURM_NNODES": asked["nodes"],
+        "SLURM_JOB_NUM_NODES_HET_GROUP_1": hosts["nodes"],
         "SLURM_JOB_ID": "41",
     }
     words = ["bash", str(SLURM), RUN, "--parallel.pp", "8", "--parallel.dp", "2"]
-    done = subprocess.run(words, env=environ, capture_output=True, text=True, timeout=300)
+    # It ends although the store would go on: its pipes are read to their end.
+    done = subprocess.run(words, env=environ, capture_output=True, text=True, timeout=30)
     assert done.returncode == 0, done.stderr
-    _, program, *told = done.stdout.splitlines()
-    assert program == "torchrun"
-    launch, config = what_torchrun_starts(told)
-    assert (launch.rdzv_endpoint, launch.run_id) == ("node07:29400", "41")
-    assert launch.nproc_per_node == int(asked["gpus-per-node"]) and launch.max_nodes == int(asked["nodes"])
-    assert_fits(launch, config)
+    assert told.read_text().split() == ["store", "login1:20041"]
+    lines = done.stdout.splitlines()
+    place = lines.index("torchrun")
+    assert lines[:place] == ["--het-group=1", "--no-kill", "--kill-on-bad-exit=0"]
+    launch, config = what_torchrun_starts(lines[place + 1 :])
+    assert (launch.rdzv_endpoint, launch.run_id) == ("login1:20041", "41")
+    # Hosts and GPUs are asked for by the second component alone; the first trains nothing.
+    assert launch.nproc_per_node == int(hosts["gpus-per-node"]) and launch.max_nodes == int(hosts["nodes"])
+    assert batch["nodes"] == batch["ntasks"] == "1" and not any("gpu" in option for option in batch)
+    signal, notice_s = hosts["signal"].split("@")
+    assert signal == "TERM"
+    assert_keeps_its_word(launch, config, int(notice_s))
 
 
 # Those of sbatch's manual that a training job may want; a misspelt one would only be seen on a cluster.
@@ -82,51 +124,18 @@ SBATCH_OPTIONS = {
 }
 
 
+@pytest.mark.shows(150)
 def test_the_slurm_script_is_bash_and_names_only_options_that_there_are():
     text = SLURM.read_text()
     done = subprocess.run(["bash", "-n", str(SLURM)], capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stderr) == (0, "")
-    asked = re.findall(r"^#SBATCH --([\w-]+)", text, re.MULTILINE)
-    assert len(asked) > 5 and len(asked) == len(re.findall("^#SBATCH", text, re.MULTILINE))
-    assert set(asked) <= SBATCH_OPTIONS
-    # Its first lines are the command that starts it, with options that the test below passes on.
+    batch, hosts = components()
+    assert len(batch) > 3 and len(hosts) > 5 and {*batch, *hosts} <= SBATCH_OPTIONS
+    assert batch["time"] == hosts["time"]
+    # A lost host ends neither the job nor the step; the loss of the one that holds the store queues the job again.
+    assert "no-kill" in hosts and "requeue" in batch and "no-kill" not in batch
+    # Its first lines are the command that starts it, with options that the test above passes on.
     assert re.search(
         r"^#   sbatch examples/slurm/train\.sbatch run\.toml --parallel\.pp 8 --parallel\.dp 2$", text, re.M
     )
-
-
-def test_what_the_examples_set_is_known_to_torch():
-    """A variable that nobody reads would be set in vain."""
-    job = yaml.safe_load(KUBERNETES.read_text())
-    (container,) = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"]
-    names = {entry["name"] for entry in container["env"]}
-    assert names == set(re.findall(r"^export (\w+)=", SLURM.read_text(), re.MULTILINE)) != set()
-    elastic = Path(torch.distributed.elastic.__file__).parent
-    sources = "".join(path.read_text() for path in elastic.rglob("*.py"))
-    assert all(f'"{name}"' in sources for name in names)
-
-
-def test_the_kubernetes_job_starts_a_run_on_the_hosts_it_asks_for(monkeypatch: pytest.MonkeyPatch):
-    job = yaml.safe_load(KUBERNETES.read_text())
-    assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
-    spec, policy = job["spec"], job["spec"]["elasticPolicy"]
-    worker = spec["pytorchReplicaSpecs"]["Worker"]
-    (container,) = worker["template"]["spec"]["containers"]
-    mounts = {mount["name"] for mount in container["volumeMounts"]}
-    assert mounts == {volume["name"] for volume in worker["template"]["spec"]["volumes"]}
-    # What the operator sets for torchrun.
-    for name, value in {
-        "PET_RDZV_BACKEND": policy["rdzvBackend"],
-        "PET_RDZV_ENDPOINT": f"{job['metadata']['name']}-worker-0:23456",
-        "PET_NNODES": f"{policy['minReplicas']}:{policy['maxReplicas']}",
-        "PET_NPROC_PER_NODE": spec["nprocPerNode"],
-        "PET_MAX_RESTARTS": str(policy["maxRestarts"]),
-    }.items():
-        monkeypatch.setenv(name, value)
-    program, *words = container["command"]
-    assert container["name"] == "pytorch" and program == "torchrun"
-    launch, config = what_torchrun_starts(words)
-    assert launch.nproc_per_node == container["resources"]["limits"]["nvidia.com/gpu"]
-    assert launch.max_nodes == worker["replicas"]
-    assert config.output.startswith("/runs/")
-    assert_fits(launch, config)
+    assert_known_to_torch(set(re.findall(r"^export (\w+)=", text, re.MULTILINE)))

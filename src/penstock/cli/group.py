@@ -17,6 +17,7 @@ LOOPBACK = "127.0.0.1"
 LAUNCHER_PID = "PENSTOCKLAUNCHER_PID"
 """The environment variable that names, for workers that we launched ourselves, the process that did."""
 
+_OURS = "this launch"
 # The store's counter of processes that have reported a user's mistake.
 _REPORTED = "penstock/reported"
 # How long a process that fails waits for the store's answer.
@@ -33,6 +34,11 @@ class Group:
     address: str
     port: int
     origin: str
+
+    @property
+    def is_ours(self) -> bool:
+        """True for a group of our own launcher, which passes each signal on to all processes."""
+        return self.origin == _OURS or self.world_size == 1
 
     @classmethod
     def alone(cls) -> "Group":
@@ -55,7 +61,7 @@ def find_group(environ: Mapping[str, str]) -> Group | None:
             local_rank=_number(environ, "LOCAL_RANK", "0"),
             address=_text(environ, "MASTER_ADDR"),
             port=_number(environ, "MASTER_PORT"),
-            origin="this launch" if LAUNCHER_PID in environ else "the group this process was started in",
+            origin=_OURS if LAUNCHER_PID in environ else "the group this process was started in",
         )
     # A Slurm batch script has a rank as well, but only steps started by srun have a step's variables.
     if "SLURM_PROCID" in environ and "SLURM_STEP_NUM_TASKS" in environ:

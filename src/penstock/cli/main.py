@@ -15,6 +15,7 @@ COMMANDS = {
     "rehearse": Command("a rank's step without data or devices: memory, arithmetic, traffic", "penstock.cli.rehearse"),
     "trace": Command("draw a recorded step of a run, and show where its time went", "penstock.cli.trace"),
     "plan": Command("find the fastest layout and schedule for a model on a cluster", "penstock.cli.plan"),
+    "store": Command("hold the store at which the hosts of a run meet", "penstock.cli.store"),
     "doctor": Command("show what this machine has, and test the links of a layout", "penstock.cli.doctor"),
     "bench": Command("measure schedules, training and the overhead of an action", "penstock.cli.bench"),
 }

@@ -42,8 +42,8 @@ _POLL_S = 0.01
 _PATIENCE_S = 0.2
 
 
-def work_together(group: Group, num_threads: int, timeout_s: float, work: Callable[[Store], None]) -> int:
-    """Do `work`, given the store where the processes of `group` meet; returns the command's exit code.
+def work_together(group: Group, num_threads: int, timeout_s: float, work: Callable[[Store], int | None]) -> int:
+    """Do `work`, given the store where the processes of `group` meet; returns its exit code, or the command's.
 
     One process reports a user's mistake for all, in one sentence. When a peer fails, every process reports where it
     was and ends at once: nothing is called any more that could wait for the peer.
@@ -55,7 +55,7 @@ def work_together(group: Group, num_threads: int, timeout_s: float, work: Callab
     torch.set_num_threads(num_threads)
     store = join(group, timeout_s)
     try:
-        work(store)
+        code = work(store) or 0
         if dist.is_initialized():
             dist.destroy_process_group()
     except ValueError as error:
@@ -67,7 +67,7 @@ def work_together(group: Group, num_threads: int, timeout_s: float, work: Callab
         if not is_reported(store):
             _report_failure(group, error)
         return _end(group, FAILED)
-    return _end(group, 0)
+    return _end(group, code)
 
 
 def refuse_differing(store: Store, group: Group, key: str, ours: Mapping[str, Any]) -> None:

@@ -1,6 +1,7 @@
 """One worker of `penstock train`: it meets the others, then repeats batch, step, metrics, validation and checkpoint."""
 
 import json
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -369,7 +370,7 @@ class TrainWorker:
                 self.group, parallel.num_threads, parallel.timeout_s, lambda store: self._train(store, stop)
             )
 
-    def _train(self, store: Store, stop: StopRequest) -> None:
+    def _train(self, store: Store, stop: StopRequest) -> int:
         config, group = self.config, self.group
         if group.rank == 0:
             show_log()
@@ -398,3 +399,5 @@ class TrainWorker:
                 folder.close()
         if group.rank == 0 and self.as_json:
             print(json.dumps(result.to_dict(), indent=2))
+        # Where another host alone was asked to end, this one's launcher is not to take the run for complete.
+        return 0 if result.complete or stop.asked or group.is_ours else os.EX_TEMPFAIL

@@ -11,7 +11,7 @@ import json
 import os
 import socket
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Self
 
@@ -22,6 +22,7 @@ from penstock.parallel.host import gather_json
 # For a connection, and again for the answer; below the margin that the watchdog allows beyond a backend's own limit.
 _LIMIT_S = 0.9
 _MOST_QUOTED = 2
+_MOST_ASKED = 64
 _MOST_HOSTS = 8
 _LOOPBACK = "127.0.0.1"
 
@@ -92,23 +93,34 @@ class Processes:
 
     def missing(self, ranks: Iterable[int]) -> str:
         """Ask these processes, and name those that do not answer; or, if all do, those that do not wait for others."""
-        asked = [self.every[rank] for rank in ranks if rank != self.own and self.every[rank].port is not None]
+        asked = self._others(ranks)
         if not asked:
             return ""
         answers = ask(asked)
-        absent = [
-            f"{absence.value}: {self.named(found)}"
-            for absence in Absence
-            if (found := [rank for rank, answer in answers.items() if answer is absence])
-        ]
+        absent = self._absent(answers)
         if absent:
-            return "; ".join(absent)
+            return absent
         busy = [
             f"process {rank} does not wait: {answer.where}"
             for rank, answer in answers.items()
             if isinstance(answer, Presence) and not answer.waits
         ]
         return "; ".join([f"reachable: {self.named(answers)}", *busy[:_MOST_QUOTED]])
+
+    def absent(self) -> str:
+        """Ask all processes of the run (in a large one those of this pipeline), and name those that do not answer."""
+        few = len(self.every) <= _MOST_ASKED
+        return self._absent(ask(self._others(range(len(self.every)) if few else self.pipeline)))
+
+    def _others(self, ranks: Iterable[int]) -> list[Process]:
+        return [self.every[rank] for rank in ranks if rank != self.own and self.every[rank].port is not None]
+
+    def _absent(self, answers: Mapping[int, Presence | Absence]) -> str:
+        return "; ".join(
+            f"{absence.value}: {self.named(found)}"
+            for absence in Absence
+            if (found := [rank for rank, answer in answers.items() if answer is absence])
+        )
 
 
 def numbers(ranks: Iterable[int]) -> str:

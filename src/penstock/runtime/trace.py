@@ -124,6 +124,8 @@ class Recorder:
     _given_up: bool
     #: while ranks act together outside of the program: the act, and the global ranks that take part (None: all)
     _together: tuple[str, tuple[int, ...] | None] | None
+    #: when that began, in seconds of the monotonic clock
+    _together_since: float
     #: group -> its global ranks
     _ranks: dict[dist.ProcessGroup, tuple[int, ...]]
     #: this rank, and as messages name it
@@ -137,6 +139,7 @@ class Recorder:
         self.awaited = self.processes = None
         self._records, self._collectives = deque(maxlen=capacity), deque(maxlen=capacity)
         self._current = self._together = None
+        self._together_since = 0.0
         self._given_up = False
         self._ranks = {}
 
@@ -183,7 +186,8 @@ class Recorder:
         Raises:
             TransportError: the backend gave up; the message says where the rank was, and which ranks do not answer.
         """
-        self._together, start = (what, None if group is None else self._ranks_of(group)), time.monotonic()
+        self._together_since = start = time.monotonic()
+        self._together = what, None if group is None else self._ranks_of(group)
         try:
             yield
         except RuntimeError as error:
@@ -229,6 +233,11 @@ class Recorder:
         if record is None or record.end_ns or self._given_up:
             return 0.0
         return (time.perf_counter_ns() - record.begin_ns) * 1e-9
+
+    def unfinished_since_s(self) -> float:
+        """The time for which the current action, or act of ranks together, has been under way; 0 without any."""
+        together_s = 0.0 if self._together is None else time.monotonic() - self._together_since
+        return max(self.busy_since_s(), together_s)
 
     @property
     def doing(self) -> str:

@@ -4,6 +4,8 @@ Python's signal handlers and exceptions do not reach a main thread that is block
 not depend on it: it reads the recorder, is woken by signals through a file descriptor, and ends the process itself.
 """
 
+import contextlib
+import math
 import os
 import select
 import signal
@@ -20,6 +22,9 @@ from penstock.runtime.liveness import Processes, answer, listen
 from penstock.runtime.trace import Recorder
 
 EXIT_CODE = 75
+_SAME_SIGNAL_S = 1.0
+# Longer than an answer may take.
+_ASK_AGAIN_S = 2.5
 
 
 def _report(text: str) -> None:
@@ -34,21 +39,25 @@ class Watchdog:
         recorder: what the rank is doing.
         timeout_s: an action under way for longer than this, and a margin in which the backend's own, more specific
             error may come first, ends the process with `EXIT_CODE` after one sentence on standard error.
-        grace_s: how long after a SIGTERM or SIGINT an action may still be under way.
+        grace_s: how long after a SIGTERM or SIGINT an action may still be under way where some process of the run has
+            ended or does not answer, so that the step cannot be finished; and after a second signal in any case.
         end: ends the process; for tests.
     """
 
     #: says where the rank is
     recorder: Recorder
-    #: the longest that a wait may last; the longest that an action may go on once the rank was asked to end
+    #: the longest that a wait may last; the longest that an action may go on once it cannot be finished
     timeout_s: float
     grace_s: float
     #: how much longer than `timeout_s` a wait may seem to the watchdog
     _margin_s: float
     #: ends the process
     _end: Callable[[int], object]
-    #: when a signal asked the rank to end; None before
-    _signalled_at: float | None
+    #: when signals asked the rank to end; those within a second of each other count as one
+    _signalled_at: list[float]
+    #: when peers were last asked, and those that did not answer, in words
+    _asked_at: float
+    _absent: str
     #: a pair of sockets by which signals wake the thread
     _reader: socket.socket
     _writer: socket.socket
@@ -70,7 +79,7 @@ class Watchdog:
     ) -> None:
         self.recorder, self.timeout_s, self.grace_s, self._end = recorder, timeout_s, grace_s, end
         self._margin_s = max(2.0, 0.1 * timeout_s)
-        self._signalled_at = None
+        self._signalled_at, self._asked_at, self._absent = [], -math.inf, ""
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
         self._previous_fd = None
@@ -126,18 +135,41 @@ class Watchdog:
             sockets = [self._reader] if self._listener is None else [self._reader, self._listener]
             readable, _, _ = select.select(sockets, [], [], min(1.0, self.timeout_s / 4))
             if self._reader in readable and set(self._reader.recv(64)) & {signal.SIGTERM, signal.SIGINT}:
-                self._signalled_at = self._signalled_at or time.monotonic()
+                self._signalled()
             if self._listener in readable:
                 answer(self._listener, self.recorder.presence)
             reason = self._reason_to_end()
             if reason is not None and not self._closed.is_set():
-                _report(f"{self.recorder.where()}; {reason}{self.recorder.missing()}")
+                _report(f"{self.recorder.where()}; {reason}")
                 self._end(EXIT_CODE)
                 return
 
+    def _signalled(self) -> None:
+        # A launcher passes on a signal that its workers may have been sent as well.
+        now = time.monotonic()
+        if not self._signalled_at or now > self._signalled_at[-1] + _SAME_SIGNAL_S:
+            self._signalled_at.append(now)
+
     def _reason_to_end(self) -> str | None:
-        busy_s = self.recorder.busy_since_s()
-        if busy_s > self.timeout_s + self._margin_s:
-            return f"this is over the limit of {self.timeout_s:g} s"
-        signalled_s = 0.0 if self._signalled_at is None else time.monotonic() - self._signalled_at
-        return "asked to end, and this cannot be finished" if min(signalled_s, busy_s) > self.grace_s else None
+        if self.recorder.busy_since_s() > self.timeout_s + self._margin_s:
+            return f"this is over the limit of {self.timeout_s:g} s{self.recorder.missing()}"
+        if not self._signalled_at:
+            return None
+        now, reason = time.monotonic(), "asked to end, and this cannot be finished"
+        if min(now - self._signalled_at[-1], self.recorder.unfinished_since_s()) <= self.grace_s:
+            return None
+        if len(self._signalled_at) > 1:
+            return f"{reason}{self.recorder.missing()}"
+        if self._absent:
+            return f"{reason}; {self._absent}"
+        if self.recorder.processes is not None and now > self._asked_at + _ASK_AGAIN_S:
+            self._asked_at = now
+            # In a thread of its own: peers that ask at the same time need this one's answers.
+            threading.Thread(target=self._ask, name="penstock asks", daemon=True).start()
+        return None
+
+    def _ask(self) -> None:
+        processes = self.recorder.processes
+        self._absent = "" if processes is None else processes.absent()
+        with contextlib.suppress(OSError):  # the watchdog may have been closed meanwhile
+            self._writer.send(b"\0")
