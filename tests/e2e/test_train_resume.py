@@ -1,5 +1,6 @@
 """A run that is killed, stopped or robbed of its checkpoints continues with the numbers of one that was not."""
 
+import json
 import re
 import shutil
 import signal
@@ -7,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from penstock.cli.main import main
 from tests.e2e.training import Ended, Started, exact_metrics, last_step, run, wait_until, write_run
@@ -161,3 +163,14 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_not_started_anew(
     assert main(["train", str(file), "--parallel.pp", "1"]) == 2
     assert f"all {STEPS // 5} checkpoints in {output}/checkpoints are damaged" in capsys.readouterr().err
     assert (output / "metrics.jsonl").read_bytes() == before
+
+
+def test_two_runs_begin_with_the_same_random_numbers(tmp_path: Path):
+    states = []
+    for name in ("one", "other"):
+        assert main(["train", str(write_run(tmp_path, name, 6)), "--parallel.pp", "1"]) == 0
+        checkpoint = checkpoints(tmp_path / name)[-1]
+        states.append(json.loads((checkpoint / "manifest.json").read_text())["extras"])
+        torch.rand(3)
+    assert states[0][0]["random"].keys() >= {"python", "torch"}
+    assert states[0] == states[1]

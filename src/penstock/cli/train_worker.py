@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import signal
 import sys
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Self
 
+import torch
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 from penstock.cli.group import Group
@@ -372,6 +374,9 @@ class TrainWorker:
 
     def _train(self, store: Store, stop: StopRequest) -> int:
         config, group = self.config, self.group
+        # Python and PyTorch seed their generators anew each time; a run that is started again gets the same numbers.
+        random.seed(config.train.seed)
+        torch.manual_seed(config.train.seed)
         if group.rank == 0:
             show_log()
         refuse_differing(store, group, "settings", json.loads(json.dumps(config.flat())))

@@ -1,0 +1,78 @@
+"""tools/faults.py: it finds whatever a disturbed run has lost."""
+
+import json
+import random
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
+
+import faults  # pyright: ignore[reportMissingImports]
+
+NUM_STEPS = 4
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> tuple[faults.Run, Path]:
+    """A run, and the undisturbed one, which are the same."""
+    undisturbed = tmp_path / "undisturbed"
+    checkpoint = undisturbed / "checkpoints" / "step-00000004"
+    checkpoint.mkdir(parents=True)
+    lines = [json.dumps({"step": 1 + i, "loss": 3.0 - i, "step_time_s": 0.1}) for i in range(NUM_STEPS)]
+    (undisturbed / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    save_file({"weight": torch.arange(6.0)}, checkpoint / "model-00001-of-00001.safetensors")
+    (checkpoint / "manifest.json").write_text(json.dumps({"extras": [{"loader": {"position": 8}}]}))
+    shutil.copytree(undisturbed, tmp_path / "run")
+    return faults.Run(tmp_path / "run.toml", tmp_path / "run", ()), undisturbed
+
+
+def replaced(file: str, old: str, new: str) -> Callable[[Path], None]:
+    def act(folder: Path) -> None:
+        text = (folder / file).read_text()
+        assert old in text
+        (folder / file).write_text(text.replace(old, new))
+
+    return act
+
+
+def nudged(folder: Path) -> None:
+    file = folder / "checkpoints/step-00000004/model-00001-of-00001.safetensors"
+    tensors = load_file(file)
+    tensors["weight"][3] += 2.0**-20
+    save_file(tensors, file)
+
+
+def test_a_run_that_lost_nothing_is_told_as_such_whatever_its_times(runs: tuple[faults.Run, Path]) -> None:
+    run, undisturbed = runs
+    replaced("metrics.jsonl", "0.1", "0.7")(run.output)
+    assert faults.differences(run, undisturbed, whole=True) is None
+
+
+@pytest.mark.parametrize(
+    ("lose", "says"),
+    [
+        (replaced("metrics.jsonl", "2.0", "2.0000002"), "step 2: loss is 2.0000002, not 2.0"),
+        (replaced("metrics.jsonl", '"step": 3', '"step": 4'), "1 numbers are missing"),
+        (nudged, "weight differs"),
+        (replaced("checkpoints/step-00000004/manifest.json", "8", "9"), "values of the ranks differs"),
+    ],
+)
+def test_whatever_is_lost_is_found(runs: tuple[faults.Run, Path], lose: Callable[[Path], None], says: str) -> None:
+    run, undisturbed = runs
+    lose(run.output)
+    assert says in str(faults.differences(run, undisturbed, whole=True))
+
+
+@pytest.mark.parametrize("damage", faults.DAMAGES)
+def test_every_damage_changes_a_file(tmp_path: Path, damage: Callable[[Path, random.Random], None]) -> None:
+    for seed in range(20):
+        path = tmp_path / "file"
+        path.write_bytes(b"twelve bytes")
+        damage(path, random.Random(seed))
+        assert not path.exists() or path.read_bytes() != b"twelve bytes"
