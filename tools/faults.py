@@ -31,8 +31,7 @@ from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from tests.e2e.hosts import Cable, Host, Rendezvous, two_hosts, why_no_hosts
-from tests.e2e.test_train_refusals import free_port
+from tests.e2e.hosts import Host, Rendezvous, three_hosts, why_no_hosts
 from tests.e2e.training import Ended, Started, exact_metrics, last_step, write_run
 
 STEPS = 150
@@ -60,9 +59,8 @@ class Run:
     file: Path
     output: Path
     words: tuple[str, ...]
-    #: the two hosts it runs on, and what joins them; empty for a local run
+    #: the two hosts it runs on, and that of the store at which they meet; empty for a local run
     hosts: tuple[Host, ...] = ()
-    cable: Cable | None = None
     #: the commands under way, one a host
     commands: list[Started] = field(default_factory=list)
 
@@ -71,8 +69,8 @@ class Run:
         words = [str(self.file), *self.words, "--parallel.timeout_s", "15"]
         with contextlib.ExitStack() as stack:
             if self.hosts:
-                meet = Rendezvous(self.hosts[0].address, free_port(), nodes="2", num_processes=1)
-                self.commands = [stack.enter_context(host.start(meet, *words)) for host in self.hosts]
+                meet = Rendezvous(stack.enter_context(self.hosts[2].store()), nodes="2", num_processes=1)
+                self.commands = [stack.enter_context(host.start(meet, *words)) for host in self.hosts[:2]]
             else:
                 self.commands = [stack.enter_context(Started(words))]
             yield
@@ -154,12 +152,12 @@ def fill_the_disk(run: Run, chance: random.Random) -> None:
 
 
 def cut_the_network(run: Run, chance: random.Random) -> None:
-    assert run.cable is not None
-    run.cable.cut()
+    host = chance.choice(run.hosts[:2])
+    host.cut_off()
     try:
         run.ended()
     finally:
-        run.cable.mend()
+        host.connect()
 
 
 # ---- faults of its files, between two starts
@@ -200,7 +198,7 @@ def disturb(run: Run, chance: random.Random) -> str | None:
         if not run.wait(chance):
             run.ended()
             return None
-        act = chance.choice([*ACTS, cut_the_network] if run.cable else ACTS)
+        act = chance.choice([*ACTS, cut_the_network] if run.hosts else ACTS)
         act(run, chance)
         # Where the disk is full at a moment without writing, the run may go on to its end.
         run.ended()
@@ -256,12 +254,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Disturb small runs at random; compare each with an undisturbed one.")
     parser.add_argument("--minutes", type=float, default=30.0, help="how long to go on")
     parser.add_argument("--seed", type=int, default=0, help="of faults, moments and layouts")
+    parser.add_argument("--layouts", nargs="+", choices=[*LAYOUTS, HOSTS], default=[*LAYOUTS, HOSTS], metavar="LAYOUT")
     parser.add_argument("--faults", type=int, default=10**9, help="end after this many")
     options = parser.parse_args()
     chance, counts, num_runs = random.Random(options.seed), Counter[tuple[str, str]](), 0
     deadline, begun = time.monotonic() + 60 * options.minutes, time.monotonic()
     folder, expected = Path(tempfile.mkdtemp(prefix="penstock-faults-")), dict[str, Path]()
-    layouts = [*LAYOUTS, *([] if why_no_hosts() else [HOSTS])]
+    layouts = [layout for layout in options.layouts if layout != HOSTS or not why_no_hosts()]
 
     def go_on() -> bool:
         return time.monotonic() < deadline and counts.total() < options.faults
@@ -274,11 +273,9 @@ def main() -> int:
             base.mkdir()
             expected[layout] = undisturbed(base, words)
         with contextlib.ExitStack() as stack:
-            hosts = stack.enter_context(two_hosts()) if layout == HOSTS else None
+            hosts = stack.enter_context(three_hosts()) if layout == HOSTS else ()
             name, num_runs = f"run-{num_runs}", num_runs + 1
-            run = Run(write_run(base, name, STEPS), base / name, words)
-            if hosts:
-                run.hosts, run.cable = hosts[:2], hosts[2]
+            run = Run(write_run(base, name, STEPS), base / name, words, hosts)
             try:
                 for fault in campaign(run, expected[layout], chance, go_on):
                     counts[layout, fault] += 1
