@@ -19,6 +19,7 @@ from penstock.model import decoder_units
 from penstock.schedule import Costs, PlacementKind, Timeline
 from penstock.schedule.choice import ScheduleChoice
 from penstock.schedule.search import cut as cut_search
+from penstock.schedule.search import order as order_search
 from penstock.settings import ConfigError, ModelConfig, ScheduleConfig, SearchedPlacement, from_dict
 from tests.e2e.training import CORPUS
 
@@ -131,6 +132,9 @@ def test_a_dry_run_searches_the_cut_that_the_run_would(
     ]
     monkeypatch.setattr(dry_run, "times_here", lambda *arguments: times)
     monkeypatch.setattr(cut_search, "_TRIALS", ((6, 0.1), (2, 0.2)))
+    # Both sides search as briefly: here it counts that they search for the same.
+    monkeypatch.setattr(order_search, "_NUM_ACTIONS", 800_000)
+    monkeypatch.setattr(order_search, "_NUM_ACTIONS_OF_STEP", 1_200_000)
     of_schedule = {"measure": True, "search_cut": True, "stages_per_rank": 2}
     config = check(from_dict(settings(tmp_path, **of_schedule)))
     data = RunData.load(config)
