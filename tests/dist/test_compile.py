@@ -54,7 +54,10 @@ def make(model: str, options: EngineOptions, layout: Layout, folder: Path) -> En
     return Engine.from_hf(folder, layout, options, native=False)
 
 
-def train(rank: int, model: str, case: Case, compiles: bool, folder: Path) -> tuple[list[float], dict[str, Tensor]]:
+Trained = tuple[list[float], dict[str, Tensor]]
+
+
+def train(rank: int, model: str, case: Case, compiles: bool, folder: Path) -> Trained:
     """The losses of two steps and one evaluation, and the final weights of this rank."""
     torch._dynamo.reset()
     options = EngineOptions(
@@ -91,19 +94,42 @@ CASES: dict[str, list[Case]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A saved model of transformers."""
+    found = tmp_path_factory.mktemp("model")
+    make_model("gpt2", vocab_size=VOCAB, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0).save_pretrained(found)
+    return found
+
+
+def train_all(rank: int, folder: Path) -> dict[str, list[Trained]]:
+    return {model: [train(rank, model, case, True, folder) for case in cases] for model, cases in CASES.items()}
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> dict[str, Trained]:
+    """What one process makes of every model."""
+    return {model: train(0, model, Case(Layout()), True, folder) for model in CASES}
+
+
+@pytest.fixture(scope="module")
+def by_rank(alone: dict[str, Trained], folder: Path) -> list[dict[str, list[Trained]]]:
+    """What two ranks make of every model's cases; what is compiled already they find in torch's cache."""
+    return run_ranks(2, train_all, folder, timeout_s=300.0)
+
+
 @pytest.mark.shows(115)
 @pytest.mark.parametrize("model", CASES)
 def test_compiled_layers_give_the_same_bits_in_every_layout_and_nearly_those_of_layers_as_they_are(
-    model: str, tmp_path: Path
+    model: str, folder: Path, alone: dict[str, Trained], by_rank: list[dict[str, list[Trained]]]
 ) -> None:
-    make_model("gpt2", vocab_size=VOCAB, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0).save_pretrained(tmp_path)
-    losses, weights = train(0, model, Case(Layout()), True, tmp_path)
+    losses, weights = alone[model]
     if model != "own":
         # Compiled dropout draws other numbers.
-        plain, _ = train(0, model, Case(Layout()), False, tmp_path)
+        plain, _ = train(0, model, Case(Layout()), False, folder)
         assert losses == pytest.approx(plain, rel=1e-3)
-    for case in CASES[model]:
-        ranks = run_ranks(2, train, model, case, True, tmp_path, timeout_s=120.0)
+    for number, case in enumerate(CASES[model]):
+        ranks = [found[model][number] for found in by_rank]
         assert all(found[0] == losses for found in ranks), case
         together: dict[str, Any] = {name: weight for _, part in ranks for name, weight in part.items()}
         assert together.keys() == weights.keys()
