@@ -1,5 +1,6 @@
 """What every test shares: one thread, and GPU tests only where there is a GPU."""
 
+import gc
 import os
 
 # Set before torch is first imported, here and in the processes the tests start: sums must not depend on how many
@@ -25,3 +26,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_collection_finish() -> None:
+    """Let no collection walk through all that was imported, thousands of tests long."""
+    gc.collect()
+    gc.freeze()

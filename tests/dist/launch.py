@@ -1,14 +1,14 @@
 """Runs one function on several ranks: real processes, gloo on the loopback interface, a hard time limit.
 
 The function must be importable (defined at the head of a test module) and is called as ``function(rank, *args)``
-with torch.distributed initialised; arguments and results travel pickled. Processes come from a fork server that has
-imported torch once, so starting a rank costs milliseconds and inherits none of the test process's state.
+with torch.distributed initialised; arguments and results travel pickled.
 """
 
 from __future__ import annotations
 
 import contextlib
 import datetime
+import gc
 import multiprocessing
 import os
 import pickle
@@ -25,6 +25,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.fork_server import fork_server
+
 _LOOPBACK = "127.0.0.1"
 # Limits are given for a quiet machine; only what hangs is meant to reach them.
 _PATIENCE = 3.0
@@ -32,7 +34,6 @@ _PATIENCE = 3.0
 _GRACE_S = 3.0
 # A rank that has reported still takes its process group down.
 _EXIT_S = 5.0
-_IMPORTED_ONCE = ("torch.distributed.checkpoint", "torch._dynamo", "penstock.engine.engine", "pytest", "peft")
 _DIED = "died with exit code {}"
 
 
@@ -71,9 +72,7 @@ def run_outcomes(
     With `stop_at_failure`, ranks that still run shortly after the first failure are killed.
     """
     timeout_s *= _PATIENCE
-    context = multiprocessing.get_context("forkserver")
-    # Every rank would import these itself, torch._dynamo at its first optimizer: seconds each.
-    context.set_forkserver_preload([*_IMPORTED_ONCE])
+    context = fork_server()
     store = dist.TCPStore(_LOOPBACK, 0, is_master=True, wait_for_workers=False)  # pyright: ignore[reportPrivateImportUsage]
     processes, pipes = [], []
     outcomes: dict[int, Outcome] = {}
@@ -133,6 +132,8 @@ def _kill(process: BaseProcess) -> None:
 
 
 def _rank_main(sender: Connection, rank: int, world: int, port: int, timeout_s: float, work: bytes) -> None:
+    # A collection would walk through all that the server has imported, and copy its pages.
+    gc.freeze()
     os.setsid()
     _die_with_parent()
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"

@@ -69,7 +69,7 @@ class Host:
         """A store on this host; yields its endpoint, and ends it as a script would."""
         launcher = [*self._inside(), sys.executable]
         with Started([f"{self.address}:0"], {"OMP_NUM_THREADS": "1"}, launcher, command="store") as held:
-            assert held.process.stdout is not None
+            assert isinstance(held.process, subprocess.Popen) and held.process.stdout is not None
             yield f"{self.address}:{held.process.stdout.readline().split()[-1]}"
             held.process.terminate()
             ended = held.end(limit_s=60)

@@ -1,8 +1,6 @@
 """`penstock convert` both ways, and training that begins with a model which is already there."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +12,7 @@ from penstock.cli.main import main
 from penstock.engine import EngineOptions
 from penstock.engine.run_check import check, with_pretrained
 from penstock.settings import ConfigError, read_config
-from tests.e2e.training import CORPUS
+from tests.e2e.training import CORPUS, run
 from tests.hugging_face import CLOSE, make_model, make_sequences, reference_logits, stored_tensors
 
 RUN = """
@@ -122,10 +120,8 @@ def test_nothing_is_overwritten_and_mistakes_are_one_sentence(
 
 @pytest.mark.shows(98)
 def test_training_begins_with_the_pretrained_weights_and_is_exported(model: Path, tmp_path: Path) -> None:
-    file = write_run(tmp_path, model)
-    command = [sys.executable, "-m", "penstock.cli.main", "train", str(file)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
+    ended = run(str(write_run(tmp_path, model)))
+    assert ended.exit_code == 0, ended.err
     assert main(["convert", str(tmp_path / "run"), str(tmp_path / "trained")]) == 0
     before, after = stored_tensors(model), stored_tensors(tmp_path / "trained")
     assert before.keys() == after.keys()

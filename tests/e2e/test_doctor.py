@@ -1,16 +1,13 @@
 """`penstock doctor`, and the groups that a dry run prints: what the layout says, and links that carry."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from penstock.cli.main import main
 from penstock.settings import Layout
-from tests.e2e.training import write_run
+from tests.e2e.training import result_of, run, write_run
 
 
 def test_the_groups_of_a_layout_are_printed_without_starting_anything(capsys: pytest.CaptureFixture[str]) -> None:
@@ -30,11 +27,7 @@ def test_the_groups_of_a_layout_are_printed_without_starting_anything(capsys: py
 
 
 def test_a_ring_of_local_processes_is_tested() -> None:
-    environ = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    command = [sys.executable, "-m", "penstock.cli.main", "doctor", "--tp", "2", "--device", "cpu", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environ, check=False)
-    assert done.returncode == 0, done.stderr
-    links = json.loads(done.stdout)["links"]
+    links = result_of(run("--tp", "2", "--device", "cpu", "--json", command="doctor"))["links"]
     assert len(links["hosts"]) == 2 and links["device"] == "cpu"
     assert links["word_s"] > 0 and links["block_bytes_per_s"] > 0
 

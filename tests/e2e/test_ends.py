@@ -26,6 +26,8 @@ ENDLESS = 1_000_000
 LISTENING = "0A"  # in /proc/net/tcp
 LOOPBACKS = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
 
+PYTHON = [sys.executable]  # which has imported nothing yet
+
 Act = Callable[[Started], None]
 
 
@@ -139,7 +141,7 @@ def test_training_ends_at_once_whenever_it_is_stopped_or_loses_a_process(tmp_pat
         "building": lambda _: (output / "run.toml").exists(),
         "training": lambda _: last_step(output) > 0,
     }
-    launcher = [sys.executable, *(["-c", SLOW] if moment == "starting" else [])]
+    launcher = {"importing": PYTHON, "starting": [*PYTHON, "-c", SLOW]}.get(moment)
     with Started([str(file), "--parallel.timeout_s", "600"], launcher=launcher) as started:
         wait_until(lambda: has_come[moment.split(",")[0]](started), started)
         if moment == "training":
@@ -184,7 +186,7 @@ def test_scoring_and_generation_end_as_fast(
 ):
     prompts = ["--file"] if command == "generate" else []
     words = [str(model), *prompts, str(model / "prompts.jsonl"), "--pp", "2", "--timeout", "600"]
-    with Started(words, command=command) as started:
+    with Started(words, launcher=PYTHON if moment is imports_torch else None, command=command) as started:
         wait_until(lambda: moment(started), started)
         ended = ends_in_time(started, case.act)
     assert ended.exit_code == case.exit_code, ended.err

@@ -3,8 +3,6 @@
 import contextlib
 import io
 import json
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -50,10 +48,9 @@ def test_two_pipelines_of_two_processes_give_the_same_answers_as_one_process(mod
     words += ["--bad-word", "re", "--logit-bias", "32=-1.5", "--frequency-penalty", "0.1"]
     code, alone, _ = call(*words)
     assert code == 0
-    command = [sys.executable, "-m", "penstock.cli.main", "generate", *words, "--pp", "2", "--dp", "2", "--rows", "1"]
-    two = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert two.returncode == 0, two.stderr
-    assert answers(two.stdout) == answers(alone)
+    two = run(*words, "--pp", "2", "--dp", "2", "--rows", "1", command="generate")
+    assert two.exit_code == 0, two.err
+    assert answers(two.out) == answers(alone)
     assert any(answer["ending"] == "stopped" for answer in answers(alone)), "no stop string was met"
     assert [(answer["prompt"], answer["sample"]) for answer in answers(alone)] == [(0, 0), (0, 1), (1, 0), (1, 1)]
 

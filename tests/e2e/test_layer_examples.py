@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.test_own_layers import run
+from tests.e2e.scripts import run_ranks_of
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -18,10 +18,10 @@ def test_an_example_learns_in_stages_what_it_learns_in_one_process(
     path = EXAMPLES / f"{name}.py"
     text = path.read_text()
     assert len(text.splitlines()) <= 100
-    shown = run(path, num_ranks)
+    shown = run_ranks_of(path, num_ranks)
     found = re.fullmatch(r"step 80: (\d\.\d{4}) nats a \w+, gradient norm \d+\.\d{4}\n", shown)
     assert found and float(found[1]) < bound, shown
     assert f"Layout(pp={num_ranks})" in text
     alone = tmp_path / path.name
     alone.write_text(text.replace(f"Layout(pp={num_ranks})", "Layout()"))
-    assert run(alone, 1) == shown
+    assert run_ranks_of(alone, 1) == shown

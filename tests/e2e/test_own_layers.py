@@ -6,12 +6,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.e2e.scripts import run_ranks_of
+
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "own_layers.py"
 LINE = r"step 60: (\d\.\d{3}) nats a byte, gradient norm (\d\.\d{3})\n"
 
 
-def run(script: Path, num_ranks: int, *arguments: str) -> str:
+def run_by_torchrun(script: Path, num_ranks: int, *arguments: str) -> str:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(
@@ -29,11 +31,11 @@ def test_the_readme_shows_the_example() -> None:
 
 
 def test_two_stages_learn_what_one_learns(tmp_path: Path) -> None:
-    found = re.fullmatch(LINE, run(EXAMPLE, 2))
+    found = re.fullmatch(LINE, run_by_torchrun(EXAMPLE, 2))
     assert found and float(found[1]) < 3.0
     alone = tmp_path / "own_layers.py"
     text = EXAMPLE.read_text()
     assert "layout=Layout(pp=2)" in text
     # The example learns its own text, so that must stay: what changes is where the layout comes from.
     alone.write_text(text.replace("Path(__file__)", f"Path({str(EXAMPLE)!r})").replace("Layout(pp=2)", "Layout(pp=1)"))
-    assert run(alone, 1) == found[0]
+    assert run_ranks_of(alone, 1) == found[0]

@@ -3,7 +3,8 @@
 import re
 from pathlib import Path
 
-from tests.e2e.test_own_layers import ROOT, run
+from tests.e2e.scripts import run_ranks_of
+from tests.e2e.test_own_layers import ROOT
 
 EXAMPLE = ROOT / "examples" / "reinforce.py"
 LINE = r"round +(\d+), +\d+ s: +(\d+\.\d)% right, entropy (\d\.\d\d), importance weights 1 ± (\S+)"
@@ -14,7 +15,7 @@ def test_the_example_stays_short() -> None:
 
 
 def test_two_stages_learn_sums_from_reward(tmp_path: Path) -> None:
-    lines = [re.fullmatch(LINE, line) for line in run(EXAMPLE, 2, "--goal", "0.5").splitlines()]
+    lines = [re.fullmatch(LINE, line) for line in run_ranks_of(EXAMPLE, 2, "--goal", "0.5").splitlines()]
     told = [[float(value) for value in line.groups()] for line in lines if line]
     assert len(told) == len(lines) >= 2
     assert told[0][0] == 1 and told[0][1] < 30, "it starts out knowing little"

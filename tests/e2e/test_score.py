@@ -4,8 +4,6 @@ import json
 import math
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,7 @@ from penstock.engine import Engine
 from penstock.engine.saved_model import open_model
 from penstock.model import Sequences, decoder_units
 from penstock.settings import ParallelConfig, read_config
-from tests.e2e.training import write_run
+from tests.e2e.training import result_of, run, write_run
 
 TEXTS = [
     {"id": "whole", "text": "def f(x): return x * 4"},
@@ -125,26 +123,21 @@ def test_a_model_that_is_scored_holds_its_weights_alone(folder: Path) -> None:
         engine.train_batch(PackedBatch.from_documents([[1, 2, 3]]))
 
 
-def test_two_pipelines_of_two_stages_write_the_same_file(folder: Path) -> None:
+def test_two_pipelines_of_two_stages_write_the_same_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
     assert sum(len(tokens_of(text)[0]) for text in TEXTS) > 2 * 8 * 44, "more than a batch for each pipeline"
     score(folder, "one.jsonl", "--max-tokens", "44")
-    words = ["score", "run", "texts.jsonl", "--output", "two.jsonl", "--max-tokens", "44", "--pp", "2", "--dp", "2"]
-    words.append("--json")
-    done = subprocess.run(
-        [sys.executable, "-m", "penstock.cli.main", *words], cwd=folder, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["num_lines"] == len(TEXTS)
+    words = ["run", "texts.jsonl", "--output", "two.jsonl", "--max-tokens", "44", "--pp", "2", "--dp", "2", "--json"]
+    assert result_of(run(*words, command="score"))["num_lines"] == len(TEXTS)
     assert (folder / "two.jsonl").read_bytes() == (folder / "one.jsonl").read_bytes()
 
 
-def test_ranks_that_share_the_stage_and_its_tokens_score_alike(folder: Path) -> None:
+def test_ranks_that_share_the_stage_and_its_tokens_score_alike(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
     expected = score(folder, "whole.jsonl")
-    words = ["score", "run", "texts.jsonl", "--output", "shared.jsonl", "--tp", "2", "--cp", "2", "--json"]
-    done = subprocess.run(
-        [sys.executable, "-m", "penstock.cli.main", *words], cwd=folder, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
+    words = ["run", "texts.jsonl", "--output", "shared.jsonl", "--tp", "2", "--cp", "2", "--json"]
+    ended = run(*words, command="score")
+    assert ended.exit_code == 0, ended.err
     lines = [json.loads(line) for line in (folder / "shared.jsonl").read_text().splitlines()]
     assert len(lines) == len(TEXTS)
     for line, alone in zip(lines, expected, strict=True):

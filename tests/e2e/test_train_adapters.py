@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,7 @@ import torch
 
 from penstock.engine import Engine
 from penstock.engine.runs import METRICS_FILE, read_metrics
-from tests.e2e.training import CORPUS
+from tests.e2e.training import CORPUS, run
 from tests.hugging_face import SIZES, make_model, stored_tensors
 
 RUN_FILE = """
@@ -61,9 +59,8 @@ timeline = false
 
 
 def train(run_file: Path, *words: str) -> None:
-    command = [sys.executable, "-m", "penstock", "train", str(run_file), *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    ended = run(str(run_file), *words)
+    assert ended.exit_code == 0, ended.out + ended.err
 
 
 def losses(folder: Path) -> list[Any]:
@@ -89,12 +86,7 @@ def test_a_run_of_settings_trains_adapters_resumes_and_leaves_what_peft_loads(tm
     assert adapters.keys() == others.keys() and all(torch.equal(a, others[name]) for name, a in adapters.items())
     assert all(adapter.abs().max() > 0 for adapter in adapters.values())
     # Base weights keep their bits through a run and its checkpoints.
-    subprocess.run(
-        [sys.executable, "-m", "penstock", "convert", str(tmp_path / "out"), str(tmp_path / "converted")],
-        capture_output=True,
-        timeout=120,
-        check=True,
-    )
+    assert run(str(tmp_path / "out"), str(tmp_path / "converted"), command="convert").exit_code == 0
     before, after = stored_tensors(tmp_path / "base"), stored_tensors(tmp_path / "converted")
     assert before.keys() == after.keys() and all(torch.equal(tensor, after[name]) for name, tensor in before.items())
     assert json.loads((tmp_path / "out" / "adapter-6" / "adapter_config.json").read_text())["r"] == 4

@@ -5,7 +5,6 @@ import json
 import os
 import re
 import signal
-import socket
 import time
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import pytest
 from penstock.cli.main import main
 from penstock.model import decoder_units
 from penstock.settings import read_config
+from tests.e2e.scripts import free_port
 from tests.e2e.training import Ended, Started, last_step, wait_until, write_run
 
 
@@ -95,12 +95,6 @@ def test_a_dry_run_says_what_would_be_and_starts_nothing(folder: Path, capsys: p
     assert main(["train", str(file), "--dry-run"]) == 0
     assert "embedding ... layers.0.mlp (3)" in capsys.readouterr().out
     assert files_of(folder) == before
-
-
-def free_port() -> int:
-    with contextlib.closing(socket.socket()) as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
 
 
 def run_as_group(file: Path, words_of_ranks: list[list[str]]) -> list[Ended]:

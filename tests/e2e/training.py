@@ -6,7 +6,6 @@ import os
 import select
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.engine.runs import METRICS_FILE, read_metrics
+from tests.fork_server import Forked, run_command
 
 CORPUS = "".join(f"def f{i}(x):\n    return x * {i * i} + {i}\n\n\n" for i in range(400))
 
@@ -110,30 +110,36 @@ class Ended:
 class Started:
     """A run under way in processes of its own; everything it started is killed when the `with` block ends.
 
-    `launcher` is the command that starts Penstock, which here is a module of that name.
+    `launcher` is the command that starts Penstock, as a module of that name; left out, a process that has imported all
+    is forked.
     """
 
     arguments: list[str]
     environ: dict[str, str] = field(default_factory=dict)
-    launcher: list[str] = field(default_factory=lambda: [sys.executable])
+    launcher: list[str] | None = None
     command: str = "train"
 
     def __enter__(self) -> "Started":
+        environ = {**os.environ, **self.environ}
+        if self.launcher is None:
+            self.process = Forked(run_command, [self.command, *self.arguments], environ=environ)
+            return self
         self.process = subprocess.Popen(
             [*self.launcher, "-m", "penstock", self.command, *self.arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env={**os.environ, **self.environ},
+            env=environ,
         )
         return self
 
     def __exit__(self, *_: object) -> None:
         self.kill()
         self.process.wait()
-        for pipe in (self.process.stdout, self.process.stderr):
-            if pipe is not None:
-                pipe.close()
+        if isinstance(self.process, subprocess.Popen):
+            for pipe in (self.process.stdout, self.process.stderr):
+                if pipe is not None:
+                    pipe.close()
 
     def workers(self) -> list[int]:
         """The processes of the ranks, in their order."""
@@ -153,6 +159,8 @@ class Started:
 
     def kill(self) -> None:
         """SIGKILL the ranks' processes and the command."""
+        if self.process.poll() is not None:
+            return
         # Listed first: without the command nobody could tell which they are.
         for pid in [*self.workers(), self.process.pid]:
             _signal(pid, signal.SIGKILL)
@@ -197,8 +205,8 @@ class Started:
                     return Ended(None, *self.process.communicate())
 
 
-def run(*arguments: str) -> Ended:
-    with Started(list(arguments)) as started:
+def run(*arguments: str, command: str = "train") -> Ended:
+    with Started(list(arguments), command=command) as started:
         return started.end()
 
 
