@@ -84,6 +84,8 @@ class LoaderStateError(ValueError):
 
 def checked_ids(ids: Iterable[ItemId]) -> tuple[ItemId, ...]:
     """The ids as a tuple: at least one, each an int or a string, none twice."""
+    if isinstance(ids, str) or not isinstance(ids, Iterable):
+        raise IdError("ids", f"{ids!r} is {type(ids).__name__}; give a list with an int or a string per item")
     result = tuple(ids)
     if not result:
         raise IdError("ids", "a batch needs at least one item")
@@ -143,6 +145,25 @@ def checked_dtype(key: str, dtype: Any) -> torch.dtype:
     if not isinstance(dtype, torch.dtype):
         raise DtypeMismatch(f"dtypes[{key!r}]", f"{dtype!r} is not a torch dtype")
     return dtype
+
+
+def check_tables(**tables: Any) -> None:
+    """Raise unless each of these, by field, is a mapping whose keys are names."""
+    for field, table in tables.items():
+        if not isinstance(table, Mapping):
+            raise BatchError(field, f"a {type(table).__name__}; give a dict from names to values")
+        for key in table:
+            if not isinstance(key, str):
+                raise BatchError(field, f"the key {key!r} is a {type(key).__name__}; keys are names")
+
+
+def check_list(field: str, given: Any, kind: Any, what: str) -> None:
+    """Raise unless `given` is a list, or the like, of objects of this kind; `what` names them in the plural."""
+    if isinstance(given, str | bytes | Mapping) or not isinstance(given, Iterable):
+        raise BatchError(field, f"a {type(given).__name__}; give a list of {what}")
+    for item in given if isinstance(given, Sequence) else ():
+        if not isinstance(item, kind) or isinstance(item, bool):
+            raise BatchError(field, f"{item!r} is a {type(item).__name__}; give {what}")
 
 
 def check_keys(expected: Iterable[str], found: Iterable[str], field: str) -> None:

@@ -28,7 +28,9 @@ from penstock.data.checks import (
     ShapeMismatch,
     as_sequences,
     check_keys,
+    check_list,
     check_permutation,
+    check_tables,
     check_tensor,
     checked_dtype,
     checked_ids,
@@ -98,6 +100,7 @@ class PackedBatch:
         check_keys(lengths, self.trailing_shapes, "trailing_shapes")
         dtypes = {key: checked_dtype(key, self.dtypes[key]) for key in lengths}
         shapes = {key: checked_trailing_shape(key, self.trailing_shapes[key]) for key in lengths}
+        check_tables(lengths=self.lengths, metadata=self.metadata)
         metadata = checked_metadata(self.metadata, len(ids))
         self.__dict__.update(ids=ids, lengths=lengths, dtypes=dtypes, trailing_shapes=shapes, metadata=metadata)
         if self.data is not None:
@@ -125,6 +128,7 @@ class PackedBatch:
         metadata: Mapping[str, Sequence[Any]] | None = None,
     ) -> Self:
         """Make a batch of tensors that are already packed; ids default to 0, 1, ..."""
+        check_tables(lengths=lengths, data=data)
         check_keys(lengths, data, "data")
         for key, tensor in data.items():
             if not isinstance(tensor, Tensor) or tensor.dim() == 0:
@@ -132,12 +136,12 @@ class PackedBatch:
         listed: dict[str, Any] = {key: list(value) for key, value in lengths.items()}
         num_items = len(next(iter(listed.values()), ()))
         return cls(
-            ids=tuple(ids) if ids is not None else tuple(range(num_items)),
+            ids=checked_ids(ids) if ids is not None else tuple(range(num_items)),
             lengths=listed,
             dtypes={key: tensor.dtype for key, tensor in data.items()},
             trailing_shapes={key: tuple(tensor.shape[1:]) for key, tensor in data.items()},
             data=data,
-            metadata=dict(metadata or {}),  # pyright: ignore[reportArgumentType]
+            metadata=metadata or {},  # pyright: ignore[reportArgumentType]
         )
 
     @classmethod
@@ -152,6 +156,7 @@ class PackedBatch:
         `from_sequences({"tokens": [[5, 6, 7], [8, 9]], "rewards": [[0.5], [1.0]]})` packs two items. Whole numbers
         become int64, others float32. An item may be without rows of any key but "tokens": `[]`.
         """
+        check_tables(sequences=sequences)
         data: dict[str, Tensor] = {}
         lengths: dict[str, list[list[int]]] = {}
         for key, items in sequences.items():
@@ -253,7 +258,7 @@ class PackedBatch:
     def _lengths_of(self, key: str) -> Lengths:
         try:
             return self.lengths[key]
-        except KeyError:
+        except (KeyError, TypeError):
             raise KeyMismatch("keys", f"no {key!r}; this batch has {sorted(self.lengths)}") from None
 
     # ---- items: joining, cutting, ordering
@@ -265,6 +270,7 @@ class PackedBatch:
         Raises: `BatchError` if an id occurs twice, or keys, dtypes, trailing shapes or metadata names differ, or some
         batches have data and some not.
         """
+        check_list("batches", batches, PackedBatch, "batches")
         if not batches:
             raise IdError("ids", "nothing to gather")
         first = batches[0].select(keys if keys is not None else batches[0].keys)
@@ -293,6 +299,7 @@ class PackedBatch:
 
         Raises: `PartitionError` unless the parts are non-empty, in order, and cover every item once.
         """
+        check_list("parts", parts, int | range, "numbers of items, or ranges of them")
         ranges, start = [], 0
         for part in parts:
             items = part if isinstance(part, range) else range(start, start + part)
@@ -323,6 +330,7 @@ class PackedBatch:
 
         Raises: `PartitionError` if `indices` is not a permutation.
         """
+        check_list("indices", indices, int, "whole numbers")
         check_permutation(indices, self.num_items)
         if list(indices) == list(range(self.num_items)):
             return self
@@ -347,7 +355,9 @@ class PackedBatch:
 
     def select(self, keys: Iterable[str]) -> "PackedBatch":
         """The same items with only these keys."""
-        kept = tuple(keys)
+        if not isinstance(keys, str):
+            check_list("keys", keys, str, "names")
+        kept = (keys,) if isinstance(keys, str) else tuple(keys)
         if not kept:
             raise KeyMismatch("keys", "a batch needs at least one key")
         return self._copy(
@@ -416,6 +426,8 @@ class PackedBatch:
 
     def with_data(self, data: Mapping[str, Tensor]) -> "PackedBatch":
         """The same metadata with this data, checked against it."""
+        if data is not None:
+            check_tables(data=data)
         return PackedBatch(self.ids, self.lengths, self.dtypes, self.trailing_shapes, data, self.metadata)
 
     def to(self, device: torch.device | str) -> "PackedBatch":

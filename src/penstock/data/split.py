@@ -40,6 +40,8 @@ class MicroBatchSpec:
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
                 raise SplitError(f"{name} is {value!r}; it must be a whole number of at least 1, or None")
+        if type(self.allow_fewer) is not bool:
+            raise SplitError(f"allow_fewer is {self.allow_fewer!r}; it must be True or False")
 
     @property
     def at_least(self) -> int:

@@ -5,7 +5,9 @@ All raise `ValueError`s before anything is computed: one sentence says what is w
 
 from __future__ import annotations
 
+import inspect
 import math
+import numbers
 import sys
 from bisect import bisect_right
 from collections.abc import Callable
@@ -21,6 +23,8 @@ from penstock.model import Limits
 
 _INTEGERS = (torch.int64, torch.int32)
 _NO_LIMIT = sys.maxsize
+# Ranks tell each other in 64 bits.
+_LAST_STEP = 2**63 - 1
 # Keys that a model's own code reads token by token.
 _PER_TOKEN = ("labels", "positions")
 
@@ -68,8 +72,18 @@ def check_batch(batch: Any, limits: Limits | None, reads_labels: bool) -> None:
 
 def check_callable(name: str, function: Any, arguments: str, optional: bool = False) -> None:
     """Refuse an argument that cannot be called. Raises: ValueError."""
-    if not callable(function) and not (optional and function is None):
+    if optional and function is None:
+        return
+    if not callable(function):
         raise ValueError(f"{name}={function!r} is a {type(function).__name__}; give a function of ({arguments})")
+    try:
+        form = inspect.signature(function)
+    except (TypeError, ValueError):  # of some functions in C nothing is known
+        return
+    try:
+        form.bind(*arguments.split(", "))
+    except TypeError:
+        raise ValueError(f"{name} is a function of {form}; give one of ({arguments})") from None
 
 
 def check_loss(loss_fn: Any, loss_weight_fn: Any) -> None:
@@ -80,8 +94,8 @@ def check_loss(loss_fn: Any, loss_weight_fn: Any) -> None:
 
 def check_step(number: Any) -> None:
     """Refuse anything but the number of a step. Raises: ValueError."""
-    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-        raise ValueError(f"step = {number!r} is not the number of a step; steps are counted from 1")
+    if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= _LAST_STEP:
+        raise ValueError(f"step = {number!r} is not the number of a step; steps are counted from 1 to {_LAST_STEP}")
 
 
 def check_spec(spec: Any) -> None:
@@ -93,7 +107,9 @@ def check_spec(spec: Any) -> None:
 def checked_weight(weight_fn: Callable[[PackedBatch], float], microbatch: PackedBatch, number: int) -> float:
     """The weight of a microbatch. Raises: ValueError unless it is a finite number of at least 0."""
     weight = weight_fn(microbatch)
-    if isinstance(weight, bool) or not isinstance(weight, int | float | Tensor):
+    if isinstance(weight, Tensor) and weight.numel() == 1:
+        weight = weight.item()
+    if isinstance(weight, bool) or not isinstance(weight, numbers.Real):
         raise ValueError(f"loss_weight_fn gave a {type(weight).__name__} for microbatch {number}; it gives a number")
     weight = float(weight)
     if not math.isfinite(weight) or weight < 0:

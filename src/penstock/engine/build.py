@@ -167,7 +167,7 @@ def _check_recompute(units: Sequence[UnitSpec], options: EngineOptions) -> None:
         raise ConfigError(f"train.recompute names layer {wrong[0]}, but {possible}")
 
 
-def units_of_layers(layers: Sequence[nn.Module]) -> tuple[UnitSpec, ...]:
+def units_of_layers(layers: Sequence[nn.Module | partial[Any]]) -> tuple[UnitSpec, ...]:
     """A user's own layers as units, with the weights that they have; their linear layers can defer weight gradients.
 
     The first takes token ids [T], the last gives what the loss takes, and [T, hidden_size] goes from one to the next.
@@ -176,7 +176,7 @@ def units_of_layers(layers: Sequence[nn.Module]) -> tuple[UnitSpec, ...]:
     Raises:
         ValueError: there is no layer, or one is neither a module nor a `functools.partial` of one.
     """
-    if not layers:
+    if not len(layers):
         raise ValueError("a model needs at least one layer")
     modules = [_module_of(i, layer) for i, layer in enumerate(layers)]
     return tuple(_unit_of_layer(f"layers.{i}", module) for i, module in enumerate(modules))

@@ -1,6 +1,7 @@
 """The engine: one model over a grid of processes, which trains, scores and generates; each job has its own file."""
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -25,6 +26,7 @@ from penstock.engine.trainer import Trainer, TrainResult
 from penstock.parallel import Grid
 from penstock.runtime import Recorder
 from penstock.settings import Layout, Normalize, RunConfig, SamplingParams
+from penstock.settings.arguments import checked
 
 
 class Engine(ModelState):
@@ -49,6 +51,7 @@ class Engine(ModelState):
     #: continues prompts
     generator: Generator
 
+    @checked
     def __init__(
         self,
         units: UnitSource,
@@ -65,14 +68,16 @@ class Engine(ModelState):
         self.scorer, self.generator = Scorer(pipeline), Generator(pipeline)
 
     @classmethod
+    @checked
     def from_config(cls, config: RunConfig | str | Path) -> Self:
         """The engine of a run's settings, or of the TOML file that holds them. Raises: ValueError if they conflict."""
         return cls(*read_arguments(config))
 
     @classmethod
+    @checked
     def from_layers(
         cls,
-        layers: Sequence[nn.Module],
+        layers: Sequence[nn.Module | partial[Any]],
         hidden_size: int,
         layout: Layout | None = None,
         options: EngineOptions | None = None,
@@ -82,6 +87,7 @@ class Engine(ModelState):
         return cls(units_of_layers(layers), hidden_size, layout, options, **changes)
 
     @classmethod
+    @checked
     def from_hf(
         cls,
         path: str | Path,
@@ -94,6 +100,7 @@ class Engine(ModelState):
         found = open_pretrained(path, native)
         return cls(found.units, found.hidden_size, layout, options, found.form, **changes)
 
+    @checked
     def save_hf(self, path: str | Path, dtype: str | None = None, **options: Any) -> None:
         """Write the model as a new Hugging Face folder; all ranks call it. See `export_model`, `ExportOptions`."""
         export_model(self, self.form, path, ExportOptions(dtype, **options))

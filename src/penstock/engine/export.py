@@ -29,6 +29,7 @@ from penstock.model.hf.files import INDEX_FILE, SINGLE_FILE
 from penstock.parallel.collectives import gather_uneven
 from penstock.parallel.host import gather_json, on_all_ranks
 from penstock.parallel.tensor_slice import Shape, Shard, StoredSlice
+from penstock.settings.arguments import checked
 
 MAX_SHARD_BYTES = 5 * 10**9
 TOKENIZER_FILES = (
@@ -51,6 +52,7 @@ Progress = Callable[[int], None]
 """A function that is called after each file with its number of bytes."""
 
 
+@checked
 @dataclass(frozen=True)
 class ExportOptions:
     """Options of a written model.

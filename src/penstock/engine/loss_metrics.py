@@ -71,7 +71,7 @@ class Metric:
             if isinstance(given, Tensor) and given.numel() == 1:
                 # A copy of one number: the loss function may change its tensor, or hold a whole graph by it.
                 object.__setattr__(self, name, given.detach().clone())
-            elif given is not None and not isinstance(given, int | float):
+            elif not (isinstance(given, int | float) or (given is None and name == "weight")):
                 shape = f" of shape {list(given.shape)}" if isinstance(given, Tensor) else ""
                 raise ValueError(f"a metric's {name} is one number, not a {type(given).__name__}{shape}")
 

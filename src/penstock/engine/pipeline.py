@@ -48,6 +48,7 @@ from penstock.runtime import (
     open_transport,
 )
 from penstock.schedule import Costs, Pair, Placement, Program, Timeline
+from penstock.schedule.actions import check_count
 from penstock.schedule.choice import ScheduleChoice, forward_only
 from penstock.settings import Layout
 
@@ -143,6 +144,7 @@ class Pipeline:
         options: EngineOptions | None = None,
     ) -> None:
         self.layout, self.options = layout or Layout(), options or EngineOptions()
+        check_count("hidden_size", int(hidden_size))
         self.device, self.grid = self._join()
         check_alike(self.options, partial(gather_json, group=self.grid.control))
         self.context = ContextShards(self.grid.cp_group, self.device)

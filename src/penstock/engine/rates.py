@@ -80,7 +80,7 @@ class _Probe:
                 f"{len(groups)} that it was given; it must keep them"
             )
         self._scheduler = None if self._make_scheduler is None else self._make_scheduler(self._optimizer)
-        if self._scheduler is not None and (
+        if self._make_scheduler is not None and (
             not isinstance(self._scheduler, LRScheduler) or isinstance(self._scheduler, ReduceLROnPlateau)
         ):
             raise ConfigError(

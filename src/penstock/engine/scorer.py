@@ -21,11 +21,14 @@ from penstock.engine.pipeline import Pipeline
 from penstock.model import Logits, token_log_probs, token_statistics, whole_logits
 from penstock.parallel.host import broadcast_value, check_portable, gather_json, on_all_ranks
 from penstock.runtime import Feed, PipelineError
+from penstock.settings.arguments import check_argument, checked
 
 PostHook = Callable[[Any, PackedBatch], Any]
 """A function of logits (a Tensor, or `ShardedLogits` where ranks share the vocabulary) and their microbatch."""
 
 AggregateFn = Callable[[list[Any]], Any]
+
+_END: Any = object()
 
 
 class Scorer:
@@ -82,18 +85,21 @@ class Scorer:
         loss, weight, recovery = 0.0, 0.0, self.pipeline.recovery
         num_metrics, measured = 0, LossMetrics(loss_fn)
         self.pipeline.set_training(False)
-        if isinstance(batches, PackedBatch):
-            raise ValueError("batches is one PackedBatch; give a list of them")
-        if not isinstance(batches, Iterable):
-            raise ValueError(f"batches={batches!r} is a {type(batches).__name__}; give a list of PackedBatch")
-        job = BatchCall("evaluate()", lambda: check_loss(loss_fn, loss_weight_fn), loss_fn is token_cross_entropy)
-        remaining = iter(batches)
+
+        def check() -> None:
+            _check_batches(batches)
+            check_loss(loss_fn, loss_weight_fn)
+
+        job = BatchCall("evaluate()", check, loss_fn is token_cross_entropy)
+        # Anything else is refused on all ranks alike, as if there were no batch.
+        remaining = iter(batches if _are_batches(batches) else ())
         with self.pipeline.casts.kept():
             while True:
                 with recovery.joined():
                     with recovery.alone():
-                        batch = next(remaining, None)
-                    asked = replace(job, asked=BatchReport.of_end() if batch is None else None)
+                        batch = next(remaining, _END)
+                    asked = replace(job, asked=BatchReport.of_end() if batch is _END else None)
+                    batch = None if batch is _END else batch
                     agreed = agree_on_microbatches(self.pipeline, batch, micro_batches, asked, loss_weight_fn)
                     if len(agreed.ended) == self.pipeline.layout.dp:
                         break
@@ -116,6 +122,19 @@ class Scorer:
             )
 
 
+def _check_batches(batches: Any) -> None:
+    """Refuse what is no list of batches. Raises: ValueError."""
+    if isinstance(batches, PackedBatch):
+        raise ValueError("batches is one PackedBatch; give a list of them")
+    if not _are_batches(batches):
+        raise ValueError(f"batches={batches!r} is a {type(batches).__name__}; give a list of PackedBatch")
+
+
+def _are_batches(batches: Any) -> bool:
+    return isinstance(batches, Iterable) and not isinstance(batches, PackedBatch | str | bytes | Mapping)
+
+
+@checked
 @dataclass(frozen=True)
 class PerToken:
     """A hook whose result has a row for each token, made of that token's logits and keys alone.
@@ -145,6 +164,7 @@ class PerToken:
         return result
 
 
+@checked
 def token_scores(temperature: float = 1.0, entropies: bool = False) -> PostHook:
     """A hook that gives each token the log-probability of its label, the next token: {"log_probs": [T]} in fp32.
 
@@ -185,6 +205,8 @@ class Outputs:
         """Refuse before anything is computed what cannot fit. Raises: `PartitionError`, ValueError."""
         check_callable("post_hook", self.post_hook, "logits, microbatch", optional=True)
         check_callable("aggregate_fn", self.aggregate_fn, "list of results", optional=True)
+        check_argument("broadcast", self.broadcast, bool)
+        check_argument("output_seqlens", self.output_seqlens, Sequence[int] | None)
         if self.output_seqlens is not None:
             check_lengths(self.output_seqlens, batch.num_items)
 

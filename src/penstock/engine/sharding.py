@@ -21,6 +21,7 @@ from penstock.model import Logits, ModelGroups, Sequences, ShardedLogits, Spread
 from penstock.parallel import Grid, Reduction, gather_uneven
 from penstock.parallel.tensor_slice import LocalTensor, Shard, TensorSlice, local_run
 from penstock.settings import Layout
+from penstock.settings.arguments import check_argument
 
 UnitSource = Sequence[UnitSpec] | Callable[[ModelGroups], Sequence[UnitSpec]]
 """A model's units, or a function that makes them for the groups that share them."""
@@ -33,7 +34,9 @@ def units_for(source: UnitSource, groups: ModelGroups, layout: Layout) -> tuple[
         ValueError: they are there already, and the layout wants them shared.
     """
     if callable(source):
-        return tuple(source(groups))
+        found = source(groups)
+        check_argument("units", found, Sequence[UnitSpec])
+        return tuple(found)
     if (layout.tp, layout.cp, layout.ep) != (1, 1, 1):
         raise ValueError(
             f"the layout {layout} shares a model over tp, cp or ep, but its units are given ready-made; "

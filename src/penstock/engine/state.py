@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,11 @@ from penstock.engine.sharding import local_parameters, local_state
 from penstock.engine.trainer import Trainer, TrainResult
 from penstock.engine.watch import Watchers
 from penstock.parallel.buckets import StateBytes
+from penstock.parallel.host import gather_json, on_all_ranks
 from penstock.parallel.tensor_slice import LocalTensor, Shard
 from penstock.schedule import Costs, Timeline
+from penstock.settings.arguments import check_argument, checked
+from penstock.settings.declare import nearest
 
 
 class ModelState:
@@ -79,7 +83,12 @@ class ModelState:
 
         Where the optimizer's step is divided among ranks (`zero`), only the elements that this rank steps are summed.
         """
-        return next(b.gradient(name) for b in self.trainer.gradients.values() if name in b.gradients)
+        found = [buckets for buckets in self.trainer.gradients.values() if name in buckets.gradients]
+        if not found:
+            names = [own for buckets in self.trainer.gradients.values() for own in buckets.gradients]
+            near = f"the nearest name is {nearest(str(name), names)!r}" if names else "no parameter is trained here"
+            raise ValueError(f"this rank has no gradient of {name!r}; {near}")
+        return found[0].gradient(name)
 
     def state(self, optimizer: bool = True) -> dict[str, LocalTensor]:
         """This rank's part of the parameters, buffers and the optimizer's state, by full name: copy into it to load."""
@@ -113,6 +122,7 @@ class ModelState:
         Raises: AnotherRun, ValueError, CheckpointError; on all ranks alike.
         """
         grid = self.pipeline.grid
+        self._check_on_all_ranks(path=(path, str | Path), keep=(keep, int))
         with self.pipeline.recorder.collective("save a checkpoint"):
             saved = Checkpointer(path, grid, {}, keep, self.aliases, newest_last=True)
             values = {"engine": self.progress(), "random": random_state(), "extra": extra}
@@ -129,6 +139,7 @@ class ModelState:
         nothing loaded.
         """
         pipeline = self.pipeline
+        self._check_on_all_ranks(path=(path, str | Path))
         rank, world_size = pipeline.grid.rank, pipeline.grid.world_size
         with pipeline.recorder.collective("load a checkpoint"):
             saved, own = CheckpointReader(path, pipeline.grid, None, self.aliases), self.state()
@@ -146,7 +157,21 @@ class ModelState:
 
         Raises: ValueError if there are none, or the folder holds something; on all ranks alike.
         """
+        self._check_on_all_ranks(path=(path, str | Path))
         save_adapter(self.pipeline, self.form, path)
+
+    def _check_on_all_ranks(self, **given: tuple[Any, Any]) -> None:
+        """Refuse arguments of other types than those beside them, on all ranks alike, and any use after `close`.
+
+        Raises: ValueError, PipelineError.
+        """
+
+        def check() -> None:
+            for name, (value, kind) in given.items():
+                check_argument(name, value, kind)
+
+        self.pipeline.recovery.check_usable()
+        on_all_ranks(check, partial(gather_json, group=self.pipeline.grid.control), ValueError)
 
     def request_stop(self) -> None:
         """Ask all ranks to end after the next step: its `TrainResult.stop_requested` is true on each of them."""
@@ -168,6 +193,7 @@ class ModelState:
             self.trainer.request_stop()
         return loss
 
+    @checked
     def simulated(self, num_microbatches: int, costs: Costs) -> Timeline:
         """The simulated timeline of a step."""
         return self.pipeline.simulated(num_microbatches, costs)

@@ -19,6 +19,7 @@ from penstock.engine.runs import MetricsLog
 from penstock.engine.trainer import TrainResult
 from penstock.engine.watch import evaluation_numbers, step_numbers
 from penstock.settings import ConfigError, LogConfig
+from penstock.settings.arguments import checked
 
 PROMETHEUS_FILE = "metrics.prom"
 _WANDB_FILE = "wandb.id"
@@ -110,6 +111,7 @@ class Trackers:
     #: the trackers, each of which gets every number
     _trackers: tuple[Tracker, ...]
 
+    @checked
     def __init__(self, trackers: Sequence[Tracker]) -> None:
         self._trackers = tuple(trackers)
 

@@ -168,6 +168,7 @@ class Trainer:
                 rank that is alone raises the exception itself.)
             TransportError: a peer did not send or receive in time.
         """
+        self.pipeline.recovery.check_usable()
         if not self.pipeline.options.learns:
             raise ValueError("this engine was made with learns=False, to score and generate; make one that learns")
         start, loss_scale = time.perf_counter(), self.optimizer.loss_scale

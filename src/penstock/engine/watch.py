@@ -13,6 +13,7 @@ from penstock.engine.trainer import TrainResult
 from penstock.parallel.host import gather_json, on_all_ranks
 from penstock.runtime import CallbackError
 from penstock.settings import ConfigError
+from penstock.settings.arguments import checked
 from penstock.settings.objects import load_object
 
 EVENTS = ("on_step", "on_evaluation", "on_checkpoint", "on_end")
@@ -122,6 +123,7 @@ class EarlyStop:
     #: evaluations since then
     num_worse: int
 
+    @checked
     def __init__(self, patience: int, min_delta: float = 0.0) -> None:
         if patience < 1 or not min_delta >= 0:
             raise ValueError(

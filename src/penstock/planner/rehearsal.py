@@ -16,6 +16,7 @@ from penstock.schedule.rehearsal import (
     UnitCost,
 )
 from penstock.settings import RunConfig
+from penstock.settings.arguments import checked
 
 __all__ = [
     "ActionCost",
@@ -30,6 +31,7 @@ __all__ = [
 ]
 
 
+@checked
 def rehearse(config: RunConfig | str | Path, rank: int = 0, device: str | None = None) -> Rehearsal:
     """One rank's training step under a run's settings, read from a TOML file or given.
 

@@ -16,6 +16,7 @@ from penstock.planner.shape import EXPERTS
 from penstock.planner.times import Clock, Constants
 from penstock.schedule import builders
 from penstock.settings import Layout
+from penstock.settings.arguments import checked
 
 Progress = Callable[[str], None]
 
@@ -98,6 +99,7 @@ class Plan:
     known: tuple[tuple[str, str], ...] = ()
 
 
+@checked
 def plan(
     workload: Workload,
     cluster: Cluster,

@@ -154,8 +154,18 @@ class Recovery:
         if redo is not None:
             self._redo.append(redo)
 
+    def check_usable(self) -> None:
+        """Raises: PipelineError if no call is possible: after the end, or within another call of this rank."""
+        if self.lost:
+            raise PipelineError(self.lost)
+        if self._alone and self._recorder.doing != "between actions":
+            raise PipelineError(
+                f"the engine was called while it is {self._recorder.doing}; a loss, a hook or a listener cannot call it"
+            )
+
     def close(self) -> None:
-        """Stop the thread."""
+        """Stop the thread; no step can be taken any more."""
+        self.lost = self.lost or "this engine was closed; make another one"
         if self._end_watch is not None:
             self._end_watch()
 
@@ -169,8 +179,9 @@ class Recovery:
             StepError: a rank has failed, this or another. All can go on as if the step had not been tried.
             PipelineError: no step is possible any more.
         """
-        if self.lost or self.uncertain:
-            raise PipelineError(self.lost or self.uncertain)
+        self.check_usable()
+        if self.uncertain:
+            raise PipelineError(self.uncertain)
         self._state.save()
         try:
             self.alarm.check()

@@ -8,6 +8,8 @@
 0.273
 """
 
+from types import FunctionType as _Function
+
 from penstock.schedule.actions import (
     Action,
     Direction,
@@ -33,6 +35,7 @@ from penstock.schedule.sequence import NO_ROW, Ending, Sequence, Token
 from penstock.schedule.simulate import Event, Timeline, critical_path, simulate
 from penstock.schedule.text import from_csv, from_text, to_csv, to_text
 from penstock.schedule.verify import Proof, verify
+from penstock.settings.arguments import checked as _checked
 
 __all__ = [
     "NO_ROW",
@@ -87,3 +90,6 @@ __all__ = [
     "to_text",
     "verify",
 ]
+
+# Who calls from outside is told of arguments of wrong types; inside the package functions come from their own files.
+globals().update({name: _checked(own) for name in __all__ if isinstance(own := globals()[name], _Function)})

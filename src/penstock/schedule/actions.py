@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from enum import Enum, IntEnum
 from typing import TypeAlias
 
+from penstock.settings.arguments import check_argument
+
 
 class ScheduleError(ValueError):
     """A schedule, program or file that cannot be carried out; the message names the rank, the action and the reason.
@@ -108,7 +110,7 @@ class Pair:
     backward: Action
 
     def __post_init__(self) -> None:
-        if self.forward.op is not Op.F or self.backward.op not in (Op.B, Op.I):
+        if getattr(self.forward, "op", None) is not Op.F or getattr(self.backward, "op", None) not in (Op.B, Op.I):
             raise ValueError(f"a pair is an F with a B or an I, not {self.forward} with {self.backward}")
         if (self.forward.stage, self.forward.microbatch) == (self.backward.stage, self.backward.microbatch):
             raise ValueError(f"{self.backward} needs {self.forward}, so they cannot be one pair")
@@ -272,11 +274,17 @@ class Schedule:
     training: bool = True
 
     def __post_init__(self) -> None:
+        check_argument("placement", self.placement, Placement)
+        check_argument("orders", self.orders, tuple | list)
         check_count("microbatches", self.num_microbatches)
         if len(self.orders) != self.placement.num_ranks:
             raise ValueError(f"{self.placement.num_ranks} ranks need as many orders, got {len(self.orders)}")
         if self.live_bound is not None and len(self.live_bound) != self.placement.num_ranks:
             raise ValueError(f"{self.placement.num_ranks} ranks need as many bounds, got {len(self.live_bound)}")
+        for rank, order in enumerate(self.orders):
+            for step in order:
+                if type(step) is not Pair and not (type(step) is Action and type(step.op) is Op):
+                    raise ValueError(f"rank {rank} has the step {step!r}; steps are Actions, with an Op, and Pairs")
 
     def microbatches_of(self, stage: int) -> range:
         """The microbatches that pass through a stage: all, or those of its route."""
@@ -302,6 +310,7 @@ class Program:
     ranks: tuple[tuple[Step, ...], ...]
 
     def __post_init__(self) -> None:
+        check_argument("schedule", self.schedule, Schedule)
         if len(self.ranks) != self.placement.num_ranks:
             raise ValueError(f"{self.placement.num_ranks} ranks need as many lists of steps, got {len(self.ranks)}")
 

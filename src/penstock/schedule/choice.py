@@ -120,6 +120,7 @@ class ScheduleChoice:
     def placement(self, ranks: int) -> Placement:
         """The placement of the stages, which depends on neither microbatches nor times."""
         if isinstance(self.own, Schedule):
+            _check_numbers(self.name, self.own, ranks, self.own.num_microbatches)
             return self.own.placement
         if self.is_file:
             return files.read(self.name).placement

@@ -9,6 +9,7 @@ from typing import TypeAlias
 
 from penstock.schedule.actions import Action, Op, Pair, Placement, Schedule, Step
 from penstock.schedule.rules import partner
+from penstock.settings.arguments import checked
 
 PerStage: TypeAlias = float | Sequence[float]
 PerLink: TypeAlias = float | Sequence[float]
@@ -51,6 +52,7 @@ class Memory:
         return sizes[stage % len(sizes)] if isinstance(sizes, tuple) else sizes / stages_per_rank
 
 
+@checked
 @dataclass(frozen=True)
 class Costs:
     """Times in any one unit, which is also that of the timeline, and sizes in bytes.
@@ -99,8 +101,9 @@ class Costs:
     def __post_init__(self) -> None:
         for name in (*_TIMES, *_SIZES, "lengths"):
             value = getattr(self, name)
-            if isinstance(value, Sequence):
-                object.__setattr__(self, name, tuple(value))
+            # Arrays have a length, too.
+            if hasattr(value, "__len__"):
+                object.__setattr__(self, name, value := tuple(value))
             for one in value if isinstance(value, Sequence) else () if value is None else (value,):
                 if not isfinite(one) or one < 0:
                     kind = "a time" if name in _TIMES else "a number"

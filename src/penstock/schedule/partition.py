@@ -107,7 +107,8 @@ def _most_even(until: list[int], num_stages: int, limit: int) -> tuple[range, ..
     for num_after in range(num_stages):
         before: list[int | None] = best
         latest = choice
-        best, choice = [None] * (num_units + 1), [num_units] * num_units
+        best = [None] * (num_units + 1)
+        choice = [num_units] * num_units
         earliest = 0
         for start in range(num_stages - 1 - num_after, num_units - num_after):
             # Where the rest was too long for the stages after, nothing is known of its end.

@@ -16,6 +16,7 @@ from enum import IntEnum
 from typing import NamedTuple
 
 from penstock.schedule.actions import ALL, TRANSFERS, Action, Direction, Op, Pair, Placement, Schedule, Step
+from penstock.settings.arguments import check_argument
 
 
 class FactKind(IntEnum):
@@ -204,6 +205,7 @@ class Rules:
     _facts_per_stage: int
 
     def __init__(self, schedule: Schedule) -> None:
+        check_argument("schedule", schedule, Schedule)
         self.schedule, self.placement = schedule, schedule.placement
         self._facts_per_stage = schedule.num_microbatches + 1
         self.num_facts = len(FactKind) * self.placement.num_stages * self._facts_per_stage

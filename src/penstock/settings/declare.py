@@ -217,6 +217,14 @@ class Settings:
     def __init_subclass__(cls, section: str = "") -> None:
         cls.section = section or cls.section
 
+    def __new__(cls, *_: Any, **given: Any) -> typing.Self:
+        known = [field.name for field in dataclasses.fields(typing.cast(Any, cls)) if field.init]
+        if unknown := [name for name in given if name not in known]:
+            raise ConfigError(
+                f"{cls.__name__} has no {unknown[0]!r}; the nearest one is {nearest(unknown[0], known)!r}"
+            )
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         for own in _fields(type(self)):
             value = getattr(self, own.path[0])

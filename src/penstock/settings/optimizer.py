@@ -4,6 +4,7 @@ There is no state from step to step, so a skipped step does not shift later ones
 """
 
 import math
+import numbers
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -104,6 +105,7 @@ class LearningRate(Settings, section="optimizer"):
         Raises:
             ConfigError: the decay has an end that is left out.
         """
+        _check_step(step)
         warmup, end = self.num_warmup_steps, self.num_decay_steps
         if self.ends and end is None:
             raise ConfigError(f"optimizer.decay = {self.decay} needs num_decay_steps, the step at which it ends")
@@ -163,6 +165,7 @@ class WeightDecay(Settings, section="optimizer"):
         Raises:
             ConfigError: it changes, and the step of reaching its last value is left out.
         """
+        _check_step(step)
         if self.last is None or self.ramp is Ramp.CONSTANT:
             return self.first
         if self.num_steps is None:
@@ -268,6 +271,11 @@ class OptimizerConfig(Settings, section="optimizer"):
             learning_rate=replace(rate, num_decay_steps=end) if isinstance(rate, LearningRate) else rate,
             weight_decay=replace(decay, num_steps=end) if isinstance(decay, WeightDecay) else decay,
         )
+
+
+def _check_step(step: Any) -> None:
+    if isinstance(step, bool) or not isinstance(step, numbers.Integral) or step < 0:
+        raise ConfigError(f"there is no rate of step {step!r}; steps are whole numbers from 0 on")
 
 
 def _progress(step: int, first: int, last: int) -> float:

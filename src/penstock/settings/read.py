@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
+from penstock.settings.arguments import checked
 from penstock.settings.declare import (
     ConfigError,
     Setting,
@@ -26,6 +27,7 @@ Values = dict[str, Any]
 """Values of settings by their dotted names."""
 
 
+@checked
 def read_config(path: str | Path) -> RunConfig:
     """Read a run's TOML file.
 

@@ -105,7 +105,10 @@ class Checkpointer(CheckpointReader):
 
         def prepare() -> None:
             # As text at once: the caller may change the value while the writer runs.
-            texts.append(json.dumps(extra))
+            try:
+                texts.append(json.dumps(extra))
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"extra is no JSON value ({error}); give numbers, texts, lists and dicts") from None
             if self._grid.rank == 0:
                 shutil.rmtree(staging, ignore_errors=True)
                 staging.mkdir()
@@ -152,7 +155,10 @@ class Checkpointer(CheckpointReader):
 
     def _claim(self) -> None:
         """Claim the folder for this run and clear away what a killed one left; rank 0."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CheckpointError(f"{self.folder} cannot be made: {error.strerror}; give another folder") from error
         run_file = self.folder / _RUN_FILE
         if run_file.exists():
             try:

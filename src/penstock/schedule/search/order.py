@@ -30,8 +30,10 @@ from penstock.schedule.search.skeletons import (
 )
 from penstock.schedule.search.weave import latest_starts, weave
 from penstock.schedule.verify import verify
+from penstock.settings.arguments import checked
 
 
+@checked
 @dataclass(frozen=True)
 class SearchOptions:
     """The times and limits that a search finds an order for, and its effort.

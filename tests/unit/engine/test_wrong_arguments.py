@@ -1,0 +1,185 @@
+"""Wrong arguments: refused in one sentence before anything is computed, and the engine takes the next step."""
+
+# pyright: reportArgumentType=false, reportCallIssue=false
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from penstock import (
+    EarlyStop,
+    Engine,
+    EngineOptions,
+    MicroBatchSpec,
+    OptimizerConfig,
+    PackedBatch,
+    PerToken,
+    SamplingParams,
+    Trackers,
+    read_config,
+    schedule,
+    token_cross_entropy,
+    token_scores,
+)
+from penstock.engine.checkpoint import CheckpointError
+from penstock.model import decoder_units
+from penstock.planner.rehearsal import rehearse
+from penstock.runtime import Executor, PipelineError
+from penstock.settings import ModelConfig
+
+CONFIG = ModelConfig(vocab_size=40, hidden_size=16, intermediate_size=24, num_layers=1, num_heads=2, max_length=32)
+BATCH = PackedBatch.from_documents([[1, 2, 3], [4, 5], [6, 7, 8]])
+OTHER = schedule.build("1f1b", ranks=2, microbatches=2)
+
+
+def layers() -> list[nn.Module]:
+    return [nn.Embedding(40, 16), nn.Linear(16, 40)]
+
+
+def made_of(*args: Any, **options: Any) -> Callable[[], Engine]:
+    return lambda: Engine.from_layers(*args, **options)
+
+
+CONSTRUCTORS: list[tuple[Callable[[], Any], str]] = [
+    (made_of(None, 16), "layers = None; give a list of Modules or partials"),
+    (made_of(nn.Linear(2, 2), 16), "layers is a Linear; give a list"),
+    (made_of({"a": nn.Linear(2, 2)}, 16), "is a dict; give a list of Modules"),
+    (made_of((layer for layer in layers()), 16), "layers is a generator; give a list"),
+    (made_of([nn.Embedding(4, 2), nn.Linear], 2), "layers[1] is a type; give a Module or a partial"),
+    (made_of(layers(), "16"), "hidden_size = '16' is a str; give a whole number"),
+    (made_of(layers(), 0), "hidden_size must be a whole number of at least 1, got 0"),
+    (made_of(layers(), 16, "pp=2"), "layout = 'pp=2' is a str; give a Layout or None"),
+    (made_of(layers(), 16, {"pp": 1}), "layout = {'pp': 1} is a dict; give a Layout or None"),
+    (made_of(layers(), 16, None, {"seed": 1}), "options = {'seed': 1} is a dict; give an EngineOptions or None"),
+    (made_of(layers(), 16, None, OptimizerConfig()), "options is an OptimizerConfig; give an EngineOptions or None"),
+    (made_of(layers(), 16, schedule=OTHER), "1f1b is for 2 ranks and 2 microbatches, not for 1"),
+    (made_of(layers(), 16, optimizer=OptimizerConfig(scheduler=lambda optimizer: None)), "not a NoneType"),
+    (lambda: EngineOptions(sead=1), "EngineOptions has no 'sead'; the nearest one is 'seed'"),
+    (lambda: Engine(None, 16), "units = None; give a list of UnitSpecs or a function"),
+    (lambda: Engine(layers(), 16), "units[0] is an Embedding; give an UnitSpec"),
+    (lambda: Engine("llama", 16), "units = 'llama' is a str; give a list of UnitSpecs"),
+    (lambda: Engine(lambda groups: None, 16), "units = None; give a list of UnitSpecs"),
+    (lambda: Engine.from_hf(None), "path = None; give a text or a path"),
+    (lambda: Engine.from_hf(""), "path = '' is empty; give a path"),
+    (lambda: Engine.from_hf("nowhere", native="no"), "native = 'no' is a str; give True or False"),
+    (lambda: Engine.from_config({}), "config = {} is a dict; give a RunConfig or a text or a path"),
+    (lambda: read_config(5), "path = 5 is an int; give a text or a path"),
+    (lambda: rehearse("run.toml", "0"), "rank = '0' is a str; give a whole number"),
+    (lambda: rehearse({}), "config = {} is a dict; give a RunConfig or a text or a path"),
+    (lambda: MicroBatchSpec(allow_fewer="yes"), "allow_fewer is 'yes'; it must be True or False"),
+    (lambda: EarlyStop("x"), "patience = 'x' is a str; give a whole number"),
+    (lambda: Trackers(None), "trackers = None; give a list of Trackers"),
+    (lambda: token_scores(temperature="x"), "temperature = 'x' is a str; give a number"),
+    (lambda: PerToken(5), "hook = 5 is an int; give a function"),
+    (lambda: PackedBatch.from_sequences(5), "sequences: a int; give a dict from names to values"),
+    (lambda: PackedBatch.from_sequences({5: [[1]]}), "sequences: the key 5 is a int; keys are names"),
+    (lambda: PackedBatch.from_documents([[1], [2]], ids="ab"), "ids: 'ab' is str; give a list"),
+    (lambda: PackedBatch.from_documents([[1]], metadata=[1]), "metadata: a list; give a dict from names to values"),
+    (lambda: PackedBatch.gather("x"), "batches: a str; give a list of batches"),
+    (lambda: BATCH.split_with(["x"]), "parts: 'x' is a str; give numbers of items, or ranges of them"),
+    (lambda: BATCH.select(5), "keys: a int; give a list of names"),
+    (lambda: BATCH.reorder(None), "indices: a NoneType; give a list of whole numbers"),
+    (lambda: BATCH.with_key(5, torch.ones(8)), "the key 5 is a int; keys are names"),
+    (lambda: BATCH.with_data(5), "data: a int; give a dict from names to values"),
+]
+
+
+@pytest.mark.shows(113)
+@pytest.mark.parametrize(("call", "words"), CONSTRUCTORS)
+def test_what_cannot_be_made_says_which_argument_and_what_is_possible(call: Callable[[], Any], words: str) -> None:
+    with pytest.raises((ValueError, TypeError)) as caught:
+        call()
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+def calls(folder: Path) -> Iterator[tuple[Callable[[Engine], Any], str]]:
+    """The call, and what its refusal says."""
+    few, loss = SamplingParams(max_new_tokens=2), token_cross_entropy
+    yield lambda e: e.train_batch(iter([BATCH])), "batch: a list_iterator; give a PackedBatch"
+    yield (
+        lambda e: e.train_batch(BATCH, lambda output: output),
+        "loss_fn is a function of (output); give one of (output, ",
+    )
+    yield lambda e: e.train_batch(BATCH, loss, lambda: 1.0), "loss_weight_fn is a function of (); give one of (microb"
+    yield lambda e: e.train_batch(BATCH, loss, lambda m: torch.ones(2)), "loss_weight_fn gave a Tensor for microbatch 0"
+    yield lambda e: e.train_batch(BATCH, step=1 << 70), "steps are counted from 1 to 9223372036854775807"
+    yield lambda e: e.train_batch(BATCH, los_fn=loss), "unexpected keyword argument 'los_fn'"
+    yield lambda e: e.evaluate([None]), "batch: a NoneType; give a PackedBatch"
+    yield lambda e: e.evaluate("abc"), "batches='abc' is a str; give a list of PackedBatch"
+    yield lambda e: e.evaluate({}), "batches={} is a dict; give a list of PackedBatch"
+    yield lambda e: e.forward(BATCH, broadcast="yes"), "broadcast = 'yes' is a str; give True or False"
+    yield lambda e: e.forward(BATCH, output_seqlens=5), "output_seqlens = 5 is an int; give a list of whole numbers or"
+    yield lambda e: e.forward(BATCH, output_seqlens=[1.5, 1, 1]), "output_seqlens[0] = 1.5 is a float; give a whole"
+    yield lambda e: e.forward(BATCH, lambda logits: logits), "post_hook is a function of (logits); give one of (logits,"
+    yield lambda e: e.generate([[1]], few, on_token=lambda: 1), "on_token is a function of (); give one of (number, tok"
+    yield lambda e: e.save(None), "path = None; give a text or a path"
+    yield lambda e: e.save(""), "path = '' is empty; give a path"
+    yield lambda e: e.save(folder, keep="1"), "keep = '1' is a str; give a whole number"
+    yield lambda e: e.save(folder, keep=0), "at least 1 checkpoint must be kept, not 0"
+    yield lambda e: e.save(folder, extra=object()), "extra is no JSON value"
+    yield lambda e: e.load(5), "path = 5 is an int; give a text or a path"
+    yield lambda e: e.save_hf(5), "path = 5 is an int; give a text or a path"
+    yield lambda e: e.save_hf(folder, max_shard_bytes="5GB"), "max_shard_bytes = '5GB' is a str; give a whole number"
+    yield lambda e: e.save_hf(folder, shard=1), "ExportOptions has no 'shard'; the nearest one is 'max_shard_bytes'"
+    yield lambda e: e.save_adapter(5), "path = 5 is an int; give a text or a path"
+    yield (
+        lambda e: e.gradient("head.norm.wieght"),
+        "no gradient of 'head.norm.wieght'; the nearest name is 'head.norm.weight'",
+    )
+    yield lambda e: e.simulated(2, 5), "costs = 5 is an int; give a Costs"
+
+
+@pytest.mark.shows(113)
+def test_what_a_method_cannot_use_is_refused_before_anything_is_computed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(decoder_units(CONFIG), CONFIG.hidden_size, device="cpu")
+    before = {name: p.detach().clone() for name, p in engine.parameters().items()}
+
+    def forbidden(*_: Any) -> Any:
+        raise AssertionError("something was computed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Executor, "run", forbidden)
+        for call, words in calls(tmp_path / "run"):
+            with pytest.raises((ValueError, TypeError)) as caught:
+                call(engine)
+            assert words in str(caught.value) and "\n" not in str(caught.value)
+    assert all(torch.equal(p, before[name]) for name, p in engine.parameters().items())
+    assert engine.train_batch(BATCH).step == 1 and engine.evaluate([BATCH]) > 0
+    with pytest.raises(CheckpointError, match="cannot be made: Not a directory; give another folder"):
+        (tmp_path / "file").write_text("")
+        engine.save(tmp_path / "file" / "run")
+    engine.close()
+
+
+def test_a_closed_engine_and_one_within_a_call_say_so(tmp_path: Path) -> None:
+    engine = Engine(decoder_units(CONFIG), CONFIG.hidden_size, device="cpu")
+
+    def loss(output: Any, microbatch: PackedBatch) -> Any:
+        engine.train_batch(BATCH)
+
+    inside = "the engine was called while it is in 0F0; a loss, a hook or a listener cannot call it"
+    for call in (
+        lambda: engine.train_batch(BATCH, loss),
+        lambda: engine.forward(BATCH, lambda logits, microbatch: engine.forward(BATCH)),
+    ):
+        with pytest.raises(PipelineError, match=inside):
+            call()
+    assert engine.train_batch(BATCH).step == 1
+    engine.close()
+    for call in (
+        lambda: engine.train_batch(BATCH),
+        lambda: engine.evaluate([BATCH]),
+        lambda: engine.forward(BATCH),
+        lambda: engine.generate([[1]], SamplingParams(max_new_tokens=2)),
+        lambda: engine.save(tmp_path),
+        lambda: engine.load(tmp_path),
+    ):
+        with pytest.raises(PipelineError, match="this engine was closed; make another one"):
+            call()
+    engine.close()
