@@ -24,7 +24,7 @@ from penstock.model import Limits
 _INTEGERS = (torch.int64, torch.int32)
 _NO_LIMIT = sys.maxsize
 # Ranks tell each other in 64 bits.
-_LAST_STEP = 2**63 - 1
+LAST_STEP = 2**63 - 1
 # Keys that a model's own code reads token by token.
 _PER_TOKEN = ("labels", "positions")
 
@@ -94,8 +94,8 @@ def check_loss(loss_fn: Any, loss_weight_fn: Any) -> None:
 
 def check_step(number: Any) -> None:
     """Refuse anything but the number of a step. Raises: ValueError."""
-    if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= _LAST_STEP:
-        raise ValueError(f"step = {number!r} is not the number of a step; steps are counted from 1 to {_LAST_STEP}")
+    if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= LAST_STEP:
+        raise ValueError(f"step = {number!r} is not the number of a step; steps are counted from 1 to {LAST_STEP}")
 
 
 def check_spec(spec: Any) -> None:

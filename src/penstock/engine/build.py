@@ -19,7 +19,7 @@ from penstock.model import BoundLayer, Limits, UnitSpec, WeightGradients, defer,
 from penstock.model.compiling import compile_unit, is_compiled, keep_linears_eager
 from penstock.parallel.host import gather_json, on_all_ranks
 from penstock.runtime import Boundary, PipelineError, Stage
-from penstock.settings import CompileMode, ConfigError, Precision
+from penstock.settings import CompileMode, ConfigError, Precision, checked
 
 SECOND_COPY = "@2"
 
@@ -167,6 +167,7 @@ def _check_recompute(units: Sequence[UnitSpec], options: EngineOptions) -> None:
         raise ConfigError(f"train.recompute names layer {wrong[0]}, but {possible}")
 
 
+@checked
 def units_of_layers(layers: Sequence[nn.Module | partial[Any]]) -> tuple[UnitSpec, ...]:
     """A user's own layers as units, with the weights that they have; their linear layers can defer weight gradients.
 

@@ -1,7 +1,6 @@
 """The engine: one model over a grid of processes, which trains, scores and generates; each job has its own file."""
 
 from collections.abc import Iterable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -25,8 +24,7 @@ from penstock.engine.state import ModelState
 from penstock.engine.trainer import Trainer, TrainResult
 from penstock.parallel import Grid
 from penstock.runtime import Recorder
-from penstock.settings import Layout, Normalize, RunConfig, SamplingParams
-from penstock.settings.arguments import checked
+from penstock.settings import Layout, Normalize, RunConfig, SamplingParams, checked
 
 
 class Engine(ModelState):
@@ -68,16 +66,14 @@ class Engine(ModelState):
         self.scorer, self.generator = Scorer(pipeline), Generator(pipeline)
 
     @classmethod
-    @checked
     def from_config(cls, config: RunConfig | str | Path) -> Self:
         """The engine of a run's settings, or of the TOML file that holds them. Raises: ValueError if they conflict."""
         return cls(*read_arguments(config))
 
     @classmethod
-    @checked
     def from_layers(
         cls,
-        layers: Sequence[nn.Module | partial[Any]],
+        layers: Sequence[nn.Module],
         hidden_size: int,
         layout: Layout | None = None,
         options: EngineOptions | None = None,
@@ -87,7 +83,6 @@ class Engine(ModelState):
         return cls(units_of_layers(layers), hidden_size, layout, options, **changes)
 
     @classmethod
-    @checked
     def from_hf(
         cls,
         path: str | Path,
@@ -100,7 +95,6 @@ class Engine(ModelState):
         found = open_pretrained(path, native)
         return cls(found.units, found.hidden_size, layout, options, found.form, **changes)
 
-    @checked
     def save_hf(self, path: str | Path, dtype: str | None = None, **options: Any) -> None:
         """Write the model as a new Hugging Face folder; all ranks call it. See `export_model`, `ExportOptions`."""
         export_model(self, self.form, path, ExportOptions(dtype, **options))
@@ -138,8 +132,7 @@ class Engine(ModelState):
         broadcast: bool = False,
     ) -> Any:
         """The model's outputs, or what hooks make of them, in the batch's order; see `Scorer.forward`, `Outputs`."""
-        outputs = Outputs(post_hook, aggregate_fn, output_seqlens, broadcast)
-        return self.scorer.forward(batch, micro_batches, outputs)
+        return self.scorer.forward(batch, micro_batches, Outputs(post_hook, aggregate_fn, output_seqlens, broadcast))
 
     def generate(
         self,

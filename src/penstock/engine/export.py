@@ -91,7 +91,8 @@ class ExportedParameter:
     is_ours: bool = True
 
 
-def export_model(state: ModelState, form: HuggingFaceForm | None, folder: Path | str, options: ExportOptions) -> None:
+@checked
+def export_model(state: ModelState, form: HuggingFaceForm | None, path: Path | str, options: ExportOptions) -> None:
     """Write a model in this form as a new folder; all ranks call this at the same point.
 
     Raises:
@@ -107,9 +108,9 @@ def export_model(state: ModelState, form: HuggingFaceForm | None, folder: Path |
         for name, own, fetch in _tensors(state)
         if name not in state.ties
     ]
-    write_folder(Path(folder), form, parameters, options, state.pipeline.grid.control)
+    write_folder(Path(path), form, parameters, options, state.pipeline.grid.control)
     if has_adapters and not options.merge_adapters:
-        save_adapter(state.pipeline, form, Path(folder) / ADAPTER_FOLDER)
+        save_adapter(state.pipeline, form, Path(path) / ADAPTER_FOLDER)
 
 
 def _tensors(state: ModelState) -> Iterator[tuple[str, Tensor, Callable[[], Tensor]]]:

@@ -18,9 +18,10 @@ from penstock.model.hf.config_json import CONFIG_FILE as HUGGING_FACE_CONFIG
 from penstock.model.hf.config_json import config_from_json, config_to_json, read_config_json
 from penstock.model.hf.families import names_of
 from penstock.model.hf.files import MissingFile, Names, WeightFiles, units_from_files
+from penstock.parallel.grid import wait_for_all
 from penstock.parallel.host import gather_json, on_all_ranks
 from penstock.parallel.tensor_slice import Shape, StoredSlice
-from penstock.settings import ModelConfig, read_config
+from penstock.settings import ModelConfig, checked, read_config
 
 T = TypeVar("T")
 
@@ -70,6 +71,7 @@ class StoredDecoder:
     form: HuggingFaceForm
 
 
+@checked
 def open_pretrained(path: Path | str, native: bool = True, shape: ModelConfig | None = None) -> Pretrained:
     """Open a Hugging Face folder, or that of a run; every process that will hold a part of it calls this alike.
 
@@ -206,6 +208,7 @@ def _on_every_process(act: Callable[[], T]) -> T:
     """Act together with all processes, before an engine has its groups; the group made here is destroyed again."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return act()
+    wait_for_all()
     group = dist.new_group(backend="gloo")
     assert isinstance(group, dist.ProcessGroup)
     try:

@@ -26,7 +26,7 @@ from penstock.engine.pretrained import HuggingFaceForm, open_pretrained
 from penstock.engine.run_check import check, with_pretrained
 from penstock.engine.runs import CHECKPOINT_FOLDER
 from penstock.model import ModelGroups, UnitSpec, decoder_units
-from penstock.settings import ConfigError, Layout, ModelConfig, RunConfig, read_config
+from penstock.settings import ConfigError, Layout, ModelConfig, RunConfig, checked, read_config
 
 
 class EngineArguments(NamedTuple):
@@ -39,6 +39,7 @@ class EngineArguments(NamedTuple):
     form: HuggingFaceForm | None
 
 
+@checked
 def read_arguments(config: RunConfig | str | Path) -> EngineArguments:
     """The engine's arguments for a run's settings, read from a TOML file or given.
 

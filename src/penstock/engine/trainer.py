@@ -16,7 +16,7 @@ from torch import Tensor
 
 from penstock.data import MicroBatchSpec, PackedBatch
 from penstock.engine.aux_losses import AuxLossReport, AuxLossTracker
-from penstock.engine.batch_checks import check_loss, check_step
+from penstock.engine.batch_checks import LAST_STEP, check_loss, check_step
 from penstock.engine.build import build_on_all_ranks
 from penstock.engine.loss_metrics import LossMetrics
 from penstock.engine.losses import LossFn, LossWeightFn, checked_loss, loss_factors, token_cross_entropy
@@ -226,7 +226,7 @@ class Trainer:
             check_step(step)
             check_loss(loss_fn, loss_weight_fn)
 
-        number = step if isinstance(step, int) else 0
+        number = step if isinstance(step, int) and 0 < step <= LAST_STEP else 0
         asked = BatchReport(stop=self._stop_requested, refit=self._trained.changed, step=number)
         return BatchCall(f"train_batch(normalize={str(normalize)!r})", check, loss_fn is token_cross_entropy, asked)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import re
 from dataclasses import dataclass, fields
 
 import torch
@@ -26,6 +27,7 @@ def connect(layout: Layout, device: torch.device, timeout: datetime.timedelta | 
     if world_size == 1:
         return Grid(layout, device, rank=0)
     rank, everyone = dist.get_rank(), (tuple(range(world_size)),)
+    wait_for_all(timeout)
     # Every rank makes all groups of the world in one order and uses each immediately: communicators that are made on
     # first use would wait for each other in whatever order the ranks arrive.
     on_device = _GroupMaker(rank, "nccl" if device.type == "cuda" else "gloo", device, timeout)
@@ -52,6 +54,25 @@ def connect(layout: Layout, device: torch.device, timeout: datetime.timedelta | 
         edp_group=dp_cp_group if layout.ep == 1 else on_device.make(layout.expert_copies()),
         mirror_group=on_device.make(mirrored(layout.groups("pp"))),
     )
+
+
+def wait_for_all(timeout: datetime.timedelta | None = None) -> None:
+    """Wait until all processes have come here, as far as their first group is on gloo: it sees one that has ended.
+
+    Making another group would wait for that one until the time is up.
+
+    Raises: RuntimeError naming a rank that has ended, or has not come in time.
+    """
+    if dist.get_backend() != "gloo":
+        return
+    try:
+        dist.monitored_barrier(timeout=timeout)
+    except RuntimeError as error:
+        late = re.search(r"Rank (\d+) failed to pass", str(error))
+        who = "another rank" if late is None else f"rank {late[1]}"
+        raise RuntimeError(
+            f"{who} has ended, or has not reached the construction of the engine in time; its own output says why"
+        ) from error
 
 
 @dataclass(frozen=True, eq=False)

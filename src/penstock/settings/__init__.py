@@ -5,6 +5,7 @@ a run; `walk` those of any object.
 """
 
 from penstock.settings.adapter import AdapterConfig
+from penstock.settings.arguments import checked
 from penstock.settings.data import DataConfig, PackingKind
 from penstock.settings.declare import ConfigError, Setting, Settings, same_as, setting, walk
 from penstock.settings.experts import ExpertConfig, GroupScore, Scores
@@ -80,6 +81,7 @@ __all__ = [
     "check_rates",
     "check_sections",
     "check_world",
+    "checked",
     "differences",
     "from_dict",
     "read_config",

@@ -63,7 +63,7 @@ CONSTRUCTORS: list[tuple[Callable[[], Any], str]] = [
     (lambda: Engine(layers(), 16), "units[0] is an Embedding; give an UnitSpec"),
     (lambda: Engine("llama", 16), "units = 'llama' is a str; give a list of UnitSpecs"),
     (lambda: Engine(lambda groups: None, 16), "units = None; give a list of UnitSpecs"),
-    (lambda: Engine.from_hf(None), "path = None; give a text or a path"),
+    (lambda: Engine.from_hf(None), "path = None; give a path or a text"),
     (lambda: Engine.from_hf(""), "path = '' is empty; give a path"),
     (lambda: Engine.from_hf("nowhere", native="no"), "native = 'no' is a str; give True or False"),
     (lambda: Engine.from_config({}), "config = {} is a dict; give a RunConfig or a text or a path"),

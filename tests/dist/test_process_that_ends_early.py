@@ -1,0 +1,41 @@
+"""A process that ends before it makes its engine: the others say so at once, instead of waiting for it."""
+
+import time
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from penstock import Engine, Layout
+from tests.dist.launch import run_outcomes
+from tests.hugging_face import make_model
+
+# The others would wait this long.
+TIMEOUT_S = 60.0
+# Seconds on a machine that may have several other things to do.
+LIMIT_S = 10.0
+
+
+def make(rank: int, folder: Path | None) -> str:
+    if rank == 1:
+        raise OSError("shard 7 cannot be read")
+    start = time.monotonic()
+    with pytest.raises(RuntimeError) as caught:
+        if folder is None:
+            layers = [nn.Embedding(16, 8), nn.Linear(8, 16)]
+            Engine.from_layers(layers, 8, Layout(dp=2), timeout_s=TIMEOUT_S, device="cpu")
+        else:
+            Engine.from_hf(folder, Layout(dp=2), timeout_s=TIMEOUT_S, device="cpu")
+    assert time.monotonic() - start < LIMIT_S
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("pretrained", [False, True])
+def test_a_process_that_ends_before_its_engine_is_named(pretrained: bool, tmp_path: Path) -> None:
+    if pretrained:
+        make_model("llama").save_pretrained(tmp_path)
+    first, second = run_outcomes(2, make, tmp_path if pretrained else None)
+    assert first.value == (
+        "rank 1 has ended, or has not reached the construction of the engine in time; its own output says why"
+    )
+    assert second.error is not None and "OSError: shard 7 cannot be read" in second.error
