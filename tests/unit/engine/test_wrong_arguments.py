@@ -122,7 +122,7 @@ def calls(folder: Path) -> Iterator[tuple[Callable[[Engine], Any], str]]:
     yield lambda e: e.save(folder, keep=0), "at least 1 checkpoint must be kept, not 0"
     yield lambda e: e.save(folder, extra=object()), "extra is no JSON value"
     yield lambda e: e.load(5), "path = 5 is an int; give a text or a path"
-    yield lambda e: e.save_hf(5), "path = 5 is an int; give a text or a path"
+    yield lambda e: e.save_hf(5), "path = 5 is an int; give a path or a text"
     yield lambda e: e.save_hf(folder, max_shard_bytes="5GB"), "max_shard_bytes = '5GB' is a str; give a whole number"
     yield lambda e: e.save_hf(folder, shard=1), "ExportOptions has no 'shard'; the nearest one is 'max_shard_bytes'"
     yield lambda e: e.save_adapter(5), "path = 5 is an int; give a text or a path"
