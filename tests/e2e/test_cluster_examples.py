@@ -3,6 +3,7 @@
 import os
 import re
 import subprocess
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -53,60 +54,65 @@ def assert_known_to_torch(names: set[str]) -> None:
     assert names and all(f'"{name}"' in sources for name in names)
 
 
-def components() -> list[dict[str, str]]:
-    """The options of the script's heterogeneous job, by component; "" for one without a value."""
-    parts: list[dict[str, str]] = [{}]
-    for line in re.findall(r"^#SBATCH (.*)$", SLURM.read_text(), re.MULTILINE):
-        if line == "hetjob":
-            parts.append({})
-            continue
-        option = re.fullmatch(r"--([\w-]+)(?:=(\S+))?", line)
-        assert option is not None, line
-        parts[-1][option[1]] = option[2] or ""
-    return parts
+def options(words: Iterable[str]) -> dict[str, str]:
+    """Options of Slurm's commands by name; "" for one without a value."""
+    found = [re.fullmatch(r"--([\w-]+)(?:=(\S+))?", word) for word in words]
+    assert found and all(found), words
+    return {option[1]: option[2] or "" for option in found if option is not None}
+
+
+def options_of_script() -> dict[str, str]:
+    return options(re.findall(r"^#SBATCH (.*)$", SLURM.read_text(), re.MULTILINE))
+
+
+# Stand-ins for Slurm's commands and the store. The store notes what it is told, and would go on for a minute; salloc
+# tells its options, and what it was left of the job of the script, once the store is there.
+STAND_INS = {
+    "hostname": "echo login1",
+    "penstock": 'printf "%s\\n" "$@" > "$TOLD".new; mv "$TOLD".new "$TOLD"; exec sleep 60',
+    "salloc": 'until [ -e "$TOLD" ]; do sleep 0.05; done; env | grep ^SLURM_; printf "%s\\n" "$@"',
+}
 
 
 @pytest.mark.shows(150)
 def test_the_slurm_script_starts_a_run_on_the_hosts_it_asks_for(tmp_path: Path):
-    told = tmp_path / "store"
-    # Stand-ins: a store that notes what it is told, and a srun that tells what it is to start once the store is there.
-    for name, body in (
-        ("hostname", "echo login1"),
-        (
-            "penstock",
-            f'printf "%s\\n" "$@" > {told}.new; mv {told}.new {told}; exec sleep 60',
-        ),
-        ("srun", f'until [ -e {told} ]; do sleep 0.05; done; printf "%s\\n" "$@"'),
-    ):
+    for name, body in STAND_INS.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
         (tmp_path / name).chmod(0o755)
-    batch, hosts = components()
     environ = {
         **os.environ,
         "PATH": f"{tmp_path}:{os.environ['PATH']}",
-        "SLURM_JOB_NUM_NODES_HET_GROUP_1": hosts["nodes"],
+        "TOLD": str(tmp_path / "told"),
+        "SLURM_CONF": "/etc/slurm.conf",
+        "SLURM_CPUS_PER_TASK": "2",
         "SLURM_JOB_ID": "41",
     }
     words = ["bash", str(SLURM), RUN, "--parallel.pp", "8", "--parallel.dp", "2"]
     # It ends although the store would go on: its pipes are read to their end.
     done = subprocess.run(words, env=environ, capture_output=True, text=True, timeout=30)
     assert done.returncode == 0, done.stderr
-    assert told.read_text().split() == ["store", "login1:20041"]
-    lines = done.stdout.splitlines()
-    place = lines.index("torchrun")
-    assert lines[:place] == ["--het-group=1", "--no-kill", "--kill-on-bad-exit=0"]
-    launch, config = what_torchrun_starts(lines[place + 1 :])
-    assert (launch.rdzv_endpoint, launch.run_id) == ("login1:20041", "41")
-    # Hosts and GPUs are asked for by the second component alone; the first trains nothing.
+    assert (tmp_path / "told").read_text().split() == ["store", "login1:20041"]
+    left, *lines = done.stdout.splitlines()
+    assert left == "SLURM_CONF=/etc/slurm.conf"
+    srun, torchrun = lines.index("srun"), lines.index("torchrun")
+    hosts, step, batch = options(lines[:srun]), options(lines[srun + 1 : torchrun]), options_of_script()
+    launch, config = what_torchrun_starts(lines[torchrun + 1 :])
+    assert (launch.rdzv_endpoint, launch.run_id) == ("login1:20041", "41-0")
+    # Hosts and GPUs are asked for by the second job alone; the script's own trains nothing.
     assert launch.nproc_per_node == int(hosts["gpus-per-node"]) and launch.max_nodes == int(hosts["nodes"])
     assert batch["nodes"] == batch["ntasks"] == "1" and not any("gpu" in option for option in batch)
+    assert hosts["ntasks-per-node"] == "1" and hosts["cpus-per-task"] == step["cpus-per-task"]
+    # A lost host ends neither the job nor its step; the loss of the one that holds the store queues the script again.
+    assert "no-kill" in hosts and step.keys() >= {"no-kill", "kill-on-bad-exit"} and "requeue" in batch
+    assert step["kill-on-bad-exit"] == "0"
     signal, notice_s = hosts["signal"].split("@")
     assert signal == "TERM"
     assert_keeps_its_word(launch, config, int(notice_s))
+    assert batch.keys() | hosts.keys() <= OPTIONS
 
 
-# Those of sbatch's manual that a training job may want; a misspelt one would only be seen on a cluster.
-SBATCH_OPTIONS = {
+# Those of the manuals of sbatch and salloc that a training job may want; a misspelt one would fail on a cluster.
+OPTIONS = {
     *("account", "constraint", "cpus-per-task", "error", "exclusive", "export", "gpus", "gpus-per-node", "job-name"),
     *(
         "mem",
@@ -125,15 +131,10 @@ SBATCH_OPTIONS = {
 
 
 @pytest.mark.shows(150)
-def test_the_slurm_script_is_bash_and_names_only_options_that_there_are():
+def test_the_slurm_script_is_bash_and_says_how_it_is_started():
     text = SLURM.read_text()
     done = subprocess.run(["bash", "-n", str(SLURM)], capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stderr) == (0, "")
-    batch, hosts = components()
-    assert len(batch) > 3 and len(hosts) > 5 and {*batch, *hosts} <= SBATCH_OPTIONS
-    assert batch["time"] == hosts["time"]
-    # A lost host ends neither the job nor the step; the loss of the one that holds the store queues the job again.
-    assert "no-kill" in hosts and "requeue" in batch and "no-kill" not in batch
     # Its first lines are the command that starts it, with options that the test above passes on.
     assert re.search(
         r"^#   sbatch examples/slurm/train\.sbatch run\.toml --parallel\.pp 8 --parallel\.dp 2$", text, re.M
