@@ -33,9 +33,9 @@ from penstock.model import ModelGroups, Randomness, UnitSpec, WeightCasts, share
 from penstock.parallel import Grid, connect
 from penstock.parallel.collectives import Collectives, observe
 from penstock.parallel.host import gather_json
+from penstock.parallel.renewable import Communicator
 from penstock.runtime import (
     Boundary,
-    DistributedTransport,
     Executor,
     Feed,
     Line,
@@ -184,7 +184,7 @@ class Pipeline:
     def open_transport(self, lines: Placement | Sequence[Line], device: torch.device) -> Transport:
         """A transport among the ranks of the pipeline, which a failed step does not outlast."""
         transport = open_transport(lines, self.grid.pp_control, device, self.options.timeout_s)
-        if isinstance(transport, DistributedTransport):
+        if isinstance(transport, Communicator):
             self.recovery.covers(transport)
         return transport
 

@@ -10,7 +10,7 @@ import contextlib
 import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ _UNUSED_TAG = 0x70656E
 _AT_ONCE = timedelta(milliseconds=1)
 
 
+@runtime_checkable
 class Communicator(Protocol):
     """A way to other ranks that can be cut and made anew."""
 
