@@ -4,17 +4,22 @@ from functools import cache
 
 from penstock.schedule import Program, Schedule, build, lower, names, options
 
-STAGES = {
-    **dict.fromkeys(("1f1b", "combined-1f1b", "zb-h1", "zb-h2"), (1,)),
-    **dict.fromkeys(("zb-v", "v-half", "v-min", "dualpipe-v", "dualpipe"), (2,)),
-}
 SEARCHED = ("auto",)
 NAMES = tuple(name for name in names() if name not in SEARCHED)
 
 
+@cache
 def stages_of(name: str) -> tuple[int, ...]:
-    """The numbers of local stages that a schedule can have, of 1 to 4."""
-    return STAGES.get(name, (1, 2, 3, 4))
+    """The numbers of local stages that a schedule's builder takes, of 1 to 4."""
+    return tuple(number for number in (1, 2, 3, 4) if _takes(name, number))
+
+
+def _takes(name: str, stages_per_rank: int) -> bool:
+    try:
+        build(name, ranks=2, microbatches=3, stages_per_rank=stages_per_rank)
+    except ValueError:
+        return False
+    return True
 
 
 def grouped(name: str) -> bool:

@@ -70,6 +70,16 @@ def test_a_schedule_has_the_stages_it_is_meant_for_or_says_how_many(name: str):
             build(name, ranks=2, microbatches=3, stages_per_rank=stages_per_rank)
 
 
+def test_published_schedules_have_these_numbers_of_stages():
+    numbers = {
+        **dict.fromkeys(("1f1b", "combined-1f1b", "zb-h1", "zb-h2"), (1,)),
+        **dict.fromkeys(("zb-v", "v-half", "v-min", "dualpipe-v", "dualpipe"), (2,)),
+        **dict.fromkeys(("afab", "looped-bfs", "interleaved", "interleaved-zb"), (1, 2, 3, 4)),
+        **dict.fromkeys(("combined-interleaved", "inference"), (1, 2, 3, 4)),
+    }
+    assert {name: stages_of(name) for name in numbers} == numbers
+
+
 @pytest.mark.shows(2)
 def test_afab_runs_all_forwards_then_all_backwards():
     for ranks, microbatches in GRID:

@@ -10,11 +10,12 @@ import pytest
 
 from penstock import schedule
 from penstock.cli.main import main
-from penstock.schedule import Action, Op, Placement, PlacementKind, Schedule, ScheduleError
+from penstock.schedule import Action, Op, Placement, PlacementKind, Schedule, ScheduleError, builders
 from penstock.schedule.builders import registry
 from penstock.schedule.choice import ScheduleChoice
 from penstock.settings import ConfigError, RunConfig, ScheduleConfig
 from penstock.settings.objects import load_object
+from tests.schedule import families
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_schedule.py"
 eager_1f1b = load_object(f"{EXAMPLE}:eager_1f1b")
@@ -187,3 +188,32 @@ def test_a_file_of_today_is_not_taken_for_an_older_one() -> None:
 
 def test_a_file_is_run_once() -> None:
     assert load_object(f"{EXAMPLE}:eager_1f1b") is eager_1f1b
+
+
+NEW_BUILDER = """
+from penstock.schedule.builders.one_f_one_b import one_f_one_b
+from penstock.schedule.builders.registry import builder
+
+SIZES = []
+
+@builder("new-1f1b")
+def new_1f1b(ranks, microbatches, stages_per_rank=1):
+    SIZES.append((ranks, microbatches))
+    return one_f_one_b(ranks, microbatches, stages_per_rank)
+"""
+
+
+@pytest.mark.usefixtures("entries")
+def test_a_file_among_the_builders_is_all_that_a_published_schedule_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "new_1f1b.py").write_text(NEW_BUILDER)
+    monkeypatch.setattr(builders, "__path__", [*builders.__path__, str(tmp_path)])
+    module = importlib.import_module("penstock.schedule.builders.new_1f1b")
+    schedule.register("my-eager", eager_1f1b)
+    assert registry.is_published("new-1f1b") and not registry.is_published("my-eager")
+    assert families.stages_of("new-1f1b") == (1,)
+    module.SIZES.clear()
+    # Otherwise such a placement takes an order of thousands of ranks.
+    assert ScheduleChoice.of("new-1f1b").placement(4096).num_ranks == 4096 and module.SIZES == [(8, 32)]
+    del sys.modules["penstock.schedule.builders.new_1f1b"]

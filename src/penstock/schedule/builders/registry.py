@@ -127,8 +127,9 @@ def trains(name: str | Builder) -> bool:
 
 
 def is_published(name: str) -> bool:
-    """Return whether a schedule is one of this package's, which place stages alike on any number of ranks."""
-    return _ALIASES.get(name, name) in _LISTED
+    """Return whether a schedule's builder is one of this package's, which place stages alike on any number of ranks."""
+    entry = _ENTRIES.get(_ALIASES.get(name, name))
+    return entry is not None and getattr(entry.build, "__module__", "").startswith(f"{__package__}.")
 
 
 def describe(name: str | Builder) -> str:
