@@ -5,13 +5,14 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, replace
+from functools import partial
 from zlib import crc32
 
 from penstock.data import MicroBatchSpec, PackedBatch, Split, agree, count, split
 from penstock.engine.batch_checks import check_batch, check_spec, checked_weight
 from penstock.engine.losses import LossWeightFn
 from penstock.engine.pipeline import Pipeline
-from penstock.parallel.host import gather_bytes, gather_json
+from penstock.parallel.host import gather_bytes, gather_json, shown_to_all_ranks
 from penstock.runtime import PipelineError
 from penstock.settings import Coordinates
 
@@ -189,15 +190,19 @@ def _check_failures(pipeline: Pipeline, reports: Sequence[BatchReport], call: st
     """
     if not any(report.failed for report in reports) and len({report.job for report in reports}) == 1:
         return
-    every = gather_json([call, own_error and str(own_error)], pipeline.grid.control)
-    if own_error is not None:
-        raise own_error
-    for rank, (_, text) in enumerate(every):
-        if text is not None:
-            raise PipelineError(f"rank {rank} cannot use what it was given: {text}")
-    first = every[0][0]
-    rank, other = next((rank, theirs) for rank, (theirs, _) in enumerate(every) if theirs != first)
-    raise PipelineError(f"all ranks make the same calls, but rank 0 made {first} and rank {rank} {other}")
+    _, calls = shown_to_all_ranks(
+        lambda: (_checked(own_error), call),
+        partial(gather_json, group=pipeline.grid.control),
+        otherwise=PipelineError,
+        message="rank {rank} cannot use what it was given: {error}",
+    )
+    rank, other = next((rank, theirs) for rank, theirs in enumerate(calls) if theirs != calls[0])
+    raise PipelineError(f"all ranks make the same calls, but rank 0 made {calls[0]} and rank {rank} {other}")
+
+
+def _checked(error: Exception | None) -> None:
+    if error is not None:
+        raise error
 
 
 def check_reports(reports: Sequence[BatchReport], coordinates: Callable[[int], Coordinates]) -> None:
