@@ -1,0 +1,74 @@
+"""First values of adapters, their dropout, and the settings that peft reads of them, in one process."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock import Engine, EngineOptions, PackedBatch
+from penstock.settings import AdapterConfig
+from tests.hugging_face import make_model, make_sequences, stored_tensors
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("base")
+    make_model("llama").save_pretrained(folder)
+    return folder
+
+
+def engine_of(base: Path, seed: int = 0, **settings: Any) -> Engine:
+    adapter = AdapterConfig(**{"rank": 4, "target_modules": ("q_proj", "v_proj")} | settings)
+    return Engine.from_hf(base, options=EngineOptions(device="cpu", seed=seed, adapter=adapter))
+
+
+def saved(engine: Engine, folder: Path) -> dict[str, Tensor]:
+    engine.save_adapter(folder)
+    engine.close()
+    return stored_tensors(folder)
+
+
+@pytest.mark.shows(108)
+def test_each_layer_and_each_seed_begins_with_other_values(base: Path, tmp_path: Path) -> None:
+    one, again, other = (saved(engine_of(base, seed), tmp_path / str(i)) for i, seed in enumerate((0, 0, 1)))
+    first = {name: tensor for name, tensor in one.items() if ".lora_A." in name}
+    assert len(first) > 2 and all(torch.equal(tensor, again[name]) for name, tensor in one.items())
+    assert not any(torch.equal(tensor, other[name]) for name, tensor in first.items())
+    names = [name for name in first if "q_proj" in name]
+    assert len(names) > 1 and not torch.equal(first[names[0]], first[names[1]])
+
+
+@pytest.mark.shows(108)
+def test_peft_is_given_the_settings_of_the_run(base: Path, tmp_path: Path) -> None:
+    saved(engine_of(base, alpha=24.0, rank_stabilised=True, dropout=0.25), tmp_path / "out")
+    found = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    wanted = {"r": 4, "lora_alpha": 24, "use_rslora": True, "lora_dropout": 0.25, "inference_mode": True}
+    assert {name: found[name] for name in wanted} == wanted
+
+
+@pytest.mark.shows(108)
+def test_dropout_before_adapters_depends_on_the_seed_of_the_run_alone(base: Path) -> None:
+    batch, losses = PackedBatch.from_documents(make_sequences((7, 5))), []
+    for seed, dropout in ((1, 0.5), (2, 0.5), (1, 0.0)):
+        engine = engine_of(base, dropout=dropout)
+        torch.manual_seed(seed)
+        losses.append([engine.train_batch(batch).loss for _ in range(3)])
+        engine.close()
+    assert losses[0] == losses[1] != losses[2]
+
+
+@pytest.mark.shows(108)
+def test_a_folder_of_adapters_that_fit_another_model_is_refused(base: Path, tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    tensors = saved(engine_of(base), tmp_path / "out")
+    path, name = tmp_path / "out" / "adapter_model.safetensors", next(iter(tensors))
+    save_file({**tensors, name: torch.zeros(3, 5)}, path)
+    with pytest.raises(ValueError, match=r"has the shape \[3, 5\] instead of"):
+        Engine.from_hf(base, options=EngineOptions(device="cpu", adapter=tmp_path / "out"))
+    save_file({other: tensor for other, tensor in tensors.items() if other != name}, path)
+    with pytest.raises(ValueError, match=f"lacks {name}"):
+        Engine.from_hf(base, options=EngineOptions(device="cpu", adapter=tmp_path / "out"))

@@ -1,0 +1,124 @@
+"""State beside the weights: buffers that are saved or not, and what a failed call leaves, in one process."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from penstock import Engine, EngineOptions, GenerateOptions, PackedBatch, SamplingParams
+from penstock.data.checks import LengthError
+from penstock.model import decoder_units
+from penstock.settings import ModelConfig, OptimizerConfig
+
+BATCH = PackedBatch.from_documents([[1, 2, 3], [4, 5]])
+CONFIG = ModelConfig(vocab_size=16, hidden_size=8, intermediate_size=16, num_layers=1, num_heads=2, max_length=8)
+
+
+class Buffered(nn.Linear):
+    """Has a buffer that belongs to its state, and one that does not."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.register_buffer("kept", torch.zeros(3))
+        self.register_buffer("scratch", torch.zeros(3), persistent=False)
+
+
+def engine_of(**options: Any) -> Engine:
+    torch.manual_seed(0)
+    layers = [nn.Embedding(16, 8), Buffered(), nn.Linear(8, 16)]
+    return Engine.from_layers(layers, 8, options=EngineOptions(device="cpu", **options))
+
+
+@pytest.mark.shows(102)
+def test_buffers_that_are_no_state_of_a_module_are_none_of_the_engine() -> None:
+    engine = engine_of()
+    assert set(engine.buffers()) == {"layers.1.kept"} and "layers.1.scratch" not in engine.state()
+    engine.close()
+
+
+class Counting(torch.optim.SGD):
+    """Keeps a count in its groups, and fails in its second step."""
+
+    fails = True
+
+    def __init__(self, groups: Any) -> None:
+        super().__init__(groups, lr=0.1)
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+        super().step()
+        is_of_model = sum(p.numel() for group in self.param_groups for p in group["params"]) > 100
+        if self.fails and is_of_model and self.param_groups[0]["count"] == 2:
+            raise ArithmeticError("made to fail")
+
+
+@pytest.mark.shows(112)
+def test_values_in_an_optimizers_groups_are_as_before_a_step_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of(optimizer=OptimizerConfig(factory=Counting))
+    engine.train_batch(BATCH)
+    with pytest.raises(ArithmeticError):
+        engine.train_batch(BATCH)
+    stepper: Any = engine.trainer.optimizer._steppers[-1]
+    assert [group["count"] for group in stepper._optimizer.param_groups] == [1]
+    monkeypatch.setattr(Counting, "fails", False)
+    assert engine.train_batch(BATCH).step == 2
+    engine.close()
+
+
+@pytest.mark.shows(112)
+def test_random_numbers_are_as_before_a_call_that_failed() -> None:
+    engine = engine_of()
+    before = torch.get_rng_state()
+
+    def hook(logits: Tensor, microbatch: PackedBatch) -> Tensor:
+        torch.rand(5)
+        raise ArithmeticError("made to fail")
+
+    with pytest.raises(ArithmeticError):
+        engine.forward(BATCH, hook)
+    assert torch.equal(torch.get_rng_state(), before)
+    engine.close()
+
+
+def test_weights_that_are_loaded_while_they_are_fixed_are_cast_anew(tmp_path: Path) -> None:
+    engine = engine_of(precision="bf16-autocast")
+    first = float(engine.evaluate([BATCH]))
+    engine.save(tmp_path)
+    engine.train_batch(BATCH)
+    with engine.fixed_weights():
+        assert float(engine.evaluate([BATCH])) != first
+        engine.load(tmp_path)
+        assert float(engine.evaluate([BATCH])) == first
+    engine.close()
+
+
+@pytest.mark.shows(113)
+def test_lengths_places_and_numbers_at_the_edge_are_named() -> None:
+    engine = Engine(decoder_units(CONFIG), CONFIG.hidden_size, device="cpu")
+    unequal = PackedBatch.from_sequences({"tokens": [[[1, 2], [3]]], "labels": [[2, -100]]})
+    with pytest.raises(LengthError, match=r"lengths\['labels'\]: 1 sequences, but there are 2 of tokens"):
+        engine.train_batch(unequal)
+    pairs = BATCH.with_key("positions", torch.tensor([[0, 0], [1, 1], [2, 2], [0, 0], [1, -1]]))
+    with pytest.raises(ValueError, match=r"data\['positions'\]: sequence 1 has -1 at its place 1"):
+        engine.train_batch(pairs)
+    with pytest.raises(ValueError, match="skip names the answer 1; there are 1, counted from 0"):
+        engine.generate([[1]], SamplingParams(max_new_tokens=2), GenerateOptions(skip=frozenset({1})))
+    engine.close()
+
+
+class Named(nn.Linear):
+    def forward(self, input: Tensor, mask: Tensor) -> Tensor:
+        return super().forward(input) * mask[:, None]
+
+
+@pytest.mark.shows(103)
+def test_a_rank_that_is_given_metadata_alone_is_told_which_layer_needs_the_key() -> None:
+    engine = Engine.from_layers([nn.Embedding(16, 8), Named(8, 8), nn.Linear(8, 16)], 8, device="cpu")
+    given = BATCH.with_key("mask", torch.ones(5))
+    with pytest.raises(ValueError, match=r"layers\.1 takes the key 'mask', but this rank was given metadata alone"):
+        engine.train_batch(given.without_data())
+    assert engine.train_batch(given).success
+    engine.close()
