@@ -21,7 +21,7 @@ from penstock.engine.build import SECOND_COPY, Ties, cut_units, parameter_dtype,
 from penstock.engine.options import EngineOptions
 from penstock.engine.parameter_groups import ParameterGroups, freeze
 from penstock.engine.sharding import Sharding, UnitSource, stepped_whole, units_for
-from penstock.engine.steppers import state_kinds
+from penstock.engine.torch_steppers import state_kinds
 from penstock.model import ModelGroups, Sequences, UnitSpec, WeightGradients, cross_entropy_sum, defer, drain
 from penstock.model.groups import GroupShape, PlannedGroup
 from penstock.parallel import GradientBuckets, Grid

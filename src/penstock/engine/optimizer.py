@@ -18,8 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.engine.parameter_groups import ParameterGroups
-from penstock.engine.rates import Rates, Values
-from penstock.engine.steppers import AdamW, Block, OwnedState, Stepper, all_state_kinds, steppers_for
+from penstock.engine.rates import Rates
+from penstock.engine.steppers import STEPPERS, Block, OwnedState, Stepper, Values
+from penstock.engine.torch_steppers import all_state_kinds, steppers_for
 from penstock.parallel import Bucket, GradientBuckets, Reduction
 from penstock.parallel.host import gather_json
 from penstock.settings import LearningRate, OptimizerConfig
@@ -27,6 +28,7 @@ from penstock.settings import LearningRate, OptimizerConfig
 # As in torch.nn.utils.clip_grad_norm_: keeps the quotient finite.
 _CLIP_EPS = 1e-6
 _MASTER = "master"
+_KINDS = (*(kind for stepper in STEPPERS.values() for kind in stepper.state_kinds), _MASTER)
 
 
 @dataclass(frozen=True)
@@ -239,7 +241,7 @@ class Optimizer:
     @property
     def is_own(self) -> bool:
         """True where a user's own optimizer, or one of torch's, takes part: it may raise anything in its step."""
-        return any(rule.kind.make is not None for rule in self.groups.rules)
+        return any(rule.kind.stepper is None for rule in self.groups.rules)
 
     def snapshot(self) -> Callable[[], None]:
         """Copy what a step changes on this rank; returns a function that puts it back."""
@@ -359,7 +361,7 @@ class Optimizer:
                 bucket.parameters[bucket.owned].copy_(master)
 
 
-def state_aliases(ties: Mapping[str, str], kinds: Iterable[str] = (*AdamW.state_kinds, _MASTER)) -> dict[str, str]:
+def state_aliases(ties: Mapping[str, str], kinds: Iterable[str] = _KINDS) -> dict[str, str]:
     """Names of tied copies and of their optimizer state -> the owner's, which hold the same values.
 
     ties: full names of parameters, copy -> owner. kinds: the kinds of state, see `Optimizer.state_kinds`.

@@ -9,12 +9,13 @@ import enum
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from penstock.engine.steppers import STEPPERS, FlatStepper
 from penstock.parallel.buckets import matrices_apart
 from penstock.settings import ConfigError, LearningRate, OptimizerConfig, OptimizerName, ParameterGroup, WeightDecay
 from penstock.settings.parameter_groups import Course
@@ -40,13 +41,10 @@ class OptimizerKind:
 
     #: for messages
     label: str
-    #: None for the built-in AdamW, which steps flat buckets
-    make: Make | None = None
-
-    @property
-    def make_torch(self) -> Make:
-        """Makes the optimizer as one of torch; the built-in one as torch's AdamW."""
-        return self.make or torch.optim.AdamW
+    #: makes it as one of torch; of a rule of the package's own, one that only has its hyperparameters
+    make: Make
+    #: the rule of the package's own, which steps flat buckets
+    stepper: type[FlatStepper] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,7 +66,7 @@ class GroupRule:
         Raises:
             ConfigError: it cannot step parameters independently, or without a closure; named with the reason.
         """
-        if self.kind.make is None:
+        if self.kind.stepper is not None:
             return Division.ELEMENTS
         generator = torch.Generator().manual_seed(0)
         shapes = [(6, 8), (4, 4)]
@@ -94,7 +92,7 @@ class GroupRule:
     def _stepped(self, values: Sequence[Tensor], gradients: Sequence[Sequence[Tensor]]) -> list[Tensor]:
         """The values after one step for each of the gradients."""
         parameters = [nn.Parameter(value.clone()) for value in values]
-        optimizer = self.kind.make_torch([{"params": parameters, **self.options}])
+        optimizer = self.kind.make([{"params": parameters, **self.options}])
         for of_step in gradients:
             for group in optimizer.param_groups:
                 group["lr"] = _PROBE_RATE
@@ -133,8 +131,8 @@ class ParameterGroups:
             {**(config.arguments.values if name is config.name else {}), **pattern.arguments}
             for name, pattern in zip(names, self.patterns, strict=True)
         ]
-        flat = not any(given for name, given in zip(names, arguments, strict=True) if name is OptimizerName.ADAMW)
-        kinds = {name: _kind(name, built_in=flat and name is OptimizerName.ADAMW) for name in names}
+        given_any = {name for name, given in zip(names, arguments, strict=True) if given}
+        kinds = {name: _kind(name, name in given_any) for name in names}
         return tuple(
             _rule(config, kinds[name], replace(pattern, arguments=given), is_vector)
             for name, pattern, given in zip(names, self.patterns, arguments, strict=True)
@@ -166,11 +164,15 @@ def freeze(parameters: Mapping[str, nn.Parameter], groups: ParameterGroups) -> N
             parameter.requires_grad_(False)
 
 
-def _kind(name: OptimizerName, built_in: bool) -> OptimizerKind:
-    if built_in:
-        return OptimizerKind("AdamW")
-    cls = next(getattr(torch.optim, other) for other in dir(torch.optim) if other.lower() == name.value)
-    return OptimizerKind(cls.__name__, cls)
+def _kind(name: OptimizerName, has_arguments: bool) -> OptimizerKind:
+    """The package's own rule of that name, or the class of torch.optim, which alone takes all of its arguments."""
+    cls = next((getattr(torch.optim, other) for other in dir(torch.optim) if other.lower() == name.value), None)
+    stepper = STEPPERS.get(name.value)
+    if stepper is None or (has_arguments and cls is not None):
+        assert cls is not None, f"{name} is neither in torch.optim nor in penstock.engine.steppers.STEPPERS"
+        return OptimizerKind(cls.__name__, cls)
+    defaults = {"lr": 0.0, **stepper.hyperparameters}
+    return OptimizerKind(stepper.__name__, partial(torch.optim.Optimizer, defaults=defaults), stepper)
 
 
 def _rule(config: OptimizerConfig, kind: OptimizerKind, pattern: ParameterGroup, is_vector: bool = False) -> GroupRule:
@@ -183,11 +185,11 @@ def _rule(config: OptimizerConfig, kind: OptimizerKind, pattern: ParameterGroup,
         if pattern.beta1 is not None or pattern.beta2 is not None:
             options["betas"] = betas
         return GroupRule(kind, rate, decay, options)
-    takes = inspect.signature(kind.make_torch).parameters
-    if "betas" in takes:
-        options = {"betas": betas, "eps": config.eps, **options}
-    else:
-        _refuse_unused(config, pattern, kind)
+    takes = kind.stepper.hyperparameters if kind.stepper else inspect.signature(kind.make).parameters
+    family = {"betas": betas, "eps": config.eps} if "betas" in takes else {}
+    options = {name: value for name, value in family.items() if name in takes} | options
+    if "betas" not in takes or "eps" not in takes:
+        _refuse_unused(config, pattern, kind, ("eps",) if "betas" in takes else ("beta1", "beta2", "eps"))
     if "weight_decay" not in takes:
         if pattern.weight_decay or config.weight_decay not in (WeightDecay(), WeightDecay(0.0)):
             raise ConfigError(f"optimizer.weight_decay is set, but {kind.label} has no weight decay")
@@ -235,14 +237,12 @@ def _rate(config: OptimizerConfig, pattern: ParameterGroup) -> Course | None:
     return None if usual is None else _course(own)
 
 
-def _refuse_unused(config: OptimizerConfig, pattern: ParameterGroup, kind: OptimizerKind) -> None:
-    usual = OptimizerConfig()
-    given = {"beta1": pattern.beta1, "beta2": pattern.beta2}
-    if kind.label.lower() == config.name.value:
-        for name in ("beta1", "beta2", "eps"):
+def _refuse_unused(config: OptimizerConfig, pattern: ParameterGroup, kind: OptimizerKind, names: Sequence[str]) -> None:
+    usual, is_usual = OptimizerConfig(), pattern.name in (None, config.name)
+    for name in names:
+        value = getattr(pattern, name, None)
+        if is_usual and getattr(config, name) != getattr(usual, name):
             value = getattr(config, name)
-            given[name] = given.get(name) if value == getattr(usual, name) else value
-    for name, value in given.items():
         if value is not None:
             raise ConfigError(
                 f"optimizer.{name} = {value} has no effect on {kind.label}; what it takes goes into optimizer.arguments"
@@ -250,7 +250,10 @@ def _refuse_unused(config: OptimizerConfig, pattern: ParameterGroup, kind: Optim
 
 
 def _check_arguments(kind: OptimizerKind, options: Mapping[str, Any]) -> None:
-    if kind.make is None:
+    if kind.stepper is not None:
+        if unknown := sorted(options.keys() - {"lr", *kind.stepper.hyperparameters}):
+            possible = ", ".join(kind.stepper.hyperparameters)
+            raise ConfigError(f"optimizer.arguments: {kind.label} has no {unknown[0]!r}; possible are {possible}")
         return
     try:
         kind.make([nn.Parameter(torch.zeros(2, 2))], **options)  # type: ignore[call-arg,arg-type]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,10 +11,8 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from penstock.engine.parameter_groups import GroupRule, OptimizerKind, ParameterGroups
+from penstock.engine.steppers import Values
 from penstock.settings import ConfigError
-
-Values = Mapping[str, Any]
-"""A group's hyperparameters under torch's names: `lr`, `weight_decay`, `betas` and the like."""
 
 _NO_VALUES = ("params", "param_names", "initial_lr")
 
@@ -29,7 +27,7 @@ class Rates:
 
     #: the groups by number
     _rules: Sequence[GroupRule]
-    #: for each optimizer but the built-in one, and with a scheduler for that too
+    #: for each optimizer of torch's kind, and with a scheduler for the others too
     _probes: Sequence[_Probe]
 
     def __init__(self, groups: ParameterGroups) -> None:
@@ -37,7 +35,7 @@ class Rates:
         scheduler = groups.config.scheduler
         kinds = list(dict.fromkeys(rule.kind for rule in groups.rules))
         self._probes = [
-            _Probe(kind, groups.rules, scheduler) for kind in kinds if kind.make is not None or scheduler is not None
+            _Probe(kind, groups.rules, scheduler) for kind in kinds if kind.stepper is None or scheduler is not None
         ]
 
     def at(self, step: int) -> list[Values]:
@@ -49,8 +47,9 @@ class Rates:
 
 
 def _values(rule: GroupRule, step: int) -> Values:
-    assert rule.rate is not None and rule.decay is not None, "only other optimizers have rates of their own"
-    return {**rule.options, "lr": rule.rate(step), "weight_decay": rule.decay(step)}
+    assert rule.rate is not None and rule.kind.stepper is not None, "only other optimizers have rates of their own"
+    decay = {} if rule.decay is None else {"weight_decay": rule.decay(step)}
+    return {**rule.kind.stepper.hyperparameters, **rule.options, "lr": rule.rate(step), **decay}
 
 
 class _Probe:
@@ -70,7 +69,7 @@ class _Probe:
 
     def _restart(self) -> None:
         groups = [{"params": [nn.Parameter(torch.zeros(2, 2))], **rule.options} for rule in self._rules.values()]
-        self._optimizer = self._kind.make_torch(groups)
+        self._optimizer = self._kind.make(groups)
         if not isinstance(self._optimizer, torch.optim.Optimizer):
             name = type(self._optimizer).__name__
             raise ConfigError(f"the optimizer's factory gave a {name}; it must give a torch.optim.Optimizer")

@@ -23,7 +23,7 @@ from penstock.engine.losses import LossFn, LossWeightFn, checked_loss, loss_fact
 from penstock.engine.microbatches import AgreedSplit, BatchCall, BatchReport, agree_on_microbatches
 from penstock.engine.optimizer import LossScaler, Optimizer, Update
 from penstock.engine.pipeline import Pipeline
-from penstock.engine.rates import Values
+from penstock.engine.steppers import Values
 from penstock.engine.trained import TrainedParameters, WholeState
 from penstock.model import kept_random_state
 from penstock.parallel import GradientBuckets, share_buffers, sum_tied

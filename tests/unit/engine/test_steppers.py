@@ -1,0 +1,111 @@
+"""An update rule of the package's own: one class, entered in one table, is all that an optimizer takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from penstock.engine.optimizer import Optimizer
+from penstock.engine.parameter_groups import Division, ParameterGroups
+from penstock.engine.steppers import STEPPERS, BlockState, FlatStepper, Values
+from penstock.engine.torch_steppers import all_state_kinds, state_kinds
+from penstock.parallel import GradientBuckets
+from penstock.settings import Arguments, ConfigError, LearningRate, OptimizerConfig, OptimizerName, WeightDecay
+
+# The settings know the names of torch.optim alone; the tests have no file that adds one to them.
+NAME = OptimizerName.SGD
+RATE, DECAY, BETAS = 0.01, 0.3, (0.8, 0.95)
+CONFIG = OptimizerConfig(LearningRate(RATE), *BETAS, weight_decay=WeightDecay(DECAY), clip_norm=0.0, name=NAME)
+SHAPES = {"a.weight": (5, 3), "a.bias": (5,), "b.weight": (7, 5)}
+
+
+class Lion(FlatStepper):
+    """Lion. Source: arXiv 2302.06675, algorithm 2."""
+
+    state_kinds = ("exp_avg",)
+    hyperparameters: ClassVar[Values] = {"betas": (0.9, 0.99), "weight_decay": 0.0}
+
+    def step_group(self, states: Sequence[BlockState], values: Values) -> None:
+        first, second = values["betas"]
+        for state in states:
+            master, gradient, mean = state.block.master, state.block.gradient, state.values["exp_avg"]
+            master.mul_(1 - values["lr"] * values["weight_decay"])
+            master.sub_(mean.lerp(gradient, 1 - first).sign_(), alpha=values["lr"])
+            mean.lerp_(gradient, 1 - second)
+
+
+@pytest.fixture(autouse=True)
+def lion(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(STEPPERS, NAME, Lion)
+
+
+def stage(values: dict[str, Tensor]) -> GradientBuckets:
+    return GradientBuckets([(name, nn.Parameter(value.clone())) for name, value in values.items()], cap_bytes=64)
+
+
+def gradients() -> Iterator[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    while True:
+        yield {n: torch.randn(s, generator=generator, dtype=torch.float64) for n, s in SHAPES.items()}
+
+
+def step(optimizer: Optimizer, buckets: GradientBuckets, by_name: dict[str, Tensor]) -> None:
+    for name, view in buckets.gradients.items():
+        view.copy_(by_name[name])
+    assert optimizer.step().success
+
+
+def test_it_steps_resumes_and_is_put_back_and_its_state_is_named_and_counted() -> None:
+    draws = gradients()
+    values, steps = next(draws), [next(draws) for _ in range(4)]
+    buckets = stage(values)
+    optimizer = Optimizer([buckets], CONFIG)
+    means = {name: torch.zeros_like(value) for name, value in values.items()}
+    for number, by_name in enumerate(steps):
+        if number == 2:
+            undo = optimizer.snapshot()
+            step(optimizer, buckets, steps[0])
+            undo()
+            saved = {name: tensor.clone() for name, tensor in optimizer.state().items()}
+            progress, buckets = optimizer.progress(), stage(dict(buckets.parameters))
+            optimizer = Optimizer([buckets], CONFIG)
+            for name, tensor in optimizer.state().items():
+                tensor.copy_(saved[name])
+            optimizer.load_progress(progress)
+        step(optimizer, buckets, by_name)
+        for name, gradient in by_name.items():
+            decayed = values[name] * (1 - RATE * (DECAY if name.endswith("weight") else 0.0))
+            values[name] = decayed - RATE * (means[name] * BETAS[0] + gradient * (1 - BETAS[0])).sign()
+            means[name] = means[name] * BETAS[1] + gradient * (1 - BETAS[1])
+        for name, parameter in buckets.parameters.items():
+            torch.testing.assert_close(parameter.detach(), values[name], rtol=1e-12, atol=1e-14)
+    assert optimizer.state().keys() == {f"optimizer.exp_avg.{name}" for name in SHAPES}
+    assert optimizer.state_bytes == 8 * sum(bucket.parameters.numel() for bucket in buckets.buckets)
+    assert not optimizer.is_own
+
+
+def test_estimates_checkpoints_and_zero_learn_of_it_from_the_table() -> None:
+    rules = ParameterGroups(CONFIG).rules
+    assert state_kinds(rules) == {0: ("exp_avg",), 1: ("exp_avg",)} and all_state_kinds(rules) == {"exp_avg"}
+    assert [rule.division for rule in rules] == [Division.ELEMENTS] * 2
+
+
+def test_a_scheduler_changes_its_hyperparameters() -> None:
+    def halved(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+        return torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+
+    config = OptimizerConfig(LearningRate(RATE), *BETAS, clip_norm=0.0, name=NAME, scheduler=halved)
+    values = Optimizer([stage(next(gradients()))], config).rates(3)
+    assert [(own["lr"], own["betas"]) for own in values] == [(RATE / 4, BETAS)] * 2
+
+
+def test_what_it_does_not_take_is_refused_unless_the_class_of_torch_does() -> None:
+    with pytest.raises(ConfigError, match=r"optimizer\.eps = 0\.5 has no effect on Lion"):
+        _ = ParameterGroups(OptimizerConfig(name=NAME, eps=0.5)).rules
+    groups = ParameterGroups(OptimizerConfig(name=NAME, arguments=Arguments({"momentum": 0.5})))
+    assert {rule.kind.make for rule in groups.rules} == {torch.optim.SGD}
+    assert groups.rules[0].division is Division.ELEMENTS and state_kinds(groups.rules)[0] == ("momentum_buffer",)
