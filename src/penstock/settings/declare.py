@@ -21,6 +21,7 @@ from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_ty
 
 T = TypeVar("T")
 S = TypeVar("S", bound="Settings")
+N = TypeVar("N", bound=str)
 _KEY = "setting"
 
 
@@ -38,8 +39,13 @@ class NamedValue(enum.StrEnum):
 
     @classmethod
     def _missing_(cls, value: object) -> Any:
-        wanted = str(value).replace("_", "-").lower()
-        return next((member for member in cls if member.value.replace("_", "-").lower() == wanted), None)
+        return spelt(value, cls)
+
+
+def spelt(value: object, names: Iterable[N]) -> N | None:
+    """The name that a value spells, capitals and underscores for hyphens aside; None if it spells none."""
+    folded = str(value).replace("_", "-").lower()
+    return next((name for name in names if name.replace("_", "-").lower() == folded), None)
 
 
 class TableValue:
@@ -173,17 +179,17 @@ class Setting:
         Raises:
             ConfigError: it is of another type.
         """
-        matches, taken = _match(self.type, value)
+        matches, taken = match(self.type, value)
         if not matches:
             raise self.mismatch(value)
         return taken
 
-    def mismatch(self, value: Any, spelt: str = "") -> ConfigError:
-        """The error for a value of another type, as it was spelt; it names the nearest of several names."""
+    def mismatch(self, value: Any, given: str = "") -> ConfigError:
+        """The error for a value of another type, as it was given; it names the nearest of several names."""
         names = [name for name in possible(self.type) if isinstance(name, str)]
         likely = f"; the nearest one is {json.dumps(nearest(value, names))}" if names and isinstance(value, str) else ""
         return ConfigError(
-            f"{self.name} takes {describe(self.type)}, not {spelt or json.dumps(value, default=str)}{likely}"
+            f"{self.name} takes {describe(self.type)}, not {given or json.dumps(value, default=str)}{likely}"
         )
 
     def take(self, value: Any) -> Any:
@@ -359,10 +365,10 @@ def is_table(kind: Any) -> bool:
     return isinstance(kind, type) and issubclass(kind, TableValue)
 
 
-def _match(kind: Any, value: Any) -> tuple[bool, Any]:
+def match(kind: Any, value: Any) -> tuple[bool, Any]:
     """Match a value to a type; returns whether it is of that type, and the converted value."""
     if is_union(kind):
-        matches = (_match(part, value) for part in get_args(kind))
+        matches = (match(part, value) for part in get_args(kind))
         return next((match for match in matches if match[0]), (False, value))
     if kind is types.NoneType:
         return value is None, None
@@ -372,7 +378,8 @@ def _match(kind: Any, value: Any) -> tuple[bool, Any]:
         except ValueError:
             return False, value
     if get_origin(kind) is Literal:
-        return isinstance(value, str) and value in get_args(kind), value
+        name = spelt(value, get_args(kind)) if isinstance(value, str) else None
+        return name is not None, name
     if is_table(kind):
         if isinstance(value, Mapping):
             return True, kind.read(value)
@@ -380,7 +387,7 @@ def _match(kind: Any, value: Any) -> tuple[bool, Any]:
     if get_origin(kind) is tuple:
         if not isinstance(value, list | tuple):
             return False, value
-        items = [_match(get_args(kind)[0], item) for item in value]
+        items = [match(get_args(kind)[0], item) for item in value]
         matches = all(found for found, _ in items)
         return matches, tuple(item for _, item in items) if matches else value
     # bool is an int to Python, but not to a reader of a file.

@@ -14,8 +14,8 @@ from penstock.settings.declare import (
     Settings,
     is_table,
     is_union,
+    match,
     nearest,
-    possible,
     with_values,
 )
 from penstock.settings.run import SETTINGS, RunConfig
@@ -137,11 +137,7 @@ def _read_word(kind: Any, word: str) -> tuple[bool, Any]:
             return True, kind(word)
         except ValueError:
             return False, None
-    return kind is str or _member(kind, word), word
-
-
-def _member(kind: Any, word: str) -> bool:
-    return word.replace("_", "-") in [value.replace("_", "-") for value in possible(kind)]
+    return match(kind, word)
 
 
 # ---- names

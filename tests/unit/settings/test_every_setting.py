@@ -35,7 +35,7 @@ from penstock.settings import (
     walk,
 )
 from penstock.settings.declare import Bounds, parts_of, plain, possible, value_of
-from penstock.settings.read import section_summaries
+from penstock.settings.read import from_words, section_summaries
 from tests.unit.settings.test_config import another_value, with_setting
 
 SAMPLING = {own.name: own for own in walk(SamplingParams())}
@@ -94,6 +94,17 @@ def test_every_value_of_every_enum_reaches_the_engine_from_file_and_command_line
     taken = {own.name: plain(own.default) for own in held}
     assert taken.get(name, config.flat()[name]) == value
     assert options.optimizer.learning_rate(3) > 0  # pyright: ignore[reportCallIssue, reportOptionalCall]
+
+
+@pytest.mark.parametrize("name, value", CHOICES)
+def test_a_name_is_spelt_alike_in_file_and_command_line(name: str, value: str) -> None:
+    own = SETTINGS[name]
+    for spelling in (value.upper(), value.title(), value.replace("-", "_"), value.upper().replace("-", "_")):
+        assert plain(own.matched(spelling)) == plain(from_words(own, [spelling])) == value
+    for spelling in (f"{value} ", f"{value}s", "-"):
+        for read in (own.matched, lambda given: from_words(own, [given])):
+            with pytest.raises(ConfigError, match=f"{name} takes"):
+                read(spelling)
 
 
 TAKEN = [
