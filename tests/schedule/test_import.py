@@ -12,10 +12,13 @@ from penstock import schedule
 schedule.verify(schedule.lower(schedule.build("1f1b", ranks=4, microbatches=8)))
 new = {name.partition(".")[0] for name in set(sys.modules) - before}
 print(*sorted(new - set(sys.stdlib_module_names)))
+print(*sorted(name for name in sys.modules if name.startswith("penstock.settings.")))
 """
 
 
 @pytest.mark.shows(1)
-def test_schedule_imports_the_standard_library_alone():
+def test_schedule_imports_the_standard_library_alone_and_no_other_rooms_settings():
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=300, check=True)
-    assert done.stdout.split() == ["penstock"]
+    rooms, settings = done.stdout.splitlines()
+    assert rooms.split() == ["penstock"]
+    assert set(settings.split()) <= {f"penstock.settings.{file}" for file in ("declare", "objects", "schedule")}

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-if TYPE_CHECKING:  # the schedules load without the settings
+if TYPE_CHECKING:  # schedules load none but their own settings
     from penstock.settings import SamplingParams
 
 NO_ROW = -1

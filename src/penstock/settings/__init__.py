@@ -2,37 +2,43 @@
 
 The file, the command line, its help, the checks and the engine all take these very objects. `SETTINGS` lists those of
 a run; `walk` those of any object.
+
+A file of this room is loaded when the first of its names is asked for, so that schedules, which need few, load quickly.
 """
 
-from penstock.settings.adapter import AdapterConfig
-from penstock.settings.arguments import checked
-from penstock.settings.data import DataConfig, PackingKind
-from penstock.settings.declare import ConfigError, Setting, Settings, same_as, setting, walk
-from penstock.settings.experts import ExpertConfig, GroupScore, Scores
-from penstock.settings.model import ModelConfig, RopeKind, RopeScaling
-from penstock.settings.optimizer import Decay, LearningRate, OptimizerConfig, Ramp, WeightDecay
-from penstock.settings.parallel import AXES, ContextForm, Coordinates, Device, Groups, Layout, ParallelConfig
-from penstock.settings.parameter_groups import Arguments, OptimizerName, ParameterGroup
-from penstock.settings.read import from_dict, read_config
-from penstock.settings.run import (
-    SETTINGS,
-    CheckpointConfig,
-    CompileMode,
-    LogConfig,
-    Normalize,
-    Precision,
-    Recompute,
-    RunConfig,
-    TrainConfig,
-    ValidationConfig,
-    WatchConfig,
-    check_rates,
-    check_sections,
-    check_world,
-    differences,
-)
-from penstock.settings.sampling import LogitBias, RingConfig, SamplingParams
-from penstock.settings.schedule import ScheduleConfig, SearchedPlacement
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from penstock.settings.adapter import AdapterConfig
+    from penstock.settings.arguments import checked
+    from penstock.settings.data import DataConfig, PackingKind
+    from penstock.settings.declare import ConfigError, Setting, Settings, same_as, setting, walk
+    from penstock.settings.experts import ExpertConfig, GroupScore, Scores
+    from penstock.settings.model import ModelConfig, RopeKind, RopeScaling
+    from penstock.settings.optimizer import Decay, LearningRate, OptimizerConfig, Ramp, WeightDecay
+    from penstock.settings.parallel import AXES, ContextForm, Coordinates, Device, Groups, Layout, ParallelConfig
+    from penstock.settings.parameter_groups import Arguments, OptimizerName, ParameterGroup
+    from penstock.settings.read import from_dict, read_config
+    from penstock.settings.run import (
+        SETTINGS,
+        CheckpointConfig,
+        CompileMode,
+        LogConfig,
+        Normalize,
+        Precision,
+        Recompute,
+        RunConfig,
+        TrainConfig,
+        ValidationConfig,
+        WatchConfig,
+        check_rates,
+        check_sections,
+        check_world,
+        differences,
+    )
+    from penstock.settings.sampling import LogitBias, RingConfig, SamplingParams
+    from penstock.settings.schedule import ScheduleConfig, SearchedPlacement
 
 __all__ = [
     "AXES",
@@ -89,3 +95,19 @@ __all__ = [
     "setting",
     "walk",
 ]
+
+# Each file after those that it imports.
+_FILES = (
+    *("declare", "schedule", "adapter", "data", "experts", "model", "parameter_groups", "optimizer", "parallel"),
+    *("sampling", "run", "read"),
+)
+
+
+def __getattr__(name: str) -> Any:
+    """Fetch a public name from the first file that has it."""
+    if name in __all__:
+        for file in _FILES:
+            names = vars(import_module(f"{__name__}.{file}"))
+            if name in names:
+                return names[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
