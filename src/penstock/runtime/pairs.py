@@ -1,9 +1,10 @@
-"""Fused pairs: the turns that their two halves take on a rank, and hooks that run when each half begins and ends."""
+"""Fused pairs: the turns that their two sides take on a rank, and hooks that run when each side begins and ends."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from penstock.schedule import Action, Op
+from penstock.settings import ScheduleConfig
 
 
 def _ignore(stage: int) -> None:
@@ -50,10 +51,8 @@ class Pairs:
     early_release: bool = False
 
     def __post_init__(self) -> None:
-        if self.early_release and not self.overlap:
-            raise ValueError(
-                "early_release changes the turns of overlapped pairs, but overlap is off; set overlap, or leave it out"
-            )
+        # These settings refuse what excludes each other.
+        ScheduleConfig(overlap=self.overlap, early_release=self.early_release)
 
     def alone(self) -> "Pairs":
         """The way to run a forward or backward outside of pairs, where nothing else computes."""

@@ -98,8 +98,8 @@ __all__ = [
 
 # Each file after those that it imports.
 _FILES = (
-    *("declare", "schedule", "adapter", "data", "experts", "model", "parameter_groups", "optimizer", "parallel"),
-    *("sampling", "run", "read"),
+    *("declare", "arguments", "schedule", "adapter", "data", "experts", "model", "parameter_groups", "optimizer"),
+    *("parallel", "sampling", "run", "read"),
 )
 
 

@@ -17,6 +17,7 @@ from penstock.settings.declare import (
     ConfigError,
     NamedValue,
     Settings,
+    argument,
     setting,
 )
 from penstock.settings.parameter_groups import Arguments, Course, OptimizerName, ParameterGroup
@@ -73,7 +74,7 @@ class LearningRate(Settings, section="optimizer"):
         None, "The step at which the decay ends; left out, the last step of the run.", AT_LEAST_1
     )
     #: The rate before the first step; not a setting of a run.
-    initial: float = 0.0
+    initial: float = argument(0.0, AT_LEAST_0)
     floor: float = setting(0.0, "The learning rate at the end of the decay.", AT_LEAST_0, key="final_learning_rate")
 
     def _check(self) -> None:
@@ -82,10 +83,10 @@ class LearningRate(Settings, section="optimizer"):
                 f"optimizer.final_learning_rate = {self.floor} is above optimizer.learning_rate = {self.peak}; "
                 "the rate can only fall"
             )
-        if not 0 <= self.initial <= self.peak:
+        if self.initial > self.peak:
             raise ConfigError(
-                f"the initial learning rate must lie between 0 and optimizer.learning_rate = {self.peak}, "
-                f"not {self.initial}"
+                f"optimizer.initial = {self.initial} is above optimizer.learning_rate = {self.peak}; the rate can only "
+                "rise in the warm-up"
             )
         end = self.num_decay_steps
         if self.ends and end is not None and end < self.num_warmup_steps:
@@ -143,21 +144,14 @@ class WeightDecay(Settings, section="optimizer"):
     #: The form; left out, cosine if there is a last value, else constant.
     ramp: Ramp | None = None
     #: The step at which the last value is reached.
-    num_steps: int | None = None
+    num_steps: int | None = argument(None, AT_LEAST_1)
 
     def _check(self) -> None:
-        if self.ramp is None:
-            return
-        if str(self.ramp) not in list(Ramp):
-            raise ConfigError(f"weight decay has the forms {', '.join(Ramp)}, not {str(self.ramp)!r}")
-        object.__setattr__(self, "ramp", Ramp(self.ramp))
         if self.ramp is Ramp.CONSTANT:
             if self.last not in (None, self.first):
                 raise ConfigError(f"a constant weight decay of {self.first} cannot end at {self.last}")
-        elif self.last is None or self.num_steps is None or self.num_steps < 1:
-            raise ConfigError(
-                f"a {self.ramp} weight decay needs its last value and the step, at least 1, of reaching it"
-            )
+        elif self.ramp is not None and None in (self.last, self.num_steps):
+            raise ConfigError(f"a {self.ramp} weight decay needs its last value and the step of reaching it")
 
     def __call__(self, step: int) -> float:
         """Return the weight decay of step `step` >= 1.

@@ -17,6 +17,7 @@ from penstock.cli.train import read_arguments
 from penstock.engine.options import EngineOptions
 from penstock.engine.run_check import check
 from penstock.engine.runs import to_toml
+from penstock.runtime.pairs import Pairs
 from penstock.schedule import builders
 from penstock.schedule.choice import ScheduleChoice
 from penstock.settings import (
@@ -226,6 +227,11 @@ def has_most(bounds: Bounds) -> bool:
         (lambda: ModelConfig(experts={"num_experts": 2}), "model.experts takes an ExpertConfig, not"),
         (lambda: LearningRate(initial="x"), 'optimizer.initial takes a number, not "x"'),
         (lambda: LearningRate(peak=10**400), "optimizer.learning_rate = inf is not a finite number"),
+        (lambda: LearningRate(initial=-1), r"optimizer\.initial = -1\.0 is negative"),
+        (lambda: LearningRate(0.1, initial=1), r"optimizer\.initial = 1\.0 is above optimizer\.learning_rate = 0\.1"),
+        (lambda: WeightDecay(0.1, 0.2, num_steps=-5), r"optimizer\.num_steps = -5 .* at least 1"),
+        (lambda: WeightDecay(last=0.1, ramp="linear", num_steps=0), r"optimizer\.num_steps = 0 .* at least 1"),
+        (lambda: Pairs(overlap=False, early_release=True), "schedule.early_release = true .* schedule.overlap = false"),
         (lambda: WeightDecay(last=0.1, ramp="linear", num_steps=0.5), "optimizer.num_steps takes an integer, not 0.5"),
         (lambda: OptimizerConfig(learning_rate="x"), "optimizer.learning_rate takes .* a number, not"),
     ],
