@@ -28,7 +28,6 @@ from penstock.model.matmul import WeightCasts, share_casts
 from penstock.model.randomness import Randomness, kept_random_state
 from penstock.model.sampling import Draw, Drawn, draw_tokens
 from penstock.model.segments import (
-    Beside,
     Compute,
     Exchange,
     RecomputedEntry,
@@ -46,7 +45,6 @@ __all__ = [
     "NOTHING_GIVEN",
     "AuxLoss",
     "AuxLosses",
-    "Beside",
     "BoundLayer",
     "CacheSize",
     "CachedRows",

@@ -8,7 +8,7 @@ runs without a tape, which have no backward.
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -44,7 +44,10 @@ class Undo(Protocol):
 
 
 class Segment(Protocol):
-    """A part of a unit; it appends its backward to `undo`, or keeps nothing if that is None."""
+    """A part of a unit; it appends its backward to `undo`, or keeps nothing if that is None.
+
+    The tensors of the state that follow those it works on, and their gradients, pass by it.
+    """
 
     @property
     def name(self) -> str: ...
@@ -60,7 +63,7 @@ class HasSegments(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Compute:
-    """A segment whose backward is autograd's: `run(*state)` returns the next state.
+    """A segment whose backward is autograd's: `run` of the state, but for its last `num_beside` tensors.
 
     It keeps only those of the state's data that autograd saves.
     """
@@ -70,17 +73,25 @@ class Compute:
     #: if the weight gradients are deferred, yield before them in backward, so that the other lane's next collective is
     #: in flight while they are computed
     apart: bool = False
+    num_beside: int = 0
 
     def forward(self, state: State, undo: list[Undo] | None) -> Lane[State]:
+        num_own = len(state) - self.num_beside
+        own, others = state[:num_own], state[num_own:]
         if undo is None:
             with torch.no_grad():
-                return self.run(*state)
-        arrived: list[Tensor | None] = [None] * len(state)
-        outputs = self.run(*_Entrance.apply(arrived, torch.empty(0, requires_grad=True), *state))  # type: ignore[misc]
+                return (*self.run(*own), *others)
+        arrived: list[Tensor | None] = [None] * num_own
+        outputs = self.run(*_Entrance.apply(arrived, torch.empty(0, requires_grad=True), *own))  # type: ignore[misc]
         edges = tuple(get_gradient_edge(y) if y.requires_grad else None for y in outputs)
         undo.append(_Computed(arrived, edges, self.apart))
-        return tuple(y.detach() for y in outputs)
+        return (*(y.detach() for y in outputs), *others)
         yield
+
+
+def beside(segment: Segment, num: int) -> Segment:
+    """The segment, past which `num` more tensors of the state and their gradients go."""
+    return replace(segment, num_beside=segment.num_beside + num) if isinstance(segment, Compute) else segment
 
 
 class _Entrance(torch.autograd.Function):
@@ -109,40 +120,13 @@ class _Computed:
     apart: bool
 
     def backward(self, grads: Grads) -> Lane[Grads]:
-        given = [(edge, grad) for edge, grad in zip(self.edges, grads, strict=True) if edge and grad is not None]
+        num_own = len(self.edges)
+        own, others = grads[:num_own], grads[num_own:]
+        given = [(edge, grad) for edge, grad in zip(self.edges, own, strict=True) if edge and grad is not None]
         enter_graph([edge for edge, _ in given], [grad for _, grad in given])
         if self.apart:
             yield Turn.WEIGHTS_WAIT
-        return tuple(self.arrived)
-
-
-@dataclass(frozen=True, eq=False)
-class Beside:
-    """A segment that the state's last `num_beside` tensors and their gradients bypass."""
-
-    inner: Segment
-    num_beside: int
-
-    @property
-    def name(self) -> str:
-        return self.inner.name
-
-    def forward(self, state: State, undo: list[Undo] | None) -> Lane[State]:
-        own: list[Undo] | None = None if undo is None else []
-        outputs = yield from self.inner.forward(state[: -self.num_beside], own)
-        if undo is not None and own is not None:
-            undo.extend(_Beside(entry, self.num_beside) for entry in own)
-        return (*outputs, *state[-self.num_beside :])
-
-
-@dataclass(frozen=True, eq=False)
-class _Beside:
-    inner: Undo
-    num_beside: int
-
-    def backward(self, grads: Grads) -> Lane[Grads]:
-        inner = yield from self.inner.backward(grads[: -self.num_beside])
-        return (*inner, *grads[-self.num_beside :])
+        return (*self.arrived, *others)
 
 
 @dataclass(frozen=True, eq=False)

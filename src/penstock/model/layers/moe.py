@@ -24,7 +24,7 @@ from penstock.model.layers.grouped_linear import GroupedLinear, RowGroups, group
 from penstock.model.layers.router import Choice, Router
 from penstock.model.linear import Linear
 from penstock.model.matmul import Matmul
-from penstock.model.segments import Beside, Compute, Exchange, Segment, SegmentedUnit, State, walk
+from penstock.model.segments import Compute, Exchange, Segment, SegmentedUnit, State, walk
 from penstock.model.sequences import Sequences
 from penstock.parallel.collectives import Collectives, Handle
 from penstock.parallel.tensor_slice import Shard
@@ -108,7 +108,7 @@ class ExpertBlock(SegmentedUnit):
 
     def _row(self, route: Route, router: Compute) -> Sequence[Segment]:
         # The tokens' weights, and the stream that the outputs are added to, bypass the experts.
-        experts = Beside(Compute("experts", partial(self._compute, route), apart=True), 2)
+        experts = Compute("experts", partial(self._compute, route), apart=True, num_beside=2)
         combine = Compute("combine", partial(self._combine, route))
         if self.collectives.size == 1:
             return [router, experts, combine]

@@ -31,7 +31,7 @@ from penstock.model.layers.vocabulary import Embedding, Head, TensorParallelEmbe
 from penstock.model.linear import Linear
 from penstock.model.loss import ShardedLogits, cross_entropy_sum
 from penstock.model.matmul import Matmul
-from penstock.model.segments import Beside, Compute, Segment, SegmentedUnit, State
+from penstock.model.segments import Compute, Segment, SegmentedUnit, State, beside
 from penstock.model.sequences import Sequences
 from penstock.settings import ModelConfig
 
@@ -90,10 +90,9 @@ class TokenPredictions(nn.ModuleList):
         row: list[Segment] = []
         for number, (prediction, target) in enumerate(zip(self, targets, strict=True)):
             # Keep a stream for its logits when the next one starts from it.
-            keep = Compute("keep the stream", lambda h: (h, h))
-            row.append(Beside(keep, number) if number else keep)
+            row.append(Compute("keep the stream", lambda h: (h, h), num_beside=number))
             layer = prediction.segments(embedding, target.tokens_T, sequences)
-            row += [Beside(segment, number + 1) for segment in layer]
+            row += [beside(segment, number + 1) for segment in layer]
         return row
 
 
