@@ -73,7 +73,7 @@ def _installed(operations: Operations) -> Iterator[None]:
             (pipeline_module, "connect", partial(_connect, pipeline_module.connect)),
             (pipeline_module, "Recovery", lambda group, *rest: Recovery(None, *rest)),
             (distributed_module, "_backend_maker", lambda group, *_: partial(LateEnd, operations, group)),
-            (distributed_module, "_Link", LateLink),
+            (distributed_module, "_ChannelEnd", LateLink),
             (relay_module, "threading", threads),
             (relay_module, "queue", queues),
             (save_module, "threading", threads),
@@ -267,7 +267,7 @@ def _passed(inputs: Sequence[Tensors], _: Sequence[Any]) -> Sequence[Tensors]:
     return [(), inputs[0]]
 
 
-class LateLink(distributed_module._Link):
+class LateLink(distributed_module._ChannelEnd):
     """A link whose ends are late, and whose sends are polled, as on a GPU."""
 
     def __init__(

@@ -44,7 +44,7 @@ def measure_links(layout: Layout, group: Group, store: Store, wanted_device: str
     device_name = choose_device(store, group, wanted_device)
     initialise(store, group, device_name, timeout_s)
     device = torch.device(device_name, group.local_rank) if device_name == "cuda" else torch.device("cpu")
-    ring = _Ring(group, device)
+    ring = _RingOfProcesses(group, device)
     times = [ring.step(torch.full((1,), group.rank, device=device)) for _ in range(_NUM_WORDS)]
     block = torch.full((_BLOCK_BYTES // 8,), group.rank, device=device)
     block_s = min(ring.step(block) for _ in range(3))
@@ -55,7 +55,7 @@ def measure_links(layout: Layout, group: Group, store: Store, wanted_device: str
 
 
 @dataclass(frozen=True)
-class _Ring:
+class _RingOfProcesses:
     """All processes in a ring; each sends to the next."""
 
     group: Group

@@ -250,7 +250,7 @@ def token_log_probs(logits_TV: Logits, labels_T: Tensor, temperature: float = 1.
     _check(logits_TV, labels_T, temperature)
     if isinstance(logits_TV, ShardedLogits):
         return sharded_statistics(logits_TV, labels_T, temperature)[0]
-    return _TokenStatistics.apply(logits_TV, labels_T, temperature, False)[0]  # pyright: ignore[reportOptionalSubscript]
+    return _StatisticsOfLogits.apply(logits_TV, labels_T, temperature, False)[0]  # pyright: ignore[reportOptionalSubscript]
 
 
 def token_statistics(logits_TV: Logits, labels_T: Tensor, temperature: float = 1.0) -> TokenStatistics:
@@ -264,10 +264,10 @@ def token_statistics(logits_TV: Logits, labels_T: Tensor, temperature: float = 1
     _check(logits_TV, labels_T, temperature)
     if isinstance(logits_TV, ShardedLogits):
         return TokenStatistics(*sharded_statistics(logits_TV, labels_T, temperature))
-    return TokenStatistics(*_TokenStatistics.apply(logits_TV, labels_T, temperature, True))  # pyright: ignore[reportArgumentType]
+    return TokenStatistics(*_StatisticsOfLogits.apply(logits_TV, labels_T, temperature, True))  # pyright: ignore[reportArgumentType]
 
 
-class _TokenStatistics(torch.autograd.Function):
+class _StatisticsOfLogits(torch.autograd.Function):
     """Keeps the logits, the labels, and each token's normaliser and entropy; recomputes the rest in backward."""
 
     @staticmethod

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from penstock import schedule
 from penstock.planner.cluster import Cluster
-from penstock.planner.model_costs import MessageKind, Recompute, UnitCosts, UnitSize, unit_costs
+from penstock.planner.model_costs import MessageKind, RecomputedPart, UnitCosts, UnitSize, unit_costs
 from penstock.planner.shape import ModelShape
 from penstock.planner.simulation import Order, SimulatedStep, simulate_step
 from penstock.planner.times import Clock, Constants, Groups
@@ -76,7 +76,7 @@ class Candidate:
     microbatch: int
     num_microbatches: int
     zero: int = 0
-    recompute: Recompute = Recompute.NONE
+    recompute: RecomputedPart = RecomputedPart.NONE
     options: tuple[tuple[str, object], ...] = ()
     #: the number of units of each stage; by default the cut whose slowest rank is fastest
     cut: tuple[int, ...] | None = None
@@ -99,7 +99,7 @@ class Candidate:
         sizes = " ".join(f"{axis}{size}" for axis, size in (*ours.sizes.items(), ("ep", ours.ep)) if size > 1)
         stages = f" x{self.stages_per_rank}" if self.stages_per_rank > 1 else ""
         zero = f" zero{self.zero}" if self.zero else ""
-        again = "" if self.recompute is Recompute.NONE else f" recompute {self.recompute.value}"
+        again = "" if self.recompute is RecomputedPart.NONE else f" recompute {self.recompute.value}"
         return (
             f"{sizes or 'one device'} {self.schedule}{stages} mb{self.microbatch}x{self.num_microbatches}{zero}{again}"
         )
@@ -224,7 +224,7 @@ def stage_costs(workload: Workload, candidate: Candidate, cluster: Cluster, cons
         workload.parameter_bytes,
     )
     units = unit_costs(workload.shape, size)
-    timed = {id(unit): _UnitTimes.of(unit, clock, candidate.zero, workload.parameter_bytes) for unit in units}
+    timed = {id(unit): _PassTimes.of(unit, clock, candidate.zero, workload.parameter_bytes) for unit in units}
     cut = stages_of(candidate, units, [timed[id(unit)].total_s for unit in units])
     members = [[units[i] for i in stage] for stage in cut]
     times = [[timed[id(unit)] for unit in stage] for stage in members]
@@ -252,7 +252,7 @@ def stage_costs(workload: Workload, candidate: Candidate, cluster: Cluster, cons
 
 
 @dataclass(frozen=True)
-class _UnitTimes:
+class _PassTimes:
     """The seconds of a unit's passes, and its waits in all of them together."""
 
     forward_s: float
@@ -265,7 +265,7 @@ class _UnitTimes:
         return self.forward_s + self.input_s + self.weight_s
 
     @classmethod
-    def of(cls, unit: UnitCosts, clock: Clock, zero: int, parameter_bytes: int) -> _UnitTimes:
+    def of(cls, unit: UnitCosts, clock: Clock, zero: int, parameter_bytes: int) -> _PassTimes:
         passes = [clock.pass_time(work) for work in (unit.forward, unit.backward_input, unit.backward_weight)]
         waits: dict[MessageKind, float] = {}
         for one in passes:
@@ -282,7 +282,7 @@ class _UnitTimes:
         return cls(forward, inputs, weights, waits)
 
 
-def _sum_waits(units: Sequence[_UnitTimes]) -> dict[MessageKind, float]:
+def _sum_waits(units: Sequence[_PassTimes]) -> dict[MessageKind, float]:
     found: dict[MessageKind, float] = {}
     for unit in units:
         for kind, wait in unit.waits_s.items():

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from penstock.planner.cluster import Cluster
 from penstock.planner.estimate import Candidate, Estimate, Workload, estimate
-from penstock.planner.model_costs import Recompute
+from penstock.planner.model_costs import RecomputedPart
 from penstock.planner.times import Constants
 from penstock.settings import ConfigError, Layout
 
@@ -48,7 +48,7 @@ def well_known(
 def _known(workload: Workload, cluster: Cluster) -> Iterator[tuple[str, list[Candidate]]]:
     """Yield well-known layouts, each with its candidates from the one that keeps the least on."""
     devices, in_host = cluster.num_devices, min(cluster.num_devices, cluster.devices_per_host, 8)
-    again = (Recompute.NONE, Recompute.FULL)
+    again = (RecomputedPart.NONE, RecomputedPart.FULL)
 
     def made(tp: int, pp: int, name: str, stages: int) -> list[Candidate]:
         dp, rest = divmod(devices, tp * pp)

@@ -21,7 +21,7 @@ _GRADIENT, _LOGIT = 8, 12
 _CORE_BACKWARD = 2.5
 
 
-class Recompute(Enum):
+class RecomputedPart(Enum):
     """The part of forward that backward computes again.
 
     CORE: attention's own products. BETWEEN: all but the products with weights. FULL: whole layers.
@@ -95,7 +95,7 @@ class UnitSize:
     tp: int = 1
     cp: int = 1
     ep: int = 1
-    recompute: Recompute = Recompute.NONE
+    recompute: RecomputedPart = RecomputedPart.NONE
     #: False where every tensor-parallel rank keeps the whole residual stream
     sequence_parallel: bool = True
     #: False where attention writes its scores, as before FlashAttention
@@ -135,7 +135,7 @@ def _tensor_bytes(shape: ModelShape, size: UnitSize) -> float:
 
 
 @dataclass(frozen=True)
-class _Block:
+class _BlockSizes:
     """What blocks have in common, before recomputation: sizes on one rank."""
 
     name: str
@@ -158,7 +158,7 @@ class _Block:
     messages: Work = Work()
 
 
-def _unit(block: _Block, stream_bytes: float, size: UnitSize) -> UnitCosts:
+def _unit(block: _BlockSizes, stream_bytes: float, size: UnitSize) -> UnitCosts:
     """Turn a block's sizes into passes: a backward reads what forward did and the gradients of its outputs."""
     linear = block.linear + Work(traffic_bytes=block.weight_bytes)
     others = block.other_bytes * (1 if size.fused_elements else 2)
@@ -168,14 +168,14 @@ def _unit(block: _Block, stream_bytes: float, size: UnitSize) -> UnitCosts:
     weights = block.linear + Work(traffic_bytes=_GRADIENT * own)
     transient = block.inputs_bytes
     kept, for_weights = block.inputs_bytes + block.kept_bytes + block.core_kept_bytes, block.inputs_bytes
-    if size.recompute is Recompute.FULL:
+    if size.recompute is RecomputedPart.FULL:
         # The input alone is kept until the backward, whose I recomputes the rest.
         inputs, kept, transient = inputs + forward, stream_bytes, transient + kept
         for_weights = min(for_weights, kept)
-    elif size.recompute is Recompute.BETWEEN:
+    elif size.recompute is RecomputedPart.BETWEEN:
         inputs, kept = inputs + Work(traffic_bytes=others), block.kept_bytes
         for_weights = min(for_weights, kept)
-    elif size.recompute is Recompute.CORE:
+    elif size.recompute is RecomputedPart.CORE:
         inputs, kept = inputs + block.core, kept - block.core_kept_bytes
     return UnitCosts(block.name, forward, inputs, weights, kept, for_weights, block.parameters, block.expert_parameters)
 
@@ -201,7 +201,7 @@ def _attention(shape: ModelShape, size: UnitSize) -> UnitCosts:
     gathered = size.element_bytes * tokens * hidden
     # Each round of the ring sends the rank's keys and values; backward sends them and their gradients.
     ring = (size.cp - 1) * size.element_bytes * tokens * shape.kv_width / tp
-    block = _Block(
+    block = _BlockSizes(
         "attention",
         linear=_product(tokens, weights - out, (shape.query_width + shape.kv_width) / tp)
         + _product(tokens, out, shape.output_width / tp, 2 * gathered + qkv_bytes),
@@ -223,14 +223,14 @@ def _mlp(shape: ModelShape, size: UnitSize) -> UnitCosts:
     return _unit(_dense("mlp", shape, size, shape.intermediate_size, MLP), _stream_bytes(shape, size), size)
 
 
-def _dense(name: str, shape: ModelShape, size: UnitSize, width: int, kind: str) -> _Block:
+def _dense(name: str, shape: ModelShape, size: UnitSize, width: int, kind: str) -> _BlockSizes:
     """An MLP of some width that all tokens go through, with its norm and its sum."""
     tokens, tp, stream = size.tokens, size.tp, _stream_bytes(shape, size)
     weights = shape.block_parameters(kind) / tp
     inner = size.element_bytes * tokens * width / tp
     ups = shape.num_products - 1
     gathered = size.element_bytes * tokens * shape.hidden_size
-    return _Block(
+    return _BlockSizes(
         name,
         linear=_product(
             tokens, weights, min(shape.hidden_size, width / tp or math.inf), 2 * gathered + (ups + 1) * inner
@@ -249,7 +249,7 @@ def _mamba(shape: ModelShape, size: UnitSize) -> UnitCosts:
     tokens, tp, stream = size.tokens, size.tp, _stream_bytes(shape, size)
     weights = shape.mamba_parameters / tp
     inner = size.element_bytes * tokens * (shape.mamba_parameters / shape.hidden_size) / tp
-    block = _Block(
+    block = _BlockSizes(
         "mamba",
         linear=_product(
             tokens, weights, shape.hidden_size / tp, 2 * size.element_bytes * tokens * shape.hidden_size + inner
@@ -273,7 +273,7 @@ def _experts(shape: ModelShape, size: UnitSize) -> UnitCosts:
     rows, inner = size.element_bytes * routed_tokens * width, size.element_bytes * routed_tokens * shape.expert_size
     ups = shape.num_products - 1
     stream = _stream_bytes(shape, size)
-    block = _Block(
+    block = _BlockSizes(
         "experts",
         linear=shared.linear
         + _product(routed_tokens, shape.expert_parameters, narrowest, 2 * rows + (ups + 1) * inner),

@@ -13,7 +13,7 @@ from penstock import schedule
 from penstock.planner.cluster import Cluster, ClusterError, hosts, unknown
 from penstock.planner.estimate import Candidate, Style, Workload, estimate
 from penstock.planner.fit import LinearStep, fit
-from penstock.planner.model_costs import Recompute
+from penstock.planner.model_costs import RecomputedPart
 from penstock.planner.shape import ModelShape, find_model
 from penstock.planner.simulation import Order, simulate_step
 from penstock.planner.times import Constants
@@ -113,7 +113,7 @@ class ShapedRun(PublishedRun):
         """The bytes of the fullest rank; with the most recomputation where the source does not name it."""
         candidate = self.candidate
         if not self.names_recompute:
-            candidate = replace(candidate, recompute=Recompute.FULL)
+            candidate = replace(candidate, recompute=RecomputedPart.FULL)
         return estimate(self.workload, candidate, self.cluster, Constants()).peak_bytes
 
     def memory_bytes(self) -> float:
@@ -242,12 +242,12 @@ class _Reader:
         )
 
     @cached_property
-    def recompute(self) -> Recompute | None:
+    def recompute(self) -> RecomputedPart | None:
         """What the note says is recomputed; None if it says nothing."""
         for words, kind in (
-            (("selective AC",), Recompute.BETWEEN),
-            (("selective",), Recompute.CORE),
-            (("full recompute", "full recomputation", "full AC", "recompute twice"), Recompute.FULL),
+            (("selective AC",), RecomputedPart.BETWEEN),
+            (("selective",), RecomputedPart.CORE),
+            (("full recompute", "full recomputation", "full AC", "recompute twice"), RecomputedPart.FULL),
         ):
             if any(word in self.note for word in words):
                 return kind
@@ -263,7 +263,7 @@ class _Reader:
         flops = self.shape.flops_per_token(0) + 12 * self.shape.query_width * self.number("seq_len") * (
             self.shape.pattern.count("*")
         )
-        again = 4 / 3 if self.recompute is Recompute.FULL else 1
+        again = 4 / 3 if self.recompute is RecomputedPart.FULL else 1
         return tokens * flops * again / (self.number("tflops_gpu") * 1e12 * self.count("gpus"))
 
     def run(self) -> PublishedRun:
@@ -295,7 +295,7 @@ class _Reader:
         dtype = next((own for word, own in _DTYPES.items() if word in words), "bf16")
         style = Style(
             early_gradients=False,
-            sequence_parallel=not unfused or self.recompute is Recompute.CORE,
+            sequence_parallel=not unfused or self.recompute is RecomputedPart.CORE,
             fused_attention=not unfused,
             fused_elements="torchtitan" not in self.row["source"] or "compile" in self.note or "AC;" not in self.note,
             overlapped_tensor="AsyncTP" in self.note,
@@ -311,7 +311,7 @@ class _Reader:
             self.microbatch,
             self.microbatches,
             3 if self.count("fsdp", 0) else 1 if layout.dp * layout.cp > 1 else 0,
-            self.recompute or Recompute.NONE,
+            self.recompute or RecomputedPart.NONE,
             order.options,
             _even_cut(shape, layout.pp * order.stages_per_rank),
             style,

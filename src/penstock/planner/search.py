@@ -11,7 +11,7 @@ from functools import lru_cache
 from penstock.planner.cluster import Cluster
 from penstock.planner.estimate import Candidate, Estimate, Workload, estimate, groups_of, state_bytes
 from penstock.planner.explain import well_known
-from penstock.planner.model_costs import Recompute, UnitSize, unit_costs
+from penstock.planner.model_costs import RecomputedPart, UnitSize, unit_costs
 from penstock.planner.shape import EXPERTS
 from penstock.planner.times import Clock, Constants
 from penstock.schedule import builders
@@ -194,13 +194,13 @@ class _Search:
         found = False
         for layout in layouts(self.workload, self.cluster):
             found = True
-            for recompute in (Recompute.NONE, Recompute.FULL):
+            for recompute in (RecomputedPart.NONE, RecomputedPart.FULL):
                 for zero in (0, 1) if layout.dp * layout.cp > 1 else (0,):
                     yield from self._of_layout(layout, recompute, zero)
         if not found:
             raise NothingFits(_impossible(self.workload, self.cluster))
 
-    def _of_layout(self, layout: Layout, recompute: Recompute, zero: int) -> Iterator[Bounded]:
+    def _of_layout(self, layout: Layout, recompute: RecomputedPart, zero: int) -> Iterator[Bounded]:
         workload, share = self.workload, self.workload.num_sequences // layout.dp
         for microbatch in _MICROBATCHES:
             if share % microbatch or (microbatch > 1 and layout.cp > 1):
@@ -272,7 +272,7 @@ class _Search:
     def _with_searched(self, best: list[Estimate], num_best: int) -> list[Estimate]:
         """Add the orders that `auto` finds for the fastest layouts, where they are small enough to search."""
         found = list(best)
-        seen: set[tuple[Layout, int, Recompute]] = set()
+        seen: set[tuple[Layout, int, RecomputedPart]] = set()
         for one in best[:3]:
             own, layout = one.candidate, one.candidate.layout
             key = layout, own.microbatch, own.recompute

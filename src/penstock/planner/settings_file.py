@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from penstock.planner.estimate import Candidate
-from penstock.planner.model_costs import Recompute
+from penstock.planner.model_costs import RecomputedPart
 
 
 def settings_of(candidate: Candidate) -> dict[str, Any]:
@@ -17,7 +17,7 @@ def settings_of(candidate: Candidate) -> dict[str, Any]:
         "parallel.order": layout.order,
         "schedule.name": candidate.schedule,
         "train.num_microbatches": candidate.num_microbatches,
-        "train.recompute": "full" if candidate.recompute is Recompute.FULL else "none",
+        "train.recompute": "full" if candidate.recompute is RecomputedPart.FULL else "none",
         "optimizer.zero": candidate.zero > 0,
     }
     if candidate.stages_per_rank > 1:

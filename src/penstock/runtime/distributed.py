@@ -47,7 +47,7 @@ class DistributedTransport:
     #: the channels that begin or end here, in the order that all ranks share
     _lines: list[Line]
     #: channel -> its communicator
-    _links: dict[Line, "_Link"]
+    _links: dict[Line, "_ChannelEnd"]
     #: where the ends of a link meet, and how one is made there
     _store: Store
     _make: Callable[[Store, int], Any]
@@ -81,7 +81,7 @@ class DistributedTransport:
         self._num_awaited, self._abandoned = 0, False
         store = PrefixStore(str(generation), self._store)
         watch_s = None if self.device.type == "cuda" else self.timeout_s
-        self._links = {line: _Link(line, self.rank, store, self._make, watch_s) for line in self._lines}
+        self._links = {line: _ChannelEnd(line, self.rank, store, self._make, watch_s) for line in self._lines}
         self._test_links()
 
     def receive(self, channel: Line, shape: Sequence[int], dtype: torch.dtype) -> "_PostedReceive":
@@ -175,7 +175,7 @@ class _PostedReceive:
         return self.buffer
 
 
-class _Link:
+class _ChannelEnd:
     """One channel's communicator, seen from one of its two ends.
 
     `watch_s`: the longest that a thread waits for a send, for a backend whose works cannot be polled; None: they can.

@@ -6,7 +6,7 @@ import pytest
 
 from penstock import schedule
 from penstock.planner.cluster import Cluster, ClusterError, hosts
-from penstock.planner.model_costs import Recompute, UnitSize, unit_costs
+from penstock.planner.model_costs import RecomputedPart, UnitSize, unit_costs
 from penstock.planner.shape import ModelShape, find_model, models, published_model
 from penstock.planner.simulation import Order, _simulated, simulate_step
 from penstock.schedule import builders
@@ -50,8 +50,10 @@ def test_ranks_share_arithmetic_and_memory():
 
 def test_recomputation_keeps_less_and_computes_more():
     shape = models()["gpt3-20b"]
-    kinds = {kind: unit_costs(shape, UnitSize(2048, 1, recompute=kind, fused_attention=False))[1] for kind in Recompute}
-    none, core, full = kinds[Recompute.NONE], kinds[Recompute.CORE], kinds[Recompute.FULL]
+    kinds = {
+        kind: unit_costs(shape, UnitSize(2048, 1, recompute=kind, fused_attention=False))[1] for kind in RecomputedPart
+    }
+    none, core, full = kinds[RecomputedPart.NONE], kinds[RecomputedPart.CORE], kinds[RecomputedPart.FULL]
     assert none.kept_bytes > core.kept_bytes > full.kept_bytes
     assert full.backward_input.flops == pytest.approx(2 * none.backward_input.flops)
     assert core.backward_input.core_flops > none.backward_input.core_flops

@@ -36,7 +36,7 @@ class RowOrder:
         return cls(slots_N // experts_TK.shape[1], row_of_slot.view_as(experts_TK))
 
 
-class _Spread(torch.autograd.Function):
+class _RowsOfTokens(torch.autograd.Function):
     """Tokens [T, D] -> rows [N, D]; a token's gradient is the sum of its rows', in the order of its choices."""
 
     @staticmethod
@@ -88,7 +88,7 @@ def _sum_of_rows(rows_ND: Tensor, row_of_slot_TK: Tensor, weights_TK: Tensor | N
 
 def spread(h_TD: Tensor, order: RowOrder) -> Tensor:
     """One row for each pair of a token and an expert that it goes to [N, D], sorted by expert."""
-    return _Spread.apply(h_TD, order)  # pyright: ignore[reportReturnType]
+    return _RowsOfTokens.apply(h_TD, order)  # pyright: ignore[reportReturnType]
 
 
 def gather(rows_ND: Tensor, weights_TK: Tensor, base_TD: Tensor, order: RowOrder) -> Tensor:

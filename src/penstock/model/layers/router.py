@@ -108,7 +108,7 @@ class Router(nn.Module):
                 if config.has_losses:
                     choice = Choice(experts_TK, weights_TK, counts_E)
                     weights_TK = self._attach_losses(
-                        _Scored(choice, logits_TE, scores_TE), sequences, tokens, aux_losses
+                        _ScoredChoice(choice, logits_TE, scores_TE), sequences, tokens, aux_losses
                     )
         return Choice(experts_TK, weights_TK, counts_E)
 
@@ -126,7 +126,9 @@ class Router(nn.Module):
             scores_TE = scores_TGE.masked_fill(left_out_TG[..., None], -torch.inf).flatten(1)
         return scores_TE.topk(config.num_active, dim=-1, sorted=False).indices
 
-    def _attach_losses(self, scored: "_Scored", sequences: Sequences, tokens: range, aux_losses: AuxLosses) -> Tensor:
+    def _attach_losses(
+        self, scored: "_ScoredChoice", sequences: Sequences, tokens: range, aux_losses: AuxLosses
+    ) -> Tensor:
         """The weights with the auxiliary losses attached."""
         config, choice, weights_TK, shares_TE = self.config, scored.choice, scored.choice.weights_TK, scored.scores_TE
         if config.scores is Scores.SIGMOID:
@@ -155,7 +157,7 @@ class Router(nn.Module):
 
 
 @dataclass(frozen=True, eq=False)
-class _Scored:
+class _ScoredChoice:
     """A choice, with the logits and scores that it was made from."""
 
     choice: Choice

@@ -28,7 +28,7 @@ def dualpipe_v(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Sched
     orders = []
     for rank in range(ranks):
         near, far = (_Stream(stage, range(microbatches)) for stage in placement.stages_of(rank))
-        orders.append(_Order(near, far, to_middle=ranks - rank - 1, from_end=rank + 1).steps(num_turns))
+        orders.append(_GrowingOrder(near, far, to_middle=ranks - rank - 1, from_end=rank + 1).steps(num_turns))
     return Schedule("dualpipe-v", placement, microbatches, tuple(orders), tuple(map(peak_tapes, orders)))
 
 
@@ -54,7 +54,7 @@ def dualpipe(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedul
         down, up = (_Stream(stage, empty.microbatches_of(stage)) for stage in placement.stages_of(rank))
         near, far = (down, up) if rank < half else (up, down)
         place = min(rank, ranks - rank - 1)
-        orders.append(_Order(near, far, to_middle=half - place - 1, from_end=place + 1).steps(num_turns))
+        orders.append(_GrowingOrder(near, far, to_middle=half - place - 1, from_end=place + 1).steps(num_turns))
     return Schedule("dualpipe", placement, microbatches, tuple(orders), tuple(map(peak_tapes, orders)))
 
 
@@ -88,7 +88,7 @@ class _Stream:
 
 
 @dataclass
-class _Order:
+class _GrowingOrder:
     """One rank's order under construction.
 
     The comments on its eight steps use F, B, I, W for the near stream and F', B', I', W' for the far one.

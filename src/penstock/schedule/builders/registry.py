@@ -25,7 +25,7 @@ ENTRY_POINTS = "penstock.schedules"
 _Builder = TypeVar("_Builder", bound=Builder)
 
 
-class _Entry(NamedTuple):
+class _Registered(NamedTuple):
     """A builder, and the dataclass of its options if they are not parameters of the builder itself."""
 
     build: Callable[..., Schedule]
@@ -40,7 +40,7 @@ class _Entry(NamedTuple):
 
 
 _NAMED = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
-_ENTRIES: dict[str, _Entry] = {}
+_ENTRIES: dict[str, _Registered] = {}
 _STAGES = "stages_per_rank"
 # Actions of a schedule, at most: one of them takes some hundred bytes, and is proved in microseconds.
 _MAX_ACTIONS = 10_000_000
@@ -63,7 +63,7 @@ def builder(name: str, *, options: type | None = None, trains: bool = True) -> C
     """
 
     def enter(build: _Builder) -> _Builder:
-        _ENTRIES[name] = _Entry(build, options, trains)
+        _ENTRIES[name] = _Registered(build, options, trains)
         return build
 
     return enter
@@ -221,7 +221,7 @@ def _checked(built: Any, name: str, wanted: tuple[int, int]) -> Schedule:
     return built
 
 
-def _entry(name: str | Builder) -> _Entry:
+def _entry(name: str | Builder) -> _Registered:
     if not isinstance(name, str):
         return _own_entry(name, _spelt(name))
     name = _ALIASES.get(name, name)
@@ -235,14 +235,14 @@ def _entry(name: str | Builder) -> _Entry:
     raise UnknownSchedule(f"there is no schedule {name!r}; {_nearest(name, dict.fromkeys(names() + offered()))}")
 
 
-def _own_entry(build: Builder, name: str) -> _Entry:
+def _own_entry(build: Builder, name: str) -> _Registered:
     """The entry of a builder of a user's own.
 
     Raises: ValueError if it cannot be called as a builder is.
     """
     if not callable(build):
         raise ValueError(f"schedule {name!r} is a {type(build).__name__}; a function that gives a Schedule is possible")
-    entry, form = _Entry(build, None, trains=True), signature(build)
+    entry, form = _Registered(build, None, trains=True), signature(build)
     try:
         form.bind(1, 1)
     except TypeError:

@@ -123,7 +123,7 @@ _NUM_ACTIONS_AT_ONCE = 3_000
 
 
 @dataclass(frozen=True, slots=True)
-class _Candidate:
+class _FoundOrders:
     """Orders with their span and their origin."""
 
     span: float
@@ -195,7 +195,7 @@ def _bubble(problem: Problem) -> float:
     return lower_bound(problem) - max(problem.work)
 
 
-def _span(candidate: _Candidate) -> float:
+def _span(candidate: _FoundOrders) -> float:
     return candidate.span
 
 
@@ -212,21 +212,21 @@ class _Trials:
         self.problem, self.least = problem, lower_bound(problem)
         self.tolerance = TOLERANCE * max(1.0, *problem.work)
 
-    def solved_by(self, candidate: _Candidate) -> bool:
+    def solved_by(self, candidate: _FoundOrders) -> bool:
         return candidate.span <= self.least + self.tolerance and self.legal(candidate)
 
-    def legal(self, candidate: _Candidate) -> bool:
+    def legal(self, candidate: _FoundOrders) -> bool:
         """True if the orders end even if a send waits for its receive and receives are posted late."""
         return _is_legal(self.problem, candidate.orders)
 
-    def compare(self) -> list[_Candidate]:
+    def compare(self) -> list[_FoundOrders]:
         """Make all candidates, the best first; stop at one that solves the problem.
 
         Once many actions have been woven, each remaining skeleton is tried in one way, and the best of them in all.
         """
         alone = self.weave(one_at_a_time(self.problem), one_at_a_time, _WAYS)
         assert alone is not None, "one microbatch at a time fits in any memory"
-        candidates, glimpsed = [alone], list[_Candidate]()
+        candidates, glimpsed = [alone], list[_FoundOrders]()
         num_left = _NUM_ACTIONS
         for make in self._makers():
             candidate = self.weave(make(self.problem), make, _WAYS if num_left > 0 else _WAYS[2:3])
@@ -239,7 +239,7 @@ class _Trials:
         candidates += filter(None, (self.weave(one.skeleton, one.make, _WAYS) for one in best))
         return sorted(candidates, key=_span)
 
-    def weave(self, skeleton: Codes, make: Maker | None, ways: Sequence[_Way]) -> _Candidate | None:
+    def weave(self, skeleton: Codes, make: Maker | None, ways: Sequence[_Way]) -> _FoundOrders | None:
         """Weave W into a skeleton in some ways and keep the shortest; None if it takes too much memory."""
         latest, best = None, None
         for way in ways:
@@ -250,10 +250,10 @@ class _Trials:
             if woven is None:
                 return None
             if best is None or woven.span < best.span - self.tolerance:
-                best = _Candidate(woven.span, woven.orders, skeleton, make, way)
+                best = _FoundOrders(woven.span, woven.orders, skeleton, make, way)
         return best
 
-    def change(self, candidates: Sequence[_Candidate], effort: float) -> list[_Candidate]:
+    def change(self, candidates: Sequence[_FoundOrders], effort: float) -> list[_FoundOrders]:
         """Try small changes to the best skeleton and larger ones to the next; keep the best legal orders of each."""
         best = candidates[0]
         other = next((one for one in candidates if one.skeleton != best.skeleton), best)
@@ -267,7 +267,7 @@ class _Trials:
             changed += islice(filter(self.legal, tried), 1)
         return changed
 
-    def polish(self, best: _Candidate, effort: float) -> Codes:
+    def polish(self, best: _FoundOrders, effort: float) -> Codes:
         """Try small changes to whole orders; return them as they were if no legal ones are shorter."""
         if self.solved_by(best) or not effort:
             return best.orders
@@ -275,7 +275,7 @@ class _Trials:
         found = polish(self.problem, best.orders, self.least, Cooling(num_steps, 0.2))
         return found if self.legal(replace(best, orders=found)) else best.orders
 
-    def finalists(self, candidates: Sequence[_Candidate]) -> list[_Candidate]:
+    def finalists(self, candidates: Sequence[_FoundOrders]) -> list[_FoundOrders]:
         """Extend candidates for fewer microbatches: make their skeletons again, or repeat their middle."""
         found = [self.weave(one_at_a_time(self.problem), None, _WAYS[:1])]
         for candidate in candidates[: max(3, min(24, _NUM_ACTIONS // (3 * self.problem.num_actions)))]:

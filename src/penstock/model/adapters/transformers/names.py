@@ -18,7 +18,7 @@ _STACKED = (["MergeModulelist"], ["MergeModulelist", "Concatenate"])
 
 
 @dataclass(frozen=True, order=True)
-class _Source:
+class _StoredTensor:
     """A stored tensor: part `part` of `num_parts` of an expert's matrix, or without an expert a whole parameter."""
 
     expert: int | None
@@ -41,7 +41,7 @@ class StoredNames:
     """The stored tensors that make up each of a model's parameters."""
 
     #: parameter -> its stored tensors
-    sources: Mapping[str, tuple[_Source, ...]]
+    sources: Mapping[str, tuple[_StoredTensor, ...]]
     #: name of a tied parameter -> its owner's name
     owners: Mapping[str, str]
     #: patterns of stored tensors that the model declares unused
@@ -51,7 +51,7 @@ class StoredNames:
     def of(cls, model: nn.Module, owners: Mapping[str, str], stored: Collection[str]) -> "StoredNames":
         """The stored tensors of a whole model's parameters."""
         known = frozenset(model.state_dict())
-        found: dict[str, list[_Source]] = {}
+        found: dict[str, list[_StoredTensor]] = {}
         for own, source in _renamed(model, known, stored):
             found.setdefault(own, []).append(source)
         ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
@@ -72,7 +72,7 @@ class StoredNames:
         return stored in copies or computed
 
 
-def _renamed(model: nn.Module, known: frozenset[str], stored: Iterable[str]) -> Iterable[tuple[str, _Source]]:
+def _renamed(model: nn.Module, known: frozenset[str], stored: Iterable[str]) -> Iterable[tuple[str, _StoredTensor]]:
     """Each stored tensor with the parameter that it belongs to."""
     renamings, converters = _rules(model)
     prefix = getattr(model, "base_model_prefix", "")
@@ -87,14 +87,14 @@ def _renamed(model: nn.Module, known: frozenset[str], stored: Iterable[str]) -> 
             own = next((other for other in (f"{prefix}.{own}", own.removeprefix(f"{prefix}.")) if other in known), own)
         converter = next((rule for rule in converters if pattern in rule.source_patterns), None)
         if converter is None:
-            yield own, _Source(None, 0, 1, name)
+            yield own, _StoredTensor(None, 0, 1, name)
         elif [type(operation).__name__ for operation in converter.operations] in _STACKED:
             parts = list(converter.source_patterns)
             expert = int(re.findall(r"\.(\d+)\.", name)[-1])
-            yield own, _Source(expert, parts.index(pattern), len(parts), name)
+            yield own, _StoredTensor(expert, parts.index(pattern), len(parts), name)
         else:
             # Unknown, so it is refused as a tensor that belongs to no parameter.
-            yield name, _Source(None, 0, 1, name)
+            yield name, _StoredTensor(None, 0, 1, name)
 
 
 def _rules(model: nn.Module) -> tuple[list[Any], list[Any]]:
