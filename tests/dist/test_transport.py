@@ -71,13 +71,13 @@ def test_a_sent_tensor_lives_until_it_has_left() -> None:
 
 def count_backends(rank: int, ranks: int, stages_per_rank: int) -> list[tuple[int, int, str]]:
     made: list[tuple[int, int, str]] = []
-    original = module._Link.__init__
+    original = module._ChannelEnd.__init__
 
     def init(self: Any, channel: Channel, *rest: Any) -> None:
         made.append((channel.source, channel.destination, channel.direction.name[0]))
         original(self, channel, *rest)
 
-    setattr(module._Link, "__init__", init)  # noqa: B010
+    setattr(module._ChannelEnd, "__init__", init)  # noqa: B010
     transport_of(ranks, stages_per_rank)
     return made
 
@@ -95,13 +95,13 @@ def test_links_are_made_up_front_in_one_order_and_the_ring_wraps(ranks: int, sta
 
 def with_a_dead_link(rank: int) -> str:
     """Rank 1 -> rank 2 carries nothing: the test of the links names it."""
-    original = module._Link.send
+    original = module._ChannelEnd.send
 
     def send(self: Any, tensor: torch.Tensor) -> None:
         if self.channel[:2] != (1, 2):
             original(self, tensor)
 
-    module._Link.send = send
+    module._ChannelEnd.send = send
     try:
         transport_of(3, timeout_s=2.0)
     except TransportError as error:
