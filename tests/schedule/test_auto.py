@@ -177,9 +177,9 @@ def test_a_slow_stage_is_kept_busy():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"max_live_microbatches": 0.5}, ["max_live_microbatches", "at least 1", "0.5"]),
-        ({"max_live_microbatches": float("nan")}, ["max_live_microbatches", "at least 1", "nan"]),
-        ({"placement": "bidirectional"}, ["placement", "loop or v", "bidirectional"]),
+        ({"max_live_microbatches": 0.5}, ["schedule.max_live_microbatches", "at least 1", "0.5"]),
+        ({"max_live_microbatches": float("nan")}, ["schedule.max_live_microbatches", "finite", "nan"]),
+        ({"placement": "bidirectional"}, ["schedule.placement", '"loop" or "v"', "bidirectional"]),
         ({"weight_memory_share": 1.5}, ["weight_memory_share", "between 0 and 1", "1.5"]),
         ({"forward": -1.0}, ["forward", "at least 0", "-1.0"]),
         ({"backward_weight": float("inf")}, ["backward_weight", "inf"]),

@@ -155,7 +155,7 @@ def test_each_schedule_has_one_line_of_description():
     assert len(set(lines)) == len(lines) >= 3
     assert all(line and "\n" not in line for line in lines)
     assert options("1f1b") == {}
-    assert options("interleaved") == options("interleaved-zb") == {"group_size": 0}
+    assert options("interleaved") == options("interleaved-zb") == {"group_size": None}
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,8 @@ def test_each_schedule_has_one_line_of_description():
         ({"stages_per_rank": 0}, ["stages_per_rank", "at least 1"]),
         ({"stages_per_rank": 2}, ["1f1b", "stages_per_rank must be 1", "2"]),
         ({"group_size": 4}, ["1f1b", "'group_size'", "none"]),
-        ({"name": "interleaved", "group_size": -1}, ["group_size", "at least 0", "-1"]),
+        ({"name": "interleaved", "group_size": -1}, ["schedule.group_size", "at least 1", "-1"]),
+        ({"name": "combined-interleaved", "group_size": 0}, ["schedule.group_size", "at least 1", "0"]),
         ({"name": "interleaved", "groupsize": 4}, ["'groupsize'", "did you mean 'group_size'"]),
         ({"name": "zbv"}, ["'zbv'", "did you mean 'zb-v'"]),
     ],

@@ -91,7 +91,7 @@ def test_the_example_beats_1f1b_where_messages_take_long(capsys: pytest.CaptureF
 
 @pytest.mark.shows(110)
 def test_a_builder_may_take_options_and_stages() -> None:
-    def mine(ranks: int, microbatches: int, *, stages_per_rank: int = 2, group_size: int = 0) -> Schedule:
+    def mine(ranks: int, microbatches: int, *, stages_per_rank: int = 2, group_size: int | None = None) -> Schedule:
         return schedule.build(
             "interleaved",
             ranks=ranks,
@@ -100,7 +100,7 @@ def test_a_builder_may_take_options_and_stages() -> None:
             group_size=group_size,
         )
 
-    assert schedule.options(mine) == {"group_size": 0} and schedule.default_stages(mine) == 2
+    assert schedule.options(mine) == {"group_size": None} and schedule.default_stages(mine) == 2
     found = ScheduleChoice(ScheduleConfig("mine", stages_per_rank=3, group_size=4), own=mine)
     assert found.placement(2).stages_per_rank == 3
     assert found.build(2, 8) == mine(2, 8, stages_per_rank=3, group_size=4) != mine(2, 8, stages_per_rank=3)

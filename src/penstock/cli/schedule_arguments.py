@@ -7,6 +7,8 @@ from typing import Any
 from penstock import schedule
 from penstock.cli.commands import Parser
 from penstock.schedule import files
+from penstock.settings import SETTINGS
+from penstock.settings.declare import parts_of
 from penstock.settings.objects import is_reference
 
 # Name, default, meaning. A builder's own option of the same name is not added a second time.
@@ -80,8 +82,16 @@ def add_own_options(parser: Parser, names: Sequence[str], *, without: Sequence[s
         if isinstance(default, bool):
             own.add_argument(flag(option), action=argparse.BooleanOptionalAction, default=default, help=said)
         else:
-            kind = _numbers if option in COST_NAMES else float if default is None else type(default)
+            kind = _numbers if option in COST_NAMES else _kind_of(option) if default is None else type(default)
             own.add_argument(flag(option), type=kind, default=default, help=said)
+
+
+def _kind_of(option: str) -> type:
+    """The type of an option without a default: that of the setting of this name, or a number."""
+    own = SETTINGS.get(f"schedule.{option}")
+    kind = float if own is None else parts_of(own.type)[0]
+    # The setting itself refuses an unknown name.
+    return str if issubclass(kind, str) else kind
 
 
 def add_costs(parser: Parser) -> None:

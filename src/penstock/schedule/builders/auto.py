@@ -6,8 +6,6 @@ from penstock.schedule.actions import Placement, PlacementKind, Schedule, check_
 from penstock.schedule.builders.registry import builder
 from penstock.schedule.search.order import SearchOptions, shortest
 
-_KINDS = (PlacementKind.LOOP.value, PlacementKind.V.value)
-
 
 @builder("auto", options=SearchOptions)
 def auto(ranks: int, microbatches: int, stages_per_rank: int = 1, *, options: SearchOptions) -> Schedule:
@@ -27,8 +25,6 @@ def auto(ranks: int, microbatches: int, stages_per_rank: int = 1, *, options: Se
 
     Source: Qi et al., Zero Bubble Pipeline Parallelism (arXiv 2401.10241): cost and memory limit sections 3.1 and 3.2.
     """
-    if options.placement not in _KINDS:
-        raise ValueError(f"placement must be {' or '.join(_KINDS)}, got {options.placement!r}")
     check_count("ranks", ranks)
-    placement = Placement(PlacementKind(options.placement), ranks, stages_per_rank)
+    placement = Placement(PlacementKind(options.placement or "loop"), ranks, stages_per_rank)
     return shortest(placement, microbatches, options)

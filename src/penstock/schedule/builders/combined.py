@@ -25,12 +25,12 @@ def combined_1f1b(ranks: int, microbatches: int, stages_per_rank: int = 1, split
     """
     if stages_per_rank != 1:
         raise ValueError(f"combined-1f1b has one stage on each rank: stages_per_rank must be 1, got {stages_per_rank}")
-    return _combined("combined-1f1b", ranks, microbatches, stages_per_rank, 0, split_backward)
+    return _combined("combined-1f1b", ranks, microbatches, stages_per_rank, None, split_backward)
 
 
 @builder("combined-interleaved")
 def combined_interleaved(
-    ranks: int, microbatches: int, stages_per_rank: int = 2, group_size: int = 0, split_backward: bool = False
+    ranks: int, microbatches: int, stages_per_rank: int = 2, group_size: int | None = None, split_backward: bool = False
 ) -> Schedule:
     """The interleaved order in fused pairs, which hide expert and tensor communication, for one more tape.
 
@@ -45,7 +45,7 @@ def combined_interleaved(
 
 
 def _combined(
-    name: str, ranks: int, microbatches: int, stages_per_rank: int, group_size: int, split_backward: bool
+    name: str, ranks: int, microbatches: int, stages_per_rank: int, group_size: int | None, split_backward: bool
 ) -> Schedule:
     placement = Placement(PlacementKind.LOOP, ranks, stages_per_rank)
     size, places = groups(ranks, microbatches, group_size)

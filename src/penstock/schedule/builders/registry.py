@@ -147,7 +147,7 @@ def options(name: str | Builder) -> dict[str, Any]:
     """The options of a schedule with their defaults, beside `ranks`, `microbatches` and `stages_per_rank`.
 
     >>> options("interleaved")
-    {'group_size': 0}
+    {'group_size': None}
 
     Raises: ValueError for a name that is not known.
     """

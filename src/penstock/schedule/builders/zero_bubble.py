@@ -54,7 +54,7 @@ def _handcrafted(name: str, ranks: int, microbatches: int, stages_per_rank: int,
 
 
 @builder("interleaved-zb")
-def interleaved_zb(ranks: int, microbatches: int, stages_per_rank: int = 2, group_size: int = 0) -> Schedule:
+def interleaved_zb(ranks: int, microbatches: int, stages_per_rank: int = 2, group_size: int | None = None) -> Schedule:
     """The interleaved order with W apart from I: less bubble at the memory that its first rank needs anyway.
 
     Forwards and `I` stand as in `interleaved`, with the same `group_size`. Rank s has 2s fewer forwards ahead than the

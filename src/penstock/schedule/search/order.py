@@ -30,12 +30,13 @@ from penstock.schedule.search.skeletons import (
 )
 from penstock.schedule.search.weave import latest_starts, weave
 from penstock.schedule.verify import verify
+from penstock.settings import ScheduleConfig, SearchedPlacement, Settings, same_as
 from penstock.settings.arguments import checked
 
 
 @checked
 @dataclass(frozen=True)
-class SearchOptions:
+class SearchOptions(Settings, section="schedule"):
     """The times and limits that a search finds an order for, and its effort.
 
     A time is that of one microbatch through all stages of a rank, or a list with one for each stage of the model, as in
@@ -43,10 +44,10 @@ class SearchOptions:
     counts as its share of the rank's stages.
     """
 
-    #: The placement of the stages: "loop" or "v".
-    placement: str = "loop"
+    #: The placement of the stages; None for a loop.
+    placement: SearchedPlacement | str | None = same_as(ScheduleConfig, "placement")
     #: The most microbatches that a rank keeps at any time; None for p. 1 is enough for any schedule.
-    max_live_microbatches: float | None = None
+    max_live_microbatches: float | None = same_as(ScheduleConfig, "max_live_microbatches")
     #: The weight of a microbatch between its I and its W, from 0 to 1.
     weight_memory_share: float = 1.0
     #: The time of F.
