@@ -57,7 +57,7 @@ def test_the_loop_of_failing_steps_runs(capsys: pytest.CaptureFixture[str]):
     exec(compile(program, "failing_steps.md", "exec"), {})
     printed = capsys.readouterr().out.splitlines()
     assert printed[0] == "step 1: 8 tokens" and printed[2] == "step 2: 10 tokens"
-    assert printed[1] == "left out: this batch is not to be had" and len(printed) == 3
+    assert printed[1] == "left out: this batch cannot be used" and len(printed) == 3
 
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/testing.md"])

@@ -327,7 +327,7 @@ def _gradients(
 
 
 def state_bytes(workload: Workload, candidate: Candidate, dense: float, experts: float) -> RankMemory:
-    """The bytes of the parameters, gradients and optimizer state of a rank with so many parameters."""
+    """The bytes of the parameters, gradients and optimizer state of a rank with this number of parameters."""
     groups, style = groups_of(candidate), candidate.style
 
     def shared(size: float, least: int) -> float:

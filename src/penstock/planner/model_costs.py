@@ -181,7 +181,7 @@ def _unit(block: _BlockSizes, stream_bytes: float, size: UnitSize) -> UnitCosts:
 
 
 def _product(tokens: float, parameters: float, narrowest: float, traffic_bytes: float = 0.0) -> Work:
-    """Products of tokens with weights whose narrowest side has so many elements."""
+    """Products of tokens with weights whose narrowest side has this number of elements."""
     flops = 2 * tokens * parameters
     return Work(flops, flops / narrowest, traffic_bytes=traffic_bytes)
 

@@ -95,7 +95,7 @@ class Clock:
         return PassTime(compute_s, {kind: wait for kind, wait in waits.items() if wait > 0})
 
     def transfer_s(self, sent_bytes: float, group: tuple[int, int], num_messages: int = 1) -> float:
-        """The time of collectives that send so many bytes from each rank of a group, given by size and stride."""
+        """The time of collectives that send a number of bytes from each rank of a group, given by size and stride."""
         if not sent_bytes or group[0] == 1:
             return 0.0
         link = self.cluster.link(*group)
@@ -120,7 +120,7 @@ class Clock:
         return link.latency_s + sent_bytes * share / (self.constants.links * link.bandwidth)
 
     def memory_s(self, num_bytes: float) -> float:
-        """The time to read or write so many bytes."""
+        """The time to read or write a number of bytes."""
         return num_bytes / (self.constants.memory * self.cluster.device.memory_bandwidth)
 
     def _latency_s(self, group: tuple[int, int]) -> float:

@@ -1,4 +1,4 @@
-"""What one layer gives the next, where that is not the plain stream: several tensors, or one with other rows.
+"""A layer's output for the next, where it is not the plain stream: several tensors, or one with other rows.
 
 The shapes follow from the microbatch's metadata, so that receives are posted early: each tensor has as many rows as the
 microbatch has tokens, sequences, or rows of one of its keys. A message's tensors travel over one channel, in order.

@@ -88,12 +88,12 @@ def section_summaries() -> dict[str, str]:
     """The sections of the file, in order, each with a one-line summary."""
     config, found = RunConfig(), {}
     for own in SETTINGS.values():
-        held: Any = config
+        owner: Any = config
         for name in own.path[:-1]:
-            held = getattr(held, name)
-            assert isinstance(held, Settings)
-            if held.section == own.section:
-                found.setdefault(own.section, (type(held).__doc__ or "").partition("\n")[0])
+            owner = getattr(owner, name)
+            assert isinstance(owner, Settings)
+            if owner.section == own.section:
+                found.setdefault(own.section, (type(owner).__doc__ or "").partition("\n")[0])
     return found
 
 

@@ -57,7 +57,7 @@ class _MeteredInterval:
 class Meter(TorchDispatchMode):
     """Follows this thread's storages and operations; entered before the tensors to follow are made.
 
-    It is also told by a `Recorder` where each action ends. What an action leaves behind is on a tape, unless it is
+    A `Recorder` also reports to it where each action ends. What an action leaves behind is on a tape, unless it is
     claimed as something else.
     """
 
