@@ -103,7 +103,7 @@ def test_the_engines_face_is_short_and_imported_by_nobody_in_its_room() -> None:
 
 
 def undocumented(owner: ast.ClassDef, lines: list[str]) -> set[str]:
-    """The attributes that a class sets in `__init__` without a line of documentation at its head."""
+    """The attributes that a class sets in `__init__`, or a dataclass may change, without a line of documentation."""
     made = next((node for node in owner.body if isinstance(node, ast.FunctionDef) and node.name == "__init__"), None)
     targets = [
         target
@@ -113,6 +113,11 @@ def undocumented(owner: ast.ClassDef, lines: list[str]) -> set[str]:
         for target in ast.walk(top)
     ]
     own = {t.attr for t in targets if isinstance(t, ast.Attribute) and getattr(t.value, "id", "") == "self"}
+    decorators = [ast.unparse(decorator) for decorator in owner.decorator_list]
+    if any(text.startswith("dataclass") and "frozen=True" not in text for text in decorators):
+        # The fields of a frozen one are its arguments. These are state too, unless the docstring explains them.
+        fields = {n.target.id for n in owner.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)}
+        own |= {name for name in fields if not re.search(rf"\b{name}\b", ast.get_docstring(owner) or "")}
     documented: set[str] = set()
     for node in owner.body:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
@@ -148,6 +153,21 @@ def test_classes_document_their_state() -> None:
         if name not in modules and (missing := undocumented(node, places[name].read_text().splitlines()))
     }
     assert not found
+
+
+def test_docstrings_name_their_subject() -> None:
+    """A description is a noun phrase or a verb: one that begins with a question word has no subject yet."""
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    lines = [
+        f"{path.name}: {text.splitlines()[0]}"
+        for path in FILES
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, documented) and (text := ast.get_docstring(node))
+    ]
+    assert len(lines) > 1000
+    assert [
+        line for line in lines if re.search(r": (What|Whatever|Who|Whose|Where|Whether|Which|Those|How|Of) ", line)
+    ] == []
 
 
 def test_the_quick_tests_cover_every_room() -> None:

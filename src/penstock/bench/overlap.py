@@ -108,7 +108,9 @@ class Figures:
 class Link:
     """The link, whose rate follows the plain step's waiting time, unless it is fixed."""
 
+    #: the two hosts that it joins
     network: SlowNetwork
+    #: in bits per second, and True if it stays
     rate: float
     fixed: bool
 

@@ -52,7 +52,7 @@ class KeyShapes:
 
 @dataclass(frozen=True)
 class Found:
-    """What is known of a layer's output."""
+    """The findings on one layer's output."""
 
     #: None for the plain stream
     message: Message | None
@@ -67,7 +67,7 @@ def find_messages(
     dtype: torch.dtype,
     autocast: AbstractContextManager[Any] | None = None,
 ) -> list[Found]:
-    """What each layer but the last gives the next one.
+    """Find what each layer but the last gives the next one.
 
     Raises:
         ValueError: a layer gives what cannot go on, such as a tensor of another width; names the layer.

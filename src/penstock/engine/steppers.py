@@ -23,7 +23,7 @@ Values = Mapping[str, Any]
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """What a rank steps of one bucket."""
+    """The part of one bucket that a rank steps."""
 
     #: the number of the parameter group
     group: int

@@ -28,7 +28,7 @@ class TorchStepper:
     #: the optimizer's groups by number
     _rules: Mapping[int, GroupRule]
     #: what is stepped
-    _pieces: Sequence[_Piece]
+    _stepped: Sequence[_Stepped]
     #: None where this rank steps nothing
     _optimizer: torch.optim.Optimizer | None
     #: full name -> state that the optimizer does not have yet
@@ -38,44 +38,44 @@ class TorchStepper:
 
     def __init__(self, kind: OptimizerKind, rules: Mapping[int, GroupRule], blocks: Sequence[Block]) -> None:
         self._kind, self._rules = kind, rules
-        self._pieces = [_Piece.of(block, place) for block in blocks for place in block.places]
-        self._optimizer = self._made([piece.parameter for piece in self._pieces])
+        self._stepped = [_Stepped.of(block, place) for block in blocks for place in block.places]
+        self._optimizer = self._made([one.parameter for one in self._stepped])
         self._prepared, self._numbers = {}, {}
 
     def step(self, values: Sequence[Values]) -> None:
         if self._optimizer is None:
             return
-        for number, group in zip(self._held(), self._optimizer.param_groups, strict=True):
+        for number, group in zip(self._group_numbers(), self._optimizer.param_groups, strict=True):
             group.update(values[number])
         self._optimizer.step()
         self._prepared.clear()
 
     def state(self) -> dict[tuple[str, str], OwnedState]:
         found = {}
-        for piece, own in self._states():
+        for one, own in self._states():
             for kind, value in own.items():
-                if isinstance(value, Tensor) and value.shape == piece.parameter.shape:
-                    found[kind, piece.place.name] = OwnedState(piece.place, value.view(-1))
+                if isinstance(value, Tensor) and value.shape == one.parameter.shape:
+                    found[kind, one.place.name] = OwnedState(one.place, value.view(-1))
                 elif isinstance(value, Tensor):
-                    found[kind, piece.place.name] = OwnedState(None, value)
+                    found[kind, one.place.name] = OwnedState(None, value)
                 elif isinstance(value, int | float):
-                    number = self._numbers.setdefault((kind, piece.place.name), torch.zeros((), dtype=torch.float64))
-                    found[kind, piece.place.name] = OwnedState(None, number.fill_(value))
+                    number = self._numbers.setdefault((kind, one.place.name), torch.zeros((), dtype=torch.float64))
+                    found[kind, one.place.name] = OwnedState(None, number.fill_(value))
         return found
 
     def continue_from(self, num_updates: int, since: Mapping[str, int]) -> None:
         optimizer = self._optimizer
-        for piece, own in self._states() if num_updates else []:
+        for one, own in self._states() if num_updates else []:
             assert optimizer is not None
-            name = piece.place.name
+            name = one.place.name
             if since.get(name, 0) < num_updates:
                 numbers = {kind: self._numbers.get((kind, name)) for kind in own}
                 kept = {kind: type(own[kind])(n.item()) for kind, n in numbers.items() if n is not None}
-                optimizer.state[piece.parameter] = {**own, **kept}
+                optimizer.state[one.parameter] = {**own, **kept}
         self._prepared.clear()
 
     def snapshot(self) -> Callable[[], None]:
-        put_back, optimizer = copied([piece.parameter for piece in self._pieces]), self._optimizer
+        put_back, optimizer = copied([one.parameter for one in self._stepped]), self._optimizer
         if optimizer is None:
             return put_back
         states = {parameter: _copy_of(own) for parameter, own in optimizer.state.items()}
@@ -95,47 +95,46 @@ class TorchStepper:
     def state_bytes(self) -> int:
         return sum(state.values.nbytes for state in self.state().values())
 
-    def _states(self) -> list[tuple[_Piece, dict[str, Any]]]:
-        """The state of each piece, prepared where the optimizer has none yet."""
+    def _states(self) -> list[tuple[_Stepped, dict[str, Any]]]:
+        """The state of each parameter, prepared where the optimizer has none yet."""
         if self._optimizer is None:
             return []
-        missing = [p for p in self._pieces if not self._optimizer.state.get(p.parameter)]
-        if unprepared := [piece for piece in missing if piece.place.name not in self._prepared]:
-            scratch = [nn.Parameter(torch.zeros_like(piece.parameter)) for piece in unprepared]
+        missing = [p for p in self._stepped if not self._optimizer.state.get(p.parameter)]
+        if unprepared := [one for one in missing if one.place.name not in self._prepared]:
+            scratch = [nn.Parameter(torch.zeros_like(one.parameter)) for one in unprepared]
             optimizer = self._made(scratch, unprepared)
             assert optimizer is not None
             for parameter in scratch:
                 parameter.grad = torch.zeros_like(parameter)
             optimizer.step()
-            for piece, parameter in zip(unprepared, scratch, strict=True):
-                self._prepared[piece.place.name] = dict(optimizer.state[parameter])
+            for one, parameter in zip(unprepared, scratch, strict=True):
+                self._prepared[one.place.name] = dict(optimizer.state[parameter])
         return [
-            (piece, self._optimizer.state.get(piece.parameter) or self._prepared[piece.place.name])
-            for piece in self._pieces
+            (one, self._optimizer.state.get(one.parameter) or self._prepared[one.place.name]) for one in self._stepped
         ]
 
-    def _held(self, pieces: Sequence[_Piece] | None = None) -> list[int]:
-        """The numbers of the groups that these pieces belong to, by default those that this rank steps."""
-        return sorted({piece.group for piece in (self._pieces if pieces is None else pieces)})
+    def _group_numbers(self, stepped: Sequence[_Stepped] | None = None) -> list[int]:
+        """The numbers of the groups of these parameters, by default those that this rank steps."""
+        return sorted({one.group for one in (self._stepped if stepped is None else stepped)})
 
     def _made(
-        self, parameters: Sequence[nn.Parameter], pieces: Sequence[_Piece] | None = None
+        self, parameters: Sequence[nn.Parameter], stepped: Sequence[_Stepped] | None = None
     ) -> torch.optim.Optimizer | None:
-        """An optimizer of these parameters, one for each piece; None without any."""
-        pieces = self._pieces if pieces is None else pieces
-        if not pieces:
+        """An optimizer of these parameters, one for each; None without any."""
+        stepped = self._stepped if stepped is None else stepped
+        if not stepped:
             return None
         groups = [
             {
-                "params": [p for p, piece in zip(parameters, pieces, strict=True) if piece.group == number],
+                "params": [p for p, one in zip(parameters, stepped, strict=True) if one.group == number],
                 **self._rules[number].options,
             }
-            for number in self._held(pieces)
+            for number in self._group_numbers(stepped)
         ]
         try:
             return self._kind.make(groups)
         except ValueError as error:
-            shapes = {piece.place.name: tuple(piece.place.parameter.shape) for piece in pieces}
+            shapes = {one.place.name: tuple(one.place.parameter.shape) for one in stepped}
             vector = next((f"{name} of shape {shape}" for name, shape in shapes.items() if len(shape) != 2), "")
             raise ConfigError(
                 f"the optimizer {self._kind.label} refuses the parameters it is given"
@@ -148,7 +147,7 @@ def _copy_of(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, eq=False)
-class _Piece:
+class _Stepped:
     """A parameter that an optimizer of torch steps: a view of a master, in the model's shape where it is whole."""
 
     group: int
@@ -156,7 +155,7 @@ class _Piece:
     parameter: nn.Parameter
 
     @classmethod
-    def of(cls, block: Block, place: Place) -> _Piece:
+    def of(cls, block: Block, place: Place) -> _Stepped:
         shape = place.parameter.shape if place.is_whole else (place.last - place.first,)
         parameter = nn.Parameter(place.view(block.master).view(shape))
         parameter.grad = place.view(block.gradient).view(shape)

@@ -219,7 +219,7 @@ class Trainer:
             raise ValueError("no parameter of the model requires a gradient: all are frozen, so there is none to train")
 
     def _job(self, loss_fn: LossFn, loss_weight_fn: LossWeightFn, normalize: Normalize | str, step: int) -> BatchCall:
-        """What this rank reports of a step and its arguments before the first forward."""
+        """This rank's report of a step and its arguments before the first forward."""
 
         def check() -> None:
             Normalize.parse(normalize)

@@ -85,12 +85,12 @@ class Parameters:
         )
 
     def _without(self, bound: Iterable[str]) -> "Parameters":
-        """Those that are left once the `bound` ones are fixed."""
+        """The parameters that are left once the `bound` ones are fixed."""
         names = tuple(name for name in self.names if name not in set(bound))
         return replace(self, names=names, required=self.required & set(names), sequences=self.sequences & set(names))
 
     def wanted(self, keys: Iterable[str]) -> list[str]:
-        """Those of the batch's keys that the unit asks for."""
+        """The batch's keys that the unit asks for."""
         return [key for key in keys if key in self.names and key not in self.sequences]
 
     def missing(self, keys: Iterable[str]) -> list[str]:
@@ -113,7 +113,7 @@ class Parameters:
     def arguments(
         self, x: Any, sequences: Sequences, keys: Mapping[str, Tensor]
     ) -> tuple[Iterable[Any], dict[str, Any]]:
-        """What the unit asks for, by position and by name; several tensors as a tuple come first, a mapping by name."""
+        """The arguments of a call, by position and by name; those of a tuple come first, those of a mapping by name."""
         named: dict[str, Any] = dict.fromkeys(self.sequences, sequences)
         if keys:
             named.update((key, keys[key]) for key in self.wanted(keys))

@@ -186,6 +186,7 @@ def walk(row: Sequence[Segment], tape: HasSegments | None, x: Tensor) -> Lane[Te
 
 @dataclass(eq=False)
 class _RowBackward:
+    #: the ways back of its parts, the last one to go first
     undo: list[Undo]
 
     def backward(self, grad: Tensor | None) -> Lane[Tensor | None]:

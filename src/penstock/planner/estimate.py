@@ -22,7 +22,7 @@ RESERVED_BYTES = 2 * 2**30
 
 @dataclass(frozen=True)
 class Workload:
-    """What is trained: a model on batches of equal sequences."""
+    """A model that is trained on batches of equal sequences."""
 
     shape: ModelShape
     seq_len: int
@@ -47,7 +47,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Style:
-    """How an engine computes; the defaults are this engine's, the others those of published runs."""
+    """The ways of an engine; the defaults are this engine's, the others those of published runs."""
 
     early_gradients: bool = True
     sequence_parallel: bool = True
@@ -358,7 +358,7 @@ def fullest(
 
 
 def _parts(candidate: Candidate, stages: StageCosts, step: SimulatedStep) -> dict[str, float]:
-    """What the step of the busiest rank is made of."""
+    """The parts of the busiest rank's step."""
     rank = max(range(len(step.busy)), key=lambda rank: step.busy[rank])
     own = [number % len(stages.waits_s) for number in candidate.order.placement.stages_of(rank)]
     routes = candidate.order.placement.num_routes

@@ -136,7 +136,7 @@ def _tensor_bytes(shape: ModelShape, size: UnitSize) -> float:
 
 @dataclass(frozen=True)
 class _BlockSizes:
-    """What blocks have in common, before recomputation: sizes on one rank."""
+    """The sizes on one rank that all blocks share, before recomputation."""
 
     name: str
     #: the products with weights, those of routed experts included

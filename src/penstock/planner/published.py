@@ -243,7 +243,7 @@ class _Reader:
 
     @cached_property
     def recompute(self) -> RecomputedPart | None:
-        """What the note says is recomputed; None if it says nothing."""
+        """The part that the note says is recomputed; None if it says nothing."""
         for words, kind in (
             (("selective AC",), RecomputedPart.BETWEEN),
             (("selective",), RecomputedPart.CORE),

@@ -1,4 +1,4 @@
-"""What a layout takes, learned by running the engine's own code without data: the planner's one way to the engine.
+"""The needs of a layout, learned by running the engine's own code without data: the planner's one way to the engine.
 
 `rehearse` alone needs torch, and imports it when it is called.
 """

@@ -59,7 +59,7 @@ def summary(group: tuple[str, str], predictions: Sequence[Prediction]) -> dict[s
 
 
 def _faster(predictions: Sequence[Prediction]) -> tuple[int, int]:
-    """How often the faster of two schedules is named, of the same model, devices and microbatches; and of how many."""
+    """Count the pairs of schedules, of the same model, devices and microbatches, whose faster one is named; and all."""
     right = pairs = 0
     same = ("model", "gpus", "num_microbatches", "micro_batch", "tp", "pp", "precision")
     for one, other in combinations(predictions, 2):

@@ -292,7 +292,7 @@ class _Search:
         return sorted(found, key=lambda e: (e.step_s, str(e.candidate)))[:num_best]
 
     def _needed(self) -> str:
-        """What would be needed, when nothing fits."""
+        """The need of the smallest layout, when nothing fits."""
         assert self.least is not None
         needed, candidate = self.least
         if self.tried:

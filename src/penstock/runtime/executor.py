@@ -64,7 +64,7 @@ class Executor:
         transport: carries messages between ranks, and knows which rank this is.
         recorder: notes every action.
         reduce: called for a REDUCE_GRAD action with the stage's number; starts the reduction, does not wait.
-        pairs: the way in which the two halves of a fused pair take turns.
+        pairs: the way in which the two actions of a fused pair take turns.
 
     Raises:
         ScheduleError: the program cannot be proved.

@@ -116,9 +116,11 @@ class UnitCall:
 class _Recomputed:
     """A unit's run in forward, and its second in backward, which must leave the module's buffers alone."""
 
+    #: the unit, and what it is called with beside the stream
     call: UnitCall
     sequences: Sequences
     given: Given
+    #: True once it has run in forward
     is_done: bool = False
 
     @property

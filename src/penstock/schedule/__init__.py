@@ -91,5 +91,5 @@ __all__ = [
     "verify",
 ]
 
-# Who calls from outside is told of arguments of wrong types; inside the package functions come from their own files.
+# Arguments of wrong types are refused here, at the front; inside the package functions come from their own files.
 globals().update({name: _checked(own) for name in __all__ if isinstance(own := globals()[name], _Function)})

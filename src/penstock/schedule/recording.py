@@ -42,6 +42,7 @@ class CollectiveRecord:
     On a GPU all times are the host's, which does not wait for the device.
     """
 
+    #: its kind, and the bytes that this rank gives
     kind: CollectiveKind
     num_bytes: int
     #: when it was launched

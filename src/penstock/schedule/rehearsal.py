@@ -43,7 +43,7 @@ BytesByKind = Mapping[MemoryKind, int]
 
 @dataclass(frozen=True)
 class ActionCost:
-    """What one action of one unit takes."""
+    """The cost of one action of one unit."""
 
     op: Op
     #: floating point operations of matrix products and attention, an addition and a multiplication counting as two
@@ -141,7 +141,7 @@ class Rehearsal:
 
     @property
     def state_bytes(self) -> BytesByKind:
-        """What lasts throughout training, by kind."""
+        """The bytes that last throughout training, by kind."""
         return {kind: self.timeline[-1].after.get(kind, 0) for kind in STATE}
 
     @property

@@ -147,6 +147,7 @@ class CountedGroup(RenewableGroup):
 class _Arrival:
     """A posted receive, whose message is there as soon as it is asked for."""
 
+    #: filled by the message; counted by the meter
     buffer: Tensor
     meter: Meter
 
@@ -237,6 +238,7 @@ class MeteredTransport:
 
 @dataclass(eq=False)
 class _MeteredReceipt:
+    #: the receipt that is waited for, which the meter is shown
     receipt: Receipt
     meter: Meter
 

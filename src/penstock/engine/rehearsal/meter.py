@@ -26,6 +26,7 @@ from penstock.schedule.rehearsal import BytesByKind, MemoryKind, MemoryPoint
 class _LiveStorage:
     """A storage that is alive."""
 
+    #: its size, and the kind of memory that it is counted as
     num_bytes: int
     kind: MemoryKind
     #: keeps the callback that notes its end

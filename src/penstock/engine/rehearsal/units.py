@@ -1,4 +1,4 @@
-"""What each unit of a rank takes by itself: one microbatch's forward, and its backward, whole and in two parts."""
+"""The cost of each unit of a rank by itself: one microbatch's forward, and its backward, whole and in two parts."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def unit_costs(pipeline: RehearsedPipeline, feed: Feed) -> tuple[UnitCost, ...]:
 
 
 def _kind(build: Callable[..., Any]) -> Hashable:
-    """What two units have in common that do the same: the function that makes them, with equal arguments."""
+    """A key that two units share if they do the same: the function that makes them, with equal arguments."""
     if not isinstance(build, partial):
         return build
     arguments = (*build.args, *sorted(build.keywords.items()))

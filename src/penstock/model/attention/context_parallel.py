@@ -112,9 +112,12 @@ class RingAttention:
 class _Attended:
     """The state kept for backward: this rank's own tensors, none of those that went round."""
 
+    #: the order in which keys and values go round
     ring: "_RingSteps"
+    #: queries, and keys with values
     q_THK: Tensor
     kv: Tensor
+    #: the result, and the logarithm of each row's sum of exponentials
     mean_THK: Tensor
     lse_TH: Tensor
 

@@ -169,6 +169,7 @@ def _split(values: list[int], sizes: Sequence[int]) -> list[list[int]]:
 class Route:
     """The routing of one microbatch in one layer, filled in as its row of segments runs."""
 
+    #: the experts of each token, and the order in which rows leave
     choice: Choice = field(init=False)
     order: RowOrder = field(init=False)
     #: the numbers of rows that other ranks will send, on their way here

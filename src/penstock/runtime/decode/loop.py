@@ -41,10 +41,13 @@ from penstock.schedule.rules import Wire
 class DecodeReport:
     """Rounds of a rank, its forwards and their tokens, the time they took, and the time of the whole loop."""
 
+    #: of the loop
     num_rounds: int = 0
+    #: of this rank
     num_forwards: int = 0
     num_tokens: int = 0
     busy_s: float = 0.0
+    #: of the loop, from the first header to the last
     wall_s: float = 0.0
 
     def count(self, record: Record, batch: Batch) -> None:

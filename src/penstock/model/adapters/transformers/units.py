@@ -34,7 +34,7 @@ class PaddedGroup:
 
     @classmethod
     def of(cls, lengths: tuple[int, ...], starts: tuple[int, ...], sequences: Sequences) -> "PaddedGroup":
-        """Those of the sequences that have these lengths and begin at these tokens of the microbatch."""
+        """The arguments for sequences that have these lengths and begin at these tokens of the microbatch."""
         positions_T = sequences.positions
         device, longest = positions_T.device, max(lengths)
         places_L, ends_B1 = torch.arange(longest), torch.tensor(lengths)[:, None] - 1
@@ -121,6 +121,7 @@ class Past:
     A model computes masks and positions only from the length of its cache.
     """
 
+    #: the model without its layers
     skeleton: Skeleton
     #: the item's positions
     positions_1L: Tensor
