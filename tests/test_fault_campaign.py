@@ -48,12 +48,25 @@ def nudged(folder: Path) -> None:
     save_file(tensors, file)
 
 
+@pytest.mark.shows(154)
+def test_a_small_campaign_tells_its_faults_and_loses_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["faults.py", "--faults", "4", "--seed", "6", "--layouts", "pp 2"])
+    assert faults.main() == 0
+    told = capsys.readouterr().out
+    assert told.count("  pp 2 ") == 4 and "| fault | pp 2 |" in told
+    assert "4 faults in 1 runs of 150 steps, none with a number or a bit lost" in told
+
+
+@pytest.mark.shows(154)
 def test_a_run_that_lost_nothing_is_told_as_such_whatever_its_times(runs: tuple[faults.Run, Path]) -> None:
     run, undisturbed = runs
     replaced("metrics.jsonl", "0.1", "0.7")(run.output)
     assert faults.differences(run, undisturbed, whole=True) is None
 
 
+@pytest.mark.shows(154)
 @pytest.mark.parametrize(
     ("lose", "says"),
     [

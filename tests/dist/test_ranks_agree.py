@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch import nn
 
 from penstock import Engine, EngineOptions, Layout, LearningRate, OptimizerConfig, PackedBatch, SamplingParams
 from penstock.model import decoder_units
-from penstock.settings import ModelConfig
+from penstock.settings import ModelConfig, ScheduleConfig
 from tests.dist.grid_cases import SPARSE
 from tests.dist.launch import run_ranks
 
@@ -102,6 +103,10 @@ def differing(rank: int, layout: Layout, name: str) -> str:
     }
     if name == "factory" and rank == 0:
         return outcome(lambda: engine_of(layout, optimizer="sgd"))
+    if name == "cut":
+        return outcome(lambda: engine_of(layout, schedule=ScheduleConfig(cut=(1, 2) if rank else (2, 1))))
+    if name == "schedule":
+        return outcome(lambda: engine_of(layout, schedule="afab" if rank else "1f1b"))
     if name == "precision":
         return outcome(lambda: engine_of(layout, precision="bf16" if rank else "fp32"))
     return outcome(lambda: engine_of(layout, optimizer=rules[name]))
@@ -116,12 +121,42 @@ def differing(rank: int, layout: Layout, name: str) -> str:
         ("clip", "optimizer.clip_norm"),
         ("factory", "optimizer."),
         ("precision", "precision"),
+        ("cut", "schedule.cut"),
+        ("schedule", "schedule"),
     ],
 )
 def test_ranks_with_different_rules_of_learning_are_refused(layout: Layout, name: str, field: str) -> None:
     results = run_ranks(layout.world_size, differing, layout, name)
     assert len(set(results)) == 1
     assert results[0].startswith(f"ConfigError: ranks were given different settings: {field}")
+
+
+def layouts(rank: int) -> str:
+    return outcome(lambda: engine_of(Layout(dp=2) if rank else Layout(pp=2)))
+
+
+def test_ranks_with_different_layouts_are_refused() -> None:
+    results = run_ranks(2, layouts)
+    assert len(set(results)) == 1
+    assert results[0].startswith("ValueError: rank 0 was given dp=1 x pp=2") and "but rank 1 dp=2 x pp=1" in results[0]
+
+
+def calls(rank: int, folder: str) -> list[str]:
+    """A call of rank 0 alone beside a step of the other, and then a step of both."""
+    engine, found = engine_of(Layout(pp=2)), []
+    for name in ("save", "load"):
+        found.append(
+            outcome(lambda name=name: getattr(engine, name)(folder) if rank == 0 else engine.train_batch(BATCH))
+        )
+        found.append(outcome(lambda: engine.train_batch(BATCH).num_tokens))
+    return found
+
+
+def test_a_call_of_one_rank_alone_beside_a_step_is_refused_and_the_next_step_works(tmp_path: Path) -> None:
+    for found in run_ranks(2, calls, str(tmp_path / "run")):
+        for alone, step in zip(found[::2], found[1::2], strict=True):
+            assert alone.startswith("DifferentCalls: all ranks make the same calls in the same order, but rank 0")
+            assert step == "gave 5"
 
 
 CONFIG = ModelConfig(vocab_size=32, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=2, max_length=64)

@@ -113,5 +113,5 @@ def test_what_is_no_loss_and_what_is_no_stream_is_told_when_it_is_given() -> Non
 
 @pytest.mark.shows(48)
 def test_turns_without_overlap_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"early_release .* overlap is off"):
+    with pytest.raises(ValueError, match=r"early_release = true .*schedule\.overlap = false"):
         Pairs(overlap=False, early_release=True)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -22,6 +23,7 @@ from penstock.runtime import Boundary, PipelineError, Stage
 from penstock.settings import CompileMode, ConfigError, Precision, checked
 
 SECOND_COPY = "@2"
+_COPY_OF = "_penstock_copy_of"
 
 T = TypeVar("T")
 
@@ -80,8 +82,28 @@ class Ties:
 
 def lend_weights(parameters: Mapping[str, nn.Parameter], loans: Mapping[str, str]) -> None:
     """Let copies, the keys of `loans`, use the storage of their owners; their own is freed."""
-    for copy, owner in loans.items():
-        parameters[copy].data = parameters[owner].data
+    for borrower, owner in loans.items():
+        parameters[borrower].data = parameters[owner].data
+
+
+def check_ties(units: Sequence[UnitSpec], cut: Sequence[range], placement: schedule.Placement) -> None:
+    """Refuse ties that no group of ranks can add up: all copies lie on one rank, their owner there or on its mirror.
+
+    Raises: ValueError naming owner and ranks.
+    """
+    rank_of = {units[i].name: placement.rank_of(stage) for stage, members in enumerate(cut) for i in members}
+    sides: dict[str, set[int]] = {}
+    for unit in units:
+        for owner in unit.tied.values():
+            sides.setdefault(owner, set()).add(rank_of[unit.name])
+    for owner, copies in sides.items():
+        home = next(rank for name, rank in rank_of.items() if owner.startswith(f"{name}."))
+        if not any(copies == {rank} for rank in (home, placement.num_ranks - 1 - home)):
+            held = ", ".join(map(str, sorted({home, *copies})))
+            raise ValueError(
+                f"{owner} is shared by layers on the ranks {held}; a weight can be shared by layers of one rank, or of "
+                f"one rank and its mirror, such as the first and the last; schedule.cut moves layers"
+            )
 
 
 def cut_units(
@@ -172,15 +194,45 @@ def units_of_layers(layers: Sequence[nn.Module | partial[Any]]) -> tuple[UnitSpe
     """A user's own layers as units, with the weights that they have; their linear layers can defer weight gradients.
 
     The first takes token ids [T], the last gives what the loss takes, and [T, hidden_size] goes from one to the next.
-    Each is given what else its `forward` asks for by name: the microbatch's `sequences`, or any key of the batch.
+    Each is given what else its `forward` asks for by name: the microbatch's `sequences`, or any key of the batch. A
+    parameter that several layers hold, such as the embedding's weight in the head, stays one: it is tied.
 
     Raises:
-        ValueError: there is no layer, or one is neither a module nor a `functools.partial` of one.
+        ValueError: there is no layer, or one is neither a module nor a `functools.partial` of one, or is given twice
+            with buffers.
     """
     if not len(layers):
         raise ValueError("a model needs at least one layer")
     modules = [_module_of(i, layer) for i, layer in enumerate(layers)]
-    return tuple(_unit_of_layer(f"layers.{i}", module) for i, module in enumerate(modules))
+    tied = _tied(modules)
+    return tuple(replace(_unit_of_layer(f"layers.{i}", module), tied=tied[i]) for i, module in enumerate(modules))
+
+
+def _tied(modules: list[nn.Module]) -> list[dict[str, str]]:
+    """For each layer, the parameters that earlier layers hold too -> their full names there; it gets copies of them.
+
+    On another rank such a copy begins with the owner's values, and the gradients of both are summed; beside its owner
+    it uses the owner's storage.
+    """
+    owners: dict[nn.Parameter, str] = {}
+    found: list[dict[str, str]] = []
+    for i, module in enumerate(modules):
+        # A copy that an engine made before knows what it is a copy of.
+        named = {name: getattr(own, _COPY_OF, own) for name, own in module.named_parameters()}
+        shared = {name: owners[own] for name, own in named.items() if own in owners}
+        if shared and any(module is earlier for earlier in modules[:i]):
+            if next(module.buffers(), None) is not None:
+                raise ValueError(f"layer {i} is layer {modules.index(module)} again, with buffers; give two modules")
+            modules[i] = module = copy.deepcopy(module)
+        for name in shared:
+            if not hasattr(module.get_parameter(name), _COPY_OF):
+                copied = nn.Parameter(named[name].detach().clone(), named[name].requires_grad)
+                setattr(copied, _COPY_OF, named[name])
+                place, _, own = name.rpartition(".")
+                setattr(module.get_submodule(place), own, copied)
+        owners |= {own: f"layers.{i}.{name}" for name, own in named.items() if name not in shared}
+        found.append(shared)
+    return found
 
 
 def _module_of(number: int, layer: Any) -> nn.Module:

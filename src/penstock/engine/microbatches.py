@@ -12,7 +12,7 @@ from penstock.data import MicroBatchSpec, PackedBatch, Split, agree, count, spli
 from penstock.engine.batch_checks import check_batch, check_spec, checked_weight
 from penstock.engine.losses import LossWeightFn
 from penstock.engine.pipeline import Pipeline
-from penstock.parallel.host import gather_bytes, gather_json, shown_to_all_ranks
+from penstock.parallel.host import gather_json, gather_rows, shown_to_all_ranks
 from penstock.runtime import PipelineError
 from penstock.settings import Coordinates
 
@@ -106,7 +106,7 @@ def agree_on_microbatches(
         except Exception as exception:
             error = exception
         with pipeline.recorder.collective("agree on the batch"):
-            reports = [BatchReport.unpack(row) for row in gather_bytes(report.pack(), pipeline.grid.control)]
+            reports = [BatchReport.unpack(row) for row in gather_rows("batch", report.pack(), pipeline.grid.control)]
         if all(any(r.counts) for r in reports):
             num = agree([r.counts for r in reports], spec)
         _check_failures(pipeline, reports, job.call, error)
@@ -169,7 +169,8 @@ class BatchReport:
     def __str__(self) -> str:
         if self.ended:
             return "no batch left"
-        return f"{self.counts[2]} items, {self.num_tokens} tokens, digest {self.digest:x}, contents {self.contents:08x}"
+        asked = f"{self.counts[2]} items, {self.num_tokens} tokens, asks for {self.counts[0]} microbatches"
+        return f"{asked}, digest {self.digest:x}, contents {self.contents:08x}"
 
     def pack(self) -> bytes:
         """A row of bytes, equally long for every report, so that one small collective shows it to all ranks."""

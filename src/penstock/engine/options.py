@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
+from zlib import crc32
 
 from penstock.schedule.choice import OwnSchedule, ScheduleChoice
 from penstock.settings import (
@@ -87,7 +88,9 @@ class EngineOptions(Settings):
 
 
 def check_alike(options: EngineOptions, gather: Callable[[Any], list[Any]]) -> None:
-    """Refuse ranks that would learn by different rules: replicas would drift apart without a word.
+    """Refuse ranks that would learn by different rules, or cut and run the model differently.
+
+    Replicas would drift apart without a word, a layer might be on no rank, and ranks would wait for each other.
 
     Raises: ConfigError on all ranks alike, with the first setting that differs.
     """
@@ -102,6 +105,15 @@ def _rules(options: EngineOptions) -> Iterator[tuple[str, Any]]:
         yield name, getattr(options, name)
     for field in fields(options.optimizer):
         yield f"optimizer.{field.name}", getattr(options.optimizer, field.name)
+    yield "attention", options.attention
+    if isinstance(options.schedule, ScheduleConfig):
+        for field in fields(options.schedule):
+            yield f"schedule.{field.name}", getattr(options.schedule, field.name)
+    elif isinstance(options.schedule, str):
+        yield "schedule", options.schedule
+    else:
+        # Whole orders of actions may be long.
+        yield "schedule", f"{options.choice.name} ({crc32(_described(options.schedule).encode()):08x})"
 
 
 def _described(value: Any) -> str:

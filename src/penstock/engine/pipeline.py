@@ -18,6 +18,7 @@ from penstock.engine.build import (
     Ties,
     build_on_all_ranks,
     build_stages,
+    check_ties,
     cut_units,
     lend_weights,
     parameter_dtype,
@@ -152,6 +153,7 @@ class Pipeline:
         self.units = build_on_all_ranks(lambda: units_for(units, groups, self.layout), self.grid.control)
         self.placement = self.options.choice.placement(self.layout.pp)
         self.cut, self.choice = self._cut(units, hidden_size)
+        check_ties(self.units, self.cut, self.placement)
         self.boundary = Boundary(hidden_size, parameter_dtype(self.options.precision), self.layout.tp)
         self.step, self._executors, self._closing = 0, {}, []
         self.is_watched = self.is_watched_anywhere = False

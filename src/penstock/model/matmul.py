@@ -73,7 +73,9 @@ class OneDnnMatmul:
         return _onednn(grad_TO, weight_OI.t()) if _is_fp32_on_cpu(grad_TO) else TORCH.input_gradient(grad_TO, weight_OI)
 
     def weight_gradient(self, grad_TO: Tensor, x_TI: Tensor) -> Tensor:
-        return _onednn(grad_TO.t(), x_TI.t()) if _is_fp32_on_cpu(grad_TO) else TORCH.weight_gradient(grad_TO, x_TI)
+        # oneDNN refuses sums of no rows, which a rank without tokens has.
+        is_here = _is_fp32_on_cpu(grad_TO) and len(grad_TO)
+        return _onednn(grad_TO.t(), x_TI.t()) if is_here else TORCH.weight_gradient(grad_TO, x_TI)
 
     def packed(self, weights_OI: Sequence[Tensor], dtype: torch.dtype) -> Tensor | None:
         if dtype is not torch.float32 or not all(_is_fp32_on_cpu(weight_OI) for weight_OI in weights_OI):

@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 import torch
 import torch.distributed as dist
 
+from penstock.parallel.host import gather_json
 from penstock.parallel.renewable import RenewableGroup, new_renewable_group
 from penstock.settings import Coordinates, Groups, Layout
 
@@ -20,7 +21,7 @@ def connect(layout: Layout, device: torch.device, timeout: datetime.timedelta | 
     `timeout` bounds every later collective of these groups (None: torch's default), except in the background,
     where one rank may wait for another's disk.
 
-    Raises: ValueError when the layout does not fit the world.
+    Raises: ValueError when the layout does not fit the world, or another rank was given another one.
     """
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     layout.check(world_size)
@@ -32,7 +33,9 @@ def connect(layout: Layout, device: torch.device, timeout: datetime.timedelta | 
     # first use would wait for each other in whatever order the ranks arrive.
     on_device = _GroupMaker(rank, "nccl" if device.type == "cuda" else "gloo", device, timeout)
     on_host = _GroupMaker(rank, "gloo", torch.device("cpu"), timeout)
-    control, pp_control = on_host.make(everyone), on_host.make(layout.groups("pp"))
+    control = on_host.make(everyone)
+    _check_alike(layout, gather_json(str(layout), control))
+    pp_control = on_host.make(layout.groups("pp"))
     known = {everyone: control, layout.groups("pp"): pp_control}
     for groups in (layout.groups("pp", "cp", "tp"), layout.model_copies()):
         if groups not in known:
@@ -54,6 +57,12 @@ def connect(layout: Layout, device: torch.device, timeout: datetime.timedelta | 
         edp_group=dp_cp_group if layout.ep == 1 else on_device.make(layout.expert_copies()),
         mirror_group=on_device.make(mirrored(layout.groups("pp"))),
     )
+
+
+def _check_alike(layout: Layout, views: list[str]) -> None:
+    if set(views) != {str(layout)}:
+        rank, theirs = next((rank, theirs) for rank, theirs in enumerate(views) if theirs != views[0])
+        raise ValueError(f"rank 0 was given {views[0]}, but rank {rank} {theirs}; give all ranks the same")
 
 
 def wait_for_all(timeout: datetime.timedelta | None = None) -> None:

@@ -22,6 +22,11 @@ Gather = Callable[[Any], list[Any]]
 
 _TENSOR = "\0tensor"
 _LENGTH = struct.Struct("<q")
+_KIND_BYTES, _ROW_BYTES = 8, 128
+
+
+class DifferentCalls(RuntimeError):
+    """Ranks are in different calls, such as one in `save` and the others in `train_batch`."""
 
 
 def on_all_ranks(
@@ -82,13 +87,31 @@ def gather_json(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
     `value` is anything JSON can hold; it comes back as JSON reads it (tuples as lists, keys as strings).
     """
     text = json.dumps(value).encode()
-    lengths = gather_bytes(_LENGTH.pack(len(text)), group)
+    lengths = gather_rows("values", _LENGTH.pack(len(text)), group)
     longest = max(length for row in lengths for length in _LENGTH.unpack(row))
-    return [json.loads(theirs) for theirs in gather_bytes(text.ljust(longest), group)]
+    return [json.loads(theirs) for theirs in _gather(text.ljust(longest), group)]
 
 
-def gather_bytes(row: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
-    """Give every rank the list of all ranks' rows, by rank, in one small collective; all are equally long."""
+def gather_rows(kind: str, row: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
+    """Give every rank the list of all ranks' rows, by rank, in one small collective; all are equally long.
+
+    Rows of every `kind` travel in the same form, so that ranks which are in different calls find out.
+
+    Raises: DifferentCalls on all ranks if they gather rows of different kinds.
+    """
+    tagged = (kind.encode().ljust(_KIND_BYTES) + row).ljust(_ROW_BYTES)
+    assert len(tagged) == _ROW_BYTES, f"a row of {len(row)} bytes is too long"
+    found = _gather(tagged, group)
+    kinds = [theirs[:_KIND_BYTES].decode().rstrip() for theirs in found]
+    if other := next((rank for rank, theirs in enumerate(kinds) if theirs != kinds[0]), None):
+        raise DifferentCalls(
+            f"all ranks make the same calls in the same order, but rank 0 shows its {kinds[0]} and rank {other} its "
+            f"{kinds[other]}: train_batch, evaluate and forward begin with a batch, save, load and others with values"
+        )
+    return [theirs[_KIND_BYTES : _KIND_BYTES + len(row)] for theirs in found]
+
+
+def _gather(row: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
     if group is None:
         return [row]
     own = torch.frombuffer(bytearray(row), dtype=torch.uint8)

@@ -227,7 +227,7 @@ def test_an_error_in_backward_leaves_the_owner_as_it_was() -> None:
     assert not owner.deferring
 
 
-@pytest.mark.parametrize("num_tokens", [1, 5, 64])
+@pytest.mark.parametrize("num_tokens", [0, 1, 5, 64])
 def test_the_fastest_products_agree_with_double_precision(num_tokens: int) -> None:
     torch.manual_seed(0)
     x, weight, grad = torch.randn(num_tokens, 48), torch.randn(32, 48), torch.randn(num_tokens, 32)

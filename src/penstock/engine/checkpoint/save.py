@@ -108,7 +108,8 @@ class Checkpointer(CheckpointReader):
             try:
                 texts.append(json.dumps(extra))
             except (TypeError, ValueError) as error:
-                raise ValueError(f"extra is no JSON value ({error}); give numbers, texts, lists and dicts") from None
+                text = f"extra is no JSON value ({error}); give numbers, texts, lists and dicts"
+                raise type(error)(text) from None
             if self._grid.rank == 0:
                 shutil.rmtree(staging, ignore_errors=True)
                 staging.mkdir()

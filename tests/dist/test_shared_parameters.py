@@ -1,0 +1,98 @@
+"""A parameter that several of a user's own layers hold stays one, in every layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from penstock import Engine, Layout, MicroBatchSpec, PackedBatch
+from penstock.settings import ScheduleConfig
+from tests.dist.launch import run_ranks
+
+WIDTH, VOCAB, STEPS = 8, 32, 3
+LAYOUTS = [Layout(), Layout(pp=2), Layout(dp=2)]
+BATCH = PackedBatch.from_documents(
+    [torch.randint(0, VOCAB, (n,), generator=torch.Generator().manual_seed(n)) for n in (5, 3, 7, 4, 6, 8)]
+)
+
+
+def head_of_embedding() -> list[nn.Module]:
+    """The last layer multiplies by the embedding's weight, and has a bias of its own."""
+    torch.manual_seed(1)
+    layers = [nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, VOCAB)]
+    layers[2].weight = layers[0].weight
+    return layers
+
+
+def one_layer_twice() -> list[nn.Module]:
+    torch.manual_seed(2)
+    block = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+    return [nn.Embedding(VOCAB, WIDTH), block, nn.LayerNorm(WIDTH), block, nn.Linear(WIDTH, VOCAB)]
+
+
+def train(rank: int, make: Callable[[], list[nn.Module]], layout: Layout, **options: Any) -> list[float]:
+    engine = Engine.from_layers(make(), WIDTH, layout, optimizer=partial(torch.optim.SGD, lr=0.5), **options)
+    losses = [engine.train_batch(BATCH, micro_batches=MicroBatchSpec(num=3)).loss for _ in range(STEPS)]
+    engine.close()
+    return losses
+
+
+def cut_in_three(rank: int, cut: tuple[int, ...]) -> list[float] | str:
+    try:
+        return train(rank, one_layer_twice, Layout(pp=3), schedule=ScheduleConfig(cut=cut))
+    except ValueError as error:
+        return str(error)
+
+
+def plainly(layers: list[nn.Module]) -> list[float]:
+    """The same in PyTorch alone."""
+    model = nn.Sequential(*layers)
+    sgd, losses = torch.optim.SGD(model.parameters(), lr=0.5), []
+    for _ in range(STEPS):
+        loss = loss_of(model)
+        sgd.zero_grad()
+        loss.backward()
+        sgd.step()
+        losses.append(loss.item())
+    return losses
+
+
+def loss_of(model: nn.Module) -> Tensor:
+    labels, output = BATCH["labels"], model(BATCH["tokens"])
+    return F.cross_entropy(output, labels, ignore_index=-100)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("make", [head_of_embedding, one_layer_twice])
+def test_layers_that_share_a_parameter_learn_as_in_pytorch(make: Callable[[], list[nn.Module]], layout: Layout) -> None:
+    results = run_ranks(layout.world_size, train, make, layout)
+    for losses in results:
+        assert losses == results[0]
+    assert results[0] == pytest.approx(plainly(make()), rel=1e-5)
+    assert results[0][2] < results[0][0]
+
+
+def test_of_more_ranks_one_and_its_mirror_may_share_a_parameter() -> None:
+    for losses in run_ranks(3, cut_in_three, (2, 1, 2)):
+        assert losses == pytest.approx(plainly(one_layer_twice()), rel=1e-5)
+    for refused in run_ranks(3, cut_in_three, (2, 2, 1)):
+        assert refused.startswith("layers.1.0.weight is shared by layers on the ranks 0, 1; a weight can be shared by")
+
+
+def test_layers_that_an_engine_has_cut_before_are_still_tied() -> None:
+    layers = head_of_embedding()
+    Engine.from_layers(layers, WIDTH).close()
+    engine = Engine.from_layers(layers, WIDTH)
+    assert engine.ties == {"layers.2.weight": "layers.0.weight"}
+
+
+def test_a_layer_with_buffers_is_not_given_twice() -> None:
+    layer = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
+    with pytest.raises(ValueError, match="layer 2 is layer 1 again, with buffers; give two modules"):
+        Engine.from_layers([nn.Embedding(VOCAB, WIDTH), layer, layer], WIDTH)
