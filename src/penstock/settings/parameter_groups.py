@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -49,6 +50,18 @@ class Arguments(TableValue):
         return dict(self.values)
 
 
+_COURSE, _BETA, _SWITCH = "a number of 0 or more", "a number of at least 0 and less than 1", "true or false"
+
+
+def _takes(what: str, fits: Callable[[Any], bool], **default: Any) -> Any:
+    """Declare a field of a group, with the values it takes, in words and as a check."""
+    return field(**default, metadata={"takes": what, "fits": fits})
+
+
+def _is_number(value: Any, below: float = math.inf) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < below
+
+
 @dataclass(frozen=True)
 class ParameterGroup(TableValue):
     """Hyperparameters of the parameters whose full names match a pattern; what is left out is the optimizer's.
@@ -61,28 +74,36 @@ class ParameterGroup(TableValue):
     """
 
     #: matches full names, as `Engine.parameters` lists them
-    pattern: str
-    #: the peak of the optimizer's own course of the learning rate, or a course of the group's own
-    learning_rate: float | Course | None = None
-    weight_decay: float | Course | None = None
-    beta1: float | None = None
-    beta2: float | None = None
+    pattern: str = _takes('a text such as "*.norm.*"', lambda value: isinstance(value, str))
+    #: the peak of the optimizer's own course of the learning rate, or a course of the group's own; 0 keeps its weights
+    learning_rate: float | Course | None = _takes(
+        _COURSE, lambda value: callable(value) or _is_number(value), default=None
+    )
+    weight_decay: float | Course | None = _takes(
+        _COURSE, lambda value: callable(value) or _is_number(value), default=None
+    )
+    beta1: float | None = _takes(_BETA, lambda value: _is_number(value, below=1.0), default=None)
+    beta2: float | None = _takes(_BETA, lambda value: _is_number(value, below=1.0), default=None)
     #: True if only parameters of two dimensions or more belong to it
-    matrices: bool = False
+    matrices: bool = _takes(_SWITCH, lambda value: isinstance(value, bool), default=False)
     #: True if its parameters are not trained
-    frozen: bool = False
+    frozen: bool = _takes(_SWITCH, lambda value: isinstance(value, bool), default=False)
     #: another optimizer for the group
-    name: OptimizerName | str | None = None
+    name: OptimizerName | str | None = _takes(
+        "the name of an optimizer", lambda value: isinstance(value, str), default=None
+    )
     #: further arguments of the optimizer
-    arguments: Mapping[str, Any] = field(default_factory=dict)
+    arguments: Mapping[str, Any] = _takes(
+        "a table of the optimizer's arguments", lambda value: isinstance(value, Mapping), default_factory=dict
+    )
 
     def __post_init__(self) -> None:
         for own in dataclasses.fields(self):
             value = getattr(self, own.name)
-            if not _fits(own.name, value):
+            if not (value is None and own.default is None) and not own.metadata["fits"](value):
                 given = json.dumps(value, default=str)
                 raise ConfigError(
-                    f"optimizer.groups: {own.name} = {given} is not possible; it takes {_TAKES[own.name]}"
+                    f"optimizer.groups: {own.name} = {given} is not possible; it takes {own.metadata['takes']}"
                 )
         if self.name is not None:
             try:
@@ -95,8 +116,9 @@ class ParameterGroup(TableValue):
 
     @classmethod
     def read(cls, table: Mapping[str, Any]) -> Self:
-        if unknown := sorted(table.keys() - _TAKES.keys()):
-            raise ConfigError(f"optimizer.groups has no {unknown[0]!r}; possible are {', '.join(_TAKES)}")
+        known = [own.name for own in dataclasses.fields(cls)]
+        if unknown := sorted(table.keys() - set(known)):
+            raise ConfigError(f"optimizer.groups has no {unknown[0]!r}; possible are {', '.join(known)}")
         if "pattern" not in table:
             raise ConfigError('a table of optimizer.groups needs a pattern, such as "*.norm.*"')
         return cls(**cast(dict[str, Any], dict(table)))
@@ -110,30 +132,3 @@ class ParameterGroup(TableValue):
     def matches(self, name: str, num_dims: int) -> bool:
         """True for a parameter of the group, given by full name."""
         return fnmatchcase(name, self.pattern) and (num_dims >= 2 or not self.matrices)
-
-
-_TAKES = {
-    "pattern": 'a text such as "*.norm.*"',
-    "learning_rate": "a number of 0 or more",
-    "weight_decay": "a number of 0 or more",
-    "beta1": "a number of at least 0 and less than 1",
-    "beta2": "a number of at least 0 and less than 1",
-    "matrices": "true or false",
-    "frozen": "true or false",
-    "name": "the name of an optimizer",
-    "arguments": "a table of the optimizer's arguments",
-}
-
-
-def _fits(name: str, value: Any) -> bool:
-    if name in ("pattern", "name"):
-        return isinstance(value, str) or (value is None and name == "name")
-    if name in ("matrices", "frozen"):
-        return isinstance(value, bool)
-    if name == "arguments":
-        return isinstance(value, Mapping)
-    if value is None or (callable(value) and name in ("learning_rate", "weight_decay")):
-        return True
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    return 0 <= value < (1 if name.startswith("beta") else float("inf"))
