@@ -231,7 +231,7 @@ def test_what_one_rank_cannot_do_no_rank_starts() -> None:
     assert "(dp 0, pp 1, cp 0, tp 0) has 2 items" in differing_text
     assert too_few is TooFewItems and "2 microbatches" in too_few_text
     assert alike is PipelineError and "(dp 0," not in alike_text
-    views = [f"(dp 1, pp {pp}, cp 0, tp 0) has 2 items, 10 tokens, digest " for pp in range(2)]
+    views = [f"(dp 1, pp {pp}, cp 0, tp 0) has 2 items, 10 tokens, asks for 2 microbatches, digest " for pp in range(2)]
     assert all(view in alike_text for view in views)
 
 
