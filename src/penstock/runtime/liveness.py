@@ -4,13 +4,14 @@ A collective that fails does not say whose part was missing. So every process li
 queries with the place where it is; its watchdog does so even while its main thread is blocked inside a backend.
 """
 
-import asyncio
 import contextlib
 import enum
+import errno
 import json
 import os
+import selectors
 import socket
-import threading
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Self
@@ -19,8 +20,9 @@ from torch.distributed import ProcessGroup
 
 from penstock.parallel.host import gather_json
 
-# For a connection, and again for the answer; below the margin that the watchdog allows beyond a backend's own limit.
-_LIMIT_S = 0.9
+# For a connection and the answer; below the margin that the watchdog allows beyond a backend's own limit.
+_LIMIT_S = 1.8
+_PART = 4096
 _MOST_QUOTED = 2
 _MOST_ASKED = 64
 _MOST_HOSTS = 8
@@ -162,31 +164,59 @@ def answer(listener: socket.socket, presence: Presence) -> None:
 def ask(processes: Sequence[Process]) -> dict[int, Presence | Absence]:
     """Every process's answer by rank, all asked at once; takes two seconds at most."""
     answers: dict[int, Presence | Absence] = {}
-
-    async def ask_all() -> None:
-        found = await asyncio.gather(*(_answer_of(process) for process in processes))
-        answers.update({process.rank: answer for process, answer in zip(processes, found, strict=True)})
-
-    # In a thread of its own, since this one may run an event loop already.
-    thread = threading.Thread(target=lambda: asyncio.run(ask_all()), name="penstock liveness")
-    thread.start()
-    thread.join()
+    deadline = time.monotonic() + _LIMIT_S
+    with contextlib.ExitStack() as opened, selectors.DefaultSelector() as unanswered:
+        for process in processes:
+            assert process.port is not None
+            family = socket.AF_INET6 if ":" in process.address else socket.AF_INET
+            connection = opened.enter_context(socket.socket(family))
+            connection.setblocking(False)
+            refusal = connection.connect_ex((process.address, process.port))
+            if refusal in (0, errno.EINPROGRESS):
+                unanswered.register(connection, selectors.EVENT_READ, (process.rank, bytearray()))
+            else:
+                answers[process.rank] = _absence(refusal)
+        while unanswered.get_map():
+            left = deadline - time.monotonic()
+            events = unanswered.select(max(0.0, left))
+            for key, _ in events:
+                assert isinstance(key.fileobj, socket.socket)
+                rank, text = key.data
+                answer = _read(key.fileobj, text)
+                if answer is not None:
+                    answers[rank] = answer
+                    unanswered.unregister(key.fileobj)
+            # Looked at once more after the deadline: a process that had to wait for its turn may find answers there.
+            if left <= 0.0 and not events:
+                break
+        for key in unanswered.get_map().values():
+            assert isinstance(key.fileobj, socket.socket)
+            answers[key.data[0]] = Absence.SILENT if _is_connected(key.fileobj) else Absence.UNREACHABLE
     return answers
 
 
-async def _answer_of(process: Process) -> Presence | Absence:
+def _read(connection: socket.socket, text: bytearray) -> Presence | Absence | None:
+    """What a process answers; None while there may be more to come."""
     try:
-        reader, writer = await asyncio.wait_for(asyncio.open_connection(process.address, process.port), _LIMIT_S)
-    except ConnectionRefusedError:
-        return Absence.ENDED
-    except (OSError, TimeoutError):
-        return Absence.UNREACHABLE
-    try:
-        return Presence(**json.loads(await asyncio.wait_for(reader.read(), _LIMIT_S)))
-    except TimeoutError:
-        return Absence.SILENT
-    except (OSError, ValueError, TypeError):
+        part = connection.recv(_PART)
+        text += part
+        return None if part else Presence(**json.loads(text))
+    except BlockingIOError:
+        return None
+    except OSError as error:
+        return _absence(error.errno)
+    except (ValueError, TypeError):
         # The connection was closed without an answer: the process has ended meanwhile.
         return Absence.ENDED
-    finally:
-        writer.close()
+
+
+def _absence(refusal: int | None) -> Absence:
+    return Absence.ENDED if refusal in (errno.ECONNREFUSED, errno.ECONNRESET) else Absence.UNREACHABLE
+
+
+def _is_connected(connection: socket.socket) -> bool:
+    try:
+        connection.getpeername()
+    except OSError:
+        return False
+    return True
