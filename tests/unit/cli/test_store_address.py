@@ -1,8 +1,6 @@
 """A run's store listens where the others look for it and nowhere else, and its keys lie under the run's secret."""
 
-import contextlib
 import os
-import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -13,6 +11,7 @@ from torch.distributed import Store, TCPStore  # pyright: ignore[reportPrivateIm
 
 from penstock.cli.group import Group
 from penstock.cli.together import SECRET, join
+from tests.e2e.scripts import free_port
 
 LISTENING = "0A"
 
@@ -23,12 +22,6 @@ def environment_kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setenv(name, "")
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     yield
-
-
-def free_port() -> int:
-    with contextlib.closing(socket.socket()) as found:
-        found.bind(("", 0))
-        return found.getsockname()[1]
 
 
 def both_join(address: str, port: int) -> list[Store]:
