@@ -196,7 +196,7 @@ def ask(processes: Sequence[Process]) -> dict[int, Presence | Absence]:
 
 
 def _read(connection: socket.socket, text: bytearray) -> Presence | Absence | None:
-    """What a process answers; None while there may be more to come."""
+    """A process's answer, as far as it has arrived; None while there may be more to come."""
     try:
         part = connection.recv(_PART)
         text += part
