@@ -16,9 +16,12 @@ TIMEOUT_S = 60.0
 LIMIT_S = 10.0
 
 
-def make(rank: int, folder: Path | None) -> str:
+def make(rank: int, folder: Path | None, others_are_late: bool) -> str:
     if rank == 1:
         raise OSError("shard 7 cannot be read")
+    if others_are_late:
+        # They find its connection closed, where otherwise they wait for its word.
+        time.sleep(2.0)
     start = time.monotonic()
     with pytest.raises(RuntimeError) as caught:
         if folder is None:
@@ -30,11 +33,13 @@ def make(rank: int, folder: Path | None) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("pretrained", [False, True])
-def test_a_process_that_ends_before_its_engine_is_named(pretrained: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("pretrained", "others_are_late"), [(False, False), (False, True), (True, False)])
+def test_a_process_that_ends_before_its_engine_is_named(
+    pretrained: bool, others_are_late: bool, tmp_path: Path
+) -> None:
     if pretrained:
         make_model("llama").save_pretrained(tmp_path)
-    first, second = run_outcomes(2, make, tmp_path if pretrained else None)
+    first, second = run_outcomes(2, make, tmp_path if pretrained else None, others_are_late)
     assert first.value == (
         "rank 1 has ended, or has not reached the construction of the engine in time; its own output says why"
     )

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import re
 from dataclasses import dataclass, fields
 
 import torch
 import torch.distributed as dist
+from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 from penstock.parallel.host import gather_json
 from penstock.parallel.renewable import RenewableGroup, new_renewable_group
 from penstock.settings import Coordinates, Groups, Layout
+
+# In the store, how often each rank has met the others.
+_MEETINGS = "penstock/meetings"
 
 
 def connect(layout: Layout, device: torch.device, timeout: datetime.timedelta | None = None) -> Grid:
@@ -68,20 +73,33 @@ def _check_alike(layout: Layout, views: list[str]) -> None:
 def wait_for_all(timeout: datetime.timedelta | None = None) -> None:
     """Wait until all processes have come here, as far as their first group is on gloo: it sees one that has ended.
 
-    Making another group would wait for that one until the time is up.
+    Making another group would wait for that one until the time is up. All come here equally often.
 
     Raises: RuntimeError naming a rank that has ended, or has not come in time.
     """
     if dist.get_backend() != "gloo":
         return
+    store = dist.distributed_c10d._get_default_store()
+    meeting = store.add(f"{_MEETINGS}/{dist.get_rank()}", 1)
     try:
         dist.monitored_barrier(timeout=timeout)
     except RuntimeError as error:
-        late = re.search(r"Rank (\d+) failed to pass", str(error))
-        who = "another rank" if late is None else f"rank {late[1]}"
         raise RuntimeError(
-            f"{who} has ended, or has not reached the construction of the engine in time; its own output says why"
+            f"{_late(str(error), store, meeting)} has ended, or has not reached the construction of the engine in "
+            "time; its own output says why"
         ) from error
+
+
+def _late(text: str, store: Store, meeting: int) -> str:
+    """The rank that is missing at a meeting: as the barrier says, or, where it saw a connection break, as counted."""
+    if found := re.search(r"Rank (\d+) failed to pass", text):
+        return f"rank {found[1]}"
+    # The store ends with the process that holds it.
+    with contextlib.suppress(RuntimeError):
+        for rank in range(dist.get_world_size()):
+            if store.add(f"{_MEETINGS}/{rank}", 0) < meeting:
+                return f"rank {rank}"
+    return "another rank"
 
 
 @dataclass(frozen=True, eq=False)
