@@ -56,11 +56,11 @@ def test_all_ways_give_the_same_program(
     schedule.verify(wanted)
     for given in (eager_1f1b, "my-eager", f"{EXAMPLE}:eager_1f1b", "mine_own:eager_1f1b", "offered-eager"):
         choice = ScheduleChoice.of(given)
-        choice.check(ranks, microbatches)
+        choice.checked_program(ranks, microbatches)
         assert choice.program(ranks, microbatches) == wanted
         assert choice.placement(ranks) == built.placement
     own = ScheduleChoice.of(built)
-    own.check(ranks, microbatches)
+    own.checked_program(ranks, microbatches)
     assert own.program(ranks, microbatches) == schedule.lower(built) and own.placement(ranks) == built.placement
     del sys.modules["mine_own"]
 

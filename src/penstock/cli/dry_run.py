@@ -97,14 +97,15 @@ def plan_run(config: RunConfig, data: RunData) -> RunPlan:
         found, names = stage_costs(times, cut), ("forward", "backward_input", "backward_weight")
         costs = replace(costs, **{name: getattr(found, name) for name in names})
         options = replace(options, schedule=replace(choice.settings, cut=tuple(map(len, cut))))
-    program = choice.program(ours.pp, num_microbatches, whole_backwards=config.parallel.shares_layers)
+    program = choice.checked_program(ours.pp, num_microbatches, whole_backwards=ours.shares_layers)
     timeline = schedule.simulate(program, costs)
     stages = _stage_plans(units, largest, cut, placement)
     source = with_adapter(
         lambda groups: decoder_units(shape, groups=groups), options.adapter, HuggingFaceForm.of(shape), ours
     )
     states = rank_state_bytes(source, ours, options)
-    stages = [_with_bytes(stage, timeline, ours, states) for stage in stages]
+    at_peak = {rank: timeline.bytes_at_peak(rank) for rank in range(ours.pp)}
+    stages = [_with_bytes(stage, at_peak[stage.rank], ours, states) for stage in stages]
     tied = {name for unit in units for name in unit.tied}
     copies = shape.vocabulary * shape.hidden_size if tied else 0
     step_tokens = config.data.num_sequences * config.data.sequence_length
@@ -144,13 +145,13 @@ def _stage_plans(
 
 
 def _with_bytes(
-    stage: StagePlan, timeline: schedule.Timeline, layout: Layout, states: Sequence[Mapping[int, StateBytes]]
+    stage: StagePlan, at_peak: Mapping[int, float], layout: Layout, states: Sequence[Mapping[int, StateBytes]]
 ) -> StagePlan:
-    at_peak = timeline.bytes_at_peak(stage.rank).get(stage.stage, 0.0)
+    """The stage with its bytes, given those that each stage of its rank keeps at the peak."""
     return replace(
         stage,
         state_bytes=max(of_rank[stage.stage].total for of_rank in states if stage.stage in of_rank),
-        activation_bytes=round(at_peak / (layout.cp * layout.tp)),
+        activation_bytes=round(at_peak.get(stage.stage, 0.0) / (layout.cp * layout.tp)),
     )
 
 

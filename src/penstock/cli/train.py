@@ -56,9 +56,10 @@ def main(argv: Sequence[str]) -> int:
         ValueError: the settings, the data or the output folder cannot be used; nothing has been started or written.
     """
     arguments = read_arguments(argv)
-    arguments = replace(arguments, config=check(with_pretrained(arguments.config)))
+    dry = arguments.switches.dry_run
+    arguments = replace(arguments, config=check(with_pretrained(arguments.config), proves=not dry))
     config = arguments.config
-    if arguments.switches.dry_run:
+    if dry:
         from penstock.cli.dry_run import show
 
         show(config, as_json=arguments.switches.json)

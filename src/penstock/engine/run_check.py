@@ -9,8 +9,10 @@ _PRETRAINED, _TOKENIZER = "model.pretrained", "data.tokenizer"
 _FREE = (_PRETRAINED, "model.max_length", "model.num_predictions", "experts.bias_step")
 
 
-def check(config: RunConfig) -> RunConfig:
+def check(config: RunConfig, proves: bool = True) -> RunConfig:
     """Return `config` if all its settings can go together, and its schedule is proved.
+
+    proves: False leaves the schedule's proof to the caller, who needs its program too.
 
     Raises:
         ConfigError: they cannot; the message names the settings and what would be possible.
@@ -28,7 +30,8 @@ def check(config: RunConfig) -> RunConfig:
             f"(embedding, 2 a layer, head), so at most {units} are possible"
         )
     choice.cut(units, stages)
-    choice.check(ranks, config.train.num_microbatches)
+    if proves:
+        choice.checked_program(ranks, config.train.num_microbatches)
     check_rates(config)
     return config
 

@@ -164,15 +164,15 @@ class ScheduleChoice:
         self._check_options()
         self._check_search()
 
-    def check(self, ranks: int, microbatches: int) -> None:
-        """Build and prove the schedule, and refuse settings that would change nothing.
+    def checked_program(self, ranks: int, microbatches: int, *, whole_backwards: bool = False) -> Program:
+        """The program of a step, proved; see `program`. Settings that would change nothing are refused.
 
         Raises:
             ConfigError: an unknown name or option, or a schedule that cannot train.
             ValueError: impossible numbers.
         """
         self.check_settings()
-        program = self.program(ranks, microbatches)
+        program = self.program(ranks, microbatches, whole_backwards=whole_backwards)
         if not program.schedule.training:
             raise ConfigError(f"schedule.name = {self.name!r} has no backward and cannot train; 1f1b can")
         if self.settings.early_release and not any(
@@ -183,6 +183,7 @@ class ScheduleChoice:
                 "combined-1f1b, combined-interleaved, dualpipe-v and dualpipe do"
             )
         verify(program)
+        return program
 
     @property
     def _options(self) -> dict[str, Any]:

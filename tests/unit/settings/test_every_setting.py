@@ -272,11 +272,11 @@ def test_a_builder_is_given_exactly_the_options_it_has(name: str) -> None:
         value: Any = True if own.type is bool else possible(own.type)[0] if possible(own.type) else 2
         choice = ScheduleChoice(replace(ScheduleConfig(name), **{option: value}))
         if option in builders.options(name):
-            choice.check(2, 8)
+            choice.checked_program(2, 8)
             assert choice.build(2, 8) == builders.build(name, ranks=2, microbatches=8, **{option: value})
         else:
             with pytest.raises(ConfigError, match=rf"schedule\.{option} = .* is no option of .*'{name}'; possible are"):
-                choice.check(2, 8)
+                choice.checked_program(2, 8)
 
 
 # Computed before settings were declared once; the folders of runs are recognised by it.

@@ -5,10 +5,12 @@ As in the papers, an F, an I and a W of one stage take one slot each.
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import accumulate
+from typing import TypeAlias
 
 from penstock.schedule.actions import Action, Op, Placement
 from penstock.schedule.builders.orders import peak_tapes
@@ -76,123 +78,154 @@ def squeeze(placement: Placement, orders: Sequence[Order], preference: Preferenc
     An action may overtake those before it in its rank's order if the remaining order, with each W right after its I,
     still keeps to `max_tapes`.
     """
-    ends = _Ends({}, {})
-    ranks = [_SqueezedRank(placement, order, preference, max_tapes) for order in orders]
-    slot = 0
-    while not all(rank.finished for rank in ranks):
-        acted = [rank.act(slot, ends) for rank in ranks]
-        if not any(acted):
-            return None
-        slot += 1
+    num_microbatches = 1 + max((action.microbatch for order in orders for action in order), default=-1)
+    ends: _Ends = {
+        (op, stage): [_NEVER] * num_microbatches for op in (Op.F, Op.I) for stage in range(placement.num_stages)
+    }
+    ranks = [_SqueezedRank(placement, order, preference, max_tapes, ends) for order in orders]
+    # A rank that can start nothing is asked again when another's action has given it something: asking every rank in
+    # every slot would take ranks times slots.
+    slot, asked = 0, set(range(len(ranks)))
+    while asked:
+        following: set[int] = set()
+        for number in asked:
+            if (woken := ranks[number].act(slot)) is not None:
+                following |= {number, woken}
+        slot, asked = slot + 1, following
+    if not all(rank.finished for rank in ranks):
+        return None
     spans = [rank.end - rank.start for rank in ranks]
     return Squeezed(max(spans), max(rank.end for rank in ranks), tuple(tuple(rank.done) for rank in ranks))
 
 
-class _Ends(NamedTuple):
-    """The slots at which the forwards and input backwards ended, by stage and microbatch."""
+_NEVER = sys.maxsize
+_Ends: TypeAlias = dict[tuple[Op, int], list[int]]
+"""The slots at which forwards and input backwards end, by microbatch; `_NEVER` before they have run."""
 
-    forward: dict[tuple[int, int], int]
-    backward: dict[tuple[int, int], int]
+
+class _Pass:
+    """One of a rank's four passes, each of all microbatches: forward through both stages is 0, 1; back 2, 3."""
+
+    #: Its number.
+    number: int
+    #: The change in the number of live tapes when W follows I at once.
+    tapes: int
+    #: The actions that have not run, with their places in the rank's order.
+    rest: deque[tuple[int, Action]]
+    #: The ends of what its actions need, and of its own, by microbatch.
+    needs: list[list[int]]
+    ends: list[int]
+    #: The rank that waits for its actions.
+    waiting: int
+
+    def __init__(self, number: int, action: Action, placement: Placement, ends: _Ends) -> None:
+        op, stage = action.op, action.stage
+        self.number, self.tapes, self.rest = number, 1 if op is Op.F else -1, deque()
+        previous, next_ = placement.previous(stage), placement.next(stage)
+        source, target = (previous, next_) if op is Op.F else (next_, previous)
+        self.needs = [] if source is None else [ends[op, source]]
+        if op is Op.I:
+            self.needs.append(ends[Op.F, stage])
+        self.ends = ends[op, stage]
+        self.waiting = placement.rank_of(stage if target is None else target)
+
+    def is_ready(self, slot: int) -> bool:
+        """True if everything that its next action needs was done before this slot."""
+        microbatch = self.rest[0][1].microbatch
+        return all(ends[microbatch] <= slot for ends in self.needs)
 
 
 class _SqueezedRank:
     """One rank's run through its order."""
 
-    #: (op, stage) -> the pass it belongs to, along a microbatch's way: forward through both stages is 0, 1; back 2, 3.
-    passes: dict[tuple[Op, int], int]
+    #: The four passes, in the order in which they are preferred if the deepest one is.
+    passes: list[_Pass]
     #: The most microbatches that the pattern has between their first pass and their last.
     max_entered: int
     #: The rule by which the rank picks its next action, and the most tapes that it may keep.
     preference: Preference
     max_tapes: int
-    #: Where the stages lie.
-    placement: Placement
-    #: The actions of the order that have not run, and the W that can.
-    rest: list[Action]
+    #: Place in the order -> the change in live tapes by that action, with each W right after its I; 0 once it has run.
+    changes: list[int]
+    #: The W that can run.
     weights: deque[Action]
     #: The tapes that are live, and the microbatches between their first pass and their last.
     live: int
     entered: int
-    #: The first slot in which the rank did something, and the end of the last.
+    #: The rank itself; the first slot in which it did something, and the end of the last.
+    number: int
     start: int
     end: int
     #: The actions so far.
     done: list[Action]
 
-    def __init__(self, placement: Placement, order: Order, preference: Preference, max_tapes: int) -> None:
-        self.placement, self.preference, self.max_tapes = placement, preference, max_tapes
-        self.rest, self.weights = list(order), deque[Action]()
-        first, second = placement.stages_of(placement.rank_of(order[0].stage))
-        self.passes = {(Op.F, first): 0, (Op.F, second): 1, (Op.I, second): 2, (Op.I, first): 3}
+    def __init__(self, placement: Placement, order: Order, preference: Preference, max_tapes: int, ends: _Ends) -> None:
+        self.preference, self.max_tapes, self.weights = preference, max_tapes, deque()
+        self.number = placement.rank_of(order[0].stage)
+        first, second = placement.stages_of(self.number)
+        # Counted from the second pass on, so that the first pass comes last.
+        numbers = {(Op.F, second): 1, (Op.I, second): 2, (Op.I, first): 3, (Op.F, first): 0}
+        found = {key: _Pass(number, Action(*key, 0), placement, ends) for key, number in numbers.items()}
+        for place, action in enumerate(order):
+            found[action.op, action.stage].rest.append((place, action))
+        self.passes = list(found.values())
+        self.changes = [found[action.op, action.stage].tapes for action in order]
         self.max_entered = peak_tapes([_whole(action) for action in order if action.stage == first])
         self.live = self.entered = self.start = self.end = 0
         self.done = []
 
     @property
     def finished(self) -> bool:
-        return not self.rest and not self.weights
+        return not self.weights and not any(own.rest for own in self.passes)
 
-    def act(self, slot: int, ends: _Ends) -> bool:
-        """Start an action in this slot, if one can start; return False if none can."""
-        place = self._choice(slot, ends)
-        wait_for_memory = place is not None and self.rest[place].op is Op.F and self.live == self.max_tapes
-        if place is not None and not wait_for_memory:
-            action = self.rest.pop(place)
-            self._count(action, slot + 1, ends)
+    def act(self, slot: int) -> int | None:
+        """Start an action in this slot, if one can start; return the rank that may wait for it, None without any."""
+        chosen, waiting = self._choice(slot), self.number
+        if chosen is not None and not (chosen.tapes > 0 and self.live == self.max_tapes):
+            action, waiting = self._run(chosen, slot + 1), chosen.waiting
         elif self.weights:
             action = self.weights.popleft()
             self.live -= 1
         else:
-            return False
+            return None
         self.start = self.start if self.done else slot
         self.end = slot + 1
         self.done.append(action)
-        return True
+        return waiting
 
-    def _count(self, action: Action, end: int, ends: _Ends) -> None:
-        work = action.stage, action.microbatch
-        self.entered += {0: 1, 3: -1}.get(self.passes[action.op, action.stage], 0)
+    def _run(self, chosen: _Pass, end: int) -> Action:
+        place, action = chosen.rest.popleft()
+        self.changes[place] = 0
+        self.entered += {0: 1, 3: -1}.get(chosen.number, 0)
+        chosen.ends[action.microbatch] = end
         if action.op is Op.F:
-            ends.forward[work] = end
             self.live += 1
         else:
-            ends.backward[work] = end
-            self.weights.append(Action(Op.W, *work))
+            self.weights.append(Action(Op.W, action.stage, action.microbatch))
+        return action
 
-    def _choice(self, slot: int, ends: _Ends) -> int | None:
-        """Choose the place of the action to take, if any; memory kept only for a W counts as free."""
-        best, seen = None, set[int]()
-        live = highest = self.live - len(self.weights)
-        for place, action in enumerate(self.rest):
-            number, tapes = self.passes[action.op, action.stage], 1 if action.op is Op.F else -1
-            if number not in seen:
-                seen.add(number)
-                fits = highest + tapes <= self.max_tapes and (number > 0 or self._may_enter())
-                if fits and self._ready(action, slot, ends):
-                    # Counted from the second pass on, so that the first pass comes last.
-                    found = ((number - 1) % 4 if self.preference.deepest_first else place), place
-                    best = min(best, found) if best else found
-                    if not self.preference.deepest_first:
-                        break
-                if len(seen) == len(self.passes):
-                    break
-            live += tapes
-            highest = max(highest, live)
-        return best[1] if best else None
+    def _choice(self, slot: int) -> _Pass | None:
+        """Choose the pass whose next action to take, if any."""
+        passes = [own for own in self.passes if own.rest]
+        if not self.preference.deepest_first:
+            passes.sort(key=_place)
+        return next((own for own in passes if own.is_ready(slot) and self._fits(own)), None)
 
-    def _may_enter(self) -> bool:
-        return not self.preference.steady_entry or self.entered < self.max_entered
+    def _fits(self, own: _Pass) -> bool:
+        """True if memory is left for the next action of the pass; what is kept only for a W counts as free."""
+        if own.number == 0 and self.preference.steady_entry and self.entered >= self.max_entered:
+            return False
+        live, place = self.live - len(self.weights), _place(own)
+        first = min(map(_place, (one for one in self.passes if one.rest)))
+        # None of the actions between can take more than one tape.
+        if live + place - first + own.tapes <= self.max_tapes:
+            return True
+        return max(accumulate(self.changes[first:place], initial=live)) + own.tapes <= self.max_tapes
 
-    def _ready(self, action: Action, slot: int, ends: _Ends) -> bool:
-        """True if everything that an action needs was done before this slot."""
-        stage, microbatch = action.stage, action.microbatch
-        never = slot + 1
-        if action.op is Op.F:
-            source = self.placement.previous(stage)
-            return source is None or ends.forward.get((source, microbatch), never) <= slot
-        source = self.placement.next(stage)
-        arrived = source is None or ends.backward.get((source, microbatch), never) <= slot
-        return arrived and ends.forward.get((stage, microbatch), never) <= slot
+
+def _place(own: _Pass) -> int:
+    """The place of the next action of a pass in its rank's order."""
+    return own.rest[0][0]
 
 
 def _whole(action: Action) -> Action:

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import product
-from typing import TypeAlias
 
 from penstock.schedule.actions import Action, Op, Placement, PlacementKind, Schedule
 from penstock.schedule.builders.dualpipe import check_two_stages
 from penstock.schedule.builders.orders import peak_tapes
 from penstock.schedule.builders.registry import builder
-from penstock.schedule.builders.squeeze import PREFERENCES, Order, Preference, Squeezed, pattern, squeeze
-
-# Makes each rank's forwards and input backwards for a number of microbatches; None where the pattern does not fit p.
-Base: TypeAlias = Callable[[Placement, int], list[Order] | None]
+from penstock.schedule.builders.squeeze import PREFERENCES, Order, pattern, squeeze
 
 # The turns of the patterns that are tried, in slots; the best depends on p modulo 2 and 3.
 _GAPS = ((1, 1, 1), (1, 3, 1), (1, 5, 1), (1, 1, 2), (1, 4, 2))
@@ -36,7 +30,11 @@ def zb_v(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
     if microbatches >= 2 * ranks - 1:
         orders = tuple(_without_bubble(placement, rank, microbatches) for rank in range(ranks))
         return _schedule("zb-v", placement, microbatches, orders)
-    return _squeezed("zb-v", placement, microbatches, 2 * ranks, [_short])
+    orders = [_without_bubble(placement, rank, 2 * ranks - 1, microbatches) for rank in range(ranks)]
+    # No other preference has ever given a shorter one.
+    short = squeeze(placement, orders, PREFERENCES[0], max_tapes=2 * ranks)
+    assert short is not None, f"zb-v does not end with {microbatches} microbatches"
+    return _schedule("zb-v", placement, microbatches, short.orders)
 
 
 @builder("v-half")
@@ -51,7 +49,7 @@ def v_half(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
     Source: Qi et al., Pipeline Parallelism with Controllable Memory (arXiv 2405.15362), V-Half.
     """
     placement = _placement("v-half", ranks, stages_per_rank)
-    return _squeezed("v-half", placement, microbatches, 2 * (ranks // 2 + 1), _patterns(step=2))
+    return _squeezed("v-half", placement, microbatches, 2 * (ranks // 2 + 1), step=2)
 
 
 @builder("v-min")
@@ -65,7 +63,7 @@ def v_min(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
     Source: Qi et al., Pipeline Parallelism with Controllable Memory (arXiv 2405.15362), V-Min.
     """
     placement = _placement("v-min", ranks, stages_per_rank)
-    return _squeezed("v-min", placement, microbatches, 2 * ((ranks + 1) // 3 + 1), _patterns(step=1))
+    return _squeezed("v-min", placement, microbatches, 2 * ((ranks + 1) // 3 + 1), step=1)
 
 
 def _placement(name: str, ranks: int, stages_per_rank: int) -> Placement:
@@ -77,45 +75,32 @@ def _schedule(name: str, placement: Placement, num_microbatches: int, orders: tu
     return Schedule(name, placement, num_microbatches, orders, tuple(map(peak_tapes, orders)))
 
 
-def _patterns(step: int) -> list[Base]:
-    return [partial(pattern, step=step, gaps=gaps) for gaps in _GAPS]
-
-
-def _squeezed(
-    name: str, placement: Placement, num_microbatches: int, max_tapes: int, bases: Sequence[Base]
-) -> Schedule:
-    """The shortest schedule of any of the bases, squeezed under any of the preferences.
+def _squeezed(name: str, placement: Placement, num_microbatches: int, max_tapes: int, step: int) -> Schedule:
+    """The shortest schedule of any of the patterns, squeezed under any of the preferences.
 
     They are compared with at most three times p microbatches; beyond that only the steady middle grows.
     """
     num_compared = min(num_microbatches, 3 * placement.num_ranks)
+    patterns = {gaps: pattern(placement, num_compared, step, gaps) for gaps in _GAPS}
     results = [
-        ((tried.span, tried.makespan), base, preference)
-        for base, preference in product(bases, PREFERENCES)
-        if (tried := _squeeze(placement, num_compared, base, preference, max_tapes)) is not None
+        ((tried.span, tried.makespan), tried, gaps, preference)
+        for (gaps, orders), preference in product(patterns.items(), PREFERENCES)
+        if orders is not None and (tried := squeeze(placement, orders, preference, max_tapes)) is not None
     ]
-    _, base, preference = min(results, key=lambda result: result[0])
-    best = _squeeze(placement, num_microbatches, base, preference, max_tapes)
+    _, best, gaps, preference = min(results, key=lambda result: result[0])
+    if num_compared < num_microbatches:
+        orders = pattern(placement, num_microbatches, step, gaps)
+        assert orders is not None
+        best = squeeze(placement, orders, preference, max_tapes)
     assert best is not None, f"{name} ends with {num_compared} microbatches, but not with {num_microbatches}"
     return _schedule(name, placement, num_microbatches, best.orders)
 
 
-def _squeeze(
-    placement: Placement, num_microbatches: int, base: Base, preference: Preference, max_tapes: int
-) -> Squeezed | None:
-    orders = base(placement, num_microbatches)
-    return None if orders is None else squeeze(placement, orders, preference, max_tapes)
+def _without_bubble(placement: Placement, rank: int, num_microbatches: int, num_first: int | None = None) -> Order:
+    """A rank's order for at least 2p-1 microbatches, with which no rank waits once it has started.
 
-
-def _short(placement: Placement, num_microbatches: int) -> list[Order]:
-    """The order without bubble, reduced to the first microbatches and without W."""
-    num_ranks = placement.num_ranks
-    whole = (_without_bubble(placement, rank, 2 * num_ranks - 1) for rank in range(num_ranks))
-    return [tuple(a for a in order if a.op is not Op.W and a.microbatch < num_microbatches) for order in whole]
-
-
-def _without_bubble(placement: Placement, rank: int, num_microbatches: int) -> Order:
-    """A rank's order for at least 2p-1 microbatches, with which no rank waits once it has started."""
+    num_first: reduces it to that many first microbatches, and leaves out W.
+    """
     num_ranks = placement.num_ranks
     stages = placement.stages_of(rank)
     counts: Counter[tuple[Op, int]] = Counter()
@@ -123,9 +108,10 @@ def _without_bubble(placement: Placement, rank: int, num_microbatches: int) -> O
 
     def run(words: str, times: int = 1) -> None:
         """Add an action for each word: an op, and 1 or 2 for the stage; it takes the next microbatch of that pass."""
-        for op, which in words.split() * times:
-            key = Op[op], stages[int(which) - 1]
-            order.append(Action(*key, counts[key]))
+        keys = [(Op[op], stages[int(which) - 1]) for op, which in words.split()]
+        for key in keys * times:
+            if num_first is None or (counts[key] < num_first and key[0] is not Op.W):
+                order.append(Action(*key, counts[key]))
             counts[key] += 1
 
     to_middle = num_ranks - rank
