@@ -69,7 +69,7 @@ def test_all_ways_give_the_same_program(
 def test_it_is_proved_before_it_runs() -> None:
     for given in (backwards_first, backwards_first(3, 4)):
         with pytest.raises(ScheduleError):
-            ScheduleChoice.of(given).check(3, 4)
+            ScheduleChoice.of(given).checked_program(3, 4)
 
 
 @pytest.mark.shows(110)
@@ -143,7 +143,7 @@ def test_what_is_no_schedule_is_refused() -> None:
 )
 def test_a_name_that_leads_nowhere_is_refused(name: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        ScheduleChoice(RunConfig(schedule=ScheduleConfig(name)).schedule).check(2, 4)
+        ScheduleChoice(RunConfig(schedule=ScheduleConfig(name)).schedule).checked_program(2, 4)
 
 
 def test_an_error_in_a_users_module_is_its_own(tmp_path: Path) -> None:
