@@ -1,4 +1,4 @@
-"""`penstock train RUN.toml`: reads and checks the settings, then starts the workers of the run, or becomes one of them.
+"""`penstock train [RUN.toml]`: reads and checks the settings, then starts the run's workers, or becomes one of them.
 
 Every setting of the file can also be given on the command line, by its name.
 """
@@ -90,7 +90,7 @@ def _work(arguments: TrainArguments, group: Group) -> int:
 
 
 def read_arguments(argv: Sequence[str]) -> TrainArguments:
-    """Read ``RUN.toml [--switch ...] [--section.key value ...]``; ``--help`` prints all settings and exits.
+    """Read ``[RUN.toml] [--switch ...] [--section.key value ...]``; ``--help`` prints all settings and exits.
 
     Raises:
         ConfigError: no file, an unknown name (the nearest known one is named), or a value of a wrong type or out of
@@ -99,10 +99,14 @@ def read_arguments(argv: Sequence[str]) -> TrainArguments:
     if {"-h", "--help"} & set(argv):
         _print_help()
         raise SystemExit(0)
-    if not argv or argv[0].startswith("-"):
-        raise ConfigError("penstock train takes the path of a run's TOML file first, such as examples/tiny.toml")
-    values, switches = read_values(argv[0]), set()
-    for flag, *words in _groups(argv[1:]):
+    if not argv or (argv[0].startswith("-") and not argv[0].startswith("--")):
+        raise ConfigError(
+            "penstock train takes the path of a run's TOML file, such as examples/tiny.toml, or settings alone, "
+            "such as --model.pretrained FOLDER --data.corpus FILE"
+        )
+    has_file = not argv[0].startswith("--")
+    values, switches = read_values(argv[0]) if has_file else {}, set()
+    for flag, *words in _groups(argv[has_file:]):
         name = flag.removeprefix("--").replace("-", "_")
         if name in SETTINGS:
             values[name] = from_words(SETTINGS[name], words)
@@ -164,7 +168,7 @@ def _print_help() -> None:
         kind,
         default=kind(switches=Switches(), settings=settings()),
         args=["--help"],
-        prog="penstock train RUN.toml",
+        prog="penstock train [RUN.toml]",
         description="Train a model cut into pipeline stages.",
         use_underscores=True,
     )

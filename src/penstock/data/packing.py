@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from penstock.data.checks import CorpusError, Lengths
-from penstock.data.corpus import TokenStore
 from penstock.data.packed import NO_LABEL
+from penstock.data.store import TokenStore
 from penstock.settings import PackingKind
 
 
@@ -95,12 +95,13 @@ class WindowPacking:
         """The windows' tokens [T] and labels [T]."""
         S = self.sequence_tokens
         starts_B = np.asarray(items, dtype=np.int64) * S
-        windows_BS = self.store.tokens[starts_B[:, None] + np.arange(S + 1)].astype(np.int64)
-        labels_BS = windows_BS[:, 1:].copy()
+        places_BS = starts_B[:, None] + np.arange(S)
+        tokens_BS = self.store.tokens[places_BS].astype(np.int64)
+        labels_BS = self.store.labels(places_BS + 1)
         if not self.cross_documents:
             for row, ends in enumerate(self._ends(items)):
                 labels_BS[row, ends - 1] = NO_LABEL
-        return torch.from_numpy(windows_BS[:, :-1].reshape(-1)), torch.from_numpy(labels_BS.reshape(-1))
+        return torch.from_numpy(tokens_BS.reshape(-1)), torch.from_numpy(labels_BS.reshape(-1))
 
     def _ends(self, items: Sequence[int] | np.ndarray) -> list[np.ndarray]:
         """The ends of documents in each window, counted from its start: 1 ... sequence_tokens."""
@@ -170,9 +171,10 @@ class DocumentPacking:
         """The items' tokens [T] and labels [T]."""
         chosen = np.asarray(items, dtype=np.int64)
         starts, lengths = (column[chosen].tolist() for column in self._pieces)
-        pieces = [self.store.tokens[start : start + length + 1] for start, length in zip(starts, lengths, strict=True)]
-        tokens_T = np.concatenate([piece[:-1] for piece in pieces]).astype(np.int64)
-        labels_T = np.concatenate([piece[1:] for piece in pieces]).astype(np.int64)
+        ends = [start + length for start, length in zip(starts, lengths, strict=True)]
+        pieces = [self.store.tokens[start:end] for start, end in zip(starts, ends, strict=True)]
+        tokens_T = np.concatenate(pieces).astype(np.int64)
+        labels_T = np.concatenate([self.store.labels(slice(a + 1, b + 1)) for a, b in zip(starts, ends, strict=True)])
         return torch.from_numpy(tokens_T), torch.from_numpy(labels_T)
 
 

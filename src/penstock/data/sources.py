@@ -7,8 +7,10 @@ import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from penstock.data.checks import CorpusError
+from penstock.settings.json_files import parse_json
 
 BUILT_IN = "stdlib"
 TEXT_ENDINGS = frozenset({".txt", ".text", ".md", ".rst", ".py"})
@@ -24,6 +26,14 @@ class Document:
 
     name: str
     text: str
+
+
+class Row(NamedTuple):
+    """A row of a file: its name as a document, its place for errors, and its value, an object unless by mistake."""
+
+    name: str
+    where: str
+    value: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +58,22 @@ class Source:
                 if text:
                     yield Document(name, text)
             else:
-                yield from self._rows(file, name)
+                yield from self._texts(file, name)
+
+    def rows(self) -> Iterator[Row]:
+        """Yield the rows of every file, in order; blank lines are none.
+
+        Raises: `CorpusError` for a file without rows, one that cannot be read, or a line that is not JSON.
+        """
+        for file in self.files:
+            name = file.relative_to(self.root).as_posix()
+            if file.suffix in TEXT_ENDINGS:
+                raise CorpusError(
+                    f"{str(file)!r} has no rows; examples are in files that end in {', '.join(ROW_ENDINGS)}"
+                )
+            rows = self._lines(file) if ROW_ENDINGS[file.suffix] == "json" else self._read(file)
+            for number, (where, value) in enumerate(rows):
+                yield Row(f"{name}:{number}", where, value)
 
     def identity(self) -> str:
         """A hash of the names, sizes and times of the files, which stands for the documents without reading them."""
@@ -67,27 +92,63 @@ class Source:
         except OSError as error:
             raise CorpusError(f"cannot read {str(file)!r}: {error.strerror}") from error
 
-    def _rows(self, file: Path, name: str) -> Iterator[Document]:
+    def _texts(self, file: Path, name: str) -> Iterator[Document]:
+        for number, (_, row) in enumerate(self._read(file)):
+            text = row.get(self.text_field)
+            if not isinstance(text, str):
+                raise CorpusError(
+                    f"row {number} of {str(file)!r} has no text in the field {self.text_field!r}; "
+                    f"its fields are {sorted(row)}, and examples have 'messages', or 'prompt' and 'completion'"
+                )
+            if text:
+                yield Document(f"{name}:{number}", text)
+
+    def _read(self, file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Each row of a file with its place."""
         import datasets
 
         try:
             # streaming reads the file in place: nothing is copied into a cache, and ranks do not wait for each other
             kind = ROW_ENDINGS[file.suffix]
-            rows = datasets.load_dataset(kind, data_files=[str(file)], split="train", streaming=True)
-            for number, row in enumerate(rows):
-                text = row.get(self.text_field)
-                if not isinstance(text, str):
-                    raise CorpusError(
-                        f"row {number} of {str(file)!r} has no text in the field {self.text_field!r}; "
-                        f"its fields are {sorted(row)}"
-                    )
-                if text:
-                    yield Document(f"{name}:{number}", text)
-        except CorpusError:
-            raise
-        except Exception as error:  # the readers below `datasets` raise many unrelated types
-            reason = str(error.__cause__ or error).strip().splitlines() or [type(error).__name__]
-            raise CorpusError(f"cannot read {str(file)!r} as {ROW_ENDINGS[file.suffix]}: {reason[0]}") from error
+            rows = iter(datasets.load_dataset(kind, data_files=[str(file)], split="train", streaming=True))
+        except Exception as error:
+            raise _unreadable(file, error) from error
+        number = 0
+        while True:
+            try:
+                row = next(rows, None)
+            except Exception as error:
+                raise _unreadable(file, error) from error
+            if row is None:
+                return
+            yield f"{file}, row {number}", row
+            number += 1
+
+    def _lines(self, file: Path) -> Iterator[tuple[str, Any]]:
+        """Each line of JSON of a file with its place; unlike the library's reader, this one knows the line."""
+        try:
+            with file.open("rb") as lines:
+                for number, line in enumerate(lines, 1):
+                    if line.strip():
+                        where = f"{file}, line {number}"
+                        yield where, _parsed(where, line)
+        except OSError as error:
+            raise CorpusError(f"cannot read {str(file)!r}: {error.strerror}") from error
+
+
+def _parsed(where: str, line: bytes) -> Any:
+    try:
+        return parse_json(line.decode())
+    except UnicodeDecodeError as error:
+        raise CorpusError(f"{where}: is not UTF-8 (byte {error.start}); convert it to UTF-8") from None
+    except ValueError as error:
+        raise CorpusError(f"{where}: is not JSON ({getattr(error, 'msg', error)}); a line is one JSON object") from None
+
+
+def _unreadable(file: Path, error: Exception) -> CorpusError:
+    """The error for a file that the library cannot read; the readers below `datasets` raise many unrelated types."""
+    reason = str(error.__cause__ or error).strip().splitlines() or [type(error).__name__]
+    return CorpusError(f"cannot read {str(file)!r} as {ROW_ENDINGS[file.suffix]}: {reason[0]}")
 
 
 def find_source(source: str, text_field: str = "text") -> Source:

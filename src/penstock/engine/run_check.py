@@ -4,7 +4,7 @@ from penstock.schedule.choice import ScheduleChoice
 from penstock.settings import SETTINGS, ConfigError, RunConfig, check_rates, check_sections, walk
 from penstock.settings.declare import plain, with_values
 
-_PRETRAINED, _TOKENIZER = "model.pretrained", "data.tokenizer"
+_PRETRAINED, _TOKENIZER, _SEQUENCE_LENGTH = "model.pretrained", "data.tokenizer", "data.sequence_length"
 # Settings of the model that do not belong to the folder it comes from; nor do the coefficients of losses.
 _FREE = (_PRETRAINED, "model.max_length", "model.num_predictions", "experts.bias_step")
 
@@ -65,6 +65,8 @@ def with_pretrained(config: RunConfig) -> RunConfig:
     found[_TOKENIZER] = tokenizer
     if given["model.max_length"] == usual["model.max_length"]:
         found["model.max_length"] = shape.max_length
+        if given[_SEQUENCE_LENGTH] == usual[_SEQUENCE_LENGTH]:
+            found[_SEQUENCE_LENGTH] = min(usual[_SEQUENCE_LENGTH], shape.max_length)
     return with_values(config, {SETTINGS[name].path: value for name, value in found.items()})
 
 

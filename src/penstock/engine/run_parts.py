@@ -11,13 +11,16 @@ from penstock.data import (
     Corpus,
     CorpusSpec,
     DataShard,
+    DocumentPacking,
     Loader,
     MicroBatchSpec,
     PackedBatch,
+    WindowPacking,
     load_corpus,
     pack,
     validation_batches,
 )
+from penstock.data.store import TokenStore
 from penstock.data.tokenizer import load_tokenizer
 from penstock.engine.build import cut_units
 from penstock.engine.checkpoint.manifest import published
@@ -26,7 +29,7 @@ from penstock.engine.pretrained import HuggingFaceForm, open_pretrained
 from penstock.engine.run_check import check, with_pretrained
 from penstock.engine.runs import CHECKPOINT_FOLDER
 from penstock.model import ModelGroups, UnitSpec, decoder_units
-from penstock.settings import ConfigError, Layout, ModelConfig, RunConfig, checked, read_config
+from penstock.settings import ConfigError, Layout, ModelConfig, PackingKind, RunConfig, checked, read_config
 
 
 class EngineArguments(NamedTuple):
@@ -114,6 +117,7 @@ class RunData:
             tokenizer=data.tokenizer or "bytes",
             end_token=data.end_token or False,
             special_tokens=data.special_tokens,
+            max_example_tokens=config.model.max_length,
         )
         cache = None if data.cache is None else Path(data.cache).expanduser()
         try:
@@ -151,6 +155,16 @@ class RunData:
     def _size(self) -> BatchSize:
         return BatchSize(items=self.config.data.num_sequences // self.config.parallel.dp)
 
-    def _pack(self, store):
+    def _pack(self, store: TokenStore) -> WindowPacking | DocumentPacking:
         data = self.config.data
-        return pack(store, data.packing, data.sequence_length, data.cross_documents)
+        if store.learned is None:
+            return pack(store, data.packing, data.sequence_length, data.cross_documents)
+        # An example that is cut would lose its question, or its answer.
+        packing = pack(store, PackingKind.DOCUMENT, self.config.model.max_length, data.cross_documents)
+        budget = self.config.train.max_microbatch_tokens
+        if budget is not None and packing.longest_item > budget:
+            raise ConfigError(
+                f"train.max_microbatch_tokens = {budget}, but an example of {store.name} has {packing.longest_item} "
+                "tokens, and none is cut; give at least that"
+            )
+        return packing

@@ -22,7 +22,8 @@ class DataConfig(Settings, section="data"):
 
     corpus: str = setting(
         "stdlib",
-        '"stdlib" (the source of Python\'s standard library), or a file, a folder, a pattern: text, JSONL or Parquet.',
+        '"stdlib" (the source of Python\'s standard library), or a file, a folder, a pattern: text, JSONL or Parquet. '
+        "Rows are texts, or examples to fine-tune on: messages, or a prompt and a completion.",
     )
     validation_corpus: str | None = setting(
         None, "The text for validation; left out, part of the corpus's documents is held out."
@@ -41,11 +42,14 @@ class DataConfig(Settings, section="data"):
         True, "Put around each document what the tokenizer itself puts there, such as a token for its beginning."
     )
     end_token: str | None = setting(
-        None, "The text of the token put after every document (any text for bytes); left out, none."
+        None,
+        "The text of the token put after every document (any text for bytes); left out, none, and the tokenizer's own "
+        "after examples.",
     )
     text_field: str = setting("text", "The column or key that holds the text in JSONL and Parquet.")
     packing: PackingKind = setting(
-        PackingKind.WINDOW, "Items of a batch: windows of equal length over all documents, or one document each."
+        PackingKind.WINDOW,
+        "Items of a batch: windows of equal length over all documents, or one document each; always one example each.",
     )
     cross_documents: bool = setting(False, "Attention crosses the documents that share a window.")
     sequence_length: int = setting(256, "Tokens of a window, and the most tokens of a document item.", AT_LEAST_1)

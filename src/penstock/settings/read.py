@@ -106,7 +106,9 @@ def from_words(own: Setting, words: Sequence[str]) -> Any:
     Raises:
         ConfigError: they are not of its type.
     """
-    for kind in get_args(own.type) if is_union(own.type) else (own.type,):
+    kinds = get_args(own.type) if is_union(own.type) else (own.type,)
+    # Any word is a string, so that None has to come first.
+    for kind in sorted(kinds, key=lambda kind: kind is not types.NoneType):
         found, value = _read_words(kind, words)
         if found:
             return own.matched(value)

@@ -231,8 +231,8 @@ def test_the_world_must_fit_the_layout():
 @pytest.mark.parametrize(
     "words, told",
     [
-        ([], "takes the path of a run's TOML file first"),
-        (["--train.steps", "3"], "takes the path of a run's TOML file first"),
+        ([], "takes the path of a run's TOML file, such as examples/tiny.toml, or settings alone"),
+        (["-x", "3"], "takes the path of a run's TOML file"),
         (["no/such.toml"], "no/such.toml cannot be read: No such file"),
         (["FILE", "3"], "'3' stands after the run's file"),
         (["FILE", "--dryrun"], "there is no --dryrun; the nearest one is --dry-run"),
@@ -247,6 +247,17 @@ def test_a_wrong_command_line_is_told_in_one_sentence(words: list[str], told: st
     with pytest.raises(ConfigError, match=told) as caught:
         read_arguments([str(run_file) if word == "FILE" else word for word in words])
     assert "\n" not in str(caught.value)
+
+
+def test_settings_alone_are_enough():
+    arguments = read_arguments(["--model.pretrained", "folder", "--data.corpus=chat.jsonl", "--fresh"])
+    assert arguments.config == from_dict({"model": {"pretrained": "folder"}, "data": {"corpus": "chat.jsonl"}})
+    assert arguments.switches.fresh
+
+
+def test_none_on_the_command_line_is_none():
+    arguments = read_arguments(["--data.cache", "None", "--data.validation_corpus", "none"])
+    assert (arguments.config.data.cache, arguments.config.data.validation_corpus) == (None, None)
 
 
 @pytest.mark.parametrize(

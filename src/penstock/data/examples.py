@@ -1,0 +1,299 @@
+"""Examples for supervised fine-tuning: conversations, prompts with completions, and texts; what is learned of them.
+
+A conversation becomes text by the tokenizer's own chat template. Learned is what the assistant says, with the token
+that ends it: the part between the template's marks ``{% generation %}``, or without such marks what follows the prompt
+for an answer, up to the end of the message. Of a prompt with a completion, the completion is learned; of a text, all.
+Source: TRL 1.16, `SFTTrainer`, whose token ids and labels these are.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from penstock.data.checks import CorpusError
+from penstock.data.sources import ROW_ENDINGS, Row, Source
+from penstock.data.store import EncodedDocument
+
+FORMS = '{"messages": [...]}, {"prompt": ..., "completion": ...} or {"text": ...}'
+_MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_MESSAGE = 'a message is an object with a "role" and a "content"'
+
+Message = dict[str, Any]
+
+
+def holds_examples(source: Source) -> bool:
+    """True where the source's first row is an example, and not a text in the source's text field."""
+    if source.files[0].suffix not in ROW_ENDINGS:
+        return False
+    try:
+        row = next(source.rows(), None)
+    except CorpusError:
+        # whoever reads it as text says what is wrong
+        return False
+    if row is None or not isinstance(row.value, dict) or isinstance(row.value.get(source.text_field), str):
+        return False
+    return not {"messages", "completion"}.isdisjoint(row.value)
+
+
+@dataclass(frozen=True)
+class ExampleReader:
+    """Reads each row as an example.
+
+    Texts and completions that are no messages end with `end`, if there is such a token.
+    """
+
+    #: the folder or file of the tokenizer
+    name: str
+    #: transformers' tokenizer
+    tokenizer: Any
+    #: the most tokens of an example; None for no limit
+    max_tokens: int | None = None
+    end: str | None = None
+    special_tokens: bool = True
+    marks_learned = True
+
+    @classmethod
+    def load(cls, name: str, max_tokens: int | None, end: str | None = None, special_tokens: bool = True):
+        """Load a tokenizer with its chat template, if it has one; `end` replaces its own end token.
+
+        Raises: `CorpusError` if it is none of transformers, or lacks the end token.
+        """
+        tokenizer = _load(name)
+        if end is not None and end not in tokenizer.get_vocab():
+            raise CorpusError(f"the tokenizer {name!r} has no token {end!r} to end examples with")
+        return cls(name, tokenizer, max_tokens, end or tokenizer.eos_token, special_tokens)
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest id."""
+        return max(self.tokenizer.get_vocab().values(), default=-1) + 1
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash that differs if any example would be read differently."""
+        parts = [
+            self.tokenizer.backend_tokenizer.to_str() if self.tokenizer.is_fast else self.tokenizer.get_vocab(),
+            self.tokenizer.chat_template,
+            {name: str(token) for name, token in self.tokenizer.special_tokens_map.items()},
+            [self.max_tokens, self.end, self.special_tokens],
+        ]
+        return f"examples-{hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()}"
+
+    def read(self, source: Source) -> Iterator[list[EncodedDocument]]:
+        """Yield the source's examples.
+
+        Raises: `CorpusError` naming file and line of one that cannot be learned from, and what would be possible.
+        """
+        for row in source.rows():
+            yield [self.encode(row, source.text_field)]
+
+    def encode(self, row: Row, text_field: str = "text") -> EncodedDocument:
+        """Tokenise an example. Raises: as `read`."""
+        where, example = row.where, row.value
+        if not isinstance(example, dict):
+            raise CorpusError(f"{where}: is a JSON {type(example).__name__}; a line is {FORMS}")
+        if example.get("prompt") is not None and example.get("completion") is not None:
+            tokens, learned = self._completion(where, example)
+        elif example.get("messages") is not None:
+            tokens, learned = self._conversation(where, example, _messages(where, "messages", example))
+        elif isinstance(example.get(text_field), str):
+            tokens = self._tokenise(where, self._ended(example[text_field]))
+            learned = np.ones(len(tokens), np.bool_)
+        else:
+            fields = ", ".join(map(repr, example)) or "no field"
+            raise CorpusError(f"{where}: has {fields}; a line is {FORMS}")
+        if self.max_tokens is not None and len(tokens) > self.max_tokens:
+            raise CorpusError(
+                f"{where}: has {len(tokens)} tokens, but the model takes at most {self.max_tokens}; "
+                "shorten the example or leave it out"
+            )
+        if not learned[1:].any():
+            # nothing comes before the first token, from which it could be predicted
+            raise CorpusError(f"{where}: holds nothing to learn; an example has a token to learn after another")
+        return EncodedDocument(row.name, np.array(tokens, np.uint32), learned)
+
+    # ---- the three forms
+
+    def _completion(self, where: str, example: Mapping[str, Any]) -> tuple[list[int], np.ndarray]:
+        """A prompt and its completion, both texts or both messages."""
+        prompt, completion = example["prompt"], example["completion"]
+        if isinstance(prompt, str) and isinstance(completion, str):
+            if not completion:
+                raise CorpusError(f"{where}: its completion is empty; give at least one character to learn")
+            before = self._tokenise(where, prompt)
+            tokens = self._tokenise(where, prompt + self._ended(completion))
+            return tokens, np.arange(len(tokens)) >= _common(before, tokens)
+        if isinstance(prompt, list) and isinstance(completion, list):
+            first, second = (_messages(where, name, example) for name in ("prompt", "completion"))
+            return self._conversation(where, example, [*first, *second], len(first))
+        raise CorpusError(f"{where}: its prompt and its completion must be two texts or two lists of messages")
+
+    def _conversation(
+        self, where: str, example: Mapping[str, Any], messages: list[Message], num_prompt: int = 0
+    ) -> tuple[list[int], np.ndarray]:
+        """Messages, of which the first `num_prompt` are not learned."""
+        _refuse_unlearnable(where, messages[num_prompt:])
+        chat = _Chat(self, where, _options(where, example))
+        if chat.is_marked:
+            tokens, learned = chat.marked(messages)
+            if num_prompt:
+                before = chat.tokenise(chat.render(messages[:num_prompt], answer_follows=True))
+                learned &= np.arange(len(tokens)) >= _common(before, tokens)
+            return tokens, learned
+        text = chat.render(messages)
+        tokens = chat.tokenise(text)
+        learned = np.zeros(len(tokens), np.bool_)
+        for number, message in enumerate(messages):
+            if message["role"] == "assistant" and number >= num_prompt:
+                learned[chat.turn(messages, number, text, tokens)] = True
+        return tokens, learned
+
+    # ---- tokens
+
+    def _ended(self, text: str) -> str:
+        return text if not self.end or text.endswith(self.end) else text + self.end
+
+    def _tokenise(self, where: str, text: str) -> list[int]:
+        return tokenise(where, self.tokenizer, text, self.special_tokens)
+
+
+@dataclass(frozen=True)
+class _Chat:
+    """The rendering of one conversation."""
+
+    reader: ExampleReader
+    where: str
+    #: the template's further arguments
+    options: Mapping[str, Any]
+
+    @property
+    def template(self) -> str:
+        tokenizer = self.reader.tokenizer
+        if tokenizer.chat_template is None:
+            raise CorpusError(
+                f"{self.where}: holds messages, but the tokenizer {self.reader.name!r} has no chat template; put a "
+                "chat_template.jinja into its folder, or give a prompt and a completion as texts"
+            )
+        return tokenizer.get_chat_template(None, self.options.get("tools"))
+
+    @property
+    def is_marked(self) -> bool:
+        """True where the template marks what the assistant says."""
+        return _MARKS.search(self.template) is not None
+
+    def render(self, messages: Sequence[Message], answer_follows: bool = False) -> str:
+        """The text of these messages, with the beginning of an answer if one follows."""
+        return self._apply(messages, tokenize=False, add_generation_prompt=answer_follows)
+
+    def marked(self, messages: Sequence[Message]) -> tuple[list[int], np.ndarray]:
+        """The tokens of these messages, and whether each is within the template's marks."""
+        applied = self._apply(messages, return_dict=True, return_assistant_tokens_mask=True)
+        return applied["input_ids"], np.array(applied["assistant_masks"], np.bool_)
+
+    def tokenise(self, text: str) -> list[int]:
+        return tokenise(self.where, self.reader.tokenizer, text, special_tokens=False)
+
+    def turn(self, messages: Sequence[Message], number: int, text: str, tokens: Sequence[int]) -> slice:
+        """The tokens of the message of that number: they follow the prompt for it, up to the message's end.
+
+        Raises: `CorpusError` if it comes first, or the template writes it otherwise once others follow.
+        """
+        if number == 0:
+            raise CorpusError(
+                f"{self.where}: begins with the assistant, whose part the chat template of {self.reader.name!r} does "
+                "not mark; begin with another message, or mark it with {% generation %}"
+            )
+        until = self.render(messages[: number + 1])
+        if not text.startswith(until):
+            raise CorpusError(
+                f"{self.where}: the chat template of {self.reader.name!r} writes message {number} otherwise once "
+                "others follow; give conversations that end with it, or mark it with {% generation %}"
+            )
+        before = self.tokenise(self.render(messages[:number], answer_follows=True))
+        return slice(_common(before, tokens), _common(self.tokenise(until), tokens))
+
+    def _apply(self, messages: Sequence[Message], **arguments: Any) -> Any:
+        template = self.template
+        try:
+            return self.reader.tokenizer.apply_chat_template(
+                list(messages), chat_template=template, **arguments, **self.options
+            )
+        except Exception as error:  # a template may raise anything
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise CorpusError(
+                f"{self.where}: the chat template of {self.reader.name!r} refuses its messages ({reason}); "
+                "change them or the template"
+            ) from None
+
+
+def tokenise(where: str, tokenizer: Any, text: str, special_tokens: bool) -> list[int]:
+    """The token ids of a text. Raises: `CorpusError` if it cannot be written as UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise CorpusError(f"{where}: cannot be written as UTF-8 ({error.reason}); give whole characters") from None
+    return tokenizer(text, add_special_tokens=special_tokens)["input_ids"]
+
+
+def _load(name: str) -> Any:
+    path = Path(name).expanduser()
+    folder = path if path.is_dir() else path.parent
+    if name == "bytes":
+        raise CorpusError("examples need a model's tokenizer, not 'bytes'; give data.tokenizer or model.pretrained")
+    if not path.exists():
+        raise CorpusError(f"no tokenizer at {str(path)!r}; give the folder of one")
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # the library raises many unrelated types
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise CorpusError(f"transformers finds no tokenizer in {str(folder)!r}: {reason}") from None
+    if tokenizer.is_fast:
+        # a saved tokenizer may truncate or pad its input, but examples must stay complete
+        tokenizer.backend_tokenizer.no_truncation()
+        tokenizer.backend_tokenizer.no_padding()
+    return tokenizer
+
+
+def _common(first: Sequence[int], second: Sequence[int]) -> int:
+    """The number of tokens with which both begin."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((place for place, (own, other) in pairs if own != other), min(len(first), len(second)))
+
+
+def _messages(where: str, name: str, example: Mapping[str, Any]) -> list[Message]:
+    messages = example[name]
+    if not isinstance(messages, list) or not messages:
+        raise CorpusError(f"{where}: its {name!r} must be a list of one message or more; {_MESSAGE}")
+    for number, message in enumerate(messages):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise CorpusError(f"{where}: message {number} of its {name!r} has no role; {_MESSAGE}")
+    return messages
+
+
+def _refuse_unlearnable(where: str, messages: Sequence[Message]) -> None:
+    said = [message for message in messages if message["role"] == "assistant"]
+    if not said:
+        raise CorpusError(f'{where}: the assistant says nothing; give it a message of the role "assistant" to learn')
+    if not all(any(value for key, value in message.items() if key != "role") for message in said):
+        raise CorpusError(f"{where}: a message of the assistant is empty; give it at least one character to learn")
+
+
+def _options(where: str, example: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments that an example gives to the template beside its messages."""
+    options, tools = example.get("chat_template_kwargs") or {}, example.get("tools")
+    if not isinstance(options, dict):
+        raise CorpusError(f"{where}: its 'chat_template_kwargs' must be an object")
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except ValueError:
+            raise CorpusError(f"{where}: its 'tools' are no JSON; give a list of objects") from None
+    return {**options, "tools": tools} if tools else dict(options)
