@@ -258,7 +258,7 @@ def fail_on_one_rank(rank: int) -> str:
     try:
         engine.train_batch(batch, broken, micro_batches=MicroBatchSpec(num=2))
     except StepError as error:
-        assert str(error) == "rank 1 failed in 1F0, step 0: ArithmeticError: no loss today"
+        assert str(error) == "rank 1 failed in 1F0, step 1: ArithmeticError: no loss today"
         assert isinstance(error.__cause__, TransportError if rank == 0 else ArithmeticError)
         engine.train_batch(batch, micro_batches=MicroBatchSpec(num=2))
         raise
@@ -269,7 +269,7 @@ def fail_on_one_rank(rank: int) -> str:
 def test_an_error_on_one_rank_ends_the_others_in_time_with_what_they_awaited() -> None:
     outcomes = run_outcomes(2, fail_on_one_rank, timeout_s=30.0)
     assert "ArithmeticError: no loss today" in (outcomes[1].error or "")
-    assert "rank 1, step 0: in 1F0" in (outcomes[1].error or "")
+    assert "rank 1, step 1: in 1F0" in (outcomes[1].error or "")
     first = outcomes[0].error or ""
-    assert "TransportError: rank 0, step 0: in 0B0 for" in first
+    assert "TransportError: rank 0, step 1: in 0B0 for" in first
     assert "waits for the gradient of stage 1 for microbatch 0 from rank 1" in first

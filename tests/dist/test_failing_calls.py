@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -30,6 +31,7 @@ from penstock.engine.build import units_of_layers
 from penstock.engine.checkpoint import CheckpointReader, save
 from penstock.engine.steppers import AdamW
 from penstock.model import ModelGroups, UnitSpec, decoder_units
+from penstock.settings import ScheduleConfig
 from tests.dist.grid_cases import DENSE
 from tests.dist.launch import run_ranks
 
@@ -187,6 +189,40 @@ def units_of(build: Callable[[], nn.Module]) -> list[UnitSpec]:
     return [first, replace(last, build=build, initialise=lambda module, seed: module.to_empty(device="cpu"))]
 
 
+class CannotCompute(nn.Module):
+    """Multiplies by a matrix of another height than the stream's width, or raises what is more than a message."""
+
+    def __init__(self, raises: bool) -> None:
+        super().__init__()
+        self.raises, self.weight = raises, nn.Parameter(torch.zeros(7, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.raises:
+            raise UnicodeDecodeError("utf-8", b"a", 0, 1, "made to fail")
+        return x @ self.weight
+
+
+def layers_that_fail(rank: int) -> list[str]:
+    messages = []
+    for raises in (False, True):
+        layers = [nn.Embedding(16, 8), nn.Linear(8, 8), CannotCompute(raises), nn.Linear(8, 16)]
+        options = EngineOptions(ScheduleConfig(cut=(2, 2)), timeout_s=TIMEOUT_S)
+        engine = Engine.from_layers(layers, 8, Layout(pp=2), options)
+        for call in (engine.train_batch, engine.forward):
+            messages.append(heard(StepError, partial(call, batch_of(engine)))[0])
+        engine.close()
+    return messages
+
+
+def test_a_layer_that_cannot_compute_is_named_with_rank_step_and_message_on_all_ranks() -> None:
+    for train, forward, raised, raised_forward in run_ranks(2, layers_that_fail):
+        text = r"rank 1 failed in 1F0, step {}: RuntimeError: layers\.2 \(CannotCompute\): mat1 and mat2 shapes cannot"
+        # A step bears the number of its result, from 1; forwards that of the last step.
+        assert re.match(text.format(1), train) and re.match(text.format(0), forward)
+        for told in (raised, raised_forward):
+            assert "UnicodeDecodeError: " in told and told.endswith("fail; in the layer layers.2 (CannotCompute)")
+
+
 def constructors(layout: Layout, folder: Path) -> dict[str, Callable[[], object]]:
     def units(groups: ModelGroups) -> list[UnitSpec]:
         fails_on_last_rank()
@@ -287,7 +323,7 @@ def test_an_optimizer_that_raises_on_one_rank_has_moved_nothing(layout: Layout, 
     clean = run_ranks(world, optimize, layout, precision, zero)
     for rank, (ours, theirs) in enumerate(zip(failed, clean, strict=True)):
         text, cause = ours["message"]
-        assert text.startswith(f"rank {last} ") and " failed in STEP, step 2: ArithmeticError: made to fail" in text
+        assert text.startswith(f"rank {last} ") and " failed in STEP, step 3: ArithmeticError: made to fail" in text
         assert "load a checkpoint" not in text and (rank != last or cause == "ArithmeticError")
         assert ours["results"] == theirs["results"]
         assert ours["state"].keys() == theirs["state"].keys() and len(ours["state"]) > 2
@@ -314,7 +350,7 @@ def a_built_in_optimizer_that_raises(rank: int, layout: Layout, folder: Path) ->
 
 def test_an_engine_whose_weights_may_differ_takes_no_step_before_it_has_loaded_some(tmp_path: Path) -> None:
     for first, second, step in run_ranks(2, a_built_in_optimizer_that_raises, Layout(pp=2), tmp_path):
-        assert first == second and first.startswith("rank 1 failed in STEP, step 1: ArithmeticError: made to fail; ")
+        assert first == second and first.startswith("rank 1 failed in STEP, step 2: ArithmeticError: made to fail; ")
         assert first.endswith("weights may differ between ranks: load a checkpoint") and step == "2"
 
 

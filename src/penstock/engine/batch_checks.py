@@ -42,7 +42,11 @@ def check_batch(batch: Any, limits: Limits | None, reads_labels: bool) -> None:
             "batch", f"a {type(batch).__name__}; give a PackedBatch, as PackedBatch.from_documents makes of token ids"
         )
     if "tokens" not in batch:
-        raise KeyMismatch("keys", f"no 'tokens', which every model reads; this batch has {sorted(batch.keys)}")
+        raise KeyMismatch(
+            "keys",
+            f"no 'tokens', which the first layer is given; this batch has {sorted(batch.keys)} (a layer of your own "
+            "may take images or other rows under that name)",
+        )
     if reads_labels and "labels" not in batch:
         raise KeyMismatch("keys", f"no 'labels', which the loss reads; this batch has {sorted(batch.keys)}")
     for key in _PER_TOKEN:
@@ -52,22 +56,29 @@ def check_batch(batch: Any, limits: Limits | None, reads_labels: bool) -> None:
         _check_longest(batch, limits.max_length)
     if batch.data is None:
         return
-    _check_ids(batch, "tokens")
+    # The first of a user's own layers may take anything that has more dimensions than token ids.
+    if limits is not None or not batch.trailing_shapes["tokens"]:
+        _check_ids(batch, "tokens")
     if limits is not None:
         _check_range(batch, "tokens", limits.vocab_size, f"the model knows 0 to {limits.vocab_size - 1}")
     if reads_labels:
         _check_ids(batch, "labels")
         # The classes that a user's own layers know are not known here, but none is negative.
-        end = limits.vocab_size if limits is not None and limits.bounds_labels else None
-        known = (
-            f"possible are 0 {'and more' if end is None else f'to {end - 1}'}, and {NO_LABEL} for a token without loss"
-        )
-        _check_range(batch, "labels", end or _NO_LIMIT, known, besides=NO_LABEL)
+        check_labels(batch, limits.vocab_size if limits is not None and limits.bounds_labels else None)
     if "positions" in batch and limits is not None and limits.reads_positions:
         if batch.dtypes["positions"] not in _INTEGERS:
             wrong = f"{batch.dtypes['positions']}; positions are torch.int64 or torch.int32"
             raise DtypeMismatch("data['positions']", wrong)
         _check_range(batch, "positions", limits.max_length, f"the model's positions are 0 to {limits.max_length - 1}")
+
+
+def check_labels(batch: PackedBatch, num_classes: int | None) -> None:
+    """Refuse labels that are no classes; without a number of classes, those that are negative. Raises: BatchError."""
+    if batch.data is None:
+        return
+    possible = "and more" if num_classes is None else f"to {num_classes - 1}"
+    known = f"possible are 0 {possible}, and {NO_LABEL} for a token without loss"
+    _check_range(batch, "labels", num_classes or _NO_LIMIT, known, besides=NO_LABEL)
 
 
 def check_callable(name: str, function: Any, arguments: str, optional: bool = False) -> None:

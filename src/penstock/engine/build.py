@@ -193,7 +193,8 @@ def _check_recompute(units: Sequence[UnitSpec], options: EngineOptions) -> None:
 def units_of_layers(layers: Sequence[nn.Module | partial[Any]]) -> tuple[UnitSpec, ...]:
     """A user's own layers as units, with the weights that they have; their linear layers can defer weight gradients.
 
-    The first takes token ids [T], the last gives what the loss takes, and [T, hidden_size] goes from one to the next.
+    The first takes the batch's `tokens`: ids [T], or anything else with T rows and more dimensions, such as images. The
+    last gives what the loss takes, and [T, hidden_size] goes from one to the next.
     Each is given what else its `forward` asks for by name: the microbatch's `sequences`, or any key of the batch. A
     parameter that several layers hold, such as the embedding's weight in the head, stays one: it is tied.
 

@@ -8,8 +8,9 @@ Shapes: T tokens, D hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,22 +61,58 @@ class Found:
     reason: str = ""
 
 
+@dataclass(frozen=True)
+class Findings:
+    """The findings on a whole model."""
+
+    #: of each layer but the last
+    layers: list[Found]
+    #: the width of the last layer's rows where it gives one for each token, as logits are; None if that is not known
+    num_columns: int | None
+
+
 def find_messages(
     layers: Sequence[tuple[str, nn.Module]],
     shapes: KeyShapes,
     hidden_size: int,
     dtype: torch.dtype,
     autocast: AbstractContextManager[Any] | None = None,
-) -> list[Found]:
-    """Find what each layer but the last gives the next one.
+) -> Findings:
+    """Find what each layer gives.
 
     Raises:
         ValueError: a layer gives what cannot go on, such as a tensor of another width; names the layer.
     """
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+    with (
+        FakeTensorMode(allow_non_fake_inputs=True),
+        torch.no_grad(),
+        torch.compiler.set_stance("force_eager"),
+        _quiet("torch._subclasses.fake_tensor"),
+    ):
         runs = [_FakeRun(shapes, number, hidden_size, dtype) for number in range(2)]
         with autocast or nullcontext():
-            return [_found(name, module, runs) for name, module in layers[:-1]]
+            found = [_found(name, module, runs) for name, module in layers[:-1]]
+            return Findings(found, _num_columns(layers[-1][1], runs[0]))
+
+
+@contextmanager
+def _quiet(logger: str) -> Iterator[None]:
+    """Log nothing there: a layer that cannot run without data is no error, and one that cannot run at all raises."""
+    log = logging.getLogger(logger)
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
+
+
+def _num_columns(module: nn.Module, run: _FakeRun) -> int | None:
+    try:
+        run.call(module)
+    except Exception:  # as in `_found`
+        return None
+    is_table = isinstance(run.value, Tensor) and run.value.dim() == 2 and run.value.shape[0] == run.num_rows["tokens"]
+    return run.value.shape[1] if is_table else None
 
 
 class _FakeRun:

@@ -9,7 +9,7 @@ from functools import partial
 from zlib import crc32
 
 from penstock.data import MicroBatchSpec, PackedBatch, Split, agree, count, split
-from penstock.engine.batch_checks import check_batch, check_spec, checked_weight
+from penstock.engine.batch_checks import check_batch, check_labels, check_spec, checked_weight
 from penstock.engine.losses import LossWeightFn
 from penstock.engine.pipeline import Pipeline
 from penstock.parallel.host import gather_json, gather_rows, shown_to_all_ranks
@@ -100,6 +100,8 @@ def agree_on_microbatches(
                 pipeline.context.spread(microbatch)
             if batch is not None:
                 pipeline.own_layers.prepare_for(batch)
+                if job.reads_labels:
+                    check_labels(batch, pipeline.own_layers.num_classes)
             if pipeline.holds_last_stage and loss_weight_fn is not None:
                 weights = [checked_weight(loss_weight_fn, m, i) for i, m in enumerate(parts.microbatches)]
             report = replace(view, num_microbatches=len(parts.microbatches), weight=sum(weights))

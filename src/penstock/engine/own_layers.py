@@ -34,6 +34,8 @@ class OwnLayers:
     _shapes: KeyShapes | None
     #: True if some layer of the model gives more than the plain stream
     _has_messages: bool
+    #: the number of classes of the last layer's logits; None if that is not known without data
+    num_classes: int | None
 
     def __init__(
         self,
@@ -46,7 +48,7 @@ class OwnLayers:
         self._units, self._cut, self._stages = units, cut, stages
         self._boundary, self._precision = boundary, precision
         self._calls = [call for stage in stages.values() for call in stage.calls]
-        self._shapes, self._has_messages = None, False
+        self._shapes, self._has_messages, self.num_classes = None, False, None
 
     def given(self, own: PackedBatch, device: torch.device, randomness: Randomness | None) -> Given:
         """All that this rank's units ask for of their microbatch by name, of which `own` is this rank's part."""
@@ -73,7 +75,8 @@ class OwnLayers:
             autocast_of(self._precision, torch.device("cpu")),
             next(iter(self._stages.values())).boundary,
         )
-        found = find_messages(layers, shapes, boundary.hidden_size, boundary.dtype, autocast())
+        findings = find_messages(layers, shapes, boundary.hidden_size, boundary.dtype, autocast())
+        found, self.num_classes = findings.layers, findings.num_columns
         self._shapes, self._has_messages = shapes, any(one.message is not None for one in found)
         for number, stage in self._stages.items():
             members = self._cut[number % len(self._cut)]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -76,8 +76,13 @@ class GroupRule:
         try:
             together = self._stepped(values, gradients)
             apart = [self._stepped([v], [[g[i]] for g in gradients])[0] for i, v in enumerate(values)]
+        except ConfigError:
+            raise
         except Exception as error:  # whatever the optimizer says
-            raise ConfigError(f"the optimizer {self.kind.label} cannot step a model in parts: {error}") from None
+            raise ConfigError(
+                f"the optimizer {self.kind.label} cannot step a model in parts: with two small matrices it raises "
+                f"{type(error).__name__}: {error}"
+            ) from error
         if not all(map(_agree, together, apart, values)):
             raise ConfigError(
                 f"the optimizer {self.kind.label} steps all parameters jointly, so no rank can step its own alone"
@@ -124,7 +129,8 @@ class ParameterGroups:
         """
         config = self.config
         if config.factory is not None:
-            kind = OptimizerKind(getattr(config.factory, "__name__", str(config.factory)), config.factory)
+            label = getattr(config.factory, "__name__", str(config.factory))
+            kind = OptimizerKind(label, partial(_made, config.factory, label))
             return tuple(_rule(config, kind, pattern) for pattern in self.patterns)
         names = [OptimizerName(pattern.name or config.name) for pattern in self.patterns]
         arguments = [
@@ -155,6 +161,28 @@ class ParameterGroups:
     def _index(self, name: str, parameter: nn.Parameter) -> int:
         owner = self.owners.get(name, name).removesuffix(self.suffix)
         return next(i for i, pattern in enumerate(self.patterns) if pattern.matches(owner, parameter.ndim))
+
+
+def _made(factory: Callable[[Any], Any], label: str, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """The optimizer that a user's factory makes. Raises: ConfigError if it makes none."""
+    given = _parameters(groups)
+    made = factory(groups)
+    if not isinstance(made, torch.optim.Optimizer):
+        raise ConfigError(
+            f"the optimizer factory {label} gave a {type(made).__name__}; it gives a torch.optim.Optimizer of the "
+            "parameter groups that it is called with"
+        )
+    if _parameters(made.param_groups) != given:
+        raise ConfigError(
+            f"the optimizer factory {label} gave an optimizer of other parameters than those of the parameter groups "
+            "that it is called with; optimizer.groups freezes parameters by name"
+        )
+    return made
+
+
+def _parameters(groups: Iterable[Mapping[str, Any]]) -> set[int]:
+    """The identities of the parameters in torch's parameter groups."""
+    return {id(parameter) for group in groups for parameter in group["params"]}
 
 
 def freeze(parameters: Mapping[str, nn.Parameter], groups: ParameterGroups) -> None:

@@ -318,9 +318,9 @@ class Pipeline:
             del self._executors[next(iter(self._executors))]
         return found
 
-    def begin_recording(self) -> None:
-        """Count the records that follow as those of a new step or pass."""
-        self.recorder.begin_step(self.step)
+    def begin_recording(self, step: int | None = None) -> None:
+        """Count the records that follow as those of a step, or of a pass after the last step."""
+        self.recorder.begin_step(self.step if step is None else step)
 
     def count_step(self, number: int | None = None) -> int:
         """Count one more optimizer step, or go on to that of an absolute number; returns its number."""

@@ -83,6 +83,7 @@ class Scorer:
         Raises: as `forward`.
         """
         loss, weight, recovery = 0.0, 0.0, self.pipeline.recovery
+        num_rounds = 0
         num_metrics, measured = 0, LossMetrics(loss_fn)
         self.pipeline.set_training(False)
 
@@ -102,7 +103,9 @@ class Scorer:
                     batch = None if batch is _END else batch
                     agreed = agree_on_microbatches(self.pipeline, batch, micro_batches, asked, loss_weight_fn)
                     if len(agreed.ended) == self.pipeline.layout.dp:
+                        _check_any(num_rounds)
                         break
+                    num_rounds += 1
                     self._check_ended(agreed.ended)
                     with recovery.alone():
                         feeds = [self.pipeline.feed(microbatch, measured) for microbatch in agreed.microbatches]
@@ -128,6 +131,15 @@ def _check_batches(batches: Any) -> None:
         raise ValueError("batches is one PackedBatch; give a list of them")
     if not _are_batches(batches):
         raise ValueError(f"batches={batches!r} is a {type(batches).__name__}; give a list of PackedBatch")
+
+
+def _check_any(num_rounds: int) -> None:
+    """Refuse, on all ranks alike, an evaluation of nothing. Raises: ValueError."""
+    if not num_rounds:
+        raise ValueError(
+            "batches is empty on every rank, so there is no loss; give at least one PackedBatch (a generator gives its "
+            "batches once)"
+        )
 
 
 def _are_batches(batches: Any) -> bool:

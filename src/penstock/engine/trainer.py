@@ -172,8 +172,8 @@ class Trainer:
         if not self.pipeline.options.learns:
             raise ValueError("this engine was made with learns=False, to score and generate; make one that learns")
         start, loss_scale = time.perf_counter(), self.optimizer.loss_scale
-        self.pipeline.begin_recording()
         number = self.pipeline.step + 1 if step is None else step
+        self.pipeline.begin_recording(number)
         job = self._job(loss_fn, loss_weight_fn, normalize, number)
         measured, recovery = LossMetrics(loss_fn), self.pipeline.recovery
         with recovery.joined():

@@ -44,6 +44,19 @@ class Deadlock(PipelineError):
     """No rank of an in-process run can go on; the message says for each rank what it waits for."""
 
 
+_LAYER = "in the layer "
+
+
+def note_layer(error: BaseException, layer: str) -> None:
+    """Note in which layer an error was raised."""
+    error.add_note(_LAYER + layer)
+
+
+def layer_notes(error: BaseException) -> list[str]:
+    """The notes that say in which layer an error was raised."""
+    return [note for note in getattr(error, "__notes__", ()) if note.startswith(_LAYER)]
+
+
 def first_line(error: BaseException) -> str:
     """The useful part of a backend's error: its first line, without the place in its source and general advice."""
     text = str(error).strip().splitlines()

@@ -22,7 +22,7 @@ from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivat
 
 from penstock.parallel.renewable import Communicator, cut
 from penstock.runtime.distributed import default_store, unique_number
-from penstock.runtime.errors import PipelineError, StepError, TransportError
+from penstock.runtime.errors import PipelineError, StepError, TransportError, layer_notes
 from penstock.runtime.trace import Recorder
 
 _FOREVER = timedelta(days=30)
@@ -233,7 +233,7 @@ class Recovery:
             self._recorder.step,
             self._recorder.doing,
             type(error).__name__,
-            str(error)[:_MOST_QUOTED],
+            "; ".join([str(error), *layer_notes(error)])[:_MOST_QUOTED],
             left=not isinstance(error, Exception),
             stepped=self._stepping,
         )

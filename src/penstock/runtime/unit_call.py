@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 
 from penstock.model import Given, Parameters, Sequences, recomputed
-from penstock.runtime.errors import PipelineError
+from penstock.runtime.errors import PipelineError, note_layer
 from penstock.runtime.message import Form, Message
 from penstock.runtime.profiling import profiler_is_active
 
@@ -18,6 +18,8 @@ from penstock.runtime.profiling import profiler_is_active
 _ARGUMENTS = re.compile(
     r"missing \d+ required|unexpected keyword argument|multiple values for|positional arguments? but"
 )
+# Errors of Python and torch that are no more than their message.
+_PLAIN = (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError)
 
 
 class UnitCall:
@@ -108,8 +110,20 @@ class UnitCall:
             elif _ARGUMENTS.search(str(error)):
                 given_here = f"the stream and {sorted(given.keys)}"
             else:
-                raise
+                raise self._named(error) from error
             raise PipelineError(f"{self.name}, given {given_here}: {error}") from error
+        except Exception as error:
+            if (named := self._named(error)) is error:
+                raise
+            raise named from error
+
+    def _named(self, error: Exception) -> Exception:
+        """The error with the layer's name: in its message where the type has nothing else, else as a note."""
+        place = f"{self.name} ({type(self.module).__name__})"
+        if type(error) in _PLAIN:
+            return type(error)(f"{place}: {error}")
+        note_layer(error, place)
+        return error
 
 
 @dataclass(eq=False)

@@ -223,6 +223,12 @@ class OptimizerConfig(Settings, section="optimizer"):
             return replace(cls(), name=given)
         if callable(given):
             return cls(factory=given, clip_norm=0.0)
+        kind = type(given).__name__
+        if hasattr(given, "param_groups"):
+            raise ConfigError(
+                f"optimizer is a {kind} that is made already, but each rank makes one for the parameters that it "
+                f"steps; give the class {kind}, or functools.partial of it with its arguments"
+            )
         raise ConfigError(
             f"optimizer = {given!r} is not possible; give an OptimizerConfig, a name such as 'sgd', or a function that "
             "makes a torch.optim.Optimizer from parameter groups"

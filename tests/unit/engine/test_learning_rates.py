@@ -134,7 +134,7 @@ class Joint(torch.optim.Optimizer):
         (torch.optim.LBFGS, "LBFGS cannot step a model in parts.*closure"),
         (torch.optim.SparseAdam, "SparseAdam cannot step a model in parts"),
         (Joint, "Joint steps all parameters jointly"),
-        (lambda groups: None, "cannot step a model in parts|must give a torch.optim.Optimizer"),
+        (lambda groups: None, "gave a NoneType; it gives a torch.optim.Optimizer"),
         ("adaw", 'optimizer.name takes .*"adamw".* not "adaw"'),
         (3, "optimizer = 3 is not possible"),
         (configured(name="sgd", beta1=0.5), "beta1 = 0.5 has no effect on SGD"),

@@ -239,8 +239,8 @@ def test_an_error_keeps_its_type_and_says_where_it_happened() -> None:
     pipeline = Pipeline("1f1b", 2, 3, [Layer(), Layer(fail_at=1)])
     with pytest.raises(ZeroDivisionError) as caught:
         pipeline.run([2, 2, 2])
-    assert "rank 1" in caught.value.__notes__[0]
-    assert "1F1" in caught.value.__notes__[0]
+    assert "rank 1" in caught.value.__notes__[-1]
+    assert "1F1" in caught.value.__notes__[-1]
 
 
 @pytest.mark.shows(34)

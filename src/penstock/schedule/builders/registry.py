@@ -181,7 +181,7 @@ def build(
     0F0 0F1 0B0 0B1
 
     Raises: ValueError for an unknown name or option, naming the nearest one, and for impossible numbers; ScheduleError
-    if a user's builder gives something else than was asked for.
+    if a user's builder gives something else than was asked for, or raises anything but a ValueError.
     """
     entry, spelt = _entry(name), _spelt(name)
     parameters, known = entry.parameters, options(name)
@@ -205,7 +205,15 @@ def build(
         options_given = {"options": entry.options(**options_given)}
     if _STAGES in parameters:
         options_given[_STAGES] = stages_per_rank
-    return _checked(entry.build(ranks, microbatches, **options_given), spelt, (ranks, microbatches))
+    try:
+        built = entry.build(ranks, microbatches, **options_given)
+    except ValueError:
+        raise
+    except Exception as error:  # a user's own
+        raise ScheduleError(
+            f"{spelt}, asked for {ranks} ranks and {microbatches} microbatches, raised {type(error).__name__}: {error}"
+        ) from error
+    return _checked(built, spelt, (ranks, microbatches))
 
 
 def _checked(built: Any, name: str, wanted: tuple[int, int]) -> Schedule:

@@ -1,0 +1,163 @@
+"""A user's own layers, optimizers, schedules and evaluations that cannot work are named, and say what would."""
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from penstock import BatchError, ConfigError, Engine, OptimizerConfig, PackedBatch
+from penstock.schedule import Schedule, ScheduleError, build
+
+WIDTH = 8
+FREE = [nn.Parameter(torch.zeros(2))]
+
+
+def batch(labels: tuple[int, ...] = (2, 3, -100), **keys: Any) -> PackedBatch:
+    return PackedBatch.from_sequences({"tokens": [[1, 2, 3]], "labels": [list(labels)], **keys})
+
+
+def engine(*middle: nn.Module, **options: Any) -> Engine:
+    return Engine.from_layers([nn.Embedding(16, WIDTH), *middle, nn.Linear(WIDTH, 7)], WIDTH, **options)
+
+
+class Narrow(nn.Module):
+    """Multiplies by a matrix of another height than the stream's width."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(WIDTH - 1, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+class Custom(ArithmeticError):
+    """Has more than a message."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"number {number}")
+
+
+class Raises(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        raise Custom(3)
+
+
+def test_a_layer_that_cannot_compute_is_named_and_nothing_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
+    log, records = logging.getLogger("torch._subclasses.fake_tensor"), []
+    monkeypatch.setattr(log, "handlers", [handler := logging.Handler()])
+    monkeypatch.setattr(handler, "emit", records.append)
+    own = engine(nn.Linear(WIDTH, WIDTH), Narrow())
+    for call in (own.train_batch, own.forward):
+        with pytest.raises(RuntimeError, match=r"layers\.2 \(Narrow\): mat1 and mat2 shapes .* \(3x8 and 7x8\)"):
+            call(batch())
+    assert not records
+    log.error("logged again")
+    assert len(records) == 1
+
+
+def test_an_error_that_is_more_than_its_message_stays_itself_and_bears_the_layer_as_a_note() -> None:
+    with pytest.raises(Custom) as caught:
+        engine(Raises()).train_batch(batch())
+    assert str(caught.value) == "number 3"
+    assert caught.value.__notes__[0] == "in the layer layers.1 (Raises)"
+
+
+@pytest.mark.shows(113)
+def test_labels_past_the_last_layers_width_are_refused_before_anything_is_computed() -> None:
+    computed = []
+    own = engine(nn.Linear(WIDTH, WIDTH))
+    own.train_batch(batch())
+    next(iter(own.pipeline.stages.values())).units[0][1].register_forward_hook(lambda *_: computed.append(1))
+    possible = "possible are 0 to 6, and -100 for a token without loss"
+    for call in (own.train_batch, lambda given: own.evaluate([given])):
+        with pytest.raises(BatchError, match=rf"data\['labels'\]: sequence 0 has 7 at its place 1; {possible}"):
+            call(batch((6, 7, -100)))
+    assert not computed
+    assert own.train_batch(batch((6, 0, -100))).success and computed
+
+
+class Seen(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(12, WIDTH)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.linear(images.flatten(1))
+
+
+def test_a_first_layer_may_take_images_in_the_place_of_tokens() -> None:
+    layers = [Seen(), nn.Linear(WIDTH, 5)]
+    own = Engine.from_layers(layers, WIDTH, optimizer=partial(torch.optim.SGD, lr=0.1))
+    images = torch.randn(4, 3, 2, 2)
+    lengths = [[1]] * 4
+    given = PackedBatch.from_data({"tokens": images, "labels": torch.arange(4)}, {"tokens": lengths, "labels": lengths})
+    expected = nn.Sequential(*layers)(images)
+    assert torch.equal(own.forward(given), expected)
+    loss = nn.functional.cross_entropy(expected, torch.arange(4))
+    assert own.train_batch(given).loss == pytest.approx(loss.item(), rel=1e-6)
+    with pytest.raises(
+        BatchError, match=r"no 'tokens', which the first layer is given; .* \['images', 'labels'\] \(a "
+    ):
+        own.train_batch(given.remap({"tokens": "images"}))
+    with pytest.raises(BatchError, match=r"data\['tokens'\]: torch.float32; token ids are"):
+        own.train_batch(PackedBatch.from_sequences({"tokens": [[0.5, 1.0]], "labels": [[1, 2]]}))
+
+
+def nothing(groups: Any) -> Any:
+    return None
+
+
+def raising(groups: Any) -> Any:
+    return groups[0]["rate"]
+
+
+def another(groups: Any) -> Any:
+    return torch.optim.SGD(FREE, lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (nothing, "the optimizer factory nothing gave a NoneType; it gives a torch.optim.Optimizer of the parameter"),
+        (
+            raising,
+            "the optimizer raising cannot step a model in parts: with two small matrices it raises KeyError",
+        ),
+        (another, "the optimizer factory another gave an optimizer of other parameters than those"),
+        (another(()), "^optimizer is a SGD that is made already, .* give the class SGD, or functools.partial of it"),
+    ],
+    ids=["nothing", "raises", "others", "instance"],
+)
+def test_what_makes_no_optimizer_is_named(given: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        engine(optimizer=given)
+    if callable(given):
+        with pytest.raises(ConfigError, match=words):
+            engine(optimizer=OptimizerConfig(factory=given))
+
+
+def by_name(ranks: int, microbatches: int) -> Schedule:
+    return {}["orders"]
+
+
+def test_a_builder_that_raises_is_named_with_what_it_was_asked_for() -> None:
+    calls: list[Callable[[], object]] = [
+        lambda: engine(schedule=by_name),
+        lambda: build(by_name, ranks=1, microbatches=4),
+    ]
+    for call in calls:
+        with pytest.raises(ScheduleError, match="by_name, asked for 1 ranks and 4 microbatches, raised KeyError: 'ord"):
+            call()
+
+
+def test_an_evaluation_of_nothing_is_refused() -> None:
+    own = engine()
+    for nothing_left in ([], iter(())):
+        with pytest.raises(ValueError, match=r"batches is empty on every rank, .* give at least one PackedBatch"):
+            own.evaluate(nothing_left)
+    assert own.evaluate([batch()]) > 0
