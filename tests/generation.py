@@ -13,7 +13,17 @@ from torch import Tensor, nn
 from penstock import schedule
 from penstock.engine.answers import GenerateOptions
 from penstock.model import CacheSize, decoder_units
-from penstock.runtime import Boundary, DecodeLoop, DecodeReport, Recorder, Ring, Stage, StageDecoder, TransportError
+from penstock.runtime import (
+    Boundary,
+    DecodeLoop,
+    DecodeReport,
+    Leader,
+    Recorder,
+    Ring,
+    Stage,
+    StageDecoder,
+    TransportError,
+)
 from penstock.runtime.transport import Line
 from penstock.schedule import Placement, PlacementKind, Scheduler, partition
 from penstock.settings import ModelConfig, SamplingParams
@@ -160,7 +170,7 @@ def generate_together(
         )
         # The ranks would have sequences of their own, and here share those of the first.
         decoders = [StageDecoder(stage, stage.new_caches(size)) for stage in local]
-        loops.append(DecodeLoop(ring, decoders, sequences, shape, scheduler if rank == 0 else None))
+        loops.append(DecodeLoop(ring, decoders, sequences, shape, Leader(scheduler) if rank == 0 else None))
     run_together(loops)
     for sequence, masks in zip(sequences, loops[placement.output_rank].filter_masks):
         sequence.filter_mask = torch.stack(masks) if masks else torch.empty(0, 0, dtype=torch.bool)

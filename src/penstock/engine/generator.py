@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -17,16 +17,19 @@ from penstock.engine.answers import GenerateOptions, GenerateResult
 from penstock.engine.batch_checks import check_callable
 from penstock.engine.pipeline import Pipeline
 from penstock.engine.prompts import check_skipped, checked_prompts
+from penstock.engine.requests import RequestQueue
 from penstock.parallel.host import gather_json, shown_to_all_ranks
 from penstock.runtime import (
     DecodeLoop,
+    DecodeReport,
     Decoders,
     HeaderRelay,
+    Leader,
     PipelineError,
     Ring,
     host_channels,
 )
-from penstock.schedule import Scheduler
+from penstock.schedule import RingShape, Scheduler
 from penstock.settings import Precision
 
 OnToken = Callable[[int, int], object]
@@ -113,6 +116,32 @@ class Generator:
             self._end_together()
             return result
 
+    def serve(
+        self, requests: RequestQueue | None, shape: RingShape, max_length: int, options: GenerateOptions
+    ) -> DecodeReport:
+        """Answer the requests of a queue until it is closed, on the stages and weights as they are.
+
+        All ranks of the one pipeline call it together, the rank of the first stage with the queue. `shape` has the
+        answers that are computed at the same time, each of at most `max_length` tokens with its prompt.
+
+        Raises:
+            ValueError: the layout has more than pipeline ranks, or the model cannot generate.
+            StepError: on all ranks, when one has failed.
+            TransportError: a peer did not send or receive in time.
+        """
+        pipeline, layout = self._pipeline, self._pipeline.layout
+        if layout.world_size != layout.pp:
+            raise ValueError(f"{layout} has more ranks than pipeline ranks; a queue of requests takes pp alone")
+        with pipeline.recovery.joined():
+            for stage in pipeline.stages.values():
+                stage.check_cached()
+            pipeline.set_training(False)
+            with pipeline.recovery.alone(), pipeline.casts.kept(packed=options.packed), torch.inference_mode():
+                leader = None
+                if requests is not None:
+                    leader = Leader(Scheduler((), shape), requests.hear, requests.admit)
+                return self._run((), shape, max_length, options, leader).report
+
     def _end_together(self) -> None:
         """Wait for the ranks that hold the same stages: a listener may have failed on one of them alone."""
         layout, group = self._pipeline.layout, self._pipeline.grid.batch_control
@@ -127,25 +156,36 @@ class Generator:
         on_token: OnToken | None,
         on_answer: OnAnswer | None,
     ) -> GenerateResult:
-        pipeline, ring = self._pipeline, self.ring
-        pipeline.begin_recording()
-        shape = options.shape(len(sequences) - len(options.skip), pipeline.layout.pp)
+        ring, leader = self.ring, None
+        shape = options.shape(len(sequences) - len(options.skip), self._pipeline.layout.pp)
         longest = max((len(s.prompt_tokens) + s.params.max_new_tokens for s in sequences), default=1)
-        self.decoders.reserve(shape.num_rows, longest)
-        if options.packed:
-            self.decoders.pack_weights()
-        scheduler = listeners = None
         if ring.rank == 0:
             any_goes_on = self._any_goes_on if ring.lockstep else None
             scheduler = Scheduler(sequences, shape, options.refill, options.longest_first, any_goes_on)
             scheduler.stop(options.skip)
             stops = {s.number: AnswerText(options.tokenizer, s.params.stop) for s in sequences if s.params.stop}
-            listeners = _Listeners(scheduler, on_token, on_answer, stops)
+            leader = Leader(scheduler, _Listeners(scheduler, on_token, on_answer, stops).hear)
+        return self._result(self._run(sequences, shape, longest, options, leader))
+
+    def _run(
+        self,
+        sequences: Sequence[schedule.Sequence],
+        shape: RingShape,
+        longest: int,
+        options: GenerateOptions,
+        leader: Leader | None,
+    ) -> DecodeLoop:
+        """Take part in a generation until it is over; a row of the cache has room for `longest` tokens."""
+        pipeline = self._pipeline
+        pipeline.begin_recording()
+        self.decoders.reserve(shape.num_rows, longest)
+        if options.packed:
+            self.decoders.pack_weights()
         decoders = self.decoders.of(options.form(pipeline.device))
-        loop = DecodeLoop(ring, decoders, sequences, shape, scheduler, listeners and listeners.hear)
+        loop = DecodeLoop(self.ring, decoders, sequences, shape, leader)
         self._relay = loop.relay
         loop.run()
-        return self._result(loop)
+        return loop
 
     def _end_relay(self) -> None:
         """Let no thread of a failed generation use the links that come after."""

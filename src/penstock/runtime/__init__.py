@@ -1,7 +1,7 @@
 """Running a proved program: stages, lanes, tapes, the executor, the transport and the trace."""
 
 from penstock.runtime.decode.graphs import DecodeForm, Decoders, FixedDecoder, StageDecoder
-from penstock.runtime.decode.loop import DecodeLoop, DecodeReport
+from penstock.runtime.decode.loop import DecodeLoop, DecodeReport, Leader
 from penstock.runtime.decode.relay import HeaderRelay, Ring, host_channels
 from penstock.runtime.distributed import DistributedTransport, open_transport
 from penstock.runtime.errors import CallbackError, Deadlock, PipelineError, StepError, TransportError
@@ -36,6 +36,7 @@ __all__ = [
     "InProcessHub",
     "InProcessTransport",
     "LaneUnit",
+    "Leader",
     "Line",
     "Message",
     "Pairs",

@@ -9,7 +9,8 @@ On one rank with one slot, generation is this loop::
 In a ring of ranks several slots go round together. A *slot* is a group of rows of the KV cache, a *row* is the place
 of one sequence. In each *round* every slot that has work gets one turn, and a batch's tokens come back before its
 slot's next turn. A prompt is read in chunks; from then on a turn computes one token of each sequence in the slot, the
-one sampled last. The scheduler sits on the rank of the first stage and decides for all ranks.
+one sampled last. The scheduler sits on the rank of the first stage and decides for all ranks. Sequences may join the
+queue at any time; the next batch says which have, and which of them have ended.
 """
 
 from collections import abc, deque
@@ -47,6 +48,9 @@ class BatchItem:
 class Batch:
     """The items that a slot computes in one turn; there may be none.
 
+    arrived: sequences that have joined the queue since the batch before. ended: numbers of such that have ended; no
+    batch from this one on computes them.
+
     >>> prompt = BatchItem(sequence=0, row=0, start=0, length=5, sampled=False)
     >>> token = BatchItem(sequence=1, row=1, start=7, length=1, sampled=True)
     >>> batch = Batch(slot=0, items=(prompt, token))
@@ -57,6 +61,8 @@ class Batch:
     slot: int
     items: tuple[BatchItem, ...]
     ends_round: bool = True
+    arrived: tuple[Sequence, ...] = ()
+    ended: tuple[int, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -124,7 +130,7 @@ class Scheduler:
     []
     """
 
-    #: All sequences, by number.
+    #: The sequences that it began with.
     sequences: abc.Sequence[Sequence]
     #: Slots, rows of each, prompt tokens of a batch.
     shape: RingShape
@@ -146,8 +152,13 @@ class Scheduler:
     _waiting: dict[int, deque[Sequence]]
     #: Prompt of waiting sequences -> the row that has read it or is reading it.
     _reader: dict[int, int]
-    #: Sequences without an ending.
-    _num_unfinished: int
+    #: Sequences without an ending, by number.
+    _unfinished: dict[int, Sequence]
+    #: What other ranks must know with the next batch: sequences that have joined, and numbers of such that have ended.
+    _arrived: dict[int, Sequence]
+    _ended: list[int]
+    #: Numbers of the unfinished sequences that have joined and were in a batch's news.
+    _announced: set[int]
 
     def __init__(
         self,
@@ -170,11 +181,10 @@ class Scheduler:
 
         self._waiting = {}
         self._reader = {}
-        self._num_unfinished = len(sequences)
+        self._unfinished = {}
+        self._arrived, self._ended, self._announced = {}, [], set()
 
-        queue = sorted(sequences, key=lambda s: -s.params.max_new_tokens) if longest_first else sequences
-        for sequence in queue:
-            self._waiting.setdefault(sequence.prompt, deque()).append(sequence)
+        self._enqueue(sorted(sequences, key=lambda s: -s.params.max_new_tokens) if longest_first else sequences)
 
     # ---- what the loop calls
 
@@ -194,12 +204,20 @@ class Scheduler:
         self._fill(slot)
         items = self._decode_items(slot) + self._prefill_items(slot)
         for item in items:
-            sequence = self.sequences[item.sequence]
+            sequence = self._unfinished[item.sequence]
             sequence.num_cached, sequence.source = item.end, NO_ROW
         self._busy[slot] = bool(items)
         if items:
             self._in_flight.add(slot)
-        return Batch(slot, items, ends_round=not self._turns)
+        arrived, ended = tuple(self._arrived.values()), tuple(self._ended)
+        self._announced |= self._arrived.keys()
+        self._arrived.clear()
+        self._ended.clear()
+        return Batch(slot, items, not self._turns, arrived, ended)
+
+    def sampled(self, batch: Batch) -> list[Sequence]:
+        """The sequences of which the batch just scheduled samples a token, in order."""
+        return [self._unfinished[item.sequence] for item in batch.sampled]
 
     def update(self, batch: Batch, tokens: abc.Sequence[Token]) -> list[Sequence]:
         """Take the tokens of a batch that has come back, one for each sampled item.
@@ -208,11 +226,12 @@ class Scheduler:
         """
         assert not batch.items or batch.slot in self._in_flight, f"slot {batch.slot} is not in flight"
         self._in_flight.discard(batch.slot)
-        sampled = [self.sequences[item.sequence] for item in batch.sampled]
+        sampled = batch.sampled
         assert len(sampled) == len(tokens), f"slot {batch.slot} has sampled {len(tokens)} tokens, not {len(sampled)}"
         grown: list[Sequence] = []
-        for sequence, token in zip(sampled, tokens, strict=True):
-            if sequence.ending is None:
+        for item, token in zip(sampled, tokens, strict=True):
+            sequence = self._unfinished.get(item.sequence)
+            if sequence is not None:
                 sequence.append(token)
                 grown.append(sequence)
                 if sequence.ending is not None:
@@ -222,10 +241,33 @@ class Scheduler:
     def stop(self, sequences: abc.Iterable[int]) -> None:
         """End these sequences where they are, waiting or running."""
         for number in sequences:
-            sequence = self.sequences[number]
-            if sequence.ending is None:
+            sequence = self._unfinished.get(number)
+            if sequence is not None:
                 sequence.ending = Ending.STOPPED
                 self._release(sequence)
+
+    # ---- an open queue
+
+    def add(self, sequences: abc.Iterable[Sequence]) -> None:
+        """Let sequences join at the end of the queue; their numbers and those of their prompts are new."""
+        joined = list(sequences)
+        self._enqueue(joined)
+        self._arrived |= {sequence.number: sequence for sequence in joined}
+
+    @property
+    def is_idle(self) -> bool:
+        """True if nothing waits, is computed or is in flight."""
+        return not self._unfinished and not self._in_flight
+
+    @property
+    def num_running(self) -> int:
+        """The number of sequences that have a row."""
+        return sum(map(len, self._live))
+
+    def _enqueue(self, sequences: abc.Iterable[Sequence]) -> None:
+        for sequence in sequences:
+            self._unfinished[sequence.number] = sequence
+            self._waiting.setdefault(sequence.prompt, deque()).append(sequence)
 
     # ---- rounds
 
@@ -243,7 +285,7 @@ class Scheduler:
 
     def _share(self, slot: int) -> int:
         """The slot's even share of the unfinished sequences; the first slots take the remainder."""
-        return (self._num_unfinished + self.shape.num_slots - 1 - slot) // self.shape.num_slots
+        return (len(self._unfinished) + self.shape.num_slots - 1 - slot) // self.shape.num_slots
 
     # ---- rows
 
@@ -290,7 +332,7 @@ class Scheduler:
 
     def _release(self, sequence: Sequence) -> None:
         """Take an ended sequence out of its row, or out of the queue."""
-        self._num_unfinished -= 1
+        self._forget(sequence.number)
         row, sequence.row = sequence.row, None
         if row is None:
             self._leave_queue(sequence)
@@ -301,6 +343,14 @@ class Scheduler:
             if self._reader.get(sequence.prompt) == row:
                 del self._reader[sequence.prompt]
             self._rows[row] = None
+
+    def _forget(self, number: int) -> None:
+        """Drop an ended sequence; other ranks hear of it if they have heard of its arrival."""
+        del self._unfinished[number]
+        self._arrived.pop(number, None)
+        if number in self._announced:
+            self._announced.remove(number)
+            self._ended.append(number)
 
     def _leave_queue(self, sequence: Sequence) -> None:
         prompt = sequence.prompt

@@ -86,6 +86,11 @@ class Sequence:
     #: row that holds the beginning of this prompt, to be copied with the next batch
     source: int = field(default=NO_ROW, repr=False)
 
+    # ---- the last stage's notes
+
+    #: new tokens so far, where the next one's distribution depends on them
+    drawn: list[int] = field(default_factory=list, repr=False)
+
     @classmethod
     def all_of(
         cls, prompts: abc.Sequence[abc.Sequence[int]], params: "abc.Sequence[SamplingParams]"

@@ -25,9 +25,10 @@ from torch import Tensor
 from penstock import schedule
 from penstock.model import CachedRows, Draw, draw_tokens
 from penstock.model.penalties import Context
-from penstock.model.sampling import drawn_finite
+from penstock.model.sampling import drawn_finite, numbers_per_token
 from penstock.parallel.host import broadcast_value
 from penstock.runtime.decode.graphs import StageDecoder
+from penstock.runtime.decode.headers import TakenBatch
 from penstock.runtime.decode.relay import HeaderRelay, Ring
 from penstock.runtime.errors import TransportError
 from penstock.runtime.trace import Awaited
@@ -57,30 +58,50 @@ class DecodeReport:
         self.busy_s += (record.end_ns - record.start_ns) * 1e-9
 
 
+def _ignore(sequences: list[schedule.Sequence]) -> None:
+    """Do nothing with them."""
+
+
+def _admit_none(scheduler: Scheduler) -> bool:
+    """Add no sequences: all are known from the beginning."""
+    return False
+
+
+@dataclass(frozen=True, eq=False)
+class Leader:
+    """The part of the rank of the first stage beside that of the others; on several ranks a thread calls it.
+
+    scheduler: decides every batch. listen: called with the sequences that have a new token. admit: called before each
+    batch; it may add sequences to the scheduler and stop some. It returns whether more may come; where nothing is left
+    to compute it waits for them, and the other ranks with it.
+    """
+
+    scheduler: Scheduler
+    listen: Callable[[list[schedule.Sequence]], None] = _ignore
+    admit: Callable[[Scheduler], bool] = _admit_none
+
+
 class DecodeLoop:
     """One rank's part in one generation.
 
     Args:
         ring: links to the other ranks.
         decoders: of the local stages, in order.
-        sequences: to be generated; the same on all ranks of the ring.
+        sequences: those known from the beginning; the same on all ranks of the ring.
         shape: slots and rows.
-        scheduler: on the rank of the first stage, and nowhere else.
-        listen: called there with the sequences that have a new token; on a ring of several ranks in a thread.
+        leader: on the rank of the first stage, and nowhere else.
     """
 
     #: links to the other ranks
     ring: Ring
     #: local stages with their KV caches, in order
     decoders: Sequence[StageDecoder]
-    #: all sequences, by number
+    #: the sequences known from the beginning, by number
     sequences: Sequence[schedule.Sequence]
     #: slots, and rows of each
     shape: RingShape
     #: decides every batch; None but on the rank of the first stage
-    scheduler: Scheduler | None
-    #: is given the sequences that have a new token
-    listen: Callable[[list[schedule.Sequence]], None]
+    leader: Leader | None
     #: passes headers and tokens on
     relay: HeaderRelay
     #: local stage -> where its input comes from and its output goes to
@@ -89,8 +110,6 @@ class DecodeLoop:
     report: DecodeReport
     #: sequence -> for each of its tokens those that could not be drawn; on the rank of the last stage, if asked for
     filter_masks: list[list[Tensor]]
-    #: sequence -> its tokens so far; on the rank of the last stage, where its distribution depends on them
-    _drawn: dict[int, list[int]]
     #: computes the step whose input is awaited
     _prepared: Callable[[], None] | None
     #: (stage, slot) -> its output for this rank's next stage
@@ -102,21 +121,18 @@ class DecodeLoop:
         decoders: Sequence[StageDecoder],
         sequences: Sequence[schedule.Sequence],
         shape: RingShape,
-        scheduler: Scheduler | None = None,
-        listen: Callable[[list[schedule.Sequence]], None] | None = None,
+        leader: Leader | None = None,
     ) -> None:
         self.ring = ring
         self.decoders = decoders
         self.sequences = sequences
         self.shape = shape
-        self.scheduler = scheduler
-        self.listen = listen or _ignore
+        self.leader = leader
         self.relay = HeaderRelay(ring, shape.rows_per_slot, sequences)
         placement, local = ring.placement, [decoder.stage.index for decoder in decoders]
         self._wires = {stage: Wire.of(placement, stage, Direction.FORWARD) for stage in local}
         self.report = DecodeReport()
         self.filter_masks = [[] for _ in sequences]
-        self._drawn = {s.number: [] for s in sequences if s.params.reads_answer}
         self._prepared = None
         self._outputs = {}
 
@@ -130,8 +146,8 @@ class DecodeLoop:
         try:
             with torch.inference_mode():
                 start = time.perf_counter()
-                if self.scheduler is not None and ring.is_one_rank and self.shape.num_slots == 1:
-                    while self.step(self.scheduler):
+                if self.leader is not None and ring.is_one_rank and self.shape.num_slots == 1:
+                    while self.step(self.leader):
                         pass
                 else:
                     self._go_round()
@@ -158,8 +174,8 @@ class DecodeLoop:
         """
         sequences = self.sequences
         if group is not None:
-            answers = broadcast_value(_packed_answers(sequences) if self.scheduler else None, 0, group)
-            if self.scheduler is None:
+            answers = broadcast_value(_packed_answers(sequences) if self.leader else None, 0, group)
+            if self.leader is None:
                 _fill_answers(sequences, answers)
         if any(sequence.params.filter_mask for sequence in sequences):
             masks = broadcast_value([_stacked(rows) for rows in self.filter_masks], self.ring.last_rank, group)
@@ -168,39 +184,44 @@ class DecodeLoop:
 
     # ---- one rank, one slot
 
-    def step(self, scheduler: Scheduler) -> bool:
+    def step(self, leader: Leader) -> bool:
         """Compute one batch on a rank that has the whole model and one slot; False once all sequences have ended."""
-        batch = scheduler.schedule()
+        goes_on = leader.admit(leader.scheduler)
+        batch = leader.scheduler.schedule()
         if batch is None:
-            return False
-        tokens = self._run(batch)
-        self.listen(scheduler.update(batch, tokens))
+            return goes_on
+        tokens = self._run(self.relay.known.take(batch))
+        leader.listen(leader.scheduler.update(batch, tokens))
         return True
 
-    def _run(self, batch: Batch) -> list[Token]:
+    def _run(self, taken: TakenBatch) -> list[Token]:
         """The tokens that all stages make of a batch."""
-        rows = self._rows(batch)
+        rows = self._rows(taken.batch)
         self.report.num_rounds += 1
-        if not batch.items and not self.ring.lockstep:
+        if not taken.batch.items and not self.ring.lockstep:
             return []
         for decoder in self.decoders:
-            self._compute(decoder, batch, rows, None)
-        return self.relay.post_tokens(batch)() if batch.items else []
+            self._compute(decoder, taken, rows, None)
+        return self.relay.post_tokens(taken.sampled)() if taken.batch.items else []
 
     # ---- a ring of slots
 
-    def lead(self, scheduler: Scheduler) -> Iterator[Batch]:
+    def lead(self, leader: Leader) -> Iterator[Batch]:
         """Schedule batch after batch, on the rank of the first stage; each is computed by all ranks in turn."""
+        scheduler = leader.scheduler
         in_flight: dict[int, tuple[Batch, Callable[[], list[Token]]]] = {}
-        while (slot := scheduler.next_slot()) is not None:
+        while True:
+            slot = scheduler.next_slot()
             if slot in in_flight:
                 batch, wait_for_tokens = in_flight.pop(slot)
-                self.listen(scheduler.update(batch, wait_for_tokens()))
-            batch = scheduler.schedule()
-            assert batch is not None
+                leader.listen(scheduler.update(batch, wait_for_tokens()))
+            if not leader.admit(scheduler) and slot is None:
+                break
+            # An empty one where nothing is asked for, by which the other ranks hear that this one lives.
+            batch = scheduler.schedule() or Batch(0, ())
             if batch.items:
                 # Posted before anything is sent, so that the tokens are awaited when they come.
-                in_flight[slot] = batch, self.relay.post_tokens(batch)
+                in_flight[batch.slot] = batch, self.relay.post_tokens(scheduler.sampled(batch))
             self.relay.announce(batch)
             yield batch
         self.relay.announce(None)
@@ -209,16 +230,16 @@ class DecodeLoop:
     def _go_round(self) -> None:
         """Compute the batches of each round, stage by stage."""
         first, *others = self.decoders
-        batches = self.relay.follow() if self.scheduler is None else self.lead(self.scheduler)
+        batches = self.relay.follow() if self.leader is None else self.lead(self.leader)
         # In lockstep the pipelines' agreement on the next round has its place among their stages' exchanges.
         in_thread = not self.ring.is_one_rank and not self.ring.lockstep
         self.relay.start(batches, in_thread)
-        this_round: list[tuple[Batch, CachedRows]] = []
-        while (batch := self._next_batch()) is not None:
-            if batch.items or self.ring.lockstep:
-                this_round.append((batch, self._rows(batch)))
+        this_round: list[tuple[TakenBatch, CachedRows]] = []
+        while (taken := self._next_batch()) is not None:
+            if taken.batch.items or self.ring.lockstep:
+                this_round.append((taken, self._rows(taken.batch)))
                 self._enter(first, *this_round[-1])
-            if batch.ends_round:
+            if taken.batch.ends_round:
                 for decoder in others:
                     for entered, rows in this_round:
                         self._enter(decoder, entered, rows)
@@ -226,16 +247,16 @@ class DecodeLoop:
                 self.report.num_rounds += 1
         assert not (self._prepared or self._outputs), "a closing ring has nothing under way"
 
-    def _next_batch(self) -> Batch | None:
+    def _next_batch(self) -> TakenBatch | None:
         if not self.relay.ready():
             self._compute_prepared()
         return self.relay.next()
 
-    def _enter(self, decoder: StageDecoder, batch: Batch, rows: CachedRows) -> None:
+    def _enter(self, decoder: StageDecoder, taken: TakenBatch, rows: CachedRows) -> None:
         """Post the receive of a stage's input, and meanwhile compute the step before."""
-        receipt = self._post_input(decoder, batch)
+        receipt = self._post_input(decoder, taken.batch)
         self._compute_prepared()
-        self._prepared = partial(self._compute, decoder, batch, rows, receipt)
+        self._prepared = partial(self._compute, decoder, taken, rows, receipt)
 
     def _compute_prepared(self) -> None:
         if (compute := self._prepared) is not None:
@@ -256,21 +277,21 @@ class DecodeLoop:
             return None
         return self.ring.transport.receive(channel, boundary.whole_shape(batch.num_tokens), boundary.dtype)
 
-    def _compute(self, decoder: StageDecoder, batch: Batch, rows: CachedRows, receipt: Receipt | None) -> None:
+    def _compute(self, decoder: StageDecoder, taken: TakenBatch, rows: CachedRows, receipt: Receipt | None) -> None:
         """Take a batch through one stage, and pass the output on."""
-        ring, stage = self.ring, decoder.stage
+        ring, stage, batch = self.ring, decoder.stage, taken.batch
         ring.alarm.check()
         record = ring.recorder.begin(Action(Op.F, stage.index, batch.slot))
         if not batch.items:
             stage.keep_step(rows)
             ring.recorder.end(record)
             return
-        x = self._input(decoder, batch, receipt, record)
+        x = self._input(decoder, taken, receipt, record)
         ring.recorder.started(record)
         y = decoder.decode(x, rows, self.shape.rows_of(batch.slot))
         wire = self._wires[stage.index]
         if wire.target is None:
-            self.relay.return_tokens(self._sample(y, batch))
+            self.relay.return_tokens(self._sample(y, taken))
         elif wire.leaving is None:
             self._outputs[stage.index, batch.slot] = y
         else:
@@ -278,50 +299,48 @@ class DecodeLoop:
         ring.recorder.end(record)
         self.report.count(record, batch)
 
-    def _input(self, decoder: StageDecoder, batch: Batch, receipt: Receipt | None, record: Record) -> Tensor:
+    def _input(self, decoder: StageDecoder, taken: TakenBatch, receipt: Receipt | None, record: Record) -> Tensor:
         """Token ids [T] for the first stage, else activations [T, D]."""
-        ring, wire = self.ring, self._wires[decoder.stage.index]
+        ring, wire, slot = self.ring, self._wires[decoder.stage.index], taken.batch.slot
         if wire.source is None:
-            return torch.tensor(self._token_ids(batch), dtype=torch.int64).to(ring.device)
+            return torch.tensor(_token_ids(taken), dtype=torch.int64).to(ring.device)
         if receipt is None or wire.arriving is None:
-            return self._outputs.pop((wire.source, batch.slot))
-        ring.recorder.awaits(record, Awaited(wire.direction, wire.source, batch.slot, wire.arriving.source))
+            return self._outputs.pop((wire.source, slot))
+        ring.recorder.awaits(record, Awaited(wire.direction, wire.source, slot, wire.arriving.source))
         return receipt.wait()
 
-    def _token_ids(self, batch: Batch) -> list[int]:
-        ids: list[int] = []
-        for item in batch.items:
-            ids += self.sequences[item.sequence].token_ids(item.start, item.end)
-        return ids
-
-    def _sample(self, logits_SV: Tensor, batch: Batch) -> Tensor:
+    def _sample(self, logits_SV: Tensor, taken: TakenBatch) -> Tensor:
         """The tokens of a batch, as `Drawn.packed`."""
-        draws, sampled = [], batch.sampled
+        draws, sampled = [], taken.sampled
+        width = numbers_per_token(sequence.params for sequence in sampled)
         if not sampled:
-            return torch.zeros(0, self.relay.token_width, dtype=torch.int64)
-        for item in sampled:
-            sequence = self.sequences[item.sequence]
-            context = Context(sequence.prompt_tokens, self._drawn.get(item.sequence, ()))
+            return torch.zeros(0, width, dtype=torch.int64)
+        for item, sequence in zip(taken.batch.sampled, sampled, strict=True):
+            context = Context(sequence.prompt_tokens, sequence.drawn)
             draws.append(Draw(sequence.params, sequence.identity, item.end - len(sequence.prompt_tokens), context))
         drawn = draw_tokens(logits_SV, draws)
         if drawn.dropped_SV is not None:
-            for item, dropped_V in zip(sampled, drawn.dropped_SV, strict=True):
-                self.filter_masks[item.sequence].append(dropped_V)
-        numbers_SW = drawn.packed(self.relay.token_width)
-        for item, token in zip(sampled, numbers_SW[:, 0].tolist(), strict=True):
-            if item.sequence in self._drawn:
-                self._drawn[item.sequence].append(token)
-        for item, finite in zip(sampled, drawn_finite(numbers_SW), strict=True):
+            for sequence, dropped_V in zip(sampled, drawn.dropped_SV, strict=True):
+                self.filter_masks[sequence.number].append(dropped_V)
+        numbers_SW = drawn.packed(width)
+        for sequence, token in zip(sampled, numbers_SW[:, 0].tolist(), strict=True):
+            if sequence.params.reads_answer:
+                sequence.drawn.append(token)
+        for sequence, finite in zip(sampled, drawn_finite(numbers_SW), strict=True):
             if not finite:
                 raise ValueError(
-                    f"the logits of sequence {item.sequence} are not finite: a weight or an activation is NaN or "
+                    f"the logits of sequence {sequence.number} are not finite: a weight or an activation is NaN or "
                     "infinite, so no token can be drawn"
                 )
         return numbers_SW
 
 
-def _ignore(sequences: list[schedule.Sequence]) -> None:
-    """Do nothing with them."""
+def _token_ids(taken: TakenBatch) -> list[int]:
+    """The tokens that a batch reads, item by item."""
+    ids: list[int] = []
+    for item, sequence in zip(taken.batch.items, taken.sequences, strict=True):
+        ids += sequence.token_ids(item.start, item.end)
+    return ids
 
 
 def _packed_answers(sequences: Sequence[schedule.Sequence]) -> dict[str, Any]:

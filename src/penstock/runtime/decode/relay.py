@@ -16,16 +16,22 @@ from torch import Tensor
 
 from penstock import schedule
 from penstock.model.sampling import numbers_per_token, unpacked
+from penstock.runtime.decode.headers import (
+    KnownSequences,
+    TakenBatch,
+    header_size,
+    num_news_bytes,
+    packed_header,
+    packed_news,
+    unpacked_header,
+)
 from penstock.runtime.errors import TransportError
 from penstock.runtime.recovery import Alarm
 from penstock.runtime.trace import Recorder
 from penstock.runtime.transport import HostChannel, Receipt, Transport
-from penstock.schedule import Batch, BatchItem, Placement, Token
+from penstock.schedule import Batch, Placement, Token
 
 HEADERS, TOKENS = "headers", "tokens"
-_CLOSING = -1
-_HEAD, _ITEM = 3, 6
-"""Numbers at the head of a header, and of each item behind it."""
 
 
 def host_channels(placement: Placement) -> list[HostChannel]:
@@ -75,32 +81,29 @@ class HeaderRelay:
 
     Args:
         rows_per_slot: items of a batch, at most.
-        sequences: to be generated; the same on all ranks of the ring.
+        sequences: known from the beginning, the same on all ranks of the ring.
     """
 
     #: links to the other ranks
     _ring: Ring
-    #: all sequences, by number
-    _sequences: Sequence[schedule.Sequence]
-    #: numbers that each token is sent as
-    token_width: int
-    #: shape of a header: its head, then the items
-    _header_shape: tuple[int]
+    #: the sequences of the batches taken so far, without those that have ended
+    known: KnownSequences
+    #: numbers of a header
+    _header_size: int
     #: the batches of all turns, one by one; None before `start`, and where a thread takes them
     _batches: Iterator[Batch] | None
-    #: batches that the thread has taken ahead; then None for the end, or the exception that it has failed with
-    _taken: queue.SimpleQueue[Batch | Exception | None]
+    #: what the thread has taken ahead; then None for the end, or the exception that it has failed with
+    _taken: queue.SimpleQueue[TakenBatch | Exception | None]
     #: takes batches ahead; None where the rank that computes takes them
     _thread: threading.Thread | None
     #: tokens of the batches, if the first and the last stage are on this rank; None once it has failed
     _sampled_here: queue.SimpleQueue[Tensor | None]
 
     def __init__(self, ring: Ring, rows_per_slot: int, sequences: Sequence[schedule.Sequence]) -> None:
-        self._ring, self._sequences = ring, sequences
-        self.token_width = numbers_per_token(sequence.params for sequence in sequences)
-        self._header_shape = (_HEAD + _ITEM * rows_per_slot,)
+        self._ring, self.known = ring, KnownSequences(sequences)
+        self._header_size = header_size(rows_per_slot)
         self._batches = None
-        self._taken = queue.SimpleQueue[Batch | Exception | None]()
+        self._taken = queue.SimpleQueue[TakenBatch | Exception | None]()
         self._thread = None
         self._sampled_here = queue.SimpleQueue[Tensor | None]()
 
@@ -124,23 +127,24 @@ class HeaderRelay:
         """True if `next` returns at once."""
         return not self._taken.empty()
 
-    def next(self) -> Batch | None:
-        """The next batch, None at the end; waits until it is known.
+    def next(self) -> TakenBatch | None:
+        """The next batch with its sequences, None at the end; waits until it is known.
 
         Raises:
             Exception: the one that the thread has failed with.
         """
         if self._batches is not None:
-            return next(self._batches, None)
-        batch = self._taken.get()
-        if isinstance(batch, Exception):
-            raise batch
-        return batch
+            batch = next(self._batches, None)
+            return None if batch is None else self.known.take(batch)
+        taken = self._taken.get()
+        if isinstance(taken, Exception):
+            raise taken
+        return taken
 
     def _take_all(self, batches: Iterator[Batch]) -> None:
         try:
             for batch in batches:
-                self._taken.put(batch)
+                self._taken.put(self.known.take(batch))
             self._taken.put(None)
         except Exception as error:
             self._taken.put(error)  # raised where the rank computes
@@ -151,31 +155,41 @@ class HeaderRelay:
         """Pass a batch on to the next rank; None closes the ring."""
         rank = self._ring.rank
         if rank < self._ring.placement.num_ranks - 1:
-            header = _packed(batch, self._header_shape[0])
-            self._ring.host.send(HostChannel(rank, rank + 1, HEADERS), header)
+            news, channel = None if batch is None else packed_news(batch), HostChannel(rank, rank + 1, HEADERS)
+            header = packed_header(batch, self._header_size, 0 if news is None else len(news))
+            self._ring.host.send(channel, header)
+            if news is not None:
+                self._ring.host.send(channel, news)
 
     def follow(self) -> Iterator[Batch]:
         """The batches that the first rank decides, on every other rank; each is passed on first."""
-        receipt = self._post_header()
-        while (batch := _unpacked(receipt.wait().tolist())) is not None:
-            receipt = self._post_header()
+        receipt = self._post(self._header_size, torch.int64)
+        while (batch := self._received(receipt)) is not None:
+            receipt = self._post(self._header_size, torch.int64)
             self.announce(batch)
             yield batch
         self.announce(None)
 
-    def _post_header(self) -> Receipt:
+    def _received(self, receipt: Receipt) -> Batch | None:
+        """The batch of a header that is on its way, and of the news behind it."""
+        header = receipt.wait().tolist()
+        size = num_news_bytes(header)
+        return unpacked_header(header, self._post(size, torch.uint8).wait() if size else None)
+
+    def _post(self, size: int, dtype: torch.dtype) -> Receipt:
+        """Post the receive of the previous rank's next message."""
         channel = HostChannel(self._ring.rank - 1, self._ring.rank, HEADERS)
-        return self._ring.host.receive(channel, self._header_shape, torch.int64)
+        return self._ring.host.receive(channel, (size,), dtype)
 
     # ---- tokens
 
-    def post_tokens(self, batch: Batch) -> Callable[[], list[Token]]:
-        """Post the receive of the batch's tokens, on the first rank; gives what waits for them."""
-        params = [self._sequences[item.sequence].params for item in batch.sampled]
+    def post_tokens(self, sampled: Sequence[schedule.Sequence]) -> Callable[[], list[Token]]:
+        """Post the receive of a token of each of these sequences, on the first rank; gives what waits for them."""
+        params = [sequence.params for sequence in sampled]
         if self._ring.last_rank == 0:
             return lambda: unpacked(self._take_sampled_here(), params)
         channel = HostChannel(self._ring.last_rank, 0, TOKENS)
-        receipt = self._ring.host.receive(channel, (max(1, len(params)), self.token_width), torch.int64)
+        receipt = self._ring.host.receive(channel, (max(1, len(params)), numbers_per_token(params)), torch.int64)
         return lambda: unpacked(receipt.wait()[: len(params)], params)
 
     def return_tokens(self, numbers_SW: Tensor) -> None:
@@ -184,7 +198,7 @@ class HeaderRelay:
             self._sampled_here.put(numbers_SW)
         else:
             # Never without a row, so that a batch which samples nothing is waited for as well.
-            whole = numbers_SW if len(numbers_SW) else numbers_SW.new_zeros(1, self.token_width)
+            whole = numbers_SW if len(numbers_SW) else numbers_SW.new_zeros(1, numbers_per_token(()))
             self._ring.host.send(HostChannel(self._ring.last_rank, 0, TOKENS), whole)
 
     def cancel(self) -> None:
@@ -196,24 +210,3 @@ class HeaderRelay:
         if numbers_SW is None:
             raise TransportError("the tokens of a batch were never sampled")
         return numbers_SW
-
-
-def _packed(batch: Batch | None, size: int) -> Tensor:
-    """A header: slot, number of items, whether the round ends; then six numbers an item. None closes the ring."""
-    numbers = [_CLOSING]
-    if batch is not None:
-        numbers = [batch.slot, len(batch.items), int(batch.ends_round)]
-        for item in batch.items:
-            numbers += (item.sequence, item.row, item.start, item.length, int(item.sampled), item.source)
-    return torch.tensor(numbers + [0] * (size - len(numbers)))
-
-
-def _unpacked(header: Sequence[int]) -> Batch | None:
-    if header[0] == _CLOSING:
-        return None
-    slot, num_items, ends_round = header[:_HEAD]
-    items = []
-    for begin in range(_HEAD, _HEAD + _ITEM * num_items, _ITEM):
-        sequence, row, start, length, sampled, source = header[begin : begin + _ITEM]
-        items.append(BatchItem(sequence, row, start, length, bool(sampled), source))
-    return Batch(slot, tuple(items), bool(ends_round))

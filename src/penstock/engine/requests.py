@@ -1,0 +1,172 @@
+"""Requests that come while a model generates: a bounded queue between the threads that ask and the one that computes.
+
+Any thread submits and cancels; the rank of the first stage admits between two batches what has come. Text and tokens
+go out as they are made, all that one batch has given in one call.
+"""
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from penstock import schedule
+from penstock.engine.answer_text import AnswerText, Decodes
+from penstock.schedule import Ending, Scheduler, Token
+from penstock.settings import SamplingParams
+
+_IDLE_S = 1.0
+"""How long nothing may happen before the ranks hear from each other: a peer that has died is then found."""
+
+
+class QueueFullError(RuntimeError):
+    """As many answers as there may be are waiting."""
+
+
+class QueueClosedError(RuntimeError):
+    """No requests are taken any more; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """One new token of an answer, with the text that can be shown from now on; the last one bears the ending."""
+
+    number: int
+    token: Token
+    text: str
+    ending: Ending | None
+
+
+@dataclass(frozen=True, slots=True)
+class QueueCounts:
+    """Answers that wait, and answers that have a row of the KV cache."""
+
+    num_waiting: int
+    num_running: int
+
+
+class RequestQueue:
+    """The requests of one generation that does not end before it is closed.
+
+    Args:
+        num_rows: answers that are computed at the same time.
+        max_waiting: answers that may wait beside those.
+        tokenizer: makes text of tokens; None leaves texts empty.
+        publish: called with what the answers have grown by, in the thread that computes; it must return soon.
+    """
+
+    #: answers that may be waiting or running
+    max_unfinished: int
+    #: makes text of tokens
+    _tokenizer: Decodes | None
+    #: is given what answers have grown by
+    _publish: Callable[[list[Growth]], object]
+    #: held to read or change what follows, and notified when something has come
+    _changed: threading.Condition
+    #: sequences that no batch has heard of yet, and numbers of those that are to end
+    _submitted: list[schedule.Sequence]
+    _stopped: list[int]
+    #: number -> its text so far, for each unfinished answer
+    _texts: dict[int, AnswerText]
+    #: the numbers of the next sequence and of the next prompt
+    _next_sequence: int
+    _next_prompt: int
+    #: why no requests are taken; None while they are
+    _closed: str | None
+    #: answers that had a row when the last batch was made
+    _num_running: int
+
+    def __init__(
+        self,
+        num_rows: int,
+        max_waiting: int,
+        tokenizer: Decodes | None,
+        publish: Callable[[list[Growth]], object],
+    ) -> None:
+        self.max_unfinished = num_rows + max_waiting
+        self._tokenizer, self._publish = tokenizer, publish
+        self._changed = threading.Condition()
+        self._submitted, self._stopped, self._texts = [], [], {}
+        self._next_sequence = self._next_prompt = 0
+        self._closed, self._num_running = None, 0
+
+    # ---- in any thread
+
+    def submit(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[int]:
+        """Ask for answers to checked prompts; returns their numbers, by prompt and sample.
+
+        The answers are those of a generation of these prompts alone, whatever else is computed.
+
+        Raises:
+            QueueFullError: too many answers are waiting.
+            QueueClosedError: no requests are taken any more.
+        """
+        sequences = schedule.Sequence.all_of(prompts, [params] * len(prompts))
+        with self._changed:
+            if self._closed is not None:
+                raise QueueClosedError(self._closed)
+            if len(self._texts) + len(sequences) > self.max_unfinished:
+                raise QueueFullError(f"{len(self._texts)} answers are waiting or running, as many as there may be")
+            first, prompt = self._next_sequence, self._next_prompt
+            self._next_sequence, self._next_prompt = first + len(sequences), prompt + len(prompts)
+            taken = [replace(own, number=first + own.number, prompt=prompt + own.prompt) for own in sequences]
+            self._submitted += taken
+            self._texts |= {own.number: AnswerText(self._tokenizer, params.stop) for own in taken}
+            self._changed.notify()
+        return [own.number for own in taken]
+
+    def cancel(self, numbers: Iterable[int]) -> None:
+        """End these answers, if they have not ended yet; nothing more is published of them."""
+        with self._changed:
+            for number in numbers:
+                if self._texts.pop(number, None) is not None:
+                    self._stopped.append(number)
+            self._changed.notify()
+
+    def close(self, reason: str) -> None:
+        """Take no more requests; the generation ends once it has answered those that it has."""
+        with self._changed:
+            self._closed = self._closed or reason
+            self._changed.notify()
+
+    @property
+    def counts(self) -> QueueCounts:
+        with self._changed:
+            running = min(self._num_running, len(self._texts))
+            return QueueCounts(len(self._texts) - running, running)
+
+    # ---- in the thread that computes
+
+    def admit(self, scheduler: Scheduler) -> bool:
+        """Pass on what has come since the last batch; waits a while if nothing is left to compute.
+
+        Returns whether requests may still come.
+        """
+        with self._changed:
+            if scheduler.is_idle and not self._submitted and self._closed is None:
+                self._changed.wait(_IDLE_S)
+            submitted, self._submitted = self._submitted, []
+            stopped, self._stopped = self._stopped, []
+            scheduler.add(submitted)
+            scheduler.stop(stopped)
+            self._num_running = scheduler.num_running
+            return self._closed is None
+
+    def hear(self, grown: Iterable[schedule.Sequence]) -> None:
+        """Publish new tokens with their text, and end answers that hold one of their stop strings."""
+        growths: list[Growth] = []
+        with self._changed:
+            for sequence in grown:
+                text = self._texts.get(sequence.number)
+                if text is not None:
+                    growths.append(self._grow(sequence, text))
+        if growths:
+            self._publish(growths)
+
+    def _grow(self, sequence: schedule.Sequence, text: AnswerText) -> Growth:
+        shown, ending = text.add(sequence.generated[-1].id), sequence.ending
+        if text.stopped and ending is not Ending.STOPPED:
+            ending = Ending.STOPPED
+            self._stopped.append(sequence.number)
+        if ending is not None:
+            shown += text.finish()
+            del self._texts[sequence.number]
+        return Growth(sequence.number, sequence.generated[-1], shown, ending)

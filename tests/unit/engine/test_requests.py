@@ -1,0 +1,183 @@
+"""Requests that join and leave a running generation: each answer is the one it has alone."""
+
+import random
+import threading
+from collections import defaultdict
+
+import pytest
+import torch
+
+from penstock.engine.answers import GenerateOptions
+from penstock.engine.requests import Growth, QueueClosedError, QueueFullError, RequestQueue
+from penstock.model import CacheSize
+from penstock.runtime import DecodeLoop, Leader, Recorder, Ring, StageDecoder
+from penstock.runtime.decode.headers import packed_header, packed_news, unpacked_header
+from penstock.schedule import Batch, BatchItem, Ending, Placement, PlacementKind, RingShape, Scheduler, Sequence, Token
+from penstock.settings import SamplingParams
+from tests.generation import Lines, ThreadTransport, generate_together, ring_stages, run_together
+
+MAX_LENGTH, PREFILL_TOKENS = 48, 4
+
+
+class Published:
+    """What a queue publishes, by answer."""
+
+    def __init__(self) -> None:
+        self.growths: defaultdict[int, list[Growth]] = defaultdict(list)
+        self.changed = threading.Condition()
+
+    def take(self, growths: list[Growth]) -> None:
+        with self.changed:
+            for growth in growths:
+                self.growths[growth.number].append(growth)
+            self.changed.notify_all()
+
+    def wait_for(self, number: int, count: int) -> None:
+        with self.changed:
+            assert self.changed.wait_for(lambda: len(self.growths[number]) >= count, 60)
+
+    def tokens(self, number: int) -> list[Token]:
+        return [growth.token for growth in self.growths[number]]
+
+
+def open_ring(num_ranks: int, num_slots: int, requests: RequestQueue, stages_per_rank: int = 1) -> list[DecodeLoop]:
+    placement, shape = (
+        Placement(PlacementKind.LOOP, num_ranks, stages_per_rank),
+        RingShape(num_slots, 2, PREFILL_TOKENS),
+    )
+    size = CacheSize(shape.num_rows, MAX_LENGTH, torch.float32, torch.device("cpu"))
+    activations, host, stages = Lines(), Lines(), ring_stages(placement)
+    loops = []
+    for rank in range(num_ranks):
+        local = [stage for number, stage in stages.items() if placement.rank_of(number) == rank]
+        ring = Ring(
+            placement, ThreadTransport(activations, rank), ThreadTransport(host, rank), Recorder(rank), size.device
+        )
+        decoders = [StageDecoder(stage, stage.new_caches(size)) for stage in local]
+        leader = Leader(Scheduler((), shape), requests.hear, requests.admit) if rank == 0 else None
+        loops.append(DecodeLoop(ring, decoders, (), shape, leader))
+    return loops
+
+
+def drawn_params(draw: random.Random) -> SamplingParams:
+    return SamplingParams(
+        max_new_tokens=draw.randint(1, 20),
+        temperature=draw.choice([0, 1.0, 0.7]),
+        seed=draw.randint(0, 1000),
+        num_samples=draw.randint(1, 3),
+        repetition_penalty=draw.choice([1.0, 1.3]),
+        logit_bias={3: 1.5} if draw.random() < 0.5 else {},
+        bad_words=((1, 2), (5,)) if draw.random() < 0.5 else (),
+        raw_log_probs=True,
+        top_log_probs=draw.choice([0, 2, 5]),
+    )
+
+
+def assert_same(got: list[Token], expected: list[Token]) -> None:
+    """The same tokens; a product over other rows may round its sums otherwise."""
+    assert [token.id for token in got] == [token.id for token in expected]
+    for ours, theirs in zip(got, expected, strict=True):
+        assert [token for token, _ in ours.likeliest] == [token for token, _ in theirs.likeliest]
+        numbers = [[own.log_prob, own.raw_log_prob, *(value for _, value in own.likeliest)] for own in (ours, theirs)]
+        assert numbers[0] == pytest.approx(numbers[1], abs=1e-5)
+
+
+@pytest.mark.parametrize(("num_ranks", "num_slots", "stages_per_rank"), [(1, 1, 1), (1, 2, 1), (2, 2, 1), (2, 3, 2)])
+def test_answers_that_join_and_leave_at_random_are_those_of_each_request_alone(
+    num_ranks: int, num_slots: int, stages_per_rank: int
+) -> None:
+    draw, published = random.Random(num_ranks + num_slots), Published()
+    requests = RequestQueue(num_slots * 2, 1000, None, published.take)
+    loops = open_ring(num_ranks, num_slots, requests, stages_per_rank)
+    running = threading.Thread(target=run_together, args=(loops,))
+    running.start()
+    asked, cancelled = [], set()
+    for _ in range(16):
+        prompts = [[draw.randrange(97) for _ in range(draw.randint(1, 12))] for _ in range(draw.randint(1, 2))]
+        params = drawn_params(draw)
+        asked.append((prompts, params, requests.submit(prompts, params)))
+        if draw.random() < 0.3:
+            leaving = draw.sample(asked[-1][2], 1)
+            if draw.random() < 0.5:
+                published.wait_for(leaving[0], 1)
+            requests.cancel(leaving)
+            cancelled |= set(leaving)
+        if draw.random() < 0.3:
+            staying = [number for number in asked[-1][2] if number not in cancelled]
+            for number in staying:
+                published.wait_for(number, 1)
+    requests.close("the test ends")
+    running.join(60)
+    assert not running.is_alive()
+    assert len(cancelled) > 1
+    for prompts, params, numbers in asked:
+        alone = generate_together(1, prompts, params, GenerateOptions(prefill_tokens=PREFILL_TOKENS)).answers
+        assert len(alone) == len(numbers) == len(prompts) * params.num_samples
+        for number, answer in zip(numbers, alone, strict=True):
+            got = published.tokens(number)
+            assert_same(got, answer.generated[: len(got)])
+            if number not in cancelled:
+                assert published.growths[number][-1].ending is answer.ending
+                assert len(got) == answer.num_tokens
+    assert requests.counts.num_running == requests.counts.num_waiting == 0
+    for loop in loops:
+        assert len(loop.relay.known) <= num_slots * 2 + 3, "ended sequences are kept"
+        assert loop.ring.host.num_pending() == loop.ring.transport.num_pending() == 0
+
+
+def test_a_queue_takes_no_more_than_it_may_and_nothing_once_it_is_closed() -> None:
+    requests = RequestQueue(2, 1, None, list.clear)
+    first = requests.submit([[1], [2]], SamplingParams())
+    with pytest.raises(QueueFullError, match="2 answers"):
+        requests.submit([[1]], SamplingParams(num_samples=2))
+    requests.submit([[1]], SamplingParams())
+    with pytest.raises(QueueFullError):
+        requests.submit([[1]], SamplingParams())
+    requests.cancel(first)
+    requests.submit([[1]], SamplingParams(num_samples=2))
+    requests.close("it was told to end")
+    with pytest.raises(QueueClosedError, match="told to end"):
+        requests.submit([[1]], SamplingParams())
+
+
+def test_a_batch_is_the_same_behind_a_header_with_all_settings_of_what_has_arrived() -> None:
+    params = drawn_params(random.Random(3))
+    sequence = Sequence(9, 4, 1, [5, 6, 7], params, identity=(1 << 64) - 1)
+    item = BatchItem(9, row=1, start=0, length=3, sampled=True)
+    batch = Batch(1, (item,), ends_round=False, arrived=(sequence,), ended=(7, 8))
+    news = packed_news(batch)
+    assert news is not None
+    got = unpacked_header(packed_header(batch, 40, len(news)).tolist(), news)
+    assert got is not None
+    assert (got.slot, got.items, got.ends_round, got.ended) == (1, (item,), False, (7, 8))
+    (arrived,) = got.arrived
+    assert (arrived.number, arrived.prompt, arrived.sample, arrived.prompt_tokens) == (9, 4, 1, [5, 6, 7])
+    assert (arrived.params, arrived.identity, arrived.ending) == (params, sequence.identity, None)
+    assert packed_news(Batch(1, (item,))) is None
+    assert unpacked_header(packed_header(None, 40).tolist()) is None
+
+
+class Letters:
+    """A tokenizer whose tokens are letters."""
+
+    def decode(self, tokens: list[int]) -> str:
+        return "".join(chr(ord("a") + token) for token in tokens)
+
+
+def test_a_stop_string_ends_an_answer_with_the_batch_that_completes_it() -> None:
+    published = Published()
+    requests = RequestQueue(1, 0, Letters(), published.take)
+    (number,) = requests.submit([[1]], SamplingParams(max_new_tokens=9, stop=("cd",)))
+    scheduler = Scheduler((), RingShape(1, 1))
+    for token in (1, 2, 3):
+        assert requests.admit(scheduler)
+        batch = scheduler.schedule()
+        assert batch is not None and batch.num_tokens == 1
+        requests.hear(scheduler.update(batch, [Token(token)]))
+    assert "".join(growth.text for growth in published.growths[number]) == "b"
+    assert [growth.ending for growth in published.growths[number]] == [None, None, Ending.STOPPED]
+    requests.close("")
+    assert not requests.admit(scheduler)
+    batch = scheduler.schedule()
+    assert batch is None or not batch.items
+    assert scheduler.schedule() is None and scheduler.is_idle
