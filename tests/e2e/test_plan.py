@@ -36,16 +36,28 @@ def files(tmp_path: Path) -> tuple[Path, Path, Path]:
     return run, cluster, tmp_path / "planned.toml"
 
 
-def test_a_plans_file_trains_as_it_is(files: tuple[Path, Path, Path], capfd: pytest.CaptureFixture[str]):
+@pytest.mark.shows(144)
+@pytest.mark.parametrize(("num_devices", "wanted"), [(2, ""), (2, "pp2"), (4, "pp2")])
+def test_a_plans_file_trains_as_it_is(
+    files: tuple[Path, Path, Path], num_devices: int, wanted: str, capfd: pytest.CaptureFixture[str]
+):
     run, cluster, planned = files
-    assert main(["plan", str(run), "--cluster", str(cluster), "--output", str(planned), "--json"]) == 0
-    found = json.loads(capfd.readouterr().out)
-    best, config = found["best"][0], read_config(planned)
-    assert config.parallel.world_size == 2 == found["devices"]
-    assert config.schedule.name == best["settings"]["schedule.name"]
-    assert config.train.num_microbatches == best["settings"]["train.num_microbatches"]
+    words = ["plan", str(run), "--cluster", str(cluster), "--devices", str(num_devices), "--json"]
+    assert main(words) == 0
+    best = json.loads(capfd.readouterr().out)["best"]
+    number = next(i for i, one in enumerate(best, start=1) if wanted in one["layout"])
+    assert main([*words, "--output", str(planned), "--choose", str(number)]) == 0
+    settings, config = best[number - 1]["settings"], read_config(planned)
+    assert config.parallel.world_size == num_devices
+    assert config.schedule.name == settings["schedule.name"]
+    assert config.train.num_microbatches == settings["train.num_microbatches"]
+    capfd.readouterr()
+    assert main(["train", str(planned), "--dry-run", "--json"]) == 0
+    stages = [len(stage["units"]) for stage in json.loads(capfd.readouterr().out)["stages"]]
+    assert stages == settings.get("schedule.cut", [8])
     assert main(["train", str(planned), "--json"]) == 0
-    assert list((planned.parent / "out").iterdir())
+    steps = [json.loads(line) for line in (planned.parent / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert [one["step"] for one in steps if "loss" in one] == [1, 2]
 
 
 @pytest.mark.shows(146)
@@ -57,6 +69,9 @@ def test_mistakes_are_refused(files: tuple[Path, Path, Path], capsys: pytest.Cap
         (["--model", "lama3-8b", "--cluster", "h100"], "no model is called 'lama3-8b'; did you mean 'llama3-8b'"),
         (["--model", "llama3-405b", "--cluster", "a100", "--sequences", "8"], "no layout of 8 devices fits"),
         ([str(run), "--cluster", str(cluster), "--devices", "0"], "--devices must be at least 1"),
+        ([str(run), "--cluster", str(cluster), "--output", str(planned), "--choose", "11"], "--choose takes numbers"),
+        ([str(run), "--cluster", str(cluster), "--choose", "2"], "give both"),
+        ([str(run), "--cluster", str(cluster), "--picture", "plan.pdf"], ".svg or .png"),
     ):
         assert main(["plan", *arguments]) == 2
         assert message in capsys.readouterr().err

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock import planner
-from penstock.cli.commands import Parser, print_json, print_table, write_text
+from penstock.cli.commands import Parser, print_json, print_table, refuse_to_overwrite, write_text
 from penstock.settings import RunConfig
 from penstock.settings.declare import ConfigError
 from penstock.settings.read import Values, from_values, read_values
@@ -22,6 +22,7 @@ def main(words: Sequence[str]) -> int:
     Raises: ValueError for a mistake in the arguments, and where nothing fits.
     """
     given = _parser().parse_args(list(words))
+    _check_files(given)
     values, workload = _workload(given)
     cluster = _cluster(given)
     constants = planner.Constants()
@@ -32,6 +33,8 @@ def main(words: Sequence[str]) -> int:
     found = planner.plan(workload, cluster, constants, progress=_progress)
     if given.output is not None:
         _write(given, values, found)
+    if given.picture is not None:
+        _draw(given.picture, workload, found)
     if given.json:
         print_json(as_dict(found))
     else:
@@ -47,7 +50,7 @@ pruned by memory and bounds, and the programs of the rest are simulated. Equal a
         examples=(
             "penstock plan run.toml --cluster h100 --devices 64 --output planned.toml",
             "penstock plan --model llama3-70b --sequences 1024 --length 8192 --cluster h200 --devices 512",
-            "penstock plan run.toml --cluster our-cluster.toml --explain 1 4",
+            "penstock plan run.toml --cluster our-cluster.toml --explain 1 4 --picture plan.svg",
         ),
     )
     parser.add_argument("run", nargs="?", metavar="RUN.toml", help="the model and the batch are those of this run")
@@ -63,9 +66,27 @@ pruned by memory and bounds, and the programs of the rest are simulated. Equal a
     parser.add_argument(
         "--output", type=Path, metavar="FILE", help="write the settings of the first for penstock train"
     )
-    parser.add_argument("--force", action="store_true", help="replace an existing file")
+    parser.add_argument("--choose", type=int, metavar="N", help="write the N-th of the plan instead (default 1)")
+    parser.add_argument(
+        "--picture",
+        type=Path,
+        metavar="FILE",
+        help="draw throughput over memory, and steps by part (.svg or .png)",
+    )
+    parser.add_argument("--force", action="store_true", help="replace existing files")
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     return parser
+
+
+def _check_files(given: argparse.Namespace) -> None:
+    """Refuse, before anything is planned, files that cannot be written. Raises: ValueError."""
+    if given.choose is not None and given.output is None:
+        raise ValueError("--choose N says which layout --output FILE gets; give both")
+    if given.picture is not None and given.picture.suffix.lower() not in (".svg", ".png"):
+        raise ValueError(f"--picture {given.picture}: the file's ending must be .svg or .png")
+    for path in (given.output, given.picture):
+        if path is not None:
+            refuse_to_overwrite(path, force=given.force)
 
 
 def _workload(given: argparse.Namespace) -> tuple[Values, planner.Workload]:
@@ -105,14 +126,14 @@ def _cluster(given: argparse.Namespace) -> planner.Cluster:
 
 
 def _write(given: argparse.Namespace, values: Values, found: planner.Plan) -> None:
-    """Write the run's settings with those of the plan's first layout."""
+    """Write the run's settings with those of the plan's first layout, or the chosen one."""
     import tomli_w
 
     from penstock.settings.declare import plain
 
     changed = {name: value for name, value in values.items() if name != "train.max_microbatch_tokens"}
     changed = {name: value for name, value in changed.items() if not name.startswith("schedule.")}
-    changed |= planner.settings_of(found.best[0].candidate)
+    changed |= planner.settings_of(_numbered(found, given.choose or 1, "--choose").candidate)
     try:
         from_values(changed)
     except ConfigError as error:
@@ -123,6 +144,24 @@ def _write(given: argparse.Namespace, values: Values, found: planner.Plan) -> No
         (sections.setdefault(section, {}) if section else sections)[key] = plain(value)
     plain_first = sorted(sections.items(), key=lambda item: isinstance(item[1], dict))
     write_text(given.output, tomli_w.dumps(dict(plain_first)), force=given.force)
+
+
+def _numbered(found: planner.Plan, number: int, option: str) -> planner.Estimate:
+    if not 1 <= number <= len(found.best):
+        raise ValueError(f"{option} takes numbers from 1 to {len(found.best)}, not {number}")
+    return found.best[number - 1]
+
+
+def _draw(path: Path, workload: planner.Workload, found: planner.Plan) -> None:
+    # Only now, since it loads matplotlib.
+    from penstock.draw.plans import PlannedLayout, plan_picture
+
+    def drawn(one: planner.Estimate) -> PlannedLayout:
+        return PlannedLayout(str(one.candidate), one.tokens_s_device, one.peak_bytes, one.parts_s)
+
+    devices, memory = found.cluster.num_devices, found.cluster.device.memory_bytes
+    title = f"{devices} devices of {found.cluster.name}, {workload.num_tokens:,} tokens a step"
+    plan_picture(path, title, [*map(drawn, found.best)], [*map(drawn, found.tried)], memory)
 
 
 def as_dict(found: planner.Plan) -> dict[str, Any]:
@@ -176,10 +215,7 @@ def _show(found: planner.Plan, explained: list[int] | None) -> None:
     for name, reason in found.known:
         print(f"  {name}: {reason}")
     if explained is not None:
-        for number in explained:
-            if not 1 <= number <= len(found.best):
-                raise ValueError(f"--explain takes numbers from 1 to {len(found.best)}, not {number}")
-        first, second = (found.best[number - 1] for number in explained)
+        first, second = (_numbered(found, number, "--explain") for number in explained)
         print("\n" + "\n".join(planner.compare(first, second)))
 
 

@@ -183,10 +183,12 @@ class StageCosts:
     expert_parameters: tuple[float, ...]
     transient_bytes: float
     after_s: float
+    #: the number of units of each stage
+    cut: tuple[int, ...]
 
 
 def estimate(workload: Workload, candidate: Candidate, cluster: Cluster, constants: Constants) -> Estimate:
-    """Estimate a candidate's step by simulating its program.
+    """Estimate a candidate's step by simulating its program; the estimate's candidate has its cut written out.
 
     Raises: ValueError for a schedule that cannot be built, or a cut that cannot be.
     """
@@ -197,7 +199,7 @@ def estimate(workload: Workload, candidate: Candidate, cluster: Cluster, constan
     tokens = workload.num_tokens / (step_s * candidate.layout.world_size)
     flops = tokens * workload.shape.flops_per_token(workload.seq_len)
     return Estimate(
-        candidate,
+        replace(candidate, cut=stages.cut),
         step_s,
         tokens,
         flops / cluster.device.peak(workload.dtype),
@@ -248,7 +250,9 @@ def stage_costs(workload: Workload, candidate: Candidate, cluster: Cluster, cons
         weight_memory_share=tuple(part / whole if whole else 0.0 for part, whole in zip(weights, kept)),
     )
     waits = tuple(_sum_waits(stage) for stage in times)
-    return StageCosts(costs, waits, dense, experts, max(unit.transient_bytes for unit in units), after_s)
+    return StageCosts(
+        costs, waits, dense, experts, max(unit.transient_bytes for unit in units), after_s, tuple(map(len, cut))
+    )
 
 
 @dataclass(frozen=True)

@@ -96,7 +96,7 @@ def _reason(
 
 
 def _slower(found: Estimate, best: Estimate) -> str:
-    if replace(found.candidate, options=()) == replace(best.candidate, options=()):
+    if replace(found.candidate, options=()) == replace(best.candidate, options=(), cut=found.candidate.cut):
         return "is the first of the plan"
     parts = [f"{part} {more / best.step_s:+.0%}" for part, more in differences(best, found)[:3] if more > 0]
     slower = f"{found.step_s / best.step_s - 1:.1%} slower"

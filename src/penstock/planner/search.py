@@ -285,7 +285,7 @@ class _Search:
             live = math.floor(min(2 * layout.pp, room / (_MARGIN * rank.kept_bytes)))
             if live >= 1:
                 options = (("effort", _EFFORT), ("max_live_microbatches", float(live)))
-                searched = replace(own, schedule="auto", stages_per_rank=1, options=options)
+                searched = replace(own, schedule="auto", stages_per_rank=1, options=options, cut=None)
                 self.progress(f"searching an order: {searched}")
                 if (made := self._estimate(searched)) is not None:
                     found.append(made)

@@ -20,6 +20,8 @@ def settings_of(candidate: Candidate) -> dict[str, Any]:
         "train.recompute": "full" if candidate.recompute is RecomputedPart.FULL else "none",
         "optimizer.zero": candidate.zero > 0,
     }
+    if layout.pp > 1 and candidate.cut is not None:
+        found["schedule.cut"] = list(candidate.cut)
     if candidate.stages_per_rank > 1:
         found["schedule.stages_per_rank"] = candidate.stages_per_rank
     live = dict(candidate.options).get("max_live_microbatches")
