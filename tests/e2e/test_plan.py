@@ -37,7 +37,7 @@ def files(tmp_path: Path) -> tuple[Path, Path, Path]:
 
 
 @pytest.mark.shows(144)
-@pytest.mark.parametrize(("num_devices", "wanted"), [(2, ""), (2, "pp2"), (4, "pp2")])
+@pytest.mark.parametrize(("num_devices", "wanted"), [(2, ""), (4, "tp2"), (4, "pp2")])
 def test_a_plans_file_trains_as_it_is(
     files: tuple[Path, Path, Path], num_devices: int, wanted: str, capfd: pytest.CaptureFixture[str]
 ):
