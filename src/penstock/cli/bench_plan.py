@@ -4,16 +4,22 @@ import argparse
 import sys
 from typing import Any
 
+from penstock.bench import planning
 from penstock.cli.commands import print_table
 from penstock.planner.published import predict_runs, read_runs
 from penstock.planner.report import by_group, cells, row_of, summary, summary_cells
 
-WHAT = "the planner's predictions beside measurements: public runs, and emulated ones here"
+WHAT = "the planner: its predictions beside published runs, or without --runs the time that plans take"
+_DEVICES = [size.devices for size in planning.SIZES]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the benchmark's options."""
     parser.add_argument("--runs", metavar="FILE", help="a table of measured runs, such as measured_runs.csv of docs/")
+    parser.add_argument(
+        "--devices", type=int, nargs="+", choices=_DEVICES, default=_DEVICES, help="without --runs, plan for so many"
+    )
+    parser.add_argument("--effort", type=float, default=1.0, metavar="F", help="of these plans (default 1)")
     parser.add_argument("--source", metavar="TEXT", default="", help="only the runs whose source contains this")
     parser.add_argument(
         "--fit-where",
@@ -26,12 +32,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace) -> dict[str, Any]:
-    """Predict the runs of a table.
+    """Predict the runs of a table; without one, measure how long plans take.
 
     Raises: ValueError for a file or a column that cannot be read.
     """
     if given.runs is None:
-        raise ValueError("give --runs FILE, a table of measured runs")
+        sizes = [size for size in planning.SIZES if size.devices in given.devices]
+        return {
+            "plans": list(planning.measure(sizes, given.effort, _progress)),
+            "seconds_allowed": planning.SECONDS_ALLOWED,
+            "bytes_allowed": planning.BYTES_ALLOWED,
+        }
     runs, others = read_runs(given.runs)
     runs = [run for run in runs if given.source.lower() in run.row["source"].lower()]
     if not runs:
@@ -58,6 +69,9 @@ def _pair(text: str) -> tuple[str, str]:
 
 def show(result: dict[str, Any]) -> None:
     """Print the result as tables."""
+    if "plans" in result:
+        print_table(planning.cells(result["plans"]))
+        return
     source = None
     for one in result["runs"]:
         if (one["source"], one["where"]) != source:

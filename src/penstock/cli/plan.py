@@ -30,7 +30,7 @@ def main(words: Sequence[str]) -> int:
         constants = replace(constants, action_s=given.action_us * 1e-6)
     if given.compute is not None:
         constants = replace(constants, compute=given.compute)
-    found = planner.plan(workload, cluster, constants, progress=_progress)
+    found = planner.plan(workload, cluster, constants, effort=given.effort, progress=_progress)
     if given.output is not None:
         _write(given, values, found)
     if given.picture is not None:
@@ -62,6 +62,9 @@ pruned by memory and bounds, and the programs of the rest are simulated. Equal a
     parser.add_argument("--devices", type=int, metavar="N", help="(default: one host, or the file's number)")
     parser.add_argument("--compute", type=float, metavar="SHARE", help="share of the peak that products reach")
     parser.add_argument("--action-us", type=float, metavar="TIME", help="microseconds that every action takes besides")
+    parser.add_argument(
+        "--effort", type=float, default=1.0, metavar="F", help="simulate F times as much as usual (default 1)"
+    )
     parser.add_argument("--explain", type=int, nargs=2, metavar=("A", "B"), help="compare two of the plan, by number")
     parser.add_argument(
         "--output", type=Path, metavar="FILE", help="write the settings of the first for penstock train"

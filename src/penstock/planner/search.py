@@ -63,8 +63,8 @@ _COMBINED = ("combined-1f1b", "combined-interleaved", "dualpipe-v")
 
 # A figure of the closed forms is an estimate: what it calls this much too big is not simulated.
 _MARGIN = 1.05
-# Actions to simulate in a search, some ten seconds of one core, and in one simulation.
-_NUM_ACTIONS = 250_000
+# Actions to simulate in a search of usual effort, some twenty seconds of one core, and in one simulation.
+_NUM_ACTIONS = 500_000
 _NUM_ACTIONS_OF_ONE = 60_000
 _MICROBATCHES = (1, 2, 4, 8)
 _LEAST_TOKENS = 1024  # of a sequence on a context-parallel rank
@@ -106,14 +106,19 @@ def plan(
     constants: Constants | None = None,
     *,
     num_best: int = 10,
+    effort: float = 1.0,
     progress: Progress = lambda text: None,
 ) -> Plan:
     """Find the fastest layouts and schedules; the same arguments always give the same plan.
 
-    Raises: NothingFits with what would be needed; ValueError for a batch that no layout can share.
+    effort: how much is simulated; 1 is some twenty seconds of one core where most layouts fit, 4 four times that.
+
+    Raises: NothingFits with what would be needed; ValueError for a batch that no layout can share, or such an effort.
     """
+    if not 0 < effort < math.inf:
+        raise ValueError(f"effort must be a positive number, not {effort}")
     constants = constants or Constants()
-    search = _Search(workload, cluster, constants, progress)
+    search = _Search(workload, cluster, constants, progress, effort)
     found = search.run(num_best)
     return replace(found, known=well_known(workload, cluster, constants, found.best[0]))
 
@@ -166,6 +171,8 @@ class _Search:
     constants: Constants
     #: called with a line of progress
     progress: Progress
+    #: the number of actions to simulate
+    num_actions: int
     #: reason -> the number of candidates that were left out for it
     left_out: Counter[str]
     #: the least bytes that any candidate needs by the closed forms, and that candidate; None before the first
@@ -173,8 +180,11 @@ class _Search:
     #: what was simulated
     tried: list[Estimate]
 
-    def __init__(self, workload: Workload, cluster: Cluster, constants: Constants, progress: Progress) -> None:
+    def __init__(
+        self, workload: Workload, cluster: Cluster, constants: Constants, progress: Progress, effort: float
+    ) -> None:
         self.workload, self.cluster, self.constants, self.progress = workload, cluster, constants, progress
+        self.num_actions = round(effort * _NUM_ACTIONS)
         self.left_out = Counter()
         self.least = None
         self.tried = []
@@ -241,7 +251,7 @@ class _Search:
     def _simulated(self, bounded: Sequence[Bounded], num_best: int) -> list[Estimate]:
         """Simulate in order of the expected step until none can be among the best, or the actions are spent."""
         best: list[Estimate] = []
-        num_left = _NUM_ACTIONS
+        num_left = self.num_actions
         for number, one in enumerate(bounded):
             worst = best[num_best - 1].step_s if len(best) >= num_best else math.inf
             size = _num_actions(one.candidate)

@@ -76,6 +76,7 @@ FAULTS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
 }
 
 
+@pytest.mark.shows(144)
 @pytest.mark.parametrize(("act", "message"), FAULTS.values(), ids=FAULTS)
 def test_a_fault_that_a_cpu_may_forgive_is_found_and_its_action_named(
     act: Callable[[Tensor], Tensor], message: str
@@ -115,6 +116,7 @@ class Summing(nn.Module):
         return y + total.mean()
 
 
+@pytest.mark.shows(144)
 @pytest.mark.parametrize("fault", ["", "order", "size"])
 def test_collectives_that_ranks_launch_differently_are_found(fault: str) -> None:
     def units(groups: ModelGroups) -> list[UnitSpec]:

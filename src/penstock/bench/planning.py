@@ -1,0 +1,87 @@
+"""Planning at three sizes of a cluster: seconds and memory of one process, and whether it finds the same plan twice."""
+
+import hashlib
+import json
+import multiprocessing
+import resource
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from penstock import planner
+
+SECONDS_ALLOWED, BYTES_ALLOWED = 60.0, 2 * 2**30
+"""What planning for 10,000 devices may take."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """A published model on a number of devices, with so many sequences a step."""
+
+    model: str
+    devices: int
+    sequences: int
+    seq_len: int = 8192
+    host: str = "h100"
+
+
+SIZES = (
+    Size("llama3-8b", 64, 1024),
+    Size("llama3-70b", 1024, 1024),
+    Size("llama3-405b", 10_240, 10_240),
+)
+
+
+def measure(sizes: Sequence[Size], effort: float, progress: Callable[[str], None]) -> Iterator[dict[str, Any]]:
+    """Plan each size twice, with that effort, each time in a process of its own."""
+    context = multiprocessing.get_context("spawn")
+    for size in sizes:
+        progress(f"planning {size.model} on {size.devices:,} devices, twice")
+        found = []
+        for _ in range(2):
+            with context.Pool(1) as pool:
+                found.append(pool.apply(_plan, (size, effort)))
+        yield {
+            "model": size.model,
+            "devices": size.devices,
+            "best": found[0]["best"],
+            "simulated": found[0]["simulated"],
+            "seconds": max(one["seconds"] for one in found),
+            "peak_bytes": max(one["peak_bytes"] for one in found),
+            "same_plan": found[0]["digest"] == found[1]["digest"],
+        }
+
+
+def _plan(size: Size, effort: float) -> dict[str, Any]:
+    """One plan: its seconds of processor time and peak memory, its first layout, and a digest of all of it."""
+    start = time.process_time()
+    workload = planner.Workload(planner.published_model(size.model), size.seq_len, size.sequences)
+    found = planner.plan(workload, planner.Cluster.named(size.host, size.devices), effort=effort)
+    seconds = time.process_time() - start
+    rows = [(str(one.candidate), one.candidate.cut, one.step_s, one.peak_bytes) for one in found.tried]
+    whole = json.dumps([rows, [str(one.candidate) for one in found.best], found.left_out, found.known])
+    return {
+        "seconds": seconds,
+        "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "best": str(found.best[0].candidate),
+        "simulated": len(found.tried),
+        "digest": hashlib.sha256(whole.encode()).hexdigest(),
+    }
+
+
+def cells(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """The rows as a table, its head first."""
+    head = ["model", "devices", "simulated", "seconds", "memory", "twice the same", "first of the plan"]
+    return [head] + [
+        [
+            row["model"],
+            f"{row['devices']:,}",
+            str(row["simulated"]),
+            f"{row['seconds']:.1f}",
+            f"{row['peak_bytes'] / 2**20:.0f} MiB",
+            "yes" if row["same_plan"] else "NO",
+            row["best"],
+        ]
+        for row in rows
+    ]
