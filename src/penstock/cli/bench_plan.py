@@ -4,13 +4,13 @@ import argparse
 import sys
 from typing import Any
 
-from penstock.bench import planning
 from penstock.cli.commands import print_table
+from penstock.planner import timed
 from penstock.planner.published import predict_runs, read_runs
 from penstock.planner.report import by_group, cells, row_of, summary, summary_cells
 
 WHAT = "the planner: its predictions beside published runs, or without --runs the time that plans take"
-_DEVICES = [size.devices for size in planning.SIZES]
+_DEVICES = [size.devices for size in timed.SIZES]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,11 +37,11 @@ def run(given: argparse.Namespace) -> dict[str, Any]:
     Raises: ValueError for a file or a column that cannot be read.
     """
     if given.runs is None:
-        sizes = [size for size in planning.SIZES if size.devices in given.devices]
+        sizes = [size for size in timed.SIZES if size.devices in given.devices]
         return {
-            "plans": list(planning.measure(sizes, given.effort, _progress)),
-            "seconds_allowed": planning.SECONDS_ALLOWED,
-            "bytes_allowed": planning.BYTES_ALLOWED,
+            "plans": list(timed.measure(sizes, given.effort, _progress)),
+            "seconds_allowed": timed.SECONDS_ALLOWED,
+            "bytes_allowed": timed.BYTES_ALLOWED,
         }
     runs, others = read_runs(given.runs)
     runs = [run for run in runs if given.source.lower() in run.row["source"].lower()]
@@ -70,7 +70,7 @@ def _pair(text: str) -> tuple[str, str]:
 def show(result: dict[str, Any]) -> None:
     """Print the result as tables."""
     if "plans" in result:
-        print_table(planning.cells(result["plans"]))
+        print_table(timed.cells(result["plans"]))
         return
     source = None
     for one in result["runs"]:

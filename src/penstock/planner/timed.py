@@ -9,14 +9,17 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from penstock import planner
+from penstock.planner.cluster import Cluster
+from penstock.planner.estimate import Workload
+from penstock.planner.search import plan
+from penstock.planner.shape import published_model
 
 SECONDS_ALLOWED, BYTES_ALLOWED = 60.0, 2 * 2**30
 """What planning for 10,000 devices may take."""
 
 
 @dataclass(frozen=True)
-class Size:
+class PlanSize:
     """A published model on a number of devices, with so many sequences a step."""
 
     model: str
@@ -27,13 +30,13 @@ class Size:
 
 
 SIZES = (
-    Size("llama3-8b", 64, 1024),
-    Size("llama3-70b", 1024, 1024),
-    Size("llama3-405b", 10_240, 10_240),
+    PlanSize("llama3-8b", 64, 1024),
+    PlanSize("llama3-70b", 1024, 1024),
+    PlanSize("llama3-405b", 10_240, 10_240),
 )
 
 
-def measure(sizes: Sequence[Size], effort: float, progress: Callable[[str], None]) -> Iterator[dict[str, Any]]:
+def measure(sizes: Sequence[PlanSize], effort: float, progress: Callable[[str], None]) -> Iterator[dict[str, Any]]:
     """Plan each size twice, with that effort, each time in a process of its own."""
     context = multiprocessing.get_context("spawn")
     for size in sizes:
@@ -53,11 +56,11 @@ def measure(sizes: Sequence[Size], effort: float, progress: Callable[[str], None
         }
 
 
-def _plan(size: Size, effort: float) -> dict[str, Any]:
+def _plan(size: PlanSize, effort: float) -> dict[str, Any]:
     """One plan: its seconds of processor time and peak memory, its first layout, and a digest of all of it."""
     start = time.process_time()
-    workload = planner.Workload(planner.published_model(size.model), size.seq_len, size.sequences)
-    found = planner.plan(workload, planner.Cluster.named(size.host, size.devices), effort=effort)
+    workload = Workload(published_model(size.model), size.seq_len, size.sequences)
+    found = plan(workload, Cluster.named(size.host, size.devices), effort=effort)
     seconds = time.process_time() - start
     rows = [(str(one.candidate), one.candidate.cut, one.step_s, one.peak_bytes) for one in found.tried]
     whole = json.dumps([rows, [str(one.candidate) for one in found.best], found.left_out, found.known])

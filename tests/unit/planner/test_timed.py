@@ -2,7 +2,7 @@
 
 import pytest
 
-from penstock.bench.planning import BYTES_ALLOWED, SECONDS_ALLOWED, SIZES, measure
+from penstock.planner.timed import BYTES_ALLOWED, SECONDS_ALLOWED, SIZES, measure
 
 
 @pytest.mark.shows(145)
