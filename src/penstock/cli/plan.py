@@ -24,8 +24,8 @@ def main(words: Sequence[str]) -> int:
     given = _parser().parse_args(list(words))
     _check_files(given)
     values, workload = _workload(given)
-    cluster = _cluster(given)
-    constants = planner.Constants()
+    cluster = _cluster(given, given.devices)
+    constants = _calibrated(given) if given.calibrate else planner.Constants()
     if given.action_us is not None:
         constants = replace(constants, action_s=given.action_us * 1e-6)
     if given.compute is not None:
@@ -62,6 +62,14 @@ pruned by memory and bounds, and the programs of the rest are simulated. Equal a
     parser.add_argument("--devices", type=int, metavar="N", help="(default: one host, or the file's number)")
     parser.add_argument("--compute", type=float, metavar="SHARE", help="share of the peak that products reach")
     parser.add_argument("--action-us", type=float, metavar="TIME", help="microseconds that every action takes besides")
+    parser.add_argument(
+        "--calibrate",
+        action="append",
+        default=[],
+        type=Path,
+        metavar="RUN",
+        help="fit both to the step times of a run's folder, trained on such devices; several times for several runs",
+    )
     parser.add_argument(
         "--effort", type=float, default=1.0, metavar="F", help="simulate F times as much as usual (default 1)"
     )
@@ -104,11 +112,14 @@ def _workload(given: argparse.Namespace) -> tuple[Values, planner.Workload]:
         shape = planner.published_model(given.model)
         return {}, planner.Workload(shape, given.length, given.sequences, given.precision)
     values = read_values(given.run)
-    config = from_values(values)
+    return values, _workload_of(from_values(values))
+
+
+def _workload_of(config: RunConfig) -> planner.Workload:
     model = config.model.whole(_vocabulary(config))
     dtype = "fp32" if config.train.precision.value == "fp32" else "bf16"
     shape = planner.ModelShape.of(model)
-    return values, planner.Workload(shape, config.data.sequence_length, config.data.num_sequences, dtype)
+    return planner.Workload(shape, config.data.sequence_length, config.data.num_sequences, dtype)
 
 
 def _vocabulary(config: RunConfig) -> int:
@@ -120,12 +131,31 @@ def _vocabulary(config: RunConfig) -> int:
     return load_tokenizer(config.data.tokenizer, config.data.end_token or False).vocab_size
 
 
-def _cluster(given: argparse.Namespace) -> planner.Cluster:
-    if given.devices is not None and given.devices < 1:
-        raise ValueError(f"--devices must be at least 1, not {given.devices}")
+def _calibrated(given: argparse.Namespace) -> planner.Constants:
+    """The constants of the cost model, fitted to the runs that were named."""
+    # Only now, since it loads PyTorch.
+    from penstock.engine.runs import METRICS_FILE, CONFIG_FILE, read_metrics
+
+    runs = []
+    for folder in given.calibrate:
+        config = from_values(read_values(folder / CONFIG_FILE))
+        times = [line.get("step_time_s") for line in read_metrics(folder / METRICS_FILE)]
+        try:
+            seconds = planner.median_step_s([time for time in times if isinstance(time, float) and time > 0])
+            runs.append(planner.MeasuredRun(_workload_of(config), planner.candidate_of(config), seconds))
+        except ValueError as error:
+            raise ValueError(f"{folder} cannot calibrate a plan: {error}") from None
+    found = planner.calibrate(runs, lambda devices: _cluster(given, devices))
+    print(f"calibrated: --compute {found.compute:.4g} --action-us {1e6 * found.action_s:.4g}", file=sys.stderr)
+    return found
+
+
+def _cluster(given: argparse.Namespace, devices: int | None) -> planner.Cluster:
+    if devices is not None and devices < 1:
+        raise ValueError(f"--devices must be at least 1, not {devices}")
     if given.cluster.endswith(".toml"):
-        return planner.Cluster.read(given.cluster, given.devices)
-    return planner.Cluster.named(given.cluster, given.devices)
+        return planner.Cluster.read(given.cluster, devices)
+    return planner.Cluster.named(given.cluster, devices)
 
 
 def _write(given: argparse.Namespace, values: Values, found: planner.Plan) -> None:

@@ -5,6 +5,7 @@
 True
 """
 
+from penstock.planner.calibrate import MeasuredRun, calibrate, candidate_of, median_step_s
 from penstock.planner.cluster import Cluster, ClusterError, Device, DeviceLink, hosts
 from penstock.planner.estimate import Candidate, Estimate, Workload, estimate
 from penstock.planner.explain import compare
@@ -21,13 +22,17 @@ __all__ = [
     "Device",
     "DeviceLink",
     "Estimate",
+    "MeasuredRun",
     "ModelShape",
     "NothingFits",
     "Plan",
     "Workload",
+    "calibrate",
+    "candidate_of",
     "compare",
     "estimate",
     "hosts",
+    "median_step_s",
     "models",
     "plan",
     "published_model",
