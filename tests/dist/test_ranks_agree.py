@@ -10,6 +10,7 @@ from torch import nn
 
 from penstock import Engine, EngineOptions, Layout, LearningRate, OptimizerConfig, PackedBatch, SamplingParams
 from penstock.model import decoder_units
+from penstock.runtime.distributed import default_store
 from penstock.settings import ModelConfig, ScheduleConfig
 from tests.dist.grid_cases import SPARSE
 from tests.dist.launch import run_ranks
@@ -21,7 +22,7 @@ BATCH = PackedBatch.from_documents([[1, 2, 3], [4, 5]])
 def engine_of(layout: Layout, **options: object) -> Engine:
     torch.manual_seed(0)
     layers = [nn.Embedding(16, 8), nn.Linear(8, 8), nn.Linear(8, 16)]
-    return Engine.from_layers(layers, 8, layout, EngineOptions(timeout_s=30.0, **options))  # pyright: ignore[reportArgumentType]
+    return Engine.from_layers(layers, 8, layout, EngineOptions(**{"timeout_s": 30.0} | options))  # pyright: ignore[reportArgumentType]
 
 
 def outcome(call: Callable[[], object]) -> str:
@@ -141,22 +142,67 @@ def test_ranks_with_different_layouts_are_refused() -> None:
     assert results[0].startswith("ValueError: rank 0 was given dp=1 x pp=2") and "but rank 1 dp=2 x pp=1" in results[0]
 
 
-def calls(rank: int, folder: str) -> list[str]:
-    """A call of rank 0 alone beside a step of the other, and then a step of both."""
-    engine, found = engine_of(Layout(pp=2)), []
-    for name in ("save", "load"):
-        found.append(
-            outcome(lambda name=name: getattr(engine, name)(folder) if rank == 0 else engine.train_batch(BATCH))
-        )
-        found.append(outcome(lambda: engine.train_batch(BATCH).num_tokens))
+def calls(rank: int, folder: str, layout: Layout) -> list[str]:
+    """A call of rank 0 alone beside a step or a save of the other, and then a step of both."""
+    engine, found = engine_of(layout), []
+    of_rank_0 = {
+        "save": lambda: engine.save(folder),
+        "load": lambda: engine.load(folder),
+        "timeline": engine.timeline,
+        "save_hf": lambda: engine.save_hf(f"{folder}/exported"),
+        "save_adapter": lambda: engine.save_adapter(folder),
+    }
+    for name, call in of_rank_0.items():
+        for other in ("train_batch", "save"):
+            if name != other:
+                theirs = of_rank_0.get(other, lambda: engine.train_batch(BATCH))
+                found.append(outcome(call if rank == 0 else theirs))
+                found.append(outcome(lambda: engine.train_batch(BATCH).num_tokens))
     return found
 
 
-def test_a_call_of_one_rank_alone_beside_a_step_is_refused_and_the_next_step_works(tmp_path: Path) -> None:
-    for found in run_ranks(2, calls, str(tmp_path / "run")):
+@pytest.mark.parametrize("layout", [Layout(pp=2), Layout(dp=2)], ids=str)
+def test_a_call_of_one_rank_alone_beside_another_is_refused_and_the_next_step_works(
+    layout: Layout, tmp_path: Path
+) -> None:
+    for found in run_ranks(2, calls, str(tmp_path / "run"), layout):
         for alone, step in zip(found[::2], found[1::2], strict=True):
             assert alone.startswith("DifferentCalls: all ranks make the same calls in the same order, but rank 0")
-            assert step == "gave 5"
+            assert step == f"gave {5 * layout.dp}"
+
+
+def waiting_alone(rank: int) -> list[str]:
+    """Calls that the other rank never makes, as behind `if rank == 0`."""
+    engine = engine_of(Layout(pp=2), timeout_s=2.0)
+    store = default_store()
+    if rank:
+        store.wait(["rank 0 is done"])
+        return []
+    found = [outcome(engine.timeline)]
+    store.set("rank 0 is done", "")
+    return found
+
+
+def test_a_call_that_no_other_rank_makes_ends_when_the_time_is_up_and_says_which() -> None:
+    [alone], _ = run_ranks(2, waiting_alone)
+    assert alone.startswith(
+        "TransportError: rank 0, step 0: while the ranks begin timeline, which all ranks call: gave up after "
+    )
+
+
+def layers_by_rank(rank: int) -> list[str]:
+    ends = nn.Embedding(16, 8), nn.Linear(8, 16)
+    middles = ([nn.Linear(8, 8) for _ in range(2 - rank)], [nn.Linear(8, 8, bias=rank == 0)])
+    lists = [[ends[0], *middle, ends[1]] for middle in middles]
+    return [outcome(partial(Engine.from_layers, layers, 8, Layout(pp=2))) for layers in lists]
+
+
+def test_ranks_with_different_lists_of_layers_are_refused() -> None:
+    for number, other in run_ranks(2, layers_by_rank):
+        assert number == "ValueError: ranks were given different numbers of layers: rank 0 has 4, but rank 1 has 3"
+        assert other == (
+            "ValueError: ranks were given different layers: layers.1 has 72 parameters on rank 0, but 64 on rank 1"
+        )
 
 
 CONFIG = ModelConfig(vocab_size=32, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=2, max_length=64)

@@ -91,13 +91,14 @@ class ExportedParameter:
     is_ours: bool = True
 
 
-@checked
 def export_model(state: ModelState, form: HuggingFaceForm | None, path: Path | str, options: ExportOptions) -> None:
     """Write a model in this form as a new folder; all ranks call this at the same point.
 
     Raises:
         ValueError: the model has no form that transformers knows, or the folder holds something; on all ranks alike.
+        DifferentCalls, TransportError: not all ranks have called it.
     """
+    state.check_call("save_hf", path=(path, Path | str))
     if form is None:
         raise ValueError("this engine's model was given as layers, for which transformers has no config.json")
     has_adapters = state.pipeline.options.adapter is not None

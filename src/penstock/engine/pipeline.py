@@ -18,6 +18,7 @@ from penstock.engine.build import (
     Ties,
     build_on_all_ranks,
     build_stages,
+    check_same_units,
     check_ties,
     cut_units,
     lend_weights,
@@ -151,6 +152,7 @@ class Pipeline:
         self.context = ContextShards(self.grid.cp_group, self.device)
         groups = ModelGroups(self.grid.tp_group, self.grid.cp_group, self.grid.ep_group, self.options.attention)
         self.units = build_on_all_ranks(lambda: units_for(units, groups, self.layout), self.grid.control)
+        check_same_units(self.units, self.grid.control)
         self.placement = self.options.choice.placement(self.layout.pp)
         self.cut, self.choice = self._cut(units, hidden_size)
         check_ties(self.units, self.cut, self.placement)

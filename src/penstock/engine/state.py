@@ -25,7 +25,7 @@ from penstock.engine.sharding import local_parameters, local_state
 from penstock.engine.trainer import Trainer, TrainResult
 from penstock.engine.watch import Watchers
 from penstock.parallel.buckets import StateBytes
-from penstock.parallel.host import gather_json, on_all_ranks
+from penstock.parallel.host import check_same_calls, gather_json, shown_to_all_ranks
 from penstock.parallel.tensor_slice import LocalTensor, Shard
 from penstock.schedule import Costs, Timeline
 from penstock.settings.arguments import check_argument, checked
@@ -122,7 +122,7 @@ class ModelState:
         Raises: AnotherRun, ValueError, CheckpointError; on all ranks alike.
         """
         grid = self.pipeline.grid
-        self._check_on_all_ranks(path=(path, str | Path), keep=(keep, int))
+        self.check_call("save", path=(path, str | Path), keep=(keep, int))
         with self.pipeline.recorder.collective("save a checkpoint"):
             saved = Checkpointer(path, grid, {}, keep, self.aliases, newest_last=True)
             values = {"engine": self.progress(), "random": random_state(), "extra": extra}
@@ -139,7 +139,7 @@ class ModelState:
         nothing loaded.
         """
         pipeline = self.pipeline
-        self._check_on_all_ranks(path=(path, str | Path))
+        self.check_call("load", path=(path, str | Path))
         rank, world_size = pipeline.grid.rank, pipeline.grid.world_size
         with pipeline.recorder.collective("load a checkpoint"):
             saved, own = CheckpointReader(path, pipeline.grid, None, self.aliases), self.state()
@@ -157,21 +157,26 @@ class ModelState:
 
         Raises: ValueError if there are none, or the folder holds something; on all ranks alike.
         """
-        self._check_on_all_ranks(path=(path, str | Path))
+        self.check_call("save_adapter", path=(path, str | Path))
         save_adapter(self.pipeline, self.form, path)
 
-    def _check_on_all_ranks(self, **given: tuple[Any, Any]) -> None:
-        """Refuse arguments of other types than those beside them, on all ranks alike, and any use after `close`.
+    def check_call(self, call: str, **given: tuple[Any, Any]) -> None:
+        """Begin a method of this name, which all ranks call: refuse arguments of other types than those beside them.
 
-        Raises: ValueError, PipelineError.
+        Raises: ValueError; DifferentCalls if a rank is in another method; on all ranks alike. PipelineError after
+        `close`, TransportError if a rank does not come in time.
         """
 
-        def check() -> None:
+        def check() -> tuple[None, str]:
             for name, (value, kind) in given.items():
                 check_argument(name, value, kind)
+            return None, call
 
         self.pipeline.recovery.check_usable()
-        on_all_ranks(check, partial(gather_json, group=self.pipeline.grid.control), ValueError)
+        with self.pipeline.recorder.collective(f"begin {call}, which all ranks call"):
+            gather = partial(gather_json, group=self.pipeline.grid.control)
+            _, calls = shown_to_all_ranks(check, gather, ValueError)
+        check_same_calls(calls)
 
     def request_stop(self) -> None:
         """Ask all ranks to end after the next step: its `TrainResult.stop_requested` is true on each of them."""
@@ -203,6 +208,7 @@ class ModelState:
 
         Ranks on one host share a clock; those of several hosts are aligned by it as well as the hosts are.
         """
+        self.check_call("timeline")
         recording = gathered_recording(self.pipeline)
         return None if recording is None else recording.timeline
 

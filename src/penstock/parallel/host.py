@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -27,6 +27,15 @@ _KIND_BYTES, _ROW_BYTES = 8, 128
 
 class DifferentCalls(RuntimeError):
     """Ranks are in different calls, such as one in `save` and the others in `train_batch`."""
+
+
+def check_same_calls(calls: Sequence[str]) -> None:
+    """Refuse ranks that are in different calls, given by rank. Raises: DifferentCalls."""
+    if other := next((rank for rank, call in enumerate(calls) if call != calls[0]), None):
+        raise DifferentCalls(
+            f"all ranks make the same calls in the same order, but rank 0 made {calls[0]} and rank {other} "
+            f"{calls[other]}"
+        )
 
 
 def on_all_ranks(

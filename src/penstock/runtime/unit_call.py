@@ -110,20 +110,21 @@ class UnitCall:
             elif _ARGUMENTS.search(str(error)):
                 given_here = f"the stream and {sorted(given.keys)}"
             else:
-                raise self._named(error) from error
+                self._name(error)
+                raise
             raise PipelineError(f"{self.name}, given {given_here}: {error}") from error
         except Exception as error:
-            if (named := self._named(error)) is error:
-                raise
-            raise named from error
+            # No other variable may hold it: with its traceback it would keep this frame's tensors, and activation
+            # checkpointing ends each unit's second run by an exception.
+            self._name(error)
+            raise
 
-    def _named(self, error: Exception) -> Exception:
-        """The error with the layer's name: in its message where the type has nothing else, else as a note."""
+    def _name(self, error: Exception) -> None:
+        """Raise the error anew with the layer's name in its message, or where it has more than that, add a note."""
         place = f"{self.name} ({type(self.module).__name__})"
         if type(error) in _PLAIN:
-            return type(error)(f"{place}: {error}")
+            raise type(error)(f"{place}: {error}") from error
         note_layer(error, place)
-        return error
 
 
 @dataclass(eq=False)
