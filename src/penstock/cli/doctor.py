@@ -3,15 +3,16 @@
 import itertools
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from penstock import __version__
-from penstock.cli.commands import Parser, print_json
+from penstock.cli.commands import Parser, print_json, refuse_to_overwrite, write_text
 from penstock.cli.group import Group, find_group
-from penstock.cli.launch import WorkerCommand, launch
+from penstock.cli.launch import LAUNCHER_PID, WorkerCommand, launch
 from penstock.cli.setting_options import add_options, parallel_options, values_of
 from penstock.settings import Groups, Layout, ParallelConfig
 
@@ -35,6 +36,8 @@ class DoctorArguments:
     parallel: ParallelConfig
     links: bool
     json: bool
+    #: the file to write the measured machines to
+    measure: Path | None = None
 
 
 def main(words: Sequence[str]) -> int:
@@ -45,6 +48,8 @@ def main(words: Sequence[str]) -> int:
     arguments = read_arguments(words)
     group = find_group(os.environ)
     layout = chosen_layout(arguments, group)
+    if arguments.measure is not None and layout.world_size == 1:
+        raise ValueError("--measure needs links: at least two processes, such as --pp 2")
     if not arguments.links or layout.world_size == 1:
         show(arguments, layout, None)
         return 0
@@ -68,19 +73,33 @@ processes of that group, so real hosts are tested.""",
             "penstock doctor                                   this machine, and two processes on it",
             "penstock doctor --pp 2 --dp 2 --tp 2              the groups of a layout, and eight processes",
             "penstock doctor --pp 16 --tp 8 --no-links         the groups alone, nothing is started",
+            "penstock doctor --pp 2 --measure here.toml        the speeds of this machine, for penstock plan",
             "torchrun ... -m penstock doctor --pp 8            the links of the hosts that torchrun has joined",
         ),
     )
     add_options(parser, _PARALLEL, {"order": "AXES", "timeout": "SECONDS"})
+    parser.add_argument(
+        "--measure",
+        type=Path,
+        metavar="FILE",
+        help="measure products, memory and links of all processes, and write the cluster for penstock plan",
+    )
+    parser.add_argument("--force", action="store_true", help="replace an existing file")
     parser.add_argument("--no-links", action="store_true", help="start nothing and test no link")
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     given = parser.parse_args(list(words))
     values = values_of(given, _PARALLEL)
+    if given.measure is not None:
+        if given.no_links:
+            raise ValueError("--measure needs the links that --no-links leaves out; leave out one of them")
+        if LAUNCHER_PID not in os.environ:
+            refuse_to_overwrite(given.measure, force=given.force)
     return DoctorArguments(
         {axis: values[axis] for axis in _SIZES if getattr(given, axis) is not None},
         ParallelConfig(**values),
         not given.no_links,
         given.json,
+        given.measure,
     )
 
 
@@ -104,11 +123,22 @@ def _run_worker(arguments: DoctorArguments, layout: Layout, group: Group) -> int
     parallel = arguments.parallel
 
     def work(store: "Store") -> None:
-        links = measure_links(layout, group, store, parallel.device, parallel.timeout_s)
+        measure = arguments.measure is not None
+        links = measure_links(layout, group, store, parallel.device, parallel.timeout_s, measure)
         if group.rank == 0:
+            if arguments.measure is not None:
+                _write_cluster(arguments.measure, links)
             show(arguments, layout, links)
 
     return work_together(group, 1, parallel.timeout_s, work)
+
+
+def _write_cluster(path: Path, links: "Links") -> None:
+    import tomli_w
+
+    assert links.cluster is not None
+    # The launcher has seen whether the file may be replaced.
+    write_text(path, tomli_w.dumps(links.cluster), force=True)
 
 
 def show(arguments: DoctorArguments, layout: Layout, links: "Links | None") -> None:
@@ -161,7 +191,19 @@ def _link_rows(links: "Links") -> list[tuple[str, str]]:
         ("ring test", f"passed: {where}, {links.device}"),
         ("", f"{links.word_s * 1e6:,.0f} us a step with a word, {links.block_bytes_per_s / 2**20:,.0f} MiB/s a link"),
         ("groups", f"all made and used in {links.connect_s:.2f} s"),
+        *(_cluster_rows(links.cluster) if links.cluster else ()),
     ]
+
+
+def _cluster_rows(cluster: Mapping[str, Any]) -> list[tuple[str, str]]:
+    device, peaks = cluster["device"], cluster["device"]["peak_tflops"]
+    products = ", ".join(f"{name} {flops:g} TFLOP/s" for name, flops in peaks.items())
+    rows = [("products", products), ("memory", f"{device['memory_bandwidth_gb_s']:g} GB/s, all at once")]
+    for section, name in (("host", "links in a host"), ("network", "links of hosts")):
+        link = cluster[section]
+        shared = f", shared by {link['shared_by']}" if link["shared_by"] > 1 else ""
+        rows.append((name, f"{link['bandwidth_gb_s']:g} GB/s, {link['latency_us']:g} us a message{shared}"))
+    return rows
 
 
 def group_table(layout: Layout) -> dict[str, Groups]:

@@ -2,8 +2,10 @@
 
 import platform
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,10 +35,14 @@ class Links:
     word_s: float
     block_bytes_per_s: float
     connect_s: float
+    #: the machines as a cluster's table, if they were to be measured
+    cluster: dict[str, Any] | None = None
 
 
-def measure_links(layout: Layout, group: Group, store: Store, wanted_device: str, timeout_s: float) -> Links:
-    """Test all links as one process of `group`.
+def measure_links(
+    layout: Layout, group: Group, store: Store, wanted_device: str, timeout_s: float, measure: bool = False
+) -> Links:
+    """Test all links as one process of `group`, and with `measure` the machines' speeds too.
 
     Raises: PipelineError naming a link that failed.
     """
@@ -44,21 +50,28 @@ def measure_links(layout: Layout, group: Group, store: Store, wanted_device: str
     device_name = choose_device(store, group, wanted_device)
     initialise(store, group, device_name, timeout_s)
     device = torch.device(device_name, group.local_rank) if device_name == "cuda" else torch.device("cpu")
-    ring = _RingOfProcesses(group, device)
+    ring = Ring(range(group.world_size), group.rank, device)
     times = [ring.step(torch.full((1,), group.rank, device=device)) for _ in range(_NUM_WORDS)]
     block = torch.full((_BLOCK_BYTES // 8,), group.rank, device=device)
     block_s = min(ring.step(block) for _ in range(3))
     start = time.perf_counter()
     connect(layout, device, timedelta(seconds=timeout_s))
     connect_s = time.perf_counter() - start
-    return Links(device_name, tuple(hosts), sorted(times)[len(times) // 2], _BLOCK_BYTES / block_s, connect_s)
+    cluster = None
+    if measure:
+        from penstock.cli.measured_cluster import measure_cluster
+
+        cluster = measure_cluster(group, store, hosts, device)
+    word_s = sorted(times)[len(times) // 2]
+    return Links(device_name, tuple(hosts), word_s, _BLOCK_BYTES / block_s, connect_s, cluster)
 
 
 @dataclass(frozen=True)
-class _RingOfProcesses:
-    """All processes in a ring; each sends to the next."""
+class Ring:
+    """Some processes in a ring, of which this one, `rank`, is one; each sends to the next."""
 
-    group: Group
+    members: Sequence[int]
+    rank: int
     device: torch.device
 
     def step(self, sent: Tensor) -> float:
@@ -66,8 +79,8 @@ class _RingOfProcesses:
 
         Raises: PipelineError naming the link that failed.
         """
-        rank, world_size = self.group.rank, self.group.world_size
-        before, after = (rank - 1) % world_size, (rank + 1) % world_size
+        rank, place, size = self.rank, self.members.index(self.rank), len(self.members)
+        before, after = self.members[(place - 1) % size], self.members[(place + 1) % size]
         arrived = torch.full_like(sent, -1)
         start = time.perf_counter()
         try:

@@ -134,7 +134,7 @@ def _vocabulary(config: RunConfig) -> int:
 def _calibrated(given: argparse.Namespace) -> planner.Constants:
     """The constants of the cost model, fitted to the runs that were named."""
     # Only now, since it loads PyTorch.
-    from penstock.engine.runs import METRICS_FILE, CONFIG_FILE, read_metrics
+    from penstock.engine.runs import CONFIG_FILE, METRICS_FILE, read_metrics
 
     runs = []
     for folder in given.calibrate:

@@ -18,7 +18,13 @@ def config(schedule: str, num_microbatches: int, **sizes: int) -> RunConfig:
     return from_dict(
         {
             "output": "runs/none",
-            "model": {"vocab_size": 512, "hidden_size": 512, "num_layers": 4, "num_heads": 8, "intermediate_size": 1024},
+            "model": {
+                "vocab_size": 512,
+                "hidden_size": 512,
+                "num_layers": 4,
+                "num_heads": 8,
+                "intermediate_size": 1024,
+            },
             "data": {"sequence_length": 256, "num_sequences": 32},
             "schedule": {"name": schedule},
             "parallel": sizes,
