@@ -4,7 +4,7 @@ import itertools
 import os
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -117,28 +117,26 @@ def chosen_layout(arguments: DoctorArguments, group: Group | None) -> Layout:
 
 def _run_worker(arguments: DoctorArguments, layout: Layout, group: Group) -> int:
     """Test the links as one process of `group`; returns the exit code."""
-    from penstock.cli.links import measure_links
+    import tomli_w
+
+    from penstock.cli.links import device_of, measure_links
+    from penstock.cli.measured_cluster import measure_cluster
     from penstock.cli.together import work_together
 
     parallel = arguments.parallel
 
     def work(store: "Store") -> None:
-        measure = arguments.measure is not None
-        links = measure_links(layout, group, store, parallel.device, parallel.timeout_s, measure)
+        links = measure_links(layout, group, store, parallel.device, parallel.timeout_s)
+        if arguments.measure is not None:
+            cluster = measure_cluster(group, store, links.hosts, device_of(links.device, group))
+            links = replace(links, cluster=cluster)
+            if group.rank == 0:
+                # The launcher has seen whether the file may be replaced.
+                write_text(arguments.measure, tomli_w.dumps(cluster), force=True)
         if group.rank == 0:
-            if arguments.measure is not None:
-                _write_cluster(arguments.measure, links)
             show(arguments, layout, links)
 
     return work_together(group, 1, parallel.timeout_s, work)
-
-
-def _write_cluster(path: Path, links: "Links") -> None:
-    import tomli_w
-
-    assert links.cluster is not None
-    # The launcher has seen whether the file may be replaced.
-    write_text(path, tomli_w.dumps(links.cluster), force=True)
 
 
 def show(arguments: DoctorArguments, layout: Layout, links: "Links | None") -> None:

@@ -39,35 +39,33 @@ class Links:
     cluster: dict[str, Any] | None = None
 
 
-def measure_links(
-    layout: Layout, group: Group, store: Store, wanted_device: str, timeout_s: float, measure: bool = False
-) -> Links:
-    """Test all links as one process of `group`, and with `measure` the machines' speeds too.
+def measure_links(layout: Layout, group: Group, store: Store, wanted_device: str, timeout_s: float) -> Links:
+    """Test all links as one process of `group`.
 
     Raises: PipelineError naming a link that failed.
     """
     hosts = [theirs["host"] for theirs in agree(store, group, "hosts", {"host": platform.node()})]
     device_name = choose_device(store, group, wanted_device)
     initialise(store, group, device_name, timeout_s)
-    device = torch.device(device_name, group.local_rank) if device_name == "cuda" else torch.device("cpu")
-    ring = Ring(range(group.world_size), group.rank, device)
+    device = device_of(device_name, group)
+    ring = ProcessRing(range(group.world_size), group.rank, device)
     times = [ring.step(torch.full((1,), group.rank, device=device)) for _ in range(_NUM_WORDS)]
     block = torch.full((_BLOCK_BYTES // 8,), group.rank, device=device)
     block_s = min(ring.step(block) for _ in range(3))
     start = time.perf_counter()
     connect(layout, device, timedelta(seconds=timeout_s))
     connect_s = time.perf_counter() - start
-    cluster = None
-    if measure:
-        from penstock.cli.measured_cluster import measure_cluster
-
-        cluster = measure_cluster(group, store, hosts, device)
     word_s = sorted(times)[len(times) // 2]
-    return Links(device_name, tuple(hosts), word_s, _BLOCK_BYTES / block_s, connect_s, cluster)
+    return Links(device_name, tuple(hosts), word_s, _BLOCK_BYTES / block_s, connect_s)
+
+
+def device_of(name: str, group: Group) -> torch.device:
+    """The device of this process."""
+    return torch.device(name, group.local_rank) if name == "cuda" else torch.device("cpu")
 
 
 @dataclass(frozen=True)
-class Ring:
+class ProcessRing:
     """Some processes in a ring, of which this one, `rank`, is one; each sends to the next."""
 
     members: Sequence[int]

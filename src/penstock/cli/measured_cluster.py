@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 from penstock.cli.group import Group, agree
-from penstock.cli.links import Ring
+from penstock.cli.links import ProcessRing
 
 # Long enough that a clock which rises and falls with the load has settled.
 _SECONDS = 0.4
@@ -98,7 +98,7 @@ def _link(members: Sequence[int], rank: int, device: torch.device) -> LinkSpeed 
     """A ring of some processes, measured by one of them; the others may be in rings of their own, or wait."""
     found = None
     if len(members) > 1:
-        ring = Ring(members, rank, device)
+        ring = ProcessRing(members, rank, device)
         words = [ring.step(torch.full((1,), rank, device=device)) for _ in range(_NUM_WORDS)]
         block = torch.full((_BLOCK_BYTES // 8,), rank, device=device)
         blocks = [ring.step(block) for _ in range(_NUM_BLOCKS)]
