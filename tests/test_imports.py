@@ -21,7 +21,20 @@ MAY_IMPORT = {
     "runtime": {"model", "parallel", "data", "schedule", "settings"},
     "engine": {"runtime", "model", "parallel", "data", "schedule", "settings"},
     "bench": {"engine", "runtime", "model", "parallel", "data", "schedule", "settings"},
-    "cli": {"bench", "engine", "runtime", "model", "parallel", "data", "draw", "planner", "schedule", "settings"},
+    "serve": {"engine", "runtime", "model", "parallel", "data", "schedule", "settings"},
+    "cli": {
+        "bench",
+        "serve",
+        "engine",
+        "runtime",
+        "model",
+        "parallel",
+        "data",
+        "draw",
+        "planner",
+        "schedule",
+        "settings",
+    },
 }
 # The planner's one function that runs the engine's own code, without data.
 EXCEPTIONS = {("planner/rehearsal.py", "penstock.engine.rehearsal")}

@@ -60,7 +60,9 @@ def test_the_loop_of_failing_steps_runs(capsys: pytest.CaptureFixture[str]):
     assert printed[1] == "left out: this batch cannot be used" and len(printed) == 3
 
 
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/testing.md"])
+@pytest.mark.parametrize(
+    "page", ["README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/serving.md", "docs/testing.md"]
+)
 def test_links_and_paths_lead_somewhere(page: str):
     text = (ROOT / page).read_text()
     links = [link for link in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in link]

@@ -10,6 +10,7 @@ COMMANDS = {
     "train": Command("train a model cut into stages, as set in a TOML file", "penstock.cli.train"),
     "score": Command("write each token's log-probability and each text's perplexity", "penstock.cli.score"),
     "generate": Command("continue prompts with a saved model", "penstock.cli.generate"),
+    "serve": Command("answer over HTTP with a saved model, by OpenAI's interface", "penstock.cli.serve"),
     "convert": Command("a run's model for Hugging Face's transformers, and back", "penstock.cli.convert"),
     "schedule": Command("list, draw, prove, simulate and export schedules (no GPU, no torch)", "penstock.cli.schedule"),
     "rehearse": Command("a rank's step without data or devices: memory, arithmetic, traffic", "penstock.cli.rehearse"),

@@ -14,7 +14,7 @@ from penstock.schedule import Ending, Scheduler, Token
 from penstock.settings import SamplingParams
 
 _IDLE_S = 1.0
-"""How long nothing may happen before the ranks hear from each other: a peer that has died is then found."""
+"""Seconds without work after which the ranks hear from each other: a peer that has died is then found."""
 
 
 class QueueFullError(RuntimeError):

@@ -72,6 +72,8 @@ class SavedModel:
     end_tokens: tuple[int, ...] = ()
     #: settings of `SamplingParams` by name, as the folder's generation_config.json gives them
     sampling: Mapping[str, Any] = field(default_factory=dict)
+    #: the folder that may have a chat template; None where the tokenizer has no files
+    tokenizer_folder: Path | None = None
 
 
 def open_model(folder: Path | str, native: bool = True) -> SavedModel:
@@ -125,7 +127,19 @@ def _open_run(folder: Path) -> SavedModel:
 
     model = config.model
     sampling = _generation_defaults(Path(name or ""))
-    return SavedModel(folder, size, model.max_length, model.num_units, tokenizer, arguments, load, ends, sampling)
+    files = None if name in (None, "bytes") else Path(name).expanduser()
+    return SavedModel(
+        folder,
+        size,
+        model.max_length,
+        model.num_units,
+        tokenizer,
+        arguments,
+        load,
+        ends,
+        sampling,
+        files if files is None or files.is_dir() else files.parent,
+    )
 
 
 def _load_run(folder: Path, config: RunConfig, state: ModelState) -> str:
@@ -176,6 +190,7 @@ def _open_hugging_face(folder: Path, native: bool) -> SavedModel:
         load=load,
         end_tokens=_hugging_face_ends(folder),
         sampling=_generation_defaults(folder),
+        tokenizer_folder=folder,
     )
 
 

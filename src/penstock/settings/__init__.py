@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     )
     from penstock.settings.sampling import LogitBias, RingConfig, SamplingParams
     from penstock.settings.schedule import ScheduleConfig, SearchedPlacement
+    from penstock.settings.serving import ServeConfig
 
 __all__ = [
     "AXES",
@@ -78,6 +79,7 @@ __all__ = [
     "ScheduleConfig",
     "Scores",
     "SearchedPlacement",
+    "ServeConfig",
     "Setting",
     "Settings",
     "TrainConfig",
@@ -99,7 +101,7 @@ __all__ = [
 # Each file after those that it imports.
 _FILES = (
     *("declare", "arguments", "schedule", "adapter", "data", "experts", "model", "parameter_groups", "optimizer"),
-    *("parallel", "sampling", "run", "read"),
+    *("parallel", "sampling", "serving", "run", "read"),
 )
 
 

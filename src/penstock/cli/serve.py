@@ -1,0 +1,260 @@
+"""`penstock serve MODEL`: answers over HTTP, by OpenAI's interface."""
+
+import importlib.util
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from penstock.cli.commands import Parser
+from penstock.cli.group import Group, find_group_of
+from penstock.cli.launch import WorkerCommand, launch
+from penstock.cli.setting_options import PROCESSES, add_options, options_of, parallel_options, values_of
+from penstock.settings import ParallelConfig, RingConfig, ServeConfig
+
+if TYPE_CHECKING:
+    from socket import socket
+
+    from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
+
+    from penstock.engine.engine import Engine
+    from penstock.engine.saved_model import SavedModel
+    from penstock.schedule import RingShape
+    from penstock.serve.app import ServerParts
+
+API_KEY = "PENSTOCK_API_KEY"
+"""The environment variable with the key that clients must give."""
+
+_IMPORTS = ("penstock.serve.server", "penstock.cli.together", "penstock.engine.engine")
+_PARALLEL = parallel_options(("pp", *PROCESSES))
+_RING = options_of(RingConfig(), {"num_slots": "slots", "rows_per_slot": "rows"}, without=("max_rows_per_slot",))
+_SERVE = options_of(ServeConfig(), {"drain_s": "drain"})
+_USUAL_LENGTH = 4096
+# A launcher passes on a signal that its workers may have been sent as well.
+_SAME_SIGNAL_S = 1.0
+_METAVARS = {
+    "timeout": "SECONDS",
+    "drain": "SECONDS",
+    "address": "ADDRESS",
+    "port": "PORT",
+    "name": "NAME",
+    "api_key_file": "FILE",
+    "chat_template": "FILE",
+}
+
+
+@dataclass(frozen=True)
+class ServeArguments:
+    """One call of the command."""
+
+    model: Path
+    serve: ServeConfig
+    ring: RingConfig
+    parallel: ParallelConfig
+    native: bool
+
+
+def main(words: Sequence[str]) -> int:
+    """Run the command; returns its exit code.
+
+    Raises:
+        ValueError, OSError: the model, the address or the key cannot be used; nothing has been started.
+    """
+    arguments = read_arguments(words)
+    for library in ("starlette", "uvicorn"):
+        if importlib.util.find_spec(library) is None:
+            raise ValueError(f"penstock serve needs {library}; install it with pip install 'penstock[serve]'")
+    group, world_size = find_group_of({"pp": arguments.parallel.pp})
+    if group is None and world_size > 1:
+        command = WorkerCommand("penstock.cli.serve", "serves again", _IMPORTS)
+        return launch(command, words, world_size, arguments.parallel.num_threads, check=lambda: _open(arguments))
+    from penstock.cli.together import work_together
+
+    own, parallel = group or Group.alone(), arguments.parallel
+    return work_together(own, parallel.num_threads, parallel.timeout_s, lambda store: _serve(arguments, own, store))
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        "penstock serve",
+        f"""Serve the model in a folder, that of a run or of a Hugging Face model, by OpenAI's interface: completions
+and chat completions, whole or streamed. Requests join and leave the running computation at any token; an answer is the
+one that penstock generate gives for the same prompt, settings and seed, whatever else is computed. SIGTERM or Ctrl-C
+drains: running answers are finished, new requests refused (503), and the exit code is 0; a second one ends them.
+It listens on this machine alone unless --address says otherwise. Where the environment variable {API_KEY} or
+--api-key-file gives a key, /v1 answers only who has it. There is no encryption: put a proxy in front of a network.""",
+        examples=(
+            "penstock serve runs/demo                          http://127.0.0.1:8000/v1 for the clients of OpenAI",
+            "penstock serve model/ --pp 2 --rows 32            two stages, 32 answers in each of their slots",
+            "PENSTOCK_API_KEY=... penstock serve model/ --address 0.0.0.0 --port 80",
+            'curl localhost:8000/v1/completions -d \'{"model": "demo", "prompt": "def main(", "max_tokens": 32}\'',
+        ),
+    )
+    parser.add_argument("model", type=Path, metavar="MODEL", help="the folder of a run, or of a Hugging Face model")
+    add_options(parser.add_argument_group("what it takes"), _SERVE, _METAVARS)
+    running = parser.add_argument_group("how it runs")
+    for options in (_PARALLEL, _RING):
+        add_options(running, options, _METAVARS)
+    parser.add_argument(
+        "--no-native", action="store_true", help="run a Hugging Face model by transformers' own layers, of any family"
+    )
+    return parser
+
+
+def read_arguments(words: Sequence[str]) -> ServeArguments:
+    """Read the command line.
+
+    Raises: ValueError for a mistake in it.
+    """
+    given = _parser().parse_args(list(words))
+    return ServeArguments(
+        model=given.model,
+        serve=ServeConfig(**values_of(given, _SERVE)),
+        ring=RingConfig(**values_of(given, _RING)),
+        parallel=ParallelConfig(**values_of(given, _PARALLEL)),
+        native=not given.no_native,
+    )
+
+
+def _open(arguments: ServeArguments) -> "SavedModel":
+    """Open the model. Raises: ValueError for what no number of processes could serve."""
+    from penstock.cli.texts import open_to_cut
+
+    model = open_to_cut(arguments.model, arguments.parallel.pp, arguments.native)
+    longest = arguments.serve.max_length
+    if longest is not None and longest > model.max_length:
+        raise ValueError(f"--max-length {longest} is more than the {model.max_length} tokens that {model.folder} takes")
+    return model
+
+
+def _length(arguments: ServeArguments, model: "SavedModel") -> int:
+    """The tokens of a row of the KV cache."""
+    return arguments.serve.max_length or min(_USUAL_LENGTH, model.max_length)
+
+
+def _shape(arguments: ServeArguments) -> "RingShape":
+    from penstock.engine.answers import GenerateOptions
+
+    # As for prompts without end.
+    ring = arguments.ring
+    options = GenerateOptions(ring.num_slots, ring.rows_per_slot, ring.max_rows_per_slot, ring.prefill_tokens)
+    return options.shape(1 << 30, arguments.parallel.pp)
+
+
+def _key(arguments: ServeArguments) -> str | None:
+    """The key that clients must give; None for none. Raises: ValueError for an unusable one."""
+    key, where = os.environ.get(API_KEY), f"the environment variable {API_KEY}"
+    if arguments.serve.api_key_file is not None:
+        where = arguments.serve.api_key_file
+        key = Path(where).read_text(encoding="utf-8")
+    if key is None:
+        return None
+    if not key.strip().isascii() or not key.strip().isprintable() or not key.strip() or " " in key.strip():
+        raise ValueError(f"{where} holds no usable key; give printable ASCII characters without blanks")
+    return key.strip()
+
+
+def _parts(arguments: ServeArguments, model: "SavedModel", shape: "RingShape") -> "ServerParts":
+    """The server's part on the rank of the first stage. Raises: ValueError for an unusable key or template."""
+    from penstock.data.chat_template import ChatTemplate
+    from penstock.engine.requests import RequestQueue
+    from penstock.model import Limits
+    from penstock.serve.app import ServerParts
+    from penstock.serve.asked import ServedModel
+    from penstock.serve.mailboxes import Mailboxes
+    from penstock.serve.metrics import ServerMetrics
+
+    config, file = arguments.serve, arguments.serve.chat_template
+    served = ServedModel(
+        name=config.name or model.folder.resolve().name,
+        created=int(time.time()),
+        tokenizer=model.tokenizer,
+        template=ChatTemplate.load(model.tokenizer_folder, None if file is None else Path(file)),
+        limits=Limits(model.vocab_size, _length(arguments, model)),
+        end_tokens=model.end_tokens,
+        sampling=model.sampling,
+    )
+    mailboxes = Mailboxes(lambda publish: RequestQueue(shape.num_rows, config.max_waiting, model.tokenizer, publish))
+    return ServerParts(served, config, mailboxes, ServerMetrics(lambda: mailboxes.queue.counts), _key(arguments))
+
+
+def _serve(arguments: ServeArguments, group: Group, store: "Store") -> None:
+    from penstock.cli.together import choose_device, initialise, refuse_differing, together
+    from penstock.engine.engine import Engine
+    from penstock.runtime import Watchdog
+    from penstock.serve.server import listen
+
+    config, parallel = arguments.serve, arguments.parallel
+    model = together(store, group, "model", lambda: _open(arguments))
+    shape, length = _shape(arguments), _length(arguments, model)
+    refuse_differing(store, group, "form", {"rows": shape.num_rows, "slots": shape.num_slots, "length": length})
+
+    def prepare() -> "tuple[ServerParts, socket] | None":
+        return (_parts(arguments, model, shape), listen(config.address, config.port)) if group.rank == 0 else None
+
+    prepared = together(store, group, "address", prepare)
+    device = choose_device(store, group, parallel.device)
+    initialise(store, group, device, parallel.timeout_s)
+    engine = Engine(*model.arguments(replace(parallel, device=device)))
+    model.load(engine)
+    ending = threading.Event() if prepared is not None else None
+    for number in (signal.SIGTERM, signal.SIGINT):
+        # The other ranks end with the ring, which the first one closes.
+        signal.signal(number, lambda *_: None if ending is None else ending.set())
+    watchdog = Watchdog.of_run(engine.recorder, parallel.timeout_s, engine.grid.control, engine.grid.pp_ranks)
+    try:
+        _run(engine, shape, length, prepared, ending)
+    finally:
+        watchdog.close()
+        engine.close()
+
+
+def _run(
+    engine: "Engine",
+    shape: "RingShape",
+    length: int,
+    prepared: "tuple[ServerParts, socket] | None",
+    ending: threading.Event | None,
+) -> None:
+    """Generate until the server has been told to end, on every rank."""
+    from penstock.engine.answers import GenerateOptions
+    from penstock.serve.server import HttpThread
+
+    options = GenerateOptions()
+    if prepared is None or ending is None:
+        engine.generator.serve(None, shape, length, options)
+        return
+    parts, listener = prepared
+    http = HttpThread(parts, listener)
+    http.start()
+    threading.Thread(target=_drain, args=(parts, ending), name="penstock ending", daemon=True).start()
+    host, port = listener.getsockname()[:2]
+    place = f"[{host}]" if ":" in host else host
+    print(
+        f"serving {parts.model.name} at http://{place}:{port}/v1: {shape.num_rows} answers at a time, "
+        f"each of up to {length} tokens with its prompt",
+        flush=True,
+    )
+    try:
+        engine.generator.serve(parts.mailboxes.queue, shape, length, options)
+    except BaseException as error:
+        parts.mailboxes.fail(f"the server has failed: {error}")
+        raise
+    finally:
+        http.end()
+
+
+def _drain(parts: "ServerParts", ending: threading.Event) -> None:
+    """Once a signal has come, let running answers finish; end them after a while, or at a second signal."""
+    ending.wait()
+    parts.mailboxes.close("the server is ending; no new requests are taken")
+    print("penstock: ending once the running answers are finished", file=sys.stderr)
+    time.sleep(_SAME_SIGNAL_S)
+    ending.clear()
+    ending.wait(parts.config.drain_s)
+    parts.mailboxes.fail("the server has ended before the answer was finished")

@@ -1,0 +1,262 @@
+"""The server's paths: completions, chat completions, models, health and metrics."""
+
+import asyncio
+import hashlib
+import hmac
+import json
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from penstock.serve.asked import AskedAnswers, ServedModel, read_chat, read_completion
+from penstock.serve.mailboxes import Mailbox, Mailboxes
+from penstock.serve.metrics import CONTENT_TYPE, ServerMetrics
+from penstock.serve.refusals import RefusalError, invalid, json_response, quoted, refusal_response
+from penstock.serve.replies import Reply
+from penstock.settings import ServeConfig
+from penstock.settings.json_files import parse_json
+
+_BODY_S = 30.0
+"""Seconds that a client may take to send the body of a request."""
+
+
+@dataclass(frozen=True, eq=False)
+class ServerParts:
+    """The parts that all paths share. key: None if clients need none."""
+
+    model: ServedModel
+    config: ServeConfig
+    mailboxes: Mailboxes
+    metrics: ServerMetrics
+    key: str | None
+
+
+def application(parts: ServerParts) -> Starlette:
+    """The application of a server."""
+    paths = [
+        _path(parts, "/health", _health, "GET"),
+        _path(parts, "/metrics", _metrics, "GET"),
+        _path(parts, "/v1/models", _models, "GET"),
+        _path(parts, "/v1/models/{name:path}", _one_model, "GET"),
+        _path(parts, "/v1/completions", partial(_generate, read_completion), "POST"),
+        _path(parts, "/v1/chat/completions", partial(_generate, read_chat), "POST"),
+    ]
+    return Starlette(routes=paths, exception_handlers={HTTPException: partial(_no_such_path, parts)})
+
+
+Answer = Callable[[ServerParts, Request], Awaitable[Any]]
+
+
+def _path(parts: ServerParts, path: str, answer: Answer, method: str) -> Route:
+    async def endpoint(request: Request) -> Any:
+        start_s, status = time.perf_counter(), 500
+        try:
+            if path.startswith("/v1/"):
+                _check_key(parts.key, request)
+            response = await answer(parts, request)
+            status = response.status_code
+            return response
+        except RefusalError as refusal:
+            status = refusal.status
+            return refusal_response(refusal)
+        except ClientDisconnect:
+            status = 499  # as other servers count it; nobody reads it
+            return Response(status_code=status)
+        finally:
+            parts.metrics.requests[path, status] += 1
+            if method == "POST" and status != 200:
+                parts.metrics.request_s.add(time.perf_counter() - start_s)
+
+    return Route(path, endpoint, methods=[method])
+
+
+def _check_key(key: str | None, request: Request) -> None:
+    """Refuse a request without the key; the time that this takes says nothing of the key."""
+    if key is None:
+        return
+    kind, _, given = request.headers.get("authorization", "").partition(" ")
+    # Hashes are equally long, whatever was given.
+    ours, theirs = (hashlib.sha256(text.encode("utf-8", "surrogateescape")).digest() for text in (key, given.strip()))
+    if not hmac.compare_digest(ours, theirs) or kind.lower() != "bearer":
+        raise RefusalError(401, "the API key is missing or wrong; give it as a bearer token", None, "invalid_api_key")
+
+
+async def _no_such_path(parts: ServerParts, request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    parts.metrics.requests["other", error.status_code] += 1
+    what = f"{request.method} {quoted(request.url.path)}"
+    if error.status_code == 404:
+        return refusal_response(RefusalError(404, f"there is no {what}", None, "not_found"))
+    return refusal_response(RefusalError(error.status_code, f"{what}: {error.detail}"))
+
+
+# ---- what is known without generating
+
+
+async def _health(parts: ServerParts, request: Request) -> Response:
+    if parts.mailboxes.refused is not None:
+        return json_response({"status": "ending", "reason": parts.mailboxes.refused}, 503)
+    return json_response({"status": "ok", "model": parts.model.name})
+
+
+async def _metrics(parts: ServerParts, request: Request) -> Response:
+    return Response(parts.metrics.text(), headers={"content-type": CONTENT_TYPE})
+
+
+async def _models(parts: ServerParts, request: Request) -> Response:
+    return json_response({"object": "list", "data": [_described(parts.model)]})
+
+
+async def _one_model(parts: ServerParts, request: Request) -> Response:
+    name = request.path_params["name"]
+    if name != parts.model.name:
+        message = f"there is no model {quoted(name)}; this server has {parts.model.name!r}"
+        raise RefusalError(404, message, "model", "model_not_found")
+    return json_response(_described(parts.model))
+
+
+def _described(model: ServedModel) -> dict[str, Any]:
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": model.created,
+        "owned_by": "penstock",
+        "max_model_len": model.limits.max_length,
+    }
+
+
+# ---- answers
+
+
+ReadRequest = Callable[[Any, ServedModel, ServeConfig], AskedAnswers]
+
+
+async def _generate(read: ReadRequest, parts: ServerParts, request: Request) -> "_Answering":
+    start_s = time.perf_counter()
+    if parts.mailboxes.refused is not None:
+        raise RefusalError(503, parts.mailboxes.refused, None, "server_ended")
+    body = await _body(request, parts.config.max_body_bytes)
+    # Long texts take long to tokenise; other requests go on meanwhile.
+    asked = await run_in_threadpool(_read, read, body, parts)
+    mailbox = parts.mailboxes.submit(asked)
+    parts.metrics.num_prompt_tokens += asked.num_prompt_tokens
+    return _Answering(parts, Reply(asked, parts.model.name, parts.model.tokenizer), mailbox, start_s)
+
+
+async def _body(request: Request, most_bytes: int) -> bytes:
+    """The request's body. Raises: RefusalError if it is too long, or does not come."""
+    too_long = RefusalError(413, f"the body is longer than {most_bytes} bytes; shorten it", None, "too_long")
+    length = request.headers.get("content-length", "0")
+    if length.isdecimal() and int(length[:20]) > most_bytes:
+        raise too_long
+    body = bytearray()
+    try:
+        async with asyncio.timeout(_BODY_S):
+            async for piece in request.stream():
+                body += piece
+                if len(body) > most_bytes:
+                    raise too_long
+    except TimeoutError:
+        raise RefusalError(408, f"the body did not come within {_BODY_S:g} s", None, "timeout") from None
+    return bytes(body)
+
+
+def _read(read: ReadRequest, body: bytes, parts: ServerParts) -> AskedAnswers:
+    try:
+        content = parse_json(body)
+    except ValueError as error:
+        raise invalid(None, f"the body is not JSON ({quoted(str(error))})") from None
+    return read(content, parts.model, parts.config)
+
+
+class _Answering:
+    """The response of one request: generates until it is answered or its client has gone."""
+
+    status_code = 200
+
+    #: what all paths share
+    _parts: ServerParts
+    #: what is written, and where answers grow
+    _reply: Reply
+    _mailbox: Mailbox
+    #: when the request came
+    _start_s: float
+
+    def __init__(self, parts: ServerParts, reply: Reply, mailbox: Mailbox, start_s: float) -> None:
+        self._parts, self._reply, self._mailbox, self._start_s = parts, reply, mailbox, start_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the reply; the method's name is ASGI's."""
+        metrics = self._parts.metrics
+        send_reply = self._stream if self._reply.asked.stream else self._send_whole
+        replying = asyncio.create_task(send_reply(scope, receive, send))
+        leaving = asyncio.create_task(_gone(receive))
+        try:
+            await asyncio.wait({replying, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if replying.done():
+                replying.result()
+        except OSError:
+            pass  # the client has gone while it was written to
+        finally:
+            for task in (replying, leaving):
+                task.cancel()
+            metrics.num_cancelled += self._parts.mailboxes.leave(self._mailbox)
+            metrics.num_new_tokens += self._reply.num_tokens
+            metrics.request_s.add(time.perf_counter() - self._start_s)
+
+    async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            async for growths in self._mailbox.growths():
+                for growth in growths:
+                    self._reply.add(self._mailbox.places[growth.number], growth)
+            response = json_response(self._reply.whole())
+        except RefusalError as refusal:
+            self._parts.metrics.requests["ended", refusal.status] += 1
+            response = refusal_response(refusal)
+        await response(scope, receive, send)
+
+    async def _stream(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        for opening in self._reply.openings():
+            await _send_event(send, opening)
+        try:
+            async for growths in self._mailbox.growths():
+                if growths and not self._reply.num_tokens:
+                    self._parts.metrics.first_token_s.add(time.perf_counter() - self._start_s)
+                events = []
+                for growth in growths:
+                    place = self._mailbox.places[growth.number]
+                    self._reply.add(place, growth)
+                    events.append(self._reply.part(place, growth))
+                await _send_event(send, *filter(None, events))
+            closing = self._reply.closing()
+            await _send_event(send, *([] if closing is None else [closing]))
+            await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
+        except RefusalError as refusal:
+            self._parts.metrics.requests["ended", refusal.status] += 1
+            await _send_event(send, refusal.content)
+            await send({"type": "http.response.body", "body": b""})
+
+
+async def _send_event(send: Send, *contents: dict[str, Any]) -> None:
+    """Send server-sent events, in one piece."""
+    if contents:
+        body = "".join(f"data: {json.dumps(content, allow_nan=False)}\n\n" for content in contents)
+        await send({"type": "http.response.body", "body": body.encode(), "more_body": True})
+
+
+async def _gone(receive: Receive) -> None:
+    """Return once the client has gone."""
+    while (await receive())["type"] != "http.disconnect":
+        pass

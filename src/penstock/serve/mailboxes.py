@@ -1,0 +1,139 @@
+"""The mailboxes between the thread that generates and the event loop of HTTP: requests in, growth of answers out."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+from penstock.engine.requests import Growth, QueueClosedError, QueueFullError, RequestQueue
+from penstock.serve.asked import AskedAnswers
+from penstock.serve.refusals import RefusalError
+
+
+class Mailbox:
+    """The answers to one request as they grow, for the coroutine that replies.
+
+    numbers: of the answers, in the order of the request's choices.
+    """
+
+    #: answer -> its place among the request's choices
+    places: dict[int, int]
+    #: what has come and was not yet taken
+    _growths: list[Growth]
+    #: answers that have not ended
+    _num_open: int
+    #: True if each token is waited for, and not only the end
+    _stream: bool
+    #: set when there is something to take
+    _ready: asyncio.Event
+    #: why no more will come
+    _failure: str | None
+
+    def __init__(self, numbers: list[int], stream: bool) -> None:
+        self.places = {number: place for place, number in enumerate(numbers)}
+        self._growths, self._num_open, self._stream = [], len(numbers), stream
+        self._ready, self._failure = asyncio.Event(), None
+
+    def put(self, growth: Growth) -> None:
+        self._growths.append(growth)
+        self._num_open -= growth.ending is not None
+        if self._stream or self._num_open == 0:
+            self._ready.set()
+
+    def fail(self, message: str) -> None:
+        self._failure = message
+        self._ready.set()
+
+    async def growths(self) -> AsyncIterator[list[Growth]]:
+        """Yield what answers have grown by, until all have ended.
+
+        Raises:
+            RefusalError: with status 503, where the server cannot finish them.
+        """
+        num_open = len(self.places)
+        while num_open:
+            await self._ready.wait()
+            self._ready.clear()
+            taken, self._growths = self._growths, []
+            num_open -= sum(growth.ending is not None for growth in taken)
+            yield taken
+            if num_open and self._failure is not None:
+                raise RefusalError(503, self._failure, None, "server_ended")
+
+
+class Mailboxes:
+    """All mailboxes of a server; but for `publish`, `close` and `fail`, its methods belong to the event loop's thread.
+
+    Args:
+        make_queue: makes the engine's queue, which publishes growths by the function that it is given.
+    """
+
+    #: the engine's queue
+    queue: RequestQueue
+    #: answer -> where its growth goes
+    _mailboxes: dict[int, Mailbox]
+    #: runs the coroutines that reply; None before `open`
+    _loop: asyncio.AbstractEventLoop | None
+    #: why requests are refused; None while they are not
+    refused: str | None
+
+    def __init__(self, make_queue: Callable[[Callable[[list[Growth]], object]], RequestQueue]) -> None:
+        self.queue = make_queue(self.publish)
+        self._mailboxes, self._loop, self.refused = {}, None, None
+
+    def open(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Begin; to be called before any request."""
+        self._loop = loop
+
+    def submit(self, asked: AskedAnswers) -> Mailbox:
+        """Ask for answers.
+
+        Raises:
+            RefusalError: with status 429 or 503, where they cannot be taken.
+        """
+        try:
+            numbers = self.queue.submit(asked.prompts, asked.params)
+        except QueueFullError as error:
+            raise RefusalError(429, f"{error}; try again later", None, "queue_full") from None
+        except QueueClosedError as error:
+            raise RefusalError(503, str(error), None, "server_ended") from None
+        mailbox = Mailbox(numbers, asked.stream)
+        self._mailboxes |= dict.fromkeys(numbers, mailbox)
+        return mailbox
+
+    def leave(self, mailbox: Mailbox) -> int:
+        """End what is left of a request; returns how many of its answers had not ended."""
+        left = [number for number in mailbox.places if self._mailboxes.pop(number, None) is not None]
+        if left:
+            self.queue.cancel(left)
+        return len(left)
+
+    # ---- in other threads
+
+    def publish(self, growths: list[Growth]) -> None:
+        """Give what one batch has made to the mailboxes."""
+        self._call(lambda: self._deliver(growths))
+
+    def close(self, reason: str) -> None:
+        """Refuse requests from now on; those that were taken are answered."""
+        self.refused = self.refused or reason
+        self.queue.close(reason)
+
+    def fail(self, reason: str) -> None:
+        """Refuse requests, and end those that are being answered."""
+        self.close(reason)
+        self._call(lambda: self._fail(reason))
+
+    def _call(self, action: Callable[[], None]) -> None:
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(action)
+
+    def _deliver(self, growths: list[Growth]) -> None:
+        for growth in growths:
+            mailbox = self._mailboxes.get(growth.number)
+            if mailbox is not None:
+                if growth.ending is not None:
+                    del self._mailboxes[growth.number]
+                mailbox.put(growth)
+
+    def _fail(self, reason: str) -> None:
+        for mailbox in set(self._mailboxes.values()):
+            mailbox.fail(reason)

@@ -1,0 +1,55 @@
+"""Refusals: errors in the form that clients of OpenAI's interface expect, each with one sentence."""
+
+import json
+from typing import Any
+
+from starlette.responses import Response
+
+_MOST_QUOTED = 80
+
+
+class RefusalError(Exception):
+    """A request that is not answered."""
+
+    #: HTTP's status
+    status: int
+    #: one sentence
+    message: str
+    #: the field at fault, if it is one
+    param: str | None
+    #: a word for programs
+    code: str | None
+
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+
+    @property
+    def content(self) -> dict[str, Any]:
+        """The JSON that a client gets."""
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def invalid(param: str | None, message: str) -> RefusalError:
+    """The refusal of a request that no server could answer."""
+    return RefusalError(400, message, param, "invalid_value")
+
+
+def quoted(value: object) -> str:
+    """A value as messages show it, cut short."""
+    text = ascii(value)
+    return text if len(text) <= _MOST_QUOTED else f"{text[:_MOST_QUOTED]}..."
+
+
+def refusal_response(refusal: RefusalError) -> Response:
+    """The HTTP response of a refusal."""
+    headers = {"Retry-After": "1"} if refusal.status in (429, 503) else {}
+    if refusal.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    return json_response(refusal.content, refusal.status, headers)
+
+
+def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """JSON in ASCII, which has a form for every character that a request may hold."""
+    return Response(json.dumps(content, allow_nan=False), status, headers, "application/json")

@@ -1,0 +1,248 @@
+"""Malformed and hostile requests: each is refused with one sentence, and the server answers on as before."""
+
+import contextlib
+import json
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.serving import KEY, MAX_LENGTH, Served, serving, write_model
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+GOOD = {"model": "tiny", "prompt": "the cat", "max_tokens": 4, "seed": 1}
+TALK = {"model": "tiny", "messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
+MAX_BODY_BYTES = 100_000
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    model = write_model(tmp_path_factory.mktemp("hostile"))
+    with serving(model, "--max-body-bytes", str(MAX_BODY_BYTES), "--max-choices", "4", key=KEY) as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def good(served: Served) -> str:
+    """The answer that a good request has, before and after anything else."""
+    return answer(served)
+
+
+def answer(served: Served) -> str:
+    status, content = served.post(COMPLETIONS, GOOD, KEY)
+    assert status == 200, content
+    return content["choices"][0]["text"]
+
+
+def raw(served: Served, sent: bytes) -> bytes:
+    """All that comes back for these bytes."""
+    got = b""
+    connection = socket.create_connection(("127.0.0.1", served.port), timeout=30)
+    # The server may refuse and leave before all has been sent.
+    with connection, contextlib.suppress(ConnectionError):
+        connection.sendall(sent)
+        while piece := connection.recv(1 << 16):
+            got += piece
+    return got
+
+
+def head(length: object, path: str = COMPLETIONS, key: str = KEY) -> bytes:
+    lines = [f"POST {path} HTTP/1.1", "host: a", "connection: close", f"authorization: Bearer {key}"]
+    return "\r\n".join([*lines, f"content-length: {length}", "", ""]).encode("latin-1")
+
+
+def but(**changes: Any) -> dict[str, Any]:
+    return {**GOOD, **changes}
+
+
+def said(content: Any, **changes: Any) -> dict[str, Any]:
+    return {**TALK, "messages": [{"role": "user", "content": content, **changes}]}
+
+
+# (path, content, status, words of the message)
+BAD: list[tuple[str, Any, int, str]] = [
+    # no requests at all
+    (COMPLETIONS, b"", 400, "not JSON"),
+    (COMPLETIONS, b"{", 400, "not JSON"),
+    (COMPLETIONS, b"\xff\xfe\x00", 400, "not JSON"),
+    (COMPLETIONS, b"[" * 90_000, 400, "nested too deeply"),
+    (COMPLETIONS, b'{"a":' * 15_000, 400, "not JSON"),
+    (COMPLETIONS, b'{"seed": ' + b"9" * 6000 + b"}", 400, "not JSON"),
+    (COMPLETIONS, [], 400, "a JSON object is expected"),
+    (COMPLETIONS, "text", 400, "a JSON object is expected"),
+    (COMPLETIONS, None, 400, "a JSON object is expected"),
+    (COMPLETIONS, {}, 400, "model is missing"),
+    (COMPLETIONS, b'{"model": "tiny", "prompt": "' + b"a" * MAX_BODY_BYTES + b'"}', 413, "longer than"),
+    # fields
+    (COMPLETIONS, but(model="\ud800"), 404, "there is no model"),
+    (COMPLETIONS, but(model=["tiny"]), 400, "a string is expected"),
+    (COMPLETIONS, but(model="x" * 50_000), 404, "..."),
+    (COMPLETIONS, but(max_tokenz=3), 400, "did you mean 'max_tokens'?"),
+    (COMPLETIONS, but(**{"\udfff" * 100: 3}), 400, "there is no field"),
+    (COMPLETIONS, but(echo=True), 400, "does not have it"),
+    (COMPLETIONS, but(suffix="b"), 400, "does not have it"),
+    (COMPLETIONS, but(stream="yes"), 400, "true or false"),
+    (COMPLETIONS, but(stream=True, stream_options=[]), 400, "a JSON object is expected"),
+    (COMPLETIONS, but(stream=True, stream_options={"usage": 1}), 400, "include_usage"),
+    # lengths and numbers of answers
+    (COMPLETIONS, but(max_tokens=0), 400, f"from 1 to {MAX_LENGTH}"),
+    (COMPLETIONS, but(max_tokens=-5), 400, f"from 1 to {MAX_LENGTH}"),
+    (COMPLETIONS, but(max_tokens=1 << 70), 400, f"from 1 to {MAX_LENGTH}"),
+    (COMPLETIONS, but(max_tokens=1.5), 400, "whole number"),
+    (COMPLETIONS, but(max_tokens=True), 400, "whole number"),
+    (COMPLETIONS, but(max_tokens=MAX_LENGTH), 400, f"max_length={MAX_LENGTH}"),
+    (COMPLETIONS, but(prompt="a b" * 5000), 400, f"max_length={MAX_LENGTH}"),
+    (COMPLETIONS, but(n=5), 400, "from 1 to 4"),
+    (COMPLETIONS, but(n=3, prompt=["a", "b"]), 400, "at most 4"),
+    (COMPLETIONS, but(prompt=["a"] * 5), 400, "at most 4"),
+    # prompts
+    (COMPLETIONS, {"model": "tiny"}, 400, "prompt is missing"),
+    (COMPLETIONS, but(prompt=[]), 400, "token ids"),
+    (COMPLETIONS, but(prompt=[[]]), 400, "token ids"),
+    (COMPLETIONS, but(prompt=[[1], "a", 3]), 400, "a string is expected"),
+    (COMPLETIONS, but(prompt={"a": 1}), 400, "a string is expected"),
+    (COMPLETIONS, but(prompt=[1, 300]), 400, "the model knows 0 to 299"),
+    (COMPLETIONS, but(prompt=[-1]), 400, "tokens count from 0"),
+    (COMPLETIONS, but(prompt=[1 << 80]), 400, "the model knows"),
+    (COMPLETIONS, but(prompt=[True]), 400, "a string is expected"),
+    (COMPLETIONS, but(prompt="a\ud800b"), 400, "UTF-8"),
+    # sampling
+    (COMPLETIONS, b'{"model": "tiny", "prompt": "a", "temperature": NaN}', 400, "from 0 to 2"),
+    (COMPLETIONS, b'{"model": "tiny", "prompt": "a", "top_p": Infinity}', 400, "to 1"),
+    (COMPLETIONS, but(temperature=1e-30), 400, "0.01 to 2"),
+    (COMPLETIONS, but(temperature="hot"), 400, "a number"),
+    (COMPLETIONS, but(top_p=0), 400, "to 1"),
+    (COMPLETIONS, but(top_k=0), 400, "from 1"),
+    (COMPLETIONS, but(presence_penalty=9), 400, "from -2 to 2"),
+    (COMPLETIONS, but(repetition_penalty=1e-40), 400, "from 0.1"),
+    (COMPLETIONS, but(seed="1"), 400, "whole number"),
+    (COMPLETIONS, but(seed=1 << 64), 400, "whole number"),
+    (COMPLETIONS, but(logit_bias={"5": 1e308}), 400, "-100 to 100"),
+    (COMPLETIONS, but(logit_bias={"five": 1}), 400, "token ids"),
+    (COMPLETIONS, but(logit_bias={"9" * 5000: 1}), 400, "token ids"),
+    (COMPLETIONS, but(logit_bias={"400": 1}), 400, "the model knows"),
+    (COMPLETIONS, but(logit_bias={str(token): 1 for token in range(1025)}), 400, "up to 1024"),
+    (COMPLETIONS, but(logprobs=21), 400, "from 0 to 20"),
+    (COMPLETIONS, but(stop=[""]), 400, "1 to 256 characters"),
+    (COMPLETIONS, but(stop=["a" * 257]), 400, "1 to 256 characters"),
+    (COMPLETIONS, but(stop=["a"] * 17), 400, "up to 16"),
+    (COMPLETIONS, but(stop=[7]), 400, "a string is expected"),
+    # conversations
+    (CHAT, {"model": "tiny"}, 400, "a list of messages"),
+    (CHAT, {**TALK, "messages": []}, 400, "a list of messages"),
+    (CHAT, {**TALK, "messages": ["hello"]}, 400, "role and content"),
+    (CHAT, {**TALK, "messages": [{"content": "a"}]}, 400, "messages[0].role"),
+    (CHAT, said(None), 400, "messages[0].content"),
+    (CHAT, said([{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]), 400, "type text"),
+    (CHAT, said("a\udc80"), 400, "UTF-8"),
+    (CHAT, said("a", role="evil"), 400, "no such role"),
+    (CHAT, said("a", tool_calls=[{}]), 400, "does not have it"),
+    (CHAT, said("a " * 400), 400, "max_length"),
+    (CHAT, {**TALK, "tools": [{"type": "function"}]}, 400, "does not have it"),
+    (CHAT, {**TALK, "response_format": {"type": "json_object"}}, 400, "does not have it"),
+    (CHAT, {**TALK, "top_logprobs": 2}, 400, "logprobs is not true"),
+    # places
+    ("/v1/complete", GOOD, 404, "there is no"),
+    ("/v1/models", GOOD, 405, "Method Not Allowed"),
+    ("/v1/completions/../../etc/passwd", GOOD, 404, "there is no"),
+]
+
+
+@pytest.mark.shows(136)
+@pytest.mark.parametrize(("path", "content", "status", "words"), BAD)
+def test_a_bad_request_is_refused_in_one_sentence(
+    served: Served, good: str, path: str, content: Any, status: int, words: str
+) -> None:
+    got, refused = served.post(path, content, KEY)
+    assert (got, set(refused["error"])) == (status, {"message", "type", "param", "code"}), refused
+    message = refused["error"]["message"]
+    assert words in message
+    assert len(message) < 1500 and "\n" not in message and "Traceback" not in message
+    assert answer(served) == good
+
+
+@pytest.mark.shows(136)
+@pytest.mark.parametrize(
+    ("given", "status"),
+    [
+        ("", 401),
+        ("Bearer", 401),
+        (f"Bearer {KEY}x", 401),
+        (f"Bearer {KEY[:-1]}", 401),
+        (f"Basic {KEY}", 401),
+        ("Bearer \xe9\xff", 401),
+        (f"Bearer {'k' * 30_000}", 401),
+        (f"bearer  {KEY} ", 200),
+    ],
+)
+def test_only_who_has_the_key_is_answered(served: Served, good: str, given: str, status: int) -> None:
+    body = json.dumps(GOOD).encode()
+    for path, method in ((COMPLETIONS, "POST"), ("/v1/models", "GET")):
+        lines = [f"{method} {path} HTTP/1.1", "host: a", "connection: close", f"content-length: {len(body)}"]
+        got = raw(served, "\r\n".join([*lines, f"authorization: {given}", "", ""]).encode("latin-1") + body)
+        assert got.startswith(f"HTTP/1.1 {status} ".encode()), got
+        assert KEY.encode() not in got
+    assert served.get("/health")[0] == 200
+    assert answer(served) == good
+
+
+@pytest.mark.shows(136)
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", 400),
+        (b"hello\r\n\r\n", 400),
+        (b"GET\r\n\r\n", 400),
+        (b"GET /health HTTP/1.1\r\n\r\n", 400),
+        (b"GET /health HTTP/1.1\r\nhost: a\r\nx: " + b"y" * 200_000 + b"\r\n\r\n", 400),
+        (head(-1) + b"{}", 400),
+        (head("1e9") + b"{}", 400),
+        (head(10**15) + b"{}", 413),
+        (head(MAX_BODY_BYTES + 1) + b"{}", 413),
+        (head(2).replace(b"content-length: 2", b"content-length: 2\r\ncontent-length: 9") + b"{}", 400),
+        (head(2).replace(b"content-length: 2", b"transfer-encoding: chunked") + b"zz\r\n{}\r\n0\r\n\r\n", 400),
+        (
+            head(2).replace(b"content-length: 2", b"transfer-encoding: chunked")
+            + b"".join(b"4000\r\n" + b" " * 0x4000 + b"\r\n" for _ in range(8))
+            + b"0\r\n\r\n",
+            413,
+        ),
+    ],
+)
+def test_what_is_no_request_is_refused(served: Served, good: str, sent: bytes, status: int) -> None:
+    got = raw(served, sent)
+    assert got.startswith(f"HTTP/1.1 {status} ".encode()), got[:200]
+    assert b"Traceback" not in got
+    assert answer(served) == good
+
+
+@pytest.mark.shows(136)
+def test_who_leaves_in_the_middle_costs_nothing_and_idle_connections_stop_nobody(served: Served, good: str) -> None:
+    body = json.dumps({**GOOD, "max_tokens": 250, "stream": True, "ignore_eos": True}).encode()
+    before = served.figure("cancelled_answers_total")
+    for _ in range(8):
+        with socket.create_connection(("127.0.0.1", served.port), timeout=30) as connection:
+            connection.sendall(head(len(body)) + body)
+            assert connection.recv(100).startswith(b"HTTP/1.1 200")
+    with socket.create_connection(("127.0.0.1", served.port), timeout=30) as connection:
+        connection.sendall(head(1000) + b'{"model": ')
+    idle = [socket.create_connection(("127.0.0.1", served.port), timeout=30) for _ in range(50)]
+    for connection in idle:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\n")
+    start = time.monotonic()
+    assert answer(served) == good
+    assert time.monotonic() - start < 30
+    for connection in idle:
+        connection.close()
+    served.wait_for("answers_running", 0)
+    assert served.figure("cancelled_answers_total") > before
+
+
+def test_a_key_in_a_file_is_as_good(tmp_path: Path) -> None:
+    (tmp_path / "key").write_text(f"{KEY}\n")
+    with serving(write_model(tmp_path), "--api-key-file", str(tmp_path / "key"), "--name", "other/name") as served:
+        assert served.post(COMPLETIONS, but(model="other/name"))[0] == 401
+        assert served.post(COMPLETIONS, but(model="other/name"), KEY)[0] == 200

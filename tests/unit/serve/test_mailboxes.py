@@ -1,0 +1,112 @@
+"""Mailboxes of requests, and figures, without HTTP and without a model."""
+
+import asyncio
+
+import pytest
+
+from penstock.engine.requests import Growth, QueueCounts, RequestQueue
+from penstock.schedule import Ending, RingShape, Scheduler, Token
+from penstock.serve.asked import AskedAnswers
+from penstock.serve.mailboxes import Mailbox, Mailboxes
+from penstock.serve.metrics import SecondsHistogram, ServerMetrics
+from penstock.serve.refusals import RefusalError
+from penstock.settings import SamplingParams
+
+
+def asked(num_samples: int = 1, stream: bool = False) -> AskedAnswers:
+    params = SamplingParams(max_new_tokens=2, num_samples=num_samples)
+    return AskedAnswers([[1, 2]], params, stream, False, None, False)
+
+
+def mailboxes() -> Mailboxes:
+    return Mailboxes(lambda publish: RequestQueue(2, 1, None, publish))
+
+
+async def taken(mailbox: Mailbox) -> list[int]:
+    """Tokens of all answers, as they come."""
+    return [growth.token.id async for growths in mailbox.growths() for growth in growths]
+
+
+def compute(boxes: Mailboxes) -> None:
+    """Answer all requests with the tokens 0, 1, 2, ... in the order in which they are sampled."""
+    scheduler, number = Scheduler((), RingShape(1, 2)), 0
+    boxes.queue.admit(scheduler)
+    while (batch := scheduler.schedule()) is not None:
+        tokens = [Token(number + place) for place in range(len(batch.sampled))]
+        boxes.queue.hear(scheduler.update(batch, tokens))
+        number += len(tokens)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_each_request_gets_its_own_tokens_in_order(stream: bool) -> None:
+    async def run() -> None:
+        boxes = mailboxes()
+        boxes.open(asyncio.get_running_loop())
+        first, second = boxes.submit(asked(2, stream)), boxes.submit(asked(1, stream))
+        await asyncio.to_thread(compute, boxes)
+        # The first sample and the other request have the two rows first, and then the second sample has one.
+        assert await taken(first) == [0, 2, 4, 5]
+        assert await taken(second) == [1, 3]
+        assert boxes.leave(first) == boxes.leave(second) == 0
+
+    asyncio.run(run())
+
+
+def test_who_leaves_ends_what_is_left_of_a_request() -> None:
+    async def run() -> None:
+        boxes = mailboxes()
+        boxes.open(asyncio.get_running_loop())
+        leaving = boxes.submit(asked(3))
+        with pytest.raises(RefusalError, match="3 answers are waiting or running"):
+            boxes.submit(asked())
+        assert boxes.leave(leaving) == 3
+        assert boxes.leave(leaving) == 0
+        staying = boxes.submit(asked())
+        await asyncio.to_thread(compute, boxes)
+        assert await taken(staying) == [0, 1]
+
+    asyncio.run(run())
+
+
+def test_a_closed_server_finishes_and_a_failed_one_refuses_what_is_open() -> None:
+    async def run() -> None:
+        boxes = mailboxes()
+        boxes.open(asyncio.get_running_loop())
+        running, open_one = boxes.submit(asked()), boxes.submit(asked())
+        boxes.close("it was told to end")
+        with pytest.raises(RefusalError, match="told to end") as refused:
+            boxes.submit(asked())
+        assert refused.value.status == 503
+        token = Token(7)
+        boxes.publish([Growth(0, token, "", None), Growth(0, token, "", Ending.LENGTH), Growth(1, token, "", None)])
+        boxes.fail("rank 1 died")
+        assert await taken(running) == [7, 7]
+        with pytest.raises(RefusalError, match="rank 1 died") as refused:
+            await taken(open_one)
+        assert refused.value.status == 503
+
+    asyncio.run(run())
+
+
+def test_figures_have_the_form_that_prometheus_reads() -> None:
+    metrics = ServerMetrics(lambda: QueueCounts(3, 2))
+    metrics.requests["/health", 200] += 2
+    metrics.first_token_s.add(0.02)
+    lines = metrics.text().splitlines()
+    assert 'penstock_requests_total{path="/health",status="200"} 2' in lines
+    assert "penstock_answers_waiting 3" in lines and "penstock_answers_running 2" in lines
+    assert 'penstock_time_to_first_token_seconds_bucket{le="+Inf"} 1' in lines
+    assert all(line.startswith(("# HELP penstock_", "# TYPE penstock_", "penstock_")) for line in lines)
+
+
+def test_a_duration_counts_up_to_the_first_limit_that_it_does_not_exceed() -> None:
+    histogram = SecondsHistogram((1.0, 2.0))
+    for duration_s in (1.0, 1.5, 2.5):
+        histogram.add(duration_s)
+    assert list(histogram.lines("t")) == [
+        't_bucket{le="1"} 1',
+        't_bucket{le="2"} 2',
+        't_bucket{le="+Inf"} 3',
+        "t_sum 5.000000",
+        "t_count 3",
+    ]
