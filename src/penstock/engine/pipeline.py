@@ -32,7 +32,7 @@ from penstock.engine.sharding import ContextShards, Sharding, UnitSource, steppe
 from penstock.engine.timed_cut import measure_units, timed_cut
 from penstock.engine.whole_model import WholeModel
 from penstock.model import ModelGroups, Randomness, UnitSpec, WeightCasts, share_casts
-from penstock.parallel import Grid, connect
+from penstock.parallel import Grid, connect, naming_ended_ranks
 from penstock.parallel.collectives import Collectives, observe
 from penstock.parallel.host import gather_json
 from penstock.parallel.renewable import Communicator
@@ -138,6 +138,7 @@ class Pipeline:
     #: close what others have opened on this pipeline
     _closing: list[Callable[[], None]]
 
+    @naming_ended_ranks()
     def __init__(
         self,
         units: UnitSource,

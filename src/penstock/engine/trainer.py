@@ -26,7 +26,7 @@ from penstock.engine.pipeline import Pipeline
 from penstock.engine.steppers import Values
 from penstock.engine.trained import TrainedParameters, WholeState
 from penstock.model import kept_random_state
-from penstock.parallel import GradientBuckets, share_buffers, sum_tied
+from penstock.parallel import GradientBuckets, naming_ended_ranks, share_buffers, sum_tied
 from penstock.parallel.host import gather_json
 from penstock.runtime import Feed
 from penstock.schedule import Action, Op
@@ -95,6 +95,7 @@ class Trainer:
     #: undoes the optimizer's step, while some rank may still fail in it
     _put_back: Callable[[], None] | None
 
+    @naming_ended_ranks()
     def __init__(self, pipeline: Pipeline) -> None:
         self.pipeline, self._stop_requested, self._put_back = pipeline, False, None
         self._trained = TrainedParameters(pipeline.parameters())

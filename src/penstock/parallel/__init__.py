@@ -3,7 +3,7 @@
 from penstock.parallel.buckets import Bucket, Place, Reduction, StateBytes
 from penstock.parallel.collectives import Collectives, Handle, Observer, gather_uneven, observe, share_buffers
 from penstock.parallel.gradients import GradientBuckets, sum_tied
-from penstock.parallel.grid import Grid, connect
+from penstock.parallel.grid import Grid, connect, naming_ended_ranks
 from penstock.parallel.host import gather_json
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "connect",
     "gather_json",
     "gather_uneven",
+    "naming_ended_ranks",
     "observe",
     "share_buffers",
     "sum_tied",

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import datetime
 import re
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
 import torch
@@ -12,11 +14,14 @@ import torch.distributed as dist
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 from penstock.parallel.host import gather_json
-from penstock.parallel.renewable import RenewableGroup, new_renewable_group
+from penstock.parallel.renewable import RenewableGroup, cut_backends, new_renewable_group
 from penstock.settings import Coordinates, Groups, Layout
 
 # In the store, how often each rank has met the others.
 _MEETINGS = "penstock/meetings"
+# How long a rank whose connection broke waits for the others to say that theirs did.
+_ANSWER_S = 2.0
+_ASK_AGAIN_S = 0.05
 
 
 def connect(layout: Layout, device: torch.device, timeout: datetime.timedelta | None = None) -> Grid:
@@ -84,6 +89,8 @@ def wait_for_all(timeout: datetime.timedelta | None = None) -> None:
     try:
         dist.monitored_barrier(timeout=timeout)
     except RuntimeError as error:
+        # The first rank alone sees at once that another has ended; the rest wait for its word, as long as it lives.
+        cut_backends([dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))])
         raise RuntimeError(
             f"{_late(str(error), store, meeting)} has ended, or has not reached the construction of the engine in "
             "time; its own output says why"
@@ -100,6 +107,38 @@ def _late(text: str, store: Store, meeting: int) -> str:
             if store.add(f"{_MEETINGS}/{rank}", 0) < meeting:
                 return f"rank {rank}"
     return "another rank"
+
+
+@contextlib.contextmanager
+def naming_ended_ranks() -> Iterator[None]:
+    """Within this context, in which all ranks make an engine, a connection that breaks names the rank that has ended.
+
+    Raises: RuntimeError in place of a backend's own.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        ended = _ended() if type(error) is RuntimeError and "gloo" in str(error) else ""
+        if not ended:
+            raise
+        raise RuntimeError(
+            f"{ended} has ended, or does not answer, while the engine is made; its own output says why"
+        ) from error
+
+
+def _ended() -> str:
+    """The ranks that do not answer to the others, which all have seen a connection break; empty if all do."""
+    store = dist.distributed_c10d._get_default_store()
+    deadline = time.monotonic() + _ANSWER_S
+    try:
+        meeting = store.add(f"{_MEETINGS}/{dist.get_rank()}", 0)
+        keys = {rank: f"{_MEETINGS}/{meeting}/broken/{rank}" for rank in range(dist.get_world_size())}
+        store.set(keys[dist.get_rank()], "")
+        while time.monotonic() < deadline and not store.check(list(keys.values())):
+            time.sleep(_ASK_AGAIN_S)
+        return ", ".join(f"rank {rank}" for rank, key in keys.items() if not store.check([key]))
+    except RuntimeError:  # the store ends with the process that holds it
+        return "another rank"
 
 
 @dataclass(frozen=True, eq=False)

@@ -36,18 +36,30 @@ class Communicator(Protocol):
 
 def cut(communicators: Sequence[Communicator]) -> None:
     """End all that is under way on this rank, with an error where it is waited for; may be called from any thread."""
-    found = [backend for communicator in communicators for backend in communicator.backends()]
+    cut_backends([backend for communicator in communicators for backend in communicator.backends()])
+
+
+def cut_backends(backends: Sequence[Any]) -> None:
+    """The same for backends of torch.distributed, gloo's or NCCL's."""
     doomed = []
-    for backend in found:
+    for backend in backends:
         if isinstance(backend, dist.ProcessGroupGloo):
             # gloo's own abort does nothing, but a receive that times out ends all that its context has under way.
-            with contextlib.suppress(RuntimeError):
-                doomed.append(backend.recv([torch.empty(1)], int(backend.rank() == 0), _UNUSED_TAG))  # pyright: ignore[reportAttributeAccessIssue]
+            doomed += _unanswered_receive(backend)
         else:
             backend.abort()
     for work in doomed:
         with contextlib.suppress(RuntimeError):
             work.wait(_AT_ONCE)
+
+
+def _unanswered_receive(backend: Any) -> list[dist.Work]:
+    """A receive of what nobody sends, from the first peer that has not ended; none where all have."""
+    for peer in range(backend.size()):
+        if peer != backend.rank():
+            with contextlib.suppress(RuntimeError):
+                return [backend.recv([torch.empty(1)], peer, _UNUSED_TAG)]
+    return []
 
 
 class RenewableGroup(dist.ProcessGroup):
