@@ -6,6 +6,7 @@ import os
 import re
 import resource
 import select
+import shutil
 import signal
 import sys
 import time
@@ -192,6 +193,23 @@ def test_scoring_and_generation_end_as_fast(
     assert ended.exit_code == case.exit_code, ended.err
     assert re.search(case.says, ended.err), ended.err
     assert list(emptied.iterdir()) == []
+
+
+def test_a_folder_deleted_while_a_run_starts_is_one_sentence_and_is_not_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    output = tmp_path / "run"
+
+    class DeletedFolder(RunFolder):
+        def __init__(self, config: RunConfig) -> None:
+            super().__init__(config)
+            shutil.rmtree(output)
+
+    monkeypatch.setattr("penstock.cli.train_worker.RunFolder", DeletedFolder)
+    assert main(["train", str(write_run(tmp_path, "run", 8)), "--parallel.pp", "1"]) == 1
+    err = capsys.readouterr().err
+    assert re.fullmatch(rf"penstock: process 0: [^\n]*{output}/checkpoints cannot be made: [^\n]+\n", err), err
+    assert not output.exists()
 
 
 def test_a_disk_full_after_the_first_file_is_one_sentence_with_its_path(

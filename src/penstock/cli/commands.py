@@ -9,8 +9,11 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NoReturn
+
+from penstock.settings.json_files import parse_json
 
 Main = Callable[[list[str]], int]
 
@@ -135,6 +138,13 @@ def write_text(path: Path, text: str, *, force: bool) -> None:
         unfinished.unlink(missing_ok=True)
 
 
+def _holds(is_ours: Callable[[Any], bool], line: bytes) -> bool:
+    try:
+        return is_ours(parse_json(line))
+    except ValueError:
+        return False
+
+
 class Unfinished:
     """A file that takes long to write: line by line under a hidden name, and under its own once it is complete.
 
@@ -153,7 +163,9 @@ class Unfinished:
     def __init__(self, path: Path, digest: str) -> None:
         self.path, self.hidden = path, path.with_name(f".{path.name}.{digest}.unfinished")
         try:
-            self._file = self.hidden.open("a+b")
+            # A link that somebody has put there could lead anywhere.
+            descriptor = os.open(self.hidden, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
+            self._file = os.fdopen(descriptor, "a+b")
         except OSError as error:
             raise ValueError(f"cannot write {path}: {(error.strerror or str(error)).lower()}") from None
         try:
@@ -161,10 +173,10 @@ class Unfinished:
         except OSError:
             raise ValueError(f"{path} is being written by another call; wait, or give another --output") from None
 
-    def lines(self) -> list[bytes]:
-        """All complete lines; the last one may have been cut short."""
+    def lines(self, is_ours: Callable[[Any], bool]) -> list[bytes]:
+        """The complete lines up to the first that is not JSON of which `is_ours` holds; the last may be cut short."""
         self._file.seek(0)
-        return [line for line in self._file if line.endswith(b"\n")]
+        return list(takewhile(lambda line: line.endswith(b"\n") and _holds(is_ours, line), self._file))
 
     def keep(self, lines: Iterable[bytes]) -> None:
         """Truncate the file to these lines, with which it begins."""

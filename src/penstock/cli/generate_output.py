@@ -40,13 +40,13 @@ class AnswersFile:
         self._unfinished = Unfinished(path, digest)
         others = [left for left in unfinished_of(path) if left != self._unfinished.hidden]
         if others:
-            if not self._unfinished.lines():
+            if not self._unfinished.lines(self._is_answer):
                 self._unfinished.hidden.unlink()
             raise ValueError(
                 f"{others[0]} holds answers of a stopped call with another model, other prompts or other settings; "
                 "repeat that call to finish it, give another --output, or --fresh to drop them"
             )
-        whole = self._unfinished.lines()
+        whole = self._unfinished.lines(self._is_answer)
         self._unfinished.keep(whole)
         self._lines = {self._number(json.loads(line)): line for line in whole}
 
@@ -71,6 +71,10 @@ class AnswersFile:
         Raises: ValueError if a file of that name exists by now.
         """
         self._unfinished.publish([self._lines[number] for number in self.kept])
+
+    def _is_answer(self, line: Any) -> bool:
+        prompt, sample = (line.get("prompt"), line.get("sample")) if isinstance(line, dict) else (None, None)
+        return type(prompt) is int and type(sample) is int and prompt >= 0 and 0 <= sample < self._num_samples
 
     def _number(self, answer: Mapping[str, Any]) -> int:
         return answer["prompt"] * self._num_samples + answer["sample"]

@@ -103,7 +103,7 @@ class ScoreFile:
         )
 
     def _take_up(self, ends: Sequence[int]) -> None:
-        lines = self._unfinished.lines()
+        lines = self._unfinished.lines(_is_scored)
         kept = lines[: max((end for end in ends if end <= len(lines)), default=0)]
         for line in kept:
             self._count(json.loads(line)["log_probs"])
@@ -114,6 +114,11 @@ class ScoreFile:
         self._total = None if total is None or self._total is None else self._total + total
         self._num_tokens += len(log_probs)
         self.num_lines += 1
+
+
+def _is_scored(line: Any) -> bool:
+    log_probs = line.get("log_probs") if isinstance(line, dict) else None
+    return isinstance(log_probs, list) and all(isinstance(value, float | int | None) for value in log_probs)
 
 
 def _total(log_probs: Sequence[float | None]) -> float | None:

@@ -20,7 +20,7 @@ from penstock.cli.together import choose_device, initialise, refuse_differing, t
 from penstock.data import DataShard, Loader, PackedBatch
 from penstock.draw.layers import RECORDED_STEP_FILE, RecordedStep, write_recorded_step
 from penstock.engine.checkpoint import Checkpointer
-from penstock.engine.checkpoint.manifest import folder_name
+from penstock.engine.checkpoint.manifest import CheckpointInfo, folder_name
 from penstock.engine.engine import Engine
 from penstock.engine.loss_metrics import EvaluationLoss
 from penstock.engine.random_state import random_state, restore_random_state
@@ -97,6 +97,7 @@ class TrainLoop:
             config.identity(),
             keep=config.checkpoint.keep,
             aliases=engine.aliases,
+            parents=False,
         )
         self._file = sys.stderr if as_json else sys.stdout
         self._saved_step, self._unfinished = -1, False
@@ -124,17 +125,19 @@ class TrainLoop:
                 )
             return
         self.checkpoints.load(found, self.engine.state())
-        rank, world_size = self.engine.grid.rank, self.engine.grid.world_size
-        # State that all ranks share can be taken from any; the rest makes sense only in the same layout.
-        values = found.rank_values[rank if len(found.rank_values) == world_size else 0]
+        self.checkpoints.restore(found, lambda values: self._go_on(values, found))
+        step = self.engine.step
+        self._saved_step = step
+        self.result = replace(self.result, step=step, resumed_from=step)
+
+    def _go_on(self, values: Any, found: CheckpointInfo) -> None:
+        """Take up what a rank saved; what is not the same on all ranks makes sense only in the same layout."""
         self.engine.load_progress(values["engine"])
         self.loader.load_state_dict(values["loader"])
         if self.early_stop is not None and values.get("early_stop") is not None:
             self.early_stop.load_state(values["early_stop"])
-        restore_random_state([theirs["random"] for theirs in found.rank_values], rank, world_size)
-        step = self.engine.step
-        self._saved_step = step
-        self.result = replace(self.result, step=step, resumed_from=step)
+        grid = self.engine.grid
+        restore_random_state([theirs["random"] for theirs in found.rank_values], grid.rank, grid.world_size)
 
     def run(self, stop_asked: Callable[[], bool]) -> RunResult:
         """Train to the last step, or until some rank is asked to stop; the current step is then finished and saved."""

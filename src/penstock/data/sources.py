@@ -71,8 +71,7 @@ class Source:
                 raise CorpusError(
                     f"{str(file)!r} has no rows; examples are in files that end in {', '.join(ROW_ENDINGS)}"
                 )
-            rows = self._lines(file) if ROW_ENDINGS[file.suffix] == "json" else self._read(file)
-            for number, (where, value) in enumerate(rows):
+            for number, (where, value) in enumerate(self._rows(file)):
                 yield Row(f"{name}:{number}", where, value)
 
     def identity(self) -> str:
@@ -93,15 +92,21 @@ class Source:
             raise CorpusError(f"cannot read {str(file)!r}: {error.strerror}") from error
 
     def _texts(self, file: Path, name: str) -> Iterator[Document]:
-        for number, (_, row) in enumerate(self._read(file)):
+        for number, (where, row) in enumerate(self._rows(file)):
+            if not isinstance(row, dict):
+                raise CorpusError(f"{where}: is a JSON {type(row).__name__}; a line is one JSON object")
             text = row.get(self.text_field)
             if not isinstance(text, str):
                 raise CorpusError(
-                    f"row {number} of {str(file)!r} has no text in the field {self.text_field!r}; "
+                    f"{where}: has no text in the field {self.text_field!r}; "
                     f"its fields are {sorted(row)}, and examples have 'messages', or 'prompt' and 'completion'"
                 )
             if text:
                 yield Document(f"{name}:{number}", text)
+
+    def _rows(self, file: Path) -> Iterator[tuple[str, Any]]:
+        """Each row of a file with its place; the library's reader of JSON dies of some lines."""
+        return self._lines(file) if ROW_ENDINGS[file.suffix] == "json" else self._read(file)
 
     def _read(self, file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         """Each row of a file with its place."""
@@ -125,7 +130,7 @@ class Source:
             number += 1
 
     def _lines(self, file: Path) -> Iterator[tuple[str, Any]]:
-        """Each line of JSON of a file with its place; unlike the library's reader, this one knows the line."""
+        """Each line of JSON of a file with its place; blank lines are none."""
         try:
             with file.open("rb") as lines:
                 for number, line in enumerate(lines, 1):

@@ -97,7 +97,7 @@ def read_recorded_step(path: str | Path) -> RecordedStep:
         simulated = values.get("simulated")
         if simulated is not None:
             simulated = _timeline_from_json(simulated, recording.stages_per_rank)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise ValueError(f"{path} is no recorded step: {error}") from None
     return RecordedStep(recording, simulated)
 

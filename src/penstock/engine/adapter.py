@@ -24,16 +24,24 @@ from penstock.engine.pipeline import Pipeline
 from penstock.engine.pretrained import HuggingFaceForm
 from penstock.engine.sharding import UnitSource, units_for
 from penstock.model import ModelGroups, UnitSpec, switch_linears
+from penstock.model.hf.files import WeightFiles, refuse_links_out
 from penstock.model.layers.attention import AttentionBlock
 from penstock.model.layers.mlp import MLPBlock
 from penstock.parallel.host import gather_json, on_all_ranks
 from penstock.settings import AdapterConfig, Layout
+from penstock.settings.json_files import check_kinds, read_json_object
 
 if TYPE_CHECKING:
     from peft import LoraConfig
 
 _ADAPTER = "default"
 _FILE = "adapter_model.safetensors"
+_MAX_RANK = 65536
+_KINDS: dict[str, type] = {
+    "r": int,
+    **dict.fromkeys(("lora_alpha", "lora_dropout"), float),
+    **dict.fromkeys(("rank_pattern", "alpha_pattern"), dict),
+}
 _PREFIX = "base_model.model."
 _BASE = ".base_layer"
 # What peft's LoRA has beyond the plain form: it changes base weights, or trains some of them.
@@ -75,7 +83,7 @@ class Adapter:
             source = Path(given)
             if not (source / "adapter_config.json").is_file():
                 raise ValueError(f"{source} holds no adapter of peft's: it has no adapter_config.json")
-            given = LoraConfig.from_pretrained(str(source))
+            given = _config_in(source)
         if isinstance(given, AdapterConfig):
             assert given.rank is not None
             given = LoraConfig(
@@ -243,6 +251,32 @@ class Adapter:
                 if stored.shape != weight.shape:
                     raise ValueError(f"{name} has the shape {list(stored.shape)} instead of {list(weight.shape)}")
                 weight.copy_(stored)
+
+
+def _config_in(folder: Path) -> Any:
+    """The LoraConfig in a folder of peft's format. Raises: ValueError naming the file, or a link out of the folder."""
+    from peft import LoraConfig
+
+    refuse_links_out(folder)
+    path = folder / "adapter_config.json"
+    content = read_json_object(path)
+    check_kinds(content, _KINDS, str(path))
+    kind, targets = content.get("peft_type"), content.get("target_modules")
+    if kind != "LORA":
+        raise ValueError(f"{path}: peft_type is {kind!r}; only 'LORA' can be trained here")
+    names = targets if isinstance(targets, list) else [targets or ""]
+    if not all(isinstance(name, str) for name in names):
+        raise ValueError(f"{path}: target_modules is {targets!r}; give names, or one pattern")
+    if not isinstance(layers := content.get("layers_to_transform"), int | list | None):
+        raise ValueError(f"{path}: layers_to_transform is {layers!r}; give a number or several")
+    if not 0 < (content.get("r") or 8) <= _MAX_RANK:
+        raise ValueError(f"{path}: r is {content['r']}; 1 to {_MAX_RANK} is possible")
+    WeightFiles.of_files(folder, [_FILE])
+    try:
+        re.compile(targets if isinstance(targets, str) else "")
+        return LoraConfig.from_pretrained(str(folder))
+    except Exception as error:  # whatever the library stumbles over
+        raise ValueError(f"{path} is none of peft's LoRA: {error}") from None
 
 
 def with_adapter(units: UnitSource, given: Any, form: HuggingFaceForm | None, layout: Layout) -> UnitSource:

@@ -153,7 +153,10 @@ class CheckpointNames:
     @classmethod
     def of(cls, info: CheckpointInfo) -> CheckpointNames:
         stored = info.stored
-        return cls(stored, stored["embedding.weight"][0].part.full_shape[0])
+        embedding = stored.get("embedding.weight")
+        if embedding is None or len(embedding[0].part.full_shape) != 2:
+            raise ValueError(f"checkpoint {info.path} holds no embedding.weight of tokens and sizes")
+        return cls(stored, embedding[0].part.full_shape[0])
 
     def slices(self, full_name: str, shape: Shape) -> tuple[StoredSlice, ...]:
         """The stored tensors that make up the parameter; none for one that only training uses and this run did not."""

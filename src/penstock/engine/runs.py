@@ -54,6 +54,9 @@ def _check_folder(config: RunConfig, fresh: bool) -> bool:
     if not folder.is_dir():
         raise ConfigError(f"output = {config.output!r} is a file; give a folder")
     copy = folder / CONFIG_FILE
+    # What the run writes would go wherever they lead. A folder of checkpoints may lie on another disk.
+    if links := sorted(path for path in folder.iterdir() if path.is_symlink() and not path.is_dir()):
+        raise ConfigError(f"{links[0]} is a link to {links[0].readlink()}; put the file itself there, or remove it")
     if not copy.exists():
         # A start that was killed may have come no further than these.
         ours = {_LOCK_FILE, unfinished(copy).name}
@@ -91,7 +94,7 @@ class RunFolder:
         continued = check_folder(config)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(self.path / _LOCK_FILE, os.O_CREAT | os.O_RDWR, 0o644)
+            self._lock = os.open(self.path / _LOCK_FILE, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o644)
         except OSError as error:
             raise ConfigError(f"output = {config.output!r} cannot be written: {error.strerror}") from None
         try:
@@ -122,7 +125,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             entry = parse_json(line)
         except ValueError:
             continue
-        if isinstance(entry, dict) and isinstance(entry.get("step"), int):
+        if isinstance(entry, dict) and type(entry.get("step")) is int and all(map(_is_metric, entry.values())):
             lines.append(entry)
     return lines
 
@@ -170,6 +173,11 @@ class MetricsLog:
     def _drop_after(self, step: int) -> None:
         kept = [entry for entry in read_metrics(self._path) if entry["step"] <= step]
         write_durably(self._path, "".join(json.dumps(entry) + "\n" for entry in kept))
+
+
+def _is_metric(value: Any) -> bool:
+    # A whole number beyond these has no double.
+    return value is None or isinstance(value, float) or (isinstance(value, int) and abs(value) < 2**1000)
 
 
 def _json_number(value: float | int | bool) -> float | int | bool | None:

@@ -228,8 +228,10 @@ def _generation_defaults(folder: Path) -> dict[str, Any]:
         found["chained"] = True
     if content.get("do_sample") is False:
         found["temperature"] = 0.0
-    if content.get("bad_words_ids"):
-        found["bad_words"] = content["bad_words_ids"]
+    if words := content.get("bad_words_ids"):
+        if not isinstance(words, list) or not all(isinstance(word, list) for word in words):
+            raise ConfigError(f"{path}: bad_words_ids is {str(words)[:60]}; a list of lists of token ids is expected")
+        found["bad_words"] = words
     return found
 
 
@@ -306,7 +308,9 @@ def to_run(source: Path, destination: Path, dtype: str | None) -> None:
     folder = RunFolder(config)
     try:
         aliases = state.aliases
-        saved = Checkpointer(destination / CHECKPOINT_FOLDER, pipeline.grid, config.identity(), aliases=aliases)
+        saved = Checkpointer(
+            destination / CHECKPOINT_FOLDER, pipeline.grid, config.identity(), aliases=aliases, parents=False
+        )
         saved.save(0, state.state(optimizer=False), extra={}, wait=True)
     except BaseException:
         folder.close()

@@ -146,11 +146,15 @@ class ModelState:
             found = saved.existing()
             saved.check_used(found, own, ignored="" if pipeline.options.learns else "optimizer.")
             saved.load(found, own)
-        values = found.rank_values[rank if len(found.rank_values) == world_size else 0]
-        self.load_progress(values["engine"])
+
+        def go_on(values: Any) -> Any:
+            self.load_progress(values["engine"])
+            restore_random_state([theirs["random"] for theirs in found.rank_values], rank, world_size)
+            return values.get("extra")
+
+        extra = saved.restore(found, go_on)
         pipeline.casts.renew()
-        restore_random_state([theirs["random"] for theirs in found.rank_values], rank, world_size)
-        return values.get("extra")
+        return extra
 
     def save_adapter(self, path: str | Path) -> None:
         """Write the adapters as a new folder in peft's format; all ranks call it. See `EngineOptions.adapter`.

@@ -12,6 +12,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from penstock.settings.toml_files import parse_toml
+
 _GIB = 2**30
 
 
@@ -98,10 +100,10 @@ class Cluster:
         Raises: ClusterError for a file that cannot be read, an unknown key, or a number that cannot be.
         """
         try:
-            table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+            table = parse_toml(Path(path).read_text(encoding="utf-8"))
         except OSError as error:
             raise ClusterError(f"{path} cannot be read: {(error.strerror or str(error)).lower()}") from None
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        except ValueError as error:
             raise ClusterError(f"{path} is not TOML: {error}") from None
         try:
             return from_table(table, Path(path).stem, num_devices)

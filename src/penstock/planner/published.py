@@ -129,7 +129,7 @@ def read_runs(path: str | Path) -> tuple[list[PublishedRun], list[tuple[Row, str
     try:
         with Path(path).open(newline="", encoding="utf-8") as file:
             rows = list(csv.DictReader(file))
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise ValueError(f"{path} cannot be read: {reason.lower()}") from None
     missing = [name for name in _COLUMNS if not rows or name not in rows[0]]
@@ -140,7 +140,7 @@ def read_runs(path: str | Path) -> tuple[list[PublishedRun], list[tuple[Row, str
     for row in rows:
         try:
             runs.append(_Reader({key: (value or "").strip() for key, value in row.items() if key}).run())
-        except ValueError as error:
+        except (ValueError, ArithmeticError) as error:
             others.append((row, str(error)))
     return runs, others
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 from itertools import accumulate, pairwise
-from math import isfinite
 from typing import Any, NamedTuple
 
 from penstock.schedule.actions import COMPUTE, RECEIVES, SENDS, Op, Step, parts
@@ -361,7 +360,7 @@ def _ms(time_ns: int) -> float:
 
 def _ns(time_ms: Any) -> int:
     """A row's time in nanoseconds. Raises: ValueError unless it is a finite number."""
-    time_ms = float(time_ms)
-    if not isfinite(time_ms):
-        raise ValueError(_NO_TIMES)
-    return round(time_ms * 1e6)
+    try:
+        return round(float(time_ms) * 1e6)
+    except OverflowError:
+        raise ValueError(_NO_TIMES) from None

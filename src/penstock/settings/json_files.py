@@ -15,6 +15,12 @@ _NAMES = {
 }
 
 
+# Of lists and objects within each other: far beyond any file of ours, and far from where Python gives up.
+_MAX_DEPTH = 100
+_TOO_DEEP = "it is nested too deeply"
+_NESTED = (list, dict)
+
+
 def parse_json(text: str | bytes) -> Any:
     """Parse JSON.
 
@@ -26,9 +32,28 @@ def parse_json(text: str | bytes) -> Any:
     ValueError: it is nested too deeply
     """
     try:
-        return json.loads(text)
+        content = json.loads(text)
     except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+        raise ValueError(_TOO_DEEP) from None
+    brackets = (b"[", b"{") if isinstance(text, bytes) else ("[", "{")
+    # Most texts have too few brackets to be deep, and counting is quick. Other encodings than UTF-8 have them, too.
+    if sum(map(text.count, brackets)) > _MAX_DEPTH:  # pyright: ignore[reportArgumentType]
+        check_depth(content)
+    return content
+
+
+def check_depth(content: Any) -> None:
+    """Check that parsed values are not nested so deeply that a function which follows them might fail.
+
+    Raises:
+        ValueError: they are.
+    """
+    level = [content]
+    for _ in range(_MAX_DEPTH):
+        values = (value.values() if isinstance(value, dict) else value for value in level if isinstance(value, _NESTED))
+        level = [inner for each in values for inner in each if isinstance(inner, _NESTED)]
+    if level:
+        raise ValueError(_TOO_DEEP)
 
 
 def read_json_object(path: Path) -> dict[str, Any]:

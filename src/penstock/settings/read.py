@@ -1,7 +1,5 @@
 """Reading settings from TOML and the command line, and writing them; an error is one sentence that names the cure."""
 
-import re
-import tomllib
 import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,9 +17,7 @@ from penstock.settings.declare import (
     with_values,
 )
 from penstock.settings.run import SETTINGS, RunConfig
-
-# A name of thousands of parts would keep the parser busy for minutes.
-_LONG_KEY = re.compile(r"^[ \t\w.\[\]-]{500,}", re.MULTILINE)
+from penstock.settings.toml_files import parse_toml
 
 Values = dict[str, Any]
 """Values of settings by their dotted names."""
@@ -54,16 +50,11 @@ def read_values(path: str | Path) -> Values:
     """
     path = Path(path)
     try:
-        text = path.read_text(encoding="utf-8")
-        if long := _LONG_KEY.search(text):
-            raise ConfigError(f"{path}: {long[0][:40]!r}... is no setting's name")
-        table = tomllib.loads(text)
+        table = parse_toml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}; give the path of a run's TOML file") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not TOML: {error}") from None
-    except RecursionError:
-        raise ConfigError(f"{path} is nested too deeply; a run's settings are sections of plain values") from None
+    except ValueError as error:
+        raise ConfigError(f"{path} is not TOML of settings: {error}") from None
     try:
         return _values(table)
     except ConfigError as error:
@@ -120,8 +111,8 @@ def _read_words(kind: Any, words: Sequence[str]) -> tuple[bool, Any]:
     """Read words as a value of a type; returns whether they are one, and the value."""
     if is_table(kind) or (get_origin(kind) is tuple and is_table(get_args(kind)[0])):
         try:
-            return True, tomllib.loads(f"value = {' '.join(words)}")["value"]
-        except tomllib.TOMLDecodeError:
+            return True, parse_toml(f"value = {' '.join(words)}")["value"]
+        except ValueError:
             return False, None
     if get_origin(kind) is tuple:
         numbers = [_read_word(get_args(kind)[0], word) for word in words]

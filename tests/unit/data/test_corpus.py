@@ -190,7 +190,7 @@ def test_a_cached_corpus_is_tokenised_once_and_equals_one_in_memory(tmp_path: Pa
 def test_a_failed_or_damaged_cache_is_not_used(tmp_path: Path):
     path = write_rows(tmp_path / "rows.jsonl", [{"text": "good"}, {"other": "bad"}])
     cache = tmp_path / "cache"
-    with pytest.raises(CorpusError, match="row 1"):
+    with pytest.raises(CorpusError, match="line 2"):
         load_corpus(CorpusSpec(source=str(path)), cache)
     assert [entry for entry in cache.iterdir() if entry.is_dir()] == []
     write_rows(path, [{"text": text} for text in ROWS])
@@ -228,9 +228,10 @@ def test_a_token_outside_the_vocabulary_is_named(tmp_path: Path):
         ({"a.txt": b""}, {"source": "{0}/a.txt"}, "is empty"),
         ({"a.txt": b"x"}, {"source": "{0}/a.txt"}, "too few"),
         ({"a.txt": b"ab\xff"}, {"source": "{0}"}, "a.txt' is not UTF-8 .byte 2"),
-        ({"a.jsonl": b'{"body": "x"}\n'}, {}, "row 0 .* has no text in the field 'text'; its fields are .'body'."),
-        ({"a.jsonl": b'{"text": 3}\n'}, {}, "row 0 .* has no text in the field 'text'"),
-        ({"a.jsonl": b'{"text": \n'}, {}, "cannot read .*a.jsonl' as json"),
+        ({"a.jsonl": b'{"body": "x"}\n'}, {}, "line 1: has no text in the field 'text'; its fields are .'body'."),
+        ({"a.jsonl": b'{"text": 3}\n'}, {}, "a.jsonl, line 1: has no text in the field 'text'"),
+        ({"a.jsonl": b'{"text": "x"}\nnull'}, {}, "a.jsonl, line 2: is a JSON NoneType"),
+        ({"a.jsonl": b'{"text": \n'}, {}, "a.jsonl, line 1: is not JSON"),
         ({"a.parquet": b"nonsense"}, {}, "cannot read .*a.parquet' as parquet"),
         ({"a.txt": b"text"}, {"validation_source": "{0}/b.txt"}, "there is no corpus at .*b.txt"),
         ({"a.txt": b"text"}, {"validation_fraction": 1.0}, "validation_fraction is 1.0"),

@@ -12,9 +12,9 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from penstock.engine.checkpoint.manifest import (
@@ -31,6 +31,8 @@ from penstock.engine.checkpoint.manifest import (
 from penstock.parallel import Grid
 from penstock.parallel.host import gather_json, on_all_ranks
 from penstock.parallel.tensor_slice import Indices, LocalTensor, StoredSlice, copies, local_slices
+
+T = TypeVar("T")
 
 _logger = logging.getLogger(__name__)
 
@@ -128,6 +130,24 @@ class CheckpointReader:
             otherwise=CheckpointError,
         )
 
+    def restore(self, info: CheckpointInfo, act: Callable[[Any], T]) -> T:
+        """Act on the JSON value that this rank saved; of another number of ranks, on rank 0's, which all can take.
+
+        Raises: DamagedCheckpoint where the act finds that value to be another than was ever saved, and the act's own
+        ValueError; on all ranks alike.
+        """
+        rank = self._grid.rank if len(info.rank_values) == self._grid.world_size else 0
+
+        def restored() -> T:
+            try:
+                return act(info.rank_values[rank])
+            except (KeyError, IndexError, TypeError, AttributeError, RuntimeError) as error:
+                raise DamagedCheckpoint(
+                    f"checkpoint {info.path}: the values of rank {rank} are none of a run ({error!r})"
+                ) from error
+
+        return on_all_ranks(restored, self._gather, ValueError, otherwise=CheckpointError, message="{error}")
+
     def _names(self) -> list[str]:
         """The checkpoints in the folder, oldest first; of a folder that is one itself, that one."""
         return ["."] if (self.folder / MANIFEST).is_file() else [path.name for path in published(self.folder)]
@@ -185,10 +205,13 @@ def _copies(
 
 def _read_file(path: Path, wanted: Mapping[str, Sequence[tuple[Indices, Tensor]]]) -> None:
     """Copy what is wanted of a file, one stretch at a time."""
-    with safe_open(path, framework="pt") as file:
-        for name in sorted(wanted.keys() & file.keys()):
-            for indices, into in wanted[name]:
-                into.copy_(take(file, name, indices))
+    try:
+        with safe_open(path, framework="pt") as file:
+            for name in sorted(wanted.keys() & file.keys()):
+                for indices, into in wanted[name]:
+                    into.copy_(take(file, name, indices))
+    except SafetensorError as error:
+        raise DamagedCheckpoint(f"{path} is no safetensors file ({error})") from None
 
 
 def take(file: Any, name: str, indices: Indices) -> Tensor:

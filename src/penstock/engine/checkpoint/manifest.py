@@ -74,6 +74,8 @@ class TensorRecord:
         if "of" not in content:
             return cls(name, TensorSlice.whole(shape), str(content["dtype"]))
         part = TensorSlice(_sizes(content["start"]), shape, _sizes(content["of_shape"]))
+        if not len(part.start) == len(shape) == len(part.full_shape):
+            raise ValueError(f"{name} begins at {part.start}, and is {shape} of {part.full_shape}")
         return cls(str(content["of"]), part, str(content["dtype"]))
 
 
@@ -172,6 +174,8 @@ def read_manifest(path: Path) -> CheckpointInfo:
         check_kinds(content, _KINDS, MANIFEST)
         if lacking := [key for key in _KINDS if content.get(key) is None]:
             raise ValueError(f"it lacks {lacking[0]}")
+        if not content["extras"]:
+            raise ValueError("it has values of no rank")
         info = CheckpointInfo(
             path,
             content["step"],

@@ -59,8 +59,10 @@ class Checkpointer(CheckpointReader):
     """Saves and loads the checkpoints of one run, which owns the folder; see `CheckpointReader`.
 
     keep: how many of the newest checkpoints stay. newest_last: checkpoints of later steps than the one saved are
-    deleted, so that the last one saved is the one found. Where several ranks have the same slice of a tensor, one of
-    them saves it; they take turns.
+    deleted, so that the last one saved is the one found. parents: folders around it are made where they are missing;
+    those of a run are there, unless somebody has deleted them.
+
+    Where several ranks have the same slice of a tensor, one of them saves it; they take turns.
 
     Raises: AnotherRun on every rank when the folder belongs to a run of another identity; ValueError.
     """
@@ -69,6 +71,8 @@ class Checkpointer(CheckpointReader):
     _keep: int
     #: whether checkpoints of later steps than the one saved are deleted
     _newest_last: bool
+    #: whether folders around this one are made
+    _parents: bool
     #: stored name -> its latest values, in host memory that is kept from save to save
     _host_copies: dict[str, Tensor]
     #: the save under way
@@ -82,11 +86,12 @@ class Checkpointer(CheckpointReader):
         keep: int = 3,
         aliases: Mapping[str, str] | None = None,
         newest_last: bool = False,
+        parents: bool = True,
     ) -> None:
         if keep < 1:
             raise ValueError(f"at least 1 checkpoint must be kept, not {keep}")
         super().__init__(folder, grid, identity, aliases)
-        self._keep, self._newest_last = keep, newest_last
+        self._keep, self._newest_last, self._parents = keep, newest_last, parents
         self._host_copies, self._writer = {}, None
         _import_writer()
         self._on_all_ranks(self._claim if grid.rank == 0 else lambda: None)
@@ -157,16 +162,17 @@ class Checkpointer(CheckpointReader):
     def _claim(self) -> None:
         """Claim the folder for this run and clear away what a killed one left; rank 0."""
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            self.folder.mkdir(parents=self._parents, exist_ok=True)
         except OSError as error:
             raise CheckpointError(f"{self.folder} cannot be made: {error.strerror}; give another folder") from error
         run_file = self.folder / _RUN_FILE
         if run_file.exists():
             try:
                 theirs = read_json_object(run_file)["identity"]
-            except (ValueError, KeyError):
+                changed = differences(self._identity, theirs)
+            except (ValueError, KeyError, AttributeError):
                 raise AnotherRun(f"{run_file} cannot be read; give another folder") from None
-            if changed := differences(self._identity, theirs):
+            if changed:
                 raise AnotherRun(f"{self.folder} holds another run: {'; '.join(changed[:5])}; give another folder")
         else:
             write_durably(run_file, json.dumps({"identity": self._identity}, indent=1))
@@ -177,7 +183,11 @@ class Checkpointer(CheckpointReader):
                 path.rename(original)
         for prefix in (_SAVING, _REPLACED, _DELETING):
             for path in self.folder.glob(f"{prefix}*"):
-                shutil.rmtree(path)
+                # Somebody may have put a file or a link there.
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink()
 
     def _copy_to_host(self, name: str, tensor: Tensor) -> Tensor:
         """Copy into host memory kept from save to save: fresh pages cost several times the copy itself."""

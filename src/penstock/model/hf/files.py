@@ -5,6 +5,7 @@ tensors (one for each expert), and a rank may hold only a part of it. Each store
 only values that are kept are read.
 """
 
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -90,10 +91,10 @@ def refuse_links_out(folder: Path) -> None:
     if root.parent.name == "snapshots" and (root.parent.parent / "blobs").is_dir():
         root = root.parent.parent
     for path in sorted(folder.rglob("*")):
-        if path.is_symlink() and not path.resolve().is_relative_to(root):
-            raise ValueError(
-                f"{path} is a link to {path.resolve()}, outside the model's folder; put the file itself there"
-            )
+        # Unlike Path.resolve, it takes a link to itself for what it is: a file that is not there.
+        target = Path(os.path.realpath(path))
+        if path.is_symlink() and not target.is_relative_to(root):
+            raise ValueError(f"{path} is a link to {target}, outside the model's folder; put the file itself there")
 
 
 def _single_file(folder: Path) -> Path:
@@ -133,7 +134,7 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
             names: list[str] = file.keys()
             parts = {name: file.get_slice(name) for name in names}
             return {name: StoredTensor(path, tuple(p.get_shape()), p.get_dtype()) for name, p in parts.items()}
-    except SafetensorError as error:
+    except (SafetensorError, OSError) as error:
         reason = str(error).strip().partition("\n")[0][:200]
         raise ValueError(f"{path} is no safetensors file, or was cut short or altered: {reason}") from None
 

@@ -4,9 +4,9 @@ Its modules are built without values; when a rank builds a unit, the values come
 """
 
 import copy
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from penstock.model.linear import switch_linears
 from penstock.model.units import Limits, UnitSpec
 from penstock.parallel.tensor_slice import Shape, StoredSlice
 
+_MAX_EXPERTS = 16384
 _FIRST, _LAST, _OWN = "embedding", "head", "skeleton.model."
 
 
@@ -75,7 +76,7 @@ class TransformersModel:
         Raises:
             ValueError: transformers has no such causal model, or it cannot be cut into its layers.
         """
-        model, config = _without_values(files.folder)
+        model, config = _without_values(files)
         name, text = type(model).__name__, config.get_text_config()
         path = list_of_layers(model, text.num_hidden_layers)
         owners = _owners(model)
@@ -159,15 +160,20 @@ class _EmptyOnMeta(TorchFunctionMode):
         return func(*args, **given)
 
 
-def _without_values(folder: Path) -> tuple[nn.Module, Any]:
+def _without_values(files: WeightFiles) -> tuple[nn.Module, Any]:
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    folder = files.folder
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        _check_counts(config, len(files.tensors))
+        if "/" in str(config._attn_implementation):
+            raise ValueError(f"it names {config._attn_implementation!r}, code from elsewhere, which is never run")
         with torch.device("cpu"), _EmptyOnMeta():
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
-    except (ValueError, KeyError, OSError, ImportError) as error:
-        reason = str(error).strip().splitlines()[0]
+        _check_size(model, files)
+    except Exception as error:  # whatever the library stumbles over in a config.json
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(f"transformers cannot build the causal model of {folder}: {reason}") from None
     for part in model.modules():
         for name, parameter in part._parameters.items():
@@ -175,6 +181,28 @@ def _without_values(folder: Path) -> tuple[nn.Module, Any]:
                 # Scales of norms, which are created as ones.
                 part._parameters[name] = nn.Parameter(parameter.to("meta"))
     return model.eval(), config
+
+
+def _check_counts(config: Any, num_tensors: int) -> None:
+    """Refuse what the library would build for hours: more layers than there are tensors, or experts beyond measure.
+
+    Raises: ValueError naming the count.
+    """
+    text = config.get_text_config()
+    if text.num_hidden_layers > num_tensors:
+        raise ValueError(f"it has {text.num_hidden_layers} layers, and its files only {num_tensors} tensors")
+    for name, value in text.to_dict().items():
+        if "experts" in name and isinstance(value, int) and value > _MAX_EXPERTS:
+            raise ValueError(f"{name} is {value}; at most {_MAX_EXPERTS} is possible")
+
+
+def _check_size(model: nn.Module, files: WeightFiles) -> None:
+    """Refuse a model far larger than its files before any memory is taken. Raises: ValueError with both sizes."""
+    ours = sum(parameter.numel() for parameter in model.parameters())
+    theirs = sum(math.prod(tensor.shape) for tensor in files.tensors.values())
+    # Some parameters may be missing, and are named later.
+    if ours > 2 * theirs:
+        raise ValueError(f"its config.json describes {ours:,} parameters, and its files hold {theirs:,}")
 
 
 def _owners(model: nn.Module) -> dict[str, str]:
