@@ -6,7 +6,8 @@ from typing import Any
 
 from penstock.cli.commands import print_table
 from penstock.planner import timed
-from penstock.planner.published import predict_runs, read_runs
+from penstock.planner.predictions import predict_runs
+from penstock.planner.published import read_runs
 from penstock.planner.report import by_group, cells, row_of, summary, summary_cells
 
 WHAT = "the planner: its predictions beside published runs, or without --runs the time that plans take"

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
 from penstock import schedule
-from penstock.planner.cluster import Cluster, ClusterError, hosts, unknown
-from penstock.planner.estimate import Candidate, Style, Workload, estimate
-from penstock.planner.fit import LinearStep, fit
+from penstock.planner.cluster import Cluster, ClusterError, hosts
+from penstock.planner.estimate import Candidate, Style, Workload, estimate, fullest, stage_costs
 from penstock.planner.model_costs import RecomputedPart
 from penstock.planner.shape import ModelShape, find_model
 from penstock.planner.simulation import Order, simulate_step
@@ -20,7 +19,6 @@ from penstock.planner.times import Constants
 from penstock.settings import Layout
 
 Row = Mapping[str, str]
-Progress = Callable[[str], None]
 
 _COLUMNS = ("source", "where", "model", "hardware", "gpus", "precision", "seq_len", "global_batch_seqs", "micro_batch")
 # Tensor-parallel ranks are neighbours, and the pipeline goes over hosts, as in Megatron-LM.
@@ -29,8 +27,8 @@ _SYSTEMS = ("Megatron-LM", "MegaScale")
 _VOCABULARY = 51200  # of GPT models by Megatron-LM
 _TIMES = re.compile(r"T_F ([\d.]+) T_B ([\d.]+) T_W ([\d.]+)")
 _DTYPES = {"fp8": "fp8", "float8": "fp8", "fp4": "fp4"}
-# Before FlashAttention: by the titles of the papers that say so.
-_UNFUSED = ("arXiv 2104.04473", "arXiv 2205.05198")
+# Before FlashAttention, or without it: by the titles of the papers whose figures say so.
+_UNFUSED = ("arXiv 2104.04473", "arXiv 2205.05198", "arXiv 2401.10241")
 
 
 class NotPredicted(ValueError):
@@ -41,8 +39,8 @@ class NotPredicted(ValueError):
 class PublishedRun:
     """A measured run.
 
-    `predict` gives the step's seconds under some constants. `peak_bytes` is None where unit times were measured, so
-    that nothing is known of memory.
+    `predict` gives the step's seconds under some constants, `peak_bytes` the memory of its fullest rank, and
+    `memory_bytes` that of a device.
     """
 
     row: Row
@@ -65,35 +63,11 @@ class PublishedRun:
     def predict(self, constants: Constants) -> float:
         raise NotImplementedError
 
-    def peak_bytes(self) -> float | None:
-        return None
+    def peak_bytes(self) -> float:
+        raise NotImplementedError
 
     def memory_bytes(self) -> float:
         raise NotImplementedError
-
-
-@dataclass(frozen=True)
-class TimedRun(PublishedRun):
-    """A run whose source published the measured times of a microbatch on a rank (in seconds here)."""
-
-    order: Order
-    times_s: tuple[float, float, float]
-    transfers_s: tuple[float, ...]
-    weight_share: float
-
-    def predict(self, constants: Constants) -> float:
-        # An order that is searched for is found with the published times; what comes besides was not known.
-        searched = self._costs(Constants(compute=1.0, action_s=0.0)) if self.order.is_searched else None
-        return simulate_step(self.order, self._costs(constants), searched).span
-
-    def _costs(self, constants: Constants) -> schedule.Costs:
-        return schedule.Costs(
-            *(time / constants.compute for time in self.times_s),
-            transfer=self.transfers_s,
-            action=constants.action_s,
-            microbatch_bytes=1.0,
-            weight_memory_share=self.weight_share,
-        )
 
 
 @dataclass(frozen=True)
@@ -118,6 +92,44 @@ class ShapedRun(PublishedRun):
 
     def memory_bytes(self) -> float:
         return self.cluster.device.memory_bytes
+
+
+@dataclass(frozen=True)
+class TimedRun(PublishedRun):
+    """A run whose source published the measured times of a microbatch on a rank (in seconds here)."""
+
+    order: Order
+    times_s: tuple[float, float, float]
+    transfers_s: tuple[float, ...]
+    weight_share: float
+    #: the same run by its model and layout, for its memory
+    shaped: ShapedRun
+
+    def predict(self, constants: Constants) -> float:
+        # An order that is searched for is found with the published times; what comes besides was not known.
+        searched = self._costs(Constants(compute=1.0, action_s=0.0)) if self.order.is_searched else None
+        return simulate_step(self.order, self._costs(constants), searched).span
+
+    def peak_bytes(self) -> float:
+        """The bytes of the fullest rank: those of its model's stages, live as long as in the order that it timed."""
+        shaped, known = self.shaped, self._costs(Constants(compute=1.0, action_s=0.0))
+        stages = stage_costs(shaped.workload, shaped.candidate, shaped.cluster, Constants())
+        sizes = stages.costs.microbatch_bytes, stages.costs.weight_memory_share
+        costs = replace(known, microbatch_bytes=sizes[0], weight_memory_share=sizes[1])
+        peaks = simulate_step(self.order, costs, known if self.order.is_searched else None).peak_bytes
+        return fullest(shaped.workload, shaped.candidate, shaped.cluster, stages, peaks).total
+
+    def memory_bytes(self) -> float:
+        return self.shaped.memory_bytes()
+
+    def _costs(self, constants: Constants) -> schedule.Costs:
+        return schedule.Costs(
+            *(time / constants.compute for time in self.times_s),
+            transfer=self.transfers_s,
+            action=constants.action_s,
+            microbatch_bytes=1.0,
+            weight_memory_share=self.weight_share,
+        )
 
 
 def read_runs(path: str | Path) -> tuple[list[PublishedRun], list[tuple[Row, str]]]:
@@ -284,7 +296,8 @@ class _Reader:
         share = 32 / (34 + 5 * heads * length / hidden)
         seconds = tuple(float(time) * 1e-3 for time in times.groups())
         assert len(seconds) == 3
-        return TimedRun(self.row, measured_s, tokens, self.order, seconds, tuple(links), share)
+        shaped = self._shaped(measured_s, tokens)
+        return TimedRun(self.row, measured_s, tokens, self.order, seconds, tuple(links), share, shaped)
 
     def _shaped(self, measured_s: float, tokens: float) -> ShapedRun:
         layout, order, shape = self.layout, self.order, self.shape
@@ -313,7 +326,7 @@ class _Reader:
             3 if self.count("fsdp", 0) else 1 if layout.dp * layout.cp > 1 else 0,
             self.recompute or RecomputedPart.NONE,
             order.options,
-            _even_cut(shape, layout.pp * order.stages_per_rank),
+            _megatron_cut(shape, layout.pp * order.stages_per_rank),
             style,
         )
         workload = Workload(shape, length, self.num_sequences, dtype)
@@ -327,83 +340,13 @@ def _link_s(cluster: Cluster, rank: int, other: int, sent_bytes: float) -> float
     return link.latency_s + sent_bytes / (Constants().links * link.bandwidth)
 
 
-def _even_cut(shape: ModelShape, num_stages: int) -> tuple[int, ...] | None:
-    """As many layers on each stage, with the ends besides, as Megatron-LM cuts; None if they do not go evenly."""
-    num_blocks = len(shape.pattern)
-    if num_blocks % (2 * num_stages):
-        return None
-    sizes = [num_blocks // num_stages] * num_stages
-    sizes[0] += 1
-    sizes[-1] += 1
-    return tuple(sizes)
-
-
-# ---- predictions
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """A run with what was predicted for it, by which constants."""
-
-    run: PublishedRun
-    predicted_s: float
-    constants: Constants
-    #: True if the constants were fitted on this run too
-    fitted: bool
-    too_big: bool
-
-    @property
-    def error(self) -> float:
-        """The relative error of the predicted step."""
-        return self.predicted_s / self.run.measured_s - 1
-
-
-def predict_runs(
-    runs: Sequence[PublishedRun], fit_where: Sequence[tuple[str, str]] = (), progress: Progress = lambda text: None
-) -> list[Prediction]:
-    """Predict runs with constants fitted on others.
-
-    `fit_where`: the rows that constants are fitted on, as (column, value); several values of a column are
-    alternatives. The constants of a source are fitted on its rows among them, and on all of them where it has none.
-    Without it, each run is predicted with constants fitted on the other runs of its source and container.
-
-    Raises: ValueError for a column that the table does not have, or values that no row has.
-    """
-    chosen = _chosen(runs, fit_where)
-    start = {id(run): Constants(compute=1.0) if isinstance(run, TimedRun) else Constants() for run in runs}
-    linear: dict[int, LinearStep] = {}
-    for number, run in enumerate(runs, start=1):
-        if not fit_where or id(run) in chosen:
-            linear[id(run)] = LinearStep.around(run.predict, start[id(run)], run.measured_s)
-        progress(f"{number}/{len(runs)} {run.row['source'][:40]}: {run.row['model']}")
-    found = []
-    for run in runs:
-        others = list(_fitting(run, runs, chosen, bool(fit_where)))
-        constants = fit([linear[id(other)] for other in others], start[id(run)])
-        memory = run.peak_bytes()
-        too_big = memory is not None and memory > run.memory_bytes()
-        found.append(Prediction(run, run.predict(constants), constants, id(run) in chosen, too_big))
-    return found
-
-
-def _fitting(run: PublishedRun, runs: Sequence[PublishedRun], chosen: set[int], given: bool) -> Iterator[PublishedRun]:
-    """The runs that a run's constants are fitted on."""
-    if not given:
-        yield from (other for other in runs if other is not run and other.constants_of == run.constants_of)
-        return
-    same = [other for other in runs if id(other) in chosen and other.constants_of == run.constants_of]
-    kind = type(run)
-    yield from same or (other for other in runs if id(other) in chosen and type(other) is kind)
-
-
-def _chosen(runs: Sequence[PublishedRun], fit_where: Sequence[tuple[str, str]]) -> set[int]:
-    wanted: dict[str, set[str]] = {}
-    for column, value in fit_where:
-        if runs and column not in runs[0].row:
-            raise unknown(column, runs[0].row, "column")
-        wanted.setdefault(column, set()).add(value)
-    chosen = {id(run) for run in runs if wanted and all(run.row[name] in values for name, values in wanted.items())}
-    if wanted and not chosen:
-        text = ", ".join(f"{name} = {' or '.join(sorted(values))}" for name, values in wanted.items())
-        raise ValueError(f"no run that can be predicted has {text}")
-    return chosen
+def _megatron_cut(shape: ModelShape, num_stages: int) -> tuple[int, ...] | None:
+    """As many layers on each stage, with the ends besides, or one less beside each end; None if neither goes evenly."""
+    for fewer in (0, 1):
+        layers, rest = divmod(len(shape.pattern) // 2 + 2 * fewer, num_stages)
+        if not rest and layers >= fewer and len(shape.pattern) % 2 == 0:
+            sizes = [2 * layers] * num_stages
+            sizes[0] += 1 - 2 * fewer
+            sizes[-1] += 1 - 2 * fewer
+            return tuple(sizes)
+    return None

@@ -7,7 +7,7 @@ from itertools import combinations
 from typing import Any
 
 from penstock.planner.fit import spearman
-from penstock.planner.published import Prediction
+from penstock.planner.predictions import Prediction
 
 # Measured steps that differ by less are not taken to differ: runs are published with two or three digits.
 _SAME = 0.005
@@ -24,6 +24,8 @@ def row_of(prediction: Prediction) -> dict[str, Any]:
         "error": prediction.error,
         "fitted": prediction.fitted,
         "too_big": prediction.too_big,
+        "peak_bytes": prediction.peak_bytes,
+        "memory_error": prediction.memory_error,
         "compute": constants.compute,
         "action_s": constants.action_s,
     }
@@ -76,7 +78,7 @@ def _faster(predictions: Sequence[Prediction]) -> tuple[int, int]:
 
 def cells(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
     """Rows as a table, its head first."""
-    head = ["model", "devices", "layout", "precision", "schedule", "measured", "predicted", "error", ""]
+    head = ["model", "devices", "layout", "precision", "schedule", "measured", "predicted", "error", "memory", ""]
     return [head, *(_cells(row) for row in rows)]
 
 
@@ -92,6 +94,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
         f"{row['measured_s']:.3f} s",
         f"{row['predicted_s']:.3f} s",
         f"{row['error']:+.1%}",
+        "-" if row["memory_error"] is None else f"{row['memory_error']:+.1%}",
         remark,
     ]
 

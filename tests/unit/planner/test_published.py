@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from penstock.planner.fit import LinearStep, fit, spearman
-from penstock.planner.published import Prediction, TimedRun, predict_runs, read_runs
+from penstock.planner.predictions import Prediction, predict_runs
+from penstock.planner.published import TimedRun, read_runs
 from penstock.planner.report import by_group, summary
 from penstock.planner.times import Constants
 
@@ -25,6 +26,9 @@ def test_zero_bubble_rows_follow_from_the_others_of_their_source():
     assert len({(one.constants.compute, one.constants.action_s) for one in found}) == 1, "one pair for the source"
     new = [one for one in found if not one.fitted]
     assert len(new) >= 12 and all(one.run.row["schedule"].startswith("ZB") for one in new)
+    # Nothing of this is fitted.
+    memory = [one.memory_error for one in found if one.memory_error is not None]
+    assert len(memory) == 36 and max(map(abs, memory)) <= 0.1
     errors = [abs(one.error) for one in new]
     assert sum(errors) / len(errors) <= 0.019 and max(errors) <= 0.036
     settings = {(one.run.row["model"], one.run.row["num_microbatches"], one.run.row["schedule"]): one for one in found}
