@@ -46,7 +46,8 @@ class Case:
         )
         if self.own_layers:
             torch.manual_seed(0)
-            layers = [nn.Embedding(VOCABULARY, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, VOCABULARY)]
+            inner = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+            layers = [nn.Embedding(VOCABULARY, 8), inner, nn.Dropout(0.3), nn.Linear(8, VOCABULARY)]
             return Engine.from_layers(layers, 8, self.layout, options)
         config = SPARSE if self.sparse else DENSE
         return Engine(lambda groups: decoder_units(config, groups=groups), config.hidden_size, self.layout, options)

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from penstock import Engine, Layout, MicroBatchSpec, PackedBatch
 from penstock.data import split
 from penstock.engine import EngineOptions
+from penstock.engine.build import units_of_layers
 from penstock.engine.checkpoint import Checkpointer
 from penstock.model import Randomness, cross_entropy_sum
 from penstock.settings import LearningRate, OptimizerConfig, SamplingParams, WeightDecay
@@ -165,11 +166,22 @@ def test_dropout_is_on_in_training_and_another_for_each_step_microbatch_and_laye
 # ---- buffers
 
 
+def normed(layout: Layout) -> Engine:
+    """An engine whose layers have running statistics; ranks that share a model over tp hold them whole."""
+    options = EngineOptions(optimizer=PLAIN, device="cpu")
+    return Engine(lambda groups: units_of_layers(layers(norm=True)), WIDTH, layout, options)
+
+
 def save(rank: int, layout: Layout, folder: Path) -> dict[str, Tensor]:
     """Train a little, save, and give the state that this rank has."""
-    engine = Engine.from_layers(layers(norm=True), WIDTH, layout, EngineOptions(optimizer=PLAIN, device="cpu"))
+    engine = normed(layout)
     parts = batch(0).split_with([2, 3]) if layout.dp > 1 else (batch(0),)
-    engine.train_batch(parts[engine.grid.dp_rank], micro_batches=MicroBatchSpec(num=2))
+    if layout.tp == 1:
+        engine.train_batch(parts[engine.grid.dp_rank], micro_batches=MicroBatchSpec(num=2))
+    else:
+        # These layers need all rows, of which each rank of a tp group has a part: their state alone counts here.
+        for number, buffer in enumerate(engine.buffers().values()):
+            buffer.copy_(torch.arange(WIDTH) + number if buffer.ndim else torch.tensor(2))
     saved = Checkpointer(folder, engine.grid, {}, aliases=engine.ties)
     saved.save(engine.step, engine.state(), engine.progress(), wait=True)
     assert set(engine.buffers()) <= set(engine.state())
@@ -178,7 +190,7 @@ def save(rank: int, layout: Layout, folder: Path) -> dict[str, Tensor]:
 
 def load(rank: int, layout: Layout, folder: Path) -> dict[str, Tensor]:
     """The buffers of an engine that has loaded."""
-    engine = Engine.from_layers(layers(norm=True), WIDTH, layout, EngineOptions(optimizer=PLAIN, device="cpu"))
+    engine = normed(layout)
     saved = Checkpointer(folder, engine.grid, {}, aliases=engine.ties)
     found = saved.latest()
     assert found is not None
@@ -187,7 +199,7 @@ def load(rank: int, layout: Layout, folder: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.shows(102)
-@pytest.mark.parametrize("first", [Layout(pp=2), Layout(dp=2), Layout(pp=2, dp=2)], ids=str)
+@pytest.mark.parametrize("first", [Layout(pp=2), Layout(dp=2), Layout(pp=2, dp=2), Layout(tp=2)], ids=str)
 def test_buffers_are_saved_and_loaded_in_any_layout_and_equal_on_ranks_that_hold_the_same(
     first: Layout, tmp_path: Path
 ) -> None:
@@ -199,7 +211,7 @@ def test_buffers_are_saved_and_loaded_in_any_layout_and_equal_on_ranks_that_hold
     assert {name.rpartition(".")[2] for name in saved} == {"running_mean", "running_var", "num_batches_tracked"}
     assert len(saved) == 9
     assert all(int(value) == 2 for name, value in saved.items() if name.endswith("tracked"))
-    for second in (Layout(), Layout(pp=3), Layout(dp=2)):
+    for second in (Layout(), Layout(pp=3), Layout(dp=2), Layout(tp=2)):
         every = (
             [load(0, second, tmp_path)]
             if second.world_size == 1

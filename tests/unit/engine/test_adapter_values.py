@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock import Engine, EngineOptions, PackedBatch
-from penstock.settings import AdapterConfig
+from penstock import Engine, EngineOptions, LearningRate, OptimizerConfig, PackedBatch, SamplingParams
+from penstock.settings import AdapterConfig, WeightDecay
 from tests.hugging_face import make_model, make_sequences, stored_tensors
 
 
@@ -47,6 +47,42 @@ def test_peft_is_given_the_settings_of_the_run(base: Path, tmp_path: Path) -> No
     found = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
     wanted = {"r": 4, "lora_alpha": 24, "use_rslora": True, "lora_dropout": 0.25, "inference_mode": True}
     assert {name: found[name] for name in wanted} == wanted
+
+
+@pytest.mark.shows(108)
+@pytest.mark.parametrize("native", [True, False])
+def test_base_weights_keep_their_bits_whatever_is_done_with_the_adapters(
+    base: Path, tmp_path: Path, native: bool
+) -> None:
+    options = EngineOptions(
+        device="cpu",
+        optimizer=OptimizerConfig(LearningRate(0.1), weight_decay=WeightDecay(0.5)),
+        adapter=AdapterConfig(rank=4, target_modules=("q_proj", "v_proj")),
+    )
+    engine, batch = Engine.from_hf(base, options=options, native=native), PackedBatch.from_documents([[1, 2, 3, 4]])
+    stored = stored_tensors(base)
+    for call in (
+        lambda: engine.train_batch(batch),
+        lambda: engine.evaluate([batch]),
+        lambda: engine.generate([[1, 2]], SamplingParams(max_new_tokens=2)),
+        lambda: engine.save_hf(tmp_path / "merged", merge_adapters=True),
+        lambda: engine.train_batch(batch),
+        lambda: engine.save_hf(tmp_path / "apart"),
+    ):
+        call()
+        own = {name: p for name, p in engine.parameters().items() if ".lora_" not in name}
+        tuned = sum(".base_layer." in name for name in own)
+        assert tuned == 2 * 3 and not any(p.requires_grad for p in own.values())
+        bits = [p.detach().reshape(-1).view(torch.int32) for p in own.values()]
+        # By their values, since each library has names of its own.
+        known = {tuple(tensor.reshape(-1).view(torch.int32).tolist()) for tensor in stored.values()}
+        assert len(own) >= len(stored) and all(tuple(values.tolist()) in known for values in bits)
+    apart, merged = (stored_tensors(tmp_path / name) for name in ("apart", "merged"))
+    assert apart.keys() == merged.keys() == stored.keys()
+    assert all(torch.equal(tensor, stored[name]) for name, tensor in apart.items())
+    moved = {name for name, tensor in merged.items() if not torch.equal(tensor, stored[name])}
+    assert len(moved) == 2 * 3 and all("q_proj" in name or "v_proj" in name for name in moved)
+    engine.close()
 
 
 @pytest.mark.shows(108)

@@ -7,7 +7,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock import Engine, EngineOptions, GenerateOptions, PackedBatch, SamplingParams
+from penstock import (
+    Engine,
+    EngineOptions,
+    GenerateOptions,
+    MicroBatchSpec,
+    PackedBatch,
+    SamplingParams,
+    token_cross_entropy,
+)
 from penstock.data.checks import LengthError
 from penstock.model import decoder_units
 from penstock.settings import ModelConfig, OptimizerConfig
@@ -36,6 +44,52 @@ def test_buffers_that_are_no_state_of_a_module_are_none_of_the_engine() -> None:
     engine = engine_of()
     assert set(engine.buffers()) == {"layers.1.kept"} and "layers.1.scratch" not in engine.state()
     engine.close()
+
+
+class Outer(nn.Module):
+    """Has running statistics, and a buffer that is no state, in modules inside of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        scratch = nn.Linear(8, 8)
+        scratch.register_buffer("calls", torch.zeros(()), persistent=False)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), scratch])
+
+    def forward(self, x: Tensor) -> Tensor:
+        scratch = self.blocks[1]
+        scratch.get_buffer("calls").add_(1)
+        return scratch(self.blocks[0](x))
+
+
+@pytest.mark.shows(112)
+def test_buffers_of_inner_modules_are_put_back_after_a_step_that_failed() -> None:
+    def trained(fails: bool) -> tuple[list[float], dict[str, Tensor]]:
+        torch.manual_seed(0)
+        engine = Engine.from_layers([nn.Embedding(16, 8), Outer(), nn.Linear(8, 16)], 8, device="cpu")
+        unit = next(iter(engine.pipeline.stages.values())).units[1][1]
+        num_calls = 0
+
+        def loss_fn(logits: Tensor, microbatch: PackedBatch) -> Tensor:
+            nonlocal num_calls
+            num_calls += 1
+            if fails and num_calls == 4:
+                raise ArithmeticError("made to fail")
+            return token_cross_entropy(logits, microbatch)
+
+        losses = []
+        for _ in range(3):
+            before = {name: buffer.clone() for name, buffer in unit.named_buffers()}
+            try:
+                losses.append(engine.train_batch(BATCH, loss_fn, micro_batches=MicroBatchSpec(num=2)).loss)
+            except ArithmeticError:
+                assert all(torch.equal(buffer, before[name]) for name, buffer in unit.named_buffers())
+                continue
+            assert not any(torch.equal(buffer, before[name]) for name, buffer in unit.named_buffers())
+        return losses, {name: buffer.clone() for name, buffer in unit.named_buffers()}
+
+    (failed, ours), (clean, theirs) = trained(True), trained(False)
+    assert len(failed) == 2 and failed == clean[:2]
+    assert int(ours["blocks.0.1.num_batches_tracked"]) == 4 and int(theirs["blocks.0.1.num_batches_tracked"]) == 6
 
 
 class Counting(torch.optim.SGD):
