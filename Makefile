@@ -7,7 +7,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 # pytest rewrites each file's assertions; where it may keep them, the next run starts sooner.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo test test-gpu test-ray quick pytest compiled lint bench promises mutants late faults clean
+.PHONY: setup demo test test-gpu test-ray test-serve quick pytest compiled lint bench promises mutants late faults clean
 
 setup: .venv/stamp
 
@@ -74,6 +74,10 @@ mutants: setup
 # Everything that ranks do together, as late as it may be; ARGS="--seeds 20 --first 100" chooses.
 late: setup
 	$(BIN)/python tools/late.py $(ARGS)
+
+# Two minutes of many clients that come and go at a server; ARGS=600 for ten.
+test-serve: setup
+	SERVE_LOAD_SECONDS=$(or $(ARGS),120) $(BIN)/python -m pytest -s tests/e2e/test_serve_load.py
 
 # Kills, cuts, fills and damages small runs at random; ARGS="--minutes 30 --seed 1" chooses.
 faults: setup

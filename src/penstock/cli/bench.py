@@ -45,7 +45,7 @@ def _parser() -> Parser:
     plan = _add(benchmarks, "plan", bench_plan.run, bench_plan.WHAT)
     bench_plan.add_arguments(plan)
     plan.set_defaults(show=bench_plan.show)
-    _add(benchmarks, "all", _all, "all of the above but overlap, reduction, ring and plan, with their defaults")
+    _add(benchmarks, "all", _all, "all of the above but overlap, reduction, ring, serve and plan, with their defaults")
     return parser
 
 
@@ -142,6 +142,15 @@ def _add_models(benchmarks: Any) -> None:
     generate.add_argument("--new-tokens", type=int, default=64)
     generate.add_argument("--parts", nargs="+", choices=[*_GENERATE_PARTS, "gpu"], default=_GENERATE_PARTS)
     generate.add_argument("--rounds", type=int, default=3, help="of each side, in turn")
+
+    serve = _add(benchmarks, "serve", _serve, "tokens per second of a server over generate, and its first tokens")
+    serve.add_argument("--layers", type=int, default=8)
+    serve.add_argument("--hidden-size", type=int, default=512)
+    serve.add_argument("--clients", type=int, default=64)
+    serve.add_argument("--prompt-tokens", type=int, default=64)
+    serve.add_argument("--new-tokens", type=int, default=64)
+    serve.add_argument("--ranks", type=int, default=2)
+    serve.add_argument("--rounds", type=int, default=3, help="of each side, in turn")
 
 
 def _add(benchmarks: Any, name: str, run: Callable[[argparse.Namespace], Any], what: str) -> argparse.ArgumentParser:
@@ -285,6 +294,23 @@ def _generate(given: argparse.Namespace) -> dict[str, Any]:
     _progress(f"{dataclasses.asdict(generation)}")
     found = measure(generation, given.parts)
     return found | {"on a GPU": on_gpu(dataclasses.replace(LLAMA_1B, num_rounds=given.rounds))} if gpu else found
+
+
+def _serve(given: argparse.Namespace) -> dict[str, Any]:
+    from penstock.bench.generation import Generation
+    from penstock.bench.serving import Serving, measure
+
+    generation = Generation(
+        num_layers=given.layers,
+        hidden_size=given.hidden_size,
+        num_prompts=given.clients,
+        prompt_tokens=given.prompt_tokens,
+        new_tokens=given.new_tokens,
+        num_rounds=given.rounds,
+    )
+    serving = Serving(generation, given.ranks, rows_per_slot=-(-given.clients // given.ranks))
+    _progress(f"{dataclasses.asdict(serving)}")
+    return measure(serving)
 
 
 def _all(given: argparse.Namespace) -> dict[str, Any]:

@@ -35,6 +35,9 @@ _PARALLEL = parallel_options(("pp", *PROCESSES))
 _RING = options_of(RingConfig(), {"num_slots": "slots", "rows_per_slot": "rows"}, without=("max_rows_per_slot",))
 _SERVE = options_of(ServeConfig(), {"drain_s": "drain"})
 _USUAL_LENGTH = 4096
+# oneDNN keeps code for each number of rows that a product has had, up to 1,024 of them: here so many come that this
+# would take a hundred megabytes, most of it for prompts' lengths that do not come again.
+_KEPT_PRODUCTS = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "256")
 # A launcher passes on a signal that its workers may have been sent as well.
 _SAME_SIGNAL_S = 1.0
 _METAVARS = {
@@ -190,6 +193,7 @@ def _serve(arguments: ServeArguments, group: Group, store: "Store") -> None:
     from penstock.serve.server import listen
 
     config, parallel = arguments.serve, arguments.parallel
+    os.environ.setdefault(*_KEPT_PRODUCTS)
     model = together(store, group, "model", lambda: _open(arguments))
     shape, length = _shape(arguments), _length(arguments, model)
     refuse_differing(store, group, "form", {"rows": shape.num_rows, "slots": shape.num_slots, "length": length})

@@ -32,6 +32,9 @@ from penstock.runtime import (
 from penstock.schedule import RingShape, Scheduler
 from penstock.settings import Precision
 
+_KEPT_RECORDS = 1024
+"""Records of a generation without end; a longer trace would only take memory."""
+
 OnToken = Callable[[int, int], object]
 OnAnswer = Callable[[int, schedule.Sequence], object]
 
@@ -136,6 +139,7 @@ class Generator:
             for stage in pipeline.stages.values():
                 stage.check_cached()
             pipeline.set_training(False)
+            pipeline.recorder.keep(_KEPT_RECORDS)
             with pipeline.recovery.alone(), pipeline.casts.kept(packed=options.packed), torch.inference_mode():
                 leader = None
                 if requests is not None:

@@ -143,6 +143,11 @@ class Recorder:
         self._given_up = False
         self._ranks = {}
 
+    def keep(self, capacity: int) -> None:
+        """Keep only so many records from now on, the newest ones."""
+        self._records = deque(self._records, maxlen=capacity)
+        self._collectives = deque(self._collectives, maxlen=capacity)
+
     def begin_step(self, step: int) -> None:
         """Count the records that follow as those of `step`."""
         self.step = step

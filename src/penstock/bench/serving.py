@@ -1,0 +1,200 @@
+"""Serving: tokens per second of many clients over `penstock generate`, and the wait for a first token in decode steps.
+
+Server and generation are commands of their own on the same model, and take turns; clients share the machine with them.
+"""
+
+import asyncio
+import itertools
+import json
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from penstock.bench.generation import Generation
+from penstock.bench.ranks import spread
+
+_HOST = "127.0.0.1"
+WHOLE, STREAMED, GENERATE = "server, whole answers", "server, streamed answers", "generate"
+
+
+@dataclass(frozen=True)
+class Serving:
+    """The model, its clients, and the layout of server and generation alike."""
+
+    generation: Generation = Generation(num_prompts=64)
+    num_ranks: int = 2
+    rows_per_slot: int = 32
+    num_decoding: int = 8
+    num_first_tokens: int = 20
+
+    @property
+    def options(self) -> list[str]:
+        return ["--pp", str(self.num_ranks), "--rows", str(self.rows_per_slot)]
+
+
+def measure(serving: Serving) -> dict[str, Any]:
+    """Compare both kinds of serving with generation, and measure first tokens."""
+    generation = serving.generation
+    with tempfile.TemporaryDirectory(prefix="penstock-") as name:
+        folder = Path(name) / "model"
+        _write_model(folder, generation)
+        rates: dict[str, list[float]] = {GENERATE: [], WHOLE: [], STREAMED: []}
+        with _server(folder, serving) as port:
+            for _ in range(generation.num_rounds):
+                rates[GENERATE].append(_generate(folder, serving))
+                rates[WHOLE].append(asyncio.run(_all_answers(port, generation, stream=False)))
+                rates[STREAMED].append(asyncio.run(_all_answers(port, generation, stream=True)))
+            steps = asyncio.run(_first_tokens(port, serving))
+    median = {name: statistics.median(found) for name, found in rates.items()}
+    return {
+        "tokens_per_s": {name: spread(found) for name, found in rates.items()},
+        "over_generate": {name: median[name] / median[GENERATE] for name in (WHOLE, STREAMED)},
+        **steps,
+    }
+
+
+def _write_model(folder: Path, generation: Generation) -> None:
+    """Random weights in Hugging Face's form; there is no tokenizer, prompts are token ids."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    ours = replace(generation, new_tokens=4 * generation.new_tokens).config
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=ours.vocabulary,
+        hidden_size=ours.hidden_size,
+        intermediate_size=ours.intermediate_size,
+        num_hidden_layers=ours.num_layers,
+        num_attention_heads=ours.num_heads,
+        num_key_value_heads=ours.key_heads,
+        max_position_embeddings=ours.max_length,
+        tie_word_embeddings=ours.tie_embeddings,
+    )
+    model: Any = LlamaForCausalLM(config)
+    model.save_pretrained(folder)
+
+
+def _generate(folder: Path, serving: Serving) -> float:
+    """Tokens per second of `penstock generate`, from its first batch to its last."""
+    generation, prompts = serving.generation, folder.with_name("prompts.jsonl")
+    lines = [json.dumps({"tokens": tokens}) for tokens in generation.prompts(generation.num_prompts)]
+    prompts.write_text("\n".join(lines) + "\n")
+    answers = folder.with_name("answers.jsonl")
+    words = ["generate", str(folder), "--file", str(prompts), "--output", str(answers), "--json", "--temperature", "0"]
+    words += ["--ignore-end", "--max-new-tokens", str(generation.new_tokens), *serving.options]
+    ended = subprocess.run([sys.executable, "-m", "penstock", *words], capture_output=True, text=True, check=False)
+    if ended.returncode:
+        raise RuntimeError(f"penstock generate failed: {ended.stderr}")
+    answers.unlink()
+    return json.loads(ended.stdout)["tokens_per_s"]
+
+
+@contextmanager
+def _server(folder: Path, serving: Serving) -> Iterator[int]:
+    """A server of the model; yields its port, and ends it."""
+    words = ["serve", str(folder), "--port", "0", "--max-waiting", "256", *serving.options]
+    process = subprocess.Popen([sys.executable, "-m", "penstock", *words], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        said = process.stdout.readline()
+        if not said:
+            raise RuntimeError(f"penstock serve ended with exit code {process.wait()}")
+        yield int(said.partition("/v1")[0].rpartition(":")[2])
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait()
+
+
+# ---- clients
+
+
+async def _all_answers(port: int, generation: Generation, stream: bool) -> float:
+    """Tokens per second of as many clients as there are prompts, from the first request to the last answer."""
+    body = {"max_tokens": generation.new_tokens, "temperature": 0, "ignore_eos": True, "stream": stream}
+    prompts = generation.prompts(generation.num_prompts)
+    start_s = time.perf_counter()
+    counts = await asyncio.gather(*(_count_tokens(port, {**body, "prompt": prompt}) for prompt in prompts))
+    wall_s = time.perf_counter() - start_s
+    if counts != [generation.new_tokens] * len(prompts):
+        raise RuntimeError(f"the server gave answers of {min(counts)} to {max(counts)} tokens")
+    return sum(counts) / wall_s
+
+
+async def _count_tokens(port: int, body: dict[str, Any]) -> int:
+    """The new tokens of one answer."""
+    if body["stream"]:
+        body = {**body, "stream_options": {"include_usage": True}}
+    parts = [part async for part in reply_parts(port, {"model": "model", **body})]
+    return parts[-1]["usage"]["completion_tokens"]
+
+
+async def reply_parts(port: int, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+    """Yield the JSON of one completion: all of it, or part by part if it is streamed. The client goes if it is closed.
+
+    Raises:
+        RuntimeError: it was refused.
+    """
+    reader, writer = await asyncio.open_connection(_HOST, port)
+    content = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: a\r\nconnection: close\r\ncontent-length: {len(content)}\r\n\r\n"
+    writer.write(head.encode() + content)
+    try:
+        status = await reader.readline()
+        if b" 200 " not in status:
+            raise RuntimeError(f"the server said {status!r} and {await reader.read()!r}")
+        while line := await reader.readline():
+            # Sizes of pieces and blank lines stand between.
+            if line.startswith(b"data: {"):
+                yield json.loads(line[len(b"data: ") :])
+            elif line.startswith(b"{"):
+                yield json.loads(line)
+    finally:
+        writer.close()
+
+
+async def _first_tokens(port: int, serving: Serving) -> dict[str, Any]:
+    """The time to the first token of a short prompt, in the steps that others decode at the same time."""
+    generation = serving.generation
+    prompts = generation.prompts(serving.num_decoding + serving.num_first_tokens)
+    # With log-probabilities each token comes at once, not only each whole character.
+    common = {"model": "model", "temperature": 0, "ignore_eos": True, "stream": True, "logprobs": 0}
+    times_s: list[list[float]] = [[] for _ in range(serving.num_decoding)]
+
+    async def decode(place: int) -> None:
+        """Decode on and on, noting when each token comes."""
+        while True:
+            times_s[place].append(float("nan"))  # between two answers lies no step
+            length = generation.config.max_length * 2
+            body = {**common, "prompt": prompts[place], "max_tokens": length}
+            async for _ in reply_parts(port, body):
+                times_s[place].append(time.perf_counter())
+
+    others = [asyncio.create_task(decode(place)) for place in range(serving.num_decoding)]
+    waits_s = []
+    for prompt in prompts[serving.num_decoding :]:
+        await asyncio.sleep(0.3)
+        start_s = time.perf_counter()
+        async for _ in reply_parts(port, {**common, "prompt": prompt[:8], "max_tokens": 1}):
+            waits_s.append(time.perf_counter() - start_s)
+            break
+    for other in others:
+        other.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
+    steps_s = [b - a for own in times_s for a, b in itertools.pairwise(own) if b > a]
+    step_s = statistics.median(steps_s)
+    return {
+        "decode_step_ms": step_s * 1e3,
+        "first_token_ms": spread([wait_s * 1e3 for wait_s in waits_s]),
+        "first_token_in_steps": spread([wait_s / step_s for wait_s in waits_s]),
+    }
