@@ -2,6 +2,7 @@
 
 import json
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -208,15 +209,19 @@ def test_a_rank_that_dies_ends_the_server_with_a_word_and_503(model: Path) -> No
 
 
 def test_a_mistake_on_the_command_line_is_one_sentence(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    taken = socket.create_server(("127.0.0.1", 0))
     for words, word in (
         ([str(model), "--port", "70000"], "port"),
         ([str(model), "--max-length", "1000"], "256"),
         ([str(model), "--api-key-file", str(model / "config.json")], "no usable key"),
         ([str(model), "--chat-template", str(model / "none.jinja")], "none.jinja"),
-        ([str(model), "--address", "256.1.1.1"], "cannot listen"),
+        # An address that is kept for examples, and so none of this machine.
+        ([str(model), "--address", "192.0.2.1"], "cannot listen at 192.0.2.1"),
+        ([str(model), "--port", str(taken.getsockname()[1])], "in use"),
         ([str(model / "none")], "none"),
         ([str(model), "--rowz", "1"], "--rows"),
     ):
         assert main(["serve", *words]) == 2
         said = capsys.readouterr().err
         assert word in said and said.count("\n") == 1, said
+    taken.close()

@@ -193,7 +193,6 @@ def _serve(arguments: ServeArguments, group: Group, store: "Store") -> None:
     from penstock.serve.server import listen
 
     config, parallel = arguments.serve, arguments.parallel
-    os.environ.setdefault(*_KEPT_PRODUCTS)
     model = together(store, group, "model", lambda: _open(arguments))
     shape, length = _shape(arguments), _length(arguments, model)
     refuse_differing(store, group, "form", {"rows": shape.num_rows, "slots": shape.num_slots, "length": length})
@@ -202,6 +201,7 @@ def _serve(arguments: ServeArguments, group: Group, store: "Store") -> None:
         return (_parts(arguments, model, shape), listen(config.address, config.port)) if group.rank == 0 else None
 
     prepared = together(store, group, "address", prepare)
+    os.environ.setdefault(*_KEPT_PRODUCTS)
     device = choose_device(store, group, parallel.device)
     initialise(store, group, device, parallel.timeout_s)
     engine = Engine(*model.arguments(replace(parallel, device=device)))
