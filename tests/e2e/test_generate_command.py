@@ -60,10 +60,12 @@ def test_a_family_that_is_not_native_runs_by_the_layers_of_transformers(tmp_path
     foreign.save_pretrained(tmp_path)
     tokenizer = make_tokenizer(tmp_path)
     words = [str(tmp_path), "the cat", "--temperature", "0", "--max-new-tokens", "8", "--ignore-end", "--json"]
-    code, _, err = call(*words)
-    assert code == 2 and "native" in err
-    code, out, err = call(*words, "--no-native")
-    assert code == 0, err
+    code, _, err = call(*words, "--native", "true")
+    assert code == 2 and "native=False" in err
+    code, out, err = call(*words)
+    assert code == 0 and f"transformers' own layers run {tmp_path}: the decoder is none of GPTNeoX" in err
+    for others in (["--no-native"], ["--native", "false"]):
+        assert answers(call(*words, *others)[1]) == answers(out)
     prompt = tokenizer("the cat", return_tensors="pt")
     expected = foreign.generate(**prompt, do_sample=False, max_new_tokens=8, eos_token_id=None)
     assert answers(out)[0]["tokens"] == expected[0, prompt["input_ids"].shape[1] :].tolist()

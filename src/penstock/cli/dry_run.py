@@ -20,7 +20,7 @@ from penstock.engine.run_parts import RunData
 from penstock.engine.timed_cut import UnitTimes, stage_costs, timed_cut, times_here
 from penstock.model import ModelGroups, UnitSpec, decoder_units
 from penstock.parallel.buckets import StateBytes
-from penstock.settings import Layout, RunConfig
+from penstock.settings import ConfigError, Layout, RunConfig
 
 _FILE_COLUMNS = 120
 
@@ -178,6 +178,8 @@ def _microbatches(config: RunConfig) -> tuple[tuple[int, ...], int]:
 
 def show(config: RunConfig, as_json: bool) -> None:
     """Print the plan of a run; start and write nothing."""
+    if config.model.native is False:
+        raise ConfigError("--dry-run knows native layers alone, but transformers' own run this model; leave it out")
     show_log()
     data = RunData.load(config)
     plan = plan_run(config, data)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.cli.commands import Parser, refuse_to_overwrite
 from penstock.cli.group import Group, agree, find_group_of
 from penstock.cli.launch import WorkerCommand, launch
-from penstock.cli.setting_options import PROCESSES, add_options, options_of, parallel_options, values_of
+from penstock.cli.setting_options import MODEL_OPTIONS, PROCESSES, add_options, options_of, parallel_options, values_of
 from penstock.settings import ParallelConfig, RingConfig, SamplingParams, Setting, walk
 
 if TYPE_CHECKING:
@@ -54,7 +54,8 @@ class GenerateArguments:
 
     prompts: from the command line; file: JSON lines; with neither, the prompt is standard input. sampling: settings of
     `SamplingParams` by name, those that were given. bad_words: texts. ring: settings of `RingConfig`. end_tokens: None
-    for those of the model. parallel: one pipeline, of which `dp` share the prompts.
+    for those of the model. parallel: one pipeline, of which `dp` share the prompts. opened: further arguments of
+    `open_model`.
     """
 
     model: Path
@@ -68,7 +69,7 @@ class GenerateArguments:
     ring: dict[str, Any]
     dp: int
     parallel: ParallelConfig
-    native: bool
+    opened: dict[str, Any]
     special_tokens: bool
     json: bool
 
@@ -107,7 +108,7 @@ def _check_model(arguments: GenerateArguments) -> None:
     """Refuse what no number of processes could do; the prompts are left to them."""
     from penstock.cli.texts import open_to_cut
 
-    open_to_cut(arguments.model, arguments.parallel.pp, arguments.native)
+    open_to_cut(arguments.model, arguments.parallel.pp, **arguments.opened)
 
 
 def _parser() -> Parser:
@@ -142,11 +143,9 @@ not on the other prompts, nor on --pp, --dp, --slots and --rows.""",
     sampling.add_argument("--end-token", type=int, action="append", metavar="ID", help="default: the model's own")
     sampling.add_argument("--ignore-end", action="store_true", help="no end token but those given ends an answer")
     ring = parser.add_argument_group("how it runs")
-    for options in (_PARALLEL, _RING):
+    for options in (_PARALLEL, _RING, MODEL_OPTIONS):
         add_options(ring, options, {"timeout": "SECONDS"})
-    parser.add_argument(
-        "--no-native", action="store_true", help="run a Hugging Face model by transformers' own layers, of any family"
-    )
+    parser.add_argument("--no-native", action="store_true", help="as --native false")
     parser.add_argument(
         "--no-special-tokens", action="store_true", help="texts without the tokenizer's own, such as one to begin with"
     )
@@ -200,7 +199,7 @@ def read_arguments(words: Sequence[str]) -> GenerateArguments:
         ring=values_of(given, _RING),
         dp=parallel.dp,
         parallel=replace(parallel, dp=1),
-        native=not given.no_native,
+        opened=values_of(given, MODEL_OPTIONS) | ({"native": False} if given.no_native else {}),
         special_tokens=not given.no_special_tokens,
         json=given.json,
     )
@@ -217,7 +216,7 @@ def check(arguments: GenerateArguments) -> "GenerateJob":
     from penstock.engine.prompts import check_prompts
     from penstock.model import Limits
 
-    model = open_to_cut(arguments.model, arguments.parallel.pp, arguments.native)
+    model = open_to_cut(arguments.model, arguments.parallel.pp, **arguments.opened)
     model = model if arguments.special_tokens else plainly(model)
     if arguments.sampling.get("stop") and model.tokenizer is None:
         raise ValueError(f"--stop is a text, but {model.folder} has no tokenizer; give --end-token ids")
@@ -245,7 +244,7 @@ def _standard_input() -> str:
     return sys.stdin.read()
 
 
-def _answers_file(job: "GenerateJob", version: str, fresh: bool) -> "AnswersFile | None":
+def _answers_file(job: "GenerateJob", version: str, precision: str | None, fresh: bool) -> "AnswersFile | None":
     """Open the file of answers, with those that a stopped call left there.
 
     Raises: ValueError if the file cannot be written, or its answers belong to other input.
@@ -255,7 +254,7 @@ def _answers_file(job: "GenerateJob", version: str, fresh: bool) -> "AnswersFile
     if job.output is None:
         return None
     given = [[list(prompt.tokens), prompt.line, prompt.id] for prompt in job.prompts]
-    decisive = [str(job.model.folder.resolve()), version, given, asdict(job.params)]
+    decisive = [str(job.model.folder.resolve()), version, given, asdict(job.params), precision]
     digest = hashlib.blake2b(json.dumps(decisive).encode(), digest_size=8).hexdigest()
     return AnswersFile(job.output, digest, job.params.num_samples, fresh)
 
@@ -273,20 +272,25 @@ def _run_worker(arguments: GenerateArguments, group: Group) -> int:
 def _generate(arguments: GenerateArguments, group: Group, store: "Store") -> None:
     from penstock.cli.pipelines import Pipelines
     from penstock.cli.shared_answers import AnswerCollector, AnswerSender, others_answers
+    from penstock.cli.texts import show_layers
     from penstock.cli.together import choose_device, initialise, refuse_differing, together
     from penstock.engine.engine import Engine
     from penstock.runtime import Watchdog
 
     parallel = arguments.parallel
     job = together(store, group, "prompts", lambda: check(arguments))
+    if group.rank == 0:
+        show_layers(job.model)
     refuse_differing(store, group, "answers", {**arguments.sampling, "prompts": [list(p.tokens) for p in job.prompts]})
     device = choose_device(store, group, parallel.device)
     pipelines = Pipelines.of(store, group, arguments.dp, parallel.timeout_s)
     initialise(*pipelines.world(group), device, parallel.timeout_s)
     engine = Engine(*job.model.arguments(replace(parallel, device=device)))
     version = job.model.load(engine)
+    precision = arguments.opened["precision"]
     file = together(
-        store, group, "output", lambda: _answers_file(job, version, arguments.fresh) if group.rank == 0 else None
+        *(store, group, "output"),
+        lambda: _answers_file(job, version, precision, arguments.fresh) if group.rank == 0 else None,
     )
     kept = frozenset(agree(store, group, "kept", {"kept": file.kept if file else []})[0]["kept"])
     listener = None

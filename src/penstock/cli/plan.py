@@ -9,7 +9,7 @@ from typing import Any
 
 from penstock import planner
 from penstock.cli.commands import Parser, print_json, print_table, refuse_to_overwrite, write_text
-from penstock.settings import RunConfig
+from penstock.settings import Precision, RunConfig
 from penstock.settings.declare import ConfigError
 from penstock.settings.read import Values, from_values, read_values
 
@@ -117,7 +117,7 @@ def _workload(given: argparse.Namespace) -> tuple[Values, planner.Workload]:
 
 def _workload_of(config: RunConfig) -> planner.Workload:
     model = config.model.whole(_vocabulary(config))
-    dtype = "fp32" if config.train.precision.value == "fp32" else "bf16"
+    dtype = "fp32" if config.train.precision in (None, Precision.FP32) else "bf16"
     shape = planner.ModelShape.of(model)
     return planner.Workload(shape, config.data.sequence_length, config.data.num_sequences, dtype)
 

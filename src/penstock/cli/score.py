@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from penstock.cli.commands import Parser, print_json, refuse_to_overwrite
 from penstock.cli.group import Group, agree, find_group_of
 from penstock.cli.launch import WorkerCommand, launch
-from penstock.cli.setting_options import PROCESSES, add_options, options_of, parallel_options, values_of
+from penstock.cli.setting_options import MODEL_OPTIONS, PROCESSES, add_options, options_of, parallel_options, values_of
 from penstock.settings import DataConfig, ParallelConfig, Settings, same_as
 from penstock.settings.declare import ABOVE_0, AT_LEAST_1, setting
 
@@ -44,7 +44,10 @@ _SCORING = options_of(ScoreConfig())
 
 @dataclass(frozen=True)
 class ScoreArguments:
-    """One call of the command; `parallel` describes one pipeline, of which `dp` share the texts."""
+    """One call of the command.
+
+    parallel: one pipeline, of which `dp` share the texts. opened: further arguments of `open_model`.
+    """
 
     model: Path
     file: Path
@@ -52,7 +55,7 @@ class ScoreArguments:
     dp: int
     parallel: ParallelConfig
     scoring: ScoreConfig
-    native: bool
+    opened: dict[str, Any]
     special_tokens: bool
     json: bool
 
@@ -63,6 +66,7 @@ class ScoreArguments:
             "temperature": self.scoring.temperature,
             "text_field": self.scoring.text_field,
             "special_tokens": self.special_tokens,
+            "precision": self.opened["precision"],
         }
 
 
@@ -98,11 +102,9 @@ An "id" is carried along. A call that was stopped is continued by the same comma
     parser.add_argument("model", type=Path, metavar="MODEL", help="the folder of a run, or of a Hugging Face model")
     parser.add_argument("file", type=Path, metavar="FILE.jsonl", help="the texts, a JSON object a line")
     parser.add_argument("--output", type=Path, metavar="OUT.jsonl", help="default: FILE.scores.jsonl beside FILE")
-    for options in (_PARALLEL, _SCORING):
+    for options in (_PARALLEL, _SCORING, MODEL_OPTIONS):
         add_options(parser, options, {"temperature": "T", "text_field": "NAME", "timeout": "SECONDS"})
-    parser.add_argument(
-        "--no-native", action="store_true", help="run a Hugging Face model by transformers' own layers, of any family"
-    )
+    parser.add_argument("--no-native", action="store_true", help="as --native false")
     parser.add_argument(
         "--no-special-tokens", action="store_true", help="texts without the tokenizer's own, such as one to begin with"
     )
@@ -124,7 +126,7 @@ def read_arguments(words: Sequence[str]) -> ScoreArguments:
         dp=parallel.dp,
         parallel=replace(parallel, dp=1),
         scoring=ScoreConfig(**values_of(given, _SCORING)),
-        native=not given.no_native,
+        opened=values_of(given, MODEL_OPTIONS) | ({"native": False} if given.no_native else {}),
         special_tokens=not given.no_special_tokens,
         json=given.json,
     )
@@ -134,7 +136,7 @@ def _check_model(arguments: ScoreArguments) -> None:
     """Refuse what no number of processes could do; the texts are left to them."""
     from penstock.cli.texts import open_to_cut
 
-    open_to_cut(arguments.model, arguments.parallel.pp, arguments.native)
+    open_to_cut(arguments.model, arguments.parallel.pp, **arguments.opened)
 
 
 def check(arguments: ScoreArguments) -> "ScoreJob":
@@ -145,7 +147,7 @@ def check(arguments: ScoreArguments) -> "ScoreJob":
     from penstock.cli.scoring import MICROBATCH_TOKENS, ScoreJob
     from penstock.cli.texts import open_to_cut, plainly, read_texts
 
-    model = open_to_cut(arguments.model, arguments.parallel.pp, arguments.native)
+    model = open_to_cut(arguments.model, arguments.parallel.pp, **arguments.opened)
     model = model if arguments.special_tokens else plainly(model)
     texts = read_texts(arguments.file, model, arguments.scoring.text_field)
     longest = max(texts, key=lambda text: len(text.tokens))
@@ -170,12 +172,15 @@ def _score(arguments: ScoreArguments, group: Group, store: "Store") -> None:
     from penstock.cli.pipelines import Pipelines
     from penstock.cli.score_file import ScoreFile
     from penstock.cli.scoring import Scoring
+    from penstock.cli.texts import show_layers
     from penstock.cli.together import choose_device, initialise, refuse_differing, together
     from penstock.engine.engine import Engine
     from penstock.runtime import Watchdog
 
     parallel = arguments.parallel
     job = together(store, group, "texts", lambda: check(arguments))
+    if group.rank == 0:
+        show_layers(job.model)
     digest = _digest(job.texts)
     refuse_differing(store, group, "scoring", {**arguments.decisive, "texts": digest, "max_tokens": job.max_tokens})
     device = choose_device(store, group, parallel.device)

@@ -9,12 +9,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from penstock.cli.commands import Parser
 from penstock.cli.group import Group, find_group_of
 from penstock.cli.launch import WorkerCommand, launch
-from penstock.cli.setting_options import PROCESSES, add_options, options_of, parallel_options, values_of
+from penstock.cli.setting_options import MODEL_OPTIONS, PROCESSES, add_options, options_of, parallel_options, values_of
 from penstock.settings import ParallelConfig, RingConfig, ServeConfig
 
 if TYPE_CHECKING:
@@ -53,13 +53,13 @@ _METAVARS = {
 
 @dataclass(frozen=True)
 class ServeArguments:
-    """One call of the command."""
+    """One call of the command; `opened` are further arguments of `open_model`."""
 
     model: Path
     serve: ServeConfig
     ring: RingConfig
     parallel: ParallelConfig
-    native: bool
+    opened: dict[str, Any]
 
 
 def main(words: Sequence[str]) -> int:
@@ -101,11 +101,9 @@ It listens on this machine alone unless --address says otherwise. Where the envi
     parser.add_argument("model", type=Path, metavar="MODEL", help="the folder of a run, or of a Hugging Face model")
     add_options(parser.add_argument_group("what it takes"), _SERVE, _METAVARS)
     running = parser.add_argument_group("how it runs")
-    for options in (_PARALLEL, _RING):
+    for options in (_PARALLEL, _RING, MODEL_OPTIONS):
         add_options(running, options, _METAVARS)
-    parser.add_argument(
-        "--no-native", action="store_true", help="run a Hugging Face model by transformers' own layers, of any family"
-    )
+    parser.add_argument("--no-native", action="store_true", help="as --native false")
     return parser
 
 
@@ -120,7 +118,7 @@ def read_arguments(words: Sequence[str]) -> ServeArguments:
         serve=ServeConfig(**values_of(given, _SERVE)),
         ring=RingConfig(**values_of(given, _RING)),
         parallel=ParallelConfig(**values_of(given, _PARALLEL)),
-        native=not given.no_native,
+        opened=values_of(given, MODEL_OPTIONS) | ({"native": False} if given.no_native else {}),
     )
 
 
@@ -128,7 +126,7 @@ def _open(arguments: ServeArguments) -> "SavedModel":
     """Open the model. Raises: ValueError for what no number of processes could serve."""
     from penstock.cli.texts import open_to_cut
 
-    model = open_to_cut(arguments.model, arguments.parallel.pp, arguments.native)
+    model = open_to_cut(arguments.model, arguments.parallel.pp, **arguments.opened)
     longest = arguments.serve.max_length
     if longest is not None and longest > model.max_length:
         raise ValueError(f"--max-length {longest} is more than the {model.max_length} tokens that {model.folder} takes")
@@ -187,6 +185,7 @@ def _parts(arguments: ServeArguments, model: "SavedModel", shape: "RingShape") -
 
 
 def _serve(arguments: ServeArguments, group: Group, store: "Store") -> None:
+    from penstock.cli.texts import show_layers
     from penstock.cli.together import choose_device, initialise, refuse_differing, together
     from penstock.engine.engine import Engine
     from penstock.runtime import Watchdog
@@ -194,6 +193,8 @@ def _serve(arguments: ServeArguments, group: Group, store: "Store") -> None:
 
     config, parallel = arguments.serve, arguments.parallel
     model = together(store, group, "model", lambda: _open(arguments))
+    if group.rank == 0:
+        show_layers(model)
     shape, length = _shape(arguments), _length(arguments, model)
     refuse_differing(store, group, "form", {"rows": shape.num_rows, "slots": shape.num_slots, "length": length})
 

@@ -5,8 +5,8 @@ from collections.abc import Container, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from penstock.settings import ParallelConfig, Setting, Settings, walk
-from penstock.settings.declare import possible
+from penstock.settings import ModelConfig, ParallelConfig, Setting, Settings, TrainConfig, walk
+from penstock.settings.declare import parts_of, possible
 from penstock.settings.read import from_words
 
 Options = Mapping[str, Setting]
@@ -27,10 +27,19 @@ def parallel_options(names: Iterable[str], **defaults: Any) -> Options:
     return {name: replace(every[name], default=defaults.get(name, every[name].default)) for name in names}
 
 
+MODEL_OPTIONS: Options = {
+    own.key: own
+    for own in (*walk(ModelConfig()), *walk(TrainConfig()))
+    if own.name in ("model.native", "train.precision")
+}
+"""The options of a saved model that decide how it is run."""
+
+
 def add_options(parser: Any, options: Options, metavars: Mapping[str, str] | None = None) -> None:
     """Add an option for each setting; one that is not given is None."""
     for name, own in options.items():
-        values = "{" + ",".join(possible(own.type)) + "}" if possible(own.type) else "N"
+        names = [*possible(own.type), *(("true", "false") if bool in parts_of(own.type) else ())]
+        values = "{" + ",".join(names) + "}" if names else "N"
         default = "" if own.default is None else f" (default {own.default})"
         parser.add_argument(
             f"--{name.replace('_', '-')}",

@@ -1,5 +1,6 @@
 """The input of `penstock score` and `penstock generate`: a saved model, and JSON lines of texts or prompts for it."""
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -43,18 +44,24 @@ def plainly(model: SavedModel) -> SavedModel:
     return model if model.tokenizer is None else replace(model, tokenizer=WithoutSpecialTokens(model.tokenizer))
 
 
-def open_to_cut(folder: Path, pp: int, native: bool = True) -> SavedModel:
-    """Open a saved model that is to be cut into `pp` stages.
+def open_to_cut(folder: Path, pp: int, **opened: Any) -> SavedModel:
+    """Open a saved model that is to be cut into `pp` stages; `opened` are further arguments of `open_model`.
 
     Raises: ValueError as `open_model` does, and for more stages than the model has units.
     """
-    model = open_model(folder, native)
+    model = open_model(folder, **opened)
     if pp > model.num_units:
         raise ValueError(
             f"--pp {pp} asks for {pp} stages, but {model.folder} has {model.num_units} units "
             f"to cut from, so at most {model.num_units} are possible"
         )
     return model
+
+
+def show_layers(model: SavedModel) -> None:
+    """Say on standard error where transformers' own layers run the model, and why."""
+    if model.transformers_because is not None:
+        print(f"penstock: transformers' own layers run {model.folder}: {model.transformers_because}", file=sys.stderr)
 
 
 def read_texts(path: Path, model: SavedModel, text_field: str = "text") -> list[Text]:

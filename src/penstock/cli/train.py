@@ -6,6 +6,7 @@ Every setting of the file can also be given on the command line, by its name.
 import dataclasses
 import json
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -56,15 +57,17 @@ def main(argv: Sequence[str]) -> int:
         ValueError: the settings, the data or the output folder cannot be used; nothing has been started or written.
     """
     arguments = read_arguments(argv)
-    dry = arguments.switches.dry_run
-    arguments = replace(arguments, config=check(with_pretrained(arguments.config), proves=not dry))
-    config = arguments.config
+    dry, given, group = arguments.switches.dry_run, arguments.config, find_group(os.environ)
+    config = check(with_pretrained(given), proves=not dry)
+    arguments = replace(arguments, config=config)
+    # Workers that we launch ourselves follow a process that has said so.
+    if group is None or (group.rank == 0 and not group.is_ours):
+        _show_layers(given, config)
     if dry:
         from penstock.cli.dry_run import show
 
         show(config, as_json=arguments.switches.json)
         return 0
-    group = find_group(os.environ)
     if group is not None:
         config = check(config.fit(group.world_size))
         check_world(config, group.world_size, group.origin)
@@ -74,6 +77,17 @@ def main(argv: Sequence[str]) -> int:
     if config.parallel.world_size == 1:
         return _work(arguments, Group.alone())
     return launch(_COMMAND, argv, config.parallel.world_size, config.parallel.num_threads, check=lambda: _look(config))
+
+
+def _show_layers(given: RunConfig, config: RunConfig) -> None:
+    """Say on standard error where transformers' own layers run the model without having been asked for, and why."""
+    if config.model.native is not False or given.model.native is False:
+        return
+    from penstock.engine.pretrained import reason_for_transformers
+
+    folder = given.model.pretrained or ""
+    reason = reason_for_transformers(folder, given.model.native)
+    print(f"penstock: transformers' own layers run {folder}: {reason}", file=sys.stderr)
 
 
 def _look(config: RunConfig) -> None:

@@ -24,7 +24,7 @@ from penstock.engine.state import ModelState
 from penstock.engine.trainer import Trainer, TrainResult
 from penstock.parallel import Grid
 from penstock.runtime import Recorder
-from penstock.settings import Layout, Normalize, RunConfig, SamplingParams, checked
+from penstock.settings import Layout, Native, Normalize, RunConfig, SamplingParams, checked
 
 
 class Engine(ModelState):
@@ -88,12 +88,11 @@ class Engine(ModelState):
         path: str | Path,
         layout: Layout | None = None,
         options: EngineOptions | None = None,
-        native: bool = True,
+        native: Native = True,
         **changes: Any,
     ) -> Self:
-        """An engine for the model in a Hugging Face folder; see `open_pretrained`, also for what it raises."""
-        found = open_pretrained(path, native)
-        return cls(found.units, found.hidden_size, layout, options, found.form, **changes)
+        """An engine for the model in a folder, in the files' precision by default; see `open_pretrained`."""
+        return cls(*open_pretrained(path, native).arguments(layout, options), **changes)
 
     def save_hf(self, path: str | Path, dtype: str | None = None, **options: Any) -> None:
         """Write the model as a new Hugging Face folder; all ranks call it. See `export_model`, `ExportOptions`."""

@@ -65,6 +65,7 @@ class EngineOptions(Settings):
         if isinstance(self.adapter, AdapterConfig) and not self.adapter.is_used:
             object.__setattr__(self, "adapter", None)
         object.__setattr__(self, "optimizer", OptimizerConfig.of(self.optimizer))
+        object.__setattr__(self, "precision", self.precision or Precision.FP32)
         super().__post_init__()
 
     @classmethod

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from math import prod
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
 from penstock.data.tokenizer import ByteTokenizer
 from penstock.engine.checkpoint.manifest import CheckpointInfo, DamagedCheckpoint, check_files, published, read_manifest
+from penstock.engine.options import EngineOptions
 from penstock.engine.runs import CHECKPOINT_FOLDER, CONFIG_FILE
 from penstock.model import ModelGroups, UnitSpec, decoder_units
 from penstock.model.hf.config_json import CONFIG_FILE as HUGGING_FACE_CONFIG
-from penstock.model.hf.config_json import config_from_json, config_to_json, read_config_json
+from penstock.model.hf.config_json import NotNative, config_from_json, config_to_json, read_config_json
 from penstock.model.hf.families import names_of
-from penstock.model.hf.files import MissingFile, Names, WeightFiles, units_from_files
+from penstock.model.hf.files import MissingFile, Names, WeightFiles, slices_of, units_from_files
 from penstock.parallel.grid import wait_for_all
 from penstock.parallel.host import gather_json, on_all_ranks
 from penstock.parallel.tensor_slice import Shape, StoredSlice
-from penstock.settings import ModelConfig, checked, read_config
+from penstock.settings import Layout, ModelConfig, Native, Precision, checked, read_config
+
+_PRECISIONS = {"F64": Precision.FP64, "F32": Precision.FP32, "BF16": Precision.BF16, "F16": Precision.FP16}
 
 T = TypeVar("T")
 
@@ -48,32 +53,65 @@ class HuggingFaceForm:
         return cls(names_of(config), lambda: config_to_json(config))
 
 
+class EngineArguments(NamedTuple):
+    """The arguments with which an `Engine` runs a model that settings or a folder describe."""
+
+    units: Callable[[ModelGroups], Sequence[UnitSpec]]
+    hidden_size: int
+    layout: Layout
+    options: EngineOptions
+    form: HuggingFaceForm | None
+
+
 @dataclass(frozen=True)
 class Pretrained:
     """A model in a folder, checked: its units take their values from there.
 
-    `units` makes them for the groups that share them; nothing is read before a unit is initialised.
+    `units` makes them for the groups that share them; nothing is read before a unit is initialised. `precision` is that
+    of most of the values in the files.
     """
 
     units: Callable[[ModelGroups], Sequence[UnitSpec]]
     hidden_size: int
     form: HuggingFaceForm
-    config: ModelConfig | None = None
+    precision: Precision
+    config: ModelConfig
+
+    def arguments(self, layout: Layout | None, options: EngineOptions | None) -> EngineArguments:
+        """An engine's arguments for the model; its options have the files' precision unless they are given."""
+        options = options or EngineOptions(precision=self.precision)
+        return EngineArguments(self.units, self.hidden_size, layout or Layout(), options, self.form)
 
 
 @dataclass(frozen=True)
-class StoredDecoder:
-    """A decoder in files: its shape, its names there, the files' headers, and how it is written for transformers."""
+class StoredModel:
+    """A model in files: its units, its names there, the files' headers, and how it is written for transformers.
+
+    `shape` is the decoder's, or says of transformers' layers what settings say of both.
+    """
 
     shape: ModelConfig
+    units: tuple[UnitSpec, ...]
     names: Names
     files: WeightFiles
     form: HuggingFaceForm
 
+    @property
+    def precision(self) -> Precision:
+        """That of most of the values in the files; fp32 where that is none of an engine's."""
+        num_values: Counter[str] = Counter()
+        for unit in self.units:
+            for own in (own for _, _, slices in slices_of(unit, self.names) for own in slices):
+                if stored := self.files.tensors.get(own.name):
+                    num_values[stored.dtype] += prod(stored.shape)
+        return _PRECISIONS.get(max(num_values, key=num_values.__getitem__, default=""), Precision.FP32)
+
 
 @checked
-def open_pretrained(path: Path | str, native: bool = True, shape: ModelConfig | None = None) -> Pretrained:
+def open_pretrained(path: Path | str, native: Native = True, shape: ModelConfig | None = None) -> Pretrained:
     """Open a Hugging Face folder, or that of a run; every process that will hold a part of it calls this alike.
+
+    `native`: by the decoder, or else by transformers' own layers.
 
     Configuration, names, shapes and the files' sizes are checked against each other; no value is read. `shape`: that
     of the units, which may differ from the model's own in what only training uses.
@@ -84,11 +122,6 @@ def open_pretrained(path: Path | str, native: bool = True, shape: ModelConfig | 
             or pickles; on every process if on one.
     """
     return _on_every_process(lambda: _open(Path(path), native, shape))
-
-
-def pretrained_shape(path: Path | str) -> ModelConfig:
-    """The shape of the decoder in a folder. Raises: as `open_pretrained`, for what it has read."""
-    return find_decoder(Path(path)).shape
 
 
 def pretrained_tokenizer(folder: Path | str, vocab_size: int) -> str:
@@ -103,19 +136,42 @@ def pretrained_tokenizer(folder: Path | str, vocab_size: int) -> str:
     return "bytes"
 
 
-def find_decoder(folder: Path) -> StoredDecoder:
-    """The decoder in a Hugging Face folder, or the newest intact one of a run. Raises: as `open_pretrained`."""
+def reason_for_transformers(folder: Path | str, native: Native) -> str | None:
+    """The reason why transformers' own layers run the model in a folder; None where the decoder does.
+
+    Raises: as `open_pretrained`, for what it has read.
+    """
+    folder = Path(folder)
+    if (folder / CONFIG_FILE).is_file():
+        return "it was trained so" if read_config(folder / CONFIG_FILE).model.native is False else None
+    if native != "auto":
+        return None if native else "native = false asks for them"
     if not folder.is_dir():
         raise MissingFile(f"there is no folder {folder} to read a model from")
-    if (folder / CONFIG_FILE).is_file():
+    try:
+        config_from_json(read_config_json(folder))
+    except NotNative as error:
+        return str(error).rpartition("; ")[0]
+    return None
+
+
+def find_model(folder: Path, native: Native = "auto") -> StoredModel:
+    """The model in a Hugging Face folder, or the newest intact one of a run. Raises: as `open_pretrained`."""
+    if not folder.is_dir():
+        raise MissingFile(f"there is no folder {folder} to read a model from")
+    is_run = (folder / CONFIG_FILE).is_file()
+    if reason_for_transformers(folder, native) is not None:
+        return _model_of_transformers(folder, is_run)
+    if is_run:
         return _decoder_of_run(folder)
     content = read_config_json(folder)
     shape = config_from_json(content)
     names = names_of(shape)
-    return StoredDecoder(shape, names, WeightFiles.open(folder), HuggingFaceForm(names, lambda: content, folder))
+    form = HuggingFaceForm(names, lambda: content, folder)
+    return StoredModel(shape, decoder_units(shape), names, WeightFiles.open(folder), form)
 
 
-def _decoder_of_run(folder: Path) -> StoredDecoder:
+def _decoder_of_run(folder: Path) -> StoredModel:
     config, info = read_config(folder / CONFIG_FILE), _newest_checkpoint(folder)
     names = CheckpointNames.of(info)
     shape = config.model.whole(names.vocab_size)
@@ -128,7 +184,25 @@ def _decoder_of_run(folder: Path) -> StoredDecoder:
         form = replace(form, bytes_end=bool(config.data.end_token))
     elif (tokenizer := Path(name)).exists():
         form = replace(form, folder=tokenizer if tokenizer.is_dir() else tokenizer.parent)
-    return StoredDecoder(shape, names, WeightFiles.of_files(info.path, info.files), form)
+    return StoredModel(shape, decoder_units(shape), names, WeightFiles.of_files(info.path, info.files), form)
+
+
+def _model_of_transformers(folder: Path, is_run: bool) -> StoredModel:
+    # Only now, since it loads transformers.
+    from penstock.model.adapters.transformers.model import TransformersModel
+
+    source = folder
+    while (source / CONFIG_FILE).is_file():
+        # A run has the values alone; the model they belong to is described where it began.
+        source = Path(read_config(source / CONFIG_FILE).model.pretrained or "")
+    content, files = read_config_json(source), WeightFiles.open(source)
+    model = TransformersModel.open(files)
+    form = HuggingFaceForm(model.names, lambda: content, source, own_name=model.names.own_name)
+    names: Names = model.names
+    if is_run:
+        info = _newest_checkpoint(folder)
+        names, files = CheckpointNames.of(info), WeightFiles.of_files(info.path, info.files)
+    return StoredModel(model.shape, model.units(), names, files, form)
 
 
 def _newest_checkpoint(folder: Path) -> CheckpointInfo:
@@ -145,18 +219,22 @@ def _newest_checkpoint(folder: Path) -> CheckpointInfo:
 
 @dataclass(frozen=True)
 class CheckpointNames:
-    """A decoder's parameters in a run's checkpoint: whole, or in the slices that ranks had."""
+    """A model's parameters in a run's checkpoint: whole, or in the slices that ranks had."""
 
     stored: Mapping[str, tuple[StoredSlice, ...]]
-    vocab_size: int
+    path: Path
 
     @classmethod
     def of(cls, info: CheckpointInfo) -> CheckpointNames:
-        stored = info.stored
-        embedding = stored.get("embedding.weight")
+        return cls(info.stored, info.path)
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of rows of a decoder's embedding. Raises: ValueError if the checkpoint has none."""
+        embedding = self.stored.get("embedding.weight")
         if embedding is None or len(embedding[0].part.full_shape) != 2:
-            raise ValueError(f"checkpoint {info.path} holds no embedding.weight of tokens and sizes")
-        return cls(stored, embedding[0].part.full_shape[0])
+            raise ValueError(f"checkpoint {self.path} holds no embedding.weight of tokens and sizes")
+        return embedding[0].part.full_shape[0]
 
     def slices(self, full_name: str, shape: Shape) -> tuple[StoredSlice, ...]:
         """The stored tensors that make up the parameter; none for one that only training uses and this run did not."""
@@ -172,39 +250,28 @@ class CheckpointNames:
         return True
 
 
-def _open(folder: Path, native: bool, shape: ModelConfig | None) -> Pretrained:
-    if not native:
-        return _open_adapted(folder)
-    found = find_decoder(folder)
-    shape = shape or found.shape
+def _open(folder: Path, native: Native, shape: ModelConfig | None) -> Pretrained:
+    found = find_model(folder, native)
+    if found.shape.native is False:
+        placed = units_from_files(found.units, found.names, found.files)
+        units = partial(_unshared, placed)
+    else:
+        wanted = shape or found.shape
 
-    def units(groups: ModelGroups) -> Sequence[UnitSpec]:
-        return units_from_files(decoder_units(shape, groups=groups), found.names, found.files)
+        def units(groups: ModelGroups) -> Sequence[UnitSpec]:
+            return units_from_files(decoder_units(wanted, groups=groups), found.names, found.files)
 
-    units(ModelGroups())
-    # A run's names are not those that transformers reads.
-    return Pretrained(units, shape.hidden_size, replace(found.form, names=names_of(shape)), shape)
+        units(ModelGroups())
+        # A run's names are not those that transformers reads.
+        found = replace(found, shape=wanted, form=replace(found.form, names=names_of(wanted)))
+    return Pretrained(units, found.shape.hidden_size, found.form, found.precision, found.shape)
 
 
-def _open_adapted(folder: Path) -> Pretrained:
-    # Only now, since it loads transformers.
-    from penstock.model.adapters.transformers.model import TransformersModel
-
-    if not folder.is_dir():
-        raise MissingFile(f"there is no folder {folder} to read a model from")
-    content, files = read_config_json(folder), WeightFiles.open(folder)
-    model = TransformersModel.open(files)
-    placed = units_from_files(model.units(), model.names, files)
-
-    def units(groups: ModelGroups) -> Sequence[UnitSpec]:
-        for axis, size in {"tp": groups.tp_size, "cp": groups.cp_size, "ep": groups.ep_size}.items():
-            if size > 1:
-                raise ValueError(f"transformers' own layers cannot be shared over {axis} = {size}; native layers can")
-        return placed
-
-    return Pretrained(
-        units, model.hidden_size, HuggingFaceForm(model.names, lambda: content, folder, own_name=model.names.own_name)
-    )
+def _unshared(units: Sequence[UnitSpec], groups: ModelGroups) -> Sequence[UnitSpec]:
+    for axis, size in {"tp": groups.tp_size, "cp": groups.cp_size, "ep": groups.ep_size}.items():
+        if size > 1:
+            raise ValueError(f"transformers' own layers cannot be shared over {axis} = {size}; native layers can")
+    return units
 
 
 def _on_every_process(act: Callable[[], T]) -> T:

@@ -97,3 +97,10 @@ def check_prompts(prompts: Prompts, params: Sequence[SamplingParams], limits: Li
                 f"prompt {number} has {len(prompt)} tokens, and with max_new_tokens={own.max_new_tokens} more it would "
                 f"pass the model's max_length={limits.max_length}"
             )
+        longest = limits.max_generated_length
+        if longest is not None and len(prompt) + own.max_new_tokens > longest:
+            raise ValueError(
+                f"prompt {number} has {len(prompt)} tokens, and with max_new_tokens={own.max_new_tokens} more it would "
+                f"pass {longest}, where the model's rotary factors change for all tokens before (longrope); at most "
+                f"{longest} tokens can be generated and read"
+            )

@@ -1,12 +1,15 @@
 """A run's settings completed and checked before anything starts; PyTorch is loaded only for a pretrained model."""
 
+from pathlib import Path
+
 from penstock.schedule.choice import ScheduleChoice
-from penstock.settings import SETTINGS, ConfigError, RunConfig, check_rates, check_sections, walk
+from penstock.settings import SETTINGS, ConfigError, Precision, RunConfig, check_rates, check_sections, walk
 from penstock.settings.declare import plain, with_values
 
 _PRETRAINED, _TOKENIZER, _SEQUENCE_LENGTH = "model.pretrained", "data.tokenizer", "data.sequence_length"
+_NATIVE, _PRECISION = "model.native", "train.precision"
 # Settings of the model that do not belong to the folder it comes from; nor do the coefficients of losses.
-_FREE = (_PRETRAINED, "model.max_length", "model.num_predictions", "experts.bias_step")
+_FREE = (_PRETRAINED, _NATIVE, "model.max_length", "model.num_predictions", "experts.bias_step")
 
 
 def check(config: RunConfig, proves: bool = True) -> RunConfig:
@@ -37,7 +40,7 @@ def check(config: RunConfig, proves: bool = True) -> RunConfig:
 
 
 def with_pretrained(config: RunConfig) -> RunConfig:
-    """The settings with the shape and the tokenizer of `model.pretrained` filled in; without one, bytes.
+    """The settings with the shape, tokenizer and precision of `model.pretrained` filled in; without one, bytes.
 
     What trains experts, and the longest sequence, stay as they are given.
 
@@ -46,12 +49,14 @@ def with_pretrained(config: RunConfig) -> RunConfig:
     """
     folder = config.model.pretrained
     if folder is None:
-        return with_values(config, {SETTINGS[_TOKENIZER].path: config.data.tokenizer or "bytes"})
+        found = {_TOKENIZER: config.data.tokenizer or "bytes", _PRECISION: config.train.precision or Precision.FP32}
+        return with_values(config, {SETTINGS[name].path: value for name, value in found.items()})
     # Only now, since it loads PyTorch.
-    from penstock.engine.pretrained import pretrained_shape, pretrained_tokenizer
+    from penstock.engine.pretrained import find_model, pretrained_tokenizer
 
     try:
-        shape = pretrained_shape(folder)
+        model = find_model(Path(folder), config.model.native)
+        shape = model.shape
         tokenizer = config.data.tokenizer or pretrained_tokenizer(folder, shape.vocabulary)
     except ValueError as error:
         raise ConfigError(f"{_PRETRAINED} = {folder!r}: {error}") from None
@@ -63,6 +68,9 @@ def with_pretrained(config: RunConfig) -> RunConfig:
                 f"{name} = {given[name]!r}, but {_PRETRAINED} = {folder!r} has {wanted!r}; leave the setting out"
             )
     found[_TOKENIZER] = tokenizer
+    found[_PRECISION] = config.train.precision or model.precision
+    if shape.native is False:
+        found[_NATIVE] = False
     if given["model.max_length"] == usual["model.max_length"]:
         found["model.max_length"] = shape.max_length
         if given[_SEQUENCE_LENGTH] == usual[_SEQUENCE_LENGTH]:

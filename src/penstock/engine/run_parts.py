@@ -1,10 +1,9 @@
 """The parts of a run, made from its settings: its engine's arguments and its data."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 from penstock.data import (
     BatchSize,
@@ -25,21 +24,11 @@ from penstock.data.tokenizer import load_tokenizer
 from penstock.engine.build import cut_units
 from penstock.engine.checkpoint.manifest import published
 from penstock.engine.options import EngineOptions
-from penstock.engine.pretrained import HuggingFaceForm, open_pretrained
+from penstock.engine.pretrained import EngineArguments, HuggingFaceForm, open_pretrained
 from penstock.engine.run_check import check, with_pretrained
 from penstock.engine.runs import CHECKPOINT_FOLDER
 from penstock.model import ModelGroups, UnitSpec, decoder_units
-from penstock.settings import ConfigError, Layout, ModelConfig, PackingKind, RunConfig, checked, read_config
-
-
-class EngineArguments(NamedTuple):
-    """The arguments with which an `Engine` runs a model that settings or a folder describe."""
-
-    units: Callable[[ModelGroups], Sequence[UnitSpec]]
-    hidden_size: int
-    layout: Layout
-    options: EngineOptions
-    form: HuggingFaceForm | None
+from penstock.settings import ConfigError, ModelConfig, PackingKind, RunConfig, checked, read_config
 
 
 @checked
@@ -60,14 +49,17 @@ def engine_arguments(config: RunConfig, vocab_size: int, learns: bool = True) ->
     It begins with the weights of `model.pretrained`, unless the run has checkpoints to go on from. Where it does, every
     process of the layout calls this at the same point.
     """
-    shape = config.model.whole(vocab_size)
     source = config.model.pretrained
+    options = replace(EngineOptions.of(config), learns=learns)
+    if config.model.native is False and source is not None:
+        # Also where values come from a checkpoint, transformers describes the layers by the folder.
+        return open_pretrained(source, native=False).arguments(config.parallel, options)
+    shape = config.model.whole(vocab_size)
     if source is None or published(Path(config.output) / CHECKPOINT_FOLDER):
         units, form = partial(_fresh_units, shape), HuggingFaceForm.of(shape)
     else:
         found = open_pretrained(source, shape=shape)
         units, form = found.units, found.form
-    options = replace(EngineOptions.of(config), learns=learns)
     return EngineArguments(units, shape.hidden_size, config.parallel, options, form)
 
 
@@ -85,7 +77,10 @@ def check_parts(config: RunConfig) -> "RunData":
     data = RunData.load(config)
     ours = config.parallel
     groups = ModelGroups.planned(tp=ours.tp, cp=ours.cp, ep=ours.ep, form=options.attention)
-    units = decoder_units(config.model.whole(data.corpus.vocab_size), groups=groups)
+    if config.model.native is False:
+        units = engine_arguments(config, data.corpus.vocab_size).units(groups)
+    else:
+        units = decoder_units(config.model.whole(data.corpus.vocab_size), groups=groups)
     cut_units(units, options.choice.placement(config.parallel.pp), options)
     return data
 

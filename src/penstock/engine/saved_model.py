@@ -21,13 +21,19 @@ from penstock.engine.checkpoint.manifest import published
 from penstock.engine.export import ExportedParameter, ExportOptions, Progress, write_folder
 from penstock.engine.options import EngineOptions
 from penstock.engine.pipeline import Pipeline
-from penstock.engine.pretrained import StoredDecoder, find_decoder, open_pretrained
+from penstock.engine.pretrained import (
+    EngineArguments,
+    StoredModel,
+    find_model,
+    open_pretrained,
+    reason_for_transformers,
+)
 from penstock.engine.run_check import with_pretrained
-from penstock.engine.run_parts import EngineArguments, engine_arguments
+from penstock.engine.run_parts import engine_arguments
 from penstock.engine.runs import CHECKPOINT_FOLDER, CONFIG_FILE, RunFolder
 from penstock.engine.state import ModelState
 from penstock.engine.trainer import Trainer
-from penstock.model import ModelGroups, decoder_units
+from penstock.model import ModelGroups
 from penstock.model.hf.families import names_of
 from penstock.model.hf.files import WeightFiles, slices_of, units_from_files
 from penstock.parallel.tensor_slice import Shape, StoredSlice, TensorSlice, copies
@@ -35,6 +41,7 @@ from penstock.settings import (
     ConfigError,
     DataConfig,
     ModelConfig,
+    Native,
     OptimizerConfig,
     ParallelConfig,
     Precision,
@@ -74,21 +81,24 @@ class SavedModel:
     sampling: Mapping[str, Any] = field(default_factory=dict)
     #: the folder that may have a chat template; None where the tokenizer has no files
     tokenizer_folder: Path | None = None
+    #: the reason why transformers' own layers run it; None where Penstock's do
+    transformers_because: str | None = None
 
 
-def open_model(folder: Path | str, native: bool = True) -> SavedModel:
+def open_model(folder: Path | str, native: Native = "auto", precision: Precision | None = None) -> SavedModel:
     """Open the model in a folder; nothing is written there, and no weight is read yet.
 
-    Without `native` transformers' own layers run a Hugging Face model, whatever its family.
+    `native`: by Penstock's own layers, by transformers', or by its own where they are the model. `precision`: left out,
+    that of the model's files.
 
     Raises:
         ValueError: there is no such folder, no model in it, or one that cannot be run.
     """
     folder = Path(folder)
     if (folder / CONFIG_FILE).is_file():
-        return _open_run(folder)
+        return _open_run(folder, precision)
     if (folder / _HUGGING_FACE_CONFIG).is_file():
-        return _open_hugging_face(folder, native)
+        return _open_hugging_face(folder, native, precision)
     if not folder.is_dir():
         raise ConfigError(f"there is no folder {folder}; give that of a run, or one of Hugging Face's")
     raise ConfigError(f"{folder} holds neither a run ({CONFIG_FILE}) nor a Hugging Face model ({_HUGGING_FACE_CONFIG})")
@@ -97,7 +107,7 @@ def open_model(folder: Path | str, native: bool = True) -> SavedModel:
 # ---- runs
 
 
-def _open_run(folder: Path) -> SavedModel:
+def _open_run(folder: Path, precision: Precision | None) -> SavedModel:
     config = read_config(folder / CONFIG_FILE)
     if not published(folder / CHECKPOINT_FOLDER):
         raise ConfigError(f"{folder} holds no checkpoint yet; a run saves the first after checkpoint.every steps")
@@ -118,8 +128,10 @@ def _open_run(folder: Path) -> SavedModel:
 
     def arguments(parallel: ParallelConfig) -> EngineArguments:
         # The settings of training and the pretrained model do not matter here: a plain cut, and no optimizer.
-        model = replace(config.model, pretrained=None)
-        ours = replace(config, model=model, parallel=parallel, schedule=ScheduleConfig(), optimizer=OptimizerConfig())
+        own = config.model if config.model.native is False else replace(config.model, pretrained=None)
+        train = replace(config.train, precision=precision or config.train.precision)
+        ours = replace(config, model=own, parallel=parallel, train=train)
+        ours = replace(ours, schedule=ScheduleConfig(), optimizer=OptimizerConfig())
         return engine_arguments(ours, size, learns=False)
 
     def load(state: ModelState) -> str:
@@ -139,6 +151,7 @@ def _open_run(folder: Path) -> SavedModel:
         ends,
         sampling,
         files if files is None or files.is_dir() else files.parent,
+        reason_for_transformers(folder, model.native),
     )
 
 
@@ -163,27 +176,32 @@ def _load_run(folder: Path, config: RunConfig, state: ModelState) -> str:
 # ---- Hugging Face
 
 
-def _open_hugging_face(folder: Path, native: bool) -> SavedModel:
+def _open_hugging_face(folder: Path, native: Native, precision: Precision | None) -> SavedModel:
     try:
+        because = reason_for_transformers(folder, native)
         found = open_pretrained(folder, native)
     except FileNotFoundError as error:
         raise ConfigError(str(error)) from None
-    content = found.form.describe()
     tokenizer = load_tokenizer(str(folder)) if (folder / _TOKENIZER).is_file() else None
 
     def arguments(parallel: ParallelConfig) -> EngineArguments:
-        options = EngineOptions(device=parallel.device, timeout_s=parallel.timeout_s, learns=False)
         found = open_pretrained(folder, native)
-        return EngineArguments(found.units, found.hidden_size, parallel, options, found.form)
+        options = EngineOptions(
+            device=parallel.device,
+            timeout_s=parallel.timeout_s,
+            learns=False,
+            precision=precision or found.precision,
+        )
+        return found.arguments(parallel, options)
 
     def load(state: ModelState) -> str:
         # The engine's units read them when it was made.
-        return f"{_version(folder)} {native=}"
+        return f"{_version(folder)} native={because is None}"
 
     return SavedModel(
         folder,
-        vocab_size=_size(content, folder, "vocab_size"),
-        max_length=_size(content, folder, "max_position_embeddings", "n_positions", "max_seq_len"),
+        vocab_size=found.config.vocabulary,
+        max_length=found.config.max_length,
         num_units=len(found.units(ModelGroups())),
         tokenizer=tokenizer,
         arguments=arguments,
@@ -191,15 +209,8 @@ def _open_hugging_face(folder: Path, native: bool) -> SavedModel:
         end_tokens=_hugging_face_ends(folder),
         sampling=_generation_defaults(folder),
         tokenizer_folder=folder,
+        transformers_because=because,
     )
-
-
-def _size(content: Mapping[str, Any], folder: Path, *names: str) -> int:
-    """The first of these settings that is present."""
-    for name in names:
-        if isinstance(content.get(name), int):
-            return content[name]
-    raise ConfigError(f"{folder / _HUGGING_FACE_CONFIG} has no {' or '.join(names)}")
 
 
 def _hugging_face_ends(folder: Path) -> tuple[int, ...]:
@@ -257,17 +268,17 @@ def to_hugging_face(
     Raises:
         ValueError: there is no model, or none that transformers knows, or the destination is not new.
     """
-    found = find_decoder(source)
+    found = find_model(source)
     # Any fault of the files is found before one is written.
-    units_from_files(decoder_units(found.shape), found.names, found.files)
+    units_from_files(found.units, found.names, found.files)
     parameters = tuple(_parameters(found))
     expect(sum(torch.Size(p.shape).numel() * options.torch_dtype(p.dtype).itemsize for p in parameters))
-    form = replace(found.form, names=names_of(found.shape))
+    form = found.form if found.shape.native is False else replace(found.form, names=names_of(found.shape))
     write_folder(destination, form, parameters, options, progress=progress)
 
 
-def _parameters(found: StoredDecoder) -> Iterator[ExportedParameter]:
-    for unit in decoder_units(found.shape):
+def _parameters(found: StoredModel) -> Iterator[ExportedParameter]:
+    for unit in found.units:
         for name, shape, stored in slices_of(unit, found.names):
             if name not in unit.tied and stored:
                 dtype = _DTYPES[found.files.tensors[stored[0].name].dtype]
@@ -298,7 +309,7 @@ def to_run(source: Path, destination: Path, dtype: str | None) -> None:
             output=str(destination),
             model=ModelConfig(pretrained=str(source)),
             data=DataConfig(tokenizer=str(source.resolve()) if has_tokenizer else "bytes"),
-            train=TrainConfig(precision=Precision(dtype or "fp32")),
+            train=TrainConfig(precision=None if dtype is None else Precision(dtype)),
         )
     )
     units, hidden_size, layout, options, _ = engine_arguments(config, config.model.vocab_size or 0)

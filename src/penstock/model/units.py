@@ -29,6 +29,8 @@ class Limits:
     bounds_labels: bool = True
     #: True if the model turns its tokens by the batch's `positions`
     reads_positions: bool = True
+    #: the longest sequence to which a token can be added without a change to those before it; None for `max_length`
+    max_generated_length: int | None = None
 
 
 @dataclass(frozen=True)

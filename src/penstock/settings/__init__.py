@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from penstock.settings.data import DataConfig, PackingKind
     from penstock.settings.declare import ConfigError, Setting, Settings, same_as, setting, walk
     from penstock.settings.experts import ExpertConfig, GroupScore, Scores
-    from penstock.settings.model import ModelConfig, RopeKind, RopeScaling
+    from penstock.settings.model import ModelConfig, Native, RopeKind, RopeScaling
     from penstock.settings.optimizer import Decay, LearningRate, OptimizerConfig, Ramp, WeightDecay
     from penstock.settings.parallel import AXES, ContextForm, Coordinates, Device, Groups, Layout, ParallelConfig
     from penstock.settings.parameter_groups import Arguments, OptimizerName, ParameterGroup
@@ -62,6 +62,7 @@ __all__ = [
     "LogConfig",
     "LogitBias",
     "ModelConfig",
+    "Native",
     "Normalize",
     "OptimizerConfig",
     "OptimizerName",

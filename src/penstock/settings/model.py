@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from penstock.settings.declare import (
     ABOVE_0,
@@ -31,6 +32,10 @@ class RopeKind(NamedValue):
     LINEAR = "linear"
     LLAMA3 = "llama3"
     YARN = "yarn"
+
+
+Native = bool | Literal["auto"]
+"""True for Penstock's own layers, false for those of transformers, auto for its own where it knows the family."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +95,14 @@ class ModelConfig(Settings, section="model"):
         kw_only=True,
         metadata=declared(
             "Folder of a Hugging Face model or a run whose weights training starts from; it decides the settings below."
+        ),
+    )
+    native: Native = field(
+        default="auto",
+        kw_only=True,
+        metadata=declared(
+            "Run a Hugging Face model by Penstock's own layers (true), by transformers' (false), or by its own if it "
+            "knows the family (auto)."
         ),
     )
     vocab_size: int | None = setting(
@@ -196,8 +209,8 @@ class ModelConfig(Settings, section="model"):
 
     @property
     def num_units(self) -> int:
-        """The number of units that stages are cut from: embedding, two a layer, head."""
-        return 2 * self.num_layers + 2
+        """The number of units that stages are cut from: embedding, two a layer (one of transformers'), head."""
+        return (1 if self.native is False else 2) * self.num_layers + 2
 
     def is_sparse(self, layer: int) -> bool:
         """Return whether the layer of that number has experts instead of one MLP."""
@@ -216,6 +229,7 @@ class ModelConfig(Settings, section="model"):
         return replace(
             self,
             pretrained=None,
+            native="auto",
             vocab_size=self.vocab_size or vocab_size,
             num_kv_heads=self.key_heads,
             head_dim=self.head_size,

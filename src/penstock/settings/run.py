@@ -91,8 +91,10 @@ class TrainConfig(Settings, section="train"):
 
     steps: int = setting(100, "Optimizer steps.", AT_LEAST_1)
     seed: int = setting(0, "Decides the initial weights and the order of the data.", Bounds(least=0, below=1 << 64))
-    precision: Precision = setting(
-        Precision.FP32, "Parameters in fp32, fp64 or 16 bit (with fp32 masters), or fp32 with autocast."
+    precision: Precision | None = setting(
+        None,
+        "Parameters in fp32, fp64 or 16 bit (with fp32 masters), or fp32 with autocast; left out, that of "
+        "model.pretrained, or fp32.",
     )
     recompute: Recompute = setting(
         "none", 'Activation checkpointing: layers recomputed in backward: "none", "full", or their numbers.', AT_LEAST_0
@@ -195,6 +197,7 @@ class RunConfig(Settings):
         settings = self.flat()
         settings["optimizer.num_decay_steps"] = self.optimizer.num_decay_steps(self.train.steps)
         settings["data.tokenizer"] = self.data.tokenizer or self.model.pretrained or "bytes"
+        settings["train.precision"] = settings["train.precision"] or Precision.FP32.value
         free = _FREE if self.train.normalize is Normalize.GLOBAL else _FREE - _FREE_IF_GLOBAL
         added = {name for name in _ADDED if settings[name] == plain(SETTINGS[name].default)}
         if settings["data.special_tokens"] == (settings["data.tokenizer"] == "bytes"):
@@ -253,7 +256,7 @@ _FREE = _FREE_IF_GLOBAL | {
 }
 
 # Later than the first runs, which go on where these have their defaults.
-_ADDED = {"optimizer.name", "optimizer.arguments", "optimizer.groups", "train.compile"} | {
+_ADDED = {"model.native", "optimizer.name", "optimizer.arguments", "optimizer.groups", "train.compile"} | {
     own.name for own in SETTINGS.values() if own.section == AdapterConfig.section
 }
 
@@ -279,7 +282,7 @@ def check_sections(config: RunConfig) -> None:
         ConfigError: the message names the settings and what would be possible.
     """
     config.model.check_shape()
-    for check in (_lengths, _experts, _tensor_parallel, _recompute, _batch, _elastic):
+    for check in (_transformers_layers, _lengths, _experts, _tensor_parallel, _recompute, _batch, _elastic):
         check(config)
 
 
@@ -298,6 +301,23 @@ def check_world(config: RunConfig, world_size: int, origin: str) -> None:
         f"{origin} has {world_size} processes, but {product} is {ours.world_size}; "
         f"start {ours.world_size} processes, or set {nearest}"
     )
+
+
+def _transformers_layers(config: RunConfig) -> None:
+    if config.model.native is not False:
+        return
+    if config.model.pretrained is None:
+        raise ConfigError("model.native = false runs a model of transformers; name its folder as model.pretrained")
+    shared = [
+        f"parallel.{axis} = {size}"
+        for axis, size in config.parallel.sizes.items()
+        if axis in ("tp", "cp", "ep") and size > 1
+    ]
+    if shared:
+        raise ConfigError(
+            f"{shared[0]} cannot share transformers' own layers, which run {config.model.pretrained!r}; "
+            "parallel.pp and parallel.dp can"
+        )
 
 
 def _lengths(config: RunConfig) -> None:

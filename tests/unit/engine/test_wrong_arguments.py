@@ -65,7 +65,7 @@ CONSTRUCTORS: list[tuple[Callable[[], Any], str]] = [
     (lambda: Engine(lambda groups: None, 16), "units = None; give a list of UnitSpecs"),
     (lambda: Engine.from_hf(None), "path = None; give a path or a text"),
     (lambda: Engine.from_hf(""), "path = '' is empty; give a path"),
-    (lambda: Engine.from_hf("nowhere", native="no"), "native = 'no' is a str; give True or False"),
+    (lambda: Engine.from_hf("nowhere", native="no"), "native = 'no' is a str; give True or False or 'auto'"),
     (lambda: Engine.from_config({}), "config = {} is a dict; give a RunConfig or a text or a path"),
     (lambda: read_config(5), "path = 5 is an int; give a text or a path"),
     (lambda: rehearse("run.toml", "0"), "rank = '0' is a str; give a whole number"),

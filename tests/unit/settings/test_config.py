@@ -34,6 +34,8 @@ MAY_CHANGE = re.compile(
 OTHER: dict[str, Any] = {
     "model.num_kv_heads": 2,
     "model.num_full_layers": 2,
+    "model.native": False,
+    "train.precision": "bf16",
     "parallel.order": "tp-cp-pp-dp",
     "optimizer.beta1": 0.8,
     "optimizer.beta2": 0.8,

@@ -48,6 +48,8 @@ def rehearse_run(config: RunConfig | str | Path, rank: int = 0, device: str | No
         RehearsalError: the step would fail on devices; names the action.
     """
     settings = check(with_pretrained(read_config(config) if isinstance(config, str | Path) else config))
+    if settings.model.native is False:
+        raise ConfigError("a rehearsal knows native layers alone, but transformers' own run this model; train it")
     vocab_size = settings.model.vocab_size
     if not vocab_size:
         vocab_size = load_tokenizer(settings.data.tokenizer, settings.data.end_token or False).vocab_size

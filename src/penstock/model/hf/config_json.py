@@ -10,7 +10,7 @@ from penstock.settings import ExpertConfig, ModelConfig, RopeKind, RopeScaling
 from penstock.settings.json_files import check_kinds, read_json_object
 
 CONFIG_FILE = "config.json"
-_OTHERWISE = "Engine.from_hf(..., native=False) runs transformers' own layers"
+_OTHERWISE = "native=False (--native false, model.native = false) runs transformers' own layers"
 _KINDS: dict[str, type] = {
     **dict.fromkeys(("architectures", "layer_types", "mlp_only_layers"), list),
     **dict.fromkeys(("model_type", "hidden_act"), str),
@@ -32,6 +32,10 @@ _ROPE_VALUES: dict[str, type] = {
 }
 
 
+class NotNative(ValueError):
+    """A model that the decoder is not, although transformers may know it."""
+
+
 def read_config_json(folder: Path) -> dict[str, Any]:
     """Read the folder's config.json.
 
@@ -47,10 +51,12 @@ def read_config_json(folder: Path) -> dict[str, Any]:
 
 
 def architecture(content: Mapping[str, Any]) -> str:
-    """The name of the model's class, from "architectures" or else from "model_type"."""
+    """The name of the model's class, from "architectures" or else "model_type". Raises: ValueError if it is none."""
     named = content.get("architectures") or []
+    if named and not isinstance(named[0], str):
+        raise ValueError(f"{CONFIG_FILE}: architectures begins with {named[0]!r}; the name of a class is expected")
     if named:
-        return str(named[0])
+        return named[0]
     types = {family.model_type: name for name, family in FAMILIES.items()}
     return types.get(str(content.get("model_type")), f"model_type {content.get('model_type')!r}")
 
@@ -59,15 +65,16 @@ def config_from_json(content: Mapping[str, Any]) -> ModelConfig:
     """Read the decoder that a config.json describes.
 
     Raises:
-        ValueError: another architecture, or a setting of another type or that the decoder does not have; names the
+        NotNative: a ValueError for another architecture, or a setting that the decoder does not have; names the
             possible ones.
+        ValueError: a setting of another type.
     """
     check_kinds(content, _KINDS, CONFIG_FILE)
     for key in ("rope_scaling", "rope_parameters"):
         check_kinds(content.get(key) or {}, _ROPE_VALUES, f"{CONFIG_FILE}: {key}")
     name = architecture(content)
     if name not in FAMILIES:
-        raise ValueError(f"the decoder is none of {name}; it is {', '.join(FAMILIES)}, and {_OTHERWISE}")
+        raise NotNative(f"the decoder is none of {name}; it is {', '.join(FAMILIES)}, and {_OTHERWISE}")
     family = FAMILIES[name]
     _refuse_unknown(content, name)
     window, num_full_layers = _window(content, family)
@@ -151,7 +158,7 @@ def _refuse_unknown(content: Mapping[str, Any], name: str) -> None:
     for key, known in (("hidden_act", "silu"), ("attention_bias", False), ("mlp_bias", False)):
         value = content.get(key, known)
         if value != known:
-            raise ValueError(f"{name} with {key}={value!r} is not the decoder's ({known!r} is); {_OTHERWISE}")
+            raise NotNative(f"{name} with {key}={value!r} is not the decoder's ({known!r} is); {_OTHERWISE}")
 
 
 def _window(content: Mapping[str, Any], family: Family) -> tuple[int | None, int]:
@@ -169,7 +176,7 @@ def _window(content: Mapping[str, Any], family: Family) -> tuple[int | None, int
     if types:
         num_full = types.index("sliding_attention") if "sliding_attention" in types else num_layers
         if "full_attention" in types[num_full:]:
-            raise ValueError(
+            raise NotNative(
                 f"its layer_types alternate ({', '.join(types[:4])}, ...), but the decoder's first layers see "
                 f"everything and the others a window; {_OTHERWISE}"
             )
@@ -188,10 +195,10 @@ def _scaling(rope: Mapping[str, Any]) -> RopeScaling:
         return RopeScaling()
     if kind not in _ROPE_KINDS:
         known = ", ".join(_ROPE_KINDS)
-        raise ValueError(f"rope scaling {kind!r} is not the decoder's; it has default, {known}, and {_OTHERWISE}")
+        raise NotNative(f"rope scaling {kind!r} is not the decoder's; it has default, {known}, and {_OTHERWISE}")
     for key, default in (("mscale", None), ("mscale_all_dim", None), ("partial_rotary_factor", 1.0)):
         if rope.get(key, default) != default:
-            raise ValueError(f"rope scaling with {key}={rope[key]!r} is not the decoder's; {_OTHERWISE}")
+            raise NotNative(f"rope scaling with {key}={rope[key]!r} is not the decoder's; {_OTHERWISE}")
     low, high = (1.0, 4.0) if kind == "llama3" else (1.0, 32.0)
     return RopeScaling(
         RopeKind(kind),

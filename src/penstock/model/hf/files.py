@@ -182,7 +182,8 @@ def _check(units: Sequence[UnitSpec], names: Names, files: WeightFiles) -> None:
                 unread.discard(wanted.name)
                 stored = files.tensors.get(wanted.name)
                 if stored is None:
-                    raise ValueError(f"{files.folder} lacks {wanted.name}, which is {unit.full_name(name)}")
+                    hint = "; a setting of config.json says whether the model has it" if name.endswith("bias") else ""
+                    raise ValueError(f"{files.folder} lacks {wanted.name}, which is {unit.full_name(name)}{hint}")
                 if stored.shape != wanted.shape:
                     raise ValueError(
                         f"{wanted.name} in {stored.file} has the shape {list(stored.shape)}, but config.json makes it "

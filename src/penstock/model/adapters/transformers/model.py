@@ -21,8 +21,10 @@ from penstock.model.hf.files import WeightFiles
 from penstock.model.linear import switch_linears
 from penstock.model.units import Limits, UnitSpec
 from penstock.parallel.tensor_slice import Shape, StoredSlice
+from penstock.settings import ModelConfig
 
 _MAX_EXPERTS = 16384
+_NO_LIMIT = 2**31 - 1
 _FIRST, _LAST, _OWN = "embedding", "head", "skeleton.model."
 
 
@@ -94,8 +96,18 @@ class TransformersModel:
         return cls(skeleton, layers, path, config, slots, uses, owners, names)
 
     @property
-    def hidden_size(self) -> int:
-        return self.config.get_text_config().hidden_size
+    def shape(self) -> ModelConfig:
+        """The settings that any model has; of heads and widths inside a layer they say nothing."""
+        text, limits = self.config.get_text_config(), self._limits()
+        return ModelConfig(
+            native=False,
+            vocab_size=text.vocab_size,
+            hidden_size=text.hidden_size,
+            num_layers=text.num_hidden_layers,
+            num_heads=1,
+            head_dim=2,
+            max_length=limits.max_length if limits else _NO_LIMIT,
+        )
 
     def units(self) -> tuple[UnitSpec, ...]:
         """The model's units, without values."""
@@ -130,7 +142,9 @@ class TransformersModel:
         """The model's limits; None if its config.json does not limit the length of a text."""
         text = self.config.get_text_config()
         length = getattr(text, "max_position_embeddings", None)
-        return None if length is None else Limits(text.vocab_size, length)
+        if length is None:
+            return None
+        return Limits(text.vocab_size, length, max_generated_length=_length_before_change(text))
 
     def _first_slot(self, slot: str, first: frozenset[str]) -> str | None:
         """The slot before the layers that holds the same parameter."""
@@ -223,6 +237,14 @@ def _changes_with_length(config: Any) -> bool:
         for key in ("rope_parameters", "rope_scaling")
         for kind in ("dynamic", "longrope")
     )
+
+
+def _length_before_change(text: Any) -> int | None:
+    """The length from which on longrope turns by other factors; None for models without it."""
+    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    if "longrope" not in (rope.get("rope_type"), rope.get("type")):
+        return None
+    return rope.get("original_max_position_embeddings") or getattr(text, "original_max_position_embeddings", None)
 
 
 def _spec(name: str, build: Any, tied: Mapping[str, str] | None = None) -> UnitSpec:

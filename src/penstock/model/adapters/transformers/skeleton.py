@@ -136,7 +136,8 @@ class Skeleton(nn.Module):
     def keep(self, names: Iterable[str]) -> None:
         """Drop all parameters but those in the slots of these names."""
         kept = set(names)
-        self.hollow = tuple(slot for slot in self.slots() if slot.name not in kept)
+        # A slot that holds a plain tensor already has no parameter to be found by.
+        self.hollow = tuple(slot for slot in (*self.hollow, *self.slots()) if slot.name not in kept)
         self._filled_for = None
         for slot in self.hollow:
             slot.fill(self.model, torch.empty(slot.shape, device="meta"))

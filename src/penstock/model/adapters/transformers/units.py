@@ -20,6 +20,9 @@ from penstock.model.kv_cache import CachedRows, CacheSize
 from penstock.model.sequences import Sequences
 from penstock.schedule import NO_ROW, BatchItem
 
+_ATTENTION_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
+"""transformers' names for kinds of layers that keep keys and values alone."""
+
 
 @dataclass(frozen=True, eq=False)
 class PaddedGroup:
@@ -153,7 +156,8 @@ class Pasts:
         """
         model: Any = self._skeleton.model
         takes = "past_key_values" in inspect.signature(model.forward).parameters
-        if not takes or getattr(model, "_is_stateful", False):
+        kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
+        if not takes or getattr(model, "_is_stateful", False) or not kinds <= _ATTENTION_KINDS:
             raise ValueError(
                 f"{type(model).__name__} cannot generate here: it keeps more than keys and values of what it has read"
             )
