@@ -123,6 +123,11 @@ def load_tokenizer(name: str | None, end_token: str | bool = False) -> Tokenizer
         return ByteTokenizer(end_token=bool(end_token))
     path = Path(name).expanduser()
     path = path / "tokenizer.json" if path.is_dir() else path
+    if (path.parent / "tokenizer.model").is_file() and not path.exists():
+        raise CorpusError(
+            f"{str(path.parent)!r} has a tokenizer.model but no tokenizer.json, which is read; save_pretrained of "
+            "transformers' AutoTokenizer writes one"
+        )
     if not path.is_file():
         raise CorpusError(f"no tokenizer at {str(path)!r}; give 'bytes', a tokenizer.json, or a folder that holds one")
     import tokenizers

@@ -129,7 +129,7 @@ def pretrained_tokenizer(folder: Path | str, vocab_size: int) -> str:
     folder = Path(folder)
     if (folder / CONFIG_FILE).is_file():
         return read_config(folder / CONFIG_FILE).data.tokenizer or "bytes"
-    if (folder / "tokenizer.json").is_file():
+    if (folder / "tokenizer.json").is_file() or (folder / "tokenizer.model").is_file():
         return str(folder.resolve())
     if vocab_size > ByteTokenizer(end_token=True).vocab_size:
         raise ValueError(f"it has a vocabulary of {vocab_size} tokens and no tokenizer.json; give data.tokenizer")

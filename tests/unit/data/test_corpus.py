@@ -238,6 +238,7 @@ def test_a_token_outside_the_vocabulary_is_named(tmp_path: Path):
         ({"a.txt": b"text"}, {"validation_fraction": -0.1}, "validation_fraction is -0.1"),
         ({"a.txt": b"text"}, {"tokenizer": "{0}/b.json"}, "no tokenizer at .*give 'bytes'"),
         ({"a.txt": b"text", "tokenizer.json": b"{}"}, {"tokenizer": "{0}"}, "is no Hugging Face tokenizer file"),
+        ({"a.txt": b"text", "tokenizer.model": b""}, {"tokenizer": "{0}"}, "tokenizer.model but no tokenizer.json"),
     ],
 )
 def test_mistakes_are_told_in_one_sentence(tmp_path: Path, files, change, message):
