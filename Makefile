@@ -7,7 +7,8 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 # pytest rewrites each file's assertions; where it may keep them, the next run starts sooner.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo test test-gpu test-ray test-serve quick pytest compiled lint bench promises mutants late faults clean
+.PHONY: setup demo test test-gpu test-ray test-serve quick pytest compiled lint bench promises mutants late faults \
+	endurance test-loaded clean
 
 setup: .venv/stamp
 
@@ -82,6 +83,14 @@ test-serve: setup
 # Kills, cuts, fills and damages small runs at random; ARGS="--minutes 30 --seed 1" chooses.
 faults: setup
 	$(BIN)/python tools/faults.py $(ARGS)
+
+# Trains and generates for an hour and more, and sees whether anything grew; ARGS="--steps 2000 --minutes 60" chooses.
+endurance: setup
+	$(BIN)/python tools/endurance.py $(ARGS)
+
+# The tests beside busy loops, with random delays in each thread of ours; ARGS="--loops 4 --seed 1 tests/dist" chooses.
+test-loaded: compiled
+	$(BIN)/python tools/loaded.py $(ARGS)
 
 clean:
 	rm -rf runs .pytest_cache .ruff_cache .hypothesis

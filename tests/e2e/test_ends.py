@@ -132,6 +132,7 @@ def emptied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+@pytest.mark.shows(147, 149)
 @pytest.mark.parametrize("moment", TRAINING)
 def test_training_ends_at_once_whenever_it_is_stopped_or_loses_a_process(tmp_path: Path, emptied: Path, moment: str):
     file, output, case = write_run(tmp_path, "run", ENDLESS), tmp_path / "run", TRAINING[moment]
@@ -174,6 +175,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.shows(147)
 @pytest.mark.parametrize(
     ("command", "moment", "case"),
     [
@@ -195,6 +197,7 @@ def test_scoring_and_generation_end_as_fast(
     assert list(emptied.iterdir()) == []
 
 
+@pytest.mark.shows(147)
 def test_a_folder_deleted_while_a_run_starts_is_one_sentence_and_is_not_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
@@ -212,6 +215,7 @@ def test_a_folder_deleted_while_a_run_starts_is_one_sentence_and_is_not_made_aga
     assert not output.exists()
 
 
+@pytest.mark.shows(147)
 def test_a_disk_full_after_the_first_file_is_one_sentence_with_its_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

@@ -45,6 +45,7 @@ def is_open(number: str) -> bool:
     return os.path.lexists(f"/proc/self/fd/{number}")
 
 
+@pytest.mark.shows(149)
 @pytest.mark.parametrize(
     ("address", "expected"), [("127.0.0.1", "0100007F"), ("127.0.0.2", "0200007F"), ("localhost", "00000000")]
 )
@@ -56,6 +57,7 @@ def test_the_store_listens_at_the_address_of_the_run_alone(address: str, expecte
     assert stores[0].get("from rank 1") == b"word"
 
 
+@pytest.mark.shows(149)
 def test_keys_lie_under_the_secret_of_the_run(monkeypatch: pytest.MonkeyPatch):
     port = free_port()
     monkeypatch.setenv(SECRET, "known to the run")

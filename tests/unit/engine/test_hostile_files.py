@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,7 @@ def opened(model: Path) -> Callable[[str, bytes], None]:
     return open_with
 
 
+@pytest.mark.shows(148)
 @pytest.mark.parametrize("content", RAW.values(), ids=RAW)
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", INDEX_FILE, "tokenizer.json"])
 def test_a_models_files_that_are_no_json_are_named(
@@ -76,6 +78,7 @@ def test_a_models_files_that_are_no_json_are_named(
     assert is_sentence(caught.value)
 
 
+@pytest.mark.shows(148)
 @pytest.mark.parametrize("value", ["x", -1, 1.5, [], {"a": 1}, True, [[1]], 10**15, None])
 @pytest.mark.parametrize(
     "key", ["vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "rms_norm_eps", "architectures"]
@@ -95,6 +98,7 @@ def test_a_setting_of_another_type_is_named(
     return None
 
 
+@pytest.mark.shows(148)
 @pytest.mark.parametrize("value", ["x", 3, [1], {"rope_type": "llama3"}, {"rope_type": 3}, {"factor": "big"}])
 @pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
 def test_rotary_settings_of_another_type_are_named(
@@ -106,6 +110,7 @@ def test_rotary_settings_of_another_type_are_named(
     assert is_sentence(caught.value)
 
 
+@pytest.mark.shows(148)
 @pytest.mark.parametrize("value", ["x", 1.5, {"a": 1}, True, ["a"], [[1]]])
 def test_end_tokens_of_another_type_are_named(value: Any, opened: Callable[[str, bytes], None]) -> None:
     with pytest.raises(ValueError, match="eos_token_id"):
@@ -146,6 +151,7 @@ def test_tensors_that_their_header_misstates_are_refused(
     assert is_sentence(caught.value)
 
 
+@pytest.mark.shows(148)
 @pytest.mark.parametrize("content", RAW.values(), ids=RAW)
 def test_lines_of_texts_and_prompts_that_are_no_json_are_named(content: bytes, model: Path, tmp_path: Path) -> None:
     path, opened = tmp_path / "lines.jsonl", open_model(model)
@@ -156,6 +162,7 @@ def test_lines_of_texts_and_prompts_that_are_no_json_are_named(content: bytes, m
         assert is_sentence(caught.value)
 
 
+@pytest.mark.shows(148)
 @pytest.mark.parametrize("content", [*RAW.values(), b"a = " + b"[" * 100_000, b"a." * 50_000 + b"b = 1"])
 def test_settings_that_are_none_are_refused(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
@@ -194,6 +201,7 @@ MISSTATED: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.shows(148)
 @pytest.mark.parametrize("changes", MISSTATED, ids=str)
 def test_a_manifest_that_misstates_its_checkpoint_is_a_damaged_one(changes: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(DamagedCheckpoint) as caught:
@@ -205,6 +213,7 @@ def test_a_manifest_that_nobody_has_changed_is_read(tmp_path: Path) -> None:
     assert read_manifest(manifest(tmp_path)).step == 3
 
 
+@pytest.mark.shows(148)
 @pytest.mark.parametrize("content", RAW.values(), ids=RAW)
 def test_other_files_that_are_no_json_are_refused_or_passed_over(content: bytes, tmp_path: Path) -> None:
     for name in ("metrics.jsonl", "step.json", "store.json", "step-00000001/manifest.json"):
@@ -226,6 +235,7 @@ def test_other_files_that_are_no_json_are_refused_or_passed_over(content: bytes,
             files.read_program(path)
 
 
+@pytest.mark.shows(148)
 def test_lines_of_metrics_without_a_whole_step_are_passed_over(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": "x"}\n{"step": null}\n{"step": [1]}\n{"step": 1e400}\n[]\n{"step": 7, "loss": 1.0}\n')
@@ -263,6 +273,7 @@ SIZES = (
 )
 
 
+@pytest.mark.shows(148)
 @pytest.mark.parametrize("arguments", SIZES, ids=" ".join)
 def test_sizes_are_refused_before_any_work(
     arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -270,5 +281,8 @@ def test_sizes_are_refused_before_any_work(
     monkeypatch.chdir(Path(__file__).parents[3])
     if arguments[0] == "train":
         arguments = ["train", "examples/tiny.toml", *arguments[1:]]
+    # Of this process alone: how busy the machine is does not count.
+    begun_s = time.process_time()
     assert main(arguments) == 2
+    assert time.process_time() - begun_s < 1.0
     assert capsys.readouterr().err.count("\n") == 1

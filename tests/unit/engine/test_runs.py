@@ -49,6 +49,17 @@ def test_a_folder_is_continued_by_the_same_run(configured: Callable[..., RunConf
     folder.close()
 
 
+@pytest.mark.shows(148)
+@pytest.mark.parametrize(
+    "text", ["\U0001f980 & caf\u00e9", 'a "quoted" \\ name', "tab\tand\nline", "\x1b\x7f", "# = []"]
+)
+def test_settings_of_any_text_read_back_as_they_were(text: str, tmp_path: Path):
+    config = from_dict({"output": str(tmp_path / "run"), "data": {"corpus": text}})
+    RunFolder(config).close()
+    assert read_config(tmp_path / "run" / CONFIG_FILE) == config
+    assert check_folder(config)
+
+
 def test_a_folder_of_another_run_is_refused_and_left_alone(configured: Callable[..., RunConfig], tmp_path: Path):
     RunFolder(configured(seed=1)).close()
     before = files_of(tmp_path)
@@ -71,6 +82,7 @@ def test_a_folder_of_strangers_is_refused_and_left_alone(configured: Callable[..
         RunFolder(from_dict({"output": str(tmp_path / "run" / "thesis.tex")}))
 
 
+@pytest.mark.shows(147)
 def test_what_a_first_start_left_unfinished_does_not_block_the_folder(
     configured: Callable[..., RunConfig], tmp_path: Path
 ):
@@ -93,6 +105,7 @@ def full_disk() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
+@pytest.mark.shows(147)
 def test_a_full_disk_at_the_start_is_one_sentence_and_blocks_nothing(
     configured: Callable[..., RunConfig], tmp_path: Path
 ):

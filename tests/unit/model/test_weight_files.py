@@ -102,6 +102,7 @@ def test_pickles_and_paths_out_of_the_folder_are_refused(folder: Path) -> None:
     assert "pickle" in refusal(folder)
 
 
+@pytest.mark.shows(149)
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json", "tokenizer.json", "sub/anything"])
 def test_links_out_of_the_folder_are_refused(folder: Path, name: str) -> None:
     private = folder.parent / "private"
@@ -117,6 +118,7 @@ def test_links_out_of_the_folder_are_refused(folder: Path, name: str) -> None:
         assert str(link) in told and str(private) in told
 
 
+@pytest.mark.shows(149)
 def test_a_model_in_the_cache_of_hugging_face_is_read_through_its_links(folder: Path) -> None:
     cache = folder.parent / "models--maker--model"
     snapshot = cache / "snapshots" / "0123abc"
