@@ -124,6 +124,15 @@ def open_pretrained(path: Path | str, native: Native = True, shape: ModelConfig 
     return _on_every_process(lambda: _open(Path(path), native, shape))
 
 
+def refuse_classifier(form: HuggingFaceForm) -> None:
+    """Refuse a model whose head gives no tokens, such as a reward model. Raises: ValueError."""
+    name = str((form.describe().get("architectures") or [""])[0])
+    if name.endswith("Classification"):
+        raise ValueError(
+            f"{name} rates texts and gives no tokens; Engine.from_hf(..., native=False) runs it with a loss of your own"
+        )
+
+
 def pretrained_tokenizer(folder: Path | str, vocab_size: int) -> str:
     """The name of the tokenizer of the model in a folder. Raises: ValueError if it is not known."""
     folder = Path(folder)

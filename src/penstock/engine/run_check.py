@@ -52,10 +52,11 @@ def with_pretrained(config: RunConfig) -> RunConfig:
         found = {_TOKENIZER: config.data.tokenizer or "bytes", _PRECISION: config.train.precision or Precision.FP32}
         return with_values(config, {SETTINGS[name].path: value for name, value in found.items()})
     # Only now, since it loads PyTorch.
-    from penstock.engine.pretrained import find_model, pretrained_tokenizer
+    from penstock.engine.pretrained import find_model, pretrained_tokenizer, refuse_classifier
 
     try:
         model = find_model(Path(folder), config.model.native)
+        refuse_classifier(model.form)
         shape = model.shape
         tokenizer = config.data.tokenizer or pretrained_tokenizer(folder, shape.vocabulary)
     except ValueError as error:

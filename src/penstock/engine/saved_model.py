@@ -27,6 +27,7 @@ from penstock.engine.pretrained import (
     find_model,
     open_pretrained,
     reason_for_transformers,
+    refuse_classifier,
 )
 from penstock.engine.run_check import with_pretrained
 from penstock.engine.run_parts import engine_arguments
@@ -180,6 +181,7 @@ def _open_hugging_face(folder: Path, native: Native, precision: Precision | None
     try:
         because = reason_for_transformers(folder, native)
         found = open_pretrained(folder, native)
+        refuse_classifier(found.form)
     except FileNotFoundError as error:
         raise ConfigError(str(error)) from None
     tokenizer = load_tokenizer(str(folder)) if (folder / _TOKENIZER).is_file() else None

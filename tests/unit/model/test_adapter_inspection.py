@@ -48,7 +48,7 @@ def skeleton(obstacle: str) -> Skeleton:
 
 
 def test_parameters_are_found_on_their_side_of_the_layers() -> None:
-    uses = uses_outside(skeleton(""), VOCAB_SIZE)
+    uses = uses_outside(skeleton(""), VOCAB_SIZE, VOCAB_SIZE)
     assert uses[ForwardPart.BEFORE] == {"embed.weight"}
     assert uses[ForwardPart.BETWEEN] == frozenset()
     assert uses[ForwardPart.AFTER] == {"norm.weight", "norm.bias", "head.weight", "head.bias"}
@@ -64,7 +64,7 @@ def test_parameters_are_found_on_their_side_of_the_layers() -> None:
 )
 def test_what_stands_in_the_way_is_told(obstacle: str, told: str) -> None:
     with pytest.raises(CannotCut, match=told):
-        uses_outside(skeleton(obstacle), VOCAB_SIZE)
+        uses_outside(skeleton(obstacle), VOCAB_SIZE, VOCAB_SIZE)
 
 
 def test_the_lists_of_modules_are_named_where_none_has_as_many_as_there_are_layers() -> None:

@@ -48,8 +48,10 @@ def list_of_layers(model: nn.Module, num_layers: int) -> str:
     return min(fitting, key=lambda name: name.count("."))
 
 
-def uses_outside(skeleton: Skeleton, vocab_size: int) -> dict[ForwardPart, frozenset[str]]:
+def uses_outside(skeleton: Skeleton, vocab_size: int, num_outputs: int) -> dict[ForwardPart, frozenset[str]]:
     """Find the slots whose parameters are used before, between and after the layers; set `skeleton.as_tuple`.
+
+    The model gives `num_outputs` numbers for a token.
 
     The skeleton, whose slots are all hollow, is left without values.
 
@@ -71,7 +73,7 @@ def uses_outside(skeleton: Skeleton, vocab_size: int) -> dict[ForwardPart, froze
     for layer, arguments in first.arguments.items():
         if (culprit := _difference(arguments, second.arguments[layer])) is not None:
             raise CannotCut(f"{name} hands its layers {culprit}, which depends on the text, so they cannot be cut")
-    if logits.shape != (_FEW * _LONG, vocab_size):
+    if logits.shape != (_FEW * _LONG, num_outputs):
         raise CannotCut(f"{name} makes logits of the shape {list(logits.shape)} of {_FEW * _LONG} tokens")
     if between := dummies.uses[ForwardPart.BETWEEN]:
         raise CannotCut(f"{name} uses its {sorted(between)[0]} between its layers, so they cannot be cut")

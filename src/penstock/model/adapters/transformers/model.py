@@ -24,7 +24,9 @@ from penstock.parallel.tensor_slice import Shape, StoredSlice
 from penstock.settings import ModelConfig
 
 _MAX_EXPERTS = 16384
-_NO_LIMIT = 2**31 - 1
+_NO_LIMIT, _NO_TOKEN = 2**31 - 1, -1
+_PER_SEQUENCE, _PER_TOKEN = "ForSequenceClassification", "ForTokenClassification"
+"""The ends of the names of classes with a classifier as their head, such as a reward model's or a value head."""
 _FIRST, _LAST, _OWN = "embedding", "head", "skeleton.model."
 
 
@@ -87,7 +89,7 @@ class TransformersModel:
         skeleton = Skeleton(model, path)
         slots = skeleton.slots()
         skeleton.keep(())
-        uses = uses_outside(skeleton, text.vocab_size)
+        uses = uses_outside(skeleton, text.vocab_size, _num_outputs(model, config))
         if shared := [slot for slot, owner in owners.items() if f"{path}." in f"{slot} {owner}"]:
             raise CannotCut(f"{name} shares {shared[0]} between layers, so they cannot be cut")
         both = [slot for slot, owner in owners.items() for part in uses.values() if slot in part and owner in part]
@@ -175,7 +177,7 @@ class _EmptyOnMeta(TorchFunctionMode):
 
 
 def _without_values(files: WeightFiles) -> tuple[nn.Module, Any]:
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     folder = files.folder
     try:
@@ -184,7 +186,7 @@ def _without_values(files: WeightFiles) -> tuple[nn.Module, Any]:
         if "/" in str(config._attn_implementation):
             raise ValueError(f"it names {config._attn_implementation!r}, code from elsewhere, which is never run")
         with torch.device("cpu"), _EmptyOnMeta():
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
+            model = _auto_class(config).from_config(config, dtype=torch.float32, trust_remote_code=False)
         _check_size(model, files)
     except Exception as error:  # whatever the library stumbles over in a config.json
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
@@ -217,6 +219,27 @@ def _check_size(model: nn.Module, files: WeightFiles) -> None:
     # Some parameters may be missing, and are named later.
     if ours > 2 * theirs:
         raise ValueError(f"its config.json describes {ours:,} parameters, and its files hold {theirs:,}")
+
+
+def _auto_class(config: Any) -> Any:
+    """transformers' class of models with the head that config.json names: of a language model where it names none."""
+    import transformers
+
+    named = (getattr(config, "architectures", None) or [""])[0]
+    if named.endswith(_PER_SEQUENCE):
+        # Each token is run as a sequence of its own, so none is padding.
+        config.get_text_config().pad_token_id = _NO_TOKEN
+        return transformers.AutoModelForSequenceClassification
+    if named.endswith(_PER_TOKEN):
+        return transformers.AutoModelForTokenClassification
+    return transformers.AutoModelForCausalLM
+
+
+def _num_outputs(model: nn.Module, config: Any) -> int:
+    """The width of what the model gives for a token: the vocabulary, or a classifier's labels."""
+    if type(model).__name__.endswith((_PER_SEQUENCE, _PER_TOKEN)):
+        return config.num_labels
+    return config.get_text_config().vocab_size
 
 
 def _owners(model: nn.Module) -> dict[str, str]:

@@ -190,7 +190,8 @@ class Skeleton(nn.Module):
         self._fill(self._own_dtype(), hidden_TD.device)
         logits = self.run(none_T1, none_T1, StubbedForward(output=hidden_TD.unsqueeze(1), as_tuple=self.as_tuple))
         assert logits is not None
-        return logits.squeeze(1)
+        # A classifier of sequences gives one row for each already.
+        return logits if logits.dim() == 2 else logits.squeeze(1)
 
     def _set_current(self, forward: StubbedForward) -> None:
         self.current = forward

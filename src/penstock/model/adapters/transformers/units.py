@@ -155,6 +155,8 @@ class Pasts:
             ValueError: naming the model.
         """
         model: Any = self._skeleton.model
+        if type(model).__name__.endswith("Classification"):
+            raise ValueError(f"{type(model).__name__} cannot generate: it rates texts and gives no tokens")
         takes = "past_key_values" in inspect.signature(model.forward).parameters
         kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
         if not takes or getattr(model, "_is_stateful", False) or not kinds <= _ATTENTION_KINDS:
