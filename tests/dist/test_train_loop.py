@@ -46,6 +46,8 @@ def start(folder: Path, output: str, pp: int, seed: int = 0) -> TrainLoop:
         "log": {"tensorboard": False, "timeline": False},
     }
     config = from_dict(table)
+    # As the folder of a run is, before its loop begins.
+    Path(config.output).mkdir(exist_ok=True)
     data = RunData.load(config)
     torch.manual_seed(0)
     layers = [nn.Embedding(data.corpus.vocab_size, HIDDEN), Noisy(), Noisy(), nn.Linear(HIDDEN, data.corpus.vocab_size)]
