@@ -73,7 +73,7 @@ def measured(rank: int, case: Case) -> Sequence[MemoryPoint]:
 
         trainer.run = watched  # type: ignore[method-assign]
         steps = []
-        for _ in range(3):
+        for _ in range(6):
             trainer.train_batch(batch, token_cross_entropy, num_loss_tokens, spec)
             steps.append(list(meter.timeline))
     pipeline.close()

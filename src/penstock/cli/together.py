@@ -26,7 +26,7 @@ from penstock.cli.group import Group, agree, is_reported, reports_first, stay_fo
 from penstock.cli.launch import FAILED, REFUSED
 from penstock.cli.main import sentence
 from penstock.engine.checkpoint.manifest import CheckpointError
-from penstock.parallel.host import on_all_ranks
+from penstock.parallel.host import ProcessEnded, on_all_ranks
 from penstock.runtime import CallbackError, PipelineError, StepError
 from penstock.settings import ConfigError, Device, differences
 
@@ -140,7 +140,7 @@ def _report_failure(group: Group, error: Exception) -> None:
     # Of a step or callback that failed here, the cause is what this process raised itself.
     cause = error.__cause__ if isinstance(error, StepError | CallbackError) else error
     is_of_file = isinstance(cause, OSError) and cause.filename is not None
-    expected = isinstance(cause, PipelineError | CheckpointError) or is_of_file or _is_of_backend(cause)
+    expected = isinstance(cause, PipelineError | CheckpointError | ProcessEnded) or is_of_file or _is_of_backend(cause)
     if not expected or os.environ.get("PENSTOCK_TRACEBACK"):
         traceback.print_exception(error)
     # Errors from below the engine do not say where in the run they happened.

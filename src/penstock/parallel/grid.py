@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
-from penstock.parallel.host import gather_json
+from penstock.parallel.host import ProcessEnded, gather_json
 from penstock.parallel.renewable import RenewableGroup, cut_backends, new_renewable_group
 from penstock.settings import Coordinates, Groups, Layout
 
@@ -80,7 +80,7 @@ def wait_for_all(timeout: datetime.timedelta | None = None) -> None:
 
     Making another group would wait for that one until the time is up. All come here equally often.
 
-    Raises: RuntimeError naming a rank that has ended, or has not come in time.
+    Raises: ProcessEnded naming a rank that has ended, or has not come in time.
     """
     if dist.get_backend() != "gloo":
         return
@@ -91,7 +91,7 @@ def wait_for_all(timeout: datetime.timedelta | None = None) -> None:
     except RuntimeError as error:
         # The first rank alone sees at once that another has ended; the rest wait for its word, as long as it lives.
         cut_backends([dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))])
-        raise RuntimeError(
+        raise ProcessEnded(
             f"{_late(str(error), store, meeting)} has ended, or has not reached the construction of the engine in "
             "time; its own output says why"
         ) from error
@@ -113,7 +113,7 @@ def _late(text: str, store: Store, meeting: int) -> str:
 def naming_ended_ranks() -> Iterator[None]:
     """Within this context, in which all ranks make an engine, a connection that breaks names the rank that has ended.
 
-    Raises: RuntimeError in place of a backend's own.
+    Raises: ProcessEnded in place of a backend's own error.
     """
     try:
         yield
@@ -121,7 +121,7 @@ def naming_ended_ranks() -> Iterator[None]:
         ended = _ended() if type(error) is RuntimeError and "gloo" in str(error) else ""
         if not ended:
             raise
-        raise RuntimeError(
+        raise ProcessEnded(
             f"{ended} has ended, or does not answer, while the engine is made; its own output says why"
         ) from error
 

@@ -25,6 +25,10 @@ _LENGTH = struct.Struct("<q")
 _KIND_BYTES, _ROW_BYTES = 8, 128
 
 
+class ProcessEnded(RuntimeError):
+    """A process has ended, or does not answer, before all have made their engine; the message names its rank."""
+
+
 class DifferentCalls(RuntimeError):
     """Ranks are in different calls, such as one in `save` and the others in `train_batch`."""
 

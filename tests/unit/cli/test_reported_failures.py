@@ -1,0 +1,26 @@
+"""What a process prints when the run cannot go on: one sentence, and a traceback for the unexpected alone."""
+
+import pytest
+
+from penstock.cli.group import Group
+from penstock.cli.together import _report_failure
+from penstock.parallel.host import ProcessEnded
+from penstock.runtime import PipelineError
+
+GROUP = Group(0, 2, 0, "127.0.0.1", 1, "a test")
+
+
+@pytest.mark.parametrize("error", [ProcessEnded("rank 1 has ended"), PipelineError("rank 1 has ended")])
+def test_a_peer_that_has_ended_is_one_sentence(error: Exception, capsys: pytest.CaptureFixture[str]):
+    try:
+        raise error from RuntimeError("Connection reset by peer")
+    except type(error) as raised:
+        _report_failure(GROUP, raised)
+    assert capsys.readouterr().err == "penstock: process 0: rank 1 has ended\n"
+
+
+def test_the_unexpected_has_its_traceback(capsys: pytest.CaptureFixture[str]):
+    _report_failure(GROUP, ZeroDivisionError("division by zero"))
+    err = capsys.readouterr().err
+    assert "Traceback" in err or "ZeroDivisionError" in err
+    assert err.endswith("penstock: process 0: division by zero\n")
