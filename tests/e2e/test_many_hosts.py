@@ -18,7 +18,7 @@ from penstock.cli.main import main
 from penstock.engine.trainer import TrainResult
 from penstock.runtime.stage import Stage
 from tests.e2e.hosts import LOOPBACK, Host, Rendezvous, three_hosts, why_no_hosts, world_size_of
-from tests.e2e.training import Started, exact_metrics, last_step, wait_until, write_run
+from tests.e2e.training import Started, exact_metrics, has_saved, last_step, wait_until, write_run
 
 STEPS = 80
 
@@ -36,7 +36,7 @@ def test_a_killed_process_is_started_again_and_training_goes_on_bit_for_bit(tmp_
     # More than one: another program may take the port that torchrun has found free for the processes' store.
     meet = Rendezvous(f"{LOOPBACK}:0", nodes="1", num_processes=2, max_restarts=5)
     with Host().start(meet, file) as agent:
-        wait_until(lambda: last_step(output) >= 12, agent)
+        wait_until(lambda: last_step(output) >= 12 and has_saved(output, 10), agent)
         agent.signal(signal.SIGKILL, ranks=[1])
         ended = agent.end()
     assert ended.exit_code == 0, ended.err
@@ -148,7 +148,7 @@ def test_when_the_network_is_cut_every_process_says_so_and_a_new_start_goes_on_b
         meet = Rendezvous(endpoint, nodes="2", num_processes=2, max_restarts=3)
         limit = ["--parallel.timeout_s", str(timeout_s)]
         with here.start(meet, file, *words, *limit) as first, there.start(meet, file, *words, *limit) as second:
-            wait_until(lambda: last_step(output) >= 12, first)
+            wait_until(lambda: last_step(output) >= 12 and has_saved(output, 10), first)
             assert len(first.workers() + second.workers()) == 4
             here.cut_off()
             cut_at = time.monotonic()

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from penstock.cli.main import main
-from tests.e2e.training import Ended, Started, exact_metrics, last_step, run, wait_until, write_run
+from tests.e2e.training import Ended, Started, exact_metrics, has_saved, last_step, run, wait_until, write_run
 
 STEPS = 80
 ALL_RANKS = [0, 1]
@@ -57,7 +57,7 @@ def test_a_run_ended_in_every_way_continues_bit_for_bit(folder: Path, reference:
 
     # SIGKILL of one rank: the other says what it waits for, and the command fails.
     with Started([file]) as started:
-        wait_until(lambda: last_step(output) >= 12, started)
+        wait_until(lambda: last_step(output) >= 12 and has_saved(output, 10), started)
         started.signal(signal.SIGKILL, ranks=[1])
         ended = started.end()
     assert ended.exit_code == 1

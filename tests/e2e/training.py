@@ -84,6 +84,11 @@ def last_step(folder: Path) -> int:
     return max((entry["step"] for entry in read_metrics(folder / METRICS_FILE)), default=0)
 
 
+def has_saved(folder: Path, step: int) -> bool:
+    """True once the checkpoint of a step is there, which is written while the next steps run."""
+    return (folder / "checkpoints" / f"step-{step:08d}").is_dir()
+
+
 def wait_until(condition: Callable[[], bool], started: "Started", limit_s: float = 300.0) -> None:
     """Look again and again, until it is so; fails when the run has ended or the time is up."""
     deadline = time.monotonic() + limit_s
