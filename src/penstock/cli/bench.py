@@ -21,8 +21,7 @@ def main(arguments: list[str]) -> int:
 
     Raises: ValueError for a mistake in the arguments.
     """
-    parser = _parser()
-    given = parser.parse_args(arguments)
+    given = parser().parse_args(arguments)
     try:
         result = given.run(given)
     except RankFailed as error:
@@ -35,9 +34,10 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _parser() -> Parser:
-    parser = Parser(prog="penstock bench", description=DESCRIPTION)
-    benchmarks = parser.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
+def parser() -> Parser:
+    """The parser of `penstock bench`."""
+    parser = Parser("penstock bench", DESCRIPTION, examples=["penstock bench train", "penstock bench generate --json"])
+    benchmarks = parser.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK", prog="penstock bench")
 
     _add_training(benchmarks)
     _add_slow_links(benchmarks)
@@ -52,8 +52,10 @@ def _parser() -> Parser:
 def _add_training(benchmarks: Any) -> None:
     schedules = _add(benchmarks, "schedules", _schedules, "measured over simulated time of schedules")
     schedules.add_argument("--emulate", action="store_true", help="stages whose compute sleeps (the only kind so far)")
-    schedules.add_argument("--ranks", type=int, nargs="+", default=[8], metavar="N")
-    schedules.add_argument("--microbatches", type=int, nargs="+", default=[32], metavar="N")
+    schedules.add_argument("--ranks", type=int, nargs="+", default=[8], metavar="N", help="ranks of the pipeline")
+    schedules.add_argument(
+        "--microbatches", type=int, nargs="+", default=[32], metavar="N", help="microbatches of a step"
+    )
     schedules.add_argument(
         "--schedules",
         nargs="+",
@@ -78,19 +80,19 @@ def _add_training(benchmarks: Any) -> None:
         "--precision", choices=["fp32", "bf16-autocast"], default="fp32", help="of forwards, on all sides"
     )
     train.add_argument("--compile", action="store_true", help="compile each layer with torch.compile, on all sides")
-    train.add_argument("--layers", type=int, default=8)
-    train.add_argument("--hidden-size", type=int, default=512)
-    train.add_argument("--microbatches", type=int, default=8)
+    train.add_argument("--layers", type=int, default=8, help="layers of the model")
+    train.add_argument("--hidden-size", type=int, default=512, help="width of the model")
+    train.add_argument("--microbatches", type=int, default=8, help="microbatches of a step")
     train.add_argument("--steps", type=int, default=3, help="steps of each side, in turn")
 
     overhead = _add(benchmarks, "overhead", _overhead, "cost of an action beyond its compute")
-    overhead.add_argument("--schedule", default="1f1b")
-    overhead.add_argument("--ranks", type=int, default=2)
-    overhead.add_argument("--microbatches", type=int, default=200)
-    overhead.add_argument("--steps", type=int, default=20)
+    overhead.add_argument("--schedule", default="1f1b", help="a name that `schedule list` prints")
+    overhead.add_argument("--ranks", type=int, default=2, help="ranks of the pipeline")
+    overhead.add_argument("--microbatches", type=int, default=200, help="microbatches of a step")
+    overhead.add_argument("--steps", type=int, default=20, help="steps of a run")
 
     failures = _add(benchmarks, "failures", _failures, "time until a failure on one rank is raised on all of them")
-    failures.add_argument("--ranks", type=int, default=2)
+    failures.add_argument("--ranks", type=int, default=2, help="ranks of the pipeline")
     failures.add_argument("--failures", type=int, default=20, help="failed steps of each layout")
 
     split = _add(benchmarks, "split", _split, "extra cost of a backward that is split into I and W")
@@ -104,11 +106,11 @@ def _add_slow_links(benchmarks: Any) -> None:
     overlap = _add(
         benchmarks, "overlap", _overlap, "share of all-to-all that the combined schedule hides on a slow link"
     )
-    overlap.add_argument("--layers", type=int, default=3)
-    overlap.add_argument("--hidden-size", type=int, default=768)
-    overlap.add_argument("--expert-size", type=int, default=768)
+    overlap.add_argument("--layers", type=int, default=3, help="layers of the model")
+    overlap.add_argument("--hidden-size", type=int, default=768, help="width of the model")
+    overlap.add_argument("--expert-size", type=int, default=768, help="width inside an expert")
     overlap.add_argument("--tokens", type=int, default=512, help="of a microbatch")
-    overlap.add_argument("--microbatches", type=int, default=24)
+    overlap.add_argument("--microbatches", type=int, default=24, help="microbatches of a step")
     overlap.add_argument(
         "--emulate", type=float, metavar="GFLOPS", help="matrix products sleep as long as they would take at this speed"
     )
@@ -131,30 +133,36 @@ def _add_slow_links(benchmarks: Any) -> None:
 
 def _add_models(benchmarks: Any) -> None:
     balance = _add(benchmarks, "balance", _balance, "how evenly experts are used, and their loss beside one MLP's")
-    balance.add_argument("--steps", type=int, default=200)
-    balance.add_argument("--seed", type=int, default=0)
+    balance.add_argument("--steps", type=int, default=200, help="steps of a run")
+    balance.add_argument("--seed", type=int, default=0, help="decides weights and data")
 
     generate = _add(benchmarks, "generate", _generate, "tokens per second of generation, and how busy stages are")
-    generate.add_argument("--layers", type=int, default=8)
-    generate.add_argument("--hidden-size", type=int, default=512)
-    generate.add_argument("--prompts", type=int, default=8)
-    generate.add_argument("--prompt-tokens", type=int, default=64)
-    generate.add_argument("--new-tokens", type=int, default=64)
-    generate.add_argument("--parts", nargs="+", choices=[*_GENERATE_PARTS, "gpu"], default=_GENERATE_PARTS)
+    generate.add_argument("--layers", type=int, default=8, help="layers of the model")
+    generate.add_argument("--hidden-size", type=int, default=512, help="width of the model")
+    generate.add_argument("--prompts", type=int, default=8, help="number of prompts")
+    generate.add_argument("--prompt-tokens", type=int, default=64, help="tokens of a prompt")
+    generate.add_argument("--new-tokens", type=int, default=64, help="tokens of an answer")
+    parts = [*_GENERATE_PARTS, "gpu"]
+    said = f"what is measured: {', '.join(parts)} (default: all but gpu)"
+    generate.add_argument("--parts", nargs="+", choices=parts, default=_GENERATE_PARTS, metavar="PART", help=said)
     generate.add_argument("--rounds", type=int, default=3, help="of each side, in turn")
 
     serve = _add(benchmarks, "serve", _serve, "tokens per second of a server over generate, and its first tokens")
-    serve.add_argument("--layers", type=int, default=8)
-    serve.add_argument("--hidden-size", type=int, default=512)
-    serve.add_argument("--clients", type=int, default=64)
-    serve.add_argument("--prompt-tokens", type=int, default=64)
-    serve.add_argument("--new-tokens", type=int, default=64)
-    serve.add_argument("--ranks", type=int, default=2)
+    serve.add_argument("--layers", type=int, default=8, help="layers of the model")
+    serve.add_argument("--hidden-size", type=int, default=512, help="width of the model")
+    serve.add_argument("--clients", type=int, default=64, help="clients at the same time")
+    serve.add_argument("--prompt-tokens", type=int, default=64, help="tokens of a prompt")
+    serve.add_argument("--new-tokens", type=int, default=64, help="tokens of an answer")
+    serve.add_argument("--ranks", type=int, default=2, help="ranks of the pipeline")
     serve.add_argument("--rounds", type=int, default=3, help="of each side, in turn")
 
 
-def _add(benchmarks: Any, name: str, run: Callable[[argparse.Namespace], Any], what: str) -> argparse.ArgumentParser:
-    parser = benchmarks.add_parser(name, help=what, description=what)
+def _add(
+    benchmarks: Any, name: str, run: Callable[[argparse.Namespace], Any], what: str, example: str = ""
+) -> argparse.ArgumentParser:
+    parser = benchmarks.add_parser(
+        name, help=what, description=f"{what[0].upper()}{what[1:]}.", examples=[f"penstock bench {name}{example}"]
+    )
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.set_defaults(run=run, show=_show)
     return parser
@@ -315,7 +323,7 @@ def _serve(given: argparse.Namespace) -> dict[str, Any]:
 
 def _all(given: argparse.Namespace) -> dict[str, Any]:
     names = ("schedules", "train", "overhead", "failures", "split", "scale", "balance", "generate")
-    runs = [_parser().parse_args([name]) for name in names]
+    runs = [parser().parse_args([name]) for name in names]
     return {one.benchmark: one.run(one) for one in runs}
 
 

@@ -6,14 +6,19 @@ import json
 import math
 import os
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from itertools import takewhile
 from pathlib import Path
+from shutil import get_terminal_size
 from typing import Any, NoReturn
 
 from penstock.settings.json_files import parse_json
+
+#: columns of every help, which a terminal has at the least
+WIDTH = 80
 
 Main = Callable[[list[str]], int]
 
@@ -28,6 +33,11 @@ class Command:
 
     def load(self) -> Main:
         return getattr(import_module(self.module), self.function)
+
+    def parser(self) -> "Parser":
+        """The parser that the command reads its arguments with: `parser()` of its module, or `<function>_parser()`."""
+        name = "parser" if self.function == "main" else f"{self.function}_parser"
+        return getattr(import_module(self.module), name)()
 
 
 def nearest(given: str, known: Iterable[str], *, what: str) -> ValueError:
@@ -63,17 +73,38 @@ def help_text(program: str, table: Mapping[str, Command], head: str, foot: str) 
     return "\n\n".join(part for part in (f"usage: {program} COMMAND ...", head, f"commands:\n{rows}", foot) if part)
 
 
-class Parser(argparse.ArgumentParser):
-    """An argument parser that takes no abbreviations and whose errors are ValueErrors of one sentence."""
+class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Help of at most `WIDTH` columns, with defaults; the usage line leaves out options, which are listed below it."""
 
-    def __init__(self, prog: str, description: str, *, examples: Sequence[str] = ()) -> None:
-        epilog = "examples:\n" + "\n".join(f"  {example}" for example in examples) if examples else None
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=26, width=min(WIDTH, get_terminal_size().columns))
+
+    def _get_help_string(self, action):
+        said = super()._get_help_string(action) or ""
+        is_plain = isinstance(action.default, int | float | str) and action.default is not argparse.SUPPRESS
+        return f"{said} (default %(default)s)" if is_plain and action.default and "default" not in said else said
+
+    def add_usage(self, usage, actions, groups, prefix=None):
+        needed = [action for action in actions if action.required or not action.option_strings]
+        others = [] if len(list(actions)) == len(needed) else [argparse.Action([], "", nargs="?", metavar="OPTIONS")]
+        super().add_usage(usage, [*needed, *others], [], prefix)
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser that takes no abbreviations and whose errors are ValueErrors of one sentence.
+
+    The description is filled to `WIDTH` columns. An example is a line, or a pair of a line and what it does.
+    """
+
+    def __init__(self, prog: str, description: str, *, examples: Sequence[str | tuple[str, str]] = (), **more) -> None:
+        shown = [example if isinstance(example, str) else f"{example[0]}\n      {example[1]}" for example in examples]
         super().__init__(
             prog=prog,
-            description=description,
-            epilog=epilog,
+            description=textwrap.fill(" ".join(description.split()), WIDTH),
+            epilog="\n  ".join(["examples:", *shown]) if shown else None,
             allow_abbrev=False,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            formatter_class=_HelpFormatter,
+            **more,
         )
 
     def parse_args(self, args=None, namespace=None):  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -10,11 +10,8 @@ _FORMS = ("huggingface", "run")
 _RUN_FILE = "run.toml"
 
 
-def main(arguments: list[str]) -> int:
-    """Convert one model.
-
-    Raises: ValueError for users' mistakes, before anything is written.
-    """
+def parser() -> Parser:
+    """The parser of `penstock convert`."""
     parser = Parser(
         "penstock convert",
         "Write the model of a run as a Hugging Face folder that transformers loads, or the model of a Hugging Face\n"
@@ -22,7 +19,7 @@ def main(arguments: list[str]) -> int:
         examples=(
             "penstock convert runs/tiny tiny-hf",
             "penstock convert Llama-3.2-1B runs/llama --dtype bf16",
-            "penstock convert Llama-3.2-1B smaller --to huggingface --dtype bf16 --max-shard-size 500MB",
+            "penstock convert Llama-3.2-1B smaller --to huggingface --max-shard-size 500MB",
         ),
     )
     parser.add_argument("source", type=Path, metavar="SOURCE", help="the folder of a run, or of a Hugging Face model")
@@ -33,7 +30,15 @@ def main(arguments: list[str]) -> int:
         "--max-shard-size", default="5GB", metavar="SIZE", help="of one file, such as 500MB (default 5GB)"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of progress")
-    options = parser.parse_args(arguments)
+    return parser
+
+
+def main(arguments: list[str]) -> int:
+    """Convert one model.
+
+    Raises: ValueError for users' mistakes, before anything is written.
+    """
+    options = parser().parse_args(arguments)
     max_shard_bytes = parse_size(options.max_shard_size)
     if not options.source.is_dir():
         raise ValueError(f"there is no folder {options.source}; give that of a run, or one of Hugging Face's")

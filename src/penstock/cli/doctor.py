@@ -58,11 +58,8 @@ def main(words: Sequence[str]) -> int:
     return _run_worker(arguments, layout, group)
 
 
-def read_arguments(words: Sequence[str]) -> DoctorArguments:
-    """Read the command line.
-
-    Raises: ValueError for a mistake in it.
-    """
+def parser() -> Parser:
+    """The parser of `penstock doctor`."""
     parser = Parser(
         "penstock doctor",
         """Show what this machine has and which ranks of a layout talk to each other, and test the links between them: a
@@ -70,11 +67,11 @@ word and a block of data go round a ring of all processes, and every group of th
 Started plainly, the processes are local ones on the loopback; under torchrun, Slurm or Kubernetes they are the
 processes of that group, so real hosts are tested.""",
         examples=(
-            "penstock doctor                                   this machine, and two processes on it",
-            "penstock doctor --pp 2 --dp 2 --tp 2              the groups of a layout, and eight processes",
-            "penstock doctor --pp 16 --tp 8 --no-links         the groups alone, nothing is started",
-            "penstock doctor --pp 2 --measure here.toml        the speeds of this machine, for penstock plan",
-            "torchrun ... -m penstock doctor --pp 8            the links of the hosts that torchrun has joined",
+            ("penstock doctor", "this machine, and two processes on it"),
+            ("penstock doctor --pp 2 --dp 2 --tp 2", "the groups of a layout, and eight processes"),
+            ("penstock doctor --pp 16 --tp 8 --no-links", "the groups alone, nothing is started"),
+            ("penstock doctor --pp 2 --measure here.toml", "the speeds of this machine, for penstock plan"),
+            ("torchrun ... -m penstock doctor --pp 8", "the links of the hosts that torchrun has joined"),
         ),
     )
     add_options(parser, _PARALLEL, {"order": "AXES", "timeout": "SECONDS"})
@@ -87,7 +84,15 @@ processes of that group, so real hosts are tested.""",
     parser.add_argument("--force", action="store_true", help="replace an existing file")
     parser.add_argument("--no-links", action="store_true", help="start nothing and test no link")
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
-    given = parser.parse_args(list(words))
+    return parser
+
+
+def read_arguments(words: Sequence[str]) -> DoctorArguments:
+    """Read the command line.
+
+    Raises: ValueError for a mistake in it.
+    """
+    given = parser().parse_args(list(words))
     values = values_of(given, _PARALLEL)
     if given.measure is not None:
         if given.no_links:

@@ -111,7 +111,8 @@ def _check_model(arguments: GenerateArguments) -> None:
     open_to_cut(arguments.model, arguments.parallel.pp, **arguments.opened)
 
 
-def _parser() -> Parser:
+def parser() -> Parser:
+    """The parser of `penstock generate`."""
     parser = Parser(
         "penstock generate",
         """Continue prompts with the model in a folder: that of a run, whose newest checkpoint is taken, or of a Hugging
@@ -120,9 +121,9 @@ that is carried along), or one comes from standard input. Answers to a file are 
 stopped call continues when it is given again. A token depends on the seed, its prompt and its place alone:
 not on the other prompts, nor on --pp, --dp, --slots and --rows.""",
         examples=(
-            'penstock generate runs/demo "def main("                  print the answer as it comes',
-            "penstock generate runs/demo --file prompts.jsonl         write prompts.answers.jsonl, or go on with it",
-            'penstock generate model/ "Once" --samples 4 --json       tokens, texts and log-probabilities as JSON',
+            ('penstock generate runs/demo "def main("', "print the answer as it comes"),
+            ("penstock generate runs/demo --file prompts.jsonl", "write prompts.answers.jsonl, or go on with it"),
+            ('penstock generate model/ "Once" --samples 4 --json', "tokens, texts and log-probabilities as JSON"),
         ),
     )
     parser.add_argument("model", type=Path, metavar="MODEL", help="the folder of a run, or of a Hugging Face model")
@@ -177,7 +178,7 @@ def read_arguments(words: Sequence[str]) -> GenerateArguments:
 
     Raises: ValueError for a mistake in it.
     """
-    given = _parser().parse_args(list(words))
+    given = parser().parse_args(list(words))
     if given.file is not None and given.prompts:
         raise ValueError(f"prompts are given twice: {given.prompts[0]!r} and --file {given.file}; give one of them")
     if given.output is not None and given.file is None:

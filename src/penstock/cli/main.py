@@ -1,6 +1,7 @@
 """The command `penstock`: runs the requested subcommand, and turns users' mistakes into one sentence."""
 
 import os
+import platform
 import sys
 
 from penstock import __version__
@@ -12,8 +13,8 @@ COMMANDS = {
     "generate": Command("continue prompts with a saved model", "penstock.cli.generate"),
     "serve": Command("answer over HTTP with a saved model, by OpenAI's interface", "penstock.cli.serve"),
     "convert": Command("a run's model for Hugging Face's transformers, and back", "penstock.cli.convert"),
-    "schedule": Command("list, draw, prove, simulate and export schedules (no GPU, no torch)", "penstock.cli.schedule"),
-    "rehearse": Command("a rank's step without data or devices: memory, arithmetic, traffic", "penstock.cli.rehearse"),
+    "schedule": Command("list, draw, prove, simulate and export schedules (no torch)", "penstock.cli.schedule"),
+    "rehearse": Command("a rank's step without data or device: memory, arithmetic, traffic", "penstock.cli.rehearse"),
     "trace": Command("draw a recorded step of a run, and show where its time went", "penstock.cli.trace"),
     "plan": Command("find the fastest layout and schedule for a model on a cluster", "penstock.cli.plan"),
     "store": Command("hold the store at which the hosts of a run meet", "penstock.cli.store"),
@@ -23,17 +24,25 @@ COMMANDS = {
 
 _MAX_LENGTH = 2000
 
-HEAD = """Pipeline parallelism whose schedules are data: built, proved, simulated and drawn before they run.
-The object that was proved is the one that runs."""
+HEAD = """Pipeline parallelism whose schedules are data: built, proved, simulated and
+drawn before they run. The object that was proved is the one that runs."""
 
-FOOT = """start here:
-  penstock schedule show 1f1b --ranks 4 --microbatches 8     see what four ranks do, and when
-  penstock train examples/tiny.toml --dry-run                see how a model would be cut, start nothing
-  penstock train examples/tiny.toml                          train it on this machine
+FOOT = """penstock COMMAND --help explains each command. Exit codes: 0 done, 1 failed
+while running, 2 refused before anything was started or written, of which
+PENSTOCK_TRACEBACK=1 shows the full traceback.
 
-penstock COMMAND --help explains each; penstock --version prints the version.
-Exit codes: 0 done, 1 failed while running, 2 refused before anything was started or written.
-PENSTOCK_TRACEBACK=1 shows the full traceback of a refusal."""
+options:
+  --version                 print the versions of Penstock, torch and Python
+  --print-completion SHELL  print a script that completes commands and options
+                            in bash, zsh, fish, tcsh or powershell
+
+examples:
+  penstock schedule show 1f1b --ranks 4 --microbatches 8
+      see what four ranks do, and when
+  penstock train examples/tiny.toml --dry-run
+      see how a model would be cut, start nothing
+  penstock train examples/tiny.toml
+      train it on this machine"""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -46,9 +55,25 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _run(arguments: list[str]) -> int:
     if arguments[:1] in (["--version"], ["-V"]):
-        print(f"penstock {__version__}")
+        print(versions())
+        return 0
+    if arguments[:1] == ["--print-completion"]:
+        from penstock.cli.completion import script
+
+        print(script(arguments[1:], COMMANDS))
         return 0
     return dispatch("penstock", COMMANDS, arguments, head=HEAD, foot=FOOT)
+
+
+def versions() -> str:
+    """The versions of Penstock, torch and Python, in one line; torch is not imported."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        torch = f"torch {version('torch')}"
+    except PackageNotFoundError:
+        torch = "no torch"
+    return f"penstock {__version__}, {torch}, Python {platform.python_version()}"
 
 
 def run_as_script(main: Main, arguments: list[str] | None = None) -> int:

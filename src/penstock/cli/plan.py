@@ -21,7 +21,7 @@ def main(words: Sequence[str]) -> int:
 
     Raises: ValueError for a mistake in the arguments, and where nothing fits.
     """
-    given = _parser().parse_args(list(words))
+    given = parser().parse_args(list(words))
     _check_files(given)
     values, workload = _workload(given)
     cluster = _cluster(given, given.devices)
@@ -42,15 +42,16 @@ def main(words: Sequence[str]) -> int:
     return 0
 
 
-def _parser() -> Parser:
+def parser() -> Parser:
+    """The parser of `penstock plan`."""
     parser = Parser(
         "penstock plan",
         """Find the fastest layouts, schedules, microbatches and recomputation for a model on a cluster. Candidates are
 pruned by memory and bounds, and the programs of the rest are simulated. Equal arguments give equal plans.""",
         examples=(
             "penstock plan run.toml --cluster h100 --devices 64 --output planned.toml",
-            "penstock plan --model llama3-70b --sequences 1024 --length 8192 --cluster h200 --devices 512",
-            "penstock plan run.toml --cluster our-cluster.toml --explain 1 4 --picture plan.svg",
+            "penstock plan --model llama3-70b --length 8192 --cluster h200 --devices 512",
+            "penstock plan run.toml --cluster our-cluster.toml --picture plan.svg",
         ),
     )
     parser.add_argument("run", nargs="?", metavar="RUN.toml", help="the model and the batch are those of this run")

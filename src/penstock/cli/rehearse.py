@@ -10,11 +10,8 @@ from penstock.schedule.rehearsal import ActionCost, MemoryKind, Rehearsal, UnitC
 from penstock.settings import Layout, read_config
 
 
-def main(arguments: list[str]) -> int:
-    """Rehearse ranks of a run's layout, and print what they take.
-
-    Raises: ValueError for users' mistakes, and for a step that would fail; OSError for a file that cannot be written.
-    """
+def parser() -> Parser:
+    """The parser of `penstock rehearse`."""
     parser = Parser(
         "penstock rehearse",
         "Run one rank's training step by the engine's own code on tensors without data: every action of the real\n"
@@ -25,8 +22,8 @@ def main(arguments: list[str]) -> int:
         "tokens, and experts get even numbers of them.",
         examples=(
             "penstock rehearse examples/tiny.toml",
-            "penstock rehearse run.toml --rank 17 --picture memory.svg   memory over the step, action by action",
-            "penstock rehearse run.toml --rank 0,1,2,3                   several ranks, and whether they fit together",
+            ("penstock rehearse run.toml --rank 17 --picture memory.svg", "memory over the step, action by action"),
+            ("penstock rehearse run.toml --rank 0,1,2,3", "several ranks, and whether they fit together"),
         ),
     )
     parser.add_argument("run", metavar="RUN.toml", help="the settings of a run")
@@ -37,7 +34,15 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw memory over the step (.svg or .png)")
     parser.add_argument("--force", action="store_true", help="replace the picture if it exists")
     parser.add_argument("--json", action="store_true", help="print one JSON document instead")
-    options = parser.parse_args(arguments)
+    return parser
+
+
+def main(arguments: list[str]) -> int:
+    """Rehearse ranks of a run's layout, and print what they take.
+
+    Raises: ValueError for users' mistakes, and for a step that would fail; OSError for a file that cannot be written.
+    """
+    options = parser().parse_args(arguments)
     config = read_config(options.run)
     ranks = _ranks(options.rank, config.parallel)
     if options.picture is not None:

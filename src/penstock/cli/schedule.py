@@ -2,6 +2,7 @@
 
 import argparse
 import shlex
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -26,11 +27,16 @@ from penstock.draw import Layer, check_ending, write_drawing
 from penstock.schedule import files
 from penstock.schedule.search import bound
 
-HEAD = """A schedule is each rank's order of actions: F forward, B backward (or I for inputs, then W for weights).
-Lowered to a program it also has its transfers, gradient reductions and the optimizer step. A program is
-proved before it may run, and the same object is simulated and drawn."""
+HEAD = """A schedule is each rank's order of actions: F forward, B backward (or I for
+inputs, then W for weights). Lowered to a program it also has its transfers,
+gradient reductions and the optimizer step. A program is proved before it may
+run, and the same object is simulated and drawn."""
 
-FOOT = """Every command takes --json. With --help each explains itself."""
+FOOT = """Every command takes --json. With --help each explains itself.
+
+examples:
+  penstock schedule show 1f1b --ranks 4 --microbatches 8
+  penstock schedule compare --ranks 8 --microbatches 32"""
 
 _UNKNOWN = "-"
 _COLUMNS = (
@@ -55,11 +61,17 @@ def main(arguments: list[str]) -> int:
     return dispatch("penstock schedule", COMMANDS, arguments, head=HEAD, foot=FOOT)
 
 
+def list_schedules_parser() -> Parser:
+    """The parser of `penstock schedule list`."""
+    what = "List the schedules that can be built, each with its options."
+    parser = Parser("penstock schedule list", what, examples=["penstock schedule list --json"])
+    add_json(parser)
+    return parser
+
+
 def list_schedules(arguments: list[str]) -> int:
     """Print the schedules that can be built, each with its summary and options."""
-    parser = Parser("penstock schedule list", "List the schedules that can be built.")
-    add_json(parser)
-    options = parser.parse_args(arguments)
+    options = list_schedules_parser().parse_args(arguments)
     summaries = {name: schedule.describe(name) for name in schedule.names()}
     if options.json:
         print_json(
@@ -77,15 +89,15 @@ def list_schedules(arguments: list[str]) -> int:
     return 0
 
 
-def show(arguments: list[str]) -> int:
-    """Draw a schedule in the terminal, or into a file: a picture, a page or a trace."""
+def show_parser(arguments: Sequence[str] = ()) -> Parser:
+    """The parser of `penstock schedule show`, with the options of the schedule that they name."""
     parser = Parser(
         "penstock schedule show",
         "Draw a schedule over time: one row a rank, time to the right.\n"
         "The times are those of one microbatch through all stages of one rank; by default 1 each, so B takes 2.",
         examples=(
             "penstock schedule show 1f1b --ranks 4 --microbatches 8",
-            "penstock schedule show afab --forward 20 --backward-input 22 --backward-weight 18 --output afab.svg",
+            "penstock schedule show afab --backward-weight 0.8 --output afab.svg",
             "penstock schedule show 1f1b --ranks 8 --microbatches 32 --output 1f1b.html",
         ),
     )
@@ -93,7 +105,12 @@ def show(arguments: list[str]) -> int:
     parser.add_argument("--output", type=Path, metavar="FILE", help="draw into this file: .svg, .png, .html or .json")
     parser.add_argument("--force", action="store_true", help="replace the file if it exists")
     add_json(parser)
-    options = parser.parse_args(arguments)
+    return parser
+
+
+def show(arguments: list[str]) -> int:
+    """Draw a schedule in the terminal, or into a file: a picture, a page or a trace."""
+    options = show_parser(arguments).parse_args(arguments)
     if options.output is not None:
         check_ending(options.output)
         refuse_to_overwrite(options.output, force=options.force)
@@ -112,8 +129,8 @@ def show(arguments: list[str]) -> int:
     return 0
 
 
-def verify(arguments: list[str]) -> int:
-    """Prove the schedule or program in a file, or report its fault."""
+def verify_parser() -> Parser:
+    """The parser of `penstock schedule verify`."""
     parser = Parser(
         "penstock schedule verify",
         "Prove a schedule from a file: each action there exactly once, each send met by one receive, first in first\n"
@@ -123,7 +140,12 @@ def verify(arguments: list[str]) -> int:
     )
     parser.add_argument("file", type=Path, metavar="FILE", help="a schedule or program as text or as torch's CSV")
     add_json(parser)
-    options = parser.parse_args(arguments)
+    return parser
+
+
+def verify(arguments: list[str]) -> int:
+    """Prove the schedule or program in a file, or report its fault."""
+    options = verify_parser().parse_args(arguments)
     try:
         program = files.read_program(options.file)
     except schedule.ScheduleError as error:
@@ -142,8 +164,8 @@ def verify(arguments: list[str]) -> int:
     return 0
 
 
-def simulate(arguments: list[str]) -> int:
-    """Time a schedule under given costs and print its figures."""
+def simulate_parser(arguments: Sequence[str] = ()) -> Parser:
+    """The parser of `penstock schedule simulate`, with the options of the schedule that they name."""
     parser = Parser(
         "penstock schedule simulate",
         "Time a schedule without running it. The times given are those of ONE microbatch through ALL local stages\n"
@@ -151,13 +173,18 @@ def simulate(arguments: list[str]) -> int:
         "work. span_cost is the largest, over ranks, of (that rank's end - its own first start); bubble_rate is the\n"
         "share of it that is not work.",
         examples=(
-            "penstock schedule simulate 1f1b --ranks 8 --microbatches 24 \\",
-            "    --forward 29.718 --backward-input 29.444 --backward-weight 19.927 --transfer 0.527",
+            "penstock schedule simulate 1f1b --ranks 8 --microbatches 24 --transfer 0.1",
+            "penstock schedule simulate zb-h1 --ranks 4 --forward 1,1,1.2,1.5 --json",
         ),
     )
     add_schedule(parser, arguments)
     add_json(parser)
-    options = parser.parse_args(arguments)
+    return parser
+
+
+def simulate(arguments: list[str]) -> int:
+    """Time a schedule under given costs and print its figures."""
+    options = simulate_parser(arguments).parse_args(arguments)
     program, costs = proved(options), costs_of(options)
     timeline = schedule.simulate(program, costs)
     if options.json:
@@ -179,15 +206,15 @@ def simulate(arguments: list[str]) -> int:
     return 0
 
 
-def export(arguments: list[str]) -> int:
-    """Write a schedule, or the program lowered from it, to a file."""
+def export_parser(arguments: Sequence[str] = ()) -> Parser:
+    """The parser of `penstock schedule export`, with the options of the schedule that they name."""
     parser = Parser(
         "penstock schedule export",
         "Write a schedule to a file: .csv in the format of torch.distributed.pipelining, .txt as text that keeps\n"
         "all of it. It is proved before it is written.",
         examples=(
             "penstock schedule export 1f1b --ranks 4 --microbatches 8 --output 1f1b.csv",
-            "penstock schedule export 1f1b --ranks 4 --microbatches 8 --transfers --output program.txt",
+            "penstock schedule export 1f1b --ranks 2 --transfers --output program.txt",
         ),
     )
     add_schedule(parser, arguments, costs=False)
@@ -195,7 +222,12 @@ def export(arguments: list[str]) -> int:
     parser.add_argument("--transfers", action="store_true", help="write the program: with transfers and reductions")
     parser.add_argument("--force", action="store_true", help="replace the file if it exists")
     add_json(parser)
-    options = parser.parse_args(arguments)
+    return parser
+
+
+def export(arguments: list[str]) -> int:
+    """Write a schedule, or the program lowered from it, to a file."""
+    options = export_parser(arguments).parse_args(arguments)
     writers = {".csv": schedule.to_csv, ".txt": schedule.to_text}
     ending = options.output.suffix.lower()
     writer = writers.get(ending)
@@ -212,8 +244,8 @@ def export(arguments: list[str]) -> int:
     return 0
 
 
-def compare(arguments: list[str]) -> int:
-    """Print a table of all schedules that train, side by side at equal work."""
+def compare_parser() -> Parser:
+    """The parser of `penstock schedule compare`."""
     parser = Parser(
         "penstock schedule compare",
         "Prove and time every schedule that trains, each with the local stages that it is meant for, at equal work:\n"
@@ -225,9 +257,7 @@ def compare(arguments: list[str]) -> int:
         "numbers of stages compare on one model, each with its own cut; what has more stages than units is left out.",
         examples=(
             "penstock schedule compare --ranks 8 --microbatches 32",
-            "penstock schedule compare --ranks 2 --units 1,4,4,4,4,9 --schedules 1f1b interleaved zb-v",
-            "penstock schedule compare --ranks 8 --microbatches 24 \\",
-            "    --forward 29.718 --backward-input 29.444 --backward-weight 19.927 --transfer 0.527",
+            "penstock schedule compare --ranks 2 --units 1,4,4,4,9 --schedules 1f1b zb-v",
         ),
     )
     add_size(parser, ranks=8, microbatches=32)
@@ -236,7 +266,12 @@ def compare(arguments: list[str]) -> int:
     add_costs(parser)
     add_own_options(parser, [name for name in schedule.names() if schedule.options(name)], without=COST_NAMES)
     add_json(parser)
-    options = parser.parse_args(arguments)
+    return parser
+
+
+def compare(arguments: list[str]) -> int:
+    """Print a table of all schedules that train, side by side at equal work."""
+    options = compare_parser().parse_args(arguments)
     rows = [row for name in options.schedules or schedule.names() if (row := _row_of(name, options)) is not None]
     rows.sort(key=lambda row: (row["bubble_rate"], row["peak_live_microbatches"]))
     if options.json:
@@ -248,7 +283,7 @@ def compare(arguments: list[str]) -> int:
 
 COMMANDS = {
     "list": Command("the schedules that can be built", __name__, "list_schedules"),
-    "show": Command("draw a schedule in the terminal, as SVG or PNG, a page, or a Perfetto trace", __name__, "show"),
+    "show": Command("draw a schedule in the terminal or into a picture, page or trace", __name__, "show"),
     "verify": Command("prove a schedule from a file, also one written by hand or by torch", __name__, "verify"),
     "simulate": Command("time a schedule: makespan, bubble, live microbatches", __name__, "simulate"),
     "compare": Command("all schedules side by side: bubble, memory, messages", __name__, "compare"),

@@ -1,11 +1,12 @@
 """The arguments that the schedule commands share: which schedule, of what size, at what costs."""
 
 import argparse
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
 from penstock import schedule
-from penstock.cli.commands import Parser
+from penstock.cli.commands import WIDTH, Parser
 from penstock.schedule import files
 from penstock.settings import SETTINGS
 from penstock.settings.declare import parts_of
@@ -42,7 +43,7 @@ def add_size(parser: Parser, *, ranks: int = 4, microbatches: int = 8, of_file: 
         parser.add_argument(option, type=int, default=None if of_file else default, metavar="N", help=said)
 
 
-def add_schedule(parser: Parser, arguments: list[str], *, costs: bool = True) -> None:
+def add_schedule(parser: Parser, arguments: Sequence[str], *, costs: bool = True) -> None:
     """Add NAME, the counts, the costs if asked for, and the named schedule's own options."""
     parser.add_argument(
         "name", metavar="NAME", help="a name that `schedule list` prints, a .csv or .txt file, or file.py:function"
@@ -65,7 +66,7 @@ def _is_named(word: str) -> bool:
     return word in schedule.names(with_aliases=True) or is_reference(word)
 
 
-def _names_file(arguments: list[str]) -> bool:
+def _names_file(arguments: Sequence[str]) -> bool:
     """Return whether the schedule is read from a file; the --output file does not count."""
     before = ["", *arguments]
     return any(files.is_file(word) and last != "--output" for last, word in zip(before, arguments))
@@ -73,7 +74,7 @@ def _names_file(arguments: list[str]) -> bool:
 
 def add_own_options(parser: Parser, names: Sequence[str], *, without: Sequence[str]) -> None:
     """Add the options of these schedules' own, except those in `without`."""
-    own = parser.add_argument_group(f"options of {', '.join(names)}")
+    own = parser.add_argument_group(textwrap.fill(f"options of {', '.join(names)}", WIDTH - 1))
     known: dict[str, object] = {}
     for name in names:
         known |= {option: default for option, default in schedule.options(name).items() if option not in without}
@@ -97,7 +98,7 @@ def _kind_of(option: str) -> type:
 def add_costs(parser: Parser) -> None:
     """Add the times and sizes that `schedule.Costs` has."""
     times = parser.add_argument_group(
-        "times of one microbatch through all stages of one rank; or one time for each stage of the model: 1,1.5,1"
+        "times", "Of one microbatch through all stages of one rank; or one for each stage of\nthe model: 1,1.5,1"
     )
     for name, default, what in _TIMES:
         said = what if default is None else f"{what} (default {default:g})"

@@ -86,7 +86,8 @@ def main(words: Sequence[str]) -> int:
     return _run_worker(arguments, group or Group.alone())
 
 
-def _parser() -> Parser:
+def parser() -> Parser:
+    """The parser of `penstock score`."""
     parser = Parser(
         "penstock score",
         """Write each token's log-probability, in nats, and each text's perplexity. MODEL is the folder of a run,
@@ -94,9 +95,9 @@ whose newest checkpoint is taken, or of a Hugging Face model. A line of FILE is 
 with token ids, or {"prompt": ..., "completion": ...}, each a text or token ids, of which the completion is scored.
 An "id" is carried along. A call that was stopped is continued by the same command; no file is ever overwritten.""",
         examples=(
-            "penstock score runs/demo texts.jsonl                 writes texts.scores.jsonl",
-            "penstock score runs/demo texts.jsonl --pp 2 --json   two stages, and a summary as JSON",
-            "penstock score runs/demo texts.jsonl --dp 4          four models, each with its part of the texts",
+            ("penstock score runs/demo texts.jsonl", "writes texts.scores.jsonl"),
+            ("penstock score runs/demo texts.jsonl --pp 2 --json", "two stages, and a summary as JSON"),
+            ("penstock score runs/demo texts.jsonl --dp 4", "four models, each with its part of the texts"),
         ),
     )
     parser.add_argument("model", type=Path, metavar="MODEL", help="the folder of a run, or of a Hugging Face model")
@@ -117,7 +118,7 @@ def read_arguments(words: Sequence[str]) -> ScoreArguments:
 
     Raises: ValueError for a mistake in it.
     """
-    given = _parser().parse_args(list(words))
+    given = parser().parse_args(list(words))
     parallel = ParallelConfig(**values_of(given, _PARALLEL))
     return ScoreArguments(
         model=given.model,

@@ -82,7 +82,8 @@ def main(words: Sequence[str]) -> int:
     return work_together(own, parallel.num_threads, parallel.timeout_s, lambda store: _serve(arguments, own, store))
 
 
-def _parser() -> Parser:
+def parser() -> Parser:
+    """The parser of `penstock serve`."""
     parser = Parser(
         "penstock serve",
         f"""Serve the model in a folder, that of a run or of a Hugging Face model, by OpenAI's interface: completions
@@ -92,10 +93,10 @@ drains: running answers are finished, new requests refused (503), and the exit c
 It listens on this machine alone unless --address says otherwise. Where the environment variable {API_KEY} or
 --api-key-file gives a key, /v1 answers only who has it. There is no encryption: put a proxy in front of a network.""",
         examples=(
-            "penstock serve runs/demo                          http://127.0.0.1:8000/v1 for the clients of OpenAI",
-            "penstock serve model/ --pp 2 --rows 32            two stages, 32 answers in each of their slots",
+            ("penstock serve runs/demo", "http://127.0.0.1:8000/v1 for the clients of OpenAI"),
+            ("penstock serve model/ --pp 2 --rows 32", "two stages, 32 answers in each of their slots"),
             "PENSTOCK_API_KEY=... penstock serve model/ --address 0.0.0.0 --port 80",
-            'curl localhost:8000/v1/completions -d \'{"model": "demo", "prompt": "def main(", "max_tokens": 32}\'',
+            'curl localhost:8000/v1/completions -d \'{"model": "demo", "prompt": "def "}\'',
         ),
     )
     parser.add_argument("model", type=Path, metavar="MODEL", help="the folder of a run, or of a Hugging Face model")
@@ -112,7 +113,7 @@ def read_arguments(words: Sequence[str]) -> ServeArguments:
 
     Raises: ValueError for a mistake in it.
     """
-    given = _parser().parse_args(list(words))
+    given = parser().parse_args(list(words))
     return ServeArguments(
         model=given.model,
         serve=ServeConfig(**values_of(given, _SERVE)),

@@ -3,16 +3,18 @@
 import argparse
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args, get_origin
 
 from penstock.settings import ModelConfig, ParallelConfig, Setting, Settings, TrainConfig, walk
-from penstock.settings.declare import parts_of, possible
+from penstock.settings.declare import is_table, parts_of, plain, possible
 from penstock.settings.read import from_words
 
 Options = Mapping[str, Setting]
 """Settings by the names of their options, with underscores."""
 
 _SHORT = {"num_threads": "threads", "timeout_s": "timeout"}
+#: columns of possible values that stand in the help's sentence and no longer behind the option
+_LONG = 50
 PROCESSES = ("device", "threads", "timeout")
 
 
@@ -36,16 +38,34 @@ MODEL_OPTIONS: Options = {
 
 
 def add_options(parser: Any, options: Options, metavars: Mapping[str, str] | None = None) -> None:
-    """Add an option for each setting; one that is not given is None."""
+    """Add an option for each setting; one that is not given is None. A dotted name stays as it is in files."""
     for name, own in options.items():
-        names = [*possible(own.type), *(("true", "false") if bool in parts_of(own.type) else ())]
-        values = "{" + ",".join(names) + "}" if names else "N"
-        default = "" if own.default is None else f" (default {own.default})"
+        values = (metavars or {}).get(name, _values(own.type))
+        of = f": {values.strip('{}').replace(',', ', ')}" if len(values) > _LONG else ""
         parser.add_argument(
-            f"--{name.replace('_', '-')}",
-            metavar=(metavars or {}).get(name, values),
-            help=f"{own.help.rstrip('.')}{default}".replace("%", "%%"),
+            f"--{name if '.' in name else name.replace('_', '-')}",
+            metavar="NAME" if of else values,
+            help=f"{own.help.rstrip('.')}{of}{_default(own.default)}".replace("%", "%%"),
         )
+
+
+def _default(value: Any) -> str:
+    """The default as it would be given; nothing for one that is empty."""
+    if value is None or plain(value) in ((), {}):
+        return ""
+    words = value if isinstance(value, tuple) else [plain(value)]
+    return f" (default {' '.join(str(word).lower() if isinstance(word, bool) else str(word) for word in words)})"
+
+
+def _values(kind: Any) -> str:
+    """A setting's possible values, as its option shows them."""
+    names = [*possible(kind), *(("true", "false") if bool in parts_of(kind) else ())]
+    if names:
+        return "{" + ",".join(names) + "}"
+    for part in parts_of(kind):
+        if is_table(part) or get_origin(part) is tuple:
+            return "TOML" if is_table(part) or is_table(get_args(part)[0]) else "VALUES"
+    return "TEXT" if str in parts_of(kind) else "X" if float in parts_of(kind) else "N"
 
 
 def values_of(given: argparse.Namespace, options: Options) -> dict[str, Any]:

@@ -10,22 +10,27 @@ _STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _BACKLOG = 4096
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run the command: hold the store until SIGTERM, SIGINT or SIGHUP; returns 0.
-
-    Raises: ValueError if the endpoint is none, or nothing can listen there.
-    """
+def parser() -> Parser:
+    """The parser of `penstock store`."""
     parser = Parser(
         "penstock store",
         "Hold the store at which torchrun's agents meet, until SIGTERM or Ctrl-C. Started on a host that trains\n"
         "nothing, it outlives each of those that do: any of them may be lost and come back.",
         examples=[
             "penstock store login1:29400",
-            "torchrun --rdzv-backend c10d --rdzv-conf is_host=0 --rdzv-endpoint login1:29400 ...   # on all others",
+            ("torchrun --rdzv-endpoint login1:29400 --rdzv-conf is_host=0 ...", "on all other hosts"),
         ],
     )
     parser.add_argument("endpoint", metavar="ADDRESS:PORT", help="where to listen; 0.0.0.0 stands for all networks")
-    listener = _listener(parser.parse_args(argv).endpoint)
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command: hold the store until SIGTERM, SIGINT or SIGHUP; returns 0.
+
+    Raises: ValueError if the endpoint is none, or nothing can listen there.
+    """
+    listener = _listener(parser().parse_args(argv).endpoint)
     host, port = listener.getsockname()[:2]
     # Before the store's threads start, which would otherwise take the signals.
     signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS)

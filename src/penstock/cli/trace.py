@@ -14,11 +14,8 @@ from penstock.schedule.recording import Recording
 _HEADINGS = ("compute", "waiting", "transfers", "reduction", "step", "between", "outside")
 
 
-def main(arguments: list[str]) -> int:
-    """Draw the step that a run recorded, and print where its time went.
-
-    Raises: ValueError for users' mistakes; OSError for a file that cannot be read or written.
-    """
+def parser() -> Parser:
+    """The parser of `penstock trace`."""
     parser = Parser(
         "penstock trace",
         "Draw a step as it was measured, and show where each rank's time went: compute, waiting and for whom,\n"
@@ -27,8 +24,8 @@ def main(arguments: list[str]) -> int:
         f"recorded in its {RECORDED_STEP_FILE}, or such a file.",
         examples=(
             "penstock trace runs/tiny",
-            "penstock trace runs/tiny --output step.html      a page: the measured step over the simulated one",
-            "penstock trace runs/tiny --output step.json      for ui.perfetto.dev",
+            ("penstock trace runs/tiny --output step.html", "a page: the measured step over the simulated one"),
+            ("penstock trace runs/tiny --output step.json", "for ui.perfetto.dev"),
         ),
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a run, or a recorded step")
@@ -37,7 +34,15 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--simulated", action="store_true", help="in the terminal, draw the simulated step too")
     parser.add_argument("--force", action="store_true", help="replace the file if it exists")
     parser.add_argument("--json", action="store_true", help="print one JSON document instead")
-    options = parser.parse_args(arguments)
+    return parser
+
+
+def main(arguments: list[str]) -> int:
+    """Draw the step that a run recorded, and print where its time went.
+
+    Raises: ValueError for users' mistakes; OSError for a file that cannot be read or written.
+    """
+    options = parser().parse_args(arguments)
     if options.output is not None:
         check_ending(options.output)
         refuse_to_overwrite(options.output, force=options.force)

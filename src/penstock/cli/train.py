@@ -3,22 +3,20 @@
 Every setting of the file can also be given on the command line, by its name.
 """
 
-import dataclasses
-import json
 import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from enum import Enum
-from typing import Annotated, Any, Literal, Union, get_args
 
 from penstock.cli.group import Group, find_group
 from penstock.cli.launch import WorkerCommand, launch
+from penstock.cli.train_options import SWITCHES, Switches, asks_for_help, help_text
+from penstock.cli.train_options import parser as parser
 from penstock.engine.run_check import check, with_pretrained
 from penstock.engine.runs import check_folder
-from penstock.settings import SETTINGS, ConfigError, RunConfig, Setting, check_world
-from penstock.settings.declare import describe, is_union, nearest, plain, possible
-from penstock.settings.read import from_values, from_words, read_values, section_summaries, unknown_setting
+from penstock.settings import SETTINGS, ConfigError, RunConfig, check_world
+from penstock.settings.declare import nearest
+from penstock.settings.read import from_values, from_words, read_values, unknown_setting
 
 # The first optimizer of a process imports dynamo.
 _COMMAND = WorkerCommand(
@@ -26,20 +24,6 @@ _COMMAND = WorkerCommand(
     "continues from the newest checkpoint",
     ("penstock.cli.train_worker", "torch._dynamo", "torch.distributed.checkpoint"),
 )
-
-
-@dataclass(frozen=True)
-class Switches:
-    """The switches of one call of the command, which are not settings of the run."""
-
-    dry_run: bool = False
-    """Print layout, stages, schedule and memory, and start nothing."""
-    resume: bool = False
-    """Refuse to start anew: there must be a checkpoint to continue from."""
-    fresh: bool = False
-    """Refuse to continue: the output folder must hold no run."""
-    json: bool = False
-    """Print the result as JSON, and progress to standard error."""
 
 
 @dataclass(frozen=True)
@@ -104,14 +88,14 @@ def _work(arguments: TrainArguments, group: Group) -> int:
 
 
 def read_arguments(argv: Sequence[str]) -> TrainArguments:
-    """Read ``[RUN.toml] [--switch ...] [--section.key value ...]``; ``--help`` prints all settings and exits.
+    """Read ``[RUN.toml] [--switch ...] [--section.key value ...]``; ``--help`` prints help and exits.
 
     Raises:
         ConfigError: no file, an unknown name (the nearest known one is named), or a value of a wrong type or out of
             bounds.
     """
-    if {"-h", "--help"} & set(argv):
-        _print_help()
+    if asks_for_help(argv):
+        print(help_text(argv))
         raise SystemExit(0)
     if not argv or (argv[0].startswith("-") and not argv[0].startswith("--")):
         raise ConfigError(
@@ -124,7 +108,7 @@ def read_arguments(argv: Sequence[str]) -> TrainArguments:
         name = flag.removeprefix("--").replace("-", "_")
         if name in SETTINGS:
             values[name] = from_words(SETTINGS[name], words)
-        elif name not in _SWITCHES:
+        elif name not in SWITCHES:
             raise _unknown_flag(flag, name)
         elif words:
             raise ConfigError(f"{flag} is a switch and takes no value, but {words[0]!r} follows it")
@@ -133,9 +117,6 @@ def read_arguments(argv: Sequence[str]) -> TrainArguments:
     if {"resume", "fresh"} <= switches:
         raise ConfigError("--resume and --fresh exclude each other; without either a run is continued if there is one")
     return TrainArguments(from_values(values), Switches(**dict.fromkeys(switches, True)))
-
-
-_SWITCHES = [switch.name for switch in dataclasses.fields(Switches)]
 
 
 def _groups(words: Sequence[str]) -> list[list[str]]:
@@ -155,50 +136,5 @@ def _groups(words: Sequence[str]) -> list[list[str]]:
 def _unknown_flag(flag: str, name: str) -> ConfigError:
     if "." in name:
         return unknown_setting(name)
-    known = [f"--{other}".replace("_", "-") for other in [*_SWITCHES, *SETTINGS]]
+    known = [f"--{other}".replace("_", "-") for other in [*SWITCHES, *SETTINGS]]
     return ConfigError(f"there is no {flag}; the nearest one is {nearest(flag, known)}")
-
-
-def _print_help() -> None:
-    """Print every switch and setting with its type, help and default."""
-    import tyro
-
-    sections = []
-    for section, summary in section_summaries().items():
-        fields = [_field_of_help(own) for own in SETTINGS.values() if own.section == section]
-        kind = dataclasses.make_dataclass(section, fields, namespace={"__doc__": summary})
-        sections.append((section, kind, dataclasses.field(default_factory=kind)))
-    alone = [_field_of_help(own) for own in SETTINGS.values() if not own.section]
-    settings = dataclasses.make_dataclass("Settings", [*alone, *sections])
-    unnamed: Any = tyro.conf.arg(name="")
-    kind = dataclasses.make_dataclass(
-        "Arguments",
-        [
-            ("switches", Annotated[Switches, unnamed, tyro.conf.FlagCreatePairsOff]),
-            ("settings", Annotated[settings, unnamed, tyro.conf.FlagConversionOff]),
-        ],
-    )
-    tyro.cli(
-        kind,
-        default=kind(switches=Switches(), settings=settings()),
-        args=["--help"],
-        prog="penstock train [RUN.toml]",
-        description="Train a model cut into pipeline stages.",
-        use_underscores=True,
-    )
-
-
-def _field_of_help(own: Setting) -> tuple[str, Any, Any]:
-    import tyro
-
-    default = plain(own.default)
-    if describe(own.type) in ("a table", "a list of tables"):
-        return own.key, Annotated[str, tyro.conf.arg(help=own.help, metavar="TOML")], json.dumps(default)
-    return own.key, Annotated[_spelt(own.type), tyro.conf.arg(help=own.help)], default
-
-
-def _spelt(kind: Any) -> Any:
-    """The type, with each enum replaced by its values."""
-    if is_union(kind):
-        return Union[tuple(_spelt(part) for part in get_args(kind))]  # noqa: UP007  # of a variable number of types
-    return Literal[possible(kind)] if isinstance(kind, type) and issubclass(kind, Enum) else kind
