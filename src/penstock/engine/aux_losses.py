@@ -105,9 +105,9 @@ class AuxLossTracker:
         sent = torch.zeros(len(agreed.microbatches), dtype=torch.float64)
         sent[: len(factors)] = torch.tensor(factors, dtype=torch.float64)
         if pipeline.grid.pp_control is not None:
-            source = pipeline.grid.pp_ranks[pipeline.placement.output_rank]
+            source = pipeline.placement.output_rank
             with pipeline.recorder.collective("send the loss's factors", pipeline.grid.pp_control):
-                dist.broadcast(sent, source, group=pipeline.grid.pp_control)
+                dist.broadcast(sent, group=pipeline.grid.pp_control, group_src=source)
         return sent.tolist()
 
     def _ahead(self, microbatch: PackedBatch) -> list[FutureTokens]:

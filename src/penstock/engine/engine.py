@@ -8,10 +8,10 @@ from torch import nn
 
 from penstock.data import MicroBatchSpec, PackedBatch
 from penstock.engine.adapter import with_adapter
-from penstock.engine.answers import GenerateOptions, GenerateResult
 from penstock.engine.build import units_of_layers
 from penstock.engine.export import ExportOptions, export_model
-from penstock.engine.generator import Generator, OnAnswer, OnToken
+from penstock.engine.generating import Generating
+from penstock.engine.generator import Generator
 from penstock.engine.loss_metrics import EvaluationLoss
 from penstock.engine.losses import LossFn, LossWeightFn, num_loss_tokens, token_cross_entropy
 from penstock.engine.options import EngineOptions, changed
@@ -19,19 +19,20 @@ from penstock.engine.pipeline import Pipeline
 from penstock.engine.pretrained import HuggingFaceForm, open_pretrained
 from penstock.engine.run_parts import read_arguments
 from penstock.engine.scorer import AggregateFn, Outputs, PostHook, Scorer
+from penstock.engine.sending import Port
 from penstock.engine.sharding import UnitSource
 from penstock.engine.state import ModelState
 from penstock.engine.trainer import Trainer, TrainResult
 from penstock.parallel import Grid
 from penstock.runtime import Recorder
-from penstock.settings import Layout, Native, Normalize, RunConfig, SamplingParams, checked
+from penstock.settings import Layout, Native, Normalize, RunConfig, checked
 
 
-class Engine(ModelState):
+class Engine(ModelState, Generating):
     """Trains, scores and generates with a model given as a list of units (arguments and errors: see `Pipeline`).
 
-    Every process of the layout constructs it at the same point, torch.distributed being initialised (a layout of one
-    process needs none), and calls its methods in the same order. Several engines may live in one process.
+    Every process of the world constructs it at the same point, torch.distributed being initialised (one process needs
+    none), and those of its layout call its methods in the same order. Several engines may live in one process.
 
     >>> engine = Engine.from_layers([torch.nn.Embedding(32, 8), torch.nn.Linear(8, 32)], hidden_size=8)
     >>> batch = PackedBatch.from_documents([torch.arange(5), torch.arange(3)])
@@ -48,6 +49,8 @@ class Engine(ModelState):
     scorer: Scorer
     #: continues prompts
     generator: Generator
+    #: sends weights to other engines
+    port: Port
 
     @checked
     def __init__(
@@ -59,10 +62,13 @@ class Engine(ModelState):
         form: HuggingFaceForm | None = None,
         **changes: Any,
     ) -> None:
-        layout, options = layout or Layout(), changed(options, changes)
-        pipeline = Pipeline(with_adapter(units, options.adapter, form, layout), hidden_size, layout, options)
+        self.layout, options = layout or Layout(), changed(options, changes)
+        if (outside := Port.if_outside(self.layout, options)) is not None:
+            self.port = outside
+            return
+        pipeline = Pipeline(with_adapter(units, options.adapter, form, self.layout), hidden_size, self.layout, options)
         super().__init__(pipeline, Trainer(pipeline), form)
-        self.layout, self.grid, self.recorder = pipeline.layout, pipeline.grid, pipeline.recorder
+        self.grid, self.recorder = pipeline.grid, pipeline.recorder
         self.scorer, self.generator = Scorer(pipeline), Generator(pipeline)
 
     @classmethod
@@ -132,18 +138,3 @@ class Engine(ModelState):
     ) -> Any:
         """The model's outputs, or what hooks make of them, in the batch's order; see `Scorer.forward`, `Outputs`."""
         return self.scorer.forward(batch, micro_batches, Outputs(post_hook, aggregate_fn, output_seqlens, broadcast))
-
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
-        options: GenerateOptions | None = None,
-        on_token: OnToken | None = None,
-        on_answer: OnAnswer | None = None,
-    ) -> GenerateResult:
-        """Answers to the prompts (token ids), in their order; see `Generator.generate`."""
-        return self.generator.generate(prompts, params, options or GenerateOptions(), on_token, on_answer)
-
-    def release_caches(self) -> None:
-        """Free the memory that generation keeps for its next call."""
-        self.generator.release()

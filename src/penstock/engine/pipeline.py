@@ -177,7 +177,7 @@ class Pipeline:
 
     def _join(self) -> tuple[torch.device, Grid]:
         """This rank's device, and its groups with the others."""
-        device = _device(self.options.device)
+        device = device_of(self.options.device)
         if device.type == "cpu":
             keep_freed_memory()
         return device, connect(self.layout, device, timedelta(seconds=self.options.timeout_s))
@@ -404,7 +404,8 @@ def _no_reduction(stage: int) -> None:
     return None
 
 
-def _device(name: str) -> torch.device:
+def device_of(name: str) -> torch.device:
+    """The device that a rank computes on, given the setting."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda":

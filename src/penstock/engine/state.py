@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -17,16 +17,20 @@ from penstock.engine.checkpoint.manifest import folder_name
 from penstock.engine.loss_metrics import EvaluationLoss
 from penstock.engine.memory import running_state_bytes
 from penstock.engine.optimizer import state_aliases
+from penstock.engine.passage import Slices
 from penstock.engine.pipeline import Pipeline
 from penstock.engine.pretrained import HuggingFaceForm
 from penstock.engine.random_state import random_state, restore_random_state
 from penstock.engine.recordings import gathered_recording
+from penstock.engine.sending import Port, slices_of
 from penstock.engine.sharding import local_parameters, local_state
 from penstock.engine.trainer import Trainer, TrainResult
 from penstock.engine.watch import Watchers
 from penstock.parallel.buckets import StateBytes
+from penstock.parallel.grid import own_world_rank
 from penstock.parallel.host import check_same_calls, gather_json, shown_to_all_ranks
 from penstock.parallel.tensor_slice import LocalTensor, Shard
+from penstock.runtime import PipelineError
 from penstock.schedule import Costs, Timeline
 from penstock.settings.arguments import check_argument, checked
 from penstock.settings.declare import nearest
@@ -44,10 +48,25 @@ class ModelState:
 
     #: a user's own callbacks
     watchers: Watchers
+    #: the place where weights leave for other engines, or arrive; on ranks outside of the layout too
+    port: Port
 
     def __init__(self, pipeline: Pipeline, trainer: Trainer, form: HuggingFaceForm | None = None) -> None:
         self.pipeline, self.trainer, self.form = pipeline, trainer, form
         self.watchers = Watchers(pipeline)
+        self.port = Port(pipeline.grid, pipeline.options, pipeline, self._own_slices)
+
+    if not TYPE_CHECKING:  # attributes that are misspelt are found
+
+        def __getattr__(self, name: str) -> Any:
+            """Say why this process has no part of the engine, where it is asked for one."""
+            port = vars(self).get("port")
+            if port is None or port.pipeline is not None or name.startswith("__"):
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            raise PipelineError(
+                f"this engine is on ranks {', '.join(map(str, port.ranks))} of the world, and not on this one "
+                f"(rank {own_world_rank()}), which can only take part in send_weights; ask engine.is_here"
+            )
 
     @property
     def step(self) -> int:
@@ -156,6 +175,40 @@ class ModelState:
         pipeline.casts.renew()
         return extra
 
+    # ---- weights between engines
+
+    @property
+    def is_here(self) -> bool:
+        """True on the ranks of the engine's layout; elsewhere weights can be sent from it and to it, and no more."""
+        return self.port.pipeline is not None
+
+    @property
+    def version(self) -> int:
+        """The version of the weights: the optimizer steps that they have seen, here or where they came from."""
+        return self.port.version
+
+    def send_weights(self, to: ModelState) -> int:
+        """Give another engine this one's weights and buffers, bit for bit, and their version, which is returned.
+
+        All ranks of both engines call it on the one that sends; elsewhere it does nothing. Their layouts and ranks may
+        differ in everything, or be the same. Nothing is written to disk, and a rank holds no more than its parts of
+        both engines and what it sends or receives of one tensor. The engine that receives has `learns=False`.
+
+        Raises:
+            ValueError: the models differ, naming the first tensor; on all ranks alike, with nothing sent.
+            TransportError: a rank has ended, or did not come in time.
+        """
+        check_argument("to", to, ModelState)
+        return self.port.send(to.port)
+
+    def weights_wait(self, to: ModelState) -> bool:
+        """True if this engine's first rank waits in `send_weights` for the other engine; asked on ranks of that."""
+        return self.port.is_awaited(to.port)
+
+    def _own_slices(self) -> Slices:
+        state = self.state(optimizer=False)
+        return slices_of({name: own for name, own in state.items() if name not in self.pipeline.loans}, self.ties)
+
     def save_adapter(self, path: str | Path) -> None:
         """Write the adapters as a new folder in peft's format; all ranks call it. See `EngineOptions.adapter`.
 
@@ -226,6 +279,9 @@ class ModelState:
 
     def close(self) -> None:
         """Stop helper threads; process groups belong to torch.distributed."""
+        self.port.close()
+        if not self.is_here:
+            return
         try:
             self.watchers.saw_end()
         finally:

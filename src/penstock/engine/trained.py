@@ -81,12 +81,14 @@ class WholeState:
         found = {}
         for name in sorted({name for theirs in by_rank for name in theirs}):
             reduction = optimizer.reductions.get(_parameter(name))
-            holders = [] if reduction is None else [rank for rank in _ranks(reduction.group) if name in by_rank[rank]]
+            holders = (
+                [] if reduction is None else [rank for rank in _ranks(reduction.group, group) if name in by_rank[rank]]
+            )
             if reduction is None or not holders:
                 continue
             known = by_rank[holders[0]][name]
             # A tensor of another shape is the same on every rank that has it.
-            counts = known["elements"] or holders[0] == _ranks(None)[0]
+            counts = known["elements"] or holders[0] == group.rank()
             whole = _whole(owned.get(name) if counts else None, known, device)
             if reduction.group is not None:
                 _sum_bits(whole, reduction.group)
@@ -130,6 +132,8 @@ def _sum_bits(whole: Tensor, group: dist.ProcessGroup) -> None:
     whole.copy_(flat.view(whole.dtype).view(whole.shape))
 
 
-def _ranks(group: dist.ProcessGroup | None) -> Sequence[int]:
-    """The global ranks of a group; this rank's own without one."""
-    return [dist.get_rank() if dist.is_initialized() else 0] if group is None else dist.get_process_group_ranks(group)
+def _ranks(members: dist.ProcessGroup | None, group: dist.ProcessGroup) -> Sequence[int]:
+    """The members of a part of a group, as ranks of the group; this rank's own without one."""
+    if members is None:
+        return [group.rank()]
+    return [dist.get_group_rank(group, rank) for rank in dist.get_process_group_ranks(members)]

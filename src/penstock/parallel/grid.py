@@ -6,7 +6,7 @@ import contextlib
 import datetime
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 
 import torch
@@ -19,13 +19,30 @@ from penstock.settings import Coordinates, Groups, Layout
 
 # In the store, how often each rank has met the others.
 _MEETINGS = "penstock/meetings"
+# How many layouts each has connected.
+_ENGINES = "penstock/engines"
 # How long a rank whose connection broke waits for the others to say that theirs did.
 _ANSWER_S = 2.0
 _ASK_AGAIN_S = 0.05
 
+OUTSIDE = -1
+"""The rank of a process on which a layout has none."""
+
+
+def world_ranks(layout: Layout) -> Sequence[int]:
+    """The processes of the world on which a layout lies, by its ranks."""
+    return range(layout.world_size) if layout.ranks is None else layout.ranks
+
+
+def own_world_rank() -> int:
+    """This process among all of the world."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
 
 def connect(layout: Layout, device: torch.device, timeout: datetime.timedelta | None = None) -> Grid:
     """Make this process's groups; every process of the world calls this at the same point, with equal layouts.
+
+    A process that is not among the layout's ranks takes part as well, but gets no group.
 
     torch.distributed has been initialised by the caller, except in a world of one process, which needs none.
     `timeout` bounds every later collective of these groups (None: torch's default), except in the background,
@@ -37,12 +54,14 @@ def connect(layout: Layout, device: torch.device, timeout: datetime.timedelta | 
     layout.check(world_size)
     if world_size == 1:
         return Grid(layout, device, rank=0)
-    rank, everyone = dist.get_rank(), (tuple(range(world_size)),)
+    ranks, everyone = world_ranks(layout), (tuple(range(layout.world_size)),)
+    rank = ranks.index(dist.get_rank()) if dist.get_rank() in ranks else OUTSIDE
     wait_for_all(timeout)
+    number = dist.distributed_c10d._get_default_store().add(f"{_ENGINES}/{dist.get_rank()}", 1)
     # Every rank makes all groups of the world in one order and uses each immediately: communicators that are made on
     # first use would wait for each other in whatever order the ranks arrive.
-    on_device = _GroupMaker(rank, "nccl" if device.type == "cuda" else "gloo", device, timeout)
-    on_host = _GroupMaker(rank, "gloo", torch.device("cpu"), timeout)
+    on_device = _GroupMaker(rank, ranks, "nccl" if device.type == "cuda" else "gloo", device, timeout)
+    on_host = _GroupMaker(rank, ranks, "gloo", torch.device("cpu"), timeout)
     control = on_host.make(everyone)
     _check_alike(layout, gather_json(str(layout), control))
     pp_control = on_host.make(layout.groups("pp"))
@@ -55,8 +74,9 @@ def connect(layout: Layout, device: torch.device, timeout: datetime.timedelta | 
         layout,
         device,
         rank,
+        number,
         control=control,
-        background=_GroupMaker(rank, "gloo", torch.device("cpu"), None).make(everyone),
+        background=_GroupMaker(rank, ranks, "gloo", torch.device("cpu"), None).make(everyone),
         pp_control=pp_control,
         batch_control=known[layout.groups("pp", "cp", "tp")],
         model_control=known[layout.model_copies()],
@@ -149,8 +169,10 @@ class Grid:
     layout: Layout
     #: the device of the groups for device tensors
     device: torch.device
-    #: this process among all
+    #: this process among those of the layout; OUTSIDE if it is none of them
     rank: int
+    #: of the layouts that the world has connected, which; the same on all its processes
+    number: int = 0
 
     # -- on host memory
     #: all ranks
@@ -235,7 +257,9 @@ def mirrored(pipelines: Groups) -> Groups:
 class _GroupMaker:
     """Makes groups of one backend, except those of a single rank, since each group costs gloo a thread."""
 
+    #: this rank in the layout, and the world's number of each
     rank: int
+    world_ranks: Sequence[int]
     backend: str
     device: torch.device
     timeout: datetime.timedelta | None
@@ -246,7 +270,7 @@ class _GroupMaker:
         for ranks in groups:
             if len(ranks) < 2:
                 continue
-            group = new_renewable_group(ranks, self.backend, self.timeout)
+            group = new_renewable_group([self.world_ranks[r] for r in ranks], self.backend, self.timeout)
             if self.rank in ranks:
                 assert isinstance(group, dist.ProcessGroup)
                 mine = group

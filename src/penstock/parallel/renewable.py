@@ -184,3 +184,8 @@ def _make_nccl(rank: int, size: int, timeout: timedelta) -> Callable[[Store, Any
         return dist.ProcessGroupNCCL(store, rank, size, options)
 
     return make
+
+
+def gloo_group(store: Store, rank: int, size: int, timeout: timedelta) -> RenewableGroup:
+    """A group on host memory among processes that meet in a store; no others of the world take part in making it."""
+    return RenewableGroup(store, rank, size, _make_gloo(rank, size, timeout))

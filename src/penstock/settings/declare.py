@@ -385,7 +385,7 @@ def match(kind: Any, value: Any) -> tuple[bool, Any]:
             return True, kind.read(value)
         return isinstance(value, kind), value
     if get_origin(kind) is tuple:
-        if not isinstance(value, list | tuple):
+        if not isinstance(value, list | tuple | range):
             return False, value
         items = [match(get_args(kind)[0], item) for item in value]
         matches = all(found for found, _ in items)

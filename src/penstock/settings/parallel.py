@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from penstock.settings.declare import Bounds, ConfigError, NamedValue, Settings, refuse_divisor, setting
+from penstock.settings.declare import Bounds, ConfigError, NamedValue, Settings, argument, refuse_divisor, setting
 
 AXES = ("dp", "pp", "cp", "tp")
 _NUM_OFFERED = 5
@@ -48,9 +48,12 @@ class Layout(Settings, section="parallel"):
     """Sizes of the grid's axes and their order; by default the ranks of a tp group are neighbours.
 
     An ep group consists of consecutive ranks among those that differ only in dp and cp, so ep adds no ranks.
+    `ranks`, such as `range(2, 4)`, are the processes of the world on which the grid lies, None for all: so engines can
+    live on different processes of one script. Everywhere else a rank is counted among those of the grid.
 
     Raises:
-        ConfigError: a size below one, an ep that does not divide dp * cp, an order that does not name each axis once.
+        ConfigError: a size below one, an ep that does not divide dp * cp, an order that does not name each axis once,
+            ranks that are not ascending or not as many as the grid has.
 
     >>> layout = Layout(pp=2, dp=2)
     >>> layout.world_size, str(layout.coordinates(3)), layout.groups("pp")
@@ -70,16 +73,21 @@ class Layout(Settings, section="parallel"):
         "-".join(AXES),
         "Numbering of the ranks along these axes, the last one fastest: ranks of one machine have adjacent numbers.",
     )
+    ranks: tuple[int, ...] | range | None = argument(None, Bounds(least=0, limit=2**20))
 
     def _check(self) -> None:
         if sorted(self.axes) != sorted(AXES):
             raise ConfigError(
                 f"parallel.order = {self.order!r} must name each of dp, pp, cp and tp once, such as dp-pp-cp-tp"
             )
+        if self.ranks is not None and list(self.ranks) != sorted(set(self.ranks)):
+            raise ConfigError(f"ranks = {list(self.ranks)} must be ascending, such as range(2, 4)")
         if self.world_size > (limit := _PROCESSES.limit or 0):
             product = " x ".join(f"parallel.{axis} = {size}" for axis, size in self.sizes.items())
             raise ConfigError(f"{product} is {self.world_size} processes; at most {limit} are possible")
         refuse_divisor("parallel.ep", self.ep, "parallel.dp x parallel.cp", self.dp * self.cp)
+        if self.ranks is not None and len(self.ranks) != self.world_size:
+            raise ConfigError(f"{self} is {self.world_size} processes, but ranks names {len(self.ranks)}")
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -103,7 +111,8 @@ class Layout(Settings, section="parallel"):
 
     def __str__(self) -> str:
         text = " x ".join(f"{axis}={size}" for axis, size in self.sizes.items())
-        return text if self.ep == 1 else f"{text} (ep={self.ep})"
+        text = text if self.ep == 1 else f"{text} (ep={self.ep})"
+        return text if self.ranks is None else f"{text} on ranks {', '.join(map(str, self.ranks))}"
 
     def coordinates(self, rank: int) -> Coordinates:
         """The place of a global rank."""
@@ -172,6 +181,10 @@ class Layout(Settings, section="parallel"):
 
         Raises: ValueError naming every size, and the nearest of the layouts that would fit.
         """
+        if self.ranks is not None:
+            if self.ranks[-1] >= world_size:
+                raise ValueError(f"the layout {self} names rank {self.ranks[-1]}, but there are {world_size} processes")
+            return
         if world_size == self.world_size:
             return
         offered = itertools.islice(self.fitting(world_size), _NUM_OFFERED)
