@@ -188,6 +188,9 @@ def _without_values(files: WeightFiles) -> tuple[nn.Module, Any]:
         with torch.device("cpu"), _EmptyOnMeta():
             model = _auto_class(config).from_config(config, dtype=torch.float32, trust_remote_code=False)
         _check_size(model, files)
+        if type(model).__name__.endswith(_PER_SEQUENCE):
+            # Each token is run as a sequence of its own, so none is padding; but the embedding has its row for it.
+            model.config.get_text_config().pad_token_id = _NO_TOKEN
     except Exception as error:  # whatever the library stumbles over in a config.json
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(f"transformers cannot build the causal model of {folder}: {reason}") from None
@@ -227,8 +230,6 @@ def _auto_class(config: Any) -> Any:
 
     named = (getattr(config, "architectures", None) or [""])[0]
     if named.endswith(_PER_SEQUENCE):
-        # Each token is run as a sequence of its own, so none is padding.
-        config.get_text_config().pad_token_id = _NO_TOKEN
         return transformers.AutoModelForSequenceClassification
     if named.endswith(_PER_TOKEN):
         return transformers.AutoModelForTokenClassification

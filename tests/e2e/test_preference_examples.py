@@ -1,0 +1,40 @@
+"""The examples that learn from preferences and from reward run as shown, in two stages, and learn."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.scripts import run_ranks_of
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.mark.parametrize("name", ["dpo", "grpo", "reward_model"])
+def test_an_example_stays_short(name: str) -> None:
+    assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) <= 150
+
+
+def test_two_stages_learn_a_preference() -> None:
+    shown = run_ranks_of(EXAMPLES / "dpo.py", 2)
+    found = re.search(r"(\d+)% of answers counted up, (\d+)% do now\n$", shown)
+    assert found, shown
+    before, after = map(int, found.groups())
+    assert before < 75 and after > before + 15
+
+
+def test_two_stages_learn_from_the_rewards_of_groups() -> None:
+    shown = run_ranks_of(EXAMPLES / "grpo.py", 2, "--goal", "0.15")
+    rows = re.findall(r"round +\d+, +\d+ s: reward (\d\.\d+), importance ratios 1 ± (\S+), (\d+\.\d+) nats", shown)
+    assert len(rows) == len(shown.splitlines()) >= 2
+    rewards, ratios, divergences = (list(map(float, column)) for column in zip(*rows, strict=True))
+    assert rewards[0] < 0.05 and rewards[-1] > 0.15
+    assert max(ratios) < 1e-4, "an unchanged model is as likely to say what it said"
+    assert min(divergences) > 0
+
+
+def test_two_stages_learn_rewards_from_comparisons() -> None:
+    shown = run_ranks_of(EXAMPLES / "reward_model.py", 2)
+    found = re.search(r"(\d+)% of new pairs right\n.*: \+\d\.\d\d, .*: -\d\.\d\d\n$", shown)
+    assert found, shown
+    assert int(found[1]) > 90
