@@ -112,6 +112,30 @@ def test_a_picture_bears_every_microbatch_and_its_figures(tmp_path: Path):
     assert "optimizer step" not in texts
 
 
+@pytest.mark.parametrize("name", ["1f1b", "zb-v", "dualpipe"])
+def test_every_number_can_be_read_at_eight_ranks_and_32_microbatches(name: str, tmp_path: Path):
+    timeline = timeline_of(name, 8, 32)
+    picture(tmp_path / "a.svg", [timeline])
+    written = re.findall(r'<text style="font-size: ([\d.]+)px[^>]*>(\d+)</text>', (tmp_path / "a.svg").read_text())
+    sizes = [float(size) for size, text in written if int(text) > 9]
+    parts = [part for row in boxes_of(timeline) for box in row for part in box.parts if part.microbatch > 9]
+    # Ticks of the axis are numbers too.
+    assert len(sizes) >= len(parts) and min(sizes) >= 6
+
+
+@pytest.mark.parametrize("stages, words", [(1, None), (2, "paler: the rank's second stage"), (3, "later stages")])
+def test_shades_and_figures_are_explained(stages: int, words: str | None, tmp_path: Path):
+    name = "1f1b" if stages == 1 else "interleaved"
+    program = schedule.lower(schedule.build(name, ranks=2, microbatches=4, stages_per_rank=stages))
+    picture(tmp_path / "a.svg", [schedule.simulate(program)])
+    text = (tmp_path / "a.svg").read_text()
+    assert ("paler" in text) == (words is not None) and (
+        words is None or words.replace("'", "&#x27;") in text or words in text
+    )
+    for figure in ("idle: share of the makespan", "span: the longest time", "bubble: share of the span"):
+        assert figure in text
+
+
 def test_two_timelines_stand_above_each_other(tmp_path: Path):
     simulated, measured = timeline_of("1f1b", 2, 4), FUSED
     picture(tmp_path / "two.svg", [simulated, measured], unit="ms")
