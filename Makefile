@@ -1,4 +1,4 @@
-# make demo and make test work on a fresh clone; both first make .venv through setup.
+# make demo and make test work on a fresh clone; both first make .venv, with what each of them needs.
 PYTHON ?= python3
 BIN := .venv/bin
 # Two ranks share the machine's cores: threads of their own would only get in each other's way.
@@ -7,21 +7,31 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 # pytest rewrites each file's assertions; where it may keep them, the next run starts sooner.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo test test-gpu test-ray test-serve quick pytest compiled lint bench promises mutants late faults \
-	endurance test-loaded clean
+.PHONY: install setup demo test test-gpu test-ray test-serve quick pytest compiled lint bench promises mutants late \
+	faults endurance test-loaded dist release-check clean
 
-setup: .venv/stamp
+# What a user needs, and what tests, types and style take besides.
+install: .venv/installed
+setup: .venv/tested
+
+.venv/installed: pyproject.toml constraints.txt
+	$(call install,.)
+	@touch $@
+
+.venv/tested: pyproject.toml constraints.txt
+	$(call install,.[dev])
+	@touch .venv/installed $@
 
 # Packages are compiled here, on all cores: where Python may write no bytecode, each of a run's processes would do it.
 # A few modules are written for newer versions of Python, and cannot be.
-.venv/stamp: pyproject.toml constraints.txt
+define install
 	$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "Penstock needs Python 3.11 or newer; name one with make PYTHON=...")'
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '$(1)'
 	$(BIN)/python -m compileall -q -q -j 0 .venv/lib || true
-	@touch $@
+endef
 
-demo: setup
+demo: install
 	$(BIN)/python tools/demo.py
 
 lint: setup
@@ -62,7 +72,7 @@ quick: compiled
 compiled: setup
 	@$(BIN)/python -m compileall -q -j 0 src tests
 
-bench: setup
+bench: install
 	$(BIN)/penstock bench all
 
 promises: setup
@@ -92,5 +102,13 @@ endurance: setup
 test-loaded: compiled
 	$(BIN)/python tools/loaded.py $(ARGS)
 
+# Wheel and sdist, into dist/.
+dist: setup
+	$(BIN)/python tools/release.py
+
+# Both, installed into empty environments; ARGS="python3.12 python3.13" names the interpreters.
+release-check: dist
+	$(BIN)/python tools/release_check.py $(ARGS)
+
 clean:
-	rm -rf runs .pytest_cache .ruff_cache .hypothesis
+	rm -rf dist runs .pytest_cache .ruff_cache .hypothesis

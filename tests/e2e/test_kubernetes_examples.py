@@ -18,7 +18,7 @@ from tests.e2e.test_cluster_examples import (
 )
 
 FOLDER = ROOT / "examples/kubernetes"
-DOCKERFILE = FOLDER / "Dockerfile"
+DOCKERFILE = ROOT / "Dockerfile"
 DOCUMENTS = {
     (path.name, document["kind"]): document
     for path in sorted(FOLDER.glob("*.yaml"))
@@ -215,7 +215,7 @@ def test_the_train_job_starts_a_run_on_the_hosts_it_asks_for(monkeypatch: pytest
 
 @pytest.mark.shows(150)
 def test_the_dockerfile_copies_all_that_an_installation_takes(tmp_path: Path) -> None:
-    """Docker itself is not at hand: its COPYs are made by hand, and a wheel is built of them."""
+    """Docker itself is not at hand: its COPYs are made by hand, and a wheel is built of them; the demo is there too."""
     text = DOCKERFILE.read_text()
     assert re.search(r"^FROM python:3\.1[1-4]", text, re.MULTILINE)
     assert re.search(r"^RUN pip install .*--constraint constraints\.txt \.$", text, re.MULTILINE)
@@ -229,5 +229,12 @@ def test_the_dockerfile_copies_all_that_an_installation_takes(tmp_path: Path) ->
     assert done.returncode == 0, done.stderr
     (wheel,) = (tmp_path / "wheels").iterdir()
     assert wheel.name.startswith("penstock-")
-    # The jobs name the image that the first line builds.
-    assert "docker build --tag penstock --file examples/kubernetes/Dockerfile ." in text
+    (demo,) = re.findall(r'^CMD \["python", "(.+)"\]$', text, re.MULTILINE)
+    assert (tmp_path / demo).is_file() and (tmp_path / "examples/tiny.toml").is_file()
+    # What Docker is not given cannot be copied.
+    given = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    assert {source for sources, _ in copied for source in sources.split()} == given
+    # The jobs name the image that these lines build, and say so.
+    for_gpus = "docker build --tag penstock --build-arg TORCH=cu130 ."
+    assert for_gpus in text and "ARG TORCH=cpu" in text
+    assert all(for_gpus in (FOLDER / name).read_text() for name in ("train.yaml", "trainjob.yaml"))
