@@ -380,6 +380,32 @@ def test_every_control_has_a_name(show: Open):
     assert page.evaluate("document.documentElement.lang") == "en"
 
 
+@pytest.mark.parametrize("name, opens_whole", [("1f1b", True), ("dualpipe", True), ("zb-v", False)])
+def test_the_numbers_of_eight_ranks_and_32_microbatches_are_read_at_first_sight(
+    show: Open, name: str, opens_whole: bool
+) -> None:
+    timeline = schedule.simulate(schedule.lower(schedule.build(name, ranks=8, microbatches=32)))
+    page = show(Layer.simulated(timeline))
+    start, end = page.seen()
+    assert (end - start > timeline.makespan) == opens_whole and start < 0
+    # Each text is noted as it is drawn, with the size of its font.
+    page.evaluate("window.written = []; window.plain = CanvasRenderingContext2D.prototype.fillText; 0")
+    page.evaluate(
+        "CanvasRenderingContext2D.prototype.fillText = function (text, ...at) {"
+        "written.push([text, parseFloat(this.font)]); plain.call(this, text, ...at) }; redraw(); 0"
+    )
+    page.browser.settle()
+    written = page.evaluate("written")
+    page.evaluate("CanvasRenderingContext2D.prototype.fillText = plain; 0")
+    figures = "".join(text for text, size in written if size >= 8.5)
+    shown = [action for _, event, action in boxes(timeline) if event.end < end]
+    assert len(shown) > 300
+    digits = sum(len(str(action.microbatch)) for action in shown)
+    assert sum(character.isdigit() for character in figures) >= 0.97 * digits
+    assert ("paler: the rank's second stage" in page.text("#legend")) == (name != "1f1b")
+    assert "bubble: share of the span" in page.text("#definitions")
+
+
 def test_fifty_thousand_actions_are_drawn_and_followed(show: Open):
     big = simulated(64, 400, Costs(forward=1.5))
     assert sum(map(len, big.events)) > 50_000

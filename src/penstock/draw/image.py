@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from penstock.draw.boxes import Box, Kind, Part, Row, boxes_of, kinds_in, number
+from penstock.draw.boxes import DEFINITIONS, Box, Kind, Part, Row, boxes_of, kinds_in, number
 from penstock.schedule import Timeline
 
 FORMATS = (".svg", ".png")
@@ -29,8 +29,6 @@ _FONT_SIZES = (8.5, 8.0, 7.5, 7.0, 6.5, 6.0, 5.5, 5.0)
 _EM_PER_FIGURE = 0.64
 # Where numbers would be smaller, time is cut into bands, one below the other.
 _READABLE, _MOST_BANDS = 6.5, 4
-_DEFINITIONS = """idle: share of the makespan in which a rank computes nothing
-span: the longest time from a rank's first start to its end; bubble: share of the span that is not compute"""
 GREY = "#5B6470"
 STYLE: Any = {
     "font.family": "sans-serif",
@@ -252,4 +250,4 @@ def _legend(figure: Figure, rows: Sequence[Row], left: float) -> None:
         handles=handles, loc="lower left", bbox_to_anchor=(left, 0.3 / height), ncols=len(handles), frameon=False,
         handlelength=1.1, handleheight=1.0, columnspacing=1.3, borderaxespad=0.4, borderpad=0.2, fontsize=8.5,
     )  # fmt: skip
-    figure.text(left, 0.08 / height, _DEFINITIONS, color=GREY, fontsize=7.5, va="bottom", linespacing=1.3)
+    figure.text(left, 0.08 / height, "\n".join(DEFINITIONS), color=GREY, fontsize=7.5, va="bottom", linespacing=1.3)

@@ -15,7 +15,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from penstock.draw.boxes import KIND_OF, Kind
+from penstock.draw.boxes import DEFINITIONS, KIND_OF, Kind
 from penstock.draw.layers import Layer, bytes_are_known, check_layers, live_over_time
 from penstock.schedule import Event, Op, Pair
 from penstock.schedule.actions import parts
@@ -50,6 +50,7 @@ def write_page(path: str | Path, layers: Sequence[Layer], *, unit: str = "", com
     page = Template((assets / "page.html").read_text(encoding="utf-8")).substitute(
         title=html.escape(_title(layers)),
         command=html.escape(command),
+        definitions=html.escape("; ".join(DEFINITIONS)),
         style=(assets / "page.css").read_text(encoding="utf-8"),
         data=_json(content),
         script="\n".join((assets / name).read_text(encoding="utf-8") for name in _SCRIPTS),

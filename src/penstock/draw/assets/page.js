@@ -53,6 +53,10 @@ function makeLegend() {
   const kinds = [...LETTERS].map((_, kind) => kind).filter(kind => found.has(kind));
   const entries = kinds.map(kind => swatch(css(colours.kinds[kind]), `${LETTERS[kind]}  ${WORDS[kind]}`));
   entries.push(swatch(css(colours.idle), "idle"));
+  const most = Math.max(...layers.flatMap(layer => layer.ranks.map(rank => rank.local.size)));
+  if (most > 1) {
+    entries.push(swatch(css(colourOf(kinds[0], 1)), `paler: the rank's ${most > 2 ? "later stages" : "second stage"}`));
+  }
   if (layers.some(layer => layer.recorded)) {
     const stripes = `repeating-linear-gradient(135deg, ${css(colours.muted, 0.6)} 0 1px, transparent 1px 4px)`;
     entries.push(swatch(`${stripes}, ${css(colours.idle)}`, "waiting for a message"));
@@ -82,13 +86,22 @@ function remember() {
   }
 }
 
+// What is seen first: the whole step or, where its numbers could not be read, a part of it from the start.
+function opening() {
+  const widths = layers.flatMap(layer => layer.ranks.flatMap(({ compute }) =>
+    Array.from(compute.start, (start, i) => (compute.microbatch[i] >= 0 ? compute.end[i] - start : 0)).filter(took => took > 0)));
+  const narrow = widths.sort((a, b) => a - b)[Math.floor(widths.length / 10)] || 0;
+  const length = (narrow * body.clientWidth) / (NARROWEST + 0.5), whole = WHOLE[1] - WHOLE[0];
+  return length < whole / 4 || length >= whole ? WHOLE : [WHOLE[0], WHOLE[0] + length];
+}
+
 function recall() {
   const asked = new URLSearchParams(location.hash.slice(1));
   const named = layers.findIndex(layer => layer.name === asked.get("show"));
   const [from, to] = [asked.get("from"), asked.get("to")].map(text => (text === null ? NaN : Number(text)));
   if (["light", "dark"].includes(asked.get("theme"))) paintTheme(asked.get("theme"));
   show(named >= 0 ? named : layers.length > 1 ? "all" : 0);
-  look(...(from < to ? [from, to] : WHOLE));
+  look(...(from < to ? [from, to] : opening()));
   follow(asked.has("microbatch") ? Number(asked.get("microbatch")) : -1);
 }
 

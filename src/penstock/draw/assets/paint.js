@@ -2,6 +2,7 @@
 
 const BESIDE = 0.28; // of a bar's height: what runs beside the compute, along the foot
 const DIMMED = 0.15;
+const NARROWEST = 9; // pixels of a box that still bears its number
 
 // Colours as [red, green, blue], made anew when the scheme changes.
 let colours = null;
@@ -147,13 +148,21 @@ function paintLabel(pen, [kind, microbatch, colour], x, y, width, height, room) 
   const digits = microbatch >= 0 ? String(microbatch) : "",
     most = String(numMicrobatches - 1).length;
   const withLetter = room >= (most + 1) * 7.5 + 4;
-  const size = Math.min(12, height - 1, Math.floor((2 * (room - 3)) / (0.62 * most)) / 2);
+  const besides = Math.min(12, height - 1, Math.floor((2 * (room - 3)) / (0.62 * most)) / 2);
+  // In a narrow box figures stand one over the other.
+  const stacked = room >= NARROWEST ? Math.min(10, (height - 1) / most) : 0;
+  const size = besides >= 8.5 ? besides : stacked;
   if (size < 8.5) return;
   const text = withLetter || !digits ? LETTERS[kind] + digits : digits;
   pen.fillStyle = inkOn(colour);
   pen.font = `${size}px system-ui, "Liberation Sans", sans-serif`;
   pen.textAlign = "center";
   pen.textBaseline = "middle";
+  if (besides < 8.5) {
+    const top = y + 0.5 - ((text.length - 1) * size) / 2;
+    [...text].forEach((figure, line) => pen.fillText(figure, x + width / 2, top + line * size));
+    return;
+  }
   // Cut off at the edges, the label stays in what is seen of its box.
   const from = Math.max(x, 0),
     to = Math.min(x + width, pen.canvas.clientWidth);
