@@ -84,7 +84,8 @@ class Padded:
 class GenerateResult:
     """All answers, by prompt and sample, the same on every rank of the pipeline, and what they took.
 
-    wall_s: from the first header to the last. busy_s, num_forwards: of each pipeline rank.
+    Of a call that was interrupted, unfinished ones have no ending. wall_s: from the first header to the last. busy_s,
+    num_forwards: of each pipeline rank. After an interruption these are of the part since then.
     """
 
     sequences: tuple[schedule.Sequence, ...]
@@ -101,6 +102,11 @@ class GenerateResult:
 
     def __getitem__(self, number: int) -> schedule.Sequence:
         return self.sequences[number]
+
+    @property
+    def is_complete(self) -> bool:
+        """True if every answer has ended; after an interruption, `Engine.resume` goes on with those that have not."""
+        return all(sequence.ending is not None for sequence in self.sequences)
 
     @property
     def num_tokens(self) -> int:

@@ -92,7 +92,7 @@ def check_callable(name: str, function: Any, arguments: str, optional: bool = Fa
     except (TypeError, ValueError):  # of some functions in C nothing is known
         return
     try:
-        form.bind(*arguments.split(", "))
+        form.bind(*(arguments.split(", ") if arguments else ()))
     except TypeError:
         raise ValueError(f"{name} is a function of {form}; give one of ({arguments})") from None
 

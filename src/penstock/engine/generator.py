@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from penstock import schedule
 from penstock.engine.answer_text import AnswerText
@@ -30,13 +31,49 @@ from penstock.runtime import (
     host_channels,
 )
 from penstock.schedule import RingShape, Scheduler
-from penstock.settings import Precision
+from penstock.settings import Layout, Precision
 
 _KEPT_RECORDS = 1024
 """Records of a generation without end; a longer trace would only take memory."""
 
 OnToken = Callable[[int, int], object]
 OnAnswer = Callable[[int, schedule.Sequence], object]
+Interrupt = Callable[[], object]
+
+
+@dataclass(frozen=True, eq=False)
+class Listeners:
+    """A user's functions, called during a generation; see `Generator.generate`."""
+
+    on_token: OnToken | None = None
+    on_answer: OnAnswer | None = None
+    interrupt: Interrupt | None = None
+
+    def check(self, layout: Layout) -> None:
+        """Refuse what cannot be called. Raises: ValueError."""
+        check_callable("on_token", self.on_token, "number, token", optional=True)
+        check_callable("on_answer", self.on_answer, "number, answer", optional=True)
+        check_callable("interrupt", self.interrupt, "", optional=True)
+        if self.interrupt is not None and layout.shares_layers:
+            raise ValueError(
+                f"{layout}: ranks that share layers cannot be interrupted, since they may not be asked at the same "
+                "token; layouts of pp and dp can"
+            )
+
+
+@dataclass(eq=False)
+class GenerateCall:
+    """One call of `generate`, from its prompts to its result; an interruption may lie between.
+
+    sequences: all answers. options, shape: how they go round the ring. leader: decides what is computed; None but on
+    the rank of the first stage. filter_masks: those of the tokens so far, on the rank of the last stage.
+    """
+
+    sequences: list[schedule.Sequence]
+    options: GenerateOptions
+    shape: RingShape
+    leader: Leader | None
+    filter_masks: list[list[Tensor]] | None = None
 
 
 class Generator:
@@ -48,9 +85,11 @@ class Generator:
     decoders: Decoders
     #: takes batches from other ranks ahead, in the running or last generation
     _relay: HeaderRelay | None
+    #: the call that was interrupted; None if the last one was not
+    _interrupted: GenerateCall | None
 
     def __init__(self, pipeline: Pipeline) -> None:
-        self._pipeline, self._relay = pipeline, None
+        self._pipeline, self._relay, self._interrupted = pipeline, None, None
         # Of a bidirectional model, the stages of the first copy generate.
         stages = [stage for n, stage in sorted(pipeline.stages.items()) if n < pipeline.placement.stages_per_route]
         # Under autocast weights are read from casts, which do not outlive a call, so nothing is captured.
@@ -75,7 +114,8 @@ class Generator:
         )
 
     def release(self) -> None:
-        """Free the memory of KV caches and graphs; the next call allocates anew."""
+        """Free the memory of KV caches and graphs; the next call allocates anew, and none can be resumed."""
+        self._interrupted = None
         self.decoders.release()
 
     def close(self) -> None:
@@ -89,8 +129,7 @@ class Generator:
         prompts: Any,
         params: Any,
         options: GenerateOptions,
-        on_token: OnToken | None = None,
-        on_answer: OnAnswer | None = None,
+        listeners: Listeners,
     ) -> GenerateResult:
         """Answers to the prompts (token ids), in their order, on the stages and weights as they are.
 
@@ -98,7 +137,8 @@ class Generator:
         result. `on_token(number, token)` is called for each new token on the rank of the first stage, with the
         answer's number in the result, and where there are several stages in a thread beside the one that computes; if
         it returns true, that answer ends. `on_answer(number, answer)` is called for each answer as soon as it has
-        ended, in the same place; its filter mask is only in the result.
+        ended, in the same place; its filter mask is only in the result. `interrupt()` is asked there too, once for each
+        token of the answers under way; if it returns true, the call ends, and `resume` can go on.
 
         A token depends on the seed, its prompt, the number of its sample and its position, not on what else is
         generated nor on how. With shared experts (ep > 1) all ranks call it together, each pipeline with prompts of
@@ -112,12 +152,19 @@ class Generator:
         """
         recovery = self._pipeline.recovery
         with recovery.joined():
-            sequences = self._agree(prompts, params, options, on_token, on_answer)
-            self._pipeline.set_training(False)
-            with recovery.alone(), self._pipeline.casts.kept(packed=options.packed), torch.inference_mode():
-                result = self._generate(sequences, options, on_token, on_answer)
-            self._end_together()
-            return result
+            self._interrupted = None
+            sequences = self._agree(prompts, params, options, listeners)
+            return self._go_on(lambda: self._begin(sequences, options, listeners), options.packed)
+
+    def resume(self, keep_caches: bool) -> GenerateResult:
+        """Go on with the call that was interrupted last; see `Engine.resume`. All ranks of the pipeline call it."""
+        with self._pipeline.recovery.joined():
+            generation, self._interrupted = self._interrupted, None
+            if generation is None:
+                raise PipelineError("there is no generation to resume; the last one was not interrupted")
+            if generation.leader is not None and not keep_caches:
+                generation.leader.scheduler.read_again()
+            return self._go_on(lambda: generation, generation.options.packed)
 
     def serve(
         self, requests: RequestQueue | None, shape: RingShape, max_length: int, options: GenerateOptions
@@ -144,7 +191,7 @@ class Generator:
                 leader = None
                 if requests is not None:
                     leader = Leader(Scheduler((), shape), requests.hear, requests.admit)
-                return self._run((), shape, max_length, options, leader).report
+                return self._run(GenerateCall([], options, shape, leader), max_length).report
 
     def _end_together(self) -> None:
         """Wait for the ranks that hold the same stages: a listener may have failed on one of them alone."""
@@ -153,40 +200,46 @@ class Generator:
             with self._pipeline.recorder.collective("end the generation", group):
                 gather_json(None, group)
 
-    def _generate(
-        self,
-        sequences: list[schedule.Sequence],
-        options: GenerateOptions,
-        on_token: OnToken | None,
-        on_answer: OnAnswer | None,
-    ) -> GenerateResult:
+    def _go_on(self, take: Callable[[], GenerateCall], packed: bool) -> GenerateResult:
+        """Compute until the end of a call or its next interruption."""
+        pipeline = self._pipeline
+        pipeline.set_training(False)
+        with pipeline.recovery.alone(), pipeline.casts.kept(packed=packed), torch.inference_mode():
+            generation = take()
+            longest = max((len(s.prompt_tokens) + s.params.max_new_tokens for s in generation.sequences), default=1)
+            loop = self._run(generation, longest)
+            generation.filter_masks = loop.filter_masks
+            result = self._result(loop)
+        self._end_together()
+        self._interrupted = None if result.is_complete else generation
+        return result
+
+    def _begin(
+        self, sequences: list[schedule.Sequence], options: GenerateOptions, listeners: Listeners
+    ) -> GenerateCall:
         ring, leader = self.ring, None
         shape = options.shape(len(sequences) - len(options.skip), self._pipeline.layout.pp)
-        longest = max((len(s.prompt_tokens) + s.params.max_new_tokens for s in sequences), default=1)
         if ring.rank == 0:
             any_goes_on = self._any_goes_on if ring.lockstep else None
             scheduler = Scheduler(sequences, shape, options.refill, options.longest_first, any_goes_on)
             scheduler.stop(options.skip)
             stops = {s.number: AnswerText(options.tokenizer, s.params.stop) for s in sequences if s.params.stop}
-            leader = Leader(scheduler, _Listeners(scheduler, on_token, on_answer, stops).hear)
-        return self._result(self._run(sequences, shape, longest, options, leader))
+            told = _Told(scheduler, listeners, stops)
+            leader = Leader(scheduler, told.hear, interrupts=told.interrupts)
+        return GenerateCall(sequences, options, shape, leader)
 
-    def _run(
-        self,
-        sequences: Sequence[schedule.Sequence],
-        shape: RingShape,
-        longest: int,
-        options: GenerateOptions,
-        leader: Leader | None,
-    ) -> DecodeLoop:
+    def _run(self, generation: GenerateCall, longest: int) -> DecodeLoop:
         """Take part in a generation until it is over; a row of the cache has room for `longest` tokens."""
-        pipeline = self._pipeline
+        pipeline, options, shape = self._pipeline, generation.options, generation.shape
         pipeline.begin_recording()
         self.decoders.reserve(shape.num_rows, longest)
         if options.packed:
             self.decoders.pack_weights()
         decoders = self.decoders.of(options.form(pipeline.device))
-        loop = DecodeLoop(self.ring, decoders, sequences, shape, leader)
+        if generation.leader is not None:
+            generation.leader.scheduler.version = pipeline.step
+        loop = DecodeLoop(self.ring, decoders, generation.sequences, shape, generation.leader)
+        loop.filter_masks = generation.filter_masks or loop.filter_masks
         self._relay = loop.relay
         loop.run()
         return loop
@@ -199,7 +252,7 @@ class Generator:
     # ---- before the loop
 
     def _agree(
-        self, prompts: Any, params: Any, options: GenerateOptions, on_token: OnToken | None, on_answer: OnAnswer | None
+        self, prompts: Any, params: Any, options: GenerateOptions, listeners: Listeners
     ) -> list[schedule.Sequence]:
         """The sequences to generate, once all ranks of the pipeline have been given the same.
 
@@ -210,8 +263,7 @@ class Generator:
         def check() -> tuple[tuple[Any, ...], list[Any]]:
             if not isinstance(options, GenerateOptions):
                 raise ValueError(f"options={options!r} is a {type(options).__name__}; give GenerateOptions")
-            check_callable("on_token", on_token, "number, token", optional=True)
-            check_callable("on_answer", on_answer, "number, answer", optional=True)
+            listeners.check(pipeline.layout)
             checked = checked_prompts(prompts, params, list(pipeline.stages.values()), pipeline.units[0].limits)
             check_skipped(options.skip, sum(own.num_samples for own in checked[1]))
             if options.tokenizer is None and any(own.stop for own in checked[1]):
@@ -265,27 +317,31 @@ class Generator:
 
 
 @dataclass(frozen=True, eq=False)
-class _Listeners:
+class _Told:
     """Calls a user's functions on the rank of the first stage."""
 
     #: decides what is computed; stopped when a listener wants it
     scheduler: Scheduler
-    #: called with the number of a sequence and its new token; if it returns true, the sequence ends
-    on_token: OnToken | None
-    #: called with the number of a sequence that has ended, and with the sequence
-    on_answer: OnAnswer | None
+    #: on_token: if it returns true, the sequence ends
+    listeners: Listeners
     #: number of a sequence with stop strings -> its text, up to the first of them
     stops: Mapping[int, AnswerText]
 
     def hear(self, grown: list[schedule.Sequence]) -> None:
         """Report new tokens, and sequences that they have ended."""
+        on_token, on_answer = self.listeners.on_token, self.listeners.on_answer
         for sequence in grown:
             text = self.stops.get(sequence.number)
             if text is not None:
                 text.add(sequence.last_token)
                 if text.stopped:
                     self.scheduler.stop([sequence.number])
-            if self.on_token is not None and self.on_token(sequence.number, sequence.last_token):
+            if on_token is not None and on_token(sequence.number, sequence.last_token):
                 self.scheduler.stop([sequence.number])
-            if self.on_answer is not None and sequence.ending is not None:
-                self.on_answer(sequence.number, sequence)
+            if on_answer is not None and sequence.ending is not None:
+                on_answer(sequence.number, sequence)
+
+    def interrupts(self) -> bool:
+        """Return whether the user wants the generation to end here for now."""
+        interrupt = self.listeners.interrupt
+        return interrupt is not None and bool(interrupt())

@@ -136,6 +136,8 @@ class Scheduler:
     shape: RingShape
     #: True if a free row is given to the next sequence at once.
     refill: bool
+    #: Of the weights; each token bears it.
+    version: int
     #: For pipelines in lockstep: asks whether any of them has work left.
     any_goes_on: abc.Callable[[bool], bool] | None
     #: The round: slots that still have a turn in it.
@@ -171,6 +173,7 @@ class Scheduler:
         self.sequences = sequences
         self.shape = shape
         self.refill = refill
+        self.version = 0
         self.any_goes_on = any_goes_on
         self._turns = deque[int]()
         self._busy = [False] * shape.num_slots
@@ -232,7 +235,7 @@ class Scheduler:
         for item, token in zip(sampled, tokens, strict=True):
             sequence = self._unfinished.get(item.sequence)
             if sequence is not None:
-                sequence.append(token)
+                sequence.append(token._replace(version=self.version))
                 grown.append(sequence)
                 if sequence.ending is not None:
                     self._release(sequence)
@@ -245,6 +248,25 @@ class Scheduler:
             if sequence is not None:
                 sequence.ending = Ending.STOPPED
                 self._release(sequence)
+
+    @property
+    def is_between_rounds(self) -> bool:
+        """True if every slot has had its turn of the round."""
+        return not self._turns
+
+    def read_again(self) -> None:
+        """Forget all that rows of the cache hold; sequences under way are read again, new tokens with their prompts.
+
+        Nothing may be in flight. Prompts and new tokens are cut like a prompt made of both.
+        """
+        assert not self._in_flight, "batches in flight read the cache"
+        self._reader.clear()
+        self._rows = [None] * self.shape.num_rows
+        for sequence in (sequence for live in self._live for sequence in live):
+            sequence.num_cached, sequence.source, sequence.num_read_again = 0, NO_ROW, sequence.num_tokens
+            self._rows[_row(sequence)] = sequence
+            if sequence.prompt in self._waiting:
+                self._reader.setdefault(sequence.prompt, _row(sequence))
 
     # ---- an open queue
 
@@ -387,5 +409,5 @@ def _row(sequence: Sequence) -> int:
 
 def _item(sequence: Sequence, length: int) -> BatchItem:
     start = sequence.num_cached
-    sampled = start + length >= len(sequence.prompt_tokens)
+    sampled = start + length >= len(sequence.prompt_tokens) + sequence.num_read_again
     return BatchItem(sequence.number, _row(sequence), start, length, sampled, sequence.source)

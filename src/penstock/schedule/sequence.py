@@ -19,6 +19,7 @@ class Token(NamedTuple):
 
     log_prob: under the distribution it was drawn from. raw_log_prob: under the model's own, 0 unless requested.
     likeliest: the ids and log-probabilities of the likeliest tokens under the model's own, as many as requested.
+    version: that of the weights it was drawn from.
 
     >>> Token(7, -0.5).raw_log_prob
     0.0
@@ -28,6 +29,7 @@ class Token(NamedTuple):
     log_prob: float = 0.0
     raw_log_prob: float = 0.0
     likeliest: tuple[tuple[int, float], ...] = ()
+    version: int = 0
 
 
 class Ending(Enum):
@@ -81,6 +83,8 @@ class Sequence:
 
     #: row of the KV cache while it is computed; None while it waits and once it has ended
     row: int | None = field(default=None, repr=False)
+    #: new tokens that are read again with the prompt, because the weights have changed
+    num_read_again: int = field(default=0, repr=False)
     #: tokens in its row of the KV cache, counting those of batches in flight
     num_cached: int = field(default=0, repr=False)
     #: row that holds the beginning of this prompt, to be copied with the next batch
@@ -139,6 +143,11 @@ class Sequence:
         return tuple(token.likeliest for token in self.generated) if self.params.top_log_probs else None
 
     @property
+    def versions(self) -> tuple[int, ...]:
+        """For each new token the version of the weights it was drawn from (`Engine.version`)."""
+        return tuple(token.version for token in self.generated)
+
+    @property
     def num_tokens(self) -> int:
         """The number of new tokens so far."""
         return len(self.generated)
@@ -150,15 +159,16 @@ class Sequence:
 
     @property
     def num_unread(self) -> int:
-        """The number of prompt tokens that are in no batch yet."""
-        return len(self.prompt_tokens) - self.num_cached
+        """The number of prompt tokens, and of tokens to be read again with them, that are in no batch yet."""
+        return len(self.prompt_tokens) + self.num_read_again - self.num_cached
 
     def token_ids(self, start: int, end: int) -> abc.Sequence[int]:
-        """The token ids at these positions, which lie all in the prompt or all after it."""
+        """The token ids at these positions of prompt and new tokens."""
         num_prompt_tokens = len(self.prompt_tokens)
-        if start < num_prompt_tokens:
+        if end <= num_prompt_tokens:
             return self.prompt_tokens[start:end]
-        return [token.id for token in self.generated[start - num_prompt_tokens : end - num_prompt_tokens]]
+        new = [token.id for token in self.generated[max(0, start - num_prompt_tokens) : end - num_prompt_tokens]]
+        return [*self.prompt_tokens[start:], *new]
 
     def append(self, token: Token) -> None:
         """Add a sampled token, which may end the sequence."""

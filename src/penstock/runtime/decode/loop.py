@@ -62,6 +62,11 @@ def _ignore(sequences: list[schedule.Sequence]) -> None:
     """Do nothing with them."""
 
 
+def _go_on() -> bool:
+    """Never interrupt."""
+    return False
+
+
 def _admit_none(scheduler: Scheduler) -> bool:
     """Add no sequences: all are known from the beginning."""
     return False
@@ -73,12 +78,14 @@ class Leader:
 
     scheduler: decides every batch. listen: called with the sequences that have a new token. admit: called before each
     batch; it may add sequences to the scheduler and stop some. It returns whether more may come; where nothing is left
-    to compute it waits for them, and the other ranks with it.
+    to compute it waits for them, and the other ranks with it. interrupts: called between two rounds; once it returns
+    true, the loop ends with sequences that have no ending, and another one can go on with the same scheduler.
     """
 
     scheduler: Scheduler
     listen: Callable[[list[schedule.Sequence]], None] = _ignore
     admit: Callable[[Scheduler], bool] = _admit_none
+    interrupts: Callable[[], bool] = _go_on
 
 
 class DecodeLoop:
@@ -137,7 +144,7 @@ class DecodeLoop:
         self._outputs = {}
 
     def run(self) -> DecodeReport:
-        """Take part until all sequences have ended. Blocks in the transport.
+        """Take part until all sequences have ended, or the leader interrupts. Blocks in the transport.
 
         Raises:
             TransportError: a message was not sent or did not arrive in time.
@@ -147,7 +154,7 @@ class DecodeLoop:
             with torch.inference_mode():
                 start = time.perf_counter()
                 if self.leader is not None and ring.is_one_rank and self.shape.num_slots == 1:
-                    while self.step(self.leader):
+                    while not self.leader.interrupts() and self.step(self.leader):
                         pass
                 else:
                     self._go_round()
@@ -210,7 +217,7 @@ class DecodeLoop:
         """Schedule batch after batch, on the rank of the first stage; each is computed by all ranks in turn."""
         scheduler = leader.scheduler
         in_flight: dict[int, tuple[Batch, Callable[[], list[Token]]]] = {}
-        while True:
+        while not (scheduler.is_between_rounds and leader.interrupts()):
             slot = scheduler.next_slot()
             if slot in in_flight:
                 batch, wait_for_tokens = in_flight.pop(slot)
@@ -224,8 +231,9 @@ class DecodeLoop:
                 in_flight[batch.slot] = batch, self.relay.post_tokens(scheduler.sampled(batch))
             self.relay.announce(batch)
             yield batch
+        for batch, wait_for_tokens in in_flight.values():
+            leader.listen(scheduler.update(batch, wait_for_tokens()))
         self.relay.announce(None)
-        assert not in_flight, "a closing ring has nothing under way"
 
     def _go_round(self) -> None:
         """Compute the batches of each round, stage by stage."""
@@ -352,6 +360,7 @@ def _packed_answers(sequences: Sequence[schedule.Sequence]) -> dict[str, Any]:
         "endings": [sequence.ending and sequence.ending.value for sequence in sequences],
         "ids": torch.tensor([token.id for token in tokens], dtype=torch.int64),
         "log_probs": torch.tensor([(token.log_prob, token.raw_log_prob) for token in tokens], dtype=torch.float64),
+        "versions": torch.tensor([token.version for token in tokens], dtype=torch.int64),
         "likeliest": torch.tensor([token for token, _ in likeliest], dtype=torch.int64),
         "likeliest_log_probs": torch.tensor([log_prob for _, log_prob in likeliest], dtype=torch.float64),
     }
@@ -359,15 +368,15 @@ def _packed_answers(sequences: Sequence[schedule.Sequence]) -> dict[str, Any]:
 
 def _fill_answers(sequences: Sequence[schedule.Sequence], answers: dict[str, Any]) -> None:
     """Give sequences the answers that were packed elsewhere."""
-    tokens = zip(answers["ids"].tolist(), answers["log_probs"].tolist(), strict=True)
+    tokens = zip(*(answers[kind].tolist() for kind in ("ids", "log_probs", "versions")), strict=True)
     likeliest = zip(answers["likeliest"].tolist(), answers["likeliest_log_probs"].tolist(), strict=True)
     for sequence, length, ending in zip(sequences, answers["lengths"], answers["endings"], strict=True):
         num_likeliest = sequence.params.top_log_probs
         sequence.generated = [
-            Token(token, drawn, raw, tuple(itertools.islice(likeliest, num_likeliest)))
-            for token, (drawn, raw) in itertools.islice(tokens, length)
+            Token(token, drawn, raw, tuple(itertools.islice(likeliest, num_likeliest)), version)
+            for token, (drawn, raw), version in itertools.islice(tokens, length)
         ]
-        sequence.ending = Ending(ending)
+        sequence.ending = ending and Ending(ending)
 
 
 def _stacked(masks: list[Tensor]) -> Tensor:
