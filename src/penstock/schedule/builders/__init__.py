@@ -15,6 +15,7 @@ from penstock.schedule.builders.registry import (
     offered,
     options,
     register,
+    source,
     trains,
 )
 
@@ -33,5 +34,6 @@ __all__ = [
     "offered",
     "options",
     "register",
+    "source",
     "trains",
 ]

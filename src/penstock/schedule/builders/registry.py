@@ -143,6 +143,15 @@ def describe(name: str | Builder) -> str:
     return (_entry(name).build.__doc__ or "").partition("\n")[0].rstrip(".")
 
 
+def source(name: str | Builder) -> str:
+    """Return the publication that a schedule comes from, as its builder names it; nothing if it names none.
+
+    Raises: ValueError as `describe`.
+    """
+    _, _, rest = (_entry(name).build.__doc__ or "").partition("Source:")
+    return " ".join(rest.partition("\n\n")[0].split())
+
+
 def options(name: str | Builder) -> dict[str, Any]:
     """The options of a schedule with their defaults, beside `ranks`, `microbatches` and `stages_per_rank`.
 
