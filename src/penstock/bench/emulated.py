@@ -98,7 +98,7 @@ class SleepingMatmul:
         num_products = grad_TO.numel() * x_TI.shape[1]
         return self._after(num_products, grad_TO.new_zeros(grad_TO.shape[1], x_TI.shape[1]))
 
-    def packed(self, weights_OI: Sequence[Tensor], dtype: torch.dtype) -> None:
+    def packed(self, weight_OI: Tensor, bias_O: Tensor | None) -> None:
         """Do nothing: no weight is read."""
 
     def _after(self, num_products: int, result: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.model.autocast import autocast_dtype
-from penstock.model.matmul import TORCH, Matmul, WeightCasts
+from penstock.model.matmul import TORCH, Matmul, PackedWeights, WeightCasts
 
 
 @dataclass(frozen=True, eq=False)
@@ -196,23 +196,31 @@ def packed_product(x: Tensor, layers: "Sequence[Linear]") -> Tensor | None:
 
     The bits are those of separate products.
     """
-    first, packed = layers[0], packed_weights(layers, x.dtype)
-    if packed is None:
-        return None
-    bias = first.bias
-    if bias is not None and len(layers) > 1:
-        bias = torch.cat(tuple(layer.bias for layer in layers))
-    return first.matmul.output(x, packed, bias)
+    packed = packed_weights(layers, x.dtype)
+    return None if packed is None else packed.output(x)
 
 
-def packed_weights(layers: "Sequence[Linear]", dtype: torch.dtype) -> Tensor | None:
+def packed_weights(layers: "Sequence[Linear]", dtype: torch.dtype) -> PackedWeights | None:
     """The layers' weights in the order that one product reads fastest, made once; None where nothing is packed."""
     first = layers[0]
     # A layer with an adapter is no longer a linear one.
     if not isinstance(first, Linear) or first.casts is None or not all(isinstance(layer, Linear) for layer in layers):
         return None
     weights = tuple(layer.weight for layer in layers)
-    return first.casts.packed(weights, lambda: first.matmul.packed(weights, dtype))
+    if any(weight.dtype != dtype for weight in weights):
+        return None
+    return first.casts.packed(weights, lambda: first.matmul.packed(*joint_values(layers)))
+
+
+def joint_values(layers: "Sequence[Linear]") -> tuple[Tensor, Tensor | None]:
+    """The weights [O, I] and biases [O] of layers that read the same input, one below the other."""
+    biases = [layer.bias for layer in layers if layer.bias is not None]
+    assert len(biases) in (0, len(layers)), "layers that read the same input have biases alike"
+    return _stacked([layer.weight for layer in layers]), _stacked(biases) if biases else None
+
+
+def _stacked(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0].detach() if len(parts) == 1 else torch.cat([part.detach() for part in parts])
 
 
 @runtime_checkable

@@ -1,5 +1,8 @@
 """The three matrix products of a linear layer: the libraries that compute them, and weights cast or packed for them.
 
+A `Matmul` computes with weights as they are stored, and can be trained with. `PackedWeights` are a copy of weights, or
+take their place, in the order or the numbers in which one kind of product reads them; they only give outputs.
+
 On CPUs PyTorch computes fp32 products with MKL, which runs AVX2 code on CPUs that are not Intel's. oneDNN, which
 PyTorch ships too, uses AVX-512 wherever it is available: 240 GFLOP/s against 107 on an AMD Zen 5 core
 (`python benchmarks/units.py`).
@@ -7,7 +10,7 @@ PyTorch ships too, uses AVX-512 wherever it is available: 240 GFLOP/s against 10
 Shapes: T tokens, I inputs, O outputs.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -20,11 +23,24 @@ _FEW_ROWS = 8
 """The number of rows for which a packed order is chosen; it serves any other number as well."""
 
 
+class PackedWeights(Protocol):
+    """Weights and biases of one layer, or of several that read the same input, as one kind of product reads them."""
+
+    def output(self, x: Tensor) -> Tensor:
+        """The outputs of all layers side by side [..., O], in the dtype of x; a row depends on that row of x alone."""
+        ...
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of weights, scales and biases."""
+        ...
+
+
 class Matmul(Protocol):
     """One way to compute a linear layer and its gradients.
 
-    Gradients take and return matrices; `output` keeps the leading dimensions. `packed` returns weights, stacked along
-    their outputs, in an order that only `output` understands, where that is faster; otherwise None.
+    Gradients take and return matrices; `output` keeps the leading dimensions. `packed` returns the weights of layers
+    that read the same input in an order that is read faster, with the same bits; None where there is none.
     """
 
     def output(self, x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor: ...
@@ -33,7 +49,7 @@ class Matmul(Protocol):
 
     def weight_gradient(self, grad_TO: Tensor, x_TI: Tensor) -> Tensor: ...
 
-    def packed(self, weights_OI: Sequence[Tensor], dtype: torch.dtype) -> Tensor | None: ...
+    def packed(self, weight_OI: Tensor, bias_O: Tensor | None) -> PackedWeights | None: ...
 
 
 @dataclass(frozen=True)
@@ -49,25 +65,20 @@ class TorchMatmul:
     def weight_gradient(self, grad_TO: Tensor, x_TI: Tensor) -> Tensor:
         return grad_TO.t() @ x_TI
 
-    def packed(self, weights_OI: Sequence[Tensor], dtype: torch.dtype) -> None:
+    def packed(self, weight_OI: Tensor, bias_O: Tensor | None) -> None:
         return None
 
 
 @dataclass(frozen=True)
 class OneDnnMatmul:
-    """oneDNN's products where they are faster, which is in fp32 on a CPU; elsewhere those of `TorchMatmul`.
+    """oneDNN's products on a CPU: outputs in fp32 and bf16, gradients in fp32; elsewhere those of `TorchMatmul`.
 
-    oneDNN reads transposed operands in place, and its bits depend only on shapes, not on addresses. A row of an output
-    depends only on that row of the input, but a single row would be computed differently, so it is computed twice. With
-    few rows most of the time goes into reading weights. Packing halves that, and the bits stay the same.
+    oneDNN reads transposed operands in place, and its bits depend only on shapes, not on addresses. With few rows most
+    of the time goes into reading weights. Packing halves that, and the bits stay the same.
     """
 
     def output(self, x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
-        if not _is_fp32_on_cpu(x):
-            return TORCH.output(x, weight_OI, bias_O)
-        if x.shape[:-1].numel() == 1:
-            return _onednn(x.view(1, -1).expand(2, -1), weight_OI, bias_O)[0].view(*x.shape[:-1], -1)
-        return _onednn(x, weight_OI, bias_O)
+        return _of_rows(x, weight_OI, bias_O) if _has_outputs(x) else TORCH.output(x, weight_OI, bias_O)
 
     def input_gradient(self, grad_TO: Tensor, weight_OI: Tensor) -> Tensor:
         return _onednn(grad_TO, weight_OI.t()) if _is_fp32_on_cpu(grad_TO) else TORCH.input_gradient(grad_TO, weight_OI)
@@ -77,11 +88,31 @@ class OneDnnMatmul:
         is_here = _is_fp32_on_cpu(grad_TO) and len(grad_TO)
         return _onednn(grad_TO.t(), x_TI.t()) if is_here else TORCH.weight_gradient(grad_TO, x_TI)
 
-    def packed(self, weights_OI: Sequence[Tensor], dtype: torch.dtype) -> Tensor | None:
-        if dtype is not torch.float32 or not all(_is_fp32_on_cpu(weight_OI) for weight_OI in weights_OI):
-            return None
-        joint_OI = weights_OI[0] if len(weights_OI) == 1 else torch.cat(tuple(weights_OI))
-        return torch.ops.mkldnn._reorder_linear_weight(joint_OI.detach(), _FEW_ROWS)
+    def packed(self, weight_OI: Tensor, bias_O: Tensor | None) -> "OneDnnWeights | None":
+        return OneDnnWeights.of(weight_OI, bias_O) if _has_outputs(weight_OI) else None
+
+
+class OneDnnWeights:
+    """fp32 or bf16 weights in the order in which oneDNN reads them fastest for few rows."""
+
+    #: the weights, in an order that only oneDNN understands
+    packed: Tensor
+    #: [O], in the weights' dtype
+    bias_O: Tensor | None
+
+    def __init__(self, packed: Tensor, bias_O: Tensor | None) -> None:
+        self.packed, self.bias_O = packed, bias_O
+
+    @classmethod
+    def of(cls, weight_OI: Tensor, bias_O: Tensor | None) -> "OneDnnWeights":
+        return cls(torch.ops.mkldnn._reorder_linear_weight(weight_OI.detach(), _FEW_ROWS), bias_O)
+
+    def output(self, x: Tensor) -> Tensor:
+        return _of_rows(x, self.packed, self.bias_O)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.packed.numel() * self.packed.itemsize + (0 if self.bias_O is None else self.bias_O.nbytes)
 
 
 TORCH = TorchMatmul()
@@ -94,6 +125,21 @@ def fastest_matmul() -> Matmul:
 
 def _is_fp32_on_cpu(x: Tensor) -> bool:
     return x.dtype is torch.float32 and x.device.type == "cpu"
+
+
+def _has_outputs(x: Tensor) -> bool:
+    """True where oneDNN computes outputs in that dtype on that device."""
+    return _is_fp32_on_cpu(x) or (
+        x.dtype is torch.bfloat16 and x.device.type == "cpu" and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    )
+
+
+def _of_rows(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+    """oneDNN's output, in which a row depends only on that row of x."""
+    if x.shape[:-1].numel() > 1:
+        return _onednn(x, weight_OI, bias_O)
+    # A single row would be computed differently, so it is computed twice.
+    return _onednn(x.reshape(1, -1).expand(2, -1), weight_OI, bias_O)[0].view(*x.shape[:-1], -1)
 
 
 def _onednn(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
@@ -110,7 +156,7 @@ class WeightCasts:
     #: weight -> its cast; None outside of `kept`
     _kept: dict[Tensor, Tensor] | None
     #: weights read by one product -> those weights packed, or None where they cannot be
-    _packed: dict[tuple[Tensor, ...], Tensor | None]
+    _packed: dict[tuple[Tensor, ...], PackedWeights | None]
     #: True while weights are packed on first use
     _packs: bool
 
@@ -142,7 +188,7 @@ class WeightCasts:
             self._kept = {}
         self._packed.clear()
 
-    def packed(self, weights: tuple[Tensor, ...], pack: Callable[[], Tensor | None]) -> Tensor | None:
+    def packed(self, weights: tuple[Tensor, ...], pack: Callable[[], PackedWeights | None]) -> PackedWeights | None:
         """The result of `pack`, computed once; None where nothing is packed now or these weights cannot be."""
         if not self._packs:
             return None

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from penstock import Engine, MicroBatchSpec, PackedBatch, SamplingParams
+from penstock import Engine, EngineOptions, MicroBatchSpec, PackedBatch, SamplingParams
 from penstock.engine.answers import GenerateOptions
 from penstock.model import CachedRows, CacheSize, Linear, WeightCasts, decoder_units, share_casts
 from penstock.model.linear import outputs
@@ -35,28 +35,33 @@ def num_packed(casts: WeightCasts) -> int:
     return sum(packed is not None for packed in casts._packed.values())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 8, 17, 64])
-def test_one_packed_product_of_several_layers_has_the_bits_of_each_ones_own(num_rows: int, bias: bool) -> None:
+def test_one_packed_product_of_several_layers_has_the_bits_of_each_ones_own(
+    num_rows: int, bias: bool, dtype: torch.dtype
+) -> None:
     torch.manual_seed(0)
-    layers = [Linear(48, size, bias, fastest_matmul()) for size in (96, 32, 32)]
+    layers = [Linear(1408, size, bias, fastest_matmul()).to(dtype) for size in (96, 32, 32)]
     casts = WeightCasts()
     for layer in layers:
         torch.nn.init.normal_(layer.weight)
         if bias:
             torch.nn.init.normal_(layer.bias)
         share_casts(layer, casts)
-    x = torch.randn(num_rows, 48)
+    x = torch.randn(num_rows, 1408, dtype=dtype)
     with torch.inference_mode():
         expected = [layer(x) for layer in layers]
         with casts.kept(packed=True):
             joint, alone = outputs(x, layers), [layer(x) for layer in layers]
-    for of_all, own, plain in zip(joint, alone, expected, strict=True):
-        assert torch.equal(of_all, plain) and torch.equal(own, plain)
+        for of_all, own, plain, layer in zip(joint, alone, expected, layers, strict=True):
+            assert torch.equal(of_all, plain) and torch.equal(own, plain)
+            assert torch.equal(layer(x[:1]), plain[:1]), "a row is computed as it is among others"
 
 
-def test_answers_have_the_same_bits_packed_or_not() -> None:
-    engine = make()
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_answers_have_the_same_bits_packed_or_not(precision: str) -> None:
+    engine = Engine(decoder_units(CONFIG), CONFIG.hidden_size, options=EngineOptions(precision=precision))
     assert answers(engine, packed=True) == answers(engine, packed=False)
 
 
