@@ -5,7 +5,7 @@ from collections.abc import Container, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, get_args, get_origin
 
-from penstock.settings import ModelConfig, ParallelConfig, Setting, Settings, TrainConfig, walk
+from penstock.settings import InferenceConfig, ModelConfig, ParallelConfig, Setting, Settings, TrainConfig, walk
 from penstock.settings.declare import is_table, parts_of, plain, possible
 from penstock.settings.read import from_words
 
@@ -31,8 +31,8 @@ def parallel_options(names: Iterable[str], **defaults: Any) -> Options:
 
 MODEL_OPTIONS: Options = {
     own.key: own
-    for own in (*walk(ModelConfig()), *walk(TrainConfig()))
-    if own.name in ("model.native", "train.precision")
+    for own in (*walk(ModelConfig()), *walk(TrainConfig()), *walk(InferenceConfig()))
+    if own.name in ("model.native", "train.precision", "inference.quantize")
 }
 """The options of a saved model that decide how it is run."""
 

@@ -18,9 +18,11 @@ from penstock import schedule
 from penstock.engine.options import EngineOptions
 from penstock.model import BoundLayer, Limits, UnitSpec, WeightGradients, defer, switch_linears, switch_sequentials
 from penstock.model.compiling import compile_unit, is_compiled, keep_linears_eager
+from penstock.model.linear import fix_weights
+from penstock.model.quantized import quantizer
 from penstock.parallel.host import gather_json, on_all_ranks
 from penstock.runtime import Boundary, PipelineError, Stage
-from penstock.settings import CompileMode, ConfigError, Precision, checked
+from penstock.settings import CompileMode, ConfigError, Precision, Quantize, checked
 
 SECOND_COPY = "@2"
 _COPY_OF = "_penstock_copy_of"
@@ -157,9 +159,9 @@ def build_stages(
         ConfigError: the options recompute a layer that the model does not have.
     """
     _check_recompute(units, options)
-    stages = {}
+    stages, build = {}, _builder(options, device)
     for number in numbers:
-        modules = [(units[i].name, _build_unit(units[i], options, device)) for i in cut[number % len(cut)]]
+        modules = [(units[i].name, build(units[i])) for i in cut[number % len(cut)]]
         owner = WeightGradients()
         for _, module in modules:
             defer(module, owner)
@@ -176,6 +178,29 @@ def build_stages(
         if number >= len(cut):
             stages[number].suffix = SECOND_COPY
     return stages
+
+
+def _builder(options: EngineOptions, device: torch.device) -> Callable[[UnitSpec], nn.Module]:
+    """The function that makes a unit's module; one whose weights are packed for good, before the next is read.
+
+    Raises: ConfigError for quantized weights elsewhere than on a CPU.
+    """
+    if not options.packs_for_good:
+        return partial(_build_unit, options=options, device=device)
+    if device.type != "cpu" and options.quantize is not Quantize.NONE:
+        raise ConfigError(f"quantize = {options.quantize}: products of whole numbers are for CPUs; give device = cpu")
+    pack = None if options.quantize is Quantize.NONE else quantizer(options.quantize)
+
+    def build(unit: UnitSpec) -> nn.Module:
+        module = _build_unit(unit, options, device)
+        if not fix_weights(module, pack) and pack and any(isinstance(part, nn.Linear) for part in module.modules()):
+            raise ConfigError(
+                f"quantize = {options.quantize}: {unit.name} is a {type(module).__name__}, whose weights stay as they "
+                "are; attention, MLPs and heads of Penstock's own can be quantized"
+            )
+        return module
+
+    return build
 
 
 def _build_unit(unit: UnitSpec, options: EngineOptions, device: torch.device) -> nn.Module:

@@ -14,9 +14,11 @@ from penstock.settings import (
     ConfigError,
     ContextForm,
     Device,
+    InferenceConfig,
     OptimizerConfig,
     ParallelConfig,
     Precision,
+    Quantize,
     RunConfig,
     ScheduleConfig,
     Settings,
@@ -40,6 +42,8 @@ class EngineOptions(Settings):
             first rank, and `auto` searches an order for their times; None for the units' estimated work.
         learns: False for an engine that only scores and generates. It keeps weights alone: no gradients, no
             fp32 masters and no state of an optimizer.
+        read_only: True for weights that nothing will change, load or save any more: on a CPU they are packed for their
+            products as they are read, in the place of the parameters. Only with learns=False, and so is quantize.
         adapter: a LoraConfig of peft, a folder in its format, or the settings of a run: then these LoRA adapters are
             trained, and nothing else.
 
@@ -59,6 +63,8 @@ class EngineOptions(Settings):
     device: Device = same_as(ParallelConfig, "device")
     timeout_s: float = same_as(ParallelConfig, "timeout_s")
     learns: bool = True
+    read_only: bool = False
+    quantize: Quantize = same_as(InferenceConfig, "quantize")
     adapter: Any = None
 
     def __post_init__(self) -> None:
@@ -67,6 +73,12 @@ class EngineOptions(Settings):
         object.__setattr__(self, "optimizer", OptimizerConfig.of(self.optimizer))
         object.__setattr__(self, "precision", self.precision or Precision.FP32)
         super().__post_init__()
+        _check_read_only(self)
+
+    @property
+    def packs_for_good(self) -> bool:
+        """True if packed weights take the place of parameters."""
+        return self.read_only or self.quantize is not Quantize.NONE
 
     @classmethod
     def of(cls, config: RunConfig) -> "EngineOptions":
@@ -88,6 +100,18 @@ class EngineOptions(Settings):
         return self.choice.settings.cut
 
 
+def _check_read_only(options: EngineOptions) -> None:
+    """Refuse weights that are packed for good where they are needed as they were. Raises: ConfigError."""
+    if not options.packs_for_good:
+        return
+    given = f"quantize = {options.quantize}" if options.quantize is not Quantize.NONE else "read_only"
+    if options.learns:
+        raise ConfigError(f"{given} leaves no weights to train; give learns=False as well")
+    if options.adapter is not None or options.precision is Precision.BF16_AUTOCAST:
+        what = "an adapter" if options.adapter is not None else "precision bf16-autocast"
+        raise ConfigError(f"{given} packs weights as they are, and {what} needs them itself; leave out one of them")
+
+
 def check_alike(options: EngineOptions, gather: Callable[[Any], list[Any]]) -> None:
     """Refuse ranks that would learn by different rules, or cut and run the model differently.
 
@@ -102,7 +126,7 @@ def check_alike(options: EngineOptions, gather: Callable[[Any], list[Any]]) -> N
 
 
 def _rules(options: EngineOptions) -> Iterator[tuple[str, Any]]:
-    for name in ("seed", "precision", "recompute", "learns"):
+    for name in ("seed", "precision", "recompute", "learns", "read_only", "quantize"):
         yield name, getattr(options, name)
     for field in fields(options.optimizer):
         yield f"optimizer.{field.name}", getattr(options.optimizer, field.name)

@@ -23,6 +23,7 @@ from penstock.engine.options import EngineOptions
 from penstock.engine.pipeline import Pipeline
 from penstock.engine.pretrained import (
     EngineArguments,
+    Pretrained,
     StoredModel,
     find_model,
     open_pretrained,
@@ -46,6 +47,7 @@ from penstock.settings import (
     OptimizerConfig,
     ParallelConfig,
     Precision,
+    Quantize,
     RunConfig,
     ScheduleConfig,
     TrainConfig,
@@ -86,20 +88,25 @@ class SavedModel:
     transformers_because: str | None = None
 
 
-def open_model(folder: Path | str, native: Native = "auto", precision: Precision | None = None) -> SavedModel:
+def open_model(
+    folder: Path | str,
+    native: Native = "auto",
+    precision: Precision | None = None,
+    quantize: Quantize = Quantize.NONE,
+) -> SavedModel:
     """Open the model in a folder; nothing is written there, and no weight is read yet.
 
     `native`: by Penstock's own layers, by transformers', or by its own where they are the model. `precision`: left out,
-    that of the model's files.
+    that of the model's files. `quantize`: the numbers that weights of products are kept as, while they are read.
 
     Raises:
         ValueError: there is no such folder, no model in it, or one that cannot be run.
     """
     folder = Path(folder)
     if (folder / CONFIG_FILE).is_file():
-        return _open_run(folder, precision)
+        return _open_run(folder, precision, quantize)
     if (folder / _HUGGING_FACE_CONFIG).is_file():
-        return _open_hugging_face(folder, native, precision)
+        return _open_hugging_face(folder, native, precision, quantize)
     if not folder.is_dir():
         raise ConfigError(f"there is no folder {folder}; give that of a run, or one of Hugging Face's")
     raise ConfigError(f"{folder} holds neither a run ({CONFIG_FILE}) nor a Hugging Face model ({_HUGGING_FACE_CONFIG})")
@@ -108,7 +115,7 @@ def open_model(folder: Path | str, native: Native = "auto", precision: Precision
 # ---- runs
 
 
-def _open_run(folder: Path, precision: Precision | None) -> SavedModel:
+def _open_run(folder: Path, precision: Precision | None, quantize: Quantize) -> SavedModel:
     config = read_config(folder / CONFIG_FILE)
     if not published(folder / CHECKPOINT_FOLDER):
         raise ConfigError(f"{folder} holds no checkpoint yet; a run saves the first after checkpoint.every steps")
@@ -126,8 +133,13 @@ def _open_run(folder: Path, precision: Precision | None) -> SavedModel:
             raise
         tokenizer, ends = None, ()
     size = vocab_size
+    if quantize is not Quantize.NONE and config.adapter.is_used:
+        raise ConfigError(f"quantize = {quantize}: {folder} has an adapter; merge it into its model with peft first")
 
     def arguments(parallel: ParallelConfig) -> EngineArguments:
+        if quantize is not Quantize.NONE:
+            found = open_pretrained(folder, config.model.native, config.model.whole(size))
+            return _arguments(found, parallel, precision or config.train.precision, quantize)
         # The settings of training and the pretrained model do not matter here: a plain cut, and no optimizer.
         own = config.model if config.model.native is False else replace(config.model, pretrained=None)
         train = replace(config.train, precision=precision or config.train.precision)
@@ -136,6 +148,9 @@ def _open_run(folder: Path, precision: Precision | None) -> SavedModel:
         return engine_arguments(ours, size, learns=False)
 
     def load(state: ModelState) -> str:
+        if quantize is not Quantize.NONE:
+            # The engine's units read them when it was made.
+            return f"{published(folder / CHECKPOINT_FOLDER)[-1].name} of {config.digest()}, {quantize}"
         return _load_run(folder, config, state)
 
     model = config.model
@@ -177,7 +192,7 @@ def _load_run(folder: Path, config: RunConfig, state: ModelState) -> str:
 # ---- Hugging Face
 
 
-def _open_hugging_face(folder: Path, native: Native, precision: Precision | None) -> SavedModel:
+def _open_hugging_face(folder: Path, native: Native, precision: Precision | None, quantize: Quantize) -> SavedModel:
     try:
         because = reason_for_transformers(folder, native)
         found = open_pretrained(folder, native)
@@ -187,18 +202,12 @@ def _open_hugging_face(folder: Path, native: Native, precision: Precision | None
     tokenizer = load_tokenizer(str(folder)) if (folder / _TOKENIZER).is_file() else None
 
     def arguments(parallel: ParallelConfig) -> EngineArguments:
-        found = open_pretrained(folder, native)
-        options = EngineOptions(
-            device=parallel.device,
-            timeout_s=parallel.timeout_s,
-            learns=False,
-            precision=precision or found.precision,
-        )
-        return found.arguments(parallel, options)
+        return _arguments(open_pretrained(folder, native), parallel, precision, quantize)
 
     def load(state: ModelState) -> str:
         # The engine's units read them when it was made.
-        return f"{_version(folder)} native={because is None}"
+        kept = "" if quantize is Quantize.NONE else f", {quantize}"
+        return f"{_version(folder)} native={because is None}{kept}"
 
     return SavedModel(
         folder,
@@ -213,6 +222,21 @@ def _open_hugging_face(folder: Path, native: Native, precision: Precision | None
         tokenizer_folder=folder,
         transformers_because=because,
     )
+
+
+def _arguments(
+    found: Pretrained, parallel: ParallelConfig, precision: Precision | None, quantize: Quantize
+) -> EngineArguments:
+    """The arguments of an engine that reads the model's weights while it is made, and never again."""
+    options = EngineOptions(
+        device=parallel.device,
+        timeout_s=parallel.timeout_s,
+        learns=False,
+        precision=precision or found.precision,
+        quantize=quantize,
+        read_only=precision is not Precision.BF16_AUTOCAST,
+    )
+    return found.arguments(parallel, options)
 
 
 def _hugging_face_ends(folder: Path) -> tuple[int, ...]:

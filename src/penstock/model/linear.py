@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.model.autocast import autocast_dtype
-from penstock.model.matmul import TORCH, Matmul, PackedWeights, WeightCasts
+from penstock.model.matmul import TORCH, Matmul, Pack, PackedWeights, WeightCasts
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,6 +161,8 @@ class Linear(nn.Linear):
     gradients: WeightGradients | None = None
     matmul: Matmul = TORCH
     casts: WeightCasts | None = None
+    #: what has taken the place of weight and bias; None where they are parameters
+    fixed: "FixedWeights | None" = None
 
     def __init__(self, in_features: int, out_features: int, bias: bool = False, matmul: Matmul = TORCH) -> None:
         super().__init__(in_features, out_features, bias)
@@ -174,6 +176,8 @@ class Linear(nn.Linear):
         return self.weight.to(dtype) if self.casts is None else self.casts.of(self.weight, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.fixed is not None:
+            return self.product(x)
         if self.gradients is None and self.matmul is TORCH and x.dtype == self.weight.dtype:
             return F.linear(x, self.weight, self.bias)
         if (dtype := autocast_dtype(x)) is not None and x.dtype != torch.float64:
@@ -196,6 +200,9 @@ def packed_product(x: Tensor, layers: "Sequence[Linear]") -> Tensor | None:
 
     The bits are those of separate products.
     """
+    first, last = layers[0], layers[-1]
+    if isinstance(first, Linear) and first.fixed is not None and last.fixed is not None:
+        return first.fixed.packed.output(x)[..., first.fixed.begin : last.fixed.end]
     packed = packed_weights(layers, x.dtype)
     return None if packed is None else packed.output(x)
 
@@ -206,6 +213,8 @@ def packed_weights(layers: "Sequence[Linear]", dtype: torch.dtype) -> PackedWeig
     # A layer with an adapter is no longer a linear one.
     if not isinstance(first, Linear) or first.casts is None or not all(isinstance(layer, Linear) for layer in layers):
         return None
+    if first.fixed is not None:
+        return first.fixed.packed
     weights = tuple(layer.weight for layer in layers)
     if any(weight.dtype != dtype for weight in weights):
         return None
@@ -217,6 +226,38 @@ def joint_values(layers: "Sequence[Linear]") -> tuple[Tensor, Tensor | None]:
     biases = [layer.bias for layer in layers if layer.bias is not None]
     assert len(biases) in (0, len(layers)), "layers that read the same input have biases alike"
     return _stacked([layer.weight for layer in layers]), _stacked(biases) if biases else None
+
+
+@dataclass(frozen=True)
+class FixedWeights:
+    """Packed weights in the place of a layer's parameters, and of those of its neighbours that read the same input."""
+
+    packed: PackedWeights
+    #: this layer's outputs among all of them
+    begin: int
+    end: int
+
+
+def fix_weights(module: nn.Module, pack: Pack | None = None) -> int:
+    """Put packed weights in the place of the parameters that joint products read; returns the number of layers.
+
+    pack: left out, that of each layer's `Matmul`, which keeps the bits. Where it packs nothing, and in layers that no
+    `JointLayers` lists, such as routers, parameters stay.
+    """
+    num_layers = 0
+    for part in module.modules():
+        for layers in part.joint_layers if isinstance(part, JointLayers) else ():
+            packed = (pack or layers[0].matmul.packed)(*joint_values(layers))
+            if packed is None:
+                continue
+            begin = 0
+            for layer in layers:
+                layer.fixed = FixedWeights(packed, begin, begin + layer.out_features)
+                begin += layer.out_features
+                layer.register_parameter("weight", None)
+                layer.register_parameter("bias", None)
+                num_layers += 1
+    return num_layers
 
 
 def _stacked(parts: Sequence[Tensor]) -> Tensor:

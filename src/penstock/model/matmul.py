@@ -36,6 +36,10 @@ class PackedWeights(Protocol):
         ...
 
 
+Pack = Callable[[Tensor, Tensor | None], PackedWeights | None]
+"""Makes packed weights of weights [O, I] and biases [O]; None where they stay as they are."""
+
+
 class Matmul(Protocol):
     """One way to compute a linear layer and its gradients.
 
@@ -136,10 +140,10 @@ def _has_outputs(x: Tensor) -> bool:
 
 def _of_rows(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
     """oneDNN's output, in which a row depends only on that row of x."""
-    if x.shape[:-1].numel() > 1:
+    if x.shape[:-1].numel() != 1:
         return _onednn(x, weight_OI, bias_O)
     # A single row would be computed differently, so it is computed twice.
-    return _onednn(x.reshape(1, -1).expand(2, -1), weight_OI, bias_O)[0].view(*x.shape[:-1], -1)
+    return _onednn(x.reshape(1, -1).repeat(2, 1), weight_OI, bias_O)[0].view(*x.shape[:-1], -1)
 
 
 def _onednn(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     )
     from penstock.settings.sampling import LogitBias, RingConfig, SamplingParams
     from penstock.settings.schedule import ScheduleConfig, SearchedPlacement
-    from penstock.settings.serving import ServeConfig
+    from penstock.settings.serving import InferenceConfig, Quantize, ServeConfig
 
 __all__ = [
     "AXES",
@@ -57,6 +57,7 @@ __all__ = [
     "ExpertConfig",
     "GroupScore",
     "Groups",
+    "InferenceConfig",
     "Layout",
     "LearningRate",
     "LogConfig",
@@ -70,6 +71,7 @@ __all__ = [
     "ParallelConfig",
     "ParameterGroup",
     "Precision",
+    "Quantize",
     "Ramp",
     "Recompute",
     "RingConfig",

@@ -1,8 +1,34 @@
-"""Settings of the server: where it listens, and what it takes."""
+"""Settings of models that only score and generate, and of the server: where it listens, and what it takes."""
 
 from dataclasses import dataclass
 
-from penstock.settings.declare import ABOVE_0, AT_LEAST_0, AT_LEAST_1, Bounds, Settings, setting
+from penstock.settings.declare import ABOVE_0, AT_LEAST_0, AT_LEAST_1, Bounds, NamedValue, Settings, setting
+
+
+class Quantize(NamedValue):
+    """The whole numbers that weights of products are kept as.
+
+    NONE: as they are. INT8: weights of 8 bits, for activations that are rounded to 8 bits row by row. INT8_WEIGHTS and
+    INT4: weights of 8 or 4 bits alone, for activations in bf16.
+    """
+
+    NONE = "none"
+    INT8 = "int8"
+    INT8_WEIGHTS = "int8-weights"
+    INT4 = "int4"
+
+
+@dataclass(frozen=True)
+class InferenceConfig(Settings, section="inference"):
+    """Settings of models that only score and generate.
+
+    >>> InferenceConfig("int8").quantize is Quantize.INT8
+    True
+    """
+
+    quantize: Quantize = setting(
+        Quantize.NONE, "Keep weights as whole numbers of 8 or 4 bits; int8 rounds activations as well."
+    )
 
 
 @dataclass(frozen=True)

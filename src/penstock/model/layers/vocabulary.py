@@ -124,6 +124,11 @@ class TensorParallelHead(TensorParallelUnit):
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.projection = Linear(config.hidden_size, self.part.length, matmul=matmul)
 
+    @property
+    def joint_layers(self) -> tuple[tuple[Linear, ...], ...]:
+        """The layers by the input that they read; see `JointLayers`."""
+        return ((self.projection,),)
+
     def segments(self, sequences: Sequences) -> Sequence[Segment]:
         project = Compute("projection", lambda h: (self.projection(h[: sequences.num_tokens]),))
         return [Compute("norm", lambda x: (self.norm(x),)), self.gather(), project]

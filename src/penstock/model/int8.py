@@ -1,0 +1,157 @@
+"""Products of 8-bit weights and activations that are rounded to 8 bits as they come: exact in whole numbers.
+
+Each output has one scale for its weights, and each row of activations one of its own, so a row's numbers depend on that
+row alone. Sums of whole numbers have no rounding: all kernels give the same bits, and the fastest is chosen.
+
+Shapes: T tokens, I inputs, O outputs.
+"""
+
+import time
+import warnings
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+_LARGEST = 127
+_ZERO = 128
+"""Kernels that take unsigned activations take this for zero."""
+_NUM_ROWS, _WIDTH, _NUM_TIMES = 8, 1024, 8
+"""The product that is timed, and how often."""
+
+
+class Int8Kernel(Protocol):
+    """One way to multiply whole numbers.
+
+    `pack` takes weights [O, I] int8 and scales [O] fp32 and returns them in the form that `output` takes. `output`
+    returns x w^T * scales [..., O] fp32 for x [..., I] fp32 of whole numbers from -127 to 127.
+    """
+
+    def pack(self, weight_OI: Tensor, scales_O: Tensor) -> Any: ...
+
+    def output(self, x: Tensor, packed: Any) -> Tensor: ...
+
+
+class FbgemmKernel:
+    """FBGEMM's, which rounds its input itself: fastest with AVX-512 for few rows."""
+
+    def pack(self, weight_OI: Tensor, scales_O: Tensor) -> Any:
+        zeros = torch.zeros(len(scales_O), dtype=torch.int64)
+        with warnings.catch_warnings():
+            # Quantized tensors are to go from PyTorch; then another kernel is chosen.
+            warnings.simplefilter("ignore")
+            make = torch._make_per_channel_quantized_tensor  # pyright: ignore[reportPrivateImportUsage]
+            return torch.ops.quantized.linear_prepack(make(weight_OI, scales_O.double(), zeros, 0), None)
+
+    def output(self, x: Tensor, packed: Any) -> Tensor:
+        return torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(x, 1.0, _ZERO, packed)
+
+
+class OneDnnKernel:
+    """oneDNN's, which has code for AMX."""
+
+    def pack(self, weight_OI: Tensor, scales_O: Tensor) -> Any:
+        packed = torch.ops.onednn.qlinear_prepack(weight_OI, [_NUM_ROWS, weight_OI.shape[1]])
+        return packed, scales_O, torch.zeros(len(scales_O), dtype=torch.int64)
+
+    def output(self, x: Tensor, packed: Any) -> Tensor:
+        weight, scales_O, zeros_O = packed
+        # Signed activations would run through its reference code.
+        given = ((x + _ZERO).to(torch.uint8), 1.0, _ZERO, weight, scales_O, zeros_O, None)
+        return torch.ops.onednn.qlinear_pointwise(*given, 1.0, 0, torch.float32, "none", [], "")
+
+
+class IntMatmulKernel:
+    """`torch._int_mm`, on weights as they are."""
+
+    def pack(self, weight_OI: Tensor, scales_O: Tensor) -> Any:
+        return weight_OI.t(), scales_O
+
+    def output(self, x: Tensor, packed: Any) -> Tensor:
+        weight_IO, scales_O = packed
+        sums = torch.ops.aten._int_mm(x.flatten(0, -2).to(torch.int8), weight_IO)
+        return sums.to(torch.float32).mul_(scales_O).view(*x.shape[:-1], len(scales_O))
+
+
+INT8_KERNELS: Mapping[str, Int8Kernel] = {
+    "FBGEMM": FbgemmKernel(),
+    "oneDNN": OneDnnKernel(),
+    "torch._int_mm": IntMatmulKernel(),
+}
+
+
+class Int8Weights:
+    """8-bit weights, for activations that are rounded to 8 bits row by row.
+
+    A weight is off by at most half a scale, 1/254 of the largest of its output; an activation by 1/254 of the largest
+    of its row.
+    """
+
+    #: multiplies whole numbers
+    kernel: Int8Kernel
+    #: the weights and scales as the kernel takes them
+    packed: Any
+    #: [O] fp32
+    bias_O: Tensor | None
+    #: bytes of weights, scales and biases
+    num_bytes: int
+
+    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None, kernel: Int8Kernel) -> None:
+        rounded_OI, scales_O = rounded(weight_OI)
+        self.kernel, self.packed = kernel, kernel.pack(rounded_OI, scales_O)
+        self.bias_O = None if bias_O is None else bias_O.detach().float()
+        self.num_bytes = rounded_OI.nbytes + scales_O.nbytes + (0 if self.bias_O is None else self.bias_O.nbytes)
+
+    def output(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        # A row of zeros needs a scale too.
+        scales_T1 = wide.abs().amax(-1, keepdim=True).mul_(1 / _LARGEST).clamp_min_(torch.finfo(torch.float32).tiny)
+        y = self.kernel.output((wide / scales_T1).round_(), self.packed).mul_(scales_T1)
+        return (y if self.bias_O is None else y.add_(self.bias_O)).to(x.dtype)
+
+
+def rounded(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
+    """Weights as whole numbers from -127 to 127 [O, I] int8, and the scale of each output [O] fp32."""
+    scales_O = weight_OI.detach().abs().amax(1).float().div_(_LARGEST).clamp_min_(torch.finfo(torch.float32).tiny)
+    rounded_OI = torch.empty(weight_OI.shape, dtype=torch.int8)
+    # By parts, so that little is held in fp32 at a time.
+    for whole, weights, scales in zip(*(t.split(_WIDTH) for t in (rounded_OI, weight_OI.detach(), scales_O))):
+        whole.copy_((weights.float() / scales[:, None]).round_())
+    return rounded_OI, scales_O
+
+
+def measured_kernels() -> dict[str, float]:
+    """Seconds of a product of 8 rows, 1,024 wide, for each kernel that is exact on this processor."""
+    found = {}
+    x, weight_OI = torch.full((_NUM_ROWS, _WIDTH), float(_LARGEST)), torch.full((_WIDTH, _WIDTH), _LARGEST)
+    for name, kernel in INT8_KERNELS.items():
+        try:
+            packed = kernel.pack(weight_OI.to(torch.int8), torch.ones(_WIDTH))
+            # Where sums of two products are kept in 16 bits, which they exceed, this is far too small.
+            if not bool((kernel.output(x, packed) == _WIDTH * _LARGEST**2).all()):
+                continue
+        except (RuntimeError, AttributeError, NotImplementedError):
+            # This build of PyTorch or this processor has no such kernel.
+            continue
+        found[name] = min(_seconds(kernel, x, packed) for _ in range(_NUM_TIMES))
+    return found
+
+
+def _seconds(kernel: Int8Kernel, x: Tensor, packed: Any) -> float:
+    start = time.perf_counter()
+    kernel.output(x, packed)
+    return time.perf_counter() - start
+
+
+def fastest_int8_kernel() -> Int8Kernel:
+    """The fastest kernel by a measurement of a few milliseconds.
+
+    Raises: ValueError where none is exact.
+    """
+    found = measured_kernels()
+    if not found:
+        raise ValueError(
+            "this processor has no exact product of 8-bit numbers (VNNI or AMX); int8-weights and int4 are possible"
+        )
+    return INT8_KERNELS[min(found, key=found.__getitem__)]

@@ -1,0 +1,103 @@
+"""Quantized models over real processes: the same tokens in any layout, and hardly another perplexity once trained."""
+
+import math
+import sysconfig
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from penstock import Engine, Layout, MicroBatchSpec, PackedBatch, SamplingParams
+from penstock.engine import EngineOptions
+from penstock.engine.answers import GenerateOptions
+from penstock.engine.pretrained import HuggingFaceForm
+from penstock.engine.saved_model import open_model
+from penstock.model import decoder_units
+from penstock.settings import LearningRate, ModelConfig, OptimizerConfig, ParallelConfig, Quantize
+from tests.dist.launch import run_ranks
+from tests.generation import random_prompts
+
+CONFIG = ModelConfig(97, 64, 128, 3, 4, num_kv_heads=2, qkv_bias=True, max_length=96)
+KINDS = [
+    ("fp32", "none"),
+    ("bf16", "none"),
+    ("fp32", "int8"),
+    ("bf16", "int8"),
+    ("bf16", "int8-weights"),
+    ("bf16", "int4"),
+]
+PARAMS = [
+    SamplingParams(max_new_tokens=length, temperature=1.1, seed=length, raw_log_probs=True)
+    for length in (9, 5, 7, 9, 3, 8)
+]
+OPTIONS = (
+    GenerateOptions(),
+    GenerateOptions(num_slots=3, rows_per_slot=1),
+    GenerateOptions(rows_per_slot=2, longest_first=False),
+)
+
+
+def answers(rank: int, pp: int) -> dict[tuple[str, str], list[Any]]:
+    """Tokens and log-probabilities of every kind of product, with each of the options."""
+    found: dict[tuple[str, str], list[Any]] = {}
+    for precision, quantize in KINDS:
+        options = EngineOptions(precision=precision, quantize=quantize, learns=False, read_only=True, timeout_s=60)
+        engine = Engine(decoder_units(CONFIG), CONFIG.hidden_size, Layout(pp=pp), options)
+        assert not any("attention.q.weight" in name for name in engine.parameters()), "packed weights are all there is"
+        found[precision, quantize] = [
+            [
+                (answer.tokens, answer.log_probs, answer.raw_log_probs)
+                for answer in engine.generate(random_prompts(), PARAMS, way)
+            ]
+            for way in OPTIONS
+        ]
+        engine.close()
+        engine.grid.close()
+    return found
+
+
+def test_tokens_of_every_kind_of_product_have_the_same_bits_in_any_layout_slot_and_batch() -> None:
+    alone, both = run_ranks(1, answers, 1)[0], run_ranks(2, answers, 2)
+    assert len({str(found[0]) for found in alone.values()}) == len(KINDS), "the kinds differ, so they are used"
+    for kind, found in alone.items():
+        for number, way in enumerate(found):
+            assert way == found[0], f"{kind}, option {number}"
+        assert [rank[kind] for rank in both] == [found, found], kind
+
+
+DEMO = ModelConfig(vocab_size=256, **tomllib.loads(Path("examples/tiny.toml").read_text())["model"])
+
+
+def texts(names: tuple[str, ...], length: int) -> list[torch.Tensor]:
+    """The bytes of files of Python's library, in pieces of equal length."""
+    folder = Path(sysconfig.get_path("stdlib"))
+    whole = torch.frombuffer(bytearray(b"".join((folder / name).read_bytes() for name in names)), dtype=torch.uint8)
+    return list(whole[: len(whole) // length * length].long().split(length))
+
+
+@pytest.mark.shows(131)
+def test_the_perplexity_of_a_trained_model_is_within_one_percent_in_int8(tmp_path: Path) -> None:
+    optimizer = OptimizerConfig(LearningRate(2e-3))
+    engine = Engine(
+        *(decoder_units(DEMO), DEMO.hidden_size, Layout(), EngineOptions(optimizer=optimizer)), HuggingFaceForm.of(DEMO)
+    )
+    learned, spec = texts(("argparse.py", "inspect.py", "typing.py", "subprocess.py"), 64), MicroBatchSpec(num=1)
+    for step in range(50):
+        batch = [learned[(7 * step + 31 * i) % len(learned)] for i in range(4)]
+        engine.train_batch(PackedBatch.from_documents(batch), micro_batches=spec)
+    engine.save_hf(tmp_path / "model")
+    engine.close()
+    held_out = [PackedBatch.from_documents(texts(("textwrap.py",), 64)[:32])]
+    found = {}
+    for kind in Quantize:
+        model = open_model(tmp_path / "model", quantize=kind)
+        engine = Engine(*model.arguments(ParallelConfig()))
+        found[kind] = math.exp(engine.evaluate(held_out))
+        engine.close()
+    assert found[Quantize.NONE] < 30, "it has learned"
+    assert found[Quantize.INT8] == pytest.approx(found[Quantize.NONE], rel=0.01)
+    assert found[Quantize.INT8_WEIGHTS] == pytest.approx(found[Quantize.NONE], rel=0.01)
+    assert found[Quantize.INT4] == pytest.approx(found[Quantize.NONE], rel=0.1)
+    assert len(set(found.values())) == len(found)
