@@ -15,7 +15,7 @@ from penstock.engine.answers import GenerateOptions
 from penstock.engine.pretrained import HuggingFaceForm
 from penstock.engine.saved_model import open_model
 from penstock.model import decoder_units
-from penstock.settings import LearningRate, ModelConfig, OptimizerConfig, ParallelConfig, Quantize
+from penstock.settings import LearningRate, ModelConfig, OptimizerConfig, ParallelConfig, Precision, Quantize
 from tests.dist.launch import run_ranks
 from tests.generation import random_prompts
 
@@ -43,7 +43,9 @@ def answers(rank: int, pp: int) -> dict[tuple[str, str], list[Any]]:
     """Tokens and log-probabilities of every kind of product, with each of the options."""
     found: dict[tuple[str, str], list[Any]] = {}
     for precision, quantize in KINDS:
-        options = EngineOptions(precision=precision, quantize=quantize, learns=False, read_only=True, timeout_s=60)
+        options = EngineOptions(
+            precision=Precision(precision), quantize=Quantize(quantize), learns=False, read_only=True, timeout_s=60
+        )
         engine = Engine(decoder_units(CONFIG), CONFIG.hidden_size, Layout(pp=pp), options)
         assert not any("attention.q.weight" in name for name in engine.parameters()), "packed weights are all there is"
         found[precision, quantize] = [

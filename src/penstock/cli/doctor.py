@@ -151,13 +151,16 @@ def show(arguments: DoctorArguments, layout: Layout, links: "Links | None") -> N
         print_json(
             {
                 "machine": machine(),
+                "products_us": products(),
                 "layout": {**{axis: getattr(layout, axis) for axis in (*layout.axes, "ep")}, "order": layout.axes},
                 "groups": groups,
                 "links": links and asdict(links),
             }
         )
         return
-    rows = [*machine().items(), ("layout", f"{layout}: {layout.world_size} processes"), *group_rows(layout)]
+    times = ", ".join(f"{name} {time_us:,.0f}" for name, time_us in products().items())
+    rows = [*machine().items(), ("products", f"8 rows, 1,024 wide, microseconds on a core: {times}")]
+    rows += [("layout", f"{layout}: {layout.world_size} processes"), *group_rows(layout)]
     if links is not None:
         rows += _link_rows(links)
     width = max(len(name) for name, _ in rows) + 2
@@ -183,6 +186,20 @@ def machine() -> dict[str, str]:
     }
 
 
+def products() -> dict[str, float]:
+    """Microseconds of a product with few rows on one core, by the kind of its numbers."""
+    import torch
+
+    from penstock.model.quantized import measured_products
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return {name: round(seconds * 1e6, 1) for name, seconds in measured_products().items()}
+    finally:
+        torch.set_num_threads(before)
+
+
 def _num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
@@ -201,7 +218,7 @@ def _link_rows(links: "Links") -> list[tuple[str, str]]:
 def _cluster_rows(cluster: Mapping[str, Any]) -> list[tuple[str, str]]:
     device, peaks = cluster["device"], cluster["device"]["peak_tflops"]
     products = ", ".join(f"{name} {flops:g} TFLOP/s" for name, flops in peaks.items())
-    rows = [("products", products), ("memory", f"{device['memory_bandwidth_gb_s']:g} GB/s, all at once")]
+    rows = [("peaks", products), ("memory", f"{device['memory_bandwidth_gb_s']:g} GB/s, all at once")]
     for section, name in (("host", "links in a host"), ("network", "links of hosts")):
         link = cluster[section]
         shared = f", shared by {link['shared_by']}" if link["shared_by"] > 1 else ""

@@ -8,7 +8,7 @@ Shapes: T tokens, I inputs, O outputs.
 
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -17,8 +17,10 @@ from torch import Tensor
 _LARGEST = 127
 _ZERO = 128
 """Kernels that take unsigned activations take this for zero."""
-_NUM_ROWS, _WIDTH, _NUM_TIMES = 8, 1024, 8
-"""The product that is timed, and how often."""
+NUM_ROWS, WIDTH = 8, 1024
+"""Rows, inputs and outputs of the product that is timed."""
+
+_NUM_TIMES = 8
 
 
 class Int8Kernel(Protocol):
@@ -52,7 +54,7 @@ class OneDnnKernel:
     """oneDNN's, which has code for AMX."""
 
     def pack(self, weight_OI: Tensor, scales_O: Tensor) -> Any:
-        packed = torch.ops.onednn.qlinear_prepack(weight_OI, [_NUM_ROWS, weight_OI.shape[1]])
+        packed = torch.ops.onednn.qlinear_prepack(weight_OI, [NUM_ROWS, weight_OI.shape[1]])
         return packed, scales_O, torch.zeros(len(scales_O), dtype=torch.int64)
 
     def output(self, x: Tensor, packed: Any) -> Tensor:
@@ -116,7 +118,7 @@ def rounded(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
     scales_O = weight_OI.detach().abs().amax(1).float().div_(_LARGEST).clamp_min_(torch.finfo(torch.float32).tiny)
     rounded_OI = torch.empty(weight_OI.shape, dtype=torch.int8)
     # By parts, so that little is held in fp32 at a time.
-    for whole, weights, scales in zip(*(t.split(_WIDTH) for t in (rounded_OI, weight_OI.detach(), scales_O))):
+    for whole, weights, scales in zip(*(t.split(WIDTH) for t in (rounded_OI, weight_OI.detach(), scales_O))):
         whole.copy_((weights.float() / scales[:, None]).round_())
     return rounded_OI, scales_O
 
@@ -124,23 +126,28 @@ def rounded(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
 def measured_kernels() -> dict[str, float]:
     """Seconds of a product of 8 rows, 1,024 wide, for each kernel that is exact on this processor."""
     found = {}
-    x, weight_OI = torch.full((_NUM_ROWS, _WIDTH), float(_LARGEST)), torch.full((_WIDTH, _WIDTH), _LARGEST)
+    x, weight_OI = torch.full((NUM_ROWS, WIDTH), float(_LARGEST)), torch.full((WIDTH, WIDTH), _LARGEST)
     for name, kernel in INT8_KERNELS.items():
         try:
-            packed = kernel.pack(weight_OI.to(torch.int8), torch.ones(_WIDTH))
+            packed = kernel.pack(weight_OI.to(torch.int8), torch.ones(WIDTH))
             # Where sums of two products are kept in 16 bits, which they exceed, this is far too small.
-            if not bool((kernel.output(x, packed) == _WIDTH * _LARGEST**2).all()):
+            if not bool((kernel.output(x, packed) == WIDTH * _LARGEST**2).all()):
                 continue
         except (RuntimeError, AttributeError, NotImplementedError):
             # This build of PyTorch or this processor has no such kernel.
             continue
-        found[name] = min(_seconds(kernel, x, packed) for _ in range(_NUM_TIMES))
+        found[name] = least_seconds(lambda kernel=kernel, packed=packed: kernel.output(x, packed))
     return found
 
 
-def _seconds(kernel: Int8Kernel, x: Tensor, packed: Any) -> float:
+def least_seconds(act: Callable[[], object]) -> float:
+    """Seconds of the fastest of a few calls."""
+    return min(_seconds(act) for _ in range(_NUM_TIMES))
+
+
+def _seconds(act: Callable[[], object]) -> float:
     start = time.perf_counter()
-    kernel.output(x, packed)
+    act()
     return time.perf_counter() - start
 
 

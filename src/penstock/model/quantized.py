@@ -11,8 +11,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.model.int8 import Int8Weights, fastest_int8_kernel, rounded
-from penstock.model.matmul import Pack
+from penstock.model.int8 import (
+    INT8_KERNELS,
+    NUM_ROWS,
+    WIDTH,
+    Int8Weights,
+    fastest_int8_kernel,
+    least_seconds,
+    measured_kernels,
+    rounded,
+)
+from penstock.model.matmul import Pack, fastest_matmul
 from penstock.settings import Quantize
 
 _GROUP, _BLOCK = 32, 16
@@ -33,6 +42,24 @@ def quantizer(kind: Quantize) -> Pack:
     if kind not in kinds:
         raise ValueError(f"quantize = {kind} packs nothing; possible are int8, {', '.join(kinds)}")
     return kinds[kind]
+
+
+def measured_products() -> dict[str, float]:
+    """Seconds of a product of 8 rows, 1,024 wide, by kind, and for int8 by kernel: what this processor is fast at."""
+    weight, found = torch.randn(WIDTH, WIDTH), {}
+    for dtype in (torch.float32, torch.bfloat16):
+        x = torch.randn(NUM_ROWS, WIDTH, dtype=dtype)
+        if (packed := fastest_matmul().packed(weight.to(dtype), None)) is not None:
+            found["fp32" if dtype is torch.float32 else "bf16"] = least_seconds(partial(packed.output, x))
+    kinds: dict[str, Pack] = {
+        f"int8 by {name}": partial(Int8Weights, kernel=INT8_KERNELS[name]) for name in measured_kernels()
+    }
+    kinds |= {kind: quantizer(kind) for kind in (Quantize.INT8_WEIGHTS, Quantize.INT4)}
+    for name, pack in kinds.items():
+        packed = pack(weight, None)
+        assert packed is not None
+        found[str(name)] = least_seconds(partial(packed.output, torch.randn(NUM_ROWS, WIDTH)))
+    return found
 
 
 class Int8WeightsAlone:
