@@ -84,7 +84,8 @@ class EngineOptions(Settings):
     def of(cls, config: RunConfig) -> "EngineOptions":
         """The options of an engine for a run."""
         # Whatever is declared as a setting of the run is that setting's value; none is copied by hand.
-        same = {own.path[0]: value_of(config, SETTINGS[own.name].path) for own in walk(cls()) if len(own.path) == 1}
+        ours = [own for own in walk(cls()) if len(own.path) == 1 and own.name in SETTINGS]
+        same = {own.path[0]: value_of(config, SETTINGS[own.name].path) for own in ours}
         sections = {"schedule": config.schedule, "optimizer": config.optimizer.over(config.train.steps)}
         lengths = _typical_lengths(config) if config.schedule.measure else None
         return cls(**same, **sections, adapter=config.adapter, measure_lengths=lengths)
