@@ -291,8 +291,10 @@ class _EmulatedTurn:
         return start, end, self.engine.simulated_s, late
 
 
-def compare(names: Sequence[str], emulations: Sequence[Emulation]) -> Iterator[dict[str, Any]]:
-    """Measured step over simulated makespan, for both engines in one run, each in processes of its own.
+def compare(
+    names: Sequence[str], emulations: Sequence[Emulation], against_torch: bool = True
+) -> Iterator[dict[str, Any]]:
+    """Measured step over simulated makespan, for both engines or ours alone, in one run, each in processes of its own.
 
     All emulations have the same number of ranks and of steps.
     """
@@ -300,7 +302,7 @@ def compare(names: Sequence[str], emulations: Sequence[Emulation]) -> Iterator[d
 
     def jobs() -> Iterator[Job]:
         for name, emulation in cases:
-            sides = ("penstock", "torch") if name in TORCH_NAMES else ("penstock",)
+            sides = ("penstock", "torch") if against_torch and name in TORCH_NAMES else ("penstock",)
             yield Job(sides, (name, emulation.program(name), emulation))
 
     found = jobs_in_turns(emulations[0].num_ranks, _EmulatedTurn, jobs(), num_rounds=emulations[0].num_steps)

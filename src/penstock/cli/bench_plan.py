@@ -10,13 +10,17 @@ from penstock.planner.predictions import predict_runs
 from penstock.planner.published import read_runs
 from penstock.planner.report import by_group, cells, row_of, summary, summary_cells
 
-WHAT = "the planner: its predictions beside published runs, or without --runs the time that plans take"
+WHAT = "the planner: its predictions beside published runs, beside runs here, or the time that plans take"
 _DEVICES = [size.devices for size in timed.SIZES]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the benchmark's options."""
     parser.add_argument("--runs", metavar="FILE", help="a table of measured runs, such as measured_runs.csv of docs/")
+    parser.add_argument(
+        "--here", action="store_true", help="predict steps of two ranks and of emulated devices, and run them"
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="with --here, how often each is run (default 5)")
     parser.add_argument(
         "--devices", type=int, nargs="+", choices=_DEVICES, default=_DEVICES, help="without --runs, plan for so many"
     )
@@ -37,6 +41,10 @@ def run(given: argparse.Namespace) -> dict[str, Any]:
 
     Raises: ValueError for a file or a column that cannot be read.
     """
+    if given.here:
+        from penstock.bench import predicted
+
+        return {"predicted": predicted.measure(given.rounds, _progress)}
     if given.runs is None:
         sizes = [size for size in timed.SIZES if size.devices in given.devices]
         return {
@@ -70,6 +78,13 @@ def _pair(text: str) -> tuple[str, str]:
 
 def show(result: dict[str, Any]) -> None:
     """Print the result as tables."""
+    if "predicted" in result:
+        from penstock.bench import predicted
+
+        for found in result["predicted"].values():
+            print_table(predicted.cells(found))
+            print(f"{predicted.sentence(found)}\n")
+        return
     if "plans" in result:
         print_table(timed.cells(result["plans"]))
         return

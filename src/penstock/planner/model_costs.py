@@ -18,6 +18,8 @@ from penstock.planner.shape import ATTENTION, EXPERTS, MAMBA, MLP, ModelShape
 # Bytes of an fp32 gradient, read and written, and of a logit through the loss: in 16 bits and in fp32 written and read.
 _GRADIENT, _LOGIT = 8, 12
 # Products of attention's backward for each of its forward's two: the scores are computed again (FlashAttention).
+# Tokens of a chunk of the scan.
+_CHUNK = 128
 _CORE_BACKWARD = 2.5
 
 
@@ -245,20 +247,30 @@ def _dense(name: str, shape: ModelShape, size: UnitSize, width: int, kind: str) 
 
 
 def _mamba(shape: ModelShape, size: UnitSize) -> UnitCosts:
-    """A Mamba-2 mixer, by its products; its scan is counted as traffic of three passes over what they give."""
+    """A Mamba-2 mixer: its products with weights, its convolution and gate, and its scan by chunks.
+
+    Source of the scan: arXiv 2405.21060, section 6.
+    """
     tokens, tp, stream = size.tokens, size.tp, _stream_bytes(shape, size)
     weights = shape.mamba_parameters / tp
-    inner = size.element_bytes * tokens * (shape.mamba_parameters / shape.hidden_size) / tp
+    inner, state = shape.mamba_size / tp, shape.mamba_state_size
+    # Gate, convolved input, output; keys and queries of the scan are those of few heads, and narrow.
+    widths = size.element_bytes * tokens * (shape.mamba_parameters / shape.hidden_size) / tp
+    # Each chunk of tokens has its scores, is multiplied with them, and gives and takes a state, which is kept in fp32.
+    scan_flops = 2 * tokens * inner * (_CHUNK + 2 * state)
+    state_bytes = 4 * tokens * inner * state / _CHUNK
     block = _BlockSizes(
         "mamba",
         linear=_product(
-            tokens, weights, shape.hidden_size / tp, 2 * size.element_bytes * tokens * shape.hidden_size + inner
+            tokens, weights, shape.hidden_size / tp, 2 * size.element_bytes * tokens * shape.hidden_size + widths
         ),
         weight_bytes=size.element_bytes * weights,
-        other_bytes=5 * stream + 6 * inner,
-        inputs_bytes=stream + inner / 3,
-        kept_bytes=stream + inner,
+        other_bytes=5 * stream + 6 * widths,
+        inputs_bytes=stream + widths / 3,
+        kept_bytes=stream + widths,
         parameters=weights,
+        # Written by their chunk, read and written by the pass over chunks, and read again.
+        core=Work(core_flops=scan_flops, traffic_bytes=4 * state_bytes),
         messages=Work(tensor_bytes=_tensor_bytes(shape, size)),
     )
     return _unit(block, stream, size)

@@ -48,6 +48,9 @@ class ModelShape:
     attention_parameters: int = 0
     #: parameters of a Mamba-2 mixer's products
     mamba_parameters: int = 0
+    #: width of what it scans, and of a channel's state
+    mamba_size: int = 0
+    mamba_state_size: int = 128
     #: tokens that a token attends to; 0 for all before it
     window: int = 0
     tie_embeddings: bool = False
