@@ -149,9 +149,12 @@ def fit_constants(known: Sequence[KnownRun], times: dict[int, list[UnitTimes]]) 
 def measure(num_rounds: int, progress: Callable[[str], None]) -> dict[str, Any]:
     """Predict and run all combinations on two ranks, and the emulated ones on 4 and 8, `num_rounds` times each."""
     progress(f"{len(KNOWN) + len(COMBINATIONS)} runs of two ranks, {num_rounds + 1} rounds")
-    here = list(_here(num_rounds))
-    progress(f"{len(EMULATED_NAMES) * len(EMULATED_SIZES)} runs of emulated devices")
-    return {"here": _summary(here), "emulated": _summary(list(_emulated(num_rounds)))}
+    found = {f"{NUM_RANKS} ranks": summary(list(_here(num_rounds)))}
+    for ranks, microbatches in EMULATED_SIZES:
+        progress(f"{len(EMULATED_NAMES)} runs of {ranks} emulated devices")
+        emulation = Emulation(ranks, microbatches, num_steps=num_rounds)
+        found[f"{ranks} emulated devices"] = summary(list(_emulated(emulation)))
+    return found
 
 
 def _here(num_rounds: int) -> Iterator[Foreseen]:
@@ -231,16 +234,14 @@ def _computing_s(timeline: schedule.Timeline) -> float:
     return max(event.end for event in steps if schedule.parts(event.action)[0].op in COMPUTE) / 1e3
 
 
-def _emulated(num_rounds: int) -> Iterator[Foreseen]:
-    for ranks, microbatches in EMULATED_SIZES:
-        emulation = Emulation(ranks, microbatches, num_steps=num_rounds)
-        for row in compare(EMULATED_NAMES, [emulation], against_torch=False):
-            own = row["penstock"]
-            what = f"{row['schedule']}, {ranks} ranks, {microbatches} microbatches"
-            yield Foreseen(what, (own["simulated_s"],), (own["simulated_s"] * own["ratio"],))
+def _emulated(emulation: Emulation) -> Iterator[Foreseen]:
+    for row in compare(EMULATED_NAMES, [emulation], against_torch=False):
+        own = row["penstock"]
+        what = f"{row['schedule']}, {emulation.num_microbatches} microbatches"
+        yield Foreseen(what, (own["simulated_s"],), (own["simulated_s"] * own["ratio"],))
 
 
-def _summary(runs: Sequence[Foreseen]) -> dict[str, Any]:
+def summary(runs: Sequence[Foreseen]) -> dict[str, Any]:
     """Each run, the errors of all, and by how much the run predicted best takes longer than the best."""
     rows = [
         {

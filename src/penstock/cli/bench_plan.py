@@ -81,7 +81,8 @@ def show(result: dict[str, Any]) -> None:
     if "predicted" in result:
         from penstock.bench import predicted
 
-        for found in result["predicted"].values():
+        for where, found in result["predicted"].items():
+            print(f"{where}:")
             print_table(predicted.cells(found))
             print(f"{predicted.sentence(found)}\n")
         return
