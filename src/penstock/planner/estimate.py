@@ -53,6 +53,7 @@ class Style:
     sequence_parallel: bool = True
     fused_attention: bool = True
     fused_elements: bool = True
+    fused_loss: bool = True
     #: True if tensor-parallel messages are in flight while products compute
     overlapped_tensor: bool = False
     #: ranks that share experts, if ranks of tp are among them
@@ -223,6 +224,7 @@ def stage_costs(workload: Workload, candidate: Candidate, cluster: Cluster, cons
         style.sequence_parallel,
         style.fused_attention,
         style.fused_elements,
+        style.fused_loss,
         workload.parameter_bytes,
     )
     units = unit_costs(workload.shape, size)

@@ -18,20 +18,21 @@ from penstock.planner.shape import ATTENTION, EXPERTS, MAMBA, MLP, ModelShape
 # Bytes of an fp32 gradient, read and written, and of a logit through the loss: in 16 bits and in fp32 written and read.
 _GRADIENT, _LOGIT = 8, 12
 # Products of attention's backward for each of its forward's two: the scores are computed again (FlashAttention).
+_CORE_BACKWARD = 2.5
 # Tokens of a chunk of the scan.
 _CHUNK = 128
-_CORE_BACKWARD = 2.5
 
 
 class RecomputedPart(Enum):
     """The part of forward that backward computes again.
 
-    CORE: attention's own products. BETWEEN: all but the products with weights. FULL: whole layers.
+    CORE: attention's own products. ALTERNATE: every second product with weights and all that lies between products, as
+    torchtitan's selective checkpointing of operations does. FULL: whole layers.
     """
 
     NONE = "none"
     CORE = "core"
-    BETWEEN = "between"
+    ALTERNATE = "alternate"
     FULL = "full"
 
 
@@ -104,7 +105,8 @@ class UnitSize:
     fused_attention: bool = True
     #: False where norms, activations and sums are kernels of their own, which write and read what lies between them
     fused_elements: bool = True
-
+    #: False where the loss's probabilities and their gradient are two tensors of fp32
+    fused_loss: bool = True
     #: of a parameter and of an activation
     element_bytes: int = 2
 
@@ -151,6 +153,8 @@ class _BlockSizes:
     inputs_bytes: float
     #: kept besides, for I alone
     kept_bytes: float
+    #: kept where every second product is recomputed
+    alternate_bytes: float
     parameters: float
     expert_parameters: float = 0.0
     #: attention's own products, and their traffic
@@ -174,8 +178,9 @@ def _unit(block: _BlockSizes, stream_bytes: float, size: UnitSize) -> UnitCosts:
         # The input alone is kept until the backward, whose I recomputes the rest.
         inputs, kept, transient = inputs + forward, stream_bytes, transient + kept
         for_weights = min(for_weights, kept)
-    elif size.recompute is RecomputedPart.BETWEEN:
-        inputs, kept = inputs + Work(traffic_bytes=others), block.kept_bytes
+    elif size.recompute is RecomputedPart.ALTERNATE:
+        again = block.linear.times(0.5) + Work(traffic_bytes=others)
+        inputs, kept = inputs + again, block.alternate_bytes
         for_weights = min(for_weights, kept)
     elif size.recompute is RecomputedPart.CORE:
         inputs, kept = inputs + block.core, kept - block.core_kept_bytes
@@ -212,6 +217,8 @@ def _attention(shape: ModelShape, size: UnitSize) -> UnitCosts:
         other_bytes=5 * stream + 2 * size.element_bytes * tokens * (widths - shape.output_width / tp),
         inputs_bytes=stream + size.element_bytes * tokens * shape.output_width / tp,
         kept_bytes=stream + qkv_bytes - size.element_bytes * tokens * shape.output_width / tp,
+        # Queries, values and attention's output; keys and the last product are computed again.
+        alternate_bytes=stream + qkv_bytes - size.element_bytes * tokens * shape.kv_width / 2 / tp,
         parameters=weights,
         # Scores are written and read by the product, softmax, dropout and the second product: 13 bytes.
         core=Work(core_flops=core_flops, traffic_bytes=qkv_bytes + 13 * scores),
@@ -241,6 +248,7 @@ def _dense(name: str, shape: ModelShape, size: UnitSize, width: int, kind: str) 
         other_bytes=5 * stream + (ups + 1) * inner,
         inputs_bytes=stream + inner,
         kept_bytes=stream + ups * inner,
+        alternate_bytes=stream + ups * inner / 2,
         parameters=weights,
         messages=Work(tensor_bytes=_tensor_bytes(shape, size)),
     )
@@ -268,6 +276,7 @@ def _mamba(shape: ModelShape, size: UnitSize) -> UnitCosts:
         other_bytes=5 * stream + 6 * widths,
         inputs_bytes=stream + widths / 3,
         kept_bytes=stream + widths,
+        alternate_bytes=stream + widths / 2,
         parameters=weights,
         # Written by their chunk, read and written by the pass over chunks, and read again.
         core=Work(core_flops=scan_flops, traffic_bytes=4 * state_bytes),
@@ -294,6 +303,7 @@ def _experts(shape: ModelShape, size: UnitSize) -> UnitCosts:
         other_bytes=shared.other_bytes + 8 * rows + (ups + 1) * inner,
         inputs_bytes=shared.inputs_bytes + rows + inner,
         kept_bytes=shared.kept_bytes + ups * inner + rows,
+        alternate_bytes=shared.alternate_bytes + ups * inner / 2 + rows,
         parameters=shared.parameters,
         expert_parameters=own,
         messages=shared.messages + Work(expert_bytes=2 * rows * (size.ep - 1) / size.ep),
@@ -324,5 +334,5 @@ def _head(shape: ModelShape, size: UnitSize) -> UnitCosts:
         2 * stream + (size.element_bytes + 4) * logits,
         stream,
         0.0 if shape.tie_embeddings else weights,
-        transient_bytes=size.element_bytes * logits,
+        transient_bytes=(size.element_bytes + (0 if size.fused_loss else 4)) * logits,
     )

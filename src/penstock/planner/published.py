@@ -257,7 +257,7 @@ class _Reader:
     def recompute(self) -> RecomputedPart | None:
         """The part that the note says is recomputed; None if it says nothing."""
         for words, kind in (
-            (("selective AC",), RecomputedPart.BETWEEN),
+            (("selective AC",), RecomputedPart.ALTERNATE),
             (("selective",), RecomputedPart.CORE),
             (("full recompute", "full recomputation", "full AC", "recompute twice"), RecomputedPart.FULL),
         ):
@@ -311,6 +311,7 @@ class _Reader:
             sequence_parallel=not unfused or self.recompute is RecomputedPart.CORE,
             fused_attention=not unfused,
             fused_elements="torchtitan" not in self.row["source"] or "compile" in self.note or "AC;" not in self.note,
+            fused_loss="torchtitan" not in self.row["source"],
             overlapped_tensor="AsyncTP" in self.note,
             folded_ep=self.folded_ep(layout.tp, layout.cp, layout.dp),
             # NVIDIA's performance recipes reduce gradients in 16 bits and, below 16 bits, keep parameters in 8.
