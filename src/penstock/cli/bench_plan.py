@@ -42,9 +42,9 @@ def run(given: argparse.Namespace) -> dict[str, Any]:
     Raises: ValueError for a file or a column that cannot be read.
     """
     if given.here:
-        from penstock.bench import predicted
+        from penstock.cli import bench_plan_here
 
-        return {"predicted": predicted.measure(given.rounds, _progress)}
+        return {"predicted": bench_plan_here.measure(given.rounds, _progress)}
     if given.runs is None:
         sizes = [size for size in timed.SIZES if size.devices in given.devices]
         return {
@@ -79,12 +79,12 @@ def _pair(text: str) -> tuple[str, str]:
 def show(result: dict[str, Any]) -> None:
     """Print the result as tables."""
     if "predicted" in result:
-        from penstock.bench import predicted
+        from penstock.cli import bench_plan_here
 
         for where, found in result["predicted"].items():
             print(f"{where}:")
-            print_table(predicted.cells(found))
-            print(f"{predicted.sentence(found)}\n")
+            print_table(bench_plan_here.cells(found))
+            print(f"{bench_plan_here.sentence(found)}\n")
         return
     if "plans" in result:
         print_table(timed.cells(result["plans"]))
