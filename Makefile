@@ -8,7 +8,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: install setup demo test test-gpu test-ray test-serve quick pytest compiled lint bench promises mutants late \
-	faults endurance test-loaded dist release-check gallery clean
+	faults endurance test-loaded dist release-check gallery docs clean
 
 # What a user needs, and what tests, types and style take besides.
 install: .venv/installed
@@ -101,6 +101,10 @@ endurance: setup
 # The tests beside busy loops, with random delays in each thread of ours; ARGS="--loops 4 --seed 1 tests/dist" chooses.
 test-loaded: compiled
 	$(BIN)/python tools/loaded.py $(ARGS)
+
+# The documentation site, into build/site.
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 # The page of all schedules with its pictures, and the README's.
 gallery: install

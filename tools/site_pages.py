@@ -1,0 +1,77 @@
+"""What the documentation site adds to the pages in docs/: tables and references from the code, links to the repository.
+
+mkdocs calls `on_page_markdown` for each page. The line `<!-- settings -->` becomes the table of all settings,
+`<!-- names of PACKAGE -->` the reference of each of its public names, `<!-- README: HEADING -->` a part of the README.
+"""
+
+import importlib
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+from penstock.settings import SETTINGS
+from penstock.settings.declare import describe, plain
+from penstock.settings.read import section_summaries
+
+_LINK = re.compile(r"(\]\()(\.\.?/[^)#\s]+)")
+_PART = re.compile(r"^<!-- README: (.+) -->$", re.MULTILINE)
+_NAMES = re.compile(r"^<!-- names of ([\w.]+) -->$", re.MULTILINE)
+
+
+def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> str:
+    """Return a page's Markdown as it is built."""
+    markdown = markdown.replace("<!-- settings -->", settings_table())
+    markdown = _PART.sub(lambda found: part_of_readme(found[1]), markdown)
+    markdown = _NAMES.sub(lambda found: reference_of(found[1]), markdown)
+    return outer_links(markdown, page.file.src_uri, config["repo_url"])
+
+
+def outer_links(markdown: str, page: str, repository: str) -> str:
+    """Let links from docs/ to other files of the repository lead to the repository's own pages."""
+
+    def outer(found: re.Match[str]) -> str:
+        path = posixpath.normpath(posixpath.join("docs", posixpath.dirname(page), found[2]))
+        return found[0] if path.startswith("docs/") else f"{found[1]}{repository}/blob/main/{path}"
+
+    return _LINK.sub(outer, markdown)
+
+
+def part_of_readme(heading: str) -> str:
+    """The text below a heading of the README, for a page in docs/.
+
+    Raises: ValueError unless the README has this heading once.
+    """
+    _, text = Path("README.md").read_text(encoding="utf-8").split(f"\n## {heading}\n")
+    text = re.split(r"\n## |\nLicence: ", text)[0].strip()
+    return text.replace("](docs/", "](").replace("](src/", "](../src/").replace("](examples/", "](../examples/")
+
+
+def settings_table() -> str:
+    """A table a section: each setting with its values, its default, its bounds and its sentence of help."""
+    parts = []
+    for section, summary in {"": "Outside all sections.", **section_summaries()}.items():
+        own = [setting for setting in SETTINGS.values() if setting.section == section]
+        rows = ["| setting | values | default | meaning |", "|---|---|---|---|"]
+        for setting in own:
+            values = (
+                f"{describe(setting.type)}{f', {setting.bounds}' if setting.bounds and str(setting.bounds) else ''}"
+            )
+            cells = (f"`{setting.key}`", values, _shown(plain(setting.default)), setting.help)
+            rows.append(f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |")
+        parts.append(f"## {f'[{section}]' if section else 'The run'}\n\n{summary}\n\n" + "\n".join(rows))
+    return "\n\n".join(parts)
+
+
+def _shown(value: Any) -> str:
+    """A default as a file has it; nothing for one that is empty."""
+    if value is None or value in ((), {}):
+        return ""
+    words = value if isinstance(value, tuple) else (value,)
+    return f"`{' '.join(str(word).lower() if isinstance(word, bool) else str(word) for word in words)}`"
+
+
+def reference_of(package: str) -> str:
+    """The public names of a package, each with its own documentation."""
+    names = [name for name in importlib.import_module(package).__all__ if not name.startswith("__")]
+    return "\n\n".join(f"::: {package}.{name}" for name in names)
