@@ -25,12 +25,14 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     engine.close()
 
 
+@pytest.mark.shows(156)
 def test_processes_of_a_run_do_not_grow(tmp_path: Path) -> None:
     found = dict(endurance.command_of_two_ranks(tmp_path, STEPS))
     assert found.keys() == {"launcher", "rank 0", "rank 1"}
     assert {name: endurance.growth(samples) for name, samples in found.items()} == dict.fromkeys(found)
 
 
+@pytest.mark.shows(156)
 @pytest.mark.parametrize(("kind", "times"), [("trains", STEPS), ("generates", CALLS)])
 def test_steps_and_calls_leave_nothing_behind(engine: Engine, kind: str, times: int) -> None:
     samples = endurance.over(getattr(endurance, kind)(engine), lambda number: number < times, 10)
@@ -38,6 +40,7 @@ def test_steps_and_calls_leave_nothing_behind(engine: Engine, kind: str, times: 
     assert endurance.growth(samples) is None
 
 
+@pytest.mark.shows(156)
 def test_a_tensor_that_each_step_leaves_behind_is_found(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     kept: list[Any] = []
     train_batch = Engine.train_batch
