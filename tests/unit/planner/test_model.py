@@ -57,6 +57,9 @@ def test_recomputation_keeps_less_and_computes_more():
     assert none.kept_bytes > core.kept_bytes > full.kept_bytes
     assert full.backward_input.flops == pytest.approx(2 * none.backward_input.flops)
     assert core.backward_input.core_flops > none.backward_input.core_flops
+    alternate = kinds[RecomputedPart.ALTERNATE]
+    assert none.kept_bytes > alternate.kept_bytes > full.kept_bytes
+    assert alternate.backward_input.flops == pytest.approx(1.5 * none.backward_input.flops)
 
 
 def test_names_of_models_and_hosts():

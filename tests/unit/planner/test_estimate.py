@@ -1,0 +1,68 @@
+"""An estimate's figures against what they are by definition."""
+
+import itertools
+
+import pytest
+
+from penstock.planner.cluster import Cluster
+from penstock.planner.estimate import RESERVED_BYTES, Candidate, Workload, estimate, groups_of, state_bytes
+from penstock.planner.shape import published_model
+from penstock.planner.times import Constants
+from penstock.settings import Layout
+
+SHAPE = published_model("llama3-8b")
+
+
+def _candidate(layout: Layout, zero: int = 0) -> Candidate:
+    return Candidate(layout, "1f1b", 1, 1, 8, zero)
+
+
+@pytest.mark.parametrize(("dtype", "sizes"), [("fp32", (4, 4, 8)), ("bf16", (2, 4, 12))])
+def test_a_parameter_has_its_gradient_two_moments_and_below_fp32_a_master_copy(dtype: str, sizes: tuple[int, ...]):
+    state = state_bytes(Workload(SHAPE, 64, 8, dtype), _candidate(Layout()), dense=100.0, experts=10.0)
+    assert (state.parameters, state.gradients, state.optimizer) == tuple(110 * size for size in sizes)
+
+
+@pytest.mark.parametrize(("zero", "shared"), [(0, ()), (1, ("optimizer",)), (2, ("optimizer", "gradients"))])
+def test_zero_divides_its_part_of_the_state_among_the_copies(zero: int, shared: tuple[str, ...]):
+    workload = Workload(SHAPE, 64, 8)
+    whole, part = (state_bytes(workload, _candidate(Layout(dp=4), level), 100.0, 0.0) for level in (0, zero))
+    for name in ("parameters", "gradients", "optimizer"):
+        assert getattr(part, name) == getattr(whole, name) / (4 if name in shared else 1)
+
+
+@pytest.mark.parametrize("layout", [Layout(dp=2, tp=2, pp=2), Layout(cp=2, pp=4), Layout(dp=8)])
+def test_tokens_of_a_device_and_mfu_count_every_device(layout: Layout):
+    workload, cluster = Workload(SHAPE, 2048, 64), Cluster.named("h100", layout.world_size)
+    found = estimate(workload, _candidate(layout), cluster, Constants())
+    assert found.tokens_s_device * layout.world_size * found.step_s == pytest.approx(64 * 2048)
+    flops = 64 * 2048 * SHAPE.flops_per_token(2048) / found.step_s
+    assert found.mfu == pytest.approx(flops / (layout.world_size * cluster.device.peak("bf16")))
+
+
+@pytest.mark.parametrize(("host", "reserved"), [("h100", RESERVED_BYTES), ("cpu", 0)])
+def test_the_fullest_rank_has_all_its_parts_and_on_a_gpu_what_the_driver_takes(host: str, reserved: int):
+    memory = estimate(Workload(SHAPE, 512, 8), _candidate(Layout(pp=2)), Cluster.named(host, 2), Constants()).memory
+    parts = (memory.parameters, memory.gradients, memory.optimizer, memory.tapes, memory.transient)
+    assert all(part > 0 for part in parts)
+    assert memory.total == sum(parts) + reserved
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(dp=2, tp=2, pp=2, cp=2), Layout(dp=4, cp=2), Layout(cp=4, tp=2, pp=2), Layout(dp=4, tp=2, ep=2)],
+)
+def test_groups_are_those_of_the_ranks_numbers(layout: Layout):
+    places = list(itertools.product(*(range(layout.sizes[axis]) for axis in layout.axes)))
+    first = places[0]
+
+    def group(*varying: str) -> list[int]:
+        """The ranks that differ from rank 0 in these axes alone."""
+        fixed = [i for i, axis in enumerate(layout.axes) if axis not in varying]
+        return [rank for rank, place in enumerate(places) if all(place[i] == first[i] for i in fixed)]
+
+    found = groups_of(_candidate(layout))
+    for (size, stride), ranks in ((found.tp, group("tp")), (found.cp, group("cp")), (found.dp, group("dp", "cp"))):
+        assert size == len(ranks)
+        if size > 1:
+            assert stride == ranks[1] - ranks[0]
