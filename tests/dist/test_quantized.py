@@ -103,3 +103,13 @@ def test_the_perplexity_of_a_trained_model_is_within_one_percent_in_int8(tmp_pat
     assert found[Quantize.INT8_WEIGHTS] == pytest.approx(found[Quantize.NONE], rel=0.01)
     assert found[Quantize.INT4] == pytest.approx(found[Quantize.NONE], rel=0.1)
     assert len(set(found.values())) == len(found)
+
+
+def test_an_engine_that_has_packed_its_weights_refuses_to_write_them(tmp_path: Path) -> None:
+    options = EngineOptions(quantize=Quantize.INT8, learns=False)
+    engine = Engine(decoder_units(CONFIG), CONFIG.hidden_size, Layout(), options)
+    with pytest.raises(ValueError, match="packed for good; make one without read_only and quantize"):
+        engine.state()
+    engine.close()
+    with pytest.raises(ValueError, match="leaves no weights to train; give learns=False"):
+        EngineOptions(quantize=Quantize.INT8)

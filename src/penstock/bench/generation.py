@@ -1,4 +1,4 @@
-"""Generation: against transformers in one process, with and without refilling, and the load of emulated stages."""
+"""Generation: against other libraries with two threads, with and without refilling, and the load of emulated stages."""
 
 import random
 import statistics
@@ -12,75 +12,52 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from penstock.bench.generation_task import Generation
+from penstock.bench.peers import ctranslate2_sides, transformers_sides
+from penstock.bench.processor import processor_name
 from penstock.bench.ranks import Turn, in_turns, spread
 from penstock.engine import Engine, EngineOptions
 from penstock.engine.answers import GenerateOptions
-from penstock.model import CachedRows, CacheSize, UnitSpec, decoder_units
+from penstock.engine.build import parameter_dtype
+from penstock.model import CachedRows, CacheSize, UnitSpec
 from penstock.schedule import Batch, Scheduler, Sequence, Token
-from penstock.settings import Layout, ModelConfig, SamplingParams
+from penstock.settings import Layout, SamplingParams
 
 NUM_RANKS = 2
-TRANSFORMERS, PENSTOCK = "transformers", "penstock"
+TRANSFORMERS, CTRANSLATE2, PENSTOCK = "transformers", "ctranslate2", "penstock"
+PEERS = (TRANSFORMERS, CTRANSLATE2)
 
 
-@dataclass(frozen=True)
-class Generation:
-    """The model and its task: by default 8 layers of width 512, 8 prompts of 64 tokens, 64 new tokens each."""
-
-    num_layers: int = 8
-    hidden_size: int = 512
-    intermediate_size: int = 1408
-    vocab_size: int = 4096
-    num_kv_heads: int | None = None
-    tie_embeddings: bool = False
-    num_prompts: int = 8
-    prompt_tokens: int = 64
-    new_tokens: int = 64
-    num_rounds: int = 3
-
-    @property
-    def config(self) -> ModelConfig:
-        return ModelConfig(
-            vocab_size=self.vocab_size,
-            hidden_size=self.hidden_size,
-            intermediate_size=self.intermediate_size,
-            num_layers=self.num_layers,
-            num_heads=self.hidden_size // 64,
-            num_kv_heads=self.num_kv_heads,
-            tie_embeddings=self.tie_embeddings,
-            max_length=self.prompt_tokens + self.new_tokens,
-        )
-
-    def prompts(self, count: int) -> list[list[int]]:
-        generator = torch.Generator().manual_seed(0)
-        return torch.randint(self.vocab_size, (count, self.prompt_tokens), generator=generator).tolist()
-
-    def engine(self) -> Engine:
-        options = EngineOptions(device="cpu", measure_lengths=(self.prompt_tokens,))
-        return Engine(decoder_units(self.config), self.hidden_size, Layout(pp=NUM_RANKS), options)
+LAYOUTS = {"two stages": Layout(pp=NUM_RANKS), "two copies": Layout(dp=NUM_RANKS)}
 
 
 def _penstock(generation: Generation, rank: int) -> Turn:
-    engine = generation.engine()
-    prompts, greedy = (
-        generation.prompts(generation.num_prompts),
-        SamplingParams(max_new_tokens=generation.new_tokens, temperature=0),
-    )
+    greedy, turns = SamplingParams(max_new_tokens=generation.new_tokens, temperature=0), {}
+    for name, layout in LAYOUTS.items():
+        prompts = generation.prompts(generation.num_prompts)
+        turns[name] = generation.engine(layout), prompts[rank :: layout.dp] if layout.dp > 1 else prompts
 
     def turn() -> dict[str, float]:
-        dist.barrier()
-        start = time.perf_counter()
-        engine.generate(prompts, greedy)
-        return {"one slot a stage": time.perf_counter() - start}
+        found = {}
+        for name, (engine, prompts) in turns.items():
+            dist.barrier()
+            start = time.perf_counter()
+            engine.generate(prompts, greedy)
+            dist.barrier()
+            found[name] = time.perf_counter() - start
+        return found
 
     return turn
 
 
-def _transformers(generation: Generation, rank: int) -> Turn:
-    """Run transformers on the first rank, with two threads, with each of its caches; the second rank waits."""
+def _peer(peer: str, generation: Generation, rank: int) -> Turn:
+    """Run another library on the first rank, with two threads, in each of its forms; the second rank waits."""
     if rank > 0:
         return dict
-    sides = transformers_sides(generation)
+    if peer == TRANSFORMERS:
+        sides = transformers_sides(generation, dtype=parameter_dtype(generation.precision))
+    else:
+        sides = ctranslate2_sides(generation, generation.compute_type)
 
     def turn() -> dict[str, float]:
         torch.set_num_threads(2)
@@ -95,53 +72,13 @@ def _transformers(generation: Generation, rank: int) -> Turn:
     return turn
 
 
-def transformers_sides(
-    generation: Generation, device: str = "cpu", dtype: torch.dtype = torch.float32
-) -> dict[str, Callable[[], None]]:
-    """Greedy `transformers.generate` of the same prompts with a model of the same shape, by kind of cache."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()
-    ours = generation.config
-    config = LlamaConfig(
-        vocab_size=ours.vocabulary,
-        hidden_size=ours.hidden_size,
-        intermediate_size=ours.intermediate_size,
-        num_hidden_layers=ours.num_layers,
-        num_attention_heads=ours.num_heads,
-        num_key_value_heads=ours.key_heads,
-        max_position_embeddings=ours.max_length,
-        tie_word_embeddings=ours.tie_embeddings,
-    )
-    with torch.device(device):
-        model: Any = LlamaForCausalLM(config)
-    model.to(dtype).eval()
-    given = torch.tensor(generation.prompts(generation.num_prompts), device=device)
-
-    @torch.inference_mode()
-    def generate(cache: str | None) -> None:
-        made = model.generate(
-            given,
-            attention_mask=torch.ones_like(given),
-            max_new_tokens=generation.new_tokens,
-            min_new_tokens=generation.new_tokens,
-            do_sample=False,
-            pad_token_id=0,
-            cache_implementation=cache,
-        )
-        assert made.shape[1] == generation.prompt_tokens + generation.new_tokens
-
-    return {"growing cache": partial(generate, None), "static cache": partial(generate, "static")}
-
-
 def _prepare(side: str, rank: int, generation: Generation) -> Turn:
-    return (_penstock if side == PENSTOCK else _transformers)(generation, rank)
+    return _penstock(generation, rank) if side == PENSTOCK else _peer(side, generation, rank)
 
 
-def against_transformers(generation: Generation) -> dict[str, Any]:
-    """Compare tokens per second of both, in turn in one run; the ratio is over the better of transformers' caches."""
-    sides = in_turns((TRANSFORMERS, PENSTOCK), NUM_RANKS, _prepare, generation, num_rounds=generation.num_rounds)
+def against(generation: Generation, peers: tuple[str, ...]) -> dict[str, Any]:
+    """Compare tokens per second of all sides, in turn in one run; a ratio is over the better of a peer's forms."""
+    sides = in_turns((*peers, PENSTOCK), NUM_RANKS, _prepare, generation, num_rounds=generation.num_rounds)
     num_tokens = generation.num_prompts * generation.new_tokens
     rates: dict[str, list[float]] = {}
     for side, ranks in sides.items():
@@ -149,12 +86,13 @@ def against_transformers(generation: Generation) -> dict[str, Any]:
             for name, wall_s in found.items():
                 rates.setdefault(f"{side}, {name}", []).append(num_tokens / wall_s)
     median = {name: statistics.median(found) for name, found in rates.items()}
-    best = max(rate for name, rate in median.items() if name.startswith(TRANSFORMERS))
-    ours = max(rate for name, rate in median.items() if name.startswith(PENSTOCK))
-    return {
-        "tokens_per_s": {name: spread(found) for name, found in rates.items()},
-        "over_transformers": ours / best,
-    }
+
+    def best(side: str) -> float:
+        return max(rate for name, rate in median.items() if name.startswith(f"{side}, "))
+
+    ratios = {f"over_{peer}": best(PENSTOCK) / best(peer) for peer in peers}
+    per_s = {name: spread(found) for name, found in rates.items()}
+    return {"processor": processor_name(), "tokens_per_s": per_s} | ratios
 
 
 # ---- refilling
@@ -206,7 +144,7 @@ class Refills:
 
 
 def _prepare_refill(side: str, rank: int, refills: Refills) -> Turn:
-    engine = refills.generation.engine()
+    engine = refills.generation.engine(Layout(pp=NUM_RANKS))
     prompts = refills.generation.prompts(refills.num_prompts)
     params = [SamplingParams(max_new_tokens=length, seed=i) for i, length in enumerate(refills.lengths)]
 
@@ -309,10 +247,10 @@ def emulated(ring: EmulatedRing) -> dict[str, Any]:
     return {"ranks": ring.num_ranks, "slots": ring.num_slots, "busy_shares": shares, "least_busy_share": min(shares)}
 
 
-def measure(generation: Generation, parts: tuple[str, ...]) -> dict[str, Any]:
+def measure(generation: Generation, parts: tuple[str, ...], peers: tuple[str, ...]) -> dict[str, Any]:
     """Run the comparisons of these names."""
     measured: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
-        "transformers": ("against transformers", lambda: against_transformers(generation)),
+        "peers": (f"against {' and '.join(peers)}", lambda: against(generation, peers)),
         "refill": ("refilling", lambda: refilling(replace(generation, prompt_tokens=16))),
         "emulated": ("emulated stages", lambda: emulated(EmulatedRing(num_rounds=generation.num_rounds))),
     }

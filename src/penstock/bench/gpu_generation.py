@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 
-from penstock.bench.generation import TRANSFORMERS, Generation, transformers_sides
+from penstock.bench.generation import TRANSFORMERS
+from penstock.bench.generation_task import Generation
+from penstock.bench.peers import transformers_sides
 from penstock.bench.ranks import spread
 from penstock.engine import Engine, EngineOptions
 from penstock.engine.answers import GenerateOptions
@@ -42,7 +44,7 @@ def check_gpu() -> None:
     """
     if not torch.cuda.is_available():
         raise ValueError(
-            "--parts gpu needs a CUDA device, and this machine shows none; transformers, refill and emulated run here"
+            "--parts gpu needs a CUDA device, and this machine shows none; peers, refill and emulated run here"
         )
 
 

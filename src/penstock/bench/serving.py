@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from penstock.bench.generation import Generation
+from penstock.bench.generation_task import Generation
 from penstock.bench.ranks import spread
 
 _HOST = "127.0.0.1"

@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 from penstock import schedule
@@ -11,6 +12,7 @@ from penstock.bench.ranks import RankFailed
 from penstock.cli import bench_plan
 from penstock.cli.commands import Parser, print_json, print_table
 from penstock.schedule import builders
+from penstock.settings import Precision, Quantize
 
 DESCRIPTION = """Measure Penstock on this machine, against its peers where they exist. Each side runs several times in
 turn with the others, in one run; medians and ranges are printed."""
@@ -139,12 +141,23 @@ def _add_models(benchmarks: Any) -> None:
     generate = _add(benchmarks, "generate", _generate, "tokens per second of generation, and how busy stages are")
     generate.add_argument("--layers", type=int, default=8, help="layers of the model")
     generate.add_argument("--hidden-size", type=int, default=512, help="width of the model")
+    generate.add_argument("--intermediate-size", type=int, default=1408, help="width of its MLPs")
+    generate.add_argument("--kv-heads", type=int, help="key and value heads (default: as many as query heads)")
+    generate.add_argument("--vocab-size", type=int, default=4096, help="tokens of its vocabulary")
     generate.add_argument("--prompts", type=int, default=8, help="number of prompts")
     generate.add_argument("--prompt-tokens", type=int, default=64, help="tokens of a prompt")
     generate.add_argument("--new-tokens", type=int, default=64, help="tokens of an answer")
     parts = [*_GENERATE_PARTS, "gpu"]
     said = f"what is measured: {', '.join(parts)} (default: all but gpu)"
     generate.add_argument("--parts", nargs="+", choices=parts, default=_GENERATE_PARTS, metavar="PART", help=said)
+    peers = ("transformers", "ctranslate2")
+    generate.add_argument(
+        "--against", nargs="+", choices=peers, default=peers[:1], metavar="PEER", help=" or ".join(peers)
+    )
+    generate.add_argument("--precision", choices=["fp32", "bf16"], default="fp32", help="of weights and activations")
+    generate.add_argument(
+        "--quantize", choices=[*Quantize], default="none", help="Penstock's weights; CTranslate2 then has int8"
+    )
     generate.add_argument("--rounds", type=int, default=3, help="of each side, in turn")
 
     serve = _add(benchmarks, "serve", _serve, "tokens per second of a server over generate, and its first tokens")
@@ -281,31 +294,39 @@ def _balance(given: argparse.Namespace) -> dict[str, Any]:
     return measure(Learning(num_steps=given.steps, seed=given.seed), _progress)
 
 
-_GENERATE_PARTS = ("transformers", "refill", "emulated")
+_GENERATE_PARTS = ("peers", "refill", "emulated")
 
 
 def _generate(given: argparse.Namespace) -> dict[str, Any]:
-    from penstock.bench.generation import Generation, measure
+    from penstock.bench.generation import measure
+    from penstock.bench.generation_task import Generation
     from penstock.bench.gpu_generation import LLAMA_1B, check_gpu, on_gpu
 
     gpu = "gpu" in given.parts
     if gpu:
         check_gpu()
+    if "ctranslate2" in given.against and find_spec("ctranslate2") is None:
+        raise ValueError("--against ctranslate2 needs it; install it with pip install 'penstock[bench]'")
     generation = Generation(
         num_layers=given.layers,
         hidden_size=given.hidden_size,
+        intermediate_size=given.intermediate_size,
+        vocab_size=given.vocab_size,
+        num_kv_heads=given.kv_heads,
         num_prompts=given.prompts,
         prompt_tokens=given.prompt_tokens,
         new_tokens=given.new_tokens,
         num_rounds=given.rounds,
+        precision=Precision(given.precision),
+        quantize=Quantize(given.quantize),
     )
     _progress(f"{dataclasses.asdict(generation)}")
-    found = measure(generation, given.parts)
+    found = measure(generation, given.parts, tuple(given.against))
     return found | {"on a GPU": on_gpu(dataclasses.replace(LLAMA_1B, num_rounds=given.rounds))} if gpu else found
 
 
 def _serve(given: argparse.Namespace) -> dict[str, Any]:
-    from penstock.bench.generation import Generation
+    from penstock.bench.generation_task import Generation
     from penstock.bench.serving import Serving, measure
 
     generation = Generation(

@@ -172,12 +172,15 @@ def machine() -> dict[str, str]:
     import torch
     import torch.distributed as dist
 
+    from penstock.bench.processor import processor_name
+
     pages, page_bytes = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
     backends = [name for name in ("gloo", "nccl", "ucc", "mpi") if dist.is_backend_available(name)]
     found = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     optional = [name for name in ("transformers", "tokenizers", "safetensors", "matplotlib") if find_spec(name)]
     return {
         "machine": f"{platform.node()}: {platform.system()} {platform.release()}, {platform.machine()}",
+        "processor": processor_name(),
         "cores": f"{_num_cores()} usable, {pages * page_bytes / 2**30:.1f} GiB of memory",
         "python": f"{platform.python_version()}, penstock {__version__}, torch {torch.__version__}",
         "backends": ", ".join(backends) or "none",

@@ -101,6 +101,7 @@ def export_model(state: ModelState, form: HuggingFaceForm | None, path: Path | s
     state.check_call("save_hf", path=(path, Path | str))
     if form is None:
         raise ValueError("this engine's model was given as layers, for which transformers has no config.json")
+    state.pipeline.options.check_unpacked("save_hf")
     has_adapters = state.pipeline.options.adapter is not None
     if options.merge_adapters and not has_adapters:
         raise ValueError("merge_adapters = True, but this engine has no adapters")

@@ -80,6 +80,14 @@ class EngineOptions(Settings):
         """True if packed weights take the place of parameters."""
         return self.read_only or self.quantize is not Quantize.NONE
 
+    def check_unpacked(self, act: str) -> None:
+        """Refuse an act that needs the parameters themselves. Raises: ValueError where they have been packed."""
+        if self.packs_for_good:
+            raise ValueError(
+                f"{act} needs this engine's weights, which it has packed for good; make one without "
+                "read_only and quantize"
+            )
+
     @classmethod
     def of(cls, config: RunConfig) -> "EngineOptions":
         """The options of an engine for a run."""

@@ -112,6 +112,7 @@ class ModelState:
     def state(self, optimizer: bool = True) -> dict[str, LocalTensor]:
         """This rank's part of the parameters, buffers and the optimizer's state, by full name: copy into it to load."""
         model = local_parameters(self.parameters(), self.shards) | self.buffers()
+        self.pipeline.options.check_unpacked("the state")
         if not optimizer:
             return model
         return model | local_state(self.trainer.optimizer.owned_state(), self.shards)

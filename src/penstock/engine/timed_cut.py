@@ -21,6 +21,7 @@ from penstock.runtime import Boundary, Stage, Tape
 from penstock.runtime.stage import Finish
 from penstock.schedule import Costs, Placement, costs_of_cut
 from penstock.schedule.choice import ScheduleChoice
+from penstock.settings import Quantize
 
 NUM_RUNS = 5
 _MICROBATCHES_PER_RANK = 4
@@ -62,6 +63,8 @@ def times_here(
 
     Units that do equal work (the layers of a decoder) are measured once.
     """
+    # A backward needs the parameters.
+    options = replace(options, read_only=False, quantize=Quantize.NONE)
     sequences = Sequences.from_lengths(lengths, device)
     boundary = Boundary(hidden_size, parameter_dtype(options.precision))
     known: dict[tuple[str, int, float], UnitTimes] = {}

@@ -1,0 +1,62 @@
+"""The model of the benchmarks of generation, and its task."""
+
+from dataclasses import dataclass
+
+import torch
+
+from penstock.engine import Engine, EngineOptions
+from penstock.model import decoder_units
+from penstock.settings import Layout, ModelConfig, Precision, Quantize
+
+
+@dataclass(frozen=True)
+class Generation:
+    """The model and its task: by default 8 layers of width 512, 8 prompts of 64 tokens, 64 new tokens each."""
+
+    num_layers: int = 8
+    hidden_size: int = 512
+    intermediate_size: int = 1408
+    vocab_size: int = 4096
+    num_kv_heads: int | None = None
+    tie_embeddings: bool = False
+    num_prompts: int = 8
+    prompt_tokens: int = 64
+    new_tokens: int = 64
+    num_rounds: int = 3
+    precision: Precision = Precision.FP32
+    quantize: Quantize = Quantize.NONE
+
+    @property
+    def compute_type(self) -> str:
+        """CTranslate2's name for these numbers."""
+        if self.quantize is not Quantize.NONE:
+            return "int8"
+        return {Precision.BF16: "bfloat16"}.get(self.precision, "float32")
+
+    @property
+    def config(self) -> ModelConfig:
+        return ModelConfig(
+            vocab_size=self.vocab_size,
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            num_layers=self.num_layers,
+            num_heads=self.hidden_size // 64,
+            num_kv_heads=self.num_kv_heads,
+            tie_embeddings=self.tie_embeddings,
+            max_length=self.prompt_tokens + self.new_tokens,
+        )
+
+    def prompts(self, count: int) -> list[list[int]]:
+        generator = torch.Generator().manual_seed(0)
+        return torch.randint(self.vocab_size, (count, self.prompt_tokens), generator=generator).tolist()
+
+    def engine(self, layout: Layout) -> Engine:
+        options = EngineOptions(
+            device="cpu",
+            measure_lengths=(self.prompt_tokens,),
+            precision=self.precision,
+            quantize=self.quantize,
+            learns=False,
+            read_only=True,
+        )
+        return Engine(decoder_units(self.config), self.hidden_size, layout, options)

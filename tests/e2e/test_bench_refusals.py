@@ -1,0 +1,23 @@
+"""What cannot be measured here is refused before anything is built: on a GPU, or against a library that is missing."""
+
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from penstock.cli.main import main
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_the_gpu_part_of_generation_is_refused_without_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "generate", "--parts", "emulated", "gpu"]) == 2
+    told = capsys.readouterr()
+    assert "--parts gpu needs a CUDA device" in told.err and "emulated run here" in told.err
+    assert told.out == ""
+
+
+@pytest.mark.skipif(find_spec("ctranslate2") is not None, reason="it is installed")
+def test_a_peer_that_is_not_installed_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "generate", "--against", "ctranslate2", "--quantize", "int8"]) == 2
+    told = capsys.readouterr()
+    assert "pip install 'penstock[bench]'" in told.err and len(told.err.splitlines()) == 1 and not told.out
