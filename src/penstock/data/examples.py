@@ -19,6 +19,7 @@ import numpy as np
 from penstock.data.checks import CorpusError
 from penstock.data.sources import ROW_ENDINGS, Row, Source
 from penstock.data.store import EncodedDocument
+from penstock.settings.json_files import parse_json
 
 FORMS = '{"messages": [...]}, {"prompt": ..., "completion": ...} or {"text": ...}'
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -293,7 +294,7 @@ def _options(where: str, example: Mapping[str, Any]) -> dict[str, Any]:
         raise CorpusError(f"{where}: its 'chat_template_kwargs' must be an object")
     if isinstance(tools, str):
         try:
-            tools = json.loads(tools)
+            tools = parse_json(tools)
         except ValueError:
             raise CorpusError(f"{where}: its 'tools' are no JSON; give a list of objects") from None
     return {**options, "tools": tools} if tools else dict(options)

@@ -21,14 +21,22 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
-    """Go on with the random numbers of `state`; a generator that it leaves out stays as it is."""
-    if "python" in state:
-        version, numbers, gauss = state["python"]
-        random.setstate((version, tuple(numbers), gauss))
-    if "torch" in state:
-        torch.set_rng_state(_tensor(state["torch"]))
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(_tensor(state["cuda"]))
+    """Go on with the random numbers of `state`; a generator that it leaves out stays as it is.
+
+    Raises:
+        ValueError: it is no state that `random_state` gave.
+    """
+    try:
+        if "python" in state:
+            version, numbers, gauss = state["python"]
+            random.setstate((version, tuple(numbers), None if gauss is None else float(gauss)))
+        if "torch" in state:
+            torch.set_rng_state(_tensor(state["torch"]))
+        if "cuda" in state and torch.cuda.is_available():
+            torch.cuda.set_rng_state(_tensor(state["cuda"]))
+    except (ValueError, TypeError, OverflowError, RuntimeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"the saved state of random numbers is none ({type(error).__name__}: {reason})") from None
 
 
 def restore_random_state(saved: Sequence[Mapping[str, Any]], rank: int, world_size: int) -> None:

@@ -142,6 +142,7 @@ def test_rows_of_parquet_are_examples(folder: Path, tmp_path: Path) -> None:
         ({"prompt": "hello", "completion": "\ud800"}, "cannot be written as UTF-8"),
         ({"messages": [user("hello"), {"role": "assistant", "content": 3}]}, "template of .* refuses its messages"),
         ({**GOOD, "tools": "{"}, "'tools' are no JSON; give a list of objects"),
+        ({**GOOD, "tools": "[" * 100_000}, "'tools' are no JSON; give a list of objects"),
         ({**GOOD, "chat_template_kwargs": 3}, "'chat_template_kwargs' must be an object"),
     ],
 )  # fmt: skip

@@ -17,6 +17,7 @@ from penstock.data.checks import BatchError, CorpusError
 from penstock.data.store import load_store
 from penstock.draw.layers import read_recorded_step
 from penstock.engine.checkpoint.manifest import CheckpointInfo, DamagedCheckpoint, read_manifest, write_manifest
+from penstock.engine.random_state import random_state, set_random_state
 from penstock.engine.runs import read_metrics
 from penstock.engine.saved_model import open_model
 from penstock.model.hf.files import INDEX_FILE, SINGLE_FILE
@@ -96,6 +97,30 @@ def test_a_setting_of_another_type_is_named(
         opened("config.json", json.dumps(content | {key: value}).encode())
     assert is_sentence(caught.value)
     return None
+
+
+@pytest.mark.shows(148)
+@pytest.mark.parametrize(
+    "key, value",
+    [
+        *(("dtype", value) for value in ("x", [1], True, {"a": 1})),
+        *(("torch_dtype", value) for value in ("tensor", 1)),
+        *(("quantization_config", value) for value in ("x", [1], {"a": {"b": []}}, {"quant_method": 3})),
+        *(("attention_dropout", value) for value in ([None], "x", {"a": 1})),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("native", [True, False])
+def test_settings_of_dtypes_and_quantization_are_named(key: str, value: Any, native: bool, model: Path) -> None:
+    path = model / "config.json"
+    before = path.read_text()
+    try:
+        path.write_text(json.dumps(json.loads(before) | {key: value}))
+        with pytest.raises(ValueError, match=key) as caught:
+            open_model(model, native=native)
+        assert is_sentence(caught.value)
+    finally:
+        path.write_text(before)
 
 
 @pytest.mark.shows(148)
@@ -207,6 +232,25 @@ def test_a_manifest_that_misstates_its_checkpoint_is_a_damaged_one(changes: dict
     with pytest.raises(DamagedCheckpoint) as caught:
         read_manifest(manifest(tmp_path, **changes))
     assert is_sentence(caught.value)
+
+
+@pytest.mark.shows(148)
+@pytest.mark.parametrize(
+    "change",
+    [*({"place": value} for value in (10**30, -1, "x", None, [1])), {"gauss": "x"}, {"torch": "AAAA"}, {"torch": 3}],
+    ids=str,
+)
+def test_a_random_state_that_is_none_is_refused(change: dict[str, Any]) -> None:
+    before = random_state()
+    version, numbers, gauss = before["python"]
+    numbers = [*numbers[:38], change.get("place", numbers[38]), *numbers[39:]]
+    changed = {"python": [version, numbers, change.get("gauss", gauss)], "torch": change.get("torch", before["torch"])}
+    try:
+        with pytest.raises(ValueError, match="state of random numbers is none") as caught:
+            set_random_state(changed)
+        assert is_sentence(caught.value)
+    finally:
+        set_random_state(before)
 
 
 def test_a_manifest_that_nobody_has_changed_is_read(tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from penstock.model.hf.families import FAMILIES, MIXTRAL_EXPERTS, Family, Windows
 from penstock.model.hf.files import MissingFile, refuse_links_out
 from penstock.settings import ExpertConfig, ModelConfig, RopeKind, RopeScaling
@@ -23,6 +25,12 @@ _KINDS: dict[str, type] = {
     **dict.fromkeys(("tie_word_embeddings", "use_sliding_window", "norm_topk_prob"), bool),
     **dict.fromkeys(("rope_scaling", "rope_parameters"), dict),
 }
+# What both the decoder and transformers' layers leave to whoever loads the weights.
+_KINDS_OF_ALL: dict[str, type] = {
+    **dict.fromkeys(("dtype", "torch_dtype"), str),
+    "quantization_config": dict,
+    "attention_dropout": float,
+}
 _ROPE_VALUES: dict[str, type] = {
     **dict.fromkeys(("rope_type", "type"), str),
     **dict.fromkeys(("factor", "rope_theta", "low_freq_factor", "high_freq_factor", "beta_slow", "beta_fast"), float),
@@ -41,13 +49,27 @@ def read_config_json(folder: Path) -> dict[str, Any]:
 
     Raises:
         MissingFile: the file is missing; names its path.
-        ValueError: it is not a JSON object, or a link in the folder leads out of it.
+        ValueError: it is not a JSON object, a link in the folder leads out of it, or its dtype, quantization or
+            dropout is of a kind that no model has.
     """
     path = folder / CONFIG_FILE
     refuse_links_out(folder)
     if not path.is_file():
         raise MissingFile(f"{path} is missing: a model's folder has one")
-    return read_json_object(path)
+    content = read_json_object(path)
+    _check_kinds_of_all(content, str(path))
+    return content
+
+
+def _check_kinds_of_all(content: Mapping[str, Any], where: str) -> None:
+    check_kinds(content, _KINDS_OF_ALL, where)
+    for key in ("dtype", "torch_dtype"):
+        name = content.get(key)
+        if name is not None and not isinstance(getattr(torch, name.removeprefix("torch."), None), torch.dtype):
+            raise ValueError(f"{where}: {key} is {name!r}; a dtype such as 'bfloat16' is expected")
+    quantization = content.get("quantization_config")
+    if quantization and not isinstance(quantization.get("quant_method"), str):
+        raise ValueError(f"{where}: quantization_config has no quant_method that is a string")
 
 
 def architecture(content: Mapping[str, Any]) -> str:
