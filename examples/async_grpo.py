@@ -30,7 +30,7 @@ from penstock.settings import LearningRate, ModelConfig, OptimizerConfig
 CHARACTERS = "0123456789+=\n"
 END = CHARACTERS.index("\n")
 WARM_UP_STEPS, MOST_ROUNDS = 20, 400
-NUM_SUMS, NUM_ANSWERS = 16, 16  # of a round: different sums, and answers to each
+NUM_SUMS, NUM_ANSWERS = 32, 16  # of a round: different sums, and answers to each
 UPDATES = 2  # steps on the answers of a round
 CLIP = 0.2  # how far an importance ratio may move away from 1 before its answer stops to count
 EXPLORE = 0.05  # what a nat of entropy is worth, in units of a normalised reward
