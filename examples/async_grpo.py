@@ -178,7 +178,7 @@ def execute(run: Run) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--goal", type=float, default=0.9, help="end when this share of five rounds' answers is right")
-    parser.add_argument("--bound", type=int, default=2 * UPDATES + SYNCHRONOUS, help="steps that an answer may age")
+    parser.add_argument("--bound", type=int, default=UPDATES + SYNCHRONOUS, help="steps that an answer may age")
     parser.add_argument("--compare", action="store_true", help="with the synchronous loop, on emulated devices")
     parser.add_argument("--token-s", type=float, default=0.12, help="what a token takes longer there")
     parser.add_argument("--step-s", type=float, default=0.3, help="what a step takes longer there")

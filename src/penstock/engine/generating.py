@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 
 from penstock.engine.answers import GenerateOptions, GenerateResult
-from penstock.engine.generator import Generator, Interrupt, Listeners, OnAnswer, OnToken
+from penstock.engine.generator import Generator
+from penstock.engine.listeners import Interrupt, Listeners, OnAnswer, OnToken
 from penstock.settings import SamplingParams
 
 

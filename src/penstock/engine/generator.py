@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -15,7 +15,7 @@ from torch import Tensor
 from penstock import schedule
 from penstock.engine.answer_text import AnswerText
 from penstock.engine.answers import GenerateOptions, GenerateResult
-from penstock.engine.batch_checks import check_callable
+from penstock.engine.listeners import AgreedInterrupt, Listeners, Told
 from penstock.engine.pipeline import Pipeline
 from penstock.engine.prompts import check_skipped, checked_prompts
 from penstock.engine.requests import RequestQueue
@@ -30,35 +30,12 @@ from penstock.runtime import (
     Ring,
     host_channels,
 )
+from penstock.runtime.distributed import unique_number
 from penstock.schedule import RingShape, Scheduler
-from penstock.settings import Layout, Precision
+from penstock.settings import Precision
 
 _KEPT_RECORDS = 1024
 """Records of a generation without end; a longer trace would only take memory."""
-
-OnToken = Callable[[int, int], object]
-OnAnswer = Callable[[int, schedule.Sequence], object]
-Interrupt = Callable[[], object]
-
-
-@dataclass(frozen=True, eq=False)
-class Listeners:
-    """A user's functions, called during a generation; see `Generator.generate`."""
-
-    on_token: OnToken | None = None
-    on_answer: OnAnswer | None = None
-    interrupt: Interrupt | None = None
-
-    def check(self, layout: Layout) -> None:
-        """Refuse what cannot be called. Raises: ValueError."""
-        check_callable("on_token", self.on_token, "number, token", optional=True)
-        check_callable("on_answer", self.on_answer, "number, answer", optional=True)
-        check_callable("interrupt", self.interrupt, "", optional=True)
-        if self.interrupt is not None and layout.shares_layers:
-            raise ValueError(
-                f"{layout}: ranks that share layers cannot be interrupted, since they may not be asked at the same "
-                "token; layouts of pp and dp can"
-            )
 
 
 @dataclass(eq=False)
@@ -219,14 +196,25 @@ class Generator:
     ) -> GenerateCall:
         ring, leader = self.ring, None
         shape = options.shape(len(sequences) - len(options.skip), self._pipeline.layout.pp)
+        interrupts = self._interrupts(listeners)
         if ring.rank == 0:
             any_goes_on = self._any_goes_on if ring.lockstep else None
             scheduler = Scheduler(sequences, shape, options.refill, options.longest_first, any_goes_on)
             scheduler.stop(options.skip)
             stops = {s.number: AnswerText(options.tokenizer, s.params.stop) for s in sequences if s.params.stop}
-            told = _Told(scheduler, listeners, stops)
-            leader = Leader(scheduler, told.hear, interrupts=told.interrupts)
+            told = Told(scheduler, listeners, stops)
+            leader = Leader(scheduler, told.hear, interrupts=interrupts)
         return GenerateCall(sequences, options, shape, leader)
+
+    def _interrupts(self, listeners: Listeners) -> Callable[[], bool]:
+        """Ask the user whether to interrupt; of ranks that share layers the first asks for all."""
+        ask, grid, group = listeners.interrupt, self._pipeline.grid, self._pipeline.grid.batch_control
+        if ask is None:
+            return lambda: False
+        if self._pipeline.layout.tp * self._pipeline.layout.cp == 1 or group is None:
+            return lambda: bool(ask())
+        is_first = grid.tp_rank == grid.cp_rank == 0
+        return AgreedInterrupt(ask if is_first else None, unique_number(group), self.ring.alarm)
 
     def _run(self, generation: GenerateCall, longest: int) -> DecodeLoop:
         """Take part in a generation until it is over; a row of the cache has room for `longest` tokens."""
@@ -268,7 +256,8 @@ class Generator:
             check_skipped(options.skip, sum(own.num_samples for own in checked[1]))
             if options.tokenizer is None and any(own.stop for own in checked[1]):
                 raise ValueError("stop is given as text, but no tokenizer; give one in GenerateOptions(tokenizer=...)")
-            given = repr((checked, sorted(options.skip)))
+            asks = listeners.interrupt is not None and pipeline.layout.tp * pipeline.layout.cp > 1
+            given = repr((checked, sorted(options.skip), asks))
             digest = hashlib.blake2b(given.encode(), digest_size=16).hexdigest()
             num_slots = options.num_slots or pipeline.layout.pp
             return (checked, digest, num_slots), [grid.dp_rank, digest, num_slots]
@@ -314,34 +303,3 @@ class Generator:
             reports = gather_json([report.busy_s, report.wall_s, report.num_forwards], group)
         busy_s, wall_s, num_forwards = zip(*reports, strict=True)
         return GenerateResult(tuple(loop.sequences), wall_s[0], busy_s, num_forwards, report.num_rounds)
-
-
-@dataclass(frozen=True, eq=False)
-class _Told:
-    """Calls a user's functions on the rank of the first stage."""
-
-    #: decides what is computed; stopped when a listener wants it
-    scheduler: Scheduler
-    #: on_token: if it returns true, the sequence ends
-    listeners: Listeners
-    #: number of a sequence with stop strings -> its text, up to the first of them
-    stops: Mapping[int, AnswerText]
-
-    def hear(self, grown: list[schedule.Sequence]) -> None:
-        """Report new tokens, and sequences that they have ended."""
-        on_token, on_answer = self.listeners.on_token, self.listeners.on_answer
-        for sequence in grown:
-            text = self.stops.get(sequence.number)
-            if text is not None:
-                text.add(sequence.last_token)
-                if text.stopped:
-                    self.scheduler.stop([sequence.number])
-            if on_token is not None and on_token(sequence.number, sequence.last_token):
-                self.scheduler.stop([sequence.number])
-            if on_answer is not None and sequence.ending is not None:
-                on_answer(sequence.number, sequence)
-
-    def interrupts(self) -> bool:
-        """Return whether the user wants the generation to end here for now."""
-        interrupt = self.listeners.interrupt
-        return interrupt is not None and bool(interrupt())
