@@ -9,6 +9,7 @@ from penstock.bench import scale
 def test_each_size_is_timed_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch):
     sizes = {"interleaved": (scale.Size(2, 2, 4),), "1f1b": (scale.Size(2, 1, 8),)}
     monkeypatch.setattr(scale, "SIZES", sizes)
+    monkeypatch.setattr(scale, "sizes_of_all", lambda: {"v-min": (scale.Size(3, 2, 4),)})
     found = scale.measure()
     assert [row["schedule"] for row in found["sizes"]] == list(sizes)
     for row in found["sizes"]:
@@ -17,6 +18,16 @@ def test_each_size_is_timed_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPa
         parts = [row[part] for part in ("build_s", "lower_s", "verify_s", "simulate_s")]
         assert all(part > 0 for part in parts) and sum(parts) == pytest.approx(row["total_s"])
         assert 2**20 < row["peak_memory_bytes"] <= found["largest"]["peak_memory_bytes"]
+    (many,) = found["many ranks"]
+    assert (many["schedule"], many["ranks"]) == ("v-min", 3) and 0 < many["build_s"] < many["total_s"]
+
+
+def test_every_schedule_that_trains_is_built_for_a_thousand_ranks():
+    sizes = scale.sizes_of_all()
+    assert set(sizes) == {name for name in schedule.names() if name != "inference"}
+    assert all(own[-1].ranks == 1024 for own in sizes.values())
+    for name, (least, *_) in sizes.items():
+        schedule.build(name, ranks=least.ranks, microbatches=least.microbatches, stages_per_rank=least.stages_per_rank)
 
 
 def test_a_process_that_fails_is_named():

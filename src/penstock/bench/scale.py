@@ -1,4 +1,6 @@
-"""Time and memory to build, lower, prove and simulate schedules of up to two million actions."""
+"""Time and memory to build, lower, prove and simulate schedules: of up to two million actions, and every one on many
+ranks.
+"""
 
 import json
 import resource
@@ -10,6 +12,7 @@ from itertools import pairwise
 from typing import Any
 
 from penstock import schedule
+from penstock.schedule import builders
 
 MAX_SECONDS, MAX_BYTES = 20.0, 2 * 2**30  # limits for the largest size
 
@@ -29,6 +32,18 @@ SIZES = {
     "1f1b": (Size(16, 1, 1300), Size(32, 1, 2600), Size(64, 1, 5200)),
 }
 
+# Every schedule that trains, on as many ranks as a pipeline may have, with few microbatches.
+MANY_RANKS, FEW_MICROBATCHES = (64, 256, 1024), 64
+
+
+def sizes_of_all() -> dict[str, tuple[Size, ...]]:
+    """Growing numbers of ranks for each schedule that trains, by name."""
+    return {
+        name: tuple(Size(ranks, schedule.default_stages(name), FEW_MICROBATCHES) for ranks in MANY_RANKS)
+        for name in schedule.names()
+        if builders.trains(name)
+    }
+
 
 def measure() -> dict[str, Any]:
     """Measure seconds of each part and peak resident memory, each schedule and size in its own process.
@@ -36,8 +51,13 @@ def measure() -> dict[str, Any]:
     Raises: RuntimeError with the output of a process that failed.
     """
     found = [_in_own_process(name, size) for name, sizes in SIZES.items() for size in sizes]
+    many = [_in_own_process(name, size) for name, sizes in sizes_of_all().items() for size in sizes]
     return {
         "sizes": found,
+        "many ranks": [
+            {key: row[key] for key in ("schedule", "ranks", "num_actions", "build_s", "total_s", "peak_memory_bytes")}
+            for row in many
+        ],
         "largest": {
             "total_s": max(row["total_s"] for row in found),
             "total_s_allowed": MAX_SECONDS,
