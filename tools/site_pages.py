@@ -1,7 +1,8 @@
 """What the documentation site adds to the pages in docs/: tables and references from the code, links to the repository.
 
 mkdocs calls `on_page_markdown` for each page. The line `<!-- settings -->` becomes the table of all settings,
-`<!-- names of PACKAGE -->` the reference of each of its public names, `<!-- README: HEADING -->` a part of the README.
+`<!-- names of PACKAGE -->` the reference of each of its public names, `<!-- README: HEADING -->` a part of the README,
+`<!-- file: PATH -->` a file of the repository.
 """
 
 import importlib
@@ -14,8 +15,10 @@ from penstock.settings import SETTINGS
 from penstock.settings.declare import describe, plain
 from penstock.settings.read import section_summaries
 
+ROOT = Path(__file__).parents[1]
 _LINK = re.compile(r"(\]\()(\.\.?/[^)#\s]+)")
 _PART = re.compile(r"^<!-- README: (.+) -->$", re.MULTILINE)
+_FILE = re.compile(r"^<!-- file: (.+) -->$", re.MULTILINE)
 _NAMES = re.compile(r"^<!-- names of ([\w.]+) -->$", re.MULTILINE)
 
 
@@ -23,6 +26,7 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> st
     """Return a page's Markdown as it is built."""
     markdown = markdown.replace("<!-- settings -->", settings_table())
     markdown = _PART.sub(lambda found: part_of_readme(found[1]), markdown)
+    markdown = with_files(markdown)
     markdown = _NAMES.sub(lambda found: reference_of(found[1]), markdown)
     return outer_links(markdown, page.file.src_uri, config["repo_url"])
 
@@ -37,12 +41,22 @@ def outer_links(markdown: str, page: str, repository: str) -> str:
     return _LINK.sub(outer, markdown)
 
 
+def with_files(markdown: str) -> str:
+    """Return a page's Markdown with each file that it includes as a block of Python, under the file's name."""
+
+    def block(found: re.Match[str]) -> str:
+        path = ROOT / found[1]
+        return f'```python title="{path.name}"\n{path.read_text(encoding="utf-8")}```'
+
+    return _FILE.sub(block, markdown)
+
+
 def part_of_readme(heading: str) -> str:
     """The text below a heading of the README, for a page in docs/.
 
     Raises: ValueError unless the README has this heading once.
     """
-    _, text = Path("README.md").read_text(encoding="utf-8").split(f"\n## {heading}\n")
+    _, text = (ROOT / "README.md").read_text(encoding="utf-8").split(f"\n## {heading}\n")
     text = re.split(r"\n## |\nLicence: ", text)[0].strip()
     return text.replace("](docs/", "](").replace("](src/", "](../src/").replace("](examples/", "](../examples/")
 

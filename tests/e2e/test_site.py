@@ -4,12 +4,14 @@ import importlib
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tools import site_pages
 
 from penstock.cli.main import main
 from penstock.settings import SETTINGS
@@ -46,7 +48,9 @@ def test_every_block_of_a_tutorial_runs_and_prints_what_it_shows(
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("COLUMNS", "80")
     names: dict[str, object] = {}
-    blocks = BLOCK.findall(page.read_text())
+    (tmp_path / "docs").mkdir()
+    shutil.copy(DOCS / "timeline.json", tmp_path / "docs")
+    blocks = BLOCK.findall(site_pages.with_files(page.read_text()))
     num_compared, printed = 0, ""
 
     def read() -> str:
@@ -68,7 +72,7 @@ def test_every_block_of_a_tutorial_runs_and_prints_what_it_shows(
         else:
             assert language == "text" and printed == text
             num_compared, printed = num_compared + 1, ""
-    assert printed == "" and num_compared >= 2
+    assert printed == "" and num_compared >= 1
 
 
 @pytest.fixture(scope="module")

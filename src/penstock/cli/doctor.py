@@ -113,7 +113,7 @@ def chosen_layout(arguments: DoctorArguments, group: Group | None) -> Layout:
 
     Raises: ValueError for a layout that is impossible or does not fit the group.
     """
-    sizes = arguments.sizes or {"pp": 2 if group is None else group.world_size}
+    sizes: dict[str, Any] = arguments.sizes or {"pp": 2 if group is None else group.world_size}
     layout = Layout(**sizes, order=arguments.parallel.order)
     if group is not None:
         layout.check(group.world_size)
