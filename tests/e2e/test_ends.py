@@ -78,6 +78,11 @@ def loses_launcher(started: Started) -> None:
     started.signal(signal.SIGKILL)
 
 
+def loses_launcher_with_a_stopped_rank(started: Started) -> None:
+    started.hold([1])
+    started.signal(signal.SIGKILL)
+
+
 def ends_in_time(started: Started, act: Act) -> Ended:
     """Act, and see that every process is gone within the limit."""
     there = everything_of(started)
@@ -119,6 +124,8 @@ TRAINING = {
     "meeting": Case(signalled(signal.SIGTERM, holding=[1]), 128 + signal.SIGTERM, STOPPED_RANK),
     "building": Case(loses_rank_1, 1, r"rank 1 \(process \d+\) was killed by SIGKILL; the same command continues"),
     "building, without launcher": Case(loses_launcher, -signal.SIGKILL),
+    "training, without launcher": Case(loses_launcher_with_a_stopped_rank, -signal.SIGKILL),
+    "training, all stopped": Case(signalled(signal.SIGTERM, holding=[0, 1]), 128 + signal.SIGTERM, STOPPED_RANK),
     "training": Case(signalled(signal.SIGINT, signal.SIGINT, holding=[1]), 128 + signal.SIGINT, STOPPED_RANK),
 }
 

@@ -34,7 +34,10 @@ _SAVE_LIMIT_S = 600.0
 # After a failure, or a second request to stop, nobody has anything left to save. The others find out by themselves and
 # report where they were; the watchdogs of those that cannot do so within 4 s of being asked.
 _REPORT_LIMIT_S, _END_LIMIT_S = 1.0, 7.0
-_POLL_S = 1.0
+# A worker that stands still for this long after a request to end is taken for stopped: a debugger that looks into one
+# stops it for a moment.
+_STOPPED_LIMIT_S = 1.0
+_POLL_S = 0.5
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15  # <linux/prctl.h>
 
 
@@ -65,8 +68,8 @@ def launch(
     to start them; what it imports they need not import again.
 
     A signal that asks to end is passed on as SIGTERM, which lets the workers of a training run finish their step, save
-    and end well. Where one fails, or is asked twice, all have ended within ten seconds. They meet at a store in this
-    process, and neither it nor they listen anywhere but on the loopback.
+    and end well. Where one fails, stands still then, or is asked twice, all have ended within ten seconds. They meet at
+    a store in this process, and neither it nor they listen anywhere but on the loopback.
     """
     with _environment_kept(), socket.create_server((LOOPBACK, 0), backlog=4096) as listener:
         port = listener.getsockname()[1]
@@ -208,7 +211,9 @@ class _Workers:
     stopped_by: signal.Signals | None
     #: rank -> why this process had to kill it, and not only to ask it to end
     killed: dict[int, str]
-    #: when the workers that are left are asked to end, and when they are killed, in seconds of the monotonic clock
+    #: rank -> since when it has been seen to stand still after a request to end, in seconds of the monotonic clock
+    _stopped_since: dict[int, float]
+    #: when the workers that are left are asked to end, and when they are killed, by the same clock
     _ask_at: float
     _kill_at: float
     #: True once some worker has ended with another code than 0
@@ -216,7 +221,7 @@ class _Workers:
 
     def __init__(self, processes: Sequence[BaseProcess]) -> None:
         self.processes = list(processes)
-        self.stopped_by, self.killed = None, {}
+        self.stopped_by, self.killed, self._stopped_since = None, {}, {}
         self._ask_at = self._kill_at = math.inf
         self._has_failed = False
 
@@ -235,6 +240,8 @@ class _Workers:
                 for number in signals.recv(64):
                     self._on_signal(signal.Signals(number))
             now = time.monotonic()
+            if self.stopped_by is not None:
+                self._kill_stopped(now)
             if not self._has_failed and any(process.exitcode for process in self.processes):
                 self._has_failed = True
                 self._ask_at = min(self._ask_at, now + _REPORT_LIMIT_S)
@@ -248,17 +255,32 @@ class _Workers:
     def kill(self) -> None:
         """Kill the workers that are left, with what they have started."""
         for rank in self._alive():
-            process = self.processes[rank]
-            if process.pid is None:
-                continue
-            self.killed[rank] = (
-                "had been stopped (SIGSTOP)" if _is_stopped(process.pid) else "did not end when asked to"
-            )
-            # It leads a group of its own, unless it has only just been started.
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.kill()
-            process.join()
+            self._kill(rank, "had been stopped (SIGSTOP)" if self._is_stopped(rank) else "did not end when asked to")
+
+    def _kill_stopped(self, now: float) -> None:
+        """Kill workers that have stood still for a while: they hear nothing, and the others wait for them."""
+        for rank in self._alive():
+            if not self._is_stopped(rank):
+                self._stopped_since.pop(rank, None)
+            elif now >= self._stopped_since.setdefault(rank, now) + _STOPPED_LIMIT_S:
+                self._kill(rank, "had been stopped (SIGSTOP)")
+
+    def _kill(self, rank: int, why: str) -> None:
+        process = self.processes[rank]
+        if process.pid is None:
+            return
+        self.killed[rank] = why
+        # It leads a group of its own, unless it has only just been started.
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.kill()
+        process.join()
+
+    def _is_stopped(self, rank: int) -> bool:
+        try:
+            return Path(f"/proc/{self.processes[rank].pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+        except OSError:
+            return False
 
     def exit_code(self, again: str) -> int:
         """The exit code of the command; reports workers that could not explain themselves."""
@@ -291,13 +313,6 @@ class _Workers:
             self.processes[rank].terminate()
 
 
-def _is_stopped(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
-    except OSError:
-        return False
-
-
 # ---- in the workers
 
 
@@ -320,11 +335,24 @@ def _work(module: str, arguments: Sequence[str], rank: int, launcher: int, inher
 
 
 def _follow(launcher: int, rank: int) -> None:
-    """Get SIGTERM when the launcher dies, so that no worker is left behind; Linux alone can do this."""
+    """Get SIGTERM and SIGCONT when the launcher dies, so that no worker is left behind; Linux alone can do this.
+
+    A worker that stands still (SIGSTOP) would never hear of SIGTERM alone.
+    """
     if sys.platform != "linux":
         return
     libc = ctypes.CDLL(None)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    asked = threading.Event()
+
+    def continue_at_death() -> None:
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
+        asked.set()
+        threading.Event().wait()
+
+    # Each thread has one such signal, for as long as it lives.
+    threading.Thread(target=continue_at_death, name="penstock follows its launcher", daemon=True).start()
+    asked.wait()
     # What `ps` and `top` show, where all forked processes have the launcher's command line.
     libc.prctl(_PR_SET_NAME, f"penstock-{rank}".encode())
     if os.getppid() != launcher:
