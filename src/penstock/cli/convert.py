@@ -2,8 +2,13 @@
 
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from penstock.cli.commands import Parser, print_json
+from penstock.cli.perplexity import perplexity
+
+if TYPE_CHECKING:
+    from penstock.engine.export import ExportOptions
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _FORMS = ("huggingface", "run")
@@ -20,6 +25,7 @@ def parser() -> Parser:
             "penstock convert runs/tiny tiny-hf",
             "penstock convert Llama-3.2-1B runs/llama --dtype bf16",
             "penstock convert Llama-3.2-1B smaller --to huggingface --max-shard-size 500MB",
+            "penstock convert Llama-3.2-1B small --to huggingface --quantize int8 --held-out texts/new.txt",
         ),
     )
     parser.add_argument("source", type=Path, metavar="SOURCE", help="the folder of a run, or of a Hugging Face model")
@@ -28,6 +34,12 @@ def parser() -> Parser:
     parser.add_argument("--dtype", help="fp32, bf16 or fp16 (default: as stored)")
     parser.add_argument(
         "--max-shard-size", default="5GB", metavar="SIZE", help="of one file, such as 500MB (default 5GB)"
+    )
+    parser.add_argument(
+        "--quantize", choices=["int8"], help="weights of products as 8-bit numbers, for a Hugging Face folder"
+    )
+    parser.add_argument(
+        "--held-out", type=Path, metavar="FILE.txt", help="a text to print the perplexity on, before and after"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of progress")
     return parser
@@ -43,18 +55,34 @@ def main(arguments: list[str]) -> int:
     if not options.source.is_dir():
         raise ValueError(f"there is no folder {options.source}; give that of a run, or one of Hugging Face's")
     form = options.to or _FORMS[not (options.source / _RUN_FILE).is_file()]
+    if options.quantize is not None and form != "huggingface":
+        raise ValueError("--quantize is for Hugging Face folders; a run keeps weights to train; give --to huggingface")
+    before = None if options.held_out is None else perplexity(options.source, options.held_out)
     if form == "huggingface":
-        num_bytes = _to_hugging_face(options.source, options.destination, options.dtype, max_shard_bytes, options.json)
+        from penstock.engine.export import ExportOptions
+
+        kept = ExportOptions(options.dtype, max_shard_bytes, quantize=options.quantize is not None)
+        num_bytes = _to_hugging_face(options.source, options.destination, kept, options.json)
     else:
         from penstock.engine.saved_model import to_run
 
         to_run(options.source, options.destination, options.dtype)
         num_bytes = sum(path.stat().st_size for path in options.destination.rglob("*.safetensors"))
-    result = {"source": str(options.source), "destination": str(options.destination), "form": form, "bytes": num_bytes}
+    result: dict[str, Any] = {
+        "source": str(options.source),
+        "destination": str(options.destination),
+        "form": form,
+        "bytes": num_bytes,
+    }
+    if before is not None:
+        result["perplexity"] = {"source": before, "destination": perplexity(options.destination, options.held_out)}
     if options.json:
         print_json(result)
-    else:
-        print(f"wrote {num_bytes / 1e6:,.1f} MB of weights into {options.destination}")
+        return 0
+    print(f"wrote {num_bytes / 1e6:,.1f} MB of weights into {options.destination}")
+    if before is not None:
+        after = result["perplexity"]["destination"]
+        print(f"perplexity on {options.held_out}: {before:.4f} before, {after:.4f} now ({after / before - 1:+.2%})")
     return 0
 
 
@@ -70,11 +98,10 @@ def parse_size(text: str) -> int:
     return int(float(match.group(1)) * unit)
 
 
-def _to_hugging_face(source: Path, destination: Path, dtype: str | None, max_shard_bytes: int, quiet: bool) -> int:
+def _to_hugging_face(source: Path, destination: Path, kept: "ExportOptions", quiet: bool) -> int:
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from penstock.engine.export import ExportOptions
     from penstock.engine.saved_model import to_hugging_face
 
     columns = TextColumn("writing"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
@@ -83,7 +110,7 @@ def _to_hugging_face(source: Path, destination: Path, dtype: str | None, max_sha
         to_hugging_face(
             source,
             destination,
-            ExportOptions(dtype, max_shard_bytes),
+            kept,
             expect=lambda total: bar.update(task, total=total),
             progress=lambda done: bar.update(task, advance=done),
         )

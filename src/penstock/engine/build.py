@@ -22,6 +22,7 @@ from penstock.model.linear import fix_weights
 from penstock.model.quantized import quantizer
 from penstock.parallel.host import gather_json, on_all_ranks
 from penstock.runtime import Boundary, PipelineError, Stage
+from penstock.runtime.host_memory import give_back_freed_memory
 from penstock.settings import CompileMode, ConfigError, Precision, Quantize, checked
 
 SECOND_COPY = "@2"
@@ -198,6 +199,8 @@ def _builder(options: EngineOptions, device: torch.device) -> Callable[[UnitSpec
                 f"quantize = {options.quantize}: {unit.name} is a {type(module).__name__}, whose weights stay as they "
                 "are; attention, MLPs and heads of Penstock's own can be quantized"
             )
+        # The parameters of one unit, at most, are held beside what is packed.
+        give_back_freed_memory()
         return module
 
     return build

@@ -7,6 +7,7 @@ and gives the folder its name at the end.
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,6 +27,8 @@ from penstock.engine.pretrained import HuggingFaceForm
 from penstock.engine.state import ModelState
 from penstock.model.hf.config_json import CONFIG_FILE
 from penstock.model.hf.files import INDEX_FILE, SINGLE_FILE
+from penstock.model.hf.quantized import KEY, description, scale_name
+from penstock.model.int8 import rounded
 from penstock.parallel.collectives import gather_uneven
 from penstock.parallel.host import gather_json, on_all_ranks
 from penstock.parallel.tensor_slice import Shape, Shard, StoredSlice
@@ -59,7 +62,8 @@ class ExportOptions:
 
     dtype: "fp32", "fp64", "bf16" or "fp16"; None keeps what the parameters have. max_shard_bytes: of one file; a
     tensor that is larger has a file of its own. merge_adapters: add LoRA adapters to the weights; otherwise the base
-    weights are written as they are, and the adapters into the folder `adapter` inside.
+    weights are written as they are, and the adapters into the folder `adapter` inside. quantize: keep weights of
+    products as 8-bit numbers.
 
     Raises: ValueError for another dtype, or files of no size.
     """
@@ -67,12 +71,22 @@ class ExportOptions:
     dtype: str | None = None
     max_shard_bytes: int = MAX_SHARD_BYTES
     merge_adapters: bool = False
+    quantize: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype is not None and self.dtype not in _DTYPES:
             raise ValueError(f"dtype {self.dtype!r} is none of {', '.join(_DTYPES)}")
         if self.max_shard_bytes < 1:
             raise ValueError(f"max_shard_bytes={self.max_shard_bytes}: a file holds at least a byte")
+
+    def rounds(self, parameter: ExportedParameter) -> bool:
+        """True for parameters that become 8-bit numbers."""
+        return self.quantize and parameter.is_product
+
+    def num_bytes(self, parameter: ExportedParameter) -> int:
+        """Bytes of a parameter's values."""
+        itemsize = 1 if self.rounds(parameter) else self.torch_dtype(parameter.dtype).itemsize
+        return math.prod(parameter.shape) * itemsize
 
     def torch_dtype(self, own: torch.dtype) -> torch.dtype:
         return own if self.dtype is None else _DTYPES[self.dtype]
@@ -89,6 +103,8 @@ class ExportedParameter:
     fetch: Callable[[], Tensor]
     #: False if this rank does not write it, and only helps another to fetch it
     is_ours: bool = True
+    #: True for weights of products, which can be kept as 8-bit numbers
+    is_product: bool = False
 
 
 def export_model(state: ModelState, form: HuggingFaceForm | None, path: Path | str, options: ExportOptions) -> None:
@@ -171,7 +187,7 @@ def write_folder(
     on_all_ranks(lambda: _stage(folder, staging) if rank == 0 else None, gather, ValueError)
     ours = [parameter for parameter in parameters if parameter.is_ours]
     files = list(_cut(ours, form, options))
-    names = gather([[stored.name for _, stored in file] for file in files])
+    names = gather([[name for item in file for name in _names(*item, options)] for file in files])
     num_files = sum(map(len, names))
     first = sum(map(len, names[:rank]))
     paths = [staging / _file_name(number, num_files) for number in range(first, first + len(files))]
@@ -184,7 +200,16 @@ def write_folder(
         for name in file
     }
     dtype = next((options.torch_dtype(parameter.dtype) for parameter in ours), torch.float32)
-    on_all_ranks(lambda: _publish(staging, folder, form, dtype, file_of) if rank == 0 else None, gather, ValueError)
+    on_all_ranks(
+        lambda: _publish(staging, folder, form, _kept(dtype, options, form), file_of) if rank == 0 else None,
+        gather,
+        ValueError,
+    )
+
+
+def _names(parameter: ExportedParameter, stored: StoredSlice, options: ExportOptions) -> list[str]:
+    """The names of what is written for a parameter's part."""
+    return [stored.name, scale_name(stored.name)] if options.rounds(parameter) else [stored.name]
 
 
 def _cut(
@@ -195,7 +220,7 @@ def _cut(
     file_bytes = 0
     for parameter in parameters:
         for stored in form.names.slices(parameter.full_name, parameter.shape):
-            num_bytes = stored.part.num_elements * options.torch_dtype(parameter.dtype).itemsize
+            num_bytes = options.num_bytes(parameter) * stored.part.num_elements // max(1, math.prod(parameter.shape))
             if file and file_bytes + num_bytes > options.max_shard_bytes:
                 yield file
                 file, file_bytes = [], 0
@@ -220,6 +245,10 @@ def _write(
             if fetched is None or fetched[0] is not parameter:
                 fetched = parameter, parameter.fetch()
             values = stored.part.of(fetched[1]).view(stored.shape)
+            if options.rounds(parameter):
+                tensors[stored.name], scales = rounded(values)
+                tensors[scale_name(stored.name)] = scales[:, None]
+                continue
             tensors[stored.name] = values.to("cpu", options.torch_dtype(values.dtype), copy=True).contiguous()
         try:
             save_file(tensors, path, metadata={"format": "pt"})
@@ -231,6 +260,14 @@ def _write(
         parameter.fetch()
     if error is not None:
         raise error
+
+
+def _kept(dtype: torch.dtype, options: ExportOptions, form: HuggingFaceForm) -> dict[str, Any]:
+    """The settings of config.json that say how values are kept."""
+    found: dict[str, Any] = {"dtype": str(dtype).removeprefix("torch.")}
+    if options.quantize:
+        found[KEY] = description(("lm_head",) if form.describe().get("tie_word_embeddings") else ())
+    return found
 
 
 def _stage(folder: Path, staging: Path) -> None:
@@ -246,7 +283,7 @@ def _publish(
     staging: Path,
     folder: Path,
     form: HuggingFaceForm,
-    dtype: torch.dtype,
+    kept: Mapping[str, Any],
     file_of: Mapping[str, str],
 ) -> None:
     files = sorted(set(file_of.values()))
@@ -254,8 +291,7 @@ def _publish(
         total_bytes = sum((staging / file).stat().st_size for file in files)
         index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(file_of.items()))}
         (staging / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    content: dict[str, Any] = {key: value for key, value in form.describe().items() if key != "torch_dtype"}
-    content["dtype"] = str(dtype).removeprefix("torch.")
+    content = {key: value for key, value in form.describe().items() if key not in ("torch_dtype", KEY)} | dict(kept)
     (staging / CONFIG_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     if form.folder is not None:
         for name in TOKENIZER_FILES:

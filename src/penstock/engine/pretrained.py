@@ -21,6 +21,7 @@ from penstock.model.hf.config_json import CONFIG_FILE as HUGGING_FACE_CONFIG
 from penstock.model.hf.config_json import NotNative, config_from_json, config_to_json, read_config_json
 from penstock.model.hf.families import names_of
 from penstock.model.hf.files import MissingFile, Names, WeightFiles, slices_of, units_from_files
+from penstock.model.hf.quantized import is_quantized
 from penstock.parallel.grid import wait_for_all
 from penstock.parallel.host import gather_json, on_all_ranks
 from penstock.parallel.tensor_slice import Shape, StoredSlice
@@ -68,7 +69,7 @@ class Pretrained:
     """A model in a folder, checked: its units take their values from there.
 
     `units` makes them for the groups that share them; nothing is read before a unit is initialised. `precision` is that
-    of most of the values in the files.
+    of most of the values in the files. `is_quantized`: its weights are 8-bit numbers there.
     """
 
     units: Callable[[ModelGroups], Sequence[UnitSpec]]
@@ -76,6 +77,7 @@ class Pretrained:
     form: HuggingFaceForm
     precision: Precision
     config: ModelConfig
+    is_quantized: bool = False
 
     def arguments(self, layout: Layout | None, options: EngineOptions | None) -> EngineArguments:
         """An engine's arguments for the model; its options have the files' precision unless they are given."""
@@ -174,6 +176,10 @@ def find_model(folder: Path, native: Native = "auto") -> StoredModel:
     if is_run:
         return _decoder_of_run(folder)
     content = read_config_json(folder)
+    try:
+        is_quantized(content)
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from None
     shape = config_from_json(content)
     names = names_of(shape)
     form = HuggingFaceForm(names, lambda: content, folder)
@@ -273,7 +279,10 @@ def _open(folder: Path, native: Native, shape: ModelConfig | None) -> Pretrained
         units(ModelGroups())
         # A run's names are not those that transformers reads.
         found = replace(found, shape=wanted, form=replace(found.form, names=names_of(wanted)))
-    return Pretrained(units, found.shape.hidden_size, found.form, found.precision, found.shape)
+    own = found.form.describe() if found.form.folder == folder else {}
+    return Pretrained(
+        *(units, found.shape.hidden_size, found.form, found.precision, found.shape), is_quantized=is_quantized(own)
+    )
 
 
 def _unshared(units: Sequence[UnitSpec], groups: ModelGroups) -> Sequence[UnitSpec]:

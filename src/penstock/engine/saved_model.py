@@ -38,6 +38,7 @@ from penstock.engine.trainer import Trainer
 from penstock.model import ModelGroups
 from penstock.model.hf.families import names_of
 from penstock.model.hf.files import WeightFiles, slices_of, units_from_files
+from penstock.model.linear import joint_weights
 from penstock.parallel.tensor_slice import Shape, StoredSlice, TensorSlice, copies
 from penstock.settings import (
     ConfigError,
@@ -56,7 +57,13 @@ from penstock.settings import (
 from penstock.settings.json_files import read_json_object
 
 _HUGGING_FACE_CONFIG, _TOKENIZER = "config.json", "tokenizer.json"
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_DTYPES = {
+    "I8": torch.float32,
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+}
 _GENERATION_CONFIG = "generation_config.json"
 _SAMPLED = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
@@ -200,6 +207,8 @@ def _open_hugging_face(folder: Path, native: Native, precision: Precision | None
     except FileNotFoundError as error:
         raise ConfigError(str(error)) from None
     tokenizer = load_tokenizer(str(folder)) if (folder / _TOKENIZER).is_file() else None
+    if found.is_quantized and quantize is Quantize.NONE:
+        quantize = Quantize.INT8
 
     def arguments(parallel: ParallelConfig) -> EngineArguments:
         return _arguments(open_pretrained(folder, native), parallel, precision, quantize)
@@ -295,21 +304,25 @@ def to_hugging_face(
         ValueError: there is no model, or none that transformers knows, or the destination is not new.
     """
     found = find_model(source)
+    if options.quantize and (found.shape.native is False or found.shape.experts.num_experts):
+        raise ValueError(f"{source} is no dense model of Penstock's own layers, which alone are quantized")
     # Any fault of the files is found before one is written.
     units_from_files(found.units, found.names, found.files)
     parameters = tuple(_parameters(found))
-    expect(sum(torch.Size(p.shape).numel() * options.torch_dtype(p.dtype).itemsize for p in parameters))
+    expect(sum(map(options.num_bytes, parameters)))
     form = found.form if found.shape.native is False else replace(found.form, names=names_of(found.shape))
     write_folder(destination, form, parameters, options, progress=progress)
 
 
 def _parameters(found: StoredModel) -> Iterator[ExportedParameter]:
     for unit in found.units:
+        with torch.device("meta"):
+            products = joint_weights(unit.build())
         for name, shape, stored in slices_of(unit, found.names):
             if name not in unit.tied and stored:
                 dtype = _DTYPES[found.files.tensors[stored[0].name].dtype]
                 fetch = partial(_assembled, found.files, stored, shape, dtype)
-                yield ExportedParameter(unit.full_name(name), shape, dtype, fetch)
+                yield ExportedParameter(unit.full_name(name), shape, dtype, fetch, is_product=name in products)
 
 
 def _assembled(files: WeightFiles, stored: tuple[StoredSlice, ...], shape: Shape, dtype: torch.dtype) -> Tensor:

@@ -115,11 +115,12 @@ class Int8Weights:
 
 def rounded(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
     """Weights as whole numbers from -127 to 127 [O, I] int8, and the scale of each output [O] fp32."""
-    scales_O = weight_OI.detach().abs().amax(1).float().div_(_LARGEST).clamp_min_(torch.finfo(torch.float32).tiny)
-    rounded_OI = torch.empty(weight_OI.shape, dtype=torch.int8)
+    rounded_OI, scales_O = torch.empty(weight_OI.shape, dtype=torch.int8), torch.empty(len(weight_OI))
     # By parts, so that little is held in fp32 at a time.
-    for whole, weights, scales in zip(*(t.split(WIDTH) for t in (rounded_OI, weight_OI.detach(), scales_O))):
-        whole.copy_((weights.float() / scales[:, None]).round_())
+    for whole, scales, weights in zip(*(t.split(WIDTH) for t in (rounded_OI, scales_O, weight_OI.detach()))):
+        wide = weights.float()
+        scales.copy_(wide.abs().amax(1).div_(_LARGEST).clamp_min_(torch.finfo(torch.float32).tiny))
+        whole.copy_((wide / scales[:, None]).round_())
     return rounded_OI, scales_O
 
 

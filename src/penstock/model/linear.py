@@ -260,6 +260,13 @@ def fix_weights(module: nn.Module, pack: Pack | None = None) -> int:
     return num_layers
 
 
+def joint_weights(module: nn.Module) -> set[str]:
+    """The names of the weights that `fix_weights` packs."""
+    listed = [part.joint_layers for part in module.modules() if isinstance(part, JointLayers)]
+    packed = {layer.weight for joint in listed for layers in joint for layer in layers}
+    return {name for name, own in module.named_parameters(remove_duplicate=False) if own in packed}
+
+
 def _stacked(parts: Sequence[Tensor]) -> Tensor:
     return parts[0].detach() if len(parts) == 1 else torch.cat([part.detach() for part in parts])
 

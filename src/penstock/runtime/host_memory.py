@@ -26,6 +26,13 @@ def keep_freed_memory() -> bool:
     return all(mallopt(name, value) == 1 for name, value in settings.items())
 
 
+def give_back_freed_memory() -> None:
+    """Give the system back what has been freed so far, whatever `keep_freed_memory` keeps, where glibc allocates."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
 def prepare_large_pages(num_bytes: int) -> bool:
     """Place the next `num_bytes` of allocations in pages of 2 MiB instead of 4 KiB; returns False if that is refused.
 

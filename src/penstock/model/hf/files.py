@@ -16,6 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from penstock.model.hf.quantized import INT8, scale_name
 from penstock.model.units import UnitSpec
 from penstock.parallel.tensor_slice import Shape, StoredSlice, TensorSlice, copies
 from penstock.settings.json_files import read_json_object
@@ -74,9 +75,16 @@ class WeightFiles:
         return cls(folder, {k: tensor for name in names for k, tensor in _read_header(folder / name).items()})
 
     def read(self, name: str, part: tuple[slice, ...] = ()) -> Tensor:
-        """Read the tensor of that name, or a part of it, as a view of the file: copy it and drop it."""
+        """Read the tensor of that name, or a part of it, as a view of the file: copy it and drop it.
+
+        8-bit weights are multiplied by their scales, into fp32.
+        """
         with safe_open(self.tensors[name].file, framework="pt") as file:
-            return file.get_slice(name)[part] if part else file.get_tensor(name)
+            values = file.get_slice(name)[part] if part else file.get_tensor(name)
+        scales = scale_name(name)
+        if self.tensors[name].dtype != INT8 or scales not in self.tensors:
+            return values
+        return values.float() * self.read(scales, part[:1]).float()
 
 
 def refuse_links_out(folder: Path) -> None:
@@ -179,11 +187,13 @@ def _check(units: Sequence[UnitSpec], names: Names, files: WeightFiles) -> None:
     for unit in units:
         for name, _, slices in slices_of(unit, names):
             for wanted in slices:
-                unread.discard(wanted.name)
+                unread -= {wanted.name, scale_name(wanted.name)}
                 stored = files.tensors.get(wanted.name)
                 if stored is None:
                     hint = "; a setting of config.json says whether the model has it" if name.endswith("bias") else ""
                     raise ValueError(f"{files.folder} lacks {wanted.name}, which is {unit.full_name(name)}{hint}")
+                if stored.dtype == INT8:
+                    _check_scales(wanted.name, files)
                 if stored.shape != wanted.shape:
                     raise ValueError(
                         f"{wanted.name} in {stored.file} has the shape {list(stored.shape)}, but config.json makes it "
@@ -195,6 +205,13 @@ def _check(units: Sequence[UnitSpec], names: Names, files: WeightFiles) -> None:
             f"{files.folder} holds {len(strangers)} tensors that the model of its config.json has not, "
             f"{strangers[0]} for one"
         )
+
+
+def _check_scales(name: str, files: WeightFiles) -> None:
+    stored, scales = files.tensors[name], files.tensors.get(scale_name(name))
+    if scales is None or scales.shape != (*stored.shape[:1], 1):
+        found = "no scales" if scales is None else f"scales of the shape {list(scales.shape)}"
+        raise ValueError(f"{name} in {stored.file} has 8-bit numbers and {found}; it needs one for each output")
 
 
 @torch.no_grad()

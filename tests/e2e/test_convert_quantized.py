@@ -1,0 +1,63 @@
+"""`penstock convert --quantize`: a folder of 8-bit weights, which loads as that, and others that are refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from penstock import Engine, SamplingParams
+from penstock.cli.main import main
+from penstock.engine.saved_model import open_model
+from penstock.settings import ParallelConfig, Quantize
+from tests.hugging_face import make_model, make_tokenizer
+
+PROMPTS = [[5, 9, 2], [7, 1, 1, 30, 60], [1]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models") / "llama"
+    make_model("llama", vocab_size=300, tie_word_embeddings=False).save_pretrained(path)
+    make_tokenizer(path)
+    return path
+
+
+def answers(folder: Path, quantize: Quantize = Quantize.NONE) -> list[tuple[int, ...]]:
+    engine = Engine(*open_model(folder, quantize=quantize).arguments(ParallelConfig()))
+    found = [answer.tokens for answer in engine.generate(PROMPTS, SamplingParams(max_new_tokens=8, temperature=0))]
+    assert not any(name.endswith("down.weight") for name in engine.parameters()), "weights are packed"
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize("shards", [[], ["--max-shard-size", "20KB"]])
+def test_a_folder_of_8_bit_weights_gives_the_tokens_of_the_weights_it_was_made_of(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], shards: list[str]
+) -> None:
+    text, made = tmp_path / "text.txt", tmp_path / "small"
+    text.write_text("some words that were kept aside " * 8)
+    words = [str(folder), str(made), "--to", "huggingface", "--quantize", "int8", "--held-out", str(text), "--json"]
+    assert main(["convert", *words, *shards]) == 0
+    told = json.loads(capsys.readouterr().out)
+    before, after = told["perplexity"]["source"], told["perplexity"]["destination"]
+    assert before != after == pytest.approx(before, rel=0.05)
+    stored = {name: tensor for file in made.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    eight = [name for name, tensor in stored.items() if str(tensor.dtype) == "torch.int8"]
+    assert len(eight) == 3 * 7 + 1 and all(f"{name}_scale" in stored for name in eight)
+    assert answers(made) == answers(folder, Quantize.INT8)
+    described = json.loads((made / "config.json").read_text())["quantization_config"]
+    assert described["quant_method"] == "compressed-tensors"
+
+
+def test_weights_quantized_in_another_form_are_refused_by_name(folder: Path, tmp_path: Path) -> None:
+    content = json.loads((folder / "config.json").read_text()) | {"quantization_config": {"quant_method": "gptq"}}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    (tmp_path / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
+    with pytest.raises(ValueError, match=r"quantized as 'gptq', which is not read.*convert --quantize int8"):
+        open_model(tmp_path)
+
+
+def test_a_run_is_not_quantized(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["convert", str(folder), str(tmp_path / "run"), "--quantize", "int8"]) == 2
+    assert "give --to huggingface" in capsys.readouterr().err and not (tmp_path / "run").exists()
