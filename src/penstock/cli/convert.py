@@ -74,14 +74,14 @@ def main(arguments: list[str]) -> int:
         "form": form,
         "bytes": num_bytes,
     }
-    if before is not None:
-        result["perplexity"] = {"source": before, "destination": perplexity(options.destination, options.held_out)}
+    after = None if options.held_out is None else perplexity(options.destination, options.held_out)
+    if before is not None and after is not None:
+        result["perplexity"] = {"source": before, "destination": after}
     if options.json:
         print_json(result)
         return 0
     print(f"wrote {num_bytes / 1e6:,.1f} MB of weights into {options.destination}")
-    if before is not None:
-        after = result["perplexity"]["destination"]
+    if before is not None and after is not None:
         print(f"perplexity on {options.held_out}: {before:.4f} before, {after:.4f} now ({after / before - 1:+.2%})")
     return 0
 

@@ -162,7 +162,10 @@ def build_stages(
     _check_recompute(units, options)
     stages, build = {}, _builder(options, device)
     for number in numbers:
-        modules = [(units[i].name, build(units[i])) for i in cut[number % len(cut)]]
+        members = cut[number % len(cut)]
+        # The largest first: what reading one takes beside its weights is then not on top of all others.
+        made = {i: build(units[i]) for i in sorted(members, key=lambda i: -units[i].num_parameters)}
+        modules = [(units[i].name, made[i]) for i in members]
         owner = WeightGradients()
         for _, module in modules:
             defer(module, owner)

@@ -23,6 +23,7 @@ def values(num_inputs: int, num_outputs: int, num_rows: int = 65) -> tuple[torch
     return x, weight, torch.randn(num_outputs, generator=generator)
 
 
+@pytest.mark.shows(131)
 @pytest.mark.parametrize(("num_inputs", "num_outputs"), SIZES)
 def test_an_int8_product_is_off_by_half_a_step_of_each_factor_at_most(num_inputs: int, num_outputs: int) -> None:
     x, weight, bias = values(num_inputs, num_outputs)
@@ -35,6 +36,7 @@ def test_an_int8_product_is_off_by_half_a_step_of_each_factor_at_most(num_inputs
     assert (y - exact).abs().max() > 0, "it is rounded"
 
 
+@pytest.mark.shows(131)
 @pytest.mark.parametrize("kind", [Quantize.INT8_WEIGHTS, Quantize.INT4])
 def test_weights_alone_are_off_by_half_a_step_of_theirs_at_most(kind: Quantize) -> None:
     x, weight, bias = values(1408, 512)
