@@ -31,7 +31,7 @@ CHARACTERS = "0123456789+=\n"
 END = CHARACTERS.index("\n")
 WARM_UP_STEPS, MOST_ROUNDS = 20, 400
 NUM_SUMS, NUM_ANSWERS = 32, 16  # of a round: different sums, and answers to each
-UPDATES = 2  # steps on the answers of a round
+UPDATES = 1  # steps on the answers of a round
 CLIP = 0.2  # how far an importance ratio may move away from 1 before its answer stops to count
 EXPLORE = 0.05  # what a nat of entropy is worth, in units of a normalised reward
 PARTS = MicroBatchSpec(num=4)
@@ -181,7 +181,7 @@ def main() -> None:
     parser.add_argument("--bound", type=int, default=UPDATES + SYNCHRONOUS, help="steps that an answer may age")
     parser.add_argument("--compare", action="store_true", help="with the synchronous loop, on emulated devices")
     parser.add_argument("--token-s", type=float, default=0.12, help="what a token takes longer there")
-    parser.add_argument("--step-s", type=float, default=0.3, help="what a step takes longer there")
+    parser.add_argument("--step-s", type=float, default=0.6, help="what a step takes longer there")
     given = parser.parse_args()
     if given.bound < SYNCHRONOUS:
         parser.error(f"--bound {given.bound} is too small: {UPDATES} steps on the newest answers need {SYNCHRONOUS}")

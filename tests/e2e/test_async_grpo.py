@@ -32,18 +32,18 @@ def test_the_example_stays_short() -> None:
 
 @pytest.mark.shows(127)
 def test_both_loops_learn_and_answers_stay_within_their_bounds() -> None:
-    given = ("--compare", "--goal", "0.2", "--token-s", "0.02", "--step-s", "0.05", "--bound", str(BOUND))
+    given = ("--compare", "--goal", "0.3", "--token-s", "0.02", "--step-s", "0.05", "--bound", str(BOUND))
     *lines, last = run_ranks_of(EXAMPLE, 4, *given).splitlines()
     told = [found.groups() for line in lines if (found := re.fullmatch(LINE, line))]
     assert len(told) == len(lines) >= 4
-    for name, bound in (("synchronous", 1), ("asynchronous", BOUND)):
+    for name, bound in (("synchronous", 0), ("asynchronous", BOUND)):
         shares = [float(line[2]) for line in told if line[0] == name]
         ages = ast.literal_eval([line[3] for line in told if line[0] == name][-1])
-        assert shares[0] < 20 < shares[-1], "it starts out knowing little, and reaches the goal"
+        assert shares[0] < 30 < shares[-1], "it starts out knowing little, and reaches the goal"
         assert set(ages) <= set(range(bound + 1)) and ages[0] > 0
-        assert (max(ages) > 1) == (name == "asynchronous"), "answers are drawn while others are learned from"
+        assert (max(ages) > 0) == (name == "asynchronous"), "answers are drawn while others are learned from"
     assert [line[4] for line in told] == ["0"] * len(told), "no answer is drawn in vain"
-    assert re.fullmatch(r"time to 20% right: \d+ s and \d+ s, \d+\.\d\d times", last)
+    assert re.fullmatch(r"time to 30% right: \d+ s and \d+ s, \d+\.\d\d times", last)
 
 
 class OldAnswers:
@@ -76,5 +76,5 @@ def test_answers_older_than_the_bound_are_never_learned_from() -> None:
     module.learn(run, old, old)
     assert len(old.learned) == 5 * module.UPDATES
     for number, (_, ages) in enumerate(old.learned):
-        # By the second step on them all have grown older by one.
+        # By a further step on them all have grown older by one.
         assert ages == set(range(old.bound + 1 - number % module.UPDATES))
