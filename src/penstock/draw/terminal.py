@@ -3,7 +3,6 @@
 import sys
 from dataclasses import dataclass
 from math import ceil, floor, log10
-from statistics import median
 
 from rich.color import Color
 from rich.console import Console
@@ -16,6 +15,7 @@ from penstock.schedule import Timeline
 _MIXED = "▒"
 _HEIGHTS = " ▁▂▃▄▅▆▇█"
 _TICK_EVERY = 10
+_MOST_BANDS = 4
 
 
 @dataclass(frozen=True)
@@ -41,19 +41,29 @@ def in_terminal(timeline: Timeline, *, console: Console | None = None) -> None:
 def drawing(timeline: Timeline, *, width: int = 80, coloured: bool = False) -> list[Text]:
     """The lines of a timeline's drawing, none longer than `width`.
 
-    Each box shows its letter and microbatch as far as they fit. If boxes are narrower than a column, a column shows
-    what its rank did in that time: one thing, or several.
+    Each box shows its letter and microbatch as far as they fit. If boxes are narrower than a column, time is cut into a
+    few bands, one below the other; where that does not do, a column shows what its rank did in that time: one thing,
+    or several.
     """
     rows = tuple(one_at_a_time(row) for row in boxes_of(timeline))
     margin = len(f"rank {len(rows) - 1} ")
-    canvas = _fit(timeline, rows, max(10, width - margin), coloured)
+    columns = max(10, width - margin)
+    canvases = [_fit(timeline, rows, columns * num_bands, coloured) for num_bands in range(1, _MOST_BANDS + 1)]
+    readable = (canvas for canvas in canvases if not _is_dense(rows, canvas, most=0.1))
+    canvas = next(readable, canvases[0])
     dense = _is_dense(rows, canvas)
     lines = [Text(timeline.title, style="bold")] if timeline.title else []
-    for rank, row in enumerate(rows):
-        line = Text(f"rank {rank}".ljust(margin), style="" if coloured else "none")
-        line.append_text(_dense_row(row, timeline.makespan, canvas) if dense else _row(row, canvas))
-        lines.append(line)
-    lines.append(Text(" " * margin).append_text(_axis(canvas)))
+    drawn = [_dense_row(row, timeline.makespan, canvas) if dense else _row(row, canvas) for row in rows]
+    axis = _axis(canvas)
+    band = ceil(canvas.columns / ceil(canvas.columns / columns)) if canvas.columns else columns
+    for start in range(0, max(1, canvas.columns), band):
+        for rank, row in enumerate(drawn):
+            line = Text(f"rank {rank}".ljust(margin), style="" if coloured else "none").append_text(
+                row[start : start + band]
+            )
+            line.pad_right(margin + min(band, canvas.columns) - line.cell_len)
+            lines.append(line)
+        lines.append(Text(" " * margin).append_text(axis[start : start + band]))
     lines.extend(_legend(kinds_in(rows), canvas, dense, width))
     lines.extend(_figures(timeline, margin, width))
     for line in lines:
@@ -74,9 +84,10 @@ def _fit(timeline: Timeline, rows: tuple[Row, ...], columns: int, coloured: bool
     return _Canvas(round(makespan * scale), scale, coloured)
 
 
-def _is_dense(rows: tuple[Row, ...], canvas: _Canvas) -> bool:
-    lengths = [box.end - box.start for row in rows for box in row]
-    return bool(lengths) and median(lengths) * canvas.scale < 1 - 1e-9
+def _is_dense(rows: tuple[Row, ...], canvas: _Canvas, *, most: float = 0.5) -> bool:
+    """Return whether more than a share of the boxes are narrower than a column."""
+    lengths = sorted(box.end - box.start for row in rows for box in row)
+    return bool(lengths) and lengths[int(most * len(lengths))] * canvas.scale < 1 - 1e-9
 
 
 def _row(row: Row, canvas: _Canvas) -> Text:

@@ -39,7 +39,8 @@ def test_every_line_fits_and_every_rank_has_a_row(width: int, coloured: bool):
         lines = drawing(timeline_of(name, ranks, microbatches), width=width, coloured=coloured)
         assert all(line.cell_len <= width for line in lines)
         rows = [line for line in lines if line.plain.startswith("rank ")]
-        assert len(rows) == ranks
+        num_bands = len(rows) // ranks
+        assert [int(row.plain.split()[1][0]) for row in rows] == [*range(ranks)] * num_bands and 1 <= num_bands <= 4
         assert all(row.cell_len == rows[0].cell_len > width / 2 for row in rows)
 
 
@@ -50,6 +51,17 @@ def test_each_action_is_named_once_where_there_is_room(coloured: bool):
         for row in rows[1 : 1 + ranks]:
             marks = re.findall(r"[FB]\d", row)
             assert sorted(marks) == sorted(f"{op}{microbatch}" for op in "FB" for microbatch in range(microbatches))
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-v", "dualpipe"])
+def test_eighty_columns_show_every_action_of_eight_ranks_and_32_microbatches(name: str):
+    timeline = timeline_of(name, 8, 32)
+    lines = [line.plain for line in drawing(timeline)]
+    assert not any("▒" in line for line in lines) and max(map(len, lines)) <= 80 and len(lines) <= 40
+    for rank, row in enumerate(boxes_of(timeline)):
+        shown = "".join(line.removeprefix(f"rank {rank} ") for line in lines if line.startswith(f"rank {rank} "))
+        wanted = "".join(part.kind.value.letter for box in row for part in box.parts)
+        assert re.sub(r"[^FBIW]", "", shown) == wanted
 
 
 def test_columns_are_time():
