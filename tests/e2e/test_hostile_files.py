@@ -183,6 +183,22 @@ def both(*acts: Act) -> Act:
     return lambda p: [act(p) for act in acts]
 
 
+def pipe(name: str) -> Act:
+    """A pipe into which nobody writes, in the place of a file."""
+
+    def act(p: Place) -> None:
+        path = p.put(name, "")
+        path.unlink()
+        os.mkfifo(path)
+
+    return act
+
+
+def endless(name: str) -> Act:
+    """A file of 20 GiB that takes no room on the disk."""
+    return lambda p: os.truncate(p.put(name, ""), 20 << 30)
+
+
 def header(text: bytes, size: int | None = None) -> Act:
     return in_model(WEIGHTS, (len(text) if size is None else size).to_bytes(8, "little") + text)
 
@@ -208,6 +224,12 @@ def answers_left(content: bytes | None) -> Act:
             names_of_answers[-1].write_bytes(content)
 
     return act
+
+
+def answers_left_as_a_pipe(p: Place) -> None:
+    answers_left(None)(p)
+    names_of_answers[-1].unlink()
+    os.mkfifo(names_of_answers[-1])
 
 
 def recorded(title: str, end_ms: float) -> str:
@@ -264,6 +286,12 @@ KINDS: dict[str, tuple[Act, Words, int]] = {
     "a header of weights that is deep": (header(DEEP), generate(), REFUSED),
     "a header of 2^60 bytes": (header(b"{}", 2**60), generate(), REFUSED),
     "a header that is a list": (header(b"[]"), generate(), REFUSED),
+    "weights that are a pipe": (pipe(f"model/{WEIGHTS}"), generate(), REFUSED),
+    "a pipe beside the weights": (pipe("model/README.md"), convert, REFUSED),
+    "a configuration of 20 GiB": (endless(f"model/{CONFIG}"), generate(), REFUSED),
+    "settings of generation of 20 GiB": (endless(f"model/{GENERATION}"), generate(), REFUSED),
+    "a tokenizer of 20 GiB": (endless("model/tokenizer.json"), generate(), REFUSED),
+    "an index of 20 GiB": (endless(f"model/{INDEX}"), score, REFUSED),
     # adapters
     "a deep adapter": (both(adapter(), put(ADAPTER, DEEP)), ADAPTED, REFUSED),
     "an adapter's pickle": (
@@ -303,7 +331,22 @@ KINDS: dict[str, tuple[Act, Words, int]] = {
     "metrics that are a link out": (linked("run/metrics.jsonl"), TRAIN, REFUSED),
     "a lock that is a link out": (linked("run/.lock"), TRAIN, REFUSED),
     "a picture that is a link out": (lambda p: p.link("run/timeline.png", p.outside / "new"), TRAIN, REFUSED),
+    "a run's settings that are a pipe": (pipe("run/run.toml"), TRAIN, REFUSED),
+    "settings that are a pipe": (pipe("run.toml"), TRAIN, REFUSED),
+    "settings that are a device": (lambda p: None, given("train", "/dev/zero"), REFUSED),
+    "settings of 20 GiB": (endless("run/run.toml"), use_run, REFUSED),
+    "a manifest that is a pipe": (lambda p: pipe(f"run/checkpoints/{p.checkpoint.name}/manifest.json")(p), TRAIN, DONE),
+    "a manifest of 20 GiB": (lambda p: endless(f"run/checkpoints/{p.checkpoint.name}/manifest.json")(p), TRAIN, DONE),
+    "an identity that is a pipe": (pipe("run/checkpoints/run.json"), TRAIN, REFUSED),
+    "an identity of 20 GiB": (endless("run/checkpoints/run.json"), TRAIN, REFUSED),
+    "metrics that are a pipe": (pipe("run/metrics.jsonl"), TRAIN, REFUSED),
+    "metrics of 20 GiB": (endless("run/metrics.jsonl"), TRAIN, REFUSED),
     # texts
+    "prompts that are a pipe": (pipe("prompts.jsonl"), score, REFUSED),
+    "prompts of 20 GiB": (endless("prompts.jsonl"), score, REFUSED),
+    "answers left as a pipe": (answers_left_as_a_pipe, generate(), REFUSED),
+    "rows that are a pipe": (pipe("rows/a.jsonl"), anew("--data.corpus", "INSIDE/rows"), REFUSED),
+    "rows of 20 GiB": (endless("rows.jsonl"), anew("--data.corpus", "INSIDE/rows.jsonl"), REFUSED),
     "deep prompts": (put("prompts.jsonl", DEEP), generate(), REFUSED),
     "half a character": (put("prompts.jsonl", '{"text": "\\ud800"}'), score, REFUSED),
     "a token of 30 digits": (put("prompts.jsonl", json.dumps({"tokens": [10**30]})), generate(), REFUSED),
@@ -331,6 +374,10 @@ KINDS: dict[str, tuple[Act, Words, int]] = {
     "a deep recorded step": (put("step.json", DEEP), TRACE, REFUSED),
     "a step at infinity": (put("step.json", recorded("F", 1e308)), TRACE, REFUSED),
     "a title that is code for a browser": (put("step.json", recorded("</script><script>x()", 1)), TRACE, DONE),
+    "a cluster that is a pipe": (pipe("cluster.toml"), PLAN, REFUSED),
+    "a schedule of 20 GiB": (endless("s.csv"), given("schedule", "show", "INSIDE/s.csv"), REFUSED),
+    "a recorded step that is a pipe": (pipe("step.json"), TRACE, REFUSED),
+    "a recorded step of 20 GiB": (endless("step.json"), TRACE, REFUSED),
     "deep words": (put("x", ""), train("--dry-run", "--optimizer.groups", "[" * 100_000), REFUSED),
 }  # fmt: skip
 
@@ -370,6 +417,10 @@ def files_in(folder: Path) -> dict[str, bytes | None]:
     return {str(path): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
 
 
+def is_small(path: Path) -> bool:
+    return path.is_file() and not path.is_symlink() and path.stat().st_size < 1 << 30
+
+
 @pytest.mark.shows(155)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_hostile_file_neither_runs_nor_reaches_out_nor_ends_in_a_traceback(
@@ -386,7 +437,7 @@ def test_a_hostile_file_neither_runs_nor_reaches_out_nor_ends_in_a_traceback(
     last = err.rstrip("\n").rpartition("\n")[2]
     assert code == DONE or (last.startswith("penstock: ") and len(last) < 2500), err
     assert files_in(place.outside) == before, "something outside has been run, written or deleted"
-    written = [path.read_bytes() for path in place.inside.rglob("*") if path.is_file() and not path.is_symlink()]
+    written = [path.read_bytes() for path in place.inside.rglob("*") if is_small(path)]
     assert not any(SECRET.encode() in content for content in [out.encode(), err.encode(), *written])
     assert not any(b"<script>x()" in page.read_bytes() for page in place.inside.glob("*.html"))
 

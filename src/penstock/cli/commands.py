@@ -15,6 +15,7 @@ from pathlib import Path
 from shutil import get_terminal_size
 from typing import Any, NoReturn
 
+from penstock.settings.files import check_file
 from penstock.settings.json_files import parse_json
 
 #: columns of every help, which a terminal has at the least
@@ -195,6 +196,7 @@ class Unfinished:
         self.path, self.hidden = path, path.with_name(f".{path.name}.{digest}.unfinished")
         try:
             # A link that somebody has put there could lead anywhere.
+            check_file(self.hidden)
             descriptor = os.open(self.hidden, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
             self._file = os.fdopen(descriptor, "a+b")
         except OSError as error:

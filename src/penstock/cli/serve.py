@@ -16,6 +16,7 @@ from penstock.cli.group import Group, find_group_of
 from penstock.cli.launch import WorkerCommand, launch
 from penstock.cli.setting_options import MODEL_OPTIONS, PROCESSES, add_options, options_of, parallel_options, values_of
 from penstock.settings import ParallelConfig, RingConfig, ServeConfig
+from penstock.settings.files import read_text
 
 if TYPE_CHECKING:
     from socket import socket
@@ -153,7 +154,7 @@ def _key(arguments: ServeArguments) -> str | None:
     key, where = os.environ.get(API_KEY), f"the environment variable {API_KEY}"
     if arguments.serve.api_key_file is not None:
         where = arguments.serve.api_key_file
-        key = Path(where).read_text(encoding="utf-8")
+        key = read_text(where)
     if key is None:
         return None
     if not key.strip().isascii() or not key.strip().isprintable() or not key.strip() or " " in key.strip():

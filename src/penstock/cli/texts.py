@@ -8,6 +8,7 @@ from typing import Any, TypeGuard
 
 from penstock.data.tokenizer import WithoutSpecialTokens
 from penstock.engine.saved_model import SavedModel, open_model
+from penstock.settings.files import lines_of
 from penstock.settings.json_files import parse_json
 
 _TEXT_FORMS = '{"text": ...}, {"tokens": [...]} or {"prompt": ..., "completion": ...}'
@@ -119,14 +120,17 @@ def _lines(path: Path, purpose: str, forms: str) -> list[tuple[int, str]]:
 
     Raises: ValueError for a file that cannot be read or has no such line.
     """
+    lines, num_bytes = [], 0
     try:
-        content = path.read_text(encoding="utf-8")
+        for number, line in enumerate(lines_of(path), 1):
+            if line.strip():
+                lines.append((number, line.decode()))
+            num_bytes += len(line)
+    except UnicodeDecodeError as error:
+        where = num_bytes + error.start
+        raise ValueError(f"{path} is not UTF-8 ({error.reason} at byte {where}); give JSON lines") from None
     except OSError as error:
         raise ValueError(f"{path}: {(error.strerror or str(error)).lower()}") from None
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 ({error.reason} at byte {error.start}); give JSON lines") from None
-    # Not splitlines: that would also cut at separators which JSON allows inside a text.
-    lines = [(number, line) for number, line in enumerate(content.split("\n"), 1) if line.strip()]
     if not lines:
         raise ValueError(f"{path} has no line to {purpose}; a line is {forms}")
     return lines

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from penstock.settings.files import check_texts, read_text
+
 
 class ChatTemplateError(ValueError):
     """A template that cannot be read, or that refuses a conversation."""
@@ -34,7 +36,7 @@ class ChatTemplate:
         source = None
         if file is not None:
             try:
-                source = file.read_text(encoding="utf-8")
+                source = read_text(file)
             except (OSError, UnicodeDecodeError) as error:
                 raise ChatTemplateError(f"the chat template {file} cannot be read ({error})") from None
         if folder is None:
@@ -47,6 +49,7 @@ class ChatTemplate:
         from transformers import AutoTokenizer
 
         try:
+            check_texts(folder)
             tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
             source = source or tokenizer.get_chat_template()
         except Exception as error:  # of many kinds, by what is wrong with the files
@@ -77,4 +80,4 @@ def _empty_tokenizer() -> Any:
 
 
 def _text(path: Path) -> str:
-    return path.read_text(encoding="utf-8") if path.is_file() else ""
+    return read_text(path) if path.is_file() else ""

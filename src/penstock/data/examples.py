@@ -19,6 +19,7 @@ import numpy as np
 from penstock.data.checks import CorpusError
 from penstock.data.sources import ROW_ENDINGS, Row, Source
 from penstock.data.store import EncodedDocument
+from penstock.settings.files import check_texts
 from penstock.settings.json_files import parse_json
 
 FORMS = '{"messages": [...]}, {"prompt": ..., "completion": ...} or {"text": ...}'
@@ -252,6 +253,7 @@ def _load(name: str) -> Any:
     from transformers import AutoTokenizer
 
     try:
+        check_texts(folder)
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the library raises many unrelated types
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from penstock.data.checks import CorpusError
+from penstock.settings.files import lines_of, open_file
 from penstock.settings.json_files import parse_json
 
 BUILT_IN = "stdlib"
@@ -83,7 +84,8 @@ class Source:
 
     def _text(self, file: Path) -> str | None:
         try:
-            return file.read_bytes().decode()
+            with open_file(file) as text:
+                return text.read().decode()
         except UnicodeDecodeError as error:
             if self.undecodable == "skip":
                 return None
@@ -113,6 +115,7 @@ class Source:
         import datasets
 
         try:
+            open_file(file).close()
             # streaming reads the file in place: nothing is copied into a cache, and ranks do not wait for each other
             kind = ROW_ENDINGS[file.suffix]
             rows = iter(datasets.load_dataset(kind, data_files=[str(file)], split="train", streaming=True))
@@ -132,11 +135,10 @@ class Source:
     def _lines(self, file: Path) -> Iterator[tuple[str, Any]]:
         """Each line of JSON of a file with its place; blank lines are none."""
         try:
-            with file.open("rb") as lines:
-                for number, line in enumerate(lines, 1):
-                    if line.strip():
-                        where = f"{file}, line {number}"
-                        yield where, _parsed(where, line)
+            for number, line in enumerate(lines_of(file), 1):
+                if line.strip():
+                    where = f"{file}, line {number}"
+                    yield where, _parsed(where, line)
         except OSError as error:
             raise CorpusError(f"cannot read {str(file)!r}: {error.strerror}") from error
 

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from penstock.data.checks import CorpusError
+from penstock.settings.files import read_bytes
 
 
 class Tokenizer(Protocol):
@@ -132,8 +133,8 @@ def load_tokenizer(name: str | None, end_token: str | bool = False) -> Tokenizer
         raise CorpusError(f"no tokenizer at {str(path)!r}; give 'bytes', a tokenizer.json, or a folder that holds one")
     import tokenizers
 
-    content = path.read_bytes()
     try:
+        content = read_bytes(path)
         tokenizer = tokenizers.Tokenizer.from_str(content.decode())
     except Exception as error:  # the library raises bare Exceptions
         raise CorpusError(f"{str(path)!r} is no Hugging Face tokenizer file: {error}") from error

@@ -9,6 +9,7 @@ from typing import Any
 from penstock.schedule import Event, Timeline
 from penstock.schedule.recording import Recording, Wait
 from penstock.schedule.text import parse_step
+from penstock.settings.files import read_bytes
 from penstock.settings.json_files import parse_json
 
 FORMAT = "penstock recorded step 1"
@@ -89,8 +90,9 @@ def read_recorded_step(path: str | Path) -> RecordedStep:
 
     Raises: ValueError naming the file and its fault; OSError if it cannot be read.
     """
+    content = read_bytes(path)
     try:
-        values = parse_json(Path(path).read_bytes())
+        values = parse_json(content)
         if not isinstance(values, dict) or values.get("format") != FORMAT:
             raise ValueError(f"it does not say that its format is {FORMAT!r}")
         recording = Recording.from_json(values["measured"])

@@ -24,7 +24,7 @@ from penstock.engine.pipeline import Pipeline
 from penstock.engine.pretrained import HuggingFaceForm
 from penstock.engine.sharding import UnitSource, units_for
 from penstock.model import ModelGroups, UnitSpec, switch_linears
-from penstock.model.hf.files import WeightFiles, refuse_links_out
+from penstock.model.hf.files import WeightFiles, refuse_unfit_files
 from penstock.model.layers.attention import AttentionBlock
 from penstock.model.layers.mlp import MLPBlock
 from penstock.parallel.host import gather_json, on_all_ranks
@@ -257,7 +257,7 @@ def _config_in(folder: Path) -> Any:
     """The LoraConfig in a folder of peft's format. Raises: ValueError naming the file, or a link out of the folder."""
     from peft import LoraConfig
 
-    refuse_links_out(folder)
+    refuse_unfit_files(folder)
     path = folder / "adapter_config.json"
     content = read_json_object(path)
     check_kinds(content, _KINDS, str(path))

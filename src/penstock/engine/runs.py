@@ -12,6 +12,7 @@ import tomli_w
 
 from penstock.engine.durable import naming, unfinished, write_durably
 from penstock.settings import ConfigError, RunConfig, differences, read_config
+from penstock.settings.files import lines_of
 from penstock.settings.json_files import parse_json
 
 CONFIG_FILE = "run.toml"
@@ -57,6 +58,8 @@ def _check_folder(config: RunConfig, fresh: bool) -> bool:
     # What the run writes would go wherever they lead. A folder of checkpoints may lie on another disk.
     if links := sorted(path for path in folder.iterdir() if path.is_symlink() and not path.is_dir()):
         raise ConfigError(f"{links[0]} is a link to {links[0].readlink()}; put the file itself there, or remove it")
+    if others := sorted(path for path in folder.iterdir() if not path.is_dir() and not path.is_file()):
+        raise ConfigError(f"{others[0]} is no regular file; remove it")
     if not copy.exists():
         # A start that was killed may have come no further than these.
         ours = {_LOCK_FILE, unfinished(copy).name}
@@ -120,7 +123,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     lines = []
-    for line in path.read_bytes().split(b"\n"):
+    for line in lines_of(path):
         try:
             entry = parse_json(line)
         except ValueError:

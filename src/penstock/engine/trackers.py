@@ -20,6 +20,7 @@ from penstock.engine.trainer import TrainResult
 from penstock.engine.watch import evaluation_numbers, step_numbers
 from penstock.settings import ConfigError, LogConfig
 from penstock.settings.arguments import checked
+from penstock.settings.files import read_text
 
 PROMETHEUS_FILE = "metrics.prom"
 _WANDB_FILE = "wandb.id"
@@ -85,7 +86,7 @@ class WandbTracker:
         file = folder / _WANDB_FILE
         if not file.exists():
             file.write_text(uuid.uuid4().hex)
-        self._run = library.init(project=project, id=file.read_text(), resume="allow", dir=str(folder))
+        self._run = library.init(project=project, id=read_text(file), resume="allow", dir=str(folder))
 
     def write(self, step: int, values: Mapping[str, float | int | bool]) -> None:
         """Log the values under their step."""

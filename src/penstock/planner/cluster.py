@@ -12,6 +12,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from penstock.settings.files import read_text
 from penstock.settings.toml_files import parse_toml
 
 _GIB = 2**30
@@ -100,7 +101,7 @@ class Cluster:
         Raises: ClusterError for a file that cannot be read, an unknown key, or a number that cannot be.
         """
         try:
-            table = parse_toml(Path(path).read_text(encoding="utf-8"))
+            table = parse_toml(read_text(path))
         except OSError as error:
             raise ClusterError(f"{path} cannot be read: {(error.strerror or str(error)).lower()}") from None
         except ValueError as error:

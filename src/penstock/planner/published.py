@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ from penstock.planner.shape import ModelShape, find_model
 from penstock.planner.simulation import Order, simulate_step
 from penstock.planner.times import Constants
 from penstock.settings import Layout
+from penstock.settings.files import read_text
 
 Row = Mapping[str, str]
 
@@ -139,8 +141,7 @@ def read_runs(path: str | Path) -> tuple[list[PublishedRun], list[tuple[Row, str
     Raises: ValueError for a file that cannot be read, or without the columns.
     """
     try:
-        with Path(path).open(newline="", encoding="utf-8") as file:
-            rows = list(csv.DictReader(file))
+        rows = list(csv.DictReader(io.StringIO(read_text(path), newline="")))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise ValueError(f"{path} cannot be read: {reason.lower()}") from None

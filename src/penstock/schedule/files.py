@@ -12,6 +12,7 @@ from penstock.schedule.actions import Action, Op, Program, Schedule, ScheduleErr
 from penstock.schedule.lower import lower
 from penstock.schedule.text import Plan, from_csv, from_text, modern_letters, parse_step
 from penstock.schedule.verify import verify
+from penstock.settings.files import read_text
 
 ENDINGS = (".csv", ".txt")
 """The file endings: torch's format, and Penstock's own."""
@@ -60,7 +61,7 @@ def _text_of(path: Path) -> str:
     if path.is_dir():
         raise ScheduleError(f"{path} is a folder; give a file ending in {' or '.join(ENDINGS)}")
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
     except UnicodeDecodeError:
         raise ScheduleError(f"{path}: this is not text, so it is neither a schedule nor a program") from None
     except OSError as error:

@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from penstock.settings.files import read_bytes
+
 _NAMES = {
     int: "a whole number",
     float: "a number",
@@ -61,10 +63,11 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
     Raises:
         ValueError: it holds anything else; names the file.
-        OSError: it cannot be opened.
+        OSError: it cannot be opened, or is none to be read whole.
     """
+    read = read_bytes(path)
     try:
-        content = parse_json(path.read_bytes())
+        content = parse_json(read)
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}") from None
     if not isinstance(content, dict):

@@ -16,6 +16,7 @@ from penstock.settings.declare import (
     nearest,
     with_values,
 )
+from penstock.settings.files import read_text
 from penstock.settings.run import SETTINGS, RunConfig
 from penstock.settings.toml_files import parse_toml
 
@@ -50,7 +51,7 @@ def read_values(path: str | Path) -> Values:
     """
     path = Path(path)
     try:
-        table = parse_toml(path.read_text(encoding="utf-8"))
+        table = parse_toml(read_text(path))
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}; give the path of a run's TOML file") from None
     except ValueError as error:

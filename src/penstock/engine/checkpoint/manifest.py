@@ -16,6 +16,7 @@ from typing import Any
 
 from penstock.engine.durable import write_durably
 from penstock.parallel.tensor_slice import StoredSlice, TensorSlice
+from penstock.settings.files import open_file, read_bytes
 from penstock.settings.json_files import check_kinds, parse_json
 
 MANIFEST = "manifest.json"
@@ -163,7 +164,7 @@ def read_manifest(path: Path) -> CheckpointInfo:
     Raises: DamagedCheckpoint when it is missing, cut short, altered, or of another format.
     """
     try:
-        content = parse_json((path / MANIFEST).read_bytes())
+        content = parse_json(read_bytes(path / MANIFEST))
     except (OSError, ValueError) as error:
         raise DamagedCheckpoint(f"its {MANIFEST} cannot be read ({error})") from None
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
@@ -212,7 +213,7 @@ def check_files(info: CheckpointInfo, part: int = 0, num_parts: int = 1) -> None
 
 def describe_file(path: Path) -> FileRecord:
     """Read a file back and give its size and checksum."""
-    with path.open("rb") as file:
+    with open_file(path) as file:
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         return FileRecord(file.tell(), sha256)
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from penstock.model.hf.families import FAMILIES, MIXTRAL_EXPERTS, Family, Windows
-from penstock.model.hf.files import MissingFile, refuse_links_out
+from penstock.model.hf.files import MissingFile, refuse_unfit_files
 from penstock.settings import ExpertConfig, ModelConfig, RopeKind, RopeScaling
 from penstock.settings.json_files import check_kinds, read_json_object
 
@@ -53,7 +53,7 @@ def read_config_json(folder: Path) -> dict[str, Any]:
             dropout is of a kind that no model has.
     """
     path = folder / CONFIG_FILE
-    refuse_links_out(folder)
+    refuse_unfit_files(folder)
     if not path.is_file():
         raise MissingFile(f"{path} is missing: a model's folder has one")
     content = read_json_object(path)

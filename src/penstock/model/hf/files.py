@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from penstock.model.hf.quantized import INT8, scale_name
 from penstock.model.units import UnitSpec
 from penstock.parallel.tensor_slice import Shape, StoredSlice, TensorSlice, copies
+from penstock.settings.files import check_file
 from penstock.settings.json_files import read_json_object
 
 SINGLE_FILE = "model.safetensors"
@@ -58,7 +59,7 @@ class WeightFiles:
         """
         if not folder.is_dir():
             raise MissingFile(f"there is no folder {folder} to read a model from")
-        refuse_links_out(folder)
+        refuse_unfit_files(folder)
         index = folder / INDEX_FILE
         if not index.exists():
             return cls(folder, _read_header(_single_file(folder)))
@@ -87,13 +88,15 @@ class WeightFiles:
         return values.float() * self.read(scales, part[:1]).float()
 
 
-def refuse_links_out(folder: Path) -> None:
-    """Refuse a model's folder with a link that leads out of it, for instance to private files.
+def refuse_unfit_files(folder: Path) -> None:
+    """Refuse a model's folder with what is not to be read: links that lead out of it, devices, texts of any size.
+
+    A link could lead to private files, a pipe be waited for without end.
 
     In Hugging Face's cache the files of ``snapshots/REVISION`` are links to ``blobs``, all within one model's folder.
 
     Raises:
-        ValueError: names the link and where it leads.
+        ValueError: names the file, and where a link leads.
     """
     root = folder.resolve()
     if root.parent.name == "snapshots" and (root.parent.parent / "blobs").is_dir():
@@ -103,6 +106,7 @@ def refuse_links_out(folder: Path) -> None:
         target = Path(os.path.realpath(path))
         if path.is_symlink() and not target.is_relative_to(root):
             raise ValueError(f"{path} is a link to {target}, outside the model's folder; put the file itself there")
+        check_file(path)
 
 
 def _single_file(folder: Path) -> Path:
@@ -137,6 +141,7 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
     """Read the header, which safetensors checks against the file's size."""
     if not path.exists():
         raise MissingFile(f"{path} is missing")
+    check_file(path)
     try:
         with safe_open(path, framework="pt") as file:
             names: list[str] = file.keys()

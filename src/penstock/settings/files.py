@@ -1,0 +1,116 @@
+"""Files that a user has given: opened here alone, so that none is waited for, and none fills the memory."""
+
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+MOST_BYTES = 256 << 20
+"""Bytes of a file that is read whole, at most: JSON, TOML, a template, a schedule, a table."""
+
+MOST_LINE_BYTES = 64 << 20
+"""Bytes of a line of JSON lines, at most."""
+
+# What this process was given open may be a pipe: it was meant to be waited for.
+_GIVEN_OPEN = ("/dev/stdin", "/dev/fd/", "/proc/self/fd/")
+# What libraries read whole of a folder that they are given.
+_READ_WHOLE = frozenset({".json", ".jinja", ".toml", ".txt", ".model"})
+
+
+class UnfitFileError(OSError, ValueError):
+    """A file that is not read: no regular one, or too large. Also a ValueError, as other users' mistakes."""
+
+    def __init__(self, path: Path | str, reason: str) -> None:
+        super().__init__(errno.EINVAL, reason, str(path))
+
+    def __str__(self) -> str:
+        return f"{self.filename} is {self.strerror}"
+
+
+def open_file(path: Path | str) -> BinaryIO:
+    """Open a regular file for reading, or what the process was given open, such as /dev/stdin.
+
+    Raises:
+        UnfitFileError: it is a pipe, a socket or a device, whose content might never come or never end.
+        OSError: it cannot be opened.
+    """
+    if str(path).startswith(_GIVEN_OPEN):
+        return open(path, "rb")
+    # Opened without waiting for somebody to write into a pipe.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        _check_kind(path, os.fstat(descriptor))
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def read_bytes(path: Path | str) -> bytes:
+    """Read a file whole.
+
+    Raises:
+        UnfitFileError: as `open_file`, or it has more than `MOST_BYTES`.
+        OSError: it cannot be read.
+    """
+    with open_file(path) as file:
+        _check_size(path, os.fstat(file.fileno()).st_size)
+        content = file.read(MOST_BYTES + 1)
+    _check_size(path, len(content))
+    return content
+
+
+def read_text(path: Path | str) -> str:
+    """Read a file of UTF-8 whole. Raises: as `read_bytes`, and UnicodeDecodeError."""
+    return read_bytes(path).decode().replace("\r\n", "\n")
+
+
+def lines_of(path: Path | str) -> Iterator[bytes]:
+    """Yield the lines of a file, each with its end.
+
+    Raises:
+        UnfitFileError: as `open_file`, or a line has more than `MOST_LINE_BYTES`.
+        OSError: it cannot be read.
+    """
+    with open_file(path) as file:
+        while line := file.readline(MOST_LINE_BYTES + 1):
+            if len(line) > MOST_LINE_BYTES:
+                raise UnfitFileError(path, f"not read: a line has more than {MOST_LINE_BYTES >> 20} MiB")
+            yield line
+
+
+def check_file(path: Path | str) -> None:
+    """Check a file that a library will open: as `open_file`, and where such files are read whole, as `read_bytes`.
+
+    Raises:
+        UnfitFileError: it is not to be opened.
+    """
+    try:
+        found = os.stat(path)
+    except OSError:
+        return  # whoever opens it says so
+    if not stat.S_ISDIR(found.st_mode):
+        _check_kind(path, found)
+        if Path(path).suffix in _READ_WHOLE:
+            _check_size(path, found.st_size)
+
+
+def check_texts(folder: Path) -> None:
+    """Check the files in a folder of which a library reads some whole. Raises: as `check_file`."""
+    for path in sorted(folder.iterdir()):
+        if path.suffix in _READ_WHOLE:
+            check_file(path)
+
+
+def _check_kind(path: Path | str, found: os.stat_result) -> None:
+    if stat.S_ISDIR(found.st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not stat.S_ISREG(found.st_mode):
+        raise UnfitFileError(path, "no regular file")
+
+
+def _check_size(path: Path | str, size_bytes: int) -> None:
+    if size_bytes > MOST_BYTES:
+        raise UnfitFileError(path, f"larger than the {MOST_BYTES >> 20} MiB that are read")
