@@ -28,6 +28,17 @@ def generate(folder: Path) -> list[str]:
     return [str(PENSTOCK), "generate", str(folder), PROMPT, "--pp", "2", *sampling]
 
 
+def next_steps(folder: Path) -> list[tuple[str, str]]:
+    """Commands to go on with, each with what it does."""
+    return [
+        (f"penstock trace {folder} --output step.html", "one step as it was measured, over the same step simulated"),
+        (f'penstock generate {folder} "import " --samples 3', "more of what the model writes"),
+        (f"penstock convert {folder} model", "a folder for Hugging Face's transformers"),
+        ("penstock schedule compare --ranks 8 --microbatches 32", "all schedules side by side"),
+        ("penstock train examples/experts.toml --dry-run", "a model with experts, and how it would be cut"),
+    ]
+
+
 def say(text: str) -> None:
     print(f"\n\033[1m{text}\033[0m\n" if sys.stdout.isatty() else f"\n{text}\n", flush=True)
 
@@ -73,7 +84,11 @@ def main() -> int:
         say("3. What the model writes by now")
         code = subprocess.run(generate(folder), cwd=ROOT, check=False).returncode
     if code == 0:
-        say(f"Look at {folder}/timeline.png: one step as it was measured, under the same step simulated")
+        say(f"{folder}/timeline.png shows one step as it was measured, under the same step simulated. To try next:")
+        shown = PENSTOCK.parent.relative_to(ROOT) if PENSTOCK.is_relative_to(ROOT) else PENSTOCK.parent
+        for command, what in next_steps(folder):
+            print(f"  {shown}/{command}\n      {what}")
+        print("\ndocs/start.md goes on from here.")
     return code
 
 
