@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.cli.commands import Parser, refuse_to_overwrite
 from penstock.cli.group import Group, agree, find_group_of
+from penstock.cli.host_memory import check_rows
 from penstock.cli.launch import WorkerCommand, launch
 from penstock.cli.setting_options import MODEL_OPTIONS, PROCESSES, add_options, options_of, parallel_options, values_of
 from penstock.settings import ParallelConfig, RingConfig, SamplingParams, Setting, walk
@@ -233,6 +234,9 @@ def check(arguments: GenerateArguments) -> "GenerateJob":
     limits = Limits(model.vocab_size, model.max_length)
     check_prompts([prompt.tokens for prompt in prompts], [params] * len(prompts), limits)
     options = GenerateOptions(**arguments.ring, tokenizer=model.tokenizer)
+    shape = options.shape(len(prompts) * params.num_samples, arguments.parallel.pp)
+    longest = max(len(prompt.tokens) for prompt in prompts) + params.max_new_tokens
+    check_rows(shape.num_slots, shape.num_rows, longest, model.num_units, arguments.parallel.device)
     return GenerateJob(model, prompts, params, options, arguments.output, arguments.json)
 
 

@@ -2,6 +2,7 @@
 
 import os
 import platform
+import re
 import sys
 
 from penstock import __version__
@@ -88,11 +89,33 @@ def run_as_script(main: Main, arguments: list[str] | None = None) -> int:
         return 141
     except KeyboardInterrupt:
         return 130
+    except (MemoryError, RuntimeError) as error:
+        if not lacks_memory(error) or os.environ.get("PENSTOCK_TRACEBACK"):
+            raise
+        print(f"penstock: {in_plain_words(str(error))}", file=sys.stderr)
+        return 1
     except (ValueError, OSError) as error:
         if os.environ.get("PENSTOCK_TRACEBACK"):
             raise
         print(f"penstock: {sentence(error)}", file=sys.stderr)
         return 2
+
+
+_ALLOCATION = re.compile(r"(?:RuntimeError: )?(?:\[[^\]]*\][^:]*)?DefaultCPUAllocator: [^:]*:[^\d]*(\d+) bytes\.?[^;]*")
+
+
+def lacks_memory(error: BaseException | None) -> bool:
+    """True for the failure of an allocation; PyTorch has no exception class for that of a processor's memory."""
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and bool(_ALLOCATION.search(str(error))))
+
+
+def in_plain_words(text: str) -> str:
+    """The text of an error, with the size alone of an allocation that has failed."""
+    if not text:
+        return "there is too little memory; give smaller sizes"
+    return _ALLOCATION.sub(
+        lambda found: f"there is too little memory for {int(found[1]) / 2**30:,.1f} GiB; give smaller sizes", text
+    )
 
 
 def sentence(error: ValueError | OSError) -> str:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.cli.commands import Parser
 from penstock.cli.group import Group, find_group_of
+from penstock.cli.host_memory import check_rows
 from penstock.cli.launch import WorkerCommand, launch
 from penstock.cli.setting_options import MODEL_OPTIONS, PROCESSES, add_options, options_of, parallel_options, values_of
 from penstock.settings import ParallelConfig, RingConfig, ServeConfig
@@ -132,6 +133,8 @@ def _open(arguments: ServeArguments) -> "SavedModel":
     longest = arguments.serve.max_length
     if longest is not None and longest > model.max_length:
         raise ValueError(f"--max-length {longest} is more than the {model.max_length} tokens that {model.folder} takes")
+    shape = _shape(arguments)
+    check_rows(shape.num_slots, shape.num_rows, _length(arguments, model), model.num_units, arguments.parallel.device)
     return model
 
 

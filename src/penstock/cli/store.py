@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _listener(endpoint: str) -> socket.socket:
     address, colon, port = endpoint.rpartition(":")
-    if not colon or not address or not port.isdecimal() or int(port) >= 2**16:
+    if not colon or not address or not (port.isascii() and port.isdecimal()) or int(port) >= 2**16:
         raise ValueError(f"{endpoint!r} is no ADDRESS:PORT such as login1:29400 or 0.0.0.0:29400")
     try:
         found = socket.getaddrinfo(address.strip("[]"), int(port), type=socket.SOCK_STREAM)

@@ -24,7 +24,7 @@ from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # pyright
 
 from penstock.cli.group import Group, agree, is_reported, reports_first, stay_for_others
 from penstock.cli.launch import FAILED, REFUSED
-from penstock.cli.main import sentence
+from penstock.cli.main import in_plain_words, lacks_memory, sentence
 from penstock.engine.checkpoint.manifest import CheckpointError
 from penstock.parallel.host import ProcessEnded, on_all_ranks
 from penstock.runtime import CallbackError, PipelineError, StepError
@@ -140,7 +140,8 @@ def _report_failure(group: Group, error: Exception) -> None:
     # Of a step or callback that failed here, the cause is what this process raised itself.
     cause = error.__cause__ if isinstance(error, StepError | CallbackError) else error
     is_of_file = isinstance(cause, OSError) and cause.filename is not None
-    expected = isinstance(cause, PipelineError | CheckpointError | ProcessEnded) or is_of_file or _is_of_backend(cause)
+    is_of_class = isinstance(cause, PipelineError | CheckpointError | ProcessEnded)
+    expected = is_of_class or is_of_file or _is_of_backend(cause) or lacks_memory(cause)
     if not expected or os.environ.get("PENSTOCK_TRACEBACK"):
         traceback.print_exception(error)
     # Errors from below the engine do not say where in the run they happened.
@@ -152,7 +153,7 @@ def _report_failure(group: Group, error: Exception) -> None:
 
 def _first_sentence(error: Exception) -> str:
     """The message of an error, without the place in a backend's source and the backend's advice."""
-    return re.sub(r"^\[\S+\] |\. This is typically[^)]*", "", " ".join(str(error).split()))
+    return re.sub(r"^\[\S+\] |\. This is typically[^)]*", "", in_plain_words(" ".join(str(error).split())))
 
 
 def _is_of_backend(error: BaseException | None) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from penstock.cli.group import Group, find_group
+from penstock.cli.host_memory import check_training
 from penstock.cli.launch import WorkerCommand, launch
 from penstock.cli.train_options import SWITCHES, Switches, asks_for_help, help_text
 from penstock.cli.train_options import parser as parser
@@ -58,6 +59,7 @@ def main(argv: Sequence[str]) -> int:
         arguments = replace(arguments, config=config)
         return _work(arguments, group)
     check_folder(config, fresh=arguments.switches.fresh, resume=arguments.switches.resume)
+    check_training(config)
     if config.parallel.world_size == 1:
         return _work(arguments, Group.alone())
     return launch(_COMMAND, argv, config.parallel.world_size, config.parallel.num_threads, check=lambda: _look(config))

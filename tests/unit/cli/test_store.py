@@ -16,6 +16,7 @@ from penstock.cli.main import main
         ("login1", "'login1' is no ADDRESS:PORT such as login1:29400 or 0.0.0.0:29400"),
         (":29400", "':29400' is no ADDRESS:PORT such as login1:29400 or 0.0.0.0:29400"),
         ("127.0.0.1:65536", "'127.0.0.1:65536' is no ADDRESS:PORT such as login1:29400 or 0.0.0.0:29400"),
+        ("127.0.0.1:٢٩٤٠٠", "'127.0.0.1:٢٩٤٠٠' is no ADDRESS:PORT such as login1:29400 or 0.0.0.0:29400"),
         ("192.0.2.1:29400", "cannot listen at 192.0.2.1:29400: cannot assign requested address"),
     ],
 )
