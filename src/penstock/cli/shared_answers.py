@@ -126,9 +126,10 @@ class AnswerCollector:
         self._awaited[index] = next(self._names[index])
         number, generated, ending = message["answer"]
         answer = self._sequences[number]
-        for token, log_prob, raw_log_prob, likeliest in generated:
-            answer.generated.append(Token(token, log_prob, raw_log_prob, tuple((n, x) for n, x in likeliest)))
-            self._reporter.hear(number, token)
+        for fields in generated:
+            token = Token(*fields)
+            answer.generated.append(token._replace(likeliest=tuple((n, x) for n, x in token.likeliest)))
+            self._reporter.hear(number, token.id)
         answer.ending = Ending(ending)
         self._reporter.take(number, answer)
 
