@@ -16,6 +16,7 @@ from penstock.parallel.tensor_slice import Shard
 from penstock.settings import ConfigError, ParameterGroup
 
 _NUM_NAMED = 4
+_ADDED_AT_ONCE = 1 << 22
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -88,10 +89,14 @@ def _part(shard: Shard | None, grid: Grid) -> str:
 @torch.no_grad()
 def _sums(tensors: Sequence[Tensor]) -> list[int]:
     """The sum of each tensor's bits, read as whole numbers; 0 without values."""
-    found: list[Any] = [
-        torch.zeros((), dtype=torch.int64)
-        if tensor.is_meta
-        else tensor.detach().contiguous().view(_BITS[tensor.element_size()]).sum(dtype=torch.int64).cpu()
-        for tensor in tensors
-    ]
+    found: list[Any] = [_sum(tensor.detach()).cpu() for tensor in tensors]
     return torch.stack(found).tolist() if found else []
+
+
+def _sum(tensor: Tensor) -> Tensor:
+    total = torch.zeros((), dtype=torch.int64, device="cpu" if tensor.is_meta else tensor.device)
+    if not tensor.is_meta:
+        # PyTorch widens all that it adds up at once to 64 bits.
+        for part in tensor.contiguous().view(-1).view(_BITS[tensor.element_size()]).split(_ADDED_AT_ONCE):
+            total += part.sum(dtype=torch.int64)
+    return total

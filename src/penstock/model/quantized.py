@@ -65,6 +65,8 @@ def measured_products() -> dict[str, float]:
 class Int8WeightsAlone:
     """8-bit weights with one scale for each output; activations are bf16."""
 
+    #: inputs of value 0 that fill up the last block
+    num_more: int
     #: whole numbers [O, I] and scales [O]
     weight_OI: Tensor
     scales_O: Tensor
@@ -72,11 +74,14 @@ class Int8WeightsAlone:
     bias_O: Tensor | None
 
     def __init__(self, weight_OI: Tensor, bias_O: Tensor | None) -> None:
-        self.weight_OI, scales_O = rounded(weight_OI)
+        # The kernel reads whole blocks of inputs, beyond the end where the last one is not full.
+        rounded_OI, scales_O = rounded(weight_OI)
+        self.num_more = -weight_OI.shape[1] % _GROUP
+        self.weight_OI = F.pad(rounded_OI, (0, self.num_more)) if self.num_more else rounded_OI
         self.scales_O, self.bias_O = scales_O.bfloat16(), _bf16(bias_O)
 
     def output(self, x: Tensor) -> Tensor:
-        x_TI = x.flatten(0, -2).bfloat16().contiguous()
+        x_TI = F.pad(x.flatten(0, -2).bfloat16(), (0, self.num_more)).contiguous()
         return _finished(torch.ops.aten._weight_int8pack_mm(x_TI, self.weight_OI, self.scales_O), self.bias_O, x)
 
     @property

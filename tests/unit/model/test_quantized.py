@@ -68,6 +68,17 @@ def test_a_row_depends_on_that_row_alone(kind: Quantize, num_inputs: int, num_ou
         assert torch.equal(packed.output(x[begin:end].clone()), whole[begin:end]), (begin, end)
 
 
+@pytest.mark.parametrize("num_inputs", [1, 31, 56, 520])
+@pytest.mark.parametrize("kind", [Quantize.INT8, Quantize.INT8_WEIGHTS])
+def test_any_number_of_inputs_will_do_in_8_bits(kind: Quantize, num_inputs: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(count, num_inputs, generator=generator) for count in (5, 24))
+    packed = quantizer(kind)(weight, None)
+    assert packed is not None
+    exact = x @ weight.t()
+    assert torch.allclose(packed.output(x), exact, atol=0.02 * exact.abs().max().item())
+
+
 def test_all_int8_kernels_that_are_exact_give_the_same_bits() -> None:
     x, weight, bias = values(520, 80)
     x[5] = 0
