@@ -188,6 +188,8 @@ class Generator:
             generation.filter_masks = loop.filter_masks
             result = self._result(loop)
         self._end_together()
+        if generation.leader is not None and isinstance(generation.leader.interrupts, AgreedInterrupt):
+            generation.leader.interrupts.forget()
         self._interrupted = None if result.is_complete else generation
         return result
 

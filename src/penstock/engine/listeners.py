@@ -106,6 +106,11 @@ class AgreedInterrupt:
             self._alarm.check()
             time.sleep(_ASK_AGAIN_S)
 
+    def forget(self) -> None:
+        """Take the answer out of the store, once all of these ranks have ended; the rank that asks does so."""
+        if self._ask is not None:
+            default_store().delete_key(self._key)
+
     def _read(self) -> tuple[int, bool]:
         store = default_store()
         if not store.check([self._key]):
