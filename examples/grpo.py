@@ -131,15 +131,17 @@ def learn(engine: Engine, reference: Engine, goal: float) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--goal", type=float, default=0.8, help="end when the mean reward of a round is higher")
-    goal = parser.parse_args().goal
+    parser.add_argument("--reproducible", action="store_true", help="importance ratios of fresh answers are exactly 1")
+    given = parser.parse_args()
     dist.init_process_group("gloo")
     config = ModelConfig(11, 64, 192, num_layers=2, num_heads=4, max_length=16)
-    options = EngineOptions(optimizer=OptimizerConfig(LearningRate(4e-3)), device="cpu")
+    optimizer = OptimizerConfig(LearningRate(4e-3))
+    options = EngineOptions(optimizer=optimizer, device="cpu", reproducible=given.reproducible)
     units, layout = decoder_units(config), Layout(pp=dist.get_world_size())
     engine = Engine(units, config.hidden_size, layout, options)
     # Initial weights depend on the seed alone; of a model in a folder it would be another `Engine.from_hf`.
     reference = Engine(units, config.hidden_size, layout, options, learns=False)
-    learn(engine, reference, goal)
+    learn(engine, reference, given.goal)
     reference.close()
     engine.close()
     dist.destroy_process_group()

@@ -12,7 +12,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 @pytest.mark.parametrize("name", ["dpo", "grpo", "reward_model"])
 def test_an_example_stays_short(name: str) -> None:
-    assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) <= 150
+    assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) <= 200
 
 
 def test_two_stages_learn_a_preference() -> None:
@@ -23,13 +23,14 @@ def test_two_stages_learn_a_preference() -> None:
     assert before < 75 and after > before + 15
 
 
-def test_two_stages_learn_from_the_rewards_of_groups() -> None:
-    shown = run_ranks_of(EXAMPLES / "grpo.py", 2, "--goal", "0.15")
+@pytest.mark.shows(128)
+def test_two_stages_learn_from_the_rewards_of_groups_whose_importance_ratios_are_exactly_1() -> None:
+    shown = run_ranks_of(EXAMPLES / "grpo.py", 2, "--goal", "0.15", "--reproducible")
     rows = re.findall(r"round +\d+, +\d+ s: reward (\d\.\d+), importance ratios 1 ± (\S+), (\d+\.\d+) nats", shown)
     assert len(rows) == len(shown.splitlines()) >= 2
     rewards, ratios, divergences = (list(map(float, column)) for column in zip(*rows, strict=True))
     assert rewards[0] < 0.05 and rewards[-1] > 0.15
-    assert max(ratios) < 1e-4, "an unchanged model is as likely to say what it said"
+    assert max(ratios) == 0, "an unchanged model is as likely to say what it said, to the bit"
     assert min(divergences) > 0
 
 

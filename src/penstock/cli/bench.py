@@ -47,7 +47,12 @@ def parser() -> Parser:
     plan = _add(benchmarks, "plan", bench_plan.run, bench_plan.WHAT)
     bench_plan.add_arguments(plan)
     plan.set_defaults(show=bench_plan.show)
-    _add(benchmarks, "all", _all, "all of the above but overlap, reduction, ring, serve and plan, with their defaults")
+    _add(
+        benchmarks,
+        "all",
+        _all,
+        "all of the above but overlap, reduction, ring, reproducible, serve and plan, with their defaults",
+    )
     return parser
 
 
@@ -159,6 +164,13 @@ def _add_models(benchmarks: Any) -> None:
         "--quantize", choices=[*Quantize], default="none", help="Penstock's weights; CTranslate2 then has int8"
     )
     generate.add_argument("--rounds", type=int, default=3, help="of each side, in turn")
+
+    reproducible = _add(
+        benchmarks, "reproducible", _reproducible, "what reproducible tokens cost, and that they are so"
+    )
+    reproducible.add_argument("--layers", type=int, default=6, help="layers of the model")
+    reproducible.add_argument("--hidden-size", type=int, default=512, help="width of the model")
+    reproducible.add_argument("--rounds", type=int, default=4, help="of each side, in turn")
 
     serve = _add(benchmarks, "serve", _serve, "tokens per second of a server over generate, and its first tokens")
     serve.add_argument("--layers", type=int, default=8, help="layers of the model")
@@ -323,6 +335,14 @@ def _generate(given: argparse.Namespace) -> dict[str, Any]:
     _progress(f"{dataclasses.asdict(generation)}")
     found = measure(generation, given.parts, tuple(given.against))
     return found | {"on a GPU": on_gpu(dataclasses.replace(LLAMA_1B, num_rounds=given.rounds))} if gpu else found
+
+
+def _reproducible(given: argparse.Namespace) -> dict[str, Any]:
+    from penstock.bench.reproducible import Reproducing, measure
+
+    asked = Reproducing(num_layers=given.layers, hidden_size=given.hidden_size, num_rounds=given.rounds)
+    _progress(f"{dataclasses.asdict(asked)}")
+    return measure(asked, _progress)
 
 
 def _serve(given: argparse.Namespace) -> dict[str, Any]:

@@ -249,7 +249,7 @@ def _standard_input() -> str:
     return sys.stdin.read()
 
 
-def _answers_file(job: "GenerateJob", version: str, precision: str | None, fresh: bool) -> "AnswersFile | None":
+def _answers_file(job: "GenerateJob", version: str, numbers: dict[str, Any], fresh: bool) -> "AnswersFile | None":
     """Open the file of answers, with those that a stopped call left there.
 
     Raises: ValueError if the file cannot be written, or its answers belong to other input.
@@ -259,7 +259,7 @@ def _answers_file(job: "GenerateJob", version: str, precision: str | None, fresh
     if job.output is None:
         return None
     given = [[list(prompt.tokens), prompt.line, prompt.id] for prompt in job.prompts]
-    decisive = [str(job.model.folder.resolve()), version, given, asdict(job.params), precision]
+    decisive = [str(job.model.folder.resolve()), version, given, asdict(job.params), numbers]
     digest = hashlib.blake2b(json.dumps(decisive).encode(), digest_size=8).hexdigest()
     return AnswersFile(job.output, digest, job.params.num_samples, fresh)
 
@@ -292,10 +292,10 @@ def _generate(arguments: GenerateArguments, group: Group, store: "Store") -> Non
     initialise(*pipelines.world(group), device, parallel.timeout_s)
     engine = Engine(*job.model.arguments(replace(parallel, device=device)))
     version = job.model.load(engine)
-    precision = arguments.opened["precision"]
+    numbers = {name: arguments.opened[name] for name in ("precision", "reproducible")}
     file = together(
         *(store, group, "output"),
-        lambda: _answers_file(job, version, precision, arguments.fresh) if group.rank == 0 else None,
+        lambda: _answers_file(job, version, numbers, arguments.fresh) if group.rank == 0 else None,
     )
     kept = frozenset(agree(store, group, "kept", {"kept": file.kept if file else []})[0]["kept"])
     listener = None

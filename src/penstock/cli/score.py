@@ -67,6 +67,7 @@ class ScoreArguments:
             "text_field": self.scoring.text_field,
             "special_tokens": self.special_tokens,
             "precision": self.opened["precision"],
+            "reproducible": self.opened["reproducible"],
         }
 
 

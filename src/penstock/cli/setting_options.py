@@ -32,7 +32,7 @@ def parallel_options(names: Iterable[str], **defaults: Any) -> Options:
 MODEL_OPTIONS: Options = {
     own.key: own
     for own in (*walk(ModelConfig()), *walk(TrainConfig()), *walk(InferenceConfig()))
-    if own.name in ("model.native", "train.precision", "inference.quantize")
+    if own.name in ("model.native", "train.precision", "train.reproducible", "inference.quantize")
 }
 """The options of a saved model that decide how it is run."""
 

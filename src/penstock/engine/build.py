@@ -20,6 +20,7 @@ from penstock.model import BoundLayer, Limits, UnitSpec, WeightGradients, defer,
 from penstock.model.compiling import compile_unit, is_compiled, keep_linears_eager
 from penstock.model.linear import fix_weights
 from penstock.model.quantized import quantizer
+from penstock.model.reproducible import make_reproducible
 from penstock.parallel.host import gather_json, on_all_ranks
 from penstock.runtime import Boundary, PipelineError, Stage
 from penstock.runtime.host_memory import give_back_freed_memory
@@ -158,6 +159,7 @@ def build_stages(
 
     Raises:
         ConfigError: the options recompute a layer that the model does not have.
+        ValueError: tokens are to be reproducible, and a layer cannot.
     """
     _check_recompute(units, options)
     stages, build = {}, _builder(options, device)
@@ -166,6 +168,8 @@ def build_stages(
         # The largest first: what reading one takes beside its weights is then not on top of all others.
         made = {i: build(units[i]) for i in sorted(members, key=lambda i: -units[i].num_parameters)}
         modules = [(units[i].name, made[i]) for i in members]
+        if options.reproducible:
+            make_reproducible(modules, device)
         owner = WeightGradients()
         for _, module in modules:
             defer(module, owner)

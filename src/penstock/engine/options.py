@@ -58,6 +58,7 @@ class EngineOptions(Settings):
     precision: Precision = same_as(TrainConfig, "precision")
     recompute: str | tuple[int, ...] = same_as(TrainConfig, "recompute")
     compile: bool | CompileMode = same_as(TrainConfig, "compile")
+    reproducible: bool = same_as(TrainConfig, "reproducible")
     optimizer: OptimizerConfig = OptimizerConfig()
     attention: ContextForm = same_as(ParallelConfig, "attention")
     device: Device = same_as(ParallelConfig, "device")
@@ -74,6 +75,8 @@ class EngineOptions(Settings):
         object.__setattr__(self, "precision", self.precision or Precision.FP32)
         super().__post_init__()
         _check_read_only(self)
+        if self.reproducible:
+            _check_reproducible(self)
 
     @property
     def packs_for_good(self) -> bool:
@@ -121,6 +124,18 @@ def _check_read_only(options: EngineOptions) -> None:
         raise ConfigError(f"{given} packs weights as they are, and {what} needs them itself; leave out one of them")
 
 
+def _check_reproducible(options: EngineOptions) -> None:
+    """Refuse what gives a token other bits in training than in generation. Raises: ConfigError naming it."""
+    if options.precision is not Precision.FP32:
+        raise ConfigError(f"reproducible = true: precision is {options.precision}; possible is fp32")
+    if options.compile:
+        raise ConfigError("reproducible = true: compiled layers do not have the bits of generation; leave one out")
+    if options.quantize is not Quantize.NONE:
+        raise ConfigError(f"reproducible = true: quantize = {options.quantize} changes bits; leave one out")
+    if options.adapter is not None:
+        raise ConfigError("reproducible = true: LoRA adapters are other layers than Penstock's own; leave one out")
+
+
 def check_alike(options: EngineOptions, gather: Callable[[Any], list[Any]]) -> None:
     """Refuse ranks that would learn by different rules, or cut and run the model differently.
 
@@ -135,7 +150,7 @@ def check_alike(options: EngineOptions, gather: Callable[[Any], list[Any]]) -> N
 
 
 def _rules(options: EngineOptions) -> Iterator[tuple[str, Any]]:
-    for name in ("seed", "precision", "recompute", "learns", "read_only", "quantize"):
+    for name in ("seed", "precision", "recompute", "reproducible", "learns", "read_only", "quantize"):
         yield name, getattr(options, name)
     for field in fields(options.optimizer):
         yield f"optimizer.{field.name}", getattr(options.optimizer, field.name)

@@ -32,6 +32,7 @@ from penstock.engine.sharding import ContextShards, Sharding, UnitSource, steppe
 from penstock.engine.timed_cut import measure_units, timed_cut
 from penstock.engine.whole_model import WholeModel
 from penstock.model import ModelGroups, Randomness, UnitSpec, WeightCasts, share_casts
+from penstock.model.reproducible import check_reproducible
 from penstock.parallel import Grid, connect, naming_ended_ranks
 from penstock.parallel.collectives import Collectives, observe
 from penstock.parallel.host import gather_json
@@ -219,6 +220,11 @@ class Pipeline:
         whole_model.check_replicas()
         if self.options.learns:
             whole_model.check_groups(self.options.optimizer.groups)
+        if self.options.reproducible:
+            units = [unit for stage in self.stages.values() for unit in stage.units]
+            build_on_all_ranks(
+                lambda: check_reproducible(units, self.boundary.hidden_size, self.casts), self.grid.control
+            )
 
     def _make_stages(self, numbers: Sequence[int]) -> dict[int, Stage]:
         """The stages of these numbers, with their initial weights on this rank's device."""

@@ -100,20 +100,22 @@ def open_model(
     native: Native = "auto",
     precision: Precision | None = None,
     quantize: Quantize = Quantize.NONE,
+    reproducible: bool = False,
 ) -> SavedModel:
     """Open the model in a folder; nothing is written there, and no weight is read yet.
 
     `native`: by Penstock's own layers, by transformers', or by its own where they are the model. `precision`: left out,
     that of the model's files. `quantize`: the numbers that weights of products are kept as, while they are read.
+    `reproducible`: tokens get the bits that training gives them; a run whose settings say so does it anyway.
 
     Raises:
         ValueError: there is no such folder, no model in it, or one that cannot be run.
     """
     folder = Path(folder)
     if (folder / CONFIG_FILE).is_file():
-        return _open_run(folder, precision, quantize)
+        return _open_run(folder, precision, quantize, reproducible)
     if (folder / _HUGGING_FACE_CONFIG).is_file():
-        return _open_hugging_face(folder, native, precision, quantize)
+        return _open_hugging_face(folder, native, precision, quantize, reproducible)
     if not folder.is_dir():
         raise ConfigError(f"there is no folder {folder}; give that of a run, or one of Hugging Face's")
     raise ConfigError(f"{folder} holds neither a run ({CONFIG_FILE}) nor a Hugging Face model ({_HUGGING_FACE_CONFIG})")
@@ -122,7 +124,7 @@ def open_model(
 # ---- runs
 
 
-def _open_run(folder: Path, precision: Precision | None, quantize: Quantize) -> SavedModel:
+def _open_run(folder: Path, precision: Precision | None, quantize: Quantize, reproducible: bool) -> SavedModel:
     config = read_config(folder / CONFIG_FILE)
     if not published(folder / CHECKPOINT_FOLDER):
         raise ConfigError(f"{folder} holds no checkpoint yet; a run saves the first after checkpoint.every steps")
@@ -146,10 +148,15 @@ def _open_run(folder: Path, precision: Precision | None, quantize: Quantize) -> 
     def arguments(parallel: ParallelConfig) -> EngineArguments:
         if quantize is not Quantize.NONE:
             found = open_pretrained(folder, config.model.native, config.model.whole(size))
-            return _arguments(found, parallel, precision or config.train.precision, quantize)
+            same_bits = reproducible or config.train.reproducible
+            return _arguments(found, parallel, precision or config.train.precision, quantize, same_bits)
         # The settings of training and the pretrained model do not matter here: a plain cut, and no optimizer.
         own = config.model if config.model.native is False else replace(config.model, pretrained=None)
-        train = replace(config.train, precision=precision or config.train.precision)
+        train = replace(
+            config.train,
+            precision=precision or config.train.precision,
+            reproducible=reproducible or config.train.reproducible,
+        )
         ours = replace(config, model=own, parallel=parallel, train=train)
         ours = replace(ours, schedule=ScheduleConfig(), optimizer=OptimizerConfig())
         return engine_arguments(ours, size, learns=False)
@@ -199,7 +206,9 @@ def _load_run(folder: Path, config: RunConfig, state: ModelState) -> str:
 # ---- Hugging Face
 
 
-def _open_hugging_face(folder: Path, native: Native, precision: Precision | None, quantize: Quantize) -> SavedModel:
+def _open_hugging_face(
+    folder: Path, native: Native, precision: Precision | None, quantize: Quantize, reproducible: bool
+) -> SavedModel:
     try:
         because = reason_for_transformers(folder, native)
         found = open_pretrained(folder, native)
@@ -211,7 +220,7 @@ def _open_hugging_face(folder: Path, native: Native, precision: Precision | None
         quantize = Quantize.INT8
 
     def arguments(parallel: ParallelConfig) -> EngineArguments:
-        return _arguments(open_pretrained(folder, native), parallel, precision, quantize)
+        return _arguments(open_pretrained(folder, native), parallel, precision, quantize, reproducible)
 
     def load(state: ModelState) -> str:
         # The engine's units read them when it was made.
@@ -234,7 +243,7 @@ def _open_hugging_face(folder: Path, native: Native, precision: Precision | None
 
 
 def _arguments(
-    found: Pretrained, parallel: ParallelConfig, precision: Precision | None, quantize: Quantize
+    found: Pretrained, parallel: ParallelConfig, precision: Precision | None, quantize: Quantize, reproducible: bool
 ) -> EngineArguments:
     """The arguments of an engine that reads the model's weights while it is made, and never again."""
     options = EngineOptions(
@@ -243,6 +252,7 @@ def _arguments(
         learns=False,
         precision=precision or found.precision,
         quantize=quantize,
+        reproducible=reproducible,
         read_only=precision is not Precision.BF16_AUTOCAST,
     )
     return found.arguments(parallel, options)

@@ -278,9 +278,10 @@ class _StatisticsOfLogits(torch.autograd.Function):
         log_probs_T, log_norms_T = (logits_TV.new_empty(num_tokens, dtype=dtype) for _ in range(2))
         entropies_T = logits_TV.new_empty(num_tokens if with_entropies else 0, dtype=dtype)
         for rows in blocks(logits_TV):
-            z_RV = scaled(logits_TV[rows], dtype, temperature)
-            log_norms_T[rows] = torch.logsumexp(z_RV, -1)
-            log_p_RV, labels_R = z_RV.sub_(log_norms_T[rows, None]), labels_T[rows]
+            z_RV, labels_R = scaled(logits_TV[rows], dtype, temperature), labels_T[rows]
+            # As in cross entropy and in sampling: one function gives all three the same bits.
+            log_p_RV = z_RV.log_softmax(-1)
+            log_norms_T[rows] = z_RV.amax(-1) - log_p_RV.amax(-1)
             of_labels_R = log_p_RV.gather(1, labels_R.clamp(min=0)[:, None]).squeeze(1)
             log_probs_T[rows] = torch.where(labels_R != IGNORED, of_labels_R, 0)
             if with_entropies:

@@ -103,6 +103,11 @@ class TrainConfig(Settings, section="train"):
         False,
         "Compile each kind of layer with torch.compile: true, or a mode. Layers with collectives stay as they are.",
     )
+    reproducible: bool = setting(
+        False,
+        "Have generation, scoring and training give a token's log-probability the same bits; on CPUs in fp32, with "
+        "Penstock's own dense layers.",
+    )
     normalize: Normalize = setting(Normalize.GLOBAL, "The divisor of the loss.")
     num_microbatches: int = setting(
         8, "Microbatches that a data-parallel rank cuts its batch into, at least (gradient accumulation).", AT_LEAST_1
@@ -256,9 +261,11 @@ _FREE = _FREE_IF_GLOBAL | {
 }
 
 # Later than the first runs, which go on where these have their defaults.
-_ADDED = {"model.native", "optimizer.name", "optimizer.arguments", "optimizer.groups", "train.compile"} | {
-    own.name for own in SETTINGS.values() if own.section == AdapterConfig.section
-}
+_ADDED = (
+    {"model.native", "optimizer.name", "optimizer.arguments", "optimizer.groups", "train.compile"}
+    | {"train.reproducible"}
+    | {own.name for own in SETTINGS.values() if own.section == AdapterConfig.section}
+)
 
 
 def differences(

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from penstock.model.attention.context_parallel import HeadShape, check_heads, context_attention
+from penstock.model.attention.fixed_tiles import tiled_attention, tiled_cached_attention
 from penstock.model.attention.kernels import packed_attention
 from penstock.model.groups import ModelGroups
 from penstock.model.kv_cache import CachedRows, CacheSize, KVCache, Rows
@@ -28,6 +29,8 @@ class AttentionBlock(nn.Module):
     has_fixed_shapes = True
     #: the lengths of the sequences decide what is computed, and each would be compiled anew
     compiles = None
+    #: True if a token's bits are to depend on its sequence alone; see `penstock.model.reproducible`
+    is_reproducible = False
 
     def __init__(self, config: ModelConfig, matmul: Matmul) -> None:
         super().__init__()
@@ -47,8 +50,10 @@ class AttentionBlock(nn.Module):
         return (self.q, self.k, self.v), (self.output,)
 
     def forward(self, x_TD: Tensor, sequences: Sequences) -> Tensor:
-        mean_THK = packed_attention(*self.project(x_TD, sequences), sequences, self.window)
-        return self.add_output(x_TD, mean_THK)
+        qkv = self.project(x_TD, sequences)
+        if self.is_reproducible:
+            return self.add_output(x_TD, tiled_attention(*qkv, sequences))
+        return self.add_output(x_TD, packed_attention(*qkv, sequences, self.window))
 
     def new_cache(self, size: CacheSize) -> KVCache:
         return KVCache(size, self.k.out_features // self.head_dim, self.head_dim)
@@ -60,6 +65,8 @@ class AttentionBlock(nn.Module):
         """Write the tokens' keys and values to the cache and attend over it; returns the means [T, H, K]."""
         q_THK, k_THK, v_THK = self.project(x_TD, rows)
         rows.write(cache, k_THK, v_THK)
+        if self.is_reproducible:
+            return tiled_cached_attention(q_THK, cache, rows)
         return rows.attend(q_THK, cache, self.window)
 
     def project(self, x_TD: Tensor, sequences: Sequences | Rows) -> tuple[Tensor, Tensor, Tensor]:

@@ -79,24 +79,32 @@ class _GatedFunction(torch.autograd.Function):
     """silu(gate) * up. Autograd alone would keep silu(gate) too, and write one more buffer each way."""
 
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor, is_reproducible: bool) -> Tensor:
         ctx.save_for_backward(gate, up)
-        return F.silu(gate).mul_(up)
+        return (silu_of_each(gate) if is_reproducible else F.silu(gate)).mul_(up)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         gate, up = ctx.saved_tensors
         grad_up = F.silu(gate).mul_(grads[0])
         grad_gate = grads[0] * up
         torch.ops.aten.silu_backward.grad_input(grad_gate, gate, grad_input=grad_gate)
-        return grad_gate, grad_up
+        return grad_gate, grad_up, None
 
 
-def gated(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up, element by element. Source: Shazeer 2020 (SwiGLU), equation 6."""
+def gated(gate: Tensor, up: Tensor, is_reproducible: bool = False) -> Tensor:
+    """silu(gate) * up, element by element, with `silu_of_each` if asked. Source: Shazeer 2020 (SwiGLU), equation 6."""
     if not torch.is_grad_enabled():
-        return F.silu(gate).mul_(up)
-    return _GatedFunction.apply(gate, up)  # pyright: ignore[reportReturnType]
+        return (silu_of_each(gate) if is_reproducible else F.silu(gate)).mul_(up)
+    return _GatedFunction.apply(gate, up, is_reproducible)  # pyright: ignore[reportReturnType]
+
+
+def silu_of_each(x: Tensor) -> Tensor:
+    """silu by operations that give a value the same bits wherever it stands.
+
+    PyTorch's own computes the last values of a tensor, and of each thread's part, otherwise than those before them.
+    """
+    return torch.div(x, torch.neg(x).exp_().add_(1.0))
 
 
 class _GatedJointFunction(torch.autograd.Function):

@@ -24,6 +24,8 @@ class MLPBlock(nn.Module):
 
     has_randomness = False
     has_fixed_shapes = True
+    #: True if a token's bits are to depend on its sequence alone; see `penstock.model.reproducible`
+    is_reproducible = False
 
     def __init__(self, config: ModelConfig, matmul: Matmul) -> None:
         super().__init__()
@@ -42,7 +44,8 @@ class MLPBlock(nn.Module):
 
     def inner(self, h_TD: Tensor) -> Tensor:
         """The block's addend to the residual stream, from the normalised stream."""
-        return self.down(gated(*outputs(h_TD, (self.gate, self.up))))
+        gate, up = outputs(h_TD, (self.gate, self.up))
+        return self.down(gated(gate, up, self.is_reproducible))
 
     def new_cache(self, size: CacheSize) -> None:
         return None

@@ -1,0 +1,194 @@
+"""Attention whose bits for a token depend on its sequence alone, not on what else is computed with it.
+
+A kernel takes one query by another order of operations than many, and a long row of keys by another than a short one.
+So keys are taken in tiles, counted from the first token of the sequence, which are whole multiples of a vector; queries
+are never fewer than `FEW_ROWS`, those that are missing being zeros; and the tiles' results are added in their order.
+What a query does not see counts as an exact zero, so tiles and parts of tiles beyond it change no bit.
+
+Only products of fewer keys than `TILE_KEYS` are added up in one order for any number of queries on all CPUs tried;
+`penstock.model.reproducible` checks it on the CPU at hand.
+
+Shapes: T tokens of a batch, N sequences or rows, L queries of each, S keys, B keys of a tile, R rows of the cache, H
+query heads, G key and value heads, Q = H / G, K width of a head, P tiles.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from itertools import groupby, pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from penstock.model.kv_cache import KVCache, Rows, SlotRows
+from penstock.model.sequences import Sequences
+from penstock.schedule import BatchItem
+
+TILE_KEYS = 128
+WHOLE = 32
+"""Lengths are rounded up to multiples of this number: a whole number of vectors on any CPU."""
+
+FEW_ROWS = 4
+"""The least number of queries of one product."""
+
+
+def rounded_up(length: int) -> int:
+    """The length with what is missing to whole vectors."""
+    return -(-length // WHOLE) * WHOLE
+
+
+def tiled_attention(q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, sequences: Sequences) -> Tensor:
+    """Causal attention [T, H, K] within each sequence."""
+    runs = [(length, len(list(same))) for length, same in groupby(sequences.lengths)]
+    sizes = [length * count for length, count in runs]
+    parts = zip(runs, q_THK.split(sizes), k_TGK.split(sizes), v_TGK.split(sizes), strict=True)
+    means = [_attention_of_run(run, qkv) for run, *qkv in parts]
+    return means[0] if len(means) == 1 else torch.cat(means)
+
+
+def _attention_of_run(run: tuple[int, int], qkv: Sequence[Tensor]) -> Tensor:
+    """Attention of adjacent sequences of one length, `run` being (length, number)."""
+    length, count = run
+    missing = rounded_up(length) - length
+    shaped = [F.pad(x.unflatten(0, (count, length)), (0, 0, 0, 0, 0, missing)).transpose(1, 2) for x in qkv]
+    if torch.is_grad_enabled():
+        out_NHLK = _CausalFunction.apply(*shaped)
+    else:
+        out_NHLK, _ = _causal(*shaped)
+    return out_NHLK[:, :, :length].transpose(1, 2).flatten(0, 1)
+
+
+class _CausalFunction(torch.autograd.Function):
+    """Causal attention by tiles; its gradient is that of the kernel for all keys at once."""
+
+    @staticmethod
+    def forward(ctx: Any, q_NHLK: Tensor, k_NGLK: Tensor, v_NGLK: Tensor) -> Tensor:
+        out_NHLK, lse_NHL = _causal(q_NHLK, k_NGLK, v_NGLK)
+        ctx.save_for_backward(q_NHLK, k_NGLK, v_NGLK, out_NHLK, lse_NHL)
+        return out_NHLK
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grads[0], *ctx.saved_tensors, 0.0, True
+        )
+
+
+def _causal(q_NHLK: Tensor, k_NGLK: Tensor, v_NGLK: Tensor) -> tuple[Tensor, Tensor]:
+    """Means and the logarithms of the sums of exponentials; a query sees the keys up to its own."""
+    # The kernel counts rows and columns from the same corner, so queries after a tile see all of it.
+    parts = [
+        _kernel(q_NHLK[:, :, first:], k_NGLK[:, :, first:end], v_NGLK[:, :, first:end], causal=True)
+        for first, end in _tiles(k_NGLK.shape[2])
+    ]
+    return _added(parts)
+
+
+def _tiles(num_keys: int) -> list[tuple[int, int]]:
+    return list(pairwise([*range(0, num_keys, TILE_KEYS), num_keys]))
+
+
+def _kernel(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False) -> tuple[Tensor, Tensor]:
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=mask)
+
+
+def _added(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """The tiles' means and log-sum-exps added up in order; a later tile may be that of the last queries alone.
+
+    Products and sums are separate operations, because only the rounding of each does not depend on how it is computed.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    longest = parts[0][1].shape[2]
+    lse_PNHL = torch.stack([F.pad(lse, (longest - lse.shape[2], 0), value=-torch.inf) for _, lse in parts])
+    highest_NHL = lse_PNHL.amax(0)
+    weights_PNHL = lse_PNHL.sub_(highest_NHL).exp_()
+    out_NHLK, sum_NHL = parts[0][0] * weights_PNHL[0, ..., None], weights_PNHL[0]
+    for (part_NHLK, _), weights_NHL in zip(parts[1:], weights_PNHL[1:], strict=True):
+        own = slice(longest - part_NHLK.shape[2], None)
+        out_NHLK[:, :, own] += part_NHLK * weights_NHL[:, :, own, None]
+        sum_NHL = sum_NHL + weights_NHL
+    return out_NHLK.div_(sum_NHL[..., None]), sum_NHL.log().add_(highest_NHL)
+
+
+# ---- over the KV cache
+
+
+def tiled_cached_attention(q_THK: Tensor, cache: KVCache, rows: Rows) -> Tensor:
+    """Each token's mean [T, H, K] of the values up to its own, which are in the cache already."""
+    if isinstance(rows, SlotRows):
+        own = slice(rows.first, rows.first + rows.num_tokens)
+        seen = rows.shared("seen by tiles", lambda: _seen(rows.positions[:, None], rows.num_seen))
+        return _attention_of_rows(q_THK, cache, own, seen)
+    parts, begin = [], 0
+    for number, run in enumerate(rows.shared("runs by tiles", lambda: _runs(rows.items))):
+        num_tokens = sum(item.length for item in run)
+        own, q = slice(run[0].row, run[-1].row + 1), q_THK[begin : begin + num_tokens]
+        positions_RL = rows.positions[begin : begin + num_tokens].view(len(run), -1)
+        seen = rows.shared(("seen", number), partial(_seen, positions_RL, max(item.end for item in run)))
+        attend = _attention_of_rows if num_tokens == len(run) else _attention_of_text
+        parts.append(attend(q, cache, own, seen))
+        begin += num_tokens
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _runs(items: Sequence[BatchItem]) -> list[list[BatchItem]]:
+    """Group the items in order: those of one token in neighbouring rows together, all others alone."""
+    runs: list[list[BatchItem]] = []
+    for item in items:
+        last = runs[-1][-1] if runs else None
+        if last is not None and last.length == item.length == 1 and last.row + 1 == item.row:
+            runs[-1].append(item)
+        else:
+            runs.append([item])
+    return runs
+
+
+Seen = list[tuple[slice, tuple[Tensor, Tensor] | None]]
+"""Each tile's keys, and which of them the queries see: None for all, or the additive mask [R, 1, L, B], which is not
+repeated for heads, and true for the queries [R, 1, L] that see any."""
+
+
+def _seen(positions_RL: Tensor, longest: int) -> Seen:
+    """The tiles of keys that queries at these positions see, the last one being before `longest`."""
+    length = positions_RL.shape[1]
+    # The queries that fill up a text see what its last one sees: each sum is that of something.
+    missing = 0 if length == 1 else rounded_up(length) - length
+    padded_RL = torch.cat([positions_RL, positions_RL[:, -1:].expand(-1, missing)], 1)
+    found: Seen = []
+    for first, end in _tiles(rounded_up(longest)):
+        sees = (torch.arange(first, end, device=positions_RL.device) <= padded_RL[..., None])[:, None]
+        if bool(sees.all()):
+            found.append((slice(first, end), None))
+        else:
+            mask = torch.zeros(sees.shape, device=sees.device).masked_fill_(~sees, -torch.inf)
+            found.append((slice(first, end), (mask, sees.any(-1))))
+    return found
+
+
+def _attention_of_rows(q_RHK: Tensor, cache: KVCache, own: slice, seen: Seen) -> Tensor:
+    """The means [R, H, K] of rows of the cache that read one token each."""
+    # The queries of a group are the rows of one product: nothing is repeated for them.
+    q_RGQK = q_RHK.unflatten(1, (cache.keys_RGLK.shape[1], -1))
+    num_queries = q_RGQK.shape[2]
+    padded = F.pad(q_RGQK, (0, 0, 0, max(0, FEW_ROWS - num_queries)))
+    return _attention_over(padded, cache, own, seen)[:, :, :num_queries].flatten(1, 2)
+
+
+def _attention_of_text(q_LHK: Tensor, cache: KVCache, own: slice, seen: Seen) -> Tensor:
+    """The means [L, H, K] of one row of the cache that reads several tokens."""
+    length = len(q_LHK)
+    q_1HLK = F.pad(q_LHK, (0, 0, 0, 0, 0, rounded_up(length) - length)).transpose(0, 1)[None]
+    return _attention_over(q_1HLK, cache, own, seen)[0, :, :length].transpose(0, 1)
+
+
+def _attention_over(q_RHLK: Tensor, cache: KVCache, own: slice, seen: Seen) -> Tensor:
+    keys_RGLK, values_RGLK = cache.keys_RGLK[own], cache.values_RGLK[own]
+    parts = []
+    for keys, sees in seen:
+        mask = None if sees is None else sees[0].expand(-1, -1, q_RHLK.shape[2], -1)
+        out, lse = _kernel(q_RHLK, keys_RGLK[:, :, keys], values_RGLK[:, :, keys], mask)
+        # The kernel gives 0 for the sum of nothing.
+        parts.append((out, lse if sees is None else lse.where(sees[1], -torch.inf)))
+    return _added(parts)[0]
