@@ -25,7 +25,7 @@ def parser() -> Parser:
             "penstock convert runs/tiny tiny-hf",
             "penstock convert Llama-3.2-1B runs/llama --dtype bf16",
             "penstock convert Llama-3.2-1B smaller --to huggingface --max-shard-size 500MB",
-            "penstock convert Llama-3.2-1B small --to huggingface --quantize int8 --held-out texts/new.txt",
+            "penstock convert Llama-3.2-1B small --to huggingface --quantize int8",
         ),
     )
     parser.add_argument("source", type=Path, metavar="SOURCE", help="the folder of a run, or of a Hugging Face model")
