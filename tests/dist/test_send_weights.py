@@ -65,6 +65,8 @@ MODELS = [
             Side(Layout(pp=2, ranks=FIRST), "zb-v", 2),
             Side(Layout(ranks=(3,))),
             Side(Layout(pp=2, tp=2)),
+            # Holds tied weights twice on a rank.
+            Side(Layout(pp=2, ranks=LAST), "dualpipe", 2),
         ),
         TIED,
     ),
