@@ -10,14 +10,15 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from penstock.cli.main import main
-from penstock.engine.runs import RunFolder
+from penstock.cli.train_worker import TrainLoop
+from penstock.engine.runs import MetricsLog, RunFolder
 from penstock.settings import RunConfig
 from tests.e2e.training import Ended, Started, last_step, wait_until, write_run
 from tests.hugging_face import make_model
@@ -102,6 +103,7 @@ def ends_in_time(started: Started, act: Act) -> Ended:
 SLOW = """
 import sys, time, torch.distributed
 from penstock.cli.main import main
+from penstock.cli.train_worker import TrainLoop
 store = torch.distributed.TCPStore
 torch.distributed.TCPStore = lambda *args, **kwargs: time.sleep(1) or store(*args, **kwargs)
 sys.exit(main(sys.argv[3:]))
@@ -240,3 +242,92 @@ def test_a_disk_full_after_the_first_file_is_one_sentence_with_its_path(
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     err = capsys.readouterr().err
     assert re.fullmatch(rf"penstock: process 0: [^\n]*{output}/[^\n]+: [^\n]+\n", err), err
+
+
+def saves_after(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
+    """Act once, before the first checkpoint is saved."""
+    save = TrainLoop._save
+
+    def acting(loop: TrainLoop, wait: bool) -> None:
+        act()
+        save(loop, wait)
+
+    monkeypatch.setattr(TrainLoop, "_save", acting)
+
+
+@pytest.mark.shows(147)
+def test_a_folder_deleted_in_training_is_one_sentence_and_is_not_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    output = tmp_path / "run"
+    saves_after(monkeypatch, lambda: shutil.rmtree(output))
+    assert main(["train", str(write_run(tmp_path, "run", 8)), "--parallel.pp", "1"]) == 1
+    err = capsys.readouterr().err
+    assert re.fullmatch(rf"penstock: process 0: [^\n]*rank 0: {output}/[^\n]+: no such file or directory\n", err), err
+    assert not output.exists()
+
+
+@pytest.mark.shows(147)
+def test_a_folder_deleted_while_tensorboard_writes_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    output, write = tmp_path / "run", MetricsLog.write
+
+    def deleting(log: MetricsLog, step: int, values: Mapping[str, float | int | bool]) -> None:
+        write(log, step, values)
+        if step == 1:
+            shutil.rmtree(output)
+
+    monkeypatch.setattr(MetricsLog, "write", deleting)
+    words = ["--parallel.pp", "1", "--log.tensorboard", "true", "--checkpoint.every", "0"]
+    # So many steps that TensorBoard's thread comes to write, whose error the next line raises.
+    assert main(["train", str(write_run(tmp_path, "run", ENDLESS)), *words]) == 1
+    err = capfd.readouterr().err
+    assert re.fullmatch(rf"penstock: process 0: [^\n]*{output}/tensorboard: no such file or directory\n", err), err
+
+
+@pytest.mark.shows(147)
+def test_a_disk_full_while_a_checkpoint_is_saved_is_one_sentence_with_its_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    output, before = tmp_path / "run", resource.getrlimit(resource.RLIMIT_FSIZE)
+    saves_after(monkeypatch, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1])))
+    try:
+        assert main(["train", str(write_run(tmp_path, "run", 8)), "--parallel.pp", "1"]) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    err = capsys.readouterr().err
+    assert re.fullmatch(rf"penstock: process 0: [^\n]*rank 0: {output}/checkpoints/[^\n]+: file too large\n", err), err
+
+
+@pytest.mark.shows(147)
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda folder: os.mkfifo(folder), "{0} is no folder; remove it, or give another folder"),
+        (lambda folder: (folder / "run.json").mkdir(parents=True), "{0}/run.json cannot be read; give another folder"),
+        (
+            lambda folder: folder.mkdir() or os.mkfifo(folder / "run.json"),
+            "{0}/run.json cannot be read; give another f",
+        ),
+    ],
+    ids=["a pipe for a folder", "a folder for a file", "a pipe for a file"],
+)
+def test_what_lies_where_checkpoints_go_is_refused_in_one_sentence(
+    make: Callable[[Path], None],
+    says: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    folder = tmp_path / "run" / "checkpoints"
+
+    class OccupiedFolder(RunFolder):
+        def __init__(self, config: RunConfig) -> None:
+            super().__init__(config)
+            make(folder)
+
+    monkeypatch.setattr("penstock.cli.train_worker.RunFolder", OccupiedFolder)
+    assert main(["train", str(write_run(tmp_path, "run", 8)), "--parallel.pp", "1"]) == 2
+    err = capsys.readouterr().err
+    assert re.fullmatch(rf"penstock: {re.escape(says.format(folder))}[^\n]*\n", err), err

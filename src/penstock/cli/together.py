@@ -11,6 +11,7 @@ import re
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 import uuid
@@ -55,6 +56,7 @@ def work_together(group: Group, num_threads: int, timeout_s: float, work: Callab
         faulthandler.enable()  # a crash below Python prints its place
     torch.set_num_threads(num_threads)
     store = join(group, timeout_s)
+    threading.excepthook = _on_thread_failure
     try:
         code = work(store) or 0
         if dist.is_initialized():
@@ -149,6 +151,12 @@ def _report_failure(group: Group, error: Exception) -> None:
     what = sentence(error) if isinstance(error, OSError) else _first_sentence(error)
     # In one piece: without buffers, as torchrun starts them, processes would write into each other's lines.
     sys.stderr.write(f"penstock: process {group.rank}: {where}{what}\n")
+
+
+def _on_thread_failure(failure: threading.ExceptHookArgs) -> None:
+    """Print the traceback of a thread's error; of TensorBoard's thread the process itself raises it again."""
+    if not (isinstance(failure.exc_value, OSError) and type(failure.thread).__module__.startswith("tensorboard.")):
+        threading.__excepthook__(failure)
 
 
 def _first_sentence(error: Exception) -> str:

@@ -165,13 +165,15 @@ class MetricsLog:
             # A run can be killed at any moment; its lines are then still there to read.
             self._file.flush()
         if self._board is not None:
-            for name, value in values.items():
-                self._board.add_scalar(name, float(value), step)
+            with naming(self._path.parent / TENSORBOARD_FOLDER):
+                for name, value in values.items():
+                    self._board.add_scalar(name, float(value), step)
 
     def close(self) -> None:
         self._file.close()
         if self._board is not None:
-            self._board.close()
+            with naming(self._path.parent / TENSORBOARD_FOLDER):
+                self._board.close()
 
     def _drop_after(self, step: int) -> None:
         kept = [entry for entry in read_metrics(self._path) if entry["step"] <= step]

@@ -14,6 +14,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
+from penstock.engine.durable import naming
 from penstock.engine.loss_metrics import EvaluationLoss
 from penstock.engine.runs import MetricsLog
 from penstock.engine.trainer import TrainResult
@@ -59,8 +60,9 @@ class PrometheusFile:
             gauge = f"penstock_{re.sub('[^a-zA-Z0-9_]', '_', name)}"
             lines += [f"# TYPE {gauge} gauge", f"{gauge} {_spelt(value)}"]
         new = self._path.with_suffix(".new")
-        new.write_text("\n".join(lines) + "\n", encoding="utf-8")
-        os.replace(new, self._path)
+        with naming(self._path):
+            new.write_text("\n".join(lines) + "\n", encoding="utf-8")
+            os.replace(new, self._path)
 
     def close(self) -> None:
         """Leave the file as it is: the collector goes on reading it."""

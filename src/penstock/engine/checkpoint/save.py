@@ -152,7 +152,7 @@ class Checkpointer(CheckpointReader):
                 # The caller's mistake, not the disk's.
                 raise
             except Exception as error:
-                raise _not_saved(step, self._grid.rank, f"{type(error).__name__}: {error}") from error
+                raise _not_saved(step, self._grid.rank, _reason(error, self.folder)) from error
 
         on_all_ranks(named, self._gather, CheckpointError, message="{error}")
 
@@ -163,14 +163,19 @@ class Checkpointer(CheckpointReader):
         """Claim the folder for this run and clear away what a killed one left; rank 0."""
         try:
             self.folder.mkdir(parents=self._parents, exist_ok=True)
+        except FileExistsError:
+            raise AnotherRun(f"{self.folder} is no folder; remove it, or give another folder") from None
         except OSError as error:
             raise CheckpointError(f"{self.folder} cannot be made: {error.strerror}; give another folder") from error
         run_file = self.folder / _RUN_FILE
         if run_file.exists():
             try:
+                if not run_file.is_file():
+                    # A pipe would keep its reader waiting.
+                    raise ValueError
                 theirs = read_json_object(run_file)["identity"]
                 changed = differences(self._identity, theirs)
-            except (ValueError, KeyError, AttributeError):
+            except (OSError, ValueError, KeyError, AttributeError):
                 raise AnotherRun(f"{run_file} cannot be read; give another folder") from None
             if changed:
                 raise AnotherRun(f"{self.folder} holds another run: {'; '.join(changed[:5])}; give another folder")
@@ -204,7 +209,7 @@ class Checkpointer(CheckpointReader):
             names = write_tensors(staging, copies, plan.file_of)
             files = {name: asdict(describe_file(staging / name)) for name in names}
         except Exception as caught:
-            error = f"{type(caught).__name__}: {caught}"
+            error = _reason(caught, staging)
         # Gathering is also the barrier: rank 0 publishes when every rank's files are on the disk.
         gather = partial(gather_json, group=self._grid.background)
         reports = gather({"files": files, "extra": extra, "error": error})
@@ -213,7 +218,7 @@ class Checkpointer(CheckpointReader):
             try:
                 self._publish(staging, step, plan, reports)
             except Exception as caught:
-                error = f"{type(caught).__name__}: {caught}"
+                error = _reason(caught, staging)
         _raise_first(step, gather(error))
 
     def _publish(self, staging: Path, step: int, plan: _SavePlan, reports: list[dict[str, Any]]) -> None:
@@ -352,6 +357,17 @@ def _raise_first(step: int, errors: list[str | None]) -> None:
     for rank, error in enumerate(errors):
         if error is not None:
             raise _not_saved(step, rank, error)
+
+
+def _reason(error: Exception, folder: Path) -> str:
+    """The reason why nothing could be written below `folder`, with a path; other errors come with their class.
+
+    A full disk's error has none.
+    """
+    if not isinstance(error, OSError):
+        return f"{type(error).__name__}: {error}"
+    path = error.filename if error.filename is not None else folder
+    return f"{path}: {(error.strerror or str(error)).lower()}"
 
 
 def _not_saved(step: int, rank: int, error: str) -> CheckpointError:
