@@ -84,7 +84,7 @@ BAD: list[tuple[str, Any, int, str]] = [
     (COMPLETIONS, but(echo=True), 400, "does not have it"),
     (COMPLETIONS, but(suffix="b"), 400, "does not have it"),
     (COMPLETIONS, but(stream="yes"), 400, "true or false"),
-    (COMPLETIONS, but(stream=True, stream_options=[]), 400, "a JSON object is expected"),
+    (COMPLETIONS, but(stream=True, stream_options=[]), 400, "stream_options is []; a JSON object is expected"),
     (COMPLETIONS, but(stream=True, stream_options={"usage": 1}), 400, "include_usage"),
     # lengths and numbers of answers
     (COMPLETIONS, but(max_tokens=0), 400, f"from 1 to {MAX_LENGTH}"),

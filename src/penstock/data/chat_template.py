@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from penstock.data.rendering import RenderingError, TemplateRenderer
 from penstock.settings.files import check_texts, read_text
 
 
@@ -16,13 +17,14 @@ class ChatTemplateError(ValueError):
 
 @dataclass(frozen=True, eq=False)
 class ChatTemplate:
-    """A template in Jinja's language, rendered by transformers in Jinja's sandbox.
+    """A template in Jinja's language, rendered by transformers in Jinja's sandbox, and that in a process of its own.
 
     tokenizer: transformers', which knows the special tokens that templates name.
     """
 
     source: str
     tokenizer: Any
+    renderer: TemplateRenderer = field(default_factory=TemplateRenderer)
 
     @classmethod
     def load(cls, folder: Path | None, file: Path | None = None) -> ChatTemplate | None:
@@ -55,7 +57,10 @@ class ChatTemplate:
         except Exception as error:  # of many kinds, by what is wrong with the files
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise ChatTemplateError(f"the chat template in {folder} cannot be read ({reason})") from None
-        return cls(source, tokenizer)
+        found = cls(source, tokenizer)
+        # It imports what it needs while the model is loaded.
+        found.renderer.start()
+        return found
 
     def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """The text of these messages, up to where the answer begins.
@@ -63,13 +68,11 @@ class ChatTemplate:
         Raises:
             ChatTemplateError: the template refuses them.
         """
+        arguments = {"messages": list(messages), "add_generation_prompt": True}
         try:
-            return self.tokenizer.apply_chat_template(
-                list(messages), chat_template=self.source, tokenize=False, add_generation_prompt=True
-            )
-        except Exception as error:  # a template may raise anything
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise ChatTemplateError(f"the model's chat template refuses the messages ({reason})") from None
+            return self.renderer.render(self.source, **self.tokenizer.special_tokens_map, **arguments).text
+        except RenderingError as error:
+            raise ChatTemplateError(f"the model's chat template refuses the messages ({error})") from None
 
 
 def _empty_tokenizer() -> Any:

@@ -10,13 +10,14 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from penstock.data.checks import CorpusError
+from penstock.data.rendering import Rendered, RenderingError, TemplateRenderer
 from penstock.data.sources import ROW_ENDINGS, Row, Source
 from penstock.data.store import EncodedDocument
 from penstock.settings.files import check_texts
@@ -58,6 +59,7 @@ class ExampleReader:
     max_tokens: int | None = None
     end: str | None = None
     special_tokens: bool = True
+    renderer: TemplateRenderer = field(default_factory=TemplateRenderer, compare=False)
     marks_learned = True
 
     @classmethod
@@ -191,12 +193,18 @@ class _Chat:
 
     def render(self, messages: Sequence[Message], answer_follows: bool = False) -> str:
         """The text of these messages, with the beginning of an answer if one follows."""
-        return self._apply(messages, tokenize=False, add_generation_prompt=answer_follows)
+        return self._rendered(messages, add_generation_prompt=answer_follows).text
 
     def marked(self, messages: Sequence[Message]) -> tuple[list[int], np.ndarray]:
         """The tokens of these messages, and whether each is within the template's marks."""
-        applied = self._apply(messages, return_dict=True, return_assistant_tokens_mask=True)
-        return applied["input_ids"], np.array(applied["assistant_masks"], np.bool_)
+        rendered = self._rendered(messages, return_assistant_tokens_mask=True)
+        encoded = self.reader.tokenizer(rendered.text, add_special_tokens=False)
+        learned = np.zeros(len(encoded["input_ids"]), np.bool_)
+        for start, end in rendered.spans:
+            first, last = encoded.char_to_token(start), encoded.char_to_token(end - 1)
+            if first is not None:
+                learned[first : len(learned) if last is None else last + 1] = True
+        return encoded["input_ids"], learned
 
     def tokenise(self, text: str) -> list[int]:
         return tokenise(self.where, self.reader.tokenizer, text, special_tokens=False)
@@ -220,16 +228,17 @@ class _Chat:
         before = self.tokenise(self.render(messages[:number], answer_follows=True))
         return slice(_common(before, tokens), _common(self.tokenise(until), tokens))
 
-    def _apply(self, messages: Sequence[Message], **arguments: Any) -> Any:
-        template = self.template
+    def _rendered(self, messages: Sequence[Message], **arguments: Any) -> Rendered:
+        given = {**self.reader.tokenizer.special_tokens_map, **self.options}
+        # As transformers: many templates fail at a field that is null, and none at one that is missing.
+        plain = [{key: value for key, value in message.items() if value is not None} for message in messages]
         try:
-            return self.reader.tokenizer.apply_chat_template(
-                list(messages), chat_template=template, **arguments, **self.options
-            )
-        except Exception as error:  # a template may raise anything
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            if ours := sorted({"messages", "chat_template", *arguments} & self.options.keys()):
+                raise RenderingError(f"{ours[0]!r} is no argument of its own")
+            return self.reader.renderer.render(self.template, messages=plain, **arguments, **given)
+        except RenderingError as error:
             raise CorpusError(
-                f"{self.where}: the chat template of {self.reader.name!r} refuses its messages ({reason}); "
+                f"{self.where}: the chat template of {self.reader.name!r} refuses its messages ({error}); "
                 "change them or the template"
             ) from None
 

@@ -6,7 +6,7 @@ import hmac
 import json
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -35,13 +35,14 @@ _SHORT_BYTES = 4096
 
 @dataclass(frozen=True, eq=False)
 class ServerParts:
-    """The parts that all paths share. key: None if clients need none."""
+    """The parts that all paths share. key: None if clients need none; chats: held while one is read."""
 
     model: ServedModel
     config: ServeConfig
     mailboxes: Mailboxes
     metrics: ServerMetrics
     key: str | None
+    chats: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 def application(parts: ServerParts) -> Starlette:
@@ -149,7 +150,11 @@ async def _generate(read: ReadRequest, parts: ServerParts, request: Request) -> 
     if parts.mailboxes.refused is not None:
         raise RefusalError(503, parts.mailboxes.refused, None, "server_ended")
     body = await _body(request, parts.config.max_body_bytes)
-    if len(body) <= _SHORT_BYTES:
+    if read is read_chat:
+        # One at a time, as templates are rendered: those that wait must not take all threads.
+        async with parts.chats:
+            asked = await run_in_threadpool(_read, read, body, parts)
+    elif len(body) <= _SHORT_BYTES:
         asked = _read(read, body, parts)
     else:
         # Long texts take long to tokenise; other requests go on meanwhile.

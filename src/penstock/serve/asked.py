@@ -101,7 +101,9 @@ class _Content:
 def _asked(fields: Fields, content: _Content, model: ServedModel, config: ServeConfig) -> AskedAnswers:
     """The rest of a request, whose fields both kinds have."""
     stream, options = fields.truth("stream"), fields.take("stream_options")
-    usage = Fields({} if options is None else options)
+    if options is not None and not isinstance(options, dict):
+        raise invalid("stream_options", f"stream_options is {quoted(options)}; a JSON object is expected")
+    usage = Fields(options or {})
     include_usage = usage.truth("include_usage")
     usage.ignore(["include_obfuscation"])
     usage.end()

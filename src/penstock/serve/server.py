@@ -5,12 +5,29 @@ import socket
 import threading
 
 import uvicorn
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from penstock.serve.app import ServerParts, application
+from penstock.serve.refusals import RefusalError, refusal_response
 
 # Once no answer is open, what is left is to write the last bytes of replies.
 _LAST_BYTES_S = 2
+# Within these the headers of a connection's first request must have come.
+_HEADERS_S = 10.0
 _BACKLOG = 2048
+
+
+class _PromptProtocol(H11Protocol):
+    """HTTP, whose clients must begin: uvicorn waits without end for the first request of a connection."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        super().connection_made(transport)
+        self.loop.call_later(_HEADERS_S, self._check_begun)
+
+    def _check_begun(self) -> None:
+        if self.cycle is None:  # no headers have come in full
+            self.transport.close()
 
 
 class HttpThread:
@@ -19,6 +36,8 @@ class HttpThread:
     #: uvicorn's server, and what its paths share
     _server: uvicorn.Server
     _parts: ServerParts
+    #: answers requests
+    _application: ASGIApp
     #: where it listens
     _listener: socket.socket
     #: runs the event loop
@@ -27,9 +46,11 @@ class HttpThread:
     _started: threading.Event
 
     def __init__(self, parts: ServerParts, listener: socket.socket) -> None:
+        self._application = application(parts)
         config = uvicorn.Config(
-            application(parts),
-            http="h11",
+            self._bounded,
+            interface="asgi3",
+            http=_PromptProtocol,
             ws="none",
             loop="asyncio",
             lifespan="off",
@@ -37,7 +58,6 @@ class HttpThread:
             access_log=False,
             server_header=False,
             proxy_headers=False,
-            limit_concurrency=parts.config.max_connections,
             timeout_graceful_shutdown=_LAST_BYTES_S,
         )
         self._server, self._parts, self._listener = uvicorn.Server(config), parts, listener
@@ -59,6 +79,16 @@ class HttpThread:
             asyncio.run(self._serve())
         finally:
             self._started.set()
+
+    async def _bounded(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The application, for no more connections than there may be."""
+        most, answer = self._parts.config.max_connections, self._application
+        if len(self._server.server_state.connections) > most:
+            self._parts.metrics.requests["other", 503] += 1
+            answer = refusal_response(
+                RefusalError(503, f"there are more than {most} connections; try again later", None, "too_many")
+            )
+        await answer(scope, receive, send)
 
     async def _serve(self) -> None:
         self._parts.mailboxes.open(asyncio.get_running_loop())

@@ -4,8 +4,8 @@ import errno
 import os
 import stat
 from collections.abc import Iterator
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO
 
 MOST_BYTES = 256 << 20
 """Bytes of a file that is read whole, at most: JSON, TOML, a template, a schedule, a table."""
@@ -29,7 +29,7 @@ class UnfitFileError(OSError, ValueError):
         return f"{self.filename} is {self.strerror}"
 
 
-def open_file(path: Path | str) -> BinaryIO:
+def open_file(path: Path | str) -> BufferedReader:
     """Open a regular file for reading, or what the process was given open, such as /dev/stdin.
 
     Raises:

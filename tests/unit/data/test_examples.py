@@ -160,6 +160,7 @@ def test_an_example_that_cannot_be_learned_is_named_with_file_and_line(
     [
         (None, GOOD, "line 1: holds messages, but the tokenizer .* has no chat template; put a chat_template.jinja"),
         ("{{ nonsense.at.all }}", GOOD, "line 1: the chat template .* refuses its messages .*'nonsense' is undefined"),
+        ("{{ 'a' * 10**8 }}", GOOD, r"line 1: the chat template .* refuses its messages \(it writes more than"),
         ("{% broken", GOOD, "line 1: the chat template .* refuses its messages"),
         (INSTRUCT, {"messages": [{"role": "judge", "content": "so"}, assistant("no")]}, "only user, assistant and"),
         (SHORTENING, {"messages": [user("a"), assistant("b</think>c"), user("d"), assistant("e")]},
