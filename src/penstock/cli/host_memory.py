@@ -23,7 +23,8 @@ def check_training(config: RunConfig) -> None:
     there = _memory_bytes(config.parallel.device)
     if there is None:
         return
-    model, copies = config.model, config.parallel.dp * config.parallel.cp
+    # Experts have that many copies, and all other weights more.
+    model, copies = config.model, config.parallel.dp * config.parallel.cp // config.parallel.ep
     # Frozen weights have no gradients, and transformers' layers may be of another shape.
     if not config.adapter.is_used and model.native is not False:
         # A tokenizer that has not been read yet has at least one token.

@@ -11,6 +11,7 @@ from penstock.cli.group import Group
 from penstock.cli.host_memory import check_rows, check_training
 from penstock.cli.main import main, run_as_script
 from penstock.cli.together import _report_failure
+from penstock.planner.shape import ModelShape
 from penstock.runtime import PipelineError, StepError
 from penstock.settings import ConfigError, from_dict, read_config
 from tests.hugging_face import make_model
@@ -59,6 +60,15 @@ def test_what_a_gpu_may_hold_is_not_refused():
         check_training(from_dict({**config, "parallel": {"device": "cpu"}}))
     check_training(from_dict({**config, "parallel": {"device": "cuda"}}))
     check_rows(1, 10**12, 2, 6, "cuda")
+
+
+def test_experts_count_once_for_all_ranks_that_share_them(monkeypatch: pytest.MonkeyPatch):
+    values = {"experts": {"num_experts": 8}, "parallel": {"dp": 4, "device": "cpu"}}
+    num_parameters = ModelShape.of(from_dict(values).model.whole(1)).num_parameters
+    monkeypatch.setattr("penstock.cli.host_memory._memory_bytes", lambda device: 3 * 8 * num_parameters)
+    with pytest.raises(ConfigError, match="on 4 copies"):
+        check_training(from_dict(values))
+    check_training(from_dict({**values, "parallel": {**values["parallel"], "ep": 4}}))
 
 
 def test_what_fits_is_not_refused():
