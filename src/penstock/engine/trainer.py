@@ -136,7 +136,6 @@ class Trainer:
         pipeline.lend_weights()
         pipeline.casts.renew()
         self.optimizer = _make_optimizer(pipeline, list(self.gradients.values()))
-        self.optimizer.scaler = old.scaler
         state.give(self.optimizer)
         self.optimizer.load_progress(progress | {"since": since})
 

@@ -159,3 +159,15 @@ def test_a_skipped_step_moves_no_router(precision: Precision) -> None:
     assert all(torch.equal(value, before[name]) for name, value in remembered().items())
     assert engine.train_batch(batch, micro_batches=spec).success
     assert not any(torch.equal(value, before[name]) for name, value in remembered().items())
+
+
+def test_the_loss_scale_stays_when_a_parameter_is_frozen() -> None:
+    engine, batch = engine_of(Precision.FP16), batch_of((12, 7, 9, 14))
+    spec = MicroBatchSpec(num=2)
+    begun = engine.trainer.optimizer.loss_scale
+    assert not engine.train_batch(batch, loss_fn=infinite_loss, micro_batches=spec).success
+    lowered = engine.trainer.optimizer.loss_scale
+    assert lowered < begun
+    next(iter(engine.parameters().values())).requires_grad_(False)
+    assert engine.train_batch(batch, micro_batches=spec).success
+    assert engine.trainer.optimizer.loss_scale == lowered

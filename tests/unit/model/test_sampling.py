@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from penstock.model import Draw, draw_tokens
-from penstock.model.sampling import filtered
+from penstock.model.sampling import below_share, filtered
 from penstock.settings import SamplingParams
 
 PLAIN = SamplingParams()
@@ -244,3 +244,8 @@ def test_rare_tokens_of_a_large_vocabulary_are_drawn_as_often_as_they_should() -
     tenths = torch.bincount(tokens * 10 // vocab_size, minlength=10).double()
     statistic = float(((tenths - count / 10) ** 2 / (count / 10)).sum())
     assert 1 - _cdf(torch.distributions.Chi2(torch.tensor(9.0)), statistic) > 1e-4
+
+
+def test_a_token_at_the_very_share_of_the_likeliest_stays() -> None:
+    # Two that are equally likely have exactly the share 1 of each other.
+    assert below_share(torch.tensor([[1.0, 1.0, 0.5]]), 1.0).tolist() == [[False, False, True]]

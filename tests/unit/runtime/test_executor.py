@@ -375,3 +375,14 @@ def test_an_unproved_program_does_not_run() -> None:
     stage = Stage(0, [("layer", Layer())], Boundary(HIDDEN, torch.float32))
     with pytest.raises(schedule.ScheduleError, match="STEP"):
         Executor(broken, {0: stage}, InProcessTransport(InProcessHub(), 0), Recorder(0))
+
+
+def test_the_peak_of_live_tapes_is_that_of_the_last_step() -> None:
+    pipeline = Pipeline("afab", 1, 4)
+    [executor] = pipeline.executors
+    pipeline.run([3] * 4)
+    assert executor.peak_live_tapes == 4
+    # A step that fails in its first forward keeps one tape at the most.
+    with pytest.raises(Exception, match=r"Layer|shape|size|mat"):
+        pipeline.executors[0].run([Feed(1, Sequences.from_lengths([1]), torch.ones(1, HIDDEN + 1), torch.sum)] * 4)
+    assert executor.peak_live_tapes <= 1

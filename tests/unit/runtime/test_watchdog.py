@@ -3,6 +3,8 @@
 import os
 import select
 import signal
+import socket
+import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +12,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from penstock.runtime import Recorder, Watchdog, liveness
-from penstock.runtime.liveness import Absence, Presence, Process, Processes
+from penstock.runtime.liveness import Absence, Presence, Process, Processes, _absence
 from penstock.runtime.watchdog import EXIT_CODE
 from penstock.schedule import Action, Op
 
@@ -98,3 +100,15 @@ def test_a_second_signal_is_the_last_word(world: World) -> None:
     assert world.ended == []
     os.kill(os.getpid(), signal.SIGTERM)
     wait_until(lambda: world.ended != [])
+
+
+def test_a_process_that_resets_the_connection_has_ended() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        connection = socket.create_connection(listener.getsockname())
+        accepted, _ = listener.accept()
+        # Closed at once: the other side gets a reset.
+        accepted.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        accepted.close()
+        with connection, pytest.raises(ConnectionResetError) as caught:
+            connection.recv(1)
+    assert _absence(caught.value.errno) is Absence.ENDED

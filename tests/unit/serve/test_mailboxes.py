@@ -1,6 +1,7 @@
 """Mailboxes of requests, and figures, without HTTP and without a model."""
 
 import asyncio
+from collections.abc import Sized
 
 import pytest
 
@@ -110,3 +111,31 @@ def test_a_duration_counts_up_to_the_first_limit_that_it_does_not_exceed() -> No
         "t_sum 5.000000",
         "t_count 3",
     ]
+
+
+def test_a_failure_after_the_last_token_takes_nothing_away() -> None:
+    async def run() -> None:
+        mailbox = Mailbox([0], stream=False)
+        mailbox.put(Growth(0, Token(7), "", Ending.LENGTH))
+        mailbox.fail("too late")
+        assert await taken(mailbox) == [7]
+
+    asyncio.run(run())
+
+
+def test_a_queue_that_is_served_does_not_grow_with_its_prompts() -> None:
+    queue, scheduler = RequestQueue(2, 10, None, lambda growths: None), Scheduler((), RingShape(1, 2))
+
+    def held_after(num_prompts: int) -> int:
+        """The number of things that scheduler and queue hold, once these have been answered."""
+        for _ in range(num_prompts):
+            queue.submit([[1, 2]], SamplingParams(max_new_tokens=2))
+            queue.admit(scheduler)
+            while not scheduler.is_idle:
+                batch = scheduler.schedule()
+                assert batch is not None
+                queue.hear(scheduler.update(batch, [Token(0) for _ in batch.sampled]))
+        held = [value for one in (queue, scheduler) for value in vars(one).values() if isinstance(value, Sized)]
+        return sum(map(len, held))
+
+    assert held_after(3) == held_after(20)
