@@ -125,7 +125,7 @@ class ThreadReceipt:
     def wait(self) -> Tensor:
         assert self.transport.posted[self.line][0] is self, f"{self.line}: messages are awaited in another order"
         try:
-            tensor = self.transport.lines.queue(self.line).get(timeout=60)
+            tensor = self.transport.lines.queue(self.line).get(timeout=540)
         except queue.Empty:
             raise TransportError(f"{self.line}: no message came") from None
         self.transport.posted[self.line].popleft()

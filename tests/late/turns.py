@@ -14,7 +14,7 @@ import torch
 
 T = TypeVar("T")
 
-_HANGING_S = 120.0
+_HANGING_S = 540.0
 """Far longer than any case: only a wait that `Turns` knows nothing of takes as long."""
 
 

@@ -34,7 +34,7 @@ class Published:
 
     def wait_for(self, number: int, count: int) -> None:
         with self.changed:
-            assert self.changed.wait_for(lambda: len(self.growths[number]) >= count, 60)
+            assert self.changed.wait_for(lambda: len(self.growths[number]) >= count, 540)
 
     def tokens(self, number: int) -> list[Token]:
         return [growth.token for growth in self.growths[number]]
