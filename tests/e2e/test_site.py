@@ -20,9 +20,10 @@ from tests.e2e.scripts import run_ranks_of
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 TUTORIALS = sorted((DOCS / "tutorials").glob("*.md"))
+RUN = re.compile(r"^```(python|console)$", re.MULTILINE)
 # Guides also show settings and commands for big machines, which no test can run: in blocks of these kinds.
 EXPLAINING = sorted(
-    page for folder in ("guides", "how") for page in (DOCS / folder).glob("*.md") if "\n```python" in page.read_text()
+    page for folder in ("guides", "how") for page in (DOCS / folder).glob("*.md") if RUN.search(page.read_text())
 )
 SHOWN_ALONE = ("sh", "toml")
 BLOCK = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', re.DOTALL | re.MULTILINE)
