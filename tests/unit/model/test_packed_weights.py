@@ -9,7 +9,7 @@ from penstock.model import CachedRows, CacheSize, Linear, WeightCasts, decoder_u
 from penstock.model.linear import outputs
 from penstock.model.matmul import fastest_matmul
 from penstock.schedule import BatchItem
-from penstock.settings import ModelConfig
+from penstock.settings import ModelConfig, Precision
 
 # As in `tests.generation`, widths are multiples of the vectors' length.
 CONFIG = ModelConfig(64, 32, 64, 2, 4, num_kv_heads=2, qkv_bias=True, max_length=64)
@@ -59,8 +59,8 @@ def test_one_packed_product_of_several_layers_has_the_bits_of_each_ones_own(
             assert torch.equal(layer(x[:1]), plain[:1]), "a row is computed as it is among others"
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_answers_have_the_same_bits_packed_or_not(precision: str) -> None:
+@pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16])
+def test_answers_have_the_same_bits_packed_or_not(precision: Precision) -> None:
     engine = Engine(decoder_units(CONFIG), CONFIG.hidden_size, options=EngineOptions(precision=precision))
     assert answers(engine, packed=True) == answers(engine, packed=False)
 
