@@ -48,6 +48,7 @@ def test_a_step_takes_what_its_units_and_actions_take():
     assert even.seconds(Constants(compute=1.0, action_s=0.0)) < plain
 
 
+@pytest.mark.shows(143)
 def test_each_combination_is_predicted_from_its_own_round_alone():
     rounds = [
         _round((*KNOWN, *COMBINATIONS), Constants(compute=0.9, action_s=0.001), rest_s=0.2),
@@ -59,6 +60,7 @@ def test_each_combination_is_predicted_from_its_own_round_alone():
         assert found.measured_s[1] == pytest.approx(2 * found.measured_s[0])
 
 
+@pytest.mark.shows(143)
 def test_every_combination_trains_the_whole_model_on_all_of_its_sequences():
     units = len(MODEL.units())
     assert len(set(COMBINATIONS) | set(KNOWN)) == len(COMBINATIONS) + len(KNOWN) >= 15
@@ -67,6 +69,7 @@ def test_every_combination_trains_the_whole_model_on_all_of_its_sequences():
         assert one.training.step_tokens == KNOWN[0].training.step_tokens
 
 
+@pytest.mark.shows(143)
 def test_a_summary_says_what_choosing_by_prediction_costs():
     runs = [
         Foreseen("a", (1.0, 1.1, 9.0), (1.0, 1.0, 9.0)),
