@@ -276,7 +276,8 @@ def test_a_folder_deleted_while_tensorboard_writes_is_one_sentence(
     def deleting(log: MetricsLog, step: int, values: Mapping[str, float | int | bool]) -> None:
         write(log, step, values)
         if step == 1:
-            shutil.rmtree(output)
+            # Moved first: TensorBoard's thread may write into it while it is emptied.
+            shutil.rmtree(output.rename(tmp_path / "gone"), ignore_errors=True)
 
     monkeypatch.setattr(MetricsLog, "write", deleting)
     words = ["--parallel.pp", "1", "--log.tensorboard", "true", "--checkpoint.every", "0"]
