@@ -11,7 +11,7 @@ import torch
 from penstock.bench.generation_task import Generation
 
 
-def _llama(generation: Generation, device: str = "cpu") -> Any:
+def llama(generation: Generation, device: str = "cpu") -> Any:
     """A model of transformers of the shape, with random weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.utils import logging
@@ -37,7 +37,7 @@ def transformers_sides(
     generation: Generation, device: str = "cpu", dtype: torch.dtype = torch.float32
 ) -> dict[str, Callable[[], None]]:
     """Greedy `transformers.generate` of the same prompts with a model of the same shape, by kind of cache."""
-    model = _llama(generation, device).to(dtype).eval()
+    model = llama(generation, device).to(dtype).eval()
     given = torch.tensor(generation.prompts(generation.num_prompts), device=device)
 
     @torch.inference_mode()
@@ -66,7 +66,7 @@ def ctranslate2_sides(generation: Generation, compute_type: str) -> dict[str, Ca
 
     with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
         given, converted = Path(folder) / "given", Path(folder) / "converted"
-        _llama(generation).save_pretrained(given)
+        llama(generation).save_pretrained(given)
         _words(generation.vocab_size).save_pretrained(given)
         TransformersConverter(str(given)).convert(str(converted), quantization=compute_type)
         forms = {"two threads": (1, 2), "two workers": (2, 1)}

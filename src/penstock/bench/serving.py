@@ -64,25 +64,11 @@ def measure(serving: Serving) -> dict[str, Any]:
 def _write_model(folder: Path, generation: Generation) -> None:
     """Random weights in Hugging Face's form; there is no tokenizer, prompts are token ids."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-    from transformers.utils import logging
 
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    ours = replace(generation, new_tokens=4 * generation.new_tokens).config
+    from penstock.bench.peers import llama
+
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=ours.vocabulary,
-        hidden_size=ours.hidden_size,
-        intermediate_size=ours.intermediate_size,
-        num_hidden_layers=ours.num_layers,
-        num_attention_heads=ours.num_heads,
-        num_key_value_heads=ours.key_heads,
-        max_position_embeddings=ours.max_length,
-        tie_word_embeddings=ours.tie_embeddings,
-    )
-    model: Any = LlamaForCausalLM(config)
-    model.save_pretrained(folder)
+    llama(replace(generation, new_tokens=4 * generation.new_tokens)).save_pretrained(folder)
 
 
 def _generate(folder: Path, serving: Serving) -> float:
