@@ -102,9 +102,10 @@ endurance: setup
 test-loaded: compiled
 	$(BIN)/python tools/loaded.py $(ARGS)
 
-# The documentation site, into build/site.
+# The documentation site, into build/site. Its playground needs a server: python -m http.server -d build/site
 docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	$(BIN)/python tools/playground.py build/site
 
 # The page of all schedules with its pictures, and the README's.
 gallery: install

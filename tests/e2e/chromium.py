@@ -22,12 +22,15 @@ FLAGS = (
     "--disable-sync",
     "--disable-dev-shm-usage",
     "--force-color-profile=srgb",
+    # No host but this one has an address.
+    "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
     "--remote-debugging-pipe",
 )
 
 
 def find_chromium() -> str | None:
-    return next((path for name in NAMES if (path := shutil.which(name))), None)
+    """The browser that the environment variable CHROMIUM names, or the first that is installed."""
+    return os.environ.get("CHROMIUM") or next((path for name in NAMES if (path := shutil.which(name))), None)
 
 
 class Chromium:
@@ -67,14 +70,14 @@ class Chromium:
         self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
-        width, height = size
-        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+        self.resize(*size)
 
-    def open(self, path: Path, fragment: str = "") -> None:
-        """Load a page from a file and wait until its scripts have run."""
+    def open(self, page: Path | str, fragment: str = "") -> None:
+        """Load a page from a file or an address, and wait until its scripts have run."""
         self.complaints.clear()
+        address = page.as_uri() if isinstance(page, Path) else page
         # From another page, so that a new fragment alone loads the page too.
-        for url in ("about:blank", path.as_uri() + (f"#{fragment}" if fragment else "")):
+        for url in ("about:blank", address + (f"#{fragment}" if fragment else "")):
             self._loaded = False
             self.call("Page.navigate", url=url)
             self._until(lambda: self._loaded)
@@ -101,11 +104,19 @@ class Chromium:
         self.mouse("mouseReleased", x, y, button="left", clickCount=1)
         self.settle()
 
-    def press(self, key: str, code: int) -> None:
-        """A key by its name and its Windows code."""
+    def press(self, key: str, code: int, text: str = "") -> None:
+        """A key by its name and its Windows code, and the text that it writes; a button wants that of Enter, "\\r"."""
         for kind in ("keyDown", "keyUp"):
-            self.call("Input.dispatchKeyEvent", type=kind, key=key, windowsVirtualKeyCode=code)
+            self.call("Input.dispatchKeyEvent", type=kind, key=key, windowsVirtualKeyCode=code, text=text)
         self.settle()
+
+    def type(self, text: str) -> None:
+        """Text where the focus is, in place of what is selected there."""
+        self.call("Input.insertText", text=text)
+        self.settle()
+
+    def resize(self, width: int, height: int) -> None:
+        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
 
     def screenshot(self, path: Path) -> None:
         path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))
@@ -166,5 +177,5 @@ class Chromium:
             self.complaints.append(str(params["entry"]))
         elif method == "Network.requestWillBeSent":
             url = params["request"]["url"]
-            if not url.startswith(("file:", "about:", "data:")):
+            if not url.startswith(("file:", "about:", "data:", "blob:", "http://127.0.0.1:")):
                 self.complaints.append(f"asked for {url}")

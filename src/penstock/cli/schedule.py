@@ -156,11 +156,7 @@ def verify(arguments: list[str]) -> int:
     if options.json:
         print_json({"file": str(options.file), "proved": True} | asdict(proof))
     else:
-        num_ranks = program.placement.num_ranks
-        print(f"{options.file}: proved")
-        print(f"  {proof.num_actions} actions on {num_ranks} ranks, each exactly once and in a legal order")
-        print(f"  {proof.num_messages} messages, first in first out; no deadlock even if every send blocks")
-        print(f"  live tapes at the peak, by rank: {' '.join(map(str, proof.peak_live_tapes))}")
+        print(f"{options.file}: proved", *proof.sentences, sep="\n  ")
     return 0
 
 

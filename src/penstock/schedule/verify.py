@@ -25,6 +25,15 @@ class Proof:
     #: The most tapes (one for each local stage and microbatch) that each rank keeps at once.
     peak_live_tapes: tuple[int, ...]
 
+    @property
+    def sentences(self) -> tuple[str, str, str]:
+        """The proof in words, with its counts."""
+        return (
+            f"{self.num_actions} actions on {len(self.peak_live_tapes)} ranks, each exactly once and in a legal order",
+            f"{self.num_messages} messages, first in first out; no deadlock even if every send blocks",
+            f"live tapes at the peak, by rank: {' '.join(map(str, self.peak_live_tapes))}",
+        )
+
 
 def verify(program: Program) -> Proof:
     """Prove that a program is complete, legal in its order, and ends even if every send waits for its receive.

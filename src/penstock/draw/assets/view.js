@@ -96,6 +96,8 @@ function redraw() {
   due = true;
   requestAnimationFrame(() => {
     due = false;
+    // In a hidden frame there is nothing to paint on; once it is shown, it is laid out again.
+    if (!$("body").clientWidth) return;
     paintOverview();
     paintBody();
   });

@@ -1,0 +1,19 @@
+// Text in an address: compressed, in letters that an address may have.
+
+const through = (bytes, transform) => new Response(new Blob([bytes]).stream().pipeThrough(transform)).arrayBuffer();
+
+export async function encoded(text) {
+  const bytes = new Uint8Array(await through(text, new CompressionStream("deflate-raw")));
+  const letters = btoa(Array.from(bytes, byte => String.fromCharCode(byte)).join(""));
+  return letters.replaceAll("+", "-").replaceAll("/", "_").replaceAll("=", "");
+}
+
+// The text; of an address that was cut short, what says so.
+export async function decoded(letters) {
+  try {
+    const bytes = Uint8Array.from(atob(letters.replaceAll("-", "+").replaceAll("_", "/")), letter => letter.charCodeAt(0));
+    return new TextDecoder().decode(await through(bytes, new DecompressionStream("deflate-raw")));
+  } catch {
+    return "This link is damaged: its text cannot be read.";
+  }
+}

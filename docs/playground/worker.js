@@ -1,0 +1,32 @@
+// The package in a thread of its own: Python is put back as the build left it, then each question gets its answer.
+
+import { loadPyodide } from "./python/pyodide.mjs";
+
+const folder = new URL("python/", self.location.href).href;
+
+async function bytesOf(name) {
+  const response = await fetch(folder + name);
+  if (!response.ok) throw new Error(`${name} is not there (${response.status}); this site was built without its playground`);
+  return response;
+}
+
+async function start() {
+  const [started, files] = await Promise.all([
+    bytesOf("started.bin").then(({ body }) => new Response(body.pipeThrough(new DecompressionStream("gzip"))).arrayBuffer()),
+    bytesOf("penstock.zip").then(response => response.arrayBuffer()),
+  ]);
+  const pyodide = await loadPyodide({ indexURL: folder, _loadSnapshot: new Uint8Array(started) });
+  pyodide.unpackArchive(files, "zip", { extractDir: "/penstock" });
+  return pyodide.globals.get("answer");
+}
+
+const answer = start();
+
+self.onmessage = async ({ data: question }) => {
+  try {
+    self.postMessage((await answer)(question));
+  } catch (error) {
+    // Python's last line says what happened.
+    self.postMessage(JSON.stringify({ fault: String(error.message ?? error).trim().split("\n").pop() }));
+  }
+};
