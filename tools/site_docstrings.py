@@ -1,4 +1,4 @@
-"""How the documentation site reads our docstrings: examples as code, one-line sections with their heads in bold."""
+"""How the documentation site reads our code: examples in docstrings, one-line sections, defaults of settings."""
 
 import re
 from typing import Any
@@ -10,7 +10,30 @@ _HEAD = re.compile(r"^(Raises|Returns|Source|Note): (?=\S)", re.MULTILINE)
 
 
 class Docstrings(griffe.Extension):
-    """Rewrites each docstring as it is read."""
+    """Rewrites each docstring as it is read, and leaves of a declared setting its default alone."""
+
+    def on_class_members(self, *, cls: griffe.Class, **_: Any) -> None:
+        """End an enum's docstring with its members. Called by griffe."""
+        is_enum = any(str(base).endswith(("Enum", "NamedValue")) for base in cls.bases)
+        members = [name for name, member in cls.members.items() if member.is_attribute and name.isupper()]
+        if cls.docstring is not None and members and is_enum:
+            values = (f"`{name}`" for name in members)
+            cls.docstring.value += f"\n\n**Values:** {', '.join(values)}"
+
+    def on_attribute_instance(self, *, attr: griffe.Attribute, **_: Any) -> None:
+        """Shorten `setting(default, help, bounds)` to the default, `same_as(Kind, "name")` to Kind.name.
+
+        Called by griffe.
+        """
+        call = attr.value
+        if not isinstance(call, griffe.ExprCall):
+            return
+        if str(call.function) in ("setting", "argument"):
+            default = call.arguments[0]
+            attr.value = default.value if isinstance(default, griffe.ExprKeyword) else default
+        elif str(call.function) == "same_as":
+            kind, name = map(str, call.arguments)
+            attr.value = f"{kind}.{name[1:-1]}"
 
     def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
         """Rewrite an object's docstring. Called by griffe."""

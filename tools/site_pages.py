@@ -2,7 +2,7 @@
 
 mkdocs calls `on_page_markdown` for each page. The line `<!-- settings -->` becomes the table of all settings,
 `<!-- names of PACKAGE -->` the reference of each of its public names, `<!-- README: HEADING -->` a part of the README,
-`<!-- file: PATH -->` a file of the repository.
+`<!-- file: PATH -->` a file of the repository. A picture on a line of its own leads to itself, in its full size.
 """
 
 import importlib
@@ -19,6 +19,10 @@ ROOT = Path(__file__).parents[1]
 _LINK = re.compile(r"(\]\()(\.\.?/[^)#\s]+)")
 _PART = re.compile(r"^<!-- README: (.+) -->$", re.MULTILINE)
 _FILE = re.compile(r"^<!-- file: (.+) -->$", re.MULTILINE)
+_PICTURE = re.compile(r"^!\[[^\]]*\]\(([^)]+)\)$", re.MULTILINE)
+_NUMBERED = re.compile(r"(\d+)\. ")
+_CODE = re.compile(r"<code>[^<]+</code>")
+_OPTION = re.compile(r"(?<![\w-])--?[\w.-]+")
 _NAMES = re.compile(r"^<!-- names of ([\w.]+) -->$", re.MULTILINE)
 
 
@@ -28,7 +32,25 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> st
     markdown = _PART.sub(lambda found: part_of_readme(found[1]), markdown)
     markdown = with_files(markdown)
     markdown = _NAMES.sub(lambda found: reference_of(found[1]), markdown)
+    markdown = _PICTURE.sub(r"[\g<0>](\1)", with_gaps(markdown))
     return outer_links(markdown, page.file.src_uri, config["repo_url"])
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Return a page's HTML, where a line never ends within an option of a command."""
+    return _CODE.sub(lambda code: _OPTION.sub(r'<span class="option">\g<0></span>', code[0]), html)
+
+
+def with_gaps(markdown: str) -> str:
+    """Return a page's Markdown with a new list wherever numbers leave one out, since a list counts for itself."""
+    lines, last = [], 0
+    for line in markdown.split("\n"):
+        number = int(found[1]) if (found := _NUMBERED.match(line)) else 0
+        if number > last + 1 > 1:
+            lines += ["", "<!-- -->", ""]
+        last = number or (last if line.startswith(" ") else 0)
+        lines.append(line)
+    return "\n".join(lines)
 
 
 def outer_links(markdown: str, page: str, repository: str) -> str:

@@ -116,6 +116,20 @@ def test_every_setting_is_in_the_table_of_its_declarations(site: Path) -> None:
     assert "Width of the residual stream." in text
 
 
+def test_signatures_have_types_and_plain_defaults_and_enums_their_values(site: Path) -> None:
+    text = re.sub("<[^>]+>", "", (site / "reference" / "penstock.html").read_text())
+    assert re.search(r"packing: PackingKind = WINDOW,", text) and "Values: RING, ALL_TO_ALL" in text
+    assert re.findall(r"(?:setting|same_as)\(", text) == []
+
+
+def test_promises_keep_their_numbers(site: Path) -> None:
+    text, shown = (site / "promises.html").read_text(), []
+    for start, items in re.findall(r'<ol(?: start="(\d+)")?>(.*?)</ol>', text, re.DOTALL):
+        shown += range(first := int(start or 1), first + items.count("<li>"))
+    given = re.findall(r"^(\d+)\. ", (DOCS / "promises.md").read_text(), re.MULTILINE)
+    assert len(given) > 100 and shown == list(map(int, given))
+
+
 @pytest.mark.shows(158)
 def test_nothing_is_asked_of_another_host_and_links_out_lead_to_the_repository(site: Path) -> None:
     pages = list(site.rglob("*.html"))
