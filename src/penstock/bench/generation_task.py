@@ -34,6 +34,16 @@ class Generation:
         return {Precision.BF16: "bfloat16"}.get(self.precision, "float32")
 
     @property
+    def described(self) -> str:
+        """The model and the task in one line."""
+        heads = "" if self.num_kv_heads is None else f", {self.num_kv_heads} key and value heads"
+        form = self.precision.value + ("" if self.quantize is Quantize.NONE else f" and {self.quantize.value}")
+        return (
+            f"{self.num_layers} layers, hidden {self.hidden_size}{heads}, vocabulary {self.vocab_size}, {form}; "
+            f"{self.num_prompts} prompts of {self.prompt_tokens} tokens, {self.new_tokens} new ones each"
+        )
+
+    @property
     def config(self) -> ModelConfig:
         return ModelConfig(
             vocab_size=self.vocab_size,

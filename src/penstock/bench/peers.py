@@ -3,6 +3,7 @@
 import tempfile
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,24 @@ def transformers_sides(
         assert made.shape[1] == generation.prompt_tokens + generation.new_tokens
 
     return {"growing cache": partial(generate, None), "static cache": partial(generate, "static")}
+
+
+def check_ctranslate2(compute_type: str) -> None:
+    """Refuse a comparison that cannot be made here.
+
+    Raises:
+        ValueError: CTranslate2 is missing, or does not compute with these numbers on this processor.
+    """
+    if find_spec("ctranslate2") is None:
+        raise ValueError("--against ctranslate2 needs it; install it with pip install 'penstock[bench]'")
+    import ctranslate2  # pyright: ignore[reportMissingImports]
+
+    possible = sorted(ctranslate2.get_supported_compute_types("cpu"))
+    if compute_type not in possible:
+        raise ValueError(
+            f"--against ctranslate2: on this processor it does not compute in {compute_type}; possible are "
+            f"{', '.join(possible)}, so --precision fp32 or --quantize int8, or the comparison with transformers alone"
+        )
 
 
 def ctranslate2_sides(generation: Generation, compute_type: str) -> dict[str, Callable[[], None]]:

@@ -4,7 +4,6 @@ import argparse
 import dataclasses
 import sys
 from collections.abc import Callable
-from importlib.util import find_spec
 from typing import Any
 
 from penstock import schedule
@@ -310,15 +309,14 @@ _GENERATE_PARTS = ("peers", "refill", "emulated")
 
 
 def _generate(given: argparse.Namespace) -> dict[str, Any]:
-    from penstock.bench.generation import measure
+    from penstock.bench.generation import CTRANSLATE2, measure
     from penstock.bench.generation_task import Generation
     from penstock.bench.gpu_generation import LLAMA_1B, check_gpu, on_gpu
+    from penstock.bench.peers import check_ctranslate2
 
     gpu = "gpu" in given.parts
     if gpu:
         check_gpu()
-    if "ctranslate2" in given.against and find_spec("ctranslate2") is None:
-        raise ValueError("--against ctranslate2 needs it; install it with pip install 'penstock[bench]'")
     generation = Generation(
         num_layers=given.layers,
         hidden_size=given.hidden_size,
@@ -332,7 +330,9 @@ def _generate(given: argparse.Namespace) -> dict[str, Any]:
         precision=Precision(given.precision),
         quantize=Quantize(given.quantize),
     )
-    _progress(f"{dataclasses.asdict(generation)}")
+    if CTRANSLATE2 in given.against:
+        check_ctranslate2(generation.compute_type)
+    _progress(generation.described)
     found = measure(generation, given.parts, tuple(given.against))
     return found | {"on a GPU": on_gpu(dataclasses.replace(LLAMA_1B, num_rounds=given.rounds))} if gpu else found
 

@@ -27,7 +27,8 @@ class Int8Kernel(Protocol):
     """One way to multiply whole numbers.
 
     `pack` takes weights [O, I] int8 and scales [O] fp32 and returns them in the form that `output` takes. `output`
-    returns x w^T * scales [..., O] fp32 for x [..., I] fp32 of whole numbers from -127 to 127.
+    returns x w^T * scales [..., O] fp32 for x [..., I] fp32 from -127 to 127, which it rounds to whole numbers: as
+    those nearest to x + 128 in fp32, halves to the even one.
     """
 
     def pack(self, weight_OI: Tensor, scales_O: Tensor) -> Any: ...
@@ -47,7 +48,7 @@ class FbgemmKernel:
             return torch.ops.quantized.linear_prepack(make(weight_OI, scales_O.double(), zeros, 0), None)
 
     def output(self, x: Tensor, packed: Any) -> Tensor:
-        return torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(x, 1.0, _ZERO, packed)
+        return torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32.default(x, 1.0, _ZERO, packed)
 
 
 class OneDnnKernel:
@@ -60,7 +61,7 @@ class OneDnnKernel:
     def output(self, x: Tensor, packed: Any) -> Tensor:
         weight, scales_O, zeros_O = packed
         # Signed activations would run through its reference code.
-        given = ((x + _ZERO).to(torch.uint8), 1.0, _ZERO, weight, scales_O, zeros_O, None)
+        given = ((x + _ZERO).round_().to(torch.uint8), 1.0, _ZERO, weight, scales_O, zeros_O, None)
         return torch.ops.onednn.qlinear_pointwise(*given, 1.0, 0, torch.float32, "none", [], "")
 
 
@@ -72,7 +73,8 @@ class IntMatmulKernel:
 
     def output(self, x: Tensor, packed: Any) -> Tensor:
         weight_IO, scales_O = packed
-        sums = torch.ops.aten._int_mm(x.flatten(0, -2).to(torch.int8), weight_IO)
+        rounded = (x.flatten(0, -2) + _ZERO).round_().sub_(_ZERO)
+        sums = torch.ops.aten._int_mm(rounded.to(torch.int8), weight_IO)
         return sums.to(torch.float32).mul_(scales_O).view(*x.shape[:-1], len(scales_O))
 
 
@@ -109,7 +111,7 @@ class Int8Weights:
         wide = x.float()
         # A row of zeros needs a scale too.
         scales_T1 = wide.abs().amax(-1, keepdim=True).mul_(1 / _LARGEST).clamp_min_(torch.finfo(torch.float32).tiny)
-        y = self.kernel.output((wide / scales_T1).round_(), self.packed).mul_(scales_T1)
+        y = self.kernel.output(wide / scales_T1, self.packed).mul_(scales_T1)
         return (y if self.bias_O is None else y.add_(self.bias_O)).to(x.dtype)
 
 

@@ -215,9 +215,10 @@ def packed_weights(layers: "Sequence[Linear]", dtype: torch.dtype) -> PackedWeig
         return None
     if first.fixed is not None:
         return first.fixed.packed
-    weights = tuple(layer.weight for layer in layers)
-    if any(weight.dtype != dtype for weight in weights):
-        return None
+    weights = tuple([layer.weight for layer in layers])
+    for weight in weights:
+        if weight.dtype != dtype:
+            return None
     return first.casts.packed(weights, lambda: first.matmul.packed(*joint_values(layers)))
 
 
@@ -287,12 +288,21 @@ def pack(module: nn.Module, dtype: torch.dtype) -> None:
                 packed_weights(layers, dtype)
 
 
-def outputs(x: Tensor, layers: "Sequence[Linear]") -> Sequence[Tensor]:
-    """The output of each of the layers for the same input, computed by one product if their weights are packed."""
-    joint = packed_product(x, layers) if autocast_dtype(x) is None else None
+def joint_output(x: Tensor, layers: "Sequence[Linear]") -> Tensor | None:
+    """The outputs of layers for the same input side by side; None where their weights are not packed."""
+    return packed_product(x, layers) if autocast_dtype(x) is None else None
+
+
+def split_outputs(x: Tensor, joint: Tensor | None, layers: "Sequence[Linear]") -> Sequence[Tensor]:
+    """The output of each of the layers: its part of `joint_output`, or a product of its own."""
     if joint is None:
         return [layer(x) for layer in layers]
     return joint.split([layer.out_features for layer in layers], -1)
+
+
+def outputs(x: Tensor, layers: "Sequence[Linear]") -> Sequence[Tensor]:
+    """The output of each of the layers for the same input, computed by one product if their weights are packed."""
+    return split_outputs(x, joint_output(x, layers), layers)
 
 
 def switch_linears(module: nn.Module) -> int:

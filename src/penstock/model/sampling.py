@@ -67,10 +67,14 @@ class Drawn:
 
     def packed(self, width: int) -> Tensor:
         """[S, width] int64 on the CPU, `width` from `numbers_per_token`; `unpacked` makes tokens of it."""
-        log_probs = torch.stack([self.log_probs, self.raw_log_probs], -1)
-        columns = [self.tokens[:, None], _bits(log_probs), self.likeliest_SN, _bits(self.likeliest_log_probs_SN)]
-        numbers = torch.cat(columns, -1)
-        return torch.nn.functional.pad(numbers, (0, width - numbers.shape[1])).cpu()
+        numbers_SW = torch.zeros(len(self.tokens), width, dtype=torch.int64, device=self.tokens.device)
+        numbers_SW[:, 0] = self.tokens
+        of_numbers = numbers_SW.view(torch.float64)
+        of_numbers[:, 1], of_numbers[:, 2] = self.log_probs, self.raw_log_probs
+        if num := self.likeliest_SN.shape[1]:
+            numbers_SW[:, _NUM_PLAIN : _NUM_PLAIN + num] = self.likeliest_SN
+            of_numbers[:, _NUM_PLAIN + num : _NUM_PLAIN + 2 * num] = self.likeliest_log_probs_SN
+        return numbers_SW.cpu()
 
 
 def unpacked(numbers_SW: Tensor, params: Sequence[SamplingParams]) -> list[Token]:
@@ -92,10 +96,6 @@ def drawn_finite(numbers_SW: Tensor) -> list[bool]:
     return _floats(numbers_SW[:, 1]).isfinite().tolist()
 
 
-def _bits(x: Tensor) -> Tensor:
-    return x.double().contiguous().view(torch.int64)
-
-
 def _floats(bits: Tensor) -> Tensor:
     return bits.contiguous().view(torch.float64)
 
@@ -106,8 +106,10 @@ def draw_tokens(logits_SV: Tensor, draws: Sequence[Draw]) -> Drawn:
     tokens = torch.empty(num_rows, dtype=torch.int64, device=device)
     log_probs, raw_log_probs = (torch.zeros(num_rows, device=device) for _ in range(2))
     most = max((draw.params.top_log_probs for draw in draws), default=0)
-    own_SV = logits_SV.float().log_softmax(-1) if most else logits_SV
-    likeliest = own_SV.topk(min(most, logits_SV.shape[-1]), -1)
+    likeliest_SN, likeliest_log_probs_SN = tokens.new_empty(num_rows, 0), log_probs.new_empty(num_rows, 0)
+    if most:
+        own_SV = logits_SV.float().log_softmax(-1)
+        likeliest_log_probs_SN, likeliest_SN = own_SV.topk(min(most, own_SV.shape[-1]), -1)
     dropped_SV = None
     if any(draw.params.filter_mask for draw in draws):
         dropped_SV = torch.zeros(logits_SV.shape, dtype=torch.bool)
@@ -126,7 +128,7 @@ def draw_tokens(logits_SV: Tensor, draws: Sequence[Draw]) -> Drawn:
             raw_log_probs[at] = of_rows_SV.log_softmax(-1).gather(-1, chosen_S[:, None])[:, 0]
         if dropped_SV is not None:
             dropped_SV[at] = (masked_SV == -torch.inf).cpu()
-    return Drawn(tokens, log_probs, raw_log_probs, dropped_SV, likeliest.indices, likeliest.values.float())
+    return Drawn(tokens, log_probs, raw_log_probs, dropped_SV, likeliest_SN, likeliest_log_probs_SN)
 
 
 def filtered(logits_SV: Tensor, draws: Sequence[Draw]) -> Tensor:

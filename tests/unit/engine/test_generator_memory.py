@@ -84,16 +84,46 @@ def test_attention_piece_by_piece_is_that_of_the_whole(cuts: list[int], window: 
 @pytest.mark.shows(74)
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("num_groups", [1, 2, 4])
-def test_rows_that_attend_in_one_call_have_the_bits_of_each_alone(num_groups: int, window: int | None) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("start", [70, 300])
+def test_rows_that_attend_in_one_call_have_the_bits_of_each_alone(
+    num_groups: int, window: int | None, dtype: torch.dtype, start: int
+) -> None:
     generator = torch.Generator().manual_seed(0)
-    cache = KVCache(CacheSize(6, 96, torch.float32, torch.device("cpu")), num_groups, 32)
+    cache = KVCache(CacheSize(6, 320, dtype, torch.device("cpu")), num_groups, 32)
     for store in (cache.keys_RGLK, cache.values_RGLK):
         store.copy_(torch.randn(store.shape, generator=generator))
     # Rows 0 to 2 are neighbours and equally long, so are 4 and 5.
     pieces = [
-        BatchItem(i, row, start, 1, True) for i, (row, start) in enumerate([(0, 70), (1, 70), (2, 70), (4, 9), (5, 9)])
+        BatchItem(i, row, begin, 1, True)
+        for i, (row, begin) in enumerate([(0, start), (1, start), (2, start), (4, 9), (5, 9)])
     ]
-    q = torch.randn(len(pieces), 4, 32, generator=generator)
+    q = torch.randn(len(pieces), 4, 32, generator=generator).to(dtype)
     found = cached_attention(q, cache, CachedRows.of(pieces), window)
     for i, piece in enumerate(pieces):
         assert torch.equal(found[i : i + 1], cached_attention(q[i : i + 1], cache, CachedRows.of([piece]), window))
+        seen = slice(max(0, piece.end - (window or 999)), piece.end)
+        k, v = (
+            x[piece.row, :, seen].double().repeat_interleave(4 // num_groups, 0)
+            for x in (cache.keys_RGLK, cache.values_RGLK)
+        )
+        weights = ((k @ q[i].double()[..., None])[..., 0] / 32**0.5).softmax(-1)
+        exact = (weights[:, None] @ v)[:, 0]
+        # Keys and values of 16 bits are widened, so only the mean is rounded.
+        torch.testing.assert_close(found[i].double(), exact, rtol=5e-3 if dtype is torch.bfloat16 else 1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("num_rows", [2, 7])
+def test_keys_are_written_where_the_items_say(num_rows: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    starts = [9 + row for row in range(num_rows)]  # so that every row is a run of its own
+    items = [BatchItem(row, row, start, 1, True) for row, start in enumerate(starts)]
+    items += [BatchItem(num_rows, num_rows, 4, 3, True)]
+    rows, cache = CachedRows.of(items), KVCache(CacheSize(num_rows + 1, 32, torch.float32, torch.device("cpu")), 2, 8)
+    k, v = torch.randn(2, rows.num_tokens, 2, 8, generator=generator)
+    cache.write(k, v, rows)
+    for store, new in ((cache.keys_RGLK, k), (cache.values_RGLK, v)):
+        expected = torch.zeros_like(store)
+        for token, (row, position) in enumerate(zip(rows.rows_T.tolist(), rows.positions.tolist(), strict=True)):
+            expected[row, :, position] = new[token]
+        assert torch.equal(store, expected)

@@ -14,7 +14,7 @@ from penstock.model.groups import ModelGroups
 from penstock.model.kv_cache import CachedRows, CacheSize, KVCache, Rows
 from penstock.model.layers.functions import RMSNorm, Rotary, rotate
 from penstock.model.layers.tensor_parallel import TensorParallelSplit, TensorParallelUnit, add_residual
-from penstock.model.linear import Linear, outputs
+from penstock.model.linear import Linear, joint_output, split_outputs
 from penstock.model.matmul import Matmul
 from penstock.model.segments import Compute, Segment, SegmentedUnit, State
 from penstock.model.sequences import Sequences
@@ -75,12 +75,19 @@ class AttentionBlock(nn.Module):
 
     def heads(self, h_TD: Tensor, sequences: Sequences | Rows) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries, rotated keys, and values [T, heads, K] of the normalised stream."""
+        layers, tables = (self.q, self.k, self.v), self.rotary.tables(sequences)
+        joint_TX = joint_output(h_TD, layers)
+        sizes = [layer.out_features // self.head_dim for layer in layers]
+        if joint_TX is not None and self.q_norm is None:
+            # Queries and keys lie side by side, and are rotated as one.
+            qk_THK, v_THK = joint_TX.view(len(joint_TX), -1, self.head_dim).split((sizes[0] + sizes[1], sizes[2]), 1)
+            q_THK, k_THK = rotate(qk_THK, tables).split(sizes[:2], 1)
+            return q_THK, k_THK, v_THK
         q_THK, k_THK, v_THK = (
-            part_TX.unflatten(-1, (-1, self.head_dim)) for part_TX in outputs(h_TD, (self.q, self.k, self.v))
+            part_TX.unflatten(-1, (-1, self.head_dim)) for part_TX in split_outputs(h_TD, joint_TX, layers)
         )
         if self.q_norm is not None and self.k_norm is not None:
             q_THK, k_THK = self.q_norm(q_THK), self.k_norm(k_THK)
-        tables = self.rotary.tables(sequences)
         return rotate(q_THK, tables), rotate(k_THK, tables), v_THK
 
     def add_output(self, x_TD: Tensor, mean_THK: Tensor) -> Tensor:

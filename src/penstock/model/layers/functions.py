@@ -68,11 +68,11 @@ def _normalised(x: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor
     x_ND = _at_least_fp32(x.reshape(-1, x.shape[-1]))
     mean_square_N1 = torch.linalg.vector_norm(x_ND, dim=-1, keepdim=True).square_().div_(x.shape[-1])
     r_N1 = mean_square_N1.add_(eps).rsqrt_()
-    return (x_ND * r_N1).mul_(weight_D).to(x.dtype).view_as(x), r_N1
+    return (x_ND * r_N1).mul_(weight_D).to(x.dtype).view(x.shape), r_N1
 
 
 def _at_least_fp32(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    return x if x.dtype is torch.float32 else x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 class _GatedFunction(torch.autograd.Function):
