@@ -198,7 +198,7 @@ class _Chat:
     def marked(self, messages: Sequence[Message]) -> tuple[list[int], np.ndarray]:
         """The tokens of these messages, and whether each is within the template's marks."""
         rendered = self._rendered(messages, return_assistant_tokens_mask=True)
-        encoded = self.reader.tokenizer(rendered.text, add_special_tokens=False)
+        encoded = encode(self.where, self.reader.tokenizer, rendered.text, special_tokens=False)
         learned = np.zeros(len(encoded["input_ids"]), np.bool_)
         for start, end in rendered.spans:
             first, last = encoded.char_to_token(start), encoded.char_to_token(end - 1)
@@ -235,7 +235,11 @@ class _Chat:
         try:
             if ours := sorted({"messages", "chat_template", *arguments} & self.options.keys()):
                 raise RenderingError(f"{ours[0]!r} is no argument of its own")
-            return self.reader.renderer.render(self.template, messages=plain, **arguments, **given)
+            rendered = self.reader.renderer.render(self.template, messages=plain, **arguments, **given)
+            parts = (content for message in plain if isinstance(content := message.get("content"), list))
+            if any(str(content) in rendered.text for content in parts if content):
+                raise RenderingError("it knows no content of parts; a text is possible")
+            return rendered
         except RenderingError as error:
             raise CorpusError(
                 f"{self.where}: the chat template of {self.reader.name!r} refuses its messages ({error}); "
@@ -244,12 +248,17 @@ class _Chat:
 
 
 def tokenise(where: str, tokenizer: Any, text: str, special_tokens: bool) -> list[int]:
-    """The token ids of a text. Raises: `CorpusError` if it cannot be written as UTF-8."""
+    """The token ids of a text. Raises: as `encode`."""
+    return encode(where, tokenizer, text, special_tokens)["input_ids"]
+
+
+def encode(where: str, tokenizer: Any, text: str, special_tokens: bool) -> Any:
+    """The tokenizer's encoding of a text. Raises: `CorpusError` if it cannot be written as UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise CorpusError(f"{where}: cannot be written as UTF-8 ({error.reason}); give whole characters") from None
-    return tokenizer(text, add_special_tokens=special_tokens)["input_ids"]
+    return tokenizer(text, add_special_tokens=special_tokens)
 
 
 def _load(name: str) -> Any:
@@ -287,6 +296,10 @@ def _messages(where: str, name: str, example: Mapping[str, Any]) -> list[Message
     for number, message in enumerate(messages):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise CorpusError(f"{where}: message {number} of its {name!r} has no role; {_MESSAGE}")
+        if not isinstance(content := message.get("content"), str | list | None):
+            raise CorpusError(
+                f"{where}: the content of message {number} is {str(content)[:40]!r}; give a text or a list of parts"
+            )
     return messages
 
 

@@ -9,7 +9,7 @@ import pytest
 from penstock.data import CorpusError, CorpusSpec, DataShard, DocumentPacking, load_corpus
 from penstock.engine.run_parts import RunData
 from penstock.settings import ConfigError, DataConfig, ModelConfig, RunConfig, TrainConfig, ValidationConfig
-from tests.chat import CHATML, CONVERSATIONS, INSTRUCT, SHORTENING, assistant, user
+from tests.chat import CHATML, CONVERSATIONS, INSTRUCT, MARKED_CHATML, SHORTENING, assistant, user
 from tests.hugging_face import make_tokenizer
 
 GOOD = {"messages": CONVERSATIONS[0]}
@@ -140,7 +140,7 @@ def test_rows_of_parquet_are_examples(folder: Path, tmp_path: Path) -> None:
         ({"prompt": "hello", "completion": [assistant("cat")]}, "must be two texts or two lists of messages"),
         ({"prompt": [user("hello")], "completion": [user("cat")]}, "the assistant says nothing"),
         ({"prompt": "hello", "completion": "\ud800"}, "cannot be written as UTF-8"),
-        ({"messages": [user("hello"), {"role": "assistant", "content": 3}]}, "template of .* refuses its messages"),
+        ({"messages": [user("hello"), {"role": "assistant", "content": 3}]}, "message 1 is '3'; give a text"),
         ({**GOOD, "tools": "{"}, "'tools' are no JSON; give a list of objects"),
         ({**GOOD, "tools": "[" * 100_000}, "'tools' are no JSON; give a list of objects"),
         ({**GOOD, "chat_template_kwargs": 3}, "'chat_template_kwargs' must be an object"),
@@ -163,6 +163,10 @@ def test_an_example_that_cannot_be_learned_is_named_with_file_and_line(
         ("{{ 'a' * 10**8 }}", GOOD, r"line 1: the chat template .* refuses its messages \(it writes more than"),
         ("{% broken", GOOD, "line 1: the chat template .* refuses its messages"),
         (INSTRUCT, {"messages": [{"role": "judge", "content": "so"}, assistant("no")]}, "only user, assistant and"),
+        (MARKED_CHATML, {"messages": [user("\ud83d"), assistant("b")]}, "line 1: cannot be written as UTF-8"),
+        ("{% for m in messages %}{{ m.role }} {{ m.content }}{% endfor %}",
+         {"messages": [user("a"), {"role": "assistant", "content": [{"type": "text", "text": "b"}]}]},
+         "it knows no content of parts; a text is possible"),
         (SHORTENING, {"messages": [user("a"), assistant("b</think>c"), user("d"), assistant("e")]},
          "writes message 1 otherwise once others follow; give conversations that end with it, or mark it"),
     ],
