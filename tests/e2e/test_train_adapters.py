@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from penstock.cli.main import main
 from penstock.engine import Engine
 from penstock.engine.runs import METRICS_FILE, read_metrics
 from tests.e2e.training import CORPUS, run
@@ -100,6 +101,32 @@ def test_a_run_of_settings_trains_adapters_resumes_and_leaves_what_peft_loads(tm
 
     ours = engine.forward(PackedBatch.from_documents([tokens]))
     torch.testing.assert_close(ours if isinstance(ours, torch.Tensor) else ours[0], theirs, rtol=0, atol=3e-4)
+    # What is written for transformers has the adapters too: beside the base, or merged into it.
+    beside = stored_tensors(tmp_path / "converted" / "adapter")
+    assert beside.keys() == adapters.keys() and all(torch.equal(own, adapters[name]) for name, own in beside.items())
+    words = (str(tmp_path / "out"), str(tmp_path / "merged"), "--merge-adapters")
+    assert run(*words, command="convert").exit_code == 0
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    with torch.no_grad():
+        torch.testing.assert_close(merged.eval()(tokens[None]).logits[0], theirs, rtol=0, atol=3e-4)
+
+
+def test_adapters_are_never_left_behind_in_silence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_folder = tmp_path / "run"
+    run_folder.mkdir()
+    (run_folder / "run.toml").write_text("[adapter]\nrank = 4\n")
+    plain = tmp_path / "plain"
+    make_model("llama", vocab_size=256).save_pretrained(plain)
+    for command, words, told in (
+        ("train", ("--model.pretrained", run_folder), "has adapters, which another model cannot begin with"),
+        ("convert", (run_folder, tmp_path / "new", "--held-out", __file__), "scored without the run's adapters"),
+        ("convert", (plain, tmp_path / "new", "--merge-adapters"), "--merge-adapters is for Hugging Face folders"),
+        ("convert", (plain, tmp_path / "new", "--merge-adapters", "--to", "huggingface"), "has no adapters to merge"),
+    ):
+        assert main([command, *map(str, words)]) == 2
+        assert told in capsys.readouterr().err
+    with pytest.raises(ValueError, match="has adapters, which another model cannot begin with"):
+        Engine.from_hf(run_folder)
 
 
 def run_of_one_rank(folder: Path) -> Path:

@@ -1,6 +1,7 @@
 """`penstock convert`: a run's model as a Hugging Face folder, and such a folder as a run to begin from."""
 
 import re
+from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +40,11 @@ def parser() -> Parser:
         "--quantize", choices=["int8"], help="weights of products as 8-bit numbers, for a Hugging Face folder"
     )
     parser.add_argument(
+        "--merge-adapters",
+        action="store_true",
+        help="add a run's LoRA adapters to the weights, instead of writing them into the folder adapter inside",
+    )
+    parser.add_argument(
         "--held-out", type=Path, metavar="FILE.txt", help="a text to print the perplexity on, before and after"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of progress")
@@ -55,16 +61,20 @@ def main(arguments: list[str]) -> int:
     if not options.source.is_dir():
         raise ValueError(f"there is no folder {options.source}; give that of a run, or one of Hugging Face's")
     form = options.to or _FORMS[not (options.source / _RUN_FILE).is_file()]
-    if options.quantize is not None and form != "huggingface":
-        raise ValueError("--quantize is for Hugging Face folders; a run keeps weights to train; give --to huggingface")
+    from penstock.engine.pretrained import holds_adapters
+
+    adapters_apart = form == "huggingface" and holds_adapters(options.source) and not options.merge_adapters
+    _check(options, form, adapters_apart)
     before = None if options.held_out is None else perplexity(options.source, options.held_out)
     if form == "huggingface":
         from penstock.engine.export import ExportOptions
 
-        kept = ExportOptions(options.dtype, max_shard_bytes, quantize=options.quantize is not None)
+        kept = ExportOptions(
+            options.dtype, max_shard_bytes, options.merge_adapters, quantize=options.quantize is not None
+        )
         num_bytes = _to_hugging_face(options.source, options.destination, kept, options.json)
     else:
-        from penstock.engine.saved_model import to_run
+        from penstock.engine.conversion import to_run
 
         to_run(options.source, options.destination, options.dtype)
         num_bytes = sum(path.stat().st_size for path in options.destination.rglob("*.safetensors"))
@@ -81,9 +91,20 @@ def main(arguments: list[str]) -> int:
         print_json(result)
         return 0
     print(f"wrote {num_bytes / 1e6:,.1f} MB of weights into {options.destination}")
+    if adapters_apart:
+        print(f"they are the base model's; its adapters are in {options.destination / 'adapter'}, as peft loads them")
     if before is not None and after is not None:
         print(f"perplexity on {options.held_out}: {before:.4f} before, {after:.4f} now ({after / before - 1:+.2%})")
     return 0
+
+
+def _check(options: Namespace, form: str, adapters_apart: bool) -> None:
+    """Raises: ValueError for options that do not go together."""
+    for name in ("quantize", "merge_adapters"):
+        if getattr(options, name) and form != "huggingface":
+            raise ValueError(f"--{name.replace('_', '-')} is for Hugging Face folders; give --to huggingface")
+    if options.held_out is not None and adapters_apart:
+        raise ValueError("--held-out would be scored without the run's adapters; give --merge-adapters")
 
 
 def parse_size(text: str) -> int:
@@ -102,7 +123,7 @@ def _to_hugging_face(source: Path, destination: Path, kept: "ExportOptions", qui
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from penstock.engine.saved_model import to_hugging_face
+    from penstock.engine.conversion import to_hugging_face
 
     columns = TextColumn("writing"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
     with Progress(*columns, console=Console(stderr=True), disable=quiet, transient=True) as bar:

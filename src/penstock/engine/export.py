@@ -107,7 +107,17 @@ class ExportedParameter:
     is_product: bool = False
 
 
-def export_model(state: ModelState, form: HuggingFaceForm | None, path: Path | str, options: ExportOptions) -> None:
+def _ignore(num_bytes: int) -> None:
+    """Progress that nobody watches."""
+
+
+def export_model(
+    state: ModelState,
+    form: HuggingFaceForm | None,
+    path: Path | str,
+    options: ExportOptions,
+    progress: Progress = _ignore,
+) -> None:
     """Write a model in this form as a new folder; all ranks call this at the same point.
 
     Raises:
@@ -126,7 +136,7 @@ def export_model(state: ModelState, form: HuggingFaceForm | None, path: Path | s
         for name, own, fetch in _tensors(state)
         if name not in state.ties
     ]
-    write_folder(Path(path), form, parameters, options, state.pipeline.grid.control)
+    write_folder(Path(path), form, parameters, options, state.pipeline.grid.control, progress)
     if has_adapters and not options.merge_adapters:
         save_adapter(state.pipeline, form, Path(path) / ADAPTER_FOLDER)
 
@@ -172,7 +182,7 @@ def write_folder(
     parameters: Sequence[ExportedParameter],
     options: ExportOptions,
     control: dist.ProcessGroup | None = None,
-    progress: Progress = lambda num_bytes: None,
+    progress: Progress = _ignore,
 ) -> None:
     """Write a folder together with the other ranks of `control`, each with the parameters that it has.
 

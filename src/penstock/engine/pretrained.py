@@ -135,6 +135,20 @@ def refuse_classifier(form: HuggingFaceForm) -> None:
         )
 
 
+def holds_adapters(folder: Path) -> bool:
+    """True for the folder of a run that trains adapters."""
+    return (folder / CONFIG_FILE).is_file() and read_config(folder / CONFIG_FILE).adapter.is_used
+
+
+def refuse_adapters(folder: Path) -> None:
+    """Refuse a run that trains adapters, where a model is to begin without them. Raises: ValueError."""
+    if holds_adapters(folder):
+        raise ValueError(
+            f"{folder} has adapters, which another model cannot begin with; write both as one by penstock convert "
+            f"--merge-adapters, or give the base model and adapter.pretrained = {str(folder / 'adapter-N')!r}"
+        )
+
+
 def pretrained_tokenizer(folder: Path | str, vocab_size: int) -> str:
     """The name of the tokenizer of the model in a folder. Raises: ValueError if it is not known."""
     folder = Path(folder)
@@ -266,6 +280,7 @@ class CheckpointNames:
 
 
 def _open(folder: Path, native: Native, shape: ModelConfig | None) -> Pretrained:
+    refuse_adapters(folder)
     found = find_model(folder, native)
     if found.shape.native is False:
         placed = units_from_files(found.units, found.names, found.files)

@@ -52,9 +52,10 @@ def with_pretrained(config: RunConfig) -> RunConfig:
         found = {_TOKENIZER: config.data.tokenizer or "bytes", _PRECISION: config.train.precision or Precision.FP32}
         return with_values(config, {SETTINGS[name].path: value for name, value in found.items()})
     # Only now, since it loads PyTorch.
-    from penstock.engine.pretrained import find_model, pretrained_tokenizer, refuse_classifier
+    from penstock.engine.pretrained import find_model, pretrained_tokenizer, refuse_adapters, refuse_classifier
 
     try:
+        refuse_adapters(Path(folder))
         model = find_model(Path(folder), config.model.native)
         refuse_classifier(model.form)
         shape = model.shape

@@ -1,49 +1,32 @@
-"""A model in a folder, of a run or in Hugging Face's form: opened for reading, or rewritten in the other form."""
+"""A model in a folder, of a run or in Hugging Face's form: opened for reading."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from penstock.data import CorpusError
 from penstock.data.tokenizer import Tokenizer, WithoutSpecialTokens, load_tokenizer
-from penstock.engine.checkpoint import Checkpointer, CheckpointReader
+from penstock.engine.checkpoint import CheckpointReader
 from penstock.engine.checkpoint.manifest import published
-from penstock.engine.export import ExportedParameter, ExportOptions, Progress, write_folder
 from penstock.engine.options import EngineOptions
-from penstock.engine.pipeline import Pipeline
 from penstock.engine.pretrained import (
     EngineArguments,
     Pretrained,
-    StoredModel,
-    find_model,
     open_pretrained,
     reason_for_transformers,
     refuse_classifier,
 )
-from penstock.engine.run_check import with_pretrained
 from penstock.engine.run_parts import engine_arguments
-from penstock.engine.runs import CHECKPOINT_FOLDER, CONFIG_FILE, RunFolder
+from penstock.engine.runs import CHECKPOINT_FOLDER, CONFIG_FILE
 from penstock.engine.state import ModelState
-from penstock.engine.trainer import Trainer
 from penstock.model import ModelGroups
-from penstock.model.hf.families import names_of
-from penstock.model.hf.files import WeightFiles, slices_of, units_from_files
-from penstock.model.linear import joint_weights
-from penstock.parallel.tensor_slice import Shape, StoredSlice, TensorSlice, copies
 from penstock.settings import (
     ConfigError,
-    DataConfig,
-    ModelConfig,
     Native,
     OptimizerConfig,
     ParallelConfig,
@@ -51,19 +34,11 @@ from penstock.settings import (
     Quantize,
     RunConfig,
     ScheduleConfig,
-    TrainConfig,
     read_config,
 )
 from penstock.settings.json_files import read_json_object
 
 _HUGGING_FACE_CONFIG, _TOKENIZER = "config.json", "tokenizer.json"
-_DTYPES = {
-    "I8": torch.float32,
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-}
 _GENERATION_CONFIG = "generation_config.json"
 _SAMPLED = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
@@ -296,89 +271,3 @@ def _version(folder: Path) -> str:
     files = [(path.name, path.stat()) for path in sorted(folder.iterdir()) if path.is_file()]
     text = json.dumps([(name, stat.st_size, stat.st_mtime_ns) for name, stat in files])
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-
-
-# ---- one form rewritten as the other, by one process
-
-
-def to_hugging_face(
-    source: Path, destination: Path, options: ExportOptions, expect: Callable[[int], None], progress: Progress
-) -> None:
-    """Write the model of a run, or of another Hugging Face folder, as a Hugging Face folder.
-
-    Of a run that has trained adapters it is the base: peft loads them from the run's folder ``adapter-N``. `expect` is
-    called with the number of bytes to write, `progress` after each file with its number of bytes. Memory holds the
-    tensors of one file at a time.
-
-    Raises:
-        ValueError: there is no model, or none that transformers knows, or the destination is not new.
-    """
-    found = find_model(source)
-    if options.quantize and (found.shape.native is False or found.shape.experts.num_experts):
-        raise ValueError(f"{source} is no dense model of Penstock's own layers, which alone are quantized")
-    # Any fault of the files is found before one is written.
-    units_from_files(found.units, found.names, found.files)
-    parameters = tuple(_parameters(found))
-    expect(sum(map(options.num_bytes, parameters)))
-    form = found.form if found.shape.native is False else replace(found.form, names=names_of(found.shape))
-    write_folder(destination, form, parameters, options, progress=progress)
-
-
-def _parameters(found: StoredModel) -> Iterator[ExportedParameter]:
-    for unit in found.units:
-        with torch.device("meta"):
-            products = joint_weights(unit.build())
-        for name, shape, stored in slices_of(unit, found.names):
-            if name not in unit.tied and stored:
-                dtype = _DTYPES[found.files.tensors[stored[0].name].dtype]
-                fetch = partial(_assembled, found.files, stored, shape, dtype)
-                yield ExportedParameter(unit.full_name(name), shape, dtype, fetch, is_product=name in products)
-
-
-def _assembled(files: WeightFiles, stored: tuple[StoredSlice, ...], shape: Shape, dtype: torch.dtype) -> Tensor:
-    whole = torch.empty(shape, dtype=dtype)
-    for name, indices, into in copies(stored, TensorSlice.whole(shape), whole):
-        into.copy_(files.read(name, indices))
-    return whole
-
-
-def to_run(source: Path, destination: Path, dtype: str | None) -> None:
-    """Write the model of a folder as the first checkpoint of a run, for `model.pretrained`, scoring and generation.
-
-    Raises:
-        ValueError: there is no model, or the destination is not new.
-    """
-    if dtype is not None and dtype not in list(Precision):
-        raise ValueError(f"a run's dtype {dtype!r} is none of {', '.join(Precision)}")
-    if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
-        raise ValueError(f"{destination} exists already and was left as it is; give the name of a new folder")
-    has_tokenizer = (source / _TOKENIZER).is_file()
-    config = with_pretrained(
-        RunConfig(
-            output=str(destination),
-            model=ModelConfig(pretrained=str(source)),
-            data=DataConfig(tokenizer=str(source.resolve()) if has_tokenizer else "bytes"),
-            train=TrainConfig(precision=None if dtype is None else Precision(dtype)),
-        )
-    )
-    units, hidden_size, layout, options, _ = engine_arguments(config, config.model.vocab_size or 0)
-    pipeline = Pipeline(units, hidden_size, layout, options)
-    state = ModelState(pipeline, Trainer(pipeline))
-    before = destination.exists()
-    folder = RunFolder(config)
-    try:
-        aliases = state.aliases
-        saved = Checkpointer(
-            destination / CHECKPOINT_FOLDER, pipeline.grid, config.identity(), aliases=aliases, parents=False
-        )
-        saved.save(0, state.state(optimizer=False), extra={}, wait=True)
-    except BaseException:
-        folder.close()
-        shutil.rmtree(destination / CHECKPOINT_FOLDER, ignore_errors=True)
-        (destination / CONFIG_FILE).unlink(missing_ok=True)
-        if not before:
-            shutil.rmtree(destination, ignore_errors=True)
-        raise
-    finally:
-        state.close()
-    folder.close()
