@@ -5,6 +5,7 @@ import os
 import random
 import socket
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -24,8 +25,20 @@ def free_port() -> int:
             return found.getsockname()[1]
 
 
-def run_ranks_of(script: Path, num_ranks: int, *arguments: str, limit_s: float = 300.0) -> str:
-    """What the script's ranks write to standard output, in their order; all must end well."""
+def in_folder(folder: Path | None, program: Callable[..., int], *arguments: object) -> int:
+    """Run a forked program in this folder; without one, where the tests run."""
+    if folder is not None:
+        os.chdir(folder)
+    return program(*arguments)
+
+
+def run_ranks_of(
+    script: Path, num_ranks: int, *arguments: str, folder: Path | None = None, limit_s: float = 300.0
+) -> str:
+    """What the script's ranks write to standard output, in their order; all must end well.
+
+    folder: where they run; left out, where the tests do.
+    """
     store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=limit_s))
     shared = os.environ | {
         "OMP_NUM_THREADS": "1",
@@ -37,7 +50,14 @@ def run_ranks_of(script: Path, num_ranks: int, *arguments: str, limit_s: float =
         "WORLD_SIZE": str(num_ranks),
     }
     ranks = [
-        Forked(run_script, str(script), arguments, environ=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+        Forked(
+            in_folder,
+            folder,
+            run_script,
+            str(script),
+            arguments,
+            environ=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
         for rank in range(num_ranks)
     ]
     deadline = time.monotonic() + limit_s

@@ -26,7 +26,7 @@ def run_by_torchrun(script: Path, num_ranks: int, *arguments: str) -> str:
 def test_the_readme_shows_the_example() -> None:
     code = EXAMPLE.read_text().partition('"""\n\n')[2]
     readme = (ROOT / "README.md").read_text()
-    assert code and f"```python\n{code}```" in readme
+    assert code and f'```python title="examples/own_layers.py"\n{code}```' in readme
     assert len(code.splitlines()) <= 22
 
 

@@ -1,86 +1,17 @@
-"""The documentation site: tutorials run as they stand, it builds strictly, settings and public names are all in it."""
+"""The documentation site: it builds strictly, settings and public names are all in it."""
 
 import importlib
 import os
 import re
-import shlex
-import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tools import site_pages
 
-from penstock.cli.main import main
 from penstock.settings import SETTINGS
-from tests.e2e.scripts import run_ranks_of
 
 ROOT = Path(__file__).parents[2]
-DOCS = ROOT / "docs"
-TUTORIALS = sorted((DOCS / "tutorials").glob("*.md"))
-RUN = re.compile(r"^```(python|console)$", re.MULTILINE)
-# Guides also show settings and commands for big machines, which no test can run: in blocks of these kinds.
-EXPLAINING = sorted(
-    page for folder in ("guides", "how") for page in (DOCS / folder).glob("*.md") if RUN.search(page.read_text())
-)
-SHOWN_ALONE = ("sh", "toml")
-BLOCK = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', re.DOTALL | re.MULTILINE)
-
-
-def commands_of(block: str) -> Iterator[tuple[list[str], str]]:
-    """Each command that a console block shows, with what it shows it to print."""
-    for part in re.split(r"^\$ ", block.replace("\\\n", ""), flags=re.MULTILINE)[1:]:
-        command, _, output = part.partition("\n")
-        yield shlex.split(command), output
-
-
-def run_command(words: list[str], read: Callable[[], str]) -> str:
-    """What a command of a tutorial prints, run in this process, or as the ranks that torchrun would start."""
-    program, *arguments = words
-    if program == "penstock":
-        main(arguments)
-        return read()
-    assert program == "torchrun" and arguments[0] == "--nproc-per-node", words
-    return run_ranks_of(Path(arguments[2]).absolute(), int(arguments[1]))
-
-
-@pytest.mark.parametrize("page", [*TUTORIALS, *EXPLAINING], ids=lambda page: page.stem)
-def test_every_block_of_a_page_runs_and_prints_what_it_shows(
-    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setenv("COLUMNS", "80")
-    names: dict[str, object] = {}
-    (tmp_path / "docs").mkdir()
-    shutil.copy(DOCS / "timeline.json", tmp_path / "docs")
-    blocks = BLOCK.findall(site_pages.with_files(page.read_text()))
-    if page in EXPLAINING:
-        blocks = [block for block in blocks if block[0] not in SHOWN_ALONE]
-    num_compared, printed = 0, ""
-
-    def read() -> str:
-        shown = capsys.readouterr()
-        return shown.out + shown.err
-
-    for language, title, text in blocks:
-        if language != "text":
-            assert printed == "", "what a block prints stands below it"
-        if title:
-            (tmp_path / title).write_text(text)
-        elif language == "python":
-            exec(compile(text, page.name, "exec"), names)
-            printed = read()
-        elif language == "console":
-            for words, shown in commands_of(text):
-                assert run_command(words, read) == shown, words
-                num_compared += 1
-        else:
-            assert language == "text" and printed == text
-            num_compared, printed = num_compared + 1, ""
-    assert printed == "" and num_compared >= 1
 
 
 @pytest.fixture(scope="module")
