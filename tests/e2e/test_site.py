@@ -12,6 +12,7 @@ import pytest
 from penstock.settings import SETTINGS
 
 ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
 
 
 @pytest.fixture(scope="module")
