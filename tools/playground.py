@@ -43,10 +43,12 @@ def pyodide(kept: Path) -> Path:
     archive = kept / f"pyodide-{PYODIDE}.tgz"
     if not archive.exists():
         kept.mkdir(exist_ok=True)
-        wanted = ["pack", f"pyodide@{PYODIDE}", "--silent", "--pack-destination", str(kept)]
+        quietly = ["--loglevel", "error", "--fetch-retries", "0"]
+        wanted = ["pack", f"pyodide@{PYODIDE}", *quietly, "--pack-destination", str(kept)]
         done = npm(wanted, True, capture_output=True, text=True)
         if done.returncode or not archive.exists():
-            raise OSError(f"npm did not fetch pyodide {PYODIDE}: {done.stderr.strip()}")
+            reasons = [line.removeprefix("npm error ") for line in str(done.stderr).splitlines()]
+            raise OSError(f"npm did not fetch pyodide {PYODIDE}: {', '.join(reasons[:3])}")
     if (found := hashlib.sha256(archive.read_bytes()).hexdigest()) != SHA256:
         raise OSError(f"{archive} has the SHA-256 {found}, where {SHA256} was expected; remove it, or see what changed")
     return archive

@@ -2,7 +2,8 @@
 
 mkdocs calls `on_page_markdown` for each page. The line `<!-- settings -->` becomes the table of all settings,
 `<!-- names of PACKAGE -->` the reference of each of its public names, `<!-- README: HEADING -->` a part of the README,
-`<!-- file: PATH -->` a file of the repository. A picture on a line of its own leads to itself, in its full size.
+`<!-- file: PATH -->` a file of the repository. A picture on a line of its own leads to itself, in its full size; a
+schedule's, in the gallery, also to the playground.
 """
 
 import importlib
@@ -19,6 +20,7 @@ ROOT = Path(__file__).parents[1]
 _LINK = re.compile(r"(\]\()(\.\.?/[^)#\s]+)")
 _PART = re.compile(r"^<!-- README: (.+) -->$", re.MULTILINE)
 _FILE = re.compile(r"^<!-- file: (.+) -->$", re.MULTILINE)
+_SCHEDULE = re.compile(r"^!\[([\w-]+), (\d+) ranks, (\d+) microbatches\]\(gallery/.+\)$", re.MULTILINE)
 _PICTURE = re.compile(r"^!\[[^\]]*\]\(([^)]+)\)$", re.MULTILINE)
 _NUMBERED = re.compile(r"(\d+)\. ")
 _CODE = re.compile(r"<code>[^<]+</code>")
@@ -32,6 +34,7 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> st
     markdown = _PART.sub(lambda found: part_of_readme(found[1]), markdown)
     markdown = with_files(markdown)
     markdown = _NAMES.sub(lambda found: reference_of(found[1]), markdown)
+    markdown = _SCHEDULE.sub(in_playground, markdown)
     markdown = _PICTURE.sub(r"[\g<0>](\1)", with_gaps(markdown))
     return outer_links(markdown, page.file.src_uri, config["repo_url"])
 
@@ -39,6 +42,12 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> st
 def on_page_content(html: str, **_: Any) -> str:
     """Return a page's HTML, where a line never ends within an option of a command."""
     return _CODE.sub(lambda code: _OPTION.sub(r'<span class="option">\g<0></span>', code[0]), html)
+
+
+def in_playground(picture: re.Match[str]) -> str:
+    """A schedule's picture in the gallery with a link to the playground, where it can be changed."""
+    state = f"schedule={picture[1]}&amp;ranks={picture[2]}&amp;microbatches={picture[3]}"
+    return f'{picture[0]}\n\n<p><a href="playground.html#{state}">Open {picture[1]} in the playground</a></p>'
 
 
 def with_gaps(markdown: str) -> str:

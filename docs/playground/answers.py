@@ -1,4 +1,4 @@
-"""What the playground asks of the package: its builders, a schedule as text, and all there is to say about a text.
+"""The playground's questions to the package: its builders, a schedule as text, and all there is to say about a text.
 
 The page's worker imports it in the browser and asks `answer`; nothing here knows of pages.
 """

@@ -236,8 +236,8 @@ $("place").onclick = () => {
   $("text").setSelectionRange(...place);
 };
 $("link").onclick = async () => {
-  await navigator.clipboard?.writeText(location.href).catch(() => {});
-  $("copied").textContent = "The address of this page has it all; it is copied.";
+  const copied = await navigator.clipboard?.writeText(location.href).then(() => true, () => false);
+  $("copied").textContent = copied ? "Copied." : "Copy the address of this page: it has all of it.";
 };
 addEventListener("hashchange", recall);
 new MutationObserver(() => {

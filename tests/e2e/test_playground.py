@@ -30,7 +30,7 @@ def flags(values: dict[str, Any]) -> list[str]:
 
 
 def data_of(page: str) -> dict[str, Any]:
-    """What a timeline's page draws: each rank's actions and its memory over time."""
+    """The data of a timeline's page: each rank's actions and its memory over time."""
     found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page)
     assert found is not None
     return json.loads(found[1]) | {"command": ""}
@@ -81,7 +81,11 @@ def address(site: Path) -> Iterator[str]:
         def log_message(self, format: str, *args: Any) -> None:
             pass
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(site))) as server:
+    class Patient(ThreadingHTTPServer):
+        # A browser opens many connections at once; of those that find no place, some wait for minutes.
+        request_queue_size = 128
+
+    with Patient(("127.0.0.1", 0), partial(Quiet, directory=str(site))) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         yield f"http://127.0.0.1:{server.server_port}/playground.html"
