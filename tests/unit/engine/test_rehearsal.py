@@ -17,7 +17,7 @@ from penstock.model import ModelGroups, UnitSpec, decoder_units
 from penstock.parallel.collectives import Collectives
 from penstock.schedule import Op
 from penstock.schedule.rehearsal import MemoryKind, Rehearsal, RehearsalError, check_order
-from penstock.settings import Layout, ModelConfig, Precision
+from penstock.settings import ExpertConfig, Layout, ModelConfig, Precision
 
 WIDTH, WORDS = 8, 16
 CONFIG = ModelConfig(vocab_size=WORDS, hidden_size=WIDTH, intermediate_size=24, num_layers=2, num_heads=2)
@@ -161,3 +161,35 @@ def test_any_rank_of_a_layout_of_thousands_can_be_rehearsed() -> None:
     assert found.place == "dp 1023, pp 1, cp 1, tp 1"
     assert {one.axis for one in found.collectives} >= {"tp", "cp", "dp,cp"}
     assert {one.num_ranks for one in found.collectives if one.axis == "dp,cp"} == {2048}
+
+
+WIDER = ModelConfig(
+    vocab_size=WORDS,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=1,
+    num_heads=4,
+    num_kv_heads=2,
+    max_length=64,
+)
+ROUTED = replace(WIDER, experts=ExpertConfig(num_experts=4, num_active=2, intermediate_size=24))
+
+
+@pytest.mark.parametrize(
+    ("config", "layout"),
+    [(WIDER, Layout()), (WIDER, Layout(cp=2)), (ROUTED, Layout(dp=2, ep=2))],
+    ids=["dense", "a ring", "experts"],
+)
+def test_a_gpus_kernels_have_the_arithmetic_of_a_cpus(config: ModelConfig, layout: Layout) -> None:
+    batch = RehearsedBatch([64] * 2, MicroBatchSpec(num=2))
+
+    def units(device: str) -> list[tuple[str, Op, float]]:
+        options = EngineOptions("1f1b", device=device, precision=Precision.BF16)
+        found = rehearse(
+            lambda groups: decoder_units(config, groups=groups), config.hidden_size, layout, options, batch
+        )
+        return [(unit.name, op, unit.of(op).flops) for unit in found.units for op in (Op.F, Op.B, Op.I, Op.W)]
+
+    on_cpu = units("cpu")
+    assert all(flops > 0 for name, op, flops in on_cpu if name != "embedding")
+    assert units("cuda") == on_cpu

@@ -142,7 +142,8 @@ class Meter(TorchDispatchMode):
         interval, inputs = self._interval, {id(t): t for t in (*_tensors(args), *_tensors(tuple(kwargs.values())))}
         interval.read_bytes += sum(map(_touched_bytes, inputs.values()))
         interval.written_bytes += sum(map(_touched_bytes, results))
-        formula = _FORMULAS.get(func._overloadpacket)
+        # Torch adds formulas to its own when kernels are loaded that not every model needs.
+        formula = _FORMULAS.get(func._overloadpacket) or flop_registry.get(func._overloadpacket)
         if formula is not None:
             interval.flops += formula(*args, **kwargs, out_val=out)
 
@@ -271,10 +272,50 @@ def _attention_backward_on_cpu(
     return sdpa_backward_flop_count(grad.shape, q.shape, k.shape, v.shape)
 
 
+def _attention_of_tiles(
+    q_NLHK: Tensor, k_NSGK: Tensor, v_NSGK: Tensor, starts: Tensor | None, *args: Any, out_val: Any, **kwargs: Any
+) -> float:
+    """Torch's formula takes heads before tokens, but the kernel takes them after, unless sequences are packed."""
+    if starts is not None:
+        return _PACKED_ATTENTION(q_NLHK, k_NSGK, v_NSGK, starts, *args, out_val=out_val, **kwargs)
+    return sdpa_flop_count(*(x.transpose(1, 2).shape for x in (q_NLHK, k_NSGK, v_NSGK)))
+
+
+def _attention_of_tiles_backward(
+    grad_NLHK: Tensor,
+    q_NLHK: Tensor,
+    k_NSGK: Tensor,
+    v_NSGK: Tensor,
+    out_NLHK: Tensor,
+    lse_NHL: Tensor,
+    starts: Tensor | None,
+    *args: Any,
+    out_val: Any,
+    **kwargs: Any,
+) -> float:
+    inputs = grad_NLHK, q_NLHK, k_NSGK, v_NSGK
+    if starts is not None:
+        return _PACKED_ATTENTION_BACKWARD(*inputs, out_NLHK, lse_NHL, starts, *args, out_val=out_val, **kwargs)
+    return sdpa_backward_flop_count(*(x.transpose(1, 2).shape for x in inputs))
+
+
+_PACKED_ATTENTION = flop_registry[torch.ops.aten._flash_attention_forward]
+_PACKED_ATTENTION_BACKWARD = flop_registry[torch.ops.aten._flash_attention_backward]
+
+
+def _grouped_products(a: Tensor, b: Tensor, *args: Any, out_val: Any, **kwargs: Any) -> float:
+    """Groups are runs of the rows of `a`, of the columns of `b`, or of what both are summed over."""
+    return 2.0 * a.shape[-2] * a.shape[-1] * b.shape[-1] * (a.shape[0] if a.dim() == b.dim() == 3 else 1)
+
+
 def _formulas() -> dict[Any, Callable[..., float]]:
-    aten, found = torch.ops.aten, dict(flop_registry)
+    aten, found = torch.ops.aten, {}
     found[aten._scaled_dot_product_flash_attention_for_cpu] = _attention_on_cpu
     found[aten._scaled_dot_product_flash_attention_for_cpu_backward] = _attention_backward_on_cpu
+    found[aten._flash_attention_forward] = _attention_of_tiles
+    found[aten._flash_attention_backward] = _attention_of_tiles_backward
+    if hasattr(aten, "_grouped_mm"):
+        found[aten._grouped_mm] = _grouped_products
     if hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         found[torch.ops.mkldnn._linear_pointwise] = _linear_pointwise
     return found
