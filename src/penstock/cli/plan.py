@@ -118,9 +118,11 @@ def _workload(given: argparse.Namespace) -> tuple[Values, planner.Workload]:
 
 def _workload_of(config: RunConfig) -> planner.Workload:
     model = config.model.whole(_vocabulary(config))
-    dtype = "fp32" if config.train.precision in (None, Precision.FP32) else "bf16"
+    precision = config.train.precision or Precision.FP32
+    autocast = precision is Precision.BF16_AUTOCAST
+    dtype = "bf16" if autocast else str(precision)
     shape = planner.ModelShape.of(model)
-    return planner.Workload(shape, config.data.sequence_length, config.data.num_sequences, dtype)
+    return planner.Workload(shape, config.data.sequence_length, config.data.num_sequences, dtype, autocast)
 
 
 def _vocabulary(config: RunConfig) -> int:

@@ -8,6 +8,7 @@ from functools import lru_cache
 
 from penstock import schedule
 from penstock.planner.cluster import Cluster
+from penstock.planner.memory import RankMemory, StageTransient
 from penstock.planner.model_costs import MessageKind, RecomputedPart, UnitCosts, UnitSize, unit_costs
 from penstock.planner.shape import ModelShape
 from penstock.planner.simulation import Order, SimulatedStep, simulate_step
@@ -27,7 +28,10 @@ class Workload:
     shape: ModelShape
     seq_len: int
     num_sequences: int
+    #: of products
     dtype: str = "bf16"
+    #: True if parameters are in fp32 and cast for each product
+    autocast: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -35,14 +39,19 @@ class Workload:
         return self.seq_len * self.num_sequences
 
     @property
+    def element_bytes(self) -> int:
+        """The bytes of an activation, and of a parameter in a product."""
+        return 4 if self.dtype == "fp32" else 2
+
+    @property
     def parameter_bytes(self) -> int:
         """The bytes of a parameter, which low-precision products round from 16 bits."""
-        return 4 if self.dtype == "fp32" else 2
+        return 4 if self.autocast else self.element_bytes
 
     @property
     def optimizer_bytes(self) -> int:
         """The bytes of a parameter's state in the optimizer."""
-        return _MOMENTS + (0 if self.dtype == "fp32" else _MASTER)
+        return _MOMENTS + (0 if self.parameter_bytes == 4 else _MASTER)
 
 
 @dataclass(frozen=True)
@@ -54,6 +63,7 @@ class Style:
     fused_attention: bool = True
     fused_elements: bool = True
     fused_loss: bool = True
+    own_engine: bool = True
     #: True if tensor-parallel messages are in flight while products compute
     overlapped_tensor: bool = False
     #: ranks that share experts, if ranks of tp are among them
@@ -104,23 +114,6 @@ class Candidate:
         return (
             f"{sizes or 'one device'} {self.schedule}{stages} mb{self.microbatch}x{self.num_microbatches}{zero}{again}"
         )
-
-
-@dataclass(frozen=True)
-class RankMemory:
-    """The bytes of one rank."""
-
-    parameters: float
-    gradients: float
-    optimizer: float
-    tapes: float = 0.0
-    #: the largest unit's intermediate results
-    transient: float = 0.0
-    reserved: float = 0.0
-
-    @property
-    def total(self) -> float:
-        return self.parameters + self.gradients + self.optimizer + self.tapes + self.transient + self.reserved
 
 
 @dataclass(frozen=True)
@@ -182,7 +175,7 @@ class StageCosts:
     waits_s: tuple[dict[MessageKind, float], ...]
     parameters: tuple[float, ...]
     expert_parameters: tuple[float, ...]
-    transient_bytes: float
+    transients: tuple[StageTransient, ...]
     after_s: float
     #: the number of units of each stage
     cut: tuple[int, ...]
@@ -196,7 +189,7 @@ def estimate(workload: Workload, candidate: Candidate, cluster: Cluster, constan
     stages = stage_costs(workload, candidate, cluster, constants)
     step = simulate_step(candidate.order, stages.costs)
     step_s = step.makespan
-    memory = fullest(workload, candidate, cluster, stages, step.peak_bytes)
+    memory = fullest(workload, candidate, cluster, stages, step)
     tokens = workload.num_tokens / (step_s * candidate.layout.world_size)
     flops = tokens * workload.shape.flops_per_token(workload.seq_len)
     return Estimate(
@@ -225,7 +218,8 @@ def stage_costs(workload: Workload, candidate: Candidate, cluster: Cluster, cons
         style.fused_attention,
         style.fused_elements,
         style.fused_loss,
-        workload.parameter_bytes,
+        style.own_engine,
+        workload.element_bytes,
     )
     units = unit_costs(workload.shape, size)
     timed = {id(unit): _PassTimes.of(unit, clock, candidate.zero, workload.parameter_bytes) for unit in units}
@@ -238,7 +232,7 @@ def stage_costs(workload: Workload, candidate: Candidate, cluster: Cluster, cons
     weights = tuple(sum(unit.weight_bytes for unit in stage) for stage in members)
     reduce_s, after_s = _gradients(workload, candidate, clock, (max(dense), max(experts)))
     shared = layout.tp if style.sequence_parallel else 1
-    message = workload.parameter_bytes * size.tokens * workload.shape.hidden_size / shared
+    message = workload.element_bytes * size.tokens * workload.shape.hidden_size / shared
     transfer = clock.message_s(message, _pipeline_stride(layout)) if layout.pp > 1 else 0.0
     costs = schedule.Costs(
         forward=tuple(sum(t.forward_s for t in stage) for stage in times),
@@ -252,9 +246,8 @@ def stage_costs(workload: Workload, candidate: Candidate, cluster: Cluster, cons
         weight_memory_share=tuple(part / whole if whole else 0.0 for part, whole in zip(weights, kept)),
     )
     waits = tuple(_sum_waits(stage) for stage in times)
-    return StageCosts(
-        costs, waits, dense, experts, max(unit.transient_bytes for unit in units), after_s, tuple(map(len, cut))
-    )
+    transient = tuple(StageTransient.of(stage, units[-1]) for stage in members)
+    return StageCosts(costs, waits, dense, experts, transient, after_s, tuple(map(len, cut)))
 
 
 @dataclass(frozen=True)
@@ -349,17 +342,18 @@ def state_bytes(workload: Workload, candidate: Candidate, dense: float, experts:
 
 
 def fullest(
-    workload: Workload, candidate: Candidate, cluster: Cluster, stages: StageCosts, peaks: Sequence[float]
+    workload: Workload, candidate: Candidate, cluster: Cluster, stages: StageCosts, step: SimulatedStep
 ) -> RankMemory:
     """The memory of the rank that needs the most."""
     placement, found = candidate.order.placement, []
     reserved = RESERVED_BYTES if cluster.device.memory_bandwidth > 1e12 else 0.0
-    for rank, tapes in enumerate(peaks):
+    for rank, (tapes, splits) in enumerate(zip(step.peak_bytes, step.splits, strict=True)):
         own = [number % len(stages.parameters) for number in placement.stages_of(rank)]
         state = state_bytes(
             workload, candidate, sum(stages.parameters[i] for i in own), sum(stages.expert_parameters[i] for i in own)
         )
-        found.append(replace(state, tapes=tapes, transient=stages.transient_bytes, reserved=reserved))
+        kept, transient = max((stages.transients[i].most_beside(tapes, splits) for i in own), key=sum)
+        found.append(replace(state, tapes=kept, transient=transient, reserved=reserved))
     return max(found, key=lambda memory: memory.total)
 
 

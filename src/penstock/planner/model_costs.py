@@ -21,6 +21,8 @@ _GRADIENT, _LOGIT = 8, 12
 _CORE_BACKWARD = 2.5
 # Tokens of a chunk of the scan.
 _CHUNK = 128
+# Logits that the engine's loss goes through at a time on a GPU, in fp32.
+_LOSS_BLOCK = 1 << 26
 
 
 class RecomputedPart(Enum):
@@ -74,8 +76,8 @@ class Work:
 class UnitCosts:
     """A unit on one rank: its passes, what they keep, and its parameters.
 
-    `kept_bytes` lie on the tape from F until the last backward action, `weight_bytes` of them until W;
-    `transient_bytes` are alive besides while the unit's backward runs.
+    `kept_bytes` lie on the tape from F until I or B, and `weight_bytes` from I until W: inputs of products and
+    gradients of their outputs. `transient_bytes` are alive besides while the unit runs.
     """
 
     name: str
@@ -107,6 +109,8 @@ class UnitSize:
     fused_elements: bool = True
     #: False where the loss's probabilities and their gradient are two tensors of fp32
     fused_loss: bool = True
+    #: True for what this engine keeps: no logits in fp32, and with tensor parallelism the stream once more
+    own_engine: bool = True
     #: of a parameter and of an activation
     element_bytes: int = 2
 
@@ -170,21 +174,24 @@ def _unit(block: _BlockSizes, stream_bytes: float, size: UnitSize) -> UnitCosts:
     others = block.other_bytes * (1 if size.fused_elements else 2)
     forward = linear + Work(traffic_bytes=others) + block.core + block.messages
     own = block.parameters + block.expert_parameters
+    shared = size.own_engine and size.tp > 1
+    gathered_bytes = size.tp * stream_bytes if shared else 0.0
     inputs = linear + Work(traffic_bytes=1.5 * others) + block.core.times(_CORE_BACKWARD) + block.messages
     weights = block.linear + Work(traffic_bytes=_GRADIENT * own)
-    transient = block.inputs_bytes
-    kept, for_weights = block.inputs_bytes + block.kept_bytes + block.core_kept_bytes, block.inputs_bytes
+    # The inputs of products wait for W with the gradients of their outputs, which are as large as what else is kept.
+    for_weights = block.inputs_bytes + block.kept_bytes + gathered_bytes
+    kept = block.inputs_bytes + block.kept_bytes + block.core_kept_bytes + (stream_bytes if shared else 0.0)
+    transient = block.kept_bytes + stream_bytes + 2 * gathered_bytes
     if size.recompute is RecomputedPart.FULL:
         # The input alone is kept until the backward, whose I recomputes the rest.
         inputs, kept, transient = inputs + forward, stream_bytes, transient + kept
-        for_weights = min(for_weights, kept)
     elif size.recompute is RecomputedPart.ALTERNATE:
         again = block.linear.times(0.5) + Work(traffic_bytes=others)
-        inputs, kept = inputs + again, block.alternate_bytes
-        for_weights = min(for_weights, kept)
+        inputs, kept, transient = inputs + again, block.alternate_bytes, transient + kept - block.alternate_bytes
     elif size.recompute is RecomputedPart.CORE:
-        inputs, kept = inputs + block.core, kept - block.core_kept_bytes
-    return UnitCosts(block.name, forward, inputs, weights, kept, for_weights, block.parameters, block.expert_parameters)
+        inputs, kept, transient = inputs + block.core, kept - block.core_kept_bytes, transient + block.core_kept_bytes
+    parameters = block.parameters, block.expert_parameters
+    return UnitCosts(block.name, forward, inputs, weights, kept, for_weights, *parameters, transient)
 
 
 def _product(tokens: float, parameters: float, narrowest: float, traffic_bytes: float = 0.0) -> Work:
@@ -302,7 +309,8 @@ def _experts(shape: ModelShape, size: UnitSize) -> UnitCosts:
         # Rows are permuted by rank and by expert, and back; each time they are read and written.
         other_bytes=shared.other_bytes + 8 * rows + (ups + 1) * inner,
         inputs_bytes=shared.inputs_bytes + rows + inner,
-        kept_bytes=shared.kept_bytes + ups * inner + rows,
+        # Rows are kept in their own order and in that of the experts.
+        kept_bytes=shared.kept_bytes + ups * inner + (2 if size.own_engine else 1) * rows,
         alternate_bytes=shared.alternate_bytes + ups * inner / 2 + rows,
         parameters=shared.parameters,
         expert_parameters=own,
@@ -315,24 +323,40 @@ def _embedding(shape: ModelShape, size: UnitSize) -> UnitCosts:
     stream, weights = _stream_bytes(shape, size), shape.vocab_size * shape.hidden_size / size.tp
     looked_up = size.element_bytes * size.tokens * shape.hidden_size
     passed = Work(traffic_bytes=2 * looked_up, tensor_bytes=_tensor_bytes(shape, size) / 2)
+    if size.own_engine:
+        # Nothing is kept but the tokens; the table's gradient is made in the table's dtype.
+        gradient = size.element_bytes * weights
+        return UnitCosts("embedding", passed, Work(), passed.times(2), 0.0, 0.0, weights, transient_bytes=gradient)
     return UnitCosts("embedding", passed, Work(), passed.times(2), stream / 2, stream / 2, weights)
 
 
 def _head(shape: ModelShape, size: UnitSize) -> UnitCosts:
-    """The final norm, the head and the loss, whose logits are kept in 16 bits and in fp32."""
+    """The final norm, the head and the loss, whose logits others than this engine keep in 16 bits and in fp32."""
     stream, tp = _stream_bytes(shape, size), size.tp
     weights, logits = shape.vocab_size * shape.hidden_size / tp, size.tokens * shape.vocab_size / tp
     gathered = size.element_bytes * size.tokens * shape.hidden_size
     product = _product(size.tokens, weights, shape.hidden_size, gathered + size.element_bytes * (weights + logits))
     sent = Work(tensor_bytes=_tensor_bytes(shape, size) / 2)
     loss = Work(traffic_bytes=_LOGIT * logits)
+    logits_bytes = size.element_bytes * logits
+    kept, transient = logits_bytes + 4 * logits, logits_bytes + (0 if size.fused_loss else 4 * logits)
+    if size.own_engine:
+        kept, transient = logits_bytes, _loss_bytes(logits, logits_bytes, tp)
     return UnitCosts(
         "head",
         product + loss + sent,
         product + loss + sent,
         product + Work(traffic_bytes=_GRADIENT * weights),
-        2 * stream + (size.element_bytes + 4) * logits,
-        stream,
+        2 * stream + kept,
+        stream + logits_bytes,
         0.0 if shape.tie_embeddings else weights,
-        transient_bytes=(size.element_bytes + (0 if size.fused_loss else 4)) * logits,
+        transient_bytes=transient,
     )
+
+
+def _loss_bytes(logits: float, logits_bytes: float, tp: int) -> float:
+    """The most that this engine's loss needs besides the logits: their gradient, and blocks of rows in fp32."""
+    # A block is made before the one before it is freed, and tensor-parallel ranks have their exchange's besides.
+    more = (logits > _LOSS_BLOCK) + (tp > 1)
+    block = 4 * min(logits, _LOSS_BLOCK)
+    return max(min(3, 2 + more) * block, logits_bytes + (1 + more) * block)

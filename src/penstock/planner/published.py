@@ -118,8 +118,8 @@ class TimedRun(PublishedRun):
         stages = stage_costs(shaped.workload, shaped.candidate, shaped.cluster, Constants())
         sizes = stages.costs.microbatch_bytes, stages.costs.weight_memory_share
         costs = replace(known, microbatch_bytes=sizes[0], weight_memory_share=sizes[1])
-        peaks = simulate_step(self.order, costs, known if self.order.is_searched else None).peak_bytes
-        return fullest(shaped.workload, shaped.candidate, shaped.cluster, stages, peaks).total
+        step = simulate_step(self.order, costs, known if self.order.is_searched else None)
+        return fullest(shaped.workload, shaped.candidate, shaped.cluster, stages, step).total
 
     def memory_bytes(self) -> float:
         return self.shaped.memory_bytes()
@@ -313,6 +313,7 @@ class _Reader:
             fused_attention=not unfused,
             fused_elements="torchtitan" not in self.row["source"] or "compile" in self.note or "AC;" not in self.note,
             fused_loss="torchtitan" not in self.row["source"],
+            own_engine=False,
             overlapped_tensor="AsyncTP" in self.note,
             folded_ep=self.folded_ep(layout.tp, layout.cp, layout.dp),
             # NVIDIA's performance recipes reduce gradients in 16 bits and, below 16 bits, keep parameters in 8.

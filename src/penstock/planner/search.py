@@ -344,7 +344,7 @@ class _RankCosts:
             layout.cp,
             layout.ep,
             candidate.recompute,
-            element_bytes=workload.parameter_bytes,
+            element_bytes=workload.element_bytes,
         )
         groups, ranks = groups_of(candidate), layout.pp
         clock = Clock(cluster, constants, workload.dtype, groups)

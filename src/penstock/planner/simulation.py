@@ -61,13 +61,14 @@ class SimulatedStep:
     """A simulated step.
 
     `makespan` and `span` (the longest time of a rank from its own start) are in the costs' unit, as are each rank's
-    `busy` and `peak_bytes` of live tapes.
+    `busy` and `peak_bytes` of live tapes. `splits` is true for ranks that compute I and W apart.
     """
 
     makespan: float
     span: float
     busy: tuple[float, ...]
     peak_bytes: tuple[float, ...]
+    splits: tuple[bool, ...]
 
     @property
     def bubble(self) -> float:
@@ -100,6 +101,7 @@ def simulate_step(order: Order, costs: schedule.Costs, order_costs: schedule.Cos
         grown(short.span, longer.span),
         tuple(map(grown, short.busy, longer.busy)),
         tuple(map(grown, short.peak_bytes, longer.peak_bytes)),
+        longer.splits,
     )
 
 
@@ -108,7 +110,8 @@ def _simulated(order: Order, costs: schedule.Costs, order_costs: schedule.Costs 
     busy = tuple(
         sum(event.end - event.start for event in events if _computes(event.action)) for events in timeline.events
     )
-    return SimulatedStep(timeline.makespan, timeline.span_cost, busy, timeline.peak_live_bytes)
+    splits = tuple(any(schedule.parts(e.action)[0].op is schedule.Op.I for e in events) for events in timeline.events)
+    return SimulatedStep(timeline.makespan, timeline.span_cost, busy, timeline.peak_live_bytes, splits)
 
 
 def _computes(step: schedule.Step) -> bool:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -183,7 +183,7 @@ ROUTED = replace(WIDER, experts=ExpertConfig(num_experts=4, num_active=2, interm
 def test_a_gpus_kernels_have_the_arithmetic_of_a_cpus(config: ModelConfig, layout: Layout) -> None:
     batch = RehearsedBatch([64] * 2, MicroBatchSpec(num=2))
 
-    def units(device: str) -> list[tuple[str, Op, float]]:
+    def units(device: Literal["cpu", "cuda"]) -> list[tuple[str, Op, float]]:
         options = EngineOptions("1f1b", device=device, precision=Precision.BF16)
         found = rehearse(
             lambda groups: decoder_units(config, groups=groups), config.hidden_size, layout, options, batch

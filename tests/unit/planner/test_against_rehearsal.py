@@ -1,0 +1,75 @@
+"""The planner's formulas against the engine's own code, run without data."""
+
+from typing import Any
+
+import pytest
+
+from penstock.cli.plan import _workload_of
+from penstock.planner.calibrate import candidate_of
+from penstock.planner.cluster import Cluster
+from penstock.planner.estimate import estimate
+from penstock.planner.model_costs import UnitSize, unit_costs
+from penstock.planner.rehearsal import rehearse
+from penstock.planner.times import Constants
+from penstock.schedule import Op
+from penstock.settings.read import from_values
+
+RUN: dict[str, Any] = {
+    "output": "runs/none",
+    "model.hidden_size": 512,
+    "model.intermediate_size": 1408,
+    "model.num_layers": 4,
+    "model.num_heads": 4,
+    "model.num_kv_heads": 2,
+    "model.vocab_size": 8192,
+    "data.corpus": "stdlib",
+    "data.sequence_length": 1024,
+    "data.num_sequences": 6,
+    "parallel.device": "cuda",
+    "train.precision": "bf16",
+    "train.num_microbatches": 6,
+}
+EXPERTS = {"experts.num_experts": 4, "experts.num_active": 2, "experts.intermediate_size": 352}
+FULL = {"train.recompute": "full"}
+PP2 = {"parallel.pp": 2}
+CASES: dict[str, dict[str, Any]] = {
+    "one device": {},
+    "1f1b": PP2,
+    "1f1b, recomputed": PP2 | FULL,
+    "zb-h1": PP2 | {"schedule.name": "zb-h1"},
+    "zb-h1, recomputed": PP2 | FULL | {"schedule.name": "zb-h1"},
+    "zb-v": PP2 | {"schedule.name": "zb-v"},
+    "tensor parallel": {"parallel.tp": 2},
+    "tensor parallel, recomputed": {"parallel.tp": 2} | FULL,
+    "a ring": {"parallel.cp": 2},
+    "experts": EXPERTS | {"parallel.dp": 2, "parallel.ep": 2, "data.num_sequences": 12},
+    "a large vocabulary": {
+        "model.vocab_size": 131072,
+        "optimizer.zero": True,
+        "parallel.dp": 2,
+        "data.num_sequences": 12,
+    },
+}
+
+
+@pytest.mark.parametrize("changed", CASES.values(), ids=CASES)
+def test_a_plans_memory_is_that_of_a_rehearsal(changed: dict[str, Any]):
+    config = from_values(RUN | changed)
+    layout = config.parallel
+    found = estimate(_workload_of(config), candidate_of(config), Cluster.named("h100", 8), Constants())
+    if layout.pp > 1:
+        config = from_values(RUN | changed | {"schedule.cut": list(found.candidate.cut or ())})
+    rehearsed = max(rehearse(config, rank).peak_bytes for rank in range(layout.pp))
+    assert found.memory.total - found.memory.reserved == pytest.approx(rehearsed, rel=0.06)
+
+
+@pytest.mark.parametrize("name", ["one device", "tensor parallel", "experts"])
+def test_a_units_arithmetic_is_that_of_a_rehearsal(name: str):
+    config = from_values(RUN | CASES[name])
+    workload, layout = _workload_of(config), config.parallel
+    size = UnitSize(workload.seq_len, candidate_of(config).microbatch, layout.tp, layout.cp, layout.ep)
+    for unit, own in zip(rehearse(config).units, unit_costs(workload.shape, size), strict=True):
+        forward, backward = own.forward, own.backward_input + own.backward_weight
+        # A rehearsal counts all scores, of which causal attention needs half.
+        assert unit.of(Op.F).flops == pytest.approx(forward.flops + 2 * forward.core_flops, rel=0.01), unit.name
+        assert unit.of(Op.B).flops == pytest.approx(backward.flops + 2 * backward.core_flops, rel=0.01), unit.name
