@@ -27,7 +27,7 @@ class RankMemory:
 
 @dataclass(frozen=True)
 class StageTransient:
-    """What a stage needs besides its tapes while one of its units runs.
+    """The needs of a stage besides its tapes while one of its units runs.
 
     `grown_bytes`: what a tape gains in I where backward computes again what it keeps for W. By then the head, whose
     needs are the greatest, is done, so only `late_bytes` are needed besides; before, `bytes`.

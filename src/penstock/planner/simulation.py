@@ -61,13 +61,15 @@ class SimulatedStep:
     """A simulated step.
 
     `makespan` and `span` (the longest time of a rank from its own start) are in the costs' unit, as are each rank's
-    `busy` and `peak_bytes` of live tapes. `splits` is true for ranks that compute I and W apart.
+    `busy` and `peak_bytes` of live tapes, and `outside`, the time before its first action and after its last.
+    `splits` is true for ranks that compute I and W apart.
     """
 
     makespan: float
     span: float
     busy: tuple[float, ...]
     peak_bytes: tuple[float, ...]
+    outside: tuple[float, ...]
     splits: tuple[bool, ...]
 
     @property
@@ -96,22 +98,30 @@ def simulate_step(order: Order, costs: schedule.Costs, order_costs: schedule.Cos
     def grown(before: float, after: float) -> float:
         return after + more * (after - before)
 
+    busy = tuple(map(grown, short.busy, longer.busy))
+    # A rank may yet have had time to spare in the rounds that were simulated, and none in the end.
+    least = max(outside + own for outside, own in zip(longer.outside, busy, strict=True))
     return SimulatedStep(
-        grown(short.makespan, longer.makespan),
-        grown(short.span, longer.span),
-        tuple(map(grown, short.busy, longer.busy)),
+        max(least, grown(short.makespan, longer.makespan)),
+        max(*busy, grown(short.span, longer.span)),
+        busy,
         tuple(map(grown, short.peak_bytes, longer.peak_bytes)),
+        longer.outside,
         longer.splits,
     )
 
 
 def _simulated(order: Order, costs: schedule.Costs, order_costs: schedule.Costs | None = None) -> SimulatedStep:
     timeline = schedule.simulate(_program(order, (order_costs or costs) if order.is_searched else None), costs)
-    busy = tuple(
-        sum(event.end - event.start for event in events if _computes(event.action)) for events in timeline.events
+    computed = [[event for event in events if _computes(event.action)] for events in timeline.events]
+    return SimulatedStep(
+        timeline.makespan,
+        timeline.span_cost,
+        tuple(sum(event.end - event.start for event in events) for events in computed),
+        timeline.peak_live_bytes,
+        tuple(timeline.makespan - (events[-1].end - events[0].start) for events in computed),
+        tuple(any(schedule.parts(event.action)[0].op is schedule.Op.I for event in events) for events in computed),
     )
-    splits = tuple(any(schedule.parts(e.action)[0].op is schedule.Op.I for e in events) for events in timeline.events)
-    return SimulatedStep(timeline.makespan, timeline.span_cost, busy, timeline.peak_live_bytes, splits)
 
 
 def _computes(step: schedule.Step) -> bool:

@@ -1,5 +1,6 @@
 """The cost model's parts: shapes, clusters, formulas, and the repeated middle of long steps."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -131,3 +132,15 @@ def test_a_long_step_is_its_short_ones_with_the_middle_repeated(name: str):
     short, whole = simulate_step(order, costs), _simulated(order, costs)
     assert short.makespan == pytest.approx(whole.makespan, rel=2e-3)
     assert max(short.peak_bytes) == pytest.approx(max(whole.peak_bytes), rel=1e-9)
+
+
+@pytest.mark.parametrize(("name", "ranks", "stages"), [("interleaved", 2, 2), ("interleaved", 4, 2), ("zb-h2", 8, 1)])
+def test_a_long_step_has_no_less_idle_time_than_none(name: str, ranks: int, stages: int):
+    uneven = [1.0 + 0.2 * math.sin(9 * stage) for stage in range(ranks * stages)]
+    weights = [0.75 * time for time in uneven]
+    for transfer in (0.0, 0.4):
+        costs = schedule.Costs(uneven, uneven, weights, transfer=transfer, action=0.05)
+        order = Order(name, ranks, 20 * ranks, stages)
+        short, whole = simulate_step(order, costs), _simulated(order, costs)
+        assert 0 <= short.bubble == pytest.approx(whole.bubble, abs=0.015)
+        assert short.makespan == pytest.approx(whole.makespan, rel=0.015)

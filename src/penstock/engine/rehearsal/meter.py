@@ -272,31 +272,18 @@ def _attention_backward_on_cpu(
     return sdpa_backward_flop_count(grad.shape, q.shape, k.shape, v.shape)
 
 
-def _attention_of_tiles(
-    q_NLHK: Tensor, k_NSGK: Tensor, v_NSGK: Tensor, starts: Tensor | None, *args: Any, out_val: Any, **kwargs: Any
-) -> float:
+def _attention_of_tiles(q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, *args: Any, **kwargs: Any) -> float:
     """Torch's formula takes heads before tokens, but the kernel takes them after, unless sequences are packed."""
     if starts is not None:
-        return _PACKED_ATTENTION(q_NLHK, k_NSGK, v_NSGK, starts, *args, out_val=out_val, **kwargs)
-    return sdpa_flop_count(*(x.transpose(1, 2).shape for x in (q_NLHK, k_NSGK, v_NSGK)))
+        return _PACKED_ATTENTION(q, k, v, starts, *args, **kwargs)
+    return sdpa_flop_count(*(x.transpose(1, 2).shape for x in (q, k, v)))
 
 
-def _attention_of_tiles_backward(
-    grad_NLHK: Tensor,
-    q_NLHK: Tensor,
-    k_NSGK: Tensor,
-    v_NSGK: Tensor,
-    out_NLHK: Tensor,
-    lse_NHL: Tensor,
-    starts: Tensor | None,
-    *args: Any,
-    out_val: Any,
-    **kwargs: Any,
-) -> float:
-    inputs = grad_NLHK, q_NLHK, k_NSGK, v_NSGK
+def _attention_of_tiles_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> float:
+    _, _, starts, *_ = args
     if starts is not None:
-        return _PACKED_ATTENTION_BACKWARD(*inputs, out_NLHK, lse_NHL, starts, *args, out_val=out_val, **kwargs)
-    return sdpa_backward_flop_count(*(x.transpose(1, 2).shape for x in inputs))
+        return _PACKED_ATTENTION_BACKWARD(grad, q, k, v, *args, **kwargs)
+    return sdpa_backward_flop_count(*(x.transpose(1, 2).shape for x in (grad, q, k, v)))
 
 
 _PACKED_ATTENTION = flop_registry[torch.ops.aten._flash_attention_forward]
