@@ -1,4 +1,4 @@
-"""`make demo`: train the example on two processes, stop it half-way, resume it, and let the model write something.
+"""`make demo`: train the example on two processes, stop it half-way, resume it, and let the model write some Python.
 
 The run goes into a new folder under runs/, so that no earlier one is touched.
 """
@@ -14,7 +14,7 @@ from penstock.engine.runs import METRICS_FILE, read_metrics
 
 ROOT = Path(__file__).parents[1]
 EXAMPLE = Path("examples/tiny.toml")
-PROMPT = "    def __init__("
+PROMPTS = ["class Reader(", "def read(self", "import os"]
 PENSTOCK = Path(sys.executable).with_name("penstock")
 
 
@@ -23,16 +23,16 @@ def train(folder: Path) -> list[str]:
 
 
 def generate(folder: Path) -> list[str]:
-    """A sample from the trained model, over the same two stages."""
-    sampling = ["--max-new-tokens", "200", "--temperature", "0.6", "--top-p", "0.95"]
-    return [str(PENSTOCK), "generate", str(folder), PROMPT, "--pp", "2", *sampling]
+    """Samples from the trained model, over the same two stages."""
+    sampling = ["--max-new-tokens", "80", "--temperature", "0.6", "--top-p", "0.9", "--seed", "1"]
+    return [str(PENSTOCK), "generate", str(folder), *PROMPTS, "--pp", "2", *sampling]
 
 
 def next_steps(folder: Path) -> list[tuple[str, str]]:
     """Commands to go on with, each with what it does."""
     return [
         (f"penstock trace {folder} --output step.html", "one step as it was measured, over the same step simulated"),
-        (f'penstock generate {folder} "import " --samples 3', "more of what the model writes"),
+        (f'penstock generate {folder} "import" --samples 3 --temperature 0.9', "more of what the model writes"),
         (f"penstock convert {folder} model", "a folder for Hugging Face's transformers"),
         ("penstock schedule compare --ranks 8 --microbatches 32", "all schedules side by side"),
         ("penstock train examples/experts.toml --dry-run", "a model with experts, and how it would be cut"),

@@ -279,6 +279,7 @@ def _generate(arguments: GenerateArguments, group: Group, store: "Store") -> Non
     from penstock.cli.shared_answers import AnswerCollector, AnswerSender, others_answers
     from penstock.cli.texts import show_layers
     from penstock.cli.together import choose_device, initialise, refuse_differing, together
+    from penstock.cli.waiting import Waiting
     from penstock.engine.engine import Engine
     from penstock.runtime import Watchdog
 
@@ -291,7 +292,8 @@ def _generate(arguments: GenerateArguments, group: Group, store: "Store") -> Non
     pipelines = Pipelines.of(store, group, arguments.dp, parallel.timeout_s)
     initialise(*pipelines.world(group), device, parallel.timeout_s)
     engine = Engine(*job.model.arguments(replace(parallel, device=device)))
-    version = job.model.load(engine)
+    with Waiting(f"reading weights from {job.model.folder}", sys.stderr, speaks=group.rank == 0):
+        version = job.model.load(engine)
     numbers = {name: arguments.opened[name] for name in ("precision", "reproducible")}
     file = together(
         *(store, group, "output"),

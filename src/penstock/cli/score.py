@@ -176,6 +176,7 @@ def _score(arguments: ScoreArguments, group: Group, store: "Store") -> None:
     from penstock.cli.scoring import Scoring
     from penstock.cli.texts import show_layers
     from penstock.cli.together import choose_device, initialise, refuse_differing, together
+    from penstock.cli.waiting import Waiting
     from penstock.engine.engine import Engine
     from penstock.runtime import Watchdog
 
@@ -189,7 +190,8 @@ def _score(arguments: ScoreArguments, group: Group, store: "Store") -> None:
     pipelines = Pipelines.of(store, group, arguments.dp, parallel.timeout_s)
     initialise(*pipelines.world(group), device, parallel.timeout_s)
     engine = Engine(*job.model.arguments(replace(parallel, device=device)))
-    version = job.model.load(engine)
+    with Waiting(f"reading weights from {job.model.folder}", sys.stderr, speaks=group.rank == 0):
+        version = job.model.load(engine)
     decisive = [str(job.model.folder.resolve()), version, digest, job.max_tokens, arguments.decisive]
     ends = list(accumulate(map(len, job.batches)))
     watchdog = Watchdog.of_run(engine.recorder, parallel.timeout_s, engine.grid.control, engine.grid.pp_ranks)

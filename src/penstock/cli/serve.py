@@ -192,6 +192,7 @@ def _parts(arguments: ServeArguments, model: "SavedModel", shape: "RingShape") -
 def _serve(arguments: ServeArguments, group: Group, store: "Store") -> None:
     from penstock.cli.texts import show_layers
     from penstock.cli.together import choose_device, initialise, refuse_differing, together
+    from penstock.cli.waiting import Waiting
     from penstock.engine.engine import Engine
     from penstock.runtime import Watchdog
     from penstock.serve.server import listen
@@ -211,7 +212,8 @@ def _serve(arguments: ServeArguments, group: Group, store: "Store") -> None:
     device = choose_device(store, group, parallel.device)
     initialise(store, group, device, parallel.timeout_s)
     engine = Engine(*model.arguments(replace(parallel, device=device)))
-    model.load(engine)
+    with Waiting(f"reading weights from {model.folder}", sys.stderr, speaks=group.rank == 0):
+        model.load(engine)
     ending = threading.Event() if prepared is not None else None
     for number in (signal.SIGTERM, signal.SIGINT):
         # The other ranks end with the ring, which the first one closes.

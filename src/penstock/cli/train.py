@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from penstock.cli.group import Group, find_group
 from penstock.cli.host_memory import check_training
 from penstock.cli.launch import WorkerCommand, launch
+from penstock.cli.progress import show_log
 from penstock.cli.train_options import SWITCHES, Switches, asks_for_help, help_text
 from penstock.cli.train_options import parser as parser
 from penstock.engine.run_check import check, with_pretrained
@@ -58,6 +59,7 @@ def main(argv: Sequence[str]) -> int:
         check_world(config, group.world_size, group.origin)
         arguments = replace(arguments, config=config)
         return _work(arguments, group)
+    show_log()
     check_folder(config, fresh=arguments.switches.fresh, resume=arguments.switches.resume)
     check_training(config)
     if config.parallel.world_size == 1:

@@ -17,6 +17,7 @@ from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 from penstock.cli.group import Group
 from penstock.cli.progress import Progress, StepFigures, show_log
 from penstock.cli.together import choose_device, initialise, refuse_differing, together, work_together
+from penstock.cli.waiting import Waiting
 from penstock.data import DataShard, Loader, PackedBatch
 from penstock.draw.layers import RECORDED_STEP_FILE, RecordedStep, write_recorded_step
 from penstock.engine.checkpoint import Checkpointer
@@ -166,7 +167,9 @@ class TrainLoop:
         while engine.step < config.train.steps and not self._stopped_early:
             if stop_asked():
                 engine.request_stop()
-            taken = engine.train_batch(next(self.loader), micro_batches=spec, normalize=config.train.normalize)
+            is_first = reporter is not None and not self.result.num_tokens
+            with Waiting("the first step, which also compiles", self._file, is_first and bool(config.train.compile)):
+                taken = engine.train_batch(next(self.loader), micro_batches=spec, normalize=config.train.normalize)
             self._count(taken)
             last = taken.step == config.train.steps
             if reporter is not None:

@@ -3,9 +3,11 @@
 import hashlib
 import io
 import json
+import logging
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -32,6 +34,9 @@ from penstock.data.tokenizer import Tokenizer, WithoutSpecialTokens, load_tokeni
 SIDES = ("training", "validation")
 CACHE_FORMAT = 2  # to be raised whenever the same text would be stored differently
 DOCUMENTS_AT_ONCE = 256
+SECONDS_BETWEEN_NOTES = 2.0
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +248,12 @@ def _write(
 ) -> list[StoreWriter]:
     """Tokenise the source, each document to the streams of its side."""
     training, validation = (StoreWriter(tokens, reader.vocab_size, learned) for tokens, learned in streams)
+    num_documents, logged_s = 0, time.monotonic()
     for some in reader.read(source):
+        num_documents += len(some)
+        if time.monotonic() - logged_s >= SECONDS_BETWEEN_NOTES:
+            logged_s = time.monotonic()
+            _logger.info(f"tokenising {source.name}: {num_documents:,} documents, up to {some[-1].name}")
         kept = [held_out(document.name, fraction) for document in some]
         training.add(document for document, out in zip(some, kept, strict=True) if not out)
         validation.add(document for document, out in zip(some, kept, strict=True) if out)

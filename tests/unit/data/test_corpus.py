@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.data import CorpusError, CorpusSpec, load_corpus
+from penstock.data import CorpusError, CorpusSpec, corpus, load_corpus
 from penstock.data.corpus import held_out
 from penstock.data.sources import SKIPPED_FOLDERS, find_source
 from penstock.data.store import TokenStore
@@ -256,3 +256,18 @@ def test_mistakes_are_told_in_one_sentence(tmp_path: Path, files, change, messag
 def test_an_end_token_must_be_in_the_tokenizer(tokenizer_file: Path, end_token):
     with pytest.raises(CorpusError, match="end"):
         load_tokenizer(str(tokenizer_file), end_token)
+
+
+def test_long_tokenising_says_how_far_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number in range(5):
+        (tmp_path / f"{number}.txt").write_text("some words")
+    monkeypatch.setattr(corpus, "DOCUMENTS_AT_ONCE", 2)
+    with caplog.at_level("INFO", logger="penstock"):
+        load_corpus(CorpusSpec(str(tmp_path)))
+        assert caplog.messages == []
+        monkeypatch.setattr(corpus, "SECONDS_BETWEEN_NOTES", 0.0)
+        load_corpus(CorpusSpec(str(tmp_path)))
+    counted = [f"{count} documents, up to {name}.txt" for count, name in ((2, 1), (4, 3), (5, 4))]
+    assert caplog.messages == [f"tokenising {tmp_path}: {each}" for each in counted]

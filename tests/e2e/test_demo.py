@@ -1,0 +1,78 @@
+"""The demo, with a small model and few steps, prints what the README shows; its tokens make indentation cheap."""
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from tools import demo
+
+from penstock.data.tokenizer import load_tokenizer
+from tests.e2e.pages import ROOT, agrees, blocks_of
+from tests.e2e.training import CORPUS
+
+TOKENS = "examples/python_tokenizer"
+FIRST = "--- prompt 0 ---\n"
+SMALL = {
+    "hidden_size = 128": "hidden_size = 16",
+    "num_heads = 4": "num_heads = 2",
+    "intermediate_size = 384": "intermediate_size = 32",
+    "num_layers = 4": "num_layers = 2",
+    'corpus = "stdlib"': 'corpus = "corpus.py"\ncache = "cache"',
+    "sequence_length = 256": "sequence_length = 32",
+    "num_warmup_steps = 50": "num_warmup_steps = 5",
+    "steps = 700": "steps = 20",
+    "every = 175": "every = 5",
+    "num_sequences = 64": "num_sequences = 8",
+}
+# Behind the middle a run waits for the demo, which looks five times a second, to ask it to end.
+HOLD = """
+import select, signal, time
+
+class Hold:
+    def on_step(self, result):
+        stop, limit_s = signal.getsignal(signal.SIGTERM).__self__, time.monotonic() + 300
+        while result.step == 11 and not stop.asked and time.monotonic() < limit_s:
+            select.select([], [], [], 0.01)
+
+hold = Hold()
+"""
+
+
+def without_numbers(text: str) -> str:
+    return re.sub(r" *\d[\d,.:]*%?", " #", text)
+
+
+def test_the_demo_prints_what_the_readme_shows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    text = (ROOT / demo.EXAMPLE).read_text()
+    for usual, small in SMALL.items():
+        assert text.count(usual) == 1, usual
+        text = text.replace(usual, small)
+    (tmp_path / "examples").mkdir()
+    (tmp_path / demo.EXAMPLE).write_text(text + '\n[watch]\ncallbacks = ["hold.py:hold"]\n')
+    (tmp_path / "hold.py").write_text(HOLD)
+    (tmp_path / "corpus.py").write_text(CORPUS)
+    shutil.copytree(ROOT / TOKENS, tmp_path / TOKENS)
+    monkeypatch.setattr(demo, "ROOT", tmp_path)
+    assert demo.main() == 0
+    printed = capfd.readouterr().out
+    (shown,) = [block.text for block in blocks_of(ROOT / "README.md") if block.text.startswith("1. Train")]
+    (before, written), (shown_before, shown_written) = (text.split(FIRST) for text in (printed.lstrip("\n"), shown))
+    assert agrees(without_numbers(shown_before), without_numbers(before)), printed
+    # What it writes is another model's, and so much of it is shown.
+    assert written.startswith(demo.PROMPTS[0]) and shown_written.startswith(demo.PROMPTS[0])
+    _, _, end = shown_written.partition("...\n")
+    assert agrees(without_numbers("...\n" + end), without_numbers(written)), printed
+    commands = re.findall(r"^  \S+/penstock (\w+)", printed, re.MULTILINE)
+    assert len(commands) >= 4
+
+
+def test_the_demos_tokens_make_indentation_cheap_and_keep_every_text() -> None:
+    tokenizer = load_tokenizer(str(ROOT / TOKENS))
+    line, text = "\n        return self", "def f(x):\n\tif x:\n            return 'ä'  # \u2603\n\n\n"
+    (tokens, whole) = tokenizer.encode([line, text])
+    assert len(tokens) == 3
+    assert tokenizer.decode(whole.tolist()) == text
+    assert tokenizer.vocab_size == 1024
