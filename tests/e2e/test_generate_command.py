@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from penstock.cli.generate_output import AnswersFile
 from penstock.cli.main import main
@@ -53,6 +54,23 @@ def test_two_pipelines_of_two_processes_give_the_same_answers_as_one_process(mod
     assert answers(two.out) == answers(alone)
     assert any(answer["ending"] == "stopped" for answer in answers(alone)), "no stop string was met"
     assert [(answer["prompt"], answer["sample"]) for answer in answers(alone)] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+
+
+def test_where_no_layout_is_given_the_cores_share_one_model_and_it_is_said(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = [str(model), "def f1", "return", "--max-new-tokens", "8", "--json"]
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    before = torch.get_num_threads()
+    try:
+        code, shared, err = call(*words)
+        assert code == 0 and torch.get_num_threads() == 2
+        assert "penstock: 2 threads: 0.0 GiB of weights, 2 answers of up to 8 tokens" in err
+        code, alone, err = call(*words, "--threads", "1")
+        assert code == 0 and torch.get_num_threads() == 1 and "threads" not in err
+    finally:
+        torch.set_num_threads(before)
+    assert answers(shared) == answers(alone)
 
 
 def test_a_family_that_is_not_native_runs_by_the_layers_of_transformers(tmp_path: Path) -> None:

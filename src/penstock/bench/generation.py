@@ -28,7 +28,11 @@ TRANSFORMERS, CTRANSLATE2, PENSTOCK = "transformers", "ctranslate2", "penstock"
 PEERS = (TRANSFORMERS, CTRANSLATE2)
 
 
-LAYOUTS = {"two stages": Layout(pp=NUM_RANKS), "two copies": Layout(dp=NUM_RANKS)}
+LAYOUTS = {
+    "two threads": Layout(ranks=(0,)),
+    "two stages": Layout(pp=NUM_RANKS),
+    "two copies": Layout(dp=NUM_RANKS),
+}
 
 
 def _penstock(generation: Generation, rank: int) -> Turn:
@@ -41,10 +45,13 @@ def _penstock(generation: Generation, rank: int) -> Turn:
         found = {}
         for name, (engine, prompts) in turns.items():
             dist.barrier()
+            torch.set_num_threads(NUM_RANKS // LAYOUTS[name].world_size)
             start = time.perf_counter()
-            engine.generate(prompts, greedy)
+            if engine.is_here:
+                engine.generate(prompts, greedy)
             dist.barrier()
             found[name] = time.perf_counter() - start
+            torch.set_num_threads(1)
         return found
 
     return turn

@@ -14,6 +14,7 @@ from penstock.cli.commands import Parser, refuse_to_overwrite
 from penstock.cli.group import Group, agree, find_group_of
 from penstock.cli.host_memory import check_rows
 from penstock.cli.launch import WorkerCommand, launch
+from penstock.cli.layout_here import is_free
 from penstock.cli.setting_options import MODEL_OPTIONS, PROCESSES, add_options, options_of, parallel_options, values_of
 from penstock.settings import ParallelConfig, RingConfig, SamplingParams, Setting, walk
 
@@ -55,8 +56,8 @@ class GenerateArguments:
 
     prompts: from the command line; file: JSON lines; with neither, the prompt is standard input. sampling: settings of
     `SamplingParams` by name, those that were given. bad_words: texts. ring: settings of `RingConfig`. end_tokens: None
-    for those of the model. parallel: one pipeline, of which `dp` share the prompts. opened: further arguments of
-    `open_model`.
+    for those of the model. parallel: one pipeline, of which `dp` share the prompts. layout_is_free: none was asked for.
+    opened: further arguments of `open_model`.
     """
 
     model: Path
@@ -70,6 +71,7 @@ class GenerateArguments:
     ring: dict[str, Any]
     dp: int
     parallel: ParallelConfig
+    layout_is_free: bool
     opened: dict[str, Any]
     special_tokens: bool
     json: bool
@@ -86,6 +88,10 @@ def main(words: Sequence[str]) -> int:
         refuse_to_overwrite(arguments.output, otherwise="give another --output")
     parallel = arguments.parallel
     group, world_size = find_group_of({"pp": parallel.pp, "dp": arguments.dp, "tp": parallel.tp})
+    if group is None and arguments.layout_is_free:
+        words = [*_fitting_options(arguments), *words]
+        arguments = read_arguments(words)
+        world_size = arguments.parallel.pp * arguments.dp
     if group is None and world_size > 1:
         return _launch(words, arguments, world_size)
     return _run_worker(arguments, group or Group.alone())
@@ -103,6 +109,25 @@ def _launch(words: Sequence[str], arguments: GenerateArguments, world_size: int)
             environ[STANDARD_INPUT] = str(given)
         num_threads = arguments.parallel.num_threads
         return launch(command, words, world_size, num_threads, environ, check=lambda: _check_model(arguments))
+
+
+def _fitting_options(arguments: GenerateArguments) -> list[str]:
+    """The options of the layout in which this machine is expected to end first.
+
+    Raises: ValueError for a model that cannot be run here.
+    """
+    from penstock.cli.layout_here import options_here
+    from penstock.cli.texts import open_to_cut
+
+    model, file = open_to_cut(arguments.model, 1, **arguments.opened), arguments.file
+    num_prompts = len(arguments.prompts) or 1
+    if file is not None and file.is_file():
+        with file.open("rb") as lines:
+            num_prompts = max(1, sum(1 for _ in lines))
+    asked = {**model.sampling, **arguments.sampling}
+    params = SamplingParams(**{key: asked[key] for key in ("num_samples", "max_new_tokens") if key in asked})
+    num_answers = num_prompts * params.num_samples
+    return options_here(model, num_answers, params.max_new_tokens, num_answers, arguments.parallel.device)
 
 
 def _check_model(arguments: GenerateArguments) -> None:
@@ -144,7 +169,7 @@ not on the other prompts, nor on --pp, --dp, --slots and --rows.""",
     )
     sampling.add_argument("--end-token", type=int, action="append", metavar="ID", help="default: the model's own")
     sampling.add_argument("--ignore-end", action="store_true", help="no end token but those given ends an answer")
-    ring = parser.add_argument_group("how it runs")
+    ring = parser.add_argument_group("how it runs (where no layout is given, as fits this machine)")
     for options in (_PARALLEL, _RING, MODEL_OPTIONS):
         add_options(ring, options, {"timeout": "SECONDS"})
     parser.add_argument("--no-native", action="store_true", help="as --native false")
@@ -201,6 +226,7 @@ def read_arguments(words: Sequence[str]) -> GenerateArguments:
         ring=values_of(given, _RING),
         dp=parallel.dp,
         parallel=replace(parallel, dp=1),
+        layout_is_free=is_free(given, ("pp", "dp", "tp", "threads")),
         opened=values_of(given, MODEL_OPTIONS) | ({"native": False} if given.no_native else {}),
         special_tokens=not given.no_special_tokens,
         json=given.json,

@@ -20,7 +20,7 @@ def check_training(config: RunConfig) -> None:
 
     Raises: ConfigError with the sizes, what they need at least, and what there is.
     """
-    there = _memory_bytes(config.parallel.device)
+    there = memory_bytes(config.parallel.device)
     if there is None:
         return
     # Experts have that many copies, and all other weights more.
@@ -56,7 +56,7 @@ def check_rows(num_slots: int, num_rows: int, num_tokens: int, num_units: int, d
 
     Raises: ConfigError with the sizes, what they need at least, and what there is.
     """
-    there = _memory_bytes(device)
+    there = memory_bytes(device)
     if there is None:
         return
     num_layers = max(1, (num_units - 2) // 2)
@@ -76,7 +76,7 @@ def _refuse(sizes: str, what: str, needed_bytes: int, there_bytes: int) -> None:
         )
 
 
-def _memory_bytes(device: Device) -> int | None:
+def memory_bytes(device: Device) -> int | None:
     """The memory of this machine with its swap space; None where a GPU may hold what is asked for."""
     gpus = (*Path("/dev").glob("nvidia[0-9]*"), *Path("/dev").glob("kfd"))
     if device == "cuda" or (device == "auto" and gpus):

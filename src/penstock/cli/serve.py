@@ -15,6 +15,7 @@ from penstock.cli.commands import Parser
 from penstock.cli.group import Group, find_group_of
 from penstock.cli.host_memory import check_rows
 from penstock.cli.launch import WorkerCommand, launch
+from penstock.cli.layout_here import is_free
 from penstock.cli.setting_options import MODEL_OPTIONS, PROCESSES, add_options, options_of, parallel_options, values_of
 from penstock.settings import ParallelConfig, RingConfig, ServeConfig
 from penstock.settings.files import read_text
@@ -55,12 +56,13 @@ _METAVARS = {
 
 @dataclass(frozen=True)
 class ServeArguments:
-    """One call of the command; `opened` are further arguments of `open_model`."""
+    """One call of the command: `layout_is_free` if none was asked for, `opened` further arguments of `open_model`."""
 
     model: Path
     serve: ServeConfig
     ring: RingConfig
     parallel: ParallelConfig
+    layout_is_free: bool
     opened: dict[str, Any]
 
 
@@ -75,6 +77,10 @@ def main(words: Sequence[str]) -> int:
         if importlib.util.find_spec(library) is None:
             raise ValueError(f"penstock serve needs {library}; install it with pip install 'penstock[serve]'")
     group, world_size = find_group_of({"pp": arguments.parallel.pp})
+    if group is None and arguments.layout_is_free:
+        words = [*_fitting_options(arguments), *words]
+        arguments = read_arguments(words)
+        world_size = arguments.parallel.pp
     if group is None and world_size > 1:
         command = WorkerCommand("penstock.cli.serve", "serves again", _IMPORTS)
         return launch(command, words, world_size, arguments.parallel.num_threads, check=lambda: _open(arguments))
@@ -103,7 +109,7 @@ It listens on this machine alone unless --address says otherwise. Where the envi
     )
     parser.add_argument("model", type=Path, metavar="MODEL", help="the folder of a run, or of a Hugging Face model")
     add_options(parser.add_argument_group("what it takes"), _SERVE, _METAVARS)
-    running = parser.add_argument_group("how it runs")
+    running = parser.add_argument_group("how it runs (where no layout is given, as fits this machine)")
     for options in (_PARALLEL, _RING, MODEL_OPTIONS):
         add_options(running, options, _METAVARS)
     parser.add_argument("--no-native", action="store_true", help="as --native false")
@@ -121,6 +127,7 @@ def read_arguments(words: Sequence[str]) -> ServeArguments:
         serve=ServeConfig(**values_of(given, _SERVE)),
         ring=RingConfig(**values_of(given, _RING)),
         parallel=ParallelConfig(**values_of(given, _PARALLEL)),
+        layout_is_free=is_free(given, ("pp", "threads")),
         opened=values_of(given, MODEL_OPTIONS) | ({"native": False} if given.no_native else {}),
     )
 
@@ -136,6 +143,14 @@ def _open(arguments: ServeArguments) -> "SavedModel":
     shape = _shape(arguments)
     check_rows(shape.num_slots, shape.num_rows, _length(arguments, model), model.num_units, arguments.parallel.device)
     return model
+
+
+def _fitting_options(arguments: ServeArguments) -> list[str]:
+    """The options of the layout that fits this machine. Raises: ValueError for a model that cannot be served here."""
+    from penstock.cli.layout_here import options_here
+
+    model, shape = _open(arguments), _shape(arguments)
+    return options_here(model, shape.num_rows, _length(arguments, model), 1, arguments.parallel.device)
 
 
 def _length(arguments: ServeArguments, model: "SavedModel") -> int:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from penstock.data import CorpusError
 from penstock.data.tokenizer import Tokenizer, WithoutSpecialTokens, load_tokenizer
+from penstock.engine.build import parameter_dtype
 from penstock.engine.checkpoint import CheckpointReader
 from penstock.engine.checkpoint.manifest import published
 from penstock.engine.options import EngineOptions
@@ -24,7 +25,7 @@ from penstock.engine.pretrained import (
 from penstock.engine.run_parts import engine_arguments
 from penstock.engine.runs import CHECKPOINT_FOLDER, CONFIG_FILE
 from penstock.engine.state import ModelState
-from penstock.model import ModelGroups
+from penstock.model import ModelGroups, UnitSpec, decoder_units
 from penstock.settings import (
     ConfigError,
     Native,
@@ -39,6 +40,8 @@ from penstock.settings import (
 from penstock.settings.json_files import read_json_object
 
 _HUGGING_FACE_CONFIG, _TOKENIZER = "config.json", "tokenizer.json"
+_QUANTIZED_BYTES = {Quantize.INT8: 1.05, Quantize.INT8_WEIGHTS: 1.05, Quantize.INT4: 0.65}
+"""Of a weight, with its share of scales and of what stays as it is."""
 _GENERATION_CONFIG = "generation_config.json"
 _SAMPLED = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
@@ -68,6 +71,8 @@ class SavedModel:
     tokenizer_folder: Path | None = None
     #: the reason why transformers' own layers run it; None where Penstock's do
     transformers_because: str | None = None
+    #: bytes of its weights in the form in which they are used; takes a moment
+    weight_bytes: Callable[[], int] = field(kw_only=True)
 
 
 def open_model(
@@ -142,7 +147,7 @@ def _open_run(folder: Path, precision: Precision | None, quantize: Quantize, rep
             return f"{published(folder / CHECKPOINT_FOLDER)[-1].name} of {config.digest()}, {quantize}"
         return _load_run(folder, config, state)
 
-    model = config.model
+    model, numbers = config.model, config.train.precision
     sampling = _generation_defaults(Path(name or ""))
     files = None if name in (None, "bytes") else Path(name).expanduser()
     return SavedModel(
@@ -157,7 +162,14 @@ def _open_run(folder: Path, precision: Precision | None, quantize: Quantize, rep
         sampling,
         files if files is None or files.is_dir() else files.parent,
         reason_for_transformers(folder, model.native),
+        weight_bytes=lambda: _weight_bytes(_units_of_run(folder, config, size), precision or numbers, quantize),
     )
+
+
+def _units_of_run(folder: Path, config: RunConfig, vocab_size: int) -> Sequence[UnitSpec]:
+    if config.model.native is False:
+        return open_pretrained(folder, False).units(ModelGroups())
+    return decoder_units(config.model.whole(vocab_size))
 
 
 def _load_run(folder: Path, config: RunConfig, state: ModelState) -> str:
@@ -194,6 +206,8 @@ def _open_hugging_face(
     if found.is_quantized and quantize is Quantize.NONE:
         quantize = Quantize.INT8
 
+    units = found.units(ModelGroups())
+
     def arguments(parallel: ParallelConfig) -> EngineArguments:
         return _arguments(open_pretrained(folder, native), parallel, precision, quantize, reproducible)
 
@@ -206,7 +220,7 @@ def _open_hugging_face(
         folder,
         vocab_size=found.config.vocabulary,
         max_length=found.config.max_length,
-        num_units=len(found.units(ModelGroups())),
+        num_units=len(units),
         tokenizer=tokenizer,
         arguments=arguments,
         load=load,
@@ -214,6 +228,7 @@ def _open_hugging_face(
         sampling=_generation_defaults(folder),
         tokenizer_folder=folder,
         transformers_because=because,
+        weight_bytes=lambda: _weight_bytes(units, precision or found.precision, quantize),
     )
 
 
@@ -231,6 +246,11 @@ def _arguments(
         read_only=precision is not Precision.BF16_AUTOCAST,
     )
     return found.arguments(parallel, options)
+
+
+def _weight_bytes(units: Sequence[UnitSpec], precision: Precision | None, quantize: Quantize) -> int:
+    each = _QUANTIZED_BYTES.get(quantize, parameter_dtype(precision or Precision.FP32).itemsize)
+    return int(sum(unit.num_parameters for unit in units) * each)
 
 
 def _hugging_face_ends(folder: Path) -> tuple[int, ...]:

@@ -52,7 +52,6 @@ class KVCache:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of keys and values."""
         return self.keys_RGLK.nbytes + self.values_RGLK.nbytes
 
     def by_token(self) -> tuple[Tensor, Tensor]:

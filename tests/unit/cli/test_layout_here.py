@@ -1,0 +1,73 @@
+"""The layout that a command takes where none is given: threads, copies, stages, or a refusal."""
+
+import argparse
+
+import pytest
+
+from penstock.cli.layout_here import Fitted, GenerationWork, Machine, fitted, is_free
+
+GIB = 2**30
+MILLIONS = 1_000_000
+
+
+def work(weight_bytes: float, num_sequences: int = 8, num_tokens: int = 64, max_copies: int = 10**6) -> GenerationWork:
+    return GenerationWork(int(weight_bytes), num_sequences, num_tokens, 50, max_copies)
+
+
+def form(found: Fitted) -> tuple[int, int, int]:
+    return found.pp, found.dp, found.num_threads
+
+
+@pytest.mark.parametrize("weight_bytes", [28 * MILLIONS, 111 * MILLIONS, 1300 * MILLIONS])
+@pytest.mark.parametrize("num_sequences", [1, 8, 500])
+def test_two_cores_read_the_weights_together(weight_bytes: int, num_sequences: int) -> None:
+    assert form(fitted(work(weight_bytes, num_sequences), Machine(2, 24 * GIB))) == (1, 1, 2)
+
+
+def test_many_cores_take_copies_of_a_small_model_for_much_work_alone() -> None:
+    machine = Machine(64, 512 * GIB)
+    much = fitted(work(111 * MILLIONS, 5000, 512), machine)
+    assert much.dp > 1 and much.dp * much.num_threads == 64 and much.pp == 1
+    assert form(fitted(work(111 * MILLIONS, 5000, 1), machine)) == (1, 1, 64), "little work: nothing is started"
+    assert form(fitted(work(111 * MILLIONS, 5000, 512, max_copies=1), machine)) == (1, 1, 64), "a server has no copies"
+
+
+def test_copies_fit_the_memory() -> None:
+    assert fitted(work(30e9, 5000, 512), Machine(64, 80 * GIB)).dp <= 2
+
+
+@pytest.mark.parametrize(
+    ("weight_bytes", "num_gpus", "num_sequences", "expected"),
+    [
+        (14e9, 1, 500, (1, 1, 1)),
+        (14e9, 4, 500, (1, 4, 1)),
+        (14e9, 4, 8, (1, 1, 1)),
+        (140e9, 4, 500, (2, 2, 1)),
+        (140e9, 2, 500, (2, 1, 1)),
+        (280e9, 8, 500, (4, 2, 1)),
+    ],
+)
+def test_gpus_take_stages_where_one_is_too_small_and_copies_where_there_is_work(
+    weight_bytes: float, num_gpus: int, num_sequences: int, expected: tuple[int, int, int]
+) -> None:
+    machine = Machine(64, 512 * GIB, num_gpus, 80 * GIB)
+    assert form(fitted(work(weight_bytes, num_sequences), machine)) == expected
+
+
+@pytest.mark.parametrize("machine", [Machine(8, 16 * GIB), Machine(8, 512 * GIB, 2, 80 * GIB)])
+def test_a_model_that_does_not_fit_is_refused_with_what_would_do(machine: Machine) -> None:
+    with pytest.raises(ValueError, match=r"the model takes 312\.\d GiB.*--quantize int8.*torchrun"):
+        fitted(work(280e9), machine)
+
+
+def test_the_options_ask_for_that_layout() -> None:
+    assert Fitted(1, 1, 2, "").options == ["--pp", "1", "--threads", "2"]
+    assert Fitted(2, 3, 1, "").options == ["--pp", "2", "--dp", "3", "--threads", "1"]
+    assert str(Fitted(2, 3, 1, "")) == "3 copies, 2 stages" and str(Fitted(1, 1, 1, "")) == "one process"
+
+
+def test_one_option_of_the_layout_is_enough_to_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert is_free(argparse.Namespace(pp=None, threads=None), ("pp", "threads"))
+    assert not is_free(argparse.Namespace(pp=None, threads=1), ("pp", "threads"))
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert Machine.here("cpu").num_cores == 3
