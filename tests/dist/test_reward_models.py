@@ -1,5 +1,6 @@
 """Reward models and value heads of transformers: loaded, scored, trained in two stages and written back."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,9 @@ CLASSES: dict[str, Any] = {
 }
 
 
-def make(folder: Path, head: str) -> None:
+def make(folder: Path, head: str, num_labels: int = 1) -> None:
     torch.manual_seed(3)
-    config = AutoConfig.for_model("llama", **SIZES, num_labels=1, classifier_dropout=0.0)
+    config = AutoConfig.for_model("llama", **SIZES, num_labels=num_labels, classifier_dropout=0.0)
     model = CLASSES[head].from_config(config)
     for parameter in model.parameters():
         parameter.data.normal_(std=0.3)
@@ -102,16 +103,31 @@ def test_a_reward_model_and_a_value_head_load_score_train_and_are_written_back(
         torch.testing.assert_close(parameter, model.get_parameter(name), atol=10 * CLOSE, rtol=10 * CLOSE)
 
 
+@pytest.mark.shows(130)
+@pytest.mark.parametrize("head, labels, pp", [("reward", 1, 2), ("reward", 3, 1), ("value", 1, 1)])
+def test_the_command_writes_what_transformers_rates(head: str, labels: int, pp: int, tmp_path: Path) -> None:
+    folder, lines = tmp_path / "model", tmp_path / "texts.jsonl"
+    make(folder, head, num_labels=labels)
+    texts = [own.tolist() for own in make_sequences((5, 1, 9))]
+    texts.append([*texts[0], 0, 0])  # padding is not rated
+    lines.write_text("".join(json.dumps({"tokens": text, "id": n}) + "\n" for n, text in enumerate(texts)))
+    assert main(["score", str(folder), str(lines), "--pp", str(pp)]) == 0
+    found = [json.loads(line) for line in (tmp_path / "texts.scores.jsonl").read_text().splitlines()]
+    model, name = CLASSES[head].from_pretrained(folder), {"value": "values"}.get(head, "rewards"[: 6 + (labels > 1)])
+    for number, (text, own) in enumerate(zip(texts, found, strict=True)):
+        logits = model(input_ids=torch.tensor([text])).logits[0].detach()
+        expected = logits if labels > 1 else logits[..., 0]
+        assert own.keys() == {"line", "id", name} and own["id"] == number
+        torch.testing.assert_close(torch.tensor(own[name]), expected, atol=CLOSE, rtol=CLOSE)
+
+
 def test_what_needs_tokens_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make(tmp_path, "reward")
     make_tokenizer(tmp_path)
     engine = Engine.from_hf(tmp_path, native="auto", device="cpu")
     with pytest.raises(ValueError, match="LlamaForSequenceClassification cannot generate: it rates texts"):
         engine.generate([[1, 2, 3]], SamplingParams(max_new_tokens=4))
-    texts = tmp_path / "texts.jsonl"
-    texts.write_text('{"text": "the cat"}\n')
     for words in (
-        ["score", str(tmp_path), str(texts)],
         ["generate", str(tmp_path), "the cat"],
         ["train", "--model.pretrained", str(tmp_path), "--data.tokenizer", "bytes"],
     ):

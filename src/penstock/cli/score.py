@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from penstock.cli.score_file import Summary
     from penstock.cli.scoring import ScoreJob
+    from penstock.engine.saved_model import SavedModel
 
 _COMMAND = WorkerCommand(
     "penstock.cli.score", "continues where it was stopped", ("penstock.cli.scoring", "penstock.engine.engine")
@@ -94,7 +95,9 @@ def parser() -> Parser:
         """Write each token's log-probability, in nats, and each text's perplexity. MODEL is the folder of a run,
 whose newest checkpoint is taken, or of a Hugging Face model. A line of FILE is {"text": ...}, or {"tokens": [...]}
 with token ids, or {"prompt": ..., "completion": ...}, each a text or token ids, of which the completion is scored.
-An "id" is carried along. A call that was stopped is continued by the same command; no file is ever overwritten.""",
+An "id" is carried along. A call that was stopped is continued by the same command; no file is ever overwritten.
+With a reward model, or another classifier, a line has the text's "reward" ("rewards" of several labels), or its tokens'
+"values".""",
         examples=(
             ("penstock score runs/demo texts.jsonl", "writes texts.scores.jsonl"),
             ("penstock score runs/demo texts.jsonl --pp 2 --json", "two stages, and a summary as JSON"),
@@ -136,9 +139,17 @@ def read_arguments(words: Sequence[str]) -> ScoreArguments:
 
 def _check_model(arguments: ScoreArguments) -> None:
     """Refuse what no number of processes could do; the texts are left to them."""
+    _opened(arguments)
+
+
+def _opened(arguments: ScoreArguments) -> "SavedModel":
+    """The model, which may be one that rates texts. Raises: ValueError."""
     from penstock.cli.texts import open_to_cut
 
-    open_to_cut(arguments.model, arguments.parallel.pp, **arguments.opened)
+    model = open_to_cut(arguments.model, arguments.parallel.pp, may_rate=True, **arguments.opened)
+    if model.rates is not None and arguments.scoring.temperature != 1.0:
+        raise ValueError(f"--temperature divides the logits of tokens, but {model.folder} rates {model.rates}")
+    return model
 
 
 def check(arguments: ScoreArguments) -> "ScoreJob":
@@ -147,9 +158,9 @@ def check(arguments: ScoreArguments) -> "ScoreJob":
     Raises: ValueError for input that cannot be scored.
     """
     from penstock.cli.scoring import MICROBATCH_TOKENS, ScoreJob
-    from penstock.cli.texts import open_to_cut, plainly, read_texts
+    from penstock.cli.texts import plainly, read_texts
 
-    model = open_to_cut(arguments.model, arguments.parallel.pp, **arguments.opened)
+    model = _opened(arguments)
     model = model if arguments.special_tokens else plainly(model)
     texts = read_texts(arguments.file, model, arguments.scoring.text_field)
     longest = max(texts, key=lambda text: len(text.tokens))
@@ -225,6 +236,10 @@ def _show(summary: "Summary", arguments: ScoreArguments) -> None:
     paths = {"model": str(arguments.model), "file": str(arguments.file), "output": str(arguments.output)}
     if arguments.json:
         print_json({**paths, **summary.to_dict()})
+        return
+    if summary.num_rated:
+        mean = "" if summary.mean_reward is None else f", mean reward {summary.mean_reward:.4f}"
+        print(f"{summary.num_lines} lines rated{mean}; wrote {arguments.output}")
         return
     perplexity = "no token had one before it" if summary.perplexity is None else f"perplexity {summary.perplexity:.4f}"
     print(

@@ -2,13 +2,14 @@
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
 from penstock.cli.commands import Unfinished, plain_number
 from penstock.cli.texts import Text
+from penstock.engine.saved_model import SavedModel
 
 
 @dataclass(frozen=True)
@@ -26,10 +27,11 @@ class Scored:
         first = len(text.tokens) - text.num_scored
         return cls(text.line, text.id, text.tokens[first:], [plain_number(value) for value in by_token[first - 1 : -1]])
 
-    def to_json(self) -> str:
-        """Format as one line of JSON; without scored tokens the perplexity is null."""
+    @property
+    def content(self) -> dict[str, Any]:
+        """The line as an object of JSON; without scored tokens the perplexity is None."""
         total = _total(self.log_probs)
-        content = {
+        return {
             "line": self.line,
             **({} if self.id is None else {"id": self.id}),
             "tokens": list(self.tokens),
@@ -37,17 +39,55 @@ class Scored:
             "log_prob": total,
             "perplexity": _perplexity(total, len(self.tokens)),
         }
-        return json.dumps(content, ensure_ascii=False, allow_nan=False)
+
+
+@dataclass(frozen=True)
+class Rated:
+    """A line of the file: what the head of a reward model, of another classifier or of a value model gives.
+
+    `ratings` is a number for each label; for a model that rates tokens a list of such for each token.
+    """
+
+    line: int
+    id: Any
+    ratings: Sequence[Any]
+
+    @classmethod
+    def of(cls, text: Text, by_token: Sequence[Sequence[float]], model: SavedModel) -> Self:
+        """Make a line from the head's outputs for each token.
+
+        Source: transformers' sequence classification, which rates a text by its last token that is no padding.
+        """
+        ratings = [[plain_number(value) for value in labels] for labels in by_token]
+        if model.rates == "tokens":
+            return cls(text.line, text.id, ratings)
+        rated = [place for place, token in enumerate(text.tokens) if token != model.pad_token]
+        return cls(text.line, text.id, ratings[rated[-1] if rated else 0])
+
+    @property
+    def content(self) -> dict[str, Any]:
+        """The line as an object of JSON."""
+        found: dict[str, Any] = {"line": self.line, **({} if self.id is None else {"id": self.id})}
+        if self.ratings and isinstance(self.ratings[0], list):
+            single = len(self.ratings[0]) == 1
+            return found | {"values": [labels[0] if single else labels for labels in self.ratings]}
+        return found | ({"reward": self.ratings[0]} if len(self.ratings) == 1 else {"rewards": list(self.ratings)})
 
 
 @dataclass(frozen=True)
 class Summary:
-    """Totals of all lines; `resumed_from` lines were there already, and `tokens_per_s` is that of this call."""
+    """Totals of all lines; `resumed_from` lines were there already, and `tokens_per_s` is that of this call.
+
+    `num_rated` lines are those of a classifier, whose tokens have no log-probabilities; `mean_reward` is that of one
+    with one label for each text.
+    """
 
     num_lines: int
     num_scored_tokens: int
     log_prob: float | None
     perplexity: float | None
+    num_rated: int
+    mean_reward: float | None
     resumed_from: int
     time_s: float
     tokens_per_s: float
@@ -69,20 +109,25 @@ class ScoreFile:
     #: tokens in them, and the sum of their scores; None once that is unknown
     _num_tokens: int
     _total: float | None
+    #: lines that a classifier has rated, and each text's reward, where it gives one
+    _num_rated: int
+    _rewards: list[float]
     #: the file until it is complete
     _unfinished: Unfinished
 
     def __init__(self, path: Path, digest: str, ends: Sequence[int]) -> None:
         self._unfinished = Unfinished(path, digest)
-        self.num_lines = self._num_tokens = 0
-        self._total = 0.0
+        self.num_lines = self._num_tokens = self._num_rated = 0
+        self._total, self._rewards = 0.0, []
         self._take_up(ends)
 
-    def write(self, lines: Sequence[Scored]) -> None:
+    def write(self, lines: Sequence[Scored | Rated]) -> None:
         """Append lines, through to the disk."""
-        self._unfinished.append([scored.to_json() for scored in lines], to_disk=True)
-        for scored in lines:
-            self._count(scored.log_probs)
+        contents = [line.content for line in lines]
+        texts = [json.dumps(content, ensure_ascii=False, allow_nan=False) for content in contents]
+        self._unfinished.append(texts, to_disk=True)
+        for content in contents:
+            self._count(content)
 
     def publish(self) -> None:
         """Give the file its name.
@@ -97,6 +142,8 @@ class ScoreFile:
             num_scored_tokens=self._num_tokens,
             log_prob=self._total,
             perplexity=_perplexity(self._total, self._num_tokens),
+            num_rated=self._num_rated,
+            mean_reward=round(math.fsum(self._rewards) / len(self._rewards), 7) if self._rewards else None,
             resumed_from=resumed_from,
             time_s=time_s,
             tokens_per_s=num_tokens / time_s,
@@ -106,19 +153,27 @@ class ScoreFile:
         lines = self._unfinished.lines(_is_scored)
         kept = lines[: max((end for end in ends if end <= len(lines)), default=0)]
         for line in kept:
-            self._count(json.loads(line)["log_probs"])
+            self._count(json.loads(line))
         self._unfinished.keep(kept)
 
-    def _count(self, log_probs: Sequence[float | None]) -> None:
+    def _count(self, content: Mapping[str, Any]) -> None:
+        log_probs = content.get("log_probs", ())
         total = _total(log_probs)
         self._total = None if total is None or self._total is None else self._total + total
         self._num_tokens += len(log_probs)
+        self._num_rated += "log_probs" not in content
+        if content.get("reward") is not None:
+            self._rewards.append(content["reward"])
         self.num_lines += 1
 
 
 def _is_scored(line: Any) -> bool:
-    log_probs = line.get("log_probs") if isinstance(line, dict) else None
-    return isinstance(log_probs, list) and all(isinstance(value, float | int | None) for value in log_probs)
+    if not isinstance(line, dict):
+        return False
+    log_probs = line.get("log_probs")
+    if isinstance(log_probs, list):
+        return all(isinstance(value, float | int | None) for value in log_probs)
+    return isinstance(line.get("reward", ""), float | int | None) or not {"rewards", "values"}.isdisjoint(line)
 
 
 def _total(log_probs: Sequence[float | None]) -> float | None:

@@ -4,16 +4,18 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
-from typing import TextIO
+from typing import Any, TextIO
+
+from torch import Tensor
 
 from penstock.cli.pipelines import Pipelines
 from penstock.cli.progress import LineProgress
-from penstock.cli.score_file import Scored, ScoreFile, Summary
+from penstock.cli.score_file import Rated, Scored, ScoreFile, Summary
 from penstock.cli.texts import Text
 from penstock.data import NO_LABEL, MicroBatchSpec, PackedBatch
 from penstock.engine.engine import Engine
 from penstock.engine.saved_model import SavedModel
-from penstock.engine.scorer import PostHook, token_scores
+from penstock.engine.scorer import PerToken, PostHook, token_scores
 
 MICROBATCH_TOKENS = 2048
 """Enough tokens for a microbatch to be worth its overhead, and few enough that its logits stay small."""
@@ -61,7 +63,8 @@ class Scoring:
     def run(self, temperature: float, progress_file: TextIO) -> Summary | None:
         """Score the remaining texts, batch by batch; returns the summary on the process that writes the file."""
         start_s, num_tokens = time.perf_counter(), 0
-        batches, hook, progress = self.job.batches, token_scores(temperature), None
+        batches, progress = self.job.batches, None
+        hook = token_scores(temperature) if self.job.model.rates is None else PerToken(_ratings)
         if self.file is not None:
             progress = LineProgress(len(self.job.texts), self.first, progress_file)
         for number, (batch, end) in enumerate(zip(batches, accumulate(map(len, batches)), strict=True)):
@@ -78,22 +81,33 @@ class Scoring:
         progress.close()
         return self.file.summary(self.first, num_tokens, time.perf_counter() - start_s)
 
-    def _lines(self, number: int, batch: Sequence[Text], hook: PostHook) -> list[Scored]:
+    def _lines(self, number: int, batch: Sequence[Text], hook: PostHook) -> list[Scored | Rated]:
         """Compute this process's part of a batch; returns the batch's lines on the process that writes them."""
         if number % self.pipelines.count != self.pipelines.index:
             return [] if self.file is None else self._received(number)
         items = self.engine.forward(_packed(batch), hook, list, micro_batches=self.job.spec)
         if not self.delivers:
             return []
-        lines = [Scored.of(text, item["log_probs"].tolist()) for text, item in zip(batch, items, strict=True)]
+        lines = [self._line(text, item) for text, item in zip(batch, items, strict=True)]
         if self.file is None:
             self.pipelines.hand_over(str(number), [asdict(line) for line in lines])
         return lines
 
-    def _received(self, number: int) -> list[Scored]:
+    def _line(self, text: Text, item: dict[str, Tensor]) -> Scored | Rated:
+        if self.job.model.rates is None:
+            return Scored.of(text, item["log_probs"].tolist())
+        return Rated.of(text, item["ratings"].tolist(), self.job.model)
+
+    def _received(self, number: int) -> list[Scored | Rated]:
         """A batch's lines from the pipeline that scores them. Raises: PipelineError if they do not come in time."""
         whose = f"scores of batch {number} from pipeline {number % self.pipelines.count}"
-        return [Scored(**line) for line in self.pipelines.receive(str(number), whose)]
+        kind = Scored if self.job.model.rates is None else Rated
+        return [kind(**line) for line in self.pipelines.receive(str(number), whose)]
+
+
+def _ratings(output_TL: Any, microbatch: PackedBatch) -> dict[str, Tensor]:
+    """What the head gives each of T tokens for each of L labels."""
+    return {"ratings": output_TL.float()}
 
 
 def _batches(texts: Sequence[Text], num_tokens: int) -> list[Sequence[Text]]:

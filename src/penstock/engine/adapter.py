@@ -232,6 +232,9 @@ class Adapter:
                 for part in (layer.lora_A[_ADAPTER], layer.lora_B[_ADAPTER]):
                     if part.weight.is_meta:
                         part.to_empty(device="cpu")
+                    if self.config.init_lora_weights is False:
+                        # peft leaves both as a linear layer begins, and only sets them otherwise.
+                        part.reset_parameters()
                 layer.reset_lora_parameters(_ADAPTER, self.config.init_lora_weights)
             if self.source is not None:
                 self._read(layer, key)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
@@ -30,6 +30,9 @@ from penstock.settings import Layout, ModelConfig, Native, Precision, checked, r
 _PRECISIONS = {"F64": Precision.FP64, "F32": Precision.FP32, "BF16": Precision.BF16, "F16": Precision.FP16}
 
 T = TypeVar("T")
+
+Rates = Literal["texts", "tokens"]
+"""What a classifier as a model's head rates."""
 
 
 @dataclass(frozen=True)
@@ -126,13 +129,23 @@ def open_pretrained(path: Path | str, native: Native = True, shape: ModelConfig 
     return _on_every_process(lambda: _open(Path(path), native, shape))
 
 
+def rates_of(form: HuggingFaceForm) -> Rates | None:
+    """What the model's head rates, such as a reward model's; None for one that gives tokens."""
+    name = _architecture(form)
+    return "texts" if name.endswith("SequenceClassification") else "tokens" if name.endswith("Classification") else None
+
+
 def refuse_classifier(form: HuggingFaceForm) -> None:
     """Refuse a model whose head gives no tokens, such as a reward model. Raises: ValueError."""
-    name = str((form.describe().get("architectures") or [""])[0])
-    if name.endswith("Classification"):
+    if rates_of(form) is not None:
         raise ValueError(
-            f"{name} rates texts and gives no tokens; Engine.from_hf(..., native=False) runs it with a loss of your own"
+            f"{_architecture(form)} rates texts and gives no tokens; penstock score writes its ratings, and "
+            "Engine.from_hf(..., native=False) runs it with a loss of your own"
         )
+
+
+def _architecture(form: HuggingFaceForm) -> str:
+    return str((form.describe().get("architectures") or [""])[0])
 
 
 def holds_adapters(folder: Path) -> bool:

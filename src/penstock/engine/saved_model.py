@@ -18,7 +18,9 @@ from penstock.engine.options import EngineOptions
 from penstock.engine.pretrained import (
     EngineArguments,
     Pretrained,
+    Rates,
     open_pretrained,
+    rates_of,
     reason_for_transformers,
     refuse_classifier,
 )
@@ -73,6 +75,9 @@ class SavedModel:
     transformers_because: str | None = None
     #: bytes of its weights in the form in which they are used; takes a moment
     weight_bytes: Callable[[], int] = field(kw_only=True)
+    #: what its head rates, and the token that pads texts and is not rated; None for a model that gives tokens
+    rates: Rates | None = None
+    pad_token: int | None = None
 
 
 def open_model(
@@ -81,12 +86,14 @@ def open_model(
     precision: Precision | None = None,
     quantize: Quantize = Quantize.NONE,
     reproducible: bool = False,
+    may_rate: bool = False,
 ) -> SavedModel:
     """Open the model in a folder; nothing is written there, and no weight is read yet.
 
     `native`: by Penstock's own layers, by transformers', or by its own where they are the model. `precision`: left out,
     that of the model's files. `quantize`: the numbers that weights of products are kept as, while they are read.
     `reproducible`: tokens get the bits that training gives them; a run whose settings say so does it anyway.
+    `may_rate`: a model is possible that rates texts, such as a reward model, instead of giving tokens.
 
     Raises:
         ValueError: there is no such folder, no model in it, or one that cannot be run.
@@ -95,7 +102,10 @@ def open_model(
     if (folder / CONFIG_FILE).is_file():
         return _open_run(folder, precision, quantize, reproducible)
     if (folder / _HUGGING_FACE_CONFIG).is_file():
-        return _open_hugging_face(folder, native, precision, quantize, reproducible)
+        model = _open_hugging_face(folder, native, precision, quantize, reproducible)
+        if model.rates is not None and not may_rate:
+            refuse_classifier(open_pretrained(folder, native).form)
+        return model
     if not folder.is_dir():
         raise ConfigError(f"there is no folder {folder}; give that of a run, or one of Hugging Face's")
     raise ConfigError(f"{folder} holds neither a run ({CONFIG_FILE}) nor a Hugging Face model ({_HUGGING_FACE_CONFIG})")
@@ -199,7 +209,6 @@ def _open_hugging_face(
     try:
         because = reason_for_transformers(folder, native)
         found = open_pretrained(folder, native)
-        refuse_classifier(found.form)
     except FileNotFoundError as error:
         raise ConfigError(str(error)) from None
     tokenizer = load_tokenizer(str(folder)) if (folder / _TOKENIZER).is_file() else None
@@ -229,6 +238,8 @@ def _open_hugging_face(
         tokenizer_folder=folder,
         transformers_because=because,
         weight_bytes=lambda: _weight_bytes(units, precision or found.precision, quantize),
+        rates=rates_of(found.form),
+        pad_token=found.form.describe().get("pad_token_id"),
     )
 
 
