@@ -5,6 +5,7 @@ import json
 import os
 import sys
 import tempfile
+from argparse import ArgumentTypeError
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -196,7 +197,10 @@ def _add_sampling(parser: Any, own: Setting) -> None:
 
 def _bias(word: str) -> tuple[int, float]:
     token, _, bias = word.partition("=")
-    return int(token), float(bias)
+    try:
+        return int(token), float(bias)
+    except ValueError:
+        raise ArgumentTypeError(f"{word!r} is no bias; give a token id and a number, such as 17=-2.5") from None
 
 
 def read_arguments(words: Sequence[str]) -> GenerateArguments:

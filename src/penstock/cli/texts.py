@@ -108,10 +108,12 @@ def prompts_of_texts(texts: Sequence[str], model: SavedModel) -> list[Prompt]:
 def tokens_of_word(word: str, model: SavedModel) -> list[tuple[int, ...]]:
     """The token ids of a text as it begins one, and as it follows a blank, since their tokens often differ.
 
-    Raises: ValueError where the model has no tokenizer.
+    Raises: ValueError for no text, or where the model has no tokenizer.
     """
-    if model.tokenizer is None or not word:
-        raise ValueError(f"--bad-word {word!r} must be a text, and {model.folder} have a tokenizer")
+    if not word:
+        raise ValueError("--bad-word '' is empty; give a text")
+    if model.tokenizer is None:
+        raise ValueError(f"--bad-word {word!r} is a text, but {model.folder} has no tokenizer")
     return [tuple(_encoded(f"--bad-word {word!r}", text, model, special_tokens=False)) for text in (word, f" {word}")]
 
 

@@ -234,7 +234,7 @@ class Adapter:
                         part.to_empty(device="cpu")
                     if self.config.init_lora_weights is False:
                         # peft leaves both as a linear layer begins, and only sets them otherwise.
-                        part.reset_parameters()
+                        nn.Linear.reset_parameters(part)
                 layer.reset_lora_parameters(_ADAPTER, self.config.init_lora_weights)
             if self.source is not None:
                 self._read(layer, key)

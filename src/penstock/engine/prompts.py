@@ -90,6 +90,8 @@ def check_prompts(prompts: Prompts, params: Sequence[SamplingParams], limits: Li
                 raise ValueError(f"{name}={tokens}: the model knows 0 to {limits.vocab_size - 1}")
         if own.top_log_probs > limits.vocab_size:
             raise ValueError(f"top_log_probs={own.top_log_probs}: the model knows {limits.vocab_size} tokens")
+        if len({word[0] for word in own.bad_words if len(word) == 1}) >= limits.vocab_size:
+            raise ValueError("bad_words hold every token alone, so none could be drawn; leave some out")
         if own.min_new_tokens and len(set(own.end_tokens)) >= limits.vocab_size:
             raise ValueError(f"min_new_tokens={own.min_new_tokens}: every token is an end token, none could be drawn")
         if len(prompt) + own.max_new_tokens > limits.max_length:

@@ -41,6 +41,22 @@ def test_each_layer_and_each_seed_begins_with_other_values(base: Path, tmp_path:
     assert len(names) > 1 and not torch.equal(first[names[0]], first[names[1]])
 
 
+@pytest.mark.parametrize("native", [True, False])
+def test_adapters_that_begin_as_linear_layers_do_have_values(base: Path, tmp_path: Path, native: bool) -> None:
+    from peft import LoraConfig
+
+    targets = ["q_proj", "v_proj"]
+    adapter = LoraConfig(r=4, target_modules=targets, init_lora_weights=False)
+    options = EngineOptions(device="cpu", adapter=adapter)
+    one, again = (saved(Engine.from_hf(base, options=options, native=native), tmp_path / name) for name in "ab")
+    assert len({float(tensor.sum()) for tensor in one.values()}) == len(one) > 4, "each has values of its own"
+    for name, tensor in one.items():
+        assert torch.equal(tensor, again[name])
+        # Those of torch's linear layers are evenly spread up to this bound.
+        bound = tensor.shape[1] ** -0.5
+        assert 0.8 * bound < tensor.abs().max() <= bound
+
+
 @pytest.mark.shows(108)
 def test_peft_is_given_the_settings_of_the_run(base: Path, tmp_path: Path) -> None:
     saved(engine_of(base, alpha=24.0, rank_stabilised=True, dropout=0.25), tmp_path / "out")

@@ -124,6 +124,19 @@ def test_the_likeliest_tokens_and_their_log_probabilities_come_with_each_token()
         assert [x for _, x in token.likeliest] == pytest.approx([x for _, x in expected], abs=1e-6)
 
 
+@pytest.mark.shows(129)
+def test_raw_log_probabilities_are_the_models_own_whatever_changes_the_draw() -> None:
+    logits = random_logits(2)
+    params = SamplingParams(
+        temperature=0.7, top_k=9, repetition_penalty=1.5, logit_bias=BIAS, bad_words=BAD_WORDS, raw_log_probs=True
+    )
+    draws = [Draw(params, row, len(answer), Context(PROMPT, answer)) for row, answer in enumerate(ANSWERS)]
+    drawn = draw_tokens(logits, draws)
+    own = logits.log_softmax(-1).gather(-1, drawn.tokens[:, None])[:, 0]
+    torch.testing.assert_close(drawn.raw_log_probs, own, rtol=0, atol=1e-6)
+    assert not torch.allclose(drawn.log_probs, own, atol=0.1)
+
+
 EVERYTHING = SamplingParams(
     max_new_tokens=9,
     temperature=1.3,
@@ -181,3 +194,5 @@ def test_tokens_outside_of_the_vocabulary_are_refused(given: dict[str, object]) 
     check([SamplingParams(max_new_tokens=3)])
     with pytest.raises(ValueError, match="the model knows"):
         check([SamplingParams(max_new_tokens=3, **given)])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="bad_words hold every token alone"):
+        check([SamplingParams(max_new_tokens=3, bad_words=tuple((token,) for token in range(97)))])
