@@ -198,6 +198,8 @@ def test_answers_are_printed_one_after_another_behind_their_prompts(model: Path)
         (["a", "--pp", "99"], "at most 6 are possible"),
         (["a", "--file", "b.jsonl"], "given twice"),
         (["a", "--stop", ""], "sampling.stop holds an empty text"),
+        (["a", "--bad-word", ""], "--bad-word '' is empty; give a text"),
+        (["a", "--logit-bias", "x=y"], "'x=y' is no bias; give a token id and a number, such as 17=-2.5"),
         (["a", "--fresh"], "--fresh drops answers to --file"),
         (["--file", "nowhere.jsonl"], "nowhere.jsonl: no such file"),
     ],

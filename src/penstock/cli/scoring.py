@@ -106,7 +106,7 @@ class Scoring:
 
 
 def _ratings(output_TL: Any, microbatch: PackedBatch) -> dict[str, Tensor]:
-    """What the head gives each of T tokens for each of L labels."""
+    """A hook for a classifier: the outputs of its head for each of T tokens and L labels."""
     return {"ratings": output_TL.float()}
 
 

@@ -130,7 +130,7 @@ def open_pretrained(path: Path | str, native: Native = True, shape: ModelConfig 
 
 
 def rates_of(form: HuggingFaceForm) -> Rates | None:
-    """What the model's head rates, such as a reward model's; None for one that gives tokens."""
+    """The kind of rating of a reward model or another classifier; None for a model that gives tokens."""
     name = _architecture(form)
     return "texts" if name.endswith("SequenceClassification") else "tokens" if name.endswith("Classification") else None
 
