@@ -11,7 +11,8 @@ export async function encoded(text) {
 // The text; of an address that was cut short, what says so.
 export async function decoded(letters) {
   try {
-    const bytes = Uint8Array.from(atob(letters.replaceAll("-", "+").replaceAll("_", "/")), letter => letter.charCodeAt(0));
+    const packed = atob(letters.replaceAll("-", "+").replaceAll("_", "/"));
+    const bytes = Uint8Array.from(packed, letter => letter.charCodeAt(0));
     return new TextDecoder().decode(await through(bytes, new DecompressionStream("deflate-raw")));
   } catch {
     return "This link is damaged: its text cannot be read.";

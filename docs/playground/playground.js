@@ -47,16 +47,22 @@ const options = () =>
   );
 const counts = () => Object.fromEntries(COUNTS.map(name => [name, $(name).valueAsNumber]));
 
+// The command that gives the same figures; an edited text would be in a file.
 function command() {
-  const costs = Object.entries(filled(COSTS)).map(([name, value]) => [flag(name), value.replaceAll(" ", "")]);
-  if (edited) return ["penstock schedule simulate", $("text").value.startsWith("penstock ") ? "schedule.txt" : "schedule.csv", ...costs.flat()].join(" ");
-  const own = Object.entries(options()).map(([name, value]) => (value === true ? [flag(name)] : [flag(name), value]));
-  const early = $("early_gradients").checked ? ["--early-gradients"] : [];
-  const sizes = Object.entries(counts()).map(([name, value]) => [flag(name), value]);
-  return ["penstock schedule simulate", $("schedule").value, ...[...sizes, early, ...own, ...costs].flat()].join(" ");
+  const words = ["penstock schedule simulate"];
+  if (edited) words.push($("text").value.startsWith("penstock ") ? "schedule.txt" : "schedule.csv");
+  else {
+    words.push($("schedule").value, ...Object.entries(counts()).flatMap(flags));
+    if ($("early_gradients").checked) words.push("--early-gradients");
+    words.push(...Object.entries(options()).flatMap(flags));
+  }
+  return [...words, ...Object.entries(filled(COSTS)).flatMap(flags)].join(" ");
 }
 
-const flag = name => `--${name.replaceAll("_", "-")}`;
+const flags = ([name, value]) => {
+  const flag = `--${name.replaceAll("_", "-")}`;
+  return value === true ? [flag] : [flag, String(value).replaceAll(" ", "")];
+};
 
 async function answer() {
   const costs = filled(COSTS);
@@ -151,7 +157,8 @@ async function remember() {
   const state = new URLSearchParams(filled(COSTS));
   if (edited) state.set("text", await encoded($("text").value));
   else {
-    for (const [name, value] of Object.entries({ schedule: $("schedule").value, ...counts(), ...options() })) state.set(name, value);
+    const built = { schedule: $("schedule").value, ...counts(), ...options() };
+    for (const [name, value] of Object.entries(built)) state.set(name, value);
     if ($("early_gradients").checked) state.set("early_gradients", "true");
   }
   history.replaceState(null, "", `#${state}`);

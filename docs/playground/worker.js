@@ -4,16 +4,18 @@ import { loadPyodide } from "./python/pyodide.mjs";
 
 const folder = new URL("python/", self.location.href).href;
 
-async function bytesOf(name) {
+async function fetched(name) {
   const response = await fetch(folder + name);
-  if (!response.ok) throw new Error(`${name} is not there (${response.status}); this site was built without its playground`);
+  if (!response.ok) throw new Error(`the server has no ${name}: it answered ${response.status}`);
   return response;
 }
 
+const unpacked = ({ body }) => new Response(body.pipeThrough(new DecompressionStream("gzip"))).arrayBuffer();
+
 async function start() {
   const [started, files] = await Promise.all([
-    bytesOf("started.bin").then(({ body }) => new Response(body.pipeThrough(new DecompressionStream("gzip"))).arrayBuffer()),
-    bytesOf("penstock.zip").then(response => response.arrayBuffer()),
+    fetched("started.bin").then(unpacked),
+    fetched("penstock.zip").then(response => response.arrayBuffer()),
   ]);
   const pyodide = await loadPyodide({ indexURL: folder, _loadSnapshot: new Uint8Array(started) });
   pyodide.unpackArchive(files, "zip", { extractDir: "/penstock" });
