@@ -16,6 +16,8 @@ from penstock.settings import RunConfig
 
 # Its first steps allocate, compile and meet; fewer than these others are no basis.
 _FIRST_STEPS, _LEAST_STEPS = 2, 3
+# Steps that are this many times as long as the fitted constants make them are not those of such devices.
+_MOST_ERROR = 1.5
 
 
 @dataclass(frozen=True)
@@ -72,17 +74,26 @@ def calibrate(
 
     cluster: the machines of the runs, given the number of devices.
 
-    Raises: ValueError for a run whose schedule the planner cannot build.
+    Raises: ValueError for a run whose schedule the planner cannot build, and for steps that no constants explain.
     """
     constants = start or Constants()
     # A step is a longest path, which the constants move: the slopes are taken anew where the last ones led.
     for _ in range(3):
         rows = [_row(run, cluster(run.candidate.layout.world_size), constants) for run in runs]
         constants = fit(rows, constants)
+    for run in runs:
+        found_s = _predict(run, cluster(run.candidate.layout.world_size), constants)
+        if not 1 / _MOST_ERROR < run.step_s / found_s < _MOST_ERROR:
+            raise ValueError(
+                f"a step of {run.candidate} took {run.step_s:.3g} s, and the constants that fit best make it "
+                f"{found_s:.3g} s; calibrate on runs that these very devices trained"
+            )
     return constants
 
 
+def _predict(run: MeasuredRun, cluster: Cluster, constants: Constants) -> float:
+    return estimate(run.workload, run.candidate, cluster, constants).step_s
+
+
 def _row(run: MeasuredRun, cluster: Cluster, constants: Constants) -> LinearStep:
-    return LinearStep.around(
-        lambda own: estimate(run.workload, run.candidate, cluster, own).step_s, constants, run.step_s
-    )
+    return LinearStep.around(lambda own: _predict(run, cluster, own), constants, run.step_s)

@@ -29,7 +29,7 @@ class RecomputedPart(Enum):
     """The part of forward that backward computes again.
 
     CORE: attention's own products. ALTERNATE: every second product with weights and all that lies between products, as
-    torchtitan's selective checkpointing of operations does. FULL: whole layers.
+    torchtitan's selective checkpointing of operations does. FULL: all of each unit.
     """
 
     NONE = "none"
@@ -190,6 +190,9 @@ def _unit(block: _BlockSizes, stream_bytes: float, size: UnitSize) -> UnitCosts:
         inputs, kept, transient = inputs + again, block.alternate_bytes, transient + kept - block.alternate_bytes
     elif size.recompute is RecomputedPart.CORE:
         inputs, kept, transient = inputs + block.core, kept - block.core_kept_bytes, transient + block.core_kept_bytes
+    if not size.own_engine:
+        # Many sources do not say what is recomputed, and are judged by what is needed in any case.
+        transient = 0.0
     parameters = block.parameters, block.expert_parameters
     return UnitCosts(block.name, forward, inputs, weights, kept, for_weights, *parameters, transient)
 

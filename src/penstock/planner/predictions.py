@@ -53,17 +53,28 @@ def predict_runs(
     start = {id(run): Constants(compute=1.0) if isinstance(run, TimedRun) else Constants() for run in runs}
     linear: dict[int, LinearStep] = {}
     for number, run in enumerate(runs, start=1):
-        if not fit_where or id(run) in chosen:
+        if not fit_where:
             linear[id(run)] = LinearStep.around(run.predict, start[id(run)], run.measured_s)
         progress(f"{number}/{len(runs)} {run.row['source'][:40]}: {run.row['model']}")
-    found = []
+    found, fitted = [], {}
     for run in runs:
         others = list(_fitting(run, runs, chosen, bool(fit_where)))
-        constants = fit([linear[id(other)] for other in others], start[id(run)])
+        if fit_where:
+            key = (type(run), *map(id, others))
+            constants = fitted[key] = fitted.get(key) or _fit_again([*others], start[id(run)])
+        else:
+            constants = fit([linear[id(other)] for other in others], start[id(run)])
         memory = run.peak_bytes()
         too_big = memory > run.memory_bytes()
         found.append(Prediction(run, run.predict(constants), constants, id(run) in chosen, memory, too_big))
     return found
+
+
+def _fit_again(runs: Sequence[PublishedRun], constants: Constants) -> Constants:
+    """Fit, and take the slopes anew where the last ones led: a step is a longest path, which the constants move."""
+    for _ in range(3):
+        constants = fit([LinearStep.around(run.predict, constants, run.measured_s) for run in runs], constants)
+    return constants
 
 
 def _fitting(run: PublishedRun, runs: Sequence[PublishedRun], chosen: set[int], given: bool) -> Iterator[PublishedRun]:

@@ -56,6 +56,13 @@ def test_constants_come_back_from_the_steps_that_they_make():
     assert alone.compute < MADE_BY.compute, "with one run, its actions' time is taken for slow products"
 
 
+@pytest.mark.parametrize("factor", [1e-4, 1e4])
+def test_steps_of_other_devices_are_refused(factor: float):
+    run = run_of(RUNS[0])
+    with pytest.raises(ValueError, match=r"the constants that fit best make it .* these very devices trained"):
+        calibrate([replace(run, step_s=factor * run.step_s)], cluster)
+
+
 def test_a_runs_layout_is_its_settings():
     found = candidate_of(RUNS[2])
     assert (found.layout.pp, found.layout.dp, found.schedule, found.stages_per_rank) == (2, 2, "interleaved", 2)
