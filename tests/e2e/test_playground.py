@@ -194,7 +194,7 @@ def test_gradients_may_be_sent_early(command: Callable[..., str]) -> None:
     text = answers.build("1f1b", {**SIZE, "stages_per_rank": 1}, {}, COSTS, early_gradients=True)
     given = json.loads(command("simulate", "1f1b", *flags(SIZE), *flags(COSTS), "--early-gradients", "--json"))
     assert answers.look_at(text, COSTS)["figures"]["makespan"] == f"{given['makespan']:.6g}"
-    assert " 0I0 0W0 " in text
+    assert " 1I0 1W0 " in text
 
 
 @pytest.mark.parametrize(
