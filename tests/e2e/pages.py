@@ -140,8 +140,7 @@ class PageRun:
             assert self.printed == "", f"{self.page.name}: what its last block prints is not shown"
         finally:
             for process in self.background:
-                process.kill()
-                process.wait()
+                _end(process)
 
     def _compare(self, shown: str, printed: str) -> None:
         assert agrees(shown, printed), f"shown:\n{shown}\nprinted:\n{printed}"
@@ -206,8 +205,7 @@ class PageRun:
         try:
             out, err = process.communicate(timeout=LIMIT_S)
         finally:
-            process.kill()
-            process.wait()
+            _end(process)
         assert process.returncode is not None
         return process.returncode, out if process.returncode == 0 else out + err
 
@@ -229,6 +227,16 @@ class PageRun:
         environ |= {"GLOO_SOCKET_IFNAME": "lo", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         pipe = subprocess.PIPE
         return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, cwd=self.folder, env=environ)
+
+
+def _end(process: subprocess.Popen[str] | Forked) -> None:
+    """End a process that may still be at work; torchrun, asked, ends what it has started."""
+    if isinstance(process, subprocess.Popen) and process.poll() is None:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=60)
+    process.kill()
+    process.wait()
 
 
 def check_unrun(block: Block) -> None:

@@ -58,6 +58,8 @@ def test_every_block_of_a_page_runs_and_prints_what_it_shows(
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("COLUMNS", "80")
+    # Where tokenised texts are kept.
+    monkeypatch.setenv("HOME", str(demo.parent))
     page = PageRun(ROOT / name, tmp_path)
     page.run()
     shown = [block for block in PAGES[name] if block.language in ("text", "console") and block.not_run is None]
