@@ -78,21 +78,26 @@ async function answer() {
   return show(await ask("look_at", { text: $("text").value, costs }));
 }
 
-// One question at a time; of changes meanwhile only the last counts.
+// One question at a time; of changes meanwhile only the last counts, and what takes long is not waited for.
 let running = false, again = false;
 
 async function update() {
   again = true;
+  if (running && !$("stop").hidden) stop();
   if (running) return;
   running = true;
-  const late = setTimeout(() => ($("stop").hidden = false), 1000);
   form.setAttribute("aria-busy", "true");
   while (again) {
     again = false;
+    const late = setTimeout(() => {
+      $("stop").hidden = false;
+      $("verdict").textContent = "Computing …";
+      delete form.dataset.verdict;
+    }, 1000);
     await answer();
+    clearTimeout(late);
+    $("stop").hidden = true;
   }
-  clearTimeout(late);
-  $("stop").hidden = true;
   form.setAttribute("aria-busy", "false");
   running = false;
 }
