@@ -2,7 +2,8 @@
 
 A conversation becomes text by the tokenizer's own chat template. Learned is what the assistant says, with the token
 that ends it: the part between the template's marks ``{% generation %}``, or without such marks what follows the prompt
-for an answer, up to the end of the message. Of a prompt with a completion, the completion is learned; of a text, all.
+for an answer, up to the end of the message. Where a template writes an answer otherwise once others follow, each
+answer is an example of its own. Of a prompt with a completion, the completion is learned; of a text, all.
 Source: TRL 1.16, `SFTTrainer`, whose token ids and labels these are.
 """
 
@@ -28,6 +29,9 @@ _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _MESSAGE = 'a message is an object with a "role" and a "content"'
 
 Message = dict[str, Any]
+
+Part = tuple[list[int], np.ndarray]
+"""Token ids, and whether each is learned."""
 
 
 def holds_examples(source: Source) -> bool:
@@ -95,23 +99,29 @@ class ExampleReader:
         Raises: `CorpusError` naming file and line of one that cannot be learned from, and what would be possible.
         """
         for row in source.rows():
-            yield [self.encode(row, source.text_field)]
+            yield self.encode(row, source.text_field)
 
-    def encode(self, row: Row, text_field: str = "text") -> EncodedDocument:
-        """Tokenise an example. Raises: as `read`."""
+    def encode(self, row: Row, text_field: str = "text") -> list[EncodedDocument]:
+        """Tokenise an example, or each answer of a conversation where that must be read apart. Raises: as `read`."""
         where, example = row.where, row.value
         if not isinstance(example, dict):
             raise CorpusError(f"{where}: is a JSON {type(example).__name__}; a line is {FORMS}")
         if example.get("prompt") is not None and example.get("completion") is not None:
-            tokens, learned = self._completion(where, example)
+            parts = self._completion(where, example)
         elif example.get("messages") is not None:
-            tokens, learned = self._conversation(where, example, _messages(where, "messages", example))
+            parts = self._conversation(where, example, _messages(where, "messages", example))
         elif isinstance(example.get(text_field), str):
             tokens = self._tokenise(where, self._ended(example[text_field]))
-            learned = np.ones(len(tokens), np.bool_)
+            parts = [(tokens, np.ones(len(tokens), np.bool_))]
         else:
             fields = ", ".join(map(repr, example)) or "no field"
             raise CorpusError(f"{where}: has {fields}; a line is {FORMS}")
+        for tokens, learned in parts:
+            self._check(where, tokens, learned)
+        # All bear the row's name, so that validation holds back either all or none of them.
+        return [EncodedDocument(row.name, np.array(tokens, np.uint32), learned) for tokens, learned in parts]
+
+    def _check(self, where: str, tokens: Sequence[int], learned: np.ndarray) -> None:
         if self.max_tokens is not None and len(tokens) > self.max_tokens:
             raise CorpusError(
                 f"{where}: has {len(tokens)} tokens, but the model takes at most {self.max_tokens}; "
@@ -120,11 +130,10 @@ class ExampleReader:
         if not learned[1:].any():
             # nothing comes before the first token, from which it could be predicted
             raise CorpusError(f"{where}: holds nothing to learn; an example has a token to learn after another")
-        return EncodedDocument(row.name, np.array(tokens, np.uint32), learned)
 
     # ---- the three forms
 
-    def _completion(self, where: str, example: Mapping[str, Any]) -> tuple[list[int], np.ndarray]:
+    def _completion(self, where: str, example: Mapping[str, Any]) -> list[Part]:
         """A prompt and its completion, both texts or both messages."""
         prompt, completion = example["prompt"], example["completion"]
         if isinstance(prompt, str) and isinstance(completion, str):
@@ -132,7 +141,7 @@ class ExampleReader:
                 raise CorpusError(f"{where}: its completion is empty; give at least one character to learn")
             before = self._tokenise(where, prompt)
             tokens = self._tokenise(where, prompt + self._ended(completion))
-            return tokens, np.arange(len(tokens)) >= _common(before, tokens)
+            return [(tokens, np.arange(len(tokens)) >= _common(before, tokens))]
         if isinstance(prompt, list) and isinstance(completion, list):
             first, second = (_messages(where, name, example) for name in ("prompt", "completion"))
             return self._conversation(where, example, [*first, *second], len(first))
@@ -140,8 +149,12 @@ class ExampleReader:
 
     def _conversation(
         self, where: str, example: Mapping[str, Any], messages: list[Message], num_prompt: int = 0
-    ) -> tuple[list[int], np.ndarray]:
-        """Messages, of which the first `num_prompt` are not learned."""
+    ) -> list[Part]:
+        """Messages, of which the first `num_prompt` are not learned.
+
+        Some templates write an answer otherwise once others follow, such as without what was thought before it. There
+        each answer is learned as it was given: at the end of a conversation of its own.
+        """
         _refuse_unlearnable(where, messages[num_prompt:])
         chat = _Chat(self, where, _options(where, example))
         if chat.is_marked:
@@ -149,14 +162,12 @@ class ExampleReader:
             if num_prompt:
                 before = chat.tokenise(chat.render(messages[:num_prompt], answer_follows=True))
                 learned &= np.arange(len(tokens)) >= _common(before, tokens)
-            return tokens, learned
-        text = chat.render(messages)
-        tokens = chat.tokenise(text)
-        learned = np.zeros(len(tokens), np.bool_)
-        for number, message in enumerate(messages):
-            if message["role"] == "assistant" and number >= num_prompt:
-                learned[chat.turn(messages, number, text, tokens)] = True
-        return tokens, learned
+            return [(tokens, learned)]
+        answers = [n for n, message in enumerate(messages) if message["role"] == "assistant" and n >= num_prompt]
+        if (whole := chat.with_answers(messages, answers)) is not None:
+            return [whole]
+        alone = (chat.with_answers(messages[: number + 1], [number]) for number in answers)
+        return [part for part in alone if part is not None]
 
     # ---- tokens
 
@@ -209,24 +220,27 @@ class _Chat:
     def tokenise(self, text: str) -> list[int]:
         return tokenise(self.where, self.reader.tokenizer, text, special_tokens=False)
 
-    def turn(self, messages: Sequence[Message], number: int, text: str, tokens: Sequence[int]) -> slice:
-        """The tokens of the message of that number: they follow the prompt for it, up to the message's end.
+    def with_answers(self, messages: Sequence[Message], answers: Sequence[int]) -> Part | None:
+        """The tokens of these messages, with those of the answers of these numbers learned.
 
-        Raises: `CorpusError` if it comes first, or the template writes it otherwise once others follow.
+        An answer follows the prompt for it, up to the message's end; None where the template writes it otherwise once
+        others follow. Raises: `CorpusError` if it comes first.
         """
-        if number == 0:
-            raise CorpusError(
-                f"{self.where}: begins with the assistant, whose part the chat template of {self.reader.name!r} does "
-                "not mark; begin with another message, or mark it with {% generation %}"
-            )
-        until = self.render(messages[: number + 1])
-        if not text.startswith(until):
-            raise CorpusError(
-                f"{self.where}: the chat template of {self.reader.name!r} writes message {number} otherwise once "
-                "others follow; give conversations that end with it, or mark it with {% generation %}"
-            )
-        before = self.tokenise(self.render(messages[:number], answer_follows=True))
-        return slice(_common(before, tokens), _common(self.tokenise(until), tokens))
+        text = self.render(messages)
+        tokens = self.tokenise(text)
+        learned = np.zeros(len(tokens), np.bool_)
+        for number in answers:
+            if number == 0:
+                raise CorpusError(
+                    f"{self.where}: begins with the assistant, whose part the chat template of {self.reader.name!r} "
+                    "does not mark; begin with another message, or mark it with {% generation %}"
+                )
+            until = self.render(messages[: number + 1])
+            if not text.startswith(until):
+                return None
+            before = self.tokenise(self.render(messages[:number], answer_follows=True))
+            learned[_common(before, tokens) : _common(self.tokenise(until), tokens)] = True
+        return tokens, learned
 
     def _rendered(self, messages: Sequence[Message], **arguments: Any) -> Rendered:
         given = {**self.reader.tokenizer.special_tokens_map, **self.options}

@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
-from penstock.data import CorpusError, CorpusSpec, DataShard, DocumentPacking, load_corpus
+from penstock.data import NO_LABEL, CorpusError, CorpusSpec, DataShard, DocumentPacking, load_corpus
 from penstock.engine.run_parts import RunData
 from penstock.settings import ConfigError, DataConfig, ModelConfig, RunConfig, TrainConfig, ValidationConfig
 from tests.chat import CHATML, CONVERSATIONS, INSTRUCT, MARKED_CHATML, SHORTENING, assistant, user
@@ -118,6 +119,26 @@ def test_rows_of_parquet_are_examples(folder: Path, tmp_path: Path) -> None:
     assert corpus_of(str(tmp_path / "chat.parquet"), folder).fingerprint == lines.fingerprint
 
 
+def test_answers_that_a_template_writes_otherwise_later_are_examples_of_their_own(tmp_path: Path) -> None:
+    make_tokenizer(tmp_path, chat_template=SHORTENING)
+    first, second = [user("what then?"), assistant("the cat</think>sat")], [user("so?"), assistant("the mat</think>so")]
+    whole = corpus_of(write(tmp_path / "chat.jsonl", [{"messages": first + second}]), tmp_path).training
+    rows = [{"prompt": first[:1], "completion": first[1:]}, {"prompt": first + second[:1], "completion": second[1:]}]
+    apart = corpus_of(write(tmp_path / "apart.jsonl", rows), tmp_path).training
+    assert whole.num_documents == apart.num_documents == 2
+    for number in range(2):
+        found, expected = (DocumentPacking(store, 200).fill([number]) for store in (whole, apart))
+        assert all((own == other).all() for own, other in zip(found, expected, strict=True))
+    decode = AutoTokenizer.from_pretrained(tmp_path).decode
+    tokens, labels = DocumentPacking(whole, 200).fill([1])
+    assert "<|im_start|>assistant\nsat<|im_end|>" in decode(tokens), "as it is written for the second prompt"
+    assert decode(labels[labels != NO_LABEL]).endswith("the mat</think>so<|im_end|>\n")
+    # Both are held back for validation, or neither.
+    rows = [{"messages": first + second}] * 40
+    sides = corpus_of(write(tmp_path / "many.jsonl", rows), tmp_path, validation_fraction=0.3)
+    assert sides.validation is not None and sides.validation.num_documents % 2 == 0 < sides.training.num_documents
+
+
 # ---- mistakes
 
 
@@ -167,8 +188,6 @@ def test_an_example_that_cannot_be_learned_is_named_with_file_and_line(
         ("{% for m in messages %}{{ m.role }} {{ m.content }}{% endfor %}",
          {"messages": [user("a"), {"role": "assistant", "content": [{"type": "text", "text": "b"}]}]},
          "it knows no content of parts; a text is possible"),
-        (SHORTENING, {"messages": [user("a"), assistant("b</think>c"), user("d"), assistant("e")]},
-         "writes message 1 otherwise once others follow; give conversations that end with it, or mark it"),
     ],
 )  # fmt: skip
 def test_a_template_that_fails_is_named(template: str | None, example: dict, told: str, tmp_path: Path) -> None:
