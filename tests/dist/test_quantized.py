@@ -25,7 +25,9 @@ KINDS = [
     ("bf16", "none"),
     ("fp32", "int8"),
     ("bf16", "int8"),
+    ("fp32", "int8-weights"),
     ("bf16", "int8-weights"),
+    ("fp32", "int4"),
     ("bf16", "int4"),
 ]
 PARAMS = [
@@ -36,6 +38,7 @@ OPTIONS = (
     GenerateOptions(),
     GenerateOptions(num_slots=3, rows_per_slot=1),
     GenerateOptions(rows_per_slot=2, longest_first=False),
+    GenerateOptions(rows_per_slot=1, refill=False, packed=False),
 )
 
 
@@ -55,11 +58,18 @@ def answers(rank: int, pp: int) -> dict[tuple[str, str], list[Any]]:
             ]
             for way in OPTIONS
         ]
+        stem, cut = list(range(40)), GenerateOptions(prefill_tokens=16)
+        prompts = [[*stem, number, 3] for number in range(6)] + [stem]
+        shared = engine.generate(prompts, PARAMS[:1] * 7, cut)
+        alone = [engine.generate([prompt], PARAMS[:1], cut)[0] for prompt in prompts]
+        for together, own in zip(shared, alone, strict=True):
+            assert (together.tokens, together.log_probs) == (own.tokens, own.log_probs), "prompts that begin alike"
         engine.close()
         engine.grid.close()
     return found
 
 
+@pytest.mark.shows(132, 133)
 def test_tokens_of_every_kind_of_product_have_the_same_bits_in_any_layout_slot_and_batch() -> None:
     alone, both = run_ranks(1, answers, 1)[0], run_ranks(2, answers, 2)
     assert len({str(found[0]) for found in alone.values()}) == len(KINDS), "the kinds differ, so they are used"

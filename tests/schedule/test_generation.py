@@ -15,11 +15,19 @@ NextToken = Callable[[int, int], int]
 
 
 def sequences_of(asked: Iterable[tuple[int, int, int]], end_tokens: tuple[int, ...] = ()) -> list[Sequence]:
-    """Sequences of (number of the prompt, length of the prompt, new tokens at most)."""
+    """Sequences of (number of the prompt, length of the prompt, new tokens at most); no two prompts begin alike."""
     return [
-        Sequence(number, prompt, 0, range(length), SamplingParams(max_new_tokens, end_tokens=end_tokens))
+        Sequence(
+            *(number, prompt, 0, range(100 * prompt, 100 * prompt + length)),
+            SamplingParams(max_new_tokens, end_tokens=end_tokens),
+        )
         for number, (prompt, length, max_new_tokens) in enumerate(asked)
     ]
+
+
+def sequences_copy(sequences: Iterable[Sequence]) -> list[Sequence]:
+    """The same requests, without what has been generated for them."""
+    return [Sequence(s.number, s.prompt, s.sample, s.prompt_tokens, s.params, s.identity) for s in sequences]
 
 
 def as_tokens(ids: Iterable[int]) -> list[Token]:
@@ -34,13 +42,14 @@ def never_ends(sequence: int, position: int) -> int:
 class World:
     """Does what the ring would do, with symbols for tokens, and holds every item against what it should read.
 
-    The cache holds for each row and position which token lies there: (prompt, position), or (sequence, position).
+    The cache holds for each row and position the token of a prompt that lies there, or (sequence, position) of an
+    answer.
     """
 
     scheduler: Scheduler
     token: NextToken = never_ends
     stop_when: Callable[[], list[int]] = list
-    cache: dict[int, dict[int, tuple[str, int, int]]] = field(default_factory=dict)
+    cache: dict[int, dict[int, int | tuple[int, int]]] = field(default_factory=dict)
     batches: list[Batch] = field(default_factory=list)
     num_read: Counter[int] = field(default_factory=Counter)
     num_rounds: int = 0
@@ -81,9 +90,9 @@ class World:
     def _draw(self, item: BatchItem) -> int:
         return self.token(item.sequence, self.scheduler.sequences[item.sequence].num_tokens)
 
-    def symbol(self, sequence: Sequence, position: int) -> tuple[str, int, int]:
+    def symbol(self, sequence: Sequence, position: int) -> int | tuple[int, int]:
         in_prompt = position < len(sequence.prompt_tokens)
-        return ("prompt", sequence.prompt, position) if in_prompt else ("answer", sequence.number, position)
+        return sequence.prompt_tokens[position] if in_prompt else (sequence.number, position)
 
     def _copy(self, item: BatchItem) -> None:
         row = self.cache.setdefault(item.row, {})
@@ -138,6 +147,47 @@ def test_every_answer_is_read_once_whole_and_no_further_than_its_end(seeds: rang
         read = sum(batch.num_tokens for batch in world.batches)
         assert read == sum(sequence.num_tokens for sequence in sequences) + sum(world.num_read.values())
     assert num_tokens > 1000
+
+
+@pytest.mark.shows(133)
+@pytest.mark.parametrize("seeds", [range(start, start + 100) for start in range(0, 400, 100)])
+def test_prompts_that_begin_alike_share_whole_pieces_of_what_is_read(seeds: range) -> None:
+    """`World` holds every copy, and every token that is read, against the sequence's own."""
+    saved = 0
+    for seed in seeds:
+        draw = random.Random(seed)
+        stems = [[draw.randrange(3) for _ in range(draw.randint(0, 20))] for _ in range(2)]
+        prompts = [draw.choice(stems) + [draw.randrange(3) for _ in range(draw.randint(1, 9))] for _ in range(9)]
+        params = [SamplingParams(draw.randint(1, 9), num_samples=draw.randint(1, 3)) for _ in prompts]
+        shape = RingShape(draw.randint(1, 4), draw.randint(1, 4), draw.randint(1, 6))
+        sequences = Sequence.all_of(prompts, params)
+        world = World(Scheduler(sequences, shape, draw.random() < 0.7, longest_first=draw.random() < 0.5)).run()
+        assert all(sequence.ending is Ending.LENGTH for sequence in sequences)
+        for number, prompt in enumerate(prompts):
+            read = len(prompt) - 1 - world.num_read[number]
+            # Pieces are read or shared whole, so a prompt's cuts are those of the prompt alone.
+            assert read >= 0 and read % shape.prefill_tokens == 0
+            saved += read
+        reading = [item for batch in world.batches for item in batch.items if item.length > 1]
+        assert all(item.start % shape.prefill_tokens == 0 for item in reading)
+    assert saved > 1000
+
+
+@pytest.mark.shows(133)
+def test_eight_prompts_at_once_with_one_beginning_read_it_once() -> None:
+    stem = list(range(100, 164))
+    sequences = Sequence.all_of([[*stem, number, 1, 2] for number in range(8)], [SamplingParams(4)] * 8)
+    world = World(Scheduler(sequences, RingShape(2, 4, prefill_tokens=16))).run()
+    assert [world.num_read[number] for number in range(8)] == [66] + [2] * 7
+
+
+def test_a_row_that_is_to_be_copied_is_not_given_away_before() -> None:
+    stem = list(range(100, 116))
+    prompts = [[*stem, 1], [*stem, 2, 3], [*stem, 4, 5, 6], [7] * 40, [8] * 40]
+    sequences = Sequence.all_of(prompts, [SamplingParams(1)] * 5)
+    for rows in (1, 2, 3):
+        world = World(Scheduler(sequences_copy(sequences), RingShape(1, rows, prefill_tokens=4))).run()
+        assert sum(world.num_read[number] for number in range(3)) == 16 + 1 + 2
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -264,7 +264,7 @@ def _run(
     place = f"[{host}]" if ":" in host else host
     print(
         f"serving {parts.model.name} at http://{place}:{port}/v1: {shape.num_rows} answers at a time, "
-        f"each of up to {length} tokens with its prompt",
+        f"each of up to {length} tokens with its prompt{_of_cache(engine, shape, length)}",
         flush=True,
     )
     try:
@@ -274,6 +274,12 @@ def _run(
         raise
     finally:
         http.end()
+
+
+def _of_cache(engine: "Engine", shape: "RingShape", length: int) -> str:
+    """The memory that this rank's KV cache takes, as part of a sentence; nothing where it is not known before."""
+    num_bytes = engine.generator.decoders.cache_bytes(shape.num_rows, length)
+    return "" if num_bytes is None else f"; a KV cache of {num_bytes / 2**20:,.0f} MiB"
 
 
 def _drain(parts: "ServerParts", ending: threading.Event) -> None:

@@ -20,7 +20,10 @@ from penstock.settings import RingConfig
 
 @dataclass(frozen=True)
 class GenerateOptions(RingConfig):
-    """The way in which sequences go round the ring; no option changes a token.
+    """The way in which sequences go round the ring.
+
+    No option changes a token, but that another `prefill_tokens` cuts prompts otherwise, which may round attention
+    otherwise unless the engine is reproducible.
 
     Args:
         num_slots: groups of sequences under way at the same time; None for one a pipeline rank.

@@ -79,7 +79,8 @@ class Batch:
 class RingShape:
     """The number of slots in the ring, the rows of each, and the prompt tokens that a batch may read.
 
-    A prompt is always cut at multiples of `prefill_tokens`, so its numbers do not depend on the rest of the batch.
+    A prompt is always cut at multiples of `prefill_tokens`, so its numbers do not depend on the rest of the batch. Such
+    pieces at the beginning of several prompts are read once.
 
     >>> RingShape(num_slots=2, rows_per_slot=3).rows_of(1)
     range(3, 6)
@@ -320,8 +321,12 @@ class Scheduler:
             if len(live) >= self._share(slot) or not self._waiting:
                 return
             last = self._rows[row]
-            if last is None or last.row != row:
+            if (last is None or last.row != row) and not self._is_wanted(row):
                 self._settle(slot, row, last)
+
+    def _is_wanted(self, row: int) -> bool:
+        """True if the row's beginning is to be copied by a later batch than the next."""
+        return any(sequence.source == row and sequence.num_unread > 1 for live in self._live for sequence in live)
 
     def _settle(self, slot: int, row: int, last: Sequence | None) -> None:
         """Give a free row, which was `last`'s, to a sequence from the queue, if any can start now."""
@@ -334,18 +339,54 @@ class Scheduler:
             # Only the prompt's last token is computed again, for its logits.
             sequence.num_cached = len(sequence.prompt_tokens) - 1
             sequence.source = NO_ROW if last is not None and last.prompt == prompt else reader
+        elif len(sequence.prompt_tokens) > self.shape.prefill_tokens:
+            num_shared = {other: self._num_shared(sequence, other) for other in range(self.shape.num_rows)}
+            # The row's own beginning needs no copy.
+            source = max(num_shared, key=lambda other: (num_shared[other], other == row))
+            sequence.num_cached = num_shared[source]
+            sequence.source = NO_ROW if source == row or not num_shared[source] else source
         self._rows[row], sequence.row = sequence, row
         self._reader.setdefault(prompt, row)
         self._leave_queue(sequence)
         self._live[slot].append(sequence)
 
     def _next_prompt(self) -> int | None:
-        """The first prompt in the queue that no row is reading at the moment; others wait until that is done."""
-        for prompt in self._waiting:
+        """The first prompt in the queue that no row is reading at the moment; others wait until that is done.
+
+        So do those that begin like one which a row is reading, unless too many wait to look at each.
+        """
+        num_rows = self.shape.num_rows
+        for number, (prompt, waiting) in enumerate(self._waiting.items()):
             reader = self._reader.get(prompt)
-            if reader is None or self._has_read(reader):
+            if reader is not None:
+                if self._has_read(reader):
+                    return prompt
+            elif number >= num_rows or not any(self._will_share(waiting[0], row) for row in range(num_rows)):
                 return prompt
         return None
+
+    def _num_shared(self, sequence: Sequence, row: int) -> int:
+        """The tokens at the beginning of a prompt that a row holds by the time the next batch is computed.
+
+        Only whole pieces of a prompt count, so that a prompt is cut as if it were alone, and no number changes.
+        """
+        holder = self._rows[row]
+        if holder is None or holder.source != NO_ROW:
+            return 0
+        return min(self._num_alike(sequence, holder), holder.num_cached)
+
+    def _will_share(self, sequence: Sequence, row: int) -> bool:
+        """True if more of a prompt's beginning will be in a row than is there yet."""
+        holder = self._rows[row]
+        return holder is not None and holder.num_unread > 0 and self._num_alike(sequence, holder) > holder.num_cached
+
+    def _num_alike(self, one: Sequence, other: Sequence) -> int:
+        """The tokens of the whole pieces with which two prompts begin alike, without the last token of `one`."""
+        piece, ours, theirs = self.shape.prefill_tokens, one.prompt_tokens, other.prompt_tokens
+        most, length = min(len(ours) - 1, len(theirs)), 0
+        while length + piece <= most and ours[length : length + piece] == theirs[length : length + piece]:
+            length += piece
+        return length
 
     def _has_read(self, row: int) -> bool:
         """True if the row's prompt will be in the KV cache by the time the next batch is computed."""

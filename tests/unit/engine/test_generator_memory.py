@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from penstock import Engine, SamplingParams
+from penstock.engine import EngineOptions
 from penstock.engine.answers import GenerateOptions
 from penstock.model import CachedRows, CacheSize, KVCache, cached_attention, decoder_units
 from penstock.schedule import BatchItem
+from penstock.settings import Precision
 from tests.generation import CONFIG, load, random_prompts, random_weights
 
 PARAMS = SamplingParams(max_new_tokens=3)
@@ -56,6 +58,21 @@ def test_a_cache_is_a_row_a_sequence_and_as_long_as_the_longest_answer() -> None
         keys, values = cache.by_token()
         # [rows, tokens rounded up, key heads, width of a head]
         assert keys.shape == values.shape == (4, 128, CONFIG.key_heads, CONFIG.head_size)
+
+
+@pytest.mark.shows(133)
+@pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16])
+@pytest.mark.parametrize(("num_rows", "num_tokens"), [(1, 1), (4, 90), (7, 200)])
+def test_a_cache_takes_the_bytes_that_were_foreseen(precision: Precision, num_rows: int, num_tokens: int) -> None:
+    made = Engine(decoder_units(CONFIG), CONFIG.hidden_size, options=EngineOptions(precision=precision, device="cpu"))
+    decoders = made.generator.decoders
+    foreseen = decoders.cache_bytes(num_rows, num_tokens)
+    assert caches(made) == [], "nothing is allocated for the answer"
+    decoders.reserve(num_rows, num_tokens)
+    taken = sum(values.nbytes for cache in caches(made) for values in (cache.keys_RGLK, cache.values_RGLK))
+    tokens, each = -(-num_tokens // 64) * 64, 2 if precision is Precision.BF16 else 4
+    heads = CONFIG.num_layers * CONFIG.key_heads * CONFIG.head_size
+    assert foreseen == taken == 2 * num_rows * tokens * heads * each
 
 
 @pytest.mark.shows(69)

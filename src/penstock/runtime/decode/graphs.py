@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.model import CachedRows, CacheSize, SlotRows, spare_position
+from penstock.model import CachedRows, CacheSize, KVCache, SlotRows, spare_position
 from penstock.runtime.host_memory import prepare_large_pages
 from penstock.runtime.stage import Stage
 from penstock.schedule import BatchItem
@@ -252,10 +252,21 @@ class Decoders:
         if kept is not None and kept.num_rows >= num_rows and kept.num_tokens >= num_tokens:
             return
         self.release()
-        num_tokens = -(-num_tokens // _CACHE_STEP_TOKENS) * _CACHE_STEP_TOKENS
-        size = CacheSize(num_rows, num_tokens, self._dtype, self._device)
+        size = self._size_for(num_rows, num_tokens, self._device)
         self.caches = {stage.index: stage.new_caches(size) for stage in self._stages}
         self._size = size
+
+    def cache_bytes(self, num_rows: int, num_tokens: int) -> int | None:
+        """Bytes of the local stages' KV caches for rows of so many tokens; nothing is allocated.
+
+        None for layers of other libraries, whose caches grow as they are used.
+        """
+        size = self._size_for(num_rows, num_tokens, torch.device("meta"))
+        caches = [cache for stage in self._stages for cache in stage.new_caches(size) if cache is not None]
+        return sum(cache.num_bytes for cache in caches) if all(isinstance(cache, KVCache) for cache in caches) else None
+
+    def _size_for(self, num_rows: int, num_tokens: int, device: torch.device) -> CacheSize:
+        return CacheSize(num_rows, -(-num_tokens // _CACHE_STEP_TOKENS) * _CACHE_STEP_TOKENS, self._dtype, device)
 
     def pack_weights(self) -> None:
         """Pack all weights now, while nothing is waited for, and not one by one as the first prompts come."""
