@@ -191,6 +191,9 @@ def test_a_hugging_face_folder_is_scored_like_the_run_it_was_made_from(
     capsys.readouterr()
     assert main(["score", str(hugging_face), str(folder / "texts.jsonl"), "--output", str(folder / "none.jsonl")]) == 2
     assert "has no tokenizer; give token ids" in capsys.readouterr().err
+    (hugging_face / "tokenizer.model").write_bytes(b"")
+    assert main(["score", str(hugging_face), str(folder / "texts.jsonl"), "--output", str(folder / "none.jsonl")]) == 2
+    assert "has a tokenizer.model and no tokenizer.json, which save_pretrained of" in capsys.readouterr().err
 
 
 REFUSED = {

@@ -113,7 +113,7 @@ def tokens_of_word(word: str, model: SavedModel) -> list[tuple[int, ...]]:
     if not word:
         raise ValueError("--bad-word '' is empty; give a text")
     if model.tokenizer is None:
-        raise ValueError(f"--bad-word {word!r} is a text, but {model.folder} has no tokenizer")
+        raise ValueError(f"--bad-word {word!r} is a text, but {_lack(model)}")
     return [tuple(_encoded(f"--bad-word {word!r}", text, model, special_tokens=False)) for text in (word, f" {word}")]
 
 
@@ -175,7 +175,7 @@ def _text_tokens(where: str, name: str, value: Any, model: SavedModel) -> Sequen
     """The token ids of a text, with special tokens unless it continues another, or the ids as given."""
     if isinstance(value, str) and name != "tokens":
         if model.tokenizer is None:
-            raise ValueError(f"{where}: {name!r} is a text, but the model has no tokenizer; give token ids")
+            raise ValueError(f"{where}: {name!r} is a text, but {_lack(model)}; give token ids")
         return _encoded(f"{where}: {name!r}", value, model, special_tokens=name != "completion")
     if _are_ids(value):
         return value
@@ -185,11 +185,21 @@ def _text_tokens(where: str, name: str, value: Any, model: SavedModel) -> Sequen
 
 def _prompt_tokens(where: str, text: str, model: SavedModel) -> Sequence[int]:
     if model.tokenizer is None:
-        raise ValueError(f"{where} is a text, but {model.folder} has no tokenizer; give token ids in a --file")
+        raise ValueError(f"{where} is a text, but {_lack(model)}; give token ids in a --file")
     tokens = _encoded(where, text, model)
     if not tokens:
         raise ValueError(f"{where} is empty; a model continues what has at least one token")
     return tokens
+
+
+def _lack(model: SavedModel) -> str:
+    """Why there is no tokenizer."""
+    if (model.folder / "tokenizer.model").is_file():
+        return (
+            f"{model.folder} has a tokenizer.model and no tokenizer.json, which save_pretrained of transformers' "
+            "AutoTokenizer writes"
+        )
+    return f"{model.folder} has no tokenizer"
 
 
 def _encoded(where: str, text: str, model: SavedModel, special_tokens: bool = True) -> list[int]:

@@ -44,7 +44,7 @@ class CorpusSpec:
     """The text of a corpus, its tokenizer, and the part kept for validation.
 
     source, validation_source: "stdlib" (the source of Python's own standard library), a file, a folder, or a pattern;
-    text, JSONL or Parquet. Rows without the text field may be examples instead (`ExampleReader`).
+    text, JSONL, Parquet, Arrow or CSV. Rows without the text field may be examples instead (`ExampleReader`).
     validation_fraction: the part of the documents kept for validation, chosen by a hash of their names; unused if
     validation has its own source. tokenizer: "bytes", a tokenizer.json or its folder. end_token: the token put after
     every document (its text; for bytes True), False for none; examples end with the tokenizer's own. special_tokens:

@@ -15,7 +15,11 @@ from penstock.settings.json_files import parse_json
 
 BUILT_IN = "stdlib"
 TEXT_ENDINGS = frozenset({".txt", ".text", ".md", ".rst", ".py"})
-ROW_ENDINGS = {".jsonl": "json", ".ndjson": "json", ".parquet": "parquet"}  # with their builder's name in `datasets`
+# with their builder's name in `datasets`
+ROW_ENDINGS = {".jsonl": "json", ".ndjson": "json", ".parquet": "parquet", ".arrow": "arrow", ".csv": "csv"}
+# tables lie in many folders beside the texts that are meant
+ENDINGS_TO_NAME = frozenset({".csv"})
+SPLITS_FILE = "dataset_dict.json"  # of a folder that `datasets` has saved with several splits
 KNOWN_ENDINGS = ", ".join(sorted(TEXT_ENDINGS | ROW_ENDINGS.keys()))
 # tests hold generated tables and broken encodings on purpose; packages differ from machine to machine
 SKIPPED_FOLDERS = frozenset({"__pycache__", "dist-packages", "idle_test", "site-packages", "test", "tests"})
@@ -118,7 +122,9 @@ class Source:
             open_file(file).close()
             # streaming reads the file in place: nothing is copied into a cache, and ranks do not wait for each other
             kind = ROW_ENDINGS[file.suffix]
-            rows = iter(datasets.load_dataset(kind, data_files=[str(file)], split="train", streaming=True))
+            # an empty text, and one such as "null", is a text
+            how: dict[str, Any] = {"keep_default_na": False} if kind == "csv" else {}
+            rows = iter(datasets.load_dataset(kind, data_files=[str(file)], split="train", streaming=True, **how))
         except Exception as error:
             raise _unreadable(file, error) from error
         number = 0
@@ -161,9 +167,9 @@ def _unreadable(file: Path, error: Exception) -> CorpusError:
 def find_source(source: str, text_field: str = "text") -> Source:
     """Find the files of a corpus: the built-in one ("stdlib"), a file, a folder (recursively), or a pattern.
 
-    A file of unknown ending is an error if it is named, and skipped if it is found.
+    A file of unknown ending is an error if it is named, and skipped if it is found; so is a .csv in a folder.
 
-    Raises: `CorpusError` if there is nothing, or nothing that can be read.
+    Raises: `CorpusError` if there is nothing, nothing that can be read, or several splits.
     """
     if source == BUILT_IN:
         root = Path(sysconfig.get_path("stdlib"))
@@ -177,7 +183,10 @@ def find_source(source: str, text_field: str = "text") -> Source:
             raise CorpusError(f"{source!r} has the ending {path.suffix!r}; a corpus ends in one of {KNOWN_ENDINGS}")
         return Source(source, path.parent, (path,), text_field)
     if path.is_dir():
-        root, found = path, list(_walk(path))
+        if (path / SPLITS_FILE).is_file():
+            splits = ", ".join(sorted(repr(own.name) for own in path.iterdir() if own.is_dir()))
+            raise CorpusError(f"{source!r} holds the splits {splits}; give the folder of one")
+        root, found = path, [file for file in _walk(path) if not _is_beside(file)]
     elif any(character in source for character in "*?["):
         parts = path.parts
         fixed = next(index for index, part in enumerate(parts) if any(character in part for character in "*?["))
@@ -193,6 +202,11 @@ def find_source(source: str, text_field: str = "text") -> Source:
 
 def _known(path: Path) -> bool:
     return path.suffix in TEXT_ENDINGS or path.suffix in ROW_ENDINGS
+
+
+def _is_beside(path: Path) -> bool:
+    """True for a table, and for what `datasets` keeps of its own computations beside a saved dataset."""
+    return path.suffix in ENDINGS_TO_NAME or (path.suffix == ".arrow" and path.name.startswith("cache-"))
 
 
 def _walk(root: Path, skipped: frozenset[str] = frozenset()) -> Iterator[Path]:

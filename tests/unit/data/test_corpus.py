@@ -30,6 +30,15 @@ def write_rows(path: Path, rows: list[dict]) -> Path:
         import pyarrow.parquet
 
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    elif path.suffix in (".arrow", ".csv"):
+        import datasets
+
+        made = datasets.Dataset.from_list(rows)
+        if path.suffix == ".csv":
+            made.to_csv(str(path))
+        else:
+            made.save_to_disk(str(path.parent / "saved"))
+            (path.parent / "saved" / "data-00000-of-00001.arrow").rename(path)
     else:
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
@@ -97,7 +106,7 @@ def test_text_files_are_documents_in_order_of_their_paths(tmp_path: Path):
     assert texts_of(one.training) == ["deep"] and one.validation is None
 
 
-@pytest.mark.parametrize("ending", [".jsonl", ".ndjson", ".parquet"])
+@pytest.mark.parametrize("ending", [".jsonl", ".ndjson", ".parquet", ".arrow", ".csv"])
 def test_rows_are_documents(tmp_path: Path, ending: str):
     rows = [{"number": number, "body": text} for number, text in enumerate(ROWS)]
     path = write_rows(tmp_path / f"rows{ending}", [*rows, {"number": 99, "body": ""}])
@@ -222,8 +231,11 @@ def test_a_token_outside_the_vocabulary_is_named(tmp_path: Path):
     ("files", "change", "message"),
     [
         ({}, {"source": "{0}/nowhere.txt"}, "there is no corpus at"),
-        ({}, {"source": "{0}"}, "no file of .* ends in one of .jsonl"),
+        ({}, {"source": "{0}"}, "no file of .* ends in one of .arrow"),
         ({}, {"source": "{0}/*.txt"}, "no file of"),
+        ({"a.csv": b"text\nabc\n"}, {"source": "{0}"}, "no file of"),
+        ({"cache-1.arrow": b"x"}, {"source": "{0}"}, "no file of"),
+        ({"dataset_dict.json": b"{}"}, {"source": "{0}"}, "holds the splits .*; give the folder of one"),
         ({"a.pdf": b"x"}, {"source": "{0}/a.pdf"}, "ending '.pdf'; a corpus ends in one of"),
         ({"a.txt": b""}, {"source": "{0}/a.txt"}, "is empty"),
         ({"a.txt": b"x"}, {"source": "{0}/a.txt"}, "too few"),
