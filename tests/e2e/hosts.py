@@ -39,8 +39,8 @@ class Host:
     address: str = LOOPBACK
     namespace: str | None = None
 
-    def start(self, meet: Rendezvous, *arguments: str) -> Started:
-        """An agent on this host, and the run it is to start."""
+    def start(self, meet: Rendezvous, *arguments: str, command: str = "train") -> Started:
+        """An agent on this host, and the run or other command that it is to start."""
         settings = {
             # A host counts as lost after as many missed words, and those that are there wait this long for others.
             # On a machine with much else to do one that lives may miss some: two halves of a run then start alone.
@@ -62,7 +62,11 @@ class Host:
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
             "OMP_NUM_THREADS": "1",
         }
-        return Started(list(arguments), environ, launcher)
+        return Started(list(arguments), environ, launcher, command)
+
+    def run(self, *command: str, limit_s: float = 60.0) -> subprocess.CompletedProcess[str]:
+        """Run a command on this host to its end."""
+        return subprocess.run([*self._inside(), *command], capture_output=True, text=True, timeout=limit_s)
 
     @contextlib.contextmanager
     def store(self) -> Iterator[str]:
