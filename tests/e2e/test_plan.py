@@ -44,7 +44,9 @@ def test_a_plans_file_trains_as_it_is(
     run, cluster, planned = files
     words = ["plan", str(run), "--cluster", str(cluster), "--devices", str(num_devices), "--json"]
     assert main(words) == 0
-    best = json.loads(capfd.readouterr().out)["best"]
+    printed = capfd.readouterr()
+    assert len(printed.err.splitlines()) < 5, "few lines where nobody watches"
+    best = json.loads(printed.out)["best"]
     number = next(i for i, one in enumerate(best, start=1) if wanted in one["layout"])
     assert main([*words, "--output", str(planned), "--choose", str(number)]) == 0
     settings, config = best[number - 1]["settings"], read_config(planned)
@@ -76,3 +78,6 @@ def test_mistakes_are_refused(files: tuple[Path, Path, Path], capsys: pytest.Cap
         assert main(["plan", *arguments]) == 2
         assert message in capsys.readouterr().err
     assert not planned.exists()
+    run.write_text(run.read_text().replace("max_length = 64", "max_length = 32"))
+    assert main(["plan", str(run), "--cluster", str(cluster)]) == 2
+    assert "longer than model.max_length = 32" in capsys.readouterr().err

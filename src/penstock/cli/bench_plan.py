@@ -53,6 +53,8 @@ def run(given: argparse.Namespace) -> dict[str, Any]:
             "bytes_allowed": timed.BYTES_ALLOWED,
         }
     runs, others = read_runs(given.runs)
+    if not runs:
+        raise ValueError(f"{given.runs} has no run that can be predicted; of the first of them, {others[0][1]}")
     runs = [run for run in runs if given.source.lower() in run.row["source"].lower()]
     if not runs:
         raise ValueError(f"{given.runs} has no run of a source with {given.source!r} that can be predicted")

@@ -1,7 +1,9 @@
 """`penstock plan`: the fastest layouts and schedules for a model on a cluster, found by simulating their programs."""
 
 import argparse
+import math
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,8 +14,10 @@ from penstock.cli.commands import Parser, print_json, print_table, refuse_to_ove
 from penstock.settings import Precision, RunConfig
 from penstock.settings.declare import ConfigError
 from penstock.settings.read import Values, from_values, read_values
+from penstock.settings.run import check_sections
 
 _GIB = 2**30
+_SECONDS_BETWEEN_LINES = 10.0
 
 
 def main(words: Sequence[str]) -> int:
@@ -30,7 +34,7 @@ def main(words: Sequence[str]) -> int:
         constants = replace(constants, action_s=given.action_us * 1e-6)
     if given.compute is not None:
         constants = replace(constants, compute=given.compute)
-    found = planner.plan(workload, cluster, constants, effort=given.effort, progress=_progress)
+    found = planner.plan(workload, cluster, constants, effort=given.effort, progress=_Progress())
     if given.output is not None:
         _write(given, values, found)
     if given.picture is not None:
@@ -113,7 +117,12 @@ def _workload(given: argparse.Namespace) -> tuple[Values, planner.Workload]:
         shape = planner.published_model(given.model)
         return {}, planner.Workload(shape, given.length, given.sequences, given.precision)
     values = read_values(given.run)
-    return values, _workload_of(from_values(values))
+    config = from_values(values)
+    if config.model.pretrained is None:
+        # All that the plan does not choose must go together before it is made.
+        ours = {name: value for name, value in values.items() if not name.startswith(("parallel.", "schedule."))}
+        check_sections(from_values(ours | {"train.num_microbatches": 1}))
+    return values, _workload_of(config)
 
 
 def _workload_of(config: RunConfig) -> planner.Workload:
@@ -255,5 +264,13 @@ def _show(found: planner.Plan, explained: list[int] | None) -> None:
         print("\n" + "\n".join(planner.compare(first, second)))
 
 
-def _progress(text: str) -> None:
-    print(text, file=sys.stderr)
+class _Progress:
+    """Prints what is being done: all of it on a terminal, elsewhere a line every few seconds."""
+
+    #: when a line was last printed
+    _last_s: float = -math.inf
+
+    def __call__(self, text: str) -> None:
+        if sys.stderr.isatty() or time.monotonic() - self._last_s >= _SECONDS_BETWEEN_LINES:
+            print(text, file=sys.stderr)
+            self._last_s = time.monotonic()

@@ -72,6 +72,8 @@ class Cluster:
     source: str = ""
 
     def __post_init__(self) -> None:
+        if self.num_devices < 1:
+            raise ClusterError(f"a cluster has at least 1 device, not {self.num_devices}")
         if self.num_devices > self.devices_per_host and self.num_devices % self.devices_per_host:
             raise ClusterError(
                 f"{self.num_devices} devices do not fill hosts of {self.devices_per_host}; "
@@ -92,7 +94,7 @@ class Cluster:
         known = hosts()
         if name not in known:
             raise unknown(name, known, "host")
-        return replace(known[name], num_devices=num_devices or known[name].devices_per_host)
+        return replace(known[name], num_devices=known[name].devices_per_host if num_devices is None else num_devices)
 
     @classmethod
     def read(cls, path: str | Path, num_devices: int | None = None) -> Cluster:
@@ -107,7 +109,12 @@ class Cluster:
         except ValueError as error:
             raise ClusterError(f"{path} is not TOML: {error}") from None
         try:
-            return from_table(table, Path(path).stem, num_devices)
+            found = from_table(table, Path(path).stem, num_devices)
+            known = sorted({dtype for host in hosts().values() for dtype in host.device.peak_flops} | {"fp64"})
+            for dtype in found.device.peak_flops:
+                if dtype not in known:
+                    raise unknown(dtype, known, "dtype of device.peak_tflops")
+            return found
         except ClusterError as error:
             raise ClusterError(f"{path}: {error}") from None
 
@@ -192,6 +199,8 @@ def _values(table: Mapping[str, Any]) -> dict[str, Any]:
     """The table's values by dotted name, each of its type and above 0."""
     found: dict[str, Any] = {}
     for key, given in table.items():
+        if key in _SECTIONS and key and not isinstance(given, Mapping):
+            raise ClusterError(f"{key} takes a section [{key}] with values of its own, not {given!r}")
         section = key if key in _SECTIONS and isinstance(given, Mapping) else ""
         for inner, value in given.items() if section else ((key, given),):
             if inner not in _SECTIONS[section]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -145,7 +146,9 @@ def read_runs(path: str | Path) -> tuple[list[PublishedRun], list[tuple[Row, str
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise ValueError(f"{path} cannot be read: {reason.lower()}") from None
-    missing = [name for name in _COLUMNS if not rows or name not in rows[0]]
+    if not rows:
+        raise ValueError(f"{path} has no run; a table of runs has a row for each below the columns' names")
+    missing = [name for name in _COLUMNS if name not in rows[0]]
     if missing:
         raise ValueError(f"{path} has no column {missing[0]}; a table of runs has {', '.join(_COLUMNS)} and others")
     runs: list[PublishedRun] = []
@@ -172,7 +175,16 @@ class _Reader:
     def number(self, name: str, default: float | None = None) -> float:
         text = self.row.get(name, "")
         if text:
-            return float(text)
+            try:
+                value = float(text)
+            except ValueError:
+                raise NotPredicted(f"{name} is {text!r}, which is no number") from None
+            if not 0 < value < math.inf:
+                # Tables write 0 for what a run has none of.
+                if value == 0 and default is not None:
+                    return default
+                raise NotPredicted(f"{name} is {text}, which cannot be")
+            return value
         if default is None:
             raise NotPredicted(f"{name} is not published")
         return default

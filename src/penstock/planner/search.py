@@ -309,12 +309,38 @@ class _Search:
             smallest = min(self.tried, key=lambda one: one.peak_bytes)
             needed, candidate = smallest.peak_bytes, smallest.candidate
         have = self.cluster.device.memory_bytes
-        more = math.ceil(needed / have * self.cluster.num_devices / self.cluster.devices_per_host)
+        enough = self._enough(needed / have)
         return (
             f"no layout of {self.cluster.num_devices} devices fits: the least that one needs is {needed / 2**30:,.1f} "
-            f"GiB on its fullest rank ({candidate}), and a device has {have / 2**30:,.1f} GiB; about "
-            f"{more * self.cluster.devices_per_host} devices would do, or devices of that size"
+            f"GiB on its fullest rank ({candidate}), and a device has {have / 2**30:,.1f} GiB; "
+            + (f"{enough} devices would do, or devices of that size" if enough else "devices of that size would do")
         )
+
+    def _enough(self, times: float) -> int:
+        """A number of devices on which a layout fits, from so many times as many on; 0 if none is found."""
+        host = self.cluster.devices_per_host
+        first = math.ceil(times * self.cluster.num_devices / host)
+        for hosts in (-(-first * quarters // 4) for quarters in (4, 5, 6, 8, 12, 16)):
+            more = replace(self.cluster, num_devices=hosts * host)
+            candidates = [self._smallest(layout, more) for layout in layouts(self.workload, more) if layout.pp > 1]
+            needed, _, candidate = min(candidates, default=(math.inf, "", None))
+            if candidate is not None and needed <= more.device.memory_bytes and self._fits(candidate, more):
+                return hosts * host
+        return 0
+
+    def _smallest(self, layout: Layout, cluster: Cluster) -> tuple[float, str, Candidate]:
+        """The order of a layout that keeps the least, with full recomputation, and its bytes by the closed forms."""
+        family = next(family for family in FAMILIES if family.name == "v-min")
+        num, zero = self.workload.num_sequences // layout.dp, int(layout.dp * layout.cp > 1)
+        candidate = Candidate(layout, family.name, 2, 1, num, zero, RecomputedPart.FULL)
+        rank = _RankCosts.of(self.workload, candidate, cluster, self.constants)
+        return rank.state_bytes + family.live(layout.pp, num, 2) * rank.kept_bytes, str(candidate), candidate
+
+    def _fits(self, candidate: Candidate, cluster: Cluster) -> bool:
+        try:
+            return estimate(self.workload, candidate, cluster, self.constants).peak_bytes <= cluster.device.memory_bytes
+        except ValueError:
+            return False
 
 
 def _impossible(workload: Workload, cluster: Cluster) -> str:

@@ -112,6 +112,8 @@ def test_a_clusters_file_changes_a_known_host(tmp_path: Path):
         ("num_devices = 4", "devices_per_host is missing; give it, or host_type = one of a100, h100"),
         ('host_type = "h100"\n[device]\npeak_tflops = 3', "device.peak_tflops takes a table of peaks by dtype"),
         ("= 3", "is not TOML"),
+        ('host_type = "h100"\nnetwork = 5', "network takes a section [network] with values of its own, not 5"),
+        ('host_type = "h100"\n[device]\npeak_tflops = { bf61 = 9 }', "no dtype of device.peak_tflops is called 'bf61'"),
     ],
 )
 def test_an_impossible_cluster_is_refused_in_one_sentence(tmp_path: Path, text: str, message: str):

@@ -1,5 +1,6 @@
 """The planner's predictions of published runs, each with constants that were fitted on others."""
 
+import csv
 from pathlib import Path
 
 import pytest
@@ -119,7 +120,31 @@ def test_bad_input_is_refused(tmp_path: Path):
         predict_runs(runs[:1], [("schedule", "nothing")])
     empty = tmp_path / "runs.csv"
     empty.write_text("source,where\n")
-    with pytest.raises(ValueError, match=r"has no column (source|model)"):
+    with pytest.raises(ValueError, match=r"has no run; a table of runs has a row for each"):
+        read_runs(empty)
+    empty.write_text("model,gpus\nllama3-8b,8\n")
+    with pytest.raises(ValueError, match="has no column source"):
         read_runs(empty)
     with pytest.raises(ValueError, match=r"cannot be read: no such file"):
         read_runs(tmp_path / "missing.csv")
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "reason"),
+    [
+        ("tokens_s_gpu", "-9500", "tokens_s_gpu is -9500, which cannot be"),
+        ("tokens_s_gpu", "nan", "tokens_s_gpu is nan, which cannot be"),
+        ("seq_len", "8k", "seq_len is '8k', which is no number"),
+        ("gpus", "0", "gpus is 0, which cannot be"),
+    ],
+)
+def test_numbers_that_cannot_be_are_named(tmp_path: Path, column: str, value: str, reason: str):
+    lines = list(csv.DictReader(RUNS.open(newline="")))
+    row = next(one for one in lines if one["tokens_s_gpu"] and one["tp"] == "1" and not one["iter_time_s"])
+    path = tmp_path / "runs.csv"
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, row)
+        writer.writeheader()
+        writer.writerow(row | {column: value})
+    runs, others = read_runs(path)
+    assert not runs and [why for _, why in others] == [reason]

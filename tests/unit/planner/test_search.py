@@ -3,7 +3,9 @@
 import pytest
 
 from penstock import planner
+from penstock.planner.model_costs import RecomputedPart
 from penstock.planner.search import layouts
+from penstock.settings import Layout
 
 
 def plan_of(model: str, devices: int, sequences: int, host: str = "h100") -> planner.Plan:
@@ -37,6 +39,15 @@ def test_layouts_fill_the_devices_and_share_the_model_evenly():
 def test_a_model_that_fits_nowhere_says_what_would_be_needed():
     with pytest.raises(planner.NothingFits, match=r"no layout of 8 devices fits: the least that one needs is .* GiB"):
         plan_of("llama3-405b", 8, 8)
+    with pytest.raises(planner.NothingFits, match=r"; 112 devices would do"):
+        plan_of("llama3-405b", 8, 8)
+    # So many do: a layout of theirs fits.
+    workload, cluster = (
+        planner.Workload(planner.published_model("llama3-405b"), 4096, 8),
+        planner.Cluster.named("h100", 112),
+    )
+    enough = planner.Candidate(Layout(pp=14, tp=8), "v-min", 2, 1, 8, recompute=RecomputedPart.FULL)
+    assert planner.estimate(workload, enough, cluster, planner.Constants()).peak_bytes <= cluster.device.memory_bytes
     with pytest.raises(planner.NothingFits, match="no layout of 64 devices can share 3 sequences"):
         planner.plan(
             planner.Workload(planner.ModelShape("*-", 64, 100, 1, 1, 64, intermediate_size=64), 512, 3),
