@@ -94,3 +94,20 @@ def test_tokens_have_the_same_bits_in_generation_scoring_and_training_in_any_lay
 def test_without_the_setting_they_do_not() -> None:
     found = differing(0, Layout(), False, num_ways=1)
     assert min(found["scoring 0"], found["training"]) > 100, "else the test above shows nothing"
+
+
+def refused(rank: int, layouts: list[Layout]) -> list[str]:
+    told = []
+    for layout in layouts:
+        options = EngineOptions(device="cpu", reproducible=True)
+        with pytest.raises(ValueError, match=r"^reproducible = true: ") as caught:
+            Engine(lambda groups: decoder_units(CONFIG, groups=groups), CONFIG.hidden_size, layout, options)
+        told.append(str(caught.value))
+    return told
+
+
+@pytest.mark.shows(128)
+def test_layouts_that_share_layers_or_sequences_are_refused() -> None:
+    every = run_ranks(2, refused, [Layout(tp=2), Layout(cp=2)])
+    for told in every:
+        assert all("possible are models of Penstock's own dense layers, on pipeline and" in line for line in told)

@@ -11,7 +11,8 @@ from penstock.model import Draw, Sequences, cross_entropy_sum, decoder_units, dr
 from penstock.model.attention import fixed_tiles
 from penstock.model.attention.kernels import packed_attention
 from penstock.model.layers import functions
-from penstock.settings import CompileMode, ConfigError, ExpertConfig, Precision, SamplingParams
+from penstock.model.reproducible import make_reproducible
+from penstock.settings import CompileMode, ConfigError, ExpertConfig, Precision, Quantize, SamplingParams
 from tests.hugging_face import make_model
 
 SIZES: dict[str, Any] = {
@@ -86,6 +87,7 @@ def test_a_machine_on_which_bits_depend_on_the_batch_is_refused(fault: str, monk
         ({"precision": Precision.BF16}, "precision is bf16; possible is fp32"),
         ({"compile": CompileMode.DEFAULT}, "compiled layers"),
         ({"adapter": "folder"}, "LoRA adapters"),
+        ({"quantize": Quantize.INT8, "learns": False}, "quantize = int8 changes bits"),
     ],
     ids=str,
 )
@@ -110,6 +112,12 @@ def test_models_with_other_layers_are_refused(settings: dict[str, Any], told: st
     config = ModelConfig(**SIZES | settings)
     with pytest.raises(ValueError, match=f"^reproducible = true: {told}.*possible"):
         Engine(decoder_units(config), config.hidden_size, Layout(), EngineOptions(device="cpu", reproducible=True))
+
+
+@pytest.mark.shows(128)
+def test_other_devices_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"^reproducible = true: the device is cuda; possible is cpu$"):
+        make_reproducible([], torch.device("cuda"))
 
 
 @pytest.mark.shows(128)
