@@ -3,6 +3,7 @@
 import queue
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -19,6 +20,8 @@ from penstock.runtime.transport import HostChannel, InProcessHub, InProcessTrans
 from penstock.schedule import Placement
 from penstock.schedule.rules import channels_of
 
+_END_S = 5.0
+"""The longest that a process waits at its end for a message that nobody takes."""
 _MOST_HELD_SENDS = 256
 """More than are ever under way in a ring: the first of them has long been taken when one more is sent."""
 
@@ -338,6 +341,8 @@ class _ThreadedSends:
         self._error = None
         self._thread = threading.Thread(target=self._watch, name=f"penstock sends {describe(channel)}", daemon=True)
         self._thread.start()
+        # At the interpreter's end too: a thread that comes back from torch then would abort the process.
+        weakref.finalize(self, _end_thread, self._queue, self._thread)
 
     def _watch(self) -> None:
         while (item := self._queue.get()) is not None:
@@ -383,6 +388,13 @@ class _ThreadedSends:
 
     def close(self) -> None:
         self._queue.put(None)
+
+
+def _end_thread(work: "queue.SimpleQueue[Any]", thread: threading.Thread) -> None:
+    work.put(None)
+    # The thread itself may be the last that holds what it works for.
+    if thread is not threading.current_thread():
+        thread.join(_END_S)
 
 
 def _wait_until_left(channel: Line, work: dist.Work) -> None:

@@ -30,6 +30,8 @@ _FOREVER = timedelta(days=30)
 _HEARSAY_S = 0.5
 # How long the store may take to answer a rank that ends its step.
 _ANSWER_S = 1.0
+_END_S = 5.0
+"""The longest that a process waits for its thread at the end; only a cut network lets it wait so long."""
 _MOST_QUOTED = 2000
 
 
@@ -331,10 +333,14 @@ class _Watch(threading.Thread):
             self.generation += 1
 
     def end(self, store: Store) -> None:
-        """End the thread, which only another connection to the store can wake."""
+        """End the thread, which only another connection to the store can wake, or the end of the store.
+
+        Both may come at once where processes end together, so the thread is waited for in either case. At the end of
+        the interpreter it must not come back from torch any more: it would find no interpreter, and abort the process.
+        """
         self.resumed.set()
-        if _answered(lambda: self._wake(store)):
-            self.join(1.0)
+        _answered(lambda: self._wake(store))
+        self.join(_END_S)
 
     def _wake(self, store: Store) -> bool:
         store.set(_key(self.generation, self._rank), "")
