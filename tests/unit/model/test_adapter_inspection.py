@@ -1,13 +1,17 @@
 """A model that cannot be cut by its list of layers is refused by name, with what was found in it."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import BertConfig, BertForMaskedLM
 
 from penstock.model.adapters.transformers.inspection import CannotCut, ForwardPart, list_of_layers, uses_outside
+from penstock.model.adapters.transformers.model import TransformersModel
 from penstock.model.adapters.transformers.skeleton import Skeleton
+from penstock.model.hf.files import WeightFiles
 
 VOCAB_SIZE, WIDTH, NUM_LAYERS = 11, 4, 3
 
@@ -73,3 +77,10 @@ def test_the_lists_of_modules_are_named_where_none_has_as_many_as_there_are_laye
         list_of_layers(Model(), 5)
     with pytest.raises(CannotCut, match="none at all"):
         list_of_layers(nn.Linear(1, 1), 5)
+
+
+def test_a_model_that_reads_both_sides_is_refused(tmp_path: Path) -> None:
+    sizes = {"num_attention_heads": 1, "hidden_size": WIDTH, "intermediate_size": WIDTH, "vocab_size": VOCAB_SIZE}
+    BertForMaskedLM(BertConfig(num_hidden_layers=1, **sizes)).save_pretrained(tmp_path)  # pyright: ignore
+    with pytest.raises(ValueError, match=r"causal model of .*: BertForMaskedLM predicts tokens from both sides"):
+        TransformersModel.open(WeightFiles.open(tmp_path))

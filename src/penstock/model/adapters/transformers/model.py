@@ -233,6 +233,8 @@ def _auto_class(config: Any) -> Any:
         return transformers.AutoModelForSequenceClassification
     if named.endswith(_PER_TOKEN):
         return transformers.AutoModelForTokenClassification
+    if named.endswith("ForMaskedLM"):
+        raise ValueError(f"{named} predicts tokens from both sides")
     return transformers.AutoModelForCausalLM
 
 
