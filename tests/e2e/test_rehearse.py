@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 from penstock.cli.main import main
+from penstock.cli.rehearse import _to_json
+from penstock.schedule.rehearsal import MemoryKind, MemoryPoint, Rehearsal
 
 RUN = """
 output = "runs/none"
@@ -51,6 +53,17 @@ def test_json_has_every_rank_that_was_asked_for(run: Path, capsys: pytest.Captur
     for one in found:
         assert one["peak_bytes"] == max(sum(point["at_peak"].values()) for point in one["timeline"]) > 0
         assert {action["op"] for unit in one["units"] for action in unit["actions"]} == {"F", "B", "I", "W"}
+
+
+def test_no_kind_has_more_at_the_peak_than_at_most() -> None:
+    tape, kept = MemoryKind.TAPE, MemoryKind.PARAMETERS
+    # One tape grows in the fullest action before another is freed.
+    timeline = (
+        MemoryPoint("0F0", {kept: 7, tape: 40}, {tape: 30}),
+        MemoryPoint("0I0", {kept: 7, tape: 44}, {tape: 41}),
+    )
+    found = Rehearsal(0, "pp 0", "cuda", "v-half", 1, (), timeline, (), ())
+    assert _to_json(found)["most_bytes"] == {**dict.fromkeys(map(str, MemoryKind), 0), "tape": 44, "parameters": 7}
 
 
 @pytest.mark.parametrize(

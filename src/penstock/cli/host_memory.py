@@ -77,12 +77,35 @@ def _refuse(sizes: str, what: str, needed_bytes: int, there_bytes: int) -> None:
 
 
 def memory_bytes(device: Device) -> int | None:
-    """The memory of this machine with its swap space; None where a GPU may hold what is asked for."""
+    """The memory of this machine or container with its swap space; None where a GPU may hold what is asked for."""
     gpus = (*Path("/dev").glob("nvidia[0-9]*"), *Path("/dev").glob("kfd"))
     if device == "cuda" or (device == "auto" and gpus):
         return None
     memory = Path("/proc/meminfo")
     if memory.is_file():
         sizes = dict(line.split(":") for line in memory.read_text().splitlines())
-        return sum(int(sizes[name].split()[0]) for name in ("MemTotal", "SwapTotal")) * 1024
+        there, swap = (int(sizes[name].split()[0]) * 1024 for name in ("MemTotal", "SwapTotal"))
+        return min(there + swap, _container_bytes(Path("/sys/fs/cgroup"), swap) or there + swap)
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _container_bytes(groups: Path, swap_bytes: int) -> int | None:
+    """The memory that a container's control group allows, with its swap space; None without a limit.
+
+    groups: where the group's files are, of the second version or the first.
+    """
+    memory = _limit(groups / "memory.max")
+    if memory is not None:
+        allowed = _limit(groups / "memory.swap.max")
+        return memory + (swap_bytes if allowed is None else min(allowed, swap_bytes))
+    first = groups / "memory"
+    memory, both = _limit(first / "memory.limit_in_bytes"), _limit(first / "memory.memsw.limit_in_bytes")
+    return both if both is not None else None if memory is None else memory + swap_bytes
+
+
+def _limit(path: Path) -> int | None:
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None

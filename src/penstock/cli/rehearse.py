@@ -96,8 +96,13 @@ def _to_json(rehearsal: Rehearsal) -> dict[str, Any]:
     for message in found["messages"]:
         source, destination, direction = message.pop("channel")
         message |= {"source": source, "destination": destination, "direction": direction.name.lower()}
-    most = {str(kind): rehearsal.most(kind) for kind in MemoryKind}
+    most = {str(kind): _most(rehearsal, kind) for kind in MemoryKind}
     return {**found, "peak_bytes": rehearsal.peak_bytes, "peak_action": rehearsal.fullest.action, "most_bytes": most}
+
+
+def _most(rehearsal: Rehearsal, kind: MemoryKind) -> int:
+    """The most bytes of a kind, also of tapes of which one grows in the fullest action before another is freed."""
+    return max(rehearsal.most(kind), rehearsal.fullest.at_peak.get(kind, 0))
 
 
 def _print(rehearsal: Rehearsal) -> None:
@@ -109,7 +114,7 @@ def _print(rehearsal: Rehearsal) -> None:
     )
     rows = [["memory", "at the peak", "at most"]]
     for kind in MemoryKind:
-        if most := rehearsal.most(kind):
+        if most := _most(rehearsal, kind):
             rows.append([str(kind), _size(fullest.at_peak.get(kind, 0)), _size(most)])
     print_table(rows)
     print()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from penstock.cli.group import Group
-from penstock.cli.host_memory import check_rows, check_training
+from penstock.cli.host_memory import _container_bytes, check_rows, check_training
 from penstock.cli.main import main, run_as_script
 from penstock.cli.together import _report_failure
 from penstock.planner.shape import ModelShape
@@ -104,3 +104,22 @@ def test_so_it_is_before_processes_start(error: Exception, capsys: pytest.Captur
 
     assert run_as_script(fail, []) == 1
     assert re.fullmatch(r"penstock: there is too little memory[^\n]*; give smaller sizes\n", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("files", "allowed"),
+    [
+        ({}, None),
+        ({"memory.max": "max\n"}, None),
+        ({"memory.max": "1000\n"}, 1000 + 50),
+        ({"memory.max": "1000\n", "memory.swap.max": "0\n"}, 1000),
+        ({"memory.max": "1000\n", "memory.swap.max": "max\n"}, 1000 + 50),
+        ({"memory/memory.limit_in_bytes": "700\n"}, 700 + 50),
+        ({"memory/memory.limit_in_bytes": "700\n", "memory/memory.memsw.limit_in_bytes": "720\n"}, 720),
+    ],
+)
+def test_a_containers_limit_is_its_memory(tmp_path: Path, files: dict[str, str], allowed: int | None):
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert _container_bytes(tmp_path, swap_bytes=50) == allowed
