@@ -1,11 +1,14 @@
 """An estimate's figures against what they are by definition."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
 from penstock.planner.cluster import Cluster
-from penstock.planner.estimate import RESERVED_BYTES, Candidate, Workload, estimate, groups_of, state_bytes
+from penstock.planner.estimate import RESERVED_BYTES, Candidate, Workload, estimate, groups_of, stage_costs, state_bytes
+from penstock.planner.model_costs import RecomputedPart
+from penstock.planner.settings_file import settings_of
 from penstock.planner.shape import published_model
 from penstock.planner.times import Constants
 from penstock.settings import Layout
@@ -66,3 +69,19 @@ def test_groups_are_those_of_the_ranks_numbers(layout: Layout):
         assert size == len(ranks)
         if size > 1:
             assert stride == ranks[1] - ranks[0]
+
+
+def test_an_all_reduce_takes_twice_a_scatter_and_a_message_its_latency():
+    workload, cluster = Workload(SHAPE, 512, 8), Cluster.named("h100", 4)
+    layout = Layout(pp=2, dp=2)
+    plain, scattered = (stage_costs(workload, _candidate(layout, zero), cluster, Constants()).costs for zero in (0, 1))
+    assert plain.reduce == pytest.approx(2 * scattered.reduce) and plain.reduce > 0
+    late = replace(cluster, host=replace(cluster.host, latency_s=cluster.host.latency_s + 1.0))
+    slower = stage_costs(workload, _candidate(layout), late, Constants()).costs
+    assert slower.transfer == pytest.approx(plain.transfer + 1.0)
+
+
+@pytest.mark.parametrize("recompute", [RecomputedPart.NONE, RecomputedPart.FULL])
+def test_settings_say_what_is_recomputed(recompute: RecomputedPart):
+    candidate = replace(_candidate(Layout(pp=2)), recompute=recompute)
+    assert settings_of(candidate)["train.recompute"] == recompute.value
