@@ -1,5 +1,6 @@
 """Files that a user has given: opened here alone, so that none is waited for, and none fills the memory."""
 
+import codecs
 import errno
 import os
 import stat
@@ -63,18 +64,20 @@ def read_bytes(path: Path | str) -> bytes:
 
 
 def read_text(path: Path | str) -> str:
-    """Read a file of UTF-8 whole. Raises: as `read_bytes`, and UnicodeDecodeError."""
-    return read_bytes(path).decode().replace("\r\n", "\n")
+    """Read a file of UTF-8 whole, without a mark of its byte order. Raises: as `read_bytes`, and UnicodeDecodeError."""
+    return read_bytes(path).decode("utf-8-sig").replace("\r\n", "\n")
 
 
 def lines_of(path: Path | str) -> Iterator[bytes]:
-    """Yield the lines of a file, each with its end.
+    """Yield the lines of a file, each with its end, the first without a mark of the bytes' order.
 
     Raises:
         UnfitFileError: as `open_file`, or a line has more than `MOST_LINE_BYTES`.
         OSError: it cannot be read.
     """
     with open_file(path) as file:
+        if file.peek(3)[:3] == codecs.BOM_UTF8:
+            file.read(3)
         while line := file.readline(MOST_LINE_BYTES + 1):
             if len(line) > MOST_LINE_BYTES:
                 raise UnfitFileError(path, f"not read: a line has more than {MOST_LINE_BYTES >> 20} MiB")

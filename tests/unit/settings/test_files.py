@@ -72,3 +72,12 @@ def test_a_pipe_that_the_process_was_given_open_is_read() -> None:
         assert list(lines_of(f"/dev/fd/{reading}")) == [b"a\n", b"b\n"]
     finally:
         os.close(reading)
+
+
+def test_a_mark_of_the_byte_order_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "marked.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"text": "a"}\n{"text": "b"}\n')
+    assert list(lines_of(path)) == [b'{"text": "a"}\n', b'{"text": "b"}\n']
+    assert read_text(path) == '{"text": "a"}\n{"text": "b"}\n'
+    path.write_bytes(b"{}")
+    assert list(lines_of(path)) == [b"{}"] and read_text(path) == "{}"
