@@ -29,6 +29,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.shows(153)
 @pytest.mark.parametrize(("line", "texts"), FAULTS.items(), ids=FAULTS.keys())
 def test_every_kind_of_fault_is_planted_alone(line: str, texts: set[str], tmp_path: Path) -> None:
     path = tmp_path / "module.py"
@@ -41,6 +42,7 @@ def test_every_kind_of_fault_is_planted_alone(line: str, texts: set[str], tmp_pa
         assert first.endswith("ü") and changed != line and last == "end = b"
 
 
+@pytest.mark.shows(153)
 def test_tests_lie_near_to_the_files_whose_names_they_use() -> None:
     of_executor = {test: files.get(PACKAGE / "runtime" / "executor.py", 99) for test, files in distances().items()}
     assert of_executor["tests/unit/runtime/test_executor.py"] == 1, "uses its names"

@@ -1,10 +1,16 @@
 """The layout that a command takes where none is given: threads, copies, stages, or a refusal."""
 
 import argparse
+from pathlib import Path
 
 import pytest
 
 from penstock.cli.layout_here import Fitted, GenerationWork, Machine, fitted, is_free
+from penstock.cli.main import main
+from penstock.engine.saved_model import open_model
+from penstock.settings import Precision, Quantize
+from tests.e2e.training import write_run
+from tests.hugging_face import make_model
 
 GIB = 2**30
 MILLIONS = 1_000_000
@@ -71,3 +77,14 @@ def test_one_option_of_the_layout_is_enough_to_be_told(monkeypatch: pytest.Monke
     assert not is_free(argparse.Namespace(pp=None, threads=1), ("pp", "threads"))
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert Machine.here("cpu").num_cores == 3
+
+
+def test_a_models_bytes_are_those_of_the_numbers_that_it_is_used_in(tmp_path: Path) -> None:
+    make_model("llama", vocab_size=300).save_pretrained(tmp_path / "foreign")
+    run = tmp_path / "run"
+    assert main(["train", str(write_run(tmp_path, "run", 10)), "--parallel.pp", "1"]) == 0
+    for folder in (tmp_path / "foreign", run):
+        plain = open_model(folder).weight_bytes()
+        assert plain > 10_000
+        assert open_model(folder, precision=Precision.BF16).weight_bytes() == plain // 2
+        assert plain // 4 <= open_model(folder, quantize=Quantize.INT8).weight_bytes() < 0.3 * plain
