@@ -3,33 +3,54 @@
 import importlib
 import os
 import re
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from matplotlib.image import imread
 
 from penstock.settings import SETTINGS
+from tests.e2e.chromium import Chromium, find_chromium
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def build(folder: Path, root: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    """Build the site of a checkout into a folder, by the command that `make docs` runs."""
     pytest.importorskip("mkdocs", reason="make setup installs it")
-    folder = tmp_path_factory.mktemp("site")
-    environ = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)],
-        cwd=ROOT,
-        env=environ,
+    (command,) = re.findall(r"-m (mkdocs .+)", (ROOT / "Makefile").read_text())
+    return subprocess.run(
+        [sys.executable, "-m", *command.split(), "--site-dir", str(folder)],
+        cwd=root,
+        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
         capture_output=True,
         text=True,
         timeout=300,
     )
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    done = build(folder)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
+
+
+def test_dead_links_and_pages_outside_the_navigation_fail_the_build(tmp_path: Path) -> None:
+    for name in ("README.md", "examples", "src", "tools"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    shutil.copy(ROOT / "mkdocs.yml", tmp_path)
+    shutil.copytree(DOCS, tmp_path / "docs", ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "docs" / "stray.md").write_text("[a page](nowhere.md) and [a place](start.md#no-such-place)\n")
+
+    done = build(tmp_path / "site", tmp_path)
+    assert done.returncode == 1 and "Aborted with 3 warnings" in done.stdout + done.stderr, done.stderr
+    assert all(fault in done.stderr for fault in ('included in the "nav"', "'nowhere.md'", "'#no-such-place'"))
 
 
 @pytest.mark.shows(158)
@@ -74,3 +95,41 @@ def test_nothing_is_asked_of_another_host_and_links_out_lead_to_the_repository(s
         assert loaded and [address for address in loaded if "//" in address] == []
         paths = re.findall(rf'href="{re.escape(repository)}/blob/main/([^"#]+)"', text)
         assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
+    program = find_chromium()
+    if program is None:
+        pytest.skip("NO CHROMIUM FOUND: the site's layout was not tested; `apt-get install chromium`")
+    started = Chromium(program, tmp_path_factory.mktemp("chromium"))
+    yield started
+    started.close()
+
+
+@pytest.mark.parametrize("width", [1400, 1920])
+def test_a_wide_window_shows_100_columns_of_code(site: Path, browser: Chromium, width: int) -> None:
+    browser.resize(width, 900)
+    browser.open(site / "planner.html")
+    browser.evaluate("document.querySelector('pre > code').textContent = 'x'.repeat(100)")
+    spare = "(code => code.clientWidth - code.scrollWidth)(document.querySelector('pre > code'))"
+    assert browser.evaluate(spare) == 0
+
+
+@pytest.mark.parametrize(("page", "wide"), [("settings", ".md-typeset__scrollwrap"), ("gallery", "p:has(> a > img)")])
+def test_a_narrow_window_shades_the_edge_beyond_which_more_follows(
+    site: Path, browser: Chromium, tmp_path: Path, page: str, wide: str
+) -> None:
+    browser.resize(390, 900)
+    browser.open(site / f"{page}.html")
+    one = f"document.querySelector('.md-typeset {wide}')"
+    assert browser.evaluate(f"{one}.scrollIntoView({{block: 'center'}}), {one}.scrollWidth > {one}.clientWidth")
+    brightness = []
+    for left in (0, 10_000):
+        browser.evaluate(f"{one}.scrollLeft = {left}")
+        browser.settle()
+        browser.screenshot(tmp_path / "page.png")
+        place = browser.evaluate(f"(box => [box.top, box.right, {one}.clientHeight])({one}.getBoundingClientRect())")
+        top, right, height = map(int, place)
+        brightness.append(imread(tmp_path / "page.png")[top : top + height, right - 6 : right - 1, :3].mean())
+    assert brightness[0] < 0.85 < 0.95 < brightness[1]
