@@ -27,7 +27,7 @@ setup: .venv/tested
 define install
 	$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "Penstock needs Python 3.11 or newer; name one with make PYTHON=...")'
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --no-compile --constraint constraints.txt --editable '$(1)'
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '$(1)'
 	$(BIN)/python -m compileall -q -q -j 0 .venv/lib || true
 endef
 
@@ -53,7 +53,7 @@ test-gpu: setup
 
 # The example for Ray, on a local Ray, which it installs: 70 MB that nothing else here needs.
 test-ray: setup
-	$(BIN)/python -m pip install --constraint constraints.txt ray
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt ray
 	$(BIN)/python -m pytest tests/e2e/test_ray.py
 
 # A part of every room's tests, for the minutes between two thoughts.
