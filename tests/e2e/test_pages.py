@@ -127,6 +127,8 @@ def test_a_fault_in_a_page_is_found(tmp_path: Path, lines: list[str], why: str) 
         ("make demmo", "demmo"),
         ('make late ARGS="--sedes 3"', "does not take"),
         ("pip install penstock[server]", "installs nothing of ours"),
+        ("git clone https://github.com/penstok/penstock", "clones nothing of ours"),
+        ("cd penstok", "enters no clone of ours"),
         ("docker run penstock", "no rule covers the command 'docker'"),
     ],
 )

@@ -10,6 +10,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 from torch.distributed.run import get_args_parser
@@ -39,6 +40,7 @@ def check_command(words: Sequence[str]) -> None:
     """
     program, *arguments = [word for word in words if word != "&"]
     rules = {"penstock": _penstock, "torchrun": _torchrun, "python": _script, "make": _make, "pip": _pip}
+    rules |= {"git": _git, "cd": _cd}
     if Path(program).name not in rules:
         raise ValueError(f"no rule covers the command {program!r}")
     rules[Path(program).name](arguments)
@@ -114,8 +116,23 @@ def _make(words: Sequence[str]) -> None:
             _script(shlex.split(tool[1]))
 
 
+def _project() -> dict[str, Any]:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def _git(words: Sequence[str]) -> None:
+    if list(words) != ["clone", _project()["urls"]["Repository"]]:
+        raise ValueError(f"git {shlex.join(words)} clones nothing of ours")
+
+
+def _cd(words: Sequence[str]) -> None:
+    """The one folder that a page enters is the clone."""
+    if list(words) != [Path(_project()["urls"]["Repository"]).name]:
+        raise ValueError(f"cd {shlex.join(words)} enters no clone of ours")
+
+
 def _pip(words: Sequence[str]) -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    project = _project()
     found = re.fullmatch(rf"install {project['name']}\[(\w+)\]", " ".join(words))
     if found is None or found[1] not in project["optional-dependencies"]:
         raise ValueError(f"pip {shlex.join(words)} installs nothing of ours")
