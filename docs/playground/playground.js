@@ -12,6 +12,7 @@ const LOOKS_FINE =
   "1RECV_F0,1F0,1SEND_F0,1RECV_F1,1F1,1SEND_F1,3RECV_F0,3F0,3RECV_F1,3F1\n";
 
 let builders = [];
+let chosen = "1f1b"; // the schedule that the fields build; a link may name one that does not exist
 let edited = false; // whether the text is a user's own, rather than what the fields build
 let place = null; // the fault's place in the text
 
@@ -52,7 +53,7 @@ function command() {
   const words = ["penstock schedule simulate"];
   if (edited) words.push($("text").value.startsWith("penstock ") ? "schedule.txt" : "schedule.csv");
   else {
-    words.push($("schedule").value, ...Object.entries(counts()).flatMap(flags));
+    words.push(chosen, ...Object.entries(counts()).flatMap(flags));
     if ($("early_gradients").checked) words.push("--early-gradients");
     words.push(...Object.entries(options()).flatMap(flags));
   }
@@ -66,10 +67,12 @@ const flags = ([name, value]) => {
 
 async function answer() {
   const costs = filled(COSTS);
+  form.dataset.source = edited ? "text" : "fields";
+  $("own").hidden = !edited;
   if (!edited) {
     const wrong = COUNTS.find(name => !$(name).validity.valid);
     if (wrong) return show({ fault: `${wrong.replaceAll("_", " ")} must be a whole number of at least 1` });
-    const given = { name: $("schedule").value, counts: counts(), options: options(), costs };
+    const given = { name: chosen, counts: counts(), options: options(), costs };
     const { value, fault } = await ask("build", { ...given, early_gradients: $("early_gradients").checked });
     if (fault) return show({ fault });
     if (!edited) $("text").value = value;
@@ -162,7 +165,7 @@ async function remember() {
   const state = new URLSearchParams(filled(COSTS));
   if (edited) state.set("text", await encoded($("text").value));
   else {
-    const built = { schedule: $("schedule").value, ...counts(), ...options() };
+    const built = { schedule: chosen, ...counts(), ...options() };
     for (const [name, value] of Object.entries(built)) state.set(name, value);
     if ($("early_gradients").checked) state.set("early_gradients", "true");
   }
@@ -191,14 +194,15 @@ function setCount(name, value) {
   $(name).value = $(name).nextElementSibling.value = value;
 }
 
-// Choose a builder, with the stages that it is meant for and fields for its own options.
+// Choose a builder, with the stages that it is meant for and fields for its own options;
+// the package itself answers a name that is none.
 function choose(name) {
-  const builder = builders.find(one => one.name === name) ?? builders.find(one => one.name === "1f1b");
-  $("schedule").value = builder.name;
-  $("about").textContent = `${builder.about}.`;
-  setCount("stages_per_rank", builder.stages_per_rank);
+  const builder = builders.find(one => one.name === name);
+  $("schedule").value = chosen = name;
+  $("about").textContent = builder ? `${builder.about}.` : "";
+  setCount("stages_per_rank", builder?.stages_per_rank ?? 1);
   $("options").replaceChildren(
-    ...Object.entries(builder.options).map(([option, value]) => {
+    ...Object.entries(builder?.options ?? {}).map(([option, value]) => {
       const label = element("label", ""), input = document.createElement("input");
       const words = element("span", option.replaceAll("_", " ").replace(/^./, letter => letter.toUpperCase()));
       input.name = option;

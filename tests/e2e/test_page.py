@@ -402,7 +402,7 @@ def test_the_numbers_of_eight_ranks_and_32_microbatches_are_read_at_first_sight(
     assert len(shown) > 300
     digits = sum(len(str(action.microbatch)) for action in shown)
     assert sum(character.isdigit() for character in figures) >= 0.97 * digits
-    assert ("paler: the rank's second stage" in page.text("#legend")) == (name != "1f1b")
+    assert ("another shade: the rank's second stage" in page.text("#legend")) == (name != "1f1b")
     assert "bubble: share of the span" in page.text("#definitions")
 
 

@@ -22,6 +22,7 @@ ROOT = Path(__file__).parents[2]
 SIZE = {"ranks": 4, "microbatches": 8}
 COSTS = {"backward_weight": "0.5", "transfer": "0.25", "microbatch_bytes": "1000"}
 LOOKS_FINE = (ROOT / "examples" / "looks-fine.csv").read_text()
+NOTE = "getComputedStyle(document.getElementById('own')).display"
 TAB, ENTER, RIGHT = ("Tab", 9), ("Enter", 13, "\r"), ("ArrowRight", 39)
 
 
@@ -295,8 +296,11 @@ def test_a_broken_schedule_is_refused_in_the_words_of_the_command(
     page: Playground, button: str, fault: str, place: str, command: Callable[..., str], tmp_path: Path
 ) -> None:
     page.open()
+    assert page.browser.evaluate(NOTE) == "none"
     page.click(button)
     page.wait()
+    # The fields still show a builder, and say that it is not the text's.
+    assert page.browser.evaluate(NOTE) == "block"
 
     text = page.value("text")
     path = tmp_path / ("schedule.txt" if text.startswith("penstock") else "schedule.csv")
@@ -350,6 +354,18 @@ def test_a_link_brings_back_text_and_costs(page: Playground) -> None:
 
     page.open(text=link.partition("text=")[2][:40])
     assert "This link is damaged" in page.value("text") and "schedule.csv: " in page.told("verdict")
+
+
+def test_a_link_to_an_unknown_schedule_is_answered_in_a_sentence(page: Playground) -> None:
+    page.open(schedule="zb-w", ranks="1")
+    assert page.told("verdict").startswith("there is no schedule 'zb-w'; did you mean 'zb-v'?")
+    assert (page.value("schedule"), page.frame) == ("", None)
+    page.focus("#schedule")
+    page.browser.type("1f1b")
+    page.browser.press("1", 49, "1")
+    page.wait("document.getElementById('schedule').value === '1f1b'")
+    page.wait()
+    assert "18 actions on 1 rank, each" in page.told("verdict")
 
 
 @pytest.mark.shows(159)

@@ -236,7 +236,7 @@ def export(arguments: list[str]) -> int:
     if options.json:
         print_json({**_names(options), "num_actions": num_actions} | _written(options))
     else:
-        print(f"wrote {num_actions} actions of {options.ranks} ranks to {options.output}")
+        print(f"wrote {num_actions} actions of {options.ranks} rank{'s' * (options.ranks != 1)} to {options.output}")
     return 0
 
 

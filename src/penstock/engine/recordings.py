@@ -30,9 +30,11 @@ def _rows(pipeline: Pipeline) -> tuple[list[Any], list[Any]]:
 
 
 def _recording(pipeline: Pipeline, by_rank: Sequence[Sequence[Any]]) -> Recording:
+    num_ranks = pipeline.layout.pp
+    ranks = f"{num_ranks} rank{'s' * (num_ranks != 1)}"
     return Recording.gathered(
         *zip(*by_rank, strict=True),
-        title=f"{pipeline.options.choice.name}, {pipeline.layout.pp} ranks, measured in step {pipeline.step}",
+        title=f"{pipeline.options.choice.name}, {ranks}, measured in step {pipeline.step}",
         step=pipeline.step,
         stages_per_rank=pipeline.placement.stages_per_microbatch,
     )

@@ -208,11 +208,14 @@ def simulate(program: Program, costs: Costs | None = None) -> Timeline:
             put_aside[awaited] = rank
     for message, rank in put_aside.items():
         raise ScheduleError(f"rank {rank} waits forever for {rules.receive_of(message)}; verify the program first")
+    num_ranks, num_microbatches = len(clocks), schedule.num_microbatches
+    ranks = f"{num_ranks} rank{'s' * (num_ranks != 1)}"
+    microbatches = f"{num_microbatches} microbatch{'es' * (num_microbatches != 1)}"
     return Timeline.from_events(
         [clock.events for clock in clocks],
         stages_per_rank=program.placement.stages_per_microbatch,
         compute=max(clock.compute for clock in clocks),
-        title=f"{schedule.name}, {len(clocks)} ranks, {schedule.num_microbatches} microbatches, simulated",
+        title=f"{schedule.name}, {ranks}, {microbatches}, simulated",
         memory=costs.memory,
     )
 

@@ -28,8 +28,10 @@ class Proof:
     @property
     def sentences(self) -> tuple[str, str, str]:
         """The proof in words, with its counts."""
+        num_ranks = len(self.peak_live_tapes)
+        ranks = f"{num_ranks} rank{'s' * (num_ranks != 1)}"
         return (
-            f"{self.num_actions} actions on {len(self.peak_live_tapes)} ranks, each exactly once and in a legal order",
+            f"{self.num_actions} actions on {ranks}, each exactly once and in a legal order",
             f"{self.num_messages} messages, first in first out; no deadlock even if every send blocks",
             f"live tapes at the peak, by rank: {' '.join(map(str, self.peak_live_tapes))}",
         )

@@ -55,7 +55,7 @@ function makeLegend() {
   entries.push(swatch(css(colours.idle), "idle"));
   const most = Math.max(...layers.flatMap(layer => layer.ranks.map(rank => rank.local.size)));
   if (most > 1) {
-    entries.push(swatch(css(colourOf(kinds[0], 1)), `paler: the rank's ${most > 2 ? "later stages" : "second stage"}`));
+    entries.push(swatch(css(colourOf(kinds[0], 1)), `another shade: the rank's ${most > 2 ? "later stages" : "second stage"}`));
   }
   if (layers.some(layer => layer.recorded)) {
     const stripes = `repeating-linear-gradient(135deg, ${css(colours.muted, 0.6)} 0 1px, transparent 1px 4px)`;
@@ -369,7 +369,7 @@ $("unit").textContent = data.unit ? `time, ${data.unit}` : "time";
 if (data.inBytes) $("stripsName").textContent = "Live bytes";
 $("chart").setAttribute(
   "aria-label",
-  `${layers.map(layer => `${layer.title}, makespan ${time4(layer.makespan)}`).join("; ")}; ${numRanks} ranks`,
+  `${layers.map(layer => `${layer.title}, makespan ${time4(layer.makespan)}`).join("; ")}; ${numRanks} rank${numRanks === 1 ? "" : "s"}`,
 );
 makeSwitch();
 makeFigures();
