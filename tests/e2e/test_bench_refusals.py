@@ -35,3 +35,21 @@ def test_a_peer_that_lacks_these_numbers_is_refused(
     assert main(["bench", "generate", "--against", "transformers", "ctranslate2", "--precision", "bf16"]) == 2
     told = capsys.readouterr()
     assert "does not compute in bfloat16" in told.err and "float32, int8" in told.err and told.out == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--layers", "0"], "num_layers = 0: at least 1"),
+        (["--prompts", "0"], "num_prompts = 0"),
+        (["--rounds", "0"], "num_rounds = 0"),
+        (["--hidden-size", "65"], "hidden_size = 65: a multiple of 64"),
+        (["--hidden-size", "-64"], "hidden_size = -64"),
+        (["--kv-heads", "7"], "num_kv_heads = 7"),
+        (["--quantize", "int4", "--intermediate-size", "100"], "a multiple of 32"),
+    ],
+)
+def test_sizes_that_no_model_has_are_refused(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "generate", *words]) == 2
+    found = capsys.readouterr()
+    assert told in found.err and len(found.err.splitlines()) == 1 and found.out == ""

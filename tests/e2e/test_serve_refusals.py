@@ -238,8 +238,12 @@ def test_who_leaves_in_the_middle_costs_nothing_and_idle_connections_stop_nobody
     assert served.figure("cancelled_answers_total") > before
 
 
-def test_a_key_in_a_file_is_as_good(tmp_path: Path) -> None:
+def test_a_key_in_a_file_is_as_good_and_more_answers_than_fit_are_refused_for_good(tmp_path: Path) -> None:
     (tmp_path / "key").write_text(f"{KEY}\n")
-    with serving(write_model(tmp_path), "--api-key-file", str(tmp_path / "key"), "--name", "other/name") as served:
+    words = ["--api-key-file", str(tmp_path / "key"), "--name", "other/name", "--rows", "1", "--max-waiting", "1"]
+    with serving(write_model(tmp_path), *words) as served:
         assert served.post(COMPLETIONS, but(model="other/name"))[0] == 401
         assert served.post(COMPLETIONS, but(model="other/name"), KEY)[0] == 200
+        # A client would ask again and again where it was told to wait (429).
+        status, refused = served.post(COMPLETIONS, but(model="other/name", n=3), KEY)
+        assert status == 400 and "from 1 to 2" in refused["error"]["message"]

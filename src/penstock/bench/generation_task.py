@@ -8,6 +8,8 @@ from penstock.engine import Engine, EngineOptions
 from penstock.model import decoder_units
 from penstock.settings import Layout, ModelConfig, Precision, Quantize
 
+_HEAD, _GROUP = 64, 32
+
 
 @dataclass(frozen=True)
 class Generation:
@@ -25,6 +27,19 @@ class Generation:
     num_rounds: int = 3
     precision: Precision = Precision.FP32
     quantize: Quantize = Quantize.NONE
+
+    def __post_init__(self) -> None:
+        counts = ("num_layers", "hidden_size", "intermediate_size", "vocab_size", "num_prompts", "prompt_tokens")
+        for name in (*counts, "new_tokens", "num_rounds"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} = {getattr(self, name)}: at least 1 is possible")
+        if self.hidden_size % _HEAD:
+            raise ValueError(
+                f"hidden_size = {self.hidden_size}: a multiple of {_HEAD}, the width of a head, is possible"
+            )
+        if self.quantize is Quantize.INT4 and self.intermediate_size % _GROUP:
+            raise ValueError(f"intermediate_size = {self.intermediate_size}: int4 takes a multiple of {_GROUP}")
+        assert self.config
 
     @property
     def compute_type(self) -> str:
@@ -50,7 +65,7 @@ class Generation:
             hidden_size=self.hidden_size,
             intermediate_size=self.intermediate_size,
             num_layers=self.num_layers,
-            num_heads=self.hidden_size // 64,
+            num_heads=self.hidden_size // _HEAD,
             num_kv_heads=self.num_kv_heads,
             tie_embeddings=self.tie_embeddings,
             max_length=self.prompt_tokens + self.new_tokens,

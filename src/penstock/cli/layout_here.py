@@ -115,7 +115,7 @@ def options_here(model: "SavedModel", num_answers: int, num_tokens: int, max_cop
     work = GenerationWork(model.weight_bytes(), num_answers, num_tokens, model.num_units, max_copies)
     chosen = fitted(work, Machine.here(device))
     if chosen.is_parallel:
-        print(f"penstock: {chosen}: {chosen.because}", file=sys.stderr)
+        print(f"penstock: {chosen}, for {chosen.because}; other options choose otherwise", file=sys.stderr)
     return chosen.options
 
 
@@ -128,7 +128,7 @@ def _on_gpus(work: GenerationWork, machine: Machine) -> Fitted:
             "--quantize int8 on the CPU takes less, and torchrun starts it on several hosts"
         )
     copies = min(machine.num_gpus // least, work.max_copies, max(1, work.num_sequences // _MOST_ROWS))
-    why = f"it takes {_gib(needed)} of {_gib(machine.gpu_bytes)} a GPU"
+    why = f"the model takes {_gib(needed)}, and a GPU has {_gib(machine.gpu_bytes)}"
     return Fitted(least, copies, 1, why)
 
 
@@ -143,8 +143,12 @@ def _on_cpus(work: GenerationWork, machine: Machine) -> Fitted:
     counts = [count for count in range(1, most + 1) if machine.num_cores % count == 0]
     best = min(counts, key=lambda count: _seconds(work, machine, count))
     threads = machine.num_cores // best
-    why = f"{_gib(needed)} of weights, {work.num_sequences} answers of up to {work.num_tokens} tokens"
-    return Fitted(1, best, threads, why)
+    weights = f"the weights ({_gib(work.weight_bytes)})"
+    together, apart = (
+        f"they read {weights} once for all answers",
+        f"each reads {weights}, but none waits for the others",
+    )
+    return Fitted(1, best, threads, together if best == 1 else apart)
 
 
 def _seconds(work: GenerationWork, machine: Machine, copies: int) -> float:
@@ -159,4 +163,4 @@ def _seconds(work: GenerationWork, machine: Machine, copies: int) -> float:
 
 
 def _gib(num_bytes: float) -> str:
-    return f"{num_bytes / 2**30:.1f} GiB"
+    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"

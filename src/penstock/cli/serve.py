@@ -191,6 +191,8 @@ def _parts(arguments: ServeArguments, model: "SavedModel", shape: "RingShape") -
     from penstock.serve.metrics import ServerMetrics
 
     config, file = arguments.serve, arguments.serve.chat_template
+    # More than may be under way at a time could never be taken.
+    config = replace(config, max_choices=min(config.max_choices, shape.num_rows + config.max_waiting))
     served = ServedModel(
         name=config.name or model.folder.resolve().name,
         created=int(time.time()),
@@ -290,4 +292,7 @@ def _drain(parts: "ServerParts", ending: threading.Event) -> None:
     time.sleep(_SAME_SIGNAL_S)
     ending.clear()
     ending.wait(parts.config.drain_s)
+    left = parts.mailboxes.queue.counts
+    if num_left := left.num_waiting + left.num_running:
+        print(f"penstock: {num_left} answers were cut off; --drain gives them more time", file=sys.stderr)
     parts.mailboxes.fail("the server has ended before the answer was finished")
