@@ -1,5 +1,6 @@
 """What a host of the repository reads: its workflow runs the same check as a person does."""
 
+import tomllib
 from pathlib import Path
 
 import yaml
@@ -7,13 +8,16 @@ import yaml
 HOST = Path(__file__).parents[1] / ".github"
 
 
-def test_the_workflow_runs_the_whole_check_on_the_oldest_python() -> None:
+def test_the_workflow_runs_the_whole_check_on_every_python_that_the_package_names() -> None:
     # YAML 1.1 reads the key "on" as true.
     workflow = yaml.safe_load((HOST / "workflows/check.yml").read_text())
     assert {"push", "pull_request"} <= set(workflow[True])
     (job,) = workflow["jobs"].values()
     assert [step["run"] for step in job["steps"] if "run" in step] == [".ci/run"]
-    assert "3.11" in job["strategy"]["matrix"]["python"]
+    project = tomllib.loads((HOST.parent / "pyproject.toml").read_text())["project"]
+    named = [words.rpartition(" ")[2] for words in project["classifiers"] if "Python :: 3." in words]
+    assert job["strategy"]["matrix"]["python"] == named
+    assert f">={named[0]}" == project["requires-python"]
     assert workflow["permissions"] == {"contents": "read"}
 
 

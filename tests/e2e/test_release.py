@@ -101,6 +101,10 @@ def test_one_version_stands_everywhere() -> None:
     assert f"\nversion: {penstock.__version__}\n" in citation
     (address,) = re.findall(r'^Repository = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     assert f"\nrepository-code: {address}\n" in citation
+    # Its date is the changelog's, and there is none before the release.
+    version, changelog = re.escape(penstock.__version__), (ROOT / "CHANGELOG.md").read_text()
+    released = re.findall(rf"^## \[{version}\] - (.+)$", changelog, re.MULTILINE)
+    assert re.findall(r"^date-released: (.+)$", citation, re.MULTILINE) == released
 
 
 KINDS = {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
