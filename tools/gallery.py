@@ -26,8 +26,8 @@ WHEN = {
     "zb-h2": "Where twice 1F1B's memory is to be had, and hardly any bubble is wanted.",
     "interleaved-zb": "In place of the interleaved order wherever backwards may be split.",
     "zb-v": "Where F, I and W take about equal times. The rank that embeds tokens also has the head and the loss.",
-    "v-half": "Where 1F1B does not fit: half of its memory at less than its bubble.",
-    "v-min": "Where memory decides everything: a third of 1F1B's.",
+    "v-half": "Where 1F1B does not fit: with many ranks about half of its memory, at less than its bubble.",
+    "v-min": "Where memory decides everything: with many ranks it tends to a third of 1F1B's.",
     "combined-1f1b": "Experts or tensor parallel over slow links: transfers hide behind the other half of a pair.",
     "combined-interleaved": "The same, where the bubble matters too.",
     "dualpipe-v": "Experts over slow links at a small bubble, with one copy of the weights.",
@@ -39,10 +39,10 @@ HEAD = """# Gallery of schedules
 <!-- Made by `make gallery`. -->
 
 Every schedule that trains, at equal work: one microbatch takes the time 1 for F, for I and for W through all stages of
-a rank, however many these are; B takes both I and W. Messages take no time. **Bubble** is the share of the span that is
-not compute, the span being the longest time from a rank's first start to its own end. **Memory** is the most
-microbatches whose activations any rank keeps, counted as full ranks of activations. In a rank's order `4F2` is the
-forward of microbatch 2 through stage 4; B is a backward, or I for inputs and W for weights.
+a rank, however many these are; B takes both I and W. Messages take no time. **Bubble** is the share of the span that the
+busiest rank does not compute, the span being the longest time from a rank's first start to its own end. **Memory** is
+the most microbatches whose activations any rank keeps, counted as full ranks of activations. In a rank's order `4F2` is
+the forward of microbatch 2 through stage 4; B is a backward, or I for inputs and W for weights.
 
 """
 

@@ -403,7 +403,7 @@ def test_the_numbers_of_eight_ranks_and_32_microbatches_are_read_at_first_sight(
     digits = sum(len(str(action.microbatch)) for action in shown)
     assert sum(character.isdigit() for character in figures) >= 0.97 * digits
     assert ("another shade: the rank's second stage" in page.text("#legend")) == (name != "1f1b")
-    assert "bubble: share of the span" in page.text("#definitions")
+    assert "bubble: share of the span that the busiest rank does not compute" in page.text("#definitions")
 
 
 def test_fifty_thousand_actions_are_drawn_and_followed(show: Open):

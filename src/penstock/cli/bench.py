@@ -105,7 +105,7 @@ def _add_training(benchmarks: Any) -> None:
     split.add_argument("--products", choices=["torch", "fastest"], default="torch", help="matrix products")
     split.add_argument("--runs", type=int, default=15, help="pairs of backwards, whole and split in turn")
 
-    _add(benchmarks, "scale", _scale, "time and memory to build, lower, prove and simulate up to a million actions")
+    _add(benchmarks, "scale", _scale, "time and memory to build, lower, prove and simulate up to two million actions")
 
 
 def _add_slow_links(benchmarks: Any) -> None:

@@ -167,7 +167,7 @@ def simulate_parser(arguments: Sequence[str] = ()) -> Parser:
         "Time a schedule without running it. The times given are those of ONE microbatch through ALL local stages\n"
         "of one rank, in any one unit; they are divided evenly among the stages, so that schedules compare at equal\n"
         "work. span_cost is the largest, over ranks, of (that rank's end - its own first start); bubble_rate is the\n"
-        "share of it that is not work.",
+        "share of it that the busiest rank does not compute (`show` calls them span and bubble); idle is per rank.",
         examples=(
             "penstock schedule simulate 1f1b --ranks 8 --microbatches 24 --transfer 0.1",
             "penstock schedule simulate zb-h1 --ranks 4 --forward 1,1,1.2,1.5 --json",

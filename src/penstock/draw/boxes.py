@@ -11,7 +11,8 @@ from penstock.schedule.actions import parts
 #: figures whose names do not say all, one a line
 DEFINITIONS = (
     "idle: share of the makespan in which a rank computes nothing",
-    "span: the longest time from a rank's first start to its end; bubble: share of the span that is not compute",
+    "span: the longest time from a rank's first start to its end; "
+    "bubble: share of the span that the busiest rank does not compute",
 )
 
 

@@ -48,7 +48,7 @@ class Timeline:
     makespan: float
     #: The longest time over ranks from a rank's own first start to its own end.
     span_cost: float
-    #: The share of `span_cost` that is not compute.
+    #: The share of `span_cost` that the busiest rank does not compute.
     bubble_rate: float
     #: The most live tapes of each rank, from the start of F to the end of the last backward, / `stages_per_rank`.
     peak_live_microbatches: tuple[float, ...]

@@ -144,7 +144,11 @@ def test_shades_and_figures_are_explained(stages: int, words: str | None, tmp_pa
     assert ("paler" in text) == (words is not None) and (
         words is None or words.replace("'", "&#x27;") in text or words in text
     )
-    for figure in ("idle: share of the makespan", "span: the longest time", "bubble: share of the span"):
+    for figure in (
+        "idle: share of the makespan",
+        "span: the longest time",
+        "bubble: share of the span that the busiest rank does not compute",
+    ):
         assert figure in text
 
 

@@ -39,7 +39,7 @@ def zb_v(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
 
 @builder("v-half")
 def v_half(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
-    """A V at half of 1F1B's memory, and with about half of its bubble.
+    """A V whose memory tends to half of 1F1B's for many ranks, with less than its bubble.
 
     At most floor(p/2) + 1 microbatches are live, counted as full ranks of activations (twice as many tapes). The bubble
     does not grow with the number of microbatches where F, I and W take equal times.
@@ -54,7 +54,7 @@ def v_half(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
 
 @builder("v-min")
 def v_min(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
-    """A V at a third of 1F1B's memory, the least that keeps every rank busy.
+    """A V whose memory tends to a third of 1F1B's for many ranks, the least that keeps every rank busy.
 
     At most floor((p+1)/3) + 1 microbatches are live, counted as full ranks of activations (twice as many tapes).
 
