@@ -1,6 +1,8 @@
 # Penstock's image, for CPUs:  docker build --tag penstock .
 # For GPUs, with the build of PyTorch for CUDA 13.0:  docker build --tag penstock --build-arg TORCH=cu130 .
 # The demo in it:  docker run --rm penstock
+# The same, leaving its run and its picture in runs/demo:
+#   mkdir -m 777 runs && docker run --rm --volume "$PWD/runs:/penstock/runs" penstock
 FROM python:3.12-slim
 ARG TORCH=cpu
 WORKDIR /penstock

@@ -38,11 +38,12 @@ HEAD = """# Gallery of schedules
 
 <!-- Made by `make gallery`. -->
 
-Every schedule that trains, at equal work: one microbatch takes the time 1 for F, for I and for W through all stages of
-a rank, however many these are; B takes both I and W. Messages take no time. **Bubble** is the share of the span that the
-busiest rank does not compute, the span being the longest time from a rank's first start to its own end. **Memory** is
-the most microbatches whose activations any rank keeps, counted as full ranks of activations. In a rank's order `4F2` is
-the forward of microbatch 2 through stage 4; B is a backward, or I for inputs and W for weights.
+Every schedule that trains, at equal work: one microbatch takes the time 1 for F, for I and for W through all stages
+of a rank, however many these are; B takes both I and W. Messages take no time. **Bubble** is the share of the span
+that the busiest rank does not compute, the span being the longest time from a rank's first start to its own end.
+**Memory** is the most microbatches whose activations any rank keeps, counted as full ranks of activations. In a
+rank's order `4F2` is the forward of microbatch 2 through stage 4; B is a backward, or I for inputs and W for
+weights.
 
 """
 

@@ -123,6 +123,8 @@ def test_what_is_no_schedule_is_refused() -> None:
         schedule.register("deep", needs_more)
     with pytest.raises(ScheduleError, match="too_many gave a schedule for 2 ranks and 5 microbatches, where 2 and 4"):
         schedule.build(too_many, ranks=2, microbatches=4)
+    with pytest.raises(ValueError, match="is a file; name a function in it, as in own"):
+        schedule.build("own.py", ranks=2, microbatches=2)
     with pytest.raises(ScheduleError, match="gave a list, which is no penstock"):
         schedule.build(lambda ranks, microbatches: [], ranks=2, microbatches=4)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ScheduleError, match="eager-1f1b is for 2 ranks and 4 microbatches, not for 2 and 8"):

@@ -249,6 +249,8 @@ def _entry(name: str | Builder) -> _Registered:
     for point in entry_points(group=ENTRY_POINTS, name=name):
         _ENTRIES[name] = _own_entry(point.load(), name)
         return _ENTRIES[name]
+    if name.endswith(".py"):
+        raise UnknownSchedule(f"{name} is a file; name a function in it, as in {name}:FUNCTION")
     raise UnknownSchedule(f"there is no schedule {name!r}; {_nearest(name, dict.fromkeys(names() + offered()))}")
 
 
