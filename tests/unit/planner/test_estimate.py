@@ -78,6 +78,7 @@ def test_an_all_reduce_takes_twice_a_scatter_and_a_message_its_latency():
     assert plain.reduce == pytest.approx(2 * scattered.reduce) and plain.reduce > 0
     late = replace(cluster, host=replace(cluster.host, latency_s=cluster.host.latency_s + 1.0))
     slower = stage_costs(workload, _candidate(layout), late, Constants()).costs
+    assert isinstance(plain.transfer, float)
     assert slower.transfer == pytest.approx(plain.transfer + 1.0)
 
 
