@@ -16,7 +16,7 @@ queue at any time; the next batch says which have, and which of them have ended.
 from collections import abc, deque
 from dataclasses import dataclass
 
-from penstock.schedule.actions import check_count
+from penstock.schedule.cache_rows import RingShape, Rows
 from penstock.schedule.sequence import NO_ROW, Ending, Sequence, Token
 
 
@@ -75,39 +75,6 @@ class Batch:
         return tuple(item for item in self.items if item.sampled)
 
 
-@dataclass(frozen=True, slots=True)
-class RingShape:
-    """The number of slots in the ring, the rows of each, and the prompt tokens that a batch may read.
-
-    A prompt is always cut at multiples of `prefill_tokens`, so its numbers do not depend on the rest of the batch. Such
-    pieces at the beginning of several prompts are read once.
-
-    >>> RingShape(num_slots=2, rows_per_slot=3).rows_of(1)
-    range(3, 6)
-
-    Raises:
-        ValueError: a count is below one.
-    """
-
-    num_slots: int
-    rows_per_slot: int
-    prefill_tokens: int = 512
-
-    def __post_init__(self) -> None:
-        check_count("num_slots", self.num_slots)
-        check_count("rows_per_slot", self.rows_per_slot)
-        check_count("prefill_tokens", self.prefill_tokens)
-
-    @property
-    def num_rows(self) -> int:
-        """The number of rows of all slots."""
-        return self.num_slots * self.rows_per_slot
-
-    def rows_of(self, slot: int) -> range:
-        """The slot's rows of the KV cache."""
-        return range(slot * self.rows_per_slot, (slot + 1) * self.rows_per_slot)
-
-
 class Scheduler:
     """Decides which sequences compute next, from the tokens sampled so far.
 
@@ -149,12 +116,9 @@ class Scheduler:
     _in_flight: set[int]
     #: The rows: slot -> its sequences, in order of arrival.
     _live: list[list[Sequence]]
-    #: Row -> the sequence that has it, or had it last; that sequence's prompt still begins the row.
-    _rows: list[Sequence | None]
+    _rows: Rows
     #: The queue: prompt -> its sequences without a row, in order.
     _waiting: dict[int, deque[Sequence]]
-    #: Prompt of waiting sequences -> the row that has read it or is reading it.
-    _reader: dict[int, int]
     #: Sequences without an ending, by number.
     _unfinished: dict[int, Sequence]
     #: What other ranks must know with the next batch: sequences that have joined, and numbers of such that have ended.
@@ -181,10 +145,9 @@ class Scheduler:
         self._in_flight = set[int]()
 
         self._live = [[] for _ in range(shape.num_slots)]
-        self._rows = [None] * shape.num_rows
+        self._rows = Rows(shape)
 
         self._waiting = {}
-        self._reader = {}
         self._unfinished = {}
         self._arrived, self._ended, self._announced = {}, [], set()
 
@@ -261,13 +224,12 @@ class Scheduler:
         Nothing may be in flight. Prompts and new tokens are cut like a prompt made of both.
         """
         assert not self._in_flight, "batches in flight read the cache"
-        self._reader.clear()
-        self._rows = [None] * self.shape.num_rows
+        self._rows.clear()
         for sequence in (sequence for live in self._live for sequence in live):
             sequence.num_cached, sequence.source, sequence.num_read_again = 0, NO_ROW, sequence.num_tokens
-            self._rows[_row(sequence)] = sequence
-            if sequence.prompt in self._waiting:
-                self._reader.setdefault(sequence.prompt, _row(sequence))
+            self._rows.give(_row(sequence), sequence)
+            if sequence.prompt not in self._waiting:
+                self._rows.forget(sequence.prompt)
 
     # ---- an open queue
 
@@ -320,7 +282,7 @@ class Scheduler:
         for row in self.shape.rows_of(slot):
             if len(live) >= self._share(slot) or not self._waiting:
                 return
-            last = self._rows[row]
+            last = self._rows.holders[row]
             if (last is None or last.row != row) and not self._is_wanted(row):
                 self._settle(slot, row, last)
 
@@ -334,19 +296,14 @@ class Scheduler:
         prompt = last.prompt if last is not None and last.prompt in self._waiting else self._next_prompt()
         if prompt is None:
             return
-        sequence, reader = self._waiting[prompt][0], self._reader.get(prompt)
+        sequence, reader = self._waiting[prompt][0], self._rows.readers.get(prompt)
         if reader is not None:
             # Only the prompt's last token is computed again, for its logits.
             sequence.num_cached = len(sequence.prompt_tokens) - 1
             sequence.source = NO_ROW if last is not None and last.prompt == prompt else reader
-        elif len(sequence.prompt_tokens) > self.shape.prefill_tokens:
-            num_shared = {other: self._num_shared(sequence, other) for other in range(self.shape.num_rows)}
-            # The row's own beginning needs no copy.
-            source = max(num_shared, key=lambda other: (num_shared[other], other == row))
-            sequence.num_cached = num_shared[source]
-            sequence.source = NO_ROW if source == row or not num_shared[source] else source
-        self._rows[row], sequence.row = sequence, row
-        self._reader.setdefault(prompt, row)
+        else:
+            sequence.source, sequence.num_cached = self._rows.best_source(sequence, row)
+        self._rows.give(row, sequence)
         self._leave_queue(sequence)
         self._live[slot].append(sequence)
 
@@ -355,43 +312,14 @@ class Scheduler:
 
         So do those that begin like one which a row is reading, unless too many wait to look at each.
         """
-        num_rows = self.shape.num_rows
         for number, (prompt, waiting) in enumerate(self._waiting.items()):
-            reader = self._reader.get(prompt)
+            reader = self._rows.readers.get(prompt)
             if reader is not None:
-                if self._has_read(reader):
+                if self._rows.has_read(reader):
                     return prompt
-            elif number >= num_rows or not any(self._will_share(waiting[0], row) for row in range(num_rows)):
+            elif number >= self.shape.num_rows or not self._rows.will_share(waiting[0]):
                 return prompt
         return None
-
-    def _num_shared(self, sequence: Sequence, row: int) -> int:
-        """The tokens at the beginning of a prompt that a row holds by the time the next batch is computed.
-
-        Only whole pieces of a prompt count, so that a prompt is cut as if it were alone, and no number changes.
-        """
-        holder = self._rows[row]
-        if holder is None or holder.source != NO_ROW:
-            return 0
-        return min(self._num_alike(sequence, holder), holder.num_cached)
-
-    def _will_share(self, sequence: Sequence, row: int) -> bool:
-        """True if more of a prompt's beginning will be in a row than is there yet."""
-        holder = self._rows[row]
-        return holder is not None and holder.num_unread > 0 and self._num_alike(sequence, holder) > holder.num_cached
-
-    def _num_alike(self, one: Sequence, other: Sequence) -> int:
-        """The tokens of the whole pieces with which two prompts begin alike, without the last token of `one`."""
-        piece, ours, theirs = self.shape.prefill_tokens, one.prompt_tokens, other.prompt_tokens
-        most, length = min(len(ours) - 1, len(theirs)), 0
-        while length + piece <= most and ours[length : length + piece] == theirs[length : length + piece]:
-            length += piece
-        return length
-
-    def _has_read(self, row: int) -> bool:
-        """True if the row's prompt will be in the KV cache by the time the next batch is computed."""
-        sequence = self._rows[row]
-        return sequence is not None and sequence.num_unread <= 0
 
     def _release(self, sequence: Sequence) -> None:
         """Take an ended sequence out of its row, or out of the queue."""
@@ -403,9 +331,7 @@ class Scheduler:
         self._live[row // self.shape.rows_per_slot].remove(sequence)
         if sequence.num_unread > 0:
             # Stopped in the middle of its prompt, so other samples must read it again.
-            if self._reader.get(sequence.prompt) == row:
-                del self._reader[sequence.prompt]
-            self._rows[row] = None
+            self._rows.lose(row)
 
     def _forget(self, number: int) -> None:
         """Drop an ended sequence; other ranks hear of it if they have heard of its arrival."""
@@ -420,7 +346,7 @@ class Scheduler:
         self._waiting[prompt].remove(sequence)
         if not self._waiting[prompt]:
             del self._waiting[prompt]
-            self._reader.pop(prompt, None)
+            self._rows.forget(prompt)
 
     # ---- items
 
