@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -130,6 +131,41 @@ def test_a_group_of_another_size_is_refused(tmp_path: Path, monkeypatch: pytest.
     assert is_one_sentence(err), err
     assert "has 3 processes, but parallel.dp = 1 x parallel.pp = 2 x parallel.cp = 1 x parallel.tp = 1 is 2; " in err
     assert "start 2 processes, or set dp=1 x pp=3 x" in err
+    assert files_of(tmp_path) == before
+
+
+@pytest.mark.shows(148)
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--parallel.pp", "8000", "--model.num_layers", "16384"], "has 2 processes, but .* is 8000; start 8000 proc"),
+        (["--model.vocab_size", "2000000000"], "model.vocab_size = 2000000000, .* need at least"),
+    ],
+)
+def test_a_group_refuses_sizes_before_any_work(
+    words: list[str], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    file, group = write_run(tmp_path, "run", 8), {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    for name, value in {**group, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    began = time.process_time()
+    assert main(["train", str(file), "--parallel.device", "cpu", *words]) == 2
+    assert time.process_time() - began < 2
+    err = capsys.readouterr().err
+    assert is_one_sentence(err), err
+    assert re.search(told, err), err
+
+
+@pytest.mark.shows(148)
+def test_of_a_group_of_torchrun_one_process_reports_sizes_that_it_has_not(tmp_path: Path):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    file = write_run(tmp_path, "run", 8)
+    before = files_of(tmp_path)
+    with Started([str(file), "--parallel.pp", "1000000"], launcher=torchrun) as started:
+        ended = started.end()
+    told = [line for line in ended.err.splitlines() if line.startswith("penstock: ")]
+    assert len(told) == 1 and "parallel.pp = 1000000" in told[0], ended.err
+    assert re.findall(r"exitcode +: (\S+)", ended.err)[-1] == "2", "the first failure comes last in torchrun's report"
     assert files_of(tmp_path) == before
 
 

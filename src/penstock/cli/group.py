@@ -1,9 +1,11 @@
 """The group of processes that torchrun, Slurm, Kubernetes or our own launcher has made, and the store they share."""
 
+import contextlib
 import json
 import math
 import os
 import re
+import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -22,11 +24,16 @@ _OURS = "this launch"
 _REPORTED = "penstock/reported"
 # How long a process that fails waits for the store's answer.
 _ANSWER_LIMIT_S = 5.0
+# How long a process leaves it to another to report their mistake: a loaded machine may still be starting that one.
+_OTHERS_WAIT_S = 20.0
 
 
 @dataclass(frozen=True)
 class Group:
-    """This process's place in the run, and the address at which all meet; `origin` names the maker of the group."""
+    """This process's place in the run, and the address at which all meet.
+
+    origin: names the maker of the group. num_local: processes on this host; None if unknown.
+    """
 
     rank: int
     world_size: int
@@ -34,6 +41,12 @@ class Group:
     address: str
     port: int
     origin: str
+    num_local: int | None = None
+
+    @property
+    def is_on_one_host(self) -> bool:
+        """True if all processes are known to be on this host."""
+        return self.is_ours or self.num_local == self.world_size
 
     @property
     def is_ours(self) -> bool:
@@ -62,18 +75,21 @@ def find_group(environ: Mapping[str, str]) -> Group | None:
             address=_text(environ, "MASTER_ADDR"),
             port=_number(environ, "MASTER_PORT"),
             origin=_OURS if LAUNCHER_PID in environ else "the group this process was started in",
+            num_local=_number(environ, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in environ else None,
         )
     # A Slurm batch script has a rank as well, but only steps started by srun have a step's variables.
     if "SLURM_PROCID" in environ and "SLURM_STEP_NUM_TASKS" in environ:
         job = _number(environ, "SLURM_JOB_ID", "0")
+        num_hosts, num_tasks = _number(environ, "SLURM_STEP_NUM_NODES", "0"), _number(environ, "SLURM_STEP_NUM_TASKS")
         return Group(
             rank=_number(environ, "SLURM_PROCID"),
-            world_size=_number(environ, "SLURM_STEP_NUM_TASKS"),
+            world_size=num_tasks,
             local_rank=_number(environ, "SLURM_LOCALID", "0"),
             address=environ.get("MASTER_ADDR") or _first_host(_text(environ, "SLURM_STEP_NODELIST")),
             # Every process of a job must find the same port before they meet, so the job's number decides.
             port=_number(environ, "MASTER_PORT", str(20000 + job % 20000)),
             origin="this Slurm step",
+            num_local=num_tasks if num_hosts == 1 else None,
         )
     return None
 
@@ -90,6 +106,19 @@ def find_group_of(sizes: Mapping[str, int]) -> tuple[Group | None, int]:
             f"{group.origin} has {group.world_size} processes, but {words} is {world_size}; make them equal"
         )
     return group, world_size
+
+
+def leave_report_to_first(environ: Mapping[str, str]) -> None:
+    """Leave a mistake that all processes of this host make before they meet to the first of them to report.
+
+    The others wait to be ended, as torchrun and our own launcher do once one process has failed. Returns in the first
+    process; in others only after a while: then the first has not failed, or nobody ends the others.
+    """
+    with contextlib.suppress(ValueError):
+        group = find_group(environ)
+        if group is not None and group.local_rank > 0:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            time.sleep(_OTHERS_WAIT_S)
 
 
 def agree(store: "Store", group: Group, key: str, ours: Mapping[str, Any]) -> list[dict[str, Any]]:

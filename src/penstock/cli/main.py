@@ -97,6 +97,9 @@ def run_as_script(main: Main, arguments: list[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         if os.environ.get("PENSTOCK_TRACEBACK"):
             raise
+        from penstock.cli.group import leave_report_to_first
+
+        leave_report_to_first(os.environ)
         print(f"penstock: {sentence(error)}", file=sys.stderr)
         return 2
 

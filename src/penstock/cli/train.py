@@ -44,7 +44,15 @@ def main(argv: Sequence[str]) -> int:
     """
     arguments = read_arguments(argv)
     dry, given, group = arguments.switches.dry_run, arguments.config, find_group(os.environ)
-    config = check(with_pretrained(given), proves=not dry)
+    # Sizes first: to prove a schedule of many ranks takes long.
+    config = check(with_pretrained(given), proves=False)
+    if not dry:
+        if group is not None:
+            config = config.fit(group.world_size)
+            check_world(config, group.world_size, group.origin)
+        if group is None or group.is_on_one_host:
+            check_training(config)
+        config = check(config)
     arguments = replace(arguments, config=config)
     # Workers that we launch ourselves follow a process that has said so.
     if group is None or (group.rank == 0 and not group.is_ours):
@@ -55,13 +63,9 @@ def main(argv: Sequence[str]) -> int:
         show(config, as_json=arguments.switches.json)
         return 0
     if group is not None:
-        config = check(config.fit(group.world_size))
-        check_world(config, group.world_size, group.origin)
-        arguments = replace(arguments, config=config)
         return _work(arguments, group)
     show_log()
     check_folder(config, fresh=arguments.switches.fresh, resume=arguments.switches.resume)
-    check_training(config)
     if config.parallel.world_size == 1:
         return _work(arguments, Group.alone())
     return launch(_COMMAND, argv, config.parallel.world_size, config.parallel.num_threads, check=lambda: _look(config))
