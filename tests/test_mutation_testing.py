@@ -48,3 +48,12 @@ def test_tests_lie_near_to_the_files_whose_names_they_use() -> None:
     assert of_executor["tests/unit/runtime/test_executor.py"] == 1, "uses its names"
     assert of_executor["tests/dist/test_two_engines.py"] in (2, 3), "uses an engine, which uses them"
     assert of_executor["tests/schedule/test_partition.py"] > 3, "is about something else"
+
+
+def test_tests_lie_near_to_what_registers_itself_where_no_file_names_it() -> None:
+    of_builder = {
+        test: files.get(PACKAGE / "schedule" / "builders" / "zero_bubble.py", 99) for test, files in distances().items()
+    }
+    assert of_builder["tests/schedule/test_builders.py"] == 2, "uses the registry"
+    assert of_builder["tests/schedule/test_zero_bubble.py"] == 3, "uses a helper that does"
+    assert of_builder["tests/schedule/test_partition.py"] > 3, "is about something else"
