@@ -239,6 +239,17 @@ def test_sequences_are_spread_over_the_slots(num_sequences: int) -> None:
 
 
 @pytest.mark.shows(70)
+def test_an_idle_slot_takes_what_arrives_before_a_batch_in_flight_is_awaited() -> None:
+    first, *others = sequences_of([(prompt, 3, 5) for prompt in range(4)])
+    scheduler = Scheduler([first], RingShape(num_slots=2, rows_per_slot=2))
+    alone = scheduler.schedule()
+    assert alone is not None and alone.ends_round and [item.sequence for item in alone.items] == [0]
+    scheduler.add(others)
+    joined = scheduler.schedule()
+    assert joined is not None and joined.slot != alone.slot and [item.sequence for item in joined.items] == [1, 2]
+    assert scheduler.next_slot() == alone.slot
+
+
 def test_nothing_wanted_is_over_at_once() -> None:
     scheduler = Scheduler([], RingShape(3, 2))
     assert scheduler.next_slot() is None and scheduler.schedule() is None

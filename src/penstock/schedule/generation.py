@@ -257,12 +257,16 @@ class Scheduler:
     # ---- rounds
 
     def _begin_round(self) -> None:
-        """Give a turn to each slot that computed in the last round or may take a sequence from the queue."""
+        """Give a turn to each slot that computed in the last round or may take a sequence from the queue.
+
+        Idle slots come first: their turn waits for no batch that is in flight.
+        """
         turns = [
             slot
             for slot in range(self.shape.num_slots)
             if self._busy[slot] or (self._waiting and self._share(slot) > len(self._live[slot]))
         ]
+        turns.sort(key=self._busy.__getitem__)
         if self.any_goes_on is None:
             self._turns.extend(turns)
         elif self.any_goes_on(bool(turns)):
