@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from penstock.cli.group import Group, find_group
 from penstock.cli.host_memory import check_training
@@ -44,15 +45,10 @@ def main(argv: Sequence[str]) -> int:
     """
     arguments = read_arguments(argv)
     dry, given, group = arguments.switches.dry_run, arguments.config, find_group(os.environ)
-    # Sizes first: to prove a schedule of many ranks takes long.
-    config = check(with_pretrained(given), proves=False)
-    if not dry:
-        if group is not None:
-            config = config.fit(group.world_size)
-            check_world(config, group.world_size, group.origin)
-        if group is None or group.is_on_one_host:
-            check_training(config)
-        config = check(config)
+    config = with_pretrained(given)
+    if group is not None and not dry:
+        config = config.fit(group.world_size)
+    config = check(config, proves=not dry, refuse_sizes=partial(_refuse_sizes, group))
     arguments = replace(arguments, config=config)
     # Workers that we launch ourselves follow a process that has said so.
     if group is None or (group.rank == 0 and not group.is_ours):
@@ -69,6 +65,14 @@ def main(argv: Sequence[str]) -> int:
     if config.parallel.world_size == 1:
         return _work(arguments, Group.alone())
     return launch(_COMMAND, argv, config.parallel.world_size, config.parallel.num_threads, check=lambda: _look(config))
+
+
+def _refuse_sizes(group: Group | None, config: RunConfig) -> None:
+    """Refuse another number of processes than there is, and what this machine cannot hold if it holds all of them."""
+    if group is not None:
+        check_world(config, group.world_size, group.origin)
+    if group is None or group.is_on_one_host:
+        check_training(config)
 
 
 def _show_layers(given: RunConfig, config: RunConfig) -> None:

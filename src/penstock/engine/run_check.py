@@ -1,5 +1,6 @@
 """A run's settings completed and checked before anything starts; PyTorch is loaded only for a pretrained model."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 from penstock.schedule.choice import ScheduleChoice
@@ -12,10 +13,13 @@ _NATIVE, _PRECISION = "model.native", "train.precision"
 _FREE = (_PRETRAINED, _NATIVE, "model.max_length", "model.num_predictions", "experts.bias_step")
 
 
-def check(config: RunConfig, proves: bool = True) -> RunConfig:
+def check(
+    config: RunConfig, proves: bool = True, refuse_sizes: Callable[[RunConfig], object] = lambda config: None
+) -> RunConfig:
     """Return `config` if all its settings can go together, and its schedule is proved.
 
-    proves: False leaves the schedule's proof to the caller, who needs its program too.
+    proves: False leaves the schedule's proof to the caller, who needs its program too. refuse_sizes: called before the
+    proof, which takes long for many ranks; it may refuse the settings.
 
     Raises:
         ConfigError: they cannot; the message names the settings and what would be possible.
@@ -34,6 +38,7 @@ def check(config: RunConfig, proves: bool = True) -> RunConfig:
         )
     choice.cut(units, stages)
     if proves:
+        refuse_sizes(config)
         choice.checked_program(ranks, config.train.num_microbatches)
     check_rates(config)
     return config

@@ -1,0 +1,44 @@
+"""Parts of the search: its closed skeletons are as good as they claim, and W is woven in where memory demands it."""
+
+import pytest
+
+from penstock.schedule import Placement, PlacementKind
+from penstock.schedule.search.problem import Problem
+from penstock.schedule.search.skeletons import there_and_back
+from penstock.schedule.search.weave import _forced_weight_time, weave
+
+
+def equal_times(placement: Placement, num_microbatches: int, most: float, share: float) -> Problem:
+    """A problem in which every action takes 1 and messages take no time."""
+    each = (1.0,) * placement.num_stages
+    return Problem(placement, num_microbatches, each, each, each, 0.0, most, share)
+
+
+@pytest.mark.parametrize("ranks", range(2, 9))
+def test_the_way_there_and_back_has_no_bubble_at_as_many_live_microbatches_as_ranks(ranks: int):
+    placement = Placement(PlacementKind.V, num_ranks=ranks, stages_per_rank=2)
+    for num_microbatches in (2 * ranks, 2 * ranks + 1, 4 * ranks):
+        problem = equal_times(placement, num_microbatches, ranks, 0.0)
+        woven = weave(problem, there_and_back(problem), allowed_span=0.0)
+        assert woven is not None
+        assert woven.span == max(problem.work)
+
+
+@pytest.mark.parametrize("most", (2.0, 2.5, 3.0, 4.0))
+@pytest.mark.parametrize("share", (0.25, 0.5, 1.0))
+def test_time_is_kept_for_each_weight_backward_that_memory_forces(most: float, share: float):
+    """On a rank that never waits, W run only where memory forces them, and at the end."""
+    num_microbatches = 12
+    problem = equal_times(Placement(PlacementKind.LOOP, num_ranks=1), num_microbatches, most, share)
+    num_live = int(most)
+    steps = [0] * num_live + [1, 0] * (num_microbatches - num_live) + [1] * num_live
+    woven = weave(problem, [steps], allowed_span=0.0)
+    assert woven is not None
+    forced, number = [], 0
+    for code in woven.orders[0]:
+        number += code == 2
+        if code != 2:
+            forced.append(float(number))
+            number = 0
+    assert _forced_weight_time(problem, 0, steps) == forced
+    assert sum(forced) > 0
