@@ -1,7 +1,10 @@
 """A timeline in the terminal: one row a rank, like the figures of the papers, in colour if the terminal has it."""
 
 import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import ceil, floor, log10
 
 from rich.color import Color
@@ -9,25 +12,49 @@ from rich.console import Console
 from rich.style import Style
 from rich.text import Text
 
-from penstock.draw.boxes import Kind, Part, Row, boxes_of, idle_spans, kinds_in, list_by_rank, number, one_at_a_time
+from penstock.draw.boxes import (
+    Box,
+    Kind,
+    Part,
+    Row,
+    boxes_of,
+    idle_spans,
+    kinds_in,
+    list_by_rank,
+    number,
+    one_at_a_time,
+)
 from penstock.schedule import Timeline
 
 _MIXED = "▒"
 _HEIGHTS = " ▁▂▃▄▅▆▇█"
 _TICK_EVERY = 10
-_MOST_BANDS = 4
+# Lines that a drawing with all its numbers may have, and bands that one without them may have.
+_MOST_LINES, _MOST_BANDS = 300, 4
+_SUPERSCRIPTS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 @dataclass(frozen=True)
 class _Canvas:
-    """The columns of a row, `scale` of them to a unit of time."""
+    """The columns of a row before it is cut into bands, `scale` of them to a unit of time."""
 
     columns: int
     scale: float
     coloured: bool
 
     def column(self, time: float) -> int:
-        return min(self.columns, round(time * self.scale))
+        # Unlike `round`, this gives boxes that last equally long equally many columns, give or take one.
+        return min(self.columns, floor(time * self.scale + 0.5 + 1e-9))
+
+
+@dataclass(frozen=True)
+class _Cell:
+    """One part of a box: its columns, and what is written into the first of them."""
+
+    part: Part
+    start: int
+    end: int
+    label: str
 
 
 def in_terminal(timeline: Timeline, *, console: Console | None = None) -> None:
@@ -41,37 +68,58 @@ def in_terminal(timeline: Timeline, *, console: Console | None = None) -> None:
 def drawing(timeline: Timeline, *, width: int = 80, coloured: bool = False) -> list[Text]:
     """The lines of a timeline's drawing, none longer than `width`.
 
-    Each box shows its letter and microbatch as far as they fit. If boxes are narrower than a column, time is cut into a
-    few bands, one below the other; where that does not do, a column shows what its rank did in that time: one thing,
-    or several.
+    Each box bears its letter, its local stage and its microbatch; time is cut into bands, one below the other, until
+    they fit. Where that would take hundreds of lines, there are a few bands of letters alone, or a column shows what
+    its rank did in that time: one thing, or several.
     """
     rows = tuple(one_at_a_time(row) for row in boxes_of(timeline))
     margin = len(f"rank {len(rows) - 1} ")
     columns = max(10, width - margin)
-    canvases = [_fit(timeline, rows, columns * num_bands, coloured) for num_bands in range(1, _MOST_BANDS + 1)]
-    readable = (canvas for canvas in canvases if not _is_dense(rows, canvas, most=0.1))
-    canvas = next(readable, canvases[0])
+    canvas = _numbered(timeline, rows, columns, coloured)
+    numbered = canvas is not None
+    if canvas is None:
+        canvases = [_fit(timeline, rows, columns * num_bands, coloured) for num_bands in range(1, _MOST_BANDS + 1)]
+        canvas = next((canvas for canvas in canvases if not _is_dense(rows, canvas, most=0.1)), canvases[0])
     dense = _is_dense(rows, canvas)
     lines = [Text(timeline.title, style="bold")] if timeline.title else []
-    drawn = [_dense_row(row, timeline.makespan, canvas) if dense else _row(row, canvas) for row in rows]
-    axis = _axis(canvas)
-    band = ceil(canvas.columns / ceil(canvas.columns / columns)) if canvas.columns else columns
-    for start in range(0, max(1, canvas.columns), band):
-        for rank, row in enumerate(drawn):
-            line = Text(f"rank {rank}".ljust(margin), style="" if coloured else "none").append_text(
-                row[start : start + band]
-            )
-            line.pad_right(margin + min(band, canvas.columns) - line.cell_len)
-            lines.append(line)
-        lines.append(Text(" " * margin).append_text(axis[start : start + band]))
-    lines.extend(_legend(kinds_in(rows), canvas, dense, width))
+    cells = [[cell for box in row for cell in _cells(box, canvas)] for row in rows]
+    drawn = (
+        [_dense_row(row, timeline.makespan, canvas) for row in rows] if dense else [_row(row, canvas) for row in cells]
+    )
+    edges = _edges(cells, canvas, columns)
+    pieces = [row.divide([own[rank] for own in edges[1:-1]]) for rank, row in enumerate(drawn)]
+    for band, (starts, ends) in enumerate(pairwise(edges)):
+        for rank, row in enumerate(pieces):
+            lead = f"rank {rank}".ljust(margin) + " " * (starts[rank] - min(starts))
+            lines.append(Text(lead, style="" if coloured else "none").append_text(row[band]))
+        lines.append(Text(" " * margin).append_text(_axis(canvas, columns, min(starts), min(ends))))
+    lines.extend(_legend(rows, canvas, dense, width))
+    if not numbered:
+        lines.append(Text("too long for its numbers here; a drawing in a .html file has them"))
     lines.extend(_figures(timeline, margin, width))
     for line in lines:
         line.truncate(width)
     return lines
 
 
-def _fit(timeline: Timeline, rows: tuple[Row, ...], columns: int, coloured: bool) -> _Canvas:
+def _numbered(timeline: Timeline, rows: tuple[Row, ...], columns: int, coloured: bool) -> _Canvas | None:
+    """Choose a canvas on which every box has room for its label; None if that takes too many lines.
+
+    A few short boxes of a measured step do without, rather than stretch all others.
+    """
+    with_number = [box for row in rows for box in row if box.parts[0].microbatch >= 0]
+    needed = sorted(len(_label(box)) / (box.end - box.start) for box in with_number)
+    if not needed:
+        return None
+    nearly = needed[int(0.9 * (len(needed) - 1))]
+    scale = needed[-1] if needed[-1] <= 1.5 * nearly else nearly
+    num_bands = max(1, ceil(timeline.makespan * scale / columns - 1e-9))
+    if num_bands * (len(rows) + 1) > _MOST_LINES:
+        return None
+    return _fit(timeline, rows, columns * num_bands, coloured, least=scale)
+
+
+def _fit(timeline: Timeline, rows: tuple[Row, ...], columns: int, coloured: bool, least: float = 0.0) -> _Canvas:
     """Choose the scale: whole columns for the shortest action if it gets at least one, else the full width."""
     makespan = timeline.makespan or 1.0
     scale = columns / makespan
@@ -79,9 +127,25 @@ def _fit(timeline: Timeline, rows: tuple[Row, ...], columns: int, coloured: bool
     whole = int(scale * shortest * (1 + 1e-9))
     # Rounding down may waste some of the width. It gives equal boxes for equal times, but gains nothing for times
     # that differ (a measured step).
-    if whole >= 1 and whole / (scale * shortest) > 0.6:
+    if whole >= 1 and whole / (scale * shortest) > 0.6 and whole / shortest >= least * (1 - 1e-9):
         scale = whole / shortest
     return _Canvas(round(makespan * scale), scale, coloured)
+
+
+def _edges(cells: Sequence[Sequence[_Cell]], canvas: _Canvas, columns: int) -> list[list[int]]:
+    """The columns at which bands of about equal width begin and end, for each rank.
+
+    They go through as few labels as possible; a rank whose label would be cut has it in the later band.
+    """
+    labels = [[(cell.start, cell.start + len(cell.label)) for cell in row] for row in cells]
+    cuts = Counter(column for row in labels for start, end in row for column in range(start + 1, end))
+    edges = [[0] * len(cells)]
+    while (left := canvas.columns - (first := min(edges[-1]))) > columns:
+        even = first + ceil(left / ceil(left / columns))
+        choices = range(even - columns // 5, first + columns + 1)
+        edge = min(choices, key=lambda edge: (cuts[edge], abs(edge - even)))
+        edges.append([next((start for start, end in row if start < edge < end), edge) for row in labels])
+    return [*edges, [canvas.columns] * len(cells)]
 
 
 def _is_dense(rows: tuple[Row, ...], canvas: _Canvas, *, most: float = 0.5) -> bool:
@@ -90,44 +154,54 @@ def _is_dense(rows: tuple[Row, ...], canvas: _Canvas, *, most: float = 0.5) -> b
     return bool(lengths) and lengths[int(most * len(lengths))] * canvas.scale < 1 - 1e-9
 
 
-def _row(row: Row, canvas: _Canvas) -> Text:
-    line, at = Text(), 0
-    for box in row:
-        start, end = max(at, canvas.column(box.start)), canvas.column(box.end)
-        if end <= start:
-            continue
-        line.append(_idle(start - at, canvas))
+def _name(part: Part) -> str:
+    """A part's letter, small but for the rank's first stage and numbered from its third, and its microbatch."""
+    letter = part.kind.value.letter if part.local_stage == 0 else part.kind.value.letter.lower()
+    stage = str(part.local_stage + 1).translate(_SUPERSCRIPTS) if part.local_stage > 1 else ""
+    return letter + stage + (str(part.microbatch) if part.microbatch >= 0 else "")
+
+
+def _label(box: Box) -> str:
+    return "+".join(map(_name, box.parts))
+
+
+def _cells(box: Box, canvas: _Canvas) -> list[_Cell]:
+    """The parts of a box with their labels, or letters alone where the label does not fit."""
+    start, end = canvas.column(box.start), canvas.column(box.end)
+    labels = [_name(part) for part in box.parts]
+    if len(labels) == 2:
         # A fused pair shares its time, and here its columns too.
-        middle = start + (end - start + 1) // 2
-        bounds = [start, end] if len(box.parts) == 1 else [start, middle, end]
-        for part, left, right in zip(box.parts, bounds, bounds[1:]):
-            line.append_text(_cell(part, right - left, canvas))
-        at = end
-    return line.append(_idle(canvas.columns - at, canvas))
+        fits = len(_label(box)) <= end - start
+        middle = start + len(labels[0]) + 1 if fits else start + (end - start + 1) // 2
+        bounds, labels[0] = [start, middle, end], labels[0] + "+" * fits
+    else:
+        bounds = [start, end]
+    return [
+        _Cell(part, left, right, label if len(label) <= right - left else label[: min(1, right - left)])
+        for part, label, left, right in zip(box.parts, labels, bounds, bounds[1:])
+    ]
+
+
+def _row(cells: Sequence[_Cell], canvas: _Canvas) -> Text:
+    line, at = Text(), 0
+    for cell in cells:
+        line.append_text(_idle(cell.start - at, canvas))
+        text = cell.label.ljust(cell.end - cell.start, " " if canvas.coloured else "─")
+        line.append(text, _style(cell.part) if canvas.coloured else "")
+        at = cell.end
+    return line.append_text(_idle(canvas.columns - at, canvas))
 
 
 def _idle(columns: int, canvas: _Canvas) -> Text:
     return Text(Kind.IDLE.value.letter * columns, style="dim" if canvas.coloured else "")
 
 
-def _cell(part: Part, columns: int, canvas: _Canvas) -> Text:
-    look = part.kind.value
-    microbatch = str(part.microbatch) if part.microbatch >= 0 else ""
-    if canvas.coloured:
-        labels = (look.letter + microbatch, microbatch, look.letter if not microbatch else "")
-        label = next((label for label in labels if len(label) <= columns), "")
-        return Text(label.center(columns), style=_style(part))
-    # Without colour every box begins with its letter, and a line runs to its end.
-    label = look.letter + microbatch
-    return Text((label if len(label) <= columns else look.letter).ljust(columns, "─"))
-
-
 def _style(part: Part) -> Style:
-    """A paler shade for every other microbatch and every further local stage, so that neighbours stay apart."""
+    """A paler shade for every further local stage."""
     look = part.kind.value
-    paler = min(0.6, 0.18 * (part.microbatch % 2) + 0.34 * part.local_stage)
+    paler = min(0.66, 0.42 * part.local_stage)
     channels = [round(channel + (255 - channel) * paler) for channel in Color.parse(look.colour).get_truecolor()]
-    return Style(color=look.ink if paler < 0.3 else "#1A1A1A", bgcolor=Color.from_rgb(*channels))
+    return Style(color="#1A1A1A" if paler else look.ink, bgcolor=Color.from_rgb(*channels))
 
 
 def _dense_row(row: Row, makespan: float, canvas: _Canvas) -> Text:
@@ -160,23 +234,24 @@ def _dense_column(shares: dict[Kind, float], coloured: bool) -> Text:
     return Text(main.value.letter if busy[main] > 0.9 * sum(busy.values()) else _MIXED)
 
 
-def _axis(canvas: _Canvas) -> Text:
+def _axis(canvas: _Canvas, columns: int, start: int, end: int) -> Text:
     """Times below their columns, as round as the width allows."""
     makespan = canvas.columns / canvas.scale
-    room = max(1, canvas.columns // _TICK_EVERY)
-    finest = 10.0 ** floor(log10(makespan / room))
-    step = next(base * finest for base in (1, 2, 5, 10) if base * finest >= makespan / room)
-    marks = [" "] * canvas.columns
+    span = min(canvas.columns, columns) / canvas.scale
+    room = max(1, min(canvas.columns, columns) // _TICK_EVERY)
+    finest = 10.0 ** floor(log10(span / room))
+    step = next(base * finest for base in (1, 2, 5, 10) if base * finest >= span / room)
+    marks = [" "] * (end - start)
     for tick in range(int(makespan / step * (1 + 1e-9)) + 1):
-        label, at = number(tick * step), canvas.column(tick * step)
-        if at + len(label) <= canvas.columns:
+        label, at = number(tick * step), canvas.column(tick * step) - start
+        if at >= 0 and at + len(label) <= len(marks):
             marks[at : at + len(label)] = label
     return Text("".join(marks).rstrip(), style="dim" if canvas.coloured else "")
 
 
-def _legend(kinds: tuple[Kind, ...], canvas: _Canvas, dense: bool, width: int) -> list[Text]:
+def _legend(rows: tuple[Row, ...], canvas: _Canvas, dense: bool, width: int) -> list[Text]:
     entries = []
-    for kind in kinds:
+    for kind in kinds_in(rows):
         look = kind.value
         swatch = Style(color=look.ink, bgcolor=look.colour) if canvas.coloured and kind is not Kind.IDLE else Style()
         letter = f" {look.letter} " if canvas.coloured else look.letter
@@ -184,6 +259,8 @@ def _legend(kinds: tuple[Kind, ...], canvas: _Canvas, dense: bool, width: int) -
     if dense:
         shared = "a column split by height: more than one in that time"
         entries.append(Text(shared if canvas.coloured else f"{_MIXED} more than one in that time"))
+    else:
+        entries.extend(map(Text, _marks(rows)))
     lines = [entries[0]]
     for entry in entries[1:]:
         if lines[-1].cell_len + 3 + entry.cell_len <= width:
@@ -191,6 +268,15 @@ def _legend(kinds: tuple[Kind, ...], canvas: _Canvas, dense: bool, width: int) -
         else:
             lines.append(entry)
     return lines
+
+
+def _marks(rows: tuple[Row, ...]) -> Iterator[str]:
+    """The words for what names say besides the kind: later local stages, and fused pairs."""
+    last = max((part.local_stage for row in rows for box in row for part in box.parts), default=0)
+    if last > 0:
+        yield "small letter: the rank's second stage" + " (f³: its third)" * (last > 1)
+    if any(len(box.parts) > 1 for row in rows for box in row):
+        yield "F+B a fused pair"
 
 
 def _figures(timeline: Timeline, margin: int, width: int) -> list[Text]:

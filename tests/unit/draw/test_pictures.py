@@ -1,6 +1,7 @@
 """Drawings say what the timeline says, and fit where they are put."""
 
 import re
+from functools import cache
 from itertools import pairwise, product
 from pathlib import Path
 
@@ -11,8 +12,10 @@ from penstock.draw import in_terminal, picture
 from penstock.draw.boxes import boxes_of, idle_spans, one_at_a_time
 from penstock.draw.terminal import drawing
 from penstock.schedule import Action, Costs, Event, Op, Pair, Timeline
+from penstock.schedule.actions import flatten
 
 
+@cache
 def timeline_of(name: str, ranks: int, microbatches: int, costs: Costs | None = None) -> Timeline:
     program = schedule.lower(schedule.build(name, ranks=ranks, microbatches=microbatches))
     return schedule.simulate(program, costs)
@@ -37,11 +40,13 @@ FUSED = Timeline.from_events(
 def test_every_line_fits_and_every_rank_has_a_row(width: int, coloured: bool):
     for name, ranks, microbatches in product(schedule.names(), (1, 2, 8), (1, 3, 64)):
         lines = drawing(timeline_of(name, ranks, microbatches), width=width, coloured=coloured)
-        assert all(line.cell_len <= width for line in lines)
+        assert all(line.cell_len <= width for line in lines) and len(lines) <= 310
         rows = [line for line in lines if line.plain.startswith("rank ")]
         num_bands = len(rows) // ranks
-        assert [int(row.plain.split()[1][0]) for row in rows] == [*range(ranks)] * num_bands and 1 <= num_bands <= 4
-        assert all(row.cell_len == rows[0].cell_len > width / 2 for row in rows)
+        assert [int(row.plain.split()[1][0]) for row in rows] == [*range(ranks)] * num_bands and num_bands >= 1
+        ends = [{row.cell_len for row in rows[band * ranks : (band + 1) * ranks]} for band in range(num_bands)]
+        # A label that the end of a band would cut stands in the next.
+        assert all(max(own) - min(own) < 5 for own in ends) and min(map(min, ends)) > width / 2
 
 
 @pytest.mark.parametrize("coloured", [False, True])
@@ -53,15 +58,68 @@ def test_each_action_is_named_once_where_there_is_room(coloured: bool):
             assert sorted(marks) == sorted(f"{op}{microbatch}" for op in "FB" for microbatch in range(microbatches))
 
 
-@pytest.mark.parametrize("name", ["1f1b", "zb-v", "dualpipe"])
-def test_eighty_columns_show_every_action_of_eight_ranks_and_32_microbatches(name: str):
-    timeline = timeline_of(name, 8, 32)
+NAME = re.compile("([FBIW])([⁰¹²³⁴⁵⁶⁷⁸⁹]*)([0-9]+)", re.IGNORECASE)
+DIGITS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹", "0123456789")
+
+
+def read(lines: list[str], rank: int) -> list[tuple[str, int, int]]:
+    """The kind, local stage and microbatch of each action that a rank's lines name, each line by itself."""
+    found = [name for line in lines if line.startswith(f"rank {rank} ") for name in NAME.findall(line[6:])]
+    return [
+        (letter.upper(), 0 if letter.isupper() else int(stage.translate(DIGITS) or 2) - 1, int(microbatch))
+        for letter, stage, microbatch in found
+    ]
+
+
+@pytest.mark.parametrize(
+    "name, ranks, microbatches, stages",
+    [
+        ("1f1b", 4, 8, 1),
+        ("1f1b", 8, 32, 1),
+        ("1f1b", 2, 101, 1),
+        ("afab", 1, 1, 1),
+        ("interleaved", 8, 32, 2),
+        ("interleaved", 4, 12, 3),
+        ("interleaved", 8, 32, 4),
+        ("zb-h1", 5, 40, 1),
+        ("zb-v", 8, 32, 2),
+        ("dualpipe", 8, 32, 2),
+        ("dualpipe-v", 8, 32, 2),
+    ],
+)
+@pytest.mark.parametrize("costs", [Costs(), Costs(1.0, 1.3, 0.8, transfer=0.2)])
+def test_every_action_can_be_read_in_eighty_columns(
+    name: str, ranks: int, microbatches: int, stages: int, costs: Costs
+):
+    program = schedule.lower(schedule.build(name, ranks=ranks, microbatches=microbatches, stages_per_rank=stages))
+    timeline = schedule.simulate(program, costs)
     lines = [line.plain for line in drawing(timeline)]
-    assert not any("▒" in line for line in lines) and max(map(len, lines)) <= 80 and len(lines) <= 40
-    for rank, row in enumerate(boxes_of(timeline)):
-        shown = "".join(line.removeprefix(f"rank {rank} ") for line in lines if line.startswith(f"rank {rank} "))
-        wanted = "".join(part.kind.value.letter for box in row for part in box.parts)
-        assert re.sub(r"[^FBIW]", "", shown) == wanted
+    assert max(map(len, lines)) <= 80
+    for rank, order in enumerate(program.schedule.orders):
+        local = program.placement.stages_of(rank)
+        wanted = [(action.op.name, local.index(action.stage), action.microbatch) for action in flatten(order)]
+        assert read(lines, rank) == wanted and wanted
+    text = "\n".join(lines)
+    assert ("small letter: the rank's second stage" in text) == (stages > 1)
+    assert ("(f³: its third)" in text) == (stages > 2)
+    assert ("F+B a fused pair" in text) == (name in ("dualpipe", "dualpipe-v"))
+    times = [float(time) for line in lines if set(line) <= set("0123456789. ") for time in line.split()]
+    assert times[0] == 0 and times == sorted(set(times)) and times[-1] > 0.8 * timeline.makespan
+
+
+def test_colour_adds_no_words_and_takes_none():
+    for name in ("zb-v", "dualpipe"):
+        plain, coloured = (
+            [line.plain for line in drawing(timeline_of(name, 4, 12), coloured=coloured) if "rank " in line.plain[:5]]
+            for coloured in (False, True)
+        )
+        assert plain and [line.replace("─", " ") for line in plain] == coloured
+
+
+def test_what_would_take_hundreds_of_lines_says_what_does_show_its_numbers():
+    lines = [line.plain for line in drawing(timeline_of("1f1b", 64, 128))]
+    assert len(lines) < 80 and any(".html" in line for line in lines)
+    assert not any(".html" in line.plain for line in drawing(timeline_of("1f1b", 8, 32)))
 
 
 def test_columns_are_time():
