@@ -67,9 +67,9 @@ def look_at(text: str, costs: dict[str, str]) -> dict[str, Any]:
     return {
         "proof": schedule.verify(program).sentences,
         "figures": {
-            "bubble rate": f"{timeline.bubble_rate:.4f}",
+            "bubble": f"{timeline.bubble_rate:.4f}",
             "makespan": f"{timeline.makespan:.6g}",
-            "span cost": f"{timeline.span_cost:.6g}",
+            "span": f"{timeline.span_cost:.6g}",
             "peak live microbatches": " ".join(f"{live:.4g}" for live in timeline.peak_live_microbatches),
         },
         "timeline": drawing.read_text(encoding="utf-8"),

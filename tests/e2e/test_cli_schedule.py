@@ -58,6 +58,9 @@ def test_simulate_prints_the_published_bubble(run):
     assert code == 0
     assert round(figures["bubble_rate"], 4) == 0.2347
     assert figures["peak_live_microbatches"] == [8, 7, 6, 5, 4, 3, 2, 1]
+    # In words the two have the names that drawings and pages give them.
+    _, words, _ = run("simulate", "1f1b", "--ranks", 8, "--microbatches", 24, *PUBLISHED)
+    assert words.splitlines()[2:4] == [f"  span         {figures['span_cost']:.6g}", "  bubble       0.2347"]
     work = 24 * (29.718 + 29.444 + 19.927)
     assert figures["bubble_rate"] == pytest.approx(1 - work / figures["span_cost"], abs=1e-12)
     assert figures["makespan"] >= figures["span_cost"]
@@ -132,6 +135,34 @@ def test_verify_names_what_is_wrong(run, tmp_path: Path):
     assert code == 2
     assert json.loads(out)["proved"] is False
     assert json.loads(out)["reason"] in err
+
+
+@pytest.mark.parametrize("name, own", [("1f1b", []), ("interleaved", ["--stages-per-rank", 3]), ("zb-v", [])])
+def test_verify_proves_a_name_at_a_size_as_what_export_writes(run, tmp_path: Path, name: str, own: list[object]):
+    size = ["--ranks", 3, "--microbatches", 7, *own]
+    assert run("export", name, *size, "--output", tmp_path / "a.txt")[0] == 0
+    _, from_file, _ = run("verify", tmp_path / "a.txt", "--json")
+    code, by_name, _ = run("verify", name, *size, "--json")
+    proof = json.loads(by_name)
+    assert code == 0 and {"ranks": 3, "microbatches": 7}.items() <= proof.items() and proof["schedule"] == name
+    wanted = json.loads(from_file)
+    assert wanted.pop("file") == str(tmp_path / "a.txt") and {key: proof[key] for key in wanted} == wanted
+    code, words, _ = run("verify", name, *size)
+    assert code == 0 and words.startswith(f"{name}: proved\n  {proof['num_actions']} actions on 3 ranks")
+    assert_refused(run("verify", tmp_path / "a.txt", "--ranks", 4), "has 3 ranks, not 4")
+
+
+def test_verify_says_why_a_function_s_order_cannot_run(run, tmp_path: Path):
+    (tmp_path / "own.py").write_text(
+        "from dataclasses import replace\nfrom penstock import schedule\n"
+        "def late(ranks, microbatches):\n"
+        "    built = schedule.build('1f1b', ranks=ranks, microbatches=microbatches)\n"
+        "    return replace(built, orders=(built.orders[0], built.orders[1][::-1]))\n"
+    )
+    name = f"{tmp_path / 'own.py'}:late"
+    code, out, err = run("verify", name, "--ranks", 2, "--microbatches", 2, "--json")
+    assert code == 2 and json.loads(out)["proved"] is False and json.loads(out)["schedule"] == name
+    assert "rank 1" in err and json.loads(out)["reason"] in err
 
 
 def test_verify_finds_the_deadlock_that_buffered_sends_would_hide(run, tmp_path: Path):

@@ -173,9 +173,9 @@ def test_answers_are_those_of_the_command(name: str, command: Callable[..., str]
     assert f"  {'  '.join(found['proof'])}" == command("verify", "schedule.txt").partition("\n")[2].replace("\n", "")
     given = json.loads(command("simulate", name, *flags(SIZE), *flags(COSTS), "--json"))
     assert found["figures"] == {
-        "bubble rate": f"{given['bubble_rate']:.4f}",
+        "bubble": f"{given['bubble_rate']:.4f}",
         "makespan": f"{given['makespan']:.6g}",
-        "span cost": f"{given['span_cost']:.6g}",
+        "span": f"{given['span_cost']:.6g}",
         "peak live microbatches": " ".join(f"{live:.4g}" for live in given["peak_live_microbatches"]),
     }
     command("show", name, *flags(SIZE), *flags(COSTS), "--output", "page.html")
@@ -269,8 +269,8 @@ def test_a_schedule_built_by_fields(page: Playground, name: str, command: Callab
     assert page.told("proof") == "".join(line.strip() for line in proof[2:])
 
     told = command("simulate", name, *sizes, *flags(COSTS))
-    assert [page.figures[key] for key in ("makespan", "span cost", "bubble rate")] == [
-        re.findall(rf"  {key} +(\S+)\n", told)[0] for key in ("makespan", "span cost", "bubble rate")
+    assert [page.figures[key] for key in ("makespan", "span", "bubble")] == [
+        re.findall(rf"  {key} +(\S+)\n", told)[0] for key in ("makespan", "span", "bubble")
     ]
     peaks = re.findall(r"^ +\d+ +\S+ +(\S+)$", told, re.MULTILINE)
     assert len(peaks) == 4 and page.figures["peak live microbatches"] == " ".join(peaks)
@@ -386,7 +386,7 @@ def test_the_keyboard_is_enough(page: Playground) -> None:
     page.browser.type("0.5")
     page.wait()
     assert "transfer=0.5" in page.browser.evaluate("location.hash")
-    assert page.figures["bubble rate"] != "0.0000"
+    assert page.figures["bubble"] != "0.0000"
 
     page.focus("#timeline")
     page.browser.press(*TAB)  # to the first control in the frame

@@ -87,7 +87,7 @@ def test_the_wheel_answers_in_an_empty_environment(archives: tuple[Path, Path], 
     where = run(python, "-c", "import penstock.cli.main, sys; print(penstock.__file__, 'torch' in sys.modules)")
     assert where.split() == [str(packages / "penstock/__init__.py"), "False"]
     assert run(command, "--version").startswith(f"penstock {penstock.__version__}, no torch, Python 3.")
-    assert "bubble rate  0.2727" in run(command, "schedule", "simulate", "1f1b")
+    assert "bubble       0.2727" in run(command, "schedule", "simulate", "1f1b")
     assert "drew zb-v" in run(command, "schedule", "show", "zb-v", "--output", "page.html")
     assert "llama3-8b" in run(command, "plan", "--model", "llama3", "--cluster", "h100", code=2)
     (packages / "lent.pth").write_text(lent)

@@ -129,34 +129,42 @@ def show(arguments: list[str]) -> int:
     return 0
 
 
-def verify_parser() -> Parser:
-    """The parser of `penstock schedule verify`."""
+def verify_parser(arguments: Sequence[str] = ()) -> Parser:
+    """The parser of `penstock schedule verify`, with the options of the schedule that they name."""
     parser = Parser(
         "penstock schedule verify",
-        "Prove a schedule from a file: each action there exactly once, each send met by one receive, first in first\n"
-        "out, no deadlock even if every send blocks until its receive is posted. FILE is what `export` writes, or\n"
-        "torch's CSV. With compute actions alone it gets its transfers first; with transfers it is proved as it is.",
-        examples=("penstock schedule verify my-schedule.csv",),
+        "Prove a schedule: each action exactly once and behind what it needs, each send met by one receive, first in\n"
+        "first out, no deadlock even if every send blocks until its receive is posted. NAME may be a file that you or\n"
+        "`export` wrote, or torch's CSV: with compute actions alone it gets its transfers first; with transfers it is\n"
+        "proved as it is, in its own size.",
+        examples=(
+            ("penstock schedule verify my-schedule.csv", "a fault is named with its row and cell"),
+            ("penstock schedule verify zb-v --ranks 8 --microbatches 32", "what a run of this size would carry out"),
+            "penstock schedule verify examples/own_schedule.py:eager_1f1b --ranks 4",
+        ),
     )
-    parser.add_argument("file", type=Path, metavar="FILE", help="a schedule or program as text or as torch's CSV")
+    add_schedule(parser, arguments, costs=False)
     add_json(parser)
     return parser
 
 
 def verify(arguments: list[str]) -> int:
-    """Prove the schedule or program in a file, or report its fault."""
-    options = verify_parser().parse_args(arguments)
+    """Prove a schedule, by its name or from a file, or report its fault."""
+    options = verify_parser(arguments).parse_args(arguments)
+    from_file = files.is_file(options.name)
     try:
-        program = files.read_program(options.file)
+        program = proved(options)
     except schedule.ScheduleError as error:
         if options.json:
-            print_json({"file": str(options.file), "proved": False, "reason": str(error)})
+            known = {"file": options.name} if from_file else _names(options)
+            print_json({**known, "proved": False, "reason": str(error)})
         raise
     proof = schedule.verify(program)
+    known = {"file": options.name} if from_file else _names(options)
     if options.json:
-        print_json({"file": str(options.file), "proved": True} | asdict(proof))
+        print_json({**known, "proved": True} | asdict(proof))
     else:
-        print(f"{options.file}: proved", *proof.sentences, sep="\n  ")
+        print(f"{options.name}: proved", *proof.sentences, sep="\n  ")
     return 0
 
 
@@ -166,8 +174,9 @@ def simulate_parser(arguments: Sequence[str] = ()) -> Parser:
         "penstock schedule simulate",
         "Time a schedule without running it. The times given are those of ONE microbatch through ALL local stages\n"
         "of one rank, in any one unit; they are divided evenly among the stages, so that schedules compare at equal\n"
-        "work. span_cost is the largest, over ranks, of (that rank's end - its own first start); bubble_rate is the\n"
-        "share of it that the busiest rank does not compute (`show` calls them span and bubble); idle is per rank.",
+        "work. The span is the longest time from a rank's first start to its own end; the bubble is the share of it\n"
+        "that the busiest rank does not compute (in JSON span_cost and bubble_rate); idle is the time of the makespan\n"
+        "in which a rank computes nothing.",
         examples=(
             "penstock schedule simulate 1f1b --ranks 8 --microbatches 24 --transfer 0.1",
             "penstock schedule simulate zb-h1 --ranks 4 --forward 1,1,1.2,1.5 --json",
@@ -194,8 +203,8 @@ def simulate(arguments: list[str]) -> int:
         return 0
     print(timeline.title)
     print(f"  makespan     {timeline.makespan:.6g}")
-    print(f"  span cost    {timeline.span_cost:.6g}")
-    print(f"  bubble rate  {timeline.bubble_rate:.4f}")
+    print(f"  span         {timeline.span_cost:.6g}")
+    print(f"  bubble       {timeline.bubble_rate:.4f}")
     print("  rank         idle   peak live microbatches")
     for rank, (idle, live) in enumerate(zip(timeline.idle, timeline.peak_live_microbatches, strict=True)):
         print(f"  {rank:4d} {idle:12.6g} {live:8.4g}")
@@ -280,7 +289,7 @@ def compare(arguments: list[str]) -> int:
 COMMANDS = {
     "list": Command("the schedules that can be built", __name__, "list_schedules"),
     "show": Command("draw a schedule in the terminal or into a picture, page or trace", __name__, "show"),
-    "verify": Command("prove a schedule from a file, also one written by hand or by torch", __name__, "verify"),
+    "verify": Command("prove a schedule, also one written by hand or by torch", __name__, "verify"),
     "simulate": Command("time a schedule: makespan, bubble, live microbatches", __name__, "simulate"),
     "compare": Command("all schedules side by side: bubble, memory, messages", __name__, "compare"),
     "export": Command("write a schedule as text or as torch's CSV", __name__, "export"),
