@@ -123,7 +123,7 @@ def arguments() -> Iterator[tuple[str, Call, str]]:
     yield "weight", lambda e: e.train_batch(batch_of(), loss_weight_fn=2.0), "loss_weight_fn=2.0 is a float"  # type: ignore[arg-type]
     yield "step 0", lambda e: e.train_batch(batch_of(), step=0), "step = 0 is not the number of a step"
     yield "half a step", lambda e: e.train_batch(batch_of(), step=1.5), "step = 1.5 is not"  # type: ignore[arg-type]
-    yield "microbatches", lambda e: e.train_batch(batch_of(), micro_batches=4), "micro_batches=4 is a int"  # type: ignore[arg-type]
+    yield "microbatches", lambda e: e.train_batch(batch_of(), micro_batches=4), "micro_batches=4 is an int"  # type: ignore[arg-type]
     yield "too many", lambda e: e.train_batch(batch_of(), micro_batches=MicroBatchSpec(num=9)), "at most 4 microbatches"
     yield "too long", lambda e: e.train_batch(batch_of(), micro_batches=MicroBatchSpec(max_tokens=3)), "max_tokens=3"
     yield "weight NaN", weighing(float("nan")), "loss_weight_fn gave nan for microbatch 0"
@@ -132,7 +132,7 @@ def arguments() -> Iterator[tuple[str, Call, str]]:
     yield "no weight", weighing(None), "loss_weight_fn gave a NoneType"
     yield "text weight", weighing("3"), "loss_weight_fn gave a str"
     yield "zero weight", weighing(0.0), "at least one token must carry loss"
-    yield "hook", lambda e: e.forward(batch_of(), 5), "post_hook=5 is a int"  # type: ignore[arg-type]
+    yield "hook", lambda e: e.forward(batch_of(), 5), "post_hook=5 is an int"  # type: ignore[arg-type]
     yield "aggregate", lambda e: e.forward(batch_of(), aggregate_fn="mean"), "aggregate_fn='mean' is a str"  # type: ignore[arg-type]
     yield "lengths", lambda e: e.forward(batch_of(), output_seqlens=[1]), "1 output lengths for 4 items"
     yield "negative lengths", lambda e: e.forward(batch_of(), output_seqlens=[1, -1, 1, 1]), "an output length is -1"
@@ -140,8 +140,8 @@ def arguments() -> Iterator[tuple[str, Call, str]]:
     yield "evaluating a dict", lambda e: e.evaluate([{"tokens": [1]}]), "batch: a dict"  # type: ignore[list-item]
     yield "text", lambda e: e.generate("hello"), "prompts='hello' is a str; give a list of prompts"  # type: ignore[arg-type]
     yield "texts", lambda e: e.generate(["hello"]), "prompt 0 is 'hello', a str; give a list of token ids"  # type: ignore[list-item]
-    yield "a flat list", lambda e: e.generate([1, 2, 3]), "prompt 0 is 1, a int"  # type: ignore[list-item]
-    yield "a number", lambda e: e.generate(7), "prompts=7 is a int"  # type: ignore[arg-type]
+    yield "a flat list", lambda e: e.generate([1, 2, 3]), "prompt 0 is 1, an int"  # type: ignore[list-item]
+    yield "a number", lambda e: e.generate(7), "prompts=7 is an int"  # type: ignore[arg-type]
     yield "prompts of a dict", lambda e: e.generate({"a": [1]}), "is a dict"  # type: ignore[arg-type]
     yield "half a token", lambda e: e.generate([[1, 2.5]]), "prompt 0 has 2.5 at its place 1"  # type: ignore[list-item]
     yield "text in a prompt", lambda e: e.generate([[1], [2, "3"]]), "prompt 1 has '3' at its place 1"  # type: ignore[list-item]

@@ -151,5 +151,5 @@ def all_of_them(rank: int, folder: Path) -> list[Answered | None]:
 def test_pipelines_that_share_experts_are_not_interrupted() -> None:
     with pytest.raises(ValueError, match=r"ep=2.*cannot be interrupted"):
         Listeners(interrupt=lambda: True).check(Layout(dp=2, ep=2))
-    with pytest.raises(ValueError, match="interrupt=3 is a int"):
+    with pytest.raises(ValueError, match="interrupt=3 is an int"):
         Listeners(interrupt=3).check(Layout())  # pyright: ignore[reportArgumentType]

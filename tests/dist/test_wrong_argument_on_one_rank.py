@@ -47,7 +47,7 @@ def refusals(rank: int, layout: Layout, folder: Path) -> list[str]:
 @pytest.mark.parametrize("layout", [Layout(pp=2), Layout(dp=2)], ids=str)
 def test_a_wrong_argument_on_one_rank_is_named_on_all(layout: Layout, tmp_path: Path) -> None:
     words = (
-        "batches=5 is a int; give a list of PackedBatch",
+        "batches=5 is an int; give a list of PackedBatch",
         "batches is one PackedBatch; give a list of them",
         "broadcast = 'yes' is a str; give True or False",
         "ranks take different steps: 2, 3",

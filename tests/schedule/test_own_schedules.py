@@ -129,7 +129,7 @@ def test_what_is_no_schedule_is_refused() -> None:
         schedule.build(lambda ranks, microbatches: [], ranks=2, microbatches=4)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ScheduleError, match="eager-1f1b is for 2 ranks and 4 microbatches, not for 2 and 8"):
         ScheduleChoice.of(eager_1f1b(2, 4)).program(2, 8)
-    with pytest.raises(ValueError, match=r"a schedule is a name, .* not a int"):
+    with pytest.raises(ValueError, match=r"a schedule is a name, .* not an int"):
         ScheduleChoice.of(3)  # pyright: ignore[reportArgumentType]
 
 

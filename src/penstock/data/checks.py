@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.settings.arguments import type_in_words
+
 ItemId = int | str
 Lengths = tuple[tuple[int, ...], ...]
 
@@ -85,13 +87,13 @@ class LoaderStateError(ValueError):
 def checked_ids(ids: Iterable[ItemId]) -> tuple[ItemId, ...]:
     """The ids as a tuple: at least one, each an int or a string, none twice."""
     if isinstance(ids, str) or not isinstance(ids, Iterable):
-        raise IdError("ids", f"{ids!r} is {type(ids).__name__}; give a list with an int or a string per item")
+        raise IdError("ids", f"{ids!r} is {type_in_words(ids)}; give a list with an int or a string per item")
     result = tuple(ids)
     if not result:
         raise IdError("ids", "a batch needs at least one item")
     for item_id in result:
         if type(item_id) is not int and type(item_id) is not str:
-            raise IdError("ids", f"{item_id!r} is a {type(item_id).__name__}; ids are ints or strings")
+            raise IdError("ids", f"{item_id!r} is {type_in_words(item_id)}; ids are ints or strings")
     if len(set(result)) != len(result):
         seen: set[ItemId] = set()
         repeated = next(i for i in result if i in seen or seen.add(i))
@@ -114,7 +116,7 @@ def checked_lengths(key: str, lengths: Iterable[int | Iterable[int]], num_items:
             raise LengthError(field, f"item {index} has no sequence; every item needs at least one")
         for length in item:
             if type(length) is not int:
-                raise LengthError(field, f"item {index} has length {length!r}, a {type(length).__name__}, not an int")
+                raise LengthError(field, f"item {index} has length {length!r}, {type_in_words(length)}, not an int")
             if length < least:
                 raise LengthError(field, f"item {index} has length {length}; lengths are at least {least}")
     return result
@@ -125,7 +127,7 @@ def checked_metadata(metadata: Mapping[str, Sequence[Any]], num_items: int) -> d
     for name, values in metadata.items():
         if not isinstance(values, (list, tuple)):
             raise MetadataError(
-                f"metadata[{name!r}]", f"a {type(values).__name__}; expected a list with a value per item"
+                f"metadata[{name!r}]", f"{type_in_words(values)}; expected a list with a value per item"
             )
         if len(values) != num_items:
             raise MetadataError(f"metadata[{name!r}]", f"{len(values)} values, but there are {num_items} items")
@@ -151,19 +153,19 @@ def check_tables(**tables: Any) -> None:
     """Raise unless each of these, by field, is a mapping whose keys are names."""
     for field, table in tables.items():
         if not isinstance(table, Mapping):
-            raise BatchError(field, f"a {type(table).__name__}; give a dict from names to values")
+            raise BatchError(field, f"{type_in_words(table)}; give a dict from names to values")
         for key in table:
             if not isinstance(key, str):
-                raise BatchError(field, f"the key {key!r} is a {type(key).__name__}; keys are names")
+                raise BatchError(field, f"the key {key!r} is {type_in_words(key)}; keys are names")
 
 
 def check_list(field: str, given: Any, kind: Any, what: str) -> None:
     """Raise unless `given` is a list, or the like, of objects of this kind; `what` names them in the plural."""
     if isinstance(given, str | bytes | Mapping) or not isinstance(given, Iterable):
-        raise BatchError(field, f"a {type(given).__name__}; give a list of {what}")
+        raise BatchError(field, f"{type_in_words(given)}; give a list of {what}")
     for item in given if isinstance(given, Sequence) else ():
         if not isinstance(item, kind) or isinstance(item, bool):
-            raise BatchError(field, f"{item!r} is a {type(item).__name__}; give {what}")
+            raise BatchError(field, f"{item!r} is {type_in_words(item)}; give {what}")
 
 
 def check_keys(expected: Iterable[str], found: Iterable[str], field: str) -> None:
@@ -179,7 +181,7 @@ def check_tensor(key: str, tensor: Any, shape: tuple[int, ...], dtype: torch.dty
     """Raise unless `tensor` has the shape and dtype that the metadata declare."""
     field = f"data[{key!r}]"
     if not isinstance(tensor, Tensor):
-        raise BatchError(field, f"a {type(tensor).__name__}; expected a tensor")
+        raise BatchError(field, f"{type_in_words(tensor)}; expected a tensor")
     if tuple(tensor.shape) != shape:
         raise ShapeMismatch(field, f"shape {tuple(tensor.shape)}; lengths and trailing shape promise {shape}")
     if tensor.dtype != dtype:

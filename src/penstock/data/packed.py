@@ -38,6 +38,7 @@ from penstock.data.checks import (
     checked_metadata,
     checked_trailing_shape,
 )
+from penstock.settings.arguments import type_in_words
 from penstock.settings.json_files import parse_json
 
 NO_LABEL = -100  # the default `ignore_index` of PyTorch's cross entropy
@@ -161,7 +162,7 @@ class PackedBatch:
         lengths: dict[str, list[list[int]]] = {}
         for key, items in sequences.items():
             if isinstance(items, str) or not isinstance(items, Iterable):
-                raise BatchError(f"sequences[{key!r}]", f"a {type(items).__name__}; give a list of items")
+                raise BatchError(f"sequences[{key!r}]", f"{type_in_words(items)}; give a list of items")
             per_item = [as_sequences(key, item) for item in items]
             flat = list(chain.from_iterable(per_item))
             if not flat:

@@ -14,6 +14,7 @@ from torch import Tensor
 from penstock.data.balance import arrange, arrange_exactly
 from penstock.data.checks import ItemTooLong, Lengths, PartitionError, SplitError, TooFewItems
 from penstock.data.packed import PackedBatch
+from penstock.settings.arguments import type_in_words
 
 Pieces = Sequence[tuple[range, ...]]
 """For each sequence the positions that a rank has of it."""
@@ -161,7 +162,7 @@ def reorder(outputs: Any, split: Split, lengths: Sequence[int] | None = None) ->
             raise PartitionError(f"{len(outputs)} outputs for {num_items} items; expected one per item")
         return type(outputs)([outputs[i] for i in split.backward_indices])
     if not isinstance(outputs, Tensor):
-        raise TypeError(f"cannot put a {type(outputs).__name__} in order; expected a tensor, a list or a mapping")
+        raise TypeError(f"cannot put {type_in_words(outputs)} in order; expected a tensor, a list or a mapping")
     rows = tuple(lengths) if lengths is not None else split.item_lengths
     check_lengths(rows, num_items)
     if sum(rows) != outputs.shape[0]:

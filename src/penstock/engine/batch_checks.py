@@ -20,6 +20,7 @@ from torch import Tensor
 from penstock.data import NO_LABEL, MicroBatchSpec, PackedBatch
 from penstock.data.checks import BatchError, DtypeMismatch, KeyMismatch, LengthError, ShapeMismatch
 from penstock.model import Limits
+from penstock.settings.arguments import type_in_words
 
 _INTEGERS = (torch.int64, torch.int32)
 _NO_LIMIT = sys.maxsize
@@ -39,7 +40,7 @@ def check_batch(batch: Any, limits: Limits | None, reads_labels: bool) -> None:
     """
     if not isinstance(batch, PackedBatch):
         raise BatchError(
-            "batch", f"a {type(batch).__name__}; give a PackedBatch, as PackedBatch.from_documents makes of token ids"
+            "batch", f"{type_in_words(batch)}; give a PackedBatch, as PackedBatch.from_documents makes of token ids"
         )
     if "tokens" not in batch:
         raise KeyMismatch(
@@ -86,7 +87,7 @@ def check_callable(name: str, function: Any, arguments: str, optional: bool = Fa
     if optional and function is None:
         return
     if not callable(function):
-        raise ValueError(f"{name}={function!r} is a {type(function).__name__}; give a function of ({arguments})")
+        raise ValueError(f"{name}={function!r} is {type_in_words(function)}; give a function of ({arguments})")
     try:
         form = inspect.signature(function)
     except (TypeError, ValueError):  # of some functions in C nothing is known
@@ -112,7 +113,7 @@ def check_step(number: Any) -> None:
 def check_spec(spec: Any) -> None:
     """Refuse anything but a way to split. Raises: ValueError."""
     if spec is not None and not isinstance(spec, MicroBatchSpec):
-        raise ValueError(f"micro_batches={spec!r} is a {type(spec).__name__}; give a MicroBatchSpec, or None")
+        raise ValueError(f"micro_batches={spec!r} is {type_in_words(spec)}; give a MicroBatchSpec, or None")
 
 
 def checked_weight(weight_fn: Callable[[PackedBatch], float], microbatch: PackedBatch, number: int) -> float:
@@ -121,7 +122,7 @@ def checked_weight(weight_fn: Callable[[PackedBatch], float], microbatch: Packed
     if isinstance(weight, Tensor) and weight.numel() == 1:
         weight = weight.item()
     if isinstance(weight, bool) or not isinstance(weight, numbers.Real):
-        raise ValueError(f"loss_weight_fn gave a {type(weight).__name__} for microbatch {number}; it gives a number")
+        raise ValueError(f"loss_weight_fn gave {type_in_words(weight)} for microbatch {number}; it gives a number")
     weight = float(weight)
     if not math.isfinite(weight) or weight < 0:
         raise ValueError(f"loss_weight_fn gave {weight} for microbatch {number}; possible are numbers from 0 on")

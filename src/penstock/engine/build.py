@@ -25,6 +25,7 @@ from penstock.parallel.host import gather_json, on_all_ranks
 from penstock.runtime import Boundary, PipelineError, Stage
 from penstock.runtime.host_memory import give_back_freed_memory
 from penstock.settings import CompileMode, ConfigError, Precision, Quantize, checked
+from penstock.settings.arguments import type_in_words
 
 SECOND_COPY = "@2"
 _COPY_OF = "_penstock_copy_of"
@@ -203,7 +204,7 @@ def _builder(options: EngineOptions, device: torch.device) -> Callable[[UnitSpec
         module = _build_unit(unit, options, device)
         if not fix_weights(module, pack) and pack and any(isinstance(part, nn.Linear) for part in module.modules()):
             raise ConfigError(
-                f"quantize = {options.quantize}: {unit.name} is a {type(module).__name__}, whose weights stay as they "
+                f"quantize = {options.quantize}: {unit.name} is {type_in_words(module)}, whose weights stay as they "
                 "are; attention, MLPs and heads of Penstock's own can be quantized"
             )
         # The parameters of one unit, at most, are held beside what is packed.
@@ -293,7 +294,7 @@ def _module_of(number: int, layer: Any) -> nn.Module:
     if isinstance(layer, partial) and isinstance(layer.func, nn.Module):
         layer = BoundLayer(layer)
     if not isinstance(layer, nn.Module):
-        raise ValueError(f"layer {number} is a {type(layer).__name__}; layers are torch.nn.Modules")
+        raise ValueError(f"layer {number} is {type_in_words(layer)}; layers are torch.nn.Modules")
     switch_linears(layer)
     switch_sequentials(layer)
     if is_compiled(layer):

@@ -33,6 +33,7 @@ from penstock.runtime import (
 from penstock.runtime.distributed import unique_number
 from penstock.schedule import RingShape, Scheduler
 from penstock.settings import Precision
+from penstock.settings.arguments import type_in_words
 
 _KEPT_RECORDS = 1024
 """Records of a generation without end; a longer trace would only take memory."""
@@ -252,7 +253,7 @@ class Generator:
 
         def check() -> tuple[tuple[Any, ...], list[Any]]:
             if not isinstance(options, GenerateOptions):
-                raise ValueError(f"options={options!r} is a {type(options).__name__}; give GenerateOptions")
+                raise ValueError(f"options={options!r} is {type_in_words(options)}; give GenerateOptions")
             listeners.check(pipeline.layout)
             checked = checked_prompts(prompts, params, list(pipeline.stages.values()), pipeline.units[0].limits)
             check_skipped(options.skip, sum(own.num_samples for own in checked[1]))

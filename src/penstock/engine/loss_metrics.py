@@ -16,6 +16,7 @@ from torch import Tensor
 from penstock.engine.losses import LossFn
 from penstock.engine.pipeline import Pipeline
 from penstock.parallel.host import gather_json
+from penstock.settings.arguments import type_in_words
 from penstock.settings.declare import NamedValue
 
 
@@ -73,7 +74,7 @@ class Metric:
                 object.__setattr__(self, name, given.detach().clone())
             elif not (isinstance(given, int | float) or (given is None and name == "weight")):
                 shape = f" of shape {list(given.shape)}" if isinstance(given, Tensor) else ""
-                raise ValueError(f"a metric's {name} is one number, not a {type(given).__name__}{shape}")
+                raise ValueError(f"a metric's {name} is one number, not {type_in_words(given)}{shape}")
 
 
 class LossMetrics:
@@ -101,7 +102,7 @@ class LossMetrics:
         for name, metric in metrics.items():
             if not isinstance(name, str) or not isinstance(metric, Metric):
                 raise ValueError(
-                    f"loss_fn reported {name!r} as a {type(metric).__name__}; give names, and a penstock.Metric for "
+                    f"loss_fn reported {name!r} as {type_in_words(metric)}; give names, and a penstock.Metric for "
                     "each, which holds the number and its reduction"
                 )
             parts = self._parts.setdefault(name, [])

@@ -14,6 +14,7 @@ from torch import Tensor
 from penstock.data import NO_LABEL, PackedBatch
 from penstock.model import Logits, cross_entropy_sum
 from penstock.settings import Normalize
+from penstock.settings.arguments import type_in_words
 
 LossFn = Callable[[Any, PackedBatch], Any]
 """A function from the last stage's output and its microbatch to the sum of the microbatch's losses, a tensor.
@@ -49,7 +50,7 @@ def checked_loss(loss: Any) -> Tensor:
     """Refuse what no step can learn from. Raises: ValueError unless `loss` is one number with its graph."""
     if isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad:
         return loss
-    given = f"a {type(loss).__name__}"
+    given = f"{type_in_words(loss)}"
     if isinstance(loss, Tensor):
         given = f"a tensor of shape {list(loss.shape)}" + ("" if loss.requires_grad else " without a graph")
     raise ValueError(

@@ -23,6 +23,7 @@ from penstock.data import PackedBatch
 from penstock.model import Parameters, Sequences
 from penstock.runtime import Message
 from penstock.runtime.message import SEQUENCES, Form, MessagePart
+from penstock.settings.arguments import type_in_words
 
 _PRIMES = ((19, 23, 29, 31, 37, 41, 43, 47, 53, 59), (61, 67, 71, 73, 79, 83, 89, 97, 101, 103))
 _LENGTHS = ((5, 2, 4, 6), (3, 7, 2, 4, 11))
@@ -185,9 +186,7 @@ def _message(name: str, runs: Sequence[_FakeRun]) -> Message:
     elif isinstance(first, Mapping) and all(isinstance(tensor, Tensor) for tensor in first.values()):
         form, names, tensors = Form.MAPPING, tuple(first), [tuple(value.values()) for value in values]
     else:
-        raise ValueError(
-            f"{name} gives a {type(first).__name__}; layers give a tensor, or a tuple or mapping of tensors"
-        )
+        raise ValueError(f"{name} gives {type_in_words(first)}; layers give a tensor, or a tuple or mapping of tensors")
     parts = tuple(_part(name, pair, runs) for pair in zip(*tensors, strict=True))
     width = runs[0].hidden_size
     if form is Form.ONE and parts[0].trailing_shape != (width,):

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from penstock.engine.steppers import STEPPERS, FlatStepper
 from penstock.parallel.buckets import matrices_apart
 from penstock.settings import ConfigError, LearningRate, OptimizerConfig, OptimizerName, ParameterGroup, WeightDecay
+from penstock.settings.arguments import type_in_words
 from penstock.settings.parameter_groups import Course
 
 Make = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
@@ -169,7 +170,7 @@ def _made(factory: Callable[[Any], Any], label: str, groups: list[dict[str, Any]
     made = factory(groups)
     if not isinstance(made, torch.optim.Optimizer):
         raise ConfigError(
-            f"the optimizer factory {label} gave a {type(made).__name__}; it gives a torch.optim.Optimizer of the "
+            f"the optimizer factory {label} gave {type_in_words(made)}; it gives a torch.optim.Optimizer of the "
             "parameter groups that it is called with"
         )
     if _parameters(made.param_groups) != given:

@@ -10,6 +10,7 @@ from torch import Tensor
 from penstock.model import Limits
 from penstock.runtime import Stage
 from penstock.settings import SamplingParams
+from penstock.settings.arguments import type_in_words
 
 Prompts = Sequence[Sequence[int]]
 _MOST_QUOTED = 100
@@ -23,11 +24,11 @@ def checked_prompts(
     if params is None or isinstance(params, SamplingParams):
         params = [params or SamplingParams()] * len(prompts)
     if isinstance(params, Mapping | str) or not isinstance(params, Iterable):
-        raise ValueError(f"params={params!r} is a {type(params).__name__}; give SamplingParams, or a list of them")
+        raise ValueError(f"params={params!r} is {type_in_words(params)}; give SamplingParams, or a list of them")
     params = list(params)
     for number, own in enumerate(params):
         if not isinstance(own, SamplingParams):
-            raise ValueError(f"params[{number}]={own!r} is a {type(own).__name__}; give SamplingParams")
+            raise ValueError(f"params[{number}]={own!r} is {type_in_words(own)}; give SamplingParams")
     if len(params) != len(prompts):
         raise ValueError(
             f"{len(params)} SamplingParams were given for {len(prompts)} prompts; give one, or one for each"
@@ -42,14 +43,14 @@ def _token_ids(prompts: Any) -> list[list[int]]:
     """The prompts as lists of numbers. Raises: ValueError naming the prompt that is anything else."""
     given = f"prompts={prompts!r}"[:_MOST_QUOTED]
     if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
-        raise ValueError(f"{given} is a {type(prompts).__name__}; give a list of prompts, each a list of token ids")
+        raise ValueError(f"{given} is {type_in_words(prompts)}; give a list of prompts, each a list of token ids")
     found: list[list[int]] = []
     for number, prompt in enumerate(prompts):
         if isinstance(prompt, Tensor) and prompt.dim() == 1 and not prompt.is_floating_point():
             prompt = prompt.tolist()
         if isinstance(prompt, str | bytes | Mapping) or not isinstance(prompt, Iterable) or isinstance(prompt, Tensor):
             quoted = repr(prompt)[:_MOST_QUOTED]
-            raise ValueError(f"prompt {number} is {quoted}, a {type(prompt).__name__}; give a list of token ids")
+            raise ValueError(f"prompt {number} is {quoted}, {type_in_words(prompt)}; give a list of token ids")
         found.append([])
         for place, token in enumerate(prompt):
             if isinstance(token, bool) or not hasattr(token, "__index__"):

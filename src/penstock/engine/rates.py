@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from penstock.engine.parameter_groups import GroupRule, OptimizerKind, ParameterGroups
 from penstock.engine.steppers import Values
 from penstock.settings import ConfigError
+from penstock.settings.arguments import type_in_words
 
 _NO_VALUES = ("params", "param_names", "initial_lr")
 
@@ -71,8 +72,8 @@ class _Probe:
         groups = [{"params": [nn.Parameter(torch.zeros(2, 2))], **rule.options} for rule in self._rules.values()]
         self._optimizer = self._kind.make(groups)
         if not isinstance(self._optimizer, torch.optim.Optimizer):
-            name = type(self._optimizer).__name__
-            raise ConfigError(f"the optimizer's factory gave a {name}; it must give a torch.optim.Optimizer")
+            given = type_in_words(self._optimizer)
+            raise ConfigError(f"the optimizer's factory gave {given}; it must give a torch.optim.Optimizer")
         if len(self._optimizer.param_groups) != len(groups):
             raise ConfigError(
                 f"the optimizer's factory made {len(self._optimizer.param_groups)} parameter groups of the "
@@ -83,8 +84,8 @@ class _Probe:
             not isinstance(self._scheduler, LRScheduler) or isinstance(self._scheduler, ReduceLROnPlateau)
         ):
             raise ConfigError(
-                f"a scheduler must be one of torch.optim.lr_scheduler whose rates follow from the step alone, not a "
-                f"{type(self._scheduler).__name__}"
+                f"a scheduler must be one of torch.optim.lr_scheduler whose rates follow from the step alone, not "
+                f"{type_in_words(self._scheduler)}"
             )
         self._step = 1
 

@@ -21,7 +21,7 @@ from penstock.engine.pipeline import Pipeline
 from penstock.model import Logits, token_log_probs, token_statistics, whole_logits
 from penstock.parallel.host import broadcast_value, check_portable, gather_json, on_all_ranks
 from penstock.runtime import Feed, PipelineError
-from penstock.settings.arguments import check_argument, checked
+from penstock.settings.arguments import check_argument, checked, type_in_words
 
 PostHook = Callable[[Any, PackedBatch], Any]
 """A function of logits (a Tensor, or `ShardedLogits` where ranks share the vocabulary) and their microbatch."""
@@ -130,7 +130,7 @@ def _check_batches(batches: Any) -> None:
     if isinstance(batches, PackedBatch):
         raise ValueError("batches is one PackedBatch; give a list of them")
     if not _are_batches(batches):
-        raise ValueError(f"batches={batches!r} is a {type(batches).__name__}; give a list of PackedBatch")
+        raise ValueError(f"batches={batches!r} is {type_in_words(batches)}; give a list of PackedBatch")
 
 
 def _check_any(num_rounds: int) -> None:
@@ -168,7 +168,7 @@ class PerToken:
         result = self.hook(logits, microbatch)
         for rows in result.values() if isinstance(result, Mapping) else [result]:
             if not isinstance(rows, Tensor) or rows.shape[:1] != logits.shape[:1]:
-                given = tuple(rows.shape) if isinstance(rows, Tensor) else f"a {type(rows).__name__}"
+                given = tuple(rows.shape) if isinstance(rows, Tensor) else f"{type_in_words(rows)}"
                 raise ValueError(
                     f"a hook per token gave {given} for {logits.shape[0]} tokens; a tensor with a row for each, or a "
                     "mapping of such, is possible"

@@ -23,6 +23,7 @@ from penstock.model.linear import Linear
 from penstock.model.matmul import OneDnnMatmul, WeightCasts
 from penstock.model.sequences import Sequences
 from penstock.schedule import BatchItem
+from penstock.settings.arguments import type_in_words
 
 LENGTHS = (163, 37, 1, 90)
 """Tokens of the sequences of the check: more than a tile of keys, more than a vector, one, and others."""
@@ -42,7 +43,7 @@ def make_reproducible(units: Iterable[tuple[str, nn.Module]], device: torch.devi
     for name, module in units:
         if type(module) not in (Embedding, AttentionBlock, MLPBlock, Head):
             raise ValueError(
-                f"reproducible = true: {name} is a {type(module).__name__}; possible are models of Penstock's own "
+                f"reproducible = true: {name} is {type_in_words(module)}; possible are models of Penstock's own "
                 "dense layers, on pipeline and data-parallel ranks alone"
             )
         if isinstance(module, AttentionBlock) and module.window is not None:

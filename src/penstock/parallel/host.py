@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from penstock.settings.arguments import type_in_words
+
 T = TypeVar("T")
 
 Gather = Callable[[Any], list[Any]]
@@ -184,7 +186,7 @@ def _packed(value: Any, tensors: list[Tensor]) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise TypeError(
-        f"a {type(value).__name__} cannot go to other ranks; possible are numbers, strings, tensors, None, "
+        f"{type_in_words(value)} cannot go to other ranks; possible are numbers, strings, tensors, None, "
         "and lists and mappings of them"
     )
 

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.settings.arguments import type_in_words
+
 SEQUENCES = "sequences"
 """The name by which a microbatch's sequences are counted, beside the keys of the batch."""
 
@@ -55,7 +57,7 @@ class Message:
             return tuple(value)
         if self.form is Form.MAPPING and isinstance(value, Mapping) and set(value) == set(self.names):
             return tuple(value[name] for name in self.names)
-        raise ValueError(f"a {type(value).__name__} instead of {self}")
+        raise ValueError(f"{type_in_words(value)} instead of {self}")
 
     def formed(self, tensors: tuple[Tensor, ...]) -> Any:
         """The value of which `flat` gives these tensors."""

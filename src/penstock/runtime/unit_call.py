@@ -13,6 +13,7 @@ from penstock.model import Given, Parameters, Sequences, recomputed
 from penstock.runtime.errors import PipelineError, note_layer
 from penstock.runtime.message import Form, Message
 from penstock.runtime.profiling import profiler_is_active
+from penstock.settings.arguments import type_in_words
 
 # How Python says that a function was called with other arguments than it takes.
 _ARGUMENTS = re.compile(
@@ -82,7 +83,7 @@ class UnitCall:
         """The error of a unit that gives what nothing is known of."""
         reason = f" ({self.not_found})" if self.not_found else ""
         return PipelineError(
-            f"{self.name} gave a {type(output).__name__}; layers give a tensor, or a tuple or mapping of tensors whose "
+            f"{self.name} gave {type_in_words(output)}; layers give a tensor, or a tuple or mapping of tensors whose "
             f"shapes are found without data{reason} or declared as the layer's `gives`"
         )
 

@@ -14,6 +14,7 @@ from penstock.schedule.partition import check_cut
 from penstock.schedule.search import options_for_step
 from penstock.schedule.verify import verify
 from penstock.settings import ConfigError, ScheduleConfig
+from penstock.settings.arguments import type_in_words
 
 OwnSchedule: TypeAlias = ScheduleConfig | str | Builder | Schedule
 """All that names a schedule: settings, a name, a function that gives one, or the schedule itself."""
@@ -49,8 +50,8 @@ class ScheduleChoice:
         if callable(given):
             return cls(ScheduleConfig(getattr(given, "__name__", type(given).__name__)), own=given)
         raise ValueError(
-            f"a schedule is a name, a ScheduleConfig, a function that gives a Schedule, or a Schedule, not a "
-            f"{type(given).__name__}"
+            f"a schedule is a name, a ScheduleConfig, a function that gives a Schedule, or a Schedule, not "
+            f"{type_in_words(given)}"
         )
 
     @property

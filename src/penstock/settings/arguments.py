@@ -14,6 +14,7 @@ ValueError: times = '3' is a str; give a whole number
 import functools
 import inspect
 import numbers
+import re
 import reprlib
 import types
 import typing
@@ -125,7 +126,7 @@ def _item_of(kind: Any) -> Any:
 
 
 def _spelt(name: str, value: Any) -> str:
-    kind = "" if value is None else f" is {_with_article(type(value).__name__)}"
+    kind = "" if value is None else f" is {type_in_words(value)}"
     return f"{name} = {' '.join(reprlib.repr(value).split())}{kind}" if isinstance(value, _QUOTED) else f"{name}{kind}"
 
 
@@ -147,5 +148,17 @@ def _words(kind: Any, several: bool = False) -> str:
     return f"{name}s" if several else _with_article(name)
 
 
+def type_in_words(value: object) -> str:
+    """The name of a value's type as a sentence has it.
+
+    >>> type_in_words(3), type_in_words("3")
+    ('an int', 'a str')
+    """
+    return _with_article(type(value).__name__)
+
+
+_SPELT_OUT = re.compile("[FHLMNRSX][A-Z]")  # read letter by letter: an MLP, an RMSNorm
+
+
 def _with_article(name: str) -> str:
-    return f"{'an' if name[0] in 'AEIOUaeio' else 'a'} {name}"
+    return f"{'an' if name[0] in 'AEIOUaeio' or _SPELT_OUT.match(name) else 'a'} {name}"

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from penstock.settings.arguments import type_in_words
 from penstock.settings.declare import (
     ABOVE_0,
     AT_LEAST_0,
@@ -226,8 +227,8 @@ class OptimizerConfig(Settings, section="optimizer"):
         kind = type(given).__name__
         if hasattr(given, "param_groups"):
             raise ConfigError(
-                f"optimizer is a {kind} that is made already, but each rank makes one for the parameters that it "
-                f"steps; give the class {kind}, or functools.partial of it with its arguments"
+                f"optimizer is {type_in_words(given)} that is made already, but each rank makes one for the parameters "
+                f"that it steps; give the class {kind}, or functools.partial of it with its arguments"
             )
         raise ConfigError(
             f"optimizer = {given!r} is not possible; give an OptimizerConfig, a name such as 'sgd', or a function that "

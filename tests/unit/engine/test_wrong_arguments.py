@@ -75,16 +75,16 @@ CONSTRUCTORS: list[tuple[Callable[[], Any], str]] = [
     (lambda: Trackers(None), "trackers = None; give a list of Trackers"),
     (lambda: token_scores(temperature="x"), "temperature = 'x' is a str; give a number"),
     (lambda: PerToken(5), "hook = 5 is an int; give a function"),
-    (lambda: PackedBatch.from_sequences(5), "sequences: a int; give a dict from names to values"),
-    (lambda: PackedBatch.from_sequences({5: [[1]]}), "sequences: the key 5 is a int; keys are names"),
-    (lambda: PackedBatch.from_documents([[1], [2]], ids="ab"), "ids: 'ab' is str; give a list"),
+    (lambda: PackedBatch.from_sequences(5), "sequences: an int; give a dict from names to values"),
+    (lambda: PackedBatch.from_sequences({5: [[1]]}), "sequences: the key 5 is an int; keys are names"),
+    (lambda: PackedBatch.from_documents([[1], [2]], ids="ab"), "ids: 'ab' is a str; give a list"),
     (lambda: PackedBatch.from_documents([[1]], metadata=[1]), "metadata: a list; give a dict from names to values"),
     (lambda: PackedBatch.gather("x"), "batches: a str; give a list of batches"),
     (lambda: BATCH.split_with(["x"]), "parts: 'x' is a str; give numbers of items, or ranges of them"),
-    (lambda: BATCH.select(5), "keys: a int; give a list of names"),
+    (lambda: BATCH.select(5), "keys: an int; give a list of names"),
     (lambda: BATCH.reorder(None), "indices: a NoneType; give a list of whole numbers"),
-    (lambda: BATCH.with_key(5, torch.ones(8)), "the key 5 is a int; keys are names"),
-    (lambda: BATCH.with_data(5), "data: a int; give a dict from names to values"),
+    (lambda: BATCH.with_key(5, torch.ones(8)), "the key 5 is an int; keys are names"),
+    (lambda: BATCH.with_data(5), "data: an int; give a dict from names to values"),
 ]
 
 

@@ -14,6 +14,7 @@ from inspect import Parameter, signature
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from penstock.schedule.actions import Schedule, ScheduleError, check_count
+from penstock.settings.arguments import type_in_words
 from penstock.settings.objects import is_reference, load_object
 
 Builder: TypeAlias = Callable[..., Schedule]
@@ -228,7 +229,7 @@ def build(
 def _checked(built: Any, name: str, wanted: tuple[int, int]) -> Schedule:
     """Refuse what is no schedule, or one of other numbers."""
     if not isinstance(built, Schedule):
-        raise ScheduleError(f"{name} gave a {type(built).__name__}, which is no penstock.schedule.Schedule")
+        raise ScheduleError(f"{name} gave {type_in_words(built)}, which is no penstock.schedule.Schedule")
     found = built.placement.num_ranks, built.num_microbatches
     if found != wanted:
         raise ScheduleError(
@@ -260,7 +261,7 @@ def _own_entry(build: Builder, name: str) -> _Registered:
     Raises: ValueError if it cannot be called as a builder is.
     """
     if not callable(build):
-        raise ValueError(f"schedule {name!r} is a {type(build).__name__}; a function that gives a Schedule is possible")
+        raise ValueError(f"schedule {name!r} is {type_in_words(build)}; a function that gives a Schedule is possible")
     entry, form = _Registered(build, None, trains=True), signature(build)
     try:
         form.bind(1, 1)
