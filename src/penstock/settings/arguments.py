@@ -157,8 +157,9 @@ def type_in_words(value: object) -> str:
     return _with_article(type(value).__name__)
 
 
-_SPELT_OUT = re.compile("[FHLMNRSX][A-Z]")  # read letter by letter: an MLP, an RMSNorm
+# Names that begin with the sound of a vowel: an int, an MLP, an RMSNorm, but a UnitSpec and a URL.
+_VOWEL = re.compile("[AEIOaeio]|[Uu](?!ni|se|[A-Z])|[FHLMNRSX][A-Z]")
 
 
 def _with_article(name: str) -> str:
-    return f"{'an' if name[0] in 'AEIOUaeio' or _SPELT_OUT.match(name) else 'a'} {name}"
+    return f"{'an' if _VOWEL.match(name) else 'a'} {name}"

@@ -60,7 +60,7 @@ CONSTRUCTORS: list[tuple[Callable[[], Any], str]] = [
     (made_of(layers(), 16, optimizer=OptimizerConfig(scheduler=lambda optimizer: None)), "not a NoneType"),
     (lambda: EngineOptions(sead=1), "EngineOptions has no 'sead'; the nearest one is 'seed'"),
     (lambda: Engine(None, 16), "units = None; give a list of UnitSpecs or a function"),
-    (lambda: Engine(layers(), 16), "units[0] is an Embedding; give an UnitSpec"),
+    (lambda: Engine(layers(), 16), "units[0] is an Embedding; give a UnitSpec"),
     (lambda: Engine("llama", 16), "units = 'llama' is a str; give a list of UnitSpecs"),
     (lambda: Engine(lambda groups: None, 16), "units = None; give a list of UnitSpecs"),
     (lambda: Engine.from_hf(None), "path = None; give a path or a text"),

@@ -21,6 +21,8 @@ from penstock.settings.arguments import type_in_words
         ("SGD", "an SGD"),
         ("RMSNorm", "an RMSNorm"),
         ("ReLU", "a ReLU"),
+        ("UnitSpec", "a UnitSpec"),
+        ("UnboundedQueue", "an UnboundedQueue"),
         ("GPT2Block", "a GPT2Block"),
     ],
 )
