@@ -9,6 +9,7 @@ schedule's, in the gallery, also to the playground.
 import importlib
 import posixpath
 import re
+from html import unescape
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,14 @@ from penstock.settings.declare import describe, plain
 from penstock.settings.read import section_summaries
 
 ROOT = Path(__file__).parents[1]
+#: columns of a line of code, for which a wide window has room
+LONGEST_LINE = 120
 _LINK = re.compile(r"(\]\()(\.\.?/[^)#\s]+)")
 _PART = re.compile(r"^<!-- README: (.+) -->$", re.MULTILINE)
 _FILE = re.compile(r"^<!-- file: (.+) -->$", re.MULTILINE)
 _SCHEDULE = re.compile(r"^!\[([\w-]+), (\d+) ranks, (\d+) microbatches\]\(gallery/.+\)$", re.MULTILINE)
 _PICTURE = re.compile(r"^!\[[^\]]*\]\(([^)]+)\)$", re.MULTILINE)
+_BLOCK = re.compile(r"<pre>(.+?</pre>)", re.DOTALL)
 _NUMBERED = re.compile(r"(\d+)\. ")
 _CODE = re.compile(r"<code>[^<]+</code>")
 _OPTION = re.compile(r"(?<![\w-])--?[\w.-]+")
@@ -40,8 +44,13 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> st
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Return a page's HTML, where a line never ends within an option of a command."""
+    """Return a page's HTML, where no line ends within an option of a command, and blocks of long lines are marked."""
+    html = _BLOCK.sub(lambda block: f'<pre class="long">{block[1]}' if _is_long(block[1]) else block[0], html)
     return _CODE.sub(lambda code: _OPTION.sub(r'<span class="option">\g<0></span>', code[0]), html)
+
+
+def _is_long(block: str) -> bool:
+    return max(map(len, unescape(re.sub("<[^>]+>", "", block)).split("\n"))) > LONGEST_LINE
 
 
 def in_playground(picture: re.Match[str]) -> str:

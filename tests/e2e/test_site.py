@@ -108,12 +108,18 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
 
 
 @pytest.mark.parametrize("width", [1400, 1920])
-def test_a_wide_window_shows_100_columns_of_code(site: Path, browser: Chromium, width: int) -> None:
+def test_a_wide_window_shows_every_line_of_code_whole(site: Path, browser: Chromium, width: int) -> None:
     browser.resize(width, 900)
     browser.open(site / "planner.html")
-    browser.evaluate("document.querySelector('pre > code').textContent = 'x'.repeat(100)")
-    spare = "(code => code.clientWidth - code.scrollWidth)(document.querySelector('pre > code'))"
-    assert browser.evaluate(spare) == 0
+    browser.evaluate("document.querySelector('pre > code').textContent = 'x'.repeat(120)")
+    blocks = "[...document.querySelectorAll('.md-content pre > code')]"
+    assert browser.evaluate(f"(code => code.clientWidth - code.scrollWidth)({blocks}[0])") == 0
+    pages = [page for page in site.rglob("*.html") if "<pre" in page.read_text()]
+    assert len(pages) > 15
+    for page in pages:
+        browser.open(page)
+        cut = f"{blocks}.filter(code => code.scrollWidth > code.clientWidth).map(code => code.textContent)"
+        assert browser.evaluate(cut) == [], page.name
 
 
 @pytest.mark.parametrize(("page", "wide"), [("settings", ".md-typeset__scrollwrap"), ("gallery", "p:has(> a > img)")])
