@@ -102,7 +102,7 @@ def test_options_with_other_bits_are_refused(options: dict[str, Any], told: str)
     [
         ({"sliding_window": 8}, r"layers\.0\.attention sees the last 8 tokens alone"),
         ({"num_predictions": 1}, "head is a MultiTokenHead"),
-        ({"experts": {"num_experts": 4, "num_active": 2, "intermediate_size": 16}}, "mlp is an ExpertBlock"),
+        ({"experts": {"num_experts": 4, "num_active": 2, "intermediate_size": 16}}, r"layers\.0\.mlp is an Expert"),
     ],
     ids=["window", "further tokens", "experts"],
 )
