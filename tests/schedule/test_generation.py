@@ -247,7 +247,14 @@ def test_an_idle_slot_takes_what_arrives_before_a_batch_in_flight_is_awaited() -
     scheduler.add(others)
     joined = scheduler.schedule()
     assert joined is not None and joined.slot != alone.slot and [item.sequence for item in joined.items] == [1, 2]
-    assert scheduler.next_slot() == alone.slot
+    in_flight, turns = {alone.slot: alone, joined.slot: joined}, []
+    while len(turns) < 5 and (slot := scheduler.next_slot()) is not None:
+        turns.append(slot)
+        batch = in_flight.pop(slot)
+        scheduler.update(batch, as_tokens([0] * len(batch.sampled)))
+        in_flight[slot] = scheduler.schedule() or batch
+    # The one that has waited longest comes next, round after round.
+    assert turns == [alone.slot, joined.slot, alone.slot, joined.slot, alone.slot]
 
 
 def test_nothing_wanted_is_over_at_once() -> None:

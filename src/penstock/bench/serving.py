@@ -62,13 +62,17 @@ def measure(serving: Serving) -> dict[str, Any]:
 
 
 def _write_model(folder: Path, generation: Generation) -> None:
-    """Random weights in Hugging Face's form; there is no tokenizer, prompts are token ids."""
+    """Random weights in Hugging Face's form, and a tokenizer whose words are numbers: every token has text to send."""
     import torch
+    from tokenizers import Tokenizer, decoders, models
 
     from penstock.bench.peers import llama
 
     torch.manual_seed(0)
     llama(replace(generation, new_tokens=4 * generation.new_tokens)).save_pretrained(folder)
+    words = Tokenizer(models.WordLevel({f"Ġ{number}": number for number in range(generation.vocab_size)}, "Ġ0"))
+    words.decoder = decoders.ByteLevel()
+    words.save(str(folder / "tokenizer.json"))
 
 
 def _generate(folder: Path, serving: Serving) -> float:

@@ -108,7 +108,8 @@ class Scheduler:
     version: int
     #: For pipelines in lockstep: asks whether any of them has work left.
     any_goes_on: abc.Callable[[bool], bool] | None
-    #: The round: slots that still have a turn in it.
+    #: The order of turns, and the round: slots that still have a turn in it.
+    _order: list[int]
     _turns: deque[int]
     #: Slot -> True if its last batch had items.
     _busy: list[bool]
@@ -140,7 +141,7 @@ class Scheduler:
         self.refill = refill
         self.version = 0
         self.any_goes_on = any_goes_on
-        self._turns = deque[int]()
+        self._order, self._turns = list(range(shape.num_slots)), deque[int]()
         self._busy = [False] * shape.num_slots
         self._in_flight = set[int]()
 
@@ -259,14 +260,15 @@ class Scheduler:
     def _begin_round(self) -> None:
         """Give a turn to each slot that computed in the last round or may take a sequence from the queue.
 
-        Idle slots come first: their turn waits for no batch that is in flight.
+        Idle slots come first, as their turn waits for no batch that is in flight; busy ones keep their order, so that
+        none waits for a batch that has only begun.
         """
+        self._order.sort(key=self._busy.__getitem__)
         turns = [
             slot
-            for slot in range(self.shape.num_slots)
+            for slot in self._order
             if self._busy[slot] or (self._waiting and self._share(slot) > len(self._live[slot]))
         ]
-        turns.sort(key=self._busy.__getitem__)
         if self.any_goes_on is None:
             self._turns.extend(turns)
         elif self.any_goes_on(bool(turns)):

@@ -3,7 +3,6 @@
 import asyncio
 import hashlib
 import hmac
-import json
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 from penstock.serve.asked import AskedAnswers, ServedModel, read_chat, read_completion
 from penstock.serve.mailboxes import Mailbox, Mailboxes
 from penstock.serve.metrics import CONTENT_TYPE, ServerMetrics
-from penstock.serve.refusals import RefusalError, invalid, json_response, quoted, refusal_response
+from penstock.serve.refusals import RefusalError, invalid, json_response, json_text, quoted, refusal_response
 from penstock.serve.replies import Reply
 from penstock.settings import ServeConfig
 from penstock.settings.json_files import parse_json
@@ -263,7 +262,7 @@ class _Answering:
 async def _send_event(send: Send, *contents: dict[str, Any]) -> None:
     """Send server-sent events, in one piece."""
     if contents:
-        body = "".join(f"data: {json.dumps(content, allow_nan=False)}\n\n" for content in contents)
+        body = "".join(f"data: {json_text(content)}\n\n" for content in contents)
         await send({"type": "http.response.body", "body": body.encode(), "more_body": True})
 
 

@@ -7,6 +7,9 @@ from starlette.responses import Response
 
 _MOST_QUOTED = 80
 
+json_text = json.JSONEncoder(allow_nan=False).encode
+"""JSON in ASCII, which has a form for every character that a request may hold."""
+
 
 class RefusalError(Exception):
     """A request that is not answered."""
@@ -51,5 +54,5 @@ def refusal_response(refusal: RefusalError) -> Response:
 
 
 def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """JSON in ASCII, which has a form for every character that a request may hold."""
-    return Response(json.dumps(content, allow_nan=False), status, headers, "application/json")
+    """A response of JSON."""
+    return Response(json_text(content), status, headers, "application/json")
