@@ -36,7 +36,6 @@ from penstock.runtime.profiling import named_context
 from penstock.runtime.tape import GraphSegment, Tape
 from penstock.runtime.unit_call import UnitCall, persistent_buffers
 from penstock.schedule import Direction
-from penstock.settings.arguments import type_in_words
 
 Finish = Callable[[Tensor], Tensor]
 
@@ -249,7 +248,7 @@ class Stage:
         """
         for name, module in self.units:
             if not isinstance(module, CachedUnit):
-                raise ValueError(f"{name} cannot generate: {type_in_words(module)} has no `new_cache` and `decode`")
+                raise ValueError(f"{name} cannot generate: {type(module).__name__} has no `new_cache` and `decode`")
 
     def new_caches(self, size: CacheSize) -> list[Any]:
         """Each unit's memory of the tokens that it has read, such as a KV cache, to be given to `decode`."""
