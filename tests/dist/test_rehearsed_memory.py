@@ -141,6 +141,7 @@ ON_FOUR = [
 ]
 
 
+@pytest.mark.shows(139)
 @pytest.mark.parametrize("cases", [ON_TWO, ON_FOUR], ids=["two ranks", "four ranks"])
 def test_rehearsed_bytes_are_those_of_a_real_run(cases: list[Case]) -> None:
     wrong = []

@@ -176,6 +176,8 @@ class StageCosts:
     parameters: tuple[float, ...]
     expert_parameters: tuple[float, ...]
     transients: tuple[StageTransient, ...]
+    #: bytes of parameters, and of whole gradients, that ranks which share them gather while they compute
+    gathered_bytes: tuple[float, ...]
     after_s: float
     #: the number of units of each stage
     cut: tuple[int, ...]
@@ -247,7 +249,22 @@ def stage_costs(workload: Workload, candidate: Candidate, cluster: Cluster, cons
     )
     waits = tuple(_sum_waits(stage) for stage in times)
     transient = tuple(StageTransient.of(stage, units[-1]) for stage in members)
-    return StageCosts(costs, waits, dense, experts, transient, after_s, tuple(map(len, cut)))
+    gathered = tuple(_gathered_bytes(workload, candidate, stage) for stage in members)
+    return StageCosts(costs, waits, dense, experts, transient, gathered, after_s, tuple(map(len, cut)))
+
+
+def _gathered_bytes(workload: Workload, candidate: Candidate, stage: Sequence[UnitCosts]) -> float:
+    """The bytes that a stage's ranks gather of what they share while they compute, as FSDP2 does.
+
+    Embedding and head are gathered for all of forward and backward, and of the blocks, of an attention and an MLP each,
+    one at a time. In a pipeline all parameters stay gathered, and gradients whole and in fp32, for all microbatches.
+    """
+    if candidate.zero < 3:
+        return 0.0
+    sizes = [unit.parameters for unit in stage]
+    if candidate.layout.pp > 1:
+        return (workload.element_bytes + _GRADIENT) * sum(sizes)
+    return workload.element_bytes * (sizes[0] + sum(sizes[-3:]))
 
 
 @dataclass(frozen=True)
@@ -353,6 +370,7 @@ def fullest(
             workload, candidate, sum(stages.parameters[i] for i in own), sum(stages.expert_parameters[i] for i in own)
         )
         kept, transient = max((stages.transients[i].most_beside(tapes, splits) for i in own), key=sum)
+        transient += sum(stages.gathered_bytes[i] for i in own)
         found.append(replace(state, tapes=kept, transient=transient, reserved=reserved))
     return max(found, key=lambda memory: memory.total)
 

@@ -107,7 +107,7 @@ class UnitSize:
     fused_attention: bool = True
     #: False where norms, activations and sums are kernels of their own, which write and read what lies between them
     fused_elements: bool = True
-    #: False where the loss's probabilities and their gradient are two tensors of fp32
+    #: False where the loss and the last norm are operations of their own in fp32
     fused_loss: bool = True
     #: True for what this engine keeps: no logits in fp32, and with tensor parallelism the stream once more
     own_engine: bool = True
@@ -183,8 +183,9 @@ def _unit(block: _BlockSizes, stream_bytes: float, size: UnitSize) -> UnitCosts:
     kept = block.inputs_bytes + block.kept_bytes + block.core_kept_bytes + (stream_bytes if shared else 0.0)
     transient = block.kept_bytes + stream_bytes + 2 * gathered_bytes
     if size.recompute is RecomputedPart.FULL:
-        # The input alone is kept until the backward, whose I recomputes the rest.
-        inputs, kept, transient = inputs + forward, stream_bytes, transient + kept
+        # The input alone is kept until the backward, whose I recomputes the rest; others keep that of a whole layer.
+        in_layer = not size.own_engine and block.name in ("mlp", "experts")
+        inputs, kept, transient = inputs + forward, 0.0 if in_layer else stream_bytes, transient + kept
     elif size.recompute is RecomputedPart.ALTERNATE:
         again = block.linear.times(0.5) + Work(traffic_bytes=others)
         inputs, kept, transient = inputs + again, block.alternate_bytes, transient + kept - block.alternate_bytes
@@ -258,7 +259,8 @@ def _dense(name: str, shape: ModelShape, size: UnitSize, width: int, kind: str) 
         other_bytes=5 * stream + (ups + 1) * inner,
         inputs_bytes=stream + inner,
         kept_bytes=stream + ups * inner,
-        alternate_bytes=stream + ups * inner / 2,
+        # The last product's output is needed by no backward, which only a compiler sees.
+        alternate_bytes=ups * inner / 2 + (0.0 if size.fused_elements else stream),
         parameters=weights,
         messages=Work(tensor_bytes=_tensor_bytes(shape, size)),
     )
@@ -342,7 +344,14 @@ def _head(shape: ModelShape, size: UnitSize) -> UnitCosts:
     sent = Work(tensor_bytes=_tensor_bytes(shape, size) / 2)
     loss = Work(traffic_bytes=_LOGIT * logits)
     logits_bytes = size.element_bytes * logits
-    kept, transient = logits_bytes + 4 * logits, logits_bytes + (0 if size.fused_loss else 4 * logits)
+    kept, transient = logits_bytes + 4 * logits, logits_bytes
+    if not size.fused_loss:
+        # Kept are the log-probabilities, and the allocator keeps the block of the logits, which is too small for them.
+        # The gradients of either, and with tensor parallelism a sum of two, come besides. The gathered input of the
+        # product is kept, and the block in which its parts came, which are then put in order.
+        shared = tp > 1
+        kept = kept + 2 * stream + (2 * gathered if shared else 0.0)
+        transient = (12 if shared else 8) * logits
     if size.own_engine:
         kept, transient = logits_bytes, _loss_bytes(logits, logits_bytes, tp)
     return UnitCosts(

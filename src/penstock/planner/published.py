@@ -323,7 +323,7 @@ class _Reader:
             early_gradients=False,
             sequence_parallel=not unfused or self.recompute is RecomputedPart.CORE,
             fused_attention=not unfused,
-            fused_elements="torchtitan" not in self.row["source"] or "compile" in self.note or "AC;" not in self.note,
+            fused_elements="torchtitan" not in self.row["source"] or not self.note.startswith("FSDP;"),
             fused_loss="torchtitan" not in self.row["source"],
             own_engine=False,
             overlapped_tensor="AsyncTP" in self.note,
