@@ -19,8 +19,9 @@ import pytest
 from penstock.cli.main import main
 from penstock.cli.train_worker import TrainLoop
 from penstock.engine.runs import MetricsLog, RunFolder
+from penstock.runtime.watchdog import EXIT_CODE
 from penstock.settings import RunConfig
-from tests.e2e.training import Ended, Started, last_step, wait_until, write_run
+from tests.e2e.training import Ended, Started, has_saved, last_step, wait_until, write_run
 from tests.hugging_face import make_model
 
 LIMIT_S = 10.0
@@ -161,6 +162,39 @@ def test_training_ends_at_once_whenever_it_is_stopped_or_loses_a_process(tmp_pat
     assert ended.exit_code == case.exit_code, ended.err
     assert re.search(case.says, ended.err), ended.err
     assert list(emptied.iterdir()) == []
+
+
+# From its seventh step on a rank takes memory, and nothing else.
+ENDLESS_STEP = """
+import sys
+from penstock.cli.main import main
+from penstock.engine.engine import Engine
+train_batch = Engine.train_batch
+def endless(engine, *args, **named):
+    kept = [b""]
+    while engine.step == 6:
+        kept = [*kept[-9:], bytearray(1 << 20)]
+    return train_batch(engine, *args, **named)
+Engine.train_batch = endless
+sys.exit(main(sys.argv[3:]))
+"""
+
+
+@pytest.mark.parametrize(("pp", "exit_code"), [("1", EXIT_CODE), ("2", 128 + signal.SIGTERM)])
+def test_one_signal_ends_a_step_that_does_not_end_and_the_run_goes_on_from_its_checkpoint(
+    tmp_path: Path, pp: str, exit_code: int
+):
+    output, words = tmp_path / "run", [str(write_run(tmp_path, "run", 8)), "--parallel.pp", pp]
+    words = [*words, "--parallel.shutdown_timeout_s", "0.5"]
+    with Started(words, launcher=[*PYTHON, "-c", ENDLESS_STEP]) as started:
+        wait_until(lambda: last_step(output) == 6 and has_saved(output, 5), started)
+        ended = ends_in_time(started, signalled(signal.SIGTERM))
+    assert ended.exit_code == exit_code, ended.err
+    assert re.search(r"rank 0, step 6: [^\n]*; asked to end, and not done within 0.5 s\n", ended.err), ended.err
+    with Started(words) as started:
+        ended = started.end()
+    assert (ended.exit_code, last_step(output)) == (0, 8), ended.err
+    assert "after step 5" in ended.out
 
 
 def listens_on_the_loopback_alone(pids: Sequence[int]) -> None:

@@ -29,11 +29,11 @@ from penstock.cli.group import LAUNCHER_PID, LOOPBACK
 FAILED, REFUSED = 1, 2
 _STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
-# Workers that are asked to stop finish their step and save; only one that hangs is killed.
-_SAVE_LIMIT_S = 600.0
 # After a failure, or a second request to stop, nobody has anything left to save. The others find out by themselves and
 # report where they were; the watchdogs of those that cannot do so within 4 s of being asked.
 _REPORT_LIMIT_S, _END_LIMIT_S = 1.0, 7.0
+# Workers that are not done in the time they have after a request to end report it and end by themselves.
+_REPORT_LATE_S = 5.0
 # A worker that stands still for this long after a request to end is taken for stopped: a debugger that looks into one
 # stops it for a moment.
 _STOPPED_LIMIT_S = 1.0
@@ -46,12 +46,14 @@ class WorkerCommand:
     """A command that runs in several processes.
 
     module: its `main` is what each worker calls. again: ends the sentence "the same command ...", printed when the
-    run was stopped or a worker killed. imports: modules that every worker needs.
+    run was stopped or a worker killed. imports: modules that every worker needs. shutdown_timeout_s: how long workers
+    that are asked to stop may take to finish what they do, and save; one that hangs is killed then.
     """
 
     module: str
     again: str
     imports: tuple[str, ...]
+    shutdown_timeout_s: float = 600.0
 
 
 def launch(
@@ -68,8 +70,9 @@ def launch(
     to start them; what it imports they need not import again.
 
     A signal that asks to end is passed on as SIGTERM, which lets the workers of a training run finish their step, save
-    and end well. Where one fails, stands still then, or is asked twice, all have ended within ten seconds. They meet at
-    a store in this process, and neither it nor they listen anywhere but on the loopback.
+    and end well. Where one fails, stands still then, or is asked twice, or the command's time to end is over, all have
+    ended within ten seconds. They meet at a store in this process, and neither it nor they listen anywhere but on the
+    loopback.
     """
     with _environment_kept(), socket.create_server((LOOPBACK, 0), backlog=4096) as listener:
         port = listener.getsockname()[1]
@@ -83,7 +86,8 @@ def launch(
             [
                 context.Process(target=_work, args=(command.module, arguments, rank, os.getpid(), inherited))
                 for rank in range(num_workers)
-            ]
+            ],
+            command.shutdown_timeout_s,
         )
         with _signals_caught() as signals:
             try:
@@ -207,6 +211,8 @@ class _Workers:
 
     #: rank -> its process
     processes: list[BaseProcess]
+    #: how long they may go on once they are asked to end
+    shutdown_timeout_s: float
     #: the first signal by which this process was asked to end
     stopped_by: signal.Signals | None
     #: rank -> why this process had to kill it, and not only to ask it to end
@@ -219,8 +225,8 @@ class _Workers:
     #: True once some worker has ended with another code than 0
     _has_failed: bool
 
-    def __init__(self, processes: Sequence[BaseProcess]) -> None:
-        self.processes = list(processes)
+    def __init__(self, processes: Sequence[BaseProcess], shutdown_timeout_s: float) -> None:
+        self.processes, self.shutdown_timeout_s = list(processes), shutdown_timeout_s
         self.stopped_by, self.killed, self._stopped_since = None, {}, {}
         self._ask_at = self._kill_at = math.inf
         self._has_failed = False
@@ -303,7 +309,7 @@ class _Workers:
         return [rank for rank, process in enumerate(self.processes) if process.pid and process.exitcode is None]
 
     def _on_signal(self, number: signal.Signals) -> None:
-        limit_s = _SAVE_LIMIT_S if self.stopped_by is None else _END_LIMIT_S
+        limit_s = self.shutdown_timeout_s + _REPORT_LATE_S if self.stopped_by is None else _END_LIMIT_S
         self.stopped_by = self.stopped_by or number
         self._kill_at = min(self._kill_at, time.monotonic() + limit_s)
         self._ask()

@@ -64,7 +64,8 @@ def main(argv: Sequence[str]) -> int:
     check_folder(config, fresh=arguments.switches.fresh, resume=arguments.switches.resume)
     if config.parallel.world_size == 1:
         return _work(arguments, Group.alone())
-    return launch(_COMMAND, argv, config.parallel.world_size, config.parallel.num_threads, check=lambda: _look(config))
+    command = replace(_COMMAND, shutdown_timeout_s=config.parallel.shutdown_timeout_s)
+    return launch(command, argv, config.parallel.world_size, config.parallel.num_threads, check=lambda: _look(config))
 
 
 def _refuse_sizes(group: Group | None, config: RunConfig) -> None:

@@ -144,8 +144,9 @@ class TrainLoop:
         """Train to the last step, or until some rank is asked to stop; the current step is then finished and saved."""
         config, engine = self.config, self.engine
         reporter = _RunReporter(config, self.folder, engine.step, self._file) if self.folder is not None else None
+        parallel, grid = config.parallel, engine.grid
         watchdog = Watchdog.of_run(
-            engine.recorder, config.parallel.timeout_s, engine.grid.control, engine.grid.pp_ranks
+            engine.recorder, parallel.timeout_s, grid.control, grid.pp_ranks, parallel.shutdown_timeout_s
         )
         try:
             recorded = self._steps(stop_asked, reporter)

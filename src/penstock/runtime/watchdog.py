@@ -41,6 +41,7 @@ class Watchdog:
             error may come first, ends the process with `EXIT_CODE` after one sentence on standard error.
         grace_s: how long after a SIGTERM or SIGINT an action may still be under way where some process of the run has
             ended or does not answer, so that the step cannot be finished; and after a second signal in any case.
+        shutdown_timeout_s: the process ends this long after its first signal in any case.
         end: ends the process; for tests.
     """
 
@@ -49,6 +50,8 @@ class Watchdog:
     #: the longest that a wait may last; the longest that an action may go on once it cannot be finished
     timeout_s: float
     grace_s: float
+    #: the longest that the rank may go on once it was asked to end
+    shutdown_timeout_s: float
     #: how much longer than `timeout_s` a wait may seem to the watchdog
     _margin_s: float
     #: ends the process
@@ -75,9 +78,11 @@ class Watchdog:
         recorder: Recorder,
         timeout_s: float,
         grace_s: float = 4.0,
+        shutdown_timeout_s: float = math.inf,
         end: Callable[[int], object] = os._exit,
     ) -> None:
-        self.recorder, self.timeout_s, self.grace_s, self._end = recorder, timeout_s, grace_s, end
+        self.recorder, self._end = recorder, end
+        self.timeout_s, self.grace_s, self.shutdown_timeout_s = timeout_s, grace_s, shutdown_timeout_s
         self._margin_s = max(2.0, 0.1 * timeout_s)
         self._signalled_at, self._asked_at, self._absent = [], -math.inf, ""
         self._reader, self._writer = socket.socketpair()
@@ -89,12 +94,19 @@ class Watchdog:
         self._thread.start()
 
     @classmethod
-    def of_run(cls, recorder: Recorder, timeout_s: float, group: ProcessGroup | None, pipeline: Sequence[int]) -> Self:
+    def of_run(
+        cls,
+        recorder: Recorder,
+        timeout_s: float,
+        group: ProcessGroup | None,
+        pipeline: Sequence[int],
+        shutdown_timeout_s: float = math.inf,
+    ) -> Self:
         """A watchdog that wakes on signals and answers peers; every rank makes one, in its main thread.
 
         `group` and `pipeline` are those of `answer_peers`.
         """
-        watchdog = cls(recorder, timeout_s)
+        watchdog = cls(recorder, timeout_s, shutdown_timeout_s=shutdown_timeout_s)
         watchdog.listen_to_signals()
         watchdog.answer_peers(group, pipeline)
         return watchdog
@@ -156,6 +168,8 @@ class Watchdog:
         if not self._signalled_at:
             return None
         now, reason = time.monotonic(), "asked to end, and this cannot be finished"
+        if now - self._signalled_at[0] > self.shutdown_timeout_s:
+            return f"asked to end, and not done within {self.shutdown_timeout_s:g} s"
         if min(now - self._signalled_at[-1], self.recorder.unfinished_since_s()) <= self.grace_s:
             return None
         if len(self._signalled_at) > 1:

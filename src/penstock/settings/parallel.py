@@ -230,6 +230,12 @@ class ParallelConfig(Layout, section="parallel"):
         # A clock counts nanoseconds in 64 bits; this is 68 years.
         Bounds(above=0, limit=2**31 - 1),
     )
+    shutdown_timeout_s: float = setting(
+        600.0,
+        "Seconds that a run which is asked to end (SIGTERM, Ctrl-C) has to finish its step and save; then it ends "
+        "without, and the newest checkpoint is the one before.",
+        Bounds(above=0, limit=2**31 - 1),
+    )
     elastic: bool = setting(False, "Run on as many pipelines as the group of processes has room for, regardless of dp.")
 
 

@@ -258,6 +258,7 @@ _FREE = _FREE_IF_GLOBAL | {
     "parallel.elastic",
     "parallel.num_threads",
     "parallel.timeout_s",
+    "parallel.shutdown_timeout_s",
 }
 
 # Later than the first runs, which go on where these have their defaults.

@@ -102,6 +102,20 @@ def test_a_second_signal_is_the_last_word(world: World) -> None:
     wait_until(lambda: world.ended != [])
 
 
+def test_whatever_is_not_done_in_the_time_to_end_is_not_waited_for(capsys: pytest.CaptureFixture[str]) -> None:
+    before, ended = signal.signal(signal.SIGTERM, lambda *_: None), []
+    watchdog = Watchdog(Recorder(0), timeout_s=2.0, shutdown_timeout_s=0.2, end=ended.append)
+    try:
+        watchdog.listen_to_signals()
+        os.kill(os.getpid(), signal.SIGTERM)
+        wait_until(lambda: ended != [])
+    finally:
+        watchdog.close()
+        signal.signal(signal.SIGTERM, before)
+    assert ended == [EXIT_CODE]
+    assert capsys.readouterr().err.endswith("; asked to end, and not done within 0.2 s\n")
+
+
 def test_a_process_that_resets_the_connection_has_ended() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         connection = socket.create_connection(listener.getsockname())
