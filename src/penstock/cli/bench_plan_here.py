@@ -103,7 +103,7 @@ def cells(found: dict[str, Any]) -> list[list[str]]:
         [row["what"], f"{row['predicted_s']:.3f} s", f"{row['measured_s']:.3f} s", f"{row['error']:+.1%}"]
         for row in found["runs"]
     ]
-    return [["run", "predicted", "measured", "error"], *rows]
+    return [["run", "predicted", "measured", "error within a round"], *rows]
 
 
 def sentence(found: dict[str, Any]) -> str:

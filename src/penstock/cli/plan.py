@@ -11,6 +11,7 @@ from typing import Any
 
 from penstock import planner
 from penstock.cli.commands import Parser, print_json, print_table, refuse_to_overwrite, write_text
+from penstock.planner.search import NUM_BEST
 from penstock.settings import Precision, RunConfig
 from penstock.settings.declare import ConfigError
 from penstock.settings.read import Values, from_values, read_values
@@ -26,7 +27,7 @@ def main(words: Sequence[str]) -> int:
     Raises: ValueError for a mistake in the arguments, and where nothing fits.
     """
     given = parser().parse_args(list(words))
-    _check_files(given)
+    _check_outputs(given)
     values, workload = _workload(given)
     cluster = _cluster(given, given.devices)
     constants = _calibrated(given) if given.calibrate else planner.Constants()
@@ -35,14 +36,17 @@ def main(words: Sequence[str]) -> int:
     if given.compute is not None:
         constants = replace(constants, compute=given.compute)
     found = planner.plan(workload, cluster, constants, effort=given.effort, progress=_Progress())
+    if given.json:
+        print_json(as_dict(found))
+    else:
+        _show(found)
+    if given.explain is not None and not given.json:
+        first, second = (_numbered(found, number, "--explain") for number in given.explain)
+        print("\n" + "\n".join(planner.compare(first, second)))
     if given.output is not None:
         _write(given, values, found)
     if given.picture is not None:
         _draw(given.picture, workload, found)
-    if given.json:
-        print_json(as_dict(found))
-    else:
-        _show(found, given.explain)
     return 0
 
 
@@ -94,8 +98,14 @@ pruned by memory and bounds, and the programs of the rest are simulated. Equal a
     return parser
 
 
-def _check_files(given: argparse.Namespace) -> None:
-    """Refuse, before anything is planned, files that cannot be written. Raises: ValueError."""
+def _check_outputs(given: argparse.Namespace) -> None:
+    """Refuse, before anything is planned, files that cannot be written and numbers no plan has. Raises: ValueError."""
+    if given.explain is not None and given.json:
+        raise ValueError("--explain prints a comparison and --json a plan; give one of them")
+    for option, numbers in (("--explain", given.explain or []), ("--choose", [given.choose])):
+        for number in numbers:
+            if number is not None and not 1 <= number <= NUM_BEST:
+                raise ValueError(f"{option} takes numbers from 1 to {NUM_BEST}, not {number}")
     if given.choose is not None and given.output is None:
         raise ValueError("--choose N says which layout --output FILE gets; give both")
     if given.picture is not None and given.picture.suffix.lower() not in (".svg", ".png"):
@@ -234,7 +244,7 @@ def _row(one: planner.Estimate) -> dict[str, Any]:
     }
 
 
-def _show(found: planner.Plan, explained: list[int] | None) -> None:
+def _show(found: planner.Plan) -> None:
     cells = [["", "layout", "step", "tokens/s/device", "MFU", "fullest rank", "bubble", "exposed messages"]]
     for number, one in enumerate(found.best, start=1):
         waits = [
@@ -247,7 +257,9 @@ def _show(found: planner.Plan, explained: list[int] | None) -> None:
                 f"{one.step_s:.4g} s",
                 f"{one.tokens_s_device:,.0f}",
                 f"{one.mfu:.1%}",
-                f"{one.peak_bytes / _GIB:.1f} GiB",
+                f"{one.peak_bytes / _GIB:.1f} GiB"
+                if one.peak_bytes >= _GIB / 10
+                else f"{one.peak_bytes / 2**20:.1f} MiB",
                 f"{one.bubble:.1%}",
                 ", ".join(waits) or "-",
             ]
@@ -259,9 +271,6 @@ def _show(found: planner.Plan, explained: list[int] | None) -> None:
     print("well-known layouts:")
     for name, reason in found.known:
         print(f"  {name}: {reason}")
-    if explained is not None:
-        first, second = (_numbered(found, number, "--explain") for number in explained)
-        print("\n" + "\n".join(planner.compare(first, second)))
 
 
 class _Progress:

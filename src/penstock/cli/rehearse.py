@@ -76,7 +76,7 @@ def _ranks(text: str, layout: Layout) -> list[int]:
                 f'{layout.world_size - 1}, several of them with commas between, or "all"'
             )
         found.append(int(word))
-    return found
+    return list(dict.fromkeys(found))
 
 
 def _check_picture(path: Path, ranks: Sequence[int], force: bool) -> None:

@@ -20,6 +20,9 @@ from penstock.settings.arguments import checked
 
 Progress = Callable[[str], None]
 
+NUM_BEST = 10
+"""Layouts of a plan."""
+
 
 class NothingFits(ValueError):
     """No layout of the devices can train the model; the message says what would be needed."""
@@ -105,7 +108,7 @@ def plan(
     cluster: Cluster,
     constants: Constants | None = None,
     *,
-    num_best: int = 10,
+    num_best: int = NUM_BEST,
     effort: float = 1.0,
     progress: Progress = lambda text: None,
 ) -> Plan:
