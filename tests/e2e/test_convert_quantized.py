@@ -23,7 +23,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def answers(folder: Path, quantize: Quantize = Quantize.NONE) -> list[tuple[int, ...]]:
+def answers(folder: Path, quantize: Quantize | None = None) -> list[tuple[int, ...]]:
     engine = Engine(*open_model(folder, quantize=quantize).arguments(ParallelConfig()))
     found = [answer.tokens for answer in engine.generate(PROMPTS, SamplingParams(max_new_tokens=8, temperature=0))]
     assert not any(name.endswith("down.weight") for name in engine.parameters()), "weights are packed"
@@ -81,8 +81,25 @@ def test_commands_take_the_kind_of_numbers_and_refuse_what_they_cannot_keep_so(
         scores[kind] = output.read_text()
     assert scores["none"] != scores["int8"]
     capsys.readouterr()
-    for more, told in ((["--no-native"], "can be quantized"), (["--quantize", "int3"], "int8-weights")):
+    for more, told in ((["--no-native"], "only dense models"), (["--quantize", "int3"], "int8-weights")):
         words = ["generate", str(folder), "--quantize", "int8", *more, "--file", str(prompts), "--max-new-tokens", "8"]
         assert main(words) == 2
         caught = capsys.readouterr().err
         assert told in caught and "Traceback" not in caught
+
+
+def test_a_folder_of_8_bit_weights_is_run_as_asked(folder: Path, tmp_path: Path) -> None:
+    made = tmp_path / "small"
+    assert main(["convert", str(folder), str(made), "--to", "huggingface", "--quantize", "int8"]) == 0
+    kept, found = {}, {}
+    for kind in (None, *Quantize):
+        if kind is not Quantize.INT4:  # which this model's widths do not allow
+            model = open_model(made, quantize=kind)
+            engine = Engine(*model.arguments(ParallelConfig()))
+            kept[kind] = engine.parameters().keys()
+            params = SamplingParams(max_new_tokens=8, temperature=0)
+            found[kind] = [answer.log_probs for answer in engine.generate(PROMPTS, params)]
+            engine.close()
+    assert found[None] == found[Quantize.INT8] != found[Quantize.NONE] != found[Quantize.INT8_WEIGHTS]
+    assert kept[None] == kept[Quantize.INT8], "packed"
+    assert open_model(made, quantize=Quantize.NONE).weight_bytes() > 2 * open_model(made).weight_bytes()

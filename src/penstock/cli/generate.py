@@ -15,7 +15,7 @@ from penstock.cli.commands import Parser, refuse_to_overwrite
 from penstock.cli.group import Group, agree, find_group_of
 from penstock.cli.host_memory import check_rows
 from penstock.cli.launch import WorkerCommand, launch
-from penstock.cli.layout_here import is_free
+from penstock.cli.layout_here import is_free, say_shared_cores
 from penstock.cli.setting_options import MODEL_OPTIONS, PROCESSES, add_options, options_of, parallel_options, values_of
 from penstock.settings import ParallelConfig, RingConfig, SamplingParams, Setting, walk
 
@@ -48,6 +48,7 @@ _SAMPLING = {
     "top_log_probs": ("top_log_probs", "N"),
 }
 _PARALLEL = parallel_options(("pp", "dp", "tp", *PROCESSES))
+_CHOSEN = ("pp", "dp", "tp", "threads")
 _RING = options_of(RingConfig(), {"num_slots": "slots", "rows_per_slot": "rows"}, without=("max_rows_per_slot",))
 
 
@@ -100,6 +101,7 @@ def main(words: Sequence[str]) -> int:
 
 def _launch(words: Sequence[str], arguments: GenerateArguments, world_size: int) -> int:
     """Start the workers, with standard input in a file where it is the prompt: it can be read only once."""
+    say_shared_cores(world_size, arguments.parallel.device)
     again = "gives the same answers" if arguments.output is None else "continues where it was stopped"
     command = WorkerCommand("penstock.cli.generate", again, _IMPORTS)
     with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
@@ -172,7 +174,7 @@ not on the other prompts, nor on --pp, --dp, --slots and --rows.""",
     sampling.add_argument("--ignore-end", action="store_true", help="no end token but those given ends an answer")
     ring = parser.add_argument_group("how it runs (where no layout is given, as fits this machine)")
     for options in (_PARALLEL, _RING, MODEL_OPTIONS):
-        add_options(ring, options, {"timeout": "SECONDS"})
+        add_options(ring, options, {"timeout": "SECONDS"}, _CHOSEN)
     parser.add_argument("--no-native", action="store_true", help="as --native false")
     parser.add_argument(
         "--no-special-tokens", action="store_true", help="texts without the tokenizer's own, such as one to begin with"
@@ -230,7 +232,7 @@ def read_arguments(words: Sequence[str]) -> GenerateArguments:
         ring=values_of(given, _RING),
         dp=parallel.dp,
         parallel=replace(parallel, dp=1),
-        layout_is_free=is_free(given, ("pp", "dp", "tp", "threads")),
+        layout_is_free=is_free(given, _CHOSEN),
         opened=values_of(given, MODEL_OPTIONS) | ({"native": False} if given.no_native else {}),
         special_tokens=not given.no_special_tokens,
         json=given.json,

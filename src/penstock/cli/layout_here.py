@@ -44,8 +44,7 @@ class Machine:
     def here(cls, device: Device) -> "Machine":
         """This machine; of its cores those that this process may use, or as many as OMP_NUM_THREADS says."""
         asked = os.environ.get("OMP_NUM_THREADS", "")
-        usable = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))(0)
-        cores, memory = int(asked) if asked.isdecimal() and int(asked) else len(usable), memory_bytes("cpu")
+        cores, memory = int(asked) if asked.isdecimal() and int(asked) else usable_cores(), memory_bytes("cpu")
         assert memory is not None
         if device == "cpu":
             return cls(cores, memory)
@@ -100,6 +99,26 @@ def fitted(work: GenerationWork, machine: Machine) -> Fitted:
         ValueError: the model does not fit; the message says what would.
     """
     return _on_gpus(work, machine) if machine.num_gpus else _on_cpus(work, machine)
+
+
+def usable_cores() -> int:
+    """Processor cores that this process may use."""
+    return len(getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))(0))
+
+
+def say_shared_cores(num_processes: int, device: Device) -> None:
+    """Say on standard error that processes of this machine are more than its cores, where it is these that compute."""
+    cores = usable_cores()
+    if num_processes > cores and not _has_gpus(num_processes, device):
+        print(f"penstock: {num_processes} processes share {cores} core(s), so each waits for others", file=sys.stderr)
+
+
+def _has_gpus(count: int, device: Device) -> bool:
+    if device != "auto":
+        return device == "cuda"
+    import torch
+
+    return torch.cuda.device_count() >= count
 
 
 def is_free(given: argparse.Namespace, names: Sequence[str]) -> bool:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.cli.commands import Parser, print_json, refuse_to_overwrite
 from penstock.cli.group import Group, agree, find_group_of
 from penstock.cli.launch import WorkerCommand, launch
+from penstock.cli.layout_here import say_shared_cores
 from penstock.cli.setting_options import MODEL_OPTIONS, PROCESSES, add_options, options_of, parallel_options, values_of
 from penstock.settings import DataConfig, ParallelConfig, Settings, same_as
 from penstock.settings.declare import ABOVE_0, AT_LEAST_1, setting
@@ -84,6 +85,7 @@ def main(words: Sequence[str]) -> int:
     sizes = {"pp": parallel.pp, "dp": arguments.dp, "cp": parallel.cp, "tp": parallel.tp}
     group, world_size = find_group_of(sizes)
     if group is None and world_size > 1:
+        say_shared_cores(world_size, parallel.device)
         return launch(_COMMAND, words, world_size, parallel.num_threads, check=lambda: _check_model(arguments))
     return _run_worker(arguments, group or Group.alone())
 

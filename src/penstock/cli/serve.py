@@ -15,7 +15,7 @@ from penstock.cli.commands import Parser
 from penstock.cli.group import Group, find_group_of
 from penstock.cli.host_memory import check_rows
 from penstock.cli.launch import WorkerCommand, launch
-from penstock.cli.layout_here import is_free
+from penstock.cli.layout_here import is_free, say_shared_cores
 from penstock.cli.setting_options import MODEL_OPTIONS, PROCESSES, add_options, options_of, parallel_options, values_of
 from penstock.settings import ParallelConfig, RingConfig, ServeConfig
 from penstock.settings.files import read_text
@@ -35,6 +35,7 @@ API_KEY = "PENSTOCK_API_KEY"
 
 _IMPORTS = ("penstock.serve.server", "penstock.cli.together", "penstock.engine.engine")
 _PARALLEL = parallel_options(("pp", *PROCESSES))
+_CHOSEN = ("pp", "threads")
 _RING = options_of(RingConfig(), {"num_slots": "slots", "rows_per_slot": "rows"}, without=("max_rows_per_slot",))
 _SERVE = options_of(ServeConfig(), {"drain_s": "drain"})
 _USUAL_LENGTH = 4096
@@ -82,6 +83,7 @@ def main(words: Sequence[str]) -> int:
         arguments = read_arguments(words)
         world_size = arguments.parallel.pp
     if group is None and world_size > 1:
+        say_shared_cores(world_size, arguments.parallel.device)
         command = WorkerCommand("penstock.cli.serve", "serves again", _IMPORTS)
         return launch(command, words, world_size, arguments.parallel.num_threads, check=lambda: _open(arguments))
     from penstock.cli.together import work_together
@@ -111,7 +113,7 @@ It listens on this machine alone unless --address says otherwise. Where the envi
     add_options(parser.add_argument_group("what it takes"), _SERVE, _METAVARS)
     running = parser.add_argument_group("how it runs (where no layout is given, as fits this machine)")
     for options in (_PARALLEL, _RING, MODEL_OPTIONS):
-        add_options(running, options, _METAVARS)
+        add_options(running, options, _METAVARS, _CHOSEN)
     parser.add_argument("--no-native", action="store_true", help="as --native false")
     return parser
 
@@ -127,7 +129,7 @@ def read_arguments(words: Sequence[str]) -> ServeArguments:
         serve=ServeConfig(**values_of(given, _SERVE)),
         ring=RingConfig(**values_of(given, _RING)),
         parallel=ParallelConfig(**values_of(given, _PARALLEL)),
-        layout_is_free=is_free(given, ("pp", "threads")),
+        layout_is_free=is_free(given, _CHOSEN),
         opened=values_of(given, MODEL_OPTIONS) | ({"native": False} if given.no_native else {}),
     )
 

@@ -30,22 +30,28 @@ def parallel_options(names: Iterable[str], **defaults: Any) -> Options:
 
 
 MODEL_OPTIONS: Options = {
-    own.key: own
+    # What is left out is as in the model's files.
+    own.key: replace(own, default=None) if own.key == "quantize" else own
     for own in (*walk(ModelConfig()), *walk(TrainConfig()), *walk(InferenceConfig()))
     if own.name in ("model.native", "train.precision", "train.reproducible", "inference.quantize")
 }
 """The options of a saved model that decide how it is run."""
 
 
-def add_options(parser: Any, options: Options, metavars: Mapping[str, str] | None = None) -> None:
-    """Add an option for each setting; one that is not given is None. A dotted name stays as it is in files."""
+def add_options(
+    parser: Any, options: Options, metavars: Mapping[str, str] | None = None, chosen: Container[str] = ()
+) -> None:
+    """Add an option for each setting; one that is not given is None. A dotted name stays as it is in files.
+
+    chosen: names of options that the command chooses by itself where none of them is given.
+    """
     for name, own in options.items():
         values = (metavars or {}).get(name, _values(own.type))
         of = f": {values.strip('{}').replace(',', ', ')}" if len(values) > _LONG else ""
         parser.add_argument(
             f"--{name if '.' in name else name.replace('_', '-')}",
             metavar="NAME" if of else values,
-            help=f"{own.help.rstrip('.')}{of}{_default(own.default)}".replace("%", "%%"),
+            help=f"{own.help.rstrip('.')}{of}{'' if name in chosen else _default(own.default)}".replace("%", "%%"),
         )
 
 

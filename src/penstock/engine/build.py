@@ -205,7 +205,7 @@ def _builder(options: EngineOptions, device: torch.device) -> Callable[[UnitSpec
         if not fix_weights(module, pack) and pack and any(isinstance(part, nn.Linear) for part in module.modules()):
             raise ConfigError(
                 f"quantize = {options.quantize}: {unit.name} is {type_in_words(module)}, whose weights stay as they "
-                "are; attention, MLPs and heads of Penstock's own can be quantized"
+                "are; only dense models of Penstock's own layers can be quantized, so leave quantize out"
             )
         # The parameters of one unit, at most, are held beside what is packed.
         give_back_freed_memory()

@@ -84,14 +84,15 @@ def open_model(
     folder: Path | str,
     native: Native = "auto",
     precision: Precision | None = None,
-    quantize: Quantize = Quantize.NONE,
+    quantize: Quantize | None = None,
     reproducible: bool = False,
     may_rate: bool = False,
 ) -> SavedModel:
     """Open the model in a folder; nothing is written there, and no weight is read yet.
 
     `native`: by Penstock's own layers, by transformers', or by its own where they are the model. `precision`: left out,
-    that of the model's files. `quantize`: the numbers that weights of products are kept as, while they are read.
+    that of the model's files. `quantize`: the numbers that weights of products are kept as, while they are read; left
+    out, those of the files.
     `reproducible`: tokens get the bits that training gives them; a run whose settings say so does it anyway.
     `may_rate`: a model is possible that rates texts, such as a reward model, instead of giving tokens.
 
@@ -100,7 +101,7 @@ def open_model(
     """
     folder = Path(folder)
     if (folder / CONFIG_FILE).is_file():
-        return _open_run(folder, precision, quantize, reproducible)
+        return _open_run(folder, precision, quantize or Quantize.NONE, reproducible)
     if (folder / _HUGGING_FACE_CONFIG).is_file():
         model = _open_hugging_face(folder, native, precision, quantize, reproducible)
         if model.rates is not None and not may_rate:
@@ -204,7 +205,7 @@ def _load_run(folder: Path, config: RunConfig, state: ModelState) -> str:
 
 
 def _open_hugging_face(
-    folder: Path, native: Native, precision: Precision | None, quantize: Quantize, reproducible: bool
+    folder: Path, native: Native, precision: Precision | None, quantize: Quantize | None, reproducible: bool
 ) -> SavedModel:
     try:
         because = reason_for_transformers(folder, native)
@@ -212,17 +213,15 @@ def _open_hugging_face(
     except FileNotFoundError as error:
         raise ConfigError(str(error)) from None
     tokenizer = load_tokenizer(str(folder)) if (folder / _TOKENIZER).is_file() else None
-    if found.is_quantized and quantize is Quantize.NONE:
-        quantize = Quantize.INT8
-
+    kept_as = quantize or (Quantize.INT8 if found.is_quantized else Quantize.NONE)
     units = found.units(ModelGroups())
 
     def arguments(parallel: ParallelConfig) -> EngineArguments:
-        return _arguments(open_pretrained(folder, native), parallel, precision, quantize, reproducible)
+        return _arguments(open_pretrained(folder, native), parallel, precision, kept_as, reproducible)
 
     def load(state: ModelState) -> str:
         # The engine's units read them when it was made.
-        kept = "" if quantize is Quantize.NONE else f", {quantize}"
+        kept = "" if kept_as is Quantize.NONE else f", {kept_as}"
         return f"{_version(folder)} native={because is None}{kept}"
 
     return SavedModel(
@@ -237,7 +236,7 @@ def _open_hugging_face(
         sampling=_generation_defaults(folder),
         tokenizer_folder=folder,
         transformers_because=because,
-        weight_bytes=lambda: _weight_bytes(units, precision or found.precision, quantize),
+        weight_bytes=lambda: _weight_bytes(units, precision or found.precision, kept_as),
         rates=rates_of(found.form),
         pad_token=found.form.describe().get("pad_token_id"),
     )

@@ -27,7 +27,7 @@ class InferenceConfig(Settings, section="inference"):
     """
 
     quantize: Quantize = setting(
-        Quantize.NONE, "Keep weights as whole numbers of 8 or 4 bits; int8 rounds activations as well."
+        Quantize.NONE, "Keep weights as whole numbers of 8 or 4 bits (dense models); int8 rounds activations as well."
     )
 
 

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.cli.layout_here import Fitted, GenerationWork, Machine, fitted, is_free
+from penstock.cli import generate, layout_here, score, serve
+from penstock.cli.layout_here import Fitted, GenerationWork, Machine, fitted, is_free, say_shared_cores
 from penstock.cli.main import main
 from penstock.engine.saved_model import open_model
 from penstock.settings import Precision, Quantize
@@ -88,3 +89,29 @@ def test_a_models_bytes_are_those_of_the_numbers_that_it_is_used_in(tmp_path: Pa
         assert plain > 10_000
         assert open_model(folder, precision=Precision.BF16).weight_bytes() == plain // 2
         assert plain // 4 <= open_model(folder, quantize=Quantize.INT8).weight_bytes() < 0.3 * plain
+
+
+def test_more_processes_than_cores_are_said_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(layout_here, "usable_cores", lambda: 2)
+    say_shared_cores(2, "cpu")
+    say_shared_cores(9, "cuda")
+    assert capsys.readouterr().err == ""
+    say_shared_cores(9, "cpu")
+    assert capsys.readouterr().err == "penstock: 9 processes share 2 core(s), so each waits for others\n"
+    for main_of in (generate, serve, score):
+        monkeypatch.setattr(main_of, "launch", lambda *given, **more: 0)
+    for words in (["generate", "model", "text"], ["serve", "model"], ["score", "model", "texts.jsonl"]):
+        assert main([*words, "--pp", "9", "--device", "cpu"]) == 0
+        assert capsys.readouterr().err.count("9 processes share 2 core(s)") == 1
+
+
+@pytest.mark.parametrize("command", ["generate", "serve"])
+def test_help_gives_no_default_for_what_is_chosen(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main([command, "--help"])
+    lines = capsys.readouterr().out.splitlines()
+    chosen = [line for line in lines if line.split()[:1] in (["--pp"], ["--threads"], ["--dp"])]
+    assert len(chosen) >= 2 and not any("default" in line for line in chosen)
+    assert "as fits this machine" in "\n".join(lines)
