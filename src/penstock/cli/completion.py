@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.cli.commands import Command, Parser
+from penstock.schedule import names
 
 
 def script(shells: Sequence[str], table: Mapping[str, Command]) -> str:
@@ -20,6 +21,8 @@ def script(shells: Sequence[str], table: Mapping[str, Command]) -> str:
         given = f", not {' '.join(shells)}" if shells else ""
         raise ValueError(f"--print-completion takes one of {', '.join(shtab.SUPPORTED_SHELLS)}{given}")
     root = Parser("penstock", "")
+    root.add_argument("--version", action="store_true", help="print the versions of Penstock, torch and Python")
+    root.add_argument("--print-completion", choices=shtab.SUPPORTED_SHELLS, help="print a script such as this one")
     _add_commands(root, table)
     return shtab.complete(root, shells[0])
 
@@ -44,16 +47,20 @@ def _parser_of(program: str, command: Command) -> Parser:
     found = command.parser()
     found.description = command.summary
     for action in found._actions:
-        _complete(action)
+        _complete(action, program)
     return found
 
 
-def _complete(action: argparse.Action) -> None:
-    """Have a path completed as one, and a setting by its possible values, which its metavar lists."""
+def _complete(action: argparse.Action, program: str) -> None:
+    """Have a path completed as one, a schedule by its names, and a setting by the values that its metavar lists."""
     import shtab
 
     shown = action.metavar if isinstance(action.metavar, str) else ""
-    if action.type is Path:
+    is_schedule = action.dest == "name" and not action.option_strings
+    # Most schedules that are to be proved lie in files.
+    if action.type is Path or (is_schedule and program.endswith(" verify")):
         action.complete = shtab.FILE  # pyright: ignore[reportAttributeAccessIssue]
+    elif is_schedule:
+        action.choices = names()
     elif action.choices is None and shown.startswith("{"):
         action.choices = shown.strip("{}").split(",")

@@ -35,7 +35,7 @@ PENSTOCK_TRACEBACK=1 shows the full traceback.
 options:
   --version                 print the versions of Penstock, torch and Python
   --print-completion SHELL  print a script that completes commands and options
-                            in bash, zsh, fish, tcsh or powershell
+                            in bash, zsh, fish or tcsh (powershell: not tried)
 
 examples:
   penstock schedule show 1f1b --ranks 4 --microbatches 8

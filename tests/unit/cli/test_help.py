@@ -5,7 +5,6 @@ import json
 import shlex
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -127,40 +126,6 @@ def test_an_unknown_section_names_the_nearest(capsys: pytest.CaptureFixture[str]
     assert "nearest one is optimizer" in capsys.readouterr().err
     assert main(["train", "--help", "train.step"]) == 2
     assert "nearest one is train.steps" in capsys.readouterr().err
-
-
-COMPLETE = """
-source "$1"; shift
-COMP_WORDS=("$@") COMP_CWORD=$(( $# - 1 ))
-_shtab_penstock
-printf '%s\\n' "${COMPREPLY[@]}"
-"""
-
-
-def test_bash_completes_commands_options_and_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("shtab", reason="make setup installs it")
-    assert main(["--print-completion", "bash"]) == 0
-    file = tmp_path / "penstock.bash"
-    file.write_text(capsys.readouterr().out)
-    for words, wanted in (
-        ("sched", {"schedule"}),
-        ("schedule sim", {"simulate"}),
-        ("bench ove", {"overhead", "overlap"}),
-        ("generate --top-", {"--top-k", "--top-p", "--top-log-probs"}),
-        ("train --optimizer.num_w", {"--optimizer.num_warmup_steps"}),
-        ("train --schedule.early_release ", {"true", "false"}),
-    ):
-        command = ["bash", "-c", COMPLETE, "complete", file, "penstock", *words.split(" ")]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-        assert set(done.stdout.split()) == wanted, words
-
-
-@pytest.mark.parametrize("words", [[], ["csh"], ["bash", "zsh"]])
-def test_completion_names_the_shells_it_knows(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("shtab", reason="make setup installs it")
-    assert main(["--print-completion", *words]) == 2
-    told = capsys.readouterr().err
-    assert len(told.splitlines()) == 1 and "bash, zsh" in told
 
 
 def test_version_has_those_of_torch_and_python(capsys: pytest.CaptureFixture[str]) -> None:
