@@ -122,6 +122,30 @@ def test_a_wide_window_shows_every_line_of_code_whole(site: Path, browser: Chrom
         assert browser.evaluate(cut) == [], page.name
 
 
+def test_a_table_that_is_shown_whole_has_no_shade_beside_it(site: Path, browser: Chromium, tmp_path: Path) -> None:
+    # A page made smaller or larger has heights that are no whole numbers of pixels.
+    zoom = 0.75
+    browser.call("Emulation.setDeviceMetricsOverride", width=1400, height=1200, deviceScaleFactor=zoom, mobile=False)
+    browser.open(site / "architecture.html")
+    table = "document.querySelector('.md-typeset__scrollwrap').getBoundingClientRect()"
+    box = f"(box => [box.top, box.right, box.bottom])({table})"
+    top, right, bottom = (round(zoom * place) for place in browser.evaluate(box))
+    assert bottom > top + 200
+    browser.screenshot(tmp_path / "page.png")
+    assert imread(tmp_path / "page.png")[top - 2 : bottom + 2, right - 8 : right + 2, :3].min() > 0.99
+
+
+def test_a_narrow_window_leaves_words_room_in_tables_and_code(site: Path, browser: Chromium) -> None:
+    browser.resize(400, 900)
+    browser.open(site / "guides" / "memory.html")
+    widths = browser.evaluate(
+        "[...document.querySelectorAll('td')].filter(cell => cell.innerText.length > 40).map(cell => cell.clientWidth)"
+    )
+    assert len(widths) > 3 and min(widths) > 110
+    button = "document.querySelector('.md-code__nav')"
+    assert browser.evaluate(f"{button} !== null && {button}.offsetWidth") == 0
+
+
 @pytest.mark.parametrize(("page", "wide"), [("settings", ".md-typeset__scrollwrap"), ("gallery", "p:has(> a > img)")])
 def test_a_narrow_window_shades_the_edge_beyond_which_more_follows(
     site: Path, browser: Chromium, tmp_path: Path, page: str, wide: str
