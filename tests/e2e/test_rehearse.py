@@ -1,6 +1,9 @@
 """`penstock rehearse`: what it prints, draws and refuses."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -53,6 +56,44 @@ def test_json_has_every_rank_that_was_asked_for(run: Path, capsys: pytest.Captur
     for one in found:
         assert one["peak_bytes"] == max(sum(point["at_peak"].values()) for point in one["timeline"]) > 0
         assert {action["op"] for unit in one["units"] for action in unit["actions"]} == {"F", "B", "I", "W"}
+
+
+def test_a_rank_of_16384_devices_takes_half_a_minute_of_one_core(run: Path) -> None:
+    # Llama 3.1 405B, arXiv 2407.21783, on pp 16, tp 8, dp 128; the other ranks of a stage do the same.
+    sizes = {"vocab": 128256, "hidden": 16384, "intermediate": 53248}
+    model = "".join(f"{name}_size = {size}\n" for name, size in sizes.items())
+    run.write_text(
+        f"""output = "runs/none"
+[model]
+{model}num_layers = 126
+num_heads = 128
+num_kv_heads = 8
+max_length = 8192
+[data]
+corpus = "nowhere"
+sequence_length = 8192
+num_sequences = 2048
+[parallel]
+pp = 16
+tp = 8
+dp = 128
+[optimizer]
+zero = true
+[train]
+num_microbatches = 16
+precision = "bf16"
+"""
+    )
+    command = [sys.executable, "-m", "penstock", "rehearse", str(run), "--device", "cuda", "--rank", "127", "--json"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    found = json.loads(process.stdout.read())[0]
+    _, status, used = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    assert process.returncode == 0 and used.ru_utime + used.ru_stime < 30 and used.ru_maxrss < 4 << 20
+    # A stage of 8 layers keeps 3.2 billion parameters of each in bf16, cut by tp; ZeRO shares the optimizer out.
+    assert found["most_bytes"]["parameters"] == pytest.approx(2 * 8 * 3.187e9 / 8, rel=0.1)
+    assert found["most_bytes"]["optimizer"] < found["most_bytes"]["parameters"] / 16
 
 
 def test_no_kind_has_more_at_the_peak_than_at_most() -> None:
