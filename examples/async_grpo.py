@@ -11,6 +11,7 @@ that every token bears is looked at again before each step.
 import argparse
 import itertools
 import json
+import os
 import random
 import time
 from collections import Counter, deque
@@ -51,8 +52,7 @@ class Answer(NamedTuple):
 
 
 class Run(NamedTuple):
-    """One run: how many steps an answer may age, what tokens and steps take longer on emulated devices, and the store
-    through which answers travel."""
+    """One run: how many steps an answer may age, what emulated devices take longer, and how answers travel."""
 
     name: str
     bound: int
@@ -135,8 +135,7 @@ def learn(run: Run, trainer: Engine, sampler: Engine) -> float:
         given = [Answer(prompt, tokens, [0.0] * len(tokens), 0.0, 0) for prompt, tokens in sums(numbers, NUM_SUMS)]
         trainer.train_batch(batch_of(given), micro_batches=PARTS)
     trainer.send_weights(sampler)
-    ages, shares, times = Counter[int](), deque[float](maxlen=5), [0.0, 0.0]
-    start = time.perf_counter()
+    ages, shares, times, start = Counter[int](), deque[float](maxlen=5), [0.0, 0.0], time.perf_counter()
     for number in range(MOST_ROUNDS):
         share, answering_s, rows = json.loads(run.store.get(f"{run.name}/{number}"))
         answers, begin = [Answer(*row) for row in rows], time.perf_counter()
@@ -185,6 +184,8 @@ def main() -> None:
     given = parser.parse_args()
     if given.bound < SYNCHRONOUS:
         parser.error(f"--bound {given.bound} is too small: {UPDATES} steps on the newest answers need {SYNCHRONOUS}")
+    if os.environ.get("WORLD_SIZE") != "4":
+        parser.error("start its processes by torchrun --nproc-per-node 4 examples/async_grpo.py")
     store, rank, world_size = next(rendezvous("env://"))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     emulated = (given.token_s, given.step_s) if given.compare else (0.0, 0.0)

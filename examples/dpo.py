@@ -6,6 +6,8 @@ them. What the model thought of both before it learned from any preference is a 
     torchrun --nproc-per-node 2 examples/dpo.py
 """
 
+import argparse
+import os
 import random
 from functools import partial
 from statistics import fmean
@@ -113,6 +115,10 @@ def learn(engine: Engine) -> None:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.parse_args()
+    if "RANK" not in os.environ:
+        parser.error("start its processes by torchrun --nproc-per-node 2 examples/dpo.py")
     dist.init_process_group("gloo")
     config = ModelConfig(11, 64, 192, num_layers=2, num_heads=4, max_length=16)
     options = EngineOptions(optimizer=OptimizerConfig(LearningRate(2e-3)), device="cpu")

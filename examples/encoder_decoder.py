@@ -3,12 +3,15 @@
 It learns to write words backwards. The encoder reads the key `source`; its output travels beside the decoder's stream.
 """
 
+import argparse
+import os
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from penstock import Engine, EngineOptions, Layout, LearningRate, MicroBatchSpec, OptimizerConfig, PackedBatch
+from penstock import Engine, Layout, LearningRate, MicroBatchSpec, OptimizerConfig, PackedBatch
 
 WIDTH, HEADS, REACH, VOCAB, START = 32, 4, 8, 28, 27
 
@@ -82,12 +85,13 @@ def words(generator: torch.Generator) -> PackedBatch:
 
 
 if __name__ == "__main__":
+    if "RANK" not in os.environ:
+        argparse.ArgumentParser(usage=__doc__).error("start its processes by torchrun")
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     encoder, decoder = [EncoderLayer() for _ in range(3)], [DecoderLayer() for _ in range(3)]
     layers = [Read(VOCAB, WIDTH), *encoder, Join(VOCAB, WIDTH), *decoder, Write(WIDTH, VOCAB)]
-    options = EngineOptions(optimizer=OptimizerConfig(LearningRate(0.01)))
-    engine = Engine.from_layers(layers, WIDTH, Layout(pp=4), options)
+    engine = Engine.from_layers(layers, WIDTH, Layout(pp=4), optimizer=OptimizerConfig(LearningRate(0.01)))
     generator = torch.Generator().manual_seed(1)
     for _ in range(80):
         result = engine.train_batch(words(generator), micro_batches=MicroBatchSpec(num=8))

@@ -8,6 +8,7 @@ counts up to a clip alone, and a second engine with the weights of the beginning
 """
 
 import argparse
+import os
 import random
 import time
 from functools import partial
@@ -133,6 +134,8 @@ def main() -> None:
     parser.add_argument("--goal", type=float, default=0.8, help="end when the mean reward of a round is higher")
     parser.add_argument("--reproducible", action="store_true", help="importance ratios of fresh answers are exactly 1")
     given = parser.parse_args()
+    if "RANK" not in os.environ:
+        parser.error("start its processes by torchrun --nproc-per-node 2 examples/grpo.py")
     dist.init_process_group("gloo")
     config = ModelConfig(11, 64, 192, num_layers=2, num_heads=4, max_length=16)
     optimizer = OptimizerConfig(LearningRate(4e-3))

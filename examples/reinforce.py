@@ -9,6 +9,7 @@ the log-probabilities that generation returns.
 """
 
 import argparse
+import os
 import random
 import time
 from collections import deque
@@ -20,9 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock import Engine, Layout, MicroBatchSpec, PackedBatch, SamplingParams
+from penstock import Engine, EngineOptions, GenerateOptions, Layout, MicroBatchSpec, PackedBatch, SamplingParams
 from penstock.data import NO_LABEL
-from penstock.engine import EngineOptions, GenerateOptions
 from penstock.engine.scorer import token_scores
 from penstock.model import decoder_units, token_statistics
 from penstock.settings import LearningRate, ModelConfig, OptimizerConfig
@@ -30,9 +30,8 @@ from penstock.settings import LearningRate, ModelConfig, OptimizerConfig
 CHARACTERS = "0123456789+=\n"
 END = CHARACTERS.index("\n")
 
-WARM_UP_STEPS = 20
+WARM_UP_STEPS, MOST_ROUNDS = 20, 400
 NUM_SUMS, NUM_ANSWERS = 32, 16  # of a round: different sums, and answers to each
-MOST_ROUNDS = 400
 UPDATES = 2  # steps on the answers of a round
 CLIP = 0.2  # how far an importance weight may move away from 1 before its answer stops to count
 EXPLORE = 0.05  # what a nat of entropy is worth, in units of a normalised reward
@@ -136,6 +135,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--goal", type=float, default=0.9, help="end when this share of five rounds' answers is right")
     goal = parser.parse_args().goal
+    if "RANK" not in os.environ:
+        parser.error("start its processes by torchrun --nproc-per-node 2 examples/reinforce.py")
     dist.init_process_group("gloo")
     config = ModelConfig(len(CHARACTERS), 64, 192, num_layers=2, num_heads=4, max_length=16)
     options = EngineOptions(optimizer=OptimizerConfig(LearningRate(2e-3)), device="cpu")

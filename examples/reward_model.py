@@ -7,6 +7,8 @@ that is made here, such as a language model saved with a head for one label, the
     torchrun --nproc-per-node 2 examples/reward_model.py
 """
 
+import argparse
+import os
 import random
 from functools import partial
 from pathlib import Path
@@ -96,6 +98,10 @@ def make_model(folder: Path) -> None:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.parse_args()
+    if "RANK" not in os.environ:
+        parser.error("start its processes by torchrun --nproc-per-node 2 examples/reward_model.py")
     dist.init_process_group("gloo")
     options = EngineOptions(optimizer=OptimizerConfig(LearningRate(2e-3)), device="cpu")
     with TemporaryDirectory() as own:

@@ -4,12 +4,15 @@ The key `images` has a row per image. The first stage alone looks at them, and p
 the text's tokens `PATCH`. The model learns to say in which corner each image is bright.
 """
 
+import argparse
+import os
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from penstock import Engine, EngineOptions, Layout, LearningRate, MicroBatchSpec, OptimizerConfig, PackedBatch
+from penstock import Engine, Layout, LearningRate, MicroBatchSpec, OptimizerConfig, PackedBatch
 from penstock.data import NO_LABEL
 from penstock.model import Sequences
 
@@ -66,11 +69,12 @@ def pictures(generator: torch.Generator) -> PackedBatch:
 
 
 if __name__ == "__main__":
+    if "RANK" not in os.environ:
+        argparse.ArgumentParser(usage=__doc__).error("start its processes by torchrun")
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     layers = [LookAndRead(), Block(), Block(), Block(), nn.Linear(WIDTH, VOCAB)]
-    options = EngineOptions(optimizer=OptimizerConfig(LearningRate(0.01)))
-    engine = Engine.from_layers(layers, WIDTH, Layout(pp=2), options)
+    engine = Engine.from_layers(layers, WIDTH, Layout(pp=2), optimizer=OptimizerConfig(LearningRate(0.01)))
     generator = torch.Generator().manual_seed(1)
     for _ in range(80):
         result = engine.train_batch(pictures(generator), micro_batches=MicroBatchSpec(num=4))
