@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from penstock.data.rendering import RenderingError, TemplateRenderer
+from penstock.data.rendering import Rendered, RenderingError, TemplateRenderer
 from penstock.settings.files import check_texts, read_text
 
 
@@ -48,15 +48,11 @@ class ChatTemplate:
         )
         if source is None and not has_own:
             return None  # so that transformers' tokenizers need not be imported
-        from transformers import AutoTokenizer
-
         try:
-            check_texts(folder)
-            tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+            tokenizer = tokenizer_of(folder)
             source = source or tokenizer.get_chat_template()
-        except Exception as error:  # of many kinds, by what is wrong with the files
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise ChatTemplateError(f"the chat template in {folder} cannot be read ({reason})") from None
+        except ValueError as error:
+            raise ChatTemplateError(f"the chat template in {folder} cannot be read ({error})") from None
         found = cls(source, tokenizer)
         # It imports what it needs while the model is loaded.
         found.renderer.start()
@@ -68,11 +64,47 @@ class ChatTemplate:
         Raises:
             ChatTemplateError: the template refuses them.
         """
-        arguments = {"messages": list(messages), "add_generation_prompt": True}
         try:
-            return self.renderer.render(self.source, **self.tokenizer.special_tokens_map, **arguments).text
+            return self.rendered(messages, add_generation_prompt=True).text
         except RenderingError as error:
             raise ChatTemplateError(f"the model's chat template refuses the messages ({error})") from None
+
+    def rendered(
+        self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any] | None = None, **arguments: Any
+    ) -> Rendered:
+        """The text of these messages, and where in it the assistant speaks, if the template marks that.
+
+        options: the template's own arguments. arguments: further ones of transformers' `render_jinja_template`.
+
+        Raises:
+            RenderingError: the reason why there is no text.
+        """
+        options = options or {}
+        if ours := sorted({"messages", "chat_template", *arguments} & options.keys()):
+            raise RenderingError(f"{ours[0]!r} is no argument of its own")
+        # As transformers: many templates fail at a field that is null, and none at one that is missing.
+        plain = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        given = {**self.tokenizer.special_tokens_map, **options}
+        rendered = self.renderer.render(self.source, messages=plain, **arguments, **given)
+        parts = (content for message in plain if isinstance(content := message.get("content"), list))
+        if any(str(content) in rendered.text for content in parts if content):
+            raise RenderingError("it knows no content of parts; a text is possible")
+        return rendered
+
+
+def tokenizer_of(folder: Path) -> Any:
+    """Transformers' tokenizer in a folder, with its chat template, if it has one.
+
+    Raises:
+        ValueError: the reason why there is none.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        check_texts(folder)
+        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # of many kinds, by what is wrong with the files
+        raise ValueError((str(error).strip().splitlines() or [type(error).__name__])[0]) from None
 
 
 def _empty_tokenizer() -> Any:

@@ -17,11 +17,11 @@ from typing import Any
 
 import numpy as np
 
+from penstock.data.chat_template import ChatTemplate, tokenizer_of
 from penstock.data.checks import CorpusError
 from penstock.data.rendering import Rendered, RenderingError, TemplateRenderer
 from penstock.data.sources import ROW_ENDINGS, Row, Source
 from penstock.data.store import EncodedDocument
-from penstock.settings.files import check_texts
 from penstock.settings.json_files import parse_json
 
 FORMS = '{"messages": [...]}, {"prompt": ..., "completion": ...} or {"text": ...}'
@@ -243,17 +243,9 @@ class _Chat:
         return tokens, learned
 
     def _rendered(self, messages: Sequence[Message], **arguments: Any) -> Rendered:
-        given = {**self.reader.tokenizer.special_tokens_map, **self.options}
-        # As transformers: many templates fail at a field that is null, and none at one that is missing.
-        plain = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        template = ChatTemplate(self.template, self.reader.tokenizer, self.reader.renderer)
         try:
-            if ours := sorted({"messages", "chat_template", *arguments} & self.options.keys()):
-                raise RenderingError(f"{ours[0]!r} is no argument of its own")
-            rendered = self.reader.renderer.render(self.template, messages=plain, **arguments, **given)
-            parts = (content for message in plain if isinstance(content := message.get("content"), list))
-            if any(str(content) in rendered.text for content in parts if content):
-                raise RenderingError("it knows no content of parts; a text is possible")
-            return rendered
+            return template.rendered(messages, self.options, **arguments)
         except RenderingError as error:
             raise CorpusError(
                 f"{self.where}: the chat template of {self.reader.name!r} refuses its messages ({error}); "
@@ -282,14 +274,10 @@ def _load(name: str) -> Any:
         raise CorpusError("examples need a model's tokenizer, not 'bytes'; give data.tokenizer or model.pretrained")
     if not path.exists():
         raise CorpusError(f"no tokenizer at {str(path)!r}; give the folder of one")
-    from transformers import AutoTokenizer
-
     try:
-        check_texts(folder)
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # the library raises many unrelated types
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise CorpusError(f"transformers finds no tokenizer in {str(folder)!r}: {reason}") from None
+        tokenizer = tokenizer_of(folder)
+    except ValueError as error:
+        raise CorpusError(f"transformers finds no tokenizer in {str(folder)!r}: {error}") from None
     if tokenizer.is_fast:
         # a saved tokenizer may truncate or pad its input, but examples must stay complete
         tokenizer.backend_tokenizer.no_truncation()

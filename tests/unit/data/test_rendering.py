@@ -2,9 +2,11 @@
 
 import os
 import time
+from types import SimpleNamespace
 
 import pytest
 
+from penstock.data.chat_template import ChatTemplate, ChatTemplateError
 from penstock.data.rendering import RenderingError, TemplateRenderer
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -47,6 +49,17 @@ def test_a_template_without_end_or_sense_is_a_reason_and_the_next_is_rendered(
         renderer.render(template, messages=MESSAGES)
     assert str(caught.value) == told
     assert renderer.render("{{ messages[0].content }}", messages=MESSAGES).text == "hi"
+
+
+def test_a_prompt_for_an_answer_is_written_as_examples_are(renderer: TemplateRenderer) -> None:
+    source = "{% for m in messages %}{{ '!' if 'name' in m }}{{ m.content }}{{ eos_token }}{% endfor %}>"
+    template = ChatTemplate(source, SimpleNamespace(special_tokens_map={"eos_token": "."}), renderer)
+    null, parts = {**MESSAGES[0], "name": None}, {"role": "user", "content": [{"type": "text", "text": "hi"}]}
+    assert template.render([null]) == template.rendered([null]).text == "hi.>"
+    with pytest.raises(ChatTemplateError, match=r"refuses the messages \(it knows no content of parts"):
+        template.render([parts])
+    with pytest.raises(RenderingError, match="'messages' is no argument of its own"):
+        template.rendered(MESSAGES, {"messages": []})
 
 
 def test_the_process_ends_with_its_renderer() -> None:
