@@ -21,7 +21,7 @@ LAUNCHER_PID = "PENSTOCKLAUNCHER_PID"
 
 _OURS = "this launch"
 # The store's counter of processes that have reported a user's mistake.
-_REPORTED = "penstock/reported"
+_REPORTED, _WRITTEN = "penstock/reported", "penstock/report_written"
 # How long a process that fails waits for the store's answer.
 _ANSWER_LIMIT_S = 5.0
 # How long a process leaves it to another to report their mistake: a loaded machine may still be starting that one.
@@ -138,6 +138,20 @@ def reports_first(store: "Store") -> bool:
     """Return whether no other process has reported a user's mistake yet; all of them may find the same one."""
     # The store may have gone with a process that has already reported.
     return _asked(lambda: store.add(_REPORTED, 1) == 1, if_gone=False, if_silent=True)
+
+
+def report_is_written(store: "Store") -> None:
+    """Let the processes end that wait for the report."""
+    _asked(lambda: store.set(_WRITTEN, "") is None, if_gone=False, if_silent=False)
+
+
+def stay_for_report(store: "Store") -> None:
+    """Wait briefly until the report is written: once one process has ended, the others are soon ended, too."""
+    deadline = time.monotonic() + _ANSWER_LIMIT_S
+    while time.monotonic() < deadline:
+        if _asked(lambda: store.check([_WRITTEN]), if_gone=True, if_silent=True):
+            return
+        time.sleep(0.01)
 
 
 def stay_for_others(store: "Store", group: Group) -> None:

@@ -217,6 +217,8 @@ class _Workers:
     stopped_by: signal.Signals | None
     #: rank -> why this process had to kill it, and not only to ask it to end
     killed: dict[int, str]
+    #: ranks that this process has asked to end
+    asked: set[int]
     #: rank -> since when it has been seen to stand still after a request to end, in seconds of the monotonic clock
     _stopped_since: dict[int, float]
     #: when the workers that are left are asked to end, and when they are killed, by the same clock
@@ -227,7 +229,7 @@ class _Workers:
 
     def __init__(self, processes: Sequence[BaseProcess], shutdown_timeout_s: float) -> None:
         self.processes, self.shutdown_timeout_s = list(processes), shutdown_timeout_s
-        self.stopped_by, self.killed, self._stopped_since = None, {}, {}
+        self.stopped_by, self.killed, self.asked, self._stopped_since = None, {}, set(), {}
         self._ask_at = self._kill_at = math.inf
         self._has_failed = False
 
@@ -297,7 +299,7 @@ class _Workers:
             who = f"penstock: rank {rank} (process {self.processes[rank].pid})"
             if rank in self.killed:
                 print(f"{who} {self.killed[rank]} and was killed; the same command {again}", file=sys.stderr)
-            elif code < 0 and code != -signal.SIGTERM:
+            elif code < 0 and (code != -signal.SIGTERM or rank not in self.asked):
                 print(f"{who} was killed by {signal.Signals(-code).name}; the same command {again}", file=sys.stderr)
         if self.stopped_by is not None:
             print(f"penstock: stopped by {self.stopped_by.name}; the same command {again}", file=sys.stderr)
@@ -315,6 +317,7 @@ class _Workers:
         self._ask()
 
     def _ask(self) -> None:
+        self.asked.update(self._alive())
         for rank in self._alive():
             self.processes[rank].terminate()
 

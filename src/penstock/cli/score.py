@@ -221,12 +221,13 @@ def _score(arguments: ScoreArguments, group: Group, store: "Store") -> None:
         summary = scoring.run(arguments.scoring.temperature, sys.stderr if arguments.json else sys.stdout)
         # The store may belong to a process that has already finished its own work.
         agree(store, group, "end", {})
+        if file is not None and summary is not None:
+            # Before anything is closed: what fails then takes nothing from the scores.
+            file.publish()
+            _show(summary, arguments)
     finally:
         watchdog.close()
         engine.close()
-    if file is not None and summary is not None:
-        file.publish()
-        _show(summary, arguments)
 
 
 def _digest(value: object) -> str:

@@ -23,7 +23,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from penstock.cli.group import Group, agree, is_reported, reports_first, stay_for_others
+from penstock.cli.group import (
+    Group,
+    agree,
+    is_reported,
+    report_is_written,
+    reports_first,
+    stay_for_others,
+    stay_for_report,
+)
 from penstock.cli.launch import FAILED, REFUSED
 from penstock.cli.main import in_plain_words, lacks_memory, sentence
 from penstock.engine.checkpoint.manifest import CheckpointError
@@ -64,11 +72,16 @@ def work_together(group: Group, num_threads: int, timeout_s: float, work: Callab
     except ValueError as error:
         if reports_first(store):
             print(f"penstock: {error}", file=sys.stderr)
+            report_is_written(store)
+        else:
+            stay_for_report(store)
         stay_for_others(store, group)
         return _end(group, REFUSED)
     except Exception as error:
         if not is_reported(store):
             _report_failure(group, error)
+        else:
+            stay_for_report(store)
         return _end(group, FAILED)
     return _end(group, code)
 
