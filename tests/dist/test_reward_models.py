@@ -127,9 +127,15 @@ def test_what_needs_tokens_is_refused(tmp_path: Path, capsys: pytest.CaptureFixt
     engine = Engine.from_hf(tmp_path, native="auto", device="cpu")
     with pytest.raises(ValueError, match="LlamaForSequenceClassification cannot generate: it rates texts"):
         engine.generate([[1, 2, 3]], SamplingParams(max_new_tokens=4))
-    for words in (
-        ["generate", str(tmp_path), "the cat"],
-        ["train", "--model.pretrained", str(tmp_path), "--data.tokenizer", "bytes"],
-    ):
-        assert main(words) == 2
-        assert "LlamaForSequenceClassification rates texts and gives no tokens" in capsys.readouterr().err
+    assert main(["generate", str(tmp_path), "the cat"]) == 2
+    assert "LlamaForSequenceClassification rates texts and gives no tokens" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("head, labels", [("reward", 3), ("value", 1)])
+def test_no_run_begins_with_what_gives_no_single_reward(
+    head: str, labels: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make(tmp_path, head, labels)
+    make_tokenizer(tmp_path)
+    assert main(["train", "--model.pretrained", str(tmp_path)]) == 2
+    assert "Classification rates texts and gives no tokens; penstock score writes" in capsys.readouterr().err

@@ -9,6 +9,7 @@ from typing import Any, Self
 
 from penstock.cli.commands import Unfinished, plain_number
 from penstock.cli.texts import Text
+from penstock.data.pairs import rated_place
 from penstock.engine.saved_model import SavedModel
 
 
@@ -61,8 +62,7 @@ class Rated:
         ratings = [[plain_number(value) for value in labels] for labels in by_token]
         if model.rates == "tokens":
             return cls(text.line, text.id, ratings)
-        rated = [place for place, token in enumerate(text.tokens) if token != model.pad_token]
-        return cls(text.line, text.id, ratings[rated[-1] if rated else 0])
+        return cls(text.line, text.id, ratings[rated_place(text.tokens, model.pad_token)])
 
     @property
     def content(self) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from penstock.engine.checkpoint import Checkpointer
 from penstock.engine.checkpoint.manifest import CheckpointInfo, folder_name
 from penstock.engine.engine import Engine
 from penstock.engine.loss_metrics import EvaluationLoss
+from penstock.engine.losses import LossFn, LossWeightFn
 from penstock.engine.random_state import random_state, restore_random_state
 from penstock.engine.recordings import gathered_recording
 from penstock.engine.run_parts import RunData, check_parts, engine_arguments, micro_batches
@@ -41,7 +42,10 @@ ADAPTER_FOLDER = "adapter"
 
 @dataclass(frozen=True)
 class RunResult:
-    """The end of one start of a run. `loss` is that of the last step, in nats per token, like `validation_loss`."""
+    """The end of one start of a run.
+
+    `loss` is that of the last step, like `validation_loss` in nats per token, or for a reward model per pair of texts.
+    """
 
     output: str
     step: int
@@ -70,14 +74,17 @@ class TrainLoop:
     #: batches to train on and to validate with
     loader: Loader
     validation: tuple[PackedBatch, ...]
+    #: their loss, and its weight
+    loss: tuple[LossFn, LossWeightFn]
     #: saves and loads the run's state
     checkpoints: Checkpointer
     #: ends the run where validation falls no further; None if it shall not
     early_stop: EarlyStop | None
     #: what the run has come to
     result: RunResult
-    #: where progress is shown
+    #: where progress is shown, and of what the loss is the mean
     _file: Any
+    _unit: str
     #: the step of the last checkpoint
     _saved_step: int
     #: True while that may still be on its way to the disk
@@ -92,6 +99,7 @@ class TrainLoop:
         with_data = engine.pipeline.holds_first_stage or engine.pipeline.holds_last_stage
         self.loader = data.loader(shard, with_data)
         self.validation = data.validation(shard, with_data)
+        self.loss, self._unit = data.loss, "pair" if data.rewards else "token"
         self.checkpoints = Checkpointer(
             Path(config.output) / CHECKPOINT_FOLDER,
             engine.grid,
@@ -158,7 +166,7 @@ class TrainLoop:
             engine.close()
         self.result = replace(self.result, complete=self._complete, stopped_early=self._stopped_early)
         if reporter is not None:
-            self.result = reporter.end(self.result, recorded)
+            self.result = reporter.end(self.result, recorded, self._unit)
         return self.result
 
     def _steps(self, stop_asked: Callable[[], bool], reporter: "_RunReporter | None") -> RecordedStep | None:
@@ -170,7 +178,7 @@ class TrainLoop:
                 engine.request_stop()
             is_first = reporter is not None and not self.result.num_tokens
             with Waiting("the first step, which also compiles", self._file, is_first and bool(config.train.compile)):
-                taken = engine.train_batch(next(self.loader), micro_batches=spec, normalize=config.train.normalize)
+                taken = engine.train_batch(next(self.loader), *self.loss, spec, config.train.normalize)
             self._count(taken)
             last = taken.step == config.train.steps
             if reporter is not None:
@@ -201,7 +209,7 @@ class TrainLoop:
             return
         # The same parts in any layout, so that the loss has the same bits; the last batch may be too small for all.
         loss = self.engine.evaluate(
-            self.validation, micro_batches=replace(micro_batches(self.config), allow_fewer=True)
+            self.validation, *self.loss, micro_batches=replace(micro_batches(self.config), allow_fewer=True)
         )
         self.result = replace(self.result, validation_loss=float(loss))
         if self.early_stop is not None:
@@ -278,7 +286,7 @@ class _RunReporter:
         self._trackers.on_evaluation(step, loss)
         self._progress.validated(step, loss)
 
-    def end(self, result: RunResult, recorded: RecordedStep | None) -> RunResult:
+    def end(self, result: RunResult, recorded: RecordedStep | None, unit: str) -> RunResult:
         """Report the end; returns the result, with the last validation loss of the whole run."""
         if recorded is not None:
             write_recorded_step(self._folder.path / RECORDED_STEP_FILE, recorded)
@@ -293,14 +301,14 @@ class _RunReporter:
         if result.validation_loss is None and validated:
             result = replace(result, validation_loss=validated[-1]["validation_loss"])
         self._progress.close()
-        self._progress.note(_last_words(result))
+        self._progress.note(_last_words(result, unit))
         return result
 
 
-def _last_words(result: RunResult) -> str:
+def _last_words(result: RunResult, unit: str) -> str:
     if not result.complete:
         return f"stopped after step {result.step} and saved; the same command continues from there"
-    loss = "" if result.validation_loss is None else f", validation loss {result.validation_loss:.4f} nats a token"
+    loss = "" if result.validation_loss is None else f", validation loss {result.validation_loss:.4f} nats a {unit}"
     if result.stopped_early:
         return f"stopped early after step {result.step}{loss}, which fell no further; all of it is in {result.output}"
     return f"done after step {result.step}{loss}; all of it is in {result.output}"

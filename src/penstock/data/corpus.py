@@ -18,8 +18,9 @@ from typing import BinaryIO, Protocol
 import numpy as np
 
 from penstock.data.checks import CorpusError
-from penstock.data.examples import ExampleReader, holds_examples
-from penstock.data.sources import BUILT_IN, Source, find_source
+from penstock.data.examples import ExampleReader, ended, holds_examples
+from penstock.data.pairs import PairReader
+from penstock.data.sources import BUILT_IN, ROW_ENDINGS, Source, find_source
 from penstock.data.store import (
     LEARNED_FILE,
     TOKEN_FILE,
@@ -29,7 +30,7 @@ from penstock.data.store import (
     load_store,
     save_index,
 )
-from penstock.data.tokenizer import Tokenizer, WithoutSpecialTokens, load_tokenizer
+from penstock.data.tokenizer import Tokenizer, WithoutSpecialTokens, load_tokenizer, own_end_token
 
 SIDES = ("training", "validation")
 CACHE_FORMAT = 2  # to be raised whenever the same text would be stored differently
@@ -47,8 +48,10 @@ class CorpusSpec:
     text, JSONL, Parquet, Arrow or CSV. Rows without the text field may be examples instead (`ExampleReader`).
     validation_fraction: the part of the documents kept for validation, chosen by a hash of their names; unused if
     validation has its own source. tokenizer: "bytes", a tokenizer.json or its folder. end_token: the token put after
-    every document (its text; for bytes True), False for none; examples end with the tokenizer's own. special_tokens:
-    with those that the tokenizer itself puts around a text. max_example_tokens: the most tokens of an example.
+    every document (its text; for bytes True), False for none; examples end with the tokenizer's own. ends_rows: without
+    an end token, rows of text end with the tokenizer's own as well, as in TRL. special_tokens: with those that the
+    tokenizer itself puts around a text. max_example_tokens: the most tokens of an example.
+    pairs: rows are pairs of texts, for a reward model whose padding is `pad_token` (`PairReader`).
     """
 
     source: str = BUILT_IN
@@ -59,6 +62,9 @@ class CorpusSpec:
     end_token: str | bool = False
     special_tokens: bool = True
     max_example_tokens: int | None = None
+    ends_rows: bool = False
+    pairs: bool = False
+    pad_token: int | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.validation_fraction < 1:
@@ -99,6 +105,11 @@ class Reader(Protocol):
         """True where documents say which of their tokens are learned."""
         ...
 
+    @property
+    def documents_per_item(self) -> int:
+        """The number of documents that stay together."""
+        ...
+
     def read(self, source: Source) -> Iterator[list[EncodedDocument]]:
         """Yield the documents in order, a few at a time."""
         ...
@@ -106,10 +117,11 @@ class Reader(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TextReader:
-    """Reads each document as a text, all of whose tokens are learned."""
+    """Reads each document as a text, all of whose tokens are learned; it ends with `end`, if there is such a token."""
 
     tokenizer: Tokenizer
-    marks_learned = False
+    end: str | None = None
+    marks_learned, documents_per_item = False, 1
 
     @property
     def vocab_size(self) -> int:
@@ -117,13 +129,13 @@ class TextReader:
 
     @property
     def fingerprint(self) -> str:
-        return self.tokenizer.fingerprint
+        return self.tokenizer.fingerprint + (f"-{self.end}" if self.end else "")
 
     def read(self, source: Source) -> Iterator[list[EncodedDocument]]:
         """Yield the source's texts, tokenised."""
         documents = source.documents()
         while some := list(islice(documents, DOCUMENTS_AT_ONCE)):
-            encoded = self.tokenizer.encode([document.text for document in some])
+            encoded = self.tokenizer.encode([ended(document.text, self.end) for document in some])
             yield [EncodedDocument(own.name, tokens) for own, tokens in zip(some, encoded, strict=True)]
 
 
@@ -144,17 +156,21 @@ def load_corpus(spec: CorpusSpec, cache_folder: Path | str | None = None) -> Cor
     if spec.validation_fraction == 0:
         return Corpus(training, None, reader.vocab_size)
     if not (training.num_tokens and validation.num_tokens):
-        training, validation = _cut(training if training.num_tokens else validation, spec.validation_fraction)
+        whole = training if training.num_tokens else validation
+        training, validation = _cut(whole, spec.validation_fraction, reader.documents_per_item)
     return Corpus(training, validation, reader.vocab_size)
 
 
 def _reader(spec: CorpusSpec, source: Source) -> Reader:
     """The reader of the kind of rows that the source begins with."""
-    if holds_examples(source):
+    if spec.pairs or holds_examples(source):
         end = spec.end_token if isinstance(spec.end_token, str) else None
-        return ExampleReader.load(spec.tokenizer, spec.max_example_tokens, end, spec.special_tokens)
+        examples = ExampleReader.load(spec.tokenizer, spec.max_example_tokens, end, spec.special_tokens)
+        return PairReader(examples, spec.pad_token) if spec.pairs else examples
     tokenizer = load_tokenizer(spec.tokenizer, spec.end_token)
-    return TextReader(tokenizer if spec.special_tokens else WithoutSpecialTokens(tokenizer))
+    ends = spec.ends_rows and not spec.end_token and source.files[0].suffix in ROW_ENDINGS
+    end = own_end_token(spec.tokenizer) if ends else None
+    return TextReader(tokenizer if spec.special_tokens else WithoutSpecialTokens(tokenizer), end)
 
 
 def held_out(name: str, fraction: float) -> bool:
@@ -163,15 +179,16 @@ def held_out(name: str, fraction: float) -> bool:
     return number < fraction * 2**64
 
 
-def _cut(store: TokenStore, fraction: float) -> tuple[TokenStore, TokenStore]:
+def _cut(store: TokenStore, fraction: float, documents_per_item: int) -> tuple[TokenStore, TokenStore]:
     """Cut a store whose documents all fell on one side; the last ones, or the end of the only one, are held out."""
+    num_items = store.num_documents // documents_per_item
     if store.num_tokens < 2:
         raise CorpusError(f"{store.name} holds {store.num_tokens} tokens: too few to keep some for validation")
-    if store.num_documents == 1 and store.learned is not None:
+    if num_items == 1 and store.learned is not None:
         raise CorpusError(f"{store.name} holds one example; for validation give another file, or a fraction of 0")
-    if store.num_documents > 1:
-        num_kept = min(max(1, round(fraction * store.num_documents)), store.num_documents - 1)
-        border = int(store.offsets[store.num_documents - num_kept])
+    if num_items > 1:
+        num_kept = min(max(1, round(fraction * num_items)), num_items - 1)
+        border = int(store.offsets[(num_items - num_kept) * documents_per_item])
     else:
         border = min(max(1, round((1 - fraction) * store.num_tokens)), store.num_tokens - 1)
     name = store.name.rsplit(" (", 1)[0]

@@ -64,7 +64,7 @@ class ExampleReader:
     end: str | None = None
     special_tokens: bool = True
     renderer: TemplateRenderer = field(default_factory=TemplateRenderer, compare=False)
-    marks_learned = True
+    marks_learned, documents_per_item = True, 1
 
     @classmethod
     def load(cls, name: str, max_tokens: int | None, end: str | None = None, special_tokens: bool = True):
@@ -109,27 +109,28 @@ class ExampleReader:
         if example.get("prompt") is not None and example.get("completion") is not None:
             parts = self._completion(where, example)
         elif example.get("messages") is not None:
-            parts = self._conversation(where, example, _messages(where, "messages", example))
+            parts = self._conversation(where, example, messages_of(where, "messages", example))
         elif isinstance(example.get(text_field), str):
-            tokens = self._tokenise(where, self._ended(example[text_field]))
+            tokens = self.tokenise(where, ended(example[text_field], self.end))
             parts = [(tokens, np.ones(len(tokens), np.bool_))]
         else:
             fields = ", ".join(map(repr, example)) or "no field"
             raise CorpusError(f"{where}: has {fields}; a line is {FORMS}")
         for tokens, learned in parts:
-            self._check(where, tokens, learned)
+            self.check_length(where, tokens)
+            if not learned[1:].any():
+                # nothing comes before the first token, from which it could be predicted
+                raise CorpusError(f"{where}: holds nothing to learn; an example has a token to learn after another")
         # All bear the row's name, so that validation holds back either all or none of them.
         return [EncodedDocument(row.name, np.array(tokens, np.uint32), learned) for tokens, learned in parts]
 
-    def _check(self, where: str, tokens: Sequence[int], learned: np.ndarray) -> None:
+    def check_length(self, where: str, tokens: Sequence[int]) -> None:
+        """Raise `CorpusError` if a text is longer than the model takes."""
         if self.max_tokens is not None and len(tokens) > self.max_tokens:
             raise CorpusError(
                 f"{where}: has {len(tokens)} tokens, but the model takes at most {self.max_tokens}; "
                 "shorten the example or leave it out"
             )
-        if not learned[1:].any():
-            # nothing comes before the first token, from which it could be predicted
-            raise CorpusError(f"{where}: holds nothing to learn; an example has a token to learn after another")
 
     # ---- the three forms
 
@@ -139,11 +140,11 @@ class ExampleReader:
         if isinstance(prompt, str) and isinstance(completion, str):
             if not completion:
                 raise CorpusError(f"{where}: its completion is empty; give at least one character to learn")
-            before = self._tokenise(where, prompt)
-            tokens = self._tokenise(where, prompt + self._ended(completion))
+            before = self.tokenise(where, prompt)
+            tokens = self.tokenise(where, prompt + ended(completion, self.end))
             return [(tokens, np.arange(len(tokens)) >= _common(before, tokens))]
         if isinstance(prompt, list) and isinstance(completion, list):
-            first, second = (_messages(where, name, example) for name in ("prompt", "completion"))
+            first, second = (messages_of(where, name, example) for name in ("prompt", "completion"))
             return self._conversation(where, example, [*first, *second], len(first))
         raise CorpusError(f"{where}: its prompt and its completion must be two texts or two lists of messages")
 
@@ -156,7 +157,7 @@ class ExampleReader:
         each answer is learned as it was given: at the end of a conversation of its own.
         """
         _refuse_unlearnable(where, messages[num_prompt:])
-        chat = _Chat(self, where, _options(where, example))
+        chat = Chat(self, where, options_of(where, example))
         if chat.is_marked:
             tokens, learned = chat.marked(messages)
             if num_prompt:
@@ -171,16 +172,14 @@ class ExampleReader:
 
     # ---- tokens
 
-    def _ended(self, text: str) -> str:
-        return text if not self.end or text.endswith(self.end) else text + self.end
-
-    def _tokenise(self, where: str, text: str) -> list[int]:
+    def tokenise(self, where: str, text: str) -> list[int]:
+        """The token ids of a text. Raises: as `encode`."""
         return tokenise(where, self.tokenizer, text, self.special_tokens)
 
 
 @dataclass(frozen=True)
-class _Chat:
-    """The rendering of one conversation."""
+class Chat:
+    """The rendering of one conversation. Methods raise `CorpusError`."""
 
     reader: ExampleReader
     where: str
@@ -253,6 +252,11 @@ class _Chat:
             ) from None
 
 
+def ended(text: str, end: str | None) -> str:
+    """The text with the text of an end token, if there is one and it does not end so already."""
+    return text if not end or text.endswith(end) else text + end
+
+
 def tokenise(where: str, tokenizer: Any, text: str, special_tokens: bool) -> list[int]:
     """The token ids of a text. Raises: as `encode`."""
     return encode(where, tokenizer, text, special_tokens)["input_ids"]
@@ -291,7 +295,8 @@ def _common(first: Sequence[int], second: Sequence[int]) -> int:
     return next((place for place, (own, other) in pairs if own != other), min(len(first), len(second)))
 
 
-def _messages(where: str, name: str, example: Mapping[str, Any]) -> list[Message]:
+def messages_of(where: str, name: str, example: Mapping[str, Any]) -> list[Message]:
+    """The messages in a field. Raises: `CorpusError` if it holds none."""
     messages = example[name]
     if not isinstance(messages, list) or not messages:
         raise CorpusError(f"{where}: its {name!r} must be a list of one message or more; {_MESSAGE}")
@@ -313,8 +318,8 @@ def _refuse_unlearnable(where: str, messages: Sequence[Message]) -> None:
         raise CorpusError(f"{where}: a message of the assistant is empty; give it at least one character to learn")
 
 
-def _options(where: str, example: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments that an example gives to the template beside its messages."""
+def options_of(where: str, example: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments that an example gives to the template beside its messages. Raises: `CorpusError`."""
     options, tools = example.get("chat_template_kwargs") or {}, example.get("tools")
     if not isinstance(options, dict):
         raise CorpusError(f"{where}: its 'chat_template_kwargs' must be an object")

@@ -178,6 +178,45 @@ class DocumentPacking:
         return torch.from_numpy(tokens_T), torch.from_numpy(labels_T)
 
 
+@dataclass(frozen=True, eq=False)
+class PairPacking:
+    """An item for every pair of documents, which are its two sequences, the better one first.
+
+    The labels are the tokens that are learned of each: those that a reward model rates.
+    """
+
+    store: TokenStore
+
+    @property
+    def num_items(self) -> int:
+        """The number of pairs."""
+        return self.store.num_documents // 2
+
+    @property
+    def longest_item(self) -> int:
+        """The largest number of tokens of a pair."""
+        return int(np.diff(self.store.offsets[::2]).max())
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash that differs if any item would."""
+        return _fingerprint(self.store, "pairs")
+
+    def lengths(self, items: Sequence[int] | np.ndarray) -> Lengths:
+        """The lengths of each pair's sequences."""
+        better_B = 2 * np.asarray(items, dtype=np.int64)
+        lengths = np.diff(self.store.offsets)
+        return tuple(zip(lengths[better_B].tolist(), lengths[better_B + 1].tolist(), strict=True))
+
+    def fill(self, items: Sequence[int] | np.ndarray) -> tuple[Tensor, Tensor]:
+        """The pairs' tokens [T] and labels [T]."""
+        better_B = 2 * np.asarray(items, dtype=np.int64)
+        starts, ends = (self.store.offsets[better_B + n].tolist() for n in (0, 2))
+        places_T = np.concatenate([np.arange(start, end) for start, end in zip(starts, ends, strict=True)])
+        tokens_T = self.store.tokens[places_T].astype(np.int64)
+        return torch.from_numpy(tokens_T), torch.from_numpy(self.store.labels(places_T))
+
+
 def pack(
     store: TokenStore, kind: PackingKind | str, sequence_tokens: int, cross_documents: bool = False
 ) -> WindowPacking | DocumentPacking:

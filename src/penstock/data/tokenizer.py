@@ -11,6 +11,7 @@ import numpy as np
 
 from penstock.data.checks import CorpusError
 from penstock.settings.files import read_bytes
+from penstock.settings.json_files import read_json_object
 
 
 class Tokenizer(Protocol):
@@ -152,6 +153,19 @@ def load_tokenizer(name: str | None, end_token: str | bool = False) -> Tokenizer
     # the largest id decides, since added tokens may leave gaps
     vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
     return FileTokenizer(tokenizer, fingerprint, end_token_id, vocab_size)
+
+
+def own_end_token(name: str | None) -> str | None:
+    """The text of the token with which a tokenizer's own settings end a text; None if they name none."""
+    path = Path(name or "bytes").expanduser()
+    settings = (path if path.is_dir() else path.parent) / "tokenizer_config.json"
+    if name in (None, "bytes") or not settings.is_file():
+        return None
+    try:
+        found = read_json_object(settings).get("eos_token")
+    except ValueError as error:
+        raise CorpusError(str(error)) from None
+    return found.get("content") if isinstance(found, dict) else found
 
 
 def save_byte_tokenizer(folder: Path, end_token: bool) -> None:

@@ -25,7 +25,7 @@ from penstock.model.hf.quantized import is_quantized
 from penstock.parallel.grid import wait_for_all
 from penstock.parallel.host import gather_json, on_all_ranks
 from penstock.parallel.tensor_slice import Shape, StoredSlice
-from penstock.settings import Layout, ModelConfig, Native, Precision, checked, read_config
+from penstock.settings import Layout, ModelConfig, Native, Precision, RunConfig, checked, read_config
 
 _PRECISIONS = {"F64": Precision.FP64, "F32": Precision.FP32, "BF16": Precision.BF16, "F16": Precision.FP16}
 
@@ -135,6 +135,23 @@ def rates_of(form: HuggingFaceForm) -> Rates | None:
     return "texts" if name.endswith("SequenceClassification") else "tokens" if name.endswith("Classification") else None
 
 
+def is_reward_model(content: Mapping[str, Any]) -> bool:
+    """True for the config.json of a model that gives each text one number."""
+    name = str((content.get("architectures") or [""])[0])
+    # As transformers, which has two labels where nothing is said.
+    num_labels = len(content.get("id2label") or (0, 1))
+    return name.endswith("SequenceClassification") and content.get("num_labels", num_labels) == 1
+
+
+def reward_model_of(config: RunConfig) -> Mapping[str, Any] | None:
+    """The config.json of the reward model that a run begins with; None where it begins with none."""
+    source = config.model.pretrained
+    if source is None or config.model.native is not False:
+        return None
+    content = read_config_json(_described_at(Path(source)))
+    return content if is_reward_model(content) else None
+
+
 def refuse_classifier(form: HuggingFaceForm) -> None:
     """Refuse a model whose head gives no tokens, such as a reward model. Raises: ValueError."""
     if rates_of(form) is not None:
@@ -229,14 +246,18 @@ def _decoder_of_run(folder: Path) -> StoredModel:
     return StoredModel(shape, decoder_units(shape), names, WeightFiles.of_files(info.path, info.files), form)
 
 
+def _described_at(folder: Path) -> Path:
+    """The folder of the model's config.json: a run has the values alone, and names what it began with."""
+    while (folder / CONFIG_FILE).is_file():
+        folder = Path(read_config(folder / CONFIG_FILE).model.pretrained or "")
+    return folder
+
+
 def _model_of_transformers(folder: Path, is_run: bool) -> StoredModel:
     # Only now, since it loads transformers.
     from penstock.model.adapters.transformers.model import TransformersModel
 
-    source = folder
-    while (source / CONFIG_FILE).is_file():
-        # A run has the values alone; the model they belong to is described where it began.
-        source = Path(read_config(source / CONFIG_FILE).model.pretrained or "")
+    source = _described_at(folder)
     content, files = read_config_json(source), WeightFiles.open(source)
     model = TransformersModel.open(files)
     form = HuggingFaceForm(model.names, lambda: content, source, own_name=model.names.own_name)

@@ -57,12 +57,21 @@ def with_pretrained(config: RunConfig) -> RunConfig:
         found = {_TOKENIZER: config.data.tokenizer or "bytes", _PRECISION: config.train.precision or Precision.FP32}
         return with_values(config, {SETTINGS[name].path: value for name, value in found.items()})
     # Only now, since it loads PyTorch.
-    from penstock.engine.pretrained import find_model, pretrained_tokenizer, refuse_adapters, refuse_classifier
+    from penstock.engine.pretrained import (
+        find_model,
+        is_reward_model,
+        pretrained_tokenizer,
+        refuse_adapters,
+        refuse_classifier,
+    )
 
     try:
         refuse_adapters(Path(folder))
         model = find_model(Path(folder), config.model.native)
-        refuse_classifier(model.form)
+        if not is_reward_model(model.form.describe()):
+            refuse_classifier(model.form)
+        elif config.adapter.is_used:
+            raise ValueError("a reward model is trained whole; leave the settings of adapter out")
         shape = model.shape
         tokenizer = config.data.tokenizer or pretrained_tokenizer(folder, shape.vocabulary)
     except ValueError as error:

@@ -19,12 +19,20 @@ from penstock.data import (
     pack,
     validation_batches,
 )
+from penstock.data.packing import PairPacking
 from penstock.data.store import TokenStore
 from penstock.data.tokenizer import load_tokenizer
 from penstock.engine.build import cut_units
 from penstock.engine.checkpoint.manifest import published
+from penstock.engine.comparisons import comparison_loss, num_pairs
+from penstock.engine.losses import LossFn, LossWeightFn, num_loss_tokens, token_cross_entropy
 from penstock.engine.options import EngineOptions
-from penstock.engine.pretrained import EngineArguments, HuggingFaceForm, open_pretrained
+from penstock.engine.pretrained import (
+    EngineArguments,
+    HuggingFaceForm,
+    open_pretrained,
+    reward_model_of,
+)
 from penstock.engine.run_check import check, with_pretrained
 from penstock.engine.runs import CHECKPOINT_FOLDER
 from penstock.model import ModelGroups, UnitSpec, decoder_units
@@ -91,10 +99,14 @@ def micro_batches(config: RunConfig) -> MicroBatchSpec:
 
 @dataclass(frozen=True)
 class RunData:
-    """A run's corpus, packed: training without end, and the fixed batches of validation."""
+    """A run's corpus, packed: training without end, and the fixed batches of validation.
+
+    rewards: whether its items are pairs of texts, from which a reward model learns.
+    """
 
     config: RunConfig
     corpus: Corpus
+    rewards: bool = False
 
     @classmethod
     def load(cls, config: RunConfig) -> "RunData":
@@ -103,7 +115,7 @@ class RunData:
         Raises:
             ValueError: it is missing, empty, too short for an item, or holds a token outside the model's vocabulary.
         """
-        data = config.data
+        data, reward_model = config.data, reward_model_of(config)
         spec = CorpusSpec(
             source=data.corpus,
             validation_source=data.validation_corpus,
@@ -111,8 +123,11 @@ class RunData:
             text_field=data.text_field,
             tokenizer=data.tokenizer or "bytes",
             end_token=data.end_token or False,
+            ends_rows=config.model.pretrained is not None and data.end_token is None,
             special_tokens=data.special_tokens,
             max_example_tokens=config.model.max_length,
+            pairs=reward_model is not None,
+            pad_token=(reward_model or {}).get("pad_token_id"),
         )
         cache = None if data.cache is None else Path(data.cache).expanduser()
         try:
@@ -122,7 +137,7 @@ class RunData:
                 f"data.cache = {data.cache!r} cannot be written ({error.strerror}); name another folder, or None"
             ) from None
         corpus.check_vocabulary(config.model.vocab_size or corpus.vocab_size)
-        found = cls(config, corpus)
+        found = cls(config, corpus, rewards=reward_model is not None)
         # Both sides are packed once here, so that too little text is refused before anything starts.
         found.loader(DataShard(), with_data=False)
         found.validation(DataShard(0, config.parallel.dp), with_data=False)
@@ -147,15 +162,24 @@ class RunData:
         )
 
     @property
+    def loss(self) -> tuple[LossFn, LossWeightFn]:
+        """The loss of a microbatch, and its weight."""
+        return (comparison_loss, num_pairs) if self.rewards else (token_cross_entropy, num_loss_tokens)
+
+    @property
     def _size(self) -> BatchSize:
         return BatchSize(items=self.config.data.num_sequences // self.config.parallel.dp)
 
-    def _pack(self, store: TokenStore) -> WindowPacking | DocumentPacking:
+    def _pack(self, store: TokenStore) -> WindowPacking | DocumentPacking | PairPacking:
         data = self.config.data
         if store.learned is None:
             return pack(store, data.packing, data.sequence_length, data.cross_documents)
         # An example that is cut would lose its question, or its answer.
-        packing = pack(store, PackingKind.DOCUMENT, self.config.model.max_length, data.cross_documents)
+        packing = (
+            PairPacking(store)
+            if self.rewards and not data.cross_documents
+            else pack(store, PackingKind.DOCUMENT, self.config.model.max_length, data.cross_documents)
+        )
         budget = self.config.train.max_microbatch_tokens
         if budget is not None and packing.longest_item > budget:
             raise ConfigError(

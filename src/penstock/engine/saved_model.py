@@ -23,6 +23,7 @@ from penstock.engine.pretrained import (
     rates_of,
     reason_for_transformers,
     refuse_classifier,
+    reward_model_of,
 )
 from penstock.engine.run_parts import engine_arguments
 from penstock.engine.runs import CHECKPOINT_FOLDER, CONFIG_FILE
@@ -159,7 +160,6 @@ def _open_run(folder: Path, precision: Precision | None, quantize: Quantize, rep
         return _load_run(folder, config, state)
 
     model, numbers = config.model, config.train.precision
-    sampling = _generation_defaults(Path(name or ""))
     files = None if name in (None, "bytes") else Path(name).expanduser()
     return SavedModel(
         folder,
@@ -170,11 +170,18 @@ def _open_run(folder: Path, precision: Precision | None, quantize: Quantize, rep
         arguments,
         load,
         ends,
-        sampling,
+        _generation_defaults(Path(name or "")),
         files if files is None or files.is_dir() else files.parent,
         reason_for_transformers(folder, model.native),
         weight_bytes=lambda: _weight_bytes(_units_of_run(folder, config, size), precision or numbers, quantize),
+        **_rating_of(config),
     )
+
+
+def _rating_of(config: RunConfig) -> dict[str, Any]:
+    """The arguments of `SavedModel` by which the reward model of a run rates texts."""
+    found = reward_model_of(config)
+    return {} if found is None else {"rates": "texts", "pad_token": found.get("pad_token_id")}
 
 
 def _units_of_run(folder: Path, config: RunConfig, vocab_size: int) -> Sequence[UnitSpec]:

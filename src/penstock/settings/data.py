@@ -44,7 +44,7 @@ class DataConfig(Settings, section="data"):
     end_token: str | None = setting(
         None,
         "The text of the token put after every document (any text for bytes); left out, none, and the tokenizer's own "
-        "after examples.",
+        "after examples, and with model.pretrained after rows of text, as in TRL; an empty text for none there.",
     )
     text_field: str = setting("text", "The column or key that holds the text in JSONL and Parquet.")
     packing: PackingKind = setting(

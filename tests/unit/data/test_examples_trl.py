@@ -103,3 +103,14 @@ def test_examples_with_texts_among_them_are_those_of_trl(tmp_path: Path) -> None
     mixed = write(tmp_path / "mixed.jsonl", [TEXTS[0], *texts])
     expected = theirs(tmp_path, write(tmp_path / "texts.jsonl", texts), None, False)
     assert ours(tmp_path, mixed)[1:] == [(ids, labels[1:]) for ids, labels in expected]
+
+
+def test_rows_of_text_alone_end_as_in_trl(tmp_path: Path) -> None:
+    make_tokenizer(tmp_path)
+    texts = ["the cat sat", "on the mat</s>", "what then? ", "the other user\n"]
+    path = write(tmp_path / "texts.jsonl", [{"text": text} for text in texts])
+    spec = CorpusSpec(source=str(path), validation_fraction=0, tokenizer=str(tmp_path), ends_rows=True)
+    store = load_corpus(spec).training
+    expected = [tokens for tokens, _ in theirs(tmp_path, path, None, assistant_only=False)]
+    assert [store.document(n).tolist() for n in range(store.num_documents)] == expected
+    assert all(tokens[-1] == 2 for tokens in expected)

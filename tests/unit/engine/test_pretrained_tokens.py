@@ -10,6 +10,7 @@ from penstock.cli.texts import plainly, prompts_of_texts, read_texts, tokens_of_
 from penstock.data.corpus import CorpusSpec, load_corpus
 from penstock.data.tokenizer import ByteTokenizer, load_tokenizer, save_byte_tokenizer
 from penstock.engine.run_check import with_pretrained
+from penstock.engine.run_parts import RunData
 from penstock.engine.saved_model import open_model
 from penstock.settings import ConfigError, DataConfig, ModelConfig, RunConfig, SamplingParams
 from tests.hugging_face import make_model, make_tokenizer
@@ -83,3 +84,16 @@ def test_bytes_are_written_as_a_tokenizer_of_transformers(tmp_path: Path, end_to
     assert theirs(text)["input_ids"] == list(text.encode()) == ours.encode([text])[0].tolist()
     assert theirs.decode(list(text.encode())) == text
     assert (len(theirs), theirs.eos_token_id) == (ByteTokenizer(end_token).vocab_size, 256 if end_token else None)
+
+
+@pytest.mark.parametrize("end_token, last", [(None, 2), ("", None), ("<pad>", 0)])
+def test_rows_of_text_end_with_the_token_of_a_pretrained_model(
+    end_token: str | None, last: int | None, folder: Path, tmp_path: Path
+) -> None:
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text("".join(f"{json.dumps({'text': text})}\n" for text in TEXTS))
+    data = DataConfig(str(corpus), validation_fraction=0.0, end_token=end_token, cache=None, sequence_length=4)
+    loaded = RunData.load(with_pretrained(RunConfig(model=ModelConfig(pretrained=str(folder)), data=data)))
+    store, theirs = loaded.corpus.training, AutoTokenizer.from_pretrained(folder)
+    expected = [[*theirs(text)["input_ids"], *([] if last is None else [last])] for text in TEXTS]
+    assert [store.document(n).tolist() for n in range(store.num_documents)] == expected
