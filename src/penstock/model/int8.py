@@ -21,6 +21,8 @@ NUM_ROWS, WIDTH = 8, 1024
 """Rows, inputs and outputs of the product that is timed."""
 
 _NUM_TIMES = 8
+_PART = 1 << 19
+"""Weights that are rounded at a time: what a core's own cache holds of them in fp32."""
 
 
 class Int8Kernel(Protocol):
@@ -118,11 +120,13 @@ class Int8Weights:
 def rounded(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
     """Weights as whole numbers from -127 to 127 [O, I] int8, and the scale of each output [O] fp32."""
     rounded_OI, scales_O = torch.empty(weight_OI.shape, dtype=torch.int8), torch.empty(len(weight_OI))
-    # By parts, so that little is held in fp32 at a time.
-    for whole, scales, weights in zip(*(t.split(WIDTH) for t in (rounded_OI, scales_O, weight_OI.detach()))):
+    num_outputs = max(1, _PART // weight_OI.shape[1])
+    for whole, scales, weights in zip(*(t.split(num_outputs) for t in (rounded_OI, scales_O, weight_OI.detach()))):
         wide = weights.float()
-        scales.copy_(wide.abs().amax(1).div_(_LARGEST).clamp_min_(torch.finfo(torch.float32).tiny))
-        whole.copy_((wide / scales[:, None]).round_())
+        sizes = wide.abs()
+        scales.copy_(sizes.amax(1).div_(_LARGEST).clamp_min_(torch.finfo(torch.float32).tiny))
+        # The sizes' memory is at hand; that of `wide` may be the weights' own.
+        whole.copy_(torch.div(wide, scales[:, None], out=sizes).round_())
     return rounded_OI, scales_O
 
 

@@ -90,6 +90,19 @@ def test_any_number_of_inputs_will_do_in_8_bits(kind: Quantize, num_inputs: int)
     assert torch.allclose(packed.output(x), exact, atol=0.02 * exact.abs().max().item())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_rounded_part_by_part_are_those_rounded_at_once_and_stay_as_they_were(dtype: torch.dtype) -> None:
+    weight_OI = torch.randn(700, 3000, generator=torch.Generator().manual_seed(0)).to(dtype)
+    weight_OI[5] = 0
+    before = weight_OI.clone()
+    found_OI, scales_O = rounded(weight_OI)
+    wide = before.float()
+    expected_O = (wide.abs().amax(1) / 127).clamp_min(torch.finfo(torch.float32).tiny)
+    assert torch.equal(scales_O, expected_O)
+    assert torch.equal(found_OI, (wide / expected_O[:, None]).round().to(torch.int8))
+    assert torch.equal(weight_OI, before)
+
+
 def test_all_int8_kernels_that_are_exact_give_the_same_bits() -> None:
     x, weight, bias = values(520, 80)
     x[5] = 0
