@@ -8,6 +8,8 @@ Shapes: T tokens of a batch, R rows of the cache or of a slot, L tokens of a row
 query heads, G key and value heads, K width of a head, D hidden size, S tokens whose logits are wanted.
 """
 
+import math
+import mmap
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -48,7 +50,7 @@ class KVCache:
 
     def __init__(self, size: CacheSize, num_heads: int, head_dim: int) -> None:
         shape = (size.num_rows, num_heads, size.num_tokens, head_dim)
-        self.keys_RGLK, self.values_RGLK = (torch.zeros(shape, dtype=size.dtype, device=size.device) for _ in "kv")
+        self.keys_RGLK, self.values_RGLK = (_zeros(shape, size) for _ in "kv")
 
     @property
     def num_bytes(self) -> int:
@@ -81,6 +83,14 @@ class KVCache:
             if item.source != NO_ROW and item.start:
                 for store_RGLK in (self.keys_RGLK, self.values_RGLK):
                     store_RGLK[item.row, :, : item.start] = store_RGLK[item.source, :, : item.start]
+
+
+def _zeros(shape: tuple[int, ...], size: CacheSize) -> Tensor:
+    """Zeros; on a CPU the system gives them memory page by page, so that rows take what they are long."""
+    num_bytes = math.prod(shape) * size.dtype.itemsize
+    if size.device.type != "cpu" or not num_bytes:
+        return torch.zeros(shape, dtype=size.dtype, device=size.device)
+    return torch.frombuffer(mmap.mmap(-1, num_bytes, access=mmap.ACCESS_COPY), dtype=size.dtype).view(shape)
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,6 +1,9 @@
 """What generation keeps: its caches, allocated once, and nothing that grows."""
 
 import gc
+import os
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -73,6 +76,24 @@ def test_a_cache_takes_the_bytes_that_were_foreseen(precision: Precision, num_ro
     tokens, each = -(-num_tokens // 64) * 64, 2 if precision is Precision.BF16 else 4
     heads = CONFIG.num_layers * CONFIG.key_heads * CONFIG.head_size
     assert foreseen == taken == 2 * num_rows * tokens * heads * each
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.shows(133)
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_take_the_memory_that_they_are_long(dtype: torch.dtype) -> None:
+    before = resident_bytes()
+    cache = KVCache(CacheSize(16, 16384, dtype, torch.device("cpu")), 2, 64)
+    for row, length in enumerate([64, 640] * 8):
+        new = torch.ones(length, 2, 64, dtype=dtype)
+        cache.write(new, new, CachedRows.of([BatchItem(row, row, 0, length, sampled=True)]))
+    # Of each row and head, keys and values have whole pages; the tests' own allocations are some megabytes.
+    written = 2 * 8 * (64 + 640) * 2 * 64 * dtype.itemsize
+    assert written / 2 < resident_bytes() - before < 2 * written + (16 << 20) < cache.num_bytes / 3
 
 
 @pytest.mark.shows(69)
