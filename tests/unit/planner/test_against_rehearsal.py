@@ -1,5 +1,6 @@
 """The planner's formulas against the engine's own code, run without data."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -7,11 +8,13 @@ import pytest
 from penstock.cli.plan import _workload_of
 from penstock.planner.calibrate import candidate_of
 from penstock.planner.cluster import Cluster
-from penstock.planner.estimate import estimate
+from penstock.planner.estimate import estimate, stage_costs
 from penstock.planner.model_costs import UnitSize, unit_costs
 from penstock.planner.rehearsal import rehearse
 from penstock.planner.times import Constants
 from penstock.schedule import Op
+from penstock.schedule.recording import CollectiveKind
+from penstock.schedule.rehearsal import CollectiveTraffic
 from penstock.settings.read import from_values
 
 RUN: dict[str, Any] = {
@@ -73,3 +76,42 @@ def test_a_units_arithmetic_is_that_of_a_rehearsal(name: str):
         # A rehearsal counts all scores, of which causal attention needs half.
         assert unit.of(Op.F).flops == pytest.approx(forward.flops + 2 * forward.core_flops, rel=0.01), unit.name
         assert unit.of(Op.B).flops == pytest.approx(backward.flops + 2 * backward.core_flops, rel=0.01), unit.name
+
+
+def sent_bytes(one: CollectiveTraffic) -> float:
+    """The bytes that a rank sends for collectives on a ring of their ranks, by their definition."""
+    others = one.num_ranks - 1
+    shares = {
+        CollectiveKind.SEND_RECEIVE: 1.0,
+        CollectiveKind.ALL_GATHER: others,
+        CollectiveKind.REDUCE_SCATTER: others / one.num_ranks,
+        CollectiveKind.ALL_REDUCE: 2 * others / one.num_ranks,
+        CollectiveKind.ALL_TO_ALL: others / one.num_ranks,
+    }
+    return one.number * one.num_bytes * shares[one.kind]
+
+
+# The loss and the numbers of tokens of each expert are left out; of a ring's backward, that gradients travel in fp32.
+@pytest.mark.parametrize(("name", "left_out"), [("tensor parallel", 0.02), ("a ring", 0.25), ("experts", 0.02)])
+def test_a_blocks_messages_are_those_of_a_rehearsal(name: str, left_out: float):
+    config = from_values(RUN | CASES[name])
+    workload, layout = _workload_of(config), config.parallel
+    size = UnitSize(workload.seq_len, candidate_of(config).microbatch, layout.tp, layout.cp, layout.ep)
+    total = 0.0
+    for unit, own in list(zip(rehearse(config).units, unit_costs(workload.shape, size), strict=True))[1:]:
+        whole = own.forward + own.backward_input + own.backward_weight
+        expected = sum(sent_bytes(one) for op in (Op.F, Op.B) for one in unit.of(op).collectives)
+        found = whole.tensor_bytes + whole.context_bytes + whole.expert_bytes
+        assert (1 - left_out) * expected <= found <= expected, unit.name
+        total += found
+    assert total > 0
+
+
+def test_gradients_take_the_time_of_the_all_reduces_of_a_rehearsal():
+    config = from_values(RUN | {"parallel.dp": 2, "data.num_sequences": 12})
+    cluster = Cluster.named("h100", 2)
+    cluster = replace(cluster, host=replace(cluster.host, latency_s=0.0))
+    found = stage_costs(_workload_of(config), candidate_of(config), cluster, Constants())
+    reduced = (one for one in rehearse(config).collectives if one.kind is CollectiveKind.ALL_REDUCE)
+    expected_s = sum(map(sent_bytes, reduced)) / (Constants().links * cluster.host.bandwidth)
+    assert found.costs.reduce == pytest.approx(expected_s, rel=0.02)

@@ -7,10 +7,10 @@ import pytest
 
 from penstock.planner.cluster import Cluster
 from penstock.planner.estimate import RESERVED_BYTES, Candidate, Workload, estimate, groups_of, stage_costs, state_bytes
-from penstock.planner.model_costs import RecomputedPart
+from penstock.planner.model_costs import MessageKind, RecomputedPart, Work
 from penstock.planner.settings_file import settings_of
 from penstock.planner.shape import published_model
-from penstock.planner.times import Constants
+from penstock.planner.times import Clock, Constants
 from penstock.settings import Layout
 
 SHAPE = published_model("llama3-8b")
@@ -80,6 +80,18 @@ def test_an_all_reduce_takes_twice_a_scatter_and_a_message_its_latency():
     slower = stage_costs(workload, _candidate(layout), late, Constants()).costs
     assert isinstance(plain.transfer, float)
     assert slower.transfer == pytest.approx(plain.transfer + 1.0)
+
+
+def test_the_ring_of_context_parallelism_takes_what_attention_does_not_hide():
+    cluster, constants = Cluster.named("h100", 4), Constants()
+    clock = Clock(cluster, constants, "bf16", groups_of(_candidate(Layout(cp=4))))
+    alone, sent = clock.pass_time(Work(core_flops=1e12)), 1e9
+    ring_s = sent / (constants.links * cluster.host.bandwidth) + 2 * cluster.host.latency_s
+    assert clock.pass_time(Work(context_bytes=sent)).waits_s == {MessageKind.CONTEXT: pytest.approx(ring_s)}
+    both = clock.pass_time(Work(core_flops=1e12, context_bytes=sent))
+    assert 0 < alone.total_s < ring_s == pytest.approx(both.total_s)
+    hidden = clock.pass_time(Work(core_flops=1e14, context_bytes=sent))
+    assert hidden == clock.pass_time(Work(core_flops=1e14))
 
 
 @pytest.mark.parametrize("recompute", [RecomputedPart.NONE, RecomputedPart.FULL])

@@ -1,10 +1,14 @@
 """The search: deterministic, within memory, the same as a brute-force choice, and plain where nothing fits."""
 
+import itertools
+from dataclasses import replace
+
 import pytest
 
 from penstock import planner
 from penstock.planner.model_costs import RecomputedPart
-from penstock.planner.search import layouts
+from penstock.planner.search import FAMILIES, ScheduleFamily, _RankCosts, _Search, layouts
+from penstock.schedule import build
 from penstock.settings import Layout
 
 
@@ -63,3 +67,40 @@ def test_slower_links_cost_layouts_that_use_them():
     before, after = (planner.estimate(workload, shared, cluster, planner.Constants()) for cluster in (fast, slow))
     assert after.parts_s["tp"] > 50 * before.parts_s["tp"]
     assert "tp" in planner.compare(before, after)[3]
+
+
+# By how many microbatches the published forms are above what a schedule keeps, at most: those in a V round up.
+ROUNDED = {"v-half": 1 / 2, "v-min": 4 / 3, "dualpipe-v": 1 / 2}
+
+
+@pytest.mark.parametrize(
+    "family", [one for one in FAMILIES if not one.name.startswith("combined")], ids=lambda family: family.name
+)
+def test_the_search_expects_the_memory_that_a_schedule_uses(family: ScheduleFamily):
+    for ranks, stages in itertools.product(range(2, 9), family.stages):
+        for microbatches in (ranks, 2 * ranks, 4 * ranks):
+            schedule = build(family.name, ranks=ranks, microbatches=microbatches, stages_per_rank=stages)
+            more = family.live(ranks, microbatches, stages) - max(schedule.live_bound or ()) / stages
+            assert -1e-9 < more < ROUNDED.get(family.name, 0.0) + 1e-9
+
+
+def test_what_fits_exactly_is_found_and_what_is_a_byte_too_big_is_not():
+    workload = planner.Workload(planner.published_model("llama3-8b"), 4096, 32)
+    cluster = planner.Cluster.named("h100", 8)
+    tried = [
+        one
+        for one in planner.plan(workload, cluster, effort=0.1).tried
+        if one.candidate.schedule not in ("auto", *ROUNDED)
+    ]
+    assert len(tried) > 10
+    one = max(tried, key=lambda one: one.peak_bytes)
+    for memory, fits in ((one.peak_bytes, True), (one.peak_bytes - 1, False)):
+        smaller = replace(cluster, device=replace(cluster.device, memory_bytes=memory))
+        search = _Search(workload, smaller, planner.Constants(), lambda text: None, 1.0)
+        assert (search._estimate(one.candidate) is not None) == fits
+    families = {family.name: family for family in FAMILIES}
+    for one in tried:
+        fitting = replace(cluster, device=replace(cluster.device, memory_bytes=one.peak_bytes))
+        search = _Search(workload, fitting, planner.Constants(), lambda text: None, 1.0)
+        rank = _RankCosts.of(workload, one.candidate, fitting, planner.Constants())
+        assert search._one(one.candidate, families[one.candidate.schedule], rank) is not None, one.candidate
