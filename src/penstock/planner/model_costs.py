@@ -306,6 +306,9 @@ def _experts(shape: ModelShape, size: UnitSize) -> UnitCosts:
     rows, inner = size.element_bytes * routed_tokens * width, size.element_bytes * routed_tokens * shape.expert_size
     ups = shape.num_products - 1
     stream = _stream_bytes(shape, size)
+    # Others send a token once to each rank that has some of its experts, here those of chance.
+    num_ranks = size.ep * (1 - (1 - 1 / size.ep) ** shape.num_active)
+    sent_share = 1.0 if size.own_engine else num_ranks / shape.num_active
     block = _BlockSizes(
         "experts",
         linear=shared.linear
@@ -319,7 +322,7 @@ def _experts(shape: ModelShape, size: UnitSize) -> UnitCosts:
         alternate_bytes=shared.alternate_bytes + ups * inner / 2 + rows,
         parameters=shared.parameters,
         expert_parameters=own,
-        messages=shared.messages + Work(expert_bytes=2 * rows * (size.ep - 1) / size.ep),
+        messages=shared.messages + Work(expert_bytes=2 * rows * sent_share * (size.ep - 1) / size.ep),
     )
     return _unit(block, stream, size)
 

@@ -60,7 +60,8 @@ def test_peaks_of_torchtitan_follow_where_microbatch_and_recomputation_are_publi
     assert len(rows) == len(errors) == 12 and max(errors) <= 0.1 and sum(errors) / len(errors) <= 0.03
 
 
-@pytest.mark.parametrize("source", ["NeMo docs", "MegaScale", "2407.21783", "torchtitan"])
+@pytest.mark.shows(142)
+@pytest.mark.parametrize("source", ["NeMo docs", "Megatron-Bridge", "MegaScale", "2407.21783", "torchtitan"])
 def test_layouts_of_one_source_come_in_the_measured_order(source: str):
     for group, own in by_group(predicted(source)).items():
         found = summary(group, own)
