@@ -217,7 +217,7 @@ def _attention(shape: ModelShape, size: UnitSize) -> UnitCosts:
     weights = shape.block_parameters(ATTENTION) / tp
     hidden, out = shape.hidden_size, shape.hidden_size * shape.output_width / tp
     gathered = size.element_bytes * tokens * hidden
-    # Each round of the ring sends the rank's keys and values; backward sends them and their gradients.
+    # Each round of the ring sends the rank's keys and values; backward sends them and their gradients, here in fp32.
     ring = (size.cp - 1) * size.element_bytes * tokens * shape.kv_width / tp
     block = _BlockSizes(
         "attention",
@@ -234,7 +234,7 @@ def _attention(shape: ModelShape, size: UnitSize) -> UnitCosts:
         # Scores are written and read by the product, softmax, dropout and the second product: 13 bytes.
         core=Work(core_flops=core_flops, traffic_bytes=qkv_bytes + 13 * scores),
         core_kept_bytes=5 * scores,
-        messages=Work(tensor_bytes=_tensor_bytes(shape, size), context_bytes=1.5 * ring),
+        messages=Work(tensor_bytes=_tensor_bytes(shape, size), context_bytes=(2.0 if size.own_engine else 1.5) * ring),
     )
     return _unit(block, stream, size)
 

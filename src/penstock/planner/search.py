@@ -43,7 +43,7 @@ class ScheduleFamily:
     bubble: Callable[[int, int], float]
 
 
-# Interleaved orders keep p + (p - 1) / v microbatches; those in a V keep what their names say.
+# Interleaved orders keep p + (p - 1) / v microbatches, combined ones one stage more; those in a V what their names say.
 FAMILIES = (
     ScheduleFamily("1f1b", (1,), lambda p, m, v: min(p, m), lambda p, v: p - 1),
     ScheduleFamily("interleaved", (2, 3, 4, 6, 8), lambda p, m, v: min(p + (p - 1) / v, m), lambda p, v: (p - 1) / v),
@@ -58,8 +58,8 @@ FAMILIES = (
     ScheduleFamily("dualpipe-v", (2,), lambda p, m, v: min(p + 1, m), lambda p, v: (p - 1) / 3),
     ScheduleFamily("looped-bfs", (2,), lambda p, m, v: m, lambda p, v: (p - 1) / v),
     ScheduleFamily("afab", (1,), lambda p, m, v: m, lambda p, v: p - 1),
-    ScheduleFamily("combined-1f1b", (1,), lambda p, m, v: min(2 * p - 1, m), lambda p, v: p - 1),
-    ScheduleFamily("combined-interleaved", (2, 4), lambda p, m, v: min(2 * p, m), lambda p, v: (p - 1) / v),
+    ScheduleFamily("combined-1f1b", (1,), lambda p, m, v: min(2 * p, m), lambda p, v: p - 1),
+    ScheduleFamily("combined-interleaved", (2, 4), lambda p, m, v: min(p + p / v, m), lambda p, v: (p - 1) / v),
 )
 # Fused pairs hide experts' messages; without experts on other ranks they gain nothing.
 _COMBINED = ("combined-1f1b", "combined-interleaved", "dualpipe-v")

@@ -73,9 +73,7 @@ def test_slower_links_cost_layouts_that_use_them():
 ROUNDED = {"v-half": 1 / 2, "v-min": 4 / 3, "dualpipe-v": 1 / 2}
 
 
-@pytest.mark.parametrize(
-    "family", [one for one in FAMILIES if not one.name.startswith("combined")], ids=lambda family: family.name
-)
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_the_search_expects_the_memory_that_a_schedule_uses(family: ScheduleFamily):
     for ranks, stages in itertools.product(range(2, 9), family.stages):
         for microbatches in (ranks, 2 * ranks, 4 * ranks):
