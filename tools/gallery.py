@@ -1,19 +1,23 @@
 """`make gallery`: draws every schedule at equal work, and writes the page that shows them, docs/gallery.md.
 
-The picture of a training step in the README is drawn too, from the step that a run of the demo recorded.
+The picture of a training step in the README is drawn too, from the step that a run of the demo recorded, and that of
+the planner's page, from a plan.
 """
 
+import contextlib
+import io
 import sys
 from pathlib import Path
 
 from penstock import schedule
+from penstock.cli.plan import main as plan
 from penstock.draw import picture
 from penstock.draw.layers import read_recorded_step
 from penstock.schedule.actions import parts
 from penstock.schedule.builders import source, trains
 
 ROOT = Path(__file__).parents[1]
-RECORDED, STEP = "docs/timeline.json", "docs/timeline.png"
+RECORDED, STEP, PLAN = "docs/timeline.json", "docs/timeline.png", "docs/plan.svg"
 # Of the pictures, whose numbers can be read on a narrow page, and of the table.
 DRAWN = {"ranks": 4, "microbatches": 8}
 COMPARED = {"ranks": 8, "microbatches": 32}
@@ -110,10 +114,18 @@ def draw_step(path: Path) -> None:
     picture(path, [layer.timeline for layer in read_recorded_step(ROOT / RECORDED).layers], unit="ms")
 
 
+def draw_plan(path: Path) -> None:
+    """Draw the plan of the planner's page."""
+    words = ["--model", "llama3-8b", "--cluster", "h100", "--devices", "16", "--sequences", "64"]
+    with contextlib.redirect_stdout(io.StringIO()):
+        assert plan([*words, "--picture", str(path), "--force", "--json"]) == 0
+
+
 def main() -> int:
     written = write(ROOT / "docs")
     draw_step(ROOT / STEP)
-    print(f"wrote {len(written)} files below docs/, and {STEP}")
+    draw_plan(ROOT / PLAN)
+    print(f"wrote {len(written)} files below docs/, {STEP} and {PLAN}")
     return 0
 
 

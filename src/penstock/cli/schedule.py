@@ -2,6 +2,8 @@
 
 import argparse
 import shlex
+import shutil
+import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -45,8 +47,8 @@ _COLUMNS = (
     ("bubble_rate", "bubble", ".4f"),
     ("makespan", "makespan", ".6g"),
     ("span_cost", "span", ".6g"),
-    ("above_bound", "above bound", ".2%"),
-    ("peak_live_microbatches", "peak live", ".4g"),
+    ("above_bound", "above", ".2%"),
+    ("peak_live_microbatches", "live", ".4g"),
     ("peak_live_bytes", "peak bytes", ".4g"),
     ("num_messages", "messages", "d"),
     ("message_bytes", "bytes sent", ".4g"),
@@ -82,8 +84,9 @@ def list_schedules(arguments: list[str]) -> int:
         )
         return 0
     margin = max(map(len, summaries)) + 2
+    columns = shutil.get_terminal_size((120, 24)).columns
     for name, summary in summaries.items():
-        print(f"{name:{margin}}{summary}")
+        print(textwrap.fill(summary, columns, initial_indent=f"{name:{margin}}", subsequent_indent=" " * margin))
         for option, default in schedule.options(name).items():
             print(f"{'':{margin}}  {flag(option)} (default {default})")
     return 0
@@ -255,7 +258,7 @@ def compare_parser() -> Parser:
         "penstock schedule compare",
         "Prove and time every schedule that trains, each with the local stages that it is meant for, at equal work:\n"
         "the times are those of ONE microbatch through ALL local stages of one rank. Least bubble first.\n"
-        "peak live is the largest over ranks of live microbatches, counted as full ranks of activations. above bound\n"
+        "live is the largest over ranks of live microbatches, counted as full ranks of activations. above\n"
         "says by how much the span exceeds a proven lower bound: that of every order, with backwards split or not,\n"
         "in which the stages lie on the same ranks and no more is live. 0% is an optimum; above it the bound may be\n"
         "loose. Fused pairs with a time of their own (--pair) have no bound. With --units, schedules of different\n"
