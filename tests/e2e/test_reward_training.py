@@ -143,8 +143,8 @@ def test_a_trained_reward_model_rates_texts_here_and_in_transformers(base: Path,
         ({"prompt": "a", "chosen": "b"}, "line 3: has no 'rejected', but a reward model learns from pairs"),
         ({"text": "the cat"}, "line 3: has no 'chosen', but a reward model learns from pairs"),
         ({"chosen": "", "rejected": "b"}, "line 3: its 'chosen' is empty; give at least one character"),
-        ({"chosen": "a", "rejected": []}, "line 3: its 'rejected' must be a list of one message or more"),
-        ({"prompt": [], "chosen": "a", "rejected": "b"}, "line 3: its prompt and its 'chosen' must be two texts or"),
+        ({"chosen": [user("a")], "rejected": []}, "line 3: its 'rejected' must be a list of one message or more"),
+        ({"prompt": [], "chosen": "a", "rejected": "b"}, "line 3: its prompt and both answers must all be"),
         ({"chosen": [user("a")], "rejected": [assistant("")]}, "line 3: the last message of its 'rejected' is empty"),
         ({"chosen": "a", "rejected": "b" * 99, "margin": None}, "line 3: has 101 tokens, but the model takes at most"),
         ({"chosen": "a", "rejected": "b", "margin": 0.5}, "line 3: has a 'margin', which the loss of penstock train"),
@@ -169,7 +169,7 @@ def test_what_gives_no_pairs_or_learns_from_none_is_refused(
     for given, more, told in (
         (tmp_path / "a.txt", [], "has no rows; a line of data.corpus is"),
         (corpus, ["--adapter.rank", "4"], "a reward model is trained whole; leave the settings of adapter out"),
-        (corpus, ["--data.cross_documents", "true"], "cross_documents needs the packing 'window'"),
+        (corpus, ["--data.cross_documents", "true"], "but examples and pairs are never packed across documents"),
     ):
         assert main(["train", *words(base, given, tmp_path / "run", 1), *more]) == 2
         assert told in capsys.readouterr().err

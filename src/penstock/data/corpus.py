@@ -48,8 +48,9 @@ class CorpusSpec:
     text, JSONL, Parquet, Arrow or CSV. Rows without the text field may be examples instead (`ExampleReader`).
     validation_fraction: the part of the documents kept for validation, chosen by a hash of their names; unused if
     validation has its own source. tokenizer: "bytes", a tokenizer.json or its folder. end_token: the token put after
-    every document (its text; for bytes True), False for none; examples end with the tokenizer's own. ends_rows: without
-    an end token, rows of text end with the tokenizer's own as well, as in TRL. special_tokens: with those that the
+    every document (its text; for bytes True), False for none; with False, examples end with the tokenizer's own, and
+    with "" they have none either. ends_rows: without an end token, rows of text end with the tokenizer's own as well,
+    as in TRL. special_tokens: with those that the
     tokenizer itself puts around a text. max_example_tokens: the most tokens of an example.
     pairs: rows are pairs of texts, for a reward model whose padding is `pad_token` (`PairReader`).
     """

@@ -68,14 +68,14 @@ class ExampleReader:
 
     @classmethod
     def load(cls, name: str, max_tokens: int | None, end: str | None = None, special_tokens: bool = True):
-        """Load a tokenizer with its chat template, if it has one; `end` replaces its own end token.
+        """Load a tokenizer with its chat template, if it has one; `end` replaces its own end token, "" with none.
 
         Raises: `CorpusError` if it is none of transformers, or lacks the end token.
         """
         tokenizer = _load(name)
-        if end is not None and end not in tokenizer.get_vocab():
+        if end and end not in tokenizer.get_vocab():
             raise CorpusError(f"the tokenizer {name!r} has no token {end!r} to end examples with")
-        return cls(name, tokenizer, max_tokens, end or tokenizer.eos_token, special_tokens)
+        return cls(name, tokenizer, max_tokens, tokenizer.eos_token if end is None else end, special_tokens)
 
     @property
     def vocab_size(self) -> int:
@@ -192,7 +192,7 @@ class Chat:
         if tokenizer.chat_template is None:
             raise CorpusError(
                 f"{self.where}: holds messages, but the tokenizer {self.reader.name!r} has no chat template; put a "
-                "chat_template.jinja into its folder, or give a prompt and a completion as texts"
+                "chat_template.jinja into its folder, or give texts in place of messages"
             )
         return tokenizer.get_chat_template(None, self.options.get("tools"))
 
@@ -301,7 +301,9 @@ def messages_of(where: str, name: str, example: Mapping[str, Any]) -> list[Messa
     if not isinstance(messages, list) or not messages:
         raise CorpusError(f"{where}: its {name!r} must be a list of one message or more; {_MESSAGE}")
     for number, message in enumerate(messages):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        if not isinstance(message, dict):
+            raise CorpusError(f"{where}: message {number} of its {name!r} is {str(message)[:40]!r}; {_MESSAGE}")
+        if not isinstance(message.get("role"), str):
             raise CorpusError(f"{where}: message {number} of its {name!r} has no role; {_MESSAGE}")
         if not isinstance(content := message.get("content"), str | list | None):
             raise CorpusError(

@@ -67,6 +67,10 @@ class PairReader:
                 f"{where}: has a 'margin', which the loss of penstock train does not know; leave it out, or begin with "
                 "examples/reward_model.py, whose loss does"
             )
+        parts = [part for name in ("prompt", "chosen", "rejected") if (part := pair.get(name)) is not None]
+        if not any(all(isinstance(part, kind) for part in parts) for kind in (str, list)):
+            these = "its 'chosen' and its 'rejected'" if len(parts) == 2 else "its prompt and both answers"
+            raise CorpusError(f"{where}: {these} must all be texts, or lists of messages")
         # Both bear the row's name, so that validation holds back either both or none of them.
         return [self._document(row, pair, name) for name in ("chosen", "rejected")]
 
@@ -81,17 +85,15 @@ class PairReader:
 
     def _tokens(self, where: str, pair: Mapping[str, Any], name: str) -> list[int]:
         prompt, answer = pair.get("prompt"), pair[name]
-        if isinstance(answer, str) and isinstance(prompt, str | None):
+        if isinstance(answer, str):
             if not answer:
                 raise CorpusError(f"{where}: its {name!r} is empty; give at least one character")
             return self.examples.tokenise(where, (prompt or "") + ended(answer, self.examples.end))
-        if isinstance(answer, list) and isinstance(prompt, list | None):
-            messages = [*(messages_of(where, "prompt", pair) if prompt else []), *messages_of(where, name, pair)]
-            if not any(value for key, value in messages[-1].items() if key != "role"):
-                raise CorpusError(f"{where}: the last message of its {name!r} is empty; give at least one character")
-            chat = Chat(self.examples, where, options_of(where, pair))
-            return chat.tokenise(chat.render(messages))
-        raise CorpusError(f"{where}: its prompt and its {name!r} must be two texts or two lists of messages")
+        messages = [*(messages_of(where, "prompt", pair) if prompt else []), *messages_of(where, name, pair)]
+        if not any(value for key, value in messages[-1].items() if key != "role"):
+            raise CorpusError(f"{where}: the last message of its {name!r} is empty; give at least one character")
+        chat = Chat(self.examples, where, options_of(where, pair))
+        return chat.tokenise(chat.render(messages))
 
 
 def rated_place(tokens: Sequence[int], pad_token: int | None) -> int:

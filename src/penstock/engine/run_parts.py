@@ -36,7 +36,7 @@ from penstock.engine.pretrained import (
 from penstock.engine.run_check import check, with_pretrained
 from penstock.engine.runs import CHECKPOINT_FOLDER
 from penstock.model import ModelGroups, UnitSpec, decoder_units
-from penstock.settings import ConfigError, ModelConfig, PackingKind, RunConfig, checked, read_config
+from penstock.settings import ConfigError, ModelConfig, RunConfig, checked, read_config
 
 
 @checked
@@ -122,7 +122,7 @@ class RunData:
             validation_fraction=data.validation_fraction,
             text_field=data.text_field,
             tokenizer=data.tokenizer or "bytes",
-            end_token=data.end_token or False,
+            end_token=False if data.end_token is None else data.end_token,
             ends_rows=config.model.pretrained is not None and data.end_token is None,
             special_tokens=data.special_tokens,
             max_example_tokens=config.model.max_length,
@@ -175,11 +175,11 @@ class RunData:
         if store.learned is None:
             return pack(store, data.packing, data.sequence_length, data.cross_documents)
         # An example that is cut would lose its question, or its answer.
-        packing = (
-            PairPacking(store)
-            if self.rewards and not data.cross_documents
-            else pack(store, PackingKind.DOCUMENT, self.config.model.max_length, data.cross_documents)
-        )
+        if data.cross_documents:
+            raise ConfigError(
+                "data.cross_documents = true, but examples and pairs are never packed across documents; leave it out"
+            )
+        packing = PairPacking(store) if self.rewards else DocumentPacking(store, self.config.model.max_length)
         budget = self.config.train.max_microbatch_tokens
         if budget is not None and packing.longest_item > budget:
             raise ConfigError(

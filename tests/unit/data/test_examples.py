@@ -151,6 +151,7 @@ def test_answers_that_a_template_writes_otherwise_later_are_examples_of_their_ow
         ({"prompt": "the cat"}, "has 'prompt'; a line is"),
         ({"messages": "hello"}, "'messages' must be a list of one message or more; a message is an object with"),
         ({"messages": []}, "'messages' must be a list of one message or more"),
+        ({"messages": [3]}, "message 0 of its 'messages' is '3'; a message is an object with"),
         ({"messages": [{"content": "hello"}]}, "message 0 of its 'messages' has no role"),
         ({"messages": [user("hello")]}, 'the assistant says nothing; give it a message of the role "assistant"'),
         ({"messages": [user("hello"), assistant("")]}, "a message of the assistant is empty; give it at least one"),
@@ -211,7 +212,7 @@ def test_impossible_files_and_settings_are_refused(folder: Path, tmp_path: Path)
         with pytest.raises(CorpusError, match=told) as caught:
             load_corpus(CorpusSpec(**{"source": path, "tokenizer": str(folder), "validation_fraction": 0.0, **change}))
         assert "\n" not in str(caught.value)
-    with pytest.raises(CorpusError, match="cross_documents needs the packing 'window'"):
+    with pytest.raises(ConfigError, match="cross_documents = true, but examples and pairs are never packed across"):
         data_of(path, folder, cross_documents=True)
     with pytest.raises(
         ConfigError, match=r"max_microbatch_tokens = 5, but an example .* has \d+ tokens, and none is cut"

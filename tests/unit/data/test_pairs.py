@@ -1,0 +1,75 @@
+"""Pairs for reward models: what ends their texts, and each mistake told in one sentence with file and line."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.data import CorpusError, CorpusSpec, load_corpus
+from penstock.engine.run_parts import RunData
+from penstock.settings import DataConfig, ModelConfig, RunConfig
+from tests.chat import assistant, user
+from tests.hugging_face import make_tokenizer
+
+END = 2
+TEXTS = {"chosen": "the cat", "rejected": "the mat"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer without a chat template."""
+    path = tmp_path_factory.mktemp("tokenizer")
+    make_tokenizer(path)
+    return path
+
+
+def spec_of(path: Path, folder: Path, row: Any, **settings: Any) -> CorpusSpec:
+    path.write_text(f"{json.dumps(row)}\n")
+    return CorpusSpec(str(path), tokenizer=str(folder), validation_fraction=0.0, pairs=True, **settings)
+
+
+@pytest.mark.parametrize("end_token, num_ends", [(False, 2), ("</s>", 2), ("", 0)])
+def test_an_empty_end_token_ends_no_text(end_token: Any, num_ends: int, folder: Path, tmp_path: Path) -> None:
+    store = load_corpus(spec_of(tmp_path / "pairs.jsonl", folder, TEXTS, end_token=end_token)).training
+    assert store.num_documents == 2
+    assert store.tokens.tolist().count(END) == num_ends
+
+
+@pytest.mark.parametrize("end_token, num_ends", [(None, 1), ("</s>", 1), ("", 0)])
+def test_a_run_with_an_empty_end_token_ends_no_completion(
+    end_token: str | None, num_ends: int, folder: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": "the cat", "completion": " sat"}) + "\n")
+    data = DataConfig(
+        str(tmp_path / "a.jsonl"),
+        tokenizer=str(folder),
+        end_token=end_token,
+        cache=None,
+        validation_fraction=0.0,
+        num_sequences=1,
+    )
+    store = RunData.load(RunConfig(model=ModelConfig(vocab_size=300), data=data)).corpus.training
+    assert store.num_tokens > 2
+    assert store.tokens.tolist().count(END) == num_ends
+
+
+@pytest.mark.parametrize(
+    "row, told",
+    [
+        ({"chosen": [user("a")], "rejected": "b"}, "its 'chosen' and its 'rejected' must all be texts, or lists of"),
+        ({"chosen": "a", "rejected": [user("b")]}, "its 'chosen' and its 'rejected' must all be texts, or lists of"),
+        ({"chosen": 3, "rejected": "b"}, "its 'chosen' and its 'rejected' must all be texts, or lists of messages"),
+        ({"chosen": 3, "rejected": 3}, "its 'chosen' and its 'rejected' must all be texts, or lists of messages"),
+        ({**TEXTS, "prompt": [user("a")]}, "its prompt and both answers must all be texts, or lists of messages"),
+        ({**TEXTS, "prompt": 3}, "its prompt and both answers must all be texts, or lists of messages"),
+        ({"chosen": [1, 2, 3], "rejected": [1]}, "message 0 of its 'chosen' is '1'; a message is an object with"),
+        (
+            {"chosen": [assistant("a")], "rejected": [assistant("b")]},
+            "has no chat template; put a chat_template.jinja into its folder, or give texts in place of messages",
+        ),
+    ],
+)
+def test_what_is_no_pair_is_named(row: Any, told: str, folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(CorpusError, match=f"pairs.jsonl, line 1: .*{told}"):
+        load_corpus(spec_of(tmp_path / "pairs.jsonl", folder, row))
