@@ -1,12 +1,19 @@
-"""How the documentation site reads our code: examples in docstrings, one-line sections, defaults of settings."""
+"""How the documentation site reads our code: examples in docstrings, one-line sections, links, defaults of settings."""
 
 import re
 from typing import Any
 
 import griffe
 
+import penstock
+from penstock import schedule
+
 _EXAMPLE = re.compile(r"^( *)>>> .*\n(?:\1(?! *$).*\n?)*", re.MULTILINE)
 _HEAD = re.compile(r"^(Raises|Returns|Source|Note): (?=\S)", re.MULTILINE)
+#: names with a place in the reference -> that place; functions of schedules are words of other meanings, too
+_PLACES = {name: f"penstock.{name}" for name in penstock.__all__ if not name.startswith("__")}
+_PLACES |= {name: f"penstock.schedule.{name}" for name in schedule.__all__ if name[0].isupper()}
+_NAMED = re.compile(r"(?<!`)`(\w+)((?:\.\w+)*)`(?!`)")
 
 
 class Docstrings(griffe.Extension):
@@ -42,6 +49,13 @@ class Docstrings(griffe.Extension):
 
 
 def as_markdown(text: str) -> str:
-    """Return a docstring with its examples fenced and its one-line sections marked."""
+    """Return a docstring with its examples fenced, its one-line sections marked, and links to public names."""
     fenced = _EXAMPLE.sub(lambda found: f"{found[1]}```pycon\n{found[0].rstrip()}\n{found[1]}```\n", text + "\n")
-    return _HEAD.sub(r"**\1:** ", fenced).rstrip("\n")
+    return _NAMED.sub(_linked, _HEAD.sub(r"**\1:** ", fenced)).rstrip("\n")
+
+
+def _linked(name: re.Match[str]) -> str:
+    """A name as a link to its place. Of the engine's methods each has its own; attributes are told with their class."""
+    if name[1] not in _PLACES:
+        return name[0]
+    return f"[{name[0]}][{_PLACES[name[1]]}{name[2] if name[1] == 'Engine' else ''}]"

@@ -75,6 +75,28 @@ def test_signatures_have_types_and_plain_defaults_and_enums_their_values(site: P
     assert re.findall(r"(?:setting|same_as)\(", text) == []
 
 
+def test_the_engines_reference_explains_itself_and_links_what_it_names(site: Path) -> None:
+    page = (site / "reference" / "penstock.html").read_text()
+    start = page.index('<h2 id="penstock.Engine"')
+    own = page[start : page.index('<h2 id="penstock.EngineOptions"')]
+    text = re.sub(r"\s+", " ", re.sub("<[^>]+>", "", own))
+    assert not re.search(r"\bsee (?:Pipeline|Trainer|Scorer|Generator|open_|export_|units_of|Watchers)", text)
+    for member, argument, error in (
+        ("", "units", "TransportError"),
+        (".from_hf", "native", "FileNotFoundError"),
+        (".train_batch", "loss_fn", "StepError"),
+        (".forward", "post_hook", "PipelineError"),
+        (".generate", "interrupt", "StepError"),
+    ):
+        part = own[own.index(f'id="penstock.Engine{member}"') :].split('<h3 id="penstock.Engine.')[0]
+        assert re.search(rf"<code>{argument}</code>.*Raises.*{error}", part, re.DOTALL), member
+    assert {"penstock.PerToken", "penstock.EngineOptions", "penstock.Engine.from_hf"} <= set(
+        re.findall(r'<a [^>]*href="#([\w.]+)"><code>', own)
+    )
+    hidden = ("aliases", "check_call", "stepped", "evaluated", "fixed_weights")
+    assert [name for name in hidden if f'id="penstock.Engine.{name}"' in own] == []
+
+
 def test_promises_keep_their_numbers(site: Path) -> None:
     text, shown = (site / "promises.html").read_text(), []
     for start, items in re.findall(r'<ol(?: start="(\d+)")?>(.*?)</ol>', text, re.DOTALL):

@@ -1,38 +1,53 @@
 """The engine: one model over a grid of processes, which trains, scores and generates; each job has its own file."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
 from torch import nn
 
-from penstock.data import MicroBatchSpec, PackedBatch
 from penstock.engine.adapter import with_adapter
 from penstock.engine.build import units_of_layers
 from penstock.engine.export import ExportOptions, export_model
 from penstock.engine.generating import Generating
 from penstock.engine.generator import Generator
-from penstock.engine.loss_metrics import EvaluationLoss
-from penstock.engine.losses import LossFn, LossWeightFn, num_loss_tokens, token_cross_entropy
 from penstock.engine.options import EngineOptions, changed
 from penstock.engine.pipeline import Pipeline
 from penstock.engine.pretrained import HuggingFaceForm, open_pretrained
 from penstock.engine.run_parts import read_arguments
-from penstock.engine.scorer import AggregateFn, Outputs, PostHook, Scorer
+from penstock.engine.scorer import Scorer
+from penstock.engine.scoring import BatchScoring
 from penstock.engine.sending import Port
 from penstock.engine.sharding import UnitSource
-from penstock.engine.state import ModelState
-from penstock.engine.trainer import Trainer, TrainResult
+from penstock.engine.trainer import Trainer
+from penstock.engine.training import BatchTraining
 from penstock.parallel import Grid
 from penstock.runtime import Recorder
-from penstock.settings import Layout, Native, Normalize, RunConfig, checked
+from penstock.settings import Layout, Native, RunConfig, checked
 
 
-class Engine(ModelState, Generating):
-    """Trains, scores and generates with a model given as a list of units (arguments and errors: see `Pipeline`).
+class Engine(BatchTraining, BatchScoring, Generating):
+    """One model over a grid of processes, which trains, scores and generates.
 
     Every process of the world constructs it at the same point, torch.distributed being initialised (one process needs
-    none), and those of its layout call its methods in the same order. Several engines may live in one process.
+    none), and those of its layout call its methods in the same order. Several engines may live in one process. Most
+    scripts make it by `Engine.from_layers`, `Engine.from_hf` or `Engine.from_config`, which find the units.
+
+    Args:
+        units: the model in order, as the smallest pieces that a stage is cut from: embedding, attention blocks, MLP
+            blocks, final norm and head. Or a function that makes them from the process groups that share each of them
+            (tensor, context and expert parallel); a layout that shares layers so (tp, cp or ep above 1) needs one.
+        hidden_size: width of the residual stream [tokens, hidden_size] that stages pass on.
+        layout: the grid of processes, a `Layout`; left out, one process.
+        options: schedule, precision, optimizer and the rest, as `EngineOptions`.
+        form: the model's names and configuration in transformers, for `Engine.save_hf`; None where it has none.
+        **changes: any of the options by its name, in place of that in `options`.
+
+    Raises:
+        ConfigError: no option has such a name, options exclude each other, or ranks were given different ones.
+        ValueError: the layout does not fit the world, or the model cannot be cut so.
+        PipelineError: another rank could not build its part, and why.
+        TransportError: a link between two ranks failed its test; the message names it.
 
     >>> engine = Engine.from_layers([torch.nn.Embedding(32, 8), torch.nn.Linear(8, 32)], hidden_size=8)
     >>> batch = PackedBatch.from_documents([torch.arange(5), torch.arange(3)])
@@ -45,9 +60,8 @@ class Engine(ModelState, Generating):
     grid: Grid
     #: records this rank's actions, and says where it is
     recorder: Recorder
-    #: runs forwards alone
+    #: run forwards alone, and continue prompts
     scorer: Scorer
-    #: continues prompts
     generator: Generator
     #: sends weights to other engines
     port: Port
@@ -73,7 +87,7 @@ class Engine(ModelState, Generating):
 
     @classmethod
     def from_config(cls, config: RunConfig | str | Path) -> Self:
-        """The engine of a run's settings, or of the TOML file that holds them. Raises: ValueError if they conflict."""
+        """The engine of a run's settings or their TOML file. Raises: ConfigError for mistakes; as `Engine.from_hf`."""
         return cls(*read_arguments(config))
 
     @classmethod
@@ -85,7 +99,18 @@ class Engine(ModelState, Generating):
         options: EngineOptions | None = None,
         **changes: Any,
     ) -> Self:
-        """An engine for a user's own layers, with the weights they have; see `units_of_layers`."""
+        """An engine for a user's own layers, with the weights they have.
+
+        The first layer takes the batch's `tokens`: ids [T], or anything else with T rows, such as images. One gives
+        [T, hidden_size] to the next, and the last what the loss takes. Each is given what else its `forward` asks for
+        by name: `sequences`, or any key of the batch. A parameter that several layers hold stays one: it is tied.
+
+        Args:
+            layers: the modules in order, or for each a `functools.partial` that makes it on the rank that holds it.
+            hidden_size: width of what layers pass on. The other arguments are those of `Engine`.
+
+        Raises: ValueError if there is no layer, or one is no module, or is given twice with buffers; and as `Engine`.
+        """
         return cls(units_of_layers(layers), hidden_size, layout, options, **changes)
 
     @classmethod
@@ -97,44 +122,29 @@ class Engine(ModelState, Generating):
         native: Native = True,
         **changes: Any,
     ) -> Self:
-        """An engine for the model in a folder, in the files' precision by default; see `open_pretrained`."""
+        """An engine for the model in a folder; all processes call it at the same point.
+
+        Args:
+            path: a folder of Hugging Face files, or that of a run, whose newest intact checkpoint is read.
+            layout: the grid of processes, a `Layout`; left out, one process.
+            options: `EngineOptions`; left out, the defaults in the precision of the files.
+            native: True for Penstock's own layers, False for those of transformers (which cannot be shared over tp,
+                cp or ep), "auto" for its own where it knows the family; of no effect for a run, which says it itself.
+            **changes: any of the options by its name.
+
+        Raises:
+            FileNotFoundError: the folder or one of its files is missing; on every process if on one, as the next.
+            ValueError: what cannot be run so, damaged files, wrong tensors, or pickles; and as `Engine`.
+        """
         return cls(*open_pretrained(path, native).arguments(layout, options), **changes)
 
     def save_hf(self, path: str | Path, dtype: str | None = None, **options: Any) -> None:
-        """Write the model as a new Hugging Face folder; all ranks call it. See `export_model`, `ExportOptions`."""
+        """Write the model as a new Hugging Face folder; all ranks call it.
+
+        `path` is new or empty; `dtype` is "fp32", "fp64", "bf16" or "fp16", None for what the parameters have. Options:
+        `max_shard_bytes`, of one file; `merge_adapters`, True to add LoRA adapters to the weights instead of writing
+        them beside; `quantize`, True to keep the weights of products as 8-bit numbers.
+
+        Raises: ValueError for a model that transformers has no form for, or a folder that holds something.
+        """
         export_model(self, self.form, path, ExportOptions(dtype, **options))
-
-    def train_batch(
-        self,
-        batch: PackedBatch,
-        loss_fn: LossFn = token_cross_entropy,
-        loss_weight_fn: LossWeightFn = num_loss_tokens,
-        micro_batches: MicroBatchSpec | None = None,
-        normalize: Normalize | str = Normalize.GLOBAL,
-        step: int | None = None,
-    ) -> TrainResult:
-        """One optimizer step; see `Trainer.train_batch`. Ranks of one pipeline give the same batch."""
-        taken = self.trainer.train_batch(batch, loss_fn, loss_weight_fn, micro_batches, normalize, step)
-        return self.stepped(taken)
-
-    def evaluate(
-        self,
-        batches: Iterable[PackedBatch],
-        loss_fn: LossFn = token_cross_entropy,
-        loss_weight_fn: LossWeightFn = num_loss_tokens,
-        micro_batches: MicroBatchSpec | None = None,
-    ) -> EvaluationLoss:
-        """The loss per unit of weight over all ranks' batches, the same on every rank; nothing is learned."""
-        return self.evaluated(self.scorer.evaluate(batches, loss_fn, loss_weight_fn, micro_batches))
-
-    def forward(
-        self,
-        batch: PackedBatch,
-        post_hook: PostHook | None = None,
-        aggregate_fn: AggregateFn | None = None,
-        micro_batches: MicroBatchSpec | None = None,
-        output_seqlens: Sequence[int] | None = None,
-        broadcast: bool = False,
-    ) -> Any:
-        """The model's outputs, or what hooks make of them, in the batch's order; see `Scorer.forward`, `Outputs`."""
-        return self.scorer.forward(batch, micro_batches, Outputs(post_hook, aggregate_fn, output_seqlens, broadcast))

@@ -241,7 +241,14 @@ class ModelState:
         self.trainer.request_stop()
 
     def watch(self, *callbacks: Any) -> None:
-        """Let callbacks see each step, evaluation and checkpoint, and the end; see `Watchers`."""
+        """Let callbacks see each step, evaluation and checkpoint, and the end, on this rank.
+
+        A callback is an object with any of the methods `on_step(result)`, `on_evaluation(step, loss)`,
+        `on_checkpoint(step, path)` and `on_end(step)`, a class that makes one, or the name of either,
+        ``package.module:object``. True from one of the first two asks all ranks to end, as `Engine.request_stop` does.
+
+        Raises: ConfigError for an object without any of these methods.
+        """
         self.watchers.add(callbacks)
 
     def stepped(self, taken: TrainResult) -> TrainResult:
