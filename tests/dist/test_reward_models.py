@@ -131,11 +131,17 @@ def test_what_needs_tokens_is_refused(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "LlamaForSequenceClassification rates texts and gives no tokens" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("head, labels", [("reward", 3), ("value", 1)])
+@pytest.mark.parametrize(
+    "head, labels, told",
+    [
+        ("reward", 3, "Classification rates texts by several labels, but penstock train takes a reward model, of one"),
+        ("value", 1, "Classification rates texts and gives no tokens; penstock score writes"),
+    ],
+)
 def test_no_run_begins_with_what_gives_no_single_reward(
-    head: str, labels: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    head: str, labels: int, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make(tmp_path, head, labels)
     make_tokenizer(tmp_path)
     assert main(["train", "--model.pretrained", str(tmp_path)]) == 2
-    assert "Classification rates texts and gives no tokens; penstock score writes" in capsys.readouterr().err
+    assert told in capsys.readouterr().err

@@ -35,7 +35,10 @@ Part = tuple[list[int], np.ndarray]
 
 
 def holds_examples(source: Source) -> bool:
-    """True where the source's first row is an example, and not a text in the source's text field."""
+    """True where the source's first row is an example, and not a text in the source's text field.
+
+    Raises: `CorpusError` if it is a pair, from which only a reward model learns.
+    """
     if source.files[0].suffix not in ROW_ENDINGS:
         return False
     try:
@@ -45,7 +48,14 @@ def holds_examples(source: Source) -> bool:
         return False
     if row is None or not isinstance(row.value, dict) or isinstance(row.value.get(source.text_field), str):
         return False
-    return not {"messages", "completion"}.isdisjoint(row.value)
+    if not {"messages", "completion"}.isdisjoint(row.value):
+        return True
+    if {"chosen", "rejected"} <= row.value.keys():
+        raise CorpusError(
+            f"{row.where}: is a pair, from which a reward model learns; give the folder of one as model.pretrained, or "
+            "begin with examples/dpo.py"
+        )
+    return False
 
 
 @dataclass(frozen=True)

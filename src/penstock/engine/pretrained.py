@@ -161,6 +161,16 @@ def refuse_classifier(form: HuggingFaceForm) -> None:
         )
 
 
+def refuse_several_labels(form: HuggingFaceForm) -> None:
+    """Refuse to train a model that gives each text several numbers. Raises: ValueError."""
+    if rates_of(form) == "texts" and not is_reward_model(form.describe()):
+        raise ValueError(
+            f"{_architecture(form)} rates texts by several labels, but penstock train takes a reward model, of one "
+            "label; transformers' from_pretrained(..., num_labels=1) makes one, and Engine.from_hf(..., native=False) "
+            "runs this one with a loss of your own"
+        )
+
+
 def _architecture(form: HuggingFaceForm) -> str:
     return str((form.describe().get("architectures") or [""])[0])
 

@@ -63,11 +63,13 @@ def with_pretrained(config: RunConfig) -> RunConfig:
         pretrained_tokenizer,
         refuse_adapters,
         refuse_classifier,
+        refuse_several_labels,
     )
 
     try:
         refuse_adapters(Path(folder))
         model = find_model(Path(folder), config.model.native)
+        refuse_several_labels(model.form)
         if not is_reward_model(model.form.describe()):
             refuse_classifier(model.form)
         elif config.adapter.is_used:

@@ -20,6 +20,7 @@ CHECKPOINT_FOLDER = "checkpoints"
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
 _LOCK_FILE = ".lock"
+_DECAY_END = "optimizer.num_decay_steps"
 
 
 def to_toml(config: RunConfig) -> str:
@@ -73,8 +74,14 @@ def _check_folder(config: RunConfig, fresh: bool) -> bool:
         raise ConfigError(f"output = {config.output!r} already holds a run; --fresh takes another --output")
     theirs = read_config(copy)
     if theirs.digest() != config.digest():
-        changed = "; ".join(differences(config.identity(), theirs.identity()))
-        raise ConfigError(f"output = {config.output!r} holds another run: {changed}; give another --output")
+        ours, known = config.identity(), theirs.identity()
+        changed = differences(ours, known)
+        # Left out, the decay ends with the run, so that another length alone makes it differ.
+        lengthened = len(changed) == 1 and ours[_DECAY_END] != known[_DECAY_END] is not None
+        otherwise = f"give {_DECAY_END} = {known[_DECAY_END]}, which keeps its decay, or" if lengthened else "give"
+        raise ConfigError(
+            f"output = {config.output!r} holds another run: {'; '.join(changed)}; {otherwise} another --output"
+        )
     return True
 
 

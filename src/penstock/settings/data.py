@@ -23,7 +23,8 @@ class DataConfig(Settings, section="data"):
     corpus: str = setting(
         "stdlib",
         '"stdlib" (the source of Python\'s standard library), or a file, a folder, a pattern: text, JSONL, Parquet, '
-        "Arrow or CSV. Rows are texts, or examples to fine-tune on: messages, or a prompt and a completion.",
+        "Arrow or CSV. Rows are texts, or examples to fine-tune on: messages, or a prompt and a completion; "
+        "for a reward model pairs: chosen and rejected, of texts or messages.",
     )
     validation_corpus: str | None = setting(
         None, "The text for validation; left out, part of the corpus's documents is held out."

@@ -1,6 +1,7 @@
 """Pairs for reward models: what ends their texts, and each mistake told in one sentence with file and line."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -73,3 +74,9 @@ def test_a_run_with_an_empty_end_token_ends_no_completion(
 def test_what_is_no_pair_is_named(row: Any, told: str, folder: Path, tmp_path: Path) -> None:
     with pytest.raises(CorpusError, match=f"pairs.jsonl, line 1: .*{told}"):
         load_corpus(spec_of(tmp_path / "pairs.jsonl", folder, row))
+
+
+def test_a_model_that_gives_tokens_is_told_who_learns_from_pairs(folder: Path, tmp_path: Path) -> None:
+    told = "line 1: is a pair, from which a reward model learns; give the folder of one as model.pretrained, or"
+    with pytest.raises(CorpusError, match=told):
+        load_corpus(replace(spec_of(tmp_path / "pairs.jsonl", folder, TEXTS), pairs=False))

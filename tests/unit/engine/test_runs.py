@@ -72,6 +72,16 @@ def test_a_folder_of_another_run_is_refused_and_left_alone(configured: Callable[
     assert files_of(tmp_path) == before
 
 
+def test_a_longer_run_is_told_how_to_keep_its_decay(configured: Callable[..., RunConfig]):
+    RunFolder(configured(steps=40)).close()
+    with pytest.raises(ConfigError, match=r"; give optimizer\.num_decay_steps = 40, which keeps its decay, or another"):
+        check_folder(configured(steps=44))
+    with pytest.raises(ConfigError, match=r"\(44 here, 40 there\); train\.seed .*; give another --output$"):
+        check_folder(configured(steps=44, seed=5))
+    kept = {**configured(steps=44).to_dict(), "optimizer": {"num_decay_steps": 40}}
+    assert check_folder(from_dict(kept))
+
+
 def test_a_folder_of_strangers_is_refused_and_left_alone(configured: Callable[..., RunConfig], tmp_path: Path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "thesis.tex").write_text("mine")

@@ -160,6 +160,8 @@ def test_unknown_architectures_and_settings_are_named_with_what_is_possible(fold
     assert "MambaForCausalLM" in message
     assert "LlamaForCausalLM" in message
     assert "native=False" in message
+    edit(folder / "config.json", architectures=["LlamaForSequenceClassification"])
+    assert "the decoder gives tokens, but LlamaForSequenceClassification rates texts; native=False" in refusal(folder)
     edit(folder / "config.json", architectures=["LlamaForCausalLM"], hidden_act="gelu")
     assert "hidden_act" in refusal(folder)
     edit(folder / "config.json", hidden_act="silu", rope_parameters={"rope_type": "dynamic", "factor": 2.0})

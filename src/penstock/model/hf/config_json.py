@@ -95,6 +95,8 @@ def config_from_json(content: Mapping[str, Any]) -> ModelConfig:
     for key in ("rope_scaling", "rope_parameters"):
         check_kinds(content.get(key) or {}, _ROPE_VALUES, f"{CONFIG_FILE}: {key}")
     name = architecture(content)
+    if name.endswith("Classification"):
+        raise NotNative(f"the decoder gives tokens, but {name} rates texts; {_OTHERWISE}")
     if name not in FAMILIES:
         raise NotNative(f"the decoder is none of {name}; it is {', '.join(FAMILIES)}, and {_OTHERWISE}")
     family = FAMILIES[name]
