@@ -148,10 +148,35 @@ def test_a_name_that_leads_nowhere_is_refused(name: str, message: str) -> None:
         ScheduleChoice(RunConfig(schedule=ScheduleConfig(name)).schedule).checked_program(2, 4)
 
 
-def test_an_error_in_a_users_module_is_its_own(tmp_path: Path) -> None:
-    (tmp_path / "broken.py").write_text("import not_to_be_had\n")
-    with pytest.raises(ModuleNotFoundError, match="not_to_be_had"):
-        load_object(f"{tmp_path}/broken.py:mine")
+@pytest.mark.parametrize(
+    ("text", "line", "message"),
+    [
+        ("import not_to_be_had\n", 1, "ModuleNotFoundError: No module named 'not_to_be_had'"),
+        ("x = 1\ny = x / 0\n", 2, "ZeroDivisionError: division by zero"),
+        ("x = 1\n\ndef mine(:\n", 3, "SyntaxError: invalid syntax"),
+        ("import json\njson.loads('no')\n", 2, "JSONDecodeError: Expecting value: line 1 column 1 (char 0)"),
+        ("def check():\n    raise KeyError('k')\ncheck()\n", 2, "KeyError: 'k'"),
+    ],
+    ids=lambda value: None if isinstance(value, int) else value.split()[0],
+)
+@pytest.mark.parametrize("is_file", [True, False])
+def test_an_error_while_a_users_file_is_imported_names_its_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, line: int, message: str, is_file: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "broken_module.py"
+    file.write_text(text)
+    reference = "broken_module.py:mine" if is_file else "broken_module:mine"
+    # A file that is loaded by its path bears that path as it was given.
+    shown = "broken_module.py" if is_file else str(file)
+    with pytest.raises(ConfigError) as raised:
+        schedule.build(reference, ranks=2, microbatches=2)
+    assert str(raised.value).startswith(f"{reference!r} cannot be imported: ")
+    assert str(raised.value).endswith(f"{shown}, line {line}, raised {message}")
+    assert type(raised.value.__cause__).__name__ == message.partition(":")[0]
+
+
+def test_a_word_without_a_colon_names_no_object() -> None:
     with pytest.raises(ConfigError, match="names no object"):
         load_object("broken")
 

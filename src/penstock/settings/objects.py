@@ -5,6 +5,7 @@ import re
 import sys
 from importlib import import_module
 from pathlib import Path
+from traceback import extract_tb
 from types import ModuleType
 from typing import Any
 
@@ -26,7 +27,8 @@ def load_object(reference: str) -> Any:
     """Import the object of that name; modules are looked for in the working directory, too.
 
     Raises:
-        ConfigError: there is no such module, file or object; errors that the module raises pass through.
+        ConfigError: there is no such module, file or object, or importing it raised; then the message names the line,
+            and the cause is what was raised.
 
     >>> load_object("math:sqrt")(4.0)
     2.0
@@ -34,13 +36,33 @@ def load_object(reference: str) -> Any:
     match = _REFERENCE.fullmatch(reference)
     if match is None:
         raise ConfigError(f"{reference!r} names no object; give package.module:object, or file.py:object")
-    found: Any = _load_file(match["module"]) if match["module"].endswith(".py") else _load_module(match["module"])
+    try:
+        found: Any = (_load_file if match["module"].endswith(".py") else _load_module)(match["module"])
+    except ConfigError:
+        raise
+    except Exception as error:  # a user's own
+        raise ConfigError(f"{reference!r} cannot be imported: {_fault(error)}") from error
     for part in match["name"].split("."):
         if not hasattr(found, part):
             names = ", ".join(name for name in vars(found) if not name.startswith("_")) or "nothing"
             raise ConfigError(f"{reference!r}: there is no {part!r} in {match['module']}; it has {names}")
         found = getattr(found, part)
     return found
+
+
+def _fault(error: Exception) -> str:
+    """Say what importing a module raised, and at which line of the module or, for invalid syntax, of which file."""
+    kind = type(error).__name__
+    if isinstance(error, SyntaxError) and error.filename is not None:
+        return f"{error.filename}, line {error.lineno}, raised {kind}: {error.msg}"
+    # The module's frames follow ours and those of the import itself; below them may be libraries that it calls.
+    frames = [
+        frame
+        for frame in extract_tb(error.__traceback__)
+        if frame.filename not in (__file__, importlib.__file__) and not frame.filename.startswith("<frozen importlib")
+    ]
+    own = [frame for frame in frames if frame.filename == frames[0].filename]
+    return f"{own[-1].filename}, line {own[-1].lineno}, raised {kind}: {error}" if own else f"{kind}: {error}"
 
 
 def _load_module(name: str) -> ModuleType:
