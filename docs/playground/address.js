@@ -8,13 +8,13 @@ export async function encoded(text) {
   return letters.replaceAll("+", "-").replaceAll("/", "_").replaceAll("=", "");
 }
 
-// The text; of an address that was cut short, what says so.
+// The text; null for an address that was cut short or changed.
 export async function decoded(letters) {
   try {
     const packed = atob(letters.replaceAll("-", "+").replaceAll("_", "/"));
     const bytes = Uint8Array.from(packed, letter => letter.charCodeAt(0));
     return new TextDecoder().decode(await through(bytes, new DecompressionStream("deflate-raw")));
   } catch {
-    return "This link is damaged: its text cannot be read.";
+    return null;
   }
 }

@@ -14,6 +14,7 @@ const LOOKS_FINE =
 let builders = [];
 let chosen = "1f1b"; // the schedule that the fields build; a link may name one that does not exist
 let edited = false; // whether the text is a user's own, rather than what the fields build
+let damaged = false; // whether the text of the link that was opened cannot be read
 let place = null; // the fault's place in the text
 
 // ---- Python, in a worker that can be stopped
@@ -48,10 +49,13 @@ const options = () =>
   );
 const counts = () => Object.fromEntries(COUNTS.map(name => [name, $(name).valueAsNumber]));
 
-// The command that gives the same figures; an edited text would be in a file.
+// The name of a file with the text: the package knows by it what the text is.
+const file = () => ($("text").value.startsWith("penstock ") ? "schedule.txt" : "schedule.csv");
+
+// The command that gives the same figures; an edited text would be in a file, which the page offers to save.
 function command() {
   const words = ["penstock schedule simulate"];
-  if (edited) words.push($("text").value.startsWith("penstock ") ? "schedule.txt" : "schedule.csv");
+  if (edited) words.push(file());
   else {
     words.push(chosen, ...Object.entries(counts()).flatMap(flags));
     if ($("early_gradients").checked) words.push("--early-gradients");
@@ -69,6 +73,7 @@ async function answer() {
   const costs = filled(COSTS);
   form.dataset.source = edited ? "text" : "fields";
   $("own").hidden = !edited;
+  if (damaged) return show({ fault: "this link is damaged, and its text cannot be read; copy the whole link again" });
   if (!edited) {
     const wrong = COUNTS.find(name => !$(name).validity.valid);
     if (wrong) return show({ fault: `${wrong.replaceAll("_", " ")} must be a whole number of at least 1` });
@@ -84,8 +89,9 @@ async function answer() {
 // One question at a time; of changes meanwhile only the last counts, and what takes long is not waited for.
 let running = false, again = false;
 
-async function update() {
+async function update(link = false) {
   again = true;
+  damaged = link;
   if (running && !$("stop").hidden) stop();
   if (running) return;
   running = true;
@@ -121,6 +127,8 @@ function show({ fault, value }) {
   $("command").textContent = fault ? "" : `$ ${command()}`;
   place = fault ? placeOf(fault) : null;
   $("place").hidden = !place;
+  $("save").hidden = !edited || damaged;
+  $("save").textContent = `Save as ${file()}`;
   draw(value);
 }
 
@@ -177,15 +185,15 @@ async function recall() {
   for (const name of COSTS) $(name).value = state.get(name) ?? "";
   choose(state.get("schedule") ?? "1f1b");
   for (const name of COUNTS) if (state.has(name)) setCount(name, state.get(name));
-  $("early_gradients").checked = state.has("early_gradients");
+  $("early_gradients").checked = state.get("early_gradients") === "true";
   for (const input of $("options").querySelectorAll("input")) {
     if (input.type === "checkbox") input.checked = state.get(input.name) === "true";
     else input.value = state.get(input.name) ?? "";
   }
-  const text = state.has("text") ? await decoded(state.get("text")) : null;
-  edited = text !== null;
-  if (edited) $("text").value = text;
-  return update();
+  const text = state.has("text") ? await decoded(state.get("text")) : "";
+  edited = state.has("text");
+  if (edited) $("text").value = text ?? "";
+  return update(text === null);
 }
 
 // ---- the fields
@@ -250,6 +258,12 @@ $("stop").onclick = stop;
 $("place").onclick = () => {
   $("text").focus();
   $("text").setSelectionRange(...place);
+};
+$("save").onclick = () => {
+  const link = document.createElement("a");
+  link.href = URL.createObjectURL(new Blob([$("text").value]));
+  link.download = file();
+  link.click();
 };
 $("link").onclick = async () => {
   const copied = await navigator.clipboard?.writeText(location.href).then(() => true, () => false);

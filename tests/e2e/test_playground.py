@@ -352,8 +352,46 @@ def test_a_link_brings_back_text_and_costs(page: Playground) -> None:
     page.wait()
     assert same()
 
-    page.open(text=link.partition("text=")[2][:40])
-    assert "This link is damaged" in page.value("text") and "schedule.csv: " in page.told("verdict")
+    cut = link.partition("text=")[2][:40]
+    page.open(text=cut)
+    assert page.told("verdict").startswith("this link is damaged") and page.value("text") == ""
+    # Its address stays as it was, and what is written next is looked at.
+    assert cut in page.browser.evaluate("location.hash") and page.frame is None
+    page.browser.evaluate("document.getElementById('text').select()")
+    page.browser.type(text)
+    page.wait()
+    assert page.told("verdict").startswith("Proved: ")
+
+
+@pytest.mark.parametrize(("given", "early"), [("true", True), ("false", False)])
+def test_a_link_switches_early_gradients_on_or_off(page: Playground, given: str, early: bool) -> None:
+    page.open(schedule="1f1b", ranks="2", microbatches="3", early_gradients=given)
+    assert page.browser.evaluate("document.getElementById('early_gradients').checked") is early
+    assert ("I0" in page.value("text")) is early and ("--early-gradients" in page.told("command")) is early
+
+
+@pytest.mark.parametrize("name", ["schedule.txt", "schedule.csv"])
+def test_an_edited_text_is_saved_for_the_command_that_is_shown(
+    page: Playground, name: str, command: Callable[..., str], tmp_path: Path
+) -> None:
+    page.browser.call("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(tmp_path))
+    page.open(**COSTS)
+    hidden = "document.getElementById('save').hidden"
+    assert page.browser.evaluate(hidden)
+    mine = schedule.build("afab", ranks=2, microbatches=3)
+    text = schedule.to_text(mine) if name == "schedule.txt" else schedule.to_csv(mine)
+    page.browser.evaluate("document.getElementById('text').select()")
+    page.browser.type(text)
+    page.wait()
+    assert not page.browser.evaluate(hidden) and page.told("save") == f"Save as {name}"
+    page.click("#save")
+    deadline = time.monotonic() + 60
+    while not (tmp_path / name).exists():
+        assert time.monotonic() < deadline, "nothing was saved"
+        time.sleep(0.02)
+    assert (tmp_path / name).read_text() == text
+    figures = json.loads(command(*page.told("command").removeprefix("$ penstock schedule ").split(), "--json"))
+    assert page.figures["makespan"] == f"{figures['makespan']:.6g}"
 
 
 def test_a_link_to_an_unknown_schedule_is_answered_in_a_sentence(page: Playground) -> None:

@@ -15,7 +15,10 @@ ROW_0 = "0F0,0F1,0B0,0B1"
 
 # What is wrong, and what the refusal says of it behind the file's name.
 BAD = {
-    "malformed cell": (f"{ROW_0}\n1F0,1X0,1F1,1B1\n", r"row 2, cell 2: '1X0' is no action: an action is <stage><op>"),
+    "malformed cell": (
+        f"{ROW_0}\n1F0,1X0,1F1,1B1\n",
+        r"row 2, cell 2: '1X0' is no action: an action is <stage><op>.*, or a pair as",
+    ),
     "no stage": ("0F0,F1,0B0,0B1\n1F0,1B0,1F1,1B1\n", "row 1, cell 2: 'F1' is no action"),
     "unknown action": (f"{ROW_0}\n1F0,1GO0,1F1,1B1\n", "row 2, cell 2: '1GO0' is no action"),
     "another language": ("<html>hello</html>\n", "row 1, cell 1: '<html>hello</html>' is no action"),

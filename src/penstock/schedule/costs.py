@@ -160,8 +160,8 @@ class Durations:
         self._latency = costs.transfer
         if isinstance(self._latency, Sequence) and len(self._latency) != self._placement.num_ranks:
             raise ValueError(
-                f"transfer must have one time for each link of {self._placement.num_ranks} ranks, got "
-                f"{len(self._latency)}"
+                f"transfer must be one time, or a list of {self._placement.num_ranks}: one for each rank's link to the "
+                f"next, the last's to the first; got {len(self._latency)}"
             )
         self._per_message = 0.0 if costs.bandwidth is None else costs.message_bytes / costs.bandwidth
 

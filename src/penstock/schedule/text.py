@@ -35,7 +35,7 @@ _ACTION = re.compile(r"([0-9]{1,9})(F|B|I|W|SEND_F|RECV_F|SEND_B|RECV_B|REDUCE_G
 # A compute action of a CSV, alone or in a pair, by today's letters or those of torch before 2.6.
 _LETTERS = re.compile(r"(?<![0-9A-Z_])([0-9]{1,9})(BW|B|I|W)([0-9]{1,9})(?![0-9])")
 _PAIR = re.compile(r"\(([^();]*);([^();]*)\)OVERLAP_F_B")
-_RULE = "an action is <stage><op><microbatch>, as in 0F3 or 1SEND_F0, a pair (0F7;7B3)OVERLAP_F_B"
+_RULE = "an action is <stage><op><microbatch>, as in 0F3 or 1SEND_F0, or a pair as (0F7;7B3)OVERLAP_F_B"
 
 
 def to_text(plan: Plan) -> str:
