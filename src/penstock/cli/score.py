@@ -99,7 +99,8 @@ whose newest checkpoint is taken, or of a Hugging Face model. A line of FILE is 
 with token ids, or {"prompt": ..., "completion": ...}, each a text or token ids, of which the completion is scored.
 An "id" is carried along. A call that was stopped is continued by the same command; no file is ever overwritten.
 With a reward model, or another classifier, a line has the text's "reward" ("rewards" of several labels), or its tokens'
-"values".""",
+"values"; there a line of FILE may be {"messages": [...]}, which the chat template writes. Texts are rated as they
+stand, but training on texts ends each with the tokenizer's end token: a text to be rated so needs it at its end.""",
         examples=(
             ("penstock score runs/demo texts.jsonl", "writes texts.scores.jsonl"),
             ("penstock score runs/demo texts.jsonl --pp 2 --json", "two stages, and a summary as JSON"),

@@ -1,11 +1,13 @@
 """The input of `penstock score` and `penstock generate`: a saved model, and JSON lines of texts or prompts for it."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from penstock.data.examples import Chat, ExampleReader, messages_of, options_of
 from penstock.data.tokenizer import WithoutSpecialTokens
 from penstock.engine.saved_model import SavedModel, open_model
 from penstock.settings.files import lines_of
@@ -71,7 +73,9 @@ def read_texts(path: Path, model: SavedModel, text_field: str = "text") -> list[
     Raises: ValueError naming the line that the model cannot score, and why.
     """
     lines = _lines(path, "score", _TEXT_FORMS)
-    texts = [_text(f"{path}, line {number}", number, line, model, text_field) for number, line in lines]
+    # Loaded where a line has messages: transformers takes seconds.
+    reader = cache(lambda: ExampleReader.load(str(model.tokenizer_folder), None))
+    texts = [_text(f"{path}, line {number}", number, line, model, text_field, reader) for number, line in lines]
     for text in texts:
         where = f"{path}, line {text.line}"
         if not text.tokens:
@@ -145,7 +149,9 @@ def _parsed(where: str, line: str, forms: str) -> Any:
         raise ValueError(f"{where}: is not JSON ({getattr(error, 'msg', error)}); a line is {forms}") from None
 
 
-def _text(where: str, number: int, line: str, model: SavedModel, text_field: str) -> Text:
+def _text(
+    where: str, number: int, line: str, model: SavedModel, text_field: str, reader: Callable[[], ExampleReader]
+) -> Text:
     value = _parsed(where, line, _TEXT_FORMS)
     if not isinstance(value, dict):
         raise ValueError(f"{where}: is a JSON {type(value).__name__}; a line is {_TEXT_FORMS}")
@@ -157,6 +163,12 @@ def _text(where: str, number: int, line: str, model: SavedModel, text_field: str
     for name in ("tokens", text_field):
         if name in value:
             return Text(number, value.get("id"), _text_tokens(where, name, value[name], model))
+    if "messages" in value and model.rates is not None:
+        if model.tokenizer is None or model.tokenizer_folder is None:
+            raise ValueError(f"{where}: holds messages, but {_lack(model)} with a chat template; give token ids")
+        # As a reward model learns from them: without further special tokens.
+        chat = Chat(reader(), where, options_of(where, value))
+        return Text(number, value.get("id"), chat.tokenise(chat.render(messages_of(where, "messages", value))))
     raise ValueError(f"{where}: has only {', '.join(map(repr, value)) or 'an empty object'}; a line is {_TEXT_FORMS}")
 
 
