@@ -298,7 +298,7 @@ class PackedBatch:
     def split_with(self, parts: Sequence[int] | Sequence[range]) -> tuple["PackedBatch", ...]:
         """Cut into contiguous parts, given by numbers of items or as ranges; tensors are views of this batch's.
 
-        Raises: `PartitionError` unless the parts are non-empty, in order, and cover every item once.
+        Raises: ValueError unless the parts are non-empty, in order, and cover every item once.
         """
         check_list("parts", parts, int | range, "numbers of items, or ranges of them")
         ranges, start = [], 0
@@ -329,7 +329,7 @@ class PackedBatch:
     def reorder(self, indices: Sequence[int]) -> "PackedBatch":
         """Reorder the items: the new item i is the old item `indices[i]`.
 
-        Raises: `PartitionError` if `indices` is not a permutation.
+        Raises: ValueError if `indices` is not a permutation.
         """
         check_list("indices", indices, int, "whole numbers")
         check_permutation(indices, self.num_items)
@@ -386,7 +386,7 @@ class PackedBatch:
     def update(self, other: "PackedBatch") -> "PackedBatch":
         """Add the other batch's keys and metadata, replacing those of the same name.
 
-        Raises: `IdError` unless both have the same ids in the same order; `BatchError` if only one has data.
+        Raises: `BatchError` unless both have the same ids in the same order, and both have data or neither.
         """
         if self.ids != other.ids:
             raise IdError("ids", "the batches do not hold the same items in the same order")

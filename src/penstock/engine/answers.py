@@ -34,8 +34,9 @@ class GenerateOptions(RingConfig):
         packed: makes a copy of the weights for the time of the call, in the order in which they are read fastest; for
             fp32 on CPUs, where reading them takes most of the time. Elsewhere no copy is made.
         longest_first: begins with the sequences that may become longest; else all begin in the order given.
-        decode: how rows compute one token each, a `DecodeForm` or its name. None for graphs where there is CUDA and
-            for the live rows elsewhere. A model that cannot decode over fixed shapes (experts, layers of other
+        decode: how rows compute one token each: "live-rows", those that are live alone; "all-rows", over shapes that
+            never change; "graphs", the same, captured where there is CUDA. None for graphs where there is CUDA and for
+            the live rows elsewhere. A model that cannot decode over fixed shapes (experts, layers of other
             libraries or shared by several ranks) decodes its live rows, and under autocast nothing is captured.
         skip: answers, by their number in the result, that are not made; they come back stopped and without a token.
             So a call can be continued whose other answers are then what they would have been.

@@ -31,7 +31,9 @@ from penstock.settings.declare import AT_LEAST_1, argument, nearest, value_of, w
 
 @dataclass(frozen=True)
 class EngineOptions(Settings):
-    """The settings of a run that do not belong to the model or the layout; see there for each.
+    """The settings of a run that do not belong to the model or the layout.
+
+    Those that are not listed below bear the names of a run's settings, which the page of settings explains.
 
     Args:
         schedule: the schedule to run, with its cut; a name alone will do, or a user's own: a function of the numbers of

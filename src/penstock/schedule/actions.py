@@ -298,7 +298,7 @@ class Program:
     """A schedule with its transfers, reductions and optimizer step: what is proved, simulated, drawn and run.
 
     The order of the steps alone says when a message leaves: a send right behind the step that makes its tensor leaves
-    while that step goes on (see `rules.early_sends`), any other at its place.
+    while that step goes on, if it is a fused pair or a `B`; any other at its place.
 
     >>> from penstock.schedule import build, lower
     >>> print(*lower(build("1f1b", ranks=2, microbatches=1)).ranks[1])
