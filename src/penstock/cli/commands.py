@@ -107,18 +107,50 @@ class Parser(argparse.ArgumentParser):
             formatter_class=_HelpFormatter,
             **more,
         )
+        # argparse itself would name the type.
+        self.register("type", int, whole_number)
+        self.register("type", float, number)
 
     def parse_args(self, args=None, namespace=None):  # pyright: ignore[reportIncompatibleMethodOverride]
         options, unknown = self.parse_known_args(args, namespace)
         for word in unknown:
             name = word.partition("=")[0]
             if name.startswith("--"):
-                raise nearest(name, self._option_string_actions, what=f"option of {self.prog}")
+                raise self._unknown_option(name)
             raise ValueError(f"{self.prog} has no use for {word!r}; {self.prog} --help says what it takes")
         return options
 
+    def _unknown_option(self, given: str) -> ValueError:
+        """The error for an unknown option. Dashes, which all options have, bring none nearer."""
+        from difflib import get_close_matches
+
+        near = get_close_matches(given[2:], [name[2:] for name in self._option_string_actions], n=1, cutoff=0.5)
+        hint = f"did you mean {f'--{near[0]}'!r}?" if near else f"{self.prog} --help says what it takes"
+        return ValueError(f"no option of {self.prog} is called {given!r}; {hint}")
+
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{self.prog}: {message}")
+
+
+def whole_number(word: str) -> int:
+    """The number that a word of the command line is. Raises: ArgumentTypeError if it is none."""
+    try:
+        return int(word)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{word!r} is no whole number") from None
+
+
+def number(word: str) -> float:
+    """As `whole_number`, of any number."""
+    try:
+        return float(word)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{word!r} is no number") from None
+
+
+def counted(count: int, what: str) -> str:
+    """A count with its noun, in the singular for one."""
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
 def plain_number(value: float) -> float | None:

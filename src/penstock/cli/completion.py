@@ -60,7 +60,7 @@ def _complete(action: argparse.Action, program: str) -> None:
     # Most schedules that are to be proved lie in files.
     if action.type is Path or (is_schedule and program.endswith(" verify")):
         action.complete = shtab.FILE  # pyright: ignore[reportAttributeAccessIssue]
-    elif is_schedule:
+    elif is_schedule or action.dest == "schedule.name":
         action.choices = names()
     elif action.choices is None and shown.startswith("{"):
         action.choices = shown.strip("{}").split(",")

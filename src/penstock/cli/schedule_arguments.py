@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from penstock import schedule
-from penstock.cli.commands import WIDTH, Parser
+from penstock.cli.commands import WIDTH, Parser, number
 from penstock.schedule import files
 from penstock.settings import SETTINGS
 from penstock.settings.declare import parts_of
@@ -146,11 +146,14 @@ def flag(option: str) -> str:
 
 
 def _list(text: str) -> tuple[float, ...]:
-    return tuple(map(float, text.split(",")))
+    try:
+        return tuple(map(float, text.split(",")))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers, such as 1,0.5,1.5") from None
 
 
 def _numbers(text: str) -> float | tuple[float, ...]:
-    return _list(text) if "," in text else float(text)
+    return _list(text) if "," in text else number(text)
 
 
 def costs_of(options: argparse.Namespace) -> schedule.Costs:

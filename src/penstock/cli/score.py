@@ -9,7 +9,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.cli.commands import Parser, print_json, refuse_to_overwrite
+from penstock.cli.commands import Parser, counted, print_json, refuse_to_overwrite
 from penstock.cli.group import Group, agree, find_group_of
 from penstock.cli.launch import WorkerCommand, launch
 from penstock.cli.layout_here import say_shared_cores
@@ -243,10 +243,10 @@ def _show(summary: "Summary", arguments: ScoreArguments) -> None:
         return
     if summary.num_rated:
         mean = "" if summary.mean_reward is None else f", mean reward {summary.mean_reward:.4f}"
-        print(f"{summary.num_lines} lines rated{mean}; wrote {arguments.output}")
+        print(f"{counted(summary.num_lines, 'line')} rated{mean}; wrote {arguments.output}")
         return
     perplexity = "no token had one before it" if summary.perplexity is None else f"perplexity {summary.perplexity:.4f}"
     print(
-        f"{summary.num_lines} lines, {summary.num_scored_tokens:,} tokens scored, {perplexity}; "
+        f"{counted(summary.num_lines, 'line')}, {counted(summary.num_scored_tokens, 'token')} scored, {perplexity}; "
         f"wrote {arguments.output}"
     )

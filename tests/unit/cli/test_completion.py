@@ -51,6 +51,7 @@ def test_bash_completes_commands_options_and_values(tmp_path: Path, capsys: pyte
         ("generate --top-", {"--top-k", "--top-p", "--top-log-probs"}),
         ("train --optimizer.num_w", {"--optimizer.num_warmup_steps"}),
         ("train --schedule.early_release ", {"true", "false"}),
+        ("train --schedule.name zb-h", {"zb-h1", "zb-h2"}),
     ):
         command = ["bash", "-c", COMPLETE, "complete", file, "penstock", *words.split(" ")]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)

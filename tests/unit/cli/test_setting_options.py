@@ -91,3 +91,13 @@ def test_values_reach_the_settings() -> None:
         ParallelConfig(pp=2, tp=3, device="cpu", num_threads=4, timeout_s=5.0)
     )
     assert (found["num_slots"], found["rows_per_slot"], found["prefill_tokens"]) == (6, 7, 512)
+
+
+@pytest.mark.parametrize("command", ["generate", "score", "serve"])
+def test_help_names_no_setting_that_a_command_of_a_saved_model_lacks(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    told = " ".join(capsys.readouterr().out.split())
+    assert "with autocast; left out, that of the model folder" in told and "model.pretrained" not in told

@@ -11,6 +11,7 @@ from dataclasses import fields
 from difflib import get_close_matches
 from importlib.metadata import entry_points
 from inspect import Parameter, signature
+from os.path import isdir
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from penstock.schedule.actions import Schedule, ScheduleError, check_count
@@ -252,6 +253,8 @@ def _entry(name: str | Builder) -> _Registered:
         return _ENTRIES[name]
     if name.endswith(".py"):
         raise UnknownSchedule(f"{name} is a file; name a function in it, as in {name}:FUNCTION")
+    if isdir(name):
+        raise UnknownSchedule(f"{name} is a folder; give the name of a schedule, or a .csv or .txt file of one")
     raise UnknownSchedule(f"there is no schedule {name!r}; {_nearest(name, dict.fromkeys(names() + offered()))}")
 
 

@@ -1,0 +1,65 @@
+"""Words of the command line that no option takes: what is said of them, by every command's parser."""
+
+import argparse
+import re
+from pathlib import Path
+
+import pytest
+
+from penstock.cli.commands import Parser
+from penstock.cli.main import main
+from tests.unit.cli.test_help import BENCHMARKS, PROGRAMS
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("schedule simulate 1f1b --forward abc", "argument --forward: 'abc' is no number"),
+        ("schedule simulate 1f1b --forward 1,x", "argument --forward: '1,x' is no list of numbers, such as 1,0.5,1.5"),
+        ("schedule simulate 1f1b --ranks 4x", "argument --ranks: '4x' is no whole number"),
+        ("schedule show interleaved --group-size 1.5", "argument --group-size: '1.5' is no whole number"),
+        ("generate runs/none hi --temperature x", "argument --temperature: 'x' is no number"),
+        ("generate runs/none hi --logit-bias x", "'x' is no bias; give a token id and a number"),
+        ("bench schedules --ranks x", "argument --ranks: 'x' is no whole number"),
+    ],
+)
+def test_a_word_of_another_type_is_refused_in_words(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words.split()) == 2
+    shown = capsys.readouterr().err
+    assert said in shown and "invalid" not in shown and shown.count("\n") == 1
+
+
+def test_no_option_of_any_command_names_a_type_of_python() -> None:
+    parsers = [*(command.parser() for command in PROGRAMS.values()), *BENCHMARKS.values()]
+    typed = [(parser, action) for parser in parsers for action in parser._actions if action.type is not None]
+    refused = 0
+    for parser, action in typed:
+        try:
+            parser._get_value(action, "?")
+        except argparse.ArgumentError as error:
+            assert re.search(r"'\?' is no ", str(error)), (parser.prog, str(error))
+            refused += 1
+    assert refused > 50
+
+
+@pytest.mark.parametrize(
+    ("given", "hint"),
+    [
+        ("--bogus", "takes --help says what it takes"),
+        ("--microbatchs", "did you mean '--microbatches'?"),
+        ("--outptu=x", "did you mean '--output'?"),
+    ],
+)
+def test_an_unknown_option_brings_a_suggestion_only_where_one_is_near(given: str, hint: str) -> None:
+    parser = Parser("takes", "")
+    for name in ("--output", "--ranks", "--microbatches"):
+        parser.add_argument(name)
+    with pytest.raises(ValueError) as refused:
+        parser.parse_args([given])
+    assert str(refused.value) == f"no option of takes is called {given.partition('=')[0]!r}; {hint}"
+
+
+def test_a_folder_is_no_name_of_a_schedule(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["schedule", "verify", str(tmp_path)]) == 2
+    shown = capsys.readouterr().err
+    assert shown == f"penstock: {tmp_path} is a folder; give the name of a schedule, or a .csv or .txt file of one\n"
