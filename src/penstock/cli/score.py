@@ -85,8 +85,9 @@ def main(words: Sequence[str]) -> int:
     sizes = {"pp": parallel.pp, "dp": arguments.dp, "cp": parallel.cp, "tp": parallel.tp}
     group, world_size = find_group_of(sizes)
     if group is None and world_size > 1:
-        say_shared_cores(world_size, parallel.device)
-        return launch(_COMMAND, words, world_size, parallel.num_threads, check=lambda: _check_model(arguments))
+        return launch(
+            _COMMAND, words, world_size, parallel.num_threads, check=lambda: _check_model(arguments, world_size)
+        )
     return _run_worker(arguments, group or Group.alone())
 
 
@@ -140,9 +141,11 @@ def read_arguments(words: Sequence[str]) -> ScoreArguments:
     )
 
 
-def _check_model(arguments: ScoreArguments) -> None:
+def _check_model(arguments: ScoreArguments, world_size: int) -> None:
     """Refuse what no number of processes could do; the texts are left to them."""
     _opened(arguments)
+    # Not before, so that a refusal stays one sentence.
+    say_shared_cores(world_size, arguments.parallel.device)
 
 
 def _opened(arguments: ScoreArguments) -> "SavedModel":
