@@ -101,7 +101,6 @@ def main(words: Sequence[str]) -> int:
 
 def _launch(words: Sequence[str], arguments: GenerateArguments, world_size: int) -> int:
     """Start the workers, with standard input in a file where it is the prompt: it can be read only once."""
-    say_shared_cores(world_size, arguments.parallel.device)
     again = "gives the same answers" if arguments.output is None else "continues where it was stopped"
     command = WorkerCommand("penstock.cli.generate", again, _IMPORTS)
     with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
@@ -111,7 +110,9 @@ def _launch(words: Sequence[str], arguments: GenerateArguments, world_size: int)
             given.write_text(_standard_input(), encoding="utf-8")
             environ[STANDARD_INPUT] = str(given)
         num_threads = arguments.parallel.num_threads
-        return launch(command, words, world_size, num_threads, environ, check=lambda: _check_model(arguments))
+        return launch(
+            command, words, world_size, num_threads, environ, check=lambda: _check_model(arguments, world_size)
+        )
 
 
 def _fitting_options(arguments: GenerateArguments) -> list[str]:
@@ -133,11 +134,13 @@ def _fitting_options(arguments: GenerateArguments) -> list[str]:
     return options_here(model, num_answers, params.max_new_tokens, num_answers, arguments.parallel.device)
 
 
-def _check_model(arguments: GenerateArguments) -> None:
+def _check_model(arguments: GenerateArguments, world_size: int) -> None:
     """Refuse what no number of processes could do; the prompts are left to them."""
     from penstock.cli.texts import open_to_cut
 
     open_to_cut(arguments.model, arguments.parallel.pp, **arguments.opened)
+    # Not before, so that a refusal stays one sentence.
+    say_shared_cores(world_size, arguments.parallel.device)
 
 
 def parser() -> Parser:

@@ -83,13 +83,20 @@ def main(words: Sequence[str]) -> int:
         arguments = read_arguments(words)
         world_size = arguments.parallel.pp
     if group is None and world_size > 1:
-        say_shared_cores(world_size, arguments.parallel.device)
         command = WorkerCommand("penstock.cli.serve", "serves again", _IMPORTS)
-        return launch(command, words, world_size, arguments.parallel.num_threads, check=lambda: _open(arguments))
+        num_threads = arguments.parallel.num_threads
+        return launch(command, words, world_size, num_threads, check=lambda: _check_model(arguments, world_size))
     from penstock.cli.together import work_together
 
     own, parallel = group or Group.alone(), arguments.parallel
     return work_together(own, parallel.num_threads, parallel.timeout_s, lambda store: _serve(arguments, own, store))
+
+
+def _check_model(arguments: ServeArguments, world_size: int) -> None:
+    """Refuse what no number of processes could do."""
+    _open(arguments)
+    # Not before, so that a refusal stays one sentence.
+    say_shared_cores(world_size, arguments.parallel.device)
 
 
 def parser() -> Parser:

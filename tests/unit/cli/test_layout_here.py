@@ -100,8 +100,11 @@ def test_more_processes_than_cores_are_said_in_one_line(
     assert capsys.readouterr().err == ""
     say_shared_cores(9, "cpu")
     assert capsys.readouterr().err == "penstock: 9 processes share 2 core(s), so each waits for others\n"
+    monkeypatch.setattr("penstock.cli.texts.open_to_cut", lambda *given, **more: None)
+    monkeypatch.setattr(serve, "_open", lambda arguments: None)
+    monkeypatch.setattr(score, "_opened", lambda arguments: None)
     for main_of in (generate, serve, score):
-        monkeypatch.setattr(main_of, "launch", lambda *given, **more: 0)
+        monkeypatch.setattr(main_of, "launch", lambda *given, check, **more: check() or 0)
     for words in (["generate", "model", "text"], ["serve", "model"], ["score", "model", "texts.jsonl"]):
         assert main([*words, "--pp", "9", "--device", "cpu"]) == 0
         assert capsys.readouterr().err.count("9 processes share 2 core(s)") == 1
