@@ -161,6 +161,8 @@ class _BlockSizes:
     alternate_bytes: float
     parameters: float
     expert_parameters: float = 0.0
+    #: False for what follows attention in a layer
+    begins_layer: bool = True
     #: attention's own products, and their traffic
     core: Work = Work()
     core_kept_bytes: float = 0.0
@@ -184,8 +186,8 @@ def _unit(block: _BlockSizes, stream_bytes: float, size: UnitSize) -> UnitCosts:
     transient = block.kept_bytes + stream_bytes + 2 * gathered_bytes
     if size.recompute is RecomputedPart.FULL:
         # The input alone is kept until the backward, whose I recomputes the rest; others keep that of a whole layer.
-        in_layer = not size.own_engine and block.name in ("mlp", "experts")
-        inputs, kept, transient = inputs + forward, 0.0 if in_layer else stream_bytes, transient + kept
+        is_input_kept = size.own_engine or block.begins_layer
+        inputs, kept, transient = inputs + forward, stream_bytes if is_input_kept else 0.0, transient + kept
     elif size.recompute is RecomputedPart.ALTERNATE:
         again = block.linear.times(0.5) + Work(traffic_bytes=others)
         inputs, kept, transient = inputs + again, block.alternate_bytes, transient + kept - block.alternate_bytes
@@ -262,6 +264,7 @@ def _dense(name: str, shape: ModelShape, size: UnitSize, width: int, kind: str) 
         # The last product's output is needed by no backward, which only a compiler sees.
         alternate_bytes=ups * inner / 2 + (0.0 if size.fused_elements else stream),
         parameters=weights,
+        begins_layer=False,
         messages=Work(tensor_bytes=_tensor_bytes(shape, size)),
     )
 
@@ -322,6 +325,7 @@ def _experts(shape: ModelShape, size: UnitSize) -> UnitCosts:
         alternate_bytes=shared.alternate_bytes + ups * inner / 2 + rows,
         parameters=shared.parameters,
         expert_parameters=own,
+        begins_layer=False,
         messages=shared.messages + Work(expert_bytes=2 * rows * sent_share * (size.ep - 1) / size.ep),
     )
     return _unit(block, stream, size)
