@@ -20,8 +20,8 @@ LAUNCHER_PID = "PENSTOCKLAUNCHER_PID"
 """The environment variable that names, for workers that we launched ourselves, the process that did."""
 
 _OURS = "this launch"
-# The store's counter of processes that have reported a user's mistake.
-_REPORTED, _WRITTEN = "penstock/reported", "penstock/report_written"
+# The store's counters of processes that have met a user's mistake, and of those that ask it nothing more.
+_REPORTED, _WRITTEN, _DONE = "penstock/reported", "penstock/report_written", "penstock/done_with_store"
 # How long a process that fails waits for the store's answer.
 _ANSWER_LIMIT_S = 5.0
 # How long a process leaves it to another to report their mistake: a loaded machine may still be starting that one.
@@ -155,12 +155,15 @@ def stay_for_report(store: "Store") -> None:
 
 
 def stay_for_others(store: "Store", group: Group) -> None:
-    """On rank 0, with which the store may end: wait briefly until all have asked whether they report first."""
+    """Ask the store nothing more; on rank 0, with which it may end, wait briefly until that holds for all.
+
+    A process whose store goes while it asks prints a page of torch's own beside the one sentence.
+    """
+    done = _asked(lambda: store.add(_DONE, 1) >= group.world_size, if_gone=True, if_silent=True)
     deadline = time.monotonic() + _ANSWER_LIMIT_S
-    while group.rank == 0 and time.monotonic() < deadline:
-        if _asked(lambda: store.add(_REPORTED, 0) >= group.world_size, if_gone=True, if_silent=True):
-            return
+    while not done and group.rank == 0 and time.monotonic() < deadline:
         time.sleep(0.01)
+        done = _asked(lambda: store.add(_DONE, 0) >= group.world_size, if_gone=True, if_silent=True)
 
 
 def is_reported(store: "Store") -> bool:

@@ -82,6 +82,7 @@ def work_together(group: Group, num_threads: int, timeout_s: float, work: Callab
             _report_failure(group, error)
         else:
             stay_for_report(store)
+            stay_for_others(store, group)
         return _end(group, FAILED)
     return _end(group, code)
 

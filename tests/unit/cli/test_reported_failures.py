@@ -1,8 +1,12 @@
 """What a process prints when the run cannot go on: one sentence, and a traceback for the unexpected alone."""
 
-import pytest
+import threading
+from dataclasses import replace
 
-from penstock.cli.group import Group
+import pytest
+import torch.distributed as dist
+
+from penstock.cli.group import Group, report_is_written, reports_first, stay_for_others, stay_for_report
 from penstock.cli.together import _report_failure
 from penstock.parallel.host import ProcessEnded
 from penstock.runtime import PipelineError
@@ -24,3 +28,19 @@ def test_the_unexpected_has_its_traceback(capsys: pytest.CaptureFixture[str]):
     err = capsys.readouterr().err
     assert "Traceback" in err or "ZeroDivisionError" in err
     assert err.endswith("penstock: process 0: division by zero\n")
+
+
+def test_the_process_with_the_store_stays_until_the_others_ask_it_nothing_more():
+    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+    other = replace(GROUP, rank=1)
+    assert reports_first(store)
+    report_is_written(store)
+    holder = threading.Thread(target=stay_for_others, args=(store, GROUP))
+    holder.start()
+    assert not reports_first(store)
+    stay_for_report(store)
+    holder.join(0.1)
+    assert holder.is_alive(), "the other may still ask"
+    stay_for_others(store, other)
+    holder.join(4.0)
+    assert not holder.is_alive(), "nobody asks any more"
