@@ -1,11 +1,14 @@
 """The model of the benchmarks of generation, and its task."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from penstock.engine import Engine, EngineOptions
-from penstock.model import decoder_units
+from penstock.engine.decode_cut import cut_to_decode
+from penstock.engine.pretrained import EngineArguments
+from penstock.model import ModelGroups, UnitSpec, decoder_units
 from penstock.settings import Layout, ModelConfig, Precision, Quantize
 
 _HEAD, _GROUP = 64, 32
@@ -84,4 +87,11 @@ class Generation:
             learns=False,
             read_only=True,
         )
-        return Engine(decoder_units(self.config), self.hidden_size, layout, options)
+        units = partial(_units, self.config)
+        given = EngineArguments(units, self.hidden_size, layout, options, None)
+        rows, tokens = -(-self.num_prompts // layout.pp), self.prompt_tokens + self.new_tokens / 2
+        return Engine(*cut_to_decode(given, rows, tokens))
+
+
+def _units(config: ModelConfig, groups: ModelGroups) -> tuple[UnitSpec, ...]:
+    return decoder_units(config, groups=groups)

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -122,11 +122,12 @@ async def _all_answers(port: int, generation: Generation, stream: bool) -> float
 
 
 async def _count_tokens(port: int, body: dict[str, Any]) -> int:
-    """The new tokens of one answer."""
+    """The new tokens of one answer; parts are received as they come, and only the one that counts is read."""
     if body["stream"]:
         body = {**body, "stream_options": {"include_usage": True}}
-    parts = [part async for part in reply_parts(port, {"model": "model", **body})]
-    return parts[-1]["usage"]["completion_tokens"]
+    async with _reply_lines(port, {"model": "model", **body}) as lines:
+        found = [line async for line in lines if b'"usage"' in line]
+    return _content(found[-1])["usage"]["completion_tokens"]
 
 
 async def reply_parts(port: int, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
@@ -135,6 +136,16 @@ async def reply_parts(port: int, body: dict[str, Any]) -> AsyncIterator[dict[str
     Raises:
         RuntimeError: it was refused.
     """
+    async with _reply_lines(port, body) as lines:
+        async for line in lines:
+            # Sizes of pieces and blank lines stand between.
+            if line.startswith((b"data: {", b"{")):
+                yield _content(line)
+
+
+@asynccontextmanager
+async def _reply_lines(port: int, body: dict[str, Any]) -> AsyncIterator[AsyncIterator[bytes]]:
+    """The lines of the reply to one completion after the first, as they come."""
     reader, writer = await asyncio.open_connection(_HOST, port)
     content = json.dumps(body).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nhost: a\r\nconnection: close\r\ncontent-length: {len(content)}\r\n\r\n"
@@ -143,14 +154,22 @@ async def reply_parts(port: int, body: dict[str, Any]) -> AsyncIterator[dict[str
         status = await reader.readline()
         if b" 200 " not in status:
             raise RuntimeError(f"the server said {status!r} and {await reader.read()!r}")
-        while line := await reader.readline():
-            # Sizes of pieces and blank lines stand between.
-            if line.startswith(b"data: {"):
-                yield json.loads(line[len(b"data: ") :])
-            elif line.startswith(b"{"):
-                yield json.loads(line)
+        yield _lines(reader)
     finally:
         writer.close()
+
+
+async def _lines(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
+    left = b""
+    while piece := await reader.read(1 << 16):
+        *lines, left = (left + piece).split(b"\n")
+        for line in lines:
+            yield line
+    yield left
+
+
+def _content(line: bytes) -> dict[str, Any]:
+    return json.loads(line.removeprefix(b"data: "))
 
 
 async def _first_tokens(port: int, serving: Serving) -> dict[str, Any]:

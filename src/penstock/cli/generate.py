@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
     from penstock.cli.generate_output import AnswersFile, GenerateJob
+    from penstock.engine.pretrained import EngineArguments
 
 STANDARD_INPUT = "PENSTOCK_STANDARD_INPUT"
 """The environment variable that names, for workers, the file with the command's standard input."""
@@ -309,6 +310,15 @@ def _run_worker(arguments: GenerateArguments, group: Group) -> int:
     )
 
 
+def _cut(engine: "EngineArguments", job: "GenerateJob") -> "EngineArguments":
+    """An engine's arguments for stages that decode the job's rows equally long."""
+    from penstock.engine.decode_cut import cut_to_decode
+
+    shape = job.options.shape(len(job.prompts) * job.params.num_samples, engine.layout.pp)
+    mean = sum(len(prompt.tokens) for prompt in job.prompts) / len(job.prompts)
+    return cut_to_decode(engine, shape.rows_per_slot, mean + job.params.max_new_tokens / 2)
+
+
 def _generate(arguments: GenerateArguments, group: Group, store: "Store") -> None:
     from penstock.cli.pipelines import Pipelines
     from penstock.cli.shared_answers import AnswerCollector, AnswerSender, others_answers
@@ -326,7 +336,7 @@ def _generate(arguments: GenerateArguments, group: Group, store: "Store") -> Non
     device = choose_device(store, group, parallel.device)
     pipelines = Pipelines.of(store, group, arguments.dp, parallel.timeout_s)
     initialise(*pipelines.world(group), device, parallel.timeout_s)
-    engine = Engine(*job.model.arguments(replace(parallel, device=device)))
+    engine = Engine(*_cut(job.model.arguments(replace(parallel, device=device)), job))
     with Waiting(f"reading weights from {job.model.folder}", sys.stderr, speaks=group.rank == 0):
         version = job.model.load(engine)
     numbers = {name: arguments.opened[name] for name in ("precision", "reproducible")}

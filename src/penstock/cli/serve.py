@@ -219,6 +219,7 @@ def _serve(arguments: ServeArguments, group: Group, store: "Store") -> None:
     from penstock.cli.texts import show_layers
     from penstock.cli.together import choose_device, initialise, refuse_differing, together
     from penstock.cli.waiting import Waiting
+    from penstock.engine.decode_cut import cut_to_decode
     from penstock.engine.engine import Engine
     from penstock.runtime import Watchdog
     from penstock.serve.server import listen
@@ -237,7 +238,8 @@ def _serve(arguments: ServeArguments, group: Group, store: "Store") -> None:
     os.environ.setdefault(*_KEPT_PRODUCTS)
     device = choose_device(store, group, parallel.device)
     initialise(store, group, device, parallel.timeout_s)
-    engine = Engine(*model.arguments(replace(parallel, device=device)))
+    # Answers are on their way from the first token to the last: half of the longest, on average.
+    engine = Engine(*cut_to_decode(model.arguments(replace(parallel, device=device)), shape.rows_per_slot, length / 2))
     with Waiting(f"reading weights from {model.folder}", sys.stderr, speaks=group.rank == 0):
         model.load(engine)
     ending = threading.Event() if prepared is not None else None

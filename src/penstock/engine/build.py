@@ -320,6 +320,12 @@ def parameter_dtype(precision: Precision) -> torch.dtype:
     return dtypes.get(precision, torch.float32)
 
 
+def bytes_of_weight(precision: Precision, quantize: Quantize) -> float:
+    """Bytes of a weight on device; of a quantised one with its share of scales and of what stays as it is."""
+    quantized = {Quantize.INT8: 1.05, Quantize.INT8_WEIGHTS: 1.05, Quantize.INT4: 0.65}
+    return quantized.get(quantize, parameter_dtype(precision).itemsize)
+
+
 def autocast_of(precision: Precision, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
     if precision is Precision.BF16_AUTOCAST:
         return lambda: torch.autocast(device.type, torch.bfloat16)

@@ -11,7 +11,7 @@ from typing import Any
 
 from penstock.data import CorpusError
 from penstock.data.tokenizer import Tokenizer, WithoutSpecialTokens, load_tokenizer
-from penstock.engine.build import parameter_dtype
+from penstock.engine.build import bytes_of_weight
 from penstock.engine.checkpoint import CheckpointReader
 from penstock.engine.checkpoint.manifest import published
 from penstock.engine.options import EngineOptions
@@ -43,8 +43,6 @@ from penstock.settings import (
 from penstock.settings.json_files import read_json_object
 
 _HUGGING_FACE_CONFIG, _TOKENIZER = "config.json", "tokenizer.json"
-_QUANTIZED_BYTES = {Quantize.INT8: 1.05, Quantize.INT8_WEIGHTS: 1.05, Quantize.INT4: 0.65}
-"""Of a weight, with its share of scales and of what stays as it is."""
 _GENERATION_CONFIG = "generation_config.json"
 _SAMPLED = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
@@ -266,8 +264,7 @@ def _arguments(
 
 
 def _weight_bytes(units: Sequence[UnitSpec], precision: Precision | None, quantize: Quantize) -> int:
-    each = _QUANTIZED_BYTES.get(quantize, parameter_dtype(precision or Precision.FP32).itemsize)
-    return int(sum(unit.num_parameters for unit in units) * each)
+    return int(sum(unit.num_parameters for unit in units) * bytes_of_weight(precision or Precision.FP32, quantize))
 
 
 def _hugging_face_ends(folder: Path) -> tuple[int, ...]:
