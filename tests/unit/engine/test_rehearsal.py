@@ -12,12 +12,12 @@ from penstock.data import MicroBatchSpec, PackedBatch
 from penstock.engine import EngineOptions
 from penstock.engine.build import units_of_layers
 from penstock.engine.losses import token_cross_entropy
-from penstock.engine.rehearsal import RehearsedBatch, rehearse
+from penstock.engine.rehearsal import RehearsedBatch, rehearse, rehearse_run
 from penstock.model import ModelGroups, UnitSpec, decoder_units
 from penstock.parallel.collectives import Collectives
 from penstock.schedule import Op
 from penstock.schedule.rehearsal import MemoryKind, Rehearsal, RehearsalError, check_order
-from penstock.settings import ExpertConfig, Layout, ModelConfig, Precision
+from penstock.settings import DataConfig, ExpertConfig, Layout, ModelConfig, ParallelConfig, Precision, RunConfig
 
 WIDTH, WORDS = 8, 16
 CONFIG = ModelConfig(vocab_size=WORDS, hidden_size=WIDTH, intermediate_size=24, num_layers=2, num_heads=2)
@@ -153,6 +153,11 @@ def test_recomputing_is_arithmetic_instead_of_memory() -> None:
     plain, again = rehearsed(Layout(pp=2)), rehearsed(Layout(pp=2), recompute="full")
     assert again.most(MemoryKind.TAPE) < 0.5 * plain.most(MemoryKind.TAPE)
     assert again.flops > 1.2 * plain.flops
+
+
+def test_the_first_rank_is_rehearsed_where_none_is_named() -> None:
+    config = RunConfig(model=CONFIG, data=DataConfig(sequence_length=24), parallel=ParallelConfig(pp=2, device="cpu"))
+    assert str(rehearse_run(config)) == str(rehearse_run(config, 0)) != str(rehearse_run(config, 1))
 
 
 def test_any_rank_of_a_layout_of_thousands_can_be_rehearsed() -> None:

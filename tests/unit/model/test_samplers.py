@@ -192,6 +192,7 @@ def test_tokens_outside_of_the_vocabulary_are_refused(given: dict[str, object]) 
         check_prompts(prompts, params, limits)
 
     check([SamplingParams(max_new_tokens=3)])
+    check([SamplingParams(max_new_tokens=3, logit_bias={96: 1.0}, bad_words=((1, 96),), top_log_probs=97)])
     with pytest.raises(ValueError, match="the model knows"):
         check([SamplingParams(max_new_tokens=3, **given)])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="bad_words hold every token alone"):
