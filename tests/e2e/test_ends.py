@@ -139,7 +139,18 @@ def emptied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "temporary"
     folder.mkdir()
     monkeypatch.setenv("TMPDIR", str(folder))
+    # PyTorch's own place for what it compiles, which otherwise lies in the temporary folder.
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     return folder
+
+
+@pytest.mark.shows(147)
+def test_a_run_that_ends_well_leaves_nothing_in_the_temporary_folder(tmp_path: Path, emptied: Path):
+    words = [str(write_run(tmp_path, "run", 8)), "--log.tensorboard", "false"]
+    with Started(words, launcher=PYTHON) as started:
+        ended = started.end()
+    assert ended.exit_code == 0, ended.err
+    assert list(emptied.iterdir()) == []
 
 
 @pytest.mark.shows(147, 149)

@@ -1,12 +1,13 @@
 """`penstock generate MODEL [PROMPT ...]`: continues prompts with a saved model."""
 
+import contextlib
 import hashlib
 import json
 import os
 import sys
 import tempfile
 from argparse import ArgumentTypeError
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -104,16 +105,25 @@ def _launch(words: Sequence[str], arguments: GenerateArguments, world_size: int)
     """Start the workers, with standard input in a file where it is the prompt: it can be read only once."""
     again = "gives the same answers" if arguments.output is None else "continues where it was stopped"
     command = WorkerCommand("penstock.cli.generate", again, _IMPORTS)
-    with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
+    with contextlib.ExitStack() as stack:
         environ = {}
         if not arguments.prompts and arguments.file is None:
-            given = Path(folder) / "prompt.txt"
-            given.write_text(_standard_input(), encoding="utf-8")
-            environ[STANDARD_INPUT] = str(given)
+            environ[STANDARD_INPUT] = stack.enter_context(_file_with(_standard_input()))
         num_threads = arguments.parallel.num_threads
         return launch(
             command, words, world_size, num_threads, environ, check=lambda: _check_model(arguments, world_size)
         )
+
+
+@contextlib.contextmanager
+def _file_with(text: str) -> Iterator[str]:
+    """The path of a file with this text; on Linux it has no name, so that nothing is left however this process ends."""
+    is_nameless = sys.platform == "linux"
+    make = tempfile.TemporaryFile if is_nameless else tempfile.NamedTemporaryFile
+    with make("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        yield f"/proc/{os.getpid()}/fd/{file.fileno()}" if is_nameless else file.name
 
 
 def _fitting_options(arguments: GenerateArguments) -> list[str]:

@@ -8,6 +8,8 @@ from penstock.settings import ConfigError, Device, PackingKind, Precision, RunCo
 
 _WEIGHT_BYTES = {Precision.FP64: 8, Precision.FP32: 4, Precision.BF16_AUTOCAST: 4, Precision.BF16: 2, Precision.FP16: 2}
 _GRADIENT_BYTES, _TOKEN_BYTES = 4, 8
+# What a process has for itself where all that it has imported is shared.
+_PROCESS_BYTES = 32 << 20
 # A key and a value of the narrowest head, in 16 bits.
 _CACHED_BYTES = 2 * 2 * 2
 
@@ -66,6 +68,20 @@ def check_rows(num_slots: int, num_rows: int, num_tokens: int, num_units: int, d
         num_rows * num_tokens * num_layers * _CACHED_BYTES,
         there,
     )
+
+
+def check_processes(count: int) -> None:
+    """Refuse more processes on this machine than its memory can hold, whatever they do.
+
+    Raises: ConfigError with what they need at least, and what there is.
+    """
+    there = memory_bytes("cpu")
+    assert there is not None
+    if count * _PROCESS_BYTES > there:
+        raise ConfigError(
+            f"{count} processes need at least {count * _PROCESS_BYTES / 2**30:,.0f} GiB, but this machine has "
+            f"{there / 2**30:,.1f} GiB of memory; give a smaller layout, or start it on several hosts"
+        )
 
 
 def _refuse(sizes: str, what: str, needed_bytes: int, there_bytes: int) -> None:

@@ -24,6 +24,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from penstock.cli.group import LAUNCHER_PID, LOOPBACK
+from penstock.cli.host_memory import check_processes
 
 # Exit codes of the command.
 FAILED, REFUSED = 1, 2
@@ -73,7 +74,10 @@ def launch(
     and end well. Where one fails, stands still then, or is asked twice, or the command's time to end is over, all have
     ended within ten seconds. They meet at a store in this process, and neither it nor they listen anywhere but on the
     loopback.
+
+    Raises: ConfigError for more workers than this machine can hold.
     """
+    check_processes(num_workers)
     with _environment_kept(), socket.create_server((LOOPBACK, 0), backlog=4096) as listener:
         port = listener.getsockname()[1]
         os.environ |= {**(environ or {}), **_environment(num_workers, num_threads, port)}
@@ -91,8 +95,7 @@ def launch(
         )
         with _signals_caught() as signals:
             try:
-                with _signals_held():
-                    workers.start()
+                workers.start(signals)
                 # Its thread would not survive a fork, so it starts last.
                 store = _store_at(listener)
                 workers.watch(signals)
@@ -100,6 +103,14 @@ def launch(
             finally:
                 workers.kill()
         return workers.exit_code(command.again)
+
+
+def _remove_empty_cache() -> None:
+    """Remove the folder that importing PyTorch's compiler makes for what it compiles, where it has compiled nothing."""
+    module = sys.modules.get("torch._inductor.runtime.cache_dir_utils")
+    if module is not None:
+        with suppress(OSError):
+            os.rmdir(module.cache_dir())
 
 
 def _environment(num_workers: int, num_threads: int, port: int) -> dict[str, str]:
@@ -127,6 +138,7 @@ def _context(imports: Sequence[str]) -> ForkContext | SpawnContext:
     if sys.platform == "linux" and _can_fork():
         for name in imports:
             importlib.import_module(name)
+        _remove_empty_cache()
         if _can_fork():
             # A collection would walk through all that was imported, in the middle of some step, while others wait.
             gc.freeze()
@@ -233,9 +245,13 @@ class _Workers:
         self._ask_at = self._kill_at = math.inf
         self._has_failed = False
 
-    def start(self) -> None:
+    def start(self, signals: socket.socket) -> None:
+        """Start one after the other, until all run or a signal asks to end."""
         for process in self.processes:
-            process.start()
+            if wait([signals], 0):
+                break
+            with _signals_held():
+                process.start()
 
     def watch(self, signals: socket.socket) -> None:
         """Wait until all workers have ended, and see to it that they do once one has failed."""
@@ -293,7 +309,7 @@ class _Workers:
     def exit_code(self, again: str) -> int:
         """The exit code of the command; reports workers that could not explain themselves."""
         codes = [process.exitcode or 0 for process in self.processes]
-        if not any(codes):
+        if not any(codes) and all(process.pid for process in self.processes):
             return 0
         for rank, code in enumerate(codes):
             who = f"penstock: rank {rank} (process {self.processes[rank].pid})"

@@ -3,6 +3,7 @@
 import os
 import platform
 import re
+import signal
 import sys
 
 from penstock import __version__
@@ -51,7 +52,12 @@ def main(arguments: list[str] | None = None) -> int:
 
     Returns: its exit code; 2 after a user's mistake, reported in one sentence on stderr.
     """
-    return run_as_script(_run, sys.argv[1:] if arguments is None else arguments)
+    if arguments is not None:
+        return run_as_script(_run, arguments)
+    code = run_as_script(_run, sys.argv[1:])
+    # Nothing is left to interrupt; one more Ctrl-C would only break into what Python does at its end.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    return code
 
 
 def _run(arguments: list[str]) -> int:
