@@ -33,7 +33,7 @@ def in_folder(folder: Path | None, program: Callable[..., int], *arguments: obje
 
 
 def run_ranks_of(
-    script: Path, num_ranks: int, *arguments: str, folder: Path | None = None, limit_s: float = 300.0
+    script: Path, num_ranks: int, *arguments: str, folder: Path | None = None, limit_s: float = 1500.0
 ) -> str:
     """What the script's ranks write to standard output, in their order; all must end well.
 

@@ -225,7 +225,7 @@ def listens_on_the_loopback_alone(pids: Sequence[int]) -> None:
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     make_model("llama").save_pretrained(folder)
-    (folder / "prompts.jsonl").write_text("".join(json.dumps({"tokens": [1 + i % 9, 2, 3]}) + "\n" for i in range(999)))
+    (folder / "prompts.jsonl").write_text("".join(json.dumps({"tokens": [1 + i % 9, 2, 3]}) + "\n" for i in range(9999)))
     return folder
 
 
@@ -243,6 +243,7 @@ def test_scoring_and_generation_end_as_fast(
 ):
     prompts = ["--file"] if command == "generate" else []
     words = [str(model), *prompts, str(model / "prompts.jsonl"), "--pp", "2", "--timeout", "600"]
+    words += ["--output", str(emptied.with_name("output.jsonl"))]
     with Started(words, launcher=PYTHON if moment is imports_torch else None, command=command) as started:
         wait_until(lambda: moment(started), started)
         ended = ends_in_time(started, case.act)
