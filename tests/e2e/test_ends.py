@@ -225,7 +225,8 @@ def listens_on_the_loopback_alone(pids: Sequence[int]) -> None:
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     make_model("llama").save_pretrained(folder)
-    (folder / "prompts.jsonl").write_text("".join(json.dumps({"tokens": [1 + i % 9, 2, 3]}) + "\n" for i in range(9999)))
+    lines = [json.dumps({"tokens": [1 + number % 9, 2, 3]}) for number in range(9999)]
+    (folder / "prompts.jsonl").write_text("\n".join(lines) + "\n")
     return folder
 
 
