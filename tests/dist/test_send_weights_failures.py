@@ -68,7 +68,7 @@ def comes_late(rank: int) -> tuple[str, int, int]:
         assert not source.weights_wait(target)
         patient = source.port.options
         for engine in (source, target):
-            engine.port.options = replace(patient, timeout_s=0.5, learns=engine is source)
+            engine.port.options = replace(patient, timeout_s=1.0, learns=engine is source)
         with pytest.raises(TransportError) as late:
             source.send_weights(target)
         error = str(late.value)
@@ -82,5 +82,5 @@ def comes_late(rank: int) -> tuple[str, int, int]:
 
 def test_a_rank_that_does_not_come_is_named_and_may_come_later() -> None:
     (_, version, _), (error, arrived, num_tokens) = run_ranks(2, comes_late)
-    assert "after 0.5 s rank 0 has not called send_weights" in error
+    assert "after 1 s rank 0 has not called send_weights" in error
     assert (version, arrived, num_tokens) == (3, 3, 1)

@@ -47,7 +47,7 @@ def test_a_ring_of_local_processes_is_tested() -> None:
             "parallel.ep = 2 does not divide parallel.dp x parallel.cp = 3; possible are 1, 3",
         ),
         (["--order", "dp-pp"], "parallel.order = 'dp-pp' must name each of dp, pp, cp and tp once"),
-        (["--timeout", "-1"], "parallel.timeout_s = -1.0 is not possible; it must be more than 0"),
+        (["--timeout", "1e-9"], "parallel.timeout_s = 1e-09 is not possible; it must be at least 1"),
         (["--tq", "2"], "did you mean"),
     ],
 )

@@ -196,12 +196,12 @@ def test_one_signal_ends_a_step_that_does_not_end_and_the_run_goes_on_from_its_c
     tmp_path: Path, pp: str, exit_code: int
 ):
     output, words = tmp_path / "run", [str(write_run(tmp_path, "run", 8)), "--parallel.pp", pp]
-    words = [*words, "--parallel.shutdown_timeout_s", "0.5"]
+    words = [*words, "--parallel.shutdown_timeout_s", "1"]
     with Started(words, launcher=[*PYTHON, "-c", ENDLESS_STEP]) as started:
         wait_until(lambda: last_step(output) == 6 and has_saved(output, 5), started)
         ended = ends_in_time(started, signalled(signal.SIGTERM))
     assert ended.exit_code == exit_code, ended.err
-    assert re.search(r"rank 0, step 6: [^\n]*; asked to end, and not done within 0.5 s\n", ended.err), ended.err
+    assert re.search(r"rank 0, step 6: [^\n]*; asked to end, and not done within 1 s\n", ended.err), ended.err
     with Started(words) as started:
         ended = started.end()
     assert (ended.exit_code, last_step(output)) == (0, 8), ended.err

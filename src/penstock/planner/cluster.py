@@ -17,6 +17,9 @@ from penstock.settings.toml_files import parse_toml
 
 _GIB = 2**30
 
+MOST_DEVICES = 10_000_000
+"""Devices of a cluster, at most: the divisors of more take too long to try."""
+
 
 class ClusterError(ValueError):
     """A cluster that cannot be, or that is not known."""
@@ -72,6 +75,9 @@ class Cluster:
     source: str = ""
 
     def __post_init__(self) -> None:
+        for key, number in (("devices_per_host", self.devices_per_host), ("num_devices", self.num_devices)):
+            if number > MOST_DEVICES:
+                raise ClusterError(f"{key} is too large; the planner takes at most {MOST_DEVICES} devices")
         if self.num_devices < 1:
             raise ClusterError(f"a cluster has at least 1 device, not {self.num_devices}")
         if self.num_devices > self.devices_per_host and self.num_devices % self.devices_per_host:

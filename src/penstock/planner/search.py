@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from penstock.planner.cluster import Cluster
+from penstock.planner.cluster import MOST_DEVICES, Cluster
 from penstock.planner.estimate import Candidate, Estimate, Workload, estimate, groups_of, state_bytes
 from penstock.planner.explain import well_known
 from penstock.planner.model_costs import RecomputedPart, UnitSize, unit_costs
@@ -322,8 +322,10 @@ class _Search:
     def _enough(self, times: float) -> int:
         """A number of devices on which a layout fits, from so many times as many on; 0 if none is found."""
         host = self.cluster.devices_per_host
-        first = math.ceil(times * self.cluster.num_devices / host)
+        first = math.ceil(min(times * self.cluster.num_devices, MOST_DEVICES) / host)
         for hosts in (-(-first * quarters // 4) for quarters in (4, 5, 6, 8, 12, 16)):
+            if hosts * host > MOST_DEVICES:
+                break
             more = replace(self.cluster, num_devices=hosts * host)
             candidates = [self._smallest(layout, more) for layout in layouts(self.workload, more) if layout.pp > 1]
             needed, _, candidate = min(candidates, default=(math.inf, "", None))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import isfinite
+from math import inf
 from typing import TypeAlias
 
 from penstock.schedule.actions import Action, Op, Pair, Placement, Schedule, Step
@@ -15,6 +15,8 @@ PerStage: TypeAlias = float | Sequence[float]
 PerLink: TypeAlias = float | Sequence[float]
 
 _TIMES = ("forward", "backward_input", "backward_weight", "action", "transfer", "reduce", "step", "pair")
+# Sums and products of such numbers stay far from where a float overflows.
+LARGEST_COST = 1e100
 _SIZES = ("message_bytes", "microbatch_bytes", "weight_memory_share")
 
 
@@ -67,7 +69,7 @@ class Costs:
     >>> Costs(forward=[1.0, 2.0], transfer=0.1).forward
     (1.0, 2.0)
 
-    Raises: ValueError for a time or size that is negative or not finite.
+    Raises: ValueError for a time or size that is negative, not finite or above 1e100.
     """
 
     #: The time of F.
@@ -105,15 +107,22 @@ class Costs:
             if hasattr(value, "__len__"):
                 object.__setattr__(self, name, value := tuple(value))
             for one in value if isinstance(value, Sequence) else () if value is None else (value,):
-                if not isfinite(one) or one < 0:
-                    kind = "a time" if name in _TIMES else "a number"
-                    raise ValueError(f"{name} must be {kind} of at least 0, got {one!r}")
+                check_cost(name, one, "a time" if name in _TIMES else "a number")
         if self.bandwidth is not None and not self.bandwidth > 0:
             raise ValueError(f"bandwidth must be above 0 bytes in a unit of time, got {self.bandwidth!r}")
+        if self.bandwidth is not None and self.bandwidth < 1 / LARGEST_COST:
+            raise ValueError(f"bandwidth must be at least {1 / LARGEST_COST:g}, got {self.bandwidth!r}")
 
     @property
     def memory(self) -> Memory:
         return Memory(_plain(self.weight_memory_share), _plain(self.microbatch_bytes), tuple(self.lengths))
+
+
+def check_cost(name: str, value: float, kind: str = "a time") -> None:
+    """Check a time or size. Raises: ValueError, if it is not a number of at least 0 and at most `LARGEST_COST`."""
+    if not 0 <= value <= LARGEST_COST:
+        bound = f"at most {LARGEST_COST:g}" if LARGEST_COST < value < inf else "at least 0"
+        raise ValueError(f"{name} must be {kind} of {bound}, got {value!r}")
 
 
 def _plain(value: PerStage) -> float | tuple[float, ...]:

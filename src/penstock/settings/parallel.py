@@ -12,6 +12,8 @@ AXES = ("dp", "pp", "cp", "tp")
 _NUM_OFFERED = 5
 # More than any machine has, and few enough to list their groups.
 _PROCESSES = Bounds(least=1, limit=2**20)
+# Processes cannot even greet each other in much less than a second. A clock counts nanoseconds in 64 bits: 68 years.
+_TIMEOUT = Bounds(least=1, limit=2**31 - 1)
 
 Groups = tuple[tuple[int, ...], ...]
 Device = Literal["auto", "cpu", "cuda"]
@@ -227,14 +229,13 @@ class ParallelConfig(Layout, section="parallel"):
     timeout_s: float = setting(
         600.0,
         "Seconds that a rank waits for a peer before it reports the failure and ends.",
-        # A clock counts nanoseconds in 64 bits; this is 68 years.
-        Bounds(above=0, limit=2**31 - 1),
+        _TIMEOUT,
     )
     shutdown_timeout_s: float = setting(
         600.0,
         "Seconds that a run which is asked to end (SIGTERM, Ctrl-C) has to finish its step and save; then it ends "
         "without, and the newest checkpoint is the one before.",
-        Bounds(above=0, limit=2**31 - 1),
+        _TIMEOUT,
     )
     elastic: bool = setting(False, "Run on as many pipelines as the group of processes has room for, regardless of dp.")
 

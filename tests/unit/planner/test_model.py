@@ -107,6 +107,11 @@ def test_a_clusters_file_changes_a_known_host(tmp_path: Path):
     [
         ('host_type = "h10"', "no host is called 'h10'; did you mean 'h100'"),
         ('host_type = "h100"\nnum_devices = 12', "12 devices do not fill hosts of 8; 8 or 16 would"),
+        (f'host_type = "h100"\nnum_devices = {10**24}', "num_devices is too large; the planner takes at most 10000000"),
+        (
+            f'host_type = "h100"\ndevices_per_host = {10**24}',
+            "devices_per_host is too large; the planner takes at most",
+        ),
         ('host_type = "h100"\n[device]\nmemory = 3', "no key of device is called 'memory'; did you mean 'memory_gib'"),
         ('host_type = "h100"\n[network]\nlatency_us = -1', "network.latency_us takes a number above 0, not -1"),
         ("num_devices = 4", "devices_per_host is missing; give it, or host_type = one of a100, h100"),

@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
-from math import floor, inf, isfinite
+from math import floor, inf
 from typing import NamedTuple, TypeAlias
 
 from penstock.schedule.actions import Action, Op, Placement, PlacementKind, Schedule, check_count
-from penstock.schedule.costs import Costs, Durations, PerStage, check_stages
+from penstock.schedule.costs import Costs, Durations, PerStage, check_cost, check_stages
 
 Codes: TypeAlias = list[list[int]]
 """One list of numbers a rank: a skeleton, or orders."""
@@ -67,8 +67,8 @@ class Problem:
             raise ValueError("the search places stages in a loop or a v, not bidirectional")
         for name in ("forward", "backward_input", "backward_weight"):
             for time in getattr(self, name):
-                _check_time(name, time)
-        _check_time("transfer", self.transfer)
+                check_cost(name, time)
+        check_cost("transfer", self.transfer)
         if not 0 <= self.weight_memory_share <= 1:
             raise ValueError(f"weight_memory_share must be between 0 and 1, got {self.weight_memory_share!r}")
         if not self.max_live_microbatches >= 1:
@@ -173,11 +173,6 @@ def per_stage(name: str, value: PerStage, placement: Placement, what: str = "tim
         return (value / placement.stages_per_rank,) * placement.num_stages
     check_stages(name, value, placement, what)
     return tuple(value)
-
-
-def _check_time(name: str, time: float) -> None:
-    if not isfinite(time) or time < 0:
-        raise ValueError(f"{name} must be a time of at least 0, got {time!r}")
 
 
 def bound(placement: Placement, microbatches: int, costs: Costs, limit: float = inf) -> float:
