@@ -15,6 +15,7 @@ from pathlib import Path
 from shutil import get_terminal_size
 from typing import Any, NoReturn
 
+from penstock.settings.durable import naming, whole_file
 from penstock.settings.files import check_file
 from penstock.settings.json_files import parse_json
 
@@ -191,15 +192,11 @@ def refuse_to_overwrite(
 def write_text(path: Path, text: str, *, force: bool) -> None:
     """Write a file whole or not at all.
 
-    Raises: ValueError as `refuse_to_overwrite` does.
+    Raises: ValueError as `refuse_to_overwrite` does; OSError with the path, such as that of a full disk.
     """
     refuse_to_overwrite(path, force=force)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        unfinished.write_text(text)
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    with whole_file(path) as new:
+        new.write_text(text, encoding="utf-8")
 
 
 def _holds(is_ours: Callable[[Any], bool], line: bytes) -> bool:
@@ -215,7 +212,8 @@ class Unfinished:
     A call with the same `digest` finds the lines that a killed call left. Another digest gives another hidden name, so
     lines of different calls never mix.
 
-    Raises: ValueError if the file cannot be written, or another call is writing it.
+    Raises: ValueError if the file cannot be written, or another call is writing it. What fails later, such as a write
+        to a full disk, is an OSError with `path`.
     """
 
     #: the file's name once it is complete, and until then
@@ -245,42 +243,45 @@ class Unfinished:
 
     def keep(self, lines: Iterable[bytes]) -> None:
         """Truncate the file to these lines, with which it begins."""
-        self._file.truncate(sum(map(len, lines)))
+        with naming(self.path):
+            self._file.truncate(sum(map(len, lines)))
 
     def append(self, lines: Iterable[str], *, to_disk: bool) -> None:
         """Add lines, which survive the death of the process and, with `to_disk`, that of the machine."""
-        for line in lines:
-            self._file.write(line.encode() + b"\n")
-        self._file.flush()
-        if to_disk:
-            os.fsync(self._file.fileno())
+        with naming(self.path):
+            for line in lines:
+                self._file.write(line.encode() + b"\n")
+            self._file.flush()
+            if to_disk:
+                os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Let another call continue the file."""
-        self._file.close()
+        with naming(self.path):
+            self._file.close()
 
     def publish(self, lines: Iterable[bytes] | None = None) -> None:
         """Give the file its name, with `lines` in place of its own if they are given.
 
         Raises: ValueError if a file of that name exists by now; the lines stay in the hidden file.
         """
-        whole = self.hidden
-        if lines is not None:
-            whole = self.hidden.with_suffix(".whole")
-            with whole.open("wb") as file:
-                file.writelines(lines)
-                file.flush()
-                os.fsync(file.fileno())
-        self._file.close()
-        try:
-            # Unlike a rename, a link never takes another file's place.
-            os.link(whole, self.path)
-        except FileExistsError:
-            raise ValueError(f"{self.path} exists by now; what should stand there is in {self.hidden}") from None
-        finally:
-            if whole is not self.hidden:
-                whole.unlink()
-        self.hidden.unlink()
+        whole = self.hidden if lines is None else self.hidden.with_suffix(".whole")
+        with naming(self.path):
+            try:
+                if lines is not None:
+                    with whole.open("wb") as file:
+                        file.writelines(lines)
+                        file.flush()
+                        os.fsync(file.fileno())
+                self._file.close()
+                # Unlike a rename, a link never takes another file's place.
+                os.link(whole, self.path)
+            except FileExistsError:
+                raise ValueError(f"{self.path} exists by now; what should stand there is in {self.hidden}") from None
+            finally:
+                if whole != self.hidden:
+                    whole.unlink(missing_ok=True)
+            self.hidden.unlink()
 
 
 def unfinished_of(path: Path) -> list[Path]:

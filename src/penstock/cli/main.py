@@ -7,6 +7,7 @@ import signal
 import sys
 
 from penstock import __version__
+from penstock.cli import standard_files
 from penstock.cli.commands import Command, Main, dispatch
 
 COMMANDS = {
@@ -85,10 +86,9 @@ def versions() -> str:
 
 def run_as_script(main: Main, arguments: list[str] | None = None) -> int:
     """Run a command's `main`, and turn its errors for users' mistakes into one sentence and an exit code."""
+    standard_files.prepare()
     try:
-        code = main(sys.argv[1:] if arguments is None else arguments)
-        sys.stdout.flush()
-        return code
+        return _flushed(main, sys.argv[1:] if arguments is None else arguments)
     except BrokenPipeError:
         # The reader (head, less) has closed the pipe. Python would complain again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -108,6 +108,17 @@ def run_as_script(main: Main, arguments: list[str] | None = None) -> int:
         leave_report_to_first(os.environ)
         print(f"penstock: {sentence(error)}", file=sys.stderr)
         return 2
+
+
+def _flushed(main: Main, arguments: list[str]) -> int:
+    """Run a command's `main` until all that it has printed is written; argparse's help ends by SystemExit."""
+    try:
+        code = main(arguments)
+    except SystemExit:
+        sys.stdout.flush()
+        raise
+    sys.stdout.flush()
+    return code
 
 
 _ALLOCATION = re.compile(r"(?:RuntimeError: )?(?:\[[^\]]*\][^:]*)?DefaultCPUAllocator: [^:]*:[^\d]*(\d+) bytes\.?[^;]*")

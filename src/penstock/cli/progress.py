@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TextIO
 
+from penstock.cli.standard_files import print_progress
+
 # Weight of one step in the running means behind the speed and the remaining time.
 _STEP_SHARE = 0.1
 _SECONDS_BETWEEN_LINES = 2.0
@@ -111,7 +113,7 @@ class Progress:
         )
 
     def _print(self, text: str) -> None:
-        print(text, file=self._file, flush=True)
+        print_progress(text, self._file)
 
 
 class LiveBar:
@@ -185,7 +187,7 @@ class LineProgress:
             self._bar.update(num_done, text)
         elif now - self._last_line_s >= _SECONDS_BETWEEN_LINES or num_done == self._num_lines:
             self._last_line_s = now
-            print(f"{self._what} {num_done}/{self._num_lines}  {text}", file=self._file, flush=True)
+            print_progress(f"{self._what} {num_done}/{self._num_lines}  {text}", self._file)
 
     def close(self) -> None:
         if self._bar is not None:

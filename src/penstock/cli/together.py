@@ -67,6 +67,7 @@ def work_together(group: Group, num_threads: int, timeout_s: float, work: Callab
     threading.excepthook = _on_thread_failure
     try:
         code = work(store) or 0
+        sys.stdout.flush()
         if dist.is_initialized():
             dist.destroy_process_group()
     except ValueError as error:

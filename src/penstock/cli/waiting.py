@@ -5,6 +5,8 @@ import time
 from types import TracebackType
 from typing import Self, TextIO
 
+from penstock.cli.standard_files import print_progress
+
 _SECONDS_BETWEEN_LINES = 5.0
 
 
@@ -45,4 +47,4 @@ class Waiting:
 
     def _speak(self) -> None:
         while not self._ended.wait(self._every_s):
-            print(f"{self._what}: {time.monotonic() - self._start_s:.0f} s so far", file=self._file, flush=True)
+            print_progress(f"{self._what}: {time.monotonic() - self._start_s:.0f} s so far", self._file)

@@ -16,6 +16,7 @@ from matplotlib.ticker import MaxNLocator
 
 from penstock.draw.boxes import DEFINITIONS, Box, Kind, Part, Row, boxes_of, kinds_in, number
 from penstock.schedule import Timeline
+from penstock.settings.durable import whole_file
 
 FORMATS = (".svg", ".png")
 
@@ -56,7 +57,8 @@ def picture(path: str | Path, timelines: Sequence[Timeline], *, unit: str = "") 
         raise ValueError("a picture needs at least one timeline")
     with matplotlib.rc_context(STYLE):
         figure = _figure(timelines, unit)
-        figure.savefig(path, dpi=160, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
+        with whole_file(path) as new:
+            figure.savefig(new, dpi=160, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
 
 
 def check_path(path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from penstock.schedule import Event, Timeline
 from penstock.schedule.recording import Recording, Wait
 from penstock.schedule.text import parse_step
+from penstock.settings.durable import whole_file
 from penstock.settings.files import read_bytes
 from penstock.settings.json_files import parse_json
 
@@ -82,7 +83,8 @@ def write_recorded_step(path: str | Path, recorded: RecordedStep) -> None:
     values = {"format": FORMAT, "measured": recorded.recording.to_json(), "simulated": None}
     if recorded.simulated is not None:
         values["simulated"] = _timeline_to_json(recorded.simulated)
-    Path(path).write_text(json.dumps(values, separators=(",", ":"), allow_nan=False) + "\n", encoding="utf-8")
+    with whole_file(path) as new:
+        new.write_text(json.dumps(values, separators=(",", ":"), allow_nan=False) + "\n", encoding="utf-8")
 
 
 def read_recorded_step(path: str | Path) -> RecordedStep:

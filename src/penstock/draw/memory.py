@@ -11,6 +11,7 @@ from matplotlib.ticker import MaxNLocator
 
 from penstock.draw.image import GREY, STYLE, check_path
 from penstock.schedule.rehearsal import MemoryKind, MemoryPoint, Rehearsal
+from penstock.settings.durable import whole_file
 
 _COLOURS = {
     MemoryKind.PARAMETERS: "#34506B",
@@ -37,7 +38,8 @@ def memory_picture(path: str | Path, rehearsal: Rehearsal) -> None:
     check_path(path)
     with matplotlib.rc_context(STYLE):
         figure = _figure(rehearsal)
-        figure.savefig(path, dpi=160, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
+        with whole_file(path) as new:
+            figure.savefig(new, dpi=160, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
 
 
 def _figure(rehearsal: Rehearsal) -> Figure:

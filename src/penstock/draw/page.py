@@ -20,6 +20,7 @@ from penstock.draw.layers import Layer, bytes_are_known, check_layers, live_over
 from penstock.schedule import Event, Op, Pair
 from penstock.schedule.actions import parts
 from penstock.schedule.recording import Wait
+from penstock.settings.durable import whole_file
 
 _SCRIPTS = ("model.js", "paint.js", "view.js", "tell.js", "page.js")
 _DIGITS = 9  # of the makespan, in a tick
@@ -55,7 +56,8 @@ def write_page(path: str | Path, layers: Sequence[Layer], *, unit: str = "", com
         data=_json(content),
         script="\n".join((assets / name).read_text(encoding="utf-8") for name in _SCRIPTS),
     )
-    Path(path).write_text(page, encoding="utf-8")
+    with whole_file(path) as new:
+        new.write_text(page, encoding="utf-8")
 
 
 def _title(layers: Sequence[Layer]) -> str:

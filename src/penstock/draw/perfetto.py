@@ -15,6 +15,7 @@ from penstock.draw.boxes import KIND_OF
 from penstock.draw.layers import Layer, bytes_are_known, check_layers, live_over_time
 from penstock.schedule import Event, Op
 from penstock.schedule.actions import parts
+from penstock.settings.durable import whole_file
 
 NANOSECONDS = {"s": 1e9, "ms": 1e6, "us": 1e3, "ns": 1.0}
 _COMPUTE, _REDUCTION = 1, 2  # threads
@@ -39,7 +40,7 @@ def write_trace(path: str | Path, layers: Sequence[Layer], *, unit: str = "", co
         "unit": unit or "none: 1 is shown as 1 ms",
     }
     head = json.dumps({"displayTimeUnit": "ms", "otherData": facts})[:-1]
-    with Path(path).open("w", encoding="utf-8") as file:
+    with whole_file(path) as new, new.open("w", encoding="utf-8") as file:
         file.write(f'{head}, "traceEvents": [\n')
         for number, entry in enumerate(entries(layers, unit)):
             file.write((",\n" if number else "") + json.dumps(entry, separators=(",", ":")))

@@ -9,6 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from penstock.draw.image import GREY, STYLE, check_path
+from penstock.settings.durable import whole_file
 
 # In this order, from the left of each bar; waits bear the name of the axis whose messages they wait for.
 _PARTS = {
@@ -55,7 +56,8 @@ def plan_picture(
         figure.text(0.055, 0.94, title, fontsize=11, fontweight="bold")
         _scatter(figure.add_axes((0.055, 0.12, 0.31, 0.76)), best, tried, memory_bytes)
         _bars(figure.add_axes((0.69, 0.2, 0.29, 0.68)), best)
-        figure.savefig(path, dpi=_DPI, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
+        with whole_file(path) as new:
+            figure.savefig(new, dpi=_DPI, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
 
 
 def frontier(layouts: Sequence[PlannedLayout]) -> list[PlannedLayout]:

@@ -33,6 +33,7 @@ from penstock.parallel.collectives import gather_uneven
 from penstock.parallel.host import gather_json, on_all_ranks
 from penstock.parallel.tensor_slice import Shape, Shard, StoredSlice
 from penstock.settings.arguments import checked
+from penstock.settings.durable import naming
 
 MAX_SHARD_BYTES = 5 * 10**9
 TOKENIZER_FILES = (
@@ -195,26 +196,31 @@ def write_folder(
     form.describe()
     gather = partial(gather_json, group=control)
     on_all_ranks(lambda: _stage(folder, staging) if rank == 0 else None, gather, ValueError)
-    ours = [parameter for parameter in parameters if parameter.is_ours]
-    files = list(_cut(ours, form, options))
-    names = gather([[name for item in file for name in _names(*item, options)] for file in files])
-    num_files = sum(map(len, names))
-    first = sum(map(len, names[:rank]))
-    paths = [staging / _file_name(number, num_files) for number in range(first, first + len(files))]
-    written = dict(zip(paths, files, strict=True))
-    theirs = [parameter for parameter in parameters if not parameter.is_ours]
-    on_all_ranks(lambda: _write(written, theirs, options, progress), gather, ValueError)
-    file_of = {
-        name: _file_name(number, num_files)
-        for number, file in enumerate(file for of_rank in names for file in of_rank)
-        for name in file
-    }
-    dtype = next((options.torch_dtype(parameter.dtype) for parameter in ours), torch.float32)
-    on_all_ranks(
-        lambda: _publish(staging, folder, form, _kept(dtype, options, form), file_of) if rank == 0 else None,
-        gather,
-        ValueError,
-    )
+    try:
+        ours = [parameter for parameter in parameters if parameter.is_ours]
+        files = list(_cut(ours, form, options))
+        names = gather([[name for item in file for name in _names(*item, options)] for file in files])
+        num_files = sum(map(len, names))
+        first = sum(map(len, names[:rank]))
+        paths = [staging / _file_name(number, num_files) for number in range(first, first + len(files))]
+        written = dict(zip(paths, files, strict=True))
+        theirs = [parameter for parameter in parameters if not parameter.is_ours]
+        on_all_ranks(lambda: _write(written, theirs, options, progress), gather, ValueError)
+        file_of = {
+            name: _file_name(number, num_files)
+            for number, file in enumerate(file for of_rank in names for file in of_rank)
+            for name in file
+        }
+        dtype = next((options.torch_dtype(parameter.dtype) for parameter in ours), torch.float32)
+        on_all_ranks(
+            lambda: _publish(staging, folder, form, _kept(dtype, options, form), file_of) if rank == 0 else None,
+            gather,
+            ValueError,
+        )
+    except BaseException:
+        if rank == 0:
+            shutil.rmtree(staging, ignore_errors=True)
+        raise
 
 
 def _names(parameter: ExportedParameter, stored: StoredSlice, options: ExportOptions) -> list[str]:
@@ -296,25 +302,26 @@ def _publish(
     kept: Mapping[str, Any],
     file_of: Mapping[str, str],
 ) -> None:
-    files = sorted(set(file_of.values()))
-    if len(files) > 1:
-        total_bytes = sum((staging / file).stat().st_size for file in files)
-        index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(file_of.items()))}
-        (staging / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    content = {key: value for key, value in form.describe().items() if key not in ("torch_dtype", KEY)} | dict(kept)
-    (staging / CONFIG_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    if form.folder is not None:
-        for name in TOKENIZER_FILES:
-            if (form.folder / name).is_file():
-                shutil.copyfile(form.folder / name, staging / name)
-    if form.bytes_end is not None:
-        save_byte_tokenizer(staging, form.bytes_end)
-        if form.bytes_end:
-            ends = {"eos_token_id": list(ByteTokenizer(end_token=True).end_tokens)}
-            (staging / "generation_config.json").write_text(json.dumps(ends, indent=2) + "\n", encoding="utf-8")
-    if folder.exists():
-        folder.rmdir()
-    staging.rename(folder)
+    with naming(folder):
+        files = sorted(set(file_of.values()))
+        if len(files) > 1:
+            total_bytes = sum((staging / file).stat().st_size for file in files)
+            index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(file_of.items()))}
+            (staging / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        content = {key: value for key, value in form.describe().items() if key not in ("torch_dtype", KEY)} | dict(kept)
+        (staging / CONFIG_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        if form.folder is not None:
+            for name in TOKENIZER_FILES:
+                if (form.folder / name).is_file():
+                    shutil.copyfile(form.folder / name, staging / name)
+        if form.bytes_end is not None:
+            save_byte_tokenizer(staging, form.bytes_end)
+            if form.bytes_end:
+                ends = {"eos_token_id": list(ByteTokenizer(end_token=True).end_tokens)}
+                (staging / "generation_config.json").write_text(json.dumps(ends, indent=2) + "\n", encoding="utf-8")
+        if folder.exists():
+            folder.rmdir()
+        staging.rename(folder)
 
 
 def _file_name(number: int, num_files: int) -> str:

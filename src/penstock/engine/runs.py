@@ -10,8 +10,8 @@ from typing import Any, TextIO
 
 import tomli_w
 
-from penstock.engine.durable import naming, unfinished, write_durably
 from penstock.settings import ConfigError, RunConfig, differences, read_config
+from penstock.settings.durable import naming, unfinished, write_durably
 from penstock.settings.files import lines_of
 from penstock.settings.json_files import parse_json
 

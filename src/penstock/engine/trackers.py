@@ -14,13 +14,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
-from penstock.engine.durable import naming
 from penstock.engine.loss_metrics import EvaluationLoss
 from penstock.engine.runs import MetricsLog
 from penstock.engine.trainer import TrainResult
 from penstock.engine.watch import evaluation_numbers, step_numbers
 from penstock.settings import ConfigError, LogConfig
 from penstock.settings.arguments import checked
+from penstock.settings.durable import naming
 from penstock.settings.files import read_text
 
 PROMETHEUS_FILE = "metrics.prom"

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.engine.durable import write_durably
 from penstock.parallel.tensor_slice import StoredSlice, TensorSlice
+from penstock.settings.durable import write_durably
 from penstock.settings.files import open_file, read_bytes
 from penstock.settings.json_files import check_kinds, parse_json
 

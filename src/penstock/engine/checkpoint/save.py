@@ -33,10 +33,10 @@ from penstock.engine.checkpoint.manifest import (
     step_of,
     write_manifest,
 )
-from penstock.engine.durable import sync_folder, write_durably
 from penstock.parallel import Grid
 from penstock.parallel.host import Gather, gather_json, on_all_ranks
 from penstock.parallel.tensor_slice import LocalTensor, Shape, local_slices
+from penstock.settings.durable import sync_folder, write_durably
 from penstock.settings.json_files import read_json_object
 
 if TYPE_CHECKING:

@@ -25,6 +25,24 @@ def write_durably(path: Path, text: str) -> None:
         sync_folder(path.parent)
 
 
+@contextmanager
+def whole_file(path: Path | str) -> Iterator[Path]:
+    """Yield the name of a new file beside `path`, with its ending, which takes its place once the block has written it.
+
+    A block that fails leaves what was there before.
+
+    Raises: OSError with the path, also where the disk is full.
+    """
+    path = Path(path)
+    new = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
+    with naming(path):
+        try:
+            yield new
+            os.replace(new, path)
+        finally:
+            new.unlink(missing_ok=True)
+
+
 def unfinished(path: Path) -> Path:
     """The file that `path` is written to before it takes its place; a crash may leave it."""
     return path.with_name(f".{path.name}.new")
@@ -40,7 +58,7 @@ def sync_folder(path: Path) -> None:
 
 
 @contextmanager
-def naming(path: Path) -> Iterator[None]:
+def naming(path: Path | str) -> Iterator[None]:
     """Let errors of a file bear its path: those of writing, such as a full disk's, have none."""
     try:
         yield

@@ -1,0 +1,185 @@
+"""A full disk or standard output: one sentence with the path, nothing left behind, no step of training lost."""
+
+import os
+import re
+import resource
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from penstock.cli.commands import Unfinished, write_text
+from penstock.cli.main import main
+from penstock.engine import export
+from tests.e2e.training import write_run
+from tests.fork_server import Forked, run_command
+from tests.hugging_face import make_model
+
+TEXTS = '{"text": "def f1(x):"}\n{"text": "    return x"}\n'
+TOKENS = '{"tokens": [1, 2, 3]}\n{"tokens": [4, 5, 6]}\n'
+REASONS = {"full": "no space left on device", "closed": "bad file descriptor"}
+
+
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """No file of this process can grow, which it learns as from a full disk: at the first write."""
+    tempfile.gettempdir()  # found by writing a file
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def run_with_output(state: str, *words: str) -> int:
+    """`python -m penstock` with these words and a standard output that is full or closed."""
+    if state == "full":
+        os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
+    else:
+        os.close(1)
+        sys.stdout = None
+    return run_command(words)
+
+
+def call(state: str, *words: object) -> tuple[int | None, str]:
+    """The exit code and the standard error of a command with such a standard output."""
+    process = Forked(run_with_output, state, *map(str, words), environ=dict(os.environ))
+    err = process.communicate(timeout=120)[1]
+    return process.returncode, err
+
+
+@pytest.fixture(scope="module", params=["full", "closed"])
+def state(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, state: str) -> tuple[Path, int | None, str]:
+    """A run's folder, and how its training ended."""
+    folder = tmp_path_factory.mktemp("trained")
+    return folder / "run", *call(state, "train", write_run(folder, "run", 6), "--parallel.pp", 1)
+
+
+def test_training_goes_on_without_its_progress_lines(trained: tuple[Path, int | None, str], state: str):
+    folder, code, err = trained
+    assert err == f"penstock: standard output: {REASONS[state]}; going on without progress lines\n"
+    assert code == 0
+    assert (folder / "checkpoints" / "step-00000006").is_dir()
+
+
+def test_a_result_that_cannot_be_printed_is_one_sentence(
+    trained: tuple[Path, int | None, str], state: str, tmp_path: Path
+):
+    (tmp_path / "texts.jsonl").write_text(TEXTS)
+    said = f"standard output: {REASONS[state]}\n"
+    code, err = call(state, "generate", trained[0], "def ", "--max-new-tokens", 3, "--pp", 1)
+    assert re.fullmatch(rf"penstock: process 0: [^\n]*{said}", err), err
+    assert code == 1
+    words = (trained[0], tmp_path / "texts.jsonl", "--pp", 1, "--json", "--output", tmp_path / "scores.jsonl")
+    code, err = call(state, "score", *words)
+    assert err.endswith(f"penstock: process 0: {said}")
+    assert "Traceback" not in err
+    assert code == 1
+    assert call(state, "schedule", "list") == (2, f"penstock: {said}")
+    assert call(state, "schedule", "--help") == (2, f"penstock: {said}")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    make_model("llama").save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("command", ["score", "generate"])
+def test_a_full_disk_under_the_lines_written_is_one_sentence_with_their_file(
+    model: Path,
+    command: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    given, output = tmp_path / "given.jsonl", tmp_path / "out.jsonl"
+    given.write_text(TOKENS)
+    words = [given] if command == "score" else ["--file", given, "--max-new-tokens", 3]
+    append = Unfinished.append
+
+    def on_full_disk(file: Unfinished, lines: list[str], *, to_disk: bool) -> None:
+        with full_disk():
+            append(file, lines, to_disk=to_disk)
+
+    arguments = [command, str(model), *map(str, words), "--pp", "1", "--output", str(output)]
+    with monkeypatch.context() as patch:
+        patch.setattr(Unfinished, "append", on_full_disk)
+        assert main(arguments) == 1
+    err = capsys.readouterr().err
+    assert re.fullmatch(rf"penstock: process 0: [^\n]*{output}: file too large\n", err), err
+    assert not output.exists()
+    assert main(arguments) == 0
+    assert len(output.read_text().splitlines()) == 2
+
+
+def test_a_full_disk_at_the_end_leaves_the_lines_and_no_second_file(tmp_path: Path):
+    file = Unfinished(tmp_path / "out.jsonl", "digest")
+    file.append(["{}"], to_disk=True)
+    with full_disk(), pytest.raises(OSError, match="too large") as caught:
+        file.publish([b"{}\n"])
+    assert caught.value.filename == str(tmp_path / "out.jsonl")
+    assert os.listdir(tmp_path) == [file.hidden.name]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(["schedule", "show", "1f1b", "--output", f"new.{ending}"] for ending in ("svg", "png", "html", "json")),
+        ["schedule", "export", "1f1b", "--output", "new.csv"],
+        ["rehearse", "run.toml", "--picture", "new.svg"],
+    ],
+    ids=lambda words: f"{words[0]} {words[-1]}",
+)
+def test_a_first_write_that_failed_leaves_nothing(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    write_run(tmp_path, "run", 6)
+    before = sorted(os.listdir(tmp_path))
+    with full_disk():
+        assert main(words) == 2
+    assert capsys.readouterr().err == f"penstock: {words[-1]}: file too large\n"
+    assert sorted(os.listdir(tmp_path)) == before
+    assert main(words) == 0
+    assert sorted(os.listdir(tmp_path)) == sorted([*before, words[-1]])
+
+
+def test_a_measured_cluster_on_a_full_disk_names_its_file_and_keeps_the_one_before(tmp_path: Path):
+    path = tmp_path / "here.toml"
+    write_text(path, "before", force=False)
+    with full_disk(), pytest.raises(OSError, match="too large") as caught:
+        write_text(path, "after", force=True)
+    assert caught.value.filename == str(path)
+    assert path.read_text() == "before"
+    assert os.listdir(tmp_path) == ["here.toml"]
+
+
+@pytest.mark.parametrize("stage", ["_write", "_publish"])
+def test_a_conversion_that_failed_leaves_no_folder(
+    model: Path,
+    stage: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    do: Callable[..., None] = getattr(export, stage)
+
+    def on_full_disk(*arguments: object) -> None:
+        with full_disk():
+            do(*arguments)
+
+    monkeypatch.setattr(export, stage, on_full_disk)
+    assert main(["convert", str(model), str(tmp_path / "hf"), "--to", "huggingface", "--json"]) == 2
+    assert re.fullmatch(rf"penstock: {tmp_path}/[^\n]+\n", capsys.readouterr().err)
+    assert os.listdir(tmp_path) == []
