@@ -31,7 +31,7 @@ from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from tests.e2e.hosts import Host, Rendezvous, three_hosts, why_no_hosts
+from tests.e2e.hosts import JOIN_TIMEOUT_S, Host, Rendezvous, three_hosts, why_no_hosts
 from tests.e2e.training import Ended, Started, exact_metrics, last_step, write_run
 
 STEPS = 150
@@ -70,14 +70,19 @@ class Run:
         with contextlib.ExitStack() as stack:
             if self.hosts:
                 meet = Rendezvous(stack.enter_context(self.hosts[2].store()), nodes="2", num_processes=1)
-                self.commands = [stack.enter_context(host.start(meet, *words)) for host in self.hosts[:2]]
+                self.commands = [host.start(meet, *words) for host in self.hosts[:2]]
+                for command in self.commands:
+                    # torchrun leaves a folder of temporary files behind: it goes with the campaign's.
+                    command.environ["TMPDIR"] = str(self.file.parent)
+                    stack.enter_context(command)
             else:
                 self.commands = [stack.enter_context(Started(words))]
             yield
 
     def ended(self) -> list[Ended]:
         """Wait until all commands have ended, and see that they explained themselves."""
-        limit_s = END_LIMIT_S * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+        # An agent that never hears of the other one gives up by itself.
+        limit_s = JOIN_TIMEOUT_S * bool(self.hosts) + END_LIMIT_S * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
         try:
             found = [c.end_of_agent(limit_s) if self.hosts else c.end(limit_s) for c in self.commands]
         except (subprocess.TimeoutExpired, AssertionError):
@@ -199,9 +204,13 @@ def disturb(run: Run, chance: random.Random) -> str | None:
             run.ended()
             return None
         act = chance.choice([*ACTS, cut_the_network] if run.hosts else ACTS)
-        act(run, chance)
-        # Where the disk is full at a moment without writing, the run may go on to its end.
-        run.ended()
+        step = last_step(run.output)
+        try:
+            act(run, chance)
+            # Where the disk is full at a moment without writing, the run may go on to its end.
+            run.ended()
+        except Lost as lost:
+            raise Lost(f"after {_named(act)} at step {step}: {lost}") from None
     return _named(act)
 
 

@@ -15,6 +15,8 @@ from pathlib import Path
 from tests.e2e.training import Started
 
 LOOPBACK = "127.0.0.1"
+# How long an agent waits for others that have ended before they came; torchrun's default is 600 s.
+JOIN_TIMEOUT_S = 120
 _LINK, _SWITCH = "link", "switch"
 
 
@@ -47,6 +49,7 @@ class Host:
             "keep_alive_interval": 1,
             "keep_alive_max_attempt": 8,
             "last_call_timeout": 3,
+            "join_timeout": JOIN_TIMEOUT_S,
             "is_host": int(meet.endpoint.endswith(":0")),
         }
         launcher = [
