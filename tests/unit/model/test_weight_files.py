@@ -246,6 +246,22 @@ def test_a_decoder_reads_back_from_the_config_json_that_it_writes(config: ModelC
     assert config_from_json(json.loads(json.dumps(config_to_json(config)))) == config.whole(97)
 
 
+@pytest.mark.parametrize(
+    ("key", "ours"),
+    [
+        ("num_key_value_heads", "num_kv_heads"),
+        ("head_dim", "head_dim"),
+        ("max_position_embeddings", "max_length"),
+        ("rope_theta", "rope_theta"),
+    ],
+)
+def test_a_size_of_0_is_refused_and_none_is_the_default(key: str, ours: str) -> None:
+    content = config_to_json(BASE)
+    with pytest.raises(ValueError, match=rf"{ours} = 0(\.0)? is not possible"):
+        config_from_json({**content, key: 0})
+    assert config_from_json({**content, key: None}).num_layers == BASE.num_layers
+
+
 def test_a_decoder_that_no_family_is_cannot_be_written() -> None:
     with pytest.raises(ValueError, match="qkv_bias=True, qk_norm=True"):
         config_to_json(replace(BASE, qkv_bias=True, qk_norm=True))

@@ -105,10 +105,10 @@ def config_from_json(content: Mapping[str, Any]) -> ModelConfig:
     sizes = {ours: _required(content, theirs, name) for ours, theirs in _SIZES.items()}
     shape = ModelConfig(
         **sizes,
-        num_kv_heads=content.get("num_key_value_heads") or None,
-        head_dim=content.get("head_dim") or None,
-        max_length=content.get("max_position_embeddings") or family.max_length,
-        rope_theta=float(_rope(content).get("rope_theta") or 10000.0),
+        num_kv_heads=content.get("num_key_value_heads"),
+        head_dim=content.get("head_dim"),
+        max_length=_value(content, "max_position_embeddings", family.max_length),
+        rope_theta=float(_value(_rope(content), "rope_theta", 10000.0)),
         norm_eps=float(_value(content, "rms_norm_eps", 1e-6)),
         qkv_bias=family.qkv_bias,
         qk_norm=family.qk_norm,
