@@ -201,6 +201,8 @@ class Setting:
         taken = value if type(value) is self.type else self.matched(value)
         if isinstance(taken, float) and not math.isfinite(taken):
             raise ConfigError(f"{self.name} = {taken} is not a finite number")
+        if isinstance(taken, str) and "\0" in taken:
+            raise ConfigError(f"{self.name} holds a null character, which no path or name can")
         if self.bounds is None:
             return taken
         for number in taken if isinstance(taken, tuple) else (taken,):

@@ -194,6 +194,7 @@ IMPOSSIBLE = {
         {"parallel": {"pp": 2**11, "dp": 2**10}},
         "parallel.dp = 1024 x parallel.pp = 2048 x .* is 2097152 processes; at most 1048576 are possible",
     ),
+    "null character": ({"output": "a\0b"}, "output holds a null character"),
     "no steps": ({"train": {"steps": 0}}, "steps = 0 is not possible"),
     "negative": ({"checkpoint": {"every": -1}}, "every = -1 is negative; 0 or more"),
     "not finite": ({"optimizer": {"learning_rate": float("nan")}}, "not a finite number"),
