@@ -285,23 +285,23 @@ class Scheduler:
         live = self._live[slot]
         if not self.refill and live:
             return
+        # Rows whose beginning is to be copied by a later batch than the next.
+        wanted = {sequence.source for live in self._live for sequence in live if sequence.num_unread > 1}
         for row in self.shape.rows_of(slot):
             if len(live) >= self._share(slot) or not self._waiting:
                 return
             last = self._rows.holders[row]
-            if (last is None or last.row != row) and not self._is_wanted(row):
-                self._settle(slot, row, last)
+            if (last is None or last.row != row) and row not in wanted:
+                sequence = self._settle(slot, row, last)
+                if sequence is not None and sequence.num_unread > 1:
+                    wanted.add(sequence.source)
 
-    def _is_wanted(self, row: int) -> bool:
-        """True if the row's beginning is to be copied by a later batch than the next."""
-        return any(sequence.source == row and sequence.num_unread > 1 for live in self._live for sequence in live)
-
-    def _settle(self, slot: int, row: int, last: Sequence | None) -> None:
-        """Give a free row, which was `last`'s, to a sequence from the queue, if any can start now."""
+    def _settle(self, slot: int, row: int, last: Sequence | None) -> Sequence | None:
+        """Give a free row, which was `last`'s, to a sequence from the queue; returns it, or None if none can start."""
         # A row whose prompt is still wanted stays with it, so that every prompt is read once.
         prompt = last.prompt if last is not None and last.prompt in self._waiting else self._next_prompt()
         if prompt is None:
-            return
+            return None
         sequence, reader = self._waiting[prompt][0], self._rows.readers.get(prompt)
         if reader is not None:
             # Only the prompt's last token is computed again, for its logits.
@@ -312,6 +312,7 @@ class Scheduler:
         self._rows.give(row, sequence)
         self._leave_queue(sequence)
         self._live[slot].append(sequence)
+        return sequence
 
     def _next_prompt(self) -> int | None:
         """The first prompt in the queue that no row is reading at the moment; others wait until that is done.
