@@ -37,7 +37,7 @@ MASKS = (
     (re.compile(r"\s*\b\d+(?::\d\d)+\b"), " #"),
     (re.compile(r"\b(idle|share)\s+\d+(?:\.\d+)?%"), r"\1 #"),
 )
-LIMIT_S = 300.0
+LIMIT_S = 1500.0
 
 
 @dataclass(frozen=True)
