@@ -2,11 +2,8 @@
 
 import os
 import re
-import resource
 import sys
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,23 +13,12 @@ from penstock.cli.main import main
 from penstock.engine import export
 from tests.e2e.training import write_run
 from tests.fork_server import Forked, run_command
+from tests.full_disk import full_disk
 from tests.hugging_face import make_model
 
 TEXTS = '{"text": "def f1(x):"}\n{"text": "    return x"}\n'
 TOKENS = '{"tokens": [1, 2, 3]}\n{"tokens": [4, 5, 6]}\n'
 REASONS = {"full": "no space left on device", "closed": "bad file descriptor"}
-
-
-@contextmanager
-def full_disk() -> Iterator[None]:
-    """No file of this process can grow, which it learns as from a full disk: at the first write."""
-    tempfile.gettempdir()  # found by writing a file
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def run_with_output(state: str, *words: str) -> int:

@@ -283,10 +283,10 @@ class Scheduler:
     def _fill(self, slot: int) -> None:
         """Give free rows to sequences from the queue, up to the slot's share."""
         live = self._live[slot]
-        if not self.refill and live:
+        if not self._waiting or (not self.refill and live):
             return
         # Rows whose beginning is to be copied by a later batch than the next.
-        wanted = {sequence.source for live in self._live for sequence in live if sequence.num_unread > 1}
+        wanted = {sequence.source for rows in self._live for sequence in rows if sequence.num_unread > 1}
         for row in self.shape.rows_of(slot):
             if len(live) >= self._share(slot) or not self._waiting:
                 return

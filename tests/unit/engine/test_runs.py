@@ -1,11 +1,9 @@
 """A run's folder and what it tells: whose it is, one writer at a time, metrics that continue where a run does."""
 
-import contextlib
 import io
 import math
 import re
-import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +21,7 @@ from penstock.engine.runs import (
     read_metrics,
 )
 from penstock.settings import ConfigError, RunConfig, from_dict, read_config
+from tests.full_disk import full_disk
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
@@ -102,17 +101,6 @@ def test_what_a_first_start_left_unfinished_does_not_block_the_folder(
     assert not check_folder(configured())
     RunFolder(configured()).close()
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [".lock", "run.toml"]
-
-
-@contextlib.contextmanager
-def full_disk() -> Iterator[None]:
-    """No file of this process can grow, which it learns as from a full disk: at the first write."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.mark.shows(147)
