@@ -164,7 +164,8 @@ def test_training_ends_at_once_whenever_it_is_stopped_or_loses_a_process(tmp_pat
         "building": lambda _: (output / "run.toml").exists(),
         "training": lambda _: last_step(output) > 0,
     }
-    launcher = {"importing": PYTHON, "starting": [*PYTHON, "-c", SLOW]}.get(moment)
+    launchers = {"importing": PYTHON, "starting": [*PYTHON, "-c", SLOW], "training, without launcher": PYTHON}
+    launcher = launchers.get(moment)
     with Started([str(file), "--parallel.timeout_s", "600"], launcher=launcher) as started:
         wait_until(lambda: has_come[moment.split(",")[0]](started), started)
         if moment == "training":
@@ -172,6 +173,8 @@ def test_training_ends_at_once_whenever_it_is_stopped_or_loses_a_process(tmp_pat
         ended = ends_in_time(started, case.act)
     assert ended.exit_code == case.exit_code, ended.err
     assert re.search(case.says, ended.err), ended.err
+    # PyTorch's own words come where its variables came too late for it: in a fork of a process that has imported it.
+    assert launcher is None or "frame #" not in ended.err, ended.err
     assert list(emptied.iterdir()) == []
 
 

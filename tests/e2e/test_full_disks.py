@@ -72,6 +72,7 @@ def test_a_result_that_cannot_be_printed_is_one_sentence(
     assert code == 1
     assert call(state, "schedule", "list") == (2, f"penstock: {said}")
     assert call(state, "schedule", "--help") == (2, f"penstock: {said}")
+    assert call(state, "generate", "--help") == (2, f"penstock: {said}")
 
 
 @pytest.fixture(scope="module")

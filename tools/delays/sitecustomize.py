@@ -14,6 +14,21 @@ from types import FrameType
 from typing import Any
 
 LONGEST_S = 0.05
+#: of a thread's time, spent waiting in calls: more would only measure how many calls its work takes
+MOST_WAITED = 0.5
+
+
+class Share(threading.local):
+    """How much of a thread's time it has waited in calls; each thread has its own values."""
+
+    def __init__(self) -> None:
+        self.start = time.monotonic()
+        self.waited = 0.0
+
+    @property
+    def is_left(self) -> bool:
+        """Whether the thread may wait more."""
+        return self.waited <= MOST_WAITED * (time.monotonic() - self.start)
 
 
 class Delays:
@@ -31,9 +46,13 @@ class Delays:
         self._random = random.Random(f"{seed} {os.environ.get('RANK', '')} {sys.argv[:1]}")
         os.register_at_fork(after_in_child=self._renew)
 
-    def wait(self) -> None:
-        if self._random.random() < self.chance:
-            time.sleep(self._random.uniform(0.0, LONGEST_S))
+    def wait(self) -> float:
+        """Wait, or not; returns the seconds waited."""
+        if self._random.random() >= self.chance:
+            return 0.0
+        seconds = self._random.uniform(0.0, LONGEST_S)
+        time.sleep(seconds)
+        return seconds
 
     def around(self, owner: Any, name: str) -> None:
         """Wait at random before and after each call of a function."""
@@ -57,10 +76,11 @@ def install(delays: Delays) -> None:
     The main thread is left its speed between the two.
     """
     ours = f"{os.sep}penstock{os.sep}"
+    share = Share()
 
     def on_call(frame: FrameType, event: str, argument: object) -> None:
-        if event in ("call", "return") and ours in frame.f_code.co_filename:
-            delays.wait()
+        if event in ("call", "return") and ours in frame.f_code.co_filename and share.is_left:
+            share.waited += delays.wait()
 
     threading.setprofile(on_call)
     for owner, name in (

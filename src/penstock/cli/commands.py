@@ -129,6 +129,10 @@ class Parser(argparse.ArgumentParser):
         hint = f"did you mean {f'--{near[0]}'!r}?" if near else f"{self.prog} --help says what it takes"
         return ValueError(f"no option of {self.prog} is called {given!r}; {hint}")
 
+    def print_help(self, file=None):
+        # argparse itself says nothing of a file that takes no more.
+        print(self.format_help(), end="", file=file)
+
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{self.prog}: {message}")
 

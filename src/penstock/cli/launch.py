@@ -119,6 +119,8 @@ def _environment(num_workers: int, num_threads: int, port: int) -> dict[str, str
         "OMP_NUM_THREADS": str(num_threads),
         # NumPy's library would start threads when it is imported.
         "OPENBLAS_NUM_THREADS": "1",
+        # A store that has gone would leave pages of C++ frames beside the sentence that says who has gone.
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
     }
     return {
         **{name: os.environ.get(name, value) for name, value in usual.items()},

@@ -1,6 +1,7 @@
 """A folder that cannot be read is refused in one sentence, before any value is read; nothing but safetensors is."""
 
 import json
+import re
 import shutil
 import weakref
 from dataclasses import replace
@@ -170,6 +171,8 @@ def test_unknown_architectures_and_settings_are_named_with_what_is_possible(fold
     assert "hidden_size" in refusal(folder)
     edit(folder / "config.json", hidden_size=32, model_type="no-such-model")
     assert "no-such-model" in refusal(folder, native=False)
+    edit(folder / "config.json", model_type="llama", hidden_act=5)
+    assert re.search("field 'hidden_act': .*expected str, got int", refusal(folder, native=False))
 
 
 @pytest.mark.shows(98)

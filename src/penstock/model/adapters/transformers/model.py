@@ -24,6 +24,8 @@ from penstock.parallel.tensor_slice import Shape, StoredSlice
 from penstock.settings import ModelConfig
 
 _MAX_EXPERTS = 16384
+#: characters of an error of the library that are shown
+_MAX_REASON = 400
 _NO_LIMIT, _NO_TOKEN = 2**31 - 1, -1
 _PER_SEQUENCE, _PER_TOKEN = "ForSequenceClassification", "ForTokenClassification"
 """The ends of the names of classes with a classifier as their head, such as a reward model's or a value head."""
@@ -192,7 +194,7 @@ def _without_values(files: WeightFiles) -> tuple[nn.Module, Any]:
             # Each token is run as a sequence of its own, so none is padding; but the embedding has its row for it.
             model.config.get_text_config().pad_token_id = _NO_TOKEN
     except Exception as error:  # whatever the library stumbles over in a config.json
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        reason = " ".join(str(error).split())[:_MAX_REASON] or type(error).__name__
         raise ValueError(f"transformers cannot build the causal model of {folder}: {reason}") from None
     for part in model.modules():
         for name, parameter in part._parameters.items():
