@@ -66,17 +66,17 @@ def options_of_script() -> dict[str, str]:
 
 
 # Stand-ins for Slurm's commands and the store. The store notes what it is told, and would go on for a minute; salloc
-# tells its options, and what it was left of the job of the script, once the store is there.
+# tells its options, and what it was left of the job of the script.
 STAND_INS = {
     "hostname": "echo login1",
-    "penstock": 'printf "%s\\n" "$@" > "$TOLD".new; mv "$TOLD".new "$TOLD"; exec sleep 60',
-    "salloc": 'until [ -e "$TOLD" ]; do sleep 0.05; done; env | grep ^SLURM_; printf "%s\\n" "$@"',
+    "penstock": 'printf "%s\\n" "$@" > "$TOLD"; echo listening on 192.0.2.1 port 20041; exec sleep 60',
+    "salloc": 'env | grep ^SLURM_; printf "%s\\n" "$@"',
 }
 
 
-@pytest.mark.shows(150)
-def test_the_slurm_script_starts_a_run_on_the_hosts_it_asks_for(tmp_path: Path):
-    for name, body in STAND_INS.items():
+def run_the_script(tmp_path: Path, words: Iterable[str], **others: str) -> subprocess.CompletedProcess[str]:
+    """Run the script of the example with stand-ins, some of them `others`."""
+    for name, body in (STAND_INS | others).items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
         (tmp_path / name).chmod(0o755)
     environ = {
@@ -87,12 +87,17 @@ def test_the_slurm_script_starts_a_run_on_the_hosts_it_asks_for(tmp_path: Path):
         "SLURM_CPUS_PER_TASK": "2",
         "SLURM_JOB_ID": "41",
     }
-    words = ["bash", str(SLURM), RUN, "--parallel.pp", "8", "--parallel.dp", "2"]
+    return subprocess.run(["bash", str(SLURM), *words], env=environ, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.shows(150)
+def test_the_slurm_script_starts_a_run_on_the_hosts_it_asks_for(tmp_path: Path):
     # It ends although the store would go on: its pipes are read to their end.
-    done = subprocess.run(words, env=environ, capture_output=True, text=True, timeout=30)
+    done = run_the_script(tmp_path, [RUN, "--parallel.pp", "8", "--parallel.dp", "2"])
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "told").read_text().split() == ["store", "login1:20041"]
-    left, *lines = done.stdout.splitlines()
+    place, left, *lines = done.stdout.splitlines()
+    assert place == "listening on 192.0.2.1 port 20041"
     assert left == "SLURM_CONF=/etc/slurm.conf"
     srun, torchrun = lines.index("srun"), lines.index("torchrun")
     hosts, step, batch = options(lines[:srun]), options(lines[srun + 1 : torchrun]), options_of_script()
@@ -109,6 +114,12 @@ def test_the_slurm_script_starts_a_run_on_the_hosts_it_asks_for(tmp_path: Path):
     assert signal == "TERM"
     assert_keeps_its_word(launch, config, int(notice_s))
     assert batch.keys() | hosts.keys() <= OPTIONS
+
+
+def test_the_slurm_script_asks_for_no_host_where_its_store_cannot_start(tmp_path: Path):
+    said = "penstock: cannot listen at login1:20041: address already in use"
+    done = run_the_script(tmp_path, [RUN], penstock=f'echo "{said}" >&2; exit 2')
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"{said}\n")
 
 
 # Those of the manuals of sbatch and salloc that a training job may want; a misspelt one would fail on a cluster.
