@@ -136,8 +136,19 @@ def store_endpoint() -> str:
     assert (
         service["spec"]["selector"] == deployment["spec"]["selector"]["matchLabels"] == template["metadata"]["labels"]
     )
+    assert_uses_the_image_that_was_built(container)
     assert container["command"] == ["penstock", "store", f"0.0.0.0:{port['port']}"]
     return f"{service['metadata']['name']}:{port['port']}"
+
+
+def user_of_the_image() -> int:
+    (user,) = re.findall(r"^USER (\d+)$", DOCKERFILE.read_text(), re.MULTILINE)
+    return int(user)
+
+
+def assert_uses_the_image_that_was_built(container: Mapping[str, Any]) -> None:
+    """Where nothing is said, Kubernetes asks a registry for an image that is called latest."""
+    assert (container["image"], container["imagePullPolicy"]) == ("penstock:latest", "IfNotPresent")
 
 
 def assert_pods_fit(pod: Mapping[str, Any]) -> int:
@@ -148,7 +159,8 @@ def assert_pods_fit(pod: Mapping[str, Any]) -> int:
     (apart,) = pod["spec"]["affinity"]["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
     labels = DOCUMENTS["store.yaml", "Deployment"]["spec"]["template"]["metadata"]["labels"]
     assert apart == {"topologyKey": "kubernetes.io/hostname", "labelSelector": {"matchLabels": labels}}
-    assert container["image"] == "penstock:latest"
+    assert pod["spec"]["securityContext"] == {"fsGroup": user_of_the_image()}
+    assert_uses_the_image_that_was_built(container)
     return pod["spec"]["terminationGracePeriodSeconds"]
 
 
