@@ -65,8 +65,17 @@ def find_group(environ: Mapping[str, str]) -> Group | None:
     torchrun and Kubernetes' training operators set RANK and WORLD_SIZE; Slurm's srun sets variables of its own.
 
     Raises:
-        ValueError: such a variable is set but is not a number, or related ones are missing.
+        ValueError: such a variable is set but is not a possible number, or related ones are missing.
     """
+    group = _find_group(environ)
+    if group is not None and not group.rank < group.world_size:
+        raise ValueError(f"rank {group.rank} is not one of {group.world_size}; ranks count from 0")
+    if group is not None and not 0 < group.port < 2**16:
+        raise ValueError(f"MASTER_PORT = {group.port} is no port; 1 to 65535 are possible")
+    return group
+
+
+def _find_group(environ: Mapping[str, str]) -> Group | None:
     if "RANK" in environ and "WORLD_SIZE" in environ:
         return Group(
             rank=_number(environ, "RANK"),
@@ -125,7 +134,13 @@ def agree(store: "Store", group: Group, key: str, ours: Mapping[str, Any]) -> li
     """Exchange values among all processes, as JSON; returns them by rank, the same on every process."""
     place = f"penstock/{key}"
     store.set(f"{place}/{group.rank}", json.dumps(ours, sort_keys=True))
-    values = [json.loads(store.get(f"{place}/{rank}")) for rank in range(group.world_size)]
+    if group.rank == 0:
+        # Most ranks say the same, which is then passed on once: ten thousand need not read ten thousand values each.
+        texts = [store.get(f"{place}/{rank}").decode() for rank in range(group.world_size)]
+        numbers = {text: number for number, text in enumerate(dict.fromkeys(texts))}
+        store.set(f"{place}/all", json.dumps([list(numbers), [numbers[text] for text in texts]]))
+    different, by_rank = json.loads(store.get(f"{place}/all"))
+    values = [json.loads(different[number]) for number in by_rank]
     if store.add(f"{place}/num_read", 1) == group.world_size:
         store.set(f"{place}/all_have_read", "")
     if group.rank == 0:

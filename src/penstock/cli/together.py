@@ -3,25 +3,20 @@
 Training, scoring, generation and the test of links share this when they run on several processes.
 """
 
-import errno
 import faulthandler
-import hashlib
 import os
 import re
 import signal
-import socket
 import sys
 import threading
-import time
 import traceback
-import uuid
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 
 from penstock.cli.group import (
     Group,
@@ -34,22 +29,13 @@ from penstock.cli.group import (
 )
 from penstock.cli.launch import FAILED, REFUSED
 from penstock.cli.main import in_plain_words, lacks_memory, sentence
+from penstock.cli.meeting import join, secret_of
 from penstock.engine.checkpoint.manifest import CheckpointError
 from penstock.parallel.host import ProcessEnded, on_all_ranks
 from penstock.runtime import CallbackError, PipelineError, StepError
 from penstock.settings import ConfigError, Device, differences
 
 T = TypeVar("T")
-
-# Set by torchrun where its agents, which outlive the workers, lend them their store.
-_AGENTS_STORE = "TORCHELASTIC_USE_AGENT_STORE"
-SECRET = "PENSTOCK_SECRET"
-"""The environment variable with a secret of the run, the same on all its hosts."""
-_BACKLOG = 4096
-_PLACE = "penstock/rounds"
-_POLL_S = 0.01
-# How long rank 0 waits for one rank's thanks before it reads the rank's word anew: it may have been an earlier round's.
-_PATIENCE_S = 0.2
 
 
 def work_together(group: Group, num_threads: int, timeout_s: float, work: Callable[[Store], int | None]) -> int:
@@ -63,7 +49,7 @@ def work_together(group: Group, num_threads: int, timeout_s: float, work: Callab
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         faulthandler.enable()  # a crash below Python prints its place
     torch.set_num_threads(num_threads)
-    store = join(group, timeout_s)
+    store = join(group, timeout_s, secret_of(os.environ))
     threading.excepthook = _on_thread_failure
     try:
         code = work(store) or 0
@@ -175,8 +161,12 @@ def _on_thread_failure(failure: threading.ExceptHookArgs) -> None:
 
 
 def _first_sentence(error: Exception) -> str:
-    """The message of an error, without the place in a backend's source and the backend's advice."""
-    return re.sub(r"^\[\S+\] |\. This is typically[^)]*", "", in_plain_words(" ".join(str(error).split())))
+    """The message of an error, without the place in a backend's source, the backend's advice and the store's keys.
+
+    Under keys lies the secret of the run, which no log should hold.
+    """
+    text = re.sub(r"^\[\S+\] |\. This is typically[^)]*", "", in_plain_words(" ".join(str(error).split())))
+    return re.sub(r"wait timeout after (\d+)ms, keys: .*", r"another process did not answer within \1 ms", text)
 
 
 def _is_of_backend(error: BaseException | None) -> bool:
@@ -195,94 +185,3 @@ def _end(group: Group, code: int) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
-
-
-def join(group: Group, timeout_s: float) -> Store:
-    """Meet the other processes of the group at a store that no process of an earlier start shares.
-
-    Where the environment has a secret of the run, all keys lie under it: who lacks it cannot guess them.
-    """
-    if group.world_size == 1:
-        return HashStore()
-    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = group.address, str(group.port)
-    has_agent = os.environ.get(_AGENTS_STORE) == str(True)
-    opens = group.rank == 0 and not has_agent
-    store: Store = TCPStore(
-        group.address,
-        group.port,
-        group.world_size,
-        is_master=opens,
-        timeout=timedelta(seconds=timeout_s),
-        master_listen_fd=_listen(group.address, group.port).detach() if opens else None,
-    )
-    secret = os.environ.get(SECRET)
-    if secret:
-        store = PrefixStore(hashlib.blake2b(secret.encode()).hexdigest(), store)
-    return agree_on_round(store, group.rank, group.world_size, timeout_s) if has_agent else store
-
-
-def _listen(address: str, port: int) -> socket.socket:
-    """Listen at the address at which the others look, on no other network of this host.
-
-    Where it is not one of this host's own (a cluster's service), or is called localhost (as some operators do on the
-    first host alone), nothing says by which network the others come: then on all.
-    """
-    found = [] if address == "localhost" else socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
-    for family, _, _, _, place in found:
-        try:
-            return socket.create_server(place[:2], family=family, backlog=_BACKLOG)
-        except OSError as error:
-            if error.errno != errno.EADDRNOTAVAIL:
-                raise
-    return socket.create_server(("", port), backlog=_BACKLOG)
-
-
-# A group that torchrun restarts keeps one store for all its rounds: values that an earlier round left there must not be
-# taken for this round's.
-
-
-class Missing(ValueError):
-    """Some processes of the group did not arrive in time."""
-
-
-def agree_on_round(store: Store, rank: int, world_size: int, timeout_s: float) -> Store:
-    """The part of a store that belongs to the processes that call this now, and to no earlier ones.
-
-    Each process leaves a unique word. Rank 0 answers every word it finds with the round's name, even words left by
-    processes that have ended; only a live process acknowledges the answer.
-
-    Raises: Missing on rank 0, naming the ranks that did not arrive; TimeoutError on the others.
-    """
-    deadline = time.monotonic() + timeout_s
-    if rank == 0:
-        name = uuid.uuid4().hex
-        _greet_all(store, name, set(range(1, world_size)), deadline)
-    else:
-        word = uuid.uuid4().hex
-        store.set(f"{_PLACE}/word/{rank}", word)
-        if not _appears(store, f"{_PLACE}/answer/{word}", deadline):
-            raise TimeoutError(f"rank {rank} was not answered by rank 0 within {timeout_s:g} s")
-        name = store.get(f"{_PLACE}/answer/{word}").decode()
-        store.set(f"{_PLACE}/{name}/thanks/{rank}", "")
-    return PrefixStore(f"{_PLACE}/{name}", store)
-
-
-def _greet_all(store: Store, name: str, missing: set[int], deadline: float) -> None:
-    while missing:
-        for rank in sorted(missing):
-            word = f"{_PLACE}/word/{rank}"
-            if store.check([word]):
-                store.set(f"{_PLACE}/answer/{store.get(word).decode()}", name)
-                if _appears(store, f"{_PLACE}/{name}/thanks/{rank}", min(deadline, time.monotonic() + _PATIENCE_S)):
-                    missing.discard(rank)
-        if missing and time.monotonic() > deadline:
-            raise Missing(f"rank(s) {', '.join(map(str, sorted(missing)))} of the run did not come in time")
-        time.sleep(_POLL_S)
-
-
-def _appears(store: Store, key: str, deadline: float) -> bool:
-    while not store.check([key]):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(_POLL_S)
-    return True

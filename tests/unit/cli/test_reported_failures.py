@@ -2,9 +2,11 @@
 
 import threading
 from dataclasses import replace
+from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from penstock.cli.group import Group, report_is_written, reports_first, stay_for_others, stay_for_report
 from penstock.cli.together import _report_failure
@@ -28,6 +30,14 @@ def test_the_unexpected_has_its_traceback(capsys: pytest.CaptureFixture[str]):
     err = capsys.readouterr().err
     assert "Traceback" in err or "ZeroDivisionError" in err
     assert err.endswith("penstock: process 0: division by zero\n")
+
+
+def test_a_store_that_nobody_writes_to_is_one_sentence_without_its_keys(capsys: pytest.CaptureFixture[str]):
+    store = PrefixStore("of the secret", TCPStore("127.0.0.1", 0, 1, True, timeout=timedelta(seconds=0.1)))
+    with pytest.raises(dist.DistError) as caught:
+        store.get("never")
+    _report_failure(GROUP, caught.value)
+    assert capsys.readouterr().err == "penstock: process 0: another process did not answer within 100 ms\n"
 
 
 def test_the_process_with_the_store_stays_until_the_others_ask_it_nothing_more():

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch.distributed as dist
 
-from penstock.cli.together import Missing, agree_on_round
+from penstock.cli.meeting import Missing, agree_on_round
 from penstock.engine.run_check import check
 from penstock.settings import ParallelConfig, RunConfig, TrainConfig
 
@@ -37,7 +37,7 @@ def test_each_round_has_a_place_of_its_own_whatever_earlier_ones_left():
     store = a_store()
     # A round that ended before rank 0 had come: its words are never thanked for.
     for rank in (1, 2):
-        with pytest.raises(TimeoutError):
+        with pytest.raises(Missing):
             agree_on_round(store, rank, 3, timeout_s=0.0)
     for number, world_size in enumerate((3, 3, 2, 4)):
         places = meet(store, world_size)

@@ -10,7 +10,7 @@ import pytest
 from torch.distributed import Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from penstock.cli.group import Group
-from penstock.cli.together import SECRET, join
+from penstock.cli.meeting import join
 from tests.e2e.scripts import free_port
 
 LISTENING = "0A"
@@ -24,9 +24,11 @@ def environment_kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-def both_join(address: str, port: int) -> list[Store]:
+def both_join(address: str, port: int, secret: str = "") -> list[Store]:
     with ThreadPoolExecutor(2) as threads:
-        joined = [threads.submit(join, Group(rank, 2, rank, address, port, "a test"), 30.0) for rank in range(2)]
+        joined = [
+            threads.submit(join, Group(rank, 2, rank, address, port, "a test"), 30.0, secret) for rank in range(2)
+        ]
         return [store.result() for store in joined]
 
 
@@ -58,13 +60,15 @@ def test_the_store_listens_at_the_address_of_the_run_alone(address: str, expecte
 
 
 @pytest.mark.shows(149)
-def test_keys_lie_under_the_secret_of_the_run(monkeypatch: pytest.MonkeyPatch):
+def test_keys_lie_under_the_secret_of_the_run():
     port = free_port()
-    monkeypatch.setenv(SECRET, "known to the run")
-    first, second = both_join("127.0.0.1", port)
+    first, second = both_join("127.0.0.1", port, "known to the run")
     stranger = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=30))
-    stranger.set("penstock/settings/1", "forged")
+    # Where this start of the run has its keys, anyone can read.
+    word = stranger.get("penstock/rounds/word/1").decode()
+    forged = f"penstock/rounds/{stranger.get(f'penstock/rounds/answer/{word}').decode()}/penstock/settings/1"
+    stranger.set(forged, "forged")
     assert not first.check(["penstock/settings/1"])
     second.set("penstock/settings/1", "true")
     assert first.get("penstock/settings/1") == b"true"
-    assert stranger.get("penstock/settings/1") == b"forged"
+    assert stranger.get(forged) == b"forged"
