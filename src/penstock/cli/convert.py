@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.cli.commands import Parser, print_json
 from penstock.cli.perplexity import perplexity
+from penstock.cli.progress import show_log
 
 if TYPE_CHECKING:
     from penstock.engine.export import ExportOptions
@@ -63,6 +64,7 @@ def main(arguments: list[str]) -> int:
     form = options.to or _FORMS[not (options.source / _RUN_FILE).is_file()]
     from penstock.engine.pretrained import holds_adapters
 
+    show_log()
     adapters_apart = form == "huggingface" and holds_adapters(options.source) and not options.merge_adapters
     _check(options, form, adapters_apart)
     before = None if options.held_out is None else perplexity(options.source, options.held_out)
@@ -72,11 +74,11 @@ def main(arguments: list[str]) -> int:
         kept = ExportOptions(
             options.dtype, max_shard_bytes, options.merge_adapters, quantize=options.quantize is not None
         )
-        num_bytes = _to_hugging_face(options.source, options.destination, kept, options.json)
+        num_bytes, step = _to_hugging_face(options.source, options.destination, kept, options.json)
     else:
         from penstock.engine.conversion import to_run
 
-        to_run(options.source, options.destination, options.dtype)
+        step = to_run(options.source, options.destination, options.dtype)
         num_bytes = sum(path.stat().st_size for path in options.destination.rglob("*.safetensors"))
     result: dict[str, Any] = {
         "source": str(options.source),
@@ -84,13 +86,16 @@ def main(arguments: list[str]) -> int:
         "form": form,
         "bytes": num_bytes,
     }
+    if step is not None:
+        result["step"] = step
     after = None if options.held_out is None else perplexity(options.destination, options.held_out)
     if before is not None and after is not None:
         result["perplexity"] = {"source": before, "destination": after}
     if options.json:
         print_json(result)
         return 0
-    print(f"wrote {num_bytes / 1e6:,.1f} MB of weights into {options.destination}")
+    of_step = "" if step is None else f", those of step {step}"
+    print(f"wrote {num_bytes / 1e6:,.1f} MB of weights into {options.destination}{of_step}")
     if adapters_apart:
         print(f"they are the base model's; its adapters are in {options.destination / 'adapter'}, as peft loads them")
     if before is not None and after is not None:
@@ -119,7 +124,8 @@ def parse_size(text: str) -> int:
     return int(float(match.group(1)) * unit)
 
 
-def _to_hugging_face(source: Path, destination: Path, kept: "ExportOptions", quiet: bool) -> int:
+def _to_hugging_face(source: Path, destination: Path, kept: "ExportOptions", quiet: bool) -> tuple[int, int | None]:
+    """Returns the number of bytes written, and the step of the run's checkpoint."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -128,11 +134,11 @@ def _to_hugging_face(source: Path, destination: Path, kept: "ExportOptions", qui
     columns = TextColumn("writing"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
     with Progress(*columns, console=Console(stderr=True), disable=quiet, transient=True) as bar:
         task = bar.add_task("writing")
-        to_hugging_face(
+        step = to_hugging_face(
             source,
             destination,
             kept,
             expect=lambda total: bar.update(task, total=total),
             progress=lambda done: bar.update(task, advance=done),
         )
-        return int(bar.tasks[0].completed)
+        return int(bar.tasks[0].completed), step

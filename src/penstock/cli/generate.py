@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import sys
 import tempfile
@@ -17,6 +18,7 @@ from penstock.cli.group import Group, agree, find_group_of
 from penstock.cli.host_memory import check_rows
 from penstock.cli.launch import WorkerCommand, launch
 from penstock.cli.layout_here import is_free, say_shared_cores
+from penstock.cli.progress import show_log
 from penstock.cli.setting_options import MODEL_OPTIONS, PROCESSES, add_options, options_of, parallel_options, values_of
 from penstock.settings import ParallelConfig, RingConfig, SamplingParams, Setting, walk
 
@@ -88,6 +90,7 @@ def main(words: Sequence[str]) -> int:
         ValueError, OSError: the model, the prompts or the output cannot be used; nothing has been started or written.
     """
     arguments = read_arguments(words)
+    show_log(logging.WARNING)
     if arguments.output is not None:
         refuse_to_overwrite(arguments.output, otherwise="give another --output")
     parallel = arguments.parallel

@@ -15,13 +15,33 @@ _STEP_SHARE = 0.1
 _SECONDS_BETWEEN_LINES = 2.0
 
 
-def show_log() -> None:
-    """Show the package's log on standard error, such as the rounds of a long search."""
+class _EachWarningOnce(logging.Filter):
+    """Lets each warning pass once: a command may open the same folder several times."""
+
+    #: warnings that have passed
+    _shown: set[str]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._shown = set()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.levelno < logging.WARNING:
+            return True
+        text = record.getMessage()
+        is_new = text not in self._shown
+        self._shown.add(text)
+        return is_new
+
+
+def show_log(level: int = logging.INFO) -> None:
+    """Show the package's log on standard error, such as the rounds of a long search, from a level on."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(message)s"))
+    handler.addFilter(_EachWarningOnce())
     logger = logging.getLogger("penstock")
     logger.handlers = [handler]  # so that a second command in one process shows each line once, too
-    logger.setLevel(logging.INFO)
+    logger.setLevel(level)
 
 
 @dataclass(frozen=True)

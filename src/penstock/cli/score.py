@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import logging
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ from penstock.cli.commands import Parser, counted, print_json, refuse_to_overwri
 from penstock.cli.group import Group, agree, find_group_of
 from penstock.cli.launch import WorkerCommand, launch
 from penstock.cli.layout_here import say_shared_cores
+from penstock.cli.progress import show_log
 from penstock.cli.setting_options import MODEL_OPTIONS, PROCESSES, add_options, options_of, parallel_options, values_of
 from penstock.settings import DataConfig, ParallelConfig, Settings, same_as
 from penstock.settings.declare import ABOVE_0, AT_LEAST_1, setting
@@ -80,6 +82,7 @@ def main(words: Sequence[str]) -> int:
         ValueError, OSError: the model, the texts or the output cannot be used; nothing has been started or written.
     """
     arguments = read_arguments(words)
+    show_log(logging.WARNING)
     refuse_to_overwrite(arguments.output, otherwise="give another --output")
     parallel = arguments.parallel
     sizes = {"pp": parallel.pp, "dp": arguments.dp, "cp": parallel.cp, "tp": parallel.tp}

@@ -1,6 +1,7 @@
 """`penstock serve MODEL`: answers over HTTP, by OpenAI's interface."""
 
 import importlib.util
+import logging
 import os
 import signal
 import sys
@@ -16,6 +17,7 @@ from penstock.cli.group import Group, find_group_of
 from penstock.cli.host_memory import check_rows
 from penstock.cli.launch import WorkerCommand, launch
 from penstock.cli.layout_here import is_free, say_shared_cores
+from penstock.cli.progress import show_log
 from penstock.cli.setting_options import MODEL_OPTIONS, PROCESSES, add_options, options_of, parallel_options, values_of
 from penstock.settings import ParallelConfig, RingConfig, ServeConfig
 from penstock.settings.files import read_text
@@ -74,6 +76,7 @@ def main(words: Sequence[str]) -> int:
         ValueError, OSError: the model, the address or the key cannot be used; nothing has been started.
     """
     arguments = read_arguments(words)
+    show_log(logging.WARNING)
     for library in ("starlette", "uvicorn"):
         if importlib.util.find_spec(library) is None:
             raise ValueError(f"penstock serve needs {library}; install it with pip install 'penstock[serve]'")

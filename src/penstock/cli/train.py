@@ -3,6 +3,7 @@
 Every setting of the file can also be given on the command line, by its name.
 """
 
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -45,13 +46,15 @@ def main(argv: Sequence[str]) -> int:
     """
     arguments = read_arguments(argv)
     dry, given, group = arguments.switches.dry_run, arguments.config, find_group(os.environ)
+    # Workers that we launch ourselves follow a process that has said so.
+    speaks = group is None or (group.rank == 0 and not group.is_ours)
+    show_log(logging.INFO if speaks else logging.ERROR)
     config = with_pretrained(given)
     if group is not None and not dry:
         config = config.fit(group.world_size)
     config = check(config, proves=not dry, refuse_sizes=partial(_refuse_sizes, group))
     arguments = replace(arguments, config=config)
-    # Workers that we launch ourselves follow a process that has said so.
-    if group is None or (group.rank == 0 and not group.is_ours):
+    if speaks:
         _show_layers(given, config)
     if dry:
         from penstock.cli.dry_run import show
@@ -60,7 +63,6 @@ def main(argv: Sequence[str]) -> int:
         return 0
     if group is not None:
         return _work(arguments, group)
-    show_log()
     check_folder(config, fresh=arguments.switches.fresh, resume=arguments.switches.resume)
     if config.parallel.world_size == 1:
         return _work(arguments, Group.alone())

@@ -15,7 +15,7 @@ from penstock.engine.adapter import with_adapter
 from penstock.engine.checkpoint import Checkpointer
 from penstock.engine.export import ExportedParameter, ExportOptions, Progress, export_model, write_folder
 from penstock.engine.pipeline import Pipeline
-from penstock.engine.pretrained import HuggingFaceForm, StoredModel, find_model, holds_adapters
+from penstock.engine.pretrained import HuggingFaceForm, StoredModel, find_model, holds_adapters, newest_checkpoint
 from penstock.engine.run_check import with_pretrained
 from penstock.engine.run_parts import engine_arguments
 from penstock.engine.runs import CHECKPOINT_FOLDER, CONFIG_FILE, RunFolder
@@ -40,12 +40,13 @@ _TOKENIZER = "tokenizer.json"
 
 def to_hugging_face(
     source: Path, destination: Path, options: ExportOptions, expect: Callable[[int], None], progress: Progress
-) -> None:
+) -> int | None:
     """Write the model of a run, or of another Hugging Face folder, as a Hugging Face folder.
 
     Of a run that has trained adapters it is the base, with the adapters in the folder `adapter` inside, or both as one
     with `options.merge_adapters`; memory then holds the whole model, and otherwise the tensors of one file at a time.
-    `expect` is called with the number of bytes to write, `progress` after each file with its number of bytes.
+    `expect` is called with the number of bytes to write, `progress` after each file with its number of bytes. Returns
+    the step of the run's checkpoint; None of a Hugging Face folder.
 
     Raises:
         ValueError: there is no model, or none that transformers knows, or the destination is not new.
@@ -66,6 +67,7 @@ def to_hugging_face(
         _export_with_adapters(source, destination, form, options, progress)
     else:
         write_folder(destination, form, parameters, options, progress=progress)
+    return found.step
 
 
 def _export_with_adapters(
@@ -100,8 +102,10 @@ def _assembled(files: WeightFiles, stored: tuple[StoredSlice, ...], shape: Shape
     return whole
 
 
-def to_run(source: Path, destination: Path, dtype: str | None) -> None:
+def to_run(source: Path, destination: Path, dtype: str | None) -> int | None:
     """Write the model of a folder as the first checkpoint of a run, for `model.pretrained`, scoring and generation.
+
+    Returns the step of the checkpoint, where the folder is a run's; None of a Hugging Face folder.
 
     Raises:
         ValueError: there is no model, or the destination is not new.
@@ -140,3 +144,4 @@ def to_run(source: Path, destination: Path, dtype: str | None) -> None:
     finally:
         state.close()
     folder.close()
+    return newest_checkpoint(source, quiet=True).step if (source / CONFIG_FILE).is_file() else None

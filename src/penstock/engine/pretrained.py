@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +14,8 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import torch.distributed as dist
 
 from penstock.data.tokenizer import ByteTokenizer
-from penstock.engine.checkpoint.manifest import CheckpointInfo, DamagedCheckpoint, check_files, published, read_manifest
+from penstock.engine.checkpoint.intact import newest_intact
+from penstock.engine.checkpoint.manifest import CheckpointInfo, DamagedCheckpoint
 from penstock.engine.options import EngineOptions
 from penstock.engine.runs import CHECKPOINT_FOLDER, CONFIG_FILE
 from penstock.model import ModelGroups, UnitSpec, decoder_units
@@ -92,7 +94,8 @@ class Pretrained:
 class StoredModel:
     """A model in files: its units, its names there, the files' headers, and how it is written for transformers.
 
-    `shape` is the decoder's, or says of transformers' layers what settings say of both.
+    `shape` is the decoder's, or says of transformers' layers what settings say of both. `step` is that of the
+    checkpoint that the files are; None where they are a Hugging Face folder's.
     """
 
     shape: ModelConfig
@@ -100,6 +103,7 @@ class StoredModel:
     names: Names
     files: WeightFiles
     form: HuggingFaceForm
+    step: int | None = None
 
     @property
     def precision(self) -> Precision:
@@ -113,20 +117,23 @@ class StoredModel:
 
 
 @checked
-def open_pretrained(path: Path | str, native: Native = True, shape: ModelConfig | None = None) -> Pretrained:
+def open_pretrained(
+    path: Path | str, native: Native = True, shape: ModelConfig | None = None, quiet: bool = False
+) -> Pretrained:
     """Open a Hugging Face folder, or that of a run; every process that will hold a part of it calls this alike.
 
     `native`: by the decoder, or else by transformers' own layers.
 
     Configuration, names, shapes and the files' sizes are checked against each other; no value is read. `shape`: that
-    of the units, which may differ from the model's own in what only training uses.
+    of the units, which may differ from the model's own in what only training uses. `quiet`: somebody has already warned
+    of the run's damaged checkpoints.
 
     Raises:
         MissingFile: a FileNotFoundError with the path of what is missing; on every process if on one.
         ValueError: an architecture or a setting that cannot be run so, damaged files, missing tensors, wrong shapes,
             or pickles; on every process if on one.
     """
-    return _on_every_process(lambda: _open(Path(path), native, shape))
+    return _on_every_process(lambda: _open(Path(path), native, shape, quiet))
 
 
 def rates_of(form: HuggingFaceForm) -> Rates | None:
@@ -220,15 +227,18 @@ def reason_for_transformers(folder: Path | str, native: Native) -> str | None:
     return None
 
 
-def find_model(folder: Path, native: Native = "auto") -> StoredModel:
-    """The model in a Hugging Face folder, or the newest intact one of a run. Raises: as `open_pretrained`."""
+def find_model(folder: Path, native: Native = "auto", quiet: bool = False) -> StoredModel:
+    """The model in a Hugging Face folder, or the newest intact one of a run.
+
+    Damaged checkpoints are warned of unless `quiet`. Raises: as `open_pretrained`.
+    """
     if not folder.is_dir():
         raise MissingFile(f"there is no folder {folder} to read a model from")
     is_run = (folder / CONFIG_FILE).is_file()
     if reason_for_transformers(folder, native) is not None:
-        return _model_of_transformers(folder, is_run)
+        return _model_of_transformers(folder, is_run, quiet)
     if is_run:
-        return _decoder_of_run(folder)
+        return _decoder_of_run(folder, quiet)
     content = read_config_json(folder)
     try:
         is_quantized(content)
@@ -240,8 +250,8 @@ def find_model(folder: Path, native: Native = "auto") -> StoredModel:
     return StoredModel(shape, decoder_units(shape), names, WeightFiles.open(folder), form)
 
 
-def _decoder_of_run(folder: Path) -> StoredModel:
-    config, info = read_config(folder / CONFIG_FILE), _newest_checkpoint(folder)
+def _decoder_of_run(folder: Path, quiet: bool) -> StoredModel:
+    config, info = read_config(folder / CONFIG_FILE), newest_checkpoint(folder, quiet)
     names = CheckpointNames.of(info)
     shape = config.model.whole(names.vocab_size)
     form = HuggingFaceForm.of(shape)
@@ -253,7 +263,8 @@ def _decoder_of_run(folder: Path) -> StoredModel:
         form = replace(form, bytes_end=bool(config.data.end_token))
     elif (tokenizer := Path(name)).exists():
         form = replace(form, folder=tokenizer if tokenizer.is_dir() else tokenizer.parent)
-    return StoredModel(shape, decoder_units(shape), names, WeightFiles.of_files(info.path, info.files), form)
+    files = WeightFiles.of_files(info.path, info.files)
+    return StoredModel(shape, decoder_units(shape), names, files, form, info.step)
 
 
 def _described_at(folder: Path) -> Path:
@@ -263,7 +274,7 @@ def _described_at(folder: Path) -> Path:
     return folder
 
 
-def _model_of_transformers(folder: Path, is_run: bool) -> StoredModel:
+def _model_of_transformers(folder: Path, is_run: bool, quiet: bool) -> StoredModel:
     # Only now, since it loads transformers.
     from penstock.model.adapters.transformers.model import TransformersModel
 
@@ -271,23 +282,24 @@ def _model_of_transformers(folder: Path, is_run: bool) -> StoredModel:
     content, files = read_config_json(source), WeightFiles.open(source)
     model = TransformersModel.open(files)
     form = HuggingFaceForm(model.names, lambda: content, source, own_name=model.names.own_name)
-    names: Names = model.names
-    if is_run:
-        info = _newest_checkpoint(folder)
-        names, files = CheckpointNames.of(info), WeightFiles.of_files(info.path, info.files)
-    return StoredModel(model.shape, model.units(), names, files, form)
+    if not is_run:
+        return StoredModel(model.shape, model.units(), model.names, files, form)
+    info = newest_checkpoint(folder, quiet)
+    files = WeightFiles.of_files(info.path, info.files)
+    return StoredModel(model.shape, model.units(), CheckpointNames.of(info), files, form, info.step)
 
 
-def _newest_checkpoint(folder: Path) -> CheckpointInfo:
-    refused = ""
-    for path in reversed(published(folder / CHECKPOINT_FOLDER)):
-        try:
-            info = read_manifest(path)
-            check_files(info)
-            return info
-        except DamagedCheckpoint as error:
-            refused = refused or f"; {path.name} is damaged: {error}"
-    raise ValueError(f"{folder} holds no intact checkpoint{refused}")
+def newest_checkpoint(folder: Path, quiet: bool = False) -> CheckpointInfo:
+    """A run's newest intact checkpoint; those passed over are warned of, by one process, unless `quiet`.
+
+    Raises: ValueError where there is none.
+    """
+    quiet = quiet or (dist.is_initialized() and dist.get_rank() > 0)
+    identity = json.loads(json.dumps(read_config(folder / CONFIG_FILE).identity()))
+    try:
+        return newest_intact(folder / CHECKPOINT_FOLDER, identity, quiet)
+    except DamagedCheckpoint as error:
+        raise ValueError(str(error)) from None
 
 
 @dataclass(frozen=True)
@@ -323,9 +335,9 @@ class CheckpointNames:
         return True
 
 
-def _open(folder: Path, native: Native, shape: ModelConfig | None) -> Pretrained:
+def _open(folder: Path, native: Native, shape: ModelConfig | None, quiet: bool) -> Pretrained:
     refuse_adapters(folder)
-    found = find_model(folder, native)
+    found = find_model(folder, native, quiet)
     if found.shape.native is False:
         placed = units_from_files(found.units, found.names, found.files)
         units = partial(_unshared, placed)

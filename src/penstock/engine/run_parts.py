@@ -55,18 +55,18 @@ def engine_arguments(config: RunConfig, vocab_size: int, learns: bool = True) ->
     """The engine's arguments for settings that have been checked.
 
     It begins with the weights of `model.pretrained`, unless the run has checkpoints to go on from. Where it does, every
-    process of the layout calls this at the same point.
+    process of the layout calls this at the same point. Who completed the settings has warned of damaged checkpoints.
     """
     source = config.model.pretrained
     options = replace(EngineOptions.of(config), learns=learns)
     if config.model.native is False and source is not None:
         # Also where values come from a checkpoint, transformers describes the layers by the folder.
-        return open_pretrained(source, native=False).arguments(config.parallel, options)
+        return open_pretrained(source, native=False, quiet=True).arguments(config.parallel, options)
     shape = config.model.whole(vocab_size)
     if source is None or published(Path(config.output) / CHECKPOINT_FOLDER):
         units, form = partial(_fresh_units, shape), HuggingFaceForm.of(shape)
     else:
-        found = open_pretrained(source, shape=shape)
+        found = open_pretrained(source, shape=shape, quiet=True)
         units, form = found.units, found.form
     return EngineArguments(units, shape.hidden_size, config.parallel, options, form)
 

@@ -184,7 +184,7 @@ def _rating_of(config: RunConfig) -> dict[str, Any]:
 
 def _units_of_run(folder: Path, config: RunConfig, vocab_size: int) -> Sequence[UnitSpec]:
     if config.model.native is False:
-        return open_pretrained(folder, False).units(ModelGroups())
+        return open_pretrained(folder, False, quiet=True).units(ModelGroups())
     return decoder_units(config.model.whole(vocab_size))
 
 

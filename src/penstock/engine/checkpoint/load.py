@@ -8,7 +8,6 @@ more than the rank's own tensors and one stored slice.
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -17,24 +16,20 @@ from typing import Any, TypeVar
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from penstock.engine.checkpoint.intact import examine, warn_of
 from penstock.engine.checkpoint.manifest import (
     MANIFEST,
     TENSOR_SUFFIX,
     CheckpointError,
     CheckpointInfo,
     DamagedCheckpoint,
-    check_files,
-    differences,
     published,
-    read_manifest,
 )
 from penstock.parallel import Grid
 from penstock.parallel.host import gather_json, on_all_ranks
 from penstock.parallel.tensor_slice import Indices, LocalTensor, StoredSlice, copies, local_slices
 
 T = TypeVar("T")
-
-_logger = logging.getLogger(__name__)
 
 
 class CheckpointReader:
@@ -89,7 +84,7 @@ class CheckpointReader:
                 return info
             self.refused[path] = reasons[0]
             if self._grid.rank == 0:
-                _logger.warning("checkpoint %s is refused: %s", path, reasons[0])
+                warn_of(path, reasons[0])
         return None
 
     def existing(self) -> CheckpointInfo:
@@ -155,13 +150,9 @@ class CheckpointReader:
     def _examine(self, path: Path) -> tuple[CheckpointInfo | None, str | None]:
         """The checkpoint at `path`, or the reason why it is refused."""
         try:
-            info = read_manifest(path)
-            if self._identity is not None and (changed := differences(self._identity, info.identity)):
-                raise DamagedCheckpoint(f"it is of another run: {changed[0]}")
-            check_files(info, self._grid.rank, self._grid.world_size)
-        except (DamagedCheckpoint, OSError) as error:
+            return examine(path, self._identity, self._grid.rank, self._grid.world_size), None
+        except DamagedCheckpoint as error:
             return None, str(error)
-        return info, None
 
     def _load(self, info: CheckpointInfo, tensors: Mapping[str, LocalTensor]) -> None:
         sources = {name: self._aliases.get(name, name) for name in tensors}

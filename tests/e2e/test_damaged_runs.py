@@ -1,0 +1,59 @@
+"""A run some of whose files are damaged or gone: every command says what it passes over, and uses nothing else."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from penstock.cli.main import main
+from tests.e2e.training import write_run
+
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the file and the output of a run with checkpoints of steps 2, 4 and 6."""
+    folder = tmp_path_factory.mktemp("trained")
+    assert main(train(folder)) == 0
+    return folder
+
+
+@pytest.fixture
+def folder(trained: Path, tmp_path: Path) -> Path:
+    """A copy of it."""
+    shutil.copytree(trained, tmp_path / "copy")
+    return tmp_path / "copy"
+
+
+def train(folder: Path, name: str = "run", *more: str) -> list[str]:
+    file = str(write_run(folder, name, STEPS))
+    return ["train", file, "--parallel.pp", "1", "--parallel.device", "cpu", "--checkpoint.every", "2", *more]
+
+
+def checkpoint(folder: Path, step: int = STEPS) -> Path:
+    return folder / "run" / "checkpoints" / f"step-{step:08d}"
+
+
+def test_commands_that_pass_over_a_damaged_checkpoint_say_so_once(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, damaged = str(folder / "run"), checkpoint(folder)
+    (damaged / "manifest.json").write_text("{}")
+    texts = folder / "texts.jsonl"
+    texts.write_text('{"text": "def f"}\n')
+    capsys.readouterr()
+    for command in (
+        ["convert", run, str(folder / "converted"), "--json"],
+        ["convert", run, str(folder / "scored"), "--held-out", str(texts)],
+        ["convert", run, str(folder / "begun"), "--to", "run", "--json"],
+        ["generate", run, "def", "--max-new-tokens", "2", "--device", "cpu"],
+        ["score", run, str(texts), "--device", "cpu"],
+        train(folder, "other", "--model.pretrained", run),
+    ):
+        assert main(command) == 0, command
+        told = capsys.readouterr()
+        assert told.err.count("refused") == told.err.count(f"checkpoint {damaged} is refused: its manifest.json") == 1
+        if "--json" in command:
+            assert json.loads(told.out)["step"] == STEPS - 2
