@@ -11,8 +11,11 @@ from penstock.engine.answer_text import AnswerText
 from penstock.engine.batch_checks import check_callable
 from penstock.runtime.distributed import default_store
 from penstock.runtime.recovery import Alarm
-from penstock.schedule import Scheduler
+from penstock.schedule import Ending, Scheduler
 from penstock.settings import Layout
+
+NOT_FINITE = "are not finite: a weight or an activation is NaN or infinite, so no token can be drawn"
+"""The end of the sentence on logits of which no token can be drawn."""
 
 _ASK_AGAIN_S = 0.0005
 
@@ -53,9 +56,14 @@ class Told:
     stops: Mapping[int, AnswerText]
 
     def hear(self, grown: list[schedule.Sequence]) -> None:
-        """Report new tokens, and sequences that they have ended."""
+        """Report new tokens, and sequences that they have ended.
+
+        Raises: ValueError for a token of logits that are not finite.
+        """
         on_token, on_answer = self.listeners.on_token, self.listeners.on_answer
         for sequence in grown:
+            if sequence.ending is Ending.NOT_FINITE:
+                raise ValueError(f"the logits of sequence {sequence.number} {NOT_FINITE}")
             text = self.stops.get(sequence.number)
             if text is not None:
                 text.add(sequence.last_token)

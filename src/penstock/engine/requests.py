@@ -27,7 +27,10 @@ class QueueClosedError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """One new token of an answer, with the text that can be shown from now on; the last one bears the ending."""
+    """One new token of an answer, with the text that can be shown from now on; the last one bears the ending.
+
+    Where that is NOT_FINITE, token and text mean nothing.
+    """
 
     number: int
     token: Token
@@ -163,7 +166,7 @@ class RequestQueue:
 
     def _grow(self, sequence: schedule.Sequence, text: AnswerText) -> Growth:
         shown, ending = text.add(sequence.generated[-1].id), sequence.ending
-        if text.stopped and ending is not Ending.STOPPED:
+        if text.stopped and ending not in (Ending.STOPPED, Ending.NOT_FINITE):
             ending = Ending.STOPPED
             self._stopped.append(sequence.number)
         if ending is not None:

@@ -78,11 +78,21 @@ class KVCache:
             begin = end
 
     def copy(self, rows: "CachedRows") -> None:
-        """Copy the beginnings of prompts into rows that need them, from the rows that have read them."""
+        """Copy the beginnings of prompts into rows that need them, and put zeros for numbers that are not finite.
+
+        A product with a mask would make these NaN, though no token sees them.
+        """
         for item in rows.items:
             if item.source != NO_ROW and item.start:
                 for store_RGLK in (self.keys_RGLK, self.values_RGLK):
                     store_RGLK[item.row, :, : item.start] = store_RGLK[item.source, :, : item.start]
+        # Now that nothing is copied from these rows any more.
+        for item in rows.items:
+            if item.cleaned:
+                for store_RGLK in (self.keys_RGLK, self.values_RGLK):
+                    rest_GLK = store_RGLK[item.row, :, item.start :]
+                    # Not all of them, which would take memory for the whole row.
+                    rest_GLK[~rest_GLK.isfinite()] = 0
 
 
 def _zeros(shape: tuple[int, ...], size: CacheSize) -> Tensor:
@@ -147,8 +157,8 @@ class CachedRows(_SharedByLayers):
 
     @property
     def has_copies(self) -> bool:
-        """True if any row copies the beginning of its prompt from another one."""
-        return any(item.source != NO_ROW for item in self.items)
+        """True if any row copies the beginning of its prompt from another one, or is cleaned."""
+        return any(item.source != NO_ROW or item.cleaned for item in self.items)
 
     def sampled(self, x_TD: Tensor) -> Tensor:
         """The tokens [S, D] whose logits are wanted."""

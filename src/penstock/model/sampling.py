@@ -91,11 +91,6 @@ def unpacked(numbers_SW: Tensor, params: Sequence[SamplingParams]) -> list[Token
     ]
 
 
-def drawn_finite(numbers_SW: Tensor) -> list[bool]:
-    """True for each drawn token whose log-probability is a number: then so were all of its row's logits."""
-    return _floats(numbers_SW[:, 1]).isfinite().tolist()
-
-
 def _floats(bits: Tensor) -> Tensor:
     return bits.contiguous().view(torch.float64)
 

@@ -266,7 +266,7 @@ class Stage:
             pack(module, self.boundary.dtype)
 
     def copy_prompts(self, caches: Sequence[Any], rows: CachedRows) -> None:
-        """Give rows the beginning of their prompt from others that have read it, before anything is overwritten."""
+        """Clean rows, and give them the beginning of their prompt from others that have read it, before any write."""
         if rows.has_copies:
             for cache in caches:
                 if cache is not None:

@@ -61,12 +61,15 @@ class Rows:
     holders: list[Sequence | None]
     #: Prompt of waiting sequences -> the row that has read it or is reading it.
     readers: dict[int, int]
+    #: Rows that were lost: what they hold may not be finite, and is cleaned with the next sequence's first batch.
+    lost: set[int]
     #: Tokens of a piece of a prompt.
     _piece: int
 
     def __init__(self, shape: RingShape) -> None:
         self.holders = [None] * shape.num_rows
         self.readers = {}
+        self.lost = set()
         self._piece = shape.prefill_tokens
 
     def give(self, row: int, sequence: Sequence) -> None:
@@ -75,8 +78,9 @@ class Rows:
         self.readers.setdefault(sequence.prompt, row)
 
     def lose(self, row: int) -> None:
-        """Forget what the row holds: its prompt was not read to the end, so others must read it again."""
+        """Forget what the row holds: its prompt was not read to the end, or its numbers are not finite."""
         holder, self.holders[row] = self.holders[row], None
+        self.lost.add(row)
         if holder is not None and self.readers.get(holder.prompt) == row:
             del self.readers[holder.prompt]
 

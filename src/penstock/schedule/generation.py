@@ -13,6 +13,7 @@ one sampled last. The scheduler sits on the rank of the first stage and decides 
 queue at any time; the next batch says which have, and which of them have ended.
 """
 
+import math
 from collections import abc, deque
 from dataclasses import dataclass
 
@@ -25,7 +26,8 @@ class BatchItem:
     """One sequence's part of a batch: the `length` tokens from position `start` on.
 
     row: its row of the KV cache. sampled: True if the token after the last one is sampled. source: the row from which
-    the first `start` positions are copied beforehand (`NO_ROW`: none are).
+    the first `start` positions are copied beforehand (`NO_ROW`: none are). cleaned: True if the row may hold numbers
+    that are not finite, which are replaced beforehand.
 
     >>> BatchItem(sequence=0, row=1, start=4, length=3, sampled=True).end
     7
@@ -37,6 +39,7 @@ class BatchItem:
     length: int
     sampled: bool
     source: int = NO_ROW
+    cleaned: bool = False
 
     @property
     def end(self) -> int:
@@ -174,6 +177,7 @@ class Scheduler:
         for item in items:
             sequence = self._unfinished[item.sequence]
             sequence.num_cached, sequence.source = item.end, NO_ROW
+            self._rows.lost.discard(item.row)
         self._busy[slot] = bool(items)
         if items:
             self._in_flight.add(slot)
@@ -199,6 +203,9 @@ class Scheduler:
         grown: list[Sequence] = []
         for item, token in zip(sampled, tokens, strict=True):
             sequence = self._unfinished.get(item.sequence)
+            if not math.isfinite(token.log_prob):
+                # Also that of a sequence stopped in the meantime, whose row no other has been given yet.
+                self._rows.lose(item.row)
             if sequence is not None:
                 sequence.append(token._replace(version=self.version))
                 grown.append(sequence)
@@ -363,7 +370,7 @@ class Scheduler:
         That includes the last token of a prompt: a row must copy from another before the other is overwritten.
         """
         ready = [sequence for sequence in self._live[slot] if sequence.num_unread <= 1]
-        return tuple(_item(sequence, 1) for sequence in sorted(ready, key=_row))
+        return tuple(self._item(sequence, 1) for sequence in sorted(ready, key=_row))
 
     def _prefill_items(self, slot: int) -> tuple[BatchItem, ...]:
         """Chunks of prompts within the budget, in order of arrival."""
@@ -371,17 +378,16 @@ class Scheduler:
         for sequence in self._live[slot]:
             length = min(self.shape.prefill_tokens, sequence.num_unread)
             if length <= budget and sequence.num_unread > 1:
-                items.append(_item(sequence, length))
+                items.append(self._item(sequence, length))
                 budget -= length
         return tuple(items)
+
+    def _item(self, sequence: Sequence, length: int) -> BatchItem:
+        start, row = sequence.num_cached, _row(sequence)
+        sampled = start + length >= len(sequence.prompt_tokens) + sequence.num_read_again
+        return BatchItem(sequence.number, row, start, length, sampled, sequence.source, row in self._rows.lost)
 
 
 def _row(sequence: Sequence) -> int:
     assert sequence.row is not None
     return sequence.row
-
-
-def _item(sequence: Sequence, length: int) -> BatchItem:
-    start = sequence.num_cached
-    sampled = start + length >= len(sequence.prompt_tokens) + sequence.num_read_again
-    return BatchItem(sequence.number, _row(sequence), start, length, sampled, sequence.source)

@@ -1,6 +1,7 @@
 """A sequence of generation: one prompt with what has been generated for it, from request to answer."""
 
 import hashlib
+import math
 import struct
 from array import array
 from collections import Counter, abc
@@ -35,6 +36,8 @@ class Token(NamedTuple):
 class Ending(Enum):
     """The reason why a sequence ended: an end token, its length, or a caller that stopped it (a stop string).
 
+    NOT_FINITE: its logits were NaN or infinite, so its last token means nothing.
+
     >>> Ending("length") is Ending.LENGTH
     True
     """
@@ -42,6 +45,7 @@ class Ending(Enum):
     END_TOKEN = "end_token"
     LENGTH = "length"
     STOPPED = "stopped"
+    NOT_FINITE = "not_finite"
 
 
 @dataclass(slots=True, eq=False)
@@ -173,7 +177,9 @@ class Sequence:
     def append(self, token: Token) -> None:
         """Add a sampled token, which may end the sequence."""
         self.generated.append(token)
-        if token.id in self.params.end_tokens:
+        if not math.isfinite(token.log_prob):
+            self.ending = Ending.NOT_FINITE
+        elif token.id in self.params.end_tokens:
             self.ending = Ending.END_TOKEN
         elif len(self.generated) == self.params.max_new_tokens:
             self.ending = Ending.LENGTH

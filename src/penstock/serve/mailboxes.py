@@ -3,7 +3,9 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 
+from penstock.engine.listeners import NOT_FINITE
 from penstock.engine.requests import Growth, QueueClosedError, QueueFullError, RequestQueue
+from penstock.schedule import Ending
 from penstock.serve.asked import AskedAnswers
 from penstock.serve.refusals import RefusalError
 
@@ -25,7 +27,7 @@ class Mailbox:
     #: set when there is something to take
     _ready: asyncio.Event
     #: why no more will come
-    _failure: str | None
+    _failure: RefusalError | None
 
     def __init__(self, numbers: list[int], stream: bool) -> None:
         self.places = {number: place for place, number in enumerate(numbers)}
@@ -33,20 +35,23 @@ class Mailbox:
         self._ready, self._failure = asyncio.Event(), None
 
     def put(self, growth: Growth) -> None:
+        if growth.ending is Ending.NOT_FINITE:
+            self.fail(RefusalError(500, f"the logits of this answer {NOT_FINITE}", None, "not_finite"))
+            return
         self._growths.append(growth)
         self._num_open -= growth.ending is not None
         if self._stream or self._num_open == 0:
             self._ready.set()
 
-    def fail(self, message: str) -> None:
-        self._failure = message
+    def fail(self, failure: RefusalError) -> None:
+        self._failure = failure
         self._ready.set()
 
     async def growths(self) -> AsyncIterator[list[Growth]]:
         """Yield what answers have grown by, until all have ended.
 
         Raises:
-            RefusalError: with status 503, where the server cannot finish them.
+            RefusalError: with status 503, where the server cannot finish them, or 500, where one of them cannot go on.
         """
         num_open = len(self.places)
         while num_open:
@@ -56,7 +61,7 @@ class Mailbox:
             num_open -= sum(growth.ending is not None for growth in taken)
             yield taken
             if num_open and self._failure is not None:
-                raise RefusalError(503, self._failure, None, "server_ended")
+                raise self._failure
 
 
 class Mailboxes:
@@ -136,4 +141,4 @@ class Mailboxes:
 
     def _fail(self, reason: str) -> None:
         for mailbox in set(self._mailboxes.values()):
-            mailbox.fail(reason)
+            mailbox.fail(RefusalError(503, reason, None, "server_ended"))

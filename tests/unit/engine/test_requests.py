@@ -3,6 +3,7 @@
 import random
 import threading
 from collections import defaultdict
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,11 +11,11 @@ import torch
 from penstock.engine.answers import GenerateOptions
 from penstock.engine.requests import Growth, QueueClosedError, QueueFullError, RequestQueue
 from penstock.model import CacheSize
-from penstock.runtime import DecodeLoop, Leader, Recorder, Ring, StageDecoder
+from penstock.runtime import DecodeLoop, FixedDecoder, Leader, Recorder, Ring, StageDecoder
 from penstock.runtime.decode.headers import packed_header, packed_news, unpacked_header
 from penstock.schedule import Batch, BatchItem, Ending, Placement, PlacementKind, RingShape, Scheduler, Sequence, Token
-from penstock.settings import SamplingParams
-from tests.generation import Lines, ThreadTransport, generate_together, ring_stages, run_together
+from penstock.settings import ModelConfig, SamplingParams
+from tests.generation import CONFIG, Lines, ThreadTransport, generate_together, ring_stages, run_together
 
 MAX_LENGTH, PREFILL_TOKENS = 48, 4
 
@@ -40,20 +41,31 @@ class Published:
         return [growth.token for growth in self.growths[number]]
 
 
-def open_ring(num_ranks: int, num_slots: int, requests: RequestQueue, stages_per_rank: int = 1) -> list[DecodeLoop]:
+def open_ring(
+    num_ranks: int,
+    num_slots: int,
+    requests: RequestQueue,
+    stages_per_rank: int = 1,
+    config: ModelConfig = CONFIG,
+    fixed: bool = False,
+) -> list[DecodeLoop]:
     placement, shape = (
         Placement(PlacementKind.LOOP, num_ranks, stages_per_rank),
         RingShape(num_slots, 2, PREFILL_TOKENS),
     )
     size = CacheSize(shape.num_rows, MAX_LENGTH, torch.float32, torch.device("cpu"))
-    activations, host, stages = Lines(), Lines(), ring_stages(placement)
+    activations, host, stages = Lines(), Lines(), ring_stages(placement, config)
     loops = []
     for rank in range(num_ranks):
         local = [stage for number, stage in stages.items() if placement.rank_of(number) == rank]
         ring = Ring(
             placement, ThreadTransport(activations, rank), ThreadTransport(host, rank), Recorder(rank), size.device
         )
-        decoders = [StageDecoder(stage, stage.new_caches(size)) for stage in local]
+        caches = [stage.new_caches(size) for stage in local]
+        decoders = [
+            FixedDecoder(stage, own, MAX_LENGTH) if fixed else StageDecoder(stage, own)
+            for stage, own in zip(local, caches, strict=True)
+        ]
         leader = Leader(Scheduler((), shape), requests.hear, requests.admit) if rank == 0 else None
         loops.append(DecodeLoop(ring, decoders, (), shape, leader))
     return loops
@@ -125,6 +137,38 @@ def test_answers_that_join_and_leave_at_random_are_those_of_each_request_alone(
         assert loop.ring.host.num_pending() == loop.ring.transport.num_pending() == 0
 
 
+@pytest.mark.parametrize("fixed", [False, True])
+@pytest.mark.parametrize(("num_ranks", "num_slots"), [(1, 1), (2, 2)])
+def test_an_answer_whose_logits_are_not_finite_ends_alone(num_ranks: int, num_slots: int, fixed: bool) -> None:
+    config, published, bad = replace(CONFIG, max_length=MAX_LENGTH), Published(), CONFIG.vocabulary - 1
+    requests = RequestQueue(2 * num_slots, 1000, None, published.take)
+    loops = open_ring(num_ranks, num_slots, requests, config=config, fixed=fixed)
+    _, embedding = next(iter(loops[0].decoders[0].stage.named_parameters()))
+    params = SamplingParams(max_new_tokens=6, temperature=0, bad_words=((bad,),), num_samples=2)
+    sound = [[5, 3], [7, 7, 9, 4, 1, 2, 3], [8], [1, 2, 3, 4, 5, 6], [4, 4]]
+    unsound = [[bad], [1, 2, 3, 4, bad], [7, 7, 9, 4, 1, bad, 2, 3, 4]]
+    kept = embedding[bad].clone()
+    with torch.no_grad():
+        embedding[bad] = torch.nan
+    try:
+        ended = {number for prompt in unsound for number in requests.submit([prompt], params)}
+        answered = [requests.submit([prompt], params) for prompt in sound]
+        ended |= set(requests.submit(unsound, params))
+        answered += [requests.submit([prompt], params) for prompt in sound]
+        requests.close("the test ends")
+        run_together(loops)
+    finally:
+        with torch.no_grad():
+            embedding[bad] = kept
+    assert {tuple(own.ending for own in published.growths[number]) for number in ended} == {(Ending.NOT_FINITE,)}
+    options = GenerateOptions(prefill_tokens=PREFILL_TOKENS)
+    for prompt, numbers in zip(sound * 2, answered, strict=True):
+        for number, answer in zip(numbers, generate_together(1, [prompt], params, options).answers, strict=True):
+            assert_same(published.tokens(number), answer.generated)
+            assert published.growths[number][-1].ending is Ending.LENGTH
+    assert requests.counts.num_running == requests.counts.num_waiting == 0
+
+
 def test_a_queue_takes_no_more_than_it_may_and_nothing_once_it_is_closed() -> None:
     requests = RequestQueue(2, 1, None, list.clear)
     first = requests.submit([[1], [2]], SamplingParams())
@@ -143,7 +187,7 @@ def test_a_queue_takes_no_more_than_it_may_and_nothing_once_it_is_closed() -> No
 def test_a_batch_is_the_same_behind_a_header_with_all_settings_of_what_has_arrived() -> None:
     params = drawn_params(random.Random(3))
     sequence = Sequence(9, 4, 1, [5, 6, 7], params, identity=(1 << 64) - 1)
-    item = BatchItem(9, row=1, start=0, length=3, sampled=True)
+    item = BatchItem(9, row=1, start=0, length=3, sampled=True, cleaned=True)
     batch = Batch(1, (item,), ends_round=False, arrived=(sequence,), ended=(7, 8))
     news = packed_news(batch)
     assert news is not None

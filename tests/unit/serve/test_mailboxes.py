@@ -1,6 +1,7 @@
 """Mailboxes of requests, and figures, without HTTP and without a model."""
 
 import asyncio
+import math
 from collections.abc import Sized
 
 import pytest
@@ -89,6 +90,23 @@ def test_a_closed_server_finishes_and_a_failed_one_refuses_what_is_open() -> Non
     asyncio.run(run())
 
 
+def test_an_answer_that_is_not_finite_ends_its_request_and_no_other() -> None:
+    async def run() -> None:
+        boxes = mailboxes()
+        boxes.open(asyncio.get_running_loop())
+        failing, other = boxes.submit(asked(2, stream=True)), boxes.submit(asked())
+        token = Token(7)
+        boxes.publish([Growth(0, token, "", None), Growth(2, token, "", None)])
+        boxes.publish([Growth(1, Token(0, math.nan), "", Ending.NOT_FINITE), Growth(2, token, "", Ending.LENGTH)])
+        with pytest.raises(RefusalError, match="the logits of this answer are not finite") as refused:
+            await taken(failing)
+        assert refused.value.status == 500
+        assert await taken(other) == [7, 7]
+        assert boxes.leave(failing) == 1, "its other answer goes on"
+
+    asyncio.run(run())
+
+
 def test_figures_have_the_form_that_prometheus_reads() -> None:
     metrics = ServerMetrics(lambda: QueueCounts(3, 2))
     metrics.requests["/health", 200] += 2
@@ -117,7 +135,7 @@ def test_a_failure_after_the_last_token_takes_nothing_away() -> None:
     async def run() -> None:
         mailbox = Mailbox([0], stream=False)
         mailbox.put(Growth(0, Token(7), "", Ending.LENGTH))
-        mailbox.fail("too late")
+        mailbox.fail(RefusalError(503, "too late"))
         assert await taken(mailbox) == [7]
 
     asyncio.run(run())

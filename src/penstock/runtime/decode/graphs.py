@@ -186,6 +186,10 @@ class FixedDecoder(StageDecoder):
 
     def decode(self, x: Tensor, rows: CachedRows, slot: range) -> Tensor:
         """The stage's output for a batch; `slot` are its slot's rows of the cache."""
+        if any(item.cleaned for item in rows.items):
+            # Until it is live again, a row computes from what is left here.
+            for fixed in self._fixed.values():
+                fixed.x.zero_()
         num_single = _num_single(rows.items)
         if num_single == 0:
             return super().decode(x, rows, slot)

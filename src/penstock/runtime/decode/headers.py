@@ -13,7 +13,7 @@ from penstock.settings import SamplingParams, walk
 from penstock.settings.declare import plain
 
 _CLOSING = -1
-_HEAD, _ITEM = 4, 6
+_HEAD, _ITEM = 4, 7
 """Numbers at the head of a header, and of each item behind it."""
 
 
@@ -57,7 +57,7 @@ def header_size(rows_per_slot: int) -> int:
 
 
 def packed_header(batch: Batch | None, size: int, num_news_bytes: int = 0) -> Tensor:
-    """A header: slot, number of items, whether the round ends, bytes of news; then six numbers an item.
+    """A header: slot, number of items, whether the round ends, bytes of news; then seven numbers an item.
 
     None closes the ring.
     """
@@ -65,7 +65,8 @@ def packed_header(batch: Batch | None, size: int, num_news_bytes: int = 0) -> Te
     if batch is not None:
         numbers = [batch.slot, len(batch.items), int(batch.ends_round), num_news_bytes]
         for item in batch.items:
-            numbers += (item.sequence, item.row, item.start, item.length, int(item.sampled), item.source)
+            flags = int(item.sampled), int(item.cleaned)
+            numbers += (item.sequence, item.row, item.start, item.length, item.source, *flags)
     return torch.tensor(numbers + [0] * (size - len(numbers)))
 
 
@@ -81,8 +82,8 @@ def unpacked_header(header: Sequence[int], news: Tensor | None = None) -> Batch 
     slot, num_items, ends_round = header[: _HEAD - 1]
     items = []
     for begin in range(_HEAD, _HEAD + _ITEM * num_items, _ITEM):
-        sequence, row, start, length, sampled, source = header[begin : begin + _ITEM]
-        items.append(BatchItem(sequence, row, start, length, bool(sampled), source))
+        sequence, row, start, length, source, sampled, cleaned = header[begin : begin + _ITEM]
+        items.append(BatchItem(sequence, row, start, length, bool(sampled), source, bool(cleaned)))
     arrived, ended = ((), ()) if news is None else _unpacked_news(news)
     return Batch(slot, tuple(items), bool(ends_round), arrived, ended)
 
