@@ -141,7 +141,9 @@ def in_plain_words(text: str) -> str:
 def sentence(error: ValueError | OSError) -> str:
     """The error's message, with the file if there is one."""
     if isinstance(error, OSError) and error.filename is not None:
-        return f"{error.filename}: {(error.strerror or str(error)).lower()}"
+        # Some libraries open files by their path's bytes.
+        name = os.fsdecode(error.filename) if isinstance(error.filename, bytes) else error.filename
+        return f"{name}: {(error.strerror or str(error)).lower()}"
     text = str(error)
     # A message quotes what it refuses, which may be of any length.
     return text if len(text) <= _MAX_LENGTH else f"{text[: _MAX_LENGTH // 2]} ... {text[-_MAX_LENGTH // 2 :]}"

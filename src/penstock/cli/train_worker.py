@@ -1,6 +1,7 @@
 """One worker of `penstock train`: it meets the others, then repeats batch, step, metrics, validation and checkpoint."""
 
 import json
+import math
 import os
 import random
 import signal
@@ -14,6 +15,7 @@ from typing import Any, Self
 import torch
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
+from penstock.cli.commands import print_json
 from penstock.cli.group import Group
 from penstock.cli.progress import Progress, StepFigures, show_log
 from penstock.cli.together import choose_device, initialise, refuse_differing, together, work_together
@@ -58,9 +60,13 @@ class RunResult:
     train_time_s: float = 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """The result as plain values, with the speed of this start."""
+        """The result as plain values, with the speed of this start; a loss that is not finite is None, as in JSON."""
         speed = self.num_tokens / self.train_time_s if self.train_time_s else None
-        return {**asdict(self), "tokens_per_s": speed}
+        values = {**asdict(self), "tokens_per_s": speed}
+        return {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in values.items()
+        }
 
 
 class TrainLoop:
@@ -418,6 +424,6 @@ class TrainWorker:
             if folder is not None:
                 folder.close()
         if group.rank == 0 and self.as_json:
-            print(json.dumps(result.to_dict(), indent=2))
+            print_json(result.to_dict())
         # Where another host alone was asked to end, this one's launcher is not to take the run for complete.
         return 0 if result.complete or stop.asked or group.is_ours else os.EX_TEMPFAIL

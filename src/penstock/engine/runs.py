@@ -2,9 +2,10 @@
 
 import fcntl
 import json
+import logging
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -12,7 +13,7 @@ import tomli_w
 
 from penstock.settings import ConfigError, RunConfig, differences, read_config
 from penstock.settings.durable import naming, unfinished, write_durably
-from penstock.settings.files import lines_of
+from penstock.settings.files import lines_of, open_file
 from penstock.settings.json_files import parse_json
 
 CONFIG_FILE = "run.toml"
@@ -21,6 +22,8 @@ METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
 _LOCK_FILE = ".lock"
 _DECAY_END = "optimizer.num_decay_steps"
+
+_logger = logging.getLogger(__name__)
 
 
 def to_toml(config: RunConfig) -> str:
@@ -82,7 +85,21 @@ def _check_folder(config: RunConfig, fresh: bool) -> bool:
         raise ConfigError(
             f"output = {config.output!r} holds another run: {'; '.join(changed)}; {otherwise} another --output"
         )
+    _check_logs(folder, config.log.tensorboard)
     return True
+
+
+def _check_logs(folder: Path, tensorboard: bool) -> None:
+    """Raises: ConfigError or OSError for logs of a run that it cannot go on writing."""
+    metrics, board = folder / METRICS_FILE, folder / TENSORBOARD_FOLDER
+    if metrics.is_dir():
+        raise ConfigError(f"{metrics} is a folder, but the run writes a file there; remove it")
+    if metrics.exists():
+        open_file(metrics).close()
+    if tensorboard and board.exists() and not board.is_dir():
+        raise ConfigError(f"{board} is a file, but the run writes a folder there; remove it")
+    if tensorboard and board.is_dir() and not os.access(board, os.W_OK | os.X_OK):
+        raise ConfigError(f"{board} cannot be written: permission denied")
 
 
 class RunFolder:
@@ -126,24 +143,35 @@ class RunFolder:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics file, in order; others are left out, such as a last one that a crash has torn."""
+    """The numbers of a metrics file's lines, in order; null stands for one that is not finite.
+
+    What a user has added to a line, and lines without a step, are left out, and so are those that cannot be read, such
+    as a last one that a crash has torn.
+    """
     if not path.exists():
         return []
-    lines = []
+    entries = [entry for _, entry in _parsed(path) if entry is not None and "step" in entry]
+    return [{name: value for name, value in entry.items() if _is_metric(value)} for entry in entries]
+
+
+def _parsed(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
+    """Yield each line that is not blank, and its object; None where it is none, or its step is no whole number."""
     for line in lines_of(path):
-        try:
-            entry = parse_json(line)
-        except ValueError:
+        if not line.strip():
             continue
-        if isinstance(entry, dict) and type(entry.get("step")) is int and all(map(_is_metric, entry.values())):
-            lines.append(entry)
-    return lines
+        try:
+            entry = parse_json(line.decode())
+        except ValueError:
+            entry = None
+        step = entry.get("step", 0) if isinstance(entry, dict) else None
+        yield line, entry if type(step) is int and _is_metric(step) else None
 
 
 class MetricsLog:
     """Appends the metrics of a run to its folder; written by one rank.
 
-    A run that continues from `resumed_step` first drops the lines of later steps: those steps are taken again.
+    A run that continues from `resumed_step` first drops the lines of later steps, since those steps are taken again,
+    and lines that cannot be read, which the log counts. All others stay as they are, whatever a user has added to them.
     """
 
     #: the file of metrics, a line of JSON a step
@@ -183,8 +211,16 @@ class MetricsLog:
                 self._board.close()
 
     def _drop_after(self, step: int) -> None:
-        kept = [entry for entry in read_metrics(self._path) if entry["step"] <= step]
-        write_durably(self._path, "".join(json.dumps(entry) + "\n" for entry in kept))
+        lines = list(_parsed(self._path)) if self._path.exists() else []
+        kept = [line for line, entry in lines if entry is not None and entry.get("step", 0) <= step]
+        write_durably(self._path, "".join(line.decode().rstrip() + "\n" for line in kept))
+        num_broken = sum(entry is None for _, entry in lines)
+        if num_broken:
+            _logger.warning(
+                "%s: dropped %s that could not be read",
+                self._path,
+                "a line" if num_broken == 1 else f"{num_broken} lines",
+            )
 
 
 def _is_metric(value: Any) -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -116,8 +118,7 @@ def open_model(
 
 def _open_run(folder: Path, precision: Precision | None, quantize: Quantize, reproducible: bool) -> SavedModel:
     config = read_config(folder / CONFIG_FILE)
-    if not published(folder / CHECKPOINT_FOLDER):
-        raise ConfigError(f"{folder} holds no checkpoint yet; a run saves the first after checkpoint.every steps")
+    _refuse_without_checkpoint(folder)
     name, vocab_size = config.data.tokenizer, config.model.vocab_size
     try:
         # A given text is scored and continued as it is: no end token is put after it.
@@ -174,6 +175,14 @@ def _open_run(folder: Path, precision: Precision | None, quantize: Quantize, rep
         weight_bytes=lambda: _weight_bytes(_units_of_run(folder, config, size), precision or numbers, quantize),
         **_rating_of(config),
     )
+
+
+def _refuse_without_checkpoint(folder: Path) -> None:
+    if published(folder / CHECKPOINT_FOLDER):
+        return
+    with contextlib.suppress(FileNotFoundError):
+        os.listdir(folder / CHECKPOINT_FOLDER)  # one that may not be read is not empty
+    raise ConfigError(f"{folder} holds no checkpoint yet; a run saves the first after checkpoint.every steps")
 
 
 def _rating_of(config: RunConfig) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from penstock.cli.group import Group, report_is_written, reports_first, stay_for_others, stay_for_report
+from penstock.cli.main import sentence
 from penstock.cli.together import _report_failure
 from penstock.parallel.host import ProcessEnded
 from penstock.runtime import PipelineError
@@ -23,6 +24,10 @@ def test_a_peer_that_has_ended_is_one_sentence(error: Exception, capsys: pytest.
     except type(error) as raised:
         _report_failure(GROUP, raised)
     assert capsys.readouterr().err == "penstock: process 0: rank 1 has ended\n"
+
+
+def test_a_path_that_a_library_gives_in_bytes_is_shown_as_text():
+    assert sentence(FileExistsError(17, "File exists", "run/\u00e9".encode())) == "run/\u00e9: file exists"
 
 
 def test_the_unexpected_has_its_traceback(capsys: pytest.CaptureFixture[str]):

@@ -11,6 +11,7 @@ import pytest
 
 from penstock.cli.group import Group, find_group
 from penstock.cli.progress import Progress, StepFigures, duration
+from penstock.cli.train_worker import RunResult
 from penstock.engine.runs import (
     CONFIG_FILE,
     METRICS_FILE,
@@ -20,8 +21,10 @@ from penstock.engine.runs import (
     check_folder,
     read_metrics,
 )
+from penstock.engine.saved_model import open_model
 from penstock.settings import ConfigError, RunConfig, from_dict, read_config
 from tests.full_disk import full_disk
+from tests.plain_user import plain_user
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
@@ -140,6 +143,66 @@ def test_metrics_continue_where_the_run_does(tmp_path: Path):
     assert [entry["step"] for entry in entries] == [1, 2, 3, 4, 5, 6]
     assert [entry["loss"] for entry in entries] == [1 / step for step in range(1, 6)] + [0.25]
     assert entries[0]["grad_norm"] is None, "JSON has no NaN"
+
+
+def test_a_loss_that_is_not_finite_is_null_in_the_result():
+    result = RunResult("run", step=2, resumed_from=0, complete=True, loss=math.nan, validation_loss=math.inf)
+    assert [result.to_dict()[name] for name in ("loss", "validation_loss", "step")] == [None, None, 2]
+
+
+def test_a_resumed_run_keeps_what_a_user_has_added_and_counts_what_it_drops(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    kept = ['{"step": 1, "loss": 2.5, "note": "my remark \u00e9"}', '{"note": "between"}', '{"step": 2, "loss": NaN}']
+    path = tmp_path / METRICS_FILE
+    path.write_text("\n".join([*kept[:2], "no JSON", '{"step": "x"}', kept[2], '{"step": 3}', '{"step": 2, "lo']))
+    assert read_metrics(path)[0] == {"step": 1, "loss": 2.5}
+    MetricsLog(tmp_path, resumed_step=2).close()
+    assert path.read_text().splitlines() == kept
+    assert caplog.messages == [f"{path}: dropped 3 lines that could not be read"]
+    caplog.clear()
+    MetricsLog(tmp_path, resumed_step=1).close()
+    assert path.read_text().splitlines() == kept[:2]
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize("board", [True, False])
+def test_logs_that_a_run_cannot_go_on_writing_are_refused_before_it_does(
+    configured: Callable[..., RunConfig], tmp_path: Path, board: bool
+):
+    config = configured()
+    RunFolder(config).close()
+    logs = tmp_path / "run" / (TENSORBOARD_FOLDER if board else METRICS_FILE)
+    logs.touch() if board else logs.mkdir()
+    kinds = ("file", "folder") if board else ("folder", "file")
+    told = f"{logs} is a {kinds[0]}, but the run writes a {kinds[1]} there; remove it"
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        check_folder(config)
+    unused = from_dict({"output": config.output, "log": {"tensorboard": False}})
+    if board:
+        assert check_folder(unused)
+
+
+def test_logs_and_checkpoints_that_the_user_may_not_open_are_named(
+    configured: Callable[..., RunConfig], tmp_path: Path
+):
+    RunFolder(configured()).close()
+    logs, board, checkpoints = (tmp_path / "run" / name for name in (METRICS_FILE, TENSORBOARD_FOLDER, "checkpoints"))
+    logs.touch(0o000)
+    board.mkdir(0o755)
+    checkpoints.mkdir(0o000)
+    config = from_dict({"output": "run"})
+    with plain_user(tmp_path):
+        with pytest.raises(PermissionError) as refused:
+            check_folder(config)
+        assert refused.value.filename == "run/metrics.jsonl"
+    logs.chmod(0o644)
+    with plain_user(tmp_path):
+        with pytest.raises(ConfigError, match=r"^run/tensorboard cannot be written: permission denied$"):
+            check_folder(config)
+        with pytest.raises(PermissionError) as refused:
+            open_model("run")
+        assert refused.value.filename == "run/checkpoints"
 
 
 def test_metrics_are_written_for_tensorboard_too(tmp_path: Path):
