@@ -13,6 +13,9 @@ from penstock.data.checks import CorpusError
 from penstock.settings.files import read_bytes
 from penstock.settings.json_files import read_json_object
 
+END_ENTRY = "<|end|>"
+"""How the vocabulary of `ByteTokenizer` writes its end token."""
+
 
 class Tokenizer(Protocol):
     """The interface of a tokenizer. `fingerprint` differs if any text would be tokenised differently."""
@@ -37,6 +40,10 @@ class Tokenizer(Protocol):
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of these tokens; special tokens have none, and invalid bytes become U+FFFD."""
+        ...
+
+    def entry(self, token: int) -> str | None:
+        """The token as the vocabulary writes it; None for an id that it lacks."""
         ...
 
 
@@ -66,6 +73,11 @@ class ByteTokenizer:
     def decode(self, tokens: Sequence[int]) -> str:
         return bytes(token for token in tokens if token < 256).decode(errors="replace")
 
+    def entry(self, token: int) -> str | None:
+        if token < 256:
+            return f"<0x{token:02X}>"
+        return END_ENTRY if token in self.end_tokens else None
+
 
 @dataclass(frozen=True, slots=True)
 class FileTokenizer:
@@ -87,6 +99,9 @@ class FileTokenizer:
 
     def decode(self, tokens: Sequence[int]) -> str:
         return self.tokenizer.decode(list(tokens), skip_special_tokens=True)
+
+    def entry(self, token: int) -> str | None:
+        return self.tokenizer.id_to_token(token)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +127,9 @@ class WithoutSpecialTokens:
 
     def decode(self, tokens: Sequence[int]) -> str:
         return self.tokenizer.decode(tokens)
+
+    def entry(self, token: int) -> str | None:
+        return self.tokenizer.entry(token)
 
 
 def load_tokenizer(name: str | None, end_token: str | bool = False) -> Tokenizer:
@@ -168,20 +186,24 @@ def own_end_token(name: str | None) -> str | None:
     return found.get("content") if isinstance(found, dict) else found
 
 
-def save_byte_tokenizer(folder: Path, end_token: bool) -> None:
-    """Write `ByteTokenizer` as files that transformers loads, with the same ids; <|end|> is the end token's text."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-
-    # The library writes a byte as itself where that can be printed, and else as one of the characters from 256 on.
+def byte_level_alphabet() -> dict[str, int]:
+    """The bytes by the characters with which byte-level vocabularies write them."""
+    # A byte is written as itself where that can be printed, and else as one of the characters from 256 on.
     printed = [*range(ord("!"), ord("~") + 1), *range(ord("\xa1"), ord("\xac") + 1), *range(ord("\xae"), 256)]
     others = (byte for byte in range(256) if byte not in printed)
-    vocabulary = {chr(byte): byte for byte in printed} | {chr(256 + n): byte for n, byte in enumerate(others)}
-    made = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    return {chr(byte): byte for byte in printed} | {chr(256 + n): byte for n, byte in enumerate(others)}
+
+
+def save_byte_tokenizer(folder: Path, end_token: bool) -> None:
+    """Write `ByteTokenizer` as files that transformers loads, with the same ids."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    made = Tokenizer(models.BPE(vocab=byte_level_alphabet(), merges=[]))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     made.decoder = decoders.ByteLevel()
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     if end_token:
-        made.add_special_tokens([AddedToken("<|end|>", special=True)])
-        settings["eos_token"] = "<|end|>"
+        made.add_special_tokens([AddedToken(END_ENTRY, special=True)])
+        settings["eos_token"] = END_ENTRY
     made.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")

@@ -160,7 +160,7 @@ async def _generate(read: ReadRequest, parts: ServerParts, request: Request) -> 
         asked = await run_in_threadpool(_read, read, body, parts)
     mailbox = parts.mailboxes.submit(asked)
     parts.metrics.num_prompt_tokens += asked.num_prompt_tokens
-    return _Answering(parts, Reply(asked, parts.model.name, parts.model.tokenizer), mailbox, start_s)
+    return _Answering(parts, Reply(asked, parts.model.name, parts.model.token_texts), mailbox, start_s)
 
 
 async def _body(request: Request, most_bytes: int) -> bytes:

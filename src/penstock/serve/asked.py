@@ -3,9 +3,11 @@
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from penstock.data.chat_template import ChatTemplate, ChatTemplateError
+from penstock.data.token_texts import TokenTexts
 from penstock.data.tokenizer import Tokenizer
 from penstock.engine.prompts import check_prompts
 from penstock.model import Limits
@@ -32,6 +34,11 @@ class ServedModel:
     limits: Limits
     end_tokens: tuple[int, ...]
     sampling: Mapping[str, Any]
+
+    @cached_property
+    def token_texts(self) -> TokenTexts:
+        """The texts of the tokenizer's single tokens."""
+        return TokenTexts(self.tokenizer)
 
 
 @dataclass(frozen=True)

@@ -5,22 +5,20 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from penstock.data.tokenizer import Tokenizer
+from penstock.data.token_texts import TokenTexts
 from penstock.engine.requests import Growth
 from penstock.schedule import Ending, Token
 from penstock.serve.asked import AskedAnswers
+from penstock.serve.log_probs import ChoiceLogProbs
 
 _FINISHED = {Ending.END_TOKEN: "stop", Ending.STOPPED: "stop", Ending.LENGTH: "length"}
-
-_BROKEN = "\N{REPLACEMENT CHARACTER}"
 
 
 class Reply:
     """The reply to one request, of which parts can be written as its answers grow."""
 
-    #: the request, and what writes its tokens
+    #: the request
     asked: AskedAnswers
-    _tokenizer: Tokenizer | None
     #: the fields that all parts have
     _id: str
     _created: int
@@ -29,17 +27,17 @@ class Reply:
     texts: list[str]
     tokens: list[list[Token]]
     endings: list[Ending | None]
-    #: choice -> characters of the tokens that were reported with log-probabilities
-    _offsets: list[int]
+    #: choice -> what describes its tokens' log-probabilities
+    _choice_log_probs: list[ChoiceLogProbs]
 
-    def __init__(self, asked: AskedAnswers, model: str, tokenizer: Tokenizer | None) -> None:
-        self.asked, self._model, self._tokenizer = asked, model, tokenizer
+    def __init__(self, asked: AskedAnswers, model: str, texts: TokenTexts) -> None:
+        self.asked, self._model = asked, model
         self._id = f"{'chatcmpl' if asked.is_chat else 'cmpl'}-{uuid.uuid4().hex}"
         self._created = int(time.time())
         self.texts = [""] * asked.num_choices
         self.tokens = [[] for _ in range(asked.num_choices)]
         self.endings = [None] * asked.num_choices
-        self._offsets = [0] * asked.num_choices
+        self._choice_log_probs = [ChoiceLogProbs(texts) for _ in range(asked.num_choices)]
 
     @property
     def num_tokens(self) -> int:
@@ -109,35 +107,8 @@ class Reply:
         if self.asked.num_log_probs is None:
             return None
         if self.asked.is_chat:
-            return {"content": [self._described(token) for token in tokens], "refusal": None}
-        texts, offsets = [self._name(token.id) for token in tokens], []
-        for text in texts:
-            offsets.append(self._offsets[place])
-            self._offsets[place] += len(text)
-        likeliest = [{self._name(one): value for one, value in reversed(token.likeliest)} for token in tokens]
-        return {
-            "tokens": texts,
-            "token_logprobs": [token.raw_log_prob for token in tokens],
-            "top_logprobs": likeliest if self.asked.num_log_probs else None,
-            "text_offset": offsets,
-        }
-
-    def _described(self, token: Token) -> dict[str, Any]:
-        likeliest = [self._entry(one, value) for one, value in token.likeliest]
-        return {**self._entry(token.id, token.raw_log_prob), "top_logprobs": likeliest}
-
-    def _entry(self, token: int, log_prob: float) -> dict[str, Any]:
-        text = self._text(token)
-        return {"token": self._name(token), "logprob": log_prob, "bytes": None if text is None else list(text.encode())}
-
-    def _name(self, token: int) -> str:
-        """The text of a token alone; its id where it has none, so that every token has a name."""
-        return self._text(token) or f"<{token}>"
-
-    def _text(self, token: int) -> str | None:
-        """None for a token that is a part of a character, or has no text."""
-        text = "" if self._tokenizer is None else self._tokenizer.decode([token])
-        return text if text and _BROKEN not in text else None
+            return self._choice_log_probs[place].of_chat(tokens)
+        return self._choice_log_probs[place].of_completion(tokens, with_likeliest=self.asked.num_log_probs > 0)
 
 
 def _finish_reason(ending: Ending | None) -> str | None:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from penstock.data.token_texts import TokenTexts
 from penstock.data.tokenizer import ByteTokenizer
 from penstock.engine.requests import Growth
 from penstock.model import Limits
@@ -24,9 +25,8 @@ def test_no_answer_is_to_be_longer_than_it_may_be() -> None:
 
 
 def test_each_part_of_a_streamed_reply_says_where_its_tokens_begin() -> None:
-    reply = Reply(read(logprobs=0), "m", TOKENIZER)
-    # A token without a text of its own is named by its id.
-    growths = [Growth(0, Token(token), "", None) for token in (ord("a"), 0xC3, ord("b"))]
+    reply = Reply(read(logprobs=0), "m", TokenTexts(TOKENIZER))
+    growths = [Growth(0, Token(token), "", None) for token in "aéb".encode()]
     parts = [reply.part(0, growth) for growth in growths]
     offsets = [part["choices"][0]["logprobs"]["text_offset"] for part in parts if part is not None]
-    assert offsets == [[0], [1], [1 + len("<195>")]]
+    assert offsets == [[0], [1], [1], [2]]
