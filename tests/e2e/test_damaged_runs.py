@@ -8,6 +8,7 @@ import pytest
 
 from penstock.cli.main import main
 from tests.e2e.training import write_run
+from tests.forged import change_header, forge
 
 STEPS = 6
 
@@ -16,6 +17,7 @@ STEPS = 6
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the file and the output of a run with checkpoints of steps 2, 4 and 6."""
     folder = tmp_path_factory.mktemp("trained")
+    write_run(folder, "run", STEPS)
     assert main(train(folder)) == 0
     return folder
 
@@ -28,8 +30,11 @@ def folder(trained: Path, tmp_path: Path) -> Path:
 
 
 def train(folder: Path, name: str = "run", *more: str) -> list[str]:
-    file = str(write_run(folder, name, STEPS))
-    return ["train", file, "--parallel.pp", "1", "--parallel.device", "cpu", "--checkpoint.every", "2", *more]
+    file, output = str(folder / "run.toml"), str(folder / name)
+    return [
+        *("train", file, "--output", output, "--checkpoint.every", "2"),
+        *("--parallel.pp", "1", "--parallel.device", "cpu", *more),
+    ]
 
 
 def checkpoint(folder: Path, step: int = STEPS) -> Path:
@@ -57,3 +62,19 @@ def test_commands_that_pass_over_a_damaged_checkpoint_say_so_once(
         assert told.err.count("refused") == told.err.count(f"checkpoint {damaged} is refused: its manifest.json") == 1
         if "--json" in command:
             assert json.loads(told.out)["step"] == STEPS - 2
+
+
+def test_a_run_whose_weights_are_whole_numbers_is_not_converted(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step in (2, 4, 6):
+        [file] = checkpoint(folder, step).glob("*.safetensors")
+        change_header(file, lambda header: header["embedding.weight"].update(dtype="I32"))
+        forge(checkpoint(folder, step), lambda content: content["tensors"]["embedding.weight"].update(dtype="int32"))
+    for command in (
+        ["convert", str(folder / "run"), str(folder / "converted")],
+        ["generate", str(folder / "run"), "def", "--device", "cpu"],
+        train(folder),
+    ):
+        assert main(command) == 2, command
+        assert "int32" in capsys.readouterr().err.replace("I32", "int32")

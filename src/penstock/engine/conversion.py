@@ -23,18 +23,12 @@ from penstock.engine.saved_model import open_model
 from penstock.engine.state import ModelState
 from penstock.engine.trainer import Trainer
 from penstock.model.hf.families import names_of
-from penstock.model.hf.files import WeightFiles, slices_of, units_from_files
+from penstock.model.hf.files import DTYPES, WeightFiles, slices_of, units_from_files
+from penstock.model.hf.quantized import INT8
 from penstock.model.linear import joint_weights
 from penstock.parallel.tensor_slice import Shape, StoredSlice, TensorSlice, copies
 from penstock.settings import DataConfig, ModelConfig, ParallelConfig, Precision, RunConfig, TrainConfig
 
-_DTYPES = {
-    "I8": torch.float32,
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-}
 _TOKENIZER = "tokenizer.json"
 
 
@@ -90,7 +84,8 @@ def _parameters(found: StoredModel) -> Iterator[ExportedParameter]:
             products = joint_weights(unit.build())
         for name, shape, stored in slices_of(unit, found.names):
             if name not in unit.tied and stored:
-                dtype = _DTYPES[found.files.tensors[stored[0].name].dtype]
+                word = found.files.tensors[stored[0].name].dtype
+                dtype = torch.float32 if word == INT8 else DTYPES[word]
                 fetch = partial(_assembled, found.files, stored, shape, dtype)
                 yield ExportedParameter(unit.full_name(name), shape, dtype, fetch, is_product=name in products)
 

@@ -26,6 +26,7 @@ from penstock.engine.checkpoint.manifest import (
 )
 from penstock.parallel import connect
 from penstock.settings import Layout
+from tests.forged import change_header, forge
 
 IDENTITY = {"model.num_layers": 2, "optimizer.learning_rate": 0.001}
 
@@ -223,6 +224,77 @@ def test_a_damaged_checkpoint_is_refused_by_name_and_the_one_before_taken(
     [record] = caplog.records
     assert "step-00000003 is refused" in record.getMessage()
     assert re.search(reason, record.getMessage())
+
+
+OTHER = "optimizer.exp_avg.layers.0.mlp.up.weight"
+FORGERY: dict[str, tuple[Callable[[Path], object], str]] = {
+    "name": (
+        lambda path: change_header(_first_file(path), lambda header: header.update(other=header.pop("double"))),
+        "holds other, which is not in the manifest",
+    ),
+    "dtype": (
+        lambda path: change_header(_first_file(path), lambda header: header[OTHER].update(dtype="I32")),
+        r"as \[16, 24\] of int32 instead of \[16, 24\] of float32",
+    ),
+    "shape": (
+        lambda path: change_header(_first_file(path), lambda header: header[OTHER].update(shape=[24, 16])),
+        r"as \[24, 16\] of float32 instead of \[16, 24\] of float32",
+    ),
+    "no tensors": (lambda path: _first_file(path).write_bytes(b"\x02" + bytes(7) + b"{}"), "none of its files holds"),
+    "no safetensors": (lambda path: _first_file(path).write_bytes(b"x" * 100), "is no safetensors file"),
+    "one name in two files": (
+        lambda path: [
+            shutil.copy(_first_file(path), path / "x.safetensors"),
+            forge(path, lambda content: content["files"].update({"x.safetensors": {}})),
+        ],
+        "both hold",
+    ),
+    "a name too many in the manifest": (
+        lambda path: forge(path, lambda content: content["tensors"].update(more={"shape": [1], "dtype": "float32"})),
+        "none of its files holds more",
+    ),
+    "part of a tensor alone": (
+        lambda path: forge(path, lambda content: content["tensors"]["half"].update(of="half", start=[0], of_shape=[9])),
+        "hold 5 elements of half, which has 9",
+    ),
+}
+
+
+@pytest.mark.parametrize("forgery", FORGERY)
+def test_a_checkpoint_whose_files_hold_other_tensors_than_its_manifest_is_a_damaged_one(
+    tmp_path: Path, forgery: str
+) -> None:
+    _save(tmp_path, [1, 2])
+    newest = tmp_path / "step-00000002"
+    inflict, reason = FORGERY[forgery]
+    inflict(newest)
+    forge(newest)
+    checkpointer = _checkpointer(tmp_path)
+    info = checkpointer.latest()
+    assert info is not None and info.step == 1 and _equal(_load(checkpointer, info), _tensors(1))
+    assert re.search(reason, checkpointer.refused[newest])
+
+
+def test_whole_numbers_are_not_loaded_as_fractions(tmp_path: Path) -> None:
+    _save(tmp_path, [1])
+    checkpoint = tmp_path / "step-00000001"
+    change_header(_first_file(checkpoint), lambda header: header[OTHER].update(dtype="I32"))
+    forge(checkpoint, lambda content: content["tensors"][OTHER].update(dtype="int32"))
+    checkpointer = _checkpointer(tmp_path)
+    info = checkpointer.latest()
+    assert info is not None
+    with pytest.raises(ValueError, match=r"weight is of torch.float32, but checkpoint .* of int32"):
+        _load(checkpointer, info)
+
+
+def test_a_tensor_whose_file_has_changed_since_is_not_left_as_it_was(tmp_path: Path) -> None:
+    _save(tmp_path, [1])
+    checkpointer = _checkpointer(tmp_path)
+    info = checkpointer.latest()
+    assert info is not None
+    change_header(_first_file(info.path), lambda header: header.update(other=header.pop("double")))
+    with pytest.raises(DamagedCheckpoint, match="none of its files holds double"):
+        _load(checkpointer, info)
 
 
 @pytest.mark.shows(97)

@@ -23,6 +23,7 @@ from penstock.model.hf.families import names_of
 from penstock.model.hf.files import INDEX_FILE, SINGLE_FILE, WeightFiles, units_from_files
 from penstock.parallel.tensor_slice import Shard, StoredSlice, copies
 from penstock.settings import ExpertConfig, ModelConfig, RopeKind, RopeScaling
+from tests.forged import change_header
 from tests.hugging_face import make_model
 
 BASE = ModelConfig(
@@ -52,6 +53,15 @@ def refusal(folder: Path, kind: type[Exception] = ValueError, native: bool = Tru
         Engine.from_hf(folder, options=EngineOptions(device="cpu"), native=native)
     assert "\n" not in str(caught.value)
     return str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", ["I32", "U32"])
+@pytest.mark.parametrize("native", [True, False])
+def test_weights_of_whole_numbers_are_refused(dtype: str, native: bool, tmp_path: Path) -> None:
+    folder = tmp_path / "single"
+    make_model("llama").save_pretrained(folder)
+    change_header(folder / SINGLE_FILE, lambda header: header["lm_head.weight"].update(dtype=dtype))
+    assert f"is of the type {dtype}, which is not read as torch.float32" in refusal(folder, native=native)
 
 
 @pytest.mark.shows(97)

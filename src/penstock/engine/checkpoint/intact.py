@@ -15,6 +15,7 @@ from penstock.engine.checkpoint.manifest import (
     published,
     read_manifest,
 )
+from penstock.model.hf.files import DTYPES, WeightFiles
 
 _logger = logging.getLogger(__name__)
 
@@ -32,9 +33,35 @@ def examine(path: Path, identity: Mapping[str, Any] | None = None, part: int = 0
         if identity is not None and (changed := differences(identity, info.identity)):
             raise DamagedCheckpoint(f"it is of another run: {changed[0]}")
         check_files(info, part, num_parts)
+        if part == 0:
+            check_headers(info)
     except OSError as error:
         raise DamagedCheckpoint(str(error)) from None
     return info
+
+
+def check_headers(info: CheckpointInfo) -> None:
+    """Compare the headers of all files with the manifest: each tensor is there once, of its dtype and shape.
+
+    Raises: DamagedCheckpoint naming a tensor.
+    """
+    file_of: dict[str, str] = {}
+    for name in sorted(info.files):
+        try:
+            headers = WeightFiles.of_files(info.path, [name]).tensors
+        except ValueError as error:
+            raise DamagedCheckpoint(str(error)) from None
+        for tensor, stored in headers.items():
+            found = f"{list(stored.shape)} of {str(DTYPES.get(stored.dtype, stored.dtype)).removeprefix('torch.')}"
+            if tensor not in info.tensors:
+                raise DamagedCheckpoint(f"its {name} holds {tensor}, which is not in the manifest")
+            if found != str(info.tensors[tensor]):
+                raise DamagedCheckpoint(f"its {name} holds {tensor} as {found} instead of {info.tensors[tensor]}")
+            if tensor in file_of:
+                raise DamagedCheckpoint(f"its {name} and {file_of[tensor]} both hold {tensor}")
+            file_of[tensor] = name
+    if missing := sorted(info.tensors.keys() - file_of.keys()):
+        raise DamagedCheckpoint(f"none of its files holds {missing[0]}")
 
 
 def newest_intact(folder: Path, identity: Mapping[str, Any], quiet: bool = False) -> CheckpointInfo:

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -167,6 +168,7 @@ class CheckpointReader:
                     raise ValueError(
                         f"{name} has the shape {own.full_shape}, but checkpoint {info.path} holds {full_shape}"
                     )
+            _check_kind(info, name, stored[source], tensors[name])
         for file in info.files:
             if not (info.path / file).exists():
                 raise FileNotFoundError(f"checkpoint file {info.path / file} is missing")
@@ -174,8 +176,19 @@ class CheckpointReader:
         for name, source in sources.items():
             for name_in_file, indices, into in _copies(info, source, stored[source], tensors[name]):
                 wanted.setdefault(name_in_file, []).append((indices, into))
+        unread = set(wanted)
         for path in sorted(info.path.glob(f"*{TENSOR_SUFFIX}")):
-            _read_file(path, wanted)
+            unread -= _read_file(path, wanted)
+        if unread:
+            raise DamagedCheckpoint(f"checkpoint {info.path}: none of its files holds {min(unread)}")
+
+
+def _check_kind(info: CheckpointInfo, name: str, stored: Sequence[StoredSlice], local: LocalTensor) -> None:
+    """Refuse whole numbers where fractions belong, and the other way round; precisions may differ."""
+    for own in local_slices(local).values():
+        for record in (info.tensors[one.name] for one in stored):
+            if getattr(torch, record.dtype).is_floating_point != own.is_floating_point():
+                raise ValueError(f"{name} is of {own.dtype}, but checkpoint {info.path} holds {record}")
 
 
 def _copies(
@@ -194,13 +207,15 @@ def _copies(
     return every
 
 
-def _read_file(path: Path, wanted: Mapping[str, Sequence[tuple[Indices, Tensor]]]) -> None:
-    """Copy what is wanted of a file, one stretch at a time."""
+def _read_file(path: Path, wanted: Mapping[str, Sequence[tuple[Indices, Tensor]]]) -> set[str]:
+    """Copy what is wanted of a file, one stretch at a time; returns the names of the tensors that it has had."""
     try:
         with safe_open(path, framework="pt") as file:
-            for name in sorted(wanted.keys() & file.keys()):
+            found = wanted.keys() & file.keys()
+            for name in sorted(found):
                 for indices, into in wanted[name]:
                     into.copy_(take(file, name, indices))
+            return found
     except SafetensorError as error:
         raise DamagedCheckpoint(f"{path} is no safetensors file ({error})") from None
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.parallel.tensor_slice import StoredSlice, TensorSlice
+from penstock.parallel.tensor_slice import Shape, StoredSlice, TensorSlice
 from penstock.settings.durable import write_durably
 from penstock.settings.files import open_file, read_bytes
 from penstock.settings.json_files import check_kinds, parse_json
@@ -75,15 +76,28 @@ class TensorRecord:
         if "of" not in content:
             return cls(name, TensorSlice.whole(shape), str(content["dtype"]))
         part = TensorSlice(_sizes(content["start"]), shape, _sizes(content["of_shape"]))
-        if not len(part.start) == len(shape) == len(part.full_shape):
+        if not len(part.start) == len(shape) == len(part.full_shape) or any(
+            first + size > end for first, size, end in zip(part.start, shape, part.full_shape, strict=True)
+        ):
             raise ValueError(f"{name} begins at {part.start}, and is {shape} of {part.full_shape}")
         return cls(str(content["of"]), part, str(content["dtype"]))
 
 
 def _sizes(values: Any) -> tuple[int, ...]:
-    if not isinstance(values, list) or not all(isinstance(value, int) and value >= 0 for value in values):
+    if not isinstance(values, list) or not all(type(value) is int and value >= 0 for value in values):
         raise ValueError(f"{values!r} is no shape")
     return tuple(values)
+
+
+def check_cover(records: Mapping[str, TensorRecord]) -> None:
+    """Refuse slices that do not make up their wholes. Raises: ValueError naming one."""
+    counts: dict[tuple[str, Shape], int] = {}
+    for record in records.values():
+        key = record.of, record.part.full_shape
+        counts[key] = counts.get(key, 0) + record.part.num_elements
+    for (name, shape), count in counts.items():
+        if count != math.prod(shape):
+            raise ValueError(f"the ranks hold {count} elements of {name}, which has {math.prod(shape)}, {list(shape)}")
 
 
 @dataclass(frozen=True)
@@ -185,6 +199,7 @@ def read_manifest(path: Path) -> CheckpointInfo:
             {name: TensorRecord.from_json(name, record) for name, record in content["tensors"].items()},
             {name: FileRecord(**record) for name, record in content["files"].items()},
         )
+        check_cover(info.tensors)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise DamagedCheckpoint(f"its {MANIFEST} is no description of a checkpoint ({error!r})") from None
     if path.name.startswith(_PREFIX) and path.name != folder_name(info.step):

@@ -8,7 +8,6 @@ rename publishes. The hidden folders that a killed run leaves are cleared away b
 from __future__ import annotations
 
 import json
-import math
 import shutil
 import threading
 from collections.abc import Callable, Mapping
@@ -26,6 +25,7 @@ from penstock.engine.checkpoint.manifest import (
     CheckpointInfo,
     FileRecord,
     TensorRecord,
+    check_cover,
     describe_file,
     differences,
     folder_name,
@@ -35,7 +35,7 @@ from penstock.engine.checkpoint.manifest import (
 )
 from penstock.parallel import Grid
 from penstock.parallel.host import Gather, gather_json, on_all_ranks
-from penstock.parallel.tensor_slice import LocalTensor, Shape, local_slices
+from penstock.parallel.tensor_slice import LocalTensor, local_slices
 from penstock.settings.durable import sync_folder, write_durably
 from penstock.settings.json_files import read_json_object
 
@@ -315,7 +315,7 @@ def _plan_save(step: int, own: Mapping[str, tuple[Tensor, TensorRecord]], gather
                 raise ValueError(f"{name} is {tensors[name]} on rank {holders[name][0]} and {record} on rank {rank}")
             sizes_bytes[name] = size_bytes
             holders.setdefault(name, []).append(rank)
-    _check_cover(tensors)
+    check_cover(tensors)
     loads_bytes = [0] * len(by_rank)
     writer_of: dict[str, int] = {}
     # Tensors that only one rank has come first, then large before small.
@@ -324,17 +324,6 @@ def _plan_save(step: int, own: Mapping[str, tuple[Tensor, TensorRecord]], gather
         loads_bytes[writer_of[name]] += sizes_bytes[name]
     file_of = _cut_into_files(sizes_bytes, writer_of, loads_bytes)
     return _SavePlan(dict(sorted(tensors.items())), writer_of, file_of)
-
-
-def _check_cover(records: Mapping[str, TensorRecord]) -> None:
-    """Refuse slices that do not make up their wholes. Raises: ValueError naming one."""
-    counts: dict[tuple[str, Shape], int] = {}
-    for record in records.values():
-        key = record.of, record.part.full_shape
-        counts[key] = counts.get(key, 0) + record.part.num_elements
-    for (name, shape), count in counts.items():
-        if count != math.prod(shape):
-            raise ValueError(f"the ranks hold {count} elements of {name}, which has {math.prod(shape)}, {list(shape)}")
 
 
 def _cut_into_files(

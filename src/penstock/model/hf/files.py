@@ -24,6 +24,27 @@ from penstock.settings.json_files import read_json_object
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "C64": torch.complex64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""The format's words for dtypes."""
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
@@ -199,6 +220,8 @@ def _check(units: Sequence[UnitSpec], names: Names, files: WeightFiles) -> None:
                     raise ValueError(f"{files.folder} lacks {wanted.name}, which is {unit.full_name(name)}{hint}")
                 if stored.dtype == INT8:
                     _check_scales(wanted.name, files)
+                else:
+                    _check_dtype(wanted.name, stored, unit, name)
                 if stored.shape != wanted.shape:
                     raise ValueError(
                         f"{wanted.name} in {stored.file} has the shape {list(stored.shape)}, but config.json makes it "
@@ -209,6 +232,20 @@ def _check(units: Sequence[UnitSpec], names: Names, files: WeightFiles) -> None:
         raise ValueError(
             f"{files.folder} holds {len(strangers)} tensors that the model of its config.json has not, "
             f"{strangers[0]} for one"
+        )
+
+
+def _check_dtype(stored_name: str, stored: StoredTensor, unit: UnitSpec, name: str) -> None:
+    """Refuse numbers of another kind than the model's, such as weights in a form of quantization that is not known."""
+    dtype = DTYPES.get(stored.dtype)
+    if dtype is not None and dtype.is_floating_point:
+        return
+    with torch.device("meta"):
+        wanted = unit.build().state_dict()[name].dtype
+    if dtype is None or wanted.is_floating_point:
+        raise ValueError(
+            f"{stored_name} in {stored.file} is of the type {stored.dtype}, which is not read as {wanted}; save the "
+            "model with its weights in F32, BF16 or F16"
         )
 
 
