@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,14 +26,30 @@ def set_random_state(state: Mapping[str, Any]) -> None:
     Raises:
         ValueError: it is no state that `random_state` gave.
     """
+    _put(state, random.setstate, torch.set_rng_state, torch.cuda.set_rng_state if torch.cuda.is_available() else None)
+
+
+def check_random_state(state: Mapping[str, Any]) -> None:
+    """Check that `set_random_state` would take a state; nothing is changed. Raises: as there."""
+    _put(state, random.Random().setstate, torch.Generator().set_state)
+
+
+def _put(
+    state: Mapping[str, Any],
+    python: Callable[[Any], object],
+    cpu: Callable[[Tensor], object],
+    cuda: Callable[[Tensor], object] | None = None,
+) -> None:
     try:
         if "python" in state:
             version, numbers, gauss = state["python"]
-            random.setstate((version, tuple(numbers), None if gauss is None else float(gauss)))
+            python((version, tuple(numbers), None if gauss is None else float(gauss)))
         if "torch" in state:
-            torch.set_rng_state(_tensor(state["torch"]))
-        if "cuda" in state and torch.cuda.is_available():
-            torch.cuda.set_rng_state(_tensor(state["cuda"]))
+            cpu(_tensor(state["torch"]))
+        if "cuda" in state:
+            values = _tensor(state["cuda"])
+            if cuda is not None:
+                cuda(values)
     except (ValueError, TypeError, OverflowError, RuntimeError) as error:
         reason = str(error).partition("\n")[0]
         raise ValueError(f"the saved state of random numbers is none ({type(error).__name__}: {reason})") from None

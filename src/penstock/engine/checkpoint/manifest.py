@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from penstock.engine.checkpoint.rank_values import check_rank_values
 from penstock.parallel.tensor_slice import Shape, StoredSlice, TensorSlice
 from penstock.settings.durable import write_durably
 from penstock.settings.files import open_file, read_bytes
@@ -202,6 +203,10 @@ def read_manifest(path: Path) -> CheckpointInfo:
         check_cover(info.tensors)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise DamagedCheckpoint(f"its {MANIFEST} is no description of a checkpoint ({error!r})") from None
+    try:
+        check_rank_values(info.rank_values, info.step)
+    except ValueError as error:
+        raise DamagedCheckpoint(f"its {MANIFEST} has values that no run had: {error}") from None
     if path.name.startswith(_PREFIX) and path.name != folder_name(info.step):
         raise DamagedCheckpoint(f"it is that of step {info.step} in a folder of another name")
     return info

@@ -1,0 +1,107 @@
+"""The fields of what a rank saves beside its tensors, checked where a manifest is read.
+
+An engine's values have the key ``engine``, and those of a run more keys. All else that a checkpoint holds of a rank is
+its user's own, and may be any JSON value.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.engine.random_state import check_random_state
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """A kind of JSON values, in words."""
+
+    words: str
+    fits: Callable[[Any], bool]
+
+
+@dataclass(frozen=True)
+class _Field:
+    """The kind of a field's value, or the fields of the object that it is."""
+
+    kind: _Kind | Mapping[str, _Field]
+    may_lack: bool = False
+    may_be_null: bool = False
+
+
+_COUNT = _Kind("a whole number from 0 on", lambda value: type(value) is int and 0 <= value < 2**63)
+_WHOLE = _Kind("a whole number", lambda value: type(value) is int)
+_NUMBER = _Kind("a finite number", lambda value: type(value) in (int, float) and abs(value) <= sys.float_info.max)
+_TEXT = _Kind("a string", lambda value: isinstance(value, str))
+_OBJECT = _Kind("an object", lambda value: isinstance(value, dict))
+_COUNTS = _Kind("an object of counts", lambda value: isinstance(value, dict) and all(map(_COUNT.fits, value.values())))
+_OPTIMIZER: Mapping[str, _Field] = {
+    "num_steps": _Field(_COUNT),
+    "num_updates": _Field(_COUNT),
+    "learning_rate": _Field(_NUMBER),
+    "scaler": _Field({"scale": _Field(_NUMBER), "num_good_steps": _Field(_COUNT)}, may_be_null=True),
+    "since": _Field(_COUNTS, may_lack=True),
+}
+_FIELDS: Mapping[str, _Field] = {
+    "engine": _Field({"step": _Field(_COUNT), "optimizer": _Field(_OPTIMIZER)}),
+    "random": _Field(_OBJECT),
+    "loader": _Field(
+        {
+            "epoch": _Field(_COUNT),
+            "position": _Field(_COUNT),
+            "seed": _Field(_WHOLE),
+            "fingerprint": _Field(_TEXT),
+        },
+        may_lack=True,
+    ),
+    "early_stop": _Field(
+        {"best": _Field(_NUMBER, may_be_null=True), "num_worse": _Field(_COUNT)}, may_lack=True, may_be_null=True
+    ),
+}
+_SAME_ON_ALL_RANKS = ("engine", "loader", "early_stop")
+
+
+def check_rank_values(values: Sequence[Any], step: int) -> None:
+    """Check each rank's values of a checkpoint of that step, where they are an engine's.
+
+    Raises: ValueError naming a field that is missing or of another kind, or that cannot be with the others.
+    """
+    engines = [isinstance(theirs, dict) and "engine" in theirs for theirs in values]
+    if not any(engines):
+        return
+    if not all(engines):
+        raise ValueError(f"rank {engines.index(False)} has no values of an engine, and rank {engines.index(True)} has")
+    for rank, theirs in enumerate(values):
+        try:
+            _check_fields(theirs, _FIELDS)
+            check_random_state(theirs["random"])
+        except ValueError as error:
+            raise ValueError(f"of rank {rank}, {error}") from None
+        if differing := [key for key in _SAME_ON_ALL_RANKS if theirs.get(key) != values[0].get(key)]:
+            raise ValueError(f"ranks 0 and {rank} have not the same {differing[0]}")
+    engine = values[0]["engine"]
+    num_steps, num_updates = engine["optimizer"]["num_steps"], engine["optimizer"]["num_updates"]
+    if not num_updates <= num_steps == engine["step"] == step:
+        raise ValueError(
+            f"step {engine['step']} of the engine, with {num_steps} steps and {num_updates} updates of the optimizer, "
+            f"is none of a checkpoint of step {step}"
+        )
+
+
+def _check_fields(content: Mapping[str, Any], fields: Mapping[str, _Field], within: str = "") -> None:
+    for key, field in fields.items():
+        name = f"{within}{key}"
+        if key not in content:
+            if field.may_lack:
+                continue
+            raise ValueError(f"{name} is missing")
+        value = content[key]
+        if value is None and field.may_be_null:
+            continue
+        kind, inner = (field.kind, {}) if isinstance(field.kind, _Kind) else (_OBJECT, field.kind)
+        if not kind.fits(value):
+            shown = repr(value) if len(repr(value)) < 60 else f"{repr(value)[:60]}..."
+            raise ValueError(f"{name} is {shown}; {kind.words} is expected")
+        _check_fields(content[key], inner, f"{name}.")
