@@ -139,7 +139,7 @@ def test_errors_reach_the_client_as_its_own(client: openai.OpenAI, served: Serve
         client.with_options(api_key="another").completions.create(model="tiny", prompt="a")
     with pytest.raises(openai.NotFoundError, match="there is no model 'gpt'"):
         client.completions.create(model="gpt", prompt="a")
-    with pytest.raises(openai.BadRequestError, match=f"max_length={MAX_LENGTH}") as refused:
+    with pytest.raises(openai.BadRequestError, match=f"the {MAX_LENGTH} that this server takes") as refused:
         client.completions.create(model="tiny", prompt="a " * 300)
     assert refused.value.type == "invalid_request_error"
     with pytest.raises(openai.BadRequestError, match="number from 0 to 2") as refused:
@@ -161,7 +161,9 @@ def test_more_than_may_wait_is_refused_and_who_leaves_makes_room(client: openai.
     served.wait_for("answers_running", 0)
     served.wait_for("answers_waiting", 0)
     assert served.figure("cancelled_answers_total") == 8
+    num_begun = served.figure("time_to_first_token_seconds_count")
     assert client.completions.create(model="tiny", prompt="a", max_tokens=1).choices[0].finish_reason
+    assert served.figure("time_to_first_token_seconds_count") == num_begun + 1
 
 
 def test_sigterm_finishes_running_answers_refuses_new_ones_and_ends_well(model: Path) -> None:

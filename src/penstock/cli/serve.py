@@ -203,14 +203,13 @@ def _parts(arguments: ServeArguments, model: "SavedModel", shape: "RingShape") -
     from penstock.serve.metrics import ServerMetrics
 
     config, file = arguments.serve, arguments.serve.chat_template
-    # More than may be under way at a time could never be taken.
-    config = replace(config, max_choices=min(config.max_choices, shape.num_rows + config.max_waiting))
     served = ServedModel(
         name=config.name or model.folder.resolve().name,
         created=int(time.time()),
         tokenizer=model.tokenizer,
         template=ChatTemplate.load(model.tokenizer_folder, None if file is None else Path(file)),
         limits=Limits(model.vocab_size, _length(arguments, model)),
+        max_unfinished=shape.num_rows + config.max_waiting,
         end_tokens=model.end_tokens,
         sampling=model.sampling,
     )

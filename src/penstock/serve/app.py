@@ -4,7 +4,7 @@ import asyncio
 import hashlib
 import hmac
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -17,6 +17,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from penstock.engine.requests import Growth
 from penstock.serve.asked import AskedAnswers, ServedModel, read_chat, read_completion
 from penstock.serve.mailboxes import Mailbox, Mailboxes
 from penstock.serve.metrics import CONTENT_TYPE, ServerMetrics
@@ -226,7 +227,7 @@ class _Answering:
 
     async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            async for growths in self._mailbox.growths():
+            async for growths in self._growths():
                 for growth in growths:
                     self._reply.add(self._mailbox.places[growth.number], growth)
             response = json_response(self._reply.whole())
@@ -241,9 +242,7 @@ class _Answering:
         for opening in self._reply.openings():
             await _send_event(send, opening)
         try:
-            async for growths in self._mailbox.growths():
-                if growths and not self._reply.num_tokens:
-                    self._parts.metrics.first_token_s.add(time.perf_counter() - self._start_s)
+            async for growths in self._growths():
                 events = []
                 for growth in growths:
                     place = self._mailbox.places[growth.number]
@@ -257,6 +256,13 @@ class _Answering:
             self._parts.metrics.requests["ended", refusal.status] += 1
             await _send_event(send, refusal.content)
             await send({"type": "http.response.body", "body": b""})
+
+    async def _growths(self) -> AsyncIterator[list[Growth]]:
+        """Growth of the answers as it comes; counts how long the first of it took."""
+        async for growths in self._mailbox.growths():
+            if growths and not self._reply.num_tokens:
+                self._parts.metrics.first_token_s.add(time.perf_counter() - self._start_s)
+            yield growths
 
 
 async def _send_event(send: Send, *contents: dict[str, Any]) -> None:

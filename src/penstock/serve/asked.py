@@ -25,13 +25,18 @@ _NO_EFFECT = ("user", "metadata", "store", "service_tier", "safety_identifier", 
 
 @dataclass(frozen=True)
 class ServedModel:
-    """The facts by which requests are read. sampling: the model's own settings of `SamplingParams`, by name."""
+    """The facts by which requests are read.
+
+    limits: what this server takes. max_unfinished: answers that may be computed or wait at a time. sampling: the
+    model's own settings of `SamplingParams`, by name.
+    """
 
     name: str
     created: int
     tokenizer: Tokenizer | None
     template: ChatTemplate | None
     limits: Limits
+    max_unfinished: int
     end_tokens: tuple[int, ...]
     sampling: Mapping[str, Any]
 
@@ -82,8 +87,10 @@ def read_chat(body: Any, model: ServedModel, config: ServeConfig) -> AskedAnswer
     wants, likeliest = fields.truth("logprobs"), fields.whole("top_logprobs", 0, MOST_LOG_PROBS)
     if likeliest is not None and not wants:
         raise invalid("top_logprobs", f"top_logprobs is {likeliest}, but logprobs is not true; set it")
-    lengths = [fields.whole(name, 1, model.limits.max_length) for name in ("max_completion_tokens", "max_tokens")]
-    length = lengths[0] or lengths[1] or max(1, model.limits.max_length - len(prompt))
+    newer, older = (fields.whole(name, 1, model.limits.max_length) for name in ("max_completion_tokens", "max_tokens"))
+    if newer is not None and older is not None and newer != older:
+        raise invalid("max_tokens", f"max_tokens is {older}, but max_completion_tokens is {newer}; give one of them")
+    length = newer or older or max(1, model.limits.max_length - len(prompt))
     for name, harmless in (
         *((name, ()) for name in ("functions", "function_call", "audio", "prediction", "web_search_options")),
         *(("tools", ([],)), ("tool_choice", ("none",)), ("parallel_tool_calls", (True, False))),
@@ -118,7 +125,8 @@ def _asked(fields: Fields, content: _Content, model: ServedModel, config: ServeC
     fields.ignore(_NO_EFFECT)
     fields.end()
     prompts, length, num_log_probs = content.prompts, content.length, content.num_log_probs
-    given |= {"max_new_tokens": length, "min_new_tokens": min(given.pop("min_new_tokens", None) or 0, length)}
+    _check_lengths(prompts, given.get("min_new_tokens", 0), length, model)
+    given["max_new_tokens"] = length
     if num_log_probs is not None:
         given |= {"raw_log_probs": True, "top_log_probs": min(num_log_probs, model.limits.vocab_size)}
     try:
@@ -127,11 +135,32 @@ def _asked(fields: Fields, content: _Content, model: ServedModel, config: ServeC
     except ValueError as error:
         raise invalid(None, str(error)) from None
     asked = AskedAnswers(prompts, params, stream, include_usage, num_log_probs, content.is_chat)
-    if asked.num_choices > config.max_choices:
-        raise invalid(
-            "n", f"the request asks for {asked.num_choices} answers; at most {config.max_choices} are possible"
-        )
+    most, why = _most_choices(model, config)
+    if asked.num_choices > most:
+        raise invalid("n", f"the request asks for {asked.num_choices} answers; at most {most}{why} are possible")
     return asked
+
+
+def _check_lengths(prompts: list[list[int]], least: int, length: int, model: ServedModel) -> None:
+    """Refuse answers of at least `least` and at most `length` tokens that cannot be."""
+    if least > length:
+        raise invalid("min_tokens", f"min_tokens is {least}, but max_tokens is {length}; give no more than that")
+    longest = model.limits.max_length
+    for number, prompt in enumerate(prompts):
+        if len(prompt) + length > longest:
+            raise invalid(
+                None,
+                f"prompt {number} has {len(prompt)} tokens, and with max_tokens={length} more it would pass the "
+                f"{longest} that this server takes (--max-length)",
+            )
+
+
+def _most_choices(model: ServedModel, config: ServeConfig) -> tuple[int, str]:
+    """The most answers of one request, and the limit that this is, to be put behind the number."""
+    if config.max_choices <= model.max_unfinished:
+        return config.max_choices, " (--max-choices)"
+    # More than may be under way at a time could never be taken.
+    return model.max_unfinished, " (as many as this server computes at a time, --max-waiting included)"
 
 
 def _sampling(fields: Fields, model: ServedModel, config: ServeConfig) -> dict[str, Any]:
@@ -140,6 +169,7 @@ def _sampling(fields: Fields, model: ServedModel, config: ServeConfig) -> dict[s
     if temperature is not None and 0 < temperature < _LEAST_TEMPERATURE:
         raise invalid("temperature", f"temperature is {temperature:g}; 0, or {_LEAST_TEMPERATURE} to 2 is possible")
     seed = fields.whole("seed", -(1 << 63), (1 << 64) - 1)
+    top_k = fields.whole("top_k", -1, model.limits.vocab_size)
     end_tokens = () if fields.truth("ignore_eos") else model.end_tokens
     given = {
         "temperature": temperature,
@@ -148,9 +178,10 @@ def _sampling(fields: Fields, model: ServedModel, config: ServeConfig) -> dict[s
         "frequency_penalty": fields.number("frequency_penalty", -2, 2),
         "logit_bias": _biases(fields.take("logit_bias"), model),
         "stop": _stops(fields.take("stop"), model),
-        "num_samples": fields.whole("n", 1, config.max_choices),
+        "num_samples": fields.whole("n", 1, *_most_choices(model, config)),
         # Beyond OpenAI's interface, under the names that other servers have for them.
-        "top_k": fields.whole("top_k", 1, model.limits.vocab_size),
+        # 0 and -1 leave all tokens, as others have it, and not as many as the model's own settings.
+        "top_k": top_k if top_k is None or top_k > 0 else model.limits.vocab_size,
         "min_p": fields.number("min_p", 0, 1),
         "repetition_penalty": fields.number("repetition_penalty", 0.1, 10),
         "min_new_tokens": fields.whole("min_tokens", 0, model.limits.max_length),
@@ -183,8 +214,9 @@ def _prompts(value: Any, model: ServedModel, config: ServeConfig) -> list[list[i
         raise invalid("prompt", "prompt is missing; give a text or token ids")
     several = isinstance(value, list) and bool(value) and not _are_ids(value)
     prompts = value if several else [value]
-    if len(prompts) > config.max_choices:
-        raise invalid("prompt", f"there are {len(prompts)} prompts; at most {config.max_choices} are possible")
+    most, why = _most_choices(model, config)
+    if len(prompts) > most:
+        raise invalid("prompt", f"there are {len(prompts)} prompts; at most {most}{why} are possible")
     return [_prompt(prompt, model) for prompt in prompts]
 
 

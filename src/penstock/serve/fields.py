@@ -41,13 +41,13 @@ class Fields:
             raise invalid(name, f"{name} is {quoted(value)}; true or false is expected")
         return default if value is None else value
 
-    def whole(self, name: str, least: int, most: int) -> int | None:
-        """A whole number within bounds."""
+    def whole(self, name: str, least: int, most: int, why: str = "") -> int | None:
+        """A whole number within bounds; `why` is put behind the upper one."""
         value = self.take(name)
         if value is None:
             return None
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-            raise invalid(name, f"{name} is {quoted(value)}; a whole number from {least} to {most} is expected")
+            raise invalid(name, f"{name} is {quoted(value)}; a whole number from {least} to {most}{why} is expected")
         return value
 
     def number(self, name: str, least: float, most: float) -> float | None:

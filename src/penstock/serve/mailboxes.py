@@ -22,8 +22,10 @@ class Mailbox:
     _growths: list[Growth]
     #: answers that have not ended
     _num_open: int
-    #: True if each token is waited for, and not only the end
+    #: True if each token is waited for, and not only the first and the end
     _stream: bool
+    #: True once there has been a token
+    _has_begun: bool
     #: set when there is something to take
     _ready: asyncio.Event
     #: why no more will come
@@ -32,15 +34,16 @@ class Mailbox:
     def __init__(self, numbers: list[int], stream: bool) -> None:
         self.places = {number: place for place, number in enumerate(numbers)}
         self._growths, self._num_open, self._stream = [], len(numbers), stream
-        self._ready, self._failure = asyncio.Event(), None
+        self._ready, self._failure, self._has_begun = asyncio.Event(), None, False
 
     def put(self, growth: Growth) -> None:
         if growth.ending is Ending.NOT_FINITE:
             self.fail(RefusalError(500, f"the logits of this answer {NOT_FINITE}", None, "not_finite"))
             return
+        is_first, self._has_begun = not self._has_begun, True
         self._growths.append(growth)
         self._num_open -= growth.ending is not None
-        if self._stream or self._num_open == 0:
+        if self._stream or is_first or self._num_open == 0:
             self._ready.set()
 
     def fail(self, failure: RefusalError) -> None:

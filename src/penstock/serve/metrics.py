@@ -74,7 +74,7 @@ class ServerMetrics:
             lines += [f"# HELP penstock_{name} {help_text}", f"# TYPE penstock_{name} {kind}"]
             lines += [f"penstock_{name}{sample}" for sample in samples]
         for name, help_text, histogram in (
-            ("time_to_first_token_seconds", "From a request to its first token.", self.first_token_s),
+            ("time_to_first_token_seconds", "From a request to its first token, streamed or not.", self.first_token_s),
             ("request_duration_seconds", "From a request to the end of its reply.", self.request_s),
         ):
             lines += [f"# HELP penstock_{name} {help_text}", f"# TYPE penstock_{name} histogram"]

@@ -1,27 +1,78 @@
 """Requests and replies without HTTP: what is read of one, and the places of tokens in a streamed one."""
 
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from penstock.data.chat_template import ChatTemplate
 from penstock.data.token_texts import TokenTexts
 from penstock.data.tokenizer import ByteTokenizer
 from penstock.engine.requests import Growth
 from penstock.model import Limits
 from penstock.schedule import Token
-from penstock.serve.asked import AskedAnswers, ServedModel, read_completion
+from penstock.serve.asked import AskedAnswers, ServedModel, read_chat, read_completion
+from penstock.serve.refusals import RefusalError
 from penstock.serve.replies import Reply
 from penstock.settings import ServeConfig
 
 TOKENIZER = ByteTokenizer()
 
 
-def read(**fields: Any) -> AskedAnswers:
-    model = ServedModel("m", 0, TOKENIZER, None, Limits(256, 64), (), {})
-    return read_completion({"model": "m", "prompt": "a", **fields}, model, ServeConfig())
+TEMPLATE = ChatTemplate("{{ messages[0].content }}", SimpleNamespace(special_tokens_map={}))
 
 
-def test_no_answer_is_to_be_longer_than_it_may_be() -> None:
-    assert read(max_tokens=2, min_tokens=60).params.min_new_tokens == 2
-    assert read(max_tokens=60, min_tokens=2).params.min_new_tokens == 2
+def model(**changes: Any) -> ServedModel:
+    return replace(ServedModel("m", 0, TOKENIZER, TEMPLATE, Limits(256, 64), 8, (), {}), **changes)
+
+
+def read(*, served: ServedModel | None = None, **fields: Any) -> AskedAnswers:
+    return read_completion({"model": "m", "prompt": "a", **fields}, served or model(), ServeConfig())
+
+
+def refusal(ask: Callable[..., Any], **fields: Any) -> str:
+    with pytest.raises(RefusalError) as refused:
+        ask(**fields)
+    assert refused.value.status == 400
+    return refused.value.message
+
+
+def chat(**fields: Any) -> AskedAnswers:
+    body = {"model": "m", "messages": [{"role": "user", "content": "a"}], **fields}
+    return read_chat(body, model(), ServeConfig())
+
+
+def test_an_answer_that_is_to_be_longer_than_it_may_be_is_refused() -> None:
+    assert "min_tokens is 60, but max_tokens is 2" in refusal(read, max_tokens=2, min_tokens=60)
+    assert "min_tokens is 17, but max_tokens is 16" in refusal(read, min_tokens=17)
+    assert read(max_tokens=60, min_tokens=60).params.min_new_tokens == 60
+
+
+def test_two_different_greatest_lengths_are_refused() -> None:
+    assert "max_tokens is 3, but max_completion_tokens is 2" in refusal(chat, max_tokens=3, max_completion_tokens=2)
+    assert chat(max_tokens=3, max_completion_tokens=3).params.max_new_tokens == 3
+
+
+def test_what_is_longer_than_the_server_takes_is_not_said_of_the_model() -> None:
+    said = refusal(read, max_tokens=64)
+    assert said.endswith("max_tokens=64 more it would pass the 64 that this server takes (--max-length)")
+
+
+@pytest.mark.parametrize("fields", [{"n": 9}, {"prompt": ["a"] * 9}, {"prompt": ["a"] * 3, "n": 3}])
+def test_a_refusal_of_answers_names_the_limit_that_they_pass(fields: dict[str, Any]) -> None:
+    assert "8 (as many as this server computes at a time, --max-waiting included)" in refusal(read, **fields)
+    assert read(served=model(max_unfinished=16), **fields).num_choices == 9
+    assert "16 (--max-choices)" in refusal(read, served=model(max_unfinished=17), n=17)
+
+
+@pytest.mark.parametrize("off", [0, -1])
+def test_top_k_can_be_switched_off_where_the_model_has_one(off: int) -> None:
+    served = model(sampling={"top_k": 5})
+    assert read(served=served).params.top_k == 5
+    assert read(served=served, top_k=off).params.top_k == 256
+    assert "from -1 to 256" in refusal(read, top_k=-2)
 
 
 def test_each_part_of_a_streamed_reply_says_where_its_tokens_begin() -> None:

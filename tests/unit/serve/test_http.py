@@ -35,7 +35,7 @@ def serve() -> Iterator[Serve]:
 
     def start(**settings: Any) -> int:
         template = ChatTemplate(LOOP, SimpleNamespace(special_tokens_map={}), TemplateRenderer(most_s=1))
-        model = ServedModel("m", 0, None, template, Limits(300, 64), (), {})
+        model = ServedModel("m", 0, None, template, Limits(300, 64), 2, (), {})
         boxes = Mailboxes(lambda publish: RequestQueue(1, 1, None, publish))
         parts = ServerParts(model, ServeConfig(**settings), boxes, ServerMetrics(lambda: boxes.queue.counts), None)
         listener = listen("127.0.0.1", 0)

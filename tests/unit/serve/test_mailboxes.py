@@ -54,6 +54,18 @@ def test_each_request_gets_its_own_tokens_in_order(stream: bool) -> None:
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_first_token_is_taken_before_the_last_one_is_there(stream: bool) -> None:
+    async def run() -> None:
+        mailbox = Mailbox([0], stream)
+        growths = mailbox.growths()
+        for ending in (None, Ending.LENGTH):
+            mailbox.put(Growth(0, Token(7), "", ending))
+            assert [growth.ending for growth in await asyncio.wait_for(anext(growths), 60)] == [ending]
+
+    asyncio.run(run())
+
+
 def test_who_leaves_ends_what_is_left_of_a_request() -> None:
     async def run() -> None:
         boxes = mailboxes()
