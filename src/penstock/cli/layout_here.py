@@ -143,11 +143,12 @@ def _on_gpus(work: GenerationWork, machine: Machine) -> Fitted:
     least = max(1, math.ceil(needed / machine.gpu_bytes))
     if least > min(machine.num_gpus, work.max_stages):
         raise ValueError(
-            f"the model takes {_gib(needed)}, more than {machine.num_gpus} GPU(s) of {_gib(machine.gpu_bytes)} hold; "
+            f"the model takes {size_in_words(needed)}, more than {machine.num_gpus} GPU(s) of "
+            f"{size_in_words(machine.gpu_bytes)} hold; "
             "--quantize int8 on the CPU takes less, and torchrun starts it on several hosts"
         )
     copies = min(machine.num_gpus // least, work.max_copies, max(1, work.num_sequences // _MOST_ROWS))
-    why = f"the model takes {_gib(needed)}, and a GPU has {_gib(machine.gpu_bytes)}"
+    why = f"the model takes {size_in_words(needed)}, and a GPU has {size_in_words(machine.gpu_bytes)}"
     return Fitted(least, copies, 1, why)
 
 
@@ -155,14 +156,14 @@ def _on_cpus(work: GenerationWork, machine: Machine) -> Fitted:
     needed = _KEPT * work.weight_bytes
     if needed > machine.memory_bytes:
         raise ValueError(
-            f"the model takes {_gib(needed)}, but this machine has {_gib(machine.memory_bytes)} of memory; --quantize "
-            "int8 or int4 takes less, and torchrun starts it on several hosts with a part on each"
+            f"the model takes {size_in_words(needed)}, but this machine has {size_in_words(machine.memory_bytes)} of "
+            "memory; --quantize int8 or int4 takes less, and torchrun starts it on several hosts with a part on each"
         )
     most = min(machine.num_cores, work.num_sequences, work.max_copies, int(machine.memory_bytes / needed))
     counts = [count for count in range(1, most + 1) if machine.num_cores % count == 0]
     best = min(counts, key=lambda count: _seconds(work, machine, count))
     threads = machine.num_cores // best
-    weights = f"the weights ({_gib(work.weight_bytes)})"
+    weights = f"the weights ({size_in_words(work.weight_bytes)})"
     together, apart = (
         f"they read {weights} once for all answers",
         f"each reads {weights}, but none waits for the others",
@@ -181,5 +182,13 @@ def _seconds(work: GenerationWork, machine: Machine, copies: int) -> float:
     return math.ceil(own / rows) * work.num_tokens * step + (_START_S if copies > 1 else 0)
 
 
-def _gib(num_bytes: float) -> str:
-    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
+def size_in_words(num_bytes: float) -> str:
+    """A size of memory in the unit that suits it.
+
+    >>> size_in_words(3 * 2**30), size_in_words(2**20), size_in_words(512)
+    ('3.0 GiB', '1.0 MiB', '0.5 KiB')
+    """
+    for unit, unit_bytes in (("GiB", 2**30), ("MiB", 2**20)):
+        if num_bytes >= unit_bytes:
+            return f"{num_bytes / unit_bytes:,.1f} {unit}"
+    return f"{num_bytes / 2**10:.1f} KiB"

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.cli.commands import Parser
-from penstock.cli.group import Group, find_group_of
+from penstock.cli.group import Group, agree, find_group_of
 from penstock.cli.host_memory import check_rows
 from penstock.cli.launch import WorkerCommand, launch
-from penstock.cli.layout_here import is_free, say_shared_cores
+from penstock.cli.layout_here import is_free, say_shared_cores, size_in_words
 from penstock.cli.progress import show_log
 from penstock.cli.setting_options import MODEL_OPTIONS, PROCESSES, add_options, options_of, parallel_options, values_of
 from penstock.settings import ParallelConfig, RingConfig, ServeConfig
@@ -250,7 +250,9 @@ def _serve(arguments: ServeArguments, group: Group, store: "Store") -> None:
         signal.signal(number, lambda *_: None if ending is None else ending.set())
     watchdog = Watchdog.of_run(engine.recorder, parallel.timeout_s, engine.grid.control, engine.grid.pp_ranks)
     try:
-        _run(engine, shape, length, prepared, ending)
+        own_bytes = engine.generator.decoders.cache_bytes(shape.num_rows, length)
+        cache = _of_caches([theirs["bytes"] for theirs in agree(store, group, "cache", {"bytes": own_bytes})])
+        _run(engine, shape, length, cache, prepared, ending)
     finally:
         watchdog.close()
         engine.close()
@@ -260,10 +262,11 @@ def _run(
     engine: "Engine",
     shape: "RingShape",
     length: int,
+    cache: str,
     prepared: "tuple[ServerParts, socket] | None",
     ending: threading.Event | None,
 ) -> None:
-    """Generate until the server has been told to end, on every rank."""
+    """Generate until the server has been told to end, on every rank. cache: what the greeting says of KV caches."""
     from penstock.engine.answers import GenerateOptions
     from penstock.serve.server import HttpThread
 
@@ -279,7 +282,7 @@ def _run(
     place = f"[{host}]" if ":" in host else host
     print(
         f"serving {parts.model.name} at http://{place}:{port}/v1: {shape.num_rows} answers at a time, "
-        f"each of up to {length} tokens with its prompt{_of_cache(engine, shape, length)}",
+        f"each of up to {length} tokens with its prompt{cache}",
         flush=True,
     )
     try:
@@ -291,10 +294,16 @@ def _run(
         http.end()
 
 
-def _of_cache(engine: "Engine", shape: "RingShape", length: int) -> str:
-    """The memory that this rank's KV cache takes, as part of a sentence; nothing where it is not known before."""
-    num_bytes = engine.generator.decoders.cache_bytes(shape.num_rows, length)
-    return "" if num_bytes is None else f"; a KV cache of {num_bytes / 2**20:,.0f} MiB"
+def _of_caches(sizes_bytes: Sequence[int | None]) -> str:
+    """The memory that the ranks' KV caches take, as part of a sentence; nothing where it is not known before.
+
+    >>> _of_caches([1 << 20, 3 << 19])
+    '; a KV cache of 2.5 MiB over 2 ranks'
+    """
+    known = [size for size in sizes_bytes if size is not None]
+    if len(known) < len(sizes_bytes):
+        return ""
+    return f"; a KV cache of {size_in_words(sum(known))}{f' over {len(known)} ranks' if len(known) > 1 else ''}"
 
 
 def _drain(parts: "ServerParts", ending: threading.Event) -> None:
