@@ -83,7 +83,7 @@ def test_the_built_in_optimizer_takes_a_scheduler_or_any_callable_too() -> None:
 
 
 @pytest.mark.shows(111)
-def test_an_absolute_step_gives_the_weights_of_a_run_that_took_the_rates_in_that_order() -> None:
+def test_an_absolute_step_gives_the_weights_of_a_run_that_took_the_rates_in_that_order(tmp_path: Path) -> None:
     rate = lambda step: 0.5 / step  # noqa: E731
     jumped, plain = opened(OptimizerConfig(learning_rate=rate)), opened(OptimizerConfig(learning_rate=lambda s: 0.1))
     batch = PackedBatch.from_documents([torch.arange(9), torch.arange(5)])
@@ -96,6 +96,14 @@ def test_an_absolute_step_gives_the_weights_of_a_run_that_took_the_rates_in_that
     for wrong in (0, -1, True, 1.5):
         with pytest.raises(ValueError, match=rf"step = {re.escape(repr(wrong))}"):
             jumped.train_batch(batch, step=wrong)  # type: ignore[arg-type]
+    # Four updates, and the last is step 1.
+    jumped.train_batch(batch, step=1)
+    jumped.save(tmp_path / "run")
+    resumed = opened(OptimizerConfig(learning_rate=rate))
+    resumed.load(tmp_path / "run")
+    assert resumed.step == 1
+    for name, parameter in jumped.parameters().items():
+        assert torch.equal(parameter, resumed.parameters()[name])
 
 
 def test_groups_have_rates_of_their_own() -> None:
