@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 import tempfile
-from argparse import ArgumentTypeError
+from argparse import ArgumentTypeError, BooleanOptionalAction
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -177,7 +177,7 @@ not on the other prompts, nor on --pp, --dp, --slots and --rows.""",
     parser.add_argument("--file", type=Path, metavar="FILE.jsonl", help="prompts, a JSON object a line")
     parser.add_argument("--output", type=Path, metavar="OUT.jsonl", help="default with --file: FILE.answers.jsonl")
     parser.add_argument("--fresh", action="store_true", help="drop the answers that a stopped call has left")
-    sampling = parser.add_argument_group("sampling")
+    sampling = parser.add_argument_group("sampling (what is not given, as the model's generation_config.json says)")
     for own in walk(SamplingParams()):
         if own.key in _SAMPLING:
             _add_sampling(sampling, own)
@@ -205,7 +205,7 @@ def _add_sampling(parser: Any, own: Setting) -> None:
     name, metavar = _SAMPLING[own.key]
     option, text = f"--{name.replace('_', '-')}", own.help.rstrip(".")
     if isinstance(own.default, bool):
-        parser.add_argument(option, action="store_true", default=None, help=text)
+        parser.add_argument(option, action=BooleanOptionalAction, default=None, help=text)
     elif isinstance(own.default, tuple):
         parser.add_argument(option, action="append", metavar=metavar, help=text)
     else:

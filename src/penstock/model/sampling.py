@@ -103,8 +103,9 @@ def draw_tokens(logits_SV: Tensor, draws: Sequence[Draw]) -> Drawn:
     most = max((draw.params.top_log_probs for draw in draws), default=0)
     likeliest_SN, likeliest_log_probs_SN = tokens.new_empty(num_rows, 0), log_probs.new_empty(num_rows, 0)
     if most:
-        own_SV = logits_SV.float().log_softmax(-1)
-        likeliest_log_probs_SN, likeliest_SN = own_SV.topk(min(most, own_SV.shape[-1]), -1)
+        precise_SV = logits_SV.float()
+        likeliest_SN = largest(precise_SV, most)
+        likeliest_log_probs_SN = precise_SV.log_softmax(-1).gather(-1, likeliest_SN)
     dropped_SV = None
     if any(draw.params.filter_mask for draw in draws):
         dropped_SV = torch.zeros(logits_SV.shape, dtype=torch.bool)
@@ -143,8 +144,8 @@ def filtered(logits_SV: Tensor, draws: Sequence[Draw]) -> Tensor:
     if params.temperature != 1.0:
         logits_SV = logits_SV / params.temperature
     vocab_size = logits_SV.shape[-1]
-    top_k = None if params.top_k is None or params.top_k >= vocab_size else params.top_k
-    below_k = None if top_k is None else below_largest(logits_SV, top_k)
+    top_k = params.top_k or vocab_size
+    below_k = None if top_k >= vocab_size else below_largest(logits_SV, top_k)
     if params.top_p == 1.0:
         dropped = below_k
     elif below_k is None or params.chained:
@@ -157,6 +158,18 @@ def filtered(logits_SV: Tensor, draws: Sequence[Draw]) -> Tensor:
         unlikely = below_share(logits_SV, params.min_p)
         dropped = unlikely if dropped is None else dropped | unlikely
     return logits_SV if dropped is None else logits_SV.masked_fill(dropped, -torch.inf)
+
+
+def largest(logits_SV: Tensor, count: int) -> Tensor:
+    """The ids [S, count] of the largest logits, largest first and equal ones by id, as the greedy choice takes them."""
+    # One more, to see whether others are equal to the last.
+    largest_SN, ids_SN = logits_SV.topk(min(count + 1, logits_SV.shape[-1]), -1)
+    if bool((tied_S := (largest_SN.diff() == 0).any(-1)).any()):
+        for row in tied_S.nonzero()[:, 0].tolist():
+            (ids,) = (logits_SV[row] >= largest_SN[row, -1]).nonzero(as_tuple=True)
+            order = logits_SV[row, ids].sort(descending=True, stable=True).indices
+            ids_SN[row] = ids[order[: ids_SN.shape[-1]]]
+    return ids_SN[:, :count]
 
 
 def below_share(logits_SV: Tensor, share: float) -> Tensor:

@@ -78,12 +78,12 @@ class SamplingParams(Settings, section="sampling"):
     temperature: float = setting(1.0, "Divides the logits; 0 takes the likeliest token (greedy).", AT_LEAST_0)
     top_k: int | None = setting(
         None,
-        "Draw from the k likeliest tokens, ties included; left out, from all.",
-        AT_LEAST_1,
+        "Draw from the k likeliest tokens, ties included; 0, from all.",
+        AT_LEAST_0,
     )
     top_p: float = setting(
         1.0,
-        "Draw from the likeliest tokens that together have this probability.",
+        "Draw from the likeliest tokens that together have this probability; 1, from all.",
         Bounds(above=0, most=1),
     )
     chained: bool = setting(False, "Apply top_p to the tokens that top_k leaves, not to the whole distribution.")
@@ -135,7 +135,7 @@ class SamplingParams(Settings, section="sampling"):
     @property
     def recipe(self) -> tuple[object, ...]:
         """The settings that turn logits into a distribution; rows of equal recipes are drawn together."""
-        shape = (self.temperature, self.top_k, self.top_p, self.chained, self.min_p)
+        shape = (self.temperature, self.top_k or None, self.top_p, self.chained, self.min_p)
         penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
         return (*shape, *penalties, self.logit_bias, self.bad_words, self.end_tokens, self.raw_log_probs)
 

@@ -124,6 +124,20 @@ def test_the_likeliest_tokens_and_their_log_probabilities_come_with_each_token()
         assert [x for _, x in token.likeliest] == pytest.approx([x for _, x in expected], abs=1e-6)
 
 
+@pytest.mark.parametrize("vocab_size", [7, 3000, 100_003])
+@pytest.mark.parametrize("num", [1, 3, 7])
+def test_equal_tokens_are_listed_in_the_order_in_which_the_greedy_choice_takes_them(vocab_size: int, num: int) -> None:
+    generator = torch.Generator().manual_seed(vocab_size + num)
+    # Few different numbers, as 16 bits have: the last of the list has equals outside.
+    logits = torch.randint(0, 3, (6, vocab_size), generator=generator).bfloat16()
+    logits[0, -1] = 5
+    greedy = SamplingParams(temperature=0, top_log_probs=num)
+    drawn = draw_tokens(logits, [Draw(greedy, row, 0) for row in range(len(logits))])
+    assert drawn.likeliest_SN[:, 0].tolist() == drawn.tokens.tolist()
+    for row, ids in zip(logits.float(), drawn.likeliest_SN.tolist(), strict=True):
+        assert ids == sorted(range(vocab_size), key=lambda token: (-row[token].item(), token))[:num]
+
+
 @pytest.mark.shows(129)
 def test_raw_log_probabilities_are_the_models_own_whatever_changes_the_draw() -> None:
     logits = random_logits(2)
