@@ -281,7 +281,8 @@ def check(arguments: GenerateArguments) -> "GenerateJob":
     else:
         prompts = prompts_of_texts(arguments.prompts or [_standard_input()], model)
     limits = Limits(model.vocab_size, model.max_length)
-    check_prompts([prompt.tokens for prompt in prompts], [params] * len(prompts), limits)
+    names = [prompt.name(number, arguments.file) for number, prompt in enumerate(prompts)]
+    check_prompts([prompt.tokens for prompt in prompts], [params] * len(prompts), limits, names)
     options = GenerateOptions(**arguments.ring, tokenizer=model.tokenizer)
     shape = options.shape(len(prompts) * params.num_samples, arguments.parallel.pp)
     longest = max(len(prompt.tokens) for prompt in prompts) + params.max_new_tokens
@@ -335,7 +336,7 @@ def _cut(engine: "EngineArguments", job: "GenerateJob") -> "EngineArguments":
 def _generate(arguments: GenerateArguments, group: Group, store: "Store") -> None:
     from penstock.cli.pipelines import Pipelines
     from penstock.cli.shared_answers import AnswerCollector, AnswerSender, others_answers
-    from penstock.cli.texts import show_layers
+    from penstock.cli.texts import show_lacking, show_layers
     from penstock.cli.together import choose_device, initialise, refuse_differing, together
     from penstock.cli.waiting import Waiting
     from penstock.engine.engine import Engine
@@ -345,6 +346,7 @@ def _generate(arguments: GenerateArguments, group: Group, store: "Store") -> Non
     job = together(store, group, "prompts", lambda: check(arguments))
     if group.rank == 0:
         show_layers(job.model)
+        show_lacking(job.model, arguments.sampling)
     refuse_differing(store, group, "answers", {**arguments.sampling, "prompts": [list(p.tokens) for p in job.prompts]})
     device = choose_device(store, group, parallel.device)
     pipelines = Pipelines.of(store, group, arguments.dp, parallel.timeout_s)

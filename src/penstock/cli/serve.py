@@ -218,7 +218,7 @@ def _parts(arguments: ServeArguments, model: "SavedModel", shape: "RingShape") -
 
 
 def _serve(arguments: ServeArguments, group: Group, store: "Store") -> None:
-    from penstock.cli.texts import show_layers
+    from penstock.cli.texts import show_lacking, show_layers
     from penstock.cli.together import choose_device, initialise, refuse_differing, together
     from penstock.cli.waiting import Waiting
     from penstock.engine.decode_cut import cut_to_decode
@@ -230,6 +230,7 @@ def _serve(arguments: ServeArguments, group: Group, store: "Store") -> None:
     model = together(store, group, "model", lambda: _open(arguments))
     if group.rank == 0:
         show_layers(model)
+        show_lacking(model, ["max_new_tokens"])
     shape, length = _shape(arguments), _length(arguments, model)
     refuse_differing(store, group, "form", {"rows": shape.num_rows, "slots": shape.num_slots, "length": length})
 

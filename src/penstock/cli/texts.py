@@ -1,7 +1,8 @@
 """The input of `penstock score` and `penstock generate`: a saved model, and JSON lines of texts or prompts for it."""
 
+import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -9,11 +10,13 @@ from typing import Any, TypeGuard
 
 from penstock.data.examples import Chat, ExampleReader, messages_of, options_of
 from penstock.data.tokenizer import WithoutSpecialTokens
+from penstock.engine.generation_defaults import GENERATION_CONFIG
 from penstock.engine.saved_model import SavedModel, open_model
 from penstock.settings.files import lines_of
 from penstock.settings.json_files import parse_json
 
 _TEXT_FORMS = '{"text": ...}, {"tokens": [...]} or {"prompt": ..., "completion": ...}'
+_MOST_SHOWN = 40
 _PROMPT_FORMS = '{"prompt": ...} or {"tokens": [...]}'
 
 
@@ -41,6 +44,11 @@ class Prompt:
     line: int | None = None
     id: Any = None
 
+    def name(self, number: int, file: Path | None) -> str:
+        """The name in messages of the prompt of that number: its line of the file, and its "id" if it has one."""
+        own_id = "" if self.id is None else f' ("id": {self.id!r})'
+        return f"prompt {number}" if self.line is None else f"{file}, line {self.line}{own_id}:"
+
 
 def plainly(model: SavedModel) -> SavedModel:
     """The model with a tokenizer that puts no special tokens around a text."""
@@ -65,6 +73,18 @@ def show_layers(model: SavedModel) -> None:
     """Say on standard error where transformers' own layers run the model, and why."""
     if model.transformers_because is not None:
         print(f"penstock: transformers' own layers run {model.folder}: {model.transformers_because}", file=sys.stderr)
+
+
+def show_lacking(model: SavedModel, told: Container[str] = ()) -> None:
+    """Say on standard error which of the model's own settings of generation have no effect here; `told`: what is given.
+
+    A number of new tokens that is given makes max_length mean nothing.
+    """
+    fields = {name: own for name, own in model.lacking.items() if name != "max_length" or "max_new_tokens" not in told}
+    if fields:
+        named = ", ".join(f"{name} = {json.dumps(own)[:_MOST_SHOWN]}" for name, own in fields.items())
+        where = (model.tokenizer_folder or model.folder) / GENERATION_CONFIG
+        print(f"penstock: {where} has {named}, which Penstock lacks; answers are made without", file=sys.stderr)
 
 
 def read_texts(path: Path, model: SavedModel, text_field: str = "text") -> list[Text]:

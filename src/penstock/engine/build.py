@@ -204,8 +204,8 @@ def _builder(options: EngineOptions, device: torch.device) -> Callable[[UnitSpec
         module = _build_unit(unit, options, device)
         if not fix_weights(module, pack) and pack and any(isinstance(part, nn.Linear) for part in module.modules()):
             raise ConfigError(
-                f"quantize = {options.quantize}: {unit.name} is {type_in_words(module)}, whose weights stay as they "
-                "are; only dense models of Penstock's own layers can be quantized, so leave quantize out"
+                f"quantize = {options.quantize}: the weights of {unit.name} stay as they are; only dense models of "
+                "Penstock's own layers can be quantized, so leave quantize out"
             )
         # The parameters of one unit, at most, are held beside what is packed.
         give_back_freed_memory()

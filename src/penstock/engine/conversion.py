@@ -15,7 +15,14 @@ from penstock.engine.adapter import with_adapter
 from penstock.engine.checkpoint import Checkpointer
 from penstock.engine.export import ExportedParameter, ExportOptions, Progress, export_model, write_folder
 from penstock.engine.pipeline import Pipeline
-from penstock.engine.pretrained import HuggingFaceForm, StoredModel, find_model, holds_adapters, newest_checkpoint
+from penstock.engine.pretrained import (
+    HuggingFaceForm,
+    StoredModel,
+    check_quantizable,
+    find_model,
+    holds_adapters,
+    newest_checkpoint,
+)
 from penstock.engine.run_check import with_pretrained
 from penstock.engine.run_parts import engine_arguments
 from penstock.engine.runs import CHECKPOINT_FOLDER, CONFIG_FILE, RunFolder
@@ -50,8 +57,8 @@ def to_hugging_face(
         raise ValueError(f"{source} has no adapters to merge")
     if options.quantize and has_adapters:
         raise ValueError(f"{source} has adapters; write it with --merge-adapters first, and quantize what is written")
-    if options.quantize and (found.shape.native is False or found.shape.experts.num_experts):
-        raise ValueError(f"{source} is no dense model of Penstock's own layers, which alone are quantized")
+    if options.quantize:
+        check_quantizable(source, found.shape)
     # Any fault of the files is found before one is written.
     units_from_files(found.units, found.names, found.files)
     parameters = tuple(_parameters(found))

@@ -27,7 +27,7 @@ from penstock.model.hf.quantized import is_quantized
 from penstock.parallel.grid import wait_for_all
 from penstock.parallel.host import gather_json, on_all_ranks
 from penstock.parallel.tensor_slice import Shape, StoredSlice
-from penstock.settings import Layout, ModelConfig, Native, Precision, RunConfig, checked, read_config
+from penstock.settings import ConfigError, Layout, ModelConfig, Native, Precision, RunConfig, checked, read_config
 
 _PRECISIONS = {"F64": Precision.FP64, "F32": Precision.FP32, "BF16": Precision.BF16, "F16": Precision.FP16}
 
@@ -225,6 +225,16 @@ def reason_for_transformers(folder: Path | str, native: Native) -> str | None:
     except NotNative as error:
         return str(error).rpartition("; ")[0]
     return None
+
+
+def check_quantizable(folder: Path, shape: ModelConfig) -> None:
+    """Refuse to quantize models whose weights stay as they are. Raises: ConfigError that says which can be."""
+    kind = "is run by transformers' own layers" if shape.native is False else "is a mixture of experts"
+    if shape.native is False or shape.experts.num_experts:
+        raise ConfigError(
+            f"{folder} cannot be quantized, since it {kind}; only dense models of Penstock's own layers can, so leave "
+            "quantize out; precision = bf16 takes half the bytes of fp32"
+        )
 
 
 def find_model(folder: Path, native: Native = "auto", quiet: bool = False) -> StoredModel:

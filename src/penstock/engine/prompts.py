@@ -65,30 +65,35 @@ def check_skipped(skip: Set[int], num_answers: int) -> None:
             raise ValueError(f"skip names the answer {number}; there are {num_answers}, counted from 0")
 
 
-def check_prompts(prompts: Prompts, params: Sequence[SamplingParams], limits: Limits | None) -> None:
+def check_prompts(
+    prompts: Prompts, params: Sequence[SamplingParams], limits: Limits | None, names: Sequence[str] | None = None
+) -> None:
     """Refuse prompts that a model of these limits cannot continue; None where the limits are not known.
+
+    names: what each prompt is called in messages; left out, they count from 0.
 
     Raises:
         ValueError: naming the prompt, or the setting, and what would be possible.
     """
     for number, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
+        name = f"prompt {number}" if names is None else names[number]
         if not prompt:
-            raise ValueError(f"prompt {number} is empty; it needs at least one token to begin with")
+            raise ValueError(f"{name} is empty; it needs at least one token to begin with")
         if min(prompt) < 0:
-            raise ValueError(f"prompt {number} holds the token {min(prompt)}; tokens count from 0")
+            raise ValueError(f"{name} holds the token {min(prompt)}; tokens count from 0")
         if limits is None:
             continue
         if max(prompt) >= limits.vocab_size:
             known = f"the model knows 0 to {limits.vocab_size - 1}"
-            raise ValueError(f"prompt {number} holds the token {max(prompt)}; {known}")
+            raise ValueError(f"{name} holds the token {max(prompt)}; {known}")
         named = {
             "end_tokens": own.end_tokens,
             "logit_bias": tuple(token for token, _ in own.biases),
             "bad_words": tuple(token for word in own.bad_words for token in word),
         }
-        for name, tokens in named.items():
+        for setting, tokens in named.items():
             if max(tokens, default=0) >= limits.vocab_size:
-                raise ValueError(f"{name}={tokens}: the model knows 0 to {limits.vocab_size - 1}")
+                raise ValueError(f"{setting}={tokens}: the model knows 0 to {limits.vocab_size - 1}")
         if own.top_log_probs > limits.vocab_size:
             raise ValueError(f"top_log_probs={own.top_log_probs}: the model knows {limits.vocab_size} tokens")
         if len({word[0] for word in own.bad_words if len(word) == 1}) >= limits.vocab_size:
@@ -97,13 +102,13 @@ def check_prompts(prompts: Prompts, params: Sequence[SamplingParams], limits: Li
             raise ValueError(f"min_new_tokens={own.min_new_tokens}: every token is an end token, none could be drawn")
         if len(prompt) + own.max_new_tokens > limits.max_length:
             raise ValueError(
-                f"prompt {number} has {len(prompt)} tokens, and with max_new_tokens={own.max_new_tokens} more it would "
+                f"{name} has {len(prompt)} tokens, and with max_new_tokens={own.max_new_tokens} more it would "
                 f"pass the model's max_length={limits.max_length}"
             )
         longest = limits.max_generated_length
         if longest is not None and len(prompt) + own.max_new_tokens > longest:
             raise ValueError(
-                f"prompt {number} has {len(prompt)} tokens, and with max_new_tokens={own.max_new_tokens} more it would "
+                f"{name} has {len(prompt)} tokens, and with max_new_tokens={own.max_new_tokens} more it would "
                 f"pass {longest}, where the model's rotary factors change for all tokens before (longrope); at most "
                 f"{longest} tokens can be generated and read"
             )

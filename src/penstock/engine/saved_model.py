@@ -16,11 +16,13 @@ from penstock.data.tokenizer import Tokenizer, WithoutSpecialTokens, load_tokeni
 from penstock.engine.build import bytes_of_weight
 from penstock.engine.checkpoint import CheckpointReader
 from penstock.engine.checkpoint.manifest import published
+from penstock.engine.generation_defaults import GENERATION_CONFIG, generation_defaults, lacking_defaults
 from penstock.engine.options import EngineOptions
 from penstock.engine.pretrained import (
     EngineArguments,
     Pretrained,
     Rates,
+    check_quantizable,
     open_pretrained,
     rates_of,
     reason_for_transformers,
@@ -45,8 +47,6 @@ from penstock.settings import (
 from penstock.settings.json_files import read_json_object
 
 _HUGGING_FACE_CONFIG, _TOKENIZER = "config.json", "tokenizer.json"
-_GENERATION_CONFIG = "generation_config.json"
-_SAMPLED = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,8 @@ class SavedModel:
     #: what its head rates, and the token that pads texts and is not rated; None for a model that gives tokens
     rates: Rates | None = None
     pad_token: int | None = None
+    #: fields of that generation_config.json which would change answers in transformers, and have no effect here
+    lacking: Mapping[str, Any] = field(default_factory=dict)
 
 
 def open_model(
@@ -133,8 +135,8 @@ def _open_run(folder: Path, precision: Precision | None, quantize: Quantize, rep
             raise
         tokenizer, ends = None, ()
     size = vocab_size
-    if quantize is not Quantize.NONE and config.adapter.is_used:
-        raise ConfigError(f"quantize = {quantize}: {folder} has an adapter; merge it into its model with peft first")
+    if quantize is not Quantize.NONE:
+        _check_quantizable_run(folder, config)
 
     def arguments(parallel: ParallelConfig) -> EngineArguments:
         if quantize is not Quantize.NONE:
@@ -169,10 +171,11 @@ def _open_run(folder: Path, precision: Precision | None, quantize: Quantize, rep
         arguments,
         load,
         ends,
-        _generation_defaults(Path(name or "")),
+        generation_defaults(Path(name or "")),
         files if files is None or files.is_dir() else files.parent,
         reason_for_transformers(folder, model.native),
         weight_bytes=lambda: _weight_bytes(_units_of_run(folder, config, size), precision or numbers, quantize),
+        lacking=lacking_defaults(Path(name or "")),
         **_rating_of(config),
     )
 
@@ -183,6 +186,14 @@ def _refuse_without_checkpoint(folder: Path) -> None:
     with contextlib.suppress(FileNotFoundError):
         os.listdir(folder / CHECKPOINT_FOLDER)  # one that may not be read is not empty
     raise ConfigError(f"{folder} holds no checkpoint yet; a run saves the first after checkpoint.every steps")
+
+
+def _check_quantizable_run(folder: Path, config: RunConfig) -> None:
+    if config.adapter.is_used:
+        raise ConfigError(
+            f"{folder} cannot be quantized, since it has an adapter; merge it into its model with peft first"
+        )
+    check_quantizable(folder, config.model)
 
 
 def _rating_of(config: RunConfig) -> dict[str, Any]:
@@ -228,6 +239,8 @@ def _open_hugging_face(
         raise ConfigError(str(error)) from None
     tokenizer = load_tokenizer(str(folder)) if (folder / _TOKENIZER).is_file() else None
     kept_as = quantize or (Quantize.INT8 if found.is_quantized else Quantize.NONE)
+    if kept_as is not Quantize.NONE:
+        check_quantizable(folder, found.config)
     units = found.units(ModelGroups())
 
     def arguments(parallel: ParallelConfig) -> EngineArguments:
@@ -247,7 +260,8 @@ def _open_hugging_face(
         arguments=arguments,
         load=load,
         end_tokens=_hugging_face_ends(folder),
-        sampling=_generation_defaults(folder),
+        sampling=generation_defaults(folder),
+        lacking=lacking_defaults(folder),
         tokenizer_folder=folder,
         transformers_because=because,
         weight_bytes=lambda: _weight_bytes(units, precision or found.precision, kept_as),
@@ -278,7 +292,7 @@ def _weight_bytes(units: Sequence[UnitSpec], precision: Precision | None, quanti
 
 def _hugging_face_ends(folder: Path) -> tuple[int, ...]:
     """The end tokens in the settings for generation, or else in those of the model."""
-    for name in (_GENERATION_CONFIG, _HUGGING_FACE_CONFIG):
+    for name in (GENERATION_CONFIG, _HUGGING_FACE_CONFIG):
         path = folder / name
         if path.is_file():
             named = read_json_object(path).get("eos_token_id")
@@ -289,24 +303,6 @@ def _hugging_face_ends(folder: Path) -> tuple[int, ...]:
                 raise ConfigError(f"{path}: eos_token_id is {named!r}; a token id or a list of them is expected")
             return ends
     return ()
-
-
-def _generation_defaults(folder: Path) -> dict[str, Any]:
-    """The settings of `SamplingParams` that generation_config.json names; as there, top_p follows top_k."""
-    path = folder / _GENERATION_CONFIG
-    content = read_json_object(path) if path.is_file() else {}
-    found = {name: content[name] for name in _SAMPLED if content.get(name) is not None}
-    if found.get("top_k") == 0:
-        del found["top_k"]
-    if {"top_k", "top_p"} <= found.keys():
-        found["chained"] = True
-    if content.get("do_sample") is False:
-        found["temperature"] = 0.0
-    if words := content.get("bad_words_ids"):
-        if not isinstance(words, list) or not all(isinstance(word, list) for word in words):
-            raise ConfigError(f"{path}: bad_words_ids is {str(words)[:60]}; a list of lists of token ids is expected")
-        found["bad_words"] = words
-    return found
 
 
 def _version(folder: Path) -> str:

@@ -1,0 +1,115 @@
+"""A model's own settings of generation: turned off on the command line, or named where Penstock lacks them."""
+
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import GenerationConfig
+
+from penstock.cli.generate import check, read_arguments
+from penstock.cli.main import main
+from penstock.cli.texts import show_lacking
+from penstock.engine.generation_defaults import GENERATION_CONFIG
+from penstock.engine.saved_model import open_model
+from penstock.settings import SamplingParams
+from tests.hugging_face import make_model, make_tokenizer
+
+LACKING: dict[str, Any] = {
+    "no_repeat_ngram_size": 3,
+    "num_beams": 4,
+    "typical_p": 0.9,
+    "penalty_alpha": 0.6,
+    "suppress_tokens": [5, 6],
+    "max_length": 50,
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    make_model("llama", vocab_size=300, max_position_embeddings=128).save_pretrained(tmp_path)
+    make_tokenizer(tmp_path)
+    return tmp_path
+
+
+def own(folder: Path, **fields: Any) -> None:
+    (folder / GENERATION_CONFIG).write_text(json.dumps(fields))
+
+
+def params(folder: Path, *words: str) -> SamplingParams:
+    return check(read_arguments([str(folder), "the cat", *words])).params
+
+
+def test_each_of_a_models_own_settings_can_be_turned_off(folder: Path) -> None:
+    kept = {"top_k": 20, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.2, "temperature": 0.6, "min_new_tokens": 3}
+    own(folder, do_sample=True, **kept)
+    found = params(folder)
+    assert {name: getattr(found, name) for name in kept} == kept and found.chained
+    words = "--top-k 0 --top-p 1 --min-p 0 --repetition-penalty 1 --temperature 1 --min-new-tokens 0 --no-chained"
+    found, plain = params(folder, *words.split()), SamplingParams(top_k=0)
+    assert {name: getattr(found, name) for name in (*kept, "chained")} == {
+        name: getattr(plain, name) for name in (*kept, "chained")
+    }
+    assert found.recipe[:5] == SamplingParams().recipe[:5], "it draws as if nothing had been asked for"
+
+
+def test_fields_that_would_change_answers_in_transformers_alone_are_named_once(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    GenerationConfig(**LACKING, top_k=20, do_sample=True).save_pretrained(folder)
+    assert dict(open_model(folder).lacking) == LACKING
+    assert main(["generate", str(folder), "the cat", "--max-new-tokens", "2", "--threads", "1"]) == 0
+    (line,) = (line for line in capsys.readouterr().err.splitlines() if GENERATION_CONFIG in line)
+    assert all(f"{name} = {json.dumps(LACKING[name])}" in line for name in LACKING if name != "max_length")
+    assert "max_length" not in line and "top_k" not in line, "what is given, and what holds"
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert main(["serve", str(folder), "--port", str(taken.getsockname()[1]), "--threads", "1"]) == 2
+    assert line in capsys.readouterr().err.splitlines()
+    show_lacking(open_model(folder))
+    assert "max_length = 50, which Penstock lacks" in capsys.readouterr().err
+
+
+def test_transformers_defaults_are_not_worth_a_word(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    defaults = GenerationConfig._get_default_generation_params()
+    assert defaults["num_beams"] == 1 and defaults["no_repeat_ngram_size"] == 0
+    own(folder, **defaults)
+    assert not open_model(folder).lacking
+    own(folder, max_length=50, max_new_tokens=8)
+    assert not open_model(folder).lacking
+    show_lacking(open_model(folder))
+    assert capsys.readouterr().err == ""
+
+
+def test_a_prompt_that_is_too_long_is_named_by_its_line_and_id(folder: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    lines = ['{"tokens": [1, 2]}', "", json.dumps({"id": "q7", "tokens": [3] * 125}), '{"tokens": [300]}']
+    prompts.write_text("\n".join(lines))
+    with pytest.raises(ValueError) as refused:
+        check(read_arguments([str(folder), "--file", str(prompts), "--max-new-tokens", "8"]))
+    assert f"{prompts}, line 3 (\"id\": 'q7'): has 125 tokens, and with max_new_tokens=8" in str(refused.value)
+    prompts.write_text(lines[-1])
+    with pytest.raises(ValueError, match=r"prompts.jsonl, line 1: holds the token 300; the model knows 0 to 299"):
+        check(read_arguments([str(folder), "--file", str(prompts)]))
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [
+        ("mixtral", "is a mixture of experts"),
+        ("gpt2", "is run by transformers' own layers"),
+        ("phi", "is run by transformers' own layers"),
+    ],
+)
+def test_a_model_that_cannot_be_quantized_is_refused_by_its_kind(
+    family: str, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_model(family, vocab_size=300).save_pretrained(tmp_path)
+    for words in (
+        ["generate", str(tmp_path), "a", "--quantize", "int8"],
+        ["convert", str(tmp_path), str(tmp_path / "new"), "--to", "huggingface", "--quantize", "int8"],
+    ):
+        assert main(words) == 2
+        err = capsys.readouterr().err
+        assert f"{tmp_path} cannot be quantized, since it {kind}; only dense models" in err
+        assert "AfterLayers" not in err and "ExpertBlock" not in err
