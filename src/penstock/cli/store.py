@@ -3,6 +3,7 @@
 import signal
 import socket
 from collections.abc import Sequence
+from ipaddress import ip_address
 
 from penstock.cli.commands import Parser
 
@@ -45,14 +46,34 @@ def _listener(endpoint: str) -> socket.socket:
     address, colon, port = endpoint.rpartition(":")
     if not colon or not address or not (port.isascii() and port.isdecimal()) or int(port) >= 2**16:
         raise ValueError(f"{endpoint!r} is no ADDRESS:PORT such as login1:29400 or 0.0.0.0:29400")
+    address = address.strip("[]")
     try:
-        found = socket.getaddrinfo(address.strip("[]"), int(port), type=socket.SOCK_STREAM)
-        family, *_, place = found[0]
+        found = socket.getaddrinfo(address, int(port), type=socket.SOCK_STREAM)
+        reached = [row for row in found if not _is_loopback(str(row[4][0]))]
+        if not reached and _is_of_a_host(address):
+            raise ValueError(
+                f"{address} is {found[0][4][0]} on this host (see /etc/hosts), where no other host reaches the store; "
+                f"give the host's address in the network of the run, or 0.0.0.0:{port} for all networks"
+            )
+        family, *_, place = (reached or found)[0]
         return socket.create_server(place[:2], family=family, backlog=_BACKLOG)
     except OSError as error:
         # Python adds to the system's words the address that it tried.
         why = (error.strerror or str(error)).partition(" (")[0].lower()
         raise ValueError(f"cannot listen at {endpoint}: {why}") from None
+
+
+def _is_loopback(place: str) -> bool:
+    return ip_address(place.partition("%")[0]).is_loopback
+
+
+def _is_of_a_host(address: str) -> bool:
+    """Return whether an address is a host's name, by which others look for it, rather than a number or localhost."""
+    try:
+        ip_address(address.partition("%")[0])
+    except ValueError:
+        return address != "localhost"
+    return False
 
 
 def _store(listener: socket.socket) -> object:
