@@ -78,3 +78,24 @@ def test_a_run_whose_weights_are_whole_numbers_is_not_converted(
     ):
         assert main(command) == 2, command
         assert "int32" in capsys.readouterr().err.replace("I32", "int32")
+
+
+@pytest.mark.parametrize("lost", ["the folder", "all in it", "the checkpoints"])
+def test_a_run_without_its_checkpoints_keeps_its_metrics(
+    lost: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoints, metrics = folder / "run" / "checkpoints", folder / "run" / "metrics.jsonl"
+    for path in checkpoints.glob("step-*"):
+        shutil.rmtree(path)
+    if lost != "the checkpoints":
+        shutil.rmtree(checkpoints)
+    if lost == "all in it":
+        checkpoints.mkdir()
+    before = metrics.read_bytes()
+    capsys.readouterr()
+    for more in ((), ("--resume",)):
+        assert main(train(folder, "run", *more)) == 2
+        told = capsys.readouterr().err
+        assert f"{checkpoints} holds no checkpoint, but {metrics} has steps up to {STEPS}" in told
+        assert len(told.splitlines()) == 1
+    assert metrics.read_bytes() == before

@@ -18,6 +18,8 @@ from penstock.settings.json_files import parse_json
 
 CONFIG_FILE = "run.toml"
 CHECKPOINT_FOLDER = "checkpoints"
+OWNER_FILE = "run.json"
+"""The file beside a run's checkpoints that says whose they are; it is there before the first step."""
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
 _LOCK_FILE = ".lock"
@@ -43,8 +45,8 @@ def check_folder(config: RunConfig, fresh: bool = False, resume: bool = False) -
     """True where `config.output` already holds this very run, to be continued; nothing is written.
 
     Raises:
-        ConfigError: it holds another run, or anything that is no run, or (with `fresh`) any run at all, or (with
-            `resume`) none.
+        ConfigError: it holds another run, or one that has lost its checkpoints, or anything that is no run, or (with
+            `fresh`) any run at all, or (with `resume`) none.
     """
     continued = _check_folder(config, fresh)
     if resume and not continued:
@@ -86,7 +88,25 @@ def _check_folder(config: RunConfig, fresh: bool) -> bool:
             f"output = {config.output!r} holds another run: {'; '.join(changed)}; {otherwise} another --output"
         )
     _check_logs(folder, config.log.tensorboard)
+    _refuse_lost_checkpoints(folder, theirs.checkpoint.every)
     return True
+
+
+def _refuse_lost_checkpoints(folder: Path, every: int) -> None:
+    """Refuse to start a run anew where its metrics show that it has had checkpoints.
+
+    every: steps between them at the run's latest start. Of two the first is there when the second is begun.
+    """
+    checkpoints, metrics = folder / CHECKPOINT_FOLDER, folder / METRICS_FILE
+    # One that is being replaced has another name for a moment.
+    if any(any(checkpoints.glob(pattern)) for pattern in ("step-*", ".replaced-step-*")):
+        return
+    last = max((entry["step"] for entry in read_metrics(metrics)), default=0)
+    if last > 0 and (not (checkpoints / OWNER_FILE).exists() or 0 < 2 * every < last):
+        raise ConfigError(
+            f"{checkpoints} holds no checkpoint, but {metrics} has steps up to {last}; bring the folder back (is its "
+            "disk there?), or start anew with another --output"
+        )
 
 
 def _check_logs(folder: Path, tensorboard: bool) -> None:

@@ -62,6 +62,51 @@ def test_settings_of_any_text_read_back_as_they_were(text: str, tmp_path: Path):
     assert check_folder(config)
 
 
+@pytest.mark.parametrize(
+    "entries, last, every, is_lost",
+    [
+        # A first start that ended before a checkpoint was there.
+        ([], None, 2, False),
+        (["run.json"], None, 2, False),
+        (["run.json"], 1, 2, False),
+        (["run.json", ".saving-step-00000002"], 4, 2, False),
+        (["run.json"], 9, 0, False),
+        # A checkpoint, also one that is just being replaced.
+        (["run.json", "step-00000008"], 9, 2, False),
+        (["run.json", ".replaced-step-00000008"], 9, 2, False),
+        # Removed, emptied, or on a disk that is not there.
+        (None, 1, 2, True),
+        ([], 1, 2, True),
+        ([], 9, 0, True),
+        (["run.json"], 5, 2, True),
+    ],
+)
+def test_a_run_that_has_lost_its_checkpoints_is_not_started_anew(
+    entries: list[str] | None, last: int | None, every: int, is_lost: bool, tmp_path: Path
+):
+    config = from_dict({"output": str(tmp_path / "run"), "checkpoint": {"every": every}})
+    RunFolder(config).close()
+    if entries is not None:
+        (tmp_path / "run" / "checkpoints").mkdir()
+    for entry in entries or []:
+        (tmp_path / "run" / "checkpoints" / entry).mkdir()
+    if last is not None:
+        log = MetricsLog(tmp_path / "run")
+        for step in range(1, last + 1):
+            log.write(step, {"loss": 1.0})
+        log.close()
+    before = files_of(tmp_path)
+    for attempt in (check_folder, RunFolder):
+        if is_lost:
+            with pytest.raises(ConfigError, match=rf"has steps up to {last}; bring the folder back"):
+                attempt(config)
+            assert files_of(tmp_path) == before
+        else:
+            opened = attempt(config)
+            if isinstance(opened, RunFolder):
+                opened.close()
+
+
 def test_a_folder_of_another_run_is_refused_and_left_alone(configured: Callable[..., RunConfig], tmp_path: Path):
     RunFolder(configured(seed=1)).close()
     before = files_of(tmp_path)

@@ -33,6 +33,7 @@ from penstock.engine.checkpoint.manifest import (
     step_of,
     write_manifest,
 )
+from penstock.engine.runs import OWNER_FILE
 from penstock.parallel import Grid
 from penstock.parallel.host import Gather, gather_json, on_all_ranks
 from penstock.parallel.tensor_slice import LocalTensor, local_slices
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
-_RUN_FILE = "run.json"
 _SAVING, _REPLACED, _DELETING = ".saving-", ".replaced-", ".deleting-"
 # The safetensors library writes a file in one call that holds the interpreter: some 10 ms at this size, during which
 # training cannot launch anything. Large states get larger files, so that their number stays sensible.
@@ -167,7 +167,7 @@ class Checkpointer(CheckpointReader):
             raise AnotherRun(f"{self.folder} is no folder; remove it, or give another folder") from None
         except OSError as error:
             raise CheckpointError(f"{self.folder} cannot be made: {error.strerror}; give another folder") from error
-        run_file = self.folder / _RUN_FILE
+        run_file = self.folder / OWNER_FILE
         if run_file.exists():
             try:
                 if not run_file.is_file():
