@@ -99,3 +99,59 @@ def test_a_run_without_its_checkpoints_keeps_its_metrics(
         assert f"{checkpoints} holds no checkpoint, but {metrics} has steps up to {STEPS}" in told
         assert len(told.splitlines()) == 1
     assert metrics.read_bytes() == before
+
+
+def move_out(path: Path, outside: Path) -> None:
+    """Put a link in the place of a file, to where it now lies."""
+    outside.mkdir(exist_ok=True)
+    path.rename(outside / path.name)
+    path.symlink_to(outside / path.name)
+
+
+@pytest.mark.parametrize("pattern", ["manifest.json", "model-*.safetensors"])
+def test_a_checkpoint_with_a_link_out_of_it_is_passed_over(
+    pattern: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    [file] = checkpoint(folder).glob(pattern)
+    move_out(file, folder / "outside")
+    capsys.readouterr()
+    for command in (
+        ["convert", str(folder / "run"), str(folder / "converted")],
+        ["generate", str(folder / "run"), "def", "--max-new-tokens", "2", "--device", "cpu"],
+        train(folder),
+    ):
+        assert main(command) == 0, command
+        assert f"refused: {file} is a link to {folder}/outside/{file.name}, outside" in capsys.readouterr().err
+
+
+def test_settings_that_are_a_link_out_of_the_run_are_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = folder / "run"
+    move_out(run / "run.toml", folder / "outside")
+    for command in (
+        ["convert", str(run), str(folder / "converted")],
+        ["generate", str(run), "def", "--device", "cpu"],
+        train(folder, "other", "--model.pretrained", str(run)),
+        train(folder),
+    ):
+        assert main(command) == 2, command
+        assert f"{run}/run.toml is a link to {folder}/outside/run.toml" in capsys.readouterr().err
+    assert not (folder / "other").exists()
+
+
+def test_a_runs_owner_may_be_no_link_and_its_folders_may(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, checkpoints = folder / "run", folder / "run" / "checkpoints"
+    shutil.move(checkpoints, folder / "disk")
+    checkpoints.symlink_to(folder / "disk")
+    (folder / "reached").symlink_to(run)
+    for command in (
+        ["convert", str(folder / "reached"), str(folder / "converted")],
+        ["generate", str(folder / "reached"), "def", "--max-new-tokens", "2", "--device", "cpu"],
+        train(folder),
+        train(folder, "reached"),
+    ):
+        capsys.readouterr()
+        assert main(command) == 0, command
+        assert "refused" not in capsys.readouterr().err
+    move_out(checkpoints / "run.json", folder / "outside")
+    assert main(train(folder)) == 2
+    assert f"{checkpoints}/run.json is a link to {folder}/outside/run.json" in capsys.readouterr().err

@@ -17,7 +17,7 @@ from penstock.data.tokenizer import ByteTokenizer
 from penstock.engine.checkpoint.intact import newest_intact
 from penstock.engine.checkpoint.manifest import CheckpointInfo, DamagedCheckpoint
 from penstock.engine.options import EngineOptions
-from penstock.engine.runs import CHECKPOINT_FOLDER, CONFIG_FILE
+from penstock.engine.runs import CHECKPOINT_FOLDER, CONFIG_FILE, read_run
 from penstock.model import ModelGroups, UnitSpec, decoder_units
 from penstock.model.hf.config_json import CONFIG_FILE as HUGGING_FACE_CONFIG
 from penstock.model.hf.config_json import NotNative, config_from_json, config_to_json, read_config_json
@@ -27,7 +27,7 @@ from penstock.model.hf.quantized import is_quantized
 from penstock.parallel.grid import wait_for_all
 from penstock.parallel.host import gather_json, on_all_ranks
 from penstock.parallel.tensor_slice import Shape, StoredSlice
-from penstock.settings import ConfigError, Layout, ModelConfig, Native, Precision, RunConfig, checked, read_config
+from penstock.settings import ConfigError, Layout, ModelConfig, Native, Precision, RunConfig, checked
 
 _PRECISIONS = {"F64": Precision.FP64, "F32": Precision.FP32, "BF16": Precision.BF16, "F16": Precision.FP16}
 
@@ -184,7 +184,7 @@ def _architecture(form: HuggingFaceForm) -> str:
 
 def holds_adapters(folder: Path) -> bool:
     """True for the folder of a run that trains adapters."""
-    return (folder / CONFIG_FILE).is_file() and read_config(folder / CONFIG_FILE).adapter.is_used
+    return (folder / CONFIG_FILE).is_file() and read_run(folder).adapter.is_used
 
 
 def refuse_adapters(folder: Path) -> None:
@@ -200,7 +200,7 @@ def pretrained_tokenizer(folder: Path | str, vocab_size: int) -> str:
     """The name of the tokenizer of the model in a folder. Raises: ValueError if it is not known."""
     folder = Path(folder)
     if (folder / CONFIG_FILE).is_file():
-        return read_config(folder / CONFIG_FILE).data.tokenizer or "bytes"
+        return read_run(folder).data.tokenizer or "bytes"
     if (folder / "tokenizer.json").is_file() or (folder / "tokenizer.model").is_file():
         return str(folder.resolve())
     if vocab_size > ByteTokenizer(end_token=True).vocab_size:
@@ -215,7 +215,7 @@ def reason_for_transformers(folder: Path | str, native: Native) -> str | None:
     """
     folder = Path(folder)
     if (folder / CONFIG_FILE).is_file():
-        return "it was trained so" if read_config(folder / CONFIG_FILE).model.native is False else None
+        return "it was trained so" if read_run(folder).model.native is False else None
     if native != "auto":
         return None if native else "native = false asks for them"
     if not folder.is_dir():
@@ -261,7 +261,7 @@ def find_model(folder: Path, native: Native = "auto", quiet: bool = False) -> St
 
 
 def _decoder_of_run(folder: Path, quiet: bool) -> StoredModel:
-    config, info = read_config(folder / CONFIG_FILE), newest_checkpoint(folder, quiet)
+    config, info = read_run(folder), newest_checkpoint(folder, quiet)
     names = CheckpointNames.of(info)
     shape = config.model.whole(names.vocab_size)
     form = HuggingFaceForm.of(shape)
@@ -280,7 +280,7 @@ def _decoder_of_run(folder: Path, quiet: bool) -> StoredModel:
 def _described_at(folder: Path) -> Path:
     """The folder of the model's config.json: a run has the values alone, and names what it began with."""
     while (folder / CONFIG_FILE).is_file():
-        folder = Path(read_config(folder / CONFIG_FILE).model.pretrained or "")
+        folder = Path(read_run(folder).model.pretrained or "")
     return folder
 
 
@@ -305,7 +305,7 @@ def newest_checkpoint(folder: Path, quiet: bool = False) -> CheckpointInfo:
     Raises: ValueError where there is none.
     """
     quiet = quiet or (dist.is_initialized() and dist.get_rank() > 0)
-    identity = json.loads(json.dumps(read_config(folder / CONFIG_FILE).identity()))
+    identity = json.loads(json.dumps(read_run(folder).identity()))
     try:
         return newest_intact(folder / CHECKPOINT_FOLDER, identity, quiet)
     except DamagedCheckpoint as error:

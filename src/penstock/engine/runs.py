@@ -13,7 +13,7 @@ import tomli_w
 
 from penstock.settings import ConfigError, RunConfig, differences, read_config
 from penstock.settings.durable import naming, unfinished, write_durably
-from penstock.settings.files import lines_of, open_file
+from penstock.settings.files import lines_of, open_file, refuse_link_out
 from penstock.settings.json_files import parse_json
 
 CONFIG_FILE = "run.toml"
@@ -39,6 +39,15 @@ def _without_none(table: Mapping[str, Any]) -> dict[str, Any]:
         for name, value in table.items()
         if value is not None
     }
+
+
+def read_run(folder: Path) -> RunConfig:
+    """The settings of the run in a folder. Raises: ConfigError, also where its file is a link out of the folder."""
+    try:
+        refuse_link_out(folder / CONFIG_FILE, folder)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    return read_config(folder / CONFIG_FILE)
 
 
 def check_folder(config: RunConfig, fresh: bool = False, resume: bool = False) -> bool:

@@ -30,7 +30,7 @@ from penstock.engine.pretrained import (
     reward_model_of,
 )
 from penstock.engine.run_parts import engine_arguments
-from penstock.engine.runs import CHECKPOINT_FOLDER, CONFIG_FILE
+from penstock.engine.runs import CHECKPOINT_FOLDER, CONFIG_FILE, read_run
 from penstock.engine.state import ModelState
 from penstock.model import ModelGroups, UnitSpec, decoder_units
 from penstock.settings import (
@@ -42,7 +42,6 @@ from penstock.settings import (
     Quantize,
     RunConfig,
     ScheduleConfig,
-    read_config,
 )
 from penstock.settings.json_files import read_json_object
 
@@ -119,7 +118,7 @@ def open_model(
 
 
 def _open_run(folder: Path, precision: Precision | None, quantize: Quantize, reproducible: bool) -> SavedModel:
-    config = read_config(folder / CONFIG_FILE)
+    config = read_run(folder)
     _refuse_without_checkpoint(folder)
     name, vocab_size = config.data.tokenizer, config.model.vocab_size
     try:

@@ -100,6 +100,18 @@ def check_file(path: Path | str) -> None:
             _check_size(path, found.st_size)
 
 
+def refuse_link_out(path: Path, folder: Path) -> None:
+    """Refuse a file that is a link to a place outside a folder, which may itself be reached through links.
+
+    Raises:
+        ValueError: names the file, and where it leads.
+    """
+    # Unlike Path.resolve, it takes a link to itself for what it is: a file that is not there.
+    target = Path(os.path.realpath(path))
+    if path.is_symlink() and not target.is_relative_to(folder.resolve()):
+        raise ValueError(f"{path} is a link to {target}, outside the folder {folder}; put the file itself there")
+
+
 def check_texts(folder: Path) -> None:
     """Check the files in a folder of which a library reads some whole. Raises: as `check_file`."""
     for path in sorted(folder.iterdir()):

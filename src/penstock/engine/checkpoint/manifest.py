@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.engine.checkpoint.rank_values import check_rank_values
+from penstock.model.hf.files import refuse_unfit_files
 from penstock.parallel.tensor_slice import Shape, StoredSlice, TensorSlice
 from penstock.settings.durable import write_durably
 from penstock.settings.files import open_file, read_bytes
@@ -176,8 +177,13 @@ def write_manifest(info: CheckpointInfo) -> None:
 def read_manifest(path: Path) -> CheckpointInfo:
     """Read the manifest of the checkpoint at `path`.
 
-    Raises: DamagedCheckpoint when it is missing, cut short, altered, or of another format.
+    Raises: DamagedCheckpoint when it is missing, cut short, altered, or of another format, or when the checkpoint has a
+    link out of its folder.
     """
+    try:
+        refuse_unfit_files(path)
+    except (OSError, ValueError) as error:
+        raise DamagedCheckpoint(str(error)) from None
     try:
         content = parse_json(read_bytes(path / MANIFEST))
     except (OSError, ValueError) as error:

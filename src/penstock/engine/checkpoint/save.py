@@ -168,6 +168,8 @@ class Checkpointer(CheckpointReader):
         except OSError as error:
             raise CheckpointError(f"{self.folder} cannot be made: {error.strerror}; give another folder") from error
         run_file = self.folder / OWNER_FILE
+        if run_file.is_symlink():
+            raise AnotherRun(f"{run_file} is a link to {run_file.readlink()}; put the file itself there")
         if run_file.exists():
             try:
                 if not run_file.is_file():

@@ -5,7 +5,6 @@ tensors (one for each expert), and a rank may hold only a part of it. Each store
 only values that are kept are read.
 """
 
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from penstock.model.hf.quantized import INT8, scale_name
 from penstock.model.units import UnitSpec
 from penstock.parallel.tensor_slice import Shape, StoredSlice, TensorSlice, copies
-from penstock.settings.files import check_file
+from penstock.settings.files import check_file, refuse_link_out
 from penstock.settings.json_files import read_json_object
 
 SINGLE_FILE = "model.safetensors"
@@ -110,7 +109,9 @@ class WeightFiles:
 
 
 def refuse_unfit_files(folder: Path) -> None:
-    """Refuse a model's folder with what is not to be read: links that lead out of it, devices, texts of any size.
+    """Refuse the folder of a model or a checkpoint that has what is not to be read.
+
+    That is: links that lead out of it, devices, texts of any size.
 
     A link could lead to private files, a pipe be waited for without end.
 
@@ -123,10 +124,7 @@ def refuse_unfit_files(folder: Path) -> None:
     if root.parent.name == "snapshots" and (root.parent.parent / "blobs").is_dir():
         root = root.parent.parent
     for path in sorted(folder.rglob("*")):
-        # Unlike Path.resolve, it takes a link to itself for what it is: a file that is not there.
-        target = Path(os.path.realpath(path))
-        if path.is_symlink() and not target.is_relative_to(root):
-            raise ValueError(f"{path} is a link to {target}, outside the model's folder; put the file itself there")
+        refuse_link_out(path, root)
         check_file(path)
 
 
