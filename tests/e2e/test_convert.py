@@ -1,10 +1,15 @@
 """`penstock convert` both ways, and training that begins with a model which is already there."""
 
 import json
+import math
+import os
+import shutil
+import stat
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from penstock import Engine
@@ -92,6 +97,37 @@ def test_a_model_goes_into_a_run_and_back_bit_for_bit(
     assert same(stored_tensors(half), rounded)
     assert json.loads((half / "config.json").read_text())["dtype"] == "bfloat16"
     capsys.readouterr()
+
+
+def test_a_model_that_gives_no_numbers_is_converted_with_a_word_and_not_scored(
+    model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    broken, texts, out = tmp_path / "broken", tmp_path / "texts.jsonl", tmp_path / "out"
+    shutil.copytree(model, broken)
+    weights = stored_tensors(model)
+    weights["model.norm.weight"][3] = math.nan
+    save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
+    assert main(["convert", str(broken), str(out), "--to", "huggingface"]) == 0
+    assert caplog.messages == ["a tensor with weights that are NaN or infinite, such as model.norm.weight"]
+    assert stored_tensors(out)["model.norm.weight"][3].isnan()
+    texts.write_text('{"tokens": [1]}\n{"tokens": [1, 2, 3]}\n')
+    capfd.readouterr()
+    assert main(["score", str(broken), str(texts), "--output", str(tmp_path / "scores.jsonl")]) == 2
+    assert capfd.readouterr().err.splitlines()[-1] == (
+        "penstock: the scores of line 2 are not numbers: a weight or an activation is NaN or infinite, so nothing can "
+        "be scored"
+    )
+    assert not (tmp_path / "scores.jsonl").exists()
+
+
+def test_all_files_of_a_model_have_one_mode(model: Path, tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        assert main(["convert", str(model), str(tmp_path / "out"), "--to", "huggingface"]) == 0
+    finally:
+        os.umask(before)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "out").iterdir()}
+    assert modes.keys() >= {"model.safetensors", "config.json"} and set(modes.values()) == {0o640}, modes
 
 
 def test_nothing_is_overwritten_and_mistakes_are_one_sentence(

@@ -251,7 +251,10 @@ def _show(summary: "Summary", arguments: ScoreArguments) -> None:
         mean = "" if summary.mean_reward is None else f", mean reward {summary.mean_reward:.4f}"
         print(f"{counted(summary.num_lines, 'line')} rated{mean}; wrote {arguments.output}")
         return
-    perplexity = "no token had one before it" if summary.perplexity is None else f"perplexity {summary.perplexity:.4f}"
+    if summary.perplexity is not None:
+        perplexity = f"perplexity {summary.perplexity:.4f}"
+    else:
+        perplexity = "perplexity above 1e304" if summary.num_scored_tokens else "no token had one before it"
     print(
         f"{counted(summary.num_lines, 'line')}, {counted(summary.num_scored_tokens, 'token')} scored, {perplexity}; "
         f"wrote {arguments.output}"

@@ -20,6 +20,9 @@ from penstock.engine.scorer import PerToken, PostHook, token_scores
 MICROBATCH_TOKENS = 2048
 """Enough tokens for a microbatch to be worth its overhead, and few enough that its logits stay small."""
 
+NOT_A_NUMBER = "are not numbers: a weight or an activation is NaN or infinite, so nothing can be scored"
+"""The end of the sentence on scores that are NaN."""
+
 # A batch is written at once, and is the most that is lost when the command is stopped. Batches and microbatches do not
 # depend on the number of stages or pipelines, so neither does any bit of the file.
 _MICROBATCHES = 8
@@ -82,12 +85,19 @@ class Scoring:
         return self.file.summary(self.first, num_tokens, time.perf_counter() - start_s)
 
     def _lines(self, number: int, batch: Sequence[Text], hook: PostHook) -> list[Scored | Rated]:
-        """Compute this process's part of a batch; returns the batch's lines on the process that writes them."""
+        """Compute this process's part of a batch; returns the batch's lines on the process that writes them.
+
+        Raises: ValueError where the model gives no numbers.
+        """
         if number % self.pipelines.count != self.pipelines.index:
             return [] if self.file is None else self._received(number)
         items = self.engine.forward(_packed(batch), hook, list, micro_batches=self.job.spec)
         if not self.delivers:
             return []
+        for text, item in zip(batch, items, strict=True):
+            # An infinite one can be true: a token may be impossible.
+            if any(values.isnan().any() for values in item.values()):
+                raise ValueError(f"the scores of line {text.line} {NOT_A_NUMBER}")
         lines = [self._line(text, item) for text, item in zip(batch, items, strict=True)]
         if self.file is None:
             self.pipelines.hand_over(str(number), [asdict(line) for line in lines])

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import re
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -335,6 +336,8 @@ def save_adapter(pipeline: Pipeline, form: HuggingFaceForm | None, folder: Path 
         if form is not None and form.folder is not None:
             config.base_model_name_or_path = str(form.folder)
         config.save_pretrained(str(folder))
+        # safetensors writes for the user alone, whatever the umask.
+        shutil.copymode(folder / "adapter_config.json", folder / _FILE)
         for part in parts:
             part.unlink()
 

@@ -7,6 +7,7 @@ and gives the folder its name at the end.
 from __future__ import annotations
 
 import json
+import logging
 import math
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -51,6 +52,8 @@ TOKENIZER_FILES = (
 )
 ADAPTER_FOLDER = "adapter"
 _DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+_logger = logging.getLogger(__name__)
 
 Progress = Callable[[int], None]
 """A function that is called after each file with its number of bytes."""
@@ -252,8 +255,12 @@ def _write(
     options: ExportOptions,
     progress: Progress,
 ) -> None:
-    """Write this rank's files; every parameter is fetched once, in order, since fetching may need other ranks."""
+    """Write this rank's files; every parameter is fetched once, in order, since fetching may need other ranks.
+
+    The log names weights that are NaN or infinite: a run may have ended so, and its model gives nothing.
+    """
     error: OSError | None = None
+    not_finite: list[str] = []
     fetched: tuple[ExportedParameter, Tensor] | None = None
     for path, file in files.items():
         tensors: dict[str, Tensor] = {}
@@ -261,6 +268,8 @@ def _write(
             if fetched is None or fetched[0] is not parameter:
                 fetched = parameter, parameter.fetch()
             values = stored.part.of(fetched[1]).view(stored.shape)
+            if not _is_finite(values):
+                not_finite.append(stored.name)
             if options.rounds(parameter):
                 tensors[stored.name], scales = rounded(values)
                 tensors[scale_name(stored.name)] = scales[:, None]
@@ -276,6 +285,14 @@ def _write(
         parameter.fetch()
     if error is not None:
         raise error
+    if not_finite:
+        count = "a tensor" if len(not_finite) == 1 else f"{len(not_finite)} tensors"
+        _logger.warning("%s with weights that are NaN or infinite, such as %s", count, not_finite[0])
+
+
+def _is_finite(values: Tensor) -> bool:
+    # Numbers of one byte are stored only: PyTorch does not look into them.
+    return bool((values.float() if values.element_size() == 1 else values).isfinite().all())
 
 
 def _kept(dtype: torch.dtype, options: ExportOptions, form: HuggingFaceForm) -> dict[str, Any]:
@@ -310,6 +327,9 @@ def _publish(
             (staging / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
         content = {key: value for key, value in form.describe().items() if key not in ("torch_dtype", KEY)} | dict(kept)
         (staging / CONFIG_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        for file in files:
+            # safetensors writes for the user alone, whatever the umask.
+            shutil.copymode(staging / CONFIG_FILE, staging / file)
         if form.folder is not None:
             for name in TOKENIZER_FILES:
                 if (form.folder / name).is_file():

@@ -27,6 +27,8 @@ ONE = Summary(
     [
         (ONE, "1 line, 1 token scored, perplexity 2.5000; wrote out.jsonl"),
         (replace(ONE, num_lines=2, num_scored_tokens=3000), "2 lines, 3,000 tokens scored, "),
+        (replace(ONE, perplexity=None), "1 line, 1 token scored, perplexity above 1e304; wrote out.jsonl"),
+        (replace(ONE, num_scored_tokens=0, perplexity=None), "1 line, 0 tokens scored, no token had one before it; "),
         (replace(ONE, num_rated=1), "1 line rated; wrote out.jsonl"),
     ],
 )

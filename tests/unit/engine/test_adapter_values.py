@@ -63,6 +63,7 @@ def test_peft_is_given_the_settings_of_the_run(base: Path, tmp_path: Path) -> No
     found = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
     wanted = {"r": 4, "lora_alpha": 24, "use_rslora": True, "lora_dropout": 0.25, "inference_mode": True}
     assert {name: found[name] for name in wanted} == wanted
+    assert len({path.stat().st_mode for path in (tmp_path / "out").iterdir()}) == 1, "readers of one read all"
 
 
 @pytest.mark.shows(108)
