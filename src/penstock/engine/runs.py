@@ -96,7 +96,7 @@ def _check_folder(config: RunConfig, fresh: bool) -> bool:
         raise ConfigError(
             f"output = {config.output!r} holds another run: {'; '.join(changed)}; {otherwise} another --output"
         )
-    _check_logs(folder, config.log.tensorboard)
+    _check_writable(folder, config.log.tensorboard)
     _refuse_lost_checkpoints(folder, theirs.checkpoint.every)
     return True
 
@@ -118,8 +118,8 @@ def _refuse_lost_checkpoints(folder: Path, every: int) -> None:
         )
 
 
-def _check_logs(folder: Path, tensorboard: bool) -> None:
-    """Raises: ConfigError or OSError for logs of a run that it cannot go on writing."""
+def _check_writable(folder: Path, tensorboard: bool) -> None:
+    """Raises: ConfigError or OSError for logs or checkpoints of a run that it cannot go on writing."""
     metrics, board = folder / METRICS_FILE, folder / TENSORBOARD_FOLDER
     if metrics.is_dir():
         raise ConfigError(f"{metrics} is a folder, but the run writes a file there; remove it")
@@ -127,8 +127,10 @@ def _check_logs(folder: Path, tensorboard: bool) -> None:
         open_file(metrics).close()
     if tensorboard and board.exists() and not board.is_dir():
         raise ConfigError(f"{board} is a file, but the run writes a folder there; remove it")
-    if tensorboard and board.is_dir() and not os.access(board, os.W_OK | os.X_OK):
-        raise ConfigError(f"{board} cannot be written: permission denied")
+    written = (board, folder / CHECKPOINT_FOLDER) if tensorboard else (folder / CHECKPOINT_FOLDER,)
+    for path in written:
+        if path.is_dir() and not os.access(path, os.W_OK | os.X_OK):
+            raise ConfigError(f"{path} cannot be written: permission denied")
 
 
 class RunFolder:

@@ -1,6 +1,7 @@
 """Files that are there whole or not at all, and errors of writing that name the file."""
 
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -46,6 +47,21 @@ def whole_file(path: Path | str) -> Iterator[Path]:
 def unfinished(path: Path) -> Path:
     """The file that `path` is written to before it takes its place; a crash may leave it."""
     return path.with_name(f".{path.name}.new")
+
+
+def remove(path: Path, ignore_errors: bool = False) -> None:
+    """Remove a folder, or what somebody has put in its place: a file or a link, which is not followed.
+
+    Raises: OSError, unless errors are ignored.
+    """
+    try:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=ignore_errors)
+        else:
+            path.unlink(missing_ok=True)
+    except OSError:
+        if not ignore_errors:
+            raise
 
 
 def sync_folder(path: Path) -> None:

@@ -27,6 +27,7 @@ from penstock.engine.checkpoint.manifest import (
 from penstock.parallel import connect
 from penstock.settings import Layout
 from tests.forged import change_header, forge
+from tests.plain_user import plain_user
 
 IDENTITY = {"model.num_layers": 2, "optimizer.learning_rate": 0.001}
 
@@ -429,13 +430,35 @@ def test_a_failed_save_surfaces_at_the_next_call_and_leaves_the_one_before(tmp_p
     (tmp_path / "step-00000002").write_text("in the way")
     (tmp_path / ".replaced-step-00000002").mkdir()
     checkpointer.save(2, _tensors(2))
-    with pytest.raises(CheckpointError, match="step 2 could not be saved: rank 0"):
+    with pytest.raises(CheckpointError, match=f"step 2 could not be saved: rank 0: {tmp_path}/step-00000002: "):
         checkpointer.save(3, _tensors(3))
     info = checkpointer.latest()
     assert info is not None and info.step == 1
     checkpointer.save(3, _tensors(3), wait=True)
     info = checkpointer.latest()
     assert info is not None and info.step == 3
+
+
+def test_a_folder_that_cannot_be_written_is_named_before_a_step_is_taken(tmp_path: Path) -> None:
+    _save(tmp_path / "saved", [1])
+    (tmp_path / "saved").chmod(0o555)
+    with plain_user(tmp_path), pytest.raises(CheckpointError, match=r"^saved cannot be written: permission denied"):
+        _checkpointer(Path("saved"))
+
+
+@pytest.mark.parametrize("target", ["step-00000002", "nowhere", "step-00000001", "file"])
+def test_a_link_in_the_place_of_a_step_to_come_gives_way(tmp_path: Path, target: str) -> None:
+    (tmp_path / "file").write_text("somebody's own")
+    _save(tmp_path, [1])
+    (tmp_path / "step-00000002").symlink_to(target)
+    _save(tmp_path, [2])
+    assert _names(tmp_path) == ["file", "run.json", "step-00000001", "step-00000002"]
+    assert (tmp_path / "file").read_text() == "somebody's own"
+    assert not (tmp_path / "step-00000002").is_symlink()
+    checkpointer = _checkpointer(tmp_path)
+    info = checkpointer.latest()
+    assert info is not None and info.step == 2 and _equal(_load(checkpointer, info), _tensors(2))
+    assert read_manifest(tmp_path / "step-00000001").step == 1
 
 
 def test_values_json_cannot_hold_are_refused_at_once(tmp_path: Path) -> None:

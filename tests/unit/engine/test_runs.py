@@ -245,6 +245,8 @@ def test_logs_and_checkpoints_that_the_user_may_not_open_are_named(
     with plain_user(tmp_path):
         with pytest.raises(ConfigError, match=r"^run/tensorboard cannot be written: permission denied$"):
             check_folder(config)
+        with pytest.raises(ConfigError, match=r"^run/checkpoints cannot be written: permission denied$"):
+            check_folder(from_dict({"output": "run", "log": {"tensorboard": False}}))
         with pytest.raises(PermissionError) as refused:
             open_model("run")
         assert refused.value.filename == "run/checkpoints"

@@ -8,7 +8,6 @@ rename publishes. The hidden folders that a killed run leaves are cleared away b
 from __future__ import annotations
 
 import json
-import shutil
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -37,7 +36,7 @@ from penstock.engine.runs import OWNER_FILE
 from penstock.parallel import Grid
 from penstock.parallel.host import Gather, gather_json, on_all_ranks
 from penstock.parallel.tensor_slice import LocalTensor, local_slices
-from penstock.settings.durable import sync_folder, write_durably
+from penstock.settings.durable import naming, remove, sync_folder, write_durably
 from penstock.settings.json_files import read_json_object
 
 if TYPE_CHECKING:
@@ -116,7 +115,7 @@ class Checkpointer(CheckpointReader):
                 text = f"extra is no JSON value ({error}); give numbers, texts, lists and dicts"
                 raise type(error)(text) from None
             if self._grid.rank == 0:
-                shutil.rmtree(staging, ignore_errors=True)
+                remove(staging, ignore_errors=True)
                 staging.mkdir()
 
         self._begin(step, prepare)
@@ -190,11 +189,15 @@ class Checkpointer(CheckpointReader):
                 path.rename(original)
         for prefix in (_SAVING, _REPLACED, _DELETING):
             for path in self.folder.glob(f"{prefix}*"):
-                # Somebody may have put a file or a link there.
-                if path.is_dir() and not path.is_symlink():
-                    shutil.rmtree(path)
-                else:
-                    path.unlink()
+                remove(path)
+        try:
+            # What a save begins with: better found now than after a day of training.
+            trial = self.folder / f"{_SAVING}trial"
+            trial.mkdir()
+            trial.rmdir()
+        except OSError as error:
+            reason = (error.strerror or str(error)).lower()
+            raise CheckpointError(f"{self.folder} cannot be written: {reason}; give another folder") from error
 
     def _copy_to_host(self, name: str, tensor: Tensor) -> Tensor:
         """Copy into host memory kept from save to save: fresh pages cost several times the copy itself."""
@@ -228,12 +231,15 @@ class Checkpointer(CheckpointReader):
         values = tuple(report["extra"] for report in reports)
         write_manifest(CheckpointInfo(staging, step, self._identity, values, plan.tensors, files))
         target = self.folder / folder_name(step)
-        if target.exists():
-            target.rename(self.folder / f"{_REPLACED}{target.name}")
-        staging.rename(target)
+        replaced = self.folder / f"{_REPLACED}{target.name}"
+        with naming(target):
+            # A link that leads nowhere is in the way, too.
+            if target.exists() or target.is_symlink():
+                target.rename(replaced)
+            staging.rename(target)
         sync_folder(self.folder)
         self.refused.pop(target, None)
-        shutil.rmtree(self.folder / f"{_REPLACED}{target.name}", ignore_errors=True)
+        remove(replaced, ignore_errors=True)
         self._prune(step)
 
     def _prune(self, step: int) -> None:
@@ -244,7 +250,7 @@ class Checkpointer(CheckpointReader):
         oldest_kept = step_of(intact[-self._keep :][0])
         for path in [*later, *(path for path in older if step_of(path) < oldest_kept)]:
             # Under its own name it would be a damaged checkpoint once the first file is gone.
-            shutil.rmtree(path.rename(self.folder / f"{_DELETING}{path.name}"), ignore_errors=True)
+            remove(path.rename(self.folder / f"{_DELETING}{path.name}"), ignore_errors=True)
 
 
 class _Writer:
