@@ -8,13 +8,18 @@ Over several hosts `--folder` must be one that all of them see. `--lose-worker-a
 import argparse
 import os
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
-import ray.train  # pyright: ignore[reportMissingImports]
+try:
+    import ray.train  # pyright: ignore[reportMissingImports]
+    from ray.train import FailureConfig, RunConfig, ScalingConfig  # pyright: ignore[reportMissingImports]
+    from ray.train.torch import TorchConfig, TorchTrainer  # pyright: ignore[reportMissingImports]
+except ModuleNotFoundError as error:
+    print(f"ray_trainer.py needs Ray ({error}); install it by: pip install ray", file=sys.stderr)
+    sys.exit(2)
 import torch
-from ray.train import FailureConfig, RunConfig, ScalingConfig  # pyright: ignore[reportMissingImports]
-from ray.train.torch import TorchConfig, TorchTrainer  # pyright: ignore[reportMissingImports]
 from torch import nn
 
 from penstock import Engine, Layout, MicroBatchSpec, PackedBatch

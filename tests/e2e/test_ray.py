@@ -32,6 +32,15 @@ def losses(folder: Path, *words: str) -> dict[int, str]:
     return {int(step): loss for step, loss in re.findall(r"step (\d+): (\d\.\d+) nats a byte", done.stdout)}
 
 
+def test_without_ray_the_example_says_in_one_sentence_what_it_needs(tmp_path: Path) -> None:
+    (tmp_path / "ray.py").write_text("raise ModuleNotFoundError(\"No module named 'ray'\")\n")
+    command = [sys.executable, str(ROOT / "examples/ray_trainer.py"), "--help"]
+    environ = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT / 'src'}"}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120)
+    said = "ray_trainer.py needs Ray (No module named 'ray'); install it by: pip install ray"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"{said}\n")
+
+
 @pytest.mark.shows(150)
 def test_a_worker_that_ray_loses_costs_a_few_steps_and_changes_no_digit(tmp_path: Path) -> None:
     pytest.importorskip("ray", reason="make test-ray installs Ray")

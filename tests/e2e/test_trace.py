@@ -1,6 +1,7 @@
 """`penstock trace` on a run of two ranks: the step is told in full and drawn in every form, over no other file."""
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -101,6 +102,16 @@ def test_every_form_is_drawn_and_none_over_another_file(run_folder: Path, trace,
     assert "--force" in err
     assert path.read_bytes() == before
     assert trace(run_folder, "--output", path, "--force")[0] == 0
+
+
+def test_a_recorded_step_that_is_no_file_is_called_what_it_is(trace, tmp_path: Path):
+    file = tmp_path / RECORDED_STEP_FILE
+    file.mkdir()
+    assert trace(tmp_path) == (2, "", f"penstock: {file}: is a directory\n")
+    file.rmdir()
+    os.mkfifo(file)
+    for run in (tmp_path, file):
+        assert trace(run) == (2, "", f"penstock: {file}: no regular file\n")
 
 
 def test_the_page_names_the_command_that_made_it(run_folder: Path, trace, tmp_path: Path):

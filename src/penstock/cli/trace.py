@@ -66,12 +66,12 @@ def _file_of(run: Path) -> Path:
 
     Raises: ValueError for a run without one, saying how to record it.
     """
-    if run.is_file():
-        return run
-    if not run.is_dir():
+    if not run.exists():
         raise ValueError(f"there is no run {run}")
+    if not run.is_dir():
+        return run
     file = run / RECORDED_STEP_FILE
-    if not file.is_file():
+    if not file.exists():
         raise ValueError(
             f"{run} has no {RECORDED_STEP_FILE}: a run writes it after its last step, unless [log] timeline is false"
         )

@@ -1,5 +1,6 @@
 """Timelines as SVG or PNG, one above the other on a shared axis of time."""
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
@@ -57,8 +58,15 @@ def picture(path: str | Path, timelines: Sequence[Timeline], *, unit: str = "") 
         raise ValueError("a picture needs at least one timeline")
     with matplotlib.rc_context(STYLE):
         figure = _figure(timelines, unit)
-        with whole_file(path) as new:
-            figure.savefig(new, dpi=160, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
+        save(figure, path)
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write a figure as SVG or PNG; an existing file is overwritten."""
+    with whole_file(path) as new, warnings.catch_warnings():
+        # A title may have any character; what the font lacks is drawn as a box.
+        warnings.filterwarnings("ignore", message="Glyph .* missing from", category=UserWarning)
+        figure.savefig(new, dpi=160, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
 
 
 def check_path(path: Path) -> None:

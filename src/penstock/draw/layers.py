@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.schedule import Event, Timeline
-from penstock.schedule.recording import Recording, Wait
+from penstock.schedule.recording import Recording, Wait, escaped
 from penstock.schedule.text import parse_step
 from penstock.settings.durable import whole_file
 from penstock.settings.files import read_bytes
@@ -120,7 +120,7 @@ def _timeline_to_json(timeline: Timeline) -> dict[str, Any]:
 def _timeline_from_json(values: dict[str, Any], stages_per_rank: int) -> Timeline:
     events = [[_event(*row) for row in rank] for rank in values["ranks"]]
     return Timeline.from_events(
-        events, stages_per_rank=stages_per_rank, compute=float(values["compute"]), title=str(values["title"])
+        events, stages_per_rank=stages_per_rank, compute=float(values["compute"]), title=escaped(str(values["title"]))
     )
 
 

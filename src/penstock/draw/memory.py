@@ -9,9 +9,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from penstock.draw.image import GREY, STYLE, check_path
+from penstock.draw.image import GREY, STYLE, check_path, save
 from penstock.schedule.rehearsal import MemoryKind, MemoryPoint, Rehearsal
-from penstock.settings.durable import whole_file
 
 _COLOURS = {
     MemoryKind.PARAMETERS: "#34506B",
@@ -37,9 +36,7 @@ def memory_picture(path: str | Path, rehearsal: Rehearsal) -> None:
     path = Path(path)
     check_path(path)
     with matplotlib.rc_context(STYLE):
-        figure = _figure(rehearsal)
-        with whole_file(path) as new:
-            figure.savefig(new, dpi=160, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
+        save(_figure(rehearsal), path)
 
 
 def _figure(rehearsal: Rehearsal) -> Figure:

@@ -8,8 +8,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from penstock.draw.image import GREY, STYLE, check_path
-from penstock.settings.durable import whole_file
+from penstock.draw.image import GREY, STYLE, check_path, save
 
 # In this order, from the left of each bar; waits bear the name of the axis whose messages they wait for.
 _PARTS = {
@@ -23,7 +22,7 @@ _PARTS = {
 }
 _FITS, _TOO_BIG, _FRONTIER = "#5F86A8", "#C9CED4", "#1A1A1A"
 _GIB = 2.0**30
-_SIZE_IN, _DPI = (12.5, 5.6), 160
+_SIZE_IN = (12.5, 5.6)
 
 
 @dataclass(frozen=True)
@@ -56,8 +55,7 @@ def plan_picture(
         figure.text(0.055, 0.94, title, fontsize=11, fontweight="bold")
         _scatter(figure.add_axes((0.055, 0.12, 0.31, 0.76)), best, tried, memory_bytes)
         _bars(figure.add_axes((0.69, 0.2, 0.29, 0.68)), best)
-        with whole_file(path) as new:
-            figure.savefig(new, dpi=_DPI, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
+        save(figure, path)
 
 
 def frontier(layouts: Sequence[PlannedLayout]) -> list[PlannedLayout]:

@@ -22,6 +22,15 @@ _DRAWN = COMPUTE | {Op.REDUCE_GRAD, Op.STEP}
 _NO_TIMES = "its times must be numbers in order"
 
 
+def escaped(text: str) -> str:
+    r"""A text that somebody else has written, with its control characters as Python writes them, for a terminal.
+
+    >>> escaped("a\x1b[2Jb")
+    'a\\x1b[2Jb'
+    """
+    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
+
+
 class CollectiveKind(StrEnum):
     """The kinds of collectives that a trace distinguishes; `SEND_RECEIVE` is a step round a ring."""
 
@@ -279,7 +288,7 @@ class Recording:
         Raises: ValueError saying what is wrong with it.
         """
         try:
-            title, step, stages = str(values["title"]), int(values["step"]), int(values["stages_per_rank"])
+            title, step, stages = escaped(str(values["title"])), int(values["step"]), int(values["stages_per_rank"])
             spans = tuple(tuple(Record.from_row(row) for row in rank) for rank in values["ranks"])
             collectives = tuple(
                 tuple(CollectiveRecord.from_row(row) for row in rank) for rank in values.get("collectives", ())

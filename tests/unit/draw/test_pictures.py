@@ -1,6 +1,8 @@
 """Drawings say what the timeline says, and fit where they are put."""
 
 import re
+import warnings
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise, product
 from pathlib import Path
@@ -223,6 +225,13 @@ def test_the_same_timeline_gives_the_same_file(tmp_path: Path):
     for name in ("a.svg", "b.svg"):
         picture(tmp_path / name, [timeline_of("afab", 2, 3)])
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
+
+
+@pytest.mark.parametrize("ending", [".svg", ".png"])
+def test_a_character_that_the_font_lacks_is_no_warning(ending: str, tmp_path: Path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        picture(tmp_path / f"a{ending}", [replace(FUSED, title="a \U0001f980")])
 
 
 def test_png_is_written_too_and_other_endings_are_refused(tmp_path: Path):

@@ -2,6 +2,7 @@
 
 import json
 import random
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -182,6 +183,16 @@ def test_a_file_that_is_no_recorded_step_is_refused(change, words: list[str], tm
         read_recorded_step(path)
     for word in [str(path), *words]:
         assert word in str(refusal.value)
+
+
+def test_control_characters_of_a_title_do_not_reach_the_terminal(tmp_path: Path):
+    path, title = tmp_path / "step.json", "a\x1b]0;mine\x07\nb\u202e c\u00e9"
+    timeline = schedule.simulate(schedule.lower(schedule.build("1f1b", ranks=3, microbatches=4)))
+    write_recorded_step(path, RecordedStep(replace(made_up(0), title=title), replace(timeline, title=title)))
+    found = read_recorded_step(path)
+    assert found.simulated is not None
+    for shown in (found.recording.title, found.recording.timeline.title, found.simulated.title):
+        assert shown == r"a\x1b]0;mine\x07\nb\u202e c" + "\u00e9"
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", "\x00", "null"])
