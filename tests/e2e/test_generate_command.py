@@ -56,18 +56,18 @@ def test_two_pipelines_of_two_processes_give_the_same_answers_as_one_process(mod
     assert [(answer["prompt"], answer["sample"]) for answer in answers(alone)] == [(0, 0), (0, 1), (1, 0), (1, 1)]
 
 
-def test_where_no_layout_is_given_the_cores_share_one_model_and_it_is_said(
+def test_where_no_layout_is_given_a_small_model_has_one_thread_and_it_is_said(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = [str(model), "def f1", "return", "--max-new-tokens", "8", "--json"]
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     before = torch.get_num_threads()
     try:
-        code, shared, err = call(*words)
-        assert code == 0 and torch.get_num_threads() == 2
-        assert "penstock: 2 threads, for they read the weights (" in err and "once for all answers" in err
-        code, alone, err = call(*words, "--threads", "1")
-        assert code == 0 and torch.get_num_threads() == 1 and "threads" not in err
+        code, alone, err = call(*words)
+        assert code == 0 and torch.get_num_threads() == 1
+        assert "penstock: one thread, for the weights (" in err and "are few: more would gain little" in err
+        code, shared, err = call(*words, "--threads", "2")
+        assert code == 0 and torch.get_num_threads() == 2 and "thread" not in err
     finally:
         torch.set_num_threads(before)
     assert answers(shared) == answers(alone)

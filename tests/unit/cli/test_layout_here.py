@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from penstock.cli import generate, layout_here, score, serve
-from penstock.cli.layout_here import Fitted, GenerationWork, Machine, fitted, is_free, say_shared_cores
+from penstock.cli.layout_here import Fitted, GenerationWork, Machine, fitted, is_free, options_here, say_shared_cores
 from penstock.cli.main import main
 from penstock.engine.saved_model import open_model
 from penstock.settings import Precision, Quantize
@@ -29,6 +29,29 @@ def form(found: Fitted) -> tuple[int, int, int]:
 @pytest.mark.parametrize("num_sequences", [1, 8, 500])
 def test_two_cores_read_the_weights_together(weight_bytes: int, num_sequences: int) -> None:
     assert form(fitted(work(weight_bytes, num_sequences), Machine(2, 24 * GIB))) == (1, 1, 2)
+
+
+@pytest.mark.parametrize("num_cores", [2, 64])
+@pytest.mark.parametrize("max_copies", [1, 10**6])
+def test_a_model_that_is_read_in_no_time_has_one_thread(num_cores: int, max_copies: int) -> None:
+    machine = Machine(num_cores, 24 * GIB)
+    small = fitted(work(4 * 2**20, 8, max_copies=max_copies), machine)
+    assert form(small) == (1, 1, 1) and "the weights (4.0 MiB) are few" in small.because
+    assert form(fitted(work(16 * 2**20, 8, max_copies=max_copies), machine)) == (1, 1, 1)
+    assert form(fitted(work(64 * 2**20, 8, max_copies=max_copies), machine)) == (1, 1, num_cores)
+    assert fitted(work(4 * 2**20, 100_000, 512), machine).num_threads == 1, "whatever the copies"
+
+
+def test_what_is_chosen_is_said_wherever_there_is_a_choice(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    make_model("llama", vocab_size=300).save_pretrained(tmp_path)
+    model = open_model(tmp_path)
+    for num_cores, told in (("1", ""), ("2", "penstock: one thread, for the weights (")):
+        monkeypatch.setenv("OMP_NUM_THREADS", num_cores)
+        assert options_here(model, 8, 64, 8, "cpu") == ["--pp", "1", "--threads", "1"]
+        err = capsys.readouterr().err
+        assert err.startswith(told) and bool(err) == bool(told)
 
 
 def test_many_cores_take_copies_of_a_small_model_for_much_work_alone() -> None:
@@ -70,7 +93,7 @@ def test_a_model_that_does_not_fit_is_refused_with_what_would_do(machine: Machin
 def test_the_options_ask_for_that_layout() -> None:
     assert Fitted(1, 1, 2, "").options == ["--pp", "1", "--threads", "2"]
     assert Fitted(2, 3, 1, "").options == ["--pp", "2", "--dp", "3", "--threads", "1"]
-    assert str(Fitted(2, 3, 1, "")) == "3 copies, 2 stages" and str(Fitted(1, 1, 1, "")) == "one process"
+    assert str(Fitted(2, 3, 1, "")) == "3 copies, 2 stages" and str(Fitted(1, 1, 1, "")) == "one thread"
 
 
 def test_one_option_of_the_layout_is_enough_to_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
