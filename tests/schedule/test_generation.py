@@ -330,3 +330,17 @@ def test_in_lockstep_every_slot_has_a_turn_until_no_pipeline_goes_on(num_more_ro
 def test_a_ring_without_slots_rows_or_budget_is_refused(counts: tuple[int, int, int]) -> None:
     with pytest.raises(ValueError, match="0"):
         RingShape(*counts)
+
+
+def test_what_a_stopped_prompt_has_left_is_cleaned_with_the_next_sequence_in_its_row() -> None:
+    one, two = Sequence.all_of([[1, 2, 3, 4, 5], [6, 7, 8]], [SamplingParams()] * 2)
+    scheduler = Scheduler([one, two], RingShape(num_slots=1, rows_per_slot=1, prefill_tokens=2))
+    cleaned = []
+    for stops in ([], [one.number], [], []):
+        batch = scheduler.schedule()
+        assert batch is not None
+        # It is under way as it is stopped.
+        scheduler.stop(stops)
+        scheduler.update(batch, [Token(0) for _ in batch.sampled])
+        cleaned += [(item.sequence, item.start, item.cleaned) for item in batch.items]
+    assert cleaned == [(one.number, 0, 0), (one.number, 2, 0), (two.number, 0, 4), (two.number, 2, 0)]

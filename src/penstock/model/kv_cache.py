@@ -89,10 +89,10 @@ class KVCache:
         # Now that nothing is copied from these rows any more.
         for item in rows.items:
             if item.cleaned:
-                for store_RGLK in (self.keys_RGLK, self.values_RGLK):
-                    rest_GLK = store_RGLK[item.row, :, item.start :]
-                    # Not all of them, which would take memory for the whole row.
-                    rest_GLK[~rest_GLK.isfinite()] = 0
+                for store_GLK in (self.keys_RGLK[item.row], self.values_RGLK[item.row]):
+                    # The last one too, to which a row that is not live writes.
+                    for part_GLK in (store_GLK[:, item.start : item.cleaned], store_GLK[:, -1:]):
+                        part_GLK[~part_GLK.isfinite()] = 0
 
 
 def _zeros(shape: tuple[int, ...], size: CacheSize) -> Tensor:

@@ -61,15 +61,15 @@ class Rows:
     holders: list[Sequence | None]
     #: Prompt of waiting sequences -> the row that has read it or is reading it.
     readers: dict[int, int]
-    #: Rows that were lost: what they hold may not be finite, and is cleaned with the next sequence's first batch.
-    lost: set[int]
+    #: Row that was lost -> its tokens that may not be finite, to be cleaned with the next sequence's first batch.
+    lost: dict[int, int]
     #: Tokens of a piece of a prompt.
     _piece: int
 
     def __init__(self, shape: RingShape) -> None:
         self.holders = [None] * shape.num_rows
         self.readers = {}
-        self.lost = set()
+        self.lost = {}
         self._piece = shape.prefill_tokens
 
     def give(self, row: int, sequence: Sequence) -> None:
@@ -77,10 +77,10 @@ class Rows:
         self.holders[row], sequence.row = sequence, row
         self.readers.setdefault(sequence.prompt, row)
 
-    def lose(self, row: int) -> None:
-        """Forget what the row holds: its prompt was not read to the end, or its numbers are not finite."""
+    def lose(self, row: int, num_tokens: int) -> None:
+        """Forget the tokens that the row holds: its prompt was not read to the end, or its numbers are not finite."""
         holder, self.holders[row] = self.holders[row], None
-        self.lost.add(row)
+        self.lost[row] = max(num_tokens, self.lost.get(row, 0))
         if holder is not None and self.readers.get(holder.prompt) == row:
             del self.readers[holder.prompt]
 

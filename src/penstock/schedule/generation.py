@@ -26,8 +26,8 @@ class BatchItem:
     """One sequence's part of a batch: the `length` tokens from position `start` on.
 
     row: its row of the KV cache. sampled: True if the token after the last one is sampled. source: the row from which
-    the first `start` positions are copied beforehand (`NO_ROW`: none are). cleaned: True if the row may hold numbers
-    that are not finite, which are replaced beforehand.
+    the first `start` positions are copied beforehand (`NO_ROW`: none are). cleaned: the first so many
+    positions of the row may hold numbers that are not finite; from `start` on they are replaced beforehand.
 
     >>> BatchItem(sequence=0, row=1, start=4, length=3, sampled=True).end
     7
@@ -39,7 +39,7 @@ class BatchItem:
     length: int
     sampled: bool
     source: int = NO_ROW
-    cleaned: bool = False
+    cleaned: int = 0
 
     @property
     def end(self) -> int:
@@ -177,7 +177,7 @@ class Scheduler:
         for item in items:
             sequence = self._unfinished[item.sequence]
             sequence.num_cached, sequence.source = item.end, NO_ROW
-            self._rows.lost.discard(item.row)
+            self._rows.lost.pop(item.row, None)
         self._busy[slot] = bool(items)
         if items:
             self._in_flight.add(slot)
@@ -205,7 +205,7 @@ class Scheduler:
             sequence = self._unfinished.get(item.sequence)
             if not math.isfinite(token.log_prob):
                 # Also that of a sequence stopped in the meantime, whose row no other has been given yet.
-                self._rows.lose(item.row)
+                self._rows.lose(item.row, item.end)
             if sequence is not None:
                 sequence.append(token._replace(version=self.version))
                 grown.append(sequence)
@@ -345,7 +345,7 @@ class Scheduler:
         self._live[row // self.shape.rows_per_slot].remove(sequence)
         if sequence.num_unread > 0:
             # Stopped in the middle of its prompt, so other samples must read it again.
-            self._rows.lose(row)
+            self._rows.lose(row, sequence.num_cached)
 
     def _forget(self, number: int) -> None:
         """Drop an ended sequence; other ranks hear of it if they have heard of its arrival."""
@@ -385,7 +385,7 @@ class Scheduler:
     def _item(self, sequence: Sequence, length: int) -> BatchItem:
         start, row = sequence.num_cached, _row(sequence)
         sampled = start + length >= len(sequence.prompt_tokens) + sequence.num_read_again
-        return BatchItem(sequence.number, row, start, length, sampled, sequence.source, row in self._rows.lost)
+        return BatchItem(sequence.number, row, start, length, sampled, sequence.source, self._rows.lost.get(row, 0))
 
 
 def _row(sequence: Sequence) -> int:

@@ -3,6 +3,8 @@
 import random
 import threading
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -18,6 +20,7 @@ from penstock.settings import ModelConfig, SamplingParams
 from tests.generation import CONFIG, Lines, ThreadTransport, generate_together, ring_stages, run_together
 
 MAX_LENGTH, PREFILL_TOKENS = 48, 4
+UNSOUND = replace(CONFIG, max_length=MAX_LENGTH)
 
 
 class Published:
@@ -137,29 +140,36 @@ def test_answers_that_join_and_leave_at_random_are_those_of_each_request_alone(
         assert loop.ring.host.num_pending() == loop.ring.transport.num_pending() == 0
 
 
+@contextmanager
+def unsound_token(loops: list[DecodeLoop], token: int) -> Iterator[None]:
+    """While it lasts, a token's embedding is not a number, in stages that no other test has."""
+    _, embedding = next(iter(loops[0].decoders[0].stage.named_parameters()))
+    kept = embedding[token].clone()
+    with torch.no_grad():
+        embedding[token] = torch.nan
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            embedding[token] = kept
+
+
 @pytest.mark.parametrize("fixed", [False, True])
 @pytest.mark.parametrize(("num_ranks", "num_slots"), [(1, 1), (2, 2)])
 def test_an_answer_whose_logits_are_not_finite_ends_alone(num_ranks: int, num_slots: int, fixed: bool) -> None:
-    config, published, bad = replace(CONFIG, max_length=MAX_LENGTH), Published(), CONFIG.vocabulary - 1
+    published, bad = Published(), CONFIG.vocabulary - 1
     requests = RequestQueue(2 * num_slots, 1000, None, published.take)
-    loops = open_ring(num_ranks, num_slots, requests, config=config, fixed=fixed)
-    _, embedding = next(iter(loops[0].decoders[0].stage.named_parameters()))
+    loops = open_ring(num_ranks, num_slots, requests, config=UNSOUND, fixed=fixed)
     params = SamplingParams(max_new_tokens=6, temperature=0, bad_words=((bad,),), num_samples=2)
     sound = [[5, 3], [7, 7, 9, 4, 1, 2, 3], [8], [1, 2, 3, 4, 5, 6], [4, 4]]
     unsound = [[bad], [1, 2, 3, 4, bad], [7, 7, 9, 4, 1, bad, 2, 3, 4]]
-    kept = embedding[bad].clone()
-    with torch.no_grad():
-        embedding[bad] = torch.nan
-    try:
+    with unsound_token(loops, bad):
         ended = {number for prompt in unsound for number in requests.submit([prompt], params)}
         answered = [requests.submit([prompt], params) for prompt in sound]
         ended |= set(requests.submit(unsound, params))
         answered += [requests.submit([prompt], params) for prompt in sound]
         requests.close("the test ends")
         run_together(loops)
-    finally:
-        with torch.no_grad():
-            embedding[bad] = kept
     assert {tuple(own.ending for own in published.growths[number]) for number in ended} == {(Ending.NOT_FINITE,)}
     options = GenerateOptions(prefill_tokens=PREFILL_TOKENS)
     for prompt, numbers in zip(sound * 2, answered, strict=True):
@@ -167,6 +177,26 @@ def test_an_answer_whose_logits_are_not_finite_ends_alone(num_ranks: int, num_sl
             assert_same(published.tokens(number), answer.generated)
             assert published.growths[number][-1].ending is Ending.LENGTH
     assert requests.counts.num_running == requests.counts.num_waiting == 0
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_row_that_computes_while_nobody_has_it_leaves_nothing_to_the_next(num_ranks: int) -> None:
+    published, bad = Published(), CONFIG.vocabulary - 1
+    requests = RequestQueue(2, 10, None, published.take)
+    loops = open_ring(num_ranks, 1, requests, config=UNSOUND, fixed=True)
+    params = SamplingParams(max_new_tokens=40, temperature=0, bad_words=((bad,),))
+    with unsound_token(loops, bad):
+        running = threading.Thread(target=run_together, args=(loops,))
+        failing, other = requests.submit([[bad], [5, 3]], params)
+        running.start()
+        published.wait_for(failing, 1)
+        published.wait_for(other, 6)
+        (next_one,) = requests.submit([[8]], params)
+        requests.close("the test ends")
+        running.join(60)
+    assert [growth.ending for growth in published.growths[failing]] == [Ending.NOT_FINITE]
+    for number, prompt in ((other, [5, 3]), (next_one, [8])):
+        assert_same(published.tokens(number), generate_together(1, [prompt], params).answers[0].generated)
 
 
 def test_a_queue_takes_no_more_than_it_may_and_nothing_once_it_is_closed() -> None:
@@ -187,7 +217,7 @@ def test_a_queue_takes_no_more_than_it_may_and_nothing_once_it_is_closed() -> No
 def test_a_batch_is_the_same_behind_a_header_with_all_settings_of_what_has_arrived() -> None:
     params = drawn_params(random.Random(3))
     sequence = Sequence(9, 4, 1, [5, 6, 7], params, identity=(1 << 64) - 1)
-    item = BatchItem(9, row=1, start=0, length=3, sampled=True, cleaned=True)
+    item = BatchItem(9, row=1, start=0, length=3, sampled=True, cleaned=2)
     batch = Batch(1, (item,), ends_round=False, arrived=(sequence,), ended=(7, 8))
     news = packed_news(batch)
     assert news is not None

@@ -65,8 +65,8 @@ def packed_header(batch: Batch | None, size: int, num_news_bytes: int = 0) -> Te
     if batch is not None:
         numbers = [batch.slot, len(batch.items), int(batch.ends_round), num_news_bytes]
         for item in batch.items:
-            flags = int(item.sampled), int(item.cleaned)
-            numbers += (item.sequence, item.row, item.start, item.length, item.source, *flags)
+            place = item.row, item.start, item.length
+            numbers += (item.sequence, *place, int(item.sampled), item.source, item.cleaned)
     return torch.tensor(numbers + [0] * (size - len(numbers)))
 
 
@@ -82,8 +82,8 @@ def unpacked_header(header: Sequence[int], news: Tensor | None = None) -> Batch 
     slot, num_items, ends_round = header[: _HEAD - 1]
     items = []
     for begin in range(_HEAD, _HEAD + _ITEM * num_items, _ITEM):
-        sequence, row, start, length, source, sampled, cleaned = header[begin : begin + _ITEM]
-        items.append(BatchItem(sequence, row, start, length, bool(sampled), source, bool(cleaned)))
+        sequence, row, start, length, sampled, source, cleaned = header[begin : begin + _ITEM]
+        items.append(BatchItem(sequence, row, start, length, bool(sampled), source, cleaned))
     arrived, ended = ((), ()) if news is None else _unpacked_news(news)
     return Batch(slot, tuple(items), bool(ends_round), arrived, ended)
 
