@@ -117,6 +117,11 @@ def test_any_family_is_scored_and_continued_or_refused_before_anything_is_comput
         monkeypatch.setattr(BeforeLayers, "decode", lambda *_: pytest.fail("something was computed"))
         assert main([*words, "20"]) == 2
         assert reason in capsys.readouterr().err
+    if name in CHANGES:
+        # A server, which cuts answers to what is possible, takes no more.
+        assert open_model(folder).max_generated_length() == 16
+        assert main(["serve", str(folder), "--max-length", "17"]) == 2
+        assert "--max-length 17 is more than the 16 tokens" in capsys.readouterr().err
 
 
 def train(folder: Path, tmp_path: Path, *words: str) -> Path:

@@ -150,8 +150,8 @@ def _open(arguments: ServeArguments) -> "SavedModel":
 
     model = open_to_cut(arguments.model, arguments.parallel.pp, **arguments.opened)
     longest = arguments.serve.max_length
-    if longest is not None and longest > model.max_length:
-        raise ValueError(f"--max-length {longest} is more than the {model.max_length} tokens that {model.folder} takes")
+    if longest is not None and longest > (most := model.max_generated_length()):
+        raise ValueError(f"--max-length {longest} is more than the {most} tokens that {model.folder} generates")
     shape = _shape(arguments)
     check_rows(shape.num_slots, shape.num_rows, _length(arguments, model), model.num_units, arguments.parallel.device)
     return model
@@ -167,7 +167,7 @@ def _fitting_options(arguments: ServeArguments) -> list[str]:
 
 def _length(arguments: ServeArguments, model: "SavedModel") -> int:
     """The tokens of a row of the KV cache."""
-    return arguments.serve.max_length or min(_USUAL_LENGTH, model.max_length)
+    return arguments.serve.max_length or min(_USUAL_LENGTH, model.max_generated_length())
 
 
 def _shape(arguments: ServeArguments) -> "RingShape":

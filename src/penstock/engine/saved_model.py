@@ -8,6 +8,7 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,8 @@ class SavedModel:
     transformers_because: str | None = None
     #: bytes of its weights in the form in which they are used; takes a moment
     weight_bytes: Callable[[], int] = field(kw_only=True)
+    #: tokens of the longest sequence that can be generated; takes a moment
+    max_generated_length: Callable[[], int] = field(kw_only=True)
     #: what its head rates, and the token that pads texts and is not rated; None for a model that gives tokens
     rates: Rates | None = None
     pad_token: int | None = None
@@ -120,20 +123,7 @@ def open_model(
 def _open_run(folder: Path, precision: Precision | None, quantize: Quantize, reproducible: bool) -> SavedModel:
     config = read_run(folder)
     _refuse_without_checkpoint(folder)
-    name, vocab_size = config.data.tokenizer, config.model.vocab_size
-    try:
-        # A given text is scored and continued as it is: no end token is put after it.
-        tokenizer = load_tokenizer(name)
-        ending = load_tokenizer(name, config.data.end_token or False)
-        vocab_size = vocab_size or ending.vocab_size
-        ends = ending.end_tokens or _hugging_face_ends(Path(name or ""))
-        if not config.data.special_tokens:
-            tokenizer = WithoutSpecialTokens(tokenizer)
-    except CorpusError:
-        if vocab_size is None:
-            raise
-        tokenizer, ends = None, ()
-    size = vocab_size
+    tokenizer, size, ends = _tokenizer_of(config)
     if quantize is not Quantize.NONE:
         _check_quantizable_run(folder, config)
 
@@ -159,7 +149,7 @@ def _open_run(folder: Path, precision: Precision | None, quantize: Quantize, rep
             return f"{published(folder / CHECKPOINT_FOLDER)[-1].name} of {config.digest()}, {quantize}"
         return _load_run(folder, config, state)
 
-    model, numbers = config.model, config.train.precision
+    name, model, numbers = config.data.tokenizer, config.model, config.train.precision
     files = None if name in (None, "bytes") else Path(name).expanduser()
     return SavedModel(
         folder,
@@ -174,9 +164,30 @@ def _open_run(folder: Path, precision: Precision | None, quantize: Quantize, rep
         files if files is None or files.is_dir() else files.parent,
         reason_for_transformers(folder, model.native),
         weight_bytes=lambda: _weight_bytes(_units_of_run(folder, config, size), precision or numbers, quantize),
+        max_generated_length=cache(lambda: _max_generated_length(_units_of_run(folder, config, size))),
         lacking=lacking_defaults(Path(name or "")),
         **_rating_of(config),
     )
+
+
+def _tokenizer_of(config: RunConfig) -> tuple[Tokenizer | None, int, tuple[int, ...]]:
+    """A run's tokenizer, if it can be loaded, with the size of the vocabulary and the tokens that end a text.
+
+    Raises: CorpusError if the size is known from the tokenizer alone, and it cannot be loaded.
+    """
+    name, size = config.data.tokenizer, config.model.vocab_size
+    try:
+        # A given text is scored and continued as it is: no end token is put after it.
+        tokenizer = load_tokenizer(name)
+        ending = load_tokenizer(name, config.data.end_token or False)
+    except CorpusError:
+        if size is None:
+            raise
+        return None, size, ()
+    ends = ending.end_tokens or _hugging_face_ends(Path(name or ""))
+    if not config.data.special_tokens:
+        tokenizer = WithoutSpecialTokens(tokenizer)
+    return tokenizer, size or ending.vocab_size, ends
 
 
 def _refuse_without_checkpoint(folder: Path) -> None:
@@ -264,6 +275,7 @@ def _open_hugging_face(
         tokenizer_folder=folder,
         transformers_because=because,
         weight_bytes=lambda: _weight_bytes(units, precision or found.precision, kept_as),
+        max_generated_length=cache(lambda: _max_generated_length(units)),
         rates=rates_of(found.form),
         pad_token=found.form.describe().get("pad_token_id"),
     )
@@ -283,6 +295,12 @@ def _arguments(
         read_only=precision is not Precision.BF16_AUTOCAST,
     )
     return found.arguments(parallel, options)
+
+
+def _max_generated_length(units: Sequence[UnitSpec]) -> int:
+    limits = units[0].limits
+    assert limits is not None, "the first unit of a saved model takes tokens"
+    return limits.max_generated_length or limits.max_length
 
 
 def _weight_bytes(units: Sequence[UnitSpec], precision: Precision | None, quantize: Quantize) -> int:
