@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
     from penstock.cli.generate_output import AnswersFile, GenerateJob
+    from penstock.engine.decode_cut import DecodingRank
     from penstock.engine.pretrained import EngineArguments
 
 STANDARD_INPUT = "PENSTOCK_STANDARD_INPUT"
@@ -324,17 +325,20 @@ def _run_worker(arguments: GenerateArguments, group: Group) -> int:
     )
 
 
-def _cut(engine: "EngineArguments", job: "GenerateJob") -> "EngineArguments":
-    """An engine's arguments for stages that decode the job's rows equally long."""
+def _cut(engine: "EngineArguments", job: "GenerateJob", ranks: "Sequence[DecodingRank]") -> "EngineArguments":
+    """An engine's arguments for stages that decode the job's rows equally long. ranks: as `cut_to_decode` has them."""
     from penstock.engine.decode_cut import cut_to_decode
 
     shape = job.options.shape(len(job.prompts) * job.params.num_samples, engine.layout.pp)
-    mean = sum(len(prompt.tokens) for prompt in job.prompts) / len(job.prompts)
-    return cut_to_decode(engine, shape.rows_per_slot, mean + job.params.max_new_tokens / 2)
+    lengths = [len(prompt.tokens) for prompt in job.prompts]
+    mean, longest = sum(lengths) / len(lengths), max(lengths) + job.params.max_new_tokens
+    rows = shape.rows_per_slot
+    return cut_to_decode(engine, rows, mean + job.params.max_new_tokens / 2, ranks, shape.num_rows * longest)
 
 
 def _generate(arguments: GenerateArguments, group: Group, store: "Store") -> None:
     from penstock.cli.pipelines import Pipelines
+    from penstock.cli.rank_speeds import measured_ranks
     from penstock.cli.shared_answers import AnswerCollector, AnswerSender, others_answers
     from penstock.cli.texts import show_lacking, show_layers
     from penstock.cli.together import choose_device, initialise, refuse_differing, together
@@ -351,7 +355,8 @@ def _generate(arguments: GenerateArguments, group: Group, store: "Store") -> Non
     device = choose_device(store, group, parallel.device)
     pipelines = Pipelines.of(store, group, arguments.dp, parallel.timeout_s)
     initialise(*pipelines.world(group), device, parallel.timeout_s)
-    engine = Engine(*_cut(job.model.arguments(replace(parallel, device=device)), job))
+    ranks = measured_ranks(store, group, parallel.pp, device)
+    engine = Engine(*_cut(job.model.arguments(replace(parallel, device=device)), job, ranks))
     with Waiting(f"reading weights from {job.model.folder}", sys.stderr, speaks=group.rank == 0):
         version = job.model.load(engine)
     numbers = {name: arguments.opened[name] for name in ("precision", "reproducible")}

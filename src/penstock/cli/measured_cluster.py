@@ -70,11 +70,11 @@ def _speed(device: torch.device, num_processes: int) -> Speed:
             continue
         factors = [torch.randn(width, width, device=device).to(dtype) for _ in range(2)]
         out = torch.empty(width, width, device=device, dtype=dtype)
-        seconds = _best_s(lambda factors=factors, out=out: torch.mm(*factors, out=out), device)
+        seconds = best_s(lambda factors=factors, out=out: torch.mm(*factors, out=out), device)
         peaks[name] = 2.0 * width**3 / seconds
     source = torch.zeros(_COPY_BYTES[kind], dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    copied_s = _best_s(lambda: target.copy_(source), device)
+    copied_s = best_s(lambda: target.copy_(source), device)
     if kind == "cuda":
         memory = float(torch.cuda.mem_get_info(device)[1])
     else:
@@ -82,7 +82,7 @@ def _speed(device: torch.device, num_processes: int) -> Speed:
     return Speed(peaks, 2.0 * source.numel() / copied_s, memory)
 
 
-def _best_s(work: Callable[[], Tensor], device: torch.device) -> float:
+def best_s(work: Callable[[], Tensor], device: torch.device) -> float:
     """The median seconds of the quicker half of some tries."""
     found, end = list[float](), time.perf_counter() + _SECONDS
     while len(found) < 4 or time.perf_counter() < end:

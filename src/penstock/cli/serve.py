@@ -218,6 +218,7 @@ def _parts(arguments: ServeArguments, model: "SavedModel", shape: "RingShape") -
 
 
 def _serve(arguments: ServeArguments, group: Group, store: "Store") -> None:
+    from penstock.cli.rank_speeds import measured_ranks
     from penstock.cli.texts import show_lacking, show_layers
     from penstock.cli.together import choose_device, initialise, refuse_differing, together
     from penstock.cli.waiting import Waiting
@@ -242,7 +243,16 @@ def _serve(arguments: ServeArguments, group: Group, store: "Store") -> None:
     device = choose_device(store, group, parallel.device)
     initialise(store, group, device, parallel.timeout_s)
     # Answers are on their way from the first token to the last: half of the longest, on average.
-    engine = Engine(*cut_to_decode(model.arguments(replace(parallel, device=device)), shape.rows_per_slot, length / 2))
+    ranks = measured_ranks(store, group, parallel.pp, device)
+    engine = Engine(
+        *cut_to_decode(
+            model.arguments(replace(parallel, device=device)),
+            shape.rows_per_slot,
+            length / 2,
+            ranks,
+            shape.num_rows * length,
+        )
+    )
     with Waiting(f"reading weights from {model.folder}", sys.stderr, speaks=group.rank == 0):
         model.load(engine)
     ending = threading.Event() if prepared is not None else None

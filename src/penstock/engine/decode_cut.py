@@ -2,6 +2,8 @@
 
 A step of decoding reads every weight once, multiplies it for each row, and reads the keys and values of all earlier
 tokens of each row. With many rows, or long ones, attention takes far longer beside the other units than in training.
+
+Ranks on several hosts may differ in speed and memory, and then get as much as each can do and hold.
 """
 
 from collections.abc import Sequence
@@ -17,6 +19,7 @@ from penstock.engine.options import EngineOptions
 from penstock.engine.pretrained import EngineArguments
 from penstock.model import CachedUnit, CacheSize, KVCache, ModelGroups, UnitSpec
 from penstock.model.layers.vocabulary import Embedding
+from penstock.schedule.uneven_cut import uneven_cut
 
 
 class _Device(NamedTuple):
@@ -31,48 +34,87 @@ class _Device(NamedTuple):
     small_operations: float
 
 
+class DecodingRank(NamedTuple):
+    """A measured rank. bytes_per_s: of weights, read for a few rows. room_bytes: for weights and caches."""
+
+    bytes_per_s: float
+    room_bytes: float
+
+
 # Measured on one core (AMD EPYC; 512 and 2,048 wide, 1 to 64 rows, 80 to 528 tokens) it is 13 to 16 rows in fp32, bf16
 # and int8 alike, 0.29 to 0.49 ns an element whatever its dtype, and 0.2 ms, where a byte of weights takes 0.03 ns.
 _CPU = _Device(15.0, 10.0, 6e6)
 # From specification sheets: some hundred operations in the time of a byte, and attention that keeps up with memory.
 _GPU = _Device(250.0, 2.0, 0.0)
+_KEPT = 1.2  # bytes of a model in use, over those of its weights
+_EQUAL = 0.85  # of the fastest rank's speed: two measurements of one machine differ by less
 
 
-def cut_to_decode(arguments: EngineArguments, num_rows: int, num_tokens: float) -> EngineArguments:
+def cut_to_decode(
+    arguments: EngineArguments,
+    num_rows: int,
+    num_tokens: float,
+    ranks: Sequence[DecodingRank] = (),
+    num_cached: int = 0,
+) -> EngineArguments:
     """The same arguments for stages that decode `num_rows` rows equally long, of `num_tokens` tokens on average.
 
-    A cut by hand stays. No token depends on the cut.
+    ranks: those of the stages, where they may differ; then caches of `num_cached` tokens have to fit, too. A cut by
+    hand stays. No token depends on the cut.
+
+    Raises: ValueError where the ranks have too little memory.
     """
     options, num_ranks = arguments.options, arguments.layout.pp
     settings = options.choice.settings
     if num_ranks == 1 or settings.cut is not None:
         return arguments
-    times = decode_times(arguments.units(ModelGroups()), options, num_rows, num_tokens)
-    cut = schedule.balanced_cut(times, options.choice.placement(num_ranks))
+    units = arguments.units(ModelGroups())
+    times = decode_times(units, options, num_rows, num_tokens)
+    if ranks:
+        sizes = _sizes(units, options, num_cached)
+        # Nearly the same is the same, so that equal machines get the cut that they get on one host.
+        fastest = max(rank.bytes_per_s for rank in ranks)
+        speeds = [rank.bytes_per_s if rank.bytes_per_s < _EQUAL * fastest else fastest for rank in ranks]
+        cut = uneven_cut(times, sizes, speeds, [rank.room_bytes for rank in ranks])
+    else:
+        cut = schedule.balanced_cut(times, options.choice.placement(num_ranks))
     return arguments._replace(options=replace(options, schedule=replace(settings, cut=tuple(map(len, cut)))))
 
 
 def decode_times(units: Sequence[UnitSpec], options: EngineOptions, num_rows: int, num_tokens: float) -> list[float]:
     """The time of each unit for a slot's step, in that of reading a byte of weights."""
     device = _CPU if options.device == "cpu" else _GPU
-    dtype = parameter_dtype(options.precision)
     num_bytes = bytes_of_weight(options.precision, options.quantize)
-    one_token = CacheSize(1, 1, dtype, torch.device("meta"))
     times: list[float] = []
     for unit in units:
-        with torch.device("meta"):
-            module = unit.build()
+        module = _on_meta(unit)
         looked_up = sum(part.weight.numel() for part in module.modules() if isinstance(part, Embedding | nn.Embedding))
         multiplied = unit.num_parameters - looked_up
         # Of experts, each row multiplies by some.
         of_one_row = min(multiplied, unit.flops_per_token / 2)
         reading = min(multiplied, num_rows * of_one_row)
         multiplying = num_rows * of_one_row / device.rows_per_reading
-        # Other libraries' caches grow as they are used, and do not say how.
-        cache = module.new_cache(one_token) if isinstance(module, CachedUnit) else None
         attending = 0.0
-        if isinstance(cache, KVCache):
-            elements = num_rows * num_tokens * cache.num_bytes / dtype.itemsize
+        if token_bytes := _cached_bytes(module, options):
+            elements = num_rows * num_tokens * token_bytes / parameter_dtype(options.precision).itemsize
             attending = elements * device.cached_element + device.small_operations
         times.append((reading + multiplying) * num_bytes + attending)
     return times
+
+
+def _sizes(units: Sequence[UnitSpec], options: EngineOptions, num_cached: int) -> list[float]:
+    """The bytes of each unit's weights in use, and of its cache of so many tokens."""
+    num_bytes = _KEPT * bytes_of_weight(options.precision, options.quantize)
+    return [unit.num_parameters * num_bytes + num_cached * _cached_bytes(_on_meta(unit), options) for unit in units]
+
+
+def _on_meta(unit: UnitSpec) -> nn.Module:
+    with torch.device("meta"):
+        return unit.build()
+
+
+def _cached_bytes(module: nn.Module, options: EngineOptions) -> int:
+    """The bytes of a token in a unit's cache; 0 for other libraries' caches, which grow and do not say how."""
+    size = CacheSize(1, 1, parameter_dtype(options.precision), torch.device("meta"))
+    cache = module.new_cache(size) if isinstance(module, CachedUnit) else None
+    return cache.num_bytes if isinstance(cache, KVCache) else 0

@@ -1,0 +1,46 @@
+"""Stages for ranks of unequal speed and memory, against all cuts there are."""
+
+import random
+from itertools import combinations
+
+import pytest
+
+from penstock.schedule.uneven_cut import uneven_cut
+
+
+def slowest_of_all(times: list[float], sizes: list[float], speeds: list[float], rooms: list[float]) -> float | None:
+    """The time of the slowest stage in the best of all cuts that fit; None if none does."""
+    found = []
+    for borders in combinations(range(1, len(times)), len(speeds) - 1):
+        stages = list(zip((0, *borders), (*borders, len(times)), strict=True))
+        if all(sum(sizes[a:b]) <= room for (a, b), room in zip(stages, rooms, strict=True)):
+            found.append(max(sum(times[a:b]) / speed for (a, b), speed in zip(stages, speeds, strict=True)))
+    return min(found, default=None)
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_the_slowest_stage_is_that_of_the_best_cut_that_fits(seed: int):
+    draw = random.Random(seed)
+    num_units, num_ranks = draw.randint(2, 9), draw.randint(1, 4)
+    if num_ranks > num_units:
+        num_ranks = num_units
+    times = [float(draw.randint(0, 9)) for _ in range(num_units)]
+    sizes = [float(draw.randint(0, 9)) for _ in range(num_units)]
+    speeds = [float(draw.choice((1, 2, 4))) for _ in range(num_ranks)]
+    rooms = [float(draw.randint(5, 30)) for _ in range(num_ranks)]
+    best = slowest_of_all(times, sizes, speeds, rooms)
+    if best is None:
+        with pytest.raises(ValueError, match="do not fit into"):
+            uneven_cut(times, sizes, speeds, rooms)
+        return
+    cut = uneven_cut(times, sizes, speeds, rooms)
+    assert [unit for stage in cut for unit in stage] == list(range(num_units))
+    assert all(cut) and len(cut) == num_ranks
+    assert all(sum(sizes[unit] for unit in stage) <= room for stage, room in zip(cut, rooms, strict=True))
+    slowest = max(sum(times[unit] for unit in stage) / speed for stage, speed in zip(cut, speeds, strict=True))
+    assert slowest == pytest.approx(best)
+
+
+def test_fewer_units_than_ranks_are_refused():
+    with pytest.raises(ValueError, match="1 units of"):
+        uneven_cut([1.0], [1.0], [1.0, 1.0], [9.0, 9.0])
