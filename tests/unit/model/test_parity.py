@@ -17,8 +17,11 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from penstock.model import Sequences, cross_entropy_sum, decoder_units
+from penstock.model.hf.config_json import config_from_json
+from penstock.model.layers.functions import Rotary, rotate
 from penstock.settings import ModelConfig
 
 LENGTHS = (7, 1, 19, 19, 4)
@@ -145,6 +148,36 @@ def test_packed_logits_and_gradients_are_those_of_each_sequence_alone(family: Fa
         limit = 1e-4 * parameter.grad.abs().max().item()
         torch.testing.assert_close(gradients.pop(name), parameter.grad, rtol=1e-4, atol=limit, msg=name)
     assert not gradients
+
+
+def yarn(truncate: bool) -> dict[str, Any]:
+    """A ramp that begins and ends between two pairs, as at the sizes of published models."""
+    ends = {"original_max_position_embeddings": 4096, "truncate": truncate}
+    return {"rope_type": "yarn", "rope_theta": 1e4, "factor": 16.0, **ends}
+
+
+def test_yarn_rounds_the_ends_of_its_ramp_or_not_as_transformers_does() -> None:
+    positions = torch.tensor([0, 1, 100, 4095, 20_000, 65_535])
+    q = torch.randn(1, 2, len(positions), 64, generator=torch.Generator().manual_seed(0))
+    found, expected = [], []
+    for truncate in (True, False):
+        reference = LlamaConfig(
+            vocab_size=97,
+            hidden_size=128,
+            num_attention_heads=2,
+            max_position_embeddings=65_536,
+            rope_parameters=yarn(truncate),
+        )
+        tables = LlamaRotaryEmbedding(reference)(q, positions[None])
+        expected.append(apply_rotary_pos_emb(q, q, *tables)[0][0].transpose(0, 1))
+        config = config_from_json(reference.to_dict())
+        assert (config.head_size, config.rope_scaling.truncate) == (64, truncate)
+        ours = Rotary(config.head_size, config.rope_theta, config.rope_scaling)
+        sequences = Sequences.from_lengths((len(positions),), positions=positions)
+        found.append(rotate(q[0].transpose(0, 1).contiguous(), ours.tables(sequences)))
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-6)
+    assert (expected[0] - expected[1]).abs().max() > 1
 
 
 def test_given_positions_are_honoured() -> None:
