@@ -70,7 +70,8 @@ class First(nn.Module):
         return {
             "wide": x.repeat(1, 2),
             "x": x,
-            "odd": tokens % 2,
+            # A view of every other number.
+            "odd": torch.stack((tokens % 2, tokens), 1)[:, 0],
             "of_items": topic[:, None] * self.embedding.weight[0],
         }
 
