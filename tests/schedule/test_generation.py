@@ -1,5 +1,6 @@
 """The scheduler of generation alone: no stage, no tensor, and every state can be looked at."""
 
+import math
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -344,3 +345,28 @@ def test_what_a_stopped_prompt_has_left_is_cleaned_with_the_next_sequence_in_its
         scheduler.update(batch, [Token(0) for _ in batch.sampled])
         cleaned += [(item.sequence, item.start, item.cleaned) for item in batch.items]
     assert cleaned == [(one.number, 0, 0), (one.number, 2, 0), (two.number, 0, 4), (two.number, 2, 0)]
+
+
+def test_what_an_answer_stopped_meanwhile_has_left_is_cleaned_if_it_is_not_finite() -> None:
+    one, two = Sequence.all_of([[1, 2, 3], [6, 7, 8, 9]], [SamplingParams()] * 2)
+    scheduler = Scheduler([one, two], RingShape(num_slots=1, rows_per_slot=1))
+    batch = scheduler.schedule()
+    assert batch is not None and batch.items == (BatchItem(one.number, 0, 0, 3, sampled=True),)
+    scheduler.stop([one.number])
+    assert scheduler.update(batch, [Token(0, math.nan)]) == []
+    batch = scheduler.schedule()
+    assert batch is not None and batch.items == (BatchItem(two.number, 0, 0, 4, sampled=True, cleaned=3),)
+
+
+def test_a_row_stays_to_be_cleaned_when_its_next_sequence_is_stopped_before_it_reads() -> None:
+    prompts = [[100 * n + i for i in range(9)] for n in range(4)]
+    scheduler = Scheduler(Sequence.all_of(prompts, [SamplingParams()] * 4), RingShape(1, 2, prefill_tokens=4))
+    # Sequence 1 has row 1 and reads all of its prompt; meanwhile row 0 goes from 0 to 2 and to 3.
+    items = []
+    for stopped in ([0], [2], [], []):
+        batch = scheduler.schedule()
+        assert batch is not None
+        scheduler.update(batch, [Token(0) for _ in batch.sampled])
+        scheduler.stop(stopped)
+        items += [(item.sequence, item.row, item.start, item.end, item.cleaned) for item in batch.items]
+    assert items == [(0, 0, 0, 4, 0), (1, 1, 0, 4, 0), (1, 1, 4, 8, 0), (1, 1, 8, 9, 0), (3, 0, 0, 4, 4)]

@@ -120,6 +120,20 @@ def test_rows_that_do_not_live_neither_disturb_others_nor_lose_what_they_hold() 
         assert changed - {(5, 127), (6, 127)} == {(4, 10), (7, 31)}
 
 
+def test_what_a_lost_row_has_computed_from_is_gone_from_every_computation() -> None:
+    with decoder_of_slot() as decoder:
+        spoilt = inputs(2)
+        spoilt[0] = torch.nan
+        for position in (3, 100):
+            decoder.decode(spoilt, visit({4: position, 5: position}), SLOTS)
+        assert decoder.num_shapes == 2
+        # Row 4 has a new sequence, and no life of its own until its prompt is read.
+        items = BatchItem(5, 5, 101, 1, True), BatchItem(9, 4, 0, 3, False, cleaned=101)
+        decoder.decode(inputs(4), CachedRows.of(items), SLOTS)
+        decoder.decode(inputs(1), visit({5: 102}), SLOTS)
+        assert decoder.decode(inputs(2), visit({4: 3, 5: 103}), SLOTS).isfinite().all()
+
+
 class Operations(TorchDispatchMode):
     """What is computed, with the shapes of all tensors."""
 
