@@ -16,7 +16,7 @@ from penstock import Layout
 from penstock.engine.checkpoint import Checkpointer
 from penstock.parallel.collectives import Collectives, Pending
 from penstock.parallel.gradients import GradientBuckets
-from penstock.runtime import DistributedTransport, Executor
+from penstock.runtime import DistributedTransport, Executor, Stage
 from penstock.runtime.distributed import _HeldSends, _PolledSends, _PostedReceive
 from penstock.schedule import Action, Op
 from tests.late.jobs import Job, Part, schedule
@@ -27,6 +27,7 @@ SHARDED = Job(Layout(dp=2), schedule("1f1b"), zero=True)
 TENSORS = Job(Layout(tp=2), schedule("1f1b"))
 EXPERTS = Job(Layout(dp=2, ep=2), schedule("combined"), sparse=True)
 GENERATION = Job(Layout(pp=2), schedule("1f1b"), (Part.GENERATE,))
+UNPACKED = Job(Layout(dp=2), schedule("1f1b"), (Part.GENERATE,), zero=True, packed=False)
 SAVING = Job(Layout(dp=2), schedule("1f1b"), (Part.SAVE,))
 CROSSED = Job(Layout(dp=2, cp=2), schedule("1f1b"))
 
@@ -128,6 +129,11 @@ def _is_pair_on_device(group: Any) -> bool:
     return group.size() == 2 and not group.on_host
 
 
+def _decode_at_once(original: Any, stage: Stage, *args: Any) -> Tensor:
+    with mock.patch.object(stage, "weights_ready", lambda: None):
+        return original(stage, *args)
+
+
 def _no_copy(original: Any, checkpointer: Checkpointer, name: str, tensor: Tensor) -> Tensor:
     return tensor.detach()
 
@@ -144,6 +150,9 @@ FAULTS = {
         GradientBuckets, "wait", _nothing, REPLICAS, "wrote to what all-reduce .* was to fill"
     ),
     "parameters are read before they are gathered": Fault(GradientBuckets, "settle", _nothing, SHARDED, "differs"),
+    "tokens are computed before parameters are gathered": Fault(
+        Stage, "decode", _decode_at_once, UNPACKED, "logits .* are not finite"
+    ),
     "a tensor is freed before it is sent": Fault(_PolledSends, "add", _forget_tensor, PIPELINE, "freed what it gave"),
     "a header is freed before it is sent": Fault(_HeldSends, "add", _forget_tensor, GENERATION, "freed what it gave"),
     "a tensor is freed before its send is waited for": Fault(

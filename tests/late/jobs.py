@@ -46,6 +46,7 @@ class Job:
     sparse: bool = False
     tied: bool = False
     zero: bool = False
+    packed: bool = True
     recompute: str = "none"
     attention: ContextForm = ContextForm.RING
     precision: Precision = Precision.FP32
@@ -70,6 +71,7 @@ class Job:
     def __str__(self) -> str:
         kinds = [self.schedule.name, str(self.layout), *(part.value for part in self.parts)]
         kinds += [name for name in ("sparse", "tied", "zero") if getattr(self, name)]
+        kinds += [] if self.packed else ["unpacked"]
         return ", ".join(kinds)
 
 
@@ -83,6 +85,8 @@ JOBS = (
     Job(Layout(pp=2, cp=2), schedule("1f1b"), (Part.SCORE,)),
     Job(Layout(cp=2), schedule("1f1b"), (Part.SCORE,), attention=ContextForm.ALL_TO_ALL),
     Job(Layout(pp=2, dp=2, ep=2), schedule("combined-1f1b"), (Part.GENERATE,), sparse=True, zero=True),
+    # Packing would be the first to read the weights.
+    Job(Layout(dp=2), schedule("1f1b"), (Part.GENERATE,), zero=True, packed=False),
     Job(Layout(dp=2, ep=2), schedule("combined", early_release=True), (Part.SCORE,), sparse=True),
     Job(Layout(pp=4), schedule("dualpipe", 2), (Part.GENERATE,), tied=True),
     Job(Layout(pp=2), schedule("zb-v", 2), (Part.SCORE, Part.GENERATE, Part.SAVE), precision=Precision.BF16),
@@ -139,7 +143,7 @@ def generated(job: Job, engine: Engine) -> Any:
     found = engine.generate(
         prompts,
         [SamplingParams(max_new_tokens=2 + n % 3, temperature=0.8, top_k=9) for n in range(len(prompts))],
-        GenerateOptions(num_slots=2, rows_per_slot=1, prefill_tokens=3),
+        GenerateOptions(num_slots=2, rows_per_slot=1, prefill_tokens=3, packed=job.packed),
         on_token=lambda number, token: streamed.setdefault(number, []).append(token),
         on_answer=lambda number, answer: ended.update({number: tuple(answer.tokens)}),
     )
