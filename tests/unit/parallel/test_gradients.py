@@ -149,6 +149,18 @@ def test_gradients_taken_off_by_somebody_are_attached_again(dtype: torch.dtype, 
     assert all(torch.equal(buckets.gradient(name), gradient) for name, gradient in expected.items())
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gradients_taken_off_between_microbatches_are_added_all_the_same(dtype: torch.dtype) -> None:
+    parameters = _make(dtype)
+    expected = _by_autograd(_make(dtype), 3)
+    buckets = GradientBuckets(list(parameters.items()))
+    for microbatch in range(3):
+        for parameter in parameters.values():
+            parameter.grad = None
+        _loss(parameters, microbatch).backward()
+    assert all(torch.equal(buckets.gradient(name), gradient) for name, gradient in expected.items())
+
+
 def test_parameters_that_require_no_gradient_are_left_alone() -> None:
     frozen, trained = nn.Parameter(torch.ones(3), requires_grad=False), nn.Parameter(torch.ones(3))
     storage = frozen.data_ptr()
