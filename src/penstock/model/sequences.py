@@ -153,3 +153,7 @@ class Sequences:
         if key not in self._shared:
             self._shared[key] = make()
         return self._shared[key]
+
+    def forget_shared(self) -> None:
+        """Let go of the shared values; who asks for one again has it made again."""
+        self._shared.clear()

@@ -254,6 +254,8 @@ class Executor:
 
     def _weight_backward(self, action: Action, wire: Wire | None = None, record: Record | None = None) -> None:
         self.stages[action.stage].weight_backward(self._tapes.take(action.stage, action.microbatch))
+        # A mask of a long sequence is as large as many layers' activations, and would live as long as the step.
+        self._feeds[action.microbatch].sequences.forget_shared()
 
     def _start_reduction(self, action: Action, wire: Wire, record: Record) -> None:
         self.reduce(action.stage)
