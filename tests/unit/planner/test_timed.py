@@ -1,15 +1,37 @@
 """Planning for clusters of three sizes: the same plan every time, within its seconds and bytes."""
 
+import resource
+import subprocess
+import sys
+from typing import Any
+
 import pytest
 
+from penstock.planner import timed
+from penstock.planner.search import Plan, plan
 from penstock.planner.timed import BYTES_ALLOWED, SECONDS_ALLOWED, SIZES, measure
 
 
 @pytest.mark.shows(145)
 def test_plans_are_the_same_every_time_and_take_less_than_is_allowed():
-    """A twentieth of the usual effort, in a twentieth of what the usual one may take and the time of the bounds."""
-    rows = list(measure(SIZES, 0.05, lambda line: None))
+    """With the whole of the usual effort, and of processor time: how long it takes depends on what else is running."""
+    rows = list(measure(SIZES, 1.0, lambda line: None))
     assert [row["devices"] for row in rows] == [64, 1024, 10_240]
     for row in rows:
-        assert row["same_plan"] and row["simulated"] > 1
-        assert row["seconds"] < SECONDS_ALLOWED / 20 + 10.0 and 0 < row["peak_bytes"] < BYTES_ALLOWED
+        assert row["same_plan"] and row["simulated"] > 20
+        assert 0 < row["seconds"] < SECONDS_ALLOWED and 0 < row["peak_bytes"] < BYTES_ALLOWED
+
+
+def test_what_a_plan_leaves_to_other_processes_counts(monkeypatch: pytest.MonkeyPatch):
+    more = 64 * 2**20
+    before = timed.peak_bytes()
+    held = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024 + more
+    work = f"import time; held = b'1' * {held}\nwhile time.process_time() < 1.0: pass"
+
+    def leaves_it(*arguments: Any, **options: Any) -> Plan:
+        subprocess.run([sys.executable, "-c", work], check=True)
+        return plan(*arguments, **options)
+
+    monkeypatch.setattr(timed, "plan", leaves_it)
+    found = timed._plan(SIZES[0], 0.01)
+    assert found["seconds"] > 1.0 and found["peak_bytes"] >= before + more
