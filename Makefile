@@ -46,6 +46,7 @@ test: setup
 # for two cores: those of many processes spend half of their time waiting for each other.
 pytest: compiled
 	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder
+	@$(BIN)/python tools/promises.py --check
 
 # What needs a GPU, with a report to send (gpu-report.md); ARGS="--out PATH" names another file.
 test-gpu: setup
@@ -75,6 +76,7 @@ compiled: setup
 bench: install
 	$(BIN)/penstock bench all
 
+# Which of docs/promises.md's statements the last run of the tests has shown.
 promises: setup
 	$(BIN)/python tools/promises.py
 

@@ -1,4 +1,4 @@
-"""What every test shares: one thread, and GPU tests only where there is a GPU."""
+"""What every test shares: one thread, GPU tests only where there is a GPU, and a record of what a run has shown."""
 
 import gc
 import os
@@ -16,8 +16,17 @@ settings.register_profile("penstock", deadline=None)
 settings.load_profile("penstock")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    # Of a run in several processes the first one hears of all tests.
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Shown(config), "shown")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave out the tests marked `gpu` where no CUDA device is found."""
+    """Have reports name the statements that tests show; leave out those marked `gpu` where no CUDA device is found."""
+    for item in items:
+        for mark in item.iter_markers("shows"):
+            item.user_properties.append(("shows", list(mark.args)))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return
@@ -26,6 +35,27 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+class Shown:
+    """Leaves for `make promises` how each test ended that shows a statement, with the reasons of those skipped."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+        #: test without its parameters -> outcome -> reasons, or nothing, for each of its cases
+        self.tests: dict[str, dict[str, list[str]]] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if (report.passed and report.when != "call") or not any(name == "shows" for name, _ in report.user_properties):
+            return
+        reason = report.longrepr[2].removeprefix("Skipped: ") if isinstance(report.longrepr, tuple) else ""
+        outcomes = self.tests.setdefault(report.nodeid.partition("[")[0], {})
+        outcomes.setdefault(report.outcome, []).append(reason)
+
+    def pytest_sessionfinish(self) -> None:
+        cache = getattr(self.config, "cache", None)
+        if cache is not None:
+            cache.set("penstock/shown", self.tests)
 
 
 def pytest_collection_finish() -> None:

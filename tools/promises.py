@@ -1,7 +1,7 @@
-"""Says which of the promised statements the tests show, and which are still open.
+"""Says which of the promised statements the last run of the tests has shown, and which it has not, and why.
 
-A test shows statement N when it bears `@pytest.mark.shows(N)`; docs/promises.md says each in a line. The tests are
-read, not run: `make test` says whether they hold.
+A test shows statement N when it bears `@pytest.mark.shows(N)`; docs/promises.md says each in a line. A statement was
+shown if all its tests ran and passed. The tests leave a record of their run in pytest's cache (tests/conftest.py).
 """
 
 import argparse
@@ -9,12 +9,22 @@ import ast
 import json
 import re
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LINE = re.compile(r"^(\d+)\.\s+(.*)$")
+RECORD = ROOT / ".pytest_cache" / "v" / "penstock" / "shown"
+Record = dict[str, dict[str, list[str]]]
+"""Test without its parameters -> outcome -> the reason, where it was skipped, of each of its cases."""
+
+LACKS = re.compile(
+    "needs a CUDA device|NO CHROMIUM FOUND|NO PYODIDE.*npm did not fetch|make test-ray installs Ray"
+    "|network namespaces need (iproute2|root)|this machine does not allow network namespaces|reads /proc"
+)
+"""Reasons of skipped tests that a machine may have; what `make setup` installs is none."""
 
 
 def marks(node: ast.AST) -> Iterator[int]:
@@ -64,38 +74,71 @@ def statements() -> dict[int, str]:
     return {int(found[1]): found[2] for line in lines if (found := LINE.match(line))}
 
 
-def ranges(numbers: list[int]) -> str:
-    """[1, 2, 3, 7] -> "1-3, 7"."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs) or "none"
+@dataclass(frozen=True)
+class Verdict:
+    """What a run has shown of a statement: `word` is shown, in part, skipped, failed, not run or open."""
+
+    word: str
+    #: what came between, in words
+    why: tuple[str, ...] = ()
+
+    @property
+    def forgiven(self) -> bool:
+        """True if no more can be shown on this machine."""
+        return self.word == "shown" or (bool(self.why) and all(map(LACKS.search, self.why)))
+
+
+def verdict(tests: list[str], run: Record) -> Verdict:
+    """The verdict on a statement that these tests show."""
+    ran = [run[test] for test in tests if test in run]
+    missing = tuple(f"{test} did not run" for test in tests if test not in run)
+    reasons = tuple(sorted({reason for outcomes in ran for reason in outcomes.get("skipped", ())}))
+    failed = tuple(f"{test} failed" for test in tests if "failed" in run.get(test, ()))
+    passed = any("passed" in outcomes for outcomes in ran)
+    if not tests:
+        return Verdict("open", ("no test shows it",))
+    if failed:
+        return Verdict("failed", failed)
+    if not ran:
+        return Verdict("not run", missing)
+    if missing or reasons:
+        return Verdict("in part" if passed else "skipped", reasons + missing)
+    return Verdict("shown")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Say which statements the tests show.")
+    parser = argparse.ArgumentParser(description="Say which statements the last run of the tests has shown.")
     parser.add_argument("--tests", action="store_true", help="name the tests beside each statement")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        "--check", action="store_true", help="name only what was not shown; fail if this machine could show it"
+    )
     options = parser.parse_args()
     tests, words = collect(), statements()
-    open_ones = sorted(set(words) - set(tests))
-    if options.json:
-        print(json.dumps({"shown": {n: tests[n] for n in sorted(tests)}, "open": open_ones}, indent=2))
-    else:
-        for number in sorted(tests):
-            print(f"shown {number:4d}. {words.get(number, '(no line in docs/promises.md)')}")
-            if options.tests:
-                print(*(f"              {test}" for test in tests[number]), sep="\n")
-        for number in sorted(set(words) - set(tests)):
-            print(f"open  {number:4d}. {words[number]}")
-        print(f"\n{len(tests)} of {len(words)} statements shown; open: {ranges(open_ones)}")
+    run: Record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    verdicts = {number: verdict(tests.get(number, []), run) for number in sorted(words)}
     unsaid = sorted(set(tests) - set(words))
+    if options.json:
+        print(
+            json.dumps({n: {"verdict": v.word, "why": v.why, "tests": tests.get(n, [])} for n, v in verdicts.items()})
+        )
+    else:
+        for number, found in verdicts.items():
+            if options.check and found.word == "shown":
+                continue
+            print(f"{found.word:8s}{number:4d}. {words[number]}")
+            print(*(f"{'':14s}{reason}" for reason in found.why), sep="\n", end="\n" if found.why else "")
+            if options.tests:
+                print(*(f"{'':14s}{test}" for test in tests.get(number, [])), sep="\n")
+        counts = Counter(found.word for found in verdicts.values())
+        told = ", ".join(f"{count} {word}" for word, count in counts.most_common())
+        print(f"\nof {len(words)} statements, in the last run of the tests: {told}")
     if unsaid:
         print(f"shown without a line in docs/promises.md: {unsaid}", file=sys.stderr)
-    return 1 if unsaid else 0
+    amiss = [number for number, found in verdicts.items() if not found.forgiven] if options.check else []
+    if amiss:
+        print(f"not shown, though this machine can: {', '.join(map(str, amiss))}", file=sys.stderr)
+    return 1 if unsaid or amiss else 0
 
 
 if __name__ == "__main__":

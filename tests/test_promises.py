@@ -1,0 +1,99 @@
+"""A statement counts as shown if all its tests ran and passed in one run; what was not shown says why."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
+
+from promises import Record, verdict  # pyright: ignore[reportMissingImports]
+
+ROOT = Path(__file__).parents[1]
+TESTS = """
+import pytest
+
+pytestmark = pytest.mark.shows(1)
+
+@pytest.mark.shows(2)
+@pytest.mark.parametrize("case", ["passes", "skips"])
+def test_one(case):
+    if case == "skips":
+        pytest.skip("this machine has no wings")
+
+@pytest.fixture
+def missing():
+    pytest.importorskip("no_such_module", reason="make setup installs it")
+
+@pytest.mark.shows(3)
+def test_two(missing):
+    raise AssertionError("not reached")
+
+class TestMore:
+    @pytest.mark.shows(4)
+    def test_three(self):
+        raise AssertionError("it fails")
+
+    @pytest.mark.shows(5)
+    def test_four(self):
+        assert True
+"""
+
+
+@pytest.mark.parametrize("processes", [[], ["-n", "2"]], ids=["one process", "two processes"])
+def test_a_run_leaves_how_each_test_that_shows_a_statement_ended(tmp_path: Path, processes: list[str]) -> None:
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_made_up.py").write_text(TESTS)
+    (tmp_path / "tests" / "conftest.py").write_text((ROOT / "tests" / "conftest.py").read_text())
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    shows: statements\n    gpu: needs one\n")
+    command = [sys.executable, "-m", "pytest", "-q", "tests", *processes]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert "1 failed, 2 passed, 2 skipped" in done.stdout, done.stdout + done.stderr
+    run: Record = json.loads((tmp_path / ".pytest_cache/v/penstock/shown").read_text())
+    one, two, three, four = (
+        f"tests/test_made_up.py::{name}"
+        for name in ("test_one", "test_two", "TestMore::test_three", "TestMore::test_four")
+    )
+    assert run == {
+        one: {"passed": [""], "skipped": ["this machine has no wings"]},
+        two: {"skipped": ["make setup installs it"]},
+        three: {"failed": [""]},
+        four: {"passed": [""]},
+    }
+    assert [verdict(tests, run).word for tests in ([one], [two], [three, four], [four])] == [
+        "in part",
+        "skipped",
+        "failed",
+        "shown",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "word", "forgiven"),
+    [
+        ({"a": {"passed": [""]}, "b": {"passed": ["", ""]}}, "shown", True),
+        ({"a": {"passed": [""]}}, "in part", False),
+        ({}, "not run", False),
+        ({"a": {"passed": [""]}, "b": {"failed": [""], "passed": [""]}}, "failed", False),
+        ({"a": {"passed": [""]}, "b": {"skipped": ["needs a CUDA device"]}}, "in part", True),
+        (
+            {"a": {"skipped": ["network namespaces need root"]}, "b": {"skipped": ["NO CHROMIUM FOUND: x"]}},
+            "skipped",
+            True,
+        ),
+        ({"a": {"skipped": ["needs a CUDA device"]}}, "skipped", False),
+        ({"a": {"passed": [""]}, "b": {"skipped": ["make setup installs it"]}}, "in part", False),
+        (
+            {"a": {"skipped": ["needs a CUDA device"]}, "b": {"skipped": ["make setup installs it"]}},
+            "skipped",
+            False,
+        ),
+    ],
+)
+def test_only_what_a_machine_lacks_excuses_a_statement(outcomes: Record, word: str, forgiven: bool) -> None:
+    found = verdict(["a", "b"], outcomes)
+    assert (found.word, found.forgiven) == (word, forgiven)
+    assert found.word == "shown" or found.why
+    assert verdict([], outcomes).word == "open" and not verdict([], outcomes).forgiven
