@@ -42,14 +42,14 @@ OPTIONS = (
 )
 
 
-def answers(rank: int, pp: int) -> dict[tuple[str, str], list[Any]]:
+def answers(rank: int, layout: Layout, kinds: list[tuple[str, str]]) -> dict[tuple[str, str], list[Any]]:
     """Tokens and log-probabilities of every kind of product, with each of the options."""
     found: dict[tuple[str, str], list[Any]] = {}
-    for precision, quantize in KINDS:
+    for precision, quantize in kinds:
         options = EngineOptions(
             precision=Precision(precision), quantize=Quantize(quantize), learns=False, read_only=True, timeout_s=60
         )
-        engine = Engine(decoder_units(CONFIG), CONFIG.hidden_size, Layout(pp=pp), options)
+        engine = Engine(lambda groups: decoder_units(CONFIG, groups=groups), CONFIG.hidden_size, layout, options)
         assert not any("attention.q.weight" in name for name in engine.parameters()), "packed weights are all there is"
         found[precision, quantize] = [
             [
@@ -70,13 +70,18 @@ def answers(rank: int, pp: int) -> dict[tuple[str, str], list[Any]]:
 
 
 @pytest.mark.shows(132, 133)
-def test_tokens_of_every_kind_of_product_have_the_same_bits_in_any_layout_slot_and_batch() -> None:
-    alone, both = run_ranks(1, answers, 1)[0], run_ranks(2, answers, 2)
+def test_tokens_of_every_kind_of_product_have_the_same_bits_in_any_pipeline_slot_and_batch() -> None:
+    alone, both = run_ranks(1, answers, Layout(), KINDS)[0], run_ranks(2, answers, Layout(pp=2), KINDS)
     assert len({str(found[0]) for found in alone.values()}) == len(KINDS), "the kinds differ, so they are used"
     for kind, found in alone.items():
         for number, way in enumerate(found):
             assert way == found[0], f"{kind}, option {number}"
         assert [rank[kind] for rank in both] == [found, found], kind
+    for shared in run_ranks(2, answers, Layout(tp=2), KINDS[:1]):
+        for (tokens, *numbers), (wanted, *wanted_numbers) in zip(shared[KINDS[0]][0], alone[KINDS[0]][0], strict=True):
+            assert tokens == wanted
+            for row, wanted_row in zip(numbers, wanted_numbers, strict=True):
+                assert row == pytest.approx(wanted_row, abs=1e-6, rel=0)
 
 
 DEMO = ModelConfig(vocab_size=256, **tomllib.loads(Path("examples/tiny.toml").read_text())["model"])
