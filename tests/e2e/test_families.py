@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from penstock.cli.main import main
 from penstock.engine import Engine
 from penstock.engine.run_check import with_pretrained
-from penstock.engine.runs import CONFIG_FILE, METRICS_FILE, read_metrics
+from penstock.engine.runs import METRICS_FILE, RUN_FILE, read_metrics
 from penstock.engine.saved_model import open_model
 from penstock.model.adapters.transformers.units import BeforeLayers
 from penstock.settings import ModelConfig, ParallelConfig, Precision, RunConfig, TrainConfig, read_config
@@ -136,7 +136,7 @@ def train(folder: Path, tmp_path: Path, *words: str) -> Path:
         *("--log.tensorboard", "false", *words),
     )
     assert ended.exit_code == 0, ended.err
-    assert ("transformers' own layers run" in ended.err) == (read_config(output / CONFIG_FILE).model.native is False)
+    assert ("transformers' own layers run" in ended.err) == (read_config(output / RUN_FILE).model.native is False)
     return output
 
 
@@ -203,7 +203,7 @@ def test_a_pretrained_run_keeps_tokenizer_end_tokens_and_dtype(dtype: torch.dtyp
     folder = pretrained(tmp_path, dtype)
     output = train(folder, tmp_path)
     precision = Precision.BF16 if dtype is torch.bfloat16 else Precision.FP16
-    assert read_config(output / CONFIG_FILE).train.precision is precision
+    assert read_config(output / RUN_FILE).train.precision is precision
     base, model = open_model(folder), open_model(output)
     assert model.tokenizer and base.tokenizer and model.tokenizer.fingerprint == base.tokenizer.fingerprint
     assert model.end_tokens == base.end_tokens == (2, 4)

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from penstock.data import NO_LABEL, DataShard, PackedBatch
 from penstock.engine.run_parts import RunData
-from penstock.engine.runs import CONFIG_FILE, METRICS_FILE, read_metrics
+from penstock.engine.runs import METRICS_FILE, RUN_FILE, read_metrics
 from penstock.settings import read_config
 from tests.chat import LLAMA3, assistant, user
 from tests.e2e.training import run
@@ -66,7 +66,7 @@ def test_fine_tuning_reaches_the_losses_of_a_plain_loop(tmp_path: Path) -> None:
     )
     assert ended.exit_code == 0, ended.err
     metrics = read_metrics(output / METRICS_FILE)
-    config = read_config(output / CONFIG_FILE)
+    config = read_config(output / RUN_FILE)
     data = RunData.load(config)
     batches, held_out = data.loader(DataShard()), data.validation(DataShard())
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)

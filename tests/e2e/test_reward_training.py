@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 from penstock.cli.main import main
 from penstock.data import DataShard
 from penstock.engine.run_parts import RunData
-from penstock.engine.runs import CONFIG_FILE, METRICS_FILE, read_metrics
+from penstock.engine.runs import METRICS_FILE, RUN_FILE, read_metrics
 from penstock.settings import read_config
 from tests.chat import LLAMA3, assistant, user
 from tests.e2e.training import exact_metrics, run
@@ -75,7 +75,7 @@ def losses_of_trl(base: Path, rows: list[dict[str, Any]], output: Path) -> Itera
     from trl.trainer.reward_config import RewardConfig
     from trl.trainer.reward_trainer import RewardTrainer
 
-    config = read_config(output / CONFIG_FILE)
+    config = read_config(output / RUN_FILE)
     batches, rule = RunData.load(config).loader(DataShard()), config.optimizer
     model = AutoModelForSequenceClassification.from_pretrained(base, dtype=torch.float32)
     arguments = RewardConfig(

@@ -156,11 +156,11 @@ def _vocabulary(config: RunConfig) -> int:
 def _calibrated(given: argparse.Namespace) -> planner.Constants:
     """The constants of the cost model, fitted to the runs that were named."""
     # Only now, since it loads PyTorch.
-    from penstock.engine.runs import CONFIG_FILE, METRICS_FILE, read_metrics
+    from penstock.engine.runs import METRICS_FILE, RUN_FILE, read_metrics
 
     runs = []
     for folder in given.calibrate:
-        config = from_values(read_values(folder / CONFIG_FILE))
+        config = from_values(read_values(folder / RUN_FILE))
         times = [line.get("step_time_s") for line in read_metrics(folder / METRICS_FILE)]
         try:
             seconds = planner.median_step_s([time for time in times if isinstance(time, float) and time > 0])

@@ -25,7 +25,7 @@ from penstock.engine.pretrained import (
 )
 from penstock.engine.run_check import with_pretrained
 from penstock.engine.run_parts import engine_arguments
-from penstock.engine.runs import CHECKPOINT_FOLDER, CONFIG_FILE, RunFolder
+from penstock.engine.runs import CHECKPOINT_FOLDER, RUN_FILE, RunFolder
 from penstock.engine.saved_model import open_model
 from penstock.engine.state import ModelState
 from penstock.engine.trainer import Trainer
@@ -139,11 +139,11 @@ def to_run(source: Path, destination: Path, dtype: str | None) -> int | None:
     except BaseException:
         folder.close()
         shutil.rmtree(destination / CHECKPOINT_FOLDER, ignore_errors=True)
-        (destination / CONFIG_FILE).unlink(missing_ok=True)
+        (destination / RUN_FILE).unlink(missing_ok=True)
         if not before:
             shutil.rmtree(destination, ignore_errors=True)
         raise
     finally:
         state.close()
     folder.close()
-    return newest_checkpoint(source, quiet=True).step if (source / CONFIG_FILE).is_file() else None
+    return newest_checkpoint(source, quiet=True).step if (source / RUN_FILE).is_file() else None

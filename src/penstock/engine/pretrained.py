@@ -17,7 +17,7 @@ from penstock.data.tokenizer import ByteTokenizer
 from penstock.engine.checkpoint.intact import newest_intact
 from penstock.engine.checkpoint.manifest import CheckpointInfo, DamagedCheckpoint
 from penstock.engine.options import EngineOptions
-from penstock.engine.runs import CHECKPOINT_FOLDER, CONFIG_FILE, read_run
+from penstock.engine.runs import CHECKPOINT_FOLDER, RUN_FILE, read_run
 from penstock.model import ModelGroups, UnitSpec, decoder_units
 from penstock.model.hf.config_json import CONFIG_FILE as HUGGING_FACE_CONFIG
 from penstock.model.hf.config_json import NotNative, config_from_json, config_to_json, read_config_json
@@ -184,7 +184,7 @@ def _architecture(form: HuggingFaceForm) -> str:
 
 def holds_adapters(folder: Path) -> bool:
     """True for the folder of a run that trains adapters."""
-    return (folder / CONFIG_FILE).is_file() and read_run(folder).adapter.is_used
+    return (folder / RUN_FILE).is_file() and read_run(folder).adapter.is_used
 
 
 def refuse_adapters(folder: Path) -> None:
@@ -199,7 +199,7 @@ def refuse_adapters(folder: Path) -> None:
 def pretrained_tokenizer(folder: Path | str, vocab_size: int) -> str:
     """The name of the tokenizer of the model in a folder. Raises: ValueError if it is not known."""
     folder = Path(folder)
-    if (folder / CONFIG_FILE).is_file():
+    if (folder / RUN_FILE).is_file():
         return read_run(folder).data.tokenizer or "bytes"
     if (folder / "tokenizer.json").is_file() or (folder / "tokenizer.model").is_file():
         return str(folder.resolve())
@@ -214,7 +214,7 @@ def reason_for_transformers(folder: Path | str, native: Native) -> str | None:
     Raises: as `open_pretrained`, for what it has read.
     """
     folder = Path(folder)
-    if (folder / CONFIG_FILE).is_file():
+    if (folder / RUN_FILE).is_file():
         return "it was trained so" if read_run(folder).model.native is False else None
     if native != "auto":
         return None if native else "native = false asks for them"
@@ -244,7 +244,7 @@ def find_model(folder: Path, native: Native = "auto", quiet: bool = False) -> St
     """
     if not folder.is_dir():
         raise MissingFile(f"there is no folder {folder} to read a model from")
-    is_run = (folder / CONFIG_FILE).is_file()
+    is_run = (folder / RUN_FILE).is_file()
     if reason_for_transformers(folder, native) is not None:
         return _model_of_transformers(folder, is_run, quiet)
     if is_run:
@@ -279,7 +279,7 @@ def _decoder_of_run(folder: Path, quiet: bool) -> StoredModel:
 
 def _described_at(folder: Path) -> Path:
     """The folder of the model's config.json: a run has the values alone, and names what it began with."""
-    while (folder / CONFIG_FILE).is_file():
+    while (folder / RUN_FILE).is_file():
         folder = Path(read_run(folder).model.pretrained or "")
     return folder
 

@@ -16,7 +16,7 @@ from penstock.settings.durable import naming, unfinished, write_durably
 from penstock.settings.files import lines_of, open_file, refuse_link_out
 from penstock.settings.json_files import parse_json
 
-CONFIG_FILE = "run.toml"
+RUN_FILE = "run.toml"
 CHECKPOINT_FOLDER = "checkpoints"
 OWNER_FILE = "run.json"
 """The file beside a run's checkpoints that says whose they are; it is there before the first step."""
@@ -44,10 +44,10 @@ def _without_none(table: Mapping[str, Any]) -> dict[str, Any]:
 def read_run(folder: Path) -> RunConfig:
     """The settings of the run in a folder. Raises: ConfigError, also where its file is a link out of the folder."""
     try:
-        refuse_link_out(folder / CONFIG_FILE, folder)
+        refuse_link_out(folder / RUN_FILE, folder)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    return read_config(folder / CONFIG_FILE)
+    return read_config(folder / RUN_FILE)
 
 
 def check_folder(config: RunConfig, fresh: bool = False, resume: bool = False) -> bool:
@@ -69,7 +69,7 @@ def _check_folder(config: RunConfig, fresh: bool) -> bool:
         return False
     if not folder.is_dir():
         raise ConfigError(f"output = {config.output!r} is a file; give a folder")
-    copy = folder / CONFIG_FILE
+    copy = folder / RUN_FILE
     # What the run writes would go wherever they lead. A folder of checkpoints may lie on another disk.
     if links := sorted(path for path in folder.iterdir() if path.is_symlink() and not path.is_dir()):
         raise ConfigError(f"{links[0]} is a link to {links[0].readlink()}; put the file itself there, or remove it")
@@ -163,7 +163,7 @@ class RunFolder:
             raise ConfigError(f"output = {config.output!r} is being written by another run; wait or stop it") from None
         # The settings that a continued run may change are those of its latest start.
         try:
-            write_durably(self.path / CONFIG_FILE, to_toml(config))
+            write_durably(self.path / RUN_FILE, to_toml(config))
         except OSError as error:
             os.close(self._lock)
             raise ConfigError(f"{error.filename} cannot be written: {error.strerror}") from None

@@ -31,7 +31,7 @@ from penstock.engine.pretrained import (
     reward_model_of,
 )
 from penstock.engine.run_parts import engine_arguments
-from penstock.engine.runs import CHECKPOINT_FOLDER, CONFIG_FILE, read_run
+from penstock.engine.runs import CHECKPOINT_FOLDER, RUN_FILE, read_run
 from penstock.engine.state import ModelState
 from penstock.model import ModelGroups, UnitSpec, decoder_units
 from penstock.settings import (
@@ -105,7 +105,7 @@ def open_model(
         ValueError: there is no such folder, no model in it, or one that cannot be run.
     """
     folder = Path(folder)
-    if (folder / CONFIG_FILE).is_file():
+    if (folder / RUN_FILE).is_file():
         return _open_run(folder, precision, quantize or Quantize.NONE, reproducible)
     if (folder / _HUGGING_FACE_CONFIG).is_file():
         model = _open_hugging_face(folder, native, precision, quantize, reproducible)
@@ -114,7 +114,7 @@ def open_model(
         return model
     if not folder.is_dir():
         raise ConfigError(f"there is no folder {folder}; give that of a run, or one of Hugging Face's")
-    raise ConfigError(f"{folder} holds neither a run ({CONFIG_FILE}) nor a Hugging Face model ({_HUGGING_FACE_CONFIG})")
+    raise ConfigError(f"{folder} holds neither a run ({RUN_FILE}) nor a Hugging Face model ({_HUGGING_FACE_CONFIG})")
 
 
 # ---- runs

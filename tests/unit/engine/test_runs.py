@@ -13,8 +13,8 @@ from penstock.cli.group import Group, find_group
 from penstock.cli.progress import Progress, StepFigures, duration
 from penstock.cli.train_worker import RunResult
 from penstock.engine.runs import (
-    CONFIG_FILE,
     METRICS_FILE,
+    RUN_FILE,
     TENSORBOARD_FOLDER,
     MetricsLog,
     RunFolder,
@@ -47,7 +47,7 @@ def test_a_folder_is_continued_by_the_same_run(configured: Callable[..., RunConf
     assert check_folder(configured())
     folder = RunFolder(configured())
     assert folder.continued
-    assert read_config(folder.path / CONFIG_FILE) == configured()
+    assert read_config(folder.path / RUN_FILE) == configured()
     folder.close()
 
 
@@ -58,7 +58,7 @@ def test_a_folder_is_continued_by_the_same_run(configured: Callable[..., RunConf
 def test_settings_of_any_text_read_back_as_they_were(text: str, tmp_path: Path):
     config = from_dict({"output": str(tmp_path / "run"), "data": {"corpus": text}})
     RunFolder(config).close()
-    assert read_config(tmp_path / "run" / CONFIG_FILE) == config
+    assert read_config(tmp_path / "run" / RUN_FILE) == config
     assert check_folder(config)
 
 

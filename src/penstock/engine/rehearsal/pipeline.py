@@ -17,7 +17,8 @@ from penstock.engine.rehearsal.counted import CountedGroup, CountedTransport, Me
 from penstock.engine.rehearsal.meter import Meter
 from penstock.engine.sharding import UnitSource
 from penstock.parallel import Grid
-from penstock.runtime import Line, Recorder, Stage, Transport
+from penstock.runtime import Recorder, Stage, Transport
+from penstock.runtime.transport import Line
 from penstock.schedule import Placement
 from penstock.schedule.recording import Record
 from penstock.settings import Layout
