@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 
 from penstock.model import Sequences, UnitSpec, cross_entropy_sum, decoder_units
-from penstock.model.matmul import TORCH, Matmul, OneDnnMatmul
+from penstock.model.linear import TORCH, Matmul, OneDnnMatmul
 from penstock.settings import ModelConfig
 
 LIBRARIES: dict[str, Matmul] = {"torch": TORCH, "onednn": OneDnnMatmul()}

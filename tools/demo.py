@@ -10,7 +10,7 @@ import tomllib
 from itertools import count
 from pathlib import Path
 
-from penstock.engine.runs import METRICS_FILE, read_metrics
+from penstock.engine.folders.runs import METRICS_FILE, read_metrics
 
 ROOT = Path(__file__).parents[1]
 EXAMPLE = Path("examples/tiny.toml")

@@ -22,7 +22,7 @@ import torch
 from tests.e2e.training import Started, last_step, write_run
 
 from penstock import Engine, MicroBatchSpec, PackedBatch, SamplingParams
-from penstock.engine.runs import METRICS_FILE
+from penstock.engine.folders.runs import METRICS_FILE
 
 # The allocator takes memory in pieces, and keeps some; a tensor lost in each of 2000 steps would be many times this.
 MAX_GROWTH_BYTES = 12 * 2**20

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from penstock import Layout, MicroBatchSpec, PackedBatch
 from penstock.engine import Engine, EngineOptions
 from penstock.model import Exchange, Lane, Sequences, decoder_units
-from penstock.model.layers.moe import ExpertBlock
-from penstock.model.segments import Grads, State, Undo
+from penstock.model.lanes import Grads, State, Undo
+from penstock.model.layers.experts import ExpertBlock
 from penstock.parallel.collectives import Collectives, Handle
 from penstock.schedule import Pair
 from penstock.schedule.recording import Record

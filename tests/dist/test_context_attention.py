@@ -11,9 +11,8 @@ from torch import Tensor
 
 from penstock.model import drain, zip_lanes
 from penstock.model.attention.context_parallel import HeadShape, RingAttention, context_attention
-from penstock.model.attention.tiles import Sight
-from penstock.model.lanes import Lane
-from penstock.model.segments import Grads, Segment, State, Undo
+from penstock.model.attention.kernels import Sight
+from penstock.model.lanes import Grads, Lane, Segment, State, Undo
 from penstock.model.sequences import ContextCut, Sequences, Spread, cut_sequences
 from penstock.parallel.collectives import Collectives, Handle
 from penstock.schedule.recording import CollectiveKind

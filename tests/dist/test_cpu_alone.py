@@ -7,7 +7,7 @@ import torch
 
 from penstock import Engine, Layout, MicroBatchSpec, PackedBatch, SamplingParams
 from penstock.engine import EngineOptions
-from penstock.engine.scorer import token_scores
+from penstock.engine.training.scorer import token_scores
 from penstock.model import decoder_units
 from penstock.schedule import names
 from penstock.settings import ModelConfig, Precision, ScheduleConfig

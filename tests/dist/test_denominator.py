@@ -8,7 +8,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock import Engine, Layout, MicroBatchSpec, PackedBatch
-from penstock.engine import EngineOptions, trainer
+from penstock.engine import EngineOptions
+from penstock.engine.training import trainer
 from penstock.model import decoder_units
 from penstock.settings import ModelConfig, OptimizerConfig, Precision
 from tests.dist.launch import run_ranks

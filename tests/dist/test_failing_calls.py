@@ -29,7 +29,7 @@ from penstock import (
 )
 from penstock.engine.build import units_of_layers
 from penstock.engine.checkpoint import CheckpointReader, save
-from penstock.engine.steppers import AdamW
+from penstock.engine.optimizer.steppers import AdamW
 from penstock.model import ModelGroups, UnitSpec, decoder_units
 from penstock.settings import ScheduleConfig
 from tests.dist.grid_cases import DENSE

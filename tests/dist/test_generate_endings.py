@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from penstock import Engine, Layout, MicroBatchSpec, PackedBatch, SamplingParams
 from penstock.engine import EngineOptions
-from penstock.engine.answers import GenerateOptions
+from penstock.engine.generation.answers import GenerateOptions
 from penstock.model import decoder_units
 from penstock.runtime import PipelineError, StepError
 from tests.dist.launch import run_ranks

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from penstock.engine.optimizer import LossScaler, LossScalerConfig, Optimizer, Update
+from penstock.engine.optimizer.optimizer import LossScaler, LossScalerConfig, Optimizer, Update
 from penstock.model import Sequences
 from penstock.parallel import GradientBuckets, Grid, connect, gather_json, sum_tied
 from penstock.runtime import (

@@ -11,7 +11,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from penstock import Layout, PipelineError, SamplingParams
 from penstock.engine import Engine, GenerateOptions
-from penstock.engine.generator import Listeners
+from penstock.engine.generation.generator import Listeners
 from tests.dist.launch import run_ranks
 from tests.hugging_face import make_model
 

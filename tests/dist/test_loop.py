@@ -21,7 +21,7 @@ from torch import Tensor
 from penstock import Engine, Layout, MicroBatchSpec, PackedBatch, SamplingParams
 from penstock.data import NO_LABEL
 from penstock.engine import EngineOptions, GenerateOptions
-from penstock.engine.scorer import token_scores
+from penstock.engine.training.scorer import token_scores
 from penstock.model import decoder_units
 from penstock.settings import ModelConfig
 from tests.dist.launch import run_ranks

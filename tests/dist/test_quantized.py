@@ -11,9 +11,9 @@ import torch
 
 from penstock import Engine, Layout, MicroBatchSpec, PackedBatch, SamplingParams
 from penstock.engine import EngineOptions
-from penstock.engine.answers import GenerateOptions
-from penstock.engine.pretrained import HuggingFaceForm
-from penstock.engine.saved_model import open_model
+from penstock.engine.folders.hf_folder import HuggingFaceForm
+from penstock.engine.folders.model_folder import open_model
+from penstock.engine.generation.answers import GenerateOptions
 from penstock.model import decoder_units
 from penstock.settings import LearningRate, ModelConfig, OptimizerConfig, ParallelConfig, Precision, Quantize
 from tests.dist.launch import run_ranks

@@ -9,12 +9,11 @@ import torch
 
 from penstock.data import MicroBatchSpec, PackedBatch
 from penstock.engine import EngineOptions
-from penstock.engine.losses import num_loss_tokens, token_cross_entropy
-from penstock.engine.rehearsal import RehearsedBatch, rehearse
+from penstock.engine.rehearsal.counted import MeteredPipeline
 from penstock.engine.rehearsal.meter import Meter
-from penstock.engine.rehearsal.pipeline import MeteredPipeline
-from penstock.engine.rehearsal.step import claim_state
-from penstock.engine.trainer import Trainer
+from penstock.engine.rehearsal.step import RehearsedBatch, claim_state, rehearse
+from penstock.engine.training.losses import num_loss_tokens, token_cross_entropy
+from penstock.engine.training.trainer import Trainer
 from penstock.model import decoder_units
 from penstock.model.layers.router import Router
 from penstock.schedule.rehearsal import MemoryKind, MemoryPoint

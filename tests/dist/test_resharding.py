@@ -14,7 +14,7 @@ from torch import Tensor
 from penstock import Layout, MicroBatchSpec, PackedBatch
 from penstock.engine import Engine, EngineOptions
 from penstock.engine.checkpoint import Checkpointer, load
-from penstock.engine.optimizer import state_aliases
+from penstock.engine.optimizer.optimizer import state_aliases
 from penstock.model import decoder_units
 from penstock.parallel.tensor_slice import local_slices
 from penstock.settings import LearningRate, ModelConfig, OptimizerConfig, Precision, ScheduleConfig

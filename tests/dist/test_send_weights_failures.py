@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from penstock import Layout, PipelineError, SamplingParams, TransportError
-from penstock.engine import Engine, EngineOptions, passage
+from penstock.engine import Engine, EngineOptions, weight_transfer
 from penstock.model import decoder_units
 from penstock.runtime.distributed import default_store
 from tests.dist.grid_cases import DENSE
@@ -32,7 +32,7 @@ def sender_dies(rank: int) -> tuple[str, float, str]:
     """Die on the first rank after a few tensors; on the other, its error, how late it came, and what follows."""
     source, target = engines()
     source.send_weights(target)
-    original, count = passage.Passage._move, 0
+    original, count = weight_transfer.Passage._move, 0
 
     def dying(*given: Any) -> None:
         nonlocal count
@@ -41,7 +41,7 @@ def sender_dies(rank: int) -> tuple[str, float, str]:
             os._exit(7)
         original(*given)
 
-    passage.Passage._move = dying  # pyright: ignore[reportAttributeAccessIssue]
+    weight_transfer.Passage._move = dying  # pyright: ignore[reportAttributeAccessIssue]
     start = time.monotonic()
     with pytest.raises(TransportError) as lost:
         source.send_weights(target)

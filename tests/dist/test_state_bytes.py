@@ -7,8 +7,8 @@ import pytest
 
 from penstock.cli.dry_run import plan_run
 from penstock.engine import Engine
-from penstock.engine.run_parts import RunData, engine_arguments
-from penstock.parallel.buckets import StateBytes
+from penstock.engine.folders.run_parts import RunData, engine_arguments
+from penstock.parallel.gradients import StateBytes
 from penstock.settings import (
     DataConfig,
     ModelConfig,

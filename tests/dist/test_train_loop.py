@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from penstock import Engine, Layout
 from penstock.cli.train_worker import TrainLoop
 from penstock.engine import EngineOptions
-from penstock.engine.run_parts import RunData
+from penstock.engine.folders.run_parts import RunData
 from penstock.settings import ScheduleConfig, from_dict
 from tests.dist.launch import run_ranks
 

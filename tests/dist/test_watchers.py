@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from penstock import Engine, EngineOptions, Layout, PackedBatch
-from penstock.engine.runs import read_metrics
-from penstock.engine.trackers import PROMETHEUS_FILE, Trackers
-from penstock.engine.trainer import TrainResult
-from penstock.engine.watch import EarlyStop, step_numbers
+from penstock.engine.folders.runs import read_metrics
+from penstock.engine.training.trainer import TrainResult
+from penstock.engine.watch import PROMETHEUS_FILE, EarlyStop, Trackers, step_numbers
 from penstock.model import decoder_units
 from penstock.settings import LogConfig
 from tests.dist.grid_cases import DENSE, VOCABULARY

@@ -12,7 +12,7 @@ import torch.distributed.elastic
 from torch.distributed.run import config_from_args, get_args_parser
 
 from penstock.cli.train import read_arguments
-from penstock.engine.run_check import check
+from penstock.engine.folders.run_check import check
 from penstock.settings import RunConfig, check_world
 
 ROOT = Path(__file__).parents[2]

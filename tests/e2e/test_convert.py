@@ -15,7 +15,7 @@ from torch import Tensor
 from penstock import Engine
 from penstock.cli.main import main
 from penstock.engine import EngineOptions
-from penstock.engine.run_check import check, with_pretrained
+from penstock.engine.folders.run_check import check, with_pretrained
 from penstock.settings import ConfigError, read_config
 from tests.e2e.training import CORPUS, run
 from tests.hugging_face import CLOSE, make_model, make_sequences, reference_logits, stored_tensors

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from penstock import Engine, SamplingParams
 from penstock.cli.main import main
-from penstock.engine.saved_model import open_model
+from penstock.engine.folders.model_folder import open_model
 from penstock.settings import ParallelConfig, Quantize
 from tests.hugging_face import make_model, make_tokenizer
 

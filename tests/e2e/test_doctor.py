@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from penstock.cli.main import main
-from penstock.cli.measured_cluster import _description
+from penstock.cli.processes.measure import _description
 from penstock.planner import Cluster
 from penstock.planner.cluster import from_table
 from penstock.settings import Layout

@@ -18,7 +18,7 @@ import pytest
 
 from penstock.cli.main import main
 from penstock.cli.train_worker import TrainLoop
-from penstock.engine.runs import MetricsLog, RunFolder
+from penstock.engine.folders.runs import MetricsLog, RunFolder
 from penstock.runtime.watchdog import EXIT_CODE
 from penstock.settings import RunConfig
 from tests.e2e.training import Ended, Started, has_saved, last_step, wait_until, write_run

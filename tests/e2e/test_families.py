@@ -11,10 +11,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from penstock.cli.main import main
 from penstock.engine import Engine
-from penstock.engine.run_check import with_pretrained
-from penstock.engine.runs import METRICS_FILE, RUN_FILE, read_metrics
-from penstock.engine.saved_model import open_model
-from penstock.model.adapters.transformers.units import BeforeLayers
+from penstock.engine.folders.model_folder import open_model
+from penstock.engine.folders.run_check import with_pretrained
+from penstock.engine.folders.runs import METRICS_FILE, RUN_FILE, read_metrics
+from penstock.model.transformers.units import BeforeLayers
 from penstock.settings import ModelConfig, ParallelConfig, Precision, RunConfig, TrainConfig, read_config
 from tests.e2e.training import run
 from tests.hugging_face import make_model, make_tokenizer, stored_tensors

@@ -10,7 +10,7 @@ import pytest
 
 from penstock.cli.commands import Unfinished, write_text
 from penstock.cli.main import main
-from penstock.engine import export
+from penstock.engine.folders import export
 from tests.e2e.training import write_run
 from tests.fork_server import Forked, run_command
 from tests.full_disk import full_disk

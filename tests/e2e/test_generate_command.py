@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.cli.generate_output import AnswersFile
+from penstock.cli.answers_file import AnswersFile
 from penstock.cli.main import main
 from penstock.data.tokenizer import load_tokenizer
-from penstock.engine.answer_text import AnswerText
+from penstock.engine.generation.answers import AnswerText
 from tests.e2e.training import run, write_run
 from tests.hugging_face import make_model, make_tokenizer
 
@@ -126,7 +126,7 @@ def stop_in_the_middle(model: Path, prompts: Path, patch: pytest.MonkeyPatch, *w
 
     with patch.context() as patched, pytest.raises(KeyError, match="made to stop"):
         patched.setattr(AnswersFile, "write", write_three)
-        patched.setattr("penstock.cli.together._report_failure", fail)
+        patched.setattr("penstock.cli.processes.session._report_failure", fail)
         main(["generate", str(model), "--file", str(prompts), "--max-new-tokens", "5", *words])
     return sorted(prompts.parent.glob(".*.unfinished"))
 

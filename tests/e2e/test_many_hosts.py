@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from penstock.cli.main import main
-from penstock.engine.trainer import TrainResult
+from penstock.engine.training.trainer import TrainResult
 from penstock.runtime.stage import Stage
 from tests.e2e.hosts import LOOPBACK, Host, Rendezvous, three_hosts, why_no_hosts, world_size_of
 from tests.e2e.training import Started, exact_metrics, has_saved, last_step, wait_until, write_run

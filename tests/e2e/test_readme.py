@@ -22,8 +22,8 @@ def test_links_and_paths_lead_somewhere(page: str):
 
 
 def test_the_way_to_read_is_true():
-    """The files of the list exist, are few, and each is short enough to be read in one go."""
+    """The files of the list exist, are few, and none is too long to be read in one go."""
     _, _, rest = README.partition("## What to read first")
     files = re.findall(r"^\d+\. \[`[^`]+`\]\(([^)]+)\)", rest.partition("\n## ")[0], re.MULTILINE)
     assert {"src/penstock/schedule/lower.py", "src/penstock/runtime/stage.py"} <= set(files)
-    assert all(len((ROOT / file).read_text().splitlines()) <= 400 for file in files)
+    assert all(len((ROOT / file).read_text().splitlines()) <= 600 for file in files)

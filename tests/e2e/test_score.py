@@ -11,11 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from penstock.cli import score_file
+from penstock.cli import scoring
 from penstock.cli.main import main
 from penstock.data import PackedBatch
 from penstock.engine import Engine
-from penstock.engine.saved_model import open_model
+from penstock.engine.folders.model_folder import open_model
 from penstock.model import Sequences, decoder_units
 from penstock.settings import ParallelConfig, read_config
 from tests.e2e.training import result_of, run, write_run
@@ -152,16 +152,16 @@ def test_a_call_that_was_stopped_is_continued_to_the_same_file(
     capsys.readouterr()
     half = folder / "half.jsonl"
     written: list[int] = []
-    write = score_file.ScoreFile.write
+    write = scoring.ScoreFile.write
 
-    def stop_in_the_second_batch(file: score_file.ScoreFile, lines: Any) -> None:
+    def stop_in_the_second_batch(file: scoring.ScoreFile, lines: Any) -> None:
         written.append(len(lines))
         write(file, lines if len(written) == 1 else lines[:1])
         if len(written) == 2:
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(score_file.ScoreFile, "write", stop_in_the_second_batch)
+        patch.setattr(scoring.ScoreFile, "write", stop_in_the_second_batch)
         assert main([*words, str(half)]) == 130
     [unfinished] = folder.glob(".half.jsonl.*.unfinished")
     assert not half.exists() and len(unfinished.read_text().splitlines()) == written[0] + 1

@@ -11,7 +11,7 @@ import torch
 
 from penstock.cli.main import main
 from penstock.engine import Engine
-from penstock.engine.runs import METRICS_FILE, read_metrics
+from penstock.engine.folders.runs import METRICS_FILE, read_metrics
 from tests.e2e.training import CORPUS, run
 from tests.hugging_face import SIZES, make_model, stored_tensors
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from penstock.engine.runs import METRICS_FILE, read_metrics
+from penstock.engine.folders.runs import METRICS_FILE, read_metrics
 from tests.fork_server import Forked, run_command
 
 CORPUS = "".join(f"def f{i}(x):\n    return x * {i * i} + {i}\n\n\n" for i in range(400))

@@ -4,12 +4,14 @@ import pytest
 import torch
 
 from penstock.model.attention.kernels import (
+    Relation,
+    Sight,
+    Tile,
     attend,
     attend_backward,
     attend_backward_written_out,
     attend_written_out,
 )
-from penstock.model.attention.tiles import Relation, Sight, Tile
 
 TILES = [
     Tile(slice(0, 64), slice(0, 64), Relation.CAUSAL, (range(64),), (range(64),), Sight()),

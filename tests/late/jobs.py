@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from penstock import Engine, EngineOptions, Layout, MicroBatchSpec, PackedBatch, SamplingParams
-from penstock.engine.answers import GenerateOptions
 from penstock.engine.checkpoint import Checkpointer
+from penstock.engine.generation.answers import GenerateOptions
 from penstock.model import decoder_units
 from penstock.settings import ContextForm, LearningRate, ModelConfig, OptimizerConfig, Precision, ScheduleConfig
 from tests.dist.grid_cases import DENSE, SPARSE, VOCABULARY

@@ -5,7 +5,7 @@ from itertools import combinations
 
 import pytest
 
-from penstock.schedule.uneven_cut import uneven_cut
+from penstock.schedule.partition import uneven_cut
 
 
 def slowest_of_all(times: list[float], sizes: list[float], speeds: list[float], rooms: list[float]) -> float | None:

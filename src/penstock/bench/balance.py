@@ -10,8 +10,8 @@ import torch
 from penstock.bench.ranks import spread
 from penstock.data import DataShard
 from penstock.engine.engine import Engine
-from penstock.engine.run_check import check
-from penstock.engine.run_parts import RunData, engine_arguments, micro_batches
+from penstock.engine.folders.run_check import check
+from penstock.engine.folders.run_parts import RunData, engine_arguments, micro_batches
 from penstock.settings import RunConfig, from_dict
 
 LARGEST_ALLOWED = 1.5

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from penstock import schedule
 from penstock.bench.ranks import Job, jobs_in_turns
 from penstock.model import Sequences, WeightGradients
-from penstock.model.matmul import TORCH
+from penstock.model.linear import TORCH
 from penstock.runtime import Boundary, DistributedTransport, Executor, Feed, Recorder, Stage
 
 NUM_TOKENS, HIDDEN_SIZE = 128, 128  # 64 KiB of fp32

@@ -12,8 +12,8 @@ from torch import Tensor
 from penstock.bench.ranks import on_ranks, spread
 from penstock.data import MicroBatchSpec, PackedBatch
 from penstock.engine.engine import Engine
-from penstock.engine.losses import token_cross_entropy
 from penstock.engine.options import EngineOptions
+from penstock.engine.training.losses import token_cross_entropy
 from penstock.model import decoder_units
 from penstock.runtime import StepError
 from penstock.settings import Layout, ModelConfig

@@ -17,8 +17,8 @@ from penstock.bench.peers import ctranslate2_sides, transformers_sides
 from penstock.bench.processor import processor_name
 from penstock.bench.ranks import Turn, in_turns, spread
 from penstock.engine import Engine, EngineOptions
-from penstock.engine.answers import GenerateOptions
 from penstock.engine.build import parameter_dtype
+from penstock.engine.generation.answers import GenerateOptions
 from penstock.model import CachedRows, CacheSize, UnitSpec
 from penstock.schedule import Batch, Scheduler, Sequence, Token
 from penstock.settings import Layout, SamplingParams

@@ -6,8 +6,8 @@ from functools import partial
 import torch
 
 from penstock.engine import Engine, EngineOptions
-from penstock.engine.decode_cut import cut_to_decode
-from penstock.engine.pretrained import EngineArguments
+from penstock.engine.folders.hf_folder import EngineArguments
+from penstock.engine.generation.decode_cut import cut_to_decode
 from penstock.model import ModelGroups, UnitSpec, decoder_units
 from penstock.settings import Layout, ModelConfig, Precision, Quantize
 

@@ -16,7 +16,7 @@ from penstock.bench.generation_task import Generation
 from penstock.bench.peers import transformers_sides
 from penstock.bench.ranks import spread
 from penstock.engine import Engine, EngineOptions
-from penstock.engine.answers import GenerateOptions
+from penstock.engine.generation.answers import GenerateOptions
 from penstock.model import decoder_units
 from penstock.settings import Precision, SamplingParams
 

@@ -25,7 +25,7 @@ from penstock.bench.ranks import Team, spread
 from penstock.bench.slow_network import INTERFACE, Host, SlowNetwork
 from penstock.data import MicroBatchSpec, PackedBatch
 from penstock.engine import Engine, EngineOptions
-from penstock.engine.recordings import own_recording
+from penstock.engine.model_state import own_recording
 from penstock.model import decoder_units
 from penstock.schedule.recording import CollectiveKind, CollectiveTotal, Recording
 from penstock.settings import ExpertConfig, Layout, ModelConfig, OptimizerConfig, ScheduleConfig

@@ -13,7 +13,7 @@ from penstock.bench.ranks import Turn, in_turns, spread
 from penstock.data import MicroBatchSpec, PackedBatch
 from penstock.engine import Engine, EngineOptions
 from penstock.model import Sequences, UnitSpec, cross_entropy_sum, decoder_units
-from penstock.model.matmul import TORCH, fastest_matmul
+from penstock.model.linear import TORCH, fastest_matmul
 from penstock.settings import (
     Layout,
     LearningRate,

@@ -19,7 +19,7 @@ from penstock.bench.combinations import (
 )
 from penstock.bench.emulated import Emulation, compare
 from penstock.planner.from_units import UnitStep, fit_constants
-from penstock.planner.simulation import Order
+from penstock.planner.times import Order
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,57 @@
 """`penstock convert`: a run's model as a Hugging Face folder, and such a folder as a run to begin from."""
 
+import math
 import re
 from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.cli.commands import Parser, print_json
-from penstock.cli.perplexity import perplexity
 from penstock.cli.progress import show_log
 
 if TYPE_CHECKING:
-    from penstock.engine.export import ExportOptions
+    from penstock.engine.folders.export import ExportOptions
+
+# ---- The perplexity of a saved model on a text, in this process
+
+
+_LONGEST = 512
+"""Tokens that are scored together, at most."""
+
+
+def perplexity(folder: Path, text: Path) -> float:
+    """The model's perplexity per token of a text, in pieces of up to 512 tokens.
+
+    Raises: ValueError where the model has no tokenizer, or the text cannot be read or is too short.
+    """
+    import torch
+
+    from penstock.data import PackedBatch
+    from penstock.engine.engine import Engine
+    from penstock.engine.folders.model_folder import open_model
+    from penstock.settings import ParallelConfig
+
+    try:
+        content = text.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--held-out {text} cannot be read as UTF-8: {error}") from None
+    model = open_model(folder)
+    if model.tokenizer is None:
+        raise ValueError(f"--held-out is a text, but {folder} has no tokenizer")
+    tokens = torch.as_tensor(model.tokenizer.encode([content])[0], dtype=torch.int64)
+    pieces = [piece for piece in tokens.split(min(_LONGEST, model.max_length)) if len(piece) > 1]
+    if not pieces:
+        raise ValueError(f"--held-out {text} has {len(tokens)} tokens; at least two are needed")
+    engine = Engine(*model.arguments(ParallelConfig()))
+    try:
+        model.load(engine)
+        return math.exp(engine.evaluate([PackedBatch.from_documents([piece]) for piece in pieces]))
+    finally:
+        engine.close()
+
+
+# ---- `penstock convert`: a run's model as a Hugging Face folder, and such a folder as a run to begin from
+
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _FORMS = ("huggingface", "run")
@@ -62,21 +103,21 @@ def main(arguments: list[str]) -> int:
     if not options.source.is_dir():
         raise ValueError(f"there is no folder {options.source}; give that of a run, or one of Hugging Face's")
     form = options.to or _FORMS[not (options.source / _RUN_FILE).is_file()]
-    from penstock.engine.pretrained import holds_adapters
+    from penstock.engine.folders.hf_folder import holds_adapters
 
     show_log()
     adapters_apart = form == "huggingface" and holds_adapters(options.source) and not options.merge_adapters
     _check(options, form, adapters_apart)
     before = None if options.held_out is None else perplexity(options.source, options.held_out)
     if form == "huggingface":
-        from penstock.engine.export import ExportOptions
+        from penstock.engine.folders.export import ExportOptions
 
         kept = ExportOptions(
             options.dtype, max_shard_bytes, options.merge_adapters, quantize=options.quantize is not None
         )
         num_bytes, step = _to_hugging_face(options.source, options.destination, kept, options.json)
     else:
-        from penstock.engine.conversion import to_run
+        from penstock.engine.folders.export import to_run
 
         step = to_run(options.source, options.destination, options.dtype)
         num_bytes = sum(path.stat().st_size for path in options.destination.rglob("*.safetensors"))
@@ -129,7 +170,7 @@ def _to_hugging_face(source: Path, destination: Path, kept: "ExportOptions", qui
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from penstock.engine.conversion import to_hugging_face
+    from penstock.engine.folders.export import to_hugging_face
 
     columns = TextColumn("writing"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
     with Progress(*columns, console=Console(stderr=True), disable=quiet, transient=True) as bar:

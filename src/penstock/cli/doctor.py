@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 from penstock import __version__
 from penstock.cli.commands import Parser, print_json, refuse_to_overwrite, write_text
-from penstock.cli.group import Group, find_group
-from penstock.cli.launch import LAUNCHER_PID, WorkerCommand, launch
-from penstock.cli.setting_options import add_options, parallel_options, values_of
+from penstock.cli.options import add_options, parallel_options, values_of
+from penstock.cli.processes.launch import LAUNCHER_PID, WorkerCommand, launch
+from penstock.cli.processes.meeting import Group, find_group
 from penstock.settings import Groups, Layout, ParallelConfig
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
-    from penstock.cli.links import Links
+    from penstock.cli.processes.measure import Links
 
-_COMMAND = WorkerCommand("penstock.cli.doctor", "tests them again", ("penstock.cli.links",))
+_COMMAND = WorkerCommand("penstock.cli.doctor", "tests them again", ("penstock.cli.processes.measure",))
 _NUM_GROUPS_SHOWN = 4
 _SIZES = ("pp", "dp", "cp", "tp", "ep")
 # A link answers within seconds, or it is broken.
@@ -124,9 +124,8 @@ def _run_worker(arguments: DoctorArguments, layout: Layout, group: Group) -> int
     """Test the links as one process of `group`; returns the exit code."""
     import tomli_w
 
-    from penstock.cli.links import device_of, measure_links
-    from penstock.cli.measured_cluster import measure_cluster
-    from penstock.cli.together import work_together
+    from penstock.cli.processes.measure import device_of, measure_cluster, measure_links
+    from penstock.cli.processes.session import work_together
 
     parallel = arguments.parallel
 

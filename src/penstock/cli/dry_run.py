@@ -11,15 +11,15 @@ import torch
 from penstock import schedule
 from penstock.cli.doctor import group_rows, group_table
 from penstock.cli.progress import show_log
-from penstock.engine.adapter import with_adapter
 from penstock.engine.build import cut_units
-from penstock.engine.memory import costs_of_memory, kept_bytes, rank_state_bytes
+from penstock.engine.folders.hf_folder import HuggingFaceForm
+from penstock.engine.folders.lora import with_adapter
+from penstock.engine.folders.run_parts import RunData
 from penstock.engine.options import EngineOptions
-from penstock.engine.pretrained import HuggingFaceForm
-from penstock.engine.run_parts import RunData
+from penstock.engine.rehearsal.memory import costs_of_memory, kept_bytes, rank_state_bytes
 from penstock.engine.timed_cut import UnitTimes, stage_costs, timed_cut, times_here
 from penstock.model import ModelGroups, UnitSpec, decoder_units
-from penstock.parallel.buckets import StateBytes
+from penstock.parallel.gradients import StateBytes
 from penstock.settings import ConfigError, Layout, RunConfig
 
 _FILE_COLUMNS = 120

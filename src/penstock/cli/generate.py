@@ -14,25 +14,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.cli.commands import Parser, refuse_to_overwrite
-from penstock.cli.group import Group, agree, find_group_of
-from penstock.cli.host_memory import check_rows
-from penstock.cli.launch import WorkerCommand, launch
-from penstock.cli.layout_here import is_free, say_shared_cores
+from penstock.cli.options import MODEL_OPTIONS, PROCESSES, add_options, options_of, parallel_options, values_of
+from penstock.cli.processes.launch import WorkerCommand, launch
+from penstock.cli.processes.layout_here import is_free, say_shared_cores
+from penstock.cli.processes.meeting import Group, agree, find_group_of
+from penstock.cli.processes.memory_limits import check_rows
 from penstock.cli.progress import show_log
-from penstock.cli.setting_options import MODEL_OPTIONS, PROCESSES, add_options, options_of, parallel_options, values_of
 from penstock.settings import ParallelConfig, RingConfig, SamplingParams, Setting, walk
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
-    from penstock.cli.generate_output import AnswersFile, GenerateJob
-    from penstock.engine.decode_cut import DecodingRank
-    from penstock.engine.pretrained import EngineArguments
+    from penstock.cli.answers_file import AnswersFile, GenerateJob
+    from penstock.engine.folders.hf_folder import EngineArguments
+    from penstock.engine.generation.decode_cut import DecodingRank
 
 STANDARD_INPUT = "PENSTOCK_STANDARD_INPUT"
 """The environment variable that names, for workers, the file with the command's standard input."""
 
-_IMPORTS = ("penstock.cli.generate_output", "penstock.cli.together", "penstock.engine.engine")
+_IMPORTS = ("penstock.cli.answers_file", "penstock.cli.processes.session", "penstock.engine.engine")
 
 # Options that are settings of `SamplingParams`: the option's name where it is another, and the metavar of its value.
 _SAMPLING = {
@@ -135,7 +135,7 @@ def _fitting_options(arguments: GenerateArguments) -> list[str]:
 
     Raises: ValueError for a model that cannot be run here.
     """
-    from penstock.cli.layout_here import options_here
+    from penstock.cli.processes.layout_here import options_here
     from penstock.cli.texts import open_to_cut
 
     model, file = open_to_cut(arguments.model, 1, **arguments.opened), arguments.file
@@ -262,10 +262,9 @@ def check(arguments: GenerateArguments) -> "GenerateJob":
 
     Raises: ValueError for prompts that the model cannot continue.
     """
-    from penstock.cli.generate_output import GenerateJob
+    from penstock.cli.answers_file import GenerateJob
     from penstock.cli.texts import open_to_cut, plainly, prompts_of_texts, read_prompts, tokens_of_word
-    from penstock.engine.answers import GenerateOptions
-    from penstock.engine.prompts import check_prompts
+    from penstock.engine.generation.answers import GenerateOptions, check_prompts
     from penstock.model import Limits
 
     model = open_to_cut(arguments.model, arguments.parallel.pp, **arguments.opened)
@@ -305,7 +304,7 @@ def _answers_file(job: "GenerateJob", version: str, numbers: dict[str, Any], fre
 
     Raises: ValueError if the file cannot be written, or its answers belong to other input.
     """
-    from penstock.cli.generate_output import AnswersFile
+    from penstock.cli.answers_file import AnswersFile
 
     if job.output is None:
         return None
@@ -317,7 +316,7 @@ def _answers_file(job: "GenerateJob", version: str, numbers: dict[str, Any], fre
 
 def _run_worker(arguments: GenerateArguments, group: Group) -> int:
     """Generate as one process of `group`; returns the exit code."""
-    from penstock.cli.together import work_together
+    from penstock.cli.processes.session import work_together
 
     parallel = arguments.parallel
     return work_together(
@@ -327,7 +326,7 @@ def _run_worker(arguments: GenerateArguments, group: Group) -> int:
 
 def _cut(engine: "EngineArguments", job: "GenerateJob", ranks: "Sequence[DecodingRank]") -> "EngineArguments":
     """An engine's arguments for stages that decode the job's rows equally long. ranks: as `cut_to_decode` has them."""
-    from penstock.engine.decode_cut import cut_to_decode
+    from penstock.engine.generation.decode_cut import cut_to_decode
 
     shape = job.options.shape(len(job.prompts) * job.params.num_samples, engine.layout.pp)
     lengths = [len(prompt.tokens) for prompt in job.prompts]
@@ -337,12 +336,11 @@ def _cut(engine: "EngineArguments", job: "GenerateJob", ranks: "Sequence[Decodin
 
 
 def _generate(arguments: GenerateArguments, group: Group, store: "Store") -> None:
-    from penstock.cli.pipelines import Pipelines
-    from penstock.cli.rank_speeds import measured_ranks
-    from penstock.cli.shared_answers import AnswerCollector, AnswerSender, others_answers
+    from penstock.cli.answers_file import AnswerCollector, AnswerSender, others_answers
+    from penstock.cli.processes.measure import measured_ranks
+    from penstock.cli.processes.session import Pipelines, choose_device, initialise, refuse_differing, together
+    from penstock.cli.progress import Waiting
     from penstock.cli.texts import show_lacking, show_layers
-    from penstock.cli.together import choose_device, initialise, refuse_differing, together
-    from penstock.cli.waiting import Waiting
     from penstock.engine.engine import Engine
     from penstock.runtime import Watchdog
 

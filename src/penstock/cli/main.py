@@ -7,7 +7,7 @@ import signal
 import sys
 
 from penstock import __version__
-from penstock.cli import standard_files
+from penstock.cli import progress
 from penstock.cli.commands import Command, Main, dispatch
 
 COMMANDS = {
@@ -66,7 +66,7 @@ def _run(arguments: list[str]) -> int:
         print(versions())
         return 0
     if arguments[:1] == ["--print-completion"]:
-        from penstock.cli.completion import script
+        from penstock.cli.commands import script
 
         print(script(arguments[1:], COMMANDS))
         return 0
@@ -86,7 +86,7 @@ def versions() -> str:
 
 def run_as_script(main: Main, arguments: list[str] | None = None) -> int:
     """Run a command's `main`, and turn its errors for users' mistakes into one sentence and an exit code."""
-    standard_files.prepare()
+    progress.prepare()
     try:
         return _flushed(main, sys.argv[1:] if arguments is None else arguments)
     except BrokenPipeError:
@@ -103,7 +103,7 @@ def run_as_script(main: Main, arguments: list[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         if os.environ.get("PENSTOCK_TRACEBACK"):
             raise
-        from penstock.cli.group import leave_report_to_first
+        from penstock.cli.processes.meeting import leave_report_to_first
 
         leave_report_to_first(os.environ)
         print(f"penstock: {sentence(error)}", file=sys.stderr)

@@ -156,7 +156,7 @@ def _vocabulary(config: RunConfig) -> int:
 def _calibrated(given: argparse.Namespace) -> planner.Constants:
     """The constants of the cost model, fitted to the runs that were named."""
     # Only now, since it loads PyTorch.
-    from penstock.engine.runs import METRICS_FILE, RUN_FILE, read_metrics
+    from penstock.engine.folders.runs import METRICS_FILE, RUN_FILE, read_metrics
 
     runs = []
     for folder in given.calibrate:
@@ -209,7 +209,7 @@ def _numbered(found: planner.Plan, number: int, option: str) -> planner.Estimate
 
 def _draw(path: Path, workload: planner.Workload, found: planner.Plan) -> None:
     # Only now, since it loads matplotlib.
-    from penstock.draw.plans import PlannedLayout, plan_picture
+    from penstock.draw.image import PlannedLayout, plan_picture
 
     def drawn(one: planner.Estimate) -> PlannedLayout:
         return PlannedLayout(str(one.candidate), one.tokens_s_device, one.peak_bytes, one.parts_s)

@@ -1,14 +1,84 @@
 """Progress of a run on one rank: a live bar on a terminal, plain lines elsewhere."""
 
+import contextlib
+import io
 import logging
 import math
+import os
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TextIO
+from types import TracebackType
+from typing import Any, Self, TextIO
 
-from penstock.cli.standard_files import print_progress
+from penstock.io.files import naming
+
+# ---- Standard output that may be full or closed: its errors name it, and come once
+
+
+NAME = "standard output"
+
+
+class StandardOutput(io.FileIO):
+    """The file below standard output. Once it takes no more, what else is printed goes nowhere, at Python's end too.
+
+    Raises: OSError with `NAME` as its file, at the first write that fails.
+    """
+
+    def write(self, data: Any, /) -> int | None:
+        try:
+            with naming(NAME):
+                return super().write(data)
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.fileno())
+            os.close(nowhere)
+            raise
+
+
+def prepare() -> None:
+    """Put `StandardOutput` below standard output, and open the standard files that this process was started without.
+
+    Without them, files opened later would get their numbers, and be written into. Writing to standard output fails then
+    as on a full disk.
+    """
+    for name, flags in (("stdin", os.O_RDONLY), ("stdout", os.O_RDONLY), ("stderr", os.O_WRONLY)):
+        if getattr(sys, name) is None:
+            number = os.open(os.devnull, flags)
+            os.set_inheritable(number, True)
+            setattr(sys, name, open(number, "r" if name == "stdin" else "w", closefd=False))  # noqa: SIM115
+    # A test, or a program that calls `main`, may have put something else in its place.
+    if isinstance(sys.stdout, io.TextIOWrapper) and type(_raw(sys.stdout)) is io.FileIO and sys.stdout.fileno() == 1:
+        sys.stdout.flush()
+        sys.stdout = io.TextIOWrapper(
+            io.BufferedWriter(StandardOutput(1, "w", closefd=False)),
+            encoding=sys.stdout.encoding,
+            errors=sys.stdout.errors,
+            line_buffering=sys.stdout.line_buffering or sys.stdout.write_through,
+        )
+
+
+def _raw(file: io.TextIOWrapper) -> object:
+    return getattr(file.buffer, "raw", file.buffer)
+
+
+def print_progress(text: str, file: TextIO) -> None:
+    """Print a line at once. Where it cannot be printed, the work goes on without it, which standard error says."""
+    try:
+        print(text, file=file, flush=True)
+    except OSError as error:
+        if error.filename == NAME:
+            with contextlib.suppress(OSError):
+                print(
+                    f"penstock: {NAME}: {(error.strerror or str(error)).lower()}; going on without progress lines",
+                    file=sys.stderr,
+                )
+
+
+# ---- Progress of a run on one rank: a live bar on a terminal, plain lines elsewhere
+
 
 # Weight of one step in the running means behind the speed and the remaining time.
 _STEP_SHARE = 0.1
@@ -220,3 +290,49 @@ def duration(seconds: float) -> str:
     if whole >= 3600:
         return f"{whole // 3600}h{whole % 3600 // 60:02d}"
     return f"{whole // 60}:{whole % 60:02d}"
+
+
+# ---- A word now and then from what takes long and has nothing to count, such as reading weights or compiling layers
+
+
+_SECONDS_BETWEEN_WAITS = 5.0
+
+
+class Waiting:
+    """Prints `what` and the seconds so far to `file` every few seconds until its `with` block ends; quick ones nothing.
+
+    speaks: False on ranks that are to stay silent.
+    """
+
+    #: what is under way, and where that is said
+    _what: str
+    _file: TextIO
+    #: seconds between two lines
+    _every_s: float
+    #: when the block began
+    _start_s: float
+    #: set when it has ended
+    _ended: threading.Event
+    #: prints meanwhile; None where nothing is to be said
+    _thread: threading.Thread | None
+
+    def __init__(self, what: str, file: TextIO, speaks: bool = True, every_s: float = _SECONDS_BETWEEN_WAITS) -> None:
+        self._what, self._file, self._every_s = what, file, every_s
+        self._start_s, self._ended = time.monotonic(), threading.Event()
+        self._thread = threading.Thread(target=self._speak, daemon=True) if speaks else None
+
+    def __enter__(self) -> Self:
+        if self._thread is not None:
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _speak(self) -> None:
+        while not self._ended.wait(self._every_s):
+            print_progress(f"{self._what}: {time.monotonic() - self._start_s:.0f} s so far", self._file)

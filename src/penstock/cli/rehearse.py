@@ -53,7 +53,7 @@ def main(arguments: list[str]) -> int:
     rehearsals = [rehearse(config, rank, options.device) for rank in ranks]
     check_order(rehearsals)
     if options.picture is not None:
-        from penstock.draw.memory import memory_picture
+        from penstock.draw.image import memory_picture
 
         memory_picture(options.picture, rehearsals[0])
     if options.json:

@@ -11,20 +11,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.cli.commands import Parser, counted, print_json, refuse_to_overwrite
-from penstock.cli.group import Group, agree, find_group_of
-from penstock.cli.launch import WorkerCommand, launch
-from penstock.cli.layout_here import say_shared_cores
+from penstock.cli.options import MODEL_OPTIONS, PROCESSES, add_options, options_of, parallel_options, values_of
+from penstock.cli.processes.launch import WorkerCommand, launch
+from penstock.cli.processes.layout_here import say_shared_cores
+from penstock.cli.processes.meeting import Group, agree, find_group_of
 from penstock.cli.progress import show_log
-from penstock.cli.setting_options import MODEL_OPTIONS, PROCESSES, add_options, options_of, parallel_options, values_of
 from penstock.settings import DataConfig, ParallelConfig, Settings, same_as
 from penstock.settings.declare import ABOVE_0, AT_LEAST_1, setting
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
-    from penstock.cli.score_file import Summary
-    from penstock.cli.scoring import ScoreJob
-    from penstock.engine.saved_model import SavedModel
+    from penstock.cli.scoring import ScoreJob, Summary
+    from penstock.engine.folders.model_folder import SavedModel
 
 _COMMAND = WorkerCommand(
     "penstock.cli.score", "continues where it was stopped", ("penstock.cli.scoring", "penstock.engine.engine")
@@ -184,19 +183,17 @@ def check(arguments: ScoreArguments) -> "ScoreJob":
 
 def _run_worker(arguments: ScoreArguments, group: Group) -> int:
     """Score as one process of `group`; returns the exit code."""
-    from penstock.cli.together import work_together
+    from penstock.cli.processes.session import work_together
 
     parallel = arguments.parallel
     return work_together(group, parallel.num_threads, parallel.timeout_s, lambda store: _score(arguments, group, store))
 
 
 def _score(arguments: ScoreArguments, group: Group, store: "Store") -> None:
-    from penstock.cli.pipelines import Pipelines
-    from penstock.cli.score_file import ScoreFile
-    from penstock.cli.scoring import Scoring
+    from penstock.cli.processes.session import Pipelines, choose_device, initialise, refuse_differing, together
+    from penstock.cli.progress import Waiting
+    from penstock.cli.scoring import ScoreFile, Scoring
     from penstock.cli.texts import show_layers
-    from penstock.cli.together import choose_device, initialise, refuse_differing, together
-    from penstock.cli.waiting import Waiting
     from penstock.engine.engine import Engine
     from penstock.runtime import Watchdog
 

@@ -1,21 +1,205 @@
 """The work of `penstock score`: batches of texts, shared out among pipelines, and one process that writes all lines."""
 
+import json
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
-from typing import Any, TextIO
+from pathlib import Path
+from typing import Any, Self, TextIO
 
 from torch import Tensor
 
-from penstock.cli.pipelines import Pipelines
+from penstock.cli.commands import Unfinished, plain_number
+from penstock.cli.processes.session import Pipelines
 from penstock.cli.progress import LineProgress
-from penstock.cli.score_file import Rated, Scored, ScoreFile, Summary
 from penstock.cli.texts import Text
 from penstock.data import NO_LABEL, MicroBatchSpec, PackedBatch
+from penstock.data.examples import rated_place
 from penstock.engine.engine import Engine
-from penstock.engine.saved_model import SavedModel
-from penstock.engine.scorer import PerToken, PostHook, token_scores
+from penstock.engine.folders.model_folder import SavedModel
+from penstock.engine.training.scorer import PerToken, PostHook, token_scores
+
+# ---- The file that `penstock score` writes, line by line, and its summary
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A line of the file: the scored tokens with their log-probabilities."""
+
+    line: int
+    id: Any
+    tokens: Sequence[int]
+    log_probs: Sequence[float | None]
+
+    @classmethod
+    def of(cls, text: Text, by_token: Sequence[float]) -> Self:
+        """Make a line from the log-probability of each token's successor; the last token has none."""
+        first = len(text.tokens) - text.num_scored
+        return cls(text.line, text.id, text.tokens[first:], [plain_number(value) for value in by_token[first - 1 : -1]])
+
+    @property
+    def content(self) -> dict[str, Any]:
+        """The line as an object of JSON; without scored tokens the perplexity is None."""
+        total = _total(self.log_probs)
+        return {
+            "line": self.line,
+            **({} if self.id is None else {"id": self.id}),
+            "tokens": list(self.tokens),
+            "log_probs": list(self.log_probs),
+            "log_prob": total,
+            "perplexity": _perplexity(total, len(self.tokens)),
+        }
+
+
+@dataclass(frozen=True)
+class Rated:
+    """A line of the file: what the head of a reward model, of another classifier or of a value model gives.
+
+    `ratings` is a number for each label; for a model that rates tokens a list of such for each token.
+    """
+
+    line: int
+    id: Any
+    ratings: Sequence[Any]
+
+    @classmethod
+    def of(cls, text: Text, by_token: Sequence[Sequence[float]], model: SavedModel) -> Self:
+        """Make a line from the head's outputs for each token.
+
+        Source: transformers' sequence classification, which rates a text by its last token that is no padding.
+        """
+        ratings = [[plain_number(value) for value in labels] for labels in by_token]
+        if model.rates == "tokens":
+            return cls(text.line, text.id, ratings)
+        return cls(text.line, text.id, ratings[rated_place(text.tokens, model.pad_token)])
+
+    @property
+    def content(self) -> dict[str, Any]:
+        """The line as an object of JSON."""
+        found: dict[str, Any] = {"line": self.line, **({} if self.id is None else {"id": self.id})}
+        if self.ratings and isinstance(self.ratings[0], list):
+            single = len(self.ratings[0]) == 1
+            return found | {"values": [labels[0] if single else labels for labels in self.ratings]}
+        return found | ({"reward": self.ratings[0]} if len(self.ratings) == 1 else {"rewards": list(self.ratings)})
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Totals of all lines; `resumed_from` lines were there already, and `tokens_per_s` is that of this call.
+
+    `num_rated` lines are those of a classifier, whose tokens have no log-probabilities; `mean_reward` is that of one
+    with one label for each text.
+    """
+
+    num_lines: int
+    num_scored_tokens: int
+    log_prob: float | None
+    perplexity: float | None
+    num_rated: int
+    mean_reward: float | None
+    resumed_from: int
+    time_s: float
+    tokens_per_s: float
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class ScoreFile:
+    """The lines written so far; a call with the same `digest` continues after them.
+
+    `ends` are the numbers of lines at which batches end: a batch that a killed call left incomplete is scored again.
+
+    Raises: ValueError if the file cannot be written, or another call is writing it.
+    """
+
+    #: lines written so far
+    num_lines: int
+    #: tokens in them, and the sum of their scores; None once that is unknown
+    _num_tokens: int
+    _total: float | None
+    #: lines that a classifier has rated, and each text's reward, where it gives one
+    _num_rated: int
+    _rewards: list[float]
+    #: the file until it is complete
+    _unfinished: Unfinished
+
+    def __init__(self, path: Path, digest: str, ends: Sequence[int]) -> None:
+        self._unfinished = Unfinished(path, digest)
+        self.num_lines = self._num_tokens = self._num_rated = 0
+        self._total, self._rewards = 0.0, []
+        self._take_up(ends)
+
+    def write(self, lines: Sequence[Scored | Rated]) -> None:
+        """Append lines, through to the disk."""
+        contents = [line.content for line in lines]
+        texts = [json.dumps(content, ensure_ascii=False, allow_nan=False) for content in contents]
+        self._unfinished.append(texts, to_disk=True)
+        for content in contents:
+            self._count(content)
+
+    def publish(self) -> None:
+        """Give the file its name.
+
+        Raises: ValueError if a file of that name exists by now; the lines stay in the hidden file.
+        """
+        self._unfinished.publish()
+
+    def summary(self, resumed_from: int, num_tokens: int, time_s: float) -> Summary:
+        return Summary(
+            num_lines=self.num_lines,
+            num_scored_tokens=self._num_tokens,
+            log_prob=self._total,
+            perplexity=_perplexity(self._total, self._num_tokens),
+            num_rated=self._num_rated,
+            mean_reward=round(math.fsum(self._rewards) / len(self._rewards), 7) if self._rewards else None,
+            resumed_from=resumed_from,
+            time_s=time_s,
+            tokens_per_s=num_tokens / time_s,
+        )
+
+    def _take_up(self, ends: Sequence[int]) -> None:
+        lines = self._unfinished.lines(_is_scored)
+        kept = lines[: max((end for end in ends if end <= len(lines)), default=0)]
+        for line in kept:
+            self._count(json.loads(line))
+        self._unfinished.keep(kept)
+
+    def _count(self, content: Mapping[str, Any]) -> None:
+        log_probs = content.get("log_probs", ())
+        total = _total(log_probs)
+        self._total = None if total is None or self._total is None else self._total + total
+        self._num_tokens += len(log_probs)
+        self._num_rated += "log_probs" not in content
+        if content.get("reward") is not None:
+            self._rewards.append(content["reward"])
+        self.num_lines += 1
+
+
+def _is_scored(line: Any) -> bool:
+    if not isinstance(line, dict):
+        return False
+    log_probs = line.get("log_probs")
+    if isinstance(log_probs, list):
+        return all(isinstance(value, float | int | None) for value in log_probs)
+    return isinstance(line.get("reward", ""), float | int | None) or not {"rewards", "values"}.isdisjoint(line)
+
+
+def _total(log_probs: Sequence[float | None]) -> float | None:
+    known = [value for value in log_probs if value is not None]
+    return round(math.fsum(known), 7) if len(known) == len(log_probs) else None
+
+
+def _perplexity(total: float | None, num_tokens: int) -> float | None:
+    if total is None or num_tokens == 0 or -total / num_tokens > 700:
+        return None
+    return float(f"{math.exp(-total / num_tokens):.8g}")
+
+
+# ---- The work of `penstock score`: batches of texts, shared out among pipelines, and one process that writes all lines
+
 
 MICROBATCH_TOKENS = 2048
 """Enough tokens for a microbatch to be worth its overhead, and few enough that its logits stay small."""

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.cli.commands import Parser
-from penstock.cli.group import Group, agree, find_group_of
-from penstock.cli.host_memory import check_rows
-from penstock.cli.launch import WorkerCommand, launch
-from penstock.cli.layout_here import is_free, say_shared_cores, size_in_words
+from penstock.cli.options import MODEL_OPTIONS, PROCESSES, add_options, options_of, parallel_options, values_of
+from penstock.cli.processes.launch import WorkerCommand, launch
+from penstock.cli.processes.layout_here import is_free, say_shared_cores, size_in_words
+from penstock.cli.processes.meeting import Group, agree, find_group_of
+from penstock.cli.processes.memory_limits import check_rows
 from penstock.cli.progress import show_log
-from penstock.cli.setting_options import MODEL_OPTIONS, PROCESSES, add_options, options_of, parallel_options, values_of
+from penstock.io.files import read_text
 from penstock.settings import ParallelConfig, RingConfig, ServeConfig
-from penstock.settings.files import read_text
 
 if TYPE_CHECKING:
     from socket import socket
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
     from penstock.engine.engine import Engine
-    from penstock.engine.saved_model import SavedModel
+    from penstock.engine.folders.model_folder import SavedModel
     from penstock.schedule import RingShape
     from penstock.serve.app import ServerParts
 
 API_KEY = "PENSTOCK_API_KEY"
 """The environment variable with the key that clients must give."""
 
-_IMPORTS = ("penstock.serve.server", "penstock.cli.together", "penstock.engine.engine")
+_IMPORTS = ("penstock.serve.server", "penstock.cli.processes.session", "penstock.engine.engine")
 _PARALLEL = parallel_options(("pp", *PROCESSES))
 _CHOSEN = ("pp", "threads")
 _RING = options_of(RingConfig(), {"num_slots": "slots", "rows_per_slot": "rows"}, without=("max_rows_per_slot",))
@@ -89,7 +89,7 @@ def main(words: Sequence[str]) -> int:
         command = WorkerCommand("penstock.cli.serve", "serves again", _IMPORTS)
         num_threads = arguments.parallel.num_threads
         return launch(command, words, world_size, num_threads, check=lambda: _check_model(arguments, world_size))
-    from penstock.cli.together import work_together
+    from penstock.cli.processes.session import work_together
 
     own, parallel = group or Group.alone(), arguments.parallel
     return work_together(own, parallel.num_threads, parallel.timeout_s, lambda store: _serve(arguments, own, store))
@@ -159,7 +159,7 @@ def _open(arguments: ServeArguments) -> "SavedModel":
 
 def _fitting_options(arguments: ServeArguments) -> list[str]:
     """The options of the layout that fits this machine. Raises: ValueError for a model that cannot be served here."""
-    from penstock.cli.layout_here import options_here
+    from penstock.cli.processes.layout_here import options_here
 
     model, shape = _open(arguments), _shape(arguments)
     return options_here(model, shape.num_rows, _length(arguments, model), 1, arguments.parallel.device)
@@ -171,7 +171,7 @@ def _length(arguments: ServeArguments, model: "SavedModel") -> int:
 
 
 def _shape(arguments: ServeArguments) -> "RingShape":
-    from penstock.engine.answers import GenerateOptions
+    from penstock.engine.generation.answers import GenerateOptions
 
     # As for prompts without end.
     ring = arguments.ring
@@ -195,7 +195,7 @@ def _key(arguments: ServeArguments) -> str | None:
 def _parts(arguments: ServeArguments, model: "SavedModel", shape: "RingShape") -> "ServerParts":
     """The server's part on the rank of the first stage. Raises: ValueError for an unusable key or template."""
     from penstock.data.chat_template import ChatTemplate
-    from penstock.engine.requests import RequestQueue
+    from penstock.engine.generation.requests import RequestQueue
     from penstock.model import Limits
     from penstock.serve.app import ServerParts
     from penstock.serve.asked import ServedModel
@@ -218,12 +218,12 @@ def _parts(arguments: ServeArguments, model: "SavedModel", shape: "RingShape") -
 
 
 def _serve(arguments: ServeArguments, group: Group, store: "Store") -> None:
-    from penstock.cli.rank_speeds import measured_ranks
+    from penstock.cli.processes.measure import measured_ranks
+    from penstock.cli.processes.session import choose_device, initialise, refuse_differing, together
+    from penstock.cli.progress import Waiting
     from penstock.cli.texts import show_lacking, show_layers
-    from penstock.cli.together import choose_device, initialise, refuse_differing, together
-    from penstock.cli.waiting import Waiting
-    from penstock.engine.decode_cut import cut_to_decode
     from penstock.engine.engine import Engine
+    from penstock.engine.generation.decode_cut import cut_to_decode
     from penstock.runtime import Watchdog
     from penstock.serve.server import listen
 
@@ -278,7 +278,7 @@ def _run(
     ending: threading.Event | None,
 ) -> None:
     """Generate until the server has been told to end, on every rank. cache: what the greeting says of KV caches."""
-    from penstock.engine.answers import GenerateOptions
+    from penstock.engine.generation.answers import GenerateOptions
     from penstock.serve.server import HttpThread
 
     options = GenerateOptions()

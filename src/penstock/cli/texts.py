@@ -10,10 +10,9 @@ from typing import Any, TypeGuard
 
 from penstock.data.examples import Chat, ExampleReader, messages_of, options_of
 from penstock.data.tokenizer import WithoutSpecialTokens
-from penstock.engine.generation_defaults import GENERATION_CONFIG
-from penstock.engine.saved_model import SavedModel, open_model
-from penstock.settings.files import lines_of
-from penstock.settings.json_files import parse_json
+from penstock.engine.folders.model_folder import GENERATION_CONFIG, SavedModel, open_model
+from penstock.io.documents import parse_json
+from penstock.io.files import lines_of
 
 _TEXT_FORMS = '{"text": ...}, {"tokens": [...]} or {"prompt": ..., "completion": ...}'
 _MOST_SHOWN = 40

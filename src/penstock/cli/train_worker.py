@@ -16,24 +16,21 @@ import torch
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 from penstock.cli.commands import print_json
-from penstock.cli.group import Group
-from penstock.cli.progress import Progress, StepFigures, show_log
-from penstock.cli.together import choose_device, initialise, refuse_differing, together, work_together
-from penstock.cli.waiting import Waiting
+from penstock.cli.processes.meeting import Group
+from penstock.cli.processes.session import choose_device, initialise, refuse_differing, together, work_together
+from penstock.cli.progress import Progress, StepFigures, Waiting, show_log
 from penstock.data import DataShard, Loader, PackedBatch
 from penstock.draw.layers import RECORDED_STEP_FILE, RecordedStep, write_recorded_step
 from penstock.engine.checkpoint import Checkpointer
 from penstock.engine.checkpoint.manifest import CheckpointInfo, folder_name
+from penstock.engine.checkpoint.rank_values import random_state, restore_random_state
 from penstock.engine.engine import Engine
-from penstock.engine.loss_metrics import EvaluationLoss
-from penstock.engine.losses import LossFn, LossWeightFn
-from penstock.engine.random_state import random_state, restore_random_state
-from penstock.engine.recordings import gathered_recording
-from penstock.engine.run_parts import RunData, check_parts, engine_arguments, micro_batches
-from penstock.engine.runs import CHECKPOINT_FOLDER, METRICS_FILE, RunFolder, check_folder, read_metrics
-from penstock.engine.trackers import Trackers
-from penstock.engine.trainer import TrainResult
-from penstock.engine.watch import EarlyStop
+from penstock.engine.folders.run_parts import RunData, check_parts, engine_arguments, micro_batches
+from penstock.engine.folders.runs import CHECKPOINT_FOLDER, METRICS_FILE, RunFolder, check_folder, read_metrics
+from penstock.engine.model_state import gathered_recording
+from penstock.engine.training.losses import EvaluationLoss, LossFn, LossWeightFn
+from penstock.engine.training.trainer import TrainResult
+from penstock.engine.watch import EarlyStop, Trackers
 from penstock.runtime import Watchdog
 from penstock.schedule import Costs, Op, Timeline
 from penstock.settings import ConfigError, RunConfig

@@ -12,7 +12,6 @@ from penstock.data.checks import (
 from penstock.data.corpus import Corpus, CorpusSpec, load_corpus
 from penstock.data.loader import BatchSize, DataShard, Loader, validation_batches
 from penstock.data.packed import NO_LABEL, Extent, PackedBatch
-from penstock.data.packing import DocumentPacking, WindowPacking, pack
 from penstock.data.split import (
     MicroBatchSpec,
     Split,
@@ -26,6 +25,7 @@ from penstock.data.split import (
     split,
     take_apart,
 )
+from penstock.data.store import DocumentPacking, WindowPacking, pack
 
 __all__ = [
     "NO_LABEL",

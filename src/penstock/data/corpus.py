@@ -18,8 +18,7 @@ from typing import BinaryIO, Protocol
 import numpy as np
 
 from penstock.data.checks import CorpusError
-from penstock.data.examples import ExampleReader, ended, holds_examples
-from penstock.data.pairs import PairReader
+from penstock.data.examples import ExampleReader, PairReader, ended, holds_examples
 from penstock.data.sources import BUILT_IN, ROW_ENDINGS, Source, find_source
 from penstock.data.store import (
     LEARNED_FILE,

@@ -14,7 +14,7 @@ import torch
 
 from penstock.data.checks import CorpusError, LoaderStateError
 from penstock.data.packed import PackedBatch
-from penstock.data.packing import Packing
+from penstock.data.store import Packing
 
 _DTYPES = {"tokens": torch.int64, "labels": torch.int64}
 _TRAILING_SHAPES: dict[str, tuple[int, ...]] = {"tokens": (), "labels": ()}

@@ -38,8 +38,8 @@ from penstock.data.checks import (
     checked_metadata,
     checked_trailing_shape,
 )
+from penstock.io.documents import parse_json
 from penstock.settings.arguments import type_in_words
-from penstock.settings.json_files import parse_json
 
 NO_LABEL = -100  # the default `ignore_index` of PyTorch's cross entropy
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from penstock.data.checks import CorpusError
-from penstock.settings.files import lines_of, open_file
-from penstock.settings.json_files import parse_json
+from penstock.io.documents import parse_json
+from penstock.io.files import lines_of, open_file
 
 BUILT_IN = "stdlib"
 TEXT_ENDINGS = frozenset({".txt", ".text", ".md", ".rst", ".py"})

@@ -1,8 +1,9 @@
 """Timelines as SVG or PNG, one above the other on a shared axis of time."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,9 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from penstock.draw.boxes import DEFINITIONS, Box, Kind, Part, Row, boxes_of, kinds_in, number
+from penstock.io.files import whole_file
 from penstock.schedule import Timeline
-from penstock.settings.durable import whole_file
+from penstock.schedule.rehearsal import MemoryKind, MemoryPoint, Rehearsal
 
 FORMATS = (".svg", ".png")
 
@@ -261,3 +263,213 @@ def _legend(figure: Figure, rows: Sequence[Row], left: float) -> None:
         handlelength=1.1, handleheight=1.0, columnspacing=1.3, borderaxespad=0.4, borderpad=0.2, fontsize=8.5,
     )  # fmt: skip
     figure.text(left, 0.08 / height, "\n".join(DEFINITIONS), color=GREY, fontsize=7.5, va="bottom", linespacing=1.3)
+
+
+# ---- A rank's memory over a rehearsed step, action by action, and what it is made of, as SVG or PNG
+
+
+_COLOURS = {
+    MemoryKind.PARAMETERS: "#34506B",
+    MemoryKind.GRADIENTS: "#5F86A8",
+    MemoryKind.MASTERS: "#9DB8CE",
+    MemoryKind.OPTIMIZER: "#C9D6E2",
+    MemoryKind.OTHER: "#D9D9D9",
+    MemoryKind.TAPE: "#2E8B57",
+    MemoryKind.TRANSPORT: "#E0A030",
+    MemoryKind.TRANSIENT: "#C8553D",
+}
+_MEMORY_WIDTHS_IN, _INCHES_PER_ACTION, _HEIGHT_IN = (9.0, 16.0), 0.16, 4.6
+_MOST_NAMED = 64
+
+
+def memory_picture(path: str | Path, rehearsal: Rehearsal) -> None:
+    """Draw the memory of each action at its peak, kind upon kind, with a line at what remains after it.
+
+    An existing file is overwritten.
+
+    Raises: ValueError for an ending other than .svg and .png.
+    """
+    path = Path(path)
+    check_path(path)
+    with matplotlib.rc_context(STYLE):
+        save(_memory_figure(rehearsal), path)
+
+
+def _memory_figure(rehearsal: Rehearsal) -> Figure:
+    points = rehearsal.timeline
+    width = min(max(_INCHES_PER_ACTION * len(points) + 1.5, _MEMORY_WIDTHS_IN[0]), _MEMORY_WIDTHS_IN[1])
+    figure = Figure(figsize=(width, _HEIGHT_IN), facecolor="white")
+    axes = figure.add_axes((0.75 / width, 0.24, 1 - 1.0 / width, 0.6))
+    scale, unit = _unit(rehearsal.peak_bytes)
+    kinds = [kind for kind in _COLOURS if rehearsal.most(kind)]
+    _memory_bars(axes, points, kinds, scale)
+    _peak(axes, rehearsal, scale, unit)
+    _memory_axis(axes, points, unit)
+    title = f"rank {rehearsal.rank} ({rehearsal.place})"
+    figure.text(0.75 / width, 0.935, title, fontsize=11, fontweight="bold")
+    subtitle = f"{rehearsal.schedule}, {rehearsal.num_microbatches} microbatches, on {rehearsal.device}"
+    figure.text(0.75 / width, 0.88, subtitle, color=GREY)
+    handles = [Patch(facecolor=_COLOURS[kind], label=str(kind)) for kind in kinds]
+    figure.legend(
+        handles=handles, loc="lower left", bbox_to_anchor=(0.75 / width, 0.0), ncols=len(handles), frameon=False,
+        handlelength=1.1, handleheight=1.0, columnspacing=1.3, borderaxespad=0.4, borderpad=0.2, fontsize=8.5,
+    )  # fmt: skip
+    return figure
+
+
+def _memory_bars(axes: Axes, points: tuple[MemoryPoint, ...], kinds: list[MemoryKind], scale: float) -> None:
+    edges = list(range(len(points) + 1))
+    columns = [[point.at_peak.get(kind, 0) / scale for point in points] for kind in kinds]
+    tops = list(accumulate(columns, lambda below, own: [a + b for a, b in zip(below, own, strict=True)]))
+    for i, (kind, top) in enumerate(zip(kinds, tops, strict=True)):
+        bottom = tops[i - 1] if i else [0.0] * len(points)
+        axes.stairs(top, edges, baseline=bottom, fill=True, color=_COLOURS[kind], linewidth=0)
+    remains = [sum(point.after.values()) / scale for point in points]
+    axes.stairs(remains, edges, baseline=None, color="#1A1A1A", linewidth=0.8)
+
+
+def _peak(axes: Axes, rehearsal: Rehearsal, scale: float, unit: str) -> None:
+    place, peak = rehearsal.timeline.index(rehearsal.fullest), rehearsal.peak_bytes / scale
+    axes.axhline(peak, color=GREY, linewidth=0.6, linestyle=(0, (4, 3)))
+    is_left = place < len(rehearsal.timeline) / 2
+    axes.annotate(
+        f"peak {peak:,.2f} {unit} in {rehearsal.fullest.action}",
+        (place + 0.5, peak),
+        xytext=(0, 4),
+        textcoords="offset points",
+        ha="left" if is_left else "right",
+        fontsize=8.5,
+    )
+
+
+def _memory_axis(axes: Axes, points: tuple[MemoryPoint, ...], unit: str) -> None:
+    axes.set_xlim(0, len(points))
+    axes.set_ylim(bottom=0)
+    axes.margins(y=0.08)
+    every = -(-len(points) // _MOST_NAMED)
+    named = range(0, len(points), every)
+    axes.set_xticks([i + 0.5 for i in named])
+    axes.set_xticklabels([points[i].action for i in named], rotation=90, fontsize=6.5)
+    axes.yaxis.set_major_locator(MaxNLocator(nbins=8))
+    axes.set_ylabel(f"{unit}, at the peak of each action; the line: after it", color=GREY, fontsize=8)
+    axes.tick_params(color=GREY, labelcolor=GREY)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    for side in ("bottom", "left"):
+        axes.spines[side].set_color("#C5CAD1")
+
+
+def _unit(num_bytes: int) -> tuple[float, str]:
+    return (2.0**30, "GiB") if num_bytes >= 2**30 else (2.0**20, "MiB")
+
+
+# ---- All layouts that a plan tried, as throughput over memory, and what the steps of the best are made of
+
+
+# In this order, from the left of each bar; waits bear the name of the axis whose messages they wait for.
+_PARTS = {
+    "compute": ("#34506B", "compute"),
+    "bubble": ("#D9D9D9", "bubble"),
+    "tp": ("#C8553D", "waits for tp"),
+    "cp": ("#E0A030", "waits for cp"),
+    "ep": ("#8B5FA8", "waits for ep"),
+    "dp": ("#B0703C", "waits for dp"),
+    "gradients and optimizer": ("#2E8B57", "gradients and optimizer"),
+}
+_FITS, _TOO_BIG, _FRONTIER = "#5F86A8", "#C9CED4", "#1A1A1A"
+_GIB = 2.0**30
+_SIZE_IN = (12.5, 5.6)
+
+
+@dataclass(frozen=True)
+class PlannedLayout:
+    """A layout that was tried: tokens a second and device, bytes of its fullest rank, seconds of its step by part."""
+
+    label: str
+    tokens_s_device: float
+    peak_bytes: float
+    parts_s: Mapping[str, float]
+
+
+def plan_picture(
+    path: str | Path,
+    title: str,
+    best: Sequence[PlannedLayout],
+    tried: Sequence[PlannedLayout],
+    memory_bytes: float,
+) -> None:
+    """Draw all layouts that were tried, and the steps of the `best`; `memory_bytes` are those of a device.
+
+    An existing file is overwritten.
+
+    Raises: ValueError for an ending other than .svg and .png.
+    """
+    path = Path(path)
+    check_path(path)
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=_SIZE_IN, facecolor="white")
+        figure.text(0.055, 0.94, title, fontsize=11, fontweight="bold")
+        _scatter(figure.add_axes((0.055, 0.12, 0.31, 0.76)), best, tried, memory_bytes)
+        _bars(figure.add_axes((0.69, 0.2, 0.29, 0.68)), best)
+        save(figure, path)
+
+
+def frontier(layouts: Sequence[PlannedLayout]) -> list[PlannedLayout]:
+    """The layouts that no other one beats in both memory and throughput, by increasing memory."""
+    found: list[PlannedLayout] = []
+    for one in sorted(layouts, key=lambda one: (one.peak_bytes, -one.tokens_s_device)):
+        if not found or one.tokens_s_device > found[-1].tokens_s_device:
+            found.append(one)
+    return found
+
+
+def _scatter(axes: Axes, best: Sequence[PlannedLayout], tried: Sequence[PlannedLayout], memory_bytes: float) -> None:
+    fitting = [one for one in tried if one.peak_bytes <= memory_bytes]
+    too_big = [one for one in tried if one.peak_bytes > memory_bytes]
+    for layouts, colour, word in ((too_big, _TOO_BIG, "too big"), (fitting, _FITS, "fits")):
+        if layouts:
+            axes.scatter(*_points(layouts), s=12, color=colour, linewidth=0, label=f"{word} ({len(layouts)})")
+    edge = frontier(tried)
+    axes.step(*_points(edge), where="post", color=_FRONTIER, linewidth=0.9, label="frontier")
+    axes.scatter(*_points(edge), s=14, facecolor="white", edgecolor=_FRONTIER, linewidth=0.9, zorder=3)
+    if best:
+        place = best[0].peak_bytes / _GIB, best[0].tokens_s_device
+        axes.annotate("1", place, xytext=(0, 7), textcoords="offset points", ha="center", fontweight="bold")
+    low, high = axes.get_xlim()
+    if low <= memory_bytes / _GIB <= 1.5 * high:
+        axes.axvline(memory_bytes / _GIB, color=GREY, linewidth=0.7, linestyle=(0, (4, 3)), label="a device's memory")
+    axes.set_ylim(bottom=0, top=1.12 * max(one.tokens_s_device for one in tried))
+    axes.set_xlim(left=0)
+    axes.set_xlabel("GiB on the fullest rank", color=GREY)
+    axes.set_ylabel("tokens a second and device", color=GREY)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    axes.legend(loc="lower left", frameon=False, fontsize=8)
+    _quiet(axes)
+
+
+def _points(layouts: Sequence[PlannedLayout]) -> tuple[list[float], list[float]]:
+    return [one.peak_bytes / _GIB for one in layouts], [one.tokens_s_device for one in layouts]
+
+
+def _bars(axes: Axes, best: Sequence[PlannedLayout]) -> None:
+    parts = [part for part in _PARTS if any(one.parts_s.get(part) for one in best)]
+    lefts = [0.0] * len(best)
+    for part in parts:
+        widths = [one.parts_s.get(part, 0.0) for one in best]
+        colour, label = _PARTS[part]
+        axes.barh(range(len(best)), widths, left=lefts, height=0.72, color=colour, label=label)
+        lefts = [left + width for left, width in zip(lefts, widths, strict=True)]
+    axes.set_yticks(range(len(best)), [f"{one.label}  {i}" for i, one in enumerate(best, start=1)], fontsize=7.5)
+    axes.invert_yaxis()
+    axes.set_xlabel("seconds of a step, on its busiest rank", color=GREY)
+    axes.legend(loc="upper left", bbox_to_anchor=(-0.55, -0.13), ncols=7, frameon=False, fontsize=8, handlelength=1.1)
+    _quiet(axes)
+    axes.tick_params(axis="y", length=0, labelcolor="#1A1A1A")
+
+
+def _quiet(axes: Axes) -> None:
+    axes.tick_params(color=GREY, labelcolor=GREY)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    for side in ("bottom", "left"):
+        axes.spines[side].set_color("#C5CAD1")

@@ -6,12 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from penstock.io.documents import parse_json
+from penstock.io.files import read_bytes, whole_file
 from penstock.schedule import Event, Timeline
 from penstock.schedule.recording import Recording, Wait, escaped
 from penstock.schedule.text import parse_step
-from penstock.settings.durable import whole_file
-from penstock.settings.files import read_bytes
-from penstock.settings.json_files import parse_json
 
 FORMAT = "penstock recorded step 1"
 RECORDED_STEP_FILE = "timeline.json"  # in the folder of a run

@@ -17,10 +17,10 @@ from typing import Any
 
 from penstock.draw.boxes import DEFINITIONS, KIND_OF, Kind
 from penstock.draw.layers import Layer, bytes_are_known, check_layers, live_over_time
+from penstock.io.files import whole_file
 from penstock.schedule import Event, Op, Pair
 from penstock.schedule.actions import parts
 from penstock.schedule.recording import Wait
-from penstock.settings.durable import whole_file
 
 _SCRIPTS = ("model.js", "paint.js", "view.js", "tell.js", "page.js")
 _DIGITS = 9  # of the makespan, in a tick

@@ -13,9 +13,9 @@ from typing import Any
 
 from penstock.draw.boxes import KIND_OF
 from penstock.draw.layers import Layer, bytes_are_known, check_layers, live_over_time
+from penstock.io.files import whole_file
 from penstock.schedule import Event, Op
 from penstock.schedule.actions import parts
-from penstock.settings.durable import whole_file
 
 NANOSECONDS = {"s": 1e9, "ms": 1e6, "us": 1e3, "ns": 1.0}
 _COMPUTE, _REDUCTION = 1, 2  # threads

@@ -7,16 +7,21 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from penstock.engine.answers import GenerateOptions
     from penstock.engine.checkpoint import CheckpointError
     from penstock.engine.engine import Engine
-    from penstock.engine.loss_metrics import EvaluationLoss, Metric, MetricReduction
-    from penstock.engine.losses import ZeroLossWeight, num_loss_tokens, token_cross_entropy
+    from penstock.engine.generation.answers import GenerateOptions
     from penstock.engine.options import EngineOptions
-    from penstock.engine.scorer import PerToken, token_scores
-    from penstock.engine.trackers import Trackers
-    from penstock.engine.trainer import TrainResult
-    from penstock.engine.watch import EarlyStop
+    from penstock.engine.training.losses import (
+        EvaluationLoss,
+        Metric,
+        MetricReduction,
+        ZeroLossWeight,
+        num_loss_tokens,
+        token_cross_entropy,
+    )
+    from penstock.engine.training.scorer import PerToken, token_scores
+    from penstock.engine.training.trainer import TrainResult
+    from penstock.engine.watch import EarlyStop, Trackers
 
 __all__ = [
     "CheckpointError",
@@ -38,20 +43,20 @@ __all__ = [
 
 _FILE_OF = {
     "EarlyStop": "watch",
-    "Trackers": "trackers",
+    "Trackers": "watch",
     "CheckpointError": "checkpoint",
     "Engine": "engine",
     "EngineOptions": "options",
-    "EvaluationLoss": "loss_metrics",
-    "GenerateOptions": "answers",
-    "Metric": "loss_metrics",
-    "MetricReduction": "loss_metrics",
-    "PerToken": "scorer",
-    "TrainResult": "trainer",
-    "ZeroLossWeight": "losses",
-    "num_loss_tokens": "losses",
-    "token_cross_entropy": "losses",
-    "token_scores": "scorer",
+    "EvaluationLoss": "training.losses",
+    "GenerateOptions": "generation.answers",
+    "Metric": "training.losses",
+    "MetricReduction": "training.losses",
+    "PerToken": "training.scorer",
+    "TrainResult": "training.trainer",
+    "ZeroLossWeight": "training.losses",
+    "num_loss_tokens": "training.losses",
+    "token_cross_entropy": "training.losses",
+    "token_scores": "training.scorer",
 }
 
 

@@ -2,17 +2,215 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call
 
 from penstock.data import PackedBatch
 from penstock.engine.build import autocast_of
-from penstock.engine.messages import KeyShapes, find_messages
-from penstock.model import Given, Randomness, UnitSpec
-from penstock.runtime import Boundary, Stage, UnitCall
-from penstock.runtime.message import SEQUENCES
+from penstock.model import Given, Parameters, Randomness, Sequences, UnitSpec
+from penstock.runtime import Boundary, Message, Stage, UnitCall
+from penstock.runtime.message import SEQUENCES, Form, MessagePart
 from penstock.settings import Precision
+from penstock.settings.arguments import type_in_words
+
+# ---- The tensors that a user's own layers give each other, found by running the layers once without data
+
+
+_PRIMES = ((19, 23, 29, 31, 37, 41, 43, 47, 53, 59), (61, 67, 71, 73, 79, 83, 89, 97, 101, 103))
+_LENGTHS = ((5, 2, 4, 6), (3, 7, 2, 4, 11))
+"""Tokens of each sequence of the two microbatches."""
+
+
+@dataclass(frozen=True)
+class KeyShapes:
+    """The keys of a batch: what is known of them before any data."""
+
+    #: key -> dtype, shape after the first dimension, and the first key that has as many rows in each item
+    keys: tuple[tuple[str, torch.dtype, tuple[int, ...], str], ...]
+
+    @classmethod
+    def of(cls, batch: PackedBatch) -> KeyShapes:
+        found, groups = [], {batch.lengths["tokens"]: "tokens"}
+        for key in batch.keys:
+            group = groups.setdefault(batch.lengths[key], key)
+            found.append((key, batch.dtypes[key], batch.trailing_shapes[key], group))
+        return cls(tuple(found))
+
+    def num_rows(self, microbatch: int) -> dict[str, int]:
+        """The numbers of rows in one of the two made-up microbatches: of each group of keys, and of sequences."""
+        groups = sorted({group for *_, group in self.keys} - {"tokens"})
+        rows = dict(zip(groups, _PRIMES[microbatch], strict=False))
+        return {"tokens": sum(_LENGTHS[microbatch]), SEQUENCES: len(_LENGTHS[microbatch]), **rows}
+
+
+@dataclass(frozen=True)
+class Found:
+    """The findings on one layer's output."""
+
+    #: None for the plain stream
+    message: Message | None
+    #: the reason why nothing could be found; the plain stream is expected then
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Findings:
+    """The findings on a whole model."""
+
+    #: of each layer but the last
+    layers: list[Found]
+    #: the width of the last layer's rows where it gives one for each token, as logits are; None if that is not known
+    num_columns: int | None
+
+
+def find_messages(
+    layers: Sequence[tuple[str, nn.Module]],
+    shapes: KeyShapes,
+    hidden_size: int,
+    dtype: torch.dtype,
+    autocast: AbstractContextManager[Any] | None = None,
+) -> Findings:
+    """Find what each layer gives.
+
+    Raises:
+        ValueError: a layer gives what cannot go on, such as a tensor of another width; names the layer.
+    """
+    with (
+        FakeTensorMode(allow_non_fake_inputs=True),
+        torch.no_grad(),
+        torch.compiler.set_stance("force_eager"),
+        _quiet("torch._subclasses.fake_tensor"),
+    ):
+        runs = [_FakeRun(shapes, number, hidden_size, dtype) for number in range(2)]
+        with autocast or nullcontext():
+            found = [_found(name, module, runs) for name, module in layers[:-1]]
+            return Findings(found, _num_columns(layers[-1][1], runs[0]))
+
+
+@contextmanager
+def _quiet(logger: str) -> Iterator[None]:
+    """Log nothing there: a layer that cannot run without data is no error, and one that cannot run at all raises."""
+    log = logging.getLogger(logger)
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
+
+
+def _num_columns(module: nn.Module, run: _FakeRun) -> int | None:
+    try:
+        run.call(module)
+    except Exception:  # as in `_found`
+        return None
+    is_table = isinstance(run.value, Tensor) and run.value.dim() == 2 and run.value.shape[0] == run.num_rows["tokens"]
+    return run.value.shape[1] if is_table else None
+
+
+class _FakeRun:
+    """One made-up microbatch on its way through the layers."""
+
+    #: the number of rows of each key, and of sequences
+    num_rows: dict[str, int]
+    #: the batch's keys, without data
+    keys: dict[str, Tensor]
+    #: the boundaries of the texts
+    sequences: Sequences
+    #: width and dtype of the plain stream
+    hidden_size: int
+    dtype: torch.dtype
+    #: what the last layer gave
+    value: Any
+
+    def __init__(self, shapes: KeyShapes, number: int, hidden_size: int, dtype: torch.dtype) -> None:
+        self.num_rows = shapes.num_rows(number)
+        self.keys = {
+            key: torch.zeros((self.num_rows[group], *trailing), dtype=dtype)
+            for key, dtype, trailing, group in shapes.keys
+        }
+        self.sequences = Sequences.from_lengths(_LENGTHS[number])
+        self.hidden_size, self.dtype = hidden_size, dtype
+        self.value = self.keys["tokens"]
+
+    def call(self, module: nn.Module) -> None:
+        parameters = Parameters.of(module)
+        wanted = {key: self.keys[key] for key in parameters.wanted(self.keys)}
+        args, kwargs = parameters.arguments(self.value, self.sequences, wanted)
+        every = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+        own = {name: _fake(tensor, self.dtype) for name, tensor in every}
+        self.value = functional_call(module, own, tuple(args), kwargs, tie_weights=False)
+
+    def expect_stream(self) -> None:
+        """Go on as if the layer had given the plain stream."""
+        self.value = torch.zeros(self.num_rows["tokens"], self.hidden_size, dtype=self.dtype)
+
+
+def _fake(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty(tensor.shape, dtype=dtype if tensor.is_floating_point() else tensor.dtype)
+
+
+def _found(name: str, module: nn.Module, runs: Sequence[_FakeRun]) -> Found:
+    declared = getattr(module, "gives", None)
+    try:
+        for run in runs:
+            run.call(module)
+    except Exception as error:  # a layer may need data, or do anything that fake tensors do not allow
+        found = Found(declared if isinstance(declared, Message) else None, " ".join(str(error).split())[:200])
+        for run in runs:
+            run.expect_stream()
+            if found.message is not None:
+                parts = (torch.zeros(part.shape(run.num_rows), dtype=part.dtype) for part in found.message.parts)
+                run.value = found.message.formed(tuple(parts))
+        return found
+    message = declared if isinstance(declared, Message) else _message(name, runs)
+    plain = Message(Form.ONE, (MessagePart("tokens", (runs[0].hidden_size,), runs[0].dtype),))
+    return Found(None if message == plain else message)
+
+
+def _message(name: str, runs: Sequence[_FakeRun]) -> Message:
+    values = [run.value for run in runs]
+    first = values[0]
+    if isinstance(first, Tensor):
+        form, names, tensors = Form.ONE, (), [(value,) for value in values]
+    elif isinstance(first, tuple) and all(isinstance(tensor, Tensor) for tensor in first):
+        form, names, tensors = Form.TUPLE, (), values
+    elif isinstance(first, Mapping) and all(isinstance(tensor, Tensor) for tensor in first.values()):
+        form, names, tensors = Form.MAPPING, tuple(first), [tuple(value.values()) for value in values]
+    else:
+        raise ValueError(f"{name} gives {type_in_words(first)}; layers give a tensor, or a tuple or mapping of tensors")
+    parts = tuple(_part(name, pair, runs) for pair in zip(*tensors, strict=True))
+    width = runs[0].hidden_size
+    if form is Form.ONE and parts[0].trailing_shape != (width,):
+        raise ValueError(
+            f"{name} gives rows of {list(parts[0].trailing_shape)}; from layer to layer go rows of [{width}], the "
+            "hidden size"
+        )
+    return Message(form, parts, names)
+
+
+def _part(name: str, tensors: tuple[Tensor, ...], runs: Sequence[_FakeRun]) -> MessagePart:
+    """The tensor's rows, by the counts that both microbatches share."""
+    small, large = tensors
+    if small.dim() and small.shape[1:] == large.shape[1:] and small.dtype == large.dtype:
+        for rows, count in runs[0].num_rows.items():
+            if (small.shape[0], large.shape[0]) == (count, runs[1].num_rows[rows]):
+                return MessagePart(rows, tuple(small.shape[1:]), small.dtype)
+    counts = ", ".join(f"{count} {rows}" for rows, count in runs[0].num_rows.items())
+    raise ValueError(
+        f"{name} gives {list(small.shape)} for a microbatch of {counts}; a tensor that goes on has a row for each of "
+        "these, and otherwise the same shape for any microbatch"
+    )
+
+
+# ---- A user's own layers: what they ask for of a microbatch by name, and what they give each other
 
 
 class OwnLayers:

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from penstock import schedule
 from penstock.engine.build import build_on_all_ranks, build_stages, cut_units, parameter_dtype
-from penstock.engine.memory import kept_bytes
 from penstock.engine.options import EngineOptions
+from penstock.engine.rehearsal.memory import kept_bytes
 from penstock.model import Sequences, UnitSpec, drain
 from penstock.parallel import Grid, gather_json
 from penstock.runtime import Boundary, Stage, Tape

@@ -1,7 +1,14 @@
 """The decoder as a list of units, and the parts that a stage needs to run it; process groups are arguments."""
 
-from penstock.model.arguments import NOTHING_GIVEN, BoundLayer, Given, Parameters, switch_sequentials
-from penstock.model.aux_losses import AuxLoss, AuxLosses, FutureTokens
+from penstock.model.arguments import (
+    NOTHING_GIVEN,
+    BoundLayer,
+    Given,
+    Parameters,
+    Randomness,
+    kept_random_state,
+    switch_sequentials,
+)
 from penstock.model.decoder import decoder_units
 from penstock.model.groups import ModelGroups
 from penstock.model.kv_cache import (
@@ -13,8 +20,32 @@ from penstock.model.kv_cache import (
     cached_attention,
     spare_position,
 )
-from penstock.model.lanes import Driven, Lane, Turn, drain, zip_lanes
-from penstock.model.linear import Linear, PendingGradient, WeightGradients, defer, pack, switch_linears
+from penstock.model.lanes import (
+    Compute,
+    Driven,
+    Exchange,
+    Lane,
+    RecomputedEntry,
+    RecomputedLane,
+    Segment,
+    SegmentedUnit,
+    Turn,
+    cut,
+    drain,
+    enter_graph,
+    recomputed,
+    zip_lanes,
+)
+from penstock.model.linear import (
+    Linear,
+    PendingGradient,
+    WeightCasts,
+    WeightGradients,
+    defer,
+    pack,
+    share_casts,
+    switch_linears,
+)
 from penstock.model.loss import (
     Logits,
     ShardedLogits,
@@ -24,21 +55,8 @@ from penstock.model.loss import (
     token_statistics,
     whole_logits,
 )
-from penstock.model.matmul import WeightCasts, share_casts
-from penstock.model.randomness import Randomness, kept_random_state
 from penstock.model.sampling import Draw, Drawn, draw_tokens
-from penstock.model.segments import (
-    Compute,
-    Exchange,
-    RecomputedEntry,
-    RecomputedLane,
-    Segment,
-    SegmentedUnit,
-    cut,
-    enter_graph,
-    recomputed,
-)
-from penstock.model.sequences import Sequences, Spread, cut_sequences
+from penstock.model.sequences import AuxLoss, AuxLosses, FutureTokens, Sequences, Spread, cut_sequences
 from penstock.model.units import Limits, UnitSpec
 
 __all__ = [

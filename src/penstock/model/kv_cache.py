@@ -19,8 +19,33 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.model.attention.one_query import attention_of_one, widened
 from penstock.schedule import NO_ROW, BatchItem
+
+# ---- Attention of a single token to the keys and values of its sequence, as each step of generation needs it
+
+
+_FEW_KEYS = 256
+"""Beyond so many, the products of all heads are too large for a processor's own cache."""
+
+
+def attention_of_one(q_RGQK: Tensor, k_RGLK: Tensor, v_RGLK: Tensor) -> Tensor:
+    """The mean [R, G, Q, K] of all these values; a row's bits are those of that row alone."""
+    if q_RGQK.device.type != "cpu":
+        return F.scaled_dot_product_attention(q_RGQK, k_RGLK, v_RGLK)
+    q, k, v = widened(q_RGQK), widened(k_RGLK), widened(v_RGLK)
+    if q.shape[2] > 1 or k.shape[2] > _FEW_KEYS:
+        return F.scaled_dot_product_attention(q, k, v).to(q_RGQK.dtype)
+    scores_RGL = (k * (q * q.shape[-1] ** -0.5)).sum(-1)
+    return (scores_RGL.softmax(-1)[:, :, None] @ v).to(q_RGQK.dtype)
+
+
+def widened(x: Tensor) -> Tensor:
+    """16-bit numbers on a CPU as fp32; all others as they are."""
+    return x.float() if x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float16) else x
+
+
+# ---- The KV cache, and attention over it for sequences that are read chunk by chunk
+
 
 Value = TypeVar("Value")
 

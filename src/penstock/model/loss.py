@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.model.aux_losses import IGNORED
+from penstock.model.sequences import IGNORED
 from penstock.parallel.collectives import Collectives
 from penstock.parallel.tensor_slice import Shard
 

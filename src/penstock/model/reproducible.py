@@ -16,11 +16,9 @@ from torch import Tensor, nn
 
 from penstock.model.attention.fixed_tiles import rounded_up
 from penstock.model.kv_cache import CachedRows, CachedUnit, CacheSize
-from penstock.model.layers.attention import AttentionBlock
-from penstock.model.layers.mlp import MLPBlock
+from penstock.model.layers.dense import AttentionBlock, MLPBlock
 from penstock.model.layers.vocabulary import Embedding, Head
-from penstock.model.linear import Linear
-from penstock.model.matmul import OneDnnMatmul, WeightCasts
+from penstock.model.linear import Linear, OneDnnMatmul, WeightCasts
 from penstock.model.sequences import Sequences
 from penstock.schedule import BatchItem
 from penstock.settings.arguments import type_in_words

@@ -1,8 +1,7 @@
 """The groups of the process grid, the collectives over them, and the reduction of gradients; it imports no model."""
 
-from penstock.parallel.buckets import Bucket, Place, Reduction, StateBytes
 from penstock.parallel.collectives import Collectives, Handle, Observer, gather_uneven, observe, share_buffers
-from penstock.parallel.gradients import GradientBuckets, sum_tied
+from penstock.parallel.gradients import Bucket, GradientBuckets, Place, Reduction, StateBytes, sum_tied
 from penstock.parallel.grid import Grid, connect, naming_ended_ranks
 from penstock.parallel.host import gather_json
 

@@ -9,8 +9,7 @@ from penstock.planner.calibrate import MeasuredRun, calibrate, candidate_of, med
 from penstock.planner.cluster import Cluster, ClusterError, Device, DeviceLink, hosts
 from penstock.planner.estimate import Candidate, Estimate, Workload, estimate
 from penstock.planner.explain import compare
-from penstock.planner.search import NothingFits, Plan, plan
-from penstock.planner.settings_file import settings_of
+from penstock.planner.search import NothingFits, Plan, plan, settings_of
 from penstock.planner.shape import ModelShape, models, published_model
 from penstock.planner.times import Constants
 

@@ -12,8 +12,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from penstock.settings.files import read_text
-from penstock.settings.toml_files import parse_toml
+from penstock.io.documents import parse_toml
+from penstock.io.files import read_text
 
 _GIB = 2**30
 

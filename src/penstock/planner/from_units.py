@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from penstock import schedule
-from penstock.planner.fit import LinearStep, fit
-from penstock.planner.simulation import Order, simulate_step
-from penstock.planner.times import Constants
+from penstock.planner.calibrate import LinearStep, fit
+from penstock.planner.times import Constants, Order, simulate_step
 
 _TIMES = ("forward", "backward_input", "backward_weight")
 

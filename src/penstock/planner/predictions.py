@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from penstock.planner.calibrate import LinearStep, fit
 from penstock.planner.cluster import unknown
-from penstock.planner.fit import LinearStep, fit
 from penstock.planner.published import PublishedRun, TimedRun
 from penstock.planner.times import Constants
 

@@ -12,14 +12,13 @@ from functools import cached_property
 from pathlib import Path
 
 from penstock import schedule
+from penstock.io.files import read_text
 from penstock.planner.cluster import Cluster, ClusterError, hosts
 from penstock.planner.estimate import Candidate, Style, Workload, estimate, fullest, stage_costs
 from penstock.planner.model_costs import RecomputedPart
 from penstock.planner.shape import ModelShape, find_model
-from penstock.planner.simulation import Order, simulate_step
-from penstock.planner.times import Constants
+from penstock.planner.times import Constants, Order, simulate_step
 from penstock.settings import Layout
-from penstock.settings.files import read_text
 
 Row = Mapping[str, str]
 

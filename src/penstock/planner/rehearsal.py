@@ -41,6 +41,6 @@ def rehearse(config: RunConfig | str | Path, rank: int = 0, device: str | None =
         ValueError: the settings cannot go together, or the layout has no such rank.
         RehearsalError: the step would fail on devices; names the action.
     """
-    from penstock.engine.rehearsal import rehearse_run
+    from penstock.engine.rehearsal.step import rehearse_run
 
     return rehearse_run(config, rank, device)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from itertools import combinations
 from typing import Any
 
-from penstock.planner.fit import spearman
+from penstock.planner.calibrate import spearman
 from penstock.planner.predictions import Prediction
 
 # Measured steps that differ by less are not taken to differ: runs are published with two or three digits.

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 from penstock.planner.cluster import MOST_DEVICES, Cluster
 from penstock.planner.estimate import Candidate, Estimate, Workload, estimate, groups_of, state_bytes
@@ -17,6 +18,34 @@ from penstock.planner.times import Clock, Constants
 from penstock.schedule import builders
 from penstock.settings import Layout
 from penstock.settings.arguments import checked
+
+# ---- A planned layout as settings of a run, which `penstock train` takes
+
+
+def settings_of(candidate: Candidate) -> dict[str, Any]:
+    """The settings, by their dotted names, with which a run trains in this layout and order."""
+    layout = candidate.layout
+    found: dict[str, Any] = {f"parallel.{axis}": size for axis, size in layout.sizes.items()}
+    found |= {
+        "parallel.ep": layout.ep,
+        "parallel.order": layout.order,
+        "schedule.name": candidate.schedule,
+        "train.num_microbatches": candidate.num_microbatches,
+        "train.recompute": "full" if candidate.recompute is RecomputedPart.FULL else "none",
+        "optimizer.zero": candidate.zero > 0,
+    }
+    if layout.pp > 1 and candidate.cut is not None:
+        found["schedule.cut"] = list(candidate.cut)
+    if candidate.stages_per_rank > 1:
+        found["schedule.stages_per_rank"] = candidate.stages_per_rank
+    live = dict(candidate.options).get("max_live_microbatches")
+    if live is not None:
+        found["schedule.max_live_microbatches"] = live
+    return found
+
+
+# ---- The search: every layout that the devices and the model allow, pruned by memory and bounds, the rest simulated
+
 
 Progress = Callable[[str], None]
 

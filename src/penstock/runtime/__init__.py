@@ -10,11 +10,10 @@ from penstock.runtime.host_memory import keep_freed_memory, prepare_large_pages
 from penstock.runtime.message import Message
 from penstock.runtime.pairs import Hooks, Pairs
 from penstock.runtime.recovery import Recovery
-from penstock.runtime.stage import Boundary, LaneUnit, Stage
+from penstock.runtime.stage import Boundary, LaneUnit, Stage, UnitCall
 from penstock.runtime.tape import GraphSegment, Tape
 from penstock.runtime.trace import Awaited, Recorder
 from penstock.runtime.transport import InProcessHub, InProcessTransport, Line, Transport
-from penstock.runtime.unit_call import UnitCall
 from penstock.runtime.watchdog import Watchdog
 
 __all__ = [

@@ -16,11 +16,10 @@ from penstock.model import NOTHING_GIVEN, Given, Lane, Sequences, drain, zip_lan
 from penstock.runtime.errors import PipelineError, TransportError
 from penstock.runtime.message import Message
 from penstock.runtime.pairs import Pairs
-from penstock.runtime.profiling import named_handler, profiler_is_active
 from penstock.runtime.recovery import Alarm
 from penstock.runtime.stage import Finish, Stage
 from penstock.runtime.tape import Tapes
-from penstock.runtime.trace import Awaited, Recorder
+from penstock.runtime.trace import Awaited, Recorder, named_handler, profiler_is_active
 from penstock.runtime.transport import Participant, Receipt, Receipts, Transport, run_in_turn
 from penstock.schedule import Action, Channel, Direction, Op, Program, Step, parts, verify
 from penstock.schedule.recording import Record

@@ -2,20 +2,55 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.futures import Future
+from torch.profiler import record_function
 
 from penstock.parallel.collectives import Handle
 from penstock.runtime.errors import TransportError, first_line
 from penstock.runtime.liveness import Presence, Processes, numbers
 from penstock.schedule import Action, Direction, Event, Op, Step
 from penstock.schedule.recording import CollectiveKind, CollectiveRecord, PeerWait, Record
+
+# ---- Names in torch's profiler: of actions and layers, recorded only while a profiler is active
+
+
+def profiler_is_active() -> bool:
+    """True while a profiler of torch's records this thread."""
+    return torch._C._autograd._profiler_enabled()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def named_handler(name: str, handler: Callable[[Record], Any]) -> Callable[[Record], Generator[Any, None, None]]:
+    """The handler of an action, which carries the name in the profile."""
+
+    def run(record: Record) -> Generator[Any, None, None]:
+        with record_function(name):
+            waiting = handler(record)
+            if waiting is not None:
+                yield from waiting
+
+    return run
+
+
+def named_context(name: str, context: Callable[[], AbstractContextManager[Any]]) -> AbstractContextManager[Any]:
+    """The context, which carries the name in the profile if a profiler is active."""
+    if not profiler_is_active():
+        return context()
+    stack = ExitStack()
+    stack.enter_context(record_function(name))
+    stack.enter_context(context())
+    return stack
+
+
+# ---- The trace: each rank's own record of what it did, in ring buffers, and the sentence that says where it is now
+
 
 _DOING = {
     Op.SEND_F: "sends activations",

@@ -8,11 +8,11 @@ import re
 from collections.abc import Iterator, Set
 from pathlib import Path
 
+from penstock.io.files import read_text
 from penstock.schedule.actions import Action, Op, Program, Schedule, ScheduleError, parts
 from penstock.schedule.lower import lower
 from penstock.schedule.text import Plan, from_csv, from_text, modern_letters, parse_step
 from penstock.schedule.verify import verify
-from penstock.settings.files import read_text
 
 ENDINGS = (".csv", ".txt")
 """The file endings: torch's format, and Penstock's own."""

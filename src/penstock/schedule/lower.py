@@ -10,23 +10,242 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence, Set
-from dataclasses import replace
+from collections import defaultdict, deque
+from collections.abc import Collection, Iterable, Iterator, Sequence, Set
+from dataclasses import dataclass, replace
 
 from penstock.schedule.actions import (
+    COMPUTE,
     TRANSFERS,
     Action,
     Direction,
     Op,
     Program,
     Schedule,
+    ScheduleError,
     Step,
     check_count,
+    flatten,
     parts,
 )
-from penstock.schedule.rules import Wire
-from penstock.schedule.transfers import add_transfers
+from penstock.schedule.rules import BACKWARD, FORWARD, Channel, Rule, Rules, Wire
+
+# ---- The pass of `lower` that adds the transfers: each send right after its maker, receives posted ahead of need
+
+
+def add_transfers(schedule: Schedule, receives_ahead: int, shared_channels: bool) -> list[list[Step]]:
+    """Add each rank's sends and receives, in an order that never deadlocks if the schedule is legal.
+
+    The order is found by walking all ranks through their steps with blocking sends. If all ranks wait for each other,
+    the rank that blocks a send posts one more receive, then and from then on. The result records that walk. Since every
+    send was received in it, a legal schedule never deadlocks, and no channel has more receives open than it needs.
+
+    Raises: ScheduleError for an action the placement does not have.
+
+    Source: Parks, Bounded Scheduling of Process Networks (Berkeley, 1995), chapter 4: enlarge what is too small.
+    """
+    rules = Rules(schedule)
+    lines = {channel: _Line(channel, receives_ahead) for channel in rules.channels()}
+    if shared_channels:
+        of_ranks = {channel[:2]: line for channel, line in lines.items()}
+        lines = {channel: of_ranks[channel[:2]] for channel in lines}
+    ranks = [_Walker(rules, rank, lines) for rank in range(schedule.placement.num_ranks)]
+    _walk_all(ranks, list(dict.fromkeys(lines.values())), _Meeting(rules))
+    return [rank.done for rank in ranks]
+
+
+class _Line:
+    """A channel in use, or the channels of both directions if they are shared."""
+
+    #: The channel, or one of the two.
+    channel: Channel
+    #: The number of receives that may be open.
+    depth: int
+    #: The number of receives that are open.
+    num_open: int
+    #: The messages still without a receive, in order.
+    coming: deque[int]
+
+    def __init__(self, channel: Channel, depth: int) -> None:
+        self.channel, self.depth, self.num_open = channel, depth, 0
+        self.coming = deque()
+
+
+@dataclass(frozen=True, slots=True)
+class _Traffic:
+    """The messages of one op on one stage, as facts' numbers to which an action adds its microbatch."""
+
+    #: The line on which the op's input arrives; None if it comes from this rank.
+    source: _Line | None
+    #: The message that brings the input.
+    arriving: int
+    #: The fact that it was sent.
+    arriving_sent: int
+    #: The line on which the result leaves; None if it stays on this rank.
+    target: _Line | None
+    #: The message that takes the result.
+    leaving: int
+    #: The fact that it was sent.
+    leaving_sent: int
+    #: The op that sends it.
+    send: Op | None
+
+
+class _Meeting:
+    """The state that the walking ranks share."""
+
+    #: By number, the facts that are true: receives posted and messages sent.
+    given: bytearray
+    #: The ranks that can continue.
+    ready: list[int]
+    #: The awaited fact -> the rank that waits for it.
+    put_aside: dict[int, int]
+    #: The numbers of the facts that messages were sent.
+    _sent: list[slice]
+
+    def __init__(self, rules: Rules) -> None:
+        self.given = bytearray(rules.num_facts)
+        self.ready = list(range(rules.placement.num_ranks))
+        self.put_aside = {}
+        self._sent = [rules.numbers_of(flow.sent) for flow in (FORWARD, BACKWARD)]
+
+    def give(self, fact: int) -> None:
+        self.given[fact] = 1
+        if fact in self.put_aside:
+            self.ready.append(self.put_aside.pop(fact))
+
+    def give_up(self) -> None:
+        """Let all ranks continue, as if every message had been sent."""
+        for numbers in self._sent:
+            self.given[numbers] = b"\1" * (numbers.stop - numbers.start)
+        self.ready += self.put_aside.values()
+        self.put_aside.clear()
+
+
+def _walk_all(ranks: list[_Walker], lines: Collection[_Line], meeting: _Meeting) -> None:
+    """Walk all ranks to their ends; a send waits for its receive and a compute action for its message.
+
+    If the schedule's own order is at fault, ranks stop waiting; the proof will report the fault.
+    """
+    walks = [rank.walk(meeting) for rank in ranks]
+    while True:
+        while meeting.ready:
+            rank = meeting.ready.pop()
+            if (awaited := next(walks[rank], None)) is not None:
+                meeting.put_aside[awaited] = rank
+        if not meeting.put_aside:
+            return
+        if too_short := [line for line in lines if line.coming and line.coming[0] in meeting.put_aside]:
+            line = min(too_short, key=lambda line: line.depth)
+            line.depth = max(line.depth, line.num_open) + 1
+            ranks[line.channel.destination].post_ahead(line, meeting)
+        else:
+            meeting.give_up()
+
+
+class _Walker:
+    """One rank's walk through its order."""
+
+    #: The rank's steps so far, with their transfers.
+    done: list[Step]
+    #: The lines that end at this rank.
+    arriving: list[_Line]
+    #: `traffic[op][stage]`.
+    traffic: list[dict[int, _Traffic]]
+    #: The rank, the rules, and those of its own actions.
+    rank: int
+    rules: Rules
+    own: list[dict[int, Rule]]
+    #: Its compute actions.
+    order: tuple[Step, ...]
+
+    def __init__(self, rules: Rules, rank: int, lines: dict[Channel, _Line]) -> None:
+        self.rank, self.rules, self.own = rank, rules, rules.of_rank[rank]
+        self.order = rules.schedule.orders[rank]
+        self.done = []
+        self.arriving = list(dict.fromkeys(line for channel, line in lines.items() if channel.destination == rank))
+        self.traffic = [{stage: self._traffic_of(stage, rule, lines) for stage, rule in of.items()} for of in self.own]
+        for action in flatten(self.order):
+            traffic = self.traffic[action.op].get(action.stage)
+            if traffic is None or action.op not in COMPUTE:
+                raise ScheduleError(f"rank {rank}: {action} does not belong here: {_stages(rules.schedule, rank)}")
+            if traffic.target is not None:
+                traffic.target.coming.append(traffic.leaving + action.microbatch)
+
+    def _traffic_of(self, stage: int, rule: Rule, lines: dict[Channel, _Line]) -> _Traffic:
+        source = None if rule.channel is None else lines[rule.channel]
+        arriving, arriving_sent = (-1 if number is None else number for number in (rule.message, rule.awaits))
+        if rule.send is None:
+            return _Traffic(source, arriving, arriving_sent, None, -1, -1, None)
+        send = self.own[rule.send][stage]
+        assert send.channel is not None and send.message is not None
+        return _Traffic(
+            source, arriving, arriving_sent, lines[send.channel], send.message, send.gives[0], send=rule.send
+        )
+
+    def walk(self, meeting: _Meeting) -> Iterator[int]:
+        """Add the rank's steps to `done`; yield each fact that it must wait for."""
+        given, done = meeting.given, self.done
+        for line in self.arriving:
+            self.post_ahead(line, meeting)
+        for step in self.order:
+            traffics = [(self.traffic[action.op][action.stage], action) for action in parts(step)]
+            for traffic, action in traffics:
+                if traffic.source is not None:
+                    microbatch = action.microbatch
+                    self._post_needed(traffic.source, action, traffic.arriving + microbatch, meeting)
+                    if not given[traffic.arriving_sent + microbatch]:
+                        yield traffic.arriving_sent + microbatch
+            done.append(step)
+            for traffic, _ in traffics:
+                if traffic.source is not None:
+                    traffic.source.num_open -= 1
+            for traffic, action in traffics:
+                if traffic.send is not None:
+                    message = traffic.leaving + action.microbatch
+                    if not given[message]:
+                        # The send may have to wait: first post the receives that other ranks may be waiting for.
+                        self._post_next(traffics, meeting)
+                    if not given[message]:
+                        yield message
+                    done.append(Action(traffic.send, action.stage, action.microbatch))
+                    meeting.give(traffic.leaving_sent + action.microbatch)
+            self._post_next(traffics, meeting)
+
+    def _post_next(self, traffics: Sequence[tuple[_Traffic, Action]], meeting: _Meeting) -> None:
+        for traffic, _ in traffics:
+            if traffic.source is not None:
+                self.post_ahead(traffic.source, meeting)
+
+    def post_ahead(self, line: _Line, meeting: _Meeting) -> None:
+        """Post receives until the most allowed are open."""
+        while line.coming and line.num_open < line.depth:
+            self._post(line, meeting)
+
+    def _post(self, line: _Line, meeting: _Meeting) -> None:
+        message = line.coming.popleft()
+        line.num_open += 1
+        self.done.append(self.rules.receive_of(message))
+        meeting.give(message)
+
+    def _post_needed(self, line: _Line, action: Action, message: int, meeting: _Meeting) -> None:
+        """Post the receive that an action waits for, after all receives that precede it on its line."""
+        while not meeting.given[message]:
+            if not line.coming:
+                raise ScheduleError(
+                    f"rank {self.rank}: {action} waits for {self.rules.receive_of(message)}, but nothing is sent "
+                    f"there: rank {line.channel.source} has no such action"
+                )
+            self._post(line, meeting)
+
+
+def _stages(schedule: Schedule, rank: int) -> str:
+    kind = "training" if schedule.training else "forward-only"
+    stages = ", ".join(map(str, schedule.placement.stages_of(rank)))
+    return f"in this {kind} schedule the rank computes stage{'s' * (',' in stages)} {stages}"
+
+
+# ---- The passes that turn a schedule into a program
 
 
 def lower(schedule: Schedule, *, receives_ahead: int = 2, shared_channels: bool = False) -> Program:

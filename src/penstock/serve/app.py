@@ -17,14 +17,14 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from penstock.engine.requests import Growth
+from penstock.engine.generation.requests import Growth
+from penstock.io.documents import parse_json
 from penstock.serve.asked import AskedAnswers, ServedModel, read_chat, read_completion
 from penstock.serve.mailboxes import Mailbox, Mailboxes
 from penstock.serve.metrics import CONTENT_TYPE, ServerMetrics
 from penstock.serve.refusals import RefusalError, invalid, json_response, json_text, quoted, refusal_response
 from penstock.serve.replies import Reply
 from penstock.settings import ServeConfig
-from penstock.settings.json_files import parse_json
 
 _BODY_S = 30.0
 """Seconds that a client may take to send the body of a request."""

@@ -3,8 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 
-from penstock.engine.listeners import NOT_FINITE
-from penstock.engine.requests import Growth, QueueClosedError, QueueFullError, RequestQueue
+from penstock.engine.generation.requests import NOT_FINITE, Growth, QueueClosedError, QueueFullError, RequestQueue
 from penstock.schedule import Ending
 from penstock.serve.asked import AskedAnswers
 from penstock.serve.refusals import RefusalError

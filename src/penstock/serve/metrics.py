@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from penstock.engine.requests import QueueCounts
+from penstock.engine.generation.requests import QueueCounts
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SHORT_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)

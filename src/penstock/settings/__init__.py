@@ -10,22 +10,30 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from penstock.settings.adapter import AdapterConfig
     from penstock.settings.arguments import checked
-    from penstock.settings.data import DataConfig, PackingKind
     from penstock.settings.declare import ConfigError, Setting, Settings, same_as, setting, walk
     from penstock.settings.experts import ExpertConfig, GroupScore, Scores
-    from penstock.settings.model import ModelConfig, Native, RopeKind, RopeScaling
-    from penstock.settings.optimizer import Decay, LearningRate, OptimizerConfig, Ramp, WeightDecay
+    from penstock.settings.model import AdapterConfig, ModelConfig, Native, RopeKind, RopeScaling
+    from penstock.settings.optimizer import (
+        Arguments,
+        Decay,
+        LearningRate,
+        OptimizerConfig,
+        OptimizerName,
+        ParameterGroup,
+        Ramp,
+        WeightDecay,
+    )
     from penstock.settings.parallel import AXES, ContextForm, Coordinates, Device, Groups, Layout, ParallelConfig
-    from penstock.settings.parameter_groups import Arguments, OptimizerName, ParameterGroup
     from penstock.settings.read import from_dict, read_config
     from penstock.settings.run import (
         SETTINGS,
         CheckpointConfig,
         CompileMode,
+        DataConfig,
         LogConfig,
         Normalize,
+        PackingKind,
         Precision,
         Recompute,
         RunConfig,
@@ -37,9 +45,8 @@ if TYPE_CHECKING:
         check_world,
         differences,
     )
-    from penstock.settings.sampling import LogitBias, RingConfig, SamplingParams
+    from penstock.settings.sampling import InferenceConfig, LogitBias, Quantize, RingConfig, SamplingParams, ServeConfig
     from penstock.settings.schedule import ScheduleConfig, SearchedPlacement
-    from penstock.settings.serving import InferenceConfig, Quantize, ServeConfig
 
 __all__ = [
     "AXES",
@@ -103,8 +110,8 @@ __all__ = [
 
 # Each file after those that it imports.
 _FILES = (
-    *("declare", "arguments", "schedule", "adapter", "data", "experts", "model", "parameter_groups", "optimizer"),
-    *("parallel", "sampling", "serving", "run", "read"),
+    *("declare", "arguments", "schedule", "experts", "model", "optimizer"),
+    *("parallel", "sampling", "run", "read"),
 )
 
 

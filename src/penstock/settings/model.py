@@ -241,3 +241,30 @@ class ModelConfig(Settings, section="model"):
         larger, smaller = max(self.key_heads, num_ranks), min(self.key_heads, num_ranks)
         whole = self.num_heads % num_ranks == 0 and self.intermediate_size % num_ranks == 0
         return whole and larger % smaller == 0 and (self.vocab_size is None or self.vocab_size >= num_ranks)
+
+
+# ---- Settings of LoRA adapters
+
+
+_KEEPS_SOME = Bounds(least=0, below=1, otherwise="keeps nothing")
+
+
+@dataclass(frozen=True)
+class AdapterConfig(Settings, section="adapter"):
+    """LoRA adapters, trained in place of the model's own weights.
+
+    Source: arXiv 2106.09685, section 4.1. Scaling by the root of the rank: arXiv 2312.03732.
+    """
+
+    rank: int | None = setting(None, "Rank of the adapters (LoRA); left out, the model itself is trained.", AT_LEAST_1)
+    alpha: float = setting(16.0, "Adapters' outputs are scaled by this number, divided by the rank.", ABOVE_0)
+    dropout: float = setting(0.0, "Dropout of the adapters' inputs.", _KEEPS_SOME)
+    target_modules: tuple[str, ...] = setting(
+        ("q_proj", "v_proj"), "The linear layers that get an adapter, by their ends of names in transformers."
+    )
+    rank_stabilised: bool = setting(False, "Divide by the root of the rank instead.")
+    pretrained: str | None = setting(None, "A folder in peft's format whose adapters the run begins with.")
+
+    @property
+    def is_used(self) -> bool:
+        return self.rank is not None or self.pretrained is not None

@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
+from penstock.io.documents import parse_toml
+from penstock.io.files import read_text
 from penstock.settings.arguments import checked
 from penstock.settings.declare import (
     ConfigError,
@@ -16,9 +18,7 @@ from penstock.settings.declare import (
     nearest,
     with_values,
 )
-from penstock.settings.files import read_text
 from penstock.settings.run import SETTINGS, RunConfig
-from penstock.settings.toml_files import parse_toml
 
 Values = dict[str, Any]
 """Values of settings by their dotted names."""

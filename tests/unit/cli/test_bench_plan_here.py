@@ -7,8 +7,7 @@ import pytest
 from penstock.bench.combinations import COMBINATIONS, KNOWN, MODEL, NUM_RANKS, Combination, Round, StepTime
 from penstock.cli.bench_plan_here import Foreseen, foreseen, sentence, summary
 from penstock.planner.from_units import UnitStep, fit_constants
-from penstock.planner.simulation import Order
-from penstock.planner.times import Constants
+from penstock.planner.times import Constants, Order
 from penstock.schedule import Costs
 
 NUM_UNITS = sum(KNOWN[0].cut)

@@ -11,8 +11,7 @@ from transformers import GenerationConfig
 from penstock.cli.generate import check, read_arguments
 from penstock.cli.main import main
 from penstock.cli.texts import show_lacking
-from penstock.engine.generation_defaults import GENERATION_CONFIG
-from penstock.engine.saved_model import open_model
+from penstock.engine.folders.model_folder import GENERATION_CONFIG, open_model
 from penstock.settings import SamplingParams
 from tests.hugging_face import make_model, make_tokenizer
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from penstock.cli import launch
 from penstock.cli.generate import _file_with
 from penstock.cli.main import main
+from penstock.cli.processes import launch
 
 
 @pytest.fixture

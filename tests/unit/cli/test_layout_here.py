@@ -5,10 +5,19 @@ from pathlib import Path
 
 import pytest
 
-from penstock.cli import generate, layout_here, score, serve
-from penstock.cli.layout_here import Fitted, GenerationWork, Machine, fitted, is_free, options_here, say_shared_cores
+from penstock.cli import generate, score, serve
 from penstock.cli.main import main
-from penstock.engine.saved_model import open_model
+from penstock.cli.processes import layout_here
+from penstock.cli.processes.layout_here import (
+    Fitted,
+    GenerationWork,
+    Machine,
+    fitted,
+    is_free,
+    options_here,
+    say_shared_cores,
+)
+from penstock.engine.folders.model_folder import open_model
 from penstock.settings import Precision, Quantize
 from tests.e2e.training import write_run
 from tests.hugging_face import make_model

@@ -7,9 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from penstock.cli import meeting
-from penstock.cli.group import Group, find_group
-from penstock.cli.meeting import SECRET, join, secret_of
+from penstock.cli.processes import session
+from penstock.cli.processes.meeting import Group, find_group
+from penstock.cli.processes.session import SECRET, join, secret_of
 from tests.e2e.scripts import free_port
 
 LIMIT_S = 1.0
@@ -82,8 +82,8 @@ def test_a_name_that_is_the_hosts_own_loopback_is_listened_to_on_all_networks(mo
     def debian(name: str, port: int, **_: object) -> list[tuple[int, int, int, str, tuple[str, int]]]:
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (name if name[0].isdigit() else "127.0.1.1", port))]
 
-    monkeypatch.setattr(meeting.socket, "getaddrinfo", debian)
+    monkeypatch.setattr(session.socket, "getaddrinfo", debian)
     port = free_port()
     for address, expected in (("hosta", "0.0.0.0"), ("127.0.1.1", "127.0.1.1")):
-        with meeting._listen(address, port) as listener:
+        with session._listen(address, port) as listener:
             assert listener.getsockname()[0] == expected

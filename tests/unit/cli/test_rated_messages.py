@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from penstock.cli.texts import read_texts
 from penstock.data import CorpusSpec, load_corpus
-from penstock.engine.saved_model import SavedModel, open_model
+from penstock.engine.folders.model_folder import SavedModel, open_model
 from tests.chat import LLAMA3, assistant, user
 from tests.hugging_face import SIZES, make_tokenizer
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch.distributed as dist
 
-from penstock.cli.meeting import Missing, agree_on_round
-from penstock.engine.run_check import check
+from penstock.cli.processes.session import Missing, agree_on_round
+from penstock.engine.folders.run_check import check
 from penstock.settings import ParallelConfig, RunConfig, TrainConfig
 
 Store = dist.Store  # pyright: ignore[reportPrivateImportUsage]

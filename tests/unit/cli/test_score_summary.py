@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from penstock.cli.score import ScoreArguments, ScoreConfig, _show
-from penstock.cli.score_file import Summary
+from penstock.cli.scoring import Summary
 from penstock.settings import ParallelConfig
 
 ONE = Summary(

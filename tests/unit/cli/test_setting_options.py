@@ -8,7 +8,7 @@ import pytest
 
 from penstock.cli import doctor, generate, score
 from penstock.cli.main import main
-from penstock.cli.setting_options import Options, add_options, values_of
+from penstock.cli.options import Options, add_options, values_of
 from penstock.settings import ConfigError, ParallelConfig, RingConfig, Setting
 from penstock.settings.declare import possible
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from penstock.cli.group import find_group
-from penstock.cli.launch import WorkerCommand, launch
 from penstock.cli.main import main as penstock
-from penstock.cli.together import work_together
+from penstock.cli.processes.launch import WorkerCommand, launch
+from penstock.cli.processes.meeting import find_group
+from penstock.cli.processes.session import work_together
 from penstock.engine.engine import Engine
 from tests.fork_server import Forked
 from tests.hugging_face import make_model

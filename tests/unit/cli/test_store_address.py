@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from torch.distributed import Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from penstock.cli.group import Group
-from penstock.cli.meeting import join
+from penstock.cli.processes.meeting import Group
+from penstock.cli.processes.session import join
 from tests.e2e.scripts import free_port
 
 LISTENING = "0A"

@@ -4,7 +4,7 @@ import io
 import re
 import threading
 
-from penstock.cli.waiting import Waiting
+from penstock.cli.progress import Waiting
 
 
 class Heard(io.StringIO):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from penstock.data import CorpusError, CorpusSpec, load_corpus
-from penstock.engine.run_parts import RunData
+from penstock.engine.folders.run_parts import RunData
 from penstock.settings import DataConfig, ModelConfig, RunConfig
 from tests.chat import assistant, user
 from tests.hugging_face import make_tokenizer

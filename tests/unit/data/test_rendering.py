@@ -6,8 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from penstock.data.chat_template import ChatTemplate, ChatTemplateError
-from penstock.data.rendering import RenderingError, TemplateRenderer
+from penstock.data.chat_template import ChatTemplate, ChatTemplateError, RenderingError, TemplateRenderer
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 LOOP = "{%- for i in range(99999) -%}{%- for j in range(99999) -%}{%- endfor -%}{%- endfor -%}"

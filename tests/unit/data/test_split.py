@@ -21,7 +21,7 @@ from penstock.data import (
     reorder,
     split,
 )
-from penstock.data.balance import arrange_exactly, balanced
+from penstock.data.split import arrange_exactly, balanced
 from tests.unit.data.batches import assert_equal, batches
 
 few = settings(max_examples=80, deadline=None)

@@ -4,8 +4,7 @@ import random
 
 import pytest
 
-from penstock.data.token_texts import TokenTexts
-from penstock.data.tokenizer import ByteTokenizer, Tokenizer
+from penstock.data.tokenizer import ByteTokenizer, Tokenizer, TokenTexts
 from tests.tokenizer_kinds import EMOJI, KINDS, make
 
 TEXTS = ["so we say", f"a {EMOJI} b\n\tü", "  two  spaces ", "x", f"{EMOJI}{EMOJI}", "\x01\x02 end"]

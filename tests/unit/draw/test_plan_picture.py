@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.draw.plans import PlannedLayout, frontier, plan_picture
+from penstock.draw.image import PlannedLayout, frontier, plan_picture
 
 GIB = 2**30
 

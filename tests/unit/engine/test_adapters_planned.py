@@ -9,8 +9,8 @@ import torch
 from penstock.cli.dry_run import plan_run
 from penstock.cli.main import main
 from penstock.engine import Engine
-from penstock.engine.run_check import check, with_pretrained
-from penstock.engine.run_parts import RunData, engine_arguments
+from penstock.engine.folders.run_check import check, with_pretrained
+from penstock.engine.folders.run_parts import RunData, engine_arguments
 from penstock.settings import (
     AdapterConfig,
     CheckpointConfig,
@@ -65,7 +65,7 @@ def test_a_dry_run_plans_adapters_as_an_engine_holds_them(tmp_path: Path) -> Non
 def test_convert_writes_the_base_of_a_run_with_adapters_bit_for_bit(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from penstock.cli.group import Group
+    from penstock.cli.processes.meeting import Group
     from penstock.cli.train_worker import TrainWorker
 
     config = config_of(tmp_path)

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from penstock.engine import EngineOptions
-from penstock.engine.decode_cut import DecodingRank, cut_to_decode, decode_times
-from penstock.engine.pretrained import EngineArguments
+from penstock.engine.folders.hf_folder import EngineArguments
+from penstock.engine.generation.decode_cut import DecodingRank, cut_to_decode, decode_times
 from penstock.model import decoder_units
 from penstock.settings import ExpertConfig, ModelConfig, ParallelConfig, Precision, Quantize, ScheduleConfig
 

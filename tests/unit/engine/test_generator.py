@@ -9,7 +9,7 @@ import torch
 
 from penstock import Engine, SamplingParams, schedule
 from penstock.engine import EngineOptions, GenerateOptions
-from penstock.engine.answers import GenerateResult
+from penstock.engine.generation.answers import GenerateResult
 from penstock.model import decoder_units
 from penstock.schedule import Ending
 from tests.generation import CONFIG, load, random_prompts, random_weights

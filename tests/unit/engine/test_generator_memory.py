@@ -10,7 +10,7 @@ import torch
 
 from penstock import Engine, SamplingParams
 from penstock.engine import EngineOptions
-from penstock.engine.answers import GenerateOptions
+from penstock.engine.generation.answers import GenerateOptions
 from penstock.model import CachedRows, CacheSize, KVCache, cached_attention, decoder_units
 from penstock.schedule import BatchItem
 from penstock.settings import Precision

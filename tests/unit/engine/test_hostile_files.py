@@ -17,9 +17,9 @@ from penstock.data.checks import BatchError, CorpusError
 from penstock.data.store import load_store
 from penstock.draw.layers import read_recorded_step
 from penstock.engine.checkpoint.manifest import CheckpointInfo, DamagedCheckpoint, read_manifest, write_manifest
-from penstock.engine.random_state import random_state, set_random_state
-from penstock.engine.runs import read_metrics
-from penstock.engine.saved_model import open_model
+from penstock.engine.checkpoint.rank_values import random_state, set_random_state
+from penstock.engine.folders.model_folder import open_model
+from penstock.engine.folders.runs import read_metrics
 from penstock.model.hf.files import INDEX_FILE, SINGLE_FILE
 from penstock.schedule import ScheduleError, files
 from penstock.settings import read_config

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from penstock import schedule
-from penstock.engine import memory
-from penstock.engine.memory import KeptBytes, bytes_of, costs_of_memory, kept_bytes, rank_state_bytes
 from penstock.engine.options import EngineOptions
+from penstock.engine.rehearsal import memory
+from penstock.engine.rehearsal.memory import KeptBytes, bytes_of, costs_of_memory, kept_bytes, rank_state_bytes
 from penstock.model import NOTHING_GIVEN, Given, Lane, Sequences, WeightGradients, decoder_units, defer
-from penstock.model.matmul import TORCH
+from penstock.model.linear import TORCH
 from penstock.runtime import (
     Boundary,
     Executor,
@@ -31,7 +31,7 @@ from penstock.runtime.stage import Finish
 from penstock.runtime.tape import GraphSegment
 from penstock.schedule.recording import Record
 from penstock.settings import Layout, ModelConfig, OptimizerConfig, OptimizerName, ParameterGroup
-from penstock.settings.parameter_groups import Arguments
+from penstock.settings.optimizer import Arguments
 
 NAMES = [name for name in schedule.names() if name != "inference"]
 # Fewer microbatches than ranks, one, and more.

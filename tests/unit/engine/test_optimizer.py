@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock.engine.optimizer import LossScaler, LossScalerConfig, Optimizer, state_aliases
+from penstock.engine.optimizer.optimizer import LossScaler, LossScalerConfig, Optimizer, state_aliases
 from penstock.parallel import GradientBuckets
 from penstock.settings import LearningRate, OptimizerConfig, WeightDecay
 

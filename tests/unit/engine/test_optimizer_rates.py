@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from penstock.engine.optimizer import LossScaler, LossScalerConfig
+from penstock.engine.optimizer.optimizer import LossScaler, LossScalerConfig
 from penstock.settings import LearningRate, WeightDecay
 
 # Both sides do a few float64 operations.

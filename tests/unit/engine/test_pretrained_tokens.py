@@ -9,9 +9,9 @@ from transformers import AutoTokenizer
 from penstock.cli.texts import plainly, prompts_of_texts, read_texts, tokens_of_word
 from penstock.data.corpus import CorpusSpec, load_corpus
 from penstock.data.tokenizer import ByteTokenizer, load_tokenizer, save_byte_tokenizer
-from penstock.engine.run_check import with_pretrained
-from penstock.engine.run_parts import RunData
-from penstock.engine.saved_model import open_model
+from penstock.engine.folders.model_folder import open_model
+from penstock.engine.folders.run_check import with_pretrained
+from penstock.engine.folders.run_parts import RunData
 from penstock.settings import ConfigError, DataConfig, ModelConfig, RunConfig, SamplingParams
 from tests.hugging_face import make_model, make_tokenizer
 

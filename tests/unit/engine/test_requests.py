@@ -10,11 +10,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from penstock.engine.answers import GenerateOptions
-from penstock.engine.requests import Growth, QueueClosedError, QueueFullError, RequestQueue
+from penstock.engine.generation.answers import GenerateOptions
+from penstock.engine.generation.requests import Growth, QueueClosedError, QueueFullError, RequestQueue
 from penstock.model import CacheSize
 from penstock.runtime import DecodeLoop, FixedDecoder, Leader, Recorder, Ring, StageDecoder
-from penstock.runtime.decode.headers import packed_header, packed_news, unpacked_header
+from penstock.runtime.decode.relay import packed_header, packed_news, unpacked_header
 from penstock.schedule import Batch, BatchItem, Ending, Placement, PlacementKind, RingShape, Scheduler, Sequence, Token
 from penstock.settings import ModelConfig, SamplingParams
 from tests.generation import CONFIG, Lines, ThreadTransport, generate_together, ring_stages, run_together

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from penstock.cli.group import Group, find_group
+from penstock.cli.processes.meeting import Group, find_group
 from penstock.cli.progress import Progress, StepFigures, duration
 from penstock.cli.train_worker import RunResult
-from penstock.engine.runs import (
+from penstock.engine.folders.model_folder import open_model
+from penstock.engine.folders.runs import (
     METRICS_FILE,
     RUN_FILE,
     TENSORBOARD_FOLDER,
@@ -21,7 +22,6 @@ from penstock.engine.runs import (
     check_folder,
     read_metrics,
 )
-from penstock.engine.saved_model import open_model
 from penstock.settings import ConfigError, RunConfig, from_dict, read_config
 from tests.full_disk import full_disk
 from tests.plain_user import plain_user

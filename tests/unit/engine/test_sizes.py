@@ -10,7 +10,7 @@ from penstock import Engine, schedule
 from penstock.cli.main import main
 from penstock.engine import EngineOptions
 from penstock.engine.build import cut_units
-from penstock.engine.run_check import check
+from penstock.engine.folders.run_check import check
 from penstock.model import decoder_units
 from penstock.schedule import builders, choice
 from penstock.schedule.choice import ScheduleChoice

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock.engine.optimizer import Optimizer
-from penstock.engine.parameter_groups import Division, ParameterGroups
-from penstock.engine.steppers import STEPPERS, BlockState, FlatStepper, Values
-from penstock.engine.torch_steppers import all_state_kinds, state_kinds
+from penstock.engine.optimizer.groups import Division, ParameterGroups
+from penstock.engine.optimizer.optimizer import Optimizer
+from penstock.engine.optimizer.steppers import STEPPERS, BlockState, FlatStepper, Values
+from penstock.engine.optimizer.torch_steppers import all_state_kinds, state_kinds
 from penstock.parallel import GradientBuckets
 from penstock.settings import Arguments, ConfigError, LearningRate, OptimizerConfig, OptimizerName, WeightDecay
 

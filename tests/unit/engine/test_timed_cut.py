@@ -12,8 +12,8 @@ import torch
 from penstock import schedule
 from penstock.cli import dry_run
 from penstock.engine import EngineOptions
-from penstock.engine.run_check import check
-from penstock.engine.run_parts import RunData
+from penstock.engine.folders.run_check import check
+from penstock.engine.folders.run_parts import RunData
 from penstock.engine.timed_cut import UnitTimes, stage_costs, timed_cut, times_here
 from penstock.model import decoder_units
 from penstock.schedule import Costs, PlacementKind, Timeline

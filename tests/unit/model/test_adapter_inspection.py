@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 from transformers import BertConfig, BertForMaskedLM
 
-from penstock.model.adapters.transformers.inspection import CannotCut, ForwardPart, list_of_layers, uses_outside
-from penstock.model.adapters.transformers.model import TransformersModel
-from penstock.model.adapters.transformers.skeleton import Skeleton
 from penstock.model.hf.files import WeightFiles
+from penstock.model.transformers.inspection import CannotCut, ForwardPart, list_of_layers, uses_outside
+from penstock.model.transformers.model import TransformersModel
+from penstock.model.transformers.skeleton import Skeleton
 
 VOCAB_SIZE, WIDTH, NUM_LAYERS = 11, 4, 3
 

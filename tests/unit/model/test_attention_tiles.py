@@ -7,13 +7,17 @@ import torch
 from torch import Tensor
 
 from penstock.model.attention.kernels import (
+    Positions,
+    Relation,
+    Sight,
+    Tile,
     attend,
     attend_backward,
     attend_backward_written_out,
     attend_written_out,
     merge,
+    tiles,
 )
-from penstock.model.attention.tiles import Positions, Relation, Sight, Tile, tiles
 from penstock.model.sequences import ContextCut, cut_sequences
 
 SIGHTS = [Sight(causal, window) for causal in (True, False) for window in (None, 1, 2, 5, 9, 50)]

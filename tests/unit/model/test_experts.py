@@ -22,6 +22,7 @@ from penstock.model import (
     drain,
     zip_lanes,
 )
+from penstock.model.layers.experts import ExpertBlock, experts_of_ranks
 from penstock.model.layers.grouped_linear import (
     GroupedLinear,
     GroupedMatmulKernel,
@@ -29,9 +30,8 @@ from penstock.model.layers.grouped_linear import (
     RowGroups,
     grouped_matmul,
 )
-from penstock.model.layers.moe import ExpertBlock, experts_of_ranks
 from penstock.model.layers.router import Balance, Router
-from penstock.model.matmul import TORCH
+from penstock.model.linear import TORCH
 from penstock.runtime import Boundary, Stage, Tape
 from penstock.settings import ExpertConfig, GroupScore, ModelConfig, Scores
 

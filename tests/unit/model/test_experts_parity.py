@@ -20,8 +20,8 @@ from transformers import (
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 
 from penstock.model import Sequences, cross_entropy_sum, decoder_units, drain
-from penstock.model.layers.moe import ExpertBlock
-from penstock.model.matmul import TORCH
+from penstock.model.layers.experts import ExpertBlock
+from penstock.model.linear import TORCH
 from penstock.runtime import Boundary, Stage, Tape
 from penstock.settings import ExpertConfig, GroupScore, ModelConfig, Scores
 

@@ -9,9 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.model import Driven, Linear, PendingGradient, Sequences, WeightGradients, decoder_units, defer
-from penstock.model.linear import switch_linears
-from penstock.model.matmul import TORCH, fastest_matmul
-from penstock.model.segments import recomputed
+from penstock.model.lanes import recomputed
+from penstock.model.linear import TORCH, fastest_matmul, switch_linears
 from penstock.settings import ModelConfig
 
 MODEL = ModelConfig(33, 16, 24, 2, 4, num_kv_heads=2, qkv_bias=True)

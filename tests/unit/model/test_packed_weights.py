@@ -4,10 +4,9 @@ import pytest
 import torch
 
 from penstock import Engine, EngineOptions, MicroBatchSpec, PackedBatch, SamplingParams
-from penstock.engine.answers import GenerateOptions
+from penstock.engine.generation.answers import GenerateOptions
 from penstock.model import CachedRows, CacheSize, Linear, WeightCasts, decoder_units, share_casts
-from penstock.model.linear import outputs
-from penstock.model.matmul import fastest_matmul
+from penstock.model.linear import fastest_matmul, outputs
 from penstock.schedule import BatchItem
 from penstock.settings import ModelConfig, Precision
 

@@ -21,7 +21,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from penstock.model import Sequences, cross_entropy_sum, decoder_units
 from penstock.model.hf.config_json import config_from_json
-from penstock.model.layers.functions import Rotary, rotate
+from penstock.model.layers.dense import Rotary, rotate
 from penstock.settings import ModelConfig
 
 LENGTHS = (7, 1, 19, 19, 4)

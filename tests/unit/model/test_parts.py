@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.model import Sequences, cross_entropy_sum
-from penstock.model.layers.functions import RMSNorm, Rotary, gated, rotate
+from penstock.model.layers.dense import RMSNorm, Rotary, gated, rotate
 from penstock.model.loss import IGNORED
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]

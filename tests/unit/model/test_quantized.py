@@ -4,10 +4,17 @@ import pytest
 import torch
 
 from penstock.model import Linear
-from penstock.model.int8 import INT8_KERNELS, Int8Weights, fastest_int8_kernel, measured_kernels, rounded
-from penstock.model.linear import fix_weights, outputs
-from penstock.model.matmul import OneDnnMatmul, PackedWeights
-from penstock.model.quantized import Int4Weights, Int8WeightsAlone, quantizer
+from penstock.model.linear import OneDnnMatmul, PackedWeights, fix_weights, outputs
+from penstock.model.quantized import (
+    INT8_KERNELS,
+    Int4Weights,
+    Int8Weights,
+    Int8WeightsAlone,
+    fastest_int8_kernel,
+    measured_kernels,
+    quantizer,
+    rounded,
+)
 from penstock.settings import Quantize
 
 SIZES = [(64, 96), (520, 80), (1408, 512)]
@@ -122,7 +129,7 @@ def test_a_kernel_that_loses_large_sums_is_not_chosen(monkeypatch: pytest.Monkey
             pairs = ((x[:, None] + 128) * packed).unflatten(-1, (-1, 2)).sum(-1)
             return pairs.clamp(-(2**15), 2**15 - 1).sum(-1) - 128 * packed.sum(1)
 
-    monkeypatch.setattr("penstock.model.int8.INT8_KERNELS", {"saturating": Saturating()})
+    monkeypatch.setattr("penstock.model.quantized.INT8_KERNELS", {"saturating": Saturating()})
     with pytest.raises(ValueError, match=r"no exact product of 8-bit numbers.*int4 are possible"):
         fastest_int8_kernel()
 

@@ -10,7 +10,7 @@ from penstock import Engine, EngineOptions, Layout, ModelConfig
 from penstock.model import Draw, Sequences, cross_entropy_sum, decoder_units, draw_tokens, token_log_probs
 from penstock.model.attention import fixed_tiles
 from penstock.model.attention.kernels import packed_attention
-from penstock.model.layers import functions
+from penstock.model.layers import dense
 from penstock.model.reproducible import make_reproducible
 from penstock.settings import CompileMode, ConfigError, ExpertConfig, Precision, Quantize, SamplingParams
 from tests.hugging_face import make_model
@@ -51,7 +51,7 @@ def test_attention_by_tiles_has_the_values_and_gradients_of_attention(
 
 def test_silu_of_each_is_silu() -> None:
     x = torch.linspace(-100, 100, 1001)
-    torch.testing.assert_close(functions.silu_of_each(x), F.silu(x))
+    torch.testing.assert_close(dense.silu_of_each(x), F.silu(x))
 
 
 @pytest.mark.shows(128)
@@ -74,7 +74,7 @@ def test_a_machine_on_which_bits_depend_on_the_batch_is_refused(fault: str, monk
         monkeypatch.setattr(fixed_tiles, "FEW_ROWS", 1)
         found = r"layers\.0\.attention gives a token other bits"
     else:
-        monkeypatch.setattr(functions, "silu_of_each", lambda x: F.silu(x) * (1 + 1e-6 * (len(x) % 2)))
+        monkeypatch.setattr(dense, "silu_of_each", lambda x: F.silu(x) * (1 + 1e-6 * (len(x) % 2)))
         found = r"layers\.0\.mlp gives a token other bits"
     with pytest.raises(ValueError, match=rf"^reproducible = true is not possible on this machine: {found}.*PyTorch"):
         engine(reproducible=True)

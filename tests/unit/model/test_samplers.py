@@ -19,10 +19,9 @@ from transformers import (
 )
 
 from penstock import SamplingParams
-from penstock.engine.prompts import check_prompts
+from penstock.engine.generation.answers import check_prompts
 from penstock.model import Draw, Limits, draw_tokens
-from penstock.model.penalties import Context
-from penstock.model.sampling import filtered, numbers_per_token, unpacked
+from penstock.model.sampling import Context, filtered, numbers_per_token, unpacked
 from penstock.settings import ConfigError
 from tests.generation import CONFIG, generate_together, random_prompts
 

@@ -75,7 +75,7 @@ def test_a_runs_layout_is_its_settings():
 
 
 def write_run(folder: Path, settings: RunConfig, step_s: float) -> None:
-    from penstock.engine.runs import to_toml
+    from penstock.engine.folders.runs import to_toml
 
     folder.mkdir()
     (folder / "run.toml").write_text(to_toml(settings))

@@ -8,7 +8,7 @@ import pytest
 from penstock.planner.cluster import Cluster
 from penstock.planner.estimate import RESERVED_BYTES, Candidate, Workload, estimate, groups_of, stage_costs, state_bytes
 from penstock.planner.model_costs import MessageKind, RecomputedPart, Work
-from penstock.planner.settings_file import settings_of
+from penstock.planner.search import settings_of
 from penstock.planner.shape import published_model
 from penstock.planner.times import Clock, Constants
 from penstock.settings import Layout

@@ -9,7 +9,7 @@ from penstock import schedule
 from penstock.planner.cluster import Cluster, ClusterError, hosts
 from penstock.planner.model_costs import RecomputedPart, UnitSize, unit_costs
 from penstock.planner.shape import ModelShape, find_model, models, published_model
-from penstock.planner.simulation import Order, _simulated, simulate_step
+from penstock.planner.times import Order, _simulated, simulate_step
 from penstock.schedule import builders
 from penstock.settings import ModelConfig
 

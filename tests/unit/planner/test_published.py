@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.planner.fit import LinearStep, fit, spearman
+from penstock.planner.calibrate import LinearStep, fit, spearman
 from penstock.planner.predictions import Prediction, predict_runs
 from penstock.planner.published import TimedRun, read_runs
 from penstock.planner.report import by_group, summary

@@ -10,7 +10,7 @@ import torch
 
 from penstock import Engine, PackedBatch
 from penstock.engine import EngineOptions
-from penstock.model import decoder_units, lanes, segments
+from penstock.model import decoder_units, lanes
 from penstock.settings import ExpertConfig, ModelConfig, ScheduleConfig
 
 EXPERTS = ExpertConfig(num_experts=4, num_active=2, intermediate_size=8)
@@ -22,7 +22,7 @@ def test_a_backward_lane_runs_through_at_most_four_nested_generators(
     monkeypatch: pytest.MonkeyPatch, schedule: str, num_predictions: int
 ) -> None:
     depths: list[int] = []
-    enter_graph, drivers = segments.enter_graph, (lanes.drain.__code__, lanes.zip_lanes.__code__)
+    enter_graph, drivers = lanes.enter_graph, (lanes.drain.__code__, lanes.zip_lanes.__code__)
 
     def counted(*arguments: Any) -> None:
         frame, depth = inspect.currentframe(), 0
@@ -32,7 +32,7 @@ def test_a_backward_lane_runs_through_at_most_four_nested_generators(
         depths.append(depth)
         enter_graph(*arguments)
 
-    monkeypatch.setattr(segments, "enter_graph", counted)
+    monkeypatch.setattr(lanes, "enter_graph", counted)
     model = ModelConfig(16, 8, 8, 2, 2, experts=EXPERTS, num_predictions=num_predictions)
     options = EngineOptions(schedule=ScheduleConfig(schedule), device="cpu")
     engine = Engine(decoder_units(model), model.hidden_size, options=options)

@@ -12,8 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from penstock import schedule
 from penstock.model import Compute, Exchange, Linear, Segment, SegmentedUnit, Sequences, WeightGradients, defer, drain
-from penstock.model.lanes import Lane
-from penstock.model.segments import State, Undo
+from penstock.model.lanes import Lane, State, Undo
 from penstock.runtime import (
     Boundary,
     Executor,

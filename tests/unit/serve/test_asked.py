@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from penstock.data.chat_template import ChatTemplate
-from penstock.data.token_texts import TokenTexts
-from penstock.data.tokenizer import ByteTokenizer
-from penstock.engine.requests import Growth
+from penstock.data.tokenizer import ByteTokenizer, TokenTexts
+from penstock.engine.generation.requests import Growth
 from penstock.model import Limits
 from penstock.schedule import Token
 from penstock.serve.asked import AskedAnswers, ServedModel, read_chat, read_completion

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from penstock.data.chat_template import ChatTemplate
-from penstock.data.rendering import TemplateRenderer
-from penstock.engine.requests import RequestQueue
+from penstock.data.chat_template import ChatTemplate, TemplateRenderer
+from penstock.engine.generation.requests import RequestQueue
 from penstock.model import Limits
 from penstock.serve import app, server
 from penstock.serve.app import ServerParts

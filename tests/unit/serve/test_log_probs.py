@@ -5,12 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.data.token_texts import TokenTexts
-from penstock.engine.answer_text import AnswerText
-from penstock.engine.requests import Growth
+from penstock.data.tokenizer import TokenTexts
+from penstock.engine.generation.answers import AnswerText
+from penstock.engine.generation.requests import Growth
 from penstock.schedule import Token
-from penstock.serve.log_probs import ChoiceLogProbs
-from penstock.serve.replies import Reply
+from penstock.serve.replies import ChoiceLogProbs, Reply
 from tests.tokenizer_kinds import EMOJI, KINDS, make
 from tests.unit.serve.test_asked import read
 

@@ -6,7 +6,7 @@ from collections.abc import Sized
 
 import pytest
 
-from penstock.engine.requests import Growth, QueueCounts, RequestQueue
+from penstock.engine.generation.requests import Growth, QueueCounts, RequestQueue
 from penstock.schedule import Ending, RingShape, Scheduler, Token
 from penstock.serve.asked import AskedAnswers
 from penstock.serve.mailboxes import Mailbox, Mailboxes

@@ -9,8 +9,8 @@ from typing import Any, get_args, get_origin
 import pytest
 
 from penstock.cli.train import read_arguments
-from penstock.engine.run_check import check
-from penstock.engine.runs import to_toml
+from penstock.engine.folders.run_check import check
+from penstock.engine.folders.runs import to_toml
 from penstock.settings import (
     SETTINGS,
     ConfigError,

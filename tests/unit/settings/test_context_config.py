@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.engine.run_check import check
-from penstock.engine.run_parts import check_parts
+from penstock.engine.folders.run_check import check
+from penstock.engine.folders.run_parts import check_parts
 from penstock.settings import ConfigError, ContextForm, DataConfig, ModelConfig, ParallelConfig, RunConfig
 
 

@@ -14,9 +14,9 @@ from typing import Any, get_args, get_origin
 import pytest
 
 from penstock.cli.train import read_arguments
+from penstock.engine.folders.run_check import check
+from penstock.engine.folders.runs import to_toml
 from penstock.engine.options import EngineOptions
-from penstock.engine.run_check import check
-from penstock.engine.runs import to_toml
 from penstock.runtime.pairs import Pairs
 from penstock.schedule import builders
 from penstock.schedule.choice import ScheduleChoice
@@ -290,7 +290,8 @@ def test_runs_of_earlier_versions_are_continued() -> None:
 
 def test_reading_settings_loads_nothing_but_the_standard_library() -> None:
     probe = (
-        "import sys, penstock.settings, penstock.engine.run_check;print(*sorted({'torch', 'numpy'} & set(sys.modules)))"
+        "import sys, penstock.settings, penstock.engine.folders.run_check; "
+        "print(*sorted({'torch', 'numpy'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, timeout=300, check=True)
     assert done.stdout.strip() == ""

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from penstock.engine.run_check import check
+from penstock.engine.folders.run_check import check
 from penstock.settings import ConfigError, ExpertConfig, GroupScore, Scores, from_dict
 
 

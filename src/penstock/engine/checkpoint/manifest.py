@@ -16,11 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from penstock.engine.checkpoint.rank_values import check_rank_values
+from penstock.io.documents import check_kinds, parse_json
+from penstock.io.files import open_file, read_bytes, write_durably
 from penstock.model.hf.files import refuse_unfit_files
 from penstock.parallel.tensor_slice import Shape, StoredSlice, TensorSlice
-from penstock.settings.durable import write_durably
-from penstock.settings.files import open_file, read_bytes
-from penstock.settings.json_files import check_kinds, parse_json
 
 MANIFEST = "manifest.json"
 TENSOR_SUFFIX = ".safetensors"

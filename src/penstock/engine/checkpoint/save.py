@@ -32,12 +32,12 @@ from penstock.engine.checkpoint.manifest import (
     step_of,
     write_manifest,
 )
-from penstock.engine.runs import OWNER_FILE
+from penstock.engine.folders.runs import OWNER_FILE
+from penstock.io.documents import read_json_object
+from penstock.io.files import naming, remove, sync_folder, write_durably
 from penstock.parallel import Grid
 from penstock.parallel.host import Gather, gather_json, on_all_ranks
 from penstock.parallel.tensor_slice import LocalTensor, local_slices
-from penstock.settings.durable import naming, remove, sync_folder, write_durably
-from penstock.settings.json_files import read_json_object
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner

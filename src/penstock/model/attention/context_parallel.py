@@ -24,10 +24,17 @@ from itertools import accumulate, chain, groupby
 import torch
 from torch import Tensor
 
-from penstock.model.attention.kernels import attend, attend_backward, merge, packed_attention
-from penstock.model.attention.tiles import Positions, Sight, Tile, tiles
-from penstock.model.lanes import Lane
-from penstock.model.segments import Compute, Exchange, Grads, Segment, State, Undo
+from penstock.model.attention.kernels import (
+    Positions,
+    Sight,
+    Tile,
+    attend,
+    attend_backward,
+    merge,
+    packed_attention,
+    tiles,
+)
+from penstock.model.lanes import Compute, Exchange, Grads, Lane, Segment, State, Undo
 from penstock.model.sequences import Sequences, Spread
 from penstock.parallel.collectives import Collectives, Handle
 from penstock.settings import ContextForm

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
+from penstock.io.documents import check_kinds, read_json_object
 from penstock.model.hf.families import FAMILIES, MIXTRAL_EXPERTS, Family, Windows
 from penstock.model.hf.files import MissingFile, refuse_unfit_files
 from penstock.settings import ExpertConfig, ModelConfig, RopeKind, RopeScaling
-from penstock.settings.json_files import check_kinds, read_json_object
 
 CONFIG_FILE = "config.json"
 _OTHERWISE = "native=False (--native false, model.native = false) runs transformers' own layers"

@@ -9,17 +9,64 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from penstock.model.hf.quantized import INT8, scale_name
+from penstock.io.documents import read_json_object
+from penstock.io.files import check_file, refuse_link_out
 from penstock.model.units import UnitSpec
 from penstock.parallel.tensor_slice import Shape, StoredSlice, TensorSlice, copies
-from penstock.settings.files import check_file, refuse_link_out
-from penstock.settings.json_files import read_json_object
+
+# ---- Folders whose weights are 8-bit numbers: written and read in the form of compressed-tensors, "int-quantized"
+
+
+KEY = "quantization_config"
+INT8 = "I8"
+_FORMAT = "int-quantized"
+
+
+def scale_name(weight: str) -> str:
+    """The name of a weight's scales."""
+    return f"{weight}_scale"
+
+
+def description(ignored: tuple[str, ...]) -> dict[str, Any]:
+    """The `quantization_config` of a folder of 8-bit weights, but for the modules named."""
+    number = {"num_bits": 8, "type": "int", "symmetric": True}
+    weights, activations = number | {"strategy": "channel"}, number | {"strategy": "token", "dynamic": True}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": activations}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": _FORMAT,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": list(ignored),
+    }
+
+
+def is_quantized(content: Mapping[str, Any]) -> bool:
+    """True if a config.json describes 8-bit weights in this form.
+
+    Raises: ValueError for any other form of quantized weights.
+    """
+    found = content.get(KEY)
+    if found is None:
+        return False
+    given = found if isinstance(found, Mapping) else {}
+    if given.get("format") != _FORMAT:
+        form = given.get("format") or given.get("quant_method") or found
+        raise ValueError(
+            f"its weights are quantized as {str(form)[:60]!r}, which is not read; 8-bit weights with a scale for each "
+            f'output are ("{_FORMAT}" of compressed-tensors), and penstock convert --quantize int8 writes them'
+        )
+    return True
+
+
+# ---- A folder of safetensors files, one or several with an index, and the loading of its tensors into a model's units
+
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

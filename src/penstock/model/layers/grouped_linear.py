@@ -19,9 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from penstock.model.autocast import autocast_dtype
-from penstock.model.linear import PendingGradient, WeightGradients
-from penstock.model.matmul import TORCH, Matmul
+from penstock.model.linear import TORCH, Matmul, PendingGradient, WeightGradients, autocast_dtype
 
 
 @dataclass(frozen=True, eq=False)

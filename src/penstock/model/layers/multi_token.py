@@ -21,18 +21,14 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from penstock.model.aux_losses import AuxLoss, AuxLosses, FutureTokens
 from penstock.model.groups import ModelGroups
-from penstock.model.layers.attention import attention_block
-from penstock.model.layers.functions import RMSNorm
-from penstock.model.layers.mlp import mlp_block
-from penstock.model.layers.moe import ExpertBlock
+from penstock.model.lanes import Compute, Segment, SegmentedUnit, State, beside
+from penstock.model.layers.dense import RMSNorm, attention_block, mlp_block
+from penstock.model.layers.experts import ExpertBlock
 from penstock.model.layers.vocabulary import Embedding, Head, TensorParallelEmbedding, TensorParallelHead
-from penstock.model.linear import Linear
+from penstock.model.linear import Linear, Matmul
 from penstock.model.loss import ShardedLogits, cross_entropy_sum
-from penstock.model.matmul import Matmul
-from penstock.model.segments import Compute, Segment, SegmentedUnit, State, beside
-from penstock.model.sequences import Sequences
+from penstock.model.sequences import AuxLoss, AuxLosses, FutureTokens, Sequences
 from penstock.settings import ModelConfig
 
 

@@ -12,12 +12,9 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-from penstock.model.autocast import autocast_to
-from penstock.model.aux_losses import AuxLoss, AuxLosses
 from penstock.model.groups import ModelGroups
-from penstock.model.linear import Linear
-from penstock.model.matmul import Matmul
-from penstock.model.sequences import Sequences
+from penstock.model.linear import Linear, Matmul, autocast_to
+from penstock.model.sequences import AuxLoss, AuxLosses, Sequences
 from penstock.parallel.collectives import Collectives
 from penstock.settings import ExpertConfig, GroupScore, Scores
 

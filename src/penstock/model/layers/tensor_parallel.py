@@ -24,8 +24,8 @@ from torch.distributed import ProcessGroup
 
 from penstock.model.groups import ModelGroups
 from penstock.model.kv_cache import CacheSize
+from penstock.model.lanes import Exchange, SegmentedUnit, State
 from penstock.model.loss import ShardedLogits
-from penstock.model.segments import Exchange, SegmentedUnit, State
 from penstock.parallel.collectives import Collectives
 from penstock.parallel.tensor_slice import Shard
 from penstock.settings import ModelConfig

@@ -14,12 +14,11 @@ from torch import Tensor, nn
 
 from penstock.model.groups import ModelGroups
 from penstock.model.kv_cache import CachedRows, CacheSize, Rows
-from penstock.model.layers.functions import RMSNorm
+from penstock.model.lanes import Compute, Exchange, Segment, State
+from penstock.model.layers.dense import RMSNorm
 from penstock.model.layers.tensor_parallel import TensorParallelSplit, TensorParallelUnit
-from penstock.model.linear import Linear
+from penstock.model.linear import Linear, Matmul
 from penstock.model.loss import ShardedLogits
-from penstock.model.matmul import Matmul
-from penstock.model.segments import Compute, Exchange, Segment, State
 from penstock.model.sequences import Sequences
 from penstock.parallel.collectives import Collectives
 from penstock.settings import ModelConfig

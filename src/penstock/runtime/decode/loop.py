@@ -24,12 +24,10 @@ from torch import Tensor
 
 from penstock import schedule
 from penstock.model import CachedRows, Draw, draw_tokens
-from penstock.model.penalties import Context
-from penstock.model.sampling import numbers_per_token
+from penstock.model.sampling import Context, numbers_per_token
 from penstock.parallel.host import broadcast_value
 from penstock.runtime.decode.graphs import StageDecoder
-from penstock.runtime.decode.headers import TakenBatch
-from penstock.runtime.decode.relay import HeaderRelay, Ring
+from penstock.runtime.decode.relay import HeaderRelay, Ring, TakenBatch
 from penstock.runtime.errors import TransportError
 from penstock.runtime.trace import Awaited
 from penstock.runtime.transport import Receipt

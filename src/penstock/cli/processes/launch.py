@@ -1,0 +1,386 @@
+"""Local workers of a command: started together, watched, and ended together.
+
+The launcher imports for all of them, once, and forks: PyTorch costs seconds of a processor. So until the last worker is
+started it has one thread and has not opened a GPU.
+"""
+
+import ctypes
+import gc
+import importlib
+import math
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from multiprocessing.context import ForkContext, SpawnContext
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+from penstock.cli.processes.meeting import LAUNCHER_PID, LOOPBACK
+from penstock.cli.processes.memory_limits import check_processes
+
+# Exit codes of the command.
+FAILED, REFUSED = 1, 2
+_STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
+# After a failure, or a second request to stop, nobody has anything left to save. The others find out by themselves and
+# report where they were; the watchdogs of those that cannot do so within 4 s of being asked.
+_REPORT_LIMIT_S, _END_LIMIT_S = 1.0, 7.0
+# Workers that are not done in the time they have after a request to end report it and end by themselves.
+_REPORT_LATE_S = 5.0
+# A worker that stands still for this long after a request to end is taken for stopped: a debugger that looks into one
+# stops it for a moment.
+_STOPPED_LIMIT_S = 1.0
+_POLL_S = 0.5
+_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15  # <linux/prctl.h>
+
+
+@dataclass(frozen=True)
+class WorkerCommand:
+    """A command that runs in several processes.
+
+    module: its `main` is what each worker calls. again: ends the sentence "the same command ...", printed when the
+    run was stopped or a worker killed. imports: modules that every worker needs. shutdown_timeout_s: how long workers
+    that are asked to stop may take to finish what they do, and save; one that hangs is killed then.
+    """
+
+    module: str
+    again: str
+    imports: tuple[str, ...]
+    shutdown_timeout_s: float = 600.0
+
+
+def launch(
+    command: WorkerCommand,
+    arguments: Sequence[str],
+    num_workers: int,
+    num_threads: int,
+    environ: Mapping[str, str] | None = None,
+    check: Callable[[], object] | None = None,
+) -> int:
+    """Start the workers of a command on this machine, wait for them, and return the exit code of the command.
+
+    `arguments` are those of the command, which the workers read again; `environ` is for them alone. `check` may refuse
+    to start them; what it imports they need not import again.
+
+    A signal that asks to end is passed on as SIGTERM, which lets the workers of a training run finish their step, save
+    and end well. Where one fails, stands still then, or is asked twice, or the command's time to end is over, all have
+    ended within ten seconds. They meet at a store in this process, and neither it nor they listen anywhere but on the
+    loopback.
+
+    Raises: ConfigError for more workers than this machine can hold.
+    """
+    check_processes(num_workers)
+    with _environment_kept(), socket.create_server((LOOPBACK, 0), backlog=4096) as listener:
+        port = listener.getsockname()[1]
+        os.environ |= {**(environ or {}), **_environment(num_workers, num_threads, port)}
+        with _interrupted_at_once():
+            if check is not None:
+                check()
+            context = _context(command.imports)
+        inherited = listener if isinstance(context, ForkContext) else None
+        workers = _Workers(
+            [
+                context.Process(target=_work, args=(command.module, arguments, rank, os.getpid(), inherited))
+                for rank in range(num_workers)
+            ],
+            command.shutdown_timeout_s,
+        )
+        with _signals_caught() as signals:
+            try:
+                workers.start(signals)
+                # Its thread would not survive a fork, so it starts last.
+                store = _store_at(listener)
+                workers.watch(signals)
+                del store
+            finally:
+                workers.kill()
+        return workers.exit_code(command.again)
+
+
+def _remove_empty_cache() -> None:
+    """Remove the folder that importing PyTorch's compiler makes for what it compiles, where it has compiled nothing."""
+    module = sys.modules.get("torch._inductor.runtime.cache_dir_utils")
+    if module is not None:
+        with suppress(OSError):
+            os.rmdir(module.cache_dir())
+
+
+def _environment(num_workers: int, num_threads: int, port: int) -> dict[str, str]:
+    """The variables of all workers; users' settings of the number of threads stand."""
+    usual = {
+        "OMP_NUM_THREADS": str(num_threads),
+        # NumPy's library would start threads when it is imported.
+        "OPENBLAS_NUM_THREADS": "1",
+        # A store that has gone would leave pages of C++ frames beside the sentence that says who has gone.
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+    }
+    return {
+        **{name: os.environ.get(name, value) for name, value in usual.items()},
+        "GLOO_SOCKET_IFNAME": _INTERFACE,
+        "NCCL_SOCKET_IFNAME": _INTERFACE,
+        "WORLD_SIZE": str(num_workers),
+        "MASTER_ADDR": LOOPBACK,
+        "MASTER_PORT": str(port),
+        # What torch's rendezvous reads: no worker opens a store, all join the launcher's.
+        "TORCHELASTIC_USE_AGENT_STORE": str(True),
+        LAUNCHER_PID: str(os.getpid()),
+    }
+
+
+def _context(imports: Sequence[str]) -> ForkContext | SpawnContext:
+    """Import the modules and fork; or start anew, where this process has done what does not survive a fork."""
+    if sys.platform == "linux" and _can_fork():
+        for name in imports:
+            importlib.import_module(name)
+        _remove_empty_cache()
+        if _can_fork():
+            # A collection would walk through all that was imported, in the middle of some step, while others wait.
+            gc.freeze()
+            return multiprocessing.get_context("fork")
+    return multiprocessing.get_context("spawn")
+
+
+def _can_fork() -> bool:
+    """Return whether this process has a single thread, and no GPU open."""
+    opened = []
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):
+            opened.append(os.readlink(descriptor))
+    has_gpu = any(path.startswith(("/dev/nvidia", "/dev/kfd")) for path in opened)
+    return len(os.listdir("/proc/self/task")) == 1 and not has_gpu
+
+
+def _store_at(listener: socket.socket) -> object:
+    """The store at which the workers meet, for as long as the returned object lives."""
+    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+    host, port = listener.getsockname()
+    return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
+@contextmanager
+def _environment_kept() -> Iterator[None]:
+    """Restore this process's environment, which workers inherit: it may launch again, and is no worker itself."""
+    environ = dict(os.environ)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ |= environ
+
+
+@contextmanager
+def _interrupted_at_once() -> Iterator[None]:
+    """Let Ctrl-C end this process, which has started nothing yet: raised in an import it may get lost in C code."""
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or before is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def _signals_caught() -> Iterator[socket.socket]:
+    """Yield a socket from which the numbers of signals that ask to end can be read, while they do nothing else."""
+    reader, writer = socket.socketpair()
+    with reader, writer:
+        if threading.current_thread() is not threading.main_thread():
+            yield reader
+            return
+        writer.setblocking(False)
+        wakeup_before = signal.set_wakeup_fd(writer.fileno())
+        before = {number: signal.signal(number, lambda *_: None) for number in _STOPS}
+        try:
+            yield reader
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            signal.set_wakeup_fd(wakeup_before)
+
+
+@contextmanager
+def _signals_held() -> Iterator[None]:
+    """Keep signals that ask to end waiting: a worker that inherits this process's handlers must not be lost on them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+class _Workers:
+    """The workers of one launch, by rank."""
+
+    #: rank -> its process
+    processes: list[BaseProcess]
+    #: how long they may go on once they are asked to end
+    shutdown_timeout_s: float
+    #: the first signal by which this process was asked to end
+    stopped_by: signal.Signals | None
+    #: rank -> why this process had to kill it, and not only to ask it to end
+    killed: dict[int, str]
+    #: ranks that this process has asked to end
+    asked: set[int]
+    #: rank -> since when it has been seen to stand still after a request to end, in seconds of the monotonic clock
+    _stopped_since: dict[int, float]
+    #: when the workers that are left are asked to end, and when they are killed, by the same clock
+    _ask_at: float
+    _kill_at: float
+    #: True once some worker has ended with another code than 0
+    _has_failed: bool
+
+    def __init__(self, processes: Sequence[BaseProcess], shutdown_timeout_s: float) -> None:
+        self.processes, self.shutdown_timeout_s = list(processes), shutdown_timeout_s
+        self.stopped_by, self.killed, self.asked, self._stopped_since = None, {}, set(), {}
+        self._ask_at = self._kill_at = math.inf
+        self._has_failed = False
+
+    def start(self, signals: socket.socket) -> None:
+        """Start one after the other, until all run or a signal asks to end."""
+        for process in self.processes:
+            if wait([signals], 0):
+                break
+            with _signals_held():
+                process.start()
+
+    def watch(self, signals: socket.socket) -> None:
+        """Wait until all workers have ended, and see to it that they do once one has failed."""
+        while alive := self._alive():
+            now = time.monotonic()
+            # The sentinel of a worker that left processes of its own may stay silent, hence the limit.
+            limit_s = max(0.0, min(self._ask_at - now, self._kill_at - now, _POLL_S))
+            ready = wait([*(self.processes[rank].sentinel for rank in alive), signals], limit_s)
+            if signals in ready:
+                for number in signals.recv(64):
+                    self._on_signal(signal.Signals(number))
+            now = time.monotonic()
+            if self.stopped_by is not None:
+                self._kill_stopped(now)
+            if not self._has_failed and any(process.exitcode for process in self.processes):
+                self._has_failed = True
+                self._ask_at = min(self._ask_at, now + _REPORT_LIMIT_S)
+                self._kill_at = min(self._kill_at, now + _END_LIMIT_S)
+            if now >= self._ask_at:
+                self._ask_at = math.inf
+                self._ask()
+            if now >= self._kill_at:
+                self.kill()
+
+    def kill(self) -> None:
+        """Kill the workers that are left, with what they have started."""
+        for rank in self._alive():
+            self._kill(rank, "had been stopped (SIGSTOP)" if self._is_stopped(rank) else "did not end when asked to")
+
+    def _kill_stopped(self, now: float) -> None:
+        """Kill workers that have stood still for a while: they hear nothing, and the others wait for them."""
+        for rank in self._alive():
+            if not self._is_stopped(rank):
+                self._stopped_since.pop(rank, None)
+            elif now >= self._stopped_since.setdefault(rank, now) + _STOPPED_LIMIT_S:
+                self._kill(rank, "had been stopped (SIGSTOP)")
+
+    def _kill(self, rank: int, why: str) -> None:
+        process = self.processes[rank]
+        if process.pid is None:
+            return
+        self.killed[rank] = why
+        # It leads a group of its own, unless it has only just been started.
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.kill()
+        process.join()
+
+    def _is_stopped(self, rank: int) -> bool:
+        try:
+            return Path(f"/proc/{self.processes[rank].pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+        except OSError:
+            return False
+
+    def exit_code(self, again: str) -> int:
+        """The exit code of the command; reports workers that could not explain themselves."""
+        codes = [process.exitcode or 0 for process in self.processes]
+        if not any(codes) and all(process.pid for process in self.processes):
+            return 0
+        for rank, code in enumerate(codes):
+            who = f"penstock: rank {rank} (process {self.processes[rank].pid})"
+            if rank in self.killed:
+                print(f"{who} {self.killed[rank]} and was killed; the same command {again}", file=sys.stderr)
+            elif code < 0 and (code != -signal.SIGTERM or rank not in self.asked):
+                print(f"{who} was killed by {signal.Signals(-code).name}; the same command {again}", file=sys.stderr)
+        if self.stopped_by is not None:
+            print(f"penstock: stopped by {self.stopped_by.name}; the same command {again}", file=sys.stderr)
+            return 128 + self.stopped_by
+        # A mistake that one worker has reported makes the others fail as well.
+        return REFUSED if REFUSED in codes else FAILED
+
+    def _alive(self) -> list[int]:
+        return [rank for rank, process in enumerate(self.processes) if process.pid and process.exitcode is None]
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        limit_s = self.shutdown_timeout_s + _REPORT_LATE_S if self.stopped_by is None else _END_LIMIT_S
+        self.stopped_by = self.stopped_by or number
+        self._kill_at = min(self._kill_at, time.monotonic() + limit_s)
+        self._ask()
+
+    def _ask(self) -> None:
+        self.asked.update(self._alive())
+        for rank in self._alive():
+            self.processes[rank].terminate()
+
+
+# ---- in the workers
+
+
+def _work(module: str, arguments: Sequence[str], rank: int, launcher: int, inherited: socket.socket | None) -> None:
+    """Run the command as the worker of this rank, in a session of its own: Ctrl-C reaches the launcher alone."""
+    for number in _STOPS:
+        signal.signal(number, signal.SIG_DFL)
+    signal.set_wakeup_fd(-1)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPS)
+    _follow(launcher, rank)
+    os.setsid()
+    if inherited is not None:
+        inherited.close()
+    # Whatever this process has put in their place before it was forked.
+    sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))  # noqa: SIM115
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    from penstock.cli.main import run_as_script
+
+    sys.exit(run_as_script(importlib.import_module(module).main, list(arguments)))
+
+
+def _follow(launcher: int, rank: int) -> None:
+    """Get SIGTERM and SIGCONT when the launcher dies, so that no worker is left behind; Linux alone can do this.
+
+    A worker that stands still (SIGSTOP) would never hear of SIGTERM alone.
+    """
+    if sys.platform != "linux":
+        return
+    libc = ctypes.CDLL(None)
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    asked = threading.Event()
+
+    def continue_at_death() -> None:
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
+        asked.set()
+        threading.Event().wait()
+
+    # Each thread has one such signal, for as long as it lives.
+    threading.Thread(target=continue_at_death, name="penstock follows its launcher", daemon=True).start()
+    asked.wait()
+    # What `ps` and `top` show, where all forked processes have the launcher's command line.
+    libc.prctl(_PR_SET_NAME, f"penstock-{rank}".encode())
+    if os.getppid() != launcher:
+        os.kill(os.getpid(), signal.SIGTERM)

@@ -1,0 +1,434 @@
+"""One process of a group: it meets the others, refuses input that any of them refuses, and ends without waiting.
+
+Training, scoring, generation and the test of links share this when they run on several processes.
+"""
+
+import errno
+import faulthandler
+import hashlib
+import json
+import os
+import re
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from ipaddress import ip_address
+from typing import Any, Self, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]  # pyright: ignore[reportPrivateImportUsage]
+
+from penstock.cli.main import in_plain_words, lacks_memory, sentence
+from penstock.cli.processes.launch import FAILED, REFUSED
+from penstock.cli.processes.meeting import (
+    Group,
+    agree,
+    is_reported,
+    report_is_written,
+    reports_first,
+    stay_for_others,
+    stay_for_report,
+)
+from penstock.engine.checkpoint.manifest import CheckpointError
+from penstock.parallel.host import ProcessEnded, on_all_ranks
+from penstock.runtime import CallbackError, PipelineError, StepError
+from penstock.settings import ConfigError, Device, differences
+
+# ---- Several pipelines that share the work of one command, each a group of its own, and hand results to one writer
+
+
+# A store takes values of up to 8 MiB.
+_PIECE_BYTES = 4 * 2**20
+
+
+@dataclass(frozen=True)
+class Pipelines:
+    """This process's pipeline, number `index` of `count`; the processes of all of them meet at `store`."""
+
+    index: int
+    count: int
+    store: Store
+    timeout_s: float
+
+    @classmethod
+    def of(cls, store: Store, group: Group, count: int, timeout_s: float) -> Self:
+        """Divide the processes of a group evenly, consecutive ones to one pipeline."""
+        return cls(group.rank * count // group.world_size, count, store, timeout_s)
+
+    def world(self, group: Group) -> tuple[Store, Group]:
+        """This pipeline's own group, and its part of the store."""
+        size = group.world_size // self.count
+        own = replace(group, rank=group.rank - self.index * size, world_size=size)
+        return PrefixStore(f"penstock/pipeline/{self.index}", self.store), own
+
+    def hand_over(self, name: str, value: Any) -> None:
+        """Send a value of JSON, under a name of its own, to the process that writes."""
+        text = json.dumps(value)
+        pieces = [text[start : start + _PIECE_BYTES] for start in range(0, len(text), _PIECE_BYTES)]
+        for place, piece in enumerate(pieces):
+            self.store.set(_key(name, place), piece)
+        self.store.set(_key(name), str(len(pieces)))
+
+    def has(self, name: str) -> bool:
+        """Return whether a value of that name has been handed over, and not received yet."""
+        return self.store.check([_key(name)])
+
+    def receive(self, name: str, what: str) -> Any:
+        """Receive the value of that name; `what` describes it in messages.
+
+        Raises: PipelineError if it does not come in time.
+        """
+        key = _key(name)
+        try:
+            self.store.wait([key], timedelta(seconds=self.timeout_s))
+        except RuntimeError as error:
+            raise PipelineError(f"no {what} in {self.timeout_s:g} s") from error
+        pieces = [_key(name, place) for place in range(int(self.store.get(key)))]
+        text = "".join(self.store.get(piece).decode() for piece in pieces)
+        for done in (key, *pieces):
+            self.store.delete_key(done)
+        return json.loads(text)
+
+
+def _key(name: str, place: int | None = None) -> str:
+    return f"penstock/shared/{name}" if place is None else f"penstock/shared/{name}/{place}"
+
+
+# ---- The meeting of a run's processes: at the store that rank 0 opens, in the round of one start, under its secret
+
+
+# Set by torchrun where its agents, which outlive the workers, lend them their store.
+_AGENTS_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+SECRET = "PENSTOCK_SECRET"
+"""The environment variable with a secret of the run, the same on all its hosts."""
+_BACKLOG = 4096
+_PLACE = "penstock/rounds"
+_POLL_S = 0.01
+_ATTEMPT_S = 5.0
+
+
+class Missing(ValueError):
+    """Some processes of the group, or the store at which they meet, were not there in time."""
+
+
+def join(group: Group, timeout_s: float, secret: str = "") -> Store:
+    """Meet the other processes of the group at a store that no process of an earlier start shares.
+
+    Where there is a secret of the run, all keys lie under it: who lacks it cannot guess them.
+
+    Raises: Missing, naming what did not come in time; ValueError where the secrets of the hosts differ, or rank 0
+        cannot open the store.
+    """
+    if group.world_size == 1:
+        return HashStore()
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = group.address, str(group.port)
+    deadline = time.monotonic() + timeout_s
+    store = agree_on_round(_store_of(group, timeout_s), group.rank, group.world_size, deadline - time.monotonic())
+    # It says whether secrets are equal, and not where the keys lie.
+    sign = hashlib.blake2b(os.fsencode(secret), person=b"sign").hexdigest()
+    signs = [theirs["sign"] for theirs in agree(store, group, "secret", {"sign": sign})]
+    if others := [rank for rank, theirs in enumerate(signs) if theirs != signs[0]]:
+        raise ValueError(
+            f"{SECRET} of rank {others[0]} is not that of rank 0; set it to the same text on all hosts, or on none"
+        )
+    return PrefixStore(hashlib.blake2b(os.fsencode(secret)).hexdigest(), store) if secret else store
+
+
+def secret_of(environ: Mapping[str, str]) -> str:
+    """The secret of the run, or an empty text where it has none.
+
+    Raises: ValueError if it is given and empty, as by a program that could not make one.
+    """
+    if environ.get(SECRET) == "":
+        raise ValueError(f"{SECRET} is empty; give it a text that is hard to guess, or leave it out")
+    return environ.get(SECRET, "")
+
+
+def _store_of(group: Group, timeout_s: float) -> Store:
+    """The store that rank 0 opens, or torchrun's agents lend."""
+    opens = group.rank == 0 and os.environ.get(_AGENTS_STORE) != str(True)
+    place = f"{group.address}:{group.port}"
+    deadline = time.monotonic() + timeout_s
+    listener = None
+    if opens:
+        try:
+            listener = _listen(group.address, group.port).detach()
+        except OSError as error:
+            raise ValueError(
+                f"rank 0 cannot open the run's store at {place}: {_reason(error)}; give another MASTER_PORT"
+            ) from None
+    else:
+        _reach(group, deadline)
+    stores: list[Store | RuntimeError] = []
+
+    def connect() -> None:
+        try:
+            store = TCPStore(
+                group.address,
+                group.port,
+                group.world_size,
+                is_master=opens,
+                timeout=timedelta(seconds=timeout_s),
+                wait_for_workers=False,
+                master_listen_fd=listener,
+            )
+        except RuntimeError as error:
+            stores.append(error)
+        else:
+            stores.append(store)
+
+    # Whatever else may listen there need never answer, and PyTorch itself would wait for it without a limit.
+    thread = threading.Thread(target=connect, daemon=True)
+    thread.start()
+    thread.join(max(0.0, deadline - time.monotonic()))
+    if not stores or isinstance(stores[0], RuntimeError):
+        raise Missing(f"what listens at {place} is not the run's store; is MASTER_PORT another program's?")
+    return stores[0]
+
+
+def _listen(address: str, port: int) -> socket.socket:
+    """Listen at the address at which the others look, on no other network of this host.
+
+    Where it is not one of this host's own (a cluster's service), or a name for this host's loopback (as some operators
+    call the first host alone, and Debian each host itself), nothing says by which network the others come: then on all.
+    """
+    found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
+    for family, _, _, _, place in found:
+        if place[0] != address and ip_address(place[0]).is_loopback:
+            continue
+        try:
+            return socket.create_server(place[:2], family=family, backlog=_BACKLOG)
+        except OSError as error:
+            if error.errno != errno.EADDRNOTAVAIL:
+                raise
+    return socket.create_server(("", port), backlog=_BACKLOG)
+
+
+def _reach(group: Group, deadline: float) -> None:
+    """Wait until something listens where the store should be; PyTorch itself would print a page at each attempt."""
+    while True:
+        left = deadline - time.monotonic()
+        try:
+            socket.create_connection((group.address, group.port), max(0.1, min(left, _ATTEMPT_S))).close()
+            return
+        except OSError as error:
+            if left <= 0:
+                raise Missing(
+                    f"rank {group.rank} found no store at {group.address}:{group.port} in time ({_reason(error)}); "
+                    "rank 0 opens it at MASTER_ADDR and MASTER_PORT, which all hosts must reach"
+                ) from None
+        time.sleep(min(0.1, max(0.0, left)))
+
+
+def _reason(error: OSError) -> str:
+    """The reason of an error, without the place that some add in brackets."""
+    return (error.strerror or str(error)).partition(" (")[0].lower()
+
+
+# A group that torchrun restarts keeps one store for all its rounds: values that an earlier round left there must not be
+# taken for this round's.
+
+
+def agree_on_round(store: Store, rank: int, world_size: int, timeout_s: float) -> Store:
+    """The part of a store that belongs to the processes that call this now, and to no earlier ones.
+
+    Each process leaves a unique word. Rank 0 answers every word it finds with the round's name, even words left by
+    processes that have ended; only a live process acknowledges the answer.
+
+    Raises: Missing; on rank 0 it names the ranks that did not arrive.
+    """
+    deadline = time.monotonic() + timeout_s
+    if rank == 0:
+        name = uuid.uuid4().hex
+        _greet_all(store, name, set(range(1, world_size)), deadline)
+    else:
+        word = uuid.uuid4().hex
+        store.set(f"{_PLACE}/word/{rank}", word)
+        try:
+            # No time at all would mean no limit.
+            store.wait([f"{_PLACE}/answer/{word}"], timedelta(seconds=max(_POLL_S, timeout_s)))
+        except RuntimeError:
+            raise Missing(f"rank {rank} was not answered by rank 0 of the run in time") from None
+        name = store.get(f"{_PLACE}/answer/{word}").decode()
+        store.set(f"{_PLACE}/{name}/thanks/{rank}", "")
+    return PrefixStore(f"{_PLACE}/{name}", store)
+
+
+def _greet_all(store: Store, name: str, missing: set[int], deadline: float) -> None:
+    """Answer the ranks in turns, each as often as its word changes, until all have thanked."""
+    answered: dict[int, bytes] = {}
+    while missing:
+        for rank in sorted(missing):
+            if rank in answered and store.check([f"{_PLACE}/{name}/thanks/{rank}"]):
+                missing.discard(rank)
+            elif store.check([f"{_PLACE}/word/{rank}"]):
+                word = store.get(f"{_PLACE}/word/{rank}")
+                if answered.get(rank) != word:
+                    store.set(f"{_PLACE}/answer/{word.decode()}", name)
+                    answered[rank] = word
+        if missing and time.monotonic() > deadline:
+            raise Missing(f"rank(s) {', '.join(map(str, sorted(missing)))} of the run did not come in time")
+        time.sleep(_POLL_S)
+
+
+# ---- One process of a group: it meets the others, refuses input that any of them refuses, and ends without waiting
+
+
+T = TypeVar("T")
+
+
+def work_together(group: Group, num_threads: int, timeout_s: float, work: Callable[[Store], int | None]) -> int:
+    """Do `work`, given the store where the processes of `group` meet; returns its exit code, or the command's.
+
+    One process reports a user's mistake for all, in one sentence. When a peer fails, every process reports where it
+    was and ends at once: nothing is called any more that could wait for the peer.
+    """
+    if group.world_size > 1:
+        # Python's own handler would wait for a backend that waits for a peer.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        faulthandler.enable()  # a crash below Python prints its place
+    torch.set_num_threads(num_threads)
+    store = join(group, timeout_s, secret_of(os.environ))
+    threading.excepthook = _on_thread_failure
+    try:
+        code = work(store) or 0
+        sys.stdout.flush()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    except ValueError as error:
+        if reports_first(store):
+            print(f"penstock: {error}", file=sys.stderr)
+            report_is_written(store)
+        else:
+            stay_for_report(store)
+        stay_for_others(store, group)
+        return _end(group, REFUSED)
+    except Exception as error:
+        if not is_reported(store):
+            _report_failure(group, error)
+        else:
+            stay_for_report(store)
+            stay_for_others(store, group)
+        return _end(group, FAILED)
+    return _end(group, code)
+
+
+def refuse_differing(store: Store, group: Group, key: str, ours: Mapping[str, Any]) -> None:
+    """Refuse values that differ between ranks.
+
+    Raises:
+        ConfigError: on every process; the message names what differs, and on which rank.
+    """
+    values = agree(store, group, key, ours)
+    for rank, theirs in enumerate(values):
+        changed = differences(theirs, values[0], here=f"on rank {rank}", there="on rank 0")
+        if changed:
+            raise ConfigError(f"all ranks of a run need the same settings, but these differ: {'; '.join(changed)}")
+
+
+def together(store: Store, group: Group, key: str, work: Callable[[], T]) -> T:
+    """Do `work` on every process; if any process refuses, all raise the error of the first that did.
+
+    Raises:
+        ValueError: on every process, if some process's work raised one, or could not use a file.
+    """
+
+    def refusing() -> T:
+        try:
+            return work()
+        except OSError as error:
+            raise error if isinstance(error, ValueError) else ConfigError(sentence(error)) from None
+
+    def gather(error: Any) -> list[Any]:
+        return [theirs["refused"] for theirs in agree(store, group, key, {"refused": error})]
+
+    return on_all_ranks(refusing, gather, otherwise=ConfigError, catch=ValueError, message="{error}")
+
+
+def choose_device(store: Store, group: Group, wanted: str) -> Device:
+    """Resolve "auto": "cuda" if every rank finds a GPU of its own on its machine, else "cpu"; the same on all ranks.
+
+    Raises:
+        ConfigError: GPUs are demanded, and some rank finds none.
+    """
+    found = torch.cuda.is_available() and torch.cuda.device_count() > group.local_rank
+    answers = agree(store, group, "gpu", {"found": found})
+    lacking = [rank for rank, answer in enumerate(answers) if not answer["found"]]
+    if wanted == "cuda" and lacking:
+        raise ConfigError(
+            f'parallel.device = "cuda", but rank {lacking[0]} finds no GPU of its own; start fewer ranks a machine, '
+            'or set it to "cpu"'
+        )
+    return "cpu" if wanted == "cpu" or lacking else "cuda"
+
+
+def initialise(store: Store, group: Group, device: str, timeout_s: float) -> None:
+    """Create the default process group, from which the engine creates its own."""
+    if device == "cuda":
+        torch.cuda.set_device(group.local_rank)
+    if group.world_size == 1:
+        return
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
+        store=PrefixStore("penstock/groups", store),
+        rank=group.rank,
+        world_size=group.world_size,
+        timeout=timedelta(seconds=timeout_s),
+    )
+
+
+def _report_failure(group: Group, error: Exception) -> None:
+    """Print one sentence if a peer has failed or is silent, and a traceback for an unexpected error."""
+    # Of a step or callback that failed here, the cause is what this process raised itself.
+    cause = error.__cause__ if isinstance(error, StepError | CallbackError) else error
+    is_of_file = isinstance(cause, OSError) and cause.filename is not None
+    is_of_class = isinstance(cause, PipelineError | CheckpointError | ProcessEnded)
+    expected = is_of_class or is_of_file or _is_of_backend(cause) or lacks_memory(cause)
+    if not expected or os.environ.get("PENSTOCK_TRACEBACK"):
+        traceback.print_exception(error)
+    # Errors from below the engine do not say where in the run they happened.
+    where = "" if isinstance(error, PipelineError) else "; ".join([*getattr(error, "__notes__", []), ""])
+    what = sentence(error) if isinstance(error, OSError) else _first_sentence(error)
+    # In one piece: without buffers, as torchrun starts them, processes would write into each other's lines.
+    sys.stderr.write(f"penstock: process {group.rank}: {where}{what}\n")
+
+
+def _on_thread_failure(failure: threading.ExceptHookArgs) -> None:
+    """Print the traceback of a thread's error; of TensorBoard's thread the process itself raises it again."""
+    if not (isinstance(failure.exc_value, OSError) and type(failure.thread).__module__.startswith("tensorboard.")):
+        threading.__excepthook__(failure)
+
+
+def _first_sentence(error: Exception) -> str:
+    """The message of an error, without the place in a backend's source, the backend's advice and the store's keys.
+
+    Under keys lies the secret of the run, which no log should hold.
+    """
+    text = re.sub(r"^\[\S+\] |\. This is typically[^)]*", "", in_plain_words(" ".join(str(error).split())))
+    return re.sub(r"wait timeout after (\d+)ms, keys: .*", r"another process did not answer within \1 ms", text)
+
+
+def _is_of_backend(error: BaseException | None) -> bool:
+    """Return whether a collective failed; gloo has no exception class of its own."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
+
+
+def _end(group: Group, code: int) -> int:
+    """End this process now if it is one of several.
+
+    A regular exit would wait for threads and groups that wait for a peer, and a thread that is inside a backend while
+    the interpreter shuts down would abort a process that has done all its work.
+    """
+    if group.world_size == 1:
+        return code
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,1 @@
+"""Models in folders: of Hugging Face and of runs, read and written."""

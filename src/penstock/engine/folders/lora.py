@@ -1,0 +1,398 @@
+"""LoRA adapters by the peft library: injected into a model's units, and saved in peft's format.
+
+Only the adapters are trained. peft knows layers by their names in transformers, which a `HuggingFaceForm` gives.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import re
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from penstock.engine.folders.hf_folder import HuggingFaceForm
+from penstock.engine.pipeline import Pipeline
+from penstock.engine.sharding import UnitSource, units_for
+from penstock.io.documents import check_kinds, read_json_object
+from penstock.model import ModelGroups, UnitSpec, switch_linears
+from penstock.model.hf.files import WeightFiles, refuse_unfit_files
+from penstock.model.layers.dense import AttentionBlock, MLPBlock
+from penstock.parallel.host import gather_json, on_all_ranks
+from penstock.settings import AdapterConfig, Layout
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+_ADAPTER = "default"
+_FILE = "adapter_model.safetensors"
+_MAX_RANK = 65536
+_KINDS: dict[str, type] = {
+    "r": int,
+    **dict.fromkeys(("lora_alpha", "lora_dropout"), float),
+    **dict.fromkeys(("rank_pattern", "alpha_pattern"), dict),
+}
+_PREFIX = "base_model.model."
+_BASE = ".base_layer"
+# What peft's LoRA has beyond the plain form: it changes base weights, or trains some of them.
+_USUAL = {
+    "bias": "none",
+    "modules_to_save": None,
+    "use_dora": False,
+    "rank_pattern": {},
+    "alpha_pattern": {},
+    "target_parameters": None,
+    "lora_bias": False,
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Adapter:
+    """LoRA adapters of a model.
+
+    Raises: ValueError for a form of LoRA that cannot be trained here, or without peft; the message names it.
+    """
+
+    config: LoraConfig
+    #: the model's names in transformers; None for a user's own layers
+    form: HuggingFaceForm | None
+    #: a folder in peft's format with the first values; None for peft's own
+    source: Path | None = None
+
+    @classmethod
+    def of(cls, given: Any, form: HuggingFaceForm | None) -> Adapter:
+        """The adapters that settings, a LoraConfig of peft or a folder in its format describe."""
+        try:
+            from peft import LoraConfig
+        except ImportError:
+            raise ValueError("adapters need the peft library; install it with pip install peft") from None
+        source = None
+        if isinstance(given, AdapterConfig) and given.pretrained is not None:
+            given = given.pretrained
+        if isinstance(given, str | Path):
+            source = Path(given)
+            if not (source / "adapter_config.json").is_file():
+                raise ValueError(f"{source} holds no adapter of peft's: it has no adapter_config.json")
+            given = _config_in(source)
+        if isinstance(given, AdapterConfig):
+            assert given.rank is not None
+            given = LoraConfig(
+                r=given.rank,
+                # Whole numbers are written as such.
+                lora_alpha=int(given.alpha) if given.alpha.is_integer() else given.alpha,  # type: ignore[arg-type]
+                lora_dropout=given.dropout,
+                target_modules=list(given.target_modules),
+                use_rslora=given.rank_stabilised,
+            )
+        if not isinstance(given, LoraConfig):
+            raise ValueError(
+                f"adapter = {given!r} is not possible; give a LoraConfig of peft, or a folder in its format"
+            )
+        config = copy.deepcopy(given)
+        for name, usual in _USUAL.items():
+            value = getattr(config, name, usual)
+            if value != usual and (value or usual):
+                raise ValueError(f"an adapter with {name} = {value!r} cannot be trained here; {usual!r} is possible")
+        if config.init_lora_weights not in (True, False, "gaussian"):
+            raise ValueError(f"init_lora_weights = {config.init_lora_weights!r} changes base weights; give True")
+        config.task_type = config.task_type or "CAUSAL_LM"
+        return cls(config, form, source)
+
+    def units(self, units: Sequence[UnitSpec]) -> tuple[UnitSpec, ...]:
+        """The units with adapters; all their other parameters are frozen.
+
+        Raises:
+            ValueError: no layer fits the targets, or one that does cannot have an adapter.
+        """
+        targets = {unit.name: dict(self._targets(unit)) for unit in units}
+        if not any(targets.values()):
+            besides = f" without exclude_modules = {excluded}" if (excluded := self.config.exclude_modules) else ""
+            raise ValueError(
+                f"no layer of the model fits the adapter's target_modules = {self.config.target_modules}{besides}"
+            )
+        return tuple(
+            replace(
+                unit,
+                build=partial(self._build, unit, targets[unit.name]),
+                initialise=partial(self._initialise, unit, targets[unit.name]),
+            )
+            for unit in units
+        )
+
+    def name_of(self, full_name: str, shape: tuple[int, ...]) -> tuple[str, ...]:
+        """The names in transformers of a parameter's parts, given by the full name that it has without adapters."""
+        if self.form is None:
+            return (full_name,)
+        if self.form.own_name is not None:
+            return (self.form.own_name(full_name),)
+        return tuple(stored.name for stored in self.form.names.slices(full_name, shape))
+
+    @cached_property
+    def _resolved(self) -> LoraConfig:
+        """The settings with the targets of the model's type where none are named."""
+        if self.config.target_modules is None:
+            from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as USUAL_TARGETS
+
+            kind = None if self.form is None else self.form.describe().get("model_type")
+            if kind not in USUAL_TARGETS:
+                raise ValueError("the adapter names no target_modules, and peft has none for this model; name some")
+            self.config.target_modules = sorted(USUAL_TARGETS[kind])
+        return self.config
+
+    def _targets(self, unit: UnitSpec) -> Iterator[tuple[str, str]]:
+        """(name in the unit's module, name in transformers) of each linear layer that gets an adapter."""
+        with torch.device("meta"):
+            module = unit.build()
+        for name, part in module.named_modules():
+            if ".base_layer" in f".{name}" or "lora_" in name:
+                continue
+            base = getattr(part, "base_layer", part)
+            for own, parameter in base.named_parameters(recurse=False):
+                full_name = unit.full_name(f"{name}.{own}" if name else own)
+                known = self.name_of(full_name, tuple(parameter.shape))
+                stored = [weight.removesuffix(".weight") for weight in known if weight.endswith(".weight")]
+                can = _can_adapt(unit, module, name, base) and len(stored) == 1
+                found = (can or not self.takes_all) and any(map(self._is_target, stored))
+                if found and not can:
+                    raise ValueError(
+                        f"the adapter's target_modules name {stored[0]}, which cannot have an adapter here; linear "
+                        "layers of attention and MLP blocks can"
+                    )
+                if found:
+                    yield name, stored[0]
+
+    @property
+    def takes_all(self) -> bool:
+        """True for peft's word for every linear layer of the model."""
+        targets = self._resolved.target_modules
+        return isinstance(targets, str) and targets.lower() == "all-linear"
+
+    def _is_target(self, module: str) -> bool:
+        """True for a module, given by its name in transformers, that the settings name and do not exclude.
+
+        Raises:
+            ValueError: they name a module around it, which peft would refuse when it loads the adapters.
+        """
+        from peft.tuners.tuners_utils import check_target_module_exists
+
+        if self.takes_all:
+            own = copy.copy(self._resolved)
+            own.target_modules = [module]
+            return bool(check_target_module_exists(own, module))
+        for around in accumulate(module.split(".")[:-1], "{}.{}".format):
+            if check_target_module_exists(self._resolved, around):
+                raise ValueError(
+                    f"the adapter's target_modules = {self._resolved.target_modules!r} name {around}, which holds "
+                    "other modules; linear layers of attention and MLP blocks can have an adapter"
+                )
+        return bool(check_target_module_exists(self._resolved, module))
+
+    def _build(self, unit: UnitSpec, targets: Mapping[str, str]) -> nn.Module:
+        from peft import inject_adapter_in_model
+
+        module = unit.build()
+        if targets and not any(_tuned(module)):
+            local = copy.deepcopy(self.config)
+            local.target_modules = "|".join(map(re.escape, targets))
+            local.layers_to_transform = local.layers_pattern = local.exclude_modules = None
+            local.fan_in_fan_out = any(_is_transposed(module.get_submodule(name)) for name in targets)
+            module = inject_adapter_in_model(local, module, _ADAPTER)
+            # So that their weight gradients can be deferred too.
+            switch_linears(module)
+            if self.config.lora_dropout:
+                module.has_randomness = True  # type: ignore[assignment]
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad_(".lora_" in f".{name}")
+        return module
+
+    def _initialise(self, unit: UnitSpec, targets: Mapping[str, str], module: nn.Module, seed: int) -> None:
+        tuned = dict(_tuned(module))
+        for name, layer in tuned.items():
+            _set(module, name, layer.base_layer)
+        try:
+            unit.initialise(module, seed)
+        finally:
+            for name, layer in tuned.items():
+                _set(module, name, layer)
+        for name, layer in tuned.items():
+            key = targets[name]
+            with torch.random.fork_rng(devices=[]):
+                digest = hashlib.sha256(f"{seed}:{key}".encode()).digest()
+                torch.manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+                for part in (layer.lora_A[_ADAPTER], layer.lora_B[_ADAPTER]):
+                    if part.weight.is_meta:
+                        part.to_empty(device="cpu")
+                    if self.config.init_lora_weights is False:
+                        # peft leaves both as a linear layer begins, and only sets them otherwise.
+                        nn.Linear.reset_parameters(part)
+                layer.reset_lora_parameters(_ADAPTER, self.config.init_lora_weights)
+            if self.source is not None:
+                self._read(layer, key)
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad_(".lora_" in f".{name}")
+
+    @torch.no_grad()
+    def _read(self, layer: Any, key: str) -> None:
+        """Set a layer's adapter to the stored values."""
+        assert self.source is not None
+        with safe_open(self.source / _FILE, framework="pt") as file:
+            for kind in ("lora_A", "lora_B"):
+                name, weight = f"{_PREFIX}{key}.{kind}.weight", getattr(layer, kind)[_ADAPTER].weight
+                if name not in file.keys():  # noqa: SIM118  # no mapping
+                    raise ValueError(f"{self.source / _FILE} lacks {name}")
+                stored = file.get_tensor(name)
+                if stored.shape != weight.shape:
+                    raise ValueError(f"{name} has the shape {list(stored.shape)} instead of {list(weight.shape)}")
+                weight.copy_(stored)
+
+
+def _config_in(folder: Path) -> Any:
+    """The LoraConfig in a folder of peft's format. Raises: ValueError naming the file, or a link out of the folder."""
+    from peft import LoraConfig
+
+    refuse_unfit_files(folder)
+    path = folder / "adapter_config.json"
+    content = read_json_object(path)
+    check_kinds(content, _KINDS, str(path))
+    kind, targets = content.get("peft_type"), content.get("target_modules")
+    if kind != "LORA":
+        raise ValueError(f"{path}: peft_type is {kind!r}; only 'LORA' can be trained here")
+    names = targets if isinstance(targets, list) else [targets or ""]
+    if not all(isinstance(name, str) for name in names):
+        raise ValueError(f"{path}: target_modules is {targets!r}; give names, or one pattern")
+    if not isinstance(layers := content.get("layers_to_transform"), int | list | None):
+        raise ValueError(f"{path}: layers_to_transform is {layers!r}; give a number or several")
+    if not 0 < (content.get("r") or 8) <= _MAX_RANK:
+        raise ValueError(f"{path}: r is {content['r']}; 1 to {_MAX_RANK} is possible")
+    WeightFiles.of_files(folder, [_FILE])
+    try:
+        re.compile(targets if isinstance(targets, str) else "")
+        return LoraConfig.from_pretrained(str(folder))
+    except Exception as error:  # whatever the library stumbles over
+        raise ValueError(f"{path} is none of peft's LoRA: {error}") from None
+
+
+def with_adapter(units: UnitSource, given: Any, form: HuggingFaceForm | None, layout: Layout) -> UnitSource:
+    """The units with the adapters that options describe; unchanged without any.
+
+    Those with adapters are made, and a folder of adapters is read, when the engine asks for its units. That raises
+    ValueError where they cannot have them; also where tensor-parallel ranks share the layers.
+    """
+    if given is None:
+        return units
+
+    def adapted(groups: ModelGroups) -> Sequence[UnitSpec]:
+        plain = units_for(units, groups, layout)
+        if groups.tp_size > 1:
+            raise ValueError(f"adapters cannot be shared over tp = {groups.tp_size}; pp, dp and cp are possible")
+        return Adapter.of(given, form).units(plain)
+
+    return adapted
+
+
+def save_adapter(pipeline: Pipeline, form: HuggingFaceForm | None, folder: Path | str) -> None:
+    """Write the adapters as a new folder in peft's format; all ranks call this at the same point.
+
+    Raises:
+        ValueError: there are none, or the folder holds something; on all ranks alike.
+    """
+    given, grid, folder = pipeline.options.adapter, pipeline.grid, Path(folder)
+    if given is None:
+        raise ValueError("this engine has no adapters to save; give one with adapter = LoraConfig(...)")
+    adapter = Adapter.of(given, form)
+    gather = partial(gather_json, group=grid.control)
+
+    def begin() -> None:
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise ValueError(f"{folder} exists already and was left as it is; give the name of a new folder")
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def write_part() -> None:
+        if (grid.dp_rank, grid.cp_rank, grid.tp_rank) == (0, 0, 0):
+            save_file(dict(_own_adapters(pipeline, adapter)), folder / f".part-{grid.rank}", metadata={"format": "pt"})
+
+    def join() -> None:
+        tensors: dict[str, Tensor] = {}
+        parts = sorted(folder.glob(".part-*"))
+        for part in parts:
+            with safe_open(part, framework="pt") as file:
+                tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
+        save_file(dict(sorted(tensors.items())), folder / _FILE, metadata={"format": "pt"})
+        config = copy.deepcopy(adapter.config)
+        config.inference_mode = True
+        if adapter.takes_all:
+            config.target_modules = sorted({name.removeprefix(_PREFIX).partition(".lora_")[0] for name in tensors})
+        if form is not None and form.folder is not None:
+            config.base_model_name_or_path = str(form.folder)
+        config.save_pretrained(str(folder))
+        # safetensors writes for the user alone, whatever the umask.
+        shutil.copymode(folder / "adapter_config.json", folder / _FILE)
+        for part in parts:
+            part.unlink()
+
+    is_first = grid.rank == 0
+    on_all_ranks(begin if is_first else _nothing, gather, ValueError)
+    on_all_ranks(write_part, gather, ValueError)
+    on_all_ranks(join if is_first else _nothing, gather, ValueError)
+
+
+@torch.no_grad()
+def merged_weight(module: nn.Module, name: str, weight: Tensor) -> Tensor:
+    """A tensor of a unit's module, given by its name there, with the adapter that lies over it."""
+    layer: Any = module.get_submodule(name.rpartition(".")[0].removesuffix(_BASE))
+    if not name.endswith(f"{_BASE}.weight"):
+        return weight
+    return weight + layer.get_delta_weight(_ADAPTER).to(weight.dtype)
+
+
+def _own_adapters(pipeline: Pipeline, adapter: Adapter) -> Iterator[tuple[str, Tensor]]:
+    """This rank's adapters, without those of second copies, by their names in peft's files."""
+    for stage in pipeline.stages.values():
+        stage.weights_ready()
+        for unit, module in stage.units if not stage.suffix else ():
+            for name, layer in _tuned(module):
+                [stored] = adapter.name_of(f"{unit}.{name}.weight", tuple(layer.base_layer.weight.shape))
+                for kind in ("lora_A", "lora_B"):
+                    weight = getattr(layer, kind)[_ADAPTER].weight
+                    key = f"{_PREFIX}{stored.removesuffix('.weight')}.{kind}.weight"
+                    yield key, weight.detach().to("cpu", copy=True).contiguous()
+
+
+def _tuned(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The layers of a module that have adapters, by name."""
+    for name, part in module.named_modules():
+        if hasattr(part, "lora_A") and hasattr(part, "base_layer"):
+            yield name, part
+
+
+def _set(module: nn.Module, name: str, part: nn.Module) -> None:
+    path, _, own = name.rpartition(".")
+    setattr(module.get_submodule(path), own, part)
+
+
+def _can_adapt(unit: UnitSpec, module: nn.Module, name: str, part: nn.Module) -> bool:
+    """True for a linear layer of a layer of the model that is called as one."""
+    owner = module.get_submodule(name.rpartition(".")[0])
+    ours = type(owner).__module__.startswith("penstock.model.layers")
+    called = isinstance(owner, AttentionBlock | MLPBlock) or not ours
+    linear = isinstance(part, nn.Linear) or _is_transposed(part)
+    return unit.name.startswith("layers.") and name != "" and linear and called
+
+
+def _is_transposed(part: nn.Module) -> bool:
+    """True for the linear layer of GPT-2 in transformers, whose weight is [inputs, outputs]."""
+    return type(part).__name__ == "Conv1D" and type(part).__module__ == "transformers.pytorch_utils"
+
+
+def _nothing() -> None:
+    return None

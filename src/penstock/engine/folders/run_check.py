@@ -1,0 +1,100 @@
+"""A run's settings completed and checked before anything starts; PyTorch is loaded only for a pretrained model."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from penstock.schedule.choice import ScheduleChoice
+from penstock.settings import SETTINGS, ConfigError, Precision, RunConfig, check_rates, check_sections, walk
+from penstock.settings.declare import plain, with_values
+
+_PRETRAINED, _TOKENIZER, _SEQUENCE_LENGTH = "model.pretrained", "data.tokenizer", "data.sequence_length"
+_NATIVE, _PRECISION = "model.native", "train.precision"
+# Settings of the model that do not belong to the folder it comes from; nor do the coefficients of losses.
+_FREE = (_PRETRAINED, _NATIVE, "model.max_length", "model.num_predictions", "experts.bias_step")
+
+
+def check(
+    config: RunConfig, proves: bool = True, refuse_sizes: Callable[[RunConfig], object] = lambda config: None
+) -> RunConfig:
+    """Return `config` if all its settings can go together, and its schedule is proved.
+
+    proves: False leaves the schedule's proof to the caller, who needs its program too. refuse_sizes: called before the
+    proof, which takes long for many ranks; it may refuse the settings.
+
+    Raises:
+        ConfigError: they cannot; the message names the settings and what would be possible.
+    """
+    check_sections(config)
+    choice, ranks = ScheduleChoice(config.schedule), config.parallel.pp
+    choice.check_settings()
+    # Sizes first: to build and prove a schedule that has no place to run takes long.
+    units = config.model.num_units
+    stages = ranks if ranks > units else choice.placement(ranks).stages_per_route
+    if stages > units:
+        raise ConfigError(
+            f"parallel.pp = {ranks} with schedule.name = {choice.name!r} asks for at least "
+            f"{stages} stages, but a model of {config.model.num_layers} layers has {units} units to cut from "
+            f"(embedding, 2 a layer, head), so at most {units} are possible"
+        )
+    choice.cut(units, stages)
+    if proves:
+        refuse_sizes(config)
+        choice.checked_program(ranks, config.train.num_microbatches)
+    check_rates(config)
+    return config
+
+
+def with_pretrained(config: RunConfig) -> RunConfig:
+    """The settings with the shape, tokenizer and precision of `model.pretrained` filled in; without one, bytes.
+
+    What trains experts, and the longest sequence, stay as they are given.
+
+    Raises:
+        ConfigError: the folder holds no model that the decoder is, or a setting contradicts it.
+    """
+    folder = config.model.pretrained
+    if folder is None:
+        found = {_TOKENIZER: config.data.tokenizer or "bytes", _PRECISION: config.train.precision or Precision.FP32}
+        return with_values(config, {SETTINGS[name].path: value for name, value in found.items()})
+    # Only now, since it loads PyTorch.
+    from penstock.engine.folders.hf_folder import (
+        find_model,
+        is_reward_model,
+        pretrained_tokenizer,
+        refuse_adapters,
+        refuse_classifier,
+        refuse_several_labels,
+    )
+
+    try:
+        refuse_adapters(Path(folder))
+        model = find_model(Path(folder), config.model.native)
+        refuse_several_labels(model.form)
+        if not is_reward_model(model.form.describe()):
+            refuse_classifier(model.form)
+        elif config.adapter.is_used:
+            raise ValueError("a reward model is trained whole; leave the settings of adapter out")
+        shape = model.shape
+        tokenizer = config.data.tokenizer or pretrained_tokenizer(folder, shape.vocabulary)
+    except ValueError as error:
+        raise ConfigError(f"{_PRETRAINED} = {folder!r}: {error}") from None
+    given, usual = config.flat(), RunConfig().flat()
+    found = {own.name: plain(own.default) for own in walk(shape) if not _is_free(own.name)}
+    for name, wanted in found.items():
+        if given[name] not in (usual[name], wanted):
+            raise ConfigError(
+                f"{name} = {given[name]!r}, but {_PRETRAINED} = {folder!r} has {wanted!r}; leave the setting out"
+            )
+    found[_TOKENIZER] = tokenizer
+    found[_PRECISION] = config.train.precision or model.precision
+    if shape.native is False:
+        found[_NATIVE] = False
+    if given["model.max_length"] == usual["model.max_length"]:
+        found["model.max_length"] = shape.max_length
+        if given[_SEQUENCE_LENGTH] == usual[_SEQUENCE_LENGTH]:
+            found[_SEQUENCE_LENGTH] = min(usual[_SEQUENCE_LENGTH], shape.max_length)
+    return with_values(config, {SETTINGS[name].path: value for name, value in found.items()})
+
+
+def _is_free(name: str) -> bool:
+    return name in _FREE or name.endswith("_loss")

@@ -1,0 +1,194 @@
+"""The parts of a run, made from its settings: its engine's arguments and its data."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from penstock.data import (
+    BatchSize,
+    Corpus,
+    CorpusSpec,
+    DataShard,
+    DocumentPacking,
+    Loader,
+    MicroBatchSpec,
+    PackedBatch,
+    WindowPacking,
+    load_corpus,
+    pack,
+    validation_batches,
+)
+from penstock.data.store import PairPacking, TokenStore
+from penstock.data.tokenizer import load_tokenizer
+from penstock.engine.build import cut_units
+from penstock.engine.checkpoint.manifest import published
+from penstock.engine.folders.hf_folder import (
+    EngineArguments,
+    HuggingFaceForm,
+    open_pretrained,
+    reward_model_of,
+)
+from penstock.engine.folders.run_check import check, with_pretrained
+from penstock.engine.folders.runs import CHECKPOINT_FOLDER
+from penstock.engine.options import EngineOptions
+from penstock.engine.training.losses import (
+    LossFn,
+    LossWeightFn,
+    comparison_loss,
+    num_loss_tokens,
+    num_pairs,
+    token_cross_entropy,
+)
+from penstock.model import ModelGroups, UnitSpec, decoder_units
+from penstock.settings import ConfigError, ModelConfig, RunConfig, checked, read_config
+
+
+@checked
+def read_arguments(config: RunConfig | str | Path) -> EngineArguments:
+    """The engine's arguments for a run's settings, read from a TOML file or given.
+
+    Raises:
+        ValueError: the settings cannot go together.
+    """
+    settings = check(with_pretrained(read_config(config) if isinstance(config, str | Path) else config))
+    tokenizer = load_tokenizer(settings.data.tokenizer, settings.data.end_token or False)
+    return engine_arguments(settings, tokenizer.vocab_size)
+
+
+def engine_arguments(config: RunConfig, vocab_size: int, learns: bool = True) -> EngineArguments:
+    """The engine's arguments for settings that have been checked.
+
+    It begins with the weights of `model.pretrained`, unless the run has checkpoints to go on from. Where it does, every
+    process of the layout calls this at the same point. Who completed the settings has warned of damaged checkpoints.
+    """
+    source = config.model.pretrained
+    options = replace(EngineOptions.of(config), learns=learns)
+    if config.model.native is False and source is not None:
+        # Also where values come from a checkpoint, transformers describes the layers by the folder.
+        return open_pretrained(source, native=False, quiet=True).arguments(config.parallel, options)
+    shape = config.model.whole(vocab_size)
+    if source is None or published(Path(config.output) / CHECKPOINT_FOLDER):
+        units, form = partial(_fresh_units, shape), HuggingFaceForm.of(shape)
+    else:
+        found = open_pretrained(source, shape=shape, quiet=True)
+        units, form = found.units, found.form
+    return EngineArguments(units, shape.hidden_size, config.parallel, options, form)
+
+
+def _fresh_units(shape: ModelConfig, groups: ModelGroups) -> Sequence[UnitSpec]:
+    return decoder_units(shape, groups=groups)
+
+
+def check_parts(config: RunConfig) -> "RunData":
+    """The run's data, once every part of the run has been described and found possible; nothing is started.
+
+    Raises:
+        ValueError: the corpus, the model, its cut or the optimizer cannot be as the settings say.
+    """
+    options = EngineOptions.of(config)
+    data = RunData.load(config)
+    ours = config.parallel
+    groups = ModelGroups.planned(tp=ours.tp, cp=ours.cp, ep=ours.ep, form=options.attention)
+    if config.model.native is False:
+        units = engine_arguments(config, data.corpus.vocab_size).units(groups)
+    else:
+        units = decoder_units(config.model.whole(data.corpus.vocab_size), groups=groups)
+    cut_units(units, options.choice.placement(config.parallel.pp), options)
+    return data
+
+
+def micro_batches(config: RunConfig) -> MicroBatchSpec:
+    return MicroBatchSpec(num=config.train.num_microbatches, max_tokens=config.train.max_microbatch_tokens)
+
+
+@dataclass(frozen=True)
+class RunData:
+    """A run's corpus, packed: training without end, and the fixed batches of validation.
+
+    rewards: whether its items are pairs of texts, from which a reward model learns.
+    """
+
+    config: RunConfig
+    corpus: Corpus
+    rewards: bool = False
+
+    @classmethod
+    def load(cls, config: RunConfig) -> "RunData":
+        """Read the corpus, from the cache where it has been tokenised before.
+
+        Raises:
+            ValueError: it is missing, empty, too short for an item, or holds a token outside the model's vocabulary.
+        """
+        data, reward_model = config.data, reward_model_of(config)
+        spec = CorpusSpec(
+            source=data.corpus,
+            validation_source=data.validation_corpus,
+            validation_fraction=data.validation_fraction,
+            text_field=data.text_field,
+            tokenizer=data.tokenizer or "bytes",
+            end_token=False if data.end_token is None else data.end_token,
+            ends_rows=config.model.pretrained is not None and data.end_token is None,
+            special_tokens=data.special_tokens,
+            max_example_tokens=config.model.max_length,
+            pairs=reward_model is not None,
+            pad_token=(reward_model or {}).get("pad_token_id"),
+        )
+        cache = None if data.cache is None else Path(data.cache).expanduser()
+        try:
+            corpus = load_corpus(spec, cache)
+        except PermissionError as error:
+            raise ConfigError(
+                f"data.cache = {data.cache!r} cannot be written ({error.strerror}); name another folder, or None"
+            ) from None
+        corpus.check_vocabulary(config.model.vocab_size or corpus.vocab_size)
+        found = cls(config, corpus, rewards=reward_model is not None)
+        # Both sides are packed once here, so that too little text is refused before anything starts.
+        found.loader(DataShard(), with_data=False)
+        found.validation(DataShard(0, config.parallel.dp), with_data=False)
+        return found
+
+    def loader(self, shard: DataShard, with_data: bool = True) -> Loader:
+        """This data-parallel rank's training batches, one a step."""
+        return Loader(
+            self._pack(self.corpus.training), self._size, seed=self.config.train.seed, shard=shard, with_data=with_data
+        )
+
+    def validation(self, shard: DataShard, with_data: bool = True) -> tuple[PackedBatch, ...]:
+        """This data-parallel rank's validation batches; none where no text is set aside for it."""
+        if self.corpus.validation is None:
+            return ()
+        return validation_batches(
+            self._pack(self.corpus.validation),
+            self._size,
+            max_items=self.config.validation.num_sequences,
+            shard=shard,
+            with_data=with_data,
+        )
+
+    @property
+    def loss(self) -> tuple[LossFn, LossWeightFn]:
+        """The loss of a microbatch, and its weight."""
+        return (comparison_loss, num_pairs) if self.rewards else (token_cross_entropy, num_loss_tokens)
+
+    @property
+    def _size(self) -> BatchSize:
+        return BatchSize(items=self.config.data.num_sequences // self.config.parallel.dp)
+
+    def _pack(self, store: TokenStore) -> WindowPacking | DocumentPacking | PairPacking:
+        data = self.config.data
+        if store.learned is None:
+            return pack(store, data.packing, data.sequence_length, data.cross_documents)
+        # An example that is cut would lose its question, or its answer.
+        if data.cross_documents:
+            raise ConfigError(
+                "data.cross_documents = true, but examples and pairs are never packed across documents; leave it out"
+            )
+        packing = PairPacking(store) if self.rewards else DocumentPacking(store, self.config.model.max_length)
+        budget = self.config.train.max_microbatch_tokens
+        if budget is not None and packing.longest_item > budget:
+            raise ConfigError(
+                f"train.max_microbatch_tokens = {budget}, but an example of {store.name} has {packing.longest_item} "
+                "tokens, and none is cut; give at least that"
+            )
+        return packing

@@ -1,0 +1,262 @@
+"""The folder of a run: its owner, the lock that admits one writer at a time, and the metrics of its steps."""
+
+import fcntl
+import json
+import logging
+import math
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+import tomli_w
+
+from penstock.io.documents import parse_json
+from penstock.io.files import lines_of, naming, open_file, refuse_link_out, unfinished, write_durably
+from penstock.settings import ConfigError, RunConfig, differences, read_config
+
+RUN_FILE = "run.toml"
+CHECKPOINT_FOLDER = "checkpoints"
+OWNER_FILE = "run.json"
+"""The file beside a run's checkpoints that says whose they are; it is there before the first step."""
+METRICS_FILE = "metrics.jsonl"
+TENSORBOARD_FOLDER = "tensorboard"
+_LOCK_FILE = ".lock"
+_DECAY_END = "optimizer.num_decay_steps"
+
+_logger = logging.getLogger(__name__)
+
+
+def to_toml(config: RunConfig) -> str:
+    """Write the settings as TOML that reads back as the same settings; None values are left out."""
+    return tomli_w.dumps(_without_none(config.to_dict()))
+
+
+def _without_none(table: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: _without_none(value) if isinstance(value, Mapping) else value
+        for name, value in table.items()
+        if value is not None
+    }
+
+
+def read_run(folder: Path) -> RunConfig:
+    """The settings of the run in a folder. Raises: ConfigError, also where its file is a link out of the folder."""
+    try:
+        refuse_link_out(folder / RUN_FILE, folder)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    return read_config(folder / RUN_FILE)
+
+
+def check_folder(config: RunConfig, fresh: bool = False, resume: bool = False) -> bool:
+    """True where `config.output` already holds this very run, to be continued; nothing is written.
+
+    Raises:
+        ConfigError: it holds another run, or one that has lost its checkpoints, or anything that is no run, or (with
+            `fresh`) any run at all, or (with `resume`) none.
+    """
+    continued = _check_folder(config, fresh)
+    if resume and not continued:
+        raise ConfigError(f"output = {config.output!r} holds no run to continue; leave out --resume to start one")
+    return continued
+
+
+def _check_folder(config: RunConfig, fresh: bool) -> bool:
+    folder = Path(config.output)
+    if not folder.exists():
+        return False
+    if not folder.is_dir():
+        raise ConfigError(f"output = {config.output!r} is a file; give a folder")
+    copy = folder / RUN_FILE
+    # What the run writes would go wherever they lead. A folder of checkpoints may lie on another disk.
+    if links := sorted(path for path in folder.iterdir() if path.is_symlink() and not path.is_dir()):
+        raise ConfigError(f"{links[0]} is a link to {links[0].readlink()}; put the file itself there, or remove it")
+    if others := sorted(path for path in folder.iterdir() if not path.is_dir() and not path.is_file()):
+        raise ConfigError(f"{others[0]} is no regular file; remove it")
+    if not copy.exists():
+        # A start that was killed may have come no further than these.
+        ours = {_LOCK_FILE, unfinished(copy).name}
+        strangers = sorted(path.name for path in folder.iterdir() if path.name not in ours)
+        if strangers:
+            raise ConfigError(
+                f"output = {config.output!r} holds {strangers[0]!r} and no run; give a new or an empty folder"
+            )
+        return False
+    if fresh:
+        raise ConfigError(f"output = {config.output!r} already holds a run; --fresh takes another --output")
+    theirs = read_config(copy)
+    if theirs.digest() != config.digest():
+        ours, known = config.identity(), theirs.identity()
+        changed = differences(ours, known)
+        # Left out, the decay ends with the run, so that another length alone makes it differ.
+        lengthened = len(changed) == 1 and ours[_DECAY_END] != known[_DECAY_END] is not None
+        otherwise = f"give {_DECAY_END} = {known[_DECAY_END]}, which keeps its decay, or" if lengthened else "give"
+        raise ConfigError(
+            f"output = {config.output!r} holds another run: {'; '.join(changed)}; {otherwise} another --output"
+        )
+    _check_writable(folder, config.log.tensorboard)
+    _refuse_lost_checkpoints(folder, theirs.checkpoint.every)
+    return True
+
+
+def _refuse_lost_checkpoints(folder: Path, every: int) -> None:
+    """Refuse to start a run anew where its metrics show that it has had checkpoints.
+
+    every: steps between them at the run's latest start. Of two the first is there when the second is begun.
+    """
+    checkpoints, metrics = folder / CHECKPOINT_FOLDER, folder / METRICS_FILE
+    # One that is being replaced has another name for a moment.
+    if any(any(checkpoints.glob(pattern)) for pattern in ("step-*", ".replaced-step-*")):
+        return
+    last = max((entry["step"] for entry in read_metrics(metrics)), default=0)
+    if last > 0 and (not (checkpoints / OWNER_FILE).exists() or 0 < 2 * every < last):
+        raise ConfigError(
+            f"{checkpoints} holds no checkpoint, but {metrics} has steps up to {last}; bring the folder back (is its "
+            "disk there?), or start anew with another --output"
+        )
+
+
+def _check_writable(folder: Path, tensorboard: bool) -> None:
+    """Raises: ConfigError or OSError for logs or checkpoints of a run that it cannot go on writing."""
+    metrics, board = folder / METRICS_FILE, folder / TENSORBOARD_FOLDER
+    if metrics.is_dir():
+        raise ConfigError(f"{metrics} is a folder, but the run writes a file there; remove it")
+    if metrics.exists():
+        open_file(metrics).close()
+    if tensorboard and board.exists() and not board.is_dir():
+        raise ConfigError(f"{board} is a file, but the run writes a folder there; remove it")
+    written = (board, folder / CHECKPOINT_FOLDER) if tensorboard else (folder / CHECKPOINT_FOLDER,)
+    for path in written:
+        if path.is_dir() and not os.access(path, os.W_OK | os.X_OK):
+            raise ConfigError(f"{path} cannot be written: permission denied")
+
+
+class RunFolder:
+    """A run's folder, locked against other runs for as long as the process lives; opened by one rank.
+
+    Raises:
+        ConfigError: the folder holds another run, or a run is writing there now.
+    """
+
+    #: the folder
+    path: Path
+    #: True where the folder held this run already
+    continued: bool
+    #: descriptor of the locked file
+    _lock: int
+
+    def __init__(self, config: RunConfig) -> None:
+        self.path = Path(config.output)
+        continued = check_folder(config)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(self.path / _LOCK_FILE, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o644)
+        except OSError as error:
+            raise ConfigError(f"output = {config.output!r} cannot be written: {error.strerror}") from None
+        try:
+            # The lock goes with the process, however it ends, so that a killed run can be started again at once.
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(self._lock)
+            raise ConfigError(f"output = {config.output!r} is being written by another run; wait or stop it") from None
+        # The settings that a continued run may change are those of its latest start.
+        try:
+            write_durably(self.path / RUN_FILE, to_toml(config))
+        except OSError as error:
+            os.close(self._lock)
+            raise ConfigError(f"{error.filename} cannot be written: {error.strerror}") from None
+        self.continued = continued
+
+    def close(self) -> None:
+        os.close(self._lock)
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The numbers of a metrics file's lines, in order; null stands for one that is not finite.
+
+    What a user has added to a line, and lines without a step, are left out, and so are those that cannot be read, such
+    as a last one that a crash has torn.
+    """
+    if not path.exists():
+        return []
+    entries = [entry for _, entry in _parsed(path) if entry is not None and "step" in entry]
+    return [{name: value for name, value in entry.items() if _is_metric(value)} for entry in entries]
+
+
+def _parsed(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
+    """Yield each line that is not blank, and its object; None where it is none, or its step is no whole number."""
+    for line in lines_of(path):
+        if not line.strip():
+            continue
+        try:
+            entry = parse_json(line.decode())
+        except ValueError:
+            entry = None
+        step = entry.get("step", 0) if isinstance(entry, dict) else None
+        yield line, entry if type(step) is int and _is_metric(step) else None
+
+
+class MetricsLog:
+    """Appends the metrics of a run to its folder; written by one rank.
+
+    A run that continues from `resumed_step` first drops the lines of later steps, since those steps are taken again,
+    and lines that cannot be read, which the log counts. All others stay as they are, whatever a user has added to them.
+    """
+
+    #: the file of metrics, a line of JSON a step
+    _path: Path
+    #: the same, open for appending
+    _file: TextIO
+    #: TensorBoard's writer, where the run wants it
+    _board: Any
+
+    def __init__(self, folder: Path, resumed_step: int = 0, tensorboard: bool = False) -> None:
+        self._path = folder / METRICS_FILE
+        self._drop_after(resumed_step)
+        self._file = self._path.open("a", encoding="utf-8")
+        self._board = None
+        if tensorboard:
+            # Takes a second to import, and only one rank of a run that wants it needs it.
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._board = SummaryWriter(str(folder / TENSORBOARD_FOLDER), purge_step=resumed_step + 1)
+
+    def write(self, step: int, values: Mapping[str, float | int | bool]) -> None:
+        """Append the values of a step; one that is not finite becomes null, since JSON has no other word for it."""
+        entry = {"step": step, **{name: _json_number(value) for name, value in values.items()}}
+        with naming(self._path):
+            self._file.write(json.dumps(entry) + "\n")
+            # A run can be killed at any moment; its lines are then still there to read.
+            self._file.flush()
+        if self._board is not None:
+            with naming(self._path.parent / TENSORBOARD_FOLDER):
+                for name, value in values.items():
+                    self._board.add_scalar(name, float(value), step)
+
+    def close(self) -> None:
+        self._file.close()
+        if self._board is not None:
+            with naming(self._path.parent / TENSORBOARD_FOLDER):
+                self._board.close()
+
+    def _drop_after(self, step: int) -> None:
+        lines = list(_parsed(self._path)) if self._path.exists() else []
+        kept = [line for line, entry in lines if entry is not None and entry.get("step", 0) <= step]
+        write_durably(self._path, "".join(line.decode().rstrip() + "\n" for line in kept))
+        num_broken = sum(entry is None for _, entry in lines)
+        if num_broken:
+            _logger.warning(
+                "%s: dropped %s that could not be read",
+                self._path,
+                "a line" if num_broken == 1 else f"{num_broken} lines",
+            )
+
+
+def _is_metric(value: Any) -> bool:
+    # A whole number beyond these has no double.
+    return value is None or isinstance(value, float) or (isinstance(value, int) and abs(value) < 2**1000)
+
+
+def _json_number(value: float | int | bool) -> float | int | bool | None:
+    return value if math.isfinite(value) else None

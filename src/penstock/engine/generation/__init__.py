@@ -1,0 +1,1 @@
+"""Generation as the engine offers it: requests, prompts and answers."""

@@ -1,0 +1,311 @@
+"""Generation with a pipeline: ranks agree on the prompts, the ring of stages decodes, and all ranks get the answers."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from penstock import schedule
+from penstock.engine.generation.answers import (
+    AnswerText,
+    GenerateOptions,
+    GenerateResult,
+    check_skipped,
+    checked_prompts,
+)
+from penstock.engine.generation.requests import AgreedInterrupt, Listeners, RequestQueue, Told
+from penstock.engine.pipeline import Pipeline
+from penstock.parallel.host import gather_json, shown_to_all_ranks
+from penstock.runtime import (
+    DecodeLoop,
+    DecodeReport,
+    Decoders,
+    HeaderRelay,
+    Leader,
+    PipelineError,
+    Ring,
+    host_channels,
+)
+from penstock.runtime.distributed import unique_number
+from penstock.schedule import RingShape, Scheduler
+from penstock.settings import Precision
+from penstock.settings.arguments import type_in_words
+
+_KEPT_RECORDS = 1024
+"""Records of a generation without end; a longer trace would only take memory."""
+
+
+@dataclass(eq=False)
+class GenerateCall:
+    """One call of `generate`, from its prompts to its result; an interruption may lie between.
+
+    sequences: all answers. options, shape: how they go round the ring. leader: decides what is computed; None but on
+    the rank of the first stage. filter_masks: those of the tokens so far, on the rank of the last stage.
+    """
+
+    sequences: list[schedule.Sequence]
+    options: GenerateOptions
+    shape: RingShape
+    leader: Leader | None
+    filter_masks: list[list[Tensor]] | None = None
+
+
+class Generator:
+    """Generates on a pipeline's stages, with the weights as they are."""
+
+    #: stages, grid, transport and recorder
+    _pipeline: Pipeline
+    #: local stages with their KV caches, kept from call to call
+    decoders: Decoders
+    #: takes batches from other ranks ahead, in the running or last generation
+    _relay: HeaderRelay | None
+    #: the call that was interrupted; None if the last one was not
+    _interrupted: GenerateCall | None
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self._pipeline, self._relay, self._interrupted = pipeline, None, None
+        # Of a bidirectional model, the stages of the first copy generate.
+        stages = [stage for n, stage in sorted(pipeline.stages.items()) if n < pipeline.placement.stages_per_route]
+        # Under autocast weights are read from casts, which do not outlive a call, so nothing is captured.
+        captures = pipeline.options.precision is not Precision.BF16_AUTOCAST
+        self.decoders = Decoders(stages, pipeline.boundary.dtype, pipeline.device, captures)
+        pipeline.at_close(self.close)
+        pipeline.recovery.around_renewal(undo=self._end_relay)
+
+    @cached_property
+    def ring(self) -> Ring:
+        """Links to the other ranks; all of them open the channels of headers and tokens at the first call."""
+        pipeline, cpu = self._pipeline, torch.device("cpu")
+        host = pipeline.open_transport(host_channels(pipeline.placement), cpu)
+        return Ring(
+            pipeline.placement,
+            pipeline.transport,
+            host,
+            pipeline.recorder,
+            pipeline.device,
+            lockstep=pipeline.layout.ep > 1,
+            alarm=pipeline.recovery.alarm,
+        )
+
+    def release(self) -> None:
+        """Free the memory of KV caches and graphs; the next call allocates anew, and none can be resumed."""
+        self._interrupted = None
+        self.decoders.release()
+
+    def close(self) -> None:
+        """Free memory, and stop helper threads."""
+        self.release()
+        if "ring" in vars(self):
+            self.ring.host.close()
+
+    def generate(
+        self,
+        prompts: Any,
+        params: Any,
+        options: GenerateOptions,
+        listeners: Listeners,
+    ) -> GenerateResult:
+        """Answers to the prompts (token ids), in their order, on the stages and weights as they are.
+
+        Ranks of one pipeline give the same prompts and parameters (one for all, or one for each), and all get the
+        result. `on_token(number, token)` is called for each new token on the rank of the first stage, with the
+        answer's number in the result, and where there are several stages in a thread beside the one that computes; if
+        it returns true, that answer ends. `on_answer(number, answer)` is called for each answer as soon as it has
+        ended, in the same place; its filter mask is only in the result. `interrupt()` is asked there too, once for each
+        token of the answers under way; if it returns true, the call ends, and `resume` can go on.
+
+        A token depends on the seed, its prompt, the number of its sample and its position, not on what else is
+        generated nor on how. With shared experts (ep > 1) all ranks call it together, each pipeline with prompts of
+        its own, or none.
+
+        Raises:
+            ValueError: the prompts or parameters are impossible; on all ranks alike, before any compute.
+            PipelineError: the ranks of the pipeline were given different ones.
+            StepError: on all ranks, when one has failed, in a listener for example; generation is possible again.
+            TransportError: a peer did not send or receive in time.
+        """
+        recovery = self._pipeline.recovery
+        with recovery.joined():
+            self._interrupted = None
+            sequences = self._agree(prompts, params, options, listeners)
+            return self._go_on(lambda: self._begin(sequences, options, listeners), options.packed)
+
+    def resume(self, keep_caches: bool) -> GenerateResult:
+        """Go on with the call that was interrupted last; see `Engine.resume`. All ranks of the pipeline call it."""
+        with self._pipeline.recovery.joined():
+            generation, self._interrupted = self._interrupted, None
+            if generation is None:
+                raise PipelineError("there is no generation to resume; the last one was not interrupted")
+            if generation.leader is not None and not keep_caches:
+                generation.leader.scheduler.read_again()
+            return self._go_on(lambda: generation, generation.options.packed)
+
+    def serve(
+        self, requests: RequestQueue | None, shape: RingShape, max_length: int, options: GenerateOptions
+    ) -> DecodeReport:
+        """Answer the requests of a queue until it is closed, on the stages and weights as they are.
+
+        All ranks of the one pipeline call it together, the rank of the first stage with the queue. `shape` has the
+        answers that are computed at the same time, each of at most `max_length` tokens with its prompt.
+
+        Raises:
+            ValueError: the layout has more than pipeline ranks, or the model cannot generate.
+            StepError: on all ranks, when one has failed.
+            TransportError: a peer did not send or receive in time.
+        """
+        pipeline, layout = self._pipeline, self._pipeline.layout
+        if layout.world_size != layout.pp:
+            raise ValueError(f"{layout} has more ranks than pipeline ranks; a queue of requests takes pp alone")
+        with pipeline.recovery.joined():
+            for stage in pipeline.stages.values():
+                stage.check_cached()
+            pipeline.set_training(False)
+            pipeline.recorder.keep(_KEPT_RECORDS)
+            with pipeline.recovery.alone(), pipeline.casts.kept(packed=options.packed), torch.inference_mode():
+                leader = None
+                if requests is not None:
+                    leader = Leader(Scheduler((), shape), requests.hear, requests.admit)
+                return self._run(GenerateCall([], options, shape, leader), max_length).report
+
+    def _end_together(self) -> None:
+        """Wait for the ranks that hold the same stages: a listener may have failed on one of them alone."""
+        layout, group = self._pipeline.layout, self._pipeline.grid.batch_control
+        if layout.tp * layout.cp > 1:
+            with self._pipeline.recorder.collective("end the generation", group):
+                gather_json(None, group)
+
+    def _go_on(self, take: Callable[[], GenerateCall], packed: bool) -> GenerateResult:
+        """Compute until the end of a call or its next interruption."""
+        pipeline = self._pipeline
+        pipeline.set_training(False)
+        with pipeline.recovery.alone(), pipeline.casts.kept(packed=packed), torch.inference_mode():
+            generation = take()
+            longest = max((len(s.prompt_tokens) + s.params.max_new_tokens for s in generation.sequences), default=1)
+            loop = self._run(generation, longest)
+            generation.filter_masks = loop.filter_masks
+            result = self._result(loop)
+        self._end_together()
+        if generation.leader is not None and isinstance(generation.leader.interrupts, AgreedInterrupt):
+            generation.leader.interrupts.forget()
+        self._interrupted = None if result.is_complete else generation
+        return result
+
+    def _begin(
+        self, sequences: list[schedule.Sequence], options: GenerateOptions, listeners: Listeners
+    ) -> GenerateCall:
+        ring, leader = self.ring, None
+        shape = options.shape(len(sequences) - len(options.skip), self._pipeline.layout.pp)
+        interrupts = self._interrupts(listeners)
+        if ring.rank == 0:
+            any_goes_on = self._any_goes_on if ring.lockstep else None
+            scheduler = Scheduler(sequences, shape, options.refill, options.longest_first, any_goes_on)
+            scheduler.stop(options.skip)
+            stops = {s.number: AnswerText(options.tokenizer, s.params.stop) for s in sequences if s.params.stop}
+            told = Told(scheduler, listeners, stops)
+            leader = Leader(scheduler, told.hear, interrupts=interrupts)
+        return GenerateCall(sequences, options, shape, leader)
+
+    def _interrupts(self, listeners: Listeners) -> Callable[[], bool]:
+        """Ask the user whether to interrupt; of ranks that share layers the first asks for all."""
+        ask, grid, group = listeners.interrupt, self._pipeline.grid, self._pipeline.grid.batch_control
+        if ask is None:
+            return lambda: False
+        if self._pipeline.layout.tp * self._pipeline.layout.cp == 1 or group is None:
+            return lambda: bool(ask())
+        is_first = grid.tp_rank == grid.cp_rank == 0
+        return AgreedInterrupt(ask if is_first else None, unique_number(group), self.ring.alarm)
+
+    def _run(self, generation: GenerateCall, longest: int) -> DecodeLoop:
+        """Take part in a generation until it is over; a row of the cache has room for `longest` tokens."""
+        pipeline, options, shape = self._pipeline, generation.options, generation.shape
+        pipeline.begin_recording()
+        self.decoders.reserve(shape.num_rows, longest)
+        if options.packed:
+            self.decoders.pack_weights()
+        decoders = self.decoders.of(options.form(pipeline.device))
+        if generation.leader is not None:
+            generation.leader.scheduler.version = pipeline.step
+        loop = DecodeLoop(self.ring, decoders, generation.sequences, shape, generation.leader)
+        loop.filter_masks = generation.filter_masks or loop.filter_masks
+        self._relay = loop.relay
+        loop.run()
+        return loop
+
+    def _end_relay(self) -> None:
+        """Let no thread of a failed generation use the links that come after."""
+        if self._relay is not None:
+            self._relay.join()
+
+    # ---- before the loop
+
+    def _agree(
+        self, prompts: Any, params: Any, options: GenerateOptions, listeners: Listeners
+    ) -> list[schedule.Sequence]:
+        """The sequences to generate, once all ranks of the pipeline have been given the same.
+
+        Pipelines that share experts, with prompts of their own, agree on the number of slots as well.
+        """
+        pipeline, grid = self._pipeline, self._pipeline.grid
+
+        def check() -> tuple[tuple[Any, ...], list[Any]]:
+            if not isinstance(options, GenerateOptions):
+                raise ValueError(f"options={options!r} is {type_in_words(options)}; give GenerateOptions")
+            listeners.check(pipeline.layout)
+            checked = checked_prompts(prompts, params, list(pipeline.stages.values()), pipeline.units[0].limits)
+            check_skipped(options.skip, sum(own.num_samples for own in checked[1]))
+            if options.tokenizer is None and any(own.stop for own in checked[1]):
+                raise ValueError("stop is given as text, but no tokenizer; give one in GenerateOptions(tokenizer=...)")
+            asks = listeners.interrupt is not None and pipeline.layout.tp * pipeline.layout.cp > 1
+            given = repr((checked, sorted(options.skip), asks))
+            digest = hashlib.blake2b(given.encode(), digest_size=16).hexdigest()
+            num_slots = options.num_slots or pipeline.layout.pp
+            return (checked, digest, num_slots), [grid.dp_rank, digest, num_slots]
+
+        group = grid.batch_control if pipeline.layout.ep == 1 else grid.control
+
+        def gather(value: Any) -> list[Any]:
+            with pipeline.recorder.collective("agree on the prompts", group):
+                return gather_json(value, group)
+
+        (checked, digest, num_slots), views = shown_to_all_ranks(
+            check,
+            gather,
+            otherwise=PipelineError,
+            message="rank {rank} of those that generate together cannot: {error}",
+        )
+        for rank, (dp_rank, theirs, their_slots) in enumerate(views):
+            if dp_rank == grid.dp_rank and theirs != digest:
+                raise PipelineError(
+                    f"rank {rank} of those that generate together was given other prompts or parameters"
+                )
+            if their_slots != num_slots:
+                raise PipelineError(
+                    f"rank {rank} of those that generate together was given num_slots={their_slots}, not {num_slots}"
+                )
+        return schedule.Sequence.all_of(*checked)
+
+    def _any_goes_on(self, goes_on: bool) -> bool:
+        """True if any of the pipelines in lockstep has work left; called on the ranks of their first stages."""
+        pipeline = self._pipeline
+        num_left = torch.tensor([int(goes_on)], device=pipeline.device)
+        with pipeline.recorder.collective("agree on whether to go on", pipeline.grid.ep_group):
+            dist.all_reduce(num_left, group=pipeline.grid.ep_group)
+        return bool(num_left)
+
+    # ---- after the loop
+
+    def _result(self, loop: DecodeLoop) -> GenerateResult:
+        """The result on all ranks of the pipeline, once they have the answers."""
+        pipeline, group, report = self._pipeline, self._pipeline.grid.pp_control, loop.report
+        with pipeline.recorder.collective("hand out the sequences", group):
+            loop.share_answers(group)
+            reports = gather_json([report.busy_s, report.wall_s, report.num_forwards], group)
+        busy_s, wall_s, num_forwards = zip(*reports, strict=True)
+        return GenerateResult(tuple(loop.sequences), wall_s[0], busy_s, num_forwards, report.num_rounds)

@@ -1,0 +1,300 @@
+"""Requests that come while a model generates: a bounded queue between the threads that ask and the one that computes.
+
+Any thread submits and cancels; the rank of the first stage admits between two batches what has come. Text and tokens
+go out as they are made, all that one batch has given in one call.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from penstock import schedule
+from penstock.engine.generation.answers import AnswerText, Decodes
+from penstock.engine.training.microbatches import check_callable
+from penstock.runtime.distributed import default_store
+from penstock.runtime.recovery import Alarm
+from penstock.schedule import Ending, Scheduler, Token
+from penstock.settings import Layout, SamplingParams
+
+# ---- A user's functions that are called while answers are generated, on the rank of the first stage
+
+
+NOT_FINITE = "are not finite: a weight or an activation is NaN or infinite, so no token can be drawn"
+"""The end of the sentence on logits of which no token can be drawn."""
+
+_ASK_AGAIN_S = 0.0005
+
+OnToken = Callable[[int, int], object]
+OnAnswer = Callable[[int, schedule.Sequence], object]
+Interrupt = Callable[[], object]
+
+
+@dataclass(frozen=True, eq=False)
+class Listeners:
+    """A user's functions, called during a generation; see `Generator.generate`."""
+
+    on_token: OnToken | None = None
+    on_answer: OnAnswer | None = None
+    interrupt: Interrupt | None = None
+
+    def check(self, layout: Layout) -> None:
+        """Refuse what cannot be called. Raises: ValueError."""
+        check_callable("on_token", self.on_token, "number, token", optional=True)
+        check_callable("on_answer", self.on_answer, "number, answer", optional=True)
+        check_callable("interrupt", self.interrupt, "", optional=True)
+        if self.interrupt is not None and layout.ep > 1:
+            raise ValueError(
+                f"{layout}: a generation cannot be interrupted where pipelines share experts, since they compute "
+                "together and one of them may have ended; layouts with ep = 1 can"
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class Told:
+    """Calls a user's functions on the rank of the first stage."""
+
+    #: decides what is computed; stopped when a listener wants it
+    scheduler: Scheduler
+    #: on_token: if it returns true, the sequence ends
+    listeners: Listeners
+    #: number of a sequence with stop strings -> its text, up to the first of them
+    stops: Mapping[int, AnswerText]
+
+    def hear(self, grown: list[schedule.Sequence]) -> None:
+        """Report new tokens, and sequences that they have ended.
+
+        Raises: ValueError for a token of logits that are not finite.
+        """
+        on_token, on_answer = self.listeners.on_token, self.listeners.on_answer
+        for sequence in grown:
+            if sequence.ending is Ending.NOT_FINITE:
+                raise ValueError(f"the logits of sequence {sequence.number} {NOT_FINITE}")
+            text = self.stops.get(sequence.number)
+            if text is not None:
+                text.add(sequence.last_token)
+                if text.stopped:
+                    self.scheduler.stop([sequence.number])
+            if on_token is not None and on_token(sequence.number, sequence.last_token):
+                self.scheduler.stop([sequence.number])
+            if on_answer is not None and sequence.ending is not None:
+                on_answer(sequence.number, sequence)
+
+
+class AgreedInterrupt:
+    """Lets ranks that share layers interrupt after the same round: one of them asks, and all act on its answer.
+
+    Each of them decides every batch for itself, so they must end after the same one; the first writes its answer to the
+    store where the processes met, and may already be a round ahead.
+
+    Args:
+        ask: the user's function, on the rank that asks; None on the others.
+        number: of this generation, the same on these ranks and on no others.
+        alarm: rings when another rank has failed.
+    """
+
+    #: the user's function; None where the answer is read
+    _ask: Interrupt | None
+    #: the place of the newest answer: after which round, and 1 to interrupt
+    _key: str
+    #: rings when the rank that asks may not answer any more
+    _alarm: Alarm
+    #: rounds so far
+    _round: int
+
+    def __init__(self, ask: Interrupt | None, number: int, alarm: Alarm) -> None:
+        self._ask, self._key, self._alarm, self._round = ask, f"penstock/interrupts/{number}", alarm, 0
+
+    def __call__(self) -> bool:
+        """Ask after a round, or wait for the answer. Raises: StepError if another rank has failed."""
+        self._round += 1
+        if self._ask is not None:
+            interrupts = bool(self._ask())
+            default_store().set(self._key, f"{self._round} {int(interrupts)}")
+            return interrupts
+        while True:
+            newest, interrupts = self._read()
+            # Had the answer to an earlier round been yes, there would be no later one.
+            if newest >= self._round:
+                return newest == self._round and interrupts
+            self._alarm.check()
+            time.sleep(_ASK_AGAIN_S)
+
+    def forget(self) -> None:
+        """Take the answer out of the store, once all of these ranks have ended; the rank that asks does so."""
+        if self._ask is not None:
+            default_store().delete_key(self._key)
+
+    def _read(self) -> tuple[int, bool]:
+        store = default_store()
+        if not store.check([self._key]):
+            return 0, False
+        number, interrupts = store.get(self._key).split()
+        return int(number), bool(int(interrupts))
+
+
+# ---- Requests that come while a model generates
+
+
+_IDLE_S = 1.0
+"""Seconds without work after which the ranks hear from each other: a peer that has died is then found."""
+
+
+class QueueFullError(RuntimeError):
+    """As many answers as there may be are waiting."""
+
+
+class QueueClosedError(RuntimeError):
+    """No requests are taken any more; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """One new token of an answer, with the text that can be shown from now on; the last one bears the ending.
+
+    Where that is NOT_FINITE, token and text mean nothing.
+    """
+
+    number: int
+    token: Token
+    text: str
+    ending: Ending | None
+
+
+@dataclass(frozen=True, slots=True)
+class QueueCounts:
+    """Answers that wait, and answers that have a row of the KV cache."""
+
+    num_waiting: int
+    num_running: int
+
+
+class RequestQueue:
+    """The requests of one generation that does not end before it is closed.
+
+    Args:
+        num_rows: answers that are computed at the same time.
+        max_waiting: answers that may wait beside those.
+        tokenizer: makes text of tokens; None leaves texts empty.
+        publish: called with what the answers have grown by, in the thread that computes; it must return soon.
+    """
+
+    #: answers that may be waiting or running
+    max_unfinished: int
+    #: makes text of tokens
+    _tokenizer: Decodes | None
+    #: is given what answers have grown by
+    _publish: Callable[[list[Growth]], object]
+    #: held to read or change what follows, and notified when something has come
+    _changed: threading.Condition
+    #: sequences that no batch has heard of yet, and numbers of those that are to end
+    _submitted: list[schedule.Sequence]
+    _stopped: list[int]
+    #: number -> its text so far, for each unfinished answer
+    _texts: dict[int, AnswerText]
+    #: the numbers of the next sequence and of the next prompt
+    _next_sequence: int
+    _next_prompt: int
+    #: why no requests are taken; None while they are
+    _closed: str | None
+    #: answers that had a row when the last batch was made
+    _num_running: int
+
+    def __init__(
+        self,
+        num_rows: int,
+        max_waiting: int,
+        tokenizer: Decodes | None,
+        publish: Callable[[list[Growth]], object],
+    ) -> None:
+        self.max_unfinished = num_rows + max_waiting
+        self._tokenizer, self._publish = tokenizer, publish
+        self._changed = threading.Condition()
+        self._submitted, self._stopped, self._texts = [], [], {}
+        self._next_sequence = self._next_prompt = 0
+        self._closed, self._num_running = None, 0
+
+    # ---- in any thread
+
+    def submit(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[int]:
+        """Ask for answers to checked prompts; returns their numbers, by prompt and sample.
+
+        The answers are those of a generation of these prompts alone, whatever else is computed.
+
+        Raises:
+            QueueFullError: too many answers are waiting.
+            QueueClosedError: no requests are taken any more.
+        """
+        sequences = schedule.Sequence.all_of(prompts, [params] * len(prompts))
+        with self._changed:
+            if self._closed is not None:
+                raise QueueClosedError(self._closed)
+            if len(self._texts) + len(sequences) > self.max_unfinished:
+                raise QueueFullError(f"{len(self._texts)} answers are waiting or running, as many as there may be")
+            first, prompt = self._next_sequence, self._next_prompt
+            self._next_sequence, self._next_prompt = first + len(sequences), prompt + len(prompts)
+            taken = [replace(own, number=first + own.number, prompt=prompt + own.prompt) for own in sequences]
+            self._submitted += taken
+            self._texts |= {own.number: AnswerText(self._tokenizer, params.stop) for own in taken}
+            self._changed.notify()
+        return [own.number for own in taken]
+
+    def cancel(self, numbers: Iterable[int]) -> None:
+        """End these answers, if they have not ended yet; nothing more is published of them."""
+        with self._changed:
+            for number in numbers:
+                if self._texts.pop(number, None) is not None:
+                    self._stopped.append(number)
+            self._changed.notify()
+
+    def close(self, reason: str) -> None:
+        """Take no more requests; the generation ends once it has answered those that it has."""
+        with self._changed:
+            self._closed = self._closed or reason
+            self._changed.notify()
+
+    @property
+    def counts(self) -> QueueCounts:
+        with self._changed:
+            running = min(self._num_running, len(self._texts))
+            return QueueCounts(len(self._texts) - running, running)
+
+    # ---- in the thread that computes
+
+    def admit(self, scheduler: Scheduler) -> bool:
+        """Pass on what has come since the last batch; waits a while if nothing is left to compute.
+
+        Returns whether requests may still come.
+        """
+        with self._changed:
+            if scheduler.is_idle and not self._submitted and self._closed is None:
+                self._changed.wait(_IDLE_S)
+            submitted, self._submitted = self._submitted, []
+            stopped, self._stopped = self._stopped, []
+            scheduler.add(submitted)
+            scheduler.stop(stopped)
+            self._num_running = scheduler.num_running
+            return self._closed is None
+
+    def hear(self, grown: Iterable[schedule.Sequence]) -> None:
+        """Publish new tokens with their text, and end answers that hold one of their stop strings."""
+        growths: list[Growth] = []
+        with self._changed:
+            for sequence in grown:
+                text = self._texts.get(sequence.number)
+                if text is not None:
+                    growths.append(self._grow(sequence, text))
+        if growths:
+            self._publish(growths)
+
+    def _grow(self, sequence: schedule.Sequence, text: AnswerText) -> Growth:
+        shown, ending = text.add(sequence.generated[-1].id), sequence.ending
+        if text.stopped and ending not in (Ending.STOPPED, Ending.NOT_FINITE):
+            ending = Ending.STOPPED
+            self._stopped.append(sequence.number)
+        if ending is not None:
+            shown += text.finish()
+            del self._texts[sequence.number]
+        return Growth(sequence.number, sequence.generated[-1], shown, ending)

@@ -1,0 +1,387 @@
+"""An optimizer over flat buckets with one gradient norm for the whole model, the same bits however the model is cut.
+
+Three things make it so. Elements are stepped by a fused kernel over flat tensors whose places are whole cache lines
+(see `penstock.parallel.gradients`). Norms are taken parameter by parameter, each over the same elements in the same
+order wherever it lies. And their squares are added without rounding on the way, so the order does not matter.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from penstock.engine.optimizer.groups import ParameterGroups, Rates
+from penstock.engine.optimizer.steppers import STEPPERS, Block, OwnedState, Stepper, Values
+from penstock.engine.optimizer.torch_steppers import all_state_kinds, steppers_for
+from penstock.parallel import Bucket, GradientBuckets, Reduction
+from penstock.parallel.host import gather_json
+from penstock.settings import LearningRate, OptimizerConfig
+
+# As in torch.nn.utils.clip_grad_norm_: keeps the quotient finite.
+_CLIP_EPS = 1e-6
+_MASTER = "master"
+_KINDS = (*(kind for stepper in STEPPERS.values() for kind in stepper.state_kinds), _MASTER)
+
+
+@dataclass(frozen=True)
+class LossScalerConfig:
+    """Rules of the loss scale: it falls at once by `backoff` when a step fails and rises by `growth` after that many
+    good ones.
+
+    All factors are powers of two, so that scaling and unscaling round nothing.
+
+    Raises: ValueError for values that are no powers of two, or out of range.
+
+    Source: arXiv 1710.03740, section 3.2.
+    """
+
+    initial: float = 2.0**16
+    growth: float = 2.0
+    backoff: float = 0.5
+    num_growth_steps: int = 2000
+    smallest: float = 1.0
+    largest: float = 2.0**24
+
+    def __post_init__(self) -> None:
+        for name in ("initial", "growth", "backoff", "smallest", "largest"):
+            value = getattr(self, name)
+            if not (value > 0 and math.isfinite(value) and math.frexp(value)[0] == 0.5):
+                raise ValueError(f"the loss scaler's {name} must be a power of two, not {value}")
+        if not self.backoff < 1 <= self.growth:
+            raise ValueError(f"the loss scale must fall by backoff {self.backoff} < 1 and rise by growth {self.growth}")
+        if not self.smallest <= self.initial <= self.largest:
+            raise ValueError(f"the loss scale {self.initial} is outside its bounds {self.smallest} to {self.largest}")
+        if self.num_growth_steps < 1:
+            raise ValueError(f"the loss scale can rise after 1 step at the earliest, not {self.num_growth_steps}")
+
+
+class LossScaler:
+    """The scale of the present step, the same on every rank because all ranks see the same outcomes."""
+
+    #: rules by which the scale moves
+    config: LossScalerConfig
+    #: factor on the loss of the present step
+    scale: float
+    #: steps that have succeeded since the scale last moved
+    _num_good_steps: int
+
+    def __init__(self, config: LossScalerConfig | None = None) -> None:
+        self.config = config or LossScalerConfig()
+        self.scale = self.config.initial
+        self._num_good_steps = 0
+
+    def update(self, success: bool) -> None:
+        """Learn whether the step's gradients were finite, and set the scale of the next."""
+        if not success:
+            self.scale = max(self.scale * self.config.backoff, self.config.smallest)
+            self._num_good_steps = 0
+            return
+        self._num_good_steps += 1
+        if self._num_good_steps == self.config.num_growth_steps:
+            self.scale = min(self.scale * self.config.growth, self.config.largest)
+            self._num_good_steps = 0
+
+    def state(self) -> dict[str, Any]:
+        """The numbers that a resumed run needs, as JSON values."""
+        return {"scale": self.scale, "num_good_steps": self._num_good_steps}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on from `state`."""
+        self.scale, self._num_good_steps = float(state["scale"]), int(state["num_good_steps"])
+
+
+@dataclass(frozen=True)
+class Update:
+    """The outcome of one optimizer step, the same on every rank."""
+
+    #: False where a gradient was not finite: then nothing has changed
+    success: bool
+    #: norm of all gradients before clipping, without the loss scale; NaN where one was not finite
+    grad_norm: float
+    #: learning rate of the last step that succeeded, this or an earlier one
+    learning_rate: float
+    #: weight decay of this step
+    weight_decay: float
+
+
+class Optimizer:
+    """Steps the parameters of this rank's stages, from gradients that are reduced and whose ties are summed.
+
+    Norm, clipping, loss scale and fp32 masters are here; the update rule is that of a `Stepper`.
+
+    Args:
+        stages: gradient buckets of the local stages.
+        config: the optimizer's settings.
+        group: host-memory group of the ranks that hold the model between them, over which norms are gathered.
+        ties: full names, copy -> owner; a copy is stepped like any parameter but not counted in the norm.
+        scaler: scales the loss of fp16 training.
+        norm_names: the names under which this rank counts parameters that are shared with other ranks; None for those
+            that another rank counts.
+
+    The groups that number the buckets are those of `config`, if they are not given instead of it.
+
+    Raises: ValueError when two ranks, or two stages, count a parameter of the same name.
+    """
+
+    #: settings, with the schedules of learning rate and weight decay
+    config: OptimizerConfig
+    #: the groups that number the buckets
+    groups: ParameterGroups
+    #: None unless training in fp16
+    scaler: LossScaler | None
+    #: absolute number of the last step, skipped ones included
+    num_steps: int
+    #: learning rate of the last step that succeeded
+    learning_rate: float
+    #: parameters, of any rank, that were thawed later -> the number of updates before
+    since: Mapping[str, int]
+    #: steps that succeeded
+    _num_updates: int
+    #: ranks that hold the model between them
+    _group: dist.ProcessGroup | None
+    #: all buckets; the gradients of lent parameters lie in buckets of their own
+    _buckets: tuple[Bucket, ...]
+    #: buckets that are stepped here; the owners of lent parameters step them
+    _stepped: list[Bucket]
+    #: by stepped bucket: the flat tensor that is stepped, the bucket's own part of the parameters or an fp32 copy of it
+    _masters: list[Tensor]
+    #: the groups' hyperparameters at any step
+    _rates: Rates
+    #: the update rules and their state, one for each optimizer among the groups
+    _steppers: list[Stepper]
+    #: gradients that this rank counts in the norm, by the order of their names
+    _counted: list[Tensor]
+    #: the largest number of gradients that any rank counts
+    _num_norms: int
+
+    def __init__(
+        self,
+        stages: Sequence[GradientBuckets],
+        config: OptimizerConfig | ParameterGroups,
+        group: dist.ProcessGroup | None = None,
+        ties: Mapping[str, str] | None = None,
+        scaler: LossScaler | None = None,
+        norm_names: Mapping[str, str | None] | None = None,
+    ) -> None:
+        gradients = [(name, view) for stage in stages for name, view in stage.owned_gradients.items()]
+        names = [(name, (norm_names or {}).get(name, name)) for name, _ in gradients]
+        # First of all: below this any rank may fail alone.
+        self._num_norms = _agree_on_names([in_norm for _, in_norm in names if in_norm is not None], group)
+        self.groups = config if isinstance(config, ParameterGroups) else ParameterGroups(config)
+        self.config = self.groups.config
+        self.scaler = scaler
+        self.num_steps = 0
+        self._num_updates = 0
+        self.since = {}
+        rate = self.config.learning_rate
+        self.learning_rate = rate(0) if isinstance(rate, LearningRate) else 0.0
+        self._group = group
+        self._buckets: tuple[Bucket, ...] = tuple(bucket for stage in stages for bucket in stage.buckets)
+        self._stepped = [bucket for bucket in self._buckets if not bucket.reduction.lent]
+        self._masters = [_master(bucket) for bucket in self._stepped]
+        counted = {name for name, in_norm in names if in_norm is not None and name not in (ties or {})}
+        self._counted = [view for name, view in sorted(gradients, key=lambda pair: pair[0]) if name in counted]
+        self._rates = Rates(self.groups)
+        self._steppers = steppers_for(
+            self.groups.rules,
+            [
+                Block(bucket.group, master, bucket.gradients[bucket.owned], bucket.owned_places)
+                for bucket, master in zip(self._stepped, self._masters, strict=True)
+            ],
+        )
+
+    @property
+    def _usual(self) -> int:
+        """The number of the group of matrices that no pattern matches."""
+        return len(self.groups.rules) - (1 if self.config.factory is not None else 2)
+
+    @property
+    def loss_scale(self) -> float:
+        """Factor on the next step's loss; 1 without a scaler."""
+        return 1.0 if self.scaler is None else self.scaler.scale
+
+    @torch.no_grad()
+    def step(self, number: int | None = None) -> Update:
+        """Update all parameters, or none on any rank if a gradient is not finite on some rank.
+
+        `number` is the absolute number of this step, from 1; by default one more than that of the last call, also
+        if that one was skipped. Gradients are left clipped, and unscaled where they had to be touched.
+        """
+        number = self.num_steps + 1 if number is None else number
+        return self.update(self.gradient_norm(), number, self.rates(number))
+
+    def rates(self, number: int) -> list[Values]:
+        """The groups' hyperparameters at the step of that number; a user's own schedule may raise."""
+        return self._rates.at(number)
+
+    @torch.no_grad()
+    def update(self, norm: float, number: int, values: Sequence[Values]) -> Update:
+        """The rest of a step, in which ranks send each other nothing, given the gradients' norm and the rates."""
+        self.num_steps, success = number, math.isfinite(norm)
+        if success:
+            self.learning_rate = float(values[self._usual]["lr"])
+            self._scale_gradients(norm)
+            for stepper in self._steppers:
+                stepper.step(values)
+            self._num_updates += 1
+            self._publish_masters()
+        if self.scaler is not None:
+            self.scaler.update(success)
+        weight_decay = float(values[self._usual].get("weight_decay", 0.0))
+        return Update(success, norm if success else math.nan, self.learning_rate, weight_decay)
+
+    @property
+    def is_own(self) -> bool:
+        """True where a user's own optimizer, or one of torch's, takes part: it may raise anything in its step."""
+        return any(rule.kind.stepper is None for rule in self.groups.rules)
+
+    def snapshot(self) -> Callable[[], None]:
+        """Copy what a step changes on this rank; returns a function that puts it back."""
+        restores, progress = [stepper.snapshot() for stepper in self._steppers], self.progress()
+
+        def restore() -> None:
+            for put_back in restores:
+                put_back()
+            self.num_steps, self.learning_rate = progress["num_steps"], progress["learning_rate"]
+            self._num_updates = progress["num_updates"]
+            if self.scaler is not None:
+                self.scaler.load_state(progress["scaler"])
+            self._publish_masters()
+
+        return restore
+
+    def state(self) -> dict[str, Tensor]:
+        """The state and master of each local parameter as views, named ``optimizer.<kind>.<parameter>``.
+
+        To resume, copy into these views and call `load_progress`. Parameters that this rank steps only in part are left
+        out; see `owned_state`.
+        """
+        return {
+            name: state.values if state.place is None else state.values.view(state.place.parameter.shape)
+            for name, state in self.owned_state().items()
+            if state.place is None or state.place.is_whole
+        }
+
+    def owned_state(self) -> dict[str, OwnedState]:
+        """The same of all that this rank steps: which elements of a parameter they belong to, and a flat view."""
+        states = {key: state for stepper in self._steppers for key, state in stepper.state().items()}
+        for bucket, master in zip(self._stepped, self._masters, strict=True):
+            if master.dtype != bucket.parameters.dtype:
+                states |= {
+                    (_MASTER, place.name): OwnedState(place, place.view(master)) for place in bucket.owned_places
+                }
+        return {f"optimizer.{kind}.{name}": state for (kind, name), state in states.items()}
+
+    @property
+    def reductions(self) -> dict[str, Reduction]:
+        """Parameters that ranks step -> the ranks over which their gradients are summed, and which step them."""
+        return {place.name: bucket.reduction for bucket in self._stepped for place in bucket.places}
+
+    @property
+    def state_kinds(self) -> set[str]:
+        """All kinds of state that a rank may hold."""
+        return all_state_kinds(self.groups.rules) | {_MASTER}
+
+    @property
+    def state_bytes(self) -> int:
+        """Memory of the update rules' state and of masters on this rank."""
+        masters = [m for b, m in zip(self._stepped, self._masters, strict=True) if m.dtype != b.parameters.dtype]
+        return sum(stepper.state_bytes for stepper in self._steppers) + sum(master.nbytes for master in masters)
+
+    def progress(self) -> dict[str, Any]:
+        """The numbers that a resumed run needs beside `state`, as JSON values."""
+        return {
+            "num_steps": self.num_steps,
+            "num_updates": self._num_updates,
+            "learning_rate": self.learning_rate,
+            "scaler": None if self.scaler is None else self.scaler.state(),
+            **({"since": dict(self.since)} if self.since else {}),
+        }
+
+    def load_progress(self, progress: Mapping[str, Any]) -> None:
+        """Go on from `progress`, and give 16-bit parameters their masters' values."""
+        self.num_steps = int(progress["num_steps"])
+        self.learning_rate = float(progress["learning_rate"])
+        self._num_updates = int(progress["num_updates"])
+        self.since = dict(progress.get("since", {}))
+        for stepper in self._steppers:
+            stepper.continue_from(self._num_updates, self.since)
+        if self.scaler is not None and progress["scaler"] is not None:
+            self.scaler.load_state(progress["scaler"])
+        self._publish_masters()
+
+    @torch.no_grad()
+    def renew_masters(self) -> None:
+        """Take the masters' values from the parameters, after these were set from elsewhere."""
+        for bucket, master in zip(self._stepped, self._masters, strict=True):
+            if master.dtype != bucket.parameters.dtype:
+                master.copy_(bucket.parameters[bucket.owned])
+
+    def gradient_norm(self) -> float:
+        """The norm of all gradients without the loss scale; not finite if any element on any rank is not.
+
+        All ranks of the group call it.
+        """
+        # In float64: a sum of squares in fp32 loses digits with the size of the parameter, 4 of 7 at 15 million.
+        norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in self._counted]
+        own = torch.zeros(self._num_norms, dtype=torch.float64)
+        if norms:
+            own[: len(norms)] = torch.stack(norms).cpu()
+        gathered = [own]
+        if self._group is not None:
+            gathered = [torch.empty_like(own) for _ in range(self._group.size())]
+            dist.all_gather(gathered, own, group=self._group)
+        values = torch.cat(gathered).tolist()
+        if not all(math.isfinite(value) for value in values):
+            return math.nan
+        # fsum is exact before its one rounding, so the order of parameters, which differs by layout, does not matter.
+        return math.sqrt(math.fsum(value * value for value in values)) / self.loss_scale
+
+    def _scale_gradients(self, norm: float) -> None:
+        """Take the loss scale off and clip, in one pass or, with nothing to do, in none."""
+        factor = 1.0 / self.loss_scale
+        if self.config.clip_norm:
+            factor *= min(1.0, self.config.clip_norm / (norm + _CLIP_EPS))
+        if factor != 1.0:
+            for bucket in self._buckets:
+                bucket.gradients[bucket.owned].mul_(factor)
+
+    @torch.no_grad()
+    def _publish_masters(self) -> None:
+        for bucket, master in zip(self._stepped, self._masters, strict=True):
+            if master.dtype != bucket.parameters.dtype:
+                bucket.parameters[bucket.owned].copy_(master)
+
+
+def state_aliases(ties: Mapping[str, str], kinds: Iterable[str] = _KINDS) -> dict[str, str]:
+    """Names of tied copies and of their optimizer state -> the owner's, which hold the same values.
+
+    ties: full names of parameters, copy -> owner. kinds: the kinds of state, see `Optimizer.state_kinds`.
+    """
+    prefixes = ["", *(f"optimizer.{kind}." for kind in sorted(kinds))]
+    return {prefix + copy: prefix + owner for prefix in prefixes for copy, owner in ties.items()}
+
+
+def _master(bucket: Bucket) -> Tensor:
+    """The flat tensor that is stepped: this rank's parameters themselves, or an fp32 copy of 16-bit ones."""
+    return bucket.parameters[bucket.owned].to(bucket.gradients.dtype)
+
+
+def _agree_on_names(names: Sequence[str], group: dist.ProcessGroup | None) -> int:
+    """The largest number of names on any rank.
+
+    Raises: ValueError on every rank when a name occurs twice.
+    """
+    by_rank = gather_json(sorted(names), group)
+    every = sorted(name for rank_names in by_rank for name in rank_names)
+    twice = [name for name, following in itertools.pairwise(every) if name == following]
+    if twice:
+        raise ValueError(f"parameter {twice[0]!r} is held twice; give the copies names of their own and tie them")
+    return max(len(rank_names) for rank_names in by_rank)

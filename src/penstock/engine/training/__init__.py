@@ -1,0 +1,1 @@
+"""One batch: the training step, its microbatches and losses, and scoring."""

@@ -1,0 +1,395 @@
+"""The split of a batch into microbatches, the same number on every rank, with one small collective."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import numbers
+import struct
+import sys
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass, replace
+from functools import partial
+from itertools import accumulate
+from typing import Any
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+from penstock.data import NO_LABEL, MicroBatchSpec, PackedBatch, Split, agree, count, split
+from penstock.data.checks import BatchError, DtypeMismatch, KeyMismatch, LengthError, ShapeMismatch
+from penstock.engine.pipeline import Pipeline
+from penstock.engine.training.losses import LossWeightFn
+from penstock.model import Limits
+from penstock.parallel.host import gather_json, gather_rows, shown_to_all_ranks
+from penstock.runtime import PipelineError
+from penstock.settings import Coordinates
+from penstock.settings.arguments import type_in_words
+
+# ---- Checks of what a caller gives: of the batch's numbers against the model, and of the other arguments' kinds
+
+
+_INTEGERS = (torch.int64, torch.int32)
+_NO_INT_LIMIT = sys.maxsize
+# Ranks tell each other in 64 bits.
+LAST_STEP = 2**63 - 1
+# Keys that a model's own code reads token by token.
+_PER_TOKEN = ("labels", "positions")
+
+
+def check_batch(batch: Any, limits: Limits | None, reads_labels: bool) -> None:
+    """Refuse a batch that a model of these limits cannot compute; None where they are not known.
+
+    reads_labels: the labels are token ids.
+
+    Raises:
+        BatchError: naming the field, and the sequence and value at fault.
+    """
+    if not isinstance(batch, PackedBatch):
+        raise BatchError(
+            "batch", f"{type_in_words(batch)}; give a PackedBatch, as PackedBatch.from_documents makes of token ids"
+        )
+    if "tokens" not in batch:
+        raise KeyMismatch(
+            "keys",
+            f"no 'tokens', which the first layer is given; this batch has {sorted(batch.keys)} (a layer of your own "
+            "may take images or other rows under that name)",
+        )
+    if reads_labels and "labels" not in batch:
+        raise KeyMismatch("keys", f"no 'labels', which the loss reads; this batch has {sorted(batch.keys)}")
+    for key in _PER_TOKEN:
+        if key in batch and (key != "labels" or reads_labels):
+            _check_same_lengths(batch, key)
+    if limits is not None:
+        _check_longest(batch, limits.max_length)
+    if batch.data is None:
+        return
+    # The first of a user's own layers may take anything that has more dimensions than token ids.
+    if limits is not None or not batch.trailing_shapes["tokens"]:
+        _check_ids(batch, "tokens")
+    if limits is not None:
+        _check_range(batch, "tokens", limits.vocab_size, f"the model knows 0 to {limits.vocab_size - 1}")
+    if reads_labels:
+        _check_ids(batch, "labels")
+        # The classes that a user's own layers know are not known here, but none is negative.
+        check_labels(batch, limits.vocab_size if limits is not None and limits.bounds_labels else None)
+    if "positions" in batch and limits is not None and limits.reads_positions:
+        if batch.dtypes["positions"] not in _INTEGERS:
+            wrong = f"{batch.dtypes['positions']}; positions are torch.int64 or torch.int32"
+            raise DtypeMismatch("data['positions']", wrong)
+        _check_range(batch, "positions", limits.max_length, f"the model's positions are 0 to {limits.max_length - 1}")
+
+
+def check_labels(batch: PackedBatch, num_classes: int | None) -> None:
+    """Refuse labels that are no classes; without a number of classes, those that are negative. Raises: BatchError."""
+    if batch.data is None:
+        return
+    possible = "and more" if num_classes is None else f"to {num_classes - 1}"
+    known = f"possible are 0 {possible}, and {NO_LABEL} for a token without loss"
+    _check_range(batch, "labels", num_classes or _NO_INT_LIMIT, known, besides=NO_LABEL)
+
+
+def check_callable(name: str, function: Any, arguments: str, optional: bool = False) -> None:
+    """Refuse an argument that cannot be called. Raises: ValueError."""
+    if optional and function is None:
+        return
+    if not callable(function):
+        raise ValueError(f"{name}={function!r} is {type_in_words(function)}; give a function of ({arguments})")
+    try:
+        form = inspect.signature(function)
+    except (TypeError, ValueError):  # of some functions in C nothing is known
+        return
+    try:
+        form.bind(*(arguments.split(", ") if arguments else ()))
+    except TypeError:
+        raise ValueError(f"{name} is a function of {form}; give one of ({arguments})") from None
+
+
+def check_loss(loss_fn: Any, loss_weight_fn: Any) -> None:
+    """Refuse a loss or its weight that cannot be called. Raises: ValueError."""
+    check_callable("loss_fn", loss_fn, "output, microbatch")
+    check_callable("loss_weight_fn", loss_weight_fn, "microbatch")
+
+
+def check_step(number: Any) -> None:
+    """Refuse anything but the number of a step. Raises: ValueError."""
+    if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= LAST_STEP:
+        raise ValueError(f"step = {number!r} is not the number of a step; steps are counted from 1 to {LAST_STEP}")
+
+
+def check_spec(spec: Any) -> None:
+    """Refuse anything but a way to split. Raises: ValueError."""
+    if spec is not None and not isinstance(spec, MicroBatchSpec):
+        raise ValueError(f"micro_batches={spec!r} is {type_in_words(spec)}; give a MicroBatchSpec, or None")
+
+
+def checked_weight(weight_fn: Callable[[PackedBatch], float], microbatch: PackedBatch, number: int) -> float:
+    """The weight of a microbatch. Raises: ValueError unless it is a finite number of at least 0."""
+    weight = weight_fn(microbatch)
+    if isinstance(weight, Tensor) and weight.numel() == 1:
+        weight = weight.item()
+    if isinstance(weight, bool) or not isinstance(weight, numbers.Real):
+        raise ValueError(f"loss_weight_fn gave {type_in_words(weight)} for microbatch {number}; it gives a number")
+    weight = float(weight)
+    if not math.isfinite(weight) or weight < 0:
+        raise ValueError(f"loss_weight_fn gave {weight} for microbatch {number}; possible are numbers from 0 on")
+    return weight
+
+
+def _check_same_lengths(batch: PackedBatch, key: str) -> None:
+    tokens, others = batch.sequence_lengths("tokens"), batch.sequence_lengths(key)
+    for number, (length, other) in enumerate(zip(tokens, others, strict=False)):
+        if length != other:
+            raise LengthError(f"lengths[{key!r}]", f"sequence {number} has {other}, but {length} tokens")
+    if len(tokens) != len(others):
+        raise LengthError(f"lengths[{key!r}]", f"{len(others)} sequences, but there are {len(tokens)} of tokens")
+
+
+def _check_longest(batch: PackedBatch, max_length: int) -> None:
+    for number, length in enumerate(batch.sequence_lengths("tokens")):
+        if length > max_length:
+            raise LengthError("lengths['tokens']", f"sequence {number} has {length}, past max_length={max_length}")
+
+
+def _check_ids(batch: PackedBatch, key: str) -> None:
+    if batch.dtypes[key] not in _INTEGERS:
+        raise DtypeMismatch(f"data[{key!r}]", f"{batch.dtypes[key]}; token ids are torch.int64 or torch.int32")
+    if batch.trailing_shapes[key]:
+        raise ShapeMismatch(f"data[{key!r}]", f"shape {list(batch[key].shape)}; token ids have one dimension")
+
+
+def _check_range(batch: PackedBatch, key: str, end: int, possible: str, besides: int | None = None) -> None:
+    """Raise unless all values are in 0 ... end - 1, or equal to `besides`; names the first that is not."""
+    values = batch[key].flatten()
+    if besides is not None:
+        values = values.masked_fill(values == besides, 0)
+    if not values.numel():
+        return
+    least, most = (int(value) for value in values.aminmax())
+    if least >= 0 and most < end:
+        return
+    place = int(((values < 0) | (values >= end)).nonzero()[0])
+    # A position may have several numbers.
+    row = place // (values.numel() // max(1, batch[key].shape[0]))
+    starts = [0, *accumulate(batch.sequence_lengths(key))]
+    number = bisect_right(starts, row) - 1
+    raise BatchError(
+        f"data[{key!r}]", f"sequence {number} has {int(values[place])} at its place {row - starts[number]}; {possible}"
+    )
+
+
+# ---- The split of a batch into microbatches, the same number on every rank, with one small collective
+
+
+_NOTHING = Split((), (), (), ())
+_NO_LIMIT = 1 << 62
+# The fields of a `BatchReport` in their order.
+_ROW = struct.Struct("<q4qqqqqd???q??")
+
+
+@dataclass(frozen=True)
+class AgreedSplit:
+    """A split that all ranks agree on."""
+
+    #: this rank's microbatches, and where their items stand in the batch
+    split: Split
+    #: the loss weight of each microbatch; empty where the rank does not see labels
+    weights: Sequence[float]
+    #: data-parallel rank -> the sum of its loss weights
+    rank_totals: Sequence[float]
+    #: tokens of all data-parallel ranks
+    num_tokens: int
+    #: True if some rank asks all to end after this step
+    stop_requested: bool
+    #: True if on some rank a parameter was frozen or thawed since the last step
+    refit: bool = False
+    #: data-parallel ranks that have no batch left, in order
+    ended: Sequence[int] = ()
+
+    @property
+    def microbatches(self) -> Sequence[PackedBatch]:
+        return self.split.microbatches
+
+
+@dataclass(frozen=True)
+class BatchCall:
+    """The engine's method that a batch was given to."""
+
+    #: its name, with the settings that must be the same on all ranks
+    call: str
+    #: refuses other arguments by an exception
+    check: Callable[[], object] = lambda: None
+    #: True if labels are token ids, which a loss or a score reads
+    reads_labels: bool = False
+    #: what else this rank reports, such as a wish to end after the step
+    asked: BatchReport | None = None
+
+
+def agree_on_microbatches(
+    pipeline: Pipeline,
+    batch: PackedBatch | None,
+    spec: MicroBatchSpec | None,
+    job: BatchCall,
+    loss_weight_fn: LossWeightFn | None = None,
+) -> AgreedSplit:
+    """Split the batch, report the result to all ranks, and split again if another rank needs more microbatches.
+
+    A rank that has `ended` gives no batch, and gets no microbatches. Without `spec` there are two microbatches for each
+    rank of the pipeline, fewer where the batch is too small. Without `loss_weight_fn` there are no weights.
+
+    Raises:
+        SplitError: the batch cannot be split so; on all ranks alike.
+        ValueError: this rank cannot use its batch or another argument; it says why on all ranks.
+        PipelineError: the same on another rank, or ranks of one pipeline hold different batches.
+    """
+    view, error, num = replace(job.asked or BatchReport(), job=crc32(job.call.encode())), None, None
+    view = replace(view, watched=pipeline.is_watched)
+    try:
+        if not view.ended:
+            check_batch(batch, pipeline.units[0].limits, job.reads_labels)
+        check_spec(spec)
+        job.check()
+    except Exception as exception:  # reported to all ranks, then raised here: no rank may wait for this one
+        error = exception
+    spec = spec if isinstance(spec, MicroBatchSpec) else MicroBatchSpec(num=2 * pipeline.layout.pp, allow_fewer=True)
+    if isinstance(batch, PackedBatch):
+        counts, digests = count(batch, spec).row(), (batch.digest(), batch.contents_digest())
+        view = replace(view, num_tokens=batch.num_tokens, counts=counts, digest=digests[0], contents=digests[1])
+    while True:
+        parts, weights, report = None, [], replace(view, failed=True)
+        try:
+            if error is not None:
+                raise error
+            parts = _NOTHING if batch is None else split(batch, spec, num)
+            for microbatch in parts.microbatches:
+                pipeline.context.spread(microbatch)
+            if batch is not None:
+                pipeline.own_layers.prepare_for(batch)
+                if job.reads_labels:
+                    check_labels(batch, pipeline.own_layers.num_classes)
+            if pipeline.holds_last_stage and loss_weight_fn is not None:
+                weights = [checked_weight(loss_weight_fn, m, i) for i, m in enumerate(parts.microbatches)]
+            report = replace(view, num_microbatches=len(parts.microbatches), weight=sum(weights))
+        except Exception as exception:
+            error = exception
+        with pipeline.recorder.collective("agree on the batch"):
+            reports = [BatchReport.unpack(row) for row in gather_rows("batch", report.pack(), pipeline.grid.control)]
+        if all(any(r.counts) for r in reports):
+            num = agree([r.counts for r in reports], spec)
+        _check_failures(pipeline, reports, job.call, error)
+        check_reports(reports, pipeline.layout.coordinates)
+        if parts is not None and all(r.ended or r.num_microbatches == num for r in reports):
+            pipeline.is_watched_anywhere = any(r.watched for r in reports)
+            return _agreed(pipeline, parts, weights, reports)
+
+
+def _agreed(pipeline: Pipeline, parts: Split, weights: list[float], reports: list[BatchReport]) -> AgreedSplit:
+    layout = pipeline.layout
+    seeing_labels = [layout.rank_of(dp=dp, pp=pipeline.placement.output_rank) for dp in range(layout.dp)]
+    return AgreedSplit(
+        split=parts,
+        weights=weights,
+        rank_totals=[reports[r].weight for r in seeing_labels],
+        num_tokens=sum(reports[r].num_tokens for r in seeing_labels),
+        stop_requested=any(r.stop for r in reports),
+        refit=any(r.refit for r in reports),
+        ended=[dp for dp, r in enumerate(seeing_labels) if reports[r].ended],
+    )
+
+
+@dataclass(frozen=True)
+class BatchReport:
+    """One rank's view of its batch."""
+
+    #: tokens of the rank's batch
+    num_tokens: int = 0
+    #: the numbers that data-parallel ranks need to split alike, see `penstock.data.count`
+    counts: tuple[int, int, int, int] = (0, 0, 0, 0)
+    #: the number of microbatches that the rank has split into so far
+    num_microbatches: int = 0
+    #: covers ids, keys and lengths
+    digest: int = 0
+    #: covers the data; 0 for metadata alone
+    contents: int = 0
+    #: covers the engine's method and its settings
+    job: int = 0
+    #: the sum of the loss weights
+    weight: float = 0.0
+    #: True if the rank cannot go on with its batch
+    failed: bool = False
+    #: True if the rank was asked to end after the step
+    stop: bool = False
+    #: True if a parameter of the rank was frozen or thawed since the last step
+    refit: bool = False
+    #: the step's number
+    step: int = 0
+    #: True if the rank has no batch left; `counts` then ask for nothing
+    ended: bool = False
+    #: True if the rank has callbacks
+    watched: bool = False
+
+    @classmethod
+    def of_end(cls) -> BatchReport:
+        """The report of a rank that has no batch left."""
+        return cls(counts=(0, 0, _NO_LIMIT, 0), ended=True)
+
+    def __str__(self) -> str:
+        if self.ended:
+            return "no batch left"
+        asked = f"{self.counts[2]} items, {self.num_tokens} tokens, asks for {self.counts[0]} microbatches"
+        return f"{asked}, digest {self.digest:x}, contents {self.contents:08x}"
+
+    def pack(self) -> bytes:
+        """A row of bytes, equally long for every report, so that one small collective shows it to all ranks."""
+        num_tokens, counts, *others = astuple(self)
+        return _ROW.pack(num_tokens, *counts, *others)
+
+    @classmethod
+    def unpack(cls, row: bytes) -> BatchReport:
+        num_tokens, wanted, needed, num_items, longest, *others = _ROW.unpack(row)
+        return cls(num_tokens, (wanted, needed, num_items, longest), *others)
+
+
+def _check_failures(pipeline: Pipeline, reports: Sequence[BatchReport], call: str, own_error: Exception | None) -> None:
+    """Raise on every rank if any has failed, or if they were called differently; only then is more sent.
+
+    Raises:
+        PipelineError: on other ranks than the failed ones, which raise `own_error`.
+    """
+    if not any(report.failed for report in reports) and len({report.job for report in reports}) == 1:
+        return
+    _, calls = shown_to_all_ranks(
+        lambda: (_checked(own_error), call),
+        partial(gather_json, group=pipeline.grid.control),
+        otherwise=PipelineError,
+        message="rank {rank} cannot use what it was given: {error}",
+    )
+    rank, other = next((rank, theirs) for rank, theirs in enumerate(calls) if theirs != calls[0])
+    raise PipelineError(f"all ranks make the same calls, but rank 0 made {calls[0]} and rank {rank} {other}")
+
+
+def _checked(error: Exception | None) -> None:
+    if error is not None:
+        raise error
+
+
+def check_reports(reports: Sequence[BatchReport], coordinates: Callable[[int], Coordinates]) -> None:
+    """Raise on every rank alike if ranks take different steps, or those that share a batch hold different ones.
+
+    Ranks with the same place on the dp axis share a batch.
+
+    Raises:
+        PipelineError: listing all of their coordinates.
+    """
+    if len(steps := {report.step for report in reports}) > 1:
+        raise PipelineError(f"ranks take different steps: {', '.join(map(str, sorted(steps)))}")
+    pipelines: dict[int, list[int]] = {}
+    for rank in range(len(reports)):
+        pipelines.setdefault(coordinates(rank).dp, []).append(rank)
+    for ranks in pipelines.values():
+        contents = {reports[r].contents for r in ranks} - {0}
+        if len({(reports[r].digest, reports[r].counts) for r in ranks}) > 1 or len(contents) > 1:
+            views = "; ".join(f"({coordinates(r)}) has {reports[r]}" for r in ranks)
+            raise PipelineError(f"ranks that share a batch were given different ones: {views}")

@@ -1,0 +1,304 @@
+"""Scoring: forwards alone, and what is made of each microbatch's logits, back in the order of the batch.
+
+Shapes: T tokens of a microbatch, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.data import MicroBatchSpec, PackedBatch, Split, check_lengths, merge, take_apart
+from penstock.engine.pipeline import Pipeline
+from penstock.engine.training.losses import EvaluationLoss, LossFn, LossMetrics, LossWeightFn, token_cross_entropy
+from penstock.engine.training.microbatches import (
+    BatchCall,
+    BatchReport,
+    agree_on_microbatches,
+    check_callable,
+    check_loss,
+)
+from penstock.model import Logits, token_log_probs, token_statistics, whole_logits
+from penstock.parallel.host import broadcast_value, check_portable, gather_json, on_all_ranks
+from penstock.runtime import Feed, PipelineError
+from penstock.settings.arguments import check_argument, checked, type_in_words
+
+PostHook = Callable[[Any, PackedBatch], Any]
+"""A function of logits (a Tensor, or `ShardedLogits` where ranks share the vocabulary) and their microbatch."""
+
+AggregateFn = Callable[[list[Any]], Any]
+
+_END: Any = object()
+
+
+class Scorer:
+    """Runs forwards alone on a pipeline: scores, outputs, and the loss of an evaluation. Nothing is learned."""
+
+    #: stages, transport and recorder
+    pipeline: Pipeline
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self.pipeline = pipeline
+
+    def forward(self, batch: PackedBatch, micro_batches: MicroBatchSpec | None, outputs: Outputs) -> Any:
+        """Run the batch through the model; every rank of the grid calls it.
+
+        Ranks of one pipeline give the same batch. The rank of the last stage gets the result, the others None, unless
+        all are to have it.
+
+        Raises:
+            PipelineError, ValueError: the batches differ or cannot be split; on all ranks alike, before any compute.
+            StepError: on all ranks, when a hook or anything else has failed on one.
+            PartitionError: for results that do not fit, on the rank of the last stage, and PipelineError on the others.
+            The engine can be used further.
+        """
+        pipeline = self.pipeline
+        pipeline.set_training(False)
+        with pipeline.recovery.joined(), pipeline.casts.kept():
+            pipeline.begin_recording()
+            job = BatchCall(
+                f"forward(broadcast={outputs.broadcast})",
+                check=lambda: outputs.check(batch),
+                reads_labels=isinstance(outputs.post_hook, PerToken) and outputs.post_hook.reads_labels,
+            )
+            agreed = agree_on_microbatches(pipeline, batch, micro_batches, job)
+            results = _Results(pipeline, outputs)
+            with pipeline.recovery.alone():
+                feeds = [results.feed(microbatch) for microbatch in agreed.microbatches]
+                pipeline.executor(len(feeds)).run(feeds)
+            return results.handed_out(agreed.split)
+
+    def evaluate(
+        self,
+        batches: Iterable[PackedBatch],
+        loss_fn: LossFn,
+        loss_weight_fn: LossWeightFn,
+        micro_batches: MicroBatchSpec | None = None,
+    ) -> EvaluationLoss:
+        """The loss per unit of weight over all ranks' batches, the same on every rank, with what `loss_fn` reports.
+
+        Ranks of one pipeline give the same batches; data-parallel ranks may have unequal numbers of them, except where
+        they share experts (ep > 1).
+
+        Raises: as `forward`.
+        """
+        loss, weight, recovery = 0.0, 0.0, self.pipeline.recovery
+        num_rounds = 0
+        num_metrics, measured = 0, LossMetrics(loss_fn)
+        self.pipeline.set_training(False)
+
+        def check() -> None:
+            _check_batches(batches)
+            check_loss(loss_fn, loss_weight_fn)
+
+        job = BatchCall("evaluate()", check, loss_fn is token_cross_entropy)
+        # Anything else is refused on all ranks alike, as if there were no batch.
+        remaining = iter(batches if _are_batches(batches) else ())
+        with self.pipeline.casts.kept():
+            while True:
+                with recovery.joined():
+                    with recovery.alone():
+                        batch = next(remaining, _END)
+                    asked = replace(job, asked=BatchReport.of_end() if batch is _END else None)
+                    batch = None if batch is _END else batch
+                    agreed = agree_on_microbatches(self.pipeline, batch, micro_batches, asked, loss_weight_fn)
+                    if len(agreed.ended) == self.pipeline.layout.dp:
+                        _check_any(num_rounds)
+                        break
+                    num_rounds += 1
+                    self._check_ended(agreed.ended)
+                    with recovery.alone():
+                        feeds = [self.pipeline.feed(microbatch, measured) for microbatch in agreed.microbatches]
+                        losses = self.pipeline.executor(len(feeds)).run(feeds) if feeds else []
+                        total, num_metrics = measured.total(self.pipeline, losses)
+                    loss += total
+                    weight += sum(agreed.rank_totals)
+        return EvaluationLoss(loss / weight if weight else float("nan"), measured.reduced(self.pipeline, num_metrics))
+
+    def _check_ended(self, ended: Sequence[int]) -> None:
+        """Refuse, on all ranks alike, that some pipelines compute alone if they share experts with the others."""
+        layout = self.pipeline.layout
+        if ended and layout.ep > 1:
+            raise ValueError(
+                f"evaluate was given fewer batches on dp {', '.join(map(str, ended))} than on others, with which ep = "
+                f"{layout.ep} shares experts; give all data-parallel ranks equally many"
+            )
+
+
+def _check_batches(batches: Any) -> None:
+    """Refuse what is no list of batches. Raises: ValueError."""
+    if isinstance(batches, PackedBatch):
+        raise ValueError("batches is one PackedBatch; give a list of them")
+    if not _are_batches(batches):
+        raise ValueError(f"batches={batches!r} is {type_in_words(batches)}; give a list of PackedBatch")
+
+
+def _check_any(num_rounds: int) -> None:
+    """Refuse, on all ranks alike, an evaluation of nothing. Raises: ValueError."""
+    if not num_rounds:
+        raise ValueError(
+            "batches is empty on every rank, so there is no loss; give at least one PackedBatch (a generator gives its "
+            "batches once)"
+        )
+
+
+def _are_batches(batches: Any) -> bool:
+    return isinstance(batches, Iterable) and not isinstance(batches, PackedBatch | str | bytes | Mapping)
+
+
+@checked
+@dataclass(frozen=True)
+class PerToken:
+    """A hook whose result has a row for each token, made of that token's logits and keys alone.
+
+    It gives a tensor [T, ...] or a mapping of such. Ranks that share every sequence (cp) each call it on their own part
+    of a microbatch, and only its results are sent between them: whole logits exist nowhere.
+
+    >>> engine = Engine.from_layers([torch.nn.Embedding(32, 8), torch.nn.Linear(8, 32)], hidden_size=8)
+    >>> batch = PackedBatch.from_documents([torch.arange(5), torch.arange(3)])
+    >>> engine.forward(batch, PerToken(lambda logits, microbatch: logits.argmax(-1))).shape
+    torch.Size([8])
+    """
+
+    hook: PostHook
+    #: True if it reads the labels as token ids
+    reads_labels: bool = False
+
+    def __call__(self, logits: Logits, microbatch: PackedBatch) -> Any:
+        result = self.hook(logits, microbatch)
+        for rows in result.values() if isinstance(result, Mapping) else [result]:
+            if not isinstance(rows, Tensor) or rows.shape[:1] != logits.shape[:1]:
+                given = tuple(rows.shape) if isinstance(rows, Tensor) else f"{type_in_words(rows)}"
+                raise ValueError(
+                    f"a hook per token gave {given} for {logits.shape[0]} tokens; a tensor with a row for each, or a "
+                    "mapping of such, is possible"
+                )
+        return result
+
+
+@checked
+def token_scores(temperature: float = 1.0, entropies: bool = False) -> PostHook:
+    """A hook that gives each token the log-probability of its label, the next token: {"log_probs": [T]} in fp32.
+
+    Where the label is `NO_LABEL` it is 0. With `entropies` the entropies of the tokens' distributions are added.
+
+    >>> engine = Engine.from_layers([torch.nn.Embedding(32, 8), torch.nn.Linear(8, 32)], hidden_size=8)
+    >>> scores = engine.forward(PackedBatch.from_documents([torch.arange(5)]), token_scores(entropies=True))
+    >>> sorted(scores), scores["log_probs"].shape
+    (['entropies', 'log_probs'], torch.Size([5]))
+    """
+
+    def hook(logits_TV: Logits, microbatch: PackedBatch) -> dict[str, Tensor]:
+        labels_T = microbatch["labels"].to(logits_TV.device)
+        if entropies:
+            return token_statistics(logits_TV, labels_T, temperature)._asdict()
+        return {"log_probs": token_log_probs(logits_TV, labels_T, temperature)}
+
+    return PerToken(hook, reads_labels=True)
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """The results that a caller wants of a batch, and which ranks get them."""
+
+    #: called on the last stage with each microbatch's logits [T, V] and the microbatch, right after its forward; its
+    #: result is kept, and the logits are freed unless it keeps them. None keeps all logits. Where ranks share sequences
+    #: (cp), each of them gets whole logits, unless the hook is `PerToken`
+    post_hook: PostHook | None = None
+    #: from one result per item, in the order of the batch (one per microbatch where they cannot be taken apart), to
+    #: what is returned; None joins them as `merge` does
+    aggregate_fn: AggregateFn | None = None
+    #: rows of each item in the results, where these are neither one per token, nor per sequence, nor per item
+    output_seqlens: Sequence[int] | None = None
+    #: True if all ranks of the pipeline get the result, not its last stage's alone
+    broadcast: bool = False
+
+    def check(self, batch: PackedBatch) -> None:
+        """Refuse before anything is computed what cannot fit. Raises: `PartitionError`, ValueError."""
+        check_callable("post_hook", self.post_hook, "logits, microbatch", optional=True)
+        check_callable("aggregate_fn", self.aggregate_fn, "list of results", optional=True)
+        check_argument("broadcast", self.broadcast, bool)
+        check_argument("output_seqlens", self.output_seqlens, Sequence[int] | None)
+        if self.output_seqlens is not None:
+            check_lengths(self.output_seqlens, batch.num_items)
+
+    def gathered(self, results: Sequence[Any], split: Split) -> Any:
+        """The microbatches' results as one, in the order of the batch."""
+        if self.aggregate_fn is None:
+            return merge(results, split, self.output_seqlens)
+        pieces = take_apart(results, split, self.output_seqlens)
+        return self.aggregate_fn(list(results) if pieces is None else pieces)
+
+
+class _Results:
+    """The results of one batch, gathered microbatch by microbatch."""
+
+    #: stages, grid and recorder
+    pipeline: Pipeline
+    #: the results that the caller wants of the logits
+    outputs: Outputs
+    #: one result per microbatch, on ranks that hold the last stage
+    _results: list[Any]
+
+    def __init__(self, pipeline: Pipeline, outputs: Outputs) -> None:
+        self.pipeline, self.outputs = pipeline, outputs
+        self._results = []
+
+    @property
+    def _per_token(self) -> bool:
+        return isinstance(self.outputs.post_hook, PerToken)
+
+    def feed(self, microbatch: PackedBatch) -> Feed:
+        if self._per_token:
+            return self.pipeline.feed(microbatch, self._take)
+        whole = self.pipeline.context.whole_logits
+        return self.pipeline.feed(microbatch, lambda logits, _: self._take(whole(logits, microbatch), microbatch))
+
+    def _take(self, logits: Logits, microbatch: PackedBatch) -> Tensor:
+        """Keep the hook's result; the executor carries on with an empty tensor in place of the logits."""
+        hook = self.outputs.post_hook
+        self._results.append(whole_logits(logits) if hook is None else hook(logits, microbatch))
+        return torch.empty(0, device=logits.device)
+
+    def handed_out(self, split: Split) -> Any:
+        """Gather the results, raise on all ranks if one has failed, and return this rank's."""
+        pipeline = self.pipeline
+
+        def gather(error: Any) -> list[Any]:
+            with pipeline.recorder.collective("hand out the results"):
+                return gather_json(error, pipeline.grid.control)
+
+        message = "rank {rank} cannot make use of its outputs: {kind}: {error}"
+        value = on_all_ranks(lambda: self._value(split), gather, otherwise=PipelineError, message=message)
+        if not self.outputs.broadcast:
+            return value
+        with pipeline.recorder.collective("hand out the results", pipeline.grid.pp_control):
+            return broadcast_value(value, pipeline.placement.output_rank, pipeline.grid.pp_control)
+
+    def _value(self, split: Split) -> Any:
+        """This rank's results as one value; None where it gives none."""
+        if self.pipeline.gives_results and self._per_token:
+            self._join(split)
+        if not self.pipeline.gives_results:
+            return None
+        value = self.outputs.gathered(self._results, split)
+        if self.outputs.broadcast:
+            check_portable(value)
+        return value
+
+    def _join(self, split: Split) -> None:
+        """Join the results of ranks that share every sequence."""
+        context = self.pipeline.context
+        if context.group is None:
+            return
+        with self.pipeline.recorder.collective("put the results together", context.group):
+            self._results = [
+                {name: context.whole(rows, microbatch) for name, rows in result.items()}
+                if isinstance(result, Mapping)
+                else context.whole(result, microbatch)
+                for result, microbatch in zip(self._results, split.microbatches, strict=True)
+            ]

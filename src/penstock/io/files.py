@@ -1,0 +1,215 @@
+"""Files that are there whole or not at all, and errors of writing that name the file."""
+
+import codecs
+import errno
+import os
+import shutil
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import BufferedReader
+from pathlib import Path
+
+# ---- Files that a user has given: opened here alone, so that none is waited for, and none fills the memory
+
+
+MOST_BYTES = 256 << 20
+"""Bytes of a file that is read whole, at most: JSON, TOML, a template, a schedule, a table."""
+
+MOST_LINE_BYTES = 64 << 20
+"""Bytes of a line of JSON lines, at most."""
+
+# What this process was given open may be a pipe: it was meant to be waited for.
+_GIVEN_OPEN = ("/dev/stdin", "/dev/fd/", "/proc/self/fd/")
+# What libraries read whole of a folder that they are given.
+_READ_WHOLE = frozenset({".json", ".jinja", ".toml", ".txt", ".model"})
+
+
+class UnfitFileError(OSError, ValueError):
+    """A file that is not read: no regular one, or too large. Also a ValueError, as other users' mistakes."""
+
+    def __init__(self, path: Path | str, reason: str) -> None:
+        super().__init__(errno.EINVAL, reason, str(path))
+
+    def __str__(self) -> str:
+        return f"{self.filename} is {self.strerror}"
+
+
+def open_file(path: Path | str) -> BufferedReader:
+    """Open a regular file for reading, or what the process was given open, such as /dev/stdin.
+
+    Raises:
+        UnfitFileError: it is a pipe, a socket or a device, whose content might never come or never end.
+        OSError: it cannot be opened.
+    """
+    if str(path).startswith(_GIVEN_OPEN):
+        return open(path, "rb")
+    # Opened without waiting for somebody to write into a pipe.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        _check_kind(path, os.fstat(descriptor))
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def read_bytes(path: Path | str) -> bytes:
+    """Read a file whole.
+
+    Raises:
+        UnfitFileError: as `open_file`, or it has more than `MOST_BYTES`.
+        OSError: it cannot be read.
+    """
+    with open_file(path) as file:
+        _check_size(path, os.fstat(file.fileno()).st_size)
+        content = file.read(MOST_BYTES + 1)
+    _check_size(path, len(content))
+    return content
+
+
+def read_text(path: Path | str) -> str:
+    """Read a file of UTF-8 whole, without a mark of its byte order. Raises: as `read_bytes`, and UnicodeDecodeError."""
+    return read_bytes(path).decode("utf-8-sig").replace("\r\n", "\n")
+
+
+def lines_of(path: Path | str) -> Iterator[bytes]:
+    """Yield the lines of a file, each with its end, the first without a mark of the bytes' order.
+
+    Raises:
+        UnfitFileError: as `open_file`, or a line has more than `MOST_LINE_BYTES`.
+        OSError: it cannot be read.
+    """
+    with open_file(path) as file:
+        if file.peek(3)[:3] == codecs.BOM_UTF8:
+            file.read(3)
+        while line := file.readline(MOST_LINE_BYTES + 1):
+            if len(line) > MOST_LINE_BYTES:
+                raise UnfitFileError(path, f"not read: a line has more than {MOST_LINE_BYTES >> 20} MiB")
+            yield line
+
+
+def check_file(path: Path | str) -> None:
+    """Check a file that a library will open: as `open_file`, and where such files are read whole, as `read_bytes`.
+
+    Raises:
+        UnfitFileError: it is not to be opened.
+    """
+    try:
+        found = os.stat(path)
+    except OSError:
+        return  # whoever opens it says so
+    if not stat.S_ISDIR(found.st_mode):
+        _check_kind(path, found)
+        if Path(path).suffix in _READ_WHOLE:
+            _check_size(path, found.st_size)
+
+
+def refuse_link_out(path: Path, folder: Path) -> None:
+    """Refuse a file that is a link to a place outside a folder, which may itself be reached through links.
+
+    Raises:
+        ValueError: names the file, and where it leads.
+    """
+    # Unlike Path.resolve, it takes a link to itself for what it is: a file that is not there.
+    target = Path(os.path.realpath(path))
+    if path.is_symlink() and not target.is_relative_to(folder.resolve()):
+        raise ValueError(f"{path} is a link to {target}, outside the folder {folder}; put the file itself there")
+
+
+def check_texts(folder: Path) -> None:
+    """Check the files in a folder of which a library reads some whole. Raises: as `check_file`."""
+    for path in sorted(folder.iterdir()):
+        if path.suffix in _READ_WHOLE:
+            check_file(path)
+
+
+def _check_kind(path: Path | str, found: os.stat_result) -> None:
+    if stat.S_ISDIR(found.st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not stat.S_ISREG(found.st_mode):
+        raise UnfitFileError(path, "no regular file")
+
+
+def _check_size(path: Path | str, size_bytes: int) -> None:
+    if size_bytes > MOST_BYTES:
+        raise UnfitFileError(path, f"larger than the {MOST_BYTES >> 20} MiB that are read")
+
+
+# ---- Files that are there whole or not at all, and errors of writing that name the file
+
+
+def write_durably(path: Path, text: str) -> None:
+    """Replace a file's text in one go, through to the disk: a crash leaves the old text or the new one.
+
+    Raises: OSError with the path, also where the disk is full.
+    """
+    new = unfinished(path)
+    with naming(path):
+        try:
+            with new.open("w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(new, path)
+        except OSError:
+            new.unlink(missing_ok=True)
+            raise
+        sync_folder(path.parent)
+
+
+@contextmanager
+def whole_file(path: Path | str) -> Iterator[Path]:
+    """Yield the name of a new file beside `path`, with its ending, which takes its place once the block has written it.
+
+    A block that fails leaves what was there before.
+
+    Raises: OSError with the path, also where the disk is full.
+    """
+    path = Path(path)
+    new = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
+    with naming(path):
+        try:
+            yield new
+            os.replace(new, path)
+        finally:
+            new.unlink(missing_ok=True)
+
+
+def unfinished(path: Path) -> Path:
+    """The file that `path` is written to before it takes its place; a crash may leave it."""
+    return path.with_name(f".{path.name}.new")
+
+
+def remove(path: Path, ignore_errors: bool = False) -> None:
+    """Remove a folder, or what somebody has put in its place: a file or a link, which is not followed.
+
+    Raises: OSError, unless errors are ignored.
+    """
+    try:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=ignore_errors)
+        else:
+            path.unlink(missing_ok=True)
+    except OSError:
+        if not ignore_errors:
+            raise
+
+
+def sync_folder(path: Path) -> None:
+    """Bring a folder's entries to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def naming(path: Path | str) -> Iterator[None]:
+    """Let errors of a file bear its path: those of writing, such as a full disk's, have none."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = str(path)
+        raise

@@ -1,1 +1,0 @@
-"""Models of other libraries, run by their own code."""

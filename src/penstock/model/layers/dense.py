@@ -1,0 +1,446 @@
+"""The MLP block, plain and tensor-parallel.
+
+Shapes: T tokens of the microbatch, D hidden size.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from penstock.model.attention.context_parallel import HeadShape, check_heads, context_attention
+from penstock.model.attention.fixed_tiles import tiled_attention, tiled_cached_attention
+from penstock.model.attention.kernels import packed_attention
+from penstock.model.groups import ModelGroups
+from penstock.model.kv_cache import CachedRows, CacheSize, KVCache, Rows
+from penstock.model.lanes import Compute, Segment, SegmentedUnit, State
+from penstock.model.layers.tensor_parallel import TensorParallelSplit, TensorParallelUnit, add_residual
+from penstock.model.linear import Linear, Matmul, joint_output, outputs, split_outputs
+from penstock.model.sequences import Sequences
+from penstock.parallel.collectives import Collectives
+from penstock.settings import ModelConfig, RopeKind, RopeScaling
+
+# ---- Functions of the layers with explicit gradients: RMSNorm, rotary positions and the gated activation
+
+
+class _RMSNormFunction(torch.autograd.Function):
+    """y = x r weight, r = 1 / sqrt(mean(x^2) + eps)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+        y, r_N1 = _normalised(x, weight_D, eps)
+        ctx.save_for_backward(x, weight_D, r_N1)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight_D, r_N1 = ctx.saved_tensors
+        x_ND = _at_least_fp32(x.reshape(-1, x.shape[-1]))
+        grad_ND = _at_least_fp32(grads[0].reshape(-1, x.shape[-1]))
+        weight = weight_D.to(x_ND.dtype)
+        product_ND = grad_ND * x_ND
+        # d r / d x_j = -r^3 x_j / D
+        pull_N1 = (product_ND @ weight).unsqueeze(1).mul_(r_N1.pow(3)).div_(-x.shape[-1])
+        grad_weight_D = r_N1.squeeze(1) @ product_ND
+        grad_x_ND = torch.mul(grad_ND, weight, out=product_ND).mul_(r_N1).addcmul_(x_ND, pull_N1)
+        return grad_x_ND.to(x.dtype).view_as(x), grad_weight_D.to(weight_D.dtype), None
+
+
+class RMSNorm(nn.Module):
+    """Root mean square norm over the last dimension; the result has the input's dtype.
+
+    On a GPU PyTorch's own fused kernel computes it; on a CPU the explicit gradient takes a third of PyTorch's time.
+
+    Source: Zhang and Sennrich 2019, equation 4.
+    """
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.is_cuda:
+            return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
+        if not torch.is_grad_enabled():
+            return _normalised(x, self.weight, self.eps)[0]
+        return _RMSNormFunction.apply(x, self.weight, self.eps)  # pyright: ignore[reportReturnType]
+
+
+def _normalised(x: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The normalised rows, and r [N, 1]."""
+    x_ND = _at_least_fp32(x.reshape(-1, x.shape[-1]))
+    mean_square_N1 = torch.linalg.vector_norm(x_ND, dim=-1, keepdim=True).square_().div_(x.shape[-1])
+    r_N1 = mean_square_N1.add_(eps).rsqrt_()
+    return (x_ND * r_N1).mul_(weight_D).to(x.dtype).view(x.shape), r_N1
+
+
+def _at_least_fp32(x: Tensor) -> Tensor:
+    return x if x.dtype is torch.float32 else x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+class _GatedFunction(torch.autograd.Function):
+    """silu(gate) * up. Autograd alone would keep silu(gate) too, and write one more buffer each way."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, is_reproducible: bool) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return (silu_of_each(gate) if is_reproducible else F.silu(gate)).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        gate, up = ctx.saved_tensors
+        grad_up = F.silu(gate).mul_(grads[0])
+        grad_gate = grads[0] * up
+        torch.ops.aten.silu_backward.grad_input(grad_gate, gate, grad_input=grad_gate)
+        return grad_gate, grad_up, None
+
+
+def gated(gate: Tensor, up: Tensor, is_reproducible: bool = False) -> Tensor:
+    """silu(gate) * up, element by element, with `silu_of_each` if asked. Source: Shazeer 2020 (SwiGLU), equation 6."""
+    if not torch.is_grad_enabled():
+        return (silu_of_each(gate) if is_reproducible else F.silu(gate)).mul_(up)
+    return _GatedFunction.apply(gate, up, is_reproducible)  # pyright: ignore[reportReturnType]
+
+
+def silu_of_each(x: Tensor) -> Tensor:
+    """silu by operations that give a value the same bits wherever it stands.
+
+    PyTorch's own computes the last values of a tensor, and of each thread's part, otherwise than those before them.
+    """
+    return torch.div(x, torch.neg(x).exp_().add_(1.0))
+
+
+class _GatedJointFunction(torch.autograd.Function):
+    """The same where one product has given gate and up side by side, and wants their gradients side by side."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        gate, up = gate_up.chunk(2, -1)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (gate_up,) = ctx.saved_tensors
+        gate, up = gate_up.chunk(2, -1)
+        grad = torch.empty_like(gate_up)
+        grad_gate, grad_up = grad.chunk(2, -1)
+        torch.mul(F.silu(gate), grads[0], out=grad_up)
+        torch.ops.aten.silu_backward.grad_input(grads[0] * up, gate, grad_input=grad_gate)
+        return grad
+
+
+def gated_joint(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up of the last dimension's first and second half."""
+    return _GatedJointFunction.apply(gate_up)  # pyright: ignore[reportReturnType]
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """The angle by which a position rotates each pair: element i of a head's first half and of its second half.
+
+    The pairs are those of Hugging Face's models. Source: Su et al. 2021 (RoFormer), section 3.2.2.
+    """
+
+    head_dim: int
+    theta: float
+    scaling: RopeScaling = RopeScaling()
+
+    def tables(self, sequences: Sequences | Rows) -> tuple[Tensor, Tensor]:
+        """Cosines and signed sines [T, 1, K] in fp32 of the positions, computed once for all layers."""
+        return sequences.shared(self, lambda: self._tables(sequences.positions))
+
+    def _tables(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
+        angles_TK = positions_T.to(torch.float32)[:, None] * self._frequencies(positions_T.device)
+        factor = self.scaling.table_factor
+        cos, sin = angles_TK.cos() * factor, angles_TK.sin() * factor
+        return torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None]
+
+    def _frequencies(self, device: torch.device) -> Tensor:
+        """Radians per token of each pair [K / 2], in fp32 and in Hugging Face's order of operations.
+
+        Far into a text the last bit of a frequency changes the angle visibly, and imported models were trained with
+        these.
+        """
+        exponents = torch.arange(0, self.head_dim, 2, device=device, dtype=torch.float32) / self.head_dim
+        frequencies = 1.0 / self.theta**exponents
+        if self.scaling.kind is RopeKind.NONE:
+            return frequencies
+        stretch = {RopeKind.LINEAR: _linear, RopeKind.LLAMA3: _llama3, RopeKind.YARN: _yarn}[self.scaling.kind]
+        return stretch(self, self.scaling, frequencies)
+
+
+def _linear(rotary: Rotary, scaling: RopeScaling, frequencies: Tensor) -> Tensor:
+    """Divide every frequency. Source: Chen et al. 2023 (position interpolation), equation 4."""
+    return frequencies / scaling.factor
+
+
+def _llama3(rotary: Rotary, scaling: RopeScaling, frequencies: Tensor) -> Tensor:
+    """Divide frequencies below `low` turns over the original length, keep those above `high`, interpolate between.
+
+    Source: Llama 3.1's published inference code, `apply_scaling`.
+    """
+    turns = _length(scaling) / (2 * math.pi / frequencies)
+    kept = ((turns - scaling.low) / (scaling.upper - scaling.low)).clamp(0.0, 1.0)
+    return (1 - kept) * frequencies / scaling.factor + kept * frequencies
+
+
+def _yarn(rotary: Rotary, scaling: RopeScaling, frequencies: Tensor) -> Tensor:
+    """Keep the fastest pairs' frequencies, divide the slowest pairs', interpolate along a ramp over the pairs between.
+
+    Source: Peng et al. 2023 (YaRN), section 3.2, definition 2.
+    """
+
+    def pair_of(turns: float) -> float:
+        wavelengths = _length(scaling) / (turns * 2 * math.pi)
+        return rotary.head_dim * math.log(wavelengths) / (2 * math.log(rotary.theta))
+
+    first, last = pair_of(scaling.upper), pair_of(scaling.low)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, rotary.head_dim - 1)
+    pairs = torch.arange(len(frequencies), device=frequencies.device, dtype=torch.float32)
+    # If both ends are the same pair, the ramp is a step.
+    divided = ((pairs - first) / max(last - first, 1e-3)).clamp(0.0, 1.0)
+    return frequencies / scaling.factor * divided + frequencies * (1 - divided)
+
+
+def _length(scaling: RopeScaling) -> int:
+    assert scaling.original_length is not None
+    return scaling.original_length
+
+
+class _RotateFunction(torch.autograd.Function):
+    """Rotate every pair; the gradient is rotated back."""
+
+    @staticmethod
+    def forward(ctx: Any, x_THK: Tensor, cos_T1K: Tensor, sin_T1K: Tensor) -> Tensor:
+        ctx.save_for_backward(cos_T1K, sin_T1K)
+        return _turn(x_THK, cos_T1K, sin_T1K)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        cos_T1K, sin_T1K = ctx.saved_tensors
+        return _turn(grads[0], cos_T1K, -sin_T1K), None, None
+
+
+def rotate(x_THK: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+    """Queries or keys rotated by their positions, computed in fp32 and returned in the input's dtype."""
+    if not torch.is_grad_enabled():
+        return _turn(x_THK, *tables)
+    return _RotateFunction.apply(x_THK, *tables)  # pyright: ignore[reportReturnType]
+
+
+def _turn(x_THK: Tensor, cos_T1K: Tensor, sin_T1K: Tensor) -> Tensor:
+    # An fp32 table promotes a 16-bit x; addcmul_ works in place, so its factor must be promoted explicitly.
+    turned_THK = x_THK * cos_T1K
+    swapped_THK = x_THK.roll(x_THK.shape[-1] // 2, -1).to(turned_THK.dtype)
+    return turned_THK.addcmul_(swapped_THK, sin_T1K).to(x_THK.dtype)
+
+
+# ---- The attention block, plain, context-parallel and tensor-parallel
+
+
+class AttentionBlock(nn.Module):
+    """x + output(attention(norm(x))), with grouped queries, rotary positions and an optional sliding window."""
+
+    has_randomness = False
+    has_fixed_shapes = True
+    #: the lengths of the sequences decide what is computed, and each would be compiled anew
+    compiles = None
+    #: True if a token's bits are to depend on its sequence alone; see `penstock.model.reproducible`
+    is_reproducible = False
+
+    def __init__(self, config: ModelConfig, matmul: Matmul) -> None:
+        super().__init__()
+        self.head_dim, self.window = config.head_size, config.sliding_window
+        self.rotary = Rotary(config.head_size, config.rope_theta, config.rope_scaling)
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.q = Linear(config.hidden_size, config.query_size, config.qkv_bias, matmul)
+        self.k = Linear(config.hidden_size, config.kv_size, config.qkv_bias, matmul)
+        self.v = Linear(config.hidden_size, config.kv_size, config.qkv_bias, matmul)
+        self.q_norm = RMSNorm(config.head_size, config.norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_size, config.norm_eps) if config.qk_norm else None
+        self.output = Linear(config.query_size, config.hidden_size, matmul=matmul)
+
+    @property
+    def joint_layers(self) -> tuple[tuple[Linear, ...], ...]:
+        """The layers by the input that they read; see `JointLayers`."""
+        return (self.q, self.k, self.v), (self.output,)
+
+    def forward(self, x_TD: Tensor, sequences: Sequences) -> Tensor:
+        qkv = self.project(x_TD, sequences)
+        if self.is_reproducible:
+            return self.add_output(x_TD, tiled_attention(*qkv, sequences))
+        return self.add_output(x_TD, packed_attention(*qkv, sequences, self.window))
+
+    def new_cache(self, size: CacheSize) -> KVCache:
+        return KVCache(size, self.k.out_features // self.head_dim, self.head_dim)
+
+    def decode(self, x_TD: Tensor, cache: KVCache, rows: Rows) -> Tensor:
+        return self.add_output(x_TD, self.attend_cached(x_TD, cache, rows))
+
+    def attend_cached(self, x_TD: Tensor, cache: KVCache, rows: Rows) -> Tensor:
+        """Write the tokens' keys and values to the cache and attend over it; returns the means [T, H, K]."""
+        q_THK, k_THK, v_THK = self.project(x_TD, rows)
+        rows.write(cache, k_THK, v_THK)
+        if self.is_reproducible:
+            return tiled_cached_attention(q_THK, cache, rows)
+        return rows.attend(q_THK, cache, self.window)
+
+    def project(self, x_TD: Tensor, sequences: Sequences | Rows) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated queries, rotated keys, and values [T, heads, K] of the residual stream."""
+        return self.heads(self.norm(x_TD), sequences)
+
+    def heads(self, h_TD: Tensor, sequences: Sequences | Rows) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated queries, rotated keys, and values [T, heads, K] of the normalised stream."""
+        layers, tables = (self.q, self.k, self.v), self.rotary.tables(sequences)
+        joint_TX = joint_output(h_TD, layers)
+        sizes = [layer.out_features // self.head_dim for layer in layers]
+        if joint_TX is not None and self.q_norm is None:
+            # Queries and keys lie side by side, and are rotated as one.
+            qk_THK, v_THK = joint_TX.view(len(joint_TX), -1, self.head_dim).split((sizes[0] + sizes[1], sizes[2]), 1)
+            q_THK, k_THK = rotate(qk_THK, tables).split(sizes[:2], 1)
+            return q_THK, k_THK, v_THK
+        q_THK, k_THK, v_THK = (
+            part_TX.unflatten(-1, (-1, self.head_dim)) for part_TX in split_outputs(h_TD, joint_TX, layers)
+        )
+        if self.q_norm is not None and self.k_norm is not None:
+            q_THK, k_THK = self.q_norm(q_THK), self.k_norm(k_THK)
+        return rotate(q_THK, tables), rotate(k_THK, tables), v_THK
+
+    def add_output(self, x_TD: Tensor, mean_THK: Tensor) -> Tensor:
+        """The residual stream after the block, from the heads' means."""
+        return x_TD + self.output(mean_THK.flatten(1))
+
+
+class ContextParallelAttentionBlock(SegmentedUnit, AttentionBlock):
+    """The attention block where several ranks hold parts of each sequence; plain attention for whole sequences."""
+
+    def __init__(self, config: ModelConfig, matmul: Matmul, groups: ModelGroups) -> None:
+        super().__init__(config, matmul)
+        self.form, self.collectives = groups.context_form, Collectives(groups.cp)
+        self.shape = HeadShape(config.num_heads, config.key_heads, config.sliding_window)
+        check_heads(self.form, groups.cp_size, self.shape)
+
+    def segments(self, sequences: Sequences) -> list[Segment]:
+        if sequences.spread is None:
+            return [Compute("attention", lambda x_TD: (AttentionBlock.forward(self, x_TD, sequences),))]
+        return [
+            Compute("project", lambda x_TD: (*self.project(x_TD, sequences), x_TD)),
+            *context_attention(self.form, self.collectives, sequences, self.shape),
+            Compute("add output", lambda mean_THK, x_TD: (self.add_output(x_TD, mean_THK),)),
+        ]
+
+
+class TensorParallelAttentionBlock(TensorParallelUnit, AttentionBlock):
+    """The attention block for this rank's heads, over whole sequences or, with context parallelism, parts of them."""
+
+    def __init__(self, config: ModelConfig, matmul: Matmul, groups: ModelGroups) -> None:
+        split = TensorParallelSplit(config, groups)
+        own = split.own
+        AttentionBlock.__init__(self, own, matmul)
+        self.collectives, self.context = Collectives(split.group), Collectives(groups.cp)
+        self.form, self.shape = groups.context_form, HeadShape(own.num_heads, own.key_heads, self.window)
+        check_heads(self.form, self.context.size, self.shape)
+
+    def segments(self, sequences: Sequences) -> Sequence[Segment]:
+        num_tokens = sequences.num_tokens
+
+        def heads(h: Tensor, x: Tensor) -> State:
+            return *self.heads(h[:num_tokens], sequences), x
+
+        def attend(q_THK: Tensor, k_THK: Tensor, v_THK: Tensor, x: Tensor) -> State:
+            return packed_attention(q_THK, k_THK, v_THK, sequences, self.window), x
+
+        def output(mean_THK: Tensor, x: Tensor) -> State:
+            return self.padded(self.output(mean_THK.flatten(1))), x
+
+        norm, residual = Compute("norm", lambda x: (self.norm(x), x)), Compute("residual", add_residual)
+        if sequences.spread is None:
+            attention = [Compute("attention", lambda h, x: output(*attend(*heads(h, x))))]
+        else:
+            among_ranks = context_attention(self.form, self.context, sequences, self.shape)
+            attention = [Compute("heads", heads), *among_ranks, Compute("output", output)]
+        return [norm, self.gather(), *attention, self.scatter(), residual]
+
+    def new_cache(self, size: CacheSize) -> KVCache:
+        return AttentionBlock.new_cache(self, size)
+
+    def decode(self, x_TD: Tensor, cache: KVCache, rows: CachedRows) -> Tensor:
+        mean_THK = self.attend_cached(x_TD, cache, rows)
+        return x_TD + self.summed(self.output(mean_THK.flatten(1)))
+
+
+def attention_block(config: ModelConfig, matmul: Matmul, groups: ModelGroups) -> AttentionBlock:
+    """The attention block of a layer of this shape, in the form that these groups need."""
+    if groups.tp is not None:
+        return TensorParallelAttentionBlock(config, matmul, groups)
+    if groups.cp is not None:
+        return ContextParallelAttentionBlock(config, matmul, groups)
+    return AttentionBlock(config, matmul)
+
+
+# ---- The MLP block, plain and tensor-parallel
+
+
+class MLPBlock(nn.Module):
+    """x + down(silu(gate(norm(x))) * up(norm(x)))."""
+
+    has_randomness = False
+    has_fixed_shapes = True
+    #: True if a token's bits are to depend on its sequence alone; see `penstock.model.reproducible`
+    is_reproducible = False
+
+    def __init__(self, config: ModelConfig, matmul: Matmul) -> None:
+        super().__init__()
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.gate = Linear(config.hidden_size, config.intermediate_size, matmul=matmul)
+        self.up = Linear(config.hidden_size, config.intermediate_size, matmul=matmul)
+        self.down = Linear(config.intermediate_size, config.hidden_size, matmul=matmul)
+
+    @property
+    def joint_layers(self) -> tuple[tuple[Linear, ...], ...]:
+        """The layers by the input that they read; see `JointLayers`."""
+        return (self.gate, self.up), (self.down,)
+
+    def forward(self, x_TD: Tensor, sequences: Sequences) -> Tensor:
+        return x_TD + self.inner(self.norm(x_TD))
+
+    def inner(self, h_TD: Tensor) -> Tensor:
+        """The block's addend to the residual stream, from the normalised stream."""
+        gate, up = outputs(h_TD, (self.gate, self.up))
+        return self.down(gated(gate, up, self.is_reproducible))
+
+    def new_cache(self, size: CacheSize) -> None:
+        return None
+
+    def decode(self, x_TD: Tensor, cache: None, rows: Rows) -> Tensor:
+        return x_TD + self.inner(self.norm(x_TD))
+
+
+class TensorParallelMLPBlock(TensorParallelUnit, MLPBlock):
+    """The MLP block for this rank's columns of the inner width."""
+
+    def __init__(self, config: ModelConfig, matmul: Matmul, groups: ModelGroups) -> None:
+        split = TensorParallelSplit(config, groups)
+        MLPBlock.__init__(self, split.own, matmul)
+        self.collectives = Collectives(split.group)
+
+    def segments(self, sequences: Sequences) -> Sequence[Segment]:
+        norm = Compute("norm", lambda x: (self.norm(x), x))
+        mlp = Compute("mlp", lambda h, x: (self.inner(h), x))
+        return [norm, self.gather(), mlp, self.scatter(), Compute("residual", add_residual)]
+
+    def decode(self, x_TD: Tensor, cache: None, rows: CachedRows) -> Tensor:
+        return x_TD + self.summed(self.inner(self.norm(x_TD)))
+
+
+def mlp_block(config: ModelConfig, matmul: Matmul, groups: ModelGroups) -> MLPBlock:
+    """The MLP block in the form that these groups need."""
+    return MLPBlock(config, matmul) if groups.tp is None else TensorParallelMLPBlock(config, matmul, groups)

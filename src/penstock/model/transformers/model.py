@@ -1,0 +1,288 @@
+"""Any causal model of transformers as a list of units: everything before its layers, each layer, everything after.
+
+Its modules are built without values; when a rank builds a unit, the values come from the folder's files.
+"""
+
+import copy
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from penstock.model.hf.files import WeightFiles
+from penstock.model.linear import switch_linears
+from penstock.model.transformers.inspection import CannotCut, ForwardPart, list_of_layers, uses_outside
+from penstock.model.transformers.names import StoredNames
+from penstock.model.transformers.skeleton import ParameterSlot, Skeleton
+from penstock.model.transformers.units import AfterLayers, BeforeLayers, LayerInputs, TransformersLayer
+from penstock.model.units import Limits, UnitSpec
+from penstock.parallel.tensor_slice import Shape, StoredSlice
+from penstock.settings import ModelConfig
+
+_MAX_EXPERTS = 16384
+#: characters of an error of the library that are shown
+_MAX_REASON = 400
+_NO_LIMIT, _NO_TOKEN = 2**31 - 1, -1
+_PER_SEQUENCE, _PER_TOKEN = "ForSequenceClassification", "ForTokenClassification"
+"""The ends of the names of classes with a classifier as their head, such as a reward model's or a value head."""
+_FIRST, _LAST, _OWN = "embedding", "head", "skeleton.model."
+
+
+@dataclass(frozen=True)
+class TransformersNames:
+    """A model's names in its files, by its units' full names."""
+
+    path: str
+    stored: StoredNames
+
+    def slices(self, full_name: str, shape: Shape) -> tuple[StoredSlice, ...]:
+        """The stored tensors that make up the parameter of that full name and shape."""
+        return self.stored.slices(self.own_name(full_name), shape)
+
+    def own_name(self, full_name: str) -> str:
+        """The parameter's name in transformers' own model."""
+        unit, _, rest = full_name.partition(".")
+        if unit in (_FIRST, _LAST):
+            return rest.removeprefix(_OWN)
+        number, _, own = rest.partition(".layer.")
+        return f"{self.path}.{number}.{own}"
+
+    def is_surplus(self, stored: str) -> bool:
+        """True for a stored tensor that no parameter needs."""
+        return self.stored.is_surplus(stored)
+
+
+@dataclass(frozen=True, eq=False)
+class TransformersModel:
+    """A causal model of transformers, taken apart."""
+
+    #: everything but the layers, without values
+    skeleton: Skeleton
+    #: the layers, without values
+    layers: Sequence[nn.Module]
+    #: the name of the list of layers
+    path: str
+    config: Any
+    slots: tuple[ParameterSlot, ...]
+    #: part of the forward -> the slots used in it
+    uses: Mapping[ForwardPart, frozenset[str]]
+    #: slot of a tied parameter -> its owner's slot
+    owners: Mapping[str, str]
+    #: the names in the files
+    names: TransformersNames
+
+    @classmethod
+    def open(cls, files: WeightFiles) -> "TransformersModel":
+        """Build the modules of the model that the folder's config.json describes, and find where to cut them.
+
+        Raises:
+            ValueError: transformers has no such causal model, or it cannot be cut into its layers.
+        """
+        model, config = _without_values(files)
+        name, text = type(model).__name__, config.get_text_config()
+        path = list_of_layers(model, text.num_hidden_layers)
+        owners = _owners(model)
+        names = TransformersNames(path, StoredNames.of(model, owners, files.tensors))
+        layers = list(model.get_submodule(path).children())
+        skeleton = Skeleton(model, path)
+        slots = skeleton.slots()
+        skeleton.keep(())
+        uses = uses_outside(skeleton, text.vocab_size, _num_outputs(model, config))
+        if shared := [slot for slot, owner in owners.items() if f"{path}." in f"{slot} {owner}"]:
+            raise CannotCut(f"{name} shares {shared[0]} between layers, so they cannot be cut")
+        both = [slot for slot, owner in owners.items() for part in uses.values() if slot in part and owner in part]
+        if both:
+            raise CannotCut(f"{name} uses {both[0]} and {owners[both[0]]}, one parameter, on one side of its layers")
+        return cls(skeleton, layers, path, config, slots, uses, owners, names)
+
+    @property
+    def shape(self) -> ModelConfig:
+        """The settings that any model has; of heads and widths inside a layer they say nothing."""
+        text, limits = self.config.get_text_config(), self._limits()
+        return ModelConfig(
+            native=False,
+            vocab_size=text.vocab_size,
+            hidden_size=text.hidden_size,
+            num_layers=text.num_hidden_layers,
+            num_heads=1,
+            head_dim=2,
+            max_length=limits.max_length if limits else _NO_LIMIT,
+        )
+
+    def units(self) -> tuple[UnitSpec, ...]:
+        """The model's units, without values."""
+        inputs = LayerInputs(copy.deepcopy(self.skeleton), _changes_with_length(self.config))
+        last = self.uses[ForwardPart.AFTER]
+        # Unused parameters belong to the first unit, so that they are not lost when the model is saved.
+        first = frozenset(slot.name for slot in self.slots) - (last - self.uses[ForwardPart.BEFORE])
+
+        def before() -> nn.Module:
+            return BeforeLayers(self._part(first), inputs)
+
+        def after() -> nn.Module:
+            return AfterLayers(self._part(last), inputs)
+
+        def layer(number: int) -> nn.Module:
+            module = copy.deepcopy(self.layers[number])
+            switch_linears(module)
+            return TransformersLayer(module, number, inputs)
+
+        tied = {
+            _OWN + slot: f"{_FIRST}.{_OWN}{self._first_slot(slot, first)}"
+            for slot in last
+            if self._first_slot(slot, first)
+        }
+        return (
+            replace(_spec(_FIRST, before), limits=self._limits()),
+            *(_spec(f"layers.{i}", lambda i=i: layer(i)) for i in range(len(self.layers))),
+            _spec(_LAST, after, tied),
+        )
+
+    def _limits(self) -> Limits | None:
+        """The model's limits; None if its config.json does not limit the length of a text."""
+        text = self.config.get_text_config()
+        length = getattr(text, "max_position_embeddings", None)
+        if length is None:
+            return None
+        return Limits(text.vocab_size, length, max_generated_length=_length_before_change(text))
+
+    def _first_slot(self, slot: str, first: frozenset[str]) -> str | None:
+        """The slot before the layers that holds the same parameter."""
+        same = {slot} | {s for s, owner in self.owners.items() if owner == slot} | {self.owners.get(slot, slot)}
+        return next(iter(sorted(same & first)), None)
+
+    def _part(self, slots: frozenset[str]) -> Skeleton:
+        part = copy.deepcopy(self.skeleton)
+        shapes = {slot.name: slot.shape for slot in self.slots}
+        part.hollow = tuple(slot for slot in part.hollow if slot.name not in slots)
+        for name in slots:
+            path, _, own = name.rpartition(".")
+            owner = part.model.get_submodule(path)
+            owner.__dict__.pop(own, None)
+            owner.register_parameter(own, nn.Parameter(torch.empty(shapes[name], device="meta")))
+        switch_linears(part)
+        return part
+
+
+class _EmptyOnMeta(TorchFunctionMode):
+    """Within this context uninitialised tensors (parameters) take no memory; tables are computed as usual."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = dict(kwargs or {})
+        if func is torch.empty:
+            given["device"] = "meta"
+        return func(*args, **given)
+
+
+def _without_values(files: WeightFiles) -> tuple[nn.Module, Any]:
+    from transformers import AutoConfig
+
+    folder = files.folder
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        _check_counts(config, len(files.tensors))
+        if "/" in str(config._attn_implementation):
+            raise ValueError(f"it names {config._attn_implementation!r}, code from elsewhere, which is never run")
+        with torch.device("cpu"), _EmptyOnMeta():
+            model = _auto_class(config).from_config(config, dtype=torch.float32, trust_remote_code=False)
+        _check_size(model, files)
+        if type(model).__name__.endswith(_PER_SEQUENCE):
+            # Each token is run as a sequence of its own, so none is padding; but the embedding has its row for it.
+            model.config.get_text_config().pad_token_id = _NO_TOKEN
+    except Exception as error:  # whatever the library stumbles over in a config.json
+        reason = " ".join(str(error).split())[:_MAX_REASON] or type(error).__name__
+        raise ValueError(f"transformers cannot build the causal model of {folder}: {reason}") from None
+    for part in model.modules():
+        for name, parameter in part._parameters.items():
+            if parameter is not None and not parameter.is_meta:
+                # Scales of norms, which are created as ones.
+                part._parameters[name] = nn.Parameter(parameter.to("meta"))
+    return model.eval(), config
+
+
+def _check_counts(config: Any, num_tensors: int) -> None:
+    """Refuse what the library would build for hours: more layers than there are tensors, or experts beyond measure.
+
+    Raises: ValueError naming the count.
+    """
+    text = config.get_text_config()
+    if text.num_hidden_layers > num_tensors:
+        raise ValueError(f"it has {text.num_hidden_layers} layers, and its files only {num_tensors} tensors")
+    for name, value in text.to_dict().items():
+        if "experts" in name and isinstance(value, int) and value > _MAX_EXPERTS:
+            raise ValueError(f"{name} is {value}; at most {_MAX_EXPERTS} is possible")
+
+
+def _check_size(model: nn.Module, files: WeightFiles) -> None:
+    """Refuse a model far larger than its files before any memory is taken. Raises: ValueError with both sizes."""
+    ours = sum(parameter.numel() for parameter in model.parameters())
+    theirs = sum(math.prod(tensor.shape) for tensor in files.tensors.values())
+    # Some parameters may be missing, and are named later.
+    if ours > 2 * theirs:
+        raise ValueError(f"its config.json describes {ours:,} parameters, and its files hold {theirs:,}")
+
+
+def _auto_class(config: Any) -> Any:
+    """transformers' class of models with the head that config.json names: of a language model where it names none."""
+    import transformers
+
+    named = (getattr(config, "architectures", None) or [""])[0]
+    if named.endswith(_PER_SEQUENCE):
+        return transformers.AutoModelForSequenceClassification
+    if named.endswith(_PER_TOKEN):
+        return transformers.AutoModelForTokenClassification
+    if named.endswith("ForMaskedLM"):
+        raise ValueError(f"{named} predicts tokens from both sides")
+    return transformers.AutoModelForCausalLM
+
+
+def _num_outputs(model: nn.Module, config: Any) -> int:
+    """The width of what the model gives for a token: the vocabulary, or a classifier's labels."""
+    if type(model).__name__.endswith((_PER_SEQUENCE, _PER_TOKEN)):
+        return config.num_labels
+    return config.get_text_config().vocab_size
+
+
+def _owners(model: nn.Module) -> dict[str, str]:
+    """Slots with a parameter that an earlier slot has too: slot -> the earlier one."""
+    first: dict[int, str] = {}
+    owners: dict[str, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owner = first.setdefault(id(parameter), name)
+        if owner != name:
+            owners[name] = owner
+    return owners
+
+
+def _changes_with_length(config: Any) -> bool:
+    """True if the model's rotary tables depend on the longest text in the batch."""
+    return any(
+        kind in str(config.to_dict().get(key))
+        for key in ("rope_parameters", "rope_scaling")
+        for kind in ("dynamic", "longrope")
+    )
+
+
+def _length_before_change(text: Any) -> int | None:
+    """The length from which on longrope turns by other factors; None for models without it."""
+    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    if "longrope" not in (rope.get("rope_type"), rope.get("type")):
+        return None
+    return rope.get("original_max_position_embeddings") or getattr(text, "original_max_position_embeddings", None)
+
+
+def _spec(name: str, build: Any, tied: Mapping[str, str] | None = None) -> UnitSpec:
+    with torch.device("meta"):
+        module = build()
+    num_parameters = sum(p.numel() for p in module.parameters())
+    # A lookup costs next to nothing; all other units multiply by each of their weights once.
+    num_looked_up = num_parameters if name == _FIRST else 0
+    return UnitSpec(name, build, _no_values, num_parameters, 2.0 * (num_parameters - num_looked_up) + 1.0, tied or {})
+
+
+def _no_values(module: nn.Module, seed: int) -> None:
+    raise AssertionError("the values of a model of transformers come from its files")

@@ -1,0 +1,393 @@
+"""Generation: which sequences compute next, decided without tensors, messages or clocks.
+
+On one rank with one slot, generation is this loop::
+
+    while (batch := scheduler.schedule()) is not None:
+        tokens = run(batch)
+        scheduler.update(batch, tokens)
+
+In a ring of ranks several slots go round together. A *slot* is a group of rows of the KV cache, a *row* is the place
+of one sequence. In each *round* every slot that has work gets one turn, and a batch's tokens come back before its
+slot's next turn. A prompt is read in chunks; from then on a turn computes one token of each sequence in the slot, the
+one sampled last. The scheduler sits on the rank of the first stage and decides for all ranks. Sequences may join the
+queue at any time; the next batch says which have, and which of them have ended.
+"""
+
+import math
+from collections import abc, deque
+from dataclasses import dataclass
+
+from penstock.schedule.generation.rows import RingShape, Rows
+from penstock.schedule.generation.sequence import NO_ROW, Ending, Sequence, Token
+
+
+@dataclass(frozen=True, slots=True)
+class BatchItem:
+    """One sequence's part of a batch: the `length` tokens from position `start` on.
+
+    row: its row of the KV cache. sampled: True if the token after the last one is sampled. source: the row from which
+    the first `start` positions are copied beforehand (`NO_ROW`: none are). cleaned: the first so many
+    positions of the row may hold numbers that are not finite; from `start` on they are replaced beforehand.
+
+    >>> BatchItem(sequence=0, row=1, start=4, length=3, sampled=True).end
+    7
+    """
+
+    sequence: int
+    row: int
+    start: int
+    length: int
+    sampled: bool
+    source: int = NO_ROW
+    cleaned: int = 0
+
+    @property
+    def end(self) -> int:
+        """The number of tokens in the row once this item is computed."""
+        return self.start + self.length
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The items that a slot computes in one turn; there may be none.
+
+    arrived: sequences that have joined the queue since the batch before. ended: numbers of such that have ended; no
+    batch from this one on computes them.
+
+    >>> prompt = BatchItem(sequence=0, row=0, start=0, length=5, sampled=False)
+    >>> token = BatchItem(sequence=1, row=1, start=7, length=1, sampled=True)
+    >>> batch = Batch(slot=0, items=(prompt, token))
+    >>> batch.num_tokens, [item.sequence for item in batch.sampled]
+    (6, [1])
+    """
+
+    slot: int
+    items: tuple[BatchItem, ...]
+    ends_round: bool = True
+    arrived: tuple[Sequence, ...] = ()
+    ended: tuple[int, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of tokens that the stages read."""
+        return sum(item.length for item in self.items)
+
+    @property
+    def sampled(self) -> tuple[BatchItem, ...]:
+        """The items after which a token is sampled, in order."""
+        return tuple(item for item in self.items if item.sampled)
+
+
+class Scheduler:
+    """Decides which sequences compute next, from the tokens sampled so far.
+
+    Args:
+        sequences: in the order of the queue; samples of one prompt have the same `prompt`.
+        shape: slots and rows.
+        refill: gives a free row to the next sequence at once; otherwise only when all rows of its slot are free.
+        longest_first: begins with the sequences that may become longest, so that none runs alone at the end.
+            Equally long ones keep their order.
+        any_goes_on: for pipelines that compute in lockstep; called once a round with whether this one has work left, it
+            returns whether any has. Every round then gives every slot a turn.
+
+    >>> from penstock import SamplingParams
+    >>> sequences = Sequence.all_of([[5, 3], [8]], [SamplingParams(max_new_tokens=2)] * 2)
+    >>> scheduler = Scheduler(sequences, RingShape(num_slots=1, rows_per_slot=2))
+    >>> while (batch := scheduler.schedule()) is not None:
+    ...     print([(item.sequence, item.start, item.length) for item in batch.items])
+    ...     grown = scheduler.update(batch, [Token(9)] * len(batch.sampled))
+    [(1, 0, 1), (0, 0, 2)]
+    [(0, 2, 1), (1, 1, 1)]
+    []
+    """
+
+    #: The sequences that it began with.
+    sequences: abc.Sequence[Sequence]
+    #: Slots, rows of each, prompt tokens of a batch.
+    shape: RingShape
+    #: True if a free row is given to the next sequence at once.
+    refill: bool
+    #: Of the weights; each token bears it.
+    version: int
+    #: For pipelines in lockstep: asks whether any of them has work left.
+    any_goes_on: abc.Callable[[bool], bool] | None
+    #: The order of turns, and the round: slots that still have a turn in it.
+    _order: list[int]
+    _turns: deque[int]
+    #: Slot -> True if its last batch had items.
+    _busy: list[bool]
+    #: Slots whose last batch has not come back yet.
+    _in_flight: set[int]
+    #: The rows: slot -> its sequences, in order of arrival.
+    _live: list[list[Sequence]]
+    _rows: Rows
+    #: The queue: prompt -> its sequences without a row, in order.
+    _waiting: dict[int, deque[Sequence]]
+    #: Sequences without an ending, by number.
+    _unfinished: dict[int, Sequence]
+    #: What other ranks must know with the next batch: sequences that have joined, and numbers of such that have ended.
+    _arrived: dict[int, Sequence]
+    _ended: list[int]
+    #: Numbers of the unfinished sequences that have joined and were in a batch's news.
+    _announced: set[int]
+
+    def __init__(
+        self,
+        sequences: abc.Sequence[Sequence],
+        shape: RingShape,
+        refill: bool = True,
+        longest_first: bool = False,
+        any_goes_on: abc.Callable[[bool], bool] | None = None,
+    ) -> None:
+        self.sequences = sequences
+        self.shape = shape
+        self.refill = refill
+        self.version = 0
+        self.any_goes_on = any_goes_on
+        self._order, self._turns = list(range(shape.num_slots)), deque[int]()
+        self._busy = [False] * shape.num_slots
+        self._in_flight = set[int]()
+
+        self._live = [[] for _ in range(shape.num_slots)]
+        self._rows = Rows(shape)
+
+        self._waiting = {}
+        self._unfinished = {}
+        self._arrived, self._ended, self._announced = {}, [], set()
+
+        self._enqueue(sorted(sequences, key=lambda s: -s.params.max_new_tokens) if longest_first else sequences)
+
+    # ---- what the loop calls
+
+    def next_slot(self) -> int | None:
+        """The slot whose turn is next; None if every sequence has ended. Begins a round when the last is over."""
+        if not self._turns:
+            self._begin_round()
+        return self._turns[0] if self._turns else None
+
+    def schedule(self) -> Batch | None:
+        """The next slot's batch; None if every sequence has ended. The slot's last batch must have come back."""
+        slot = self.next_slot()
+        if slot is None:
+            return None
+        assert slot not in self._in_flight, f"slot {slot} is in flight"
+        self._turns.popleft()
+        self._fill(slot)
+        items = self._decode_items(slot) + self._prefill_items(slot)
+        for item in items:
+            sequence = self._unfinished[item.sequence]
+            sequence.num_cached, sequence.source = item.end, NO_ROW
+            self._rows.lost.pop(item.row, None)
+        self._busy[slot] = bool(items)
+        if items:
+            self._in_flight.add(slot)
+        arrived, ended = tuple(self._arrived.values()), tuple(self._ended)
+        self._announced |= self._arrived.keys()
+        self._arrived.clear()
+        self._ended.clear()
+        return Batch(slot, items, not self._turns, arrived, ended)
+
+    def sampled(self, batch: Batch) -> list[Sequence]:
+        """The sequences of which the batch just scheduled samples a token, in order."""
+        return [self._unfinished[item.sequence] for item in batch.sampled]
+
+    def update(self, batch: Batch, tokens: abc.Sequence[Token]) -> list[Sequence]:
+        """Take the tokens of a batch that has come back, one for each sampled item.
+
+        Returns the sequences that have grown; a sequence stopped in the meantime does not grow.
+        """
+        assert not batch.items or batch.slot in self._in_flight, f"slot {batch.slot} is not in flight"
+        self._in_flight.discard(batch.slot)
+        sampled = batch.sampled
+        assert len(sampled) == len(tokens), f"slot {batch.slot} has sampled {len(tokens)} tokens, not {len(sampled)}"
+        grown: list[Sequence] = []
+        for item, token in zip(sampled, tokens, strict=True):
+            sequence = self._unfinished.get(item.sequence)
+            if not math.isfinite(token.log_prob):
+                # Also that of a sequence stopped in the meantime, whose row no other has been given yet.
+                self._rows.lose(item.row, item.end)
+            if sequence is not None:
+                sequence.append(token._replace(version=self.version))
+                grown.append(sequence)
+                if sequence.ending is not None:
+                    self._release(sequence)
+        return grown
+
+    def stop(self, sequences: abc.Iterable[int]) -> None:
+        """End these sequences where they are, waiting or running."""
+        for number in sequences:
+            sequence = self._unfinished.get(number)
+            if sequence is not None:
+                sequence.ending = Ending.STOPPED
+                self._release(sequence)
+
+    @property
+    def is_between_rounds(self) -> bool:
+        """True if every slot has had its turn of the round."""
+        return not self._turns
+
+    def read_again(self) -> None:
+        """Forget all that rows of the cache hold; sequences under way are read again, new tokens with their prompts.
+
+        Nothing may be in flight. Prompts and new tokens are cut like a prompt made of both.
+        """
+        assert not self._in_flight, "batches in flight read the cache"
+        self._rows.clear()
+        for sequence in (sequence for live in self._live for sequence in live):
+            sequence.num_cached, sequence.source, sequence.num_read_again = 0, NO_ROW, sequence.num_tokens
+            self._rows.give(_row(sequence), sequence)
+            if sequence.prompt not in self._waiting:
+                self._rows.forget(sequence.prompt)
+
+    # ---- an open queue
+
+    def add(self, sequences: abc.Iterable[Sequence]) -> None:
+        """Let sequences join at the end of the queue; their numbers and those of their prompts are new."""
+        joined = list(sequences)
+        self._enqueue(joined)
+        self._arrived |= {sequence.number: sequence for sequence in joined}
+
+    @property
+    def is_idle(self) -> bool:
+        """True if nothing waits, is computed or is in flight."""
+        return not self._unfinished and not self._in_flight
+
+    @property
+    def num_running(self) -> int:
+        """The number of sequences that have a row."""
+        return sum(map(len, self._live))
+
+    def _enqueue(self, sequences: abc.Iterable[Sequence]) -> None:
+        for sequence in sequences:
+            self._unfinished[sequence.number] = sequence
+            self._waiting.setdefault(sequence.prompt, deque()).append(sequence)
+
+    # ---- rounds
+
+    def _begin_round(self) -> None:
+        """Give a turn to each slot that computed in the last round or may take a sequence from the queue.
+
+        Idle slots come first, as their turn waits for no batch that is in flight; busy ones keep their order, so that
+        none waits for a batch that has only begun.
+        """
+        self._order.sort(key=self._busy.__getitem__)
+        turns = [
+            slot
+            for slot in self._order
+            if self._busy[slot] or (self._waiting and self._share(slot) > len(self._live[slot]))
+        ]
+        if self.any_goes_on is None:
+            self._turns.extend(turns)
+        elif self.any_goes_on(bool(turns)):
+            self._turns.extend(range(self.shape.num_slots))
+
+    def _share(self, slot: int) -> int:
+        """The slot's even share of the unfinished sequences; the first slots take the remainder."""
+        return (len(self._unfinished) + self.shape.num_slots - 1 - slot) // self.shape.num_slots
+
+    # ---- rows
+
+    def _fill(self, slot: int) -> None:
+        """Give free rows to sequences from the queue, up to the slot's share."""
+        live = self._live[slot]
+        if not self._waiting or (not self.refill and live):
+            return
+        # Rows whose beginning is to be copied by a later batch than the next.
+        wanted = {sequence.source for rows in self._live for sequence in rows if sequence.num_unread > 1}
+        for row in self.shape.rows_of(slot):
+            if len(live) >= self._share(slot) or not self._waiting:
+                return
+            last = self._rows.holders[row]
+            if (last is None or last.row != row) and row not in wanted:
+                sequence = self._settle(slot, row, last)
+                if sequence is not None and sequence.num_unread > 1:
+                    wanted.add(sequence.source)
+
+    def _settle(self, slot: int, row: int, last: Sequence | None) -> Sequence | None:
+        """Give a free row, which was `last`'s, to a sequence from the queue; returns it, or None if none can start."""
+        # A row whose prompt is still wanted stays with it, so that every prompt is read once.
+        prompt = last.prompt if last is not None and last.prompt in self._waiting else self._next_prompt()
+        if prompt is None:
+            return None
+        sequence, reader = self._waiting[prompt][0], self._rows.readers.get(prompt)
+        if reader is not None:
+            # Only the prompt's last token is computed again, for its logits.
+            sequence.num_cached = len(sequence.prompt_tokens) - 1
+            sequence.source = NO_ROW if last is not None and last.prompt == prompt else reader
+        else:
+            sequence.source, sequence.num_cached = self._rows.best_source(sequence, row)
+        self._rows.give(row, sequence)
+        self._leave_queue(sequence)
+        self._live[slot].append(sequence)
+        return sequence
+
+    def _next_prompt(self) -> int | None:
+        """The first prompt in the queue that no row is reading at the moment; others wait until that is done.
+
+        So do those that begin like one which a row is reading, unless too many wait to look at each.
+        """
+        for number, (prompt, waiting) in enumerate(self._waiting.items()):
+            reader = self._rows.readers.get(prompt)
+            if reader is not None:
+                if self._rows.has_read(reader):
+                    return prompt
+            elif number >= self.shape.num_rows or not self._rows.will_share(waiting[0]):
+                return prompt
+        return None
+
+    def _release(self, sequence: Sequence) -> None:
+        """Take an ended sequence out of its row, or out of the queue."""
+        self._forget(sequence.number)
+        row, sequence.row = sequence.row, None
+        if row is None:
+            self._leave_queue(sequence)
+            return
+        self._live[row // self.shape.rows_per_slot].remove(sequence)
+        if sequence.num_unread > 0:
+            # Stopped in the middle of its prompt, so other samples must read it again.
+            self._rows.lose(row, sequence.num_cached)
+
+    def _forget(self, number: int) -> None:
+        """Drop an ended sequence; other ranks hear of it if they have heard of its arrival."""
+        del self._unfinished[number]
+        self._arrived.pop(number, None)
+        if number in self._announced:
+            self._announced.remove(number)
+            self._ended.append(number)
+
+    def _leave_queue(self, sequence: Sequence) -> None:
+        prompt = sequence.prompt
+        self._waiting[prompt].remove(sequence)
+        if not self._waiting[prompt]:
+            del self._waiting[prompt]
+            self._rows.forget(prompt)
+
+    # ---- items
+
+    def _decode_items(self, slot: int) -> tuple[BatchItem, ...]:
+        """One token of each sequence that has at most one unread, by row.
+
+        That includes the last token of a prompt: a row must copy from another before the other is overwritten.
+        """
+        ready = [sequence for sequence in self._live[slot] if sequence.num_unread <= 1]
+        return tuple(self._item(sequence, 1) for sequence in sorted(ready, key=_row))
+
+    def _prefill_items(self, slot: int) -> tuple[BatchItem, ...]:
+        """Chunks of prompts within the budget, in order of arrival."""
+        items, budget = [], self.shape.prefill_tokens
+        for sequence in self._live[slot]:
+            length = min(self.shape.prefill_tokens, sequence.num_unread)
+            if length <= budget and sequence.num_unread > 1:
+                items.append(self._item(sequence, length))
+                budget -= length
+        return tuple(items)
+
+    def _item(self, sequence: Sequence, length: int) -> BatchItem:
+        start, row = sequence.num_cached, _row(sequence)
+        sampled = start + length >= len(sequence.prompt_tokens) + sequence.num_read_again
+        return BatchItem(sequence.number, row, start, length, sampled, sequence.source, self._rows.lost.get(row, 0))
+
+
+def _row(sequence: Sequence) -> int:
+    assert sequence.row is not None
+    return sequence.row
