@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_leaves
 
 from penstock import Layout, MicroBatchSpec
 from penstock.model import Lane, Sequences
-from penstock.model.aux_losses import AuxLosses
 from penstock.model.lanes import Driven
+from penstock.model.sequences import AuxLosses
 from penstock.runtime import Stage, Tape
 from penstock.schedule import Op, parts
 from penstock.schedule.recording import Record
