@@ -31,7 +31,7 @@ from penstock.engine.build import units_of_layers
 from penstock.engine.checkpoint import CheckpointReader, save
 from penstock.engine.optimizer.steppers import AdamW
 from penstock.model import ModelGroups, UnitSpec, decoder_units
-from penstock.settings import ScheduleConfig
+from penstock.settings import ParameterGroup, ScheduleConfig
 from tests.dist.grid_cases import DENSE
 from tests.dist.launch import run_ranks
 
@@ -274,8 +274,8 @@ def test_an_engine_that_one_rank_cannot_make_or_load_is_made_on_none(layout: Lay
 class Momentum(torch.optim.SGD):
     """An optimizer that raises on the last rank in its third step, when it has moved a part of its weights."""
 
-    def __init__(self, groups: Any) -> None:
-        super().__init__(groups, lr=0.1, momentum=0.9)
+    def __init__(self, groups: Any, lr: float = 0.1, momentum: float = 0.9, weight_decay: float = 0.0) -> None:
+        super().__init__(groups, lr=lr, momentum=momentum, weight_decay=weight_decay)
         self.num_steps = 0
 
     def step(self, closure: Any = None) -> None:
@@ -285,9 +285,23 @@ class Momentum(torch.optim.SGD):
             fails_on_last_rank()
 
 
-def an_optimizer_that_raises(rank: int, layout: Layout, precision: str, zero: bool) -> dict[str, Any]:
-    optimizer = OptimizerConfig(factory=Momentum, zero=zero)
-    engine = engine_of(layout, optimizer=optimizer, precision=precision)
+def momentum_alone(kind: type[torch.optim.Optimizer], zero: bool) -> OptimizerConfig:
+    return OptimizerConfig(factory=partial(kind, lr=0.1, momentum=0.9), zero=zero)
+
+
+def momentum_and_adamw(kind: type[torch.optim.Optimizer], zero: bool) -> OptimizerConfig:
+    """Steps the biases by the built-in AdamW, which counts its updates, after the weights."""
+    # Under the name that the settings know; the process ends with the test.
+    torch.optim.SGD = kind
+    weights = ParameterGroup("*.weight", name="sgd", learning_rate=0.1, arguments={"momentum": 0.9})
+    return OptimizerConfig(zero=zero, groups=(weights,))
+
+
+Config = Callable[[type[torch.optim.Optimizer], bool], OptimizerConfig]
+
+
+def an_optimizer_that_raises(rank: int, config: Config, layout: Layout, precision: str, zero: bool) -> dict[str, Any]:
+    engine = engine_of(layout, optimizer=config(Momentum, zero), precision=precision)
     results, message = [], ()
     for step in range(4):
         batch = batch_of(engine, step)
@@ -302,10 +316,9 @@ def an_optimizer_that_raises(rank: int, layout: Layout, precision: str, zero: bo
     return {"message": message, "results": results, "state": state}
 
 
-def optimize(rank: int, layout: Layout, precision: str, zero: bool) -> dict[str, Any]:
+def optimize(rank: int, config: Config, layout: Layout, precision: str, zero: bool) -> dict[str, Any]:
     """The same with nothing that fails."""
-    optimizer = OptimizerConfig(factory=partial(torch.optim.SGD, lr=0.1, momentum=0.9), zero=zero)
-    engine = engine_of(layout, optimizer=optimizer, precision=precision)
+    engine = engine_of(layout, optimizer=config(torch.optim.SGD, zero), precision=precision)
     results = [engine.train_batch(batch_of(engine, step)).grad_norm for step in range(4)]
     state = {name: part.values.clone() for name, part in engine.trainer.optimizer.owned_state().items()}
     state |= weights(engine)
@@ -314,14 +327,22 @@ def optimize(rank: int, layout: Layout, precision: str, zero: bool) -> dict[str,
 
 
 @pytest.mark.parametrize(
-    ("layout", "precision", "zero"),
-    [(Layout(pp=2), "bf16", False), (Layout(dp=2), "fp32", True), (Layout(pp=2, dp=2), "fp32", False)],
-    ids=str,
+    ("config", "layout", "precision", "zero"),
+    [
+        (momentum_alone, Layout(pp=2), "bf16", False),
+        (momentum_alone, Layout(dp=2), "fp32", True),
+        (momentum_alone, Layout(pp=2, dp=2), "fp32", False),
+        (momentum_and_adamw, Layout(pp=2), "fp32", False),
+        (momentum_and_adamw, Layout(dp=2), "bf16", True),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
-def test_an_optimizer_that_raises_on_one_rank_has_moved_nothing(layout: Layout, precision: str, zero: bool) -> None:
+def test_an_optimizer_that_raises_on_one_rank_has_moved_nothing(
+    config: Config, layout: Layout, precision: str, zero: bool
+) -> None:
     world, last = layout.world_size, layout.world_size - 1
-    failed = run_ranks(world, an_optimizer_that_raises, layout, precision, zero)
-    clean = run_ranks(world, optimize, layout, precision, zero)
+    failed = run_ranks(world, an_optimizer_that_raises, config, layout, precision, zero)
+    clean = run_ranks(world, optimize, config, layout, precision, zero)
     for rank, (ours, theirs) in enumerate(zip(failed, clean, strict=True)):
         text, cause = ours["message"]
         assert text.startswith(f"rank {last} ") and " failed in STEP, step 3: ArithmeticError: made to fail" in text

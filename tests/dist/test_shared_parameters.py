@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from penstock.settings import ScheduleConfig
 from tests.dist.launch import run_ranks
 
 WIDTH, VOCAB, STEPS = 8, 32, 3
+ADAMW = partial(torch.optim.AdamW, lr=0.05)
 LAYOUTS = [Layout(), Layout(pp=2), Layout(dp=2)]
 BATCH = PackedBatch.from_documents(
     [torch.randint(0, VOCAB, (n,), generator=torch.Generator().manual_seed(n)) for n in (5, 3, 7, 4, 6, 8)]
@@ -36,6 +38,12 @@ def one_layer_twice() -> list[nn.Module]:
     return [nn.Embedding(VOCAB, WIDTH), block, nn.LayerNorm(WIDTH), block, nn.Linear(WIDTH, VOCAB)]
 
 
+def one_layer_three_times() -> list[nn.Module]:
+    """With two stages the first has the owner of the block's parameters, and the second two copies of each."""
+    layers = one_layer_twice()
+    return [*layers[:4], nn.LayerNorm(WIDTH), layers[1], layers[4]]
+
+
 def train(rank: int, make: Callable[[], list[nn.Module]], layout: Layout, **options: Any) -> list[float]:
     engine = Engine.from_layers(make(), WIDTH, layout, optimizer=partial(torch.optim.SGD, lr=0.5), **options)
     losses = [engine.train_batch(BATCH, micro_batches=MicroBatchSpec(num=3)).loss for _ in range(STEPS)]
@@ -48,6 +56,42 @@ def cut_in_three(rank: int, cut: tuple[int, ...]) -> list[float] | str:
         return train(rank, one_layer_twice, Layout(pp=3), schedule=ScheduleConfig(cut=cut))
     except ValueError as error:
         return str(error)
+
+
+Values = dict[str, list[list[float]]]
+
+
+def values_of(engine: Engine) -> Values:
+    """The values of each tied parameter on this rank, by the name of its owner: its own and those of its copies."""
+    found: Values = {}
+    for name, parameter in engine.parameters().items():
+        owner = engine.ties.get(name, name)
+        if owner in engine.ties.values():
+            found.setdefault(owner, []).append(parameter.flatten().tolist())
+    return found
+
+
+def copies_after(rank: int, schedule: ScheduleConfig, folder: Path) -> dict[str, Values]:
+    """The tied parameters once they have been stepped, sent to another engine, and loaded by a third."""
+    engines = [
+        Engine.from_layers(
+            one_layer_three_times(), WIDTH, Layout(pp=2), schedule=schedule, optimizer=ADAMW, learns=learns
+        )
+        for learns in (True, False, True)
+    ]
+    trained, receiving, loading = engines
+    found = {"built": values_of(trained)}
+    for _ in range(STEPS):
+        trained.train_batch(BATCH, micro_batches=MicroBatchSpec(num=4))
+    found["stepped"] = values_of(trained)
+    trained.send_weights(receiving)
+    found["sent"] = values_of(receiving)
+    trained.save(folder)
+    loading.load(folder)
+    found["loaded"] = values_of(loading)
+    for engine in engines:
+        engine.close()
+    return found
 
 
 def plainly(layers: list[nn.Module]) -> list[float]:
@@ -69,13 +113,32 @@ def loss_of(model: nn.Module) -> Tensor:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize("make", [head_of_embedding, one_layer_twice])
+@pytest.mark.parametrize("make", [head_of_embedding, one_layer_twice, one_layer_three_times])
 def test_layers_that_share_a_parameter_learn_as_in_pytorch(make: Callable[[], list[nn.Module]], layout: Layout) -> None:
     results = run_ranks(layout.world_size, train, make, layout)
     for losses in results:
         assert losses == results[0]
     assert results[0] == pytest.approx(plainly(make()), rel=1e-5)
     assert results[0][2] < results[0][0]
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [ScheduleConfig(cut=(3, 4)), ScheduleConfig("interleaved", 2, cut=(3, 1, 1, 2)), ScheduleConfig("dualpipe", 2)],
+    ids=lambda schedule: schedule.name,
+)
+def test_every_copy_has_the_owners_values_once_they_were_stepped_sent_or_loaded(
+    schedule: ScheduleConfig, tmp_path: Path
+) -> None:
+    by_rank = run_ranks(2, copies_after, schedule, tmp_path)
+    for when in ("built", "stepped", "sent", "loaded"):
+        everywhere = [of_rank[when] for of_rank in by_rank]
+        # With two directions every parameter has copies.
+        for owner in ("layers.1.0.weight", "layers.1.0.bias"):
+            copies = [copy for values in everywhere for copy in values[owner]]
+            assert len(copies) == (6 if schedule.name == "dualpipe" else 3)
+            assert all(copy == copies[0] for copy in copies), (when, owner)
+            assert (copies[0] == by_rank[0]["stepped"][owner][0]) == (when != "built")
 
 
 def test_of_more_ranks_one_and_its_mirror_may_share_a_parameter() -> None:
