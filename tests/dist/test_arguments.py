@@ -15,8 +15,10 @@ from transformers import AutoModelForCausalLM
 from penstock import Engine, Layout, MicroBatchSpec, PackedBatch
 from penstock.data import Extent, split
 from penstock.engine import EngineOptions
-from penstock.model import Sequences, cross_entropy_sum
+from penstock.engine.build import units_of_layers
+from penstock.model import Sequences, cross_entropy_sum, decoder_units
 from penstock.settings import LearningRate, OptimizerConfig, ScheduleConfig, WeightDecay
+from tests.dist.grid_cases import DENSE
 from tests.dist.launch import run_outcomes, run_ranks
 from tests.hugging_face import CLOSE, make_model, make_sequences
 
@@ -328,3 +330,55 @@ def test_positions_are_refused_by_a_model_that_takes_none(tmp_path: Path) -> Non
     make_model("bloom", n_head=4, n_layer=3).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="BloomForCausalLM takes no position_ids"):
         score(0, Layout(), tmp_path, False, True)
+
+
+class Rotated(nn.Module):
+    """Asks for three positions of each token, as models of images do: time, height and width."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.angles = nn.Linear(3, WIDTH)
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        assert positions.shape == (len(x), 3)
+        return x * self.angles(positions.to(x.dtype)).cos()
+
+
+def rotated() -> list[nn.Module]:
+    torch.manual_seed(4)
+    return [nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, WIDTH), Rotated(), nn.Linear(WIDTH, VOCAB)]
+
+
+def with_triples() -> PackedBatch:
+    """The batch with three positions of each token, of which no two tokens have the same."""
+    return batch().with_key("positions", torch.arange(3 * sum(LENGTHS)).view(-1, 3))
+
+
+def score_with_triples(rank: int, layout: Layout) -> list[list[Tensor]]:
+    """The logits of own layers that ask for the key, and of a decoder with the key and without."""
+    found = []
+    for units, width, batches in (
+        (lambda groups: units_of_layers(rotated()), WIDTH, (with_triples(),)),
+        (lambda groups: decoder_units(DENSE, groups=groups), DENSE.hidden_size, (batch(), with_triples())),
+    ):
+        engine = Engine(units, width, layout, EngineOptions(device="cpu"))
+        logits = [engine.forward(b, micro_batches=SPLIT, broadcast=True) for b in batches]
+        assert all(engine.train_batch(b, micro_batches=SPLIT).success for b in batches)
+        found.append(logits)
+        engine.close()
+        engine.grid.close()
+    return found
+
+
+@pytest.mark.shows(103)
+@pytest.mark.parametrize("layout", [Layout(), Layout(pp=2), Layout(cp=2)], ids=str)
+def test_positions_with_more_dimensions_are_a_users_own(layout: Layout) -> None:
+    """Layers that ask for them get each token's row in every microbatch; a decoder counts positions as without them."""
+    embedding, linear, middle, head = rotated()
+    given = with_triples()
+    with torch.no_grad():
+        expected = head(middle(linear(embedding(given["tokens"])), given["positions"]))
+    by_rank = [score_with_triples(0, layout)] if layout.world_size == 1 else run_ranks(2, score_with_triples, layout)
+    for [own], [without, beside] in by_rank:
+        torch.testing.assert_close(own, expected, rtol=1e-5, atol=1e-6)
+        assert torch.equal(without, beside)

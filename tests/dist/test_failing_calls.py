@@ -285,11 +285,11 @@ class Momentum(torch.optim.SGD):
             fails_on_last_rank()
 
 
-def momentum_alone(kind: type[torch.optim.Optimizer], zero: bool) -> OptimizerConfig:
+def momentum_alone(kind: type[torch.optim.SGD], zero: bool) -> OptimizerConfig:
     return OptimizerConfig(factory=partial(kind, lr=0.1, momentum=0.9), zero=zero)
 
 
-def momentum_and_adamw(kind: type[torch.optim.Optimizer], zero: bool) -> OptimizerConfig:
+def momentum_and_adamw(kind: type[torch.optim.SGD], zero: bool) -> OptimizerConfig:
     """Steps the biases by the built-in AdamW, which counts its updates, after the weights."""
     # Under the name that the settings know; the process ends with the test.
     torch.optim.SGD = kind
@@ -297,7 +297,7 @@ def momentum_and_adamw(kind: type[torch.optim.Optimizer], zero: bool) -> Optimiz
     return OptimizerConfig(zero=zero, groups=(weights,))
 
 
-Config = Callable[[type[torch.optim.Optimizer], bool], OptimizerConfig]
+Config = Callable[[type[torch.optim.SGD], bool], OptimizerConfig]
 
 
 def an_optimizer_that_raises(rank: int, config: Config, layout: Layout, precision: str, zero: bool) -> dict[str, Any]:
