@@ -125,6 +125,22 @@ def test_a_chat_is_what_generate_gives_for_the_rendered_conversation(client: ope
 
 
 @pytest.mark.shows(134)
+def test_an_answer_may_fill_what_the_server_takes_to_the_last_token(served: Served, model: Path) -> None:
+    asked = {"model": "tiny", "prompt": "the cat", "ignore_eos": True, **SAMPLING}
+    prompt_tokens = served.post("/v1/completions", {**asked, "max_tokens": 1}, KEY)[1]["usage"]["prompt_tokens"]
+    longest = MAX_LENGTH - prompt_tokens
+    (expected,) = generated(model, ["the cat"], *WORDS, "--max-new-tokens", str(longest), "--ignore-end")
+    assert len(expected["tokens"]) == longest
+    status, content = served.post("/v1/completions", {**asked, "max_tokens": longest}, KEY)
+    assert status == 200, content
+    assert content["usage"]["total_tokens"] == MAX_LENGTH
+    assert (content["choices"][0]["text"], content["choices"][0]["finish_reason"]) == (expected["text"], "length")
+    status, content = served.post("/v1/completions", {**asked, "max_tokens": longest + 1}, KEY)
+    assert status == 400 and f"the {MAX_LENGTH} that this server takes" in content["error"]["message"]
+    assert served.figure("answers_waiting") == served.figure("answers_running") == 0
+
+
+@pytest.mark.shows(134)
 def test_without_a_seed_answers_differ_and_greedy_ones_do_not(client: openai.OpenAI, model: Path) -> None:
     asked: Any = {"model": "tiny", "prompt": "the cat", "max_tokens": 16}
     texts = {client.completions.create(**asked).choices[0].text for _ in range(3)}

@@ -59,6 +59,21 @@ def test_what_is_longer_than_the_server_takes_is_not_said_of_the_model() -> None
     assert said.endswith("max_tokens=64 more it would pass the 64 that this server takes (--max-length)")
 
 
+def test_prompt_and_answer_may_fill_what_the_server_takes_and_no_more() -> None:
+    assert read(prompt=[7] * 4, max_tokens=60).params.max_new_tokens == 60
+    assert read(prompt=[7] * 63, max_tokens=1, min_tokens=1).params.max_new_tokens == 1
+    assert chat(max_tokens=63).params.max_new_tokens == 63
+    assert chat().params.max_new_tokens == 63, "all that the prompt leaves"
+    for refused in (
+        refusal(read, prompt=[7] * 4, max_tokens=61),
+        refusal(read, prompt=[7] * 64, max_tokens=1),
+        refusal(read, prompt=[[7], [7] * 4], max_tokens=61),
+        refusal(chat, max_tokens=64),
+        refusal(chat, messages=[{"role": "user", "content": "a" * 64}]),
+    ):
+        assert "more it would pass the 64 that this server takes" in refused
+
+
 @pytest.mark.parametrize("fields", [{"n": 9}, {"prompt": ["a"] * 9}, {"prompt": ["a"] * 3, "n": 3}])
 def test_a_refusal_of_answers_names_the_limit_that_they_pass(fields: dict[str, Any]) -> None:
     assert "8 (as many as this server computes at a time, --max-waiting included)" in refusal(read, **fields)
