@@ -98,6 +98,23 @@ def run_command(arguments: Sequence[str]) -> int:
     return main()
 
 
+def run_without_end(arguments: Sequence[str]) -> int:
+    """The same, whose engine does the first that it is asked to score or generate again and again."""
+    from penstock.engine import Engine
+
+    def endlessly(method: Callable[..., object]) -> Callable[..., None]:
+        def repeat(engine: Engine, *given: Any, **named: Any) -> None:
+            while True:
+                # Without a generation's listeners, which expect each answer once.
+                method(engine, *given[:3], **named)
+
+        return repeat
+
+    for name in ("forward", "generate"):
+        setattr(Engine, name, endlessly(getattr(Engine, name)))
+    return run_command(arguments)
+
+
 def run_script(path: str, arguments: Sequence[str]) -> int:
     """`python PATH` with these arguments."""
     sys.argv = [path, *arguments]

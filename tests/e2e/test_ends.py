@@ -22,6 +22,7 @@ from penstock.engine.folders.runs import MetricsLog, RunFolder
 from penstock.runtime.watchdog import EXIT_CODE
 from penstock.settings import RunConfig
 from tests.e2e.training import Ended, Started, has_saved, last_step, wait_until, write_run
+from tests.fork_server import run_without_end
 from tests.hugging_face import make_model
 
 LIMIT_S = 10.0
@@ -109,6 +110,15 @@ store = torch.distributed.TCPStore
 torch.distributed.TCPStore = lambda *args, **kwargs: time.sleep(1) or store(*args, **kwargs)
 sys.exit(main(sys.argv[3:]))
 """
+# A launcher that has imported PyTorch, and starts no worker.
+IMPORTING = """
+import sys, time
+from penstock.cli import launch
+from penstock.cli.main import main
+context = launch._context
+launch._context = lambda imports: (context(imports), time.sleep(3600))
+sys.exit(main(sys.argv[3:]))
+"""
 STOPPED_RANK = r"penstock: rank 1 \(process \d+\) had been stopped \(SIGSTOP\) and was killed; the same command "
 
 
@@ -164,7 +174,11 @@ def test_training_ends_at_once_whenever_it_is_stopped_or_loses_a_process(tmp_pat
         "building": lambda _: (output / "run.toml").exists(),
         "training": lambda _: last_step(output) > 0,
     }
-    launchers = {"importing": PYTHON, "starting": [*PYTHON, "-c", SLOW], "training, without launcher": PYTHON}
+    launchers = {
+        "importing": [*PYTHON, "-c", IMPORTING],
+        "starting": [*PYTHON, "-c", SLOW],
+        "training, without launcher": PYTHON,
+    }
     launcher = launchers.get(moment)
     with Started([str(file), "--parallel.timeout_s", "600"], launcher=launcher) as started:
         wait_until(lambda: has_come[moment.split(",")[0]](started), started)
@@ -248,7 +262,9 @@ def test_scoring_and_generation_end_as_fast(
     prompts = ["--file"] if command == "generate" else []
     words = [str(model), *prompts, str(model / "prompts.jsonl"), "--pp", "2", "--timeout", "600"]
     words += ["--output", str(emptied.with_name("output.jsonl"))]
-    with Started(words, launcher=PYTHON if moment is imports_torch else None, command=command) as started:
+    launcher = [*PYTHON, "-c", IMPORTING] if moment is imports_torch else None
+    # However late the signal comes, the command has not ended.
+    with Started(words, launcher=launcher, command=command, program=run_without_end) as started:
         wait_until(lambda: moment(started), started)
         ended = ends_in_time(started, case.act)
     assert ended.exit_code == case.exit_code, ended.err

@@ -7,7 +7,7 @@ import select
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -116,18 +116,19 @@ class Started:
     """A run under way in processes of its own; everything it started is killed when the `with` block ends.
 
     `launcher` is the command that starts Penstock, as a module of that name; left out, a process that has imported all
-    is forked.
+    is forked, and runs `program`.
     """
 
     arguments: list[str]
     environ: dict[str, str] = field(default_factory=dict)
     launcher: list[str] | None = None
     command: str = "train"
+    program: Callable[[Sequence[str]], int] = run_command
 
     def __enter__(self) -> "Started":
         environ = {**os.environ, **self.environ}
         if self.launcher is None:
-            self.process = Forked(run_command, [self.command, *self.arguments], environ=environ)
+            self.process = Forked(self.program, [self.command, *self.arguments], environ=environ)
             return self
         self.process = subprocess.Popen(
             [*self.launcher, "-m", "penstock", self.command, *self.arguments],
