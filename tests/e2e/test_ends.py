@@ -259,8 +259,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_scoring_and_generation_end_as_fast(
     model: Path, emptied: Path, command: str, moment: Callable[[Started], bool], case: Case
 ):
-    prompts = ["--file"] if command == "generate" else []
-    words = [str(model), *prompts, str(model / "prompts.jsonl"), "--pp", "2", "--timeout", "600"]
+    given = ["--max-new-tokens", "8", "--file"] if command == "generate" else []
+    words = [str(model), *given, str(model / "prompts.jsonl"), "--pp", "2", "--timeout", "600"]
     words += ["--output", str(emptied.with_name("output.jsonl"))]
     launcher = [*PYTHON, "-c", IMPORTING] if moment is imports_torch else None
     # However late the signal comes, the command has not ended.
