@@ -375,6 +375,11 @@ class OptimizerConfig(Settings, section="optimizer"):
             for rate, usual in (("learning_rate", LearningRate()), ("weight_decay", WeightDecay())):
                 if getattr(self, rate) == usual:
                     object.__setattr__(self, rate, None)
+            if named := [group for group in self.groups if group.name is not None]:
+                raise ConfigError(
+                    f"optimizer.groups: {named[0].pattern!r} asks for {named[0].name}, but a factory makes the "
+                    "optimizer of all groups; leave one of them out"
+                )
         elif self.learning_rate is None or self.weight_decay is None:
             raise ConfigError("only an optimizer that a factory makes has a learning rate and a weight decay by itself")
         if self.scheduler is not None and isinstance(self.learning_rate, LearningRate):

@@ -49,3 +49,10 @@ def test_an_unknown_optimizer_names_the_nearest(name: str, likely: str) -> None:
         OptimizerConfig.of(name)
     with pytest.raises(ConfigError, match=f"is none of .*; the nearest one is {likely}"):
         ParameterGroup("*", name=name)
+
+
+def test_another_optimizer_for_a_group_is_refused_beside_a_factory_that_makes_all() -> None:
+    frozen, named = ParameterGroup("*.norm", frozen=True), ParameterGroup("*.bias", name="muon")
+    assert OptimizerConfig(factory=torch.optim.SGD, groups=(frozen,)).groups == (frozen,)
+    with pytest.raises(ConfigError, match=r"'\*\.bias' asks for muon, but a factory makes the optimizer of all groups"):
+        OptimizerConfig(factory=torch.optim.SGD, groups=(frozen, named))
