@@ -302,7 +302,8 @@ def critical_path(program: Program, costs: Costs | None = None) -> tuple[Event, 
     """Find the events, first to last, that determine a verified program's makespan under the given times.
 
     Each starts when the one before it ends on the same rank, or when its message arrives; if both hold, the path stays
-    on the rank. Of several events that end last it leads to the first one of the first rank. Only shortening one of these events, or a transfer between two of them, can shorten the step.
+    on the rank. Of several events that end last it leads to the first one of the first rank. Only shortening one of
+    these events, or a transfer between two of them, can shorten the step.
 
     >>> from penstock.schedule import build, lower
     >>> [str(event.action) for event in critical_path(lower(build("1f1b", ranks=2, microbatches=1)))]
