@@ -88,10 +88,6 @@ def test_an_import_is_seen_however_it_is_written(source: str, monkeypatch: pytes
     assert "penstock.engine.engine" in {name for _, name in package_source._imports(PACKAGE / "model" / "planted.py")}
 
 
-# The exact search asks for its solver when it is called, and says how to install it.
-OPTIONAL = {("schedule/search/exact.py", "ortools")}
-
-
 def test_torch_free_rooms_import_the_standard_library_alone():
     files = [path for path in FILES if room_of(path) in STANDARD_LIBRARY_ONLY]
     assert files
@@ -99,8 +95,7 @@ def test_torch_free_rooms_import_the_standard_library_alone():
         f"{path.relative_to(PACKAGE)}:{line} imports {name}"
         for path in files
         for line, name in imports_of(path)
-        if (top := name.partition(".")[0]) not in sys.stdlib_module_names | {"penstock"}
-        and (path.relative_to(PACKAGE).as_posix(), top) not in OPTIONAL
+        if name.partition(".")[0] not in sys.stdlib_module_names | {"penstock"}
     ]
     assert not wrong, "\n".join(wrong)
 

@@ -1,15 +1,12 @@
 """The solver: what it proves is not below the closed-form bounds, and the search reaches it on small pipelines."""
 
-import sys
-from importlib.util import find_spec
 from itertools import pairwise
 
 import pytest
 
 from penstock.schedule import Costs, Op, Placement, PlacementKind, build, flatten, lower, simulate, verify
-from penstock.schedule.search import bound, optimum
-
-solver = pytest.mark.skipif(find_spec("ortools") is None, reason="OR-Tools is not installed")
+from penstock.schedule.search import bound
+from tests.schedule.exact_search import optimum
 
 # Kind, ranks, stages a rank, microbatches; limit, share; times of F, I, W and a transfer. In the first group the closed
 # form is the optimum, in the second it is below.
@@ -28,7 +25,6 @@ LOOSE = (
 )
 
 
-@solver
 @pytest.mark.parametrize(("kind", "ranks", "stages_per_rank", "microbatches", "limit", "share", "times"), TIGHT + LOOSE)
 def test_the_search_reaches_the_optimum_of_small_pipelines(
     kind: str,
@@ -68,7 +64,6 @@ def test_the_search_reaches_the_optimum_of_small_pipelines(
     assert simulate(lower(found), costs).span_cost == pytest.approx(best.span)
 
 
-@solver
 def test_the_bound_is_below_the_optimum_where_it_is_loose():
     """Else the cases above would not tell the solver from the closed form."""
     kind, ranks, stages_per_rank, microbatches, limit, share, times = LOOSE[0]
@@ -77,7 +72,6 @@ def test_the_bound_is_below_the_optimum_where_it_is_loose():
     assert bound(placement, microbatches, costs, limit) < optimum(placement, microbatches, costs, limit).bound
 
 
-@solver
 def test_unequal_stages_and_times_without_a_scale():
     placement = Placement(PlacementKind.LOOP, 3)
     costs = Costs([1 / 3, 2 / 3, 1.0], [0.5, 0.7, 1 / 7], 0.25, 0.1)
@@ -88,7 +82,6 @@ def test_unequal_stages_and_times_without_a_scale():
     assert [action.microbatch for action in order if action.op is Op.F] == [0, 1, 2, 3]
 
 
-@solver
 def test_more_memory_is_never_worse():
     placement, costs = Placement(PlacementKind.LOOP, 3), Costs(3, 3, 2, weight_memory_share=0.5)
     spans = [optimum(placement, 4, costs, limit, time_limit_s=20) for limit in (1, 2, 3, 4)]
@@ -96,18 +89,11 @@ def test_more_memory_is_never_worse():
     assert all(after.span <= before.span for before, after in pairwise(spans))
 
 
-def test_without_the_solver_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(sys.modules, "ortools.sat.python", None)
-    with pytest.raises(ImportError, match=r"penstock\[search\]"):
-        optimum(Placement(PlacementKind.LOOP, 2), 2, Costs(), 2)
-
-
 def test_lengths_that_differ_have_no_optimum():
     with pytest.raises(ValueError, match="one length"):
         optimum(Placement(PlacementKind.LOOP, 2), 2, Costs(lengths=(1.0, 2.0)), 2)
 
 
-@solver
 def test_the_search_runs_a_w_early_where_the_optimum_does():
     """Unequal stages, at 1F1B's memory: no rule by which a W fills a wait finds this order."""
     placement, times = Placement(PlacementKind.LOOP, 3), ([14, 18, 16], [14, 18, 16], [7, 9, 8])

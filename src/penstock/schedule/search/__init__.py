@@ -6,21 +6,17 @@ weave.py       the placement of weight backwards between them
 anneal.py      small changes, kept if they shorten an order
 order.py       the search for an order, which uses all of these
 cut.py         the search for a cut of the model together with its order
-exact.py       the optimal order, by a constraint solver
 """
 
 from penstock.schedule.search.cut import SearchedCut, costs_of_cut, options_for_step, search_cut
-from penstock.schedule.search.exact import Optimum, optimum
 from penstock.schedule.search.order import SearchOptions, shortest
 from penstock.schedule.search.problem import bound
 
 __all__ = [
-    "Optimum",
     "SearchOptions",
     "SearchedCut",
     "bound",
     "costs_of_cut",
-    "optimum",
     "options_for_step",
     "search_cut",
     "shortest",

@@ -1,4 +1,4 @@
-"""The optimal order of small pipelines by a constraint solver, with a proven bound."""
+"""The optimal order of small pipelines by a constraint solver, with a proven bound: what the search is held to."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from math import floor, lcm
 from typing import Any
+
+from ortools.sat.python import cp_model
 
 from penstock.schedule.actions import Op, Placement, Schedule
 from penstock.schedule.costs import Costs
@@ -42,7 +44,7 @@ def optimum(
     result is the search's order or a better one, and the bound. Equal calls give equal results if the solver finishes
     in time with one worker.
 
-    Raises: ValueError for what `bound` refuses and for unequal lengths, ImportError if OR-Tools is missing.
+    Raises: ValueError for what `bound` refuses and for unequal lengths.
     """
     if len(set(costs.lengths)) > 1:
         raise ValueError("the optimum needs microbatches of one length, but lengths differ")
@@ -75,7 +77,6 @@ class _Model:
     horizon: int
     #: The problem, and the solver that is asked.
     problem: Problem
-    solver_module: Any
     #: The solver's model.
     model: Any
     #: Units of the solver's time in one of the problem's, and True if times are rounded to them.
@@ -83,8 +84,8 @@ class _Model:
     is_rounded: bool
 
     def __init__(self, problem: Problem, hint: Codes) -> None:
-        self.problem, self.solver_module = problem, _import_solver()
-        self.model = self.solver_module.CpModel()
+        self.problem = problem
+        self.model = cp_model.CpModel()
         times = (*problem.forward, *problem.backward_input, *problem.backward_weight, problem.transfer)
         self.scale = next((scale for scale in _SCALES if all(_is_whole(time * scale) for time in times)), _SCALES[-1])
         self.is_rounded = not all(_is_whole(time * self.scale) for time in times)
@@ -107,13 +108,13 @@ class _Model:
 
     def solve(self, time_limit_s: float, workers: int) -> tuple[Codes | None, float]:
         """Find the best orders, if any, and a proven bound."""
-        solver: Any = self.solver_module.CpSolver()
+        solver: Any = cp_model.CpSolver()
         solver.parameters.max_time_in_seconds = time_limit_s
         solver.parameters.num_workers = workers
         solver.parameters.random_seed = 0
         status = solver.solve(self.model)
         bound = (solver.best_objective_bound - self.is_rounded) / self.scale
-        if status not in (self.solver_module.OPTIMAL, self.solver_module.FEASIBLE):
+        if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
             return None, bound
         orders = []
         for stages in self.problem.stages_of:
@@ -187,15 +188,3 @@ class _Model:
 
 def _is_whole(number: float) -> bool:
     return abs(number - round(number)) < 1e-7
-
-
-def _import_solver() -> Any:
-    """Import OR-Tools, which only this module needs.
-
-    Raises: ImportError naming the package to install.
-    """
-    try:
-        from ortools.sat.python import cp_model  # pyright: ignore[reportMissingImports]  # an extra
-    except ImportError:
-        raise ImportError("the optimum needs OR-Tools: pip install 'penstock[search]'") from None
-    return cp_model
