@@ -110,13 +110,12 @@ store = torch.distributed.TCPStore
 torch.distributed.TCPStore = lambda *args, **kwargs: time.sleep(1) or store(*args, **kwargs)
 sys.exit(main(sys.argv[3:]))
 """
-# A launcher that has imported PyTorch, and starts no worker.
+# A launcher that imports all that its workers need, and goes no further.
 IMPORTING = """
-import sys, time
-from penstock.cli import launch
+import multiprocessing, sys, time
 from penstock.cli.main import main
-context = launch._context
-launch._context = lambda imports: (context(imports), time.sleep(3600))
+context = multiprocessing.get_context
+multiprocessing.get_context = lambda method=None: time.sleep(3600) if method == "fork" else context(method)
 sys.exit(main(sys.argv[3:]))
 """
 STOPPED_RANK = r"penstock: rank 1 \(process \d+\) had been stopped \(SIGSTOP\) and was killed; the same command "
