@@ -256,7 +256,15 @@ class SegmentedUnit(nn.Module):
         return walk(self.segments(sequences), tape, x)
 
     def forward(self, x: Tensor, sequences: Sequences) -> Tensor:
-        """The output, keeping nothing: a unit's backward needs a tape."""
+        """The output, keeping nothing: a unit's backward needs a tape.
+
+        Raises: ValueError where autograd would expect a graph.
+        """
+        if torch.is_grad_enabled() and any(t.requires_grad for t in (x, *self.parameters())):
+            raise ValueError(
+                f"{type(self).__name__} called as a plain module gives no graph for a backward: train it in an Engine, "
+                "or call it under torch.no_grad()"
+            )
         return drain(self.forward_lane(None, x, sequences))
 
 

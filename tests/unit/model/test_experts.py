@@ -244,7 +244,8 @@ class TestRouter:
         half, part = half_of(EXPERTS), microbatches()[0]
         sequences = Sequences.from_lengths(LENGTHS[0])
         expected = plain(half, part.x, LENGTHS[0])[0]
-        torch.testing.assert_close(half(part.x, sequences), expected)
+        with torch.no_grad():
+            torch.testing.assert_close(half(part.x, sequences), expected)
         rows: Any = None  # what a piece's tokens are to each other is of no account to experts
         torch.testing.assert_close(half.decode(part.x, half.new_cache(rows), rows), expected)
 
@@ -419,3 +420,17 @@ class TestPrediction:
         for name, parameter in ours.named_parameters():
             torch.testing.assert_close(parameter.grad, wanted[name].grad, rtol=1e-12, atol=1e-12, msg=name)
         assert {kind for _, kind in terms.values} == {AuxLoss.PREDICTION}
+
+
+def test_a_block_called_as_a_plain_module_refuses_where_autograd_would_expect_a_graph() -> None:
+    half, (part, _) = half_of(EXPERTS), microbatches()
+    refused = "ExpertBlock called as a plain module gives no graph for a backward: train it in an Engine, or call it "
+    with pytest.raises(ValueError, match=refused + r"under torch\.no_grad\(\)"):
+        half(part.x, part.sequences)
+    with torch.no_grad():
+        expected = plain(half, part.x, LENGTHS[0])[0]
+        torch.testing.assert_close(half(part.x, part.sequences), expected)
+    half.requires_grad_(False)
+    torch.testing.assert_close(half(part.x, part.sequences), expected)
+    with pytest.raises(ValueError, match=refused):
+        half(part.x.requires_grad_(), part.sequences)

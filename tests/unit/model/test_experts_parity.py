@@ -211,4 +211,5 @@ def test_groups_sigmoids_bias_and_scale_are_those_of_deepseek() -> None:
     x = torch.randn(50, 32, generator=torch.Generator().manual_seed(4))
     with torch.no_grad():
         expected = x + block(ours.norm(x)[None])[0]
-    torch.testing.assert_close(ours(x, Sequences.from_lengths([50])), expected, rtol=1e-5, atol=1e-5)
+        found = ours(x, Sequences.from_lengths([50]))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
