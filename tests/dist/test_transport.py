@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from penstock.runtime import DistributedTransport, TransportError
 from penstock.runtime import distributed as module
+from penstock.runtime.errors import MessageMismatch
 from penstock.schedule import Channel, Direction, Placement, PlacementKind
 from tests.dist.launch import run_outcomes, run_ranks
 
@@ -25,11 +26,13 @@ def transport_of(ranks: int, stages_per_rank: int = 1, timeout_s: float = 20.0) 
 
 
 def exchange_shapes(rank: int) -> list[bool]:
-    """Both ranks send eight messages of different shapes each way, all posted first; no device or host is stopped."""
+    """Both ranks send ten messages of different shapes each way, all posted first; no device or host is stopped."""
     transport = transport_of(2)
     there, back = Channel(0, 1, Direction.FORWARD), Channel(1, 0, Direction.BACKWARD)
     inward, outward = (there, back) if rank == 1 else (back, there)
-    messages = [torch.full((n + 1, 3), float(n), dtype=torch.float64 if n % 2 else torch.float32) for n in range(8)]
+    kinds = (torch.float32, torch.float64, torch.bool, torch.bfloat16)
+    messages = [torch.full((n + 1, 3 + n // 4 * 40_000), float(n), dtype=kinds[n % 4]) for n in range(8)]
+    messages += [torch.tensor(2.5), torch.empty(0, 3)]
     spied: list[str] = []
     for name in ("synchronize", "current_stream"):
         setattr(torch.cuda, name, lambda *a, name=name: spied.append(name))
@@ -45,7 +48,7 @@ def exchange_shapes(rank: int) -> list[bool]:
 
 @pytest.mark.shows(8)
 def test_tensors_of_different_shapes_arrive_intact() -> None:
-    assert run_ranks(2, exchange_shapes) == [[True] * 8] * 2
+    assert run_ranks(2, exchange_shapes) == [[True] * 10] * 2
 
 
 def send_and_forget(rank: int) -> bool:
@@ -67,6 +70,54 @@ def send_and_forget(rank: int) -> bool:
 @pytest.mark.shows(10)
 def test_a_sent_tensor_lives_until_it_has_left() -> None:
     assert run_ranks(2, send_and_forget) == [True, True]
+
+
+Kind = tuple[tuple[int, int], torch.dtype]
+INSIDE, APART = 3, 1 << 14
+"""Widths of seven rows that travel inside their announcement, and of seven that do not."""
+UNEXPECTED: list[tuple[Kind, Kind]] = [
+    (((7, width), torch.float32), came)
+    for width in (INSIDE, APART)
+    for came in (
+        ((5, width), torch.float32),
+        ((9, width), torch.float32),
+        ((7, width), torch.int32),
+        ((7, width), torch.float64),
+        ((width, 7), torch.float32),
+        ((7, APART + INSIDE - width), torch.float32),
+    )
+]
+"""Messages as they are awaited, and what comes instead."""
+
+
+def take_unexpected(rank: int) -> list[str]:
+    """Rank 0 sends what rank 1 does not await, and stays until that has said so; each time over links of their own."""
+    channel, store, told = Channel(0, 1, Direction.FORWARD), dist.distributed_c10d._get_default_store(), []
+    for number, ((shape, dtype), came) in enumerate(UNEXPECTED):
+        transport = transport_of(2)
+        if rank == 0:
+            transport.send(channel, torch.ones(came[0], dtype=came[1]))
+            store.wait([f"refused {number}"])
+            continue
+        with pytest.raises(MessageMismatch) as caught:
+            transport.receive(channel, shape, dtype).wait()
+        told.append(str(caught.value))
+        store.set(f"refused {number}", "")
+    return told
+
+
+def test_a_message_that_is_not_the_awaited_one_is_refused() -> None:
+    _, told = run_ranks(2, take_unexpected)
+    what = "activations from rank 0 to rank 1"
+    assert told == [
+        f"{what}: expected {list(awaited[0])} of {awaited[1]}, got {list(came[0])} of {came[1]}"
+        for awaited, came in UNEXPECTED
+    ]
+
+
+def test_a_message_of_too_many_dimensions_is_refused_where_it_is_sent() -> None:
+    with pytest.raises(ValueError, match="has too many dimensions for a message; eight are always possible"):
+        module._announcement(torch.zeros([1] * 50))
 
 
 def count_backends(rank: int, ranks: int, stages_per_rank: int) -> list[tuple[int, int, str]]:

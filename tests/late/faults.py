@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -17,7 +17,7 @@ from penstock.engine.checkpoint import Checkpointer
 from penstock.parallel.collectives import Collectives, Pending
 from penstock.parallel.gradients import GradientBuckets
 from penstock.runtime import DistributedTransport, Executor, Stage
-from penstock.runtime.distributed import _HeldSends, _PolledSends, _PostedReceive
+from penstock.runtime.distributed import _HeldSends, _PolledSends, _PostedReceive, _Sent
 from penstock.schedule import Action, Op
 from tests.late.jobs import Job, Part, schedule
 
@@ -66,13 +66,15 @@ def _nothing(original: Any, *args: Any) -> None:
     pass
 
 
-def _forget_tensor(original: Any, sends: Any, work: Any, tensor: Tensor) -> None:
-    original(sends, work, torch.empty(0))
+def _forget_tensor(original: Any, sends: Any, sent: _Sent) -> None:
+    original(sends, replace(sent, message=torch.empty(0)))
 
 
 def _free_before_wait(original: Any, sends: _PolledSends) -> None:
     while sends._in_flight:
-        sends._in_flight.popleft()[0].wait()
+        works = sends._in_flight.popleft().works
+        for work in works:
+            work.wait()
 
 
 def _send_from_one_buffer(original: Any, transport: DistributedTransport, channel: Any, tensor: Tensor) -> None:

@@ -74,6 +74,8 @@ def _installed(operations: Operations) -> Iterator[None]:
             (pipeline_module, "Recovery", lambda group, *rest: Recovery(None, *rest)),
             (distributed_module, "_backend_maker", lambda group, *_: partial(LateEnd, operations, group)),
             (distributed_module, "_ChannelEnd", LateLink),
+            # A message that travels inside its announcement is copied at once: none of its memory could be late.
+            (distributed_module, "_MOST_INSIDE_BYTES", 0),
             (relay_module, "threading", threads),
             (relay_module, "queue", queues),
             (save_module, "threading", threads),
@@ -271,7 +273,8 @@ class LateLink(distributed_module._ChannelEnd):
     """A link whose ends are late, and whose sends are polled, as on a GPU."""
 
     def __init__(
-        self, channel: Line, rank: int, store: Any, make: Callable[[Any, int], LateEnd], watch_s: object
+        self, channel: Line, rank: int, store: Any, makers: Sequence[Callable[[Any, int], LateEnd]], watch_s: object
     ) -> None:
-        super().__init__(channel, rank, store, make, None)
-        self.group.open(channel)
+        super().__init__(channel, rank, store, makers, None)
+        for end in self.backends:
+            end.open(channel)

@@ -1,11 +1,19 @@
-"""The transport over torch.distributed: one communicator a channel, all made at start in one order, tested at once."""
+"""The transport over torch.distributed: one communicator a channel, all made at start in one order, tested at once.
 
+Each message is announced: its shape and dtype go ahead of it in host memory, and its receiver compares them with what
+it awaits before it takes the message. A small message in host memory travels inside its announcement, so that the check
+costs little where messages are many. Any other has its size as its tag: gloo matches none with a buffer of another
+size, of which it would fill a part only, or abort the receiving process.
+"""
+
+import ctypes
 import queue
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 from zlib import crc32
@@ -15,8 +23,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 
-from penstock.runtime.errors import TransportError, first_line
-from penstock.runtime.transport import HostChannel, InProcessHub, InProcessTransport, Line, Transport, describe
+from penstock.runtime.errors import MessageMismatch, PipelineError, TransportError, first_line
+from penstock.runtime.transport import (
+    HostChannel,
+    InProcessHub,
+    InProcessTransport,
+    Line,
+    Transport,
+    describe,
+    described,
+)
 from penstock.schedule import Placement
 from penstock.schedule.rules import channels_of
 
@@ -24,10 +40,15 @@ _END_S = 5.0
 """The longest that a process waits at its end for a message that nobody takes."""
 _MOST_HELD_SENDS = 256
 """More than are ever under way in a ring: the first of them has long been taken when one more is sent."""
-
-
 _MOST_KEPT_BYTES = 512 << 10
 """Bytes of a link's sends that are kept before the link checks whether they have left."""
+_ANNOUNCEMENT_BYTES = 128
+"""Enough for eight dimensions of ten digits."""
+_MOST_INSIDE_BYTES = 64 << 10
+"""The largest message inside an announcement: to copy it twice takes less time than gloo takes for a second message."""
+_ANNOUNCEMENT_TAG = 0
+
+MakeBackend = Callable[[Store, int], Any]
 
 
 class DistributedTransport:
@@ -51,9 +72,9 @@ class DistributedTransport:
     _lines: list[Line]
     #: channel -> its communicator
     _links: dict[Line, "_ChannelEnd"]
-    #: where the ends of a link meet, and how one is made there
+    #: where the ends of a link meet, and how its communicators are made there
     _store: Store
-    _make: Callable[[Store, int], Any]
+    _makers: Sequence[MakeBackend]
     #: messages that are posted and not waited for
     _num_awaited: int
     #: True after a failed step, until the links are renewed
@@ -68,7 +89,8 @@ class DistributedTransport:
     ) -> None:
         self.rank, self.device, self.timeout_s = group.rank(), device, timeout_s
         self._store = PrefixStore(f"penstock/{unique_number(group)}", default_store())
-        self._make = _backend_maker(group, device, timedelta(seconds=timeout_s))
+        devices = [device] if device.type == "cpu" else [device, torch.device("cpu")]
+        self._makers = [_backend_maker(group, each, timedelta(seconds=timeout_s)) for each in devices]
         lines = channels_of(lines) if isinstance(lines, Placement) else lines
         self._lines = [channel for channel in lines if self.rank in (channel.source, channel.destination)]
         self._links = {}
@@ -76,7 +98,7 @@ class DistributedTransport:
 
     def backends(self) -> Sequence[Any]:
         """The links' communicators."""
-        return [link.group for link in self._links.values()]
+        return [backend for link in self._links.values() for backend in link.backends]
 
     def renew(self, generation: int) -> None:
         """Make all links anew, once they have been cut, and test them; all ranks call it."""
@@ -84,14 +106,14 @@ class DistributedTransport:
         self._num_awaited, self._abandoned = 0, False
         store = PrefixStore(str(generation), self._store)
         watch_s = None if self.device.type == "cuda" else self.timeout_s
-        self._links = {line: _ChannelEnd(line, self.rank, store, self._make, watch_s) for line in self._lines}
+        self._links = {line: _ChannelEnd(line, self.rank, store, self._makers, watch_s) for line in self._lines}
         self._test_links()
 
     def receive(self, channel: Line, shape: Sequence[int], dtype: torch.dtype) -> "_PostedReceive":
         self._check_usable()
         buffer = torch.empty(shape, dtype=dtype, device=self.device)
         self._num_awaited += 1
-        return _PostedReceive(self, channel, buffer, self._links[channel].receive(buffer))
+        return _PostedReceive(self, channel, buffer, *self._links[channel].receive(buffer))
 
     def send(self, channel: Line, tensor: Tensor) -> None:
         self._check_usable()
@@ -150,45 +172,86 @@ def open_transport(
     return DistributedTransport(lines, group, device, timeout_s)
 
 
-class _PostedReceive:
-    __slots__ = ("buffer", "channel", "transport", "work")
+class _Envelope:
+    """An announcement, with a message inside or without: memory of Python's, none of the tensors that a step counts."""
 
+    #: the same bytes, as they are read here and as a backend takes them
+    content: bytearray
+    tensor: Tensor
+
+    def __init__(self, content: bytearray) -> None:
+        self.content, self.tensor = content, torch.frombuffer(content, dtype=torch.uint8)
+
+
+@dataclass(eq=False, slots=True)
+class _PostedReceive:
     #: the transport that counts it
     transport: DistributedTransport
-    #: the channel, its message, and the backend's handle
+    #: the channel and its message
     channel: Line
     buffer: Tensor
-    work: dist.Work
-
-    def __init__(self, transport: DistributedTransport, channel: Line, buffer: Tensor, work: dist.Work) -> None:
-        self.transport, self.channel, self.buffer, self.work = transport, channel, buffer, work
+    #: where the announcement is received, and the handles of the backend: its own, and the message's if that is apart
+    envelope: _Envelope
+    works: Sequence[dist.Work]
 
     def ready(self) -> bool:
         return True
 
     def wait(self) -> Tensor:
         start = time.monotonic()
+        announcement, *apart = self.works
         try:
-            self.work.wait()
+            announcement.wait()
+            came = self.envelope.content[:_ANNOUNCEMENT_BYTES]
+            if came != _announcement(self.buffer):
+                raise MessageMismatch(
+                    f"{describe(self.channel)}: expected {described(self.buffer)}, got {came.decode().rstrip()}"
+                )
+            for work in apart:
+                work.wait()
+        except PipelineError:
+            raise
         except RuntimeError as error:
             raise TransportError(
                 f"no {describe(self.channel)} after {time.monotonic() - start:.1f} s ({first_line(error)})"
             ) from error
+        if not apart:
+            message = self.envelope.tensor.data_ptr() + _ANNOUNCEMENT_BYTES
+            ctypes.memmove(self.buffer.data_ptr(), message, self.buffer.nbytes)
         self.transport._num_awaited -= 1
         return self.buffer
 
 
-class _ChannelEnd:
-    """One channel's communicator, seen from one of its two ends.
+def _announcement(tensor: Tensor) -> bytes:
+    """The bytes that go ahead of this tensor. Raises: ValueError for more dimensions than they can tell."""
+    text = described(tensor).encode().ljust(_ANNOUNCEMENT_BYTES)
+    if len(text) > _ANNOUNCEMENT_BYTES:
+        raise ValueError(f"{described(tensor)} has too many dimensions for a message; eight are always possible")
+    return text
 
+
+def _travels_inside(tensor: Tensor) -> bool:
+    """True if a message goes inside its announcement."""
+    return tensor.nbytes <= _MOST_INSIDE_BYTES and tensor.device.type == "cpu"
+
+
+def _tag(tensor: Tensor) -> int:
+    """A tag for messages of this size; odd, so that it is neither an announcement's nor `cut_backends`'s."""
+    return tensor.nbytes % (1 << 30) * 2 + 1
+
+
+class _ChannelEnd:
+    """One channel's communicators, seen from one of its two ends.
+
+    `makers` make the one that carries messages and, where these are not in host memory, one for announcements.
     `watch_s`: the longest that a thread waits for a send, for a backend whose works cannot be polled; None: they can.
     """
 
-    #: the channel, and which end of the communicator the other rank is
+    #: the channel, and which end of the communicators the other rank is
     channel: Line
     peer: int
-    #: the communicator
-    group: Any
+    #: the communicators, of which the first carries messages and the last announcements
+    backends: Sequence[Any]
     #: keeps sent tensors until they have left; None at the receiving end
     _sends: "_ThreadedSends | _PolledSends | _HeldSends | None"
 
@@ -197,7 +260,7 @@ class _ChannelEnd:
         channel: Line,
         rank: int,
         store: Store,
-        make: Callable[[Store, int], Any],
+        makers: Sequence[MakeBackend],
         watch_s: float | None,
     ) -> None:
         # Made from the backend's class: torch.distributed.new_group wants either the whole world to take part in every
@@ -205,26 +268,42 @@ class _ChannelEnd:
         outgoing = rank == channel.source
         store = PrefixStore(describe(channel), store)
         self.channel, self.peer = channel, int(outgoing)
-        self.group = make(store, 1 - self.peer)
+        self.backends = [make(PrefixStore(str(n), store), 1 - self.peer) for n, make in enumerate(makers)]
         self._sends = None
         if outgoing and isinstance(channel, HostChannel):
             self._sends = _HeldSends(channel)
         elif outgoing:
             self._sends = _PolledSends() if watch_s is None else _ThreadedSends(channel, watch_s)
 
-    def receive(self, buffer: Tensor) -> dist.Work:
+    def receive(self, buffer: Tensor) -> tuple[_Envelope, list[dist.Work]]:
+        """Post the receive of an announcement, and of the message if it is apart; returns the first's buffer, and both.
+
+        The buffer holds any announcement, also one that nobody awaits here.
+        """
+        most_inside = _MOST_INSIDE_BYTES if buffer.device.type == "cpu" else 0
+        envelope = _Envelope(bytearray(_ANNOUNCEMENT_BYTES + most_inside))
         try:
-            return self.group.recv([buffer], self.peer, 0)
+            works = [self.backends[-1].recv([envelope.tensor], self.peer, _ANNOUNCEMENT_TAG)]
+            if not _travels_inside(buffer):
+                works.append(self.backends[0].recv([buffer], self.peer, _tag(buffer)))
         except RuntimeError as error:
             raise self._lost("received", error) from error
+        return envelope, works
 
     def send(self, tensor: Tensor) -> None:
         assert self._sends is not None, f"this rank is not the source of the {describe(self.channel)}"
+        assert tensor.is_contiguous(), f"{describe(self.channel)} are sent in one piece"
+        inside, content = _travels_inside(tensor), bytearray(_announcement(tensor))
+        if inside:
+            content += ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
+        envelope = _Envelope(content)
         try:
-            work = self.group.send([tensor], self.peer, 0)
+            works = [self.backends[-1].send([envelope.tensor], self.peer, _ANNOUNCEMENT_TAG)]
+            if not inside:
+                works.append(self.backends[0].send([tensor], self.peer, _tag(tensor)))
         except RuntimeError as error:
             raise self._lost("sent", error) from error
-        self._sends.add(work, tensor)
+        self._sends.add(_Sent(tensor, envelope, works))
 
     def _lost(self, done: str, error: RuntimeError) -> TransportError:
         """Over a link whose other end is gone a backend refuses even to begin."""
@@ -242,7 +321,33 @@ class _ChannelEnd:
             self._sends.close()
 
 
-_Sends = deque[tuple[dist.Work, Tensor]]
+@dataclass(eq=False, slots=True)
+class _Sent:
+    """A message under way."""
+
+    #: the message, and its announcement, in which it may be too
+    message: Tensor
+    announcement: _Envelope
+    #: the handles of the backend, the message's last
+    works: Sequence[dist.Work]
+
+    def has_left(self) -> bool:
+        """True once the message has left; for backends whose works can be polled, which those of announcements cannot.
+
+        Dropped before its end, a send of gloo never comes. The receiver awaits the announcement before the message.
+        """
+        if not self.works[-1].is_completed():
+            return False
+        for work in self.works[:-1]:
+            work.wait()
+        return True
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+
+
+_Sends = deque[_Sent]
 
 
 class _PolledSends:
@@ -254,19 +359,19 @@ class _PolledSends:
     def __init__(self) -> None:
         self._in_flight = deque()
 
-    def add(self, work: dist.Work, tensor: Tensor) -> None:
-        self._in_flight.append((work, tensor))
+    def add(self, sent: _Sent) -> None:
+        self._in_flight.append(sent)
         self.num_in_flight()
 
     def num_in_flight(self) -> int:
-        while self._in_flight and self._in_flight[0][0].is_completed():
+        while self._in_flight and self._in_flight[0].has_left():
             self._in_flight.popleft()
         return len(self._in_flight)
 
     def settle(self) -> None:
         while self._in_flight:
             # Popped first, the tensor would be freed before the wait.
-            self._in_flight[0][0].wait()
+            self._in_flight[0].wait()
             self._in_flight.popleft()
 
     def close(self) -> None:
@@ -288,8 +393,8 @@ class _HeldSends:
         self._channel = channel
         self._held = deque()
 
-    def add(self, work: dist.Work, tensor: Tensor) -> None:
-        self._held.append((work, tensor))
+    def add(self, sent: _Sent) -> None:
+        self._held.append(sent)
         if len(self._held) > _MOST_HELD_SENDS:
             self._wait_for_first()
 
@@ -304,7 +409,7 @@ class _HeldSends:
         self._held.clear()
 
     def _wait_for_first(self) -> None:
-        _wait_until_left(self._channel, self._held[0][0])
+        _wait_until_left(self._channel, self._held[0])
         self._held.popleft()
 
 
@@ -352,18 +457,18 @@ class _ThreadedSends:
             while item:
                 try:
                     if self._error is None:
-                        _wait_until_left(self._channel, item[0][0])
+                        _wait_until_left(self._channel, item[0])
                 except TransportError as error:
                     self._error = error
                 item.popleft()
                 self._num_left += 1
 
-    def add(self, work: dist.Work, tensor: Tensor) -> None:
+    def add(self, sent: _Sent) -> None:
         if self._error is not None:
             raise self._error
         self._num_added += 1
-        self._kept.append((work, tensor))
-        self._kept_bytes += tensor.nbytes
+        self._kept.append(sent)
+        self._kept_bytes += sent.message.nbytes
         if self._kept_bytes >= _MOST_KEPT_BYTES:
             self._queue.put(self._kept)
             self._kept, self._kept_bytes = deque(), 0
@@ -381,7 +486,7 @@ class _ThreadedSends:
         if self._error is not None:
             raise self._error
         while self._kept:
-            _wait_until_left(self._channel, self._kept[0][0])
+            _wait_until_left(self._channel, self._kept[0])
             self._kept.popleft()
             self._num_left += 1
         self._kept_bytes = 0
@@ -397,11 +502,11 @@ def _end_thread(work: "queue.SimpleQueue[Any]", thread: threading.Thread) -> Non
         thread.join(_END_S)
 
 
-def _wait_until_left(channel: Line, work: dist.Work) -> None:
+def _wait_until_left(channel: Line, sent: _Sent) -> None:
     """Raises: TransportError where that takes longer than the backend waits."""
     start = time.monotonic()
     try:
-        work.wait()
+        sent.wait()
     except RuntimeError as error:
         waited = time.monotonic() - start
         raise TransportError(
@@ -423,7 +528,7 @@ def unique_number(group: dist.ProcessGroup) -> int:
     return int(number)
 
 
-def _backend_maker(group: dist.ProcessGroup, device: torch.device, timeout: timedelta) -> Callable[[Store, int], Any]:
+def _backend_maker(group: dist.ProcessGroup, device: torch.device, timeout: timedelta) -> MakeBackend:
     """Makes communicators of two ranks, given a store and the place among the two.
 
     gloo's devices each have a thread that wakes a hundred times a second: all links of a rank share the group's.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from penstock.model import NOTHING_GIVEN, Given, Lane, Sequences, drain, zip_lanes
-from penstock.runtime.errors import PipelineError, TransportError
+from penstock.runtime.errors import MessageMismatch, PipelineError, TransportError
 from penstock.runtime.message import Message
 from penstock.runtime.pairs import Pairs
 from penstock.runtime.recovery import Alarm
@@ -197,6 +197,8 @@ class Executor:
             assert not (self._tapes or self._arrivals or self._departures), "a proved program leaves nothing behind"
             finished = True
             return [self._results[m] for m in sorted(self._results)]
+        except MessageMismatch as error:
+            raise MessageMismatch(f"{self.recorder.where()}: {error}") from error
         except TransportError as error:
             raise TransportError(f"{self.recorder.where()}: {error}{self.recorder.missing()}") from error
         except Exception as error:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from penstock.model import Driven
-from penstock.runtime.errors import Deadlock, TransportError
+from penstock.runtime.errors import Deadlock, MessageMismatch, TransportError
 from penstock.schedule import Channel, Direction
 
 T = TypeVar("T")
@@ -43,6 +43,11 @@ def describe(channel: Line) -> str:
     return f"{what} from rank {channel.source} to rank {channel.destination}"
 
 
+def described(tensor: "Tensor | _QueueReceipt") -> str:
+    """The shape and dtype of a message in words."""
+    return f"{list(tensor.shape)} of {tensor.dtype}"
+
+
 class Receipt(Protocol):
     """A posted receive."""
 
@@ -51,7 +56,12 @@ class Receipt(Protocol):
         ...
 
     def wait(self) -> Tensor:
-        """The message; the caller owns it. Raises TransportError when it does not come in time."""
+        """The message; the caller owns it.
+
+        Raises:
+            TransportError: it does not come in time.
+            MessageMismatch: another shape or dtype comes.
+        """
         ...
 
 
@@ -178,8 +188,7 @@ class _QueueReceipt:
         self.transport._posted[self.channel].popleft()
         tensor = self.transport.hub.queues[self.channel].popleft()
         if tensor.shape != self.shape or tensor.dtype != self.dtype:
-            expected, got = (f"{list(t.shape)} of {t.dtype}" for t in (self, tensor))
-            raise TransportError(f"{describe(self.channel)}: expected {expected}, got {got}")
+            raise MessageMismatch(f"{describe(self.channel)}: expected {described(self)}, got {described(tensor)}")
         return tensor
 
 

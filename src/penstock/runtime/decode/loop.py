@@ -28,7 +28,7 @@ from penstock.model.sampling import Context, numbers_per_token
 from penstock.parallel.host import broadcast_value
 from penstock.runtime.decode.graphs import StageDecoder
 from penstock.runtime.decode.relay import HeaderRelay, Ring, TakenBatch
-from penstock.runtime.errors import TransportError
+from penstock.runtime.errors import MessageMismatch, TransportError
 from penstock.runtime.trace import Awaited
 from penstock.runtime.transport import Receipt
 from penstock.schedule import Action, Batch, Direction, Ending, Op, RingShape, Scheduler, Token
@@ -161,8 +161,8 @@ class DecodeLoop:
             ring.host.settle()
             finished = True
             return self.report
-        except TransportError as error:
-            raise TransportError(f"{ring.recorder.where()}: {error}") from error
+        except (TransportError, MessageMismatch) as error:
+            raise type(error)(f"{ring.recorder.where()}: {error}") from error
         except Exception as error:
             error.add_note(ring.recorder.where())
             raise

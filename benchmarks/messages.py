@@ -1,0 +1,109 @@
+"""Time what the check of every message costs: the same work with messages announced and without, in turns.
+
+Run:  python benchmarks/messages.py [--rounds 15] [--json]
+
+Two ranks over gloo. "actions" is a step of 1F1B without compute; "training" a step of the benchmark of training, and
+"generation" that of generation, at half of their widths, where messages weigh more. Medians of seconds on the clock
+and of a rank's processor time, which other work on the machine hardly changes; each ratio is that of checked over
+unchecked, as the median over rounds in which both had their turn.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from penstock import Layout, MicroBatchSpec, SamplingParams
+from penstock.bench.generation_task import Generation
+from penstock.bench.overhead import _over_gloo
+from penstock.bench.processor import processor_name
+from penstock.bench.ranks import in_turns
+from penstock.bench.training import Training
+from penstock.engine import Engine, EngineOptions
+from penstock.runtime import distributed
+
+CHECKED, UNCHECKED = "checked", "unchecked"
+NUM_RANKS = 2
+
+
+_NO_ENVELOPE = distributed._Envelope(bytearray(1))
+
+
+class UncheckedReceive(distributed._PostedReceive):
+    """A receive that takes what comes."""
+
+    def wait(self) -> Tensor:
+        self.works[0].wait()
+        self.transport._num_awaited -= 1
+        return self.buffer
+
+
+class UncheckedEnd(distributed._ChannelEnd):
+    """A link whose messages come without announcements."""
+
+    def receive(self, buffer: Tensor) -> Any:
+        return _NO_ENVELOPE, [self.backends[0].recv([buffer], self.peer, 0)]
+
+    def send(self, tensor: Tensor) -> None:
+        assert self._sends is not None
+        self._sends.add(distributed._Sent(tensor, _NO_ENVELOPE, [self.backends[0].send([tensor], self.peer, 0)]))
+
+
+def prepare(side: str, rank: int) -> Callable[[], dict[str, float]]:
+    """One side's turn: its seconds for each kind of work."""
+    if side == UNCHECKED:
+        distributed._ChannelEnd, distributed._PostedReceive = UncheckedEnd, UncheckedReceive
+    training = Training(hidden_size=256, intermediate_size=704)
+    trained = Engine(training.units(), training.hidden_size, Layout(pp=NUM_RANKS), EngineOptions(device="cpu"))
+    generation = replace(Generation(), hidden_size=256, intermediate_size=704)
+    generator = generation.engine(Layout(pp=NUM_RANKS))
+    prompts, greedy = generation.prompts(generation.num_prompts), SamplingParams(generation.new_tokens, temperature=0)
+    works: dict[str, Callable[[], object]] = {
+        "actions": lambda: _over_gloo(rank, "1f1b", NUM_RANKS, 200, 3),
+        "training": lambda: trained.train_batch(
+            training.batch(), micro_batches=MicroBatchSpec(training.num_microbatches)
+        ),
+        "generation": lambda: generator.generate(prompts, greedy),
+    }
+
+    def turn() -> dict[str, float]:
+        found = {}
+        for name, work in works.items():
+            dist.barrier()
+            start, used = time.perf_counter(), time.process_time()
+            work()
+            found[f"{name}, clock"], found[f"{name}, processor"] = (
+                time.perf_counter() - start,
+                time.process_time() - used,
+            )
+        return found
+
+    return turn
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    found = in_turns((CHECKED, UNCHECKED), NUM_RANKS, prepare, num_rounds=args.rounds)
+    result: dict[str, Any] = {"processor": processor_name()}
+    for name in found[CHECKED][0][0]:
+        seconds = {
+            side: [statistics.mean(turn[name] for turn in turns) for turns in zip(*ranks, strict=True)]
+            for side, ranks in found.items()
+        }
+        ratios = sorted(a / b for a, b in zip(seconds[CHECKED], seconds[UNCHECKED], strict=True))
+        result[name] = {side: statistics.median(of_side) for side, of_side in seconds.items()}
+        result[name] |= {"ratio": statistics.median(ratios), "range": [ratios[0], ratios[-1]]}
+    print(json.dumps(result) if args.json else json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()
