@@ -63,7 +63,7 @@ QUICK := tests/test_imports.py tests/test_structure.py \
 	tests/schedule/test_generation.py tests/unit/io tests/unit/settings tests/unit/data/test_packed.py \
 	tests/unit/draw/test_perfetto.py tests/unit/planner/test_model.py tests/unit/parallel tests/unit/model/test_parts.py \
 	tests/unit/model/test_decoder.py tests/unit/runtime/test_executor.py tests/unit/engine/test_trainer.py \
-	tests/unit/engine/test_checkpoint.py tests/unit/bench tests/unit/cli tests/unit/serve tests/dist/test_transport.py \
+	tests/unit/engine/test_checkpoint.py tests/benchmarks tests/unit/cli tests/unit/serve tests/dist/test_transport.py \
 	tests/e2e/test_cli_schedule.py tests/e2e/test_schedule_files.py
 
 quick: compiled

@@ -19,12 +19,12 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.generation_task import Generation
+from benchmarks.overhead import _over_gloo
+from benchmarks.ranks import in_turns
+from benchmarks.train import Training
 from penstock import Layout, MicroBatchSpec, SamplingParams
-from penstock.bench.generation_task import Generation
-from penstock.bench.overhead import _over_gloo
-from penstock.bench.processor import processor_name
-from penstock.bench.ranks import in_turns
-from penstock.bench.training import Training
+from penstock.cli.processor import processor_name
 from penstock.engine import Engine, EngineOptions
 from penstock.runtime import distributed
 

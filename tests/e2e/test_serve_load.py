@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmarks.serve import reply_parts
 
-from penstock.bench.serving import reply_parts
 from tests.e2e.serving import Served, resident_bytes, serving, write_model
 
 NUM_CLIENTS, NUM_KINDS, LONGEST = 64, 24, 40

@@ -171,7 +171,7 @@ def machine() -> dict[str, str]:
     import torch
     import torch.distributed as dist
 
-    from penstock.bench.processor import processor_name
+    from penstock.cli.processor import processor_name
 
     pages, page_bytes = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
     backends = [name for name in ("gloo", "nccl", "ucc", "mpi") if dist.is_backend_available(name)]

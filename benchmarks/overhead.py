@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.ranks import on_ranks, spread
+from benchmarks.train import Training
 from penstock import schedule
-from penstock.bench.ranks import on_ranks, spread
-from penstock.bench.training import Training
 from penstock.engine.build import build_stages
 from penstock.engine.options import EngineOptions
 from penstock.model import NOTHING_GIVEN, Given, Lane, Sequences, drain

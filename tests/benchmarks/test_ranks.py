@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from benchmarks.ranks import Job, RankFailed, Team, jobs_in_turns
 
 from penstock import schedule
-from penstock.bench.ranks import Job, RankFailed, Team, jobs_in_turns
 from penstock.cli.main import main
 
 # How long the ranks of a failed team would wait for each other, if nobody ended them.
@@ -56,7 +56,7 @@ def test_a_rank_that_fails_ends_the_benchmark_at_once(function, told: str):
 
 KILLED_BENCHMARK = """
 import os, sys
-from penstock.bench.ranks import Team
+from benchmarks.ranks import Team
 with Team(2) as team:
     team.sleep()
     print(*(process.pid for process in team._processes), flush=True)

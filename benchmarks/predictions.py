@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from benchmarks.published import PublishedRun, TimedRun
 from penstock.planner.calibrate import LinearStep, fit
 from penstock.planner.cluster import unknown
-from penstock.planner.published import PublishedRun, TimedRun
 from penstock.planner.times import Constants
 
 Progress = Callable[[str], None]

@@ -10,9 +10,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from benchmarks.slow_network import Host, NoSlowNetwork, SlowNetwork
 
-from penstock.bench import slow_network
-from penstock.bench.slow_network import Host, NoSlowNetwork, SlowNetwork
+from benchmarks import slow_network
 from penstock.cli.main import main
 
 PORT, RATE_BITS = 40000, 80e6
@@ -68,7 +68,7 @@ def test_bytes_keep_to_the_rate_and_nothing_is_left_behind():
 
 def test_a_benchmark_that_is_told_to_end_takes_its_hosts_down():
     program = (
-        "from penstock.bench.slow_network import *\n"
+        "from benchmarks.slow_network import *\n"
         "import time\n"
         "with SlowNetwork():\n"
         "    print('up', flush=True)\n"

@@ -4,11 +4,11 @@ import argparse
 import sys
 from typing import Any
 
+from benchmarks import plan_time as timed
+from benchmarks.predictions import predict_runs
+from benchmarks.published import read_runs
+from benchmarks.report import by_group, cells, row_of, summary, summary_cells
 from penstock.cli.commands import print_table
-from penstock.planner import timed
-from penstock.planner.predictions import predict_runs
-from penstock.planner.published import read_runs
-from penstock.planner.report import by_group, cells, row_of, summary, summary_cells
 
 WHAT = "the planner: its predictions beside published runs, beside runs here, or the time that plans take"
 _DEVICES = [size.devices for size in timed.SIZES]
@@ -42,7 +42,7 @@ def run(given: argparse.Namespace) -> dict[str, Any]:
     Raises: ValueError for a file or a column that cannot be read.
     """
     if given.here:
-        from penstock.cli import bench_plan_here
+        from benchmarks import foreseen as bench_plan_here
 
         return {"predicted": bench_plan_here.measure(given.rounds, _progress)}
     if given.runs is None:
@@ -81,7 +81,7 @@ def _pair(text: str) -> tuple[str, str]:
 def show(result: dict[str, Any]) -> None:
     """Print the result as tables."""
     if "predicted" in result:
-        from penstock.cli import bench_plan_here
+        from benchmarks import foreseen as bench_plan_here
 
         for where, found in result["predicted"].items():
             print(f"{where}:")

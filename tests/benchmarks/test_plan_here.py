@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 
 import pytest
+from benchmarks.foreseen import Foreseen, foreseen, sentence, summary
+from benchmarks.from_units import UnitStep, fit_constants
+from benchmarks.plan_here import COMBINATIONS, KNOWN, MODEL, NUM_RANKS, Combination, Round, StepTime
 
-from penstock.bench.combinations import COMBINATIONS, KNOWN, MODEL, NUM_RANKS, Combination, Round, StepTime
-from penstock.cli.bench_plan_here import Foreseen, foreseen, sentence, summary
-from penstock.planner.from_units import UnitStep, fit_constants
 from penstock.planner.times import Constants, Order
 from penstock.schedule import Costs
 

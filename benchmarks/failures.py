@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.bench.ranks import on_ranks, spread
+from benchmarks.ranks import on_ranks, spread
 from penstock.data import MicroBatchSpec, PackedBatch
 from penstock.engine.engine import Engine
 from penstock.engine.options import EngineOptions

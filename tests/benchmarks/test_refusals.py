@@ -20,7 +20,7 @@ def test_the_gpu_part_of_generation_is_refused_without_one(capsys: pytest.Captur
 def test_a_peer_that_is_not_installed_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("penstock.bench.peers.find_spec", lambda name: None)
+    monkeypatch.setattr("benchmarks.peers.find_spec", lambda name: None)
     assert main(["bench", "generate", "--against", "ctranslate2", "--quantize", "int8"]) == 2
     told = capsys.readouterr()
     assert "pip install 'penstock[bench]'" in told.err and len(told.err.splitlines()) == 1 and not told.out
@@ -30,7 +30,7 @@ def test_a_peer_that_lacks_these_numbers_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     library = SimpleNamespace(get_supported_compute_types=lambda device: {"int8", "float32"})
-    monkeypatch.setattr("penstock.bench.peers.find_spec", lambda name: object())
+    monkeypatch.setattr("benchmarks.peers.find_spec", lambda name: object())
     monkeypatch.setitem(sys.modules, "ctranslate2", library)
     assert main(["bench", "generate", "--against", "transformers", "ctranslate2", "--precision", "bf16"]) == 2
     told = capsys.readouterr()

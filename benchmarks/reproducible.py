@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from penstock.bench.ranks import spread
+from benchmarks.ranks import spread
 from penstock.data import NO_LABEL, MicroBatchSpec, PackedBatch
 from penstock.engine import Engine, EngineOptions, token_scores
 from penstock.model import decoder_units

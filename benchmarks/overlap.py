@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
 
-from penstock.bench.emulated import SleepingMatmul
-from penstock.bench.ranks import Team, spread
-from penstock.bench.slow_network import INTERFACE, Host, SlowNetwork
+from benchmarks.ranks import Team, spread
+from benchmarks.schedules import SleepingMatmul
+from benchmarks.slow_network import INTERFACE, Host, SlowNetwork
 from penstock.data import MicroBatchSpec, PackedBatch
 from penstock.engine import Engine, EngineOptions
 from penstock.engine.model_state import own_recording

@@ -4,14 +4,14 @@ import csv
 from pathlib import Path
 
 import pytest
+from benchmarks.predictions import Prediction, predict_runs
+from benchmarks.published import TimedRun, read_runs
+from benchmarks.report import by_group, summary
 
 from penstock.planner.calibrate import LinearStep, fit, spearman
-from penstock.planner.predictions import Prediction, predict_runs
-from penstock.planner.published import TimedRun, read_runs
-from penstock.planner.report import by_group, summary
 from penstock.planner.times import Constants
 
-RUNS = Path(__file__).parents[3] / "docs" / "benchmarks" / "measured_runs.csv"
+RUNS = Path(__file__).parents[2] / "benchmarks" / "measured_runs.csv"
 
 
 def predicted(source: str, *fit_where: tuple[str, str]) -> list[Prediction]:

@@ -1,6 +1,6 @@
 """The benchmark of reproducible tokens, on a model of a few thousand parameters."""
 
-from penstock.bench.reproducible import Reproducing, measure
+from benchmarks.reproducible import Reproducing, measure
 
 
 def test_every_job_has_a_ratio_and_no_token_of_the_mode_has_other_bits() -> None:

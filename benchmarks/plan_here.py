@@ -13,8 +13,8 @@ from statistics import mean
 
 import torch
 
-from penstock.bench.ranks import Turn, in_turns
-from penstock.bench.training import NUM_RANKS, RATE, Training
+from benchmarks.ranks import Turn, in_turns
+from benchmarks.train import NUM_RANKS, RATE, Training
 from penstock.data import MicroBatchSpec
 from penstock.engine import Engine, EngineOptions
 from penstock.engine.timed_cut import UnitTimes, times_here, unit_costs

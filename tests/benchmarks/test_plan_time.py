@@ -6,10 +6,10 @@ import sys
 from typing import Any
 
 import pytest
+from benchmarks.plan_time import BYTES_ALLOWED, SECONDS_ALLOWED, SIZES, measure
 
-from penstock.planner import timed
+from benchmarks import plan_time as timed
 from penstock.planner.search import Plan, plan
-from penstock.planner.timed import BYTES_ALLOWED, SECONDS_ALLOWED, SIZES, measure
 
 
 @pytest.mark.shows(145)

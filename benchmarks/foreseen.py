@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.bench.combinations import (
+from benchmarks.from_units import UnitStep, fit_constants
+from benchmarks.plan_here import (
     COMBINATIONS,
     EMULATED_NAMES,
     EMULATED_SIZES,
@@ -17,8 +18,7 @@ from penstock.bench.combinations import (
     Round,
     run,
 )
-from penstock.bench.emulated import Emulation, compare
-from penstock.planner.from_units import UnitStep, fit_constants
+from benchmarks.schedules import Emulation, compare
 from penstock.planner.times import Order
 
 

@@ -5,10 +5,9 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+from benchmarks.published import read_runs
 
-from penstock.planner.published import read_runs
-
-TABLE = Path(__file__).parents[3] / "docs" / "benchmarks" / "measured_runs.csv"
+TABLE = Path(__file__).parents[2] / "benchmarks" / "measured_runs.csv"
 
 
 def write(path: Path, **values: str) -> Path:

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from itertools import combinations
 from typing import Any
 
+from benchmarks.predictions import Prediction
 from penstock.planner.calibrate import spearman
-from penstock.planner.predictions import Prediction
 
 # Measured steps that differ by less are not taken to differ: runs are published with two or three digits.
 _SAME = 0.005

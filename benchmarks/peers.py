@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from penstock.bench.generation_task import Generation
+from benchmarks.generation_task import Generation
 
 
 def llama(generation: Generation, device: str = "cpu") -> Any:

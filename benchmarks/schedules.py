@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from benchmarks.ranks import Job, jobs_in_turns
 from penstock import schedule
-from penstock.bench.ranks import Job, jobs_in_turns
 from penstock.model import Sequences, WeightGradients
 from penstock.model.linear import TORCH
 from penstock.runtime import Boundary, DistributedTransport, Executor, Feed, Recorder, Stage

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from penstock.bench.ranks import spread
+from benchmarks.ranks import spread
 from penstock.data import DataShard
 from penstock.engine.engine import Engine
 from penstock.engine.folders.run_check import check

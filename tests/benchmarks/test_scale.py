@@ -2,8 +2,8 @@
 
 import pytest
 
+from benchmarks import scale
 from penstock import schedule
-from penstock.bench import scale
 
 
 def test_each_size_is_timed_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch):

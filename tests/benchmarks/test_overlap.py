@@ -4,9 +4,9 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import pytest
+from benchmarks.overlap import FASTEST_BITS, LEAST_SHARE, MOST_SHARE, Figures, Link
 
-from penstock.bench import overlap
-from penstock.bench.overlap import FASTEST_BITS, LEAST_SHARE, MOST_SHARE, Figures, Link
+from benchmarks import overlap
 from penstock.schedule.recording import CollectiveTotal
 
 

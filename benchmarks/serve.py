@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from penstock.bench.generation_task import Generation
-from penstock.bench.ranks import spread
+from benchmarks.generation_task import Generation
+from benchmarks.ranks import spread
 
 _HOST = "127.0.0.1"
 WHOLE, STREAMED, GENERATE = "server, whole answers", "server, streamed answers", "generate"
@@ -66,7 +66,7 @@ def _write_model(folder: Path, generation: Generation) -> None:
     import torch
     from tokenizers import Tokenizer, decoders, models
 
-    from penstock.bench.peers import llama
+    from benchmarks.peers import llama
 
     torch.manual_seed(0)
     llama(replace(generation, new_tokens=4 * generation.new_tokens)).save_pretrained(folder)

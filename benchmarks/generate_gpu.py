@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from penstock.bench.generation import TRANSFORMERS
-from penstock.bench.generation_task import Generation
-from penstock.bench.peers import transformers_sides
-from penstock.bench.ranks import spread
+from benchmarks.generate import TRANSFORMERS
+from benchmarks.generation_task import Generation
+from benchmarks.peers import transformers_sides
+from benchmarks.ranks import spread
 from penstock.engine import Engine, EngineOptions
 from penstock.engine.generation.answers import GenerateOptions
 from penstock.model import decoder_units

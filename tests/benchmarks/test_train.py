@@ -1,9 +1,9 @@
 """What the benchmark of training gives torch's schedules: the same units, dealt to ranks as the schedules want them."""
 
 import pytest
+from benchmarks.train import NUM_RANKS, TORCH_SCHEDULES, Training
 from torch.distributed.pipelining import schedules
 
-from penstock.bench.training import NUM_RANKS, TORCH_SCHEDULES, Training
 from penstock.schedule import Placement, PlacementKind
 
 

@@ -6,9 +6,9 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from benchmarks import plan_published as bench_plan
+from benchmarks.ranks import RankFailed
 from penstock import schedule
-from penstock.bench.ranks import RankFailed
-from penstock.cli import bench_plan
 from penstock.cli.commands import Parser, print_json, print_table
 from penstock.schedule import builders
 from penstock.settings import Precision, Quantize
@@ -193,7 +193,7 @@ def _add(
 
 
 def _schedules(given: argparse.Namespace) -> list[dict[str, Any]]:
-    from penstock.bench.emulated import Emulation, compare
+    from benchmarks.schedules import Emulation, compare
 
     names = _names(given.schedules)
     num_rows = len(names) * len(given.ranks) * len(given.microbatches)
@@ -223,13 +223,13 @@ def _names(given: list[str]) -> list[str]:
 
 
 def _show_schedules(rows: list[dict[str, Any]]) -> None:
-    from penstock.bench.emulated import cells
+    from benchmarks.schedules import cells
 
     print_table(cells(rows))
 
 
 def _train(given: argparse.Namespace) -> dict[str, Any]:
-    from penstock.bench.training import Training, compare
+    from benchmarks.train import Training, compare
     from penstock.settings import Precision
 
     training = Training(
@@ -247,32 +247,32 @@ def _train(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def _overhead(given: argparse.Namespace) -> dict[str, Any]:
-    from penstock.bench.overhead import measure
+    from benchmarks.overhead import measure
 
     return measure(given.schedule, given.ranks, given.microbatches, given.steps)
 
 
 def _failures(given: argparse.Namespace) -> dict[str, Any]:
-    from penstock.bench.failures import measure
+    from benchmarks.failures import measure
 
     return measure(given.ranks, given.failures)
 
 
 def _split(given: argparse.Namespace) -> dict[str, Any]:
-    from penstock.bench.overhead import measure_split
-    from penstock.bench.training import Training
+    from benchmarks.overhead import measure_split
+    from benchmarks.train import Training
 
     return measure_split(Training(products=given.products), given.runs)
 
 
 def _scale(given: argparse.Namespace) -> dict[str, Any]:
-    from penstock.bench.scale import measure
+    from benchmarks.scale import measure
 
     return measure()
 
 
 def _overlap(given: argparse.Namespace) -> dict[str, Any]:
-    from penstock.bench.overlap import ModelSize, measure
+    from benchmarks.overlap import ModelSize, measure
 
     size = ModelSize(
         num_layers=given.layers,
@@ -288,19 +288,19 @@ def _overlap(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def _reduction(given: argparse.Namespace) -> dict[str, Any]:
-    from penstock.bench.overlap import measure_hidden, reduction
+    from benchmarks.overlap import measure_hidden, reduction
 
     return measure_hidden(reduction(given.mbit, given.emulate, given.rounds, given.zero), _progress)
 
 
 def _ring(given: argparse.Namespace) -> dict[str, Any]:
-    from penstock.bench.overlap import measure_hidden, ring
+    from benchmarks.overlap import measure_hidden, ring
 
     return measure_hidden(ring(given.mbit, given.tokens, given.rounds), _progress)
 
 
 def _balance(given: argparse.Namespace) -> dict[str, Any]:
-    from penstock.bench.balance import Learning, measure
+    from benchmarks.balance import Learning, measure
 
     return measure(Learning(num_steps=given.steps, seed=given.seed), _progress)
 
@@ -309,10 +309,10 @@ _GENERATE_PARTS = ("peers", "refill", "emulated")
 
 
 def _generate(given: argparse.Namespace) -> dict[str, Any]:
-    from penstock.bench.generation import CTRANSLATE2, measure
-    from penstock.bench.generation_task import Generation
-    from penstock.bench.gpu_generation import LLAMA_1B, check_gpu, on_gpu
-    from penstock.bench.peers import check_ctranslate2
+    from benchmarks.generate import CTRANSLATE2, measure
+    from benchmarks.generate_gpu import LLAMA_1B, check_gpu, on_gpu
+    from benchmarks.generation_task import Generation
+    from benchmarks.peers import check_ctranslate2
 
     gpu = "gpu" in given.parts
     if gpu:
@@ -338,7 +338,7 @@ def _generate(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def _reproducible(given: argparse.Namespace) -> dict[str, Any]:
-    from penstock.bench.reproducible import Reproducing, measure
+    from benchmarks.reproducible import Reproducing, measure
 
     asked = Reproducing(num_layers=given.layers, hidden_size=given.hidden_size, num_rounds=given.rounds)
     _progress(f"{dataclasses.asdict(asked)}")
@@ -346,8 +346,8 @@ def _reproducible(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def _serve(given: argparse.Namespace) -> dict[str, Any]:
-    from penstock.bench.generation_task import Generation
-    from penstock.bench.serving import Serving, measure
+    from benchmarks.generation_task import Generation
+    from benchmarks.serve import Serving, measure
 
     generation = Generation(
         num_layers=given.layers,

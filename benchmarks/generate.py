@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from penstock.bench.generation_task import Generation
-from penstock.bench.peers import ctranslate2_sides, transformers_sides
-from penstock.bench.processor import processor_name
-from penstock.bench.ranks import Turn, in_turns, spread
+from benchmarks.generation_task import Generation
+from benchmarks.peers import ctranslate2_sides, transformers_sides
+from benchmarks.ranks import Turn, in_turns, spread
+from penstock.cli.processor import processor_name
 from penstock.engine import Engine, EngineOptions
 from penstock.engine.build import parameter_dtype
 from penstock.engine.generation.answers import GenerateOptions
