@@ -18,7 +18,7 @@ import pytest
 
 from penstock.cli.main import main
 from penstock.cli.train_worker import TrainLoop
-from penstock.engine.folders.runs import MetricsLog, RunFolder
+from penstock.engine.folders.runs import MetricsLog, RunLock
 from penstock.runtime.watchdog import EXIT_CODE
 from penstock.settings import RunConfig
 from tests.e2e.training import Ended, Started, has_saved, last_step, wait_until, write_run
@@ -277,12 +277,12 @@ def test_a_folder_deleted_while_a_run_starts_is_one_sentence_and_is_not_made_aga
 ):
     output = tmp_path / "run"
 
-    class DeletedFolder(RunFolder):
+    class DeletedFolder(RunLock):
         def __init__(self, config: RunConfig) -> None:
             super().__init__(config)
             shutil.rmtree(output)
 
-    monkeypatch.setattr("penstock.cli.train_worker.RunFolder", DeletedFolder)
+    monkeypatch.setattr("penstock.cli.train_worker.RunLock", DeletedFolder)
     assert main(["train", str(write_run(tmp_path, "run", 8)), "--parallel.pp", "1"]) == 1
     err = capsys.readouterr().err
     assert re.fullmatch(rf"penstock: process 0: [^\n]*{output}/checkpoints cannot be made: [^\n]+\n", err), err
@@ -295,12 +295,12 @@ def test_a_disk_full_after_the_first_file_is_one_sentence_with_its_path(
 ):
     output, before = tmp_path / "run", resource.getrlimit(resource.RLIMIT_FSIZE)
 
-    class FolderOnFullDisk(RunFolder):
+    class FolderOnFullDisk(RunLock):
         def __init__(self, config: RunConfig) -> None:
             super().__init__(config)
             resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
 
-    monkeypatch.setattr("penstock.cli.train_worker.RunFolder", FolderOnFullDisk)
+    monkeypatch.setattr("penstock.cli.train_worker.RunLock", FolderOnFullDisk)
     try:
         assert main(["train", str(write_run(tmp_path, "run", 8)), "--parallel.pp", "1"]) == 1
     finally:
@@ -388,12 +388,12 @@ def test_what_lies_where_checkpoints_go_is_refused_in_one_sentence(
 ):
     folder = tmp_path / "run" / "checkpoints"
 
-    class OccupiedFolder(RunFolder):
+    class OccupiedFolder(RunLock):
         def __init__(self, config: RunConfig) -> None:
             super().__init__(config)
             make(folder)
 
-    monkeypatch.setattr("penstock.cli.train_worker.RunFolder", OccupiedFolder)
+    monkeypatch.setattr("penstock.cli.train_worker.RunLock", OccupiedFolder)
     assert main(["train", str(write_run(tmp_path, "run", 8)), "--parallel.pp", "1"]) == 2
     err = capsys.readouterr().err
     assert re.fullmatch(rf"penstock: {re.escape(says.format(folder))}[^\n]*\n", err), err

@@ -26,7 +26,7 @@ from penstock.engine.checkpoint.manifest import CheckpointInfo, folder_name
 from penstock.engine.checkpoint.rank_values import random_state, restore_random_state
 from penstock.engine.engine import Engine
 from penstock.engine.folders.run_parts import RunData, check_parts, engine_arguments, micro_batches
-from penstock.engine.folders.runs import CHECKPOINT_FOLDER, METRICS_FILE, RunFolder, check_folder, read_metrics
+from penstock.engine.folders.runs import CHECKPOINT_FOLDER, METRICS_FILE, RunLock, check_folder, read_metrics
 from penstock.engine.model_state import gathered_recording
 from penstock.engine.training.losses import EvaluationLoss, LossFn, LossWeightFn
 from penstock.engine.training.trainer import TrainResult
@@ -73,7 +73,7 @@ class TrainLoop:
     config: RunConfig
     engine: Engine
     #: the run's folder; None but on rank 0
-    folder: RunFolder | None
+    folder: RunLock | None
     #: batches to train on and to validate with
     loader: Loader
     validation: tuple[PackedBatch, ...]
@@ -94,7 +94,7 @@ class TrainLoop:
     _unfinished: bool
 
     def __init__(
-        self, config: RunConfig, engine: Engine, data: RunData, folder: RunFolder | None, as_json: bool = False
+        self, config: RunConfig, engine: Engine, data: RunData, folder: RunLock | None, as_json: bool = False
     ) -> None:
         self.config, self.engine, self.folder = config, engine, folder
         shard = DataShard(engine.grid.dp_rank, config.parallel.dp)
@@ -268,12 +268,12 @@ class _RunReporter:
 
     #: the run's settings and folder
     _config: RunConfig
-    _folder: RunFolder
+    _folder: RunLock
     #: what writes and shows its numbers
     _trackers: Trackers
     _progress: Progress
 
-    def __init__(self, config: RunConfig, folder: RunFolder, step: int, file: Any) -> None:
+    def __init__(self, config: RunConfig, folder: RunLock, step: int, file: Any) -> None:
         self._config, self._folder = config, folder
         self._trackers = Trackers.open(folder.path, config.log, resumed_step=step)
         self._progress = Progress(config.train.steps, step, file)
@@ -401,7 +401,7 @@ class TrainWorker:
         together(store, group, "folder", lambda: check_folder(config, self.fresh, self.must_resume))
         data = together(store, group, "data", lambda: check_parts(config))
         refuse_differing(store, group, "corpus", {"tokens of the corpus": data.corpus.fingerprint})
-        folder = together(store, group, "lock", lambda: RunFolder(config) if group.rank == 0 else None)
+        folder = together(store, group, "lock", lambda: RunLock(config) if group.rank == 0 else None)
         device = choose_device(store, group, config.parallel.device)
         config = replace(config, parallel=replace(config.parallel, device=device))
         initialise(store, group, device, config.parallel.timeout_s)

@@ -18,7 +18,7 @@ from penstock.engine.folders.runs import (
     RUN_FILE,
     TENSORBOARD_FOLDER,
     MetricsLog,
-    RunFolder,
+    RunLock,
     check_folder,
     read_metrics,
 )
@@ -41,11 +41,11 @@ def configured(tmp_path: Path) -> Callable[..., RunConfig]:
 
 def test_a_folder_is_continued_by_the_same_run(configured: Callable[..., RunConfig]):
     assert not check_folder(configured())
-    folder = RunFolder(configured())
+    folder = RunLock(configured())
     assert not folder.continued
     folder.close()
     assert check_folder(configured())
-    folder = RunFolder(configured())
+    folder = RunLock(configured())
     assert folder.continued
     assert read_config(folder.path / RUN_FILE) == configured()
     folder.close()
@@ -57,7 +57,7 @@ def test_a_folder_is_continued_by_the_same_run(configured: Callable[..., RunConf
 )
 def test_settings_of_any_text_read_back_as_they_were(text: str, tmp_path: Path):
     config = from_dict({"output": str(tmp_path / "run"), "data": {"corpus": text}})
-    RunFolder(config).close()
+    RunLock(config).close()
     assert read_config(tmp_path / "run" / RUN_FILE) == config
     assert check_folder(config)
 
@@ -85,7 +85,7 @@ def test_a_run_that_has_lost_its_checkpoints_is_not_started_anew(
     entries: list[str] | None, last: int | None, every: int, is_lost: bool, tmp_path: Path
 ):
     config = from_dict({"output": str(tmp_path / "run"), "checkpoint": {"every": every}})
-    RunFolder(config).close()
+    RunLock(config).close()
     if entries is not None:
         (tmp_path / "run" / "checkpoints").mkdir()
     for entry in entries or []:
@@ -96,22 +96,22 @@ def test_a_run_that_has_lost_its_checkpoints_is_not_started_anew(
             log.write(step, {"loss": 1.0})
         log.close()
     before = files_of(tmp_path)
-    for attempt in (check_folder, RunFolder):
+    for attempt in (check_folder, RunLock):
         if is_lost:
             with pytest.raises(ConfigError, match=rf"has steps up to {last}; bring the folder back"):
                 attempt(config)
             assert files_of(tmp_path) == before
         else:
             opened = attempt(config)
-            if isinstance(opened, RunFolder):
+            if isinstance(opened, RunLock):
                 opened.close()
 
 
 def test_a_folder_of_another_run_is_refused_and_left_alone(configured: Callable[..., RunConfig], tmp_path: Path):
-    RunFolder(configured(seed=1)).close()
+    RunLock(configured(seed=1)).close()
     before = files_of(tmp_path)
     assert before
-    for attempt in (check_folder, RunFolder):
+    for attempt in (check_folder, RunLock):
         with pytest.raises(ConfigError, match=r"holds another run: train.seed \(2 here, 1 there\); give another"):
             attempt(configured(seed=2))
     with pytest.raises(ConfigError, match="already holds a run; --fresh takes another"):
@@ -120,7 +120,7 @@ def test_a_folder_of_another_run_is_refused_and_left_alone(configured: Callable[
 
 
 def test_a_longer_run_is_told_how_to_keep_its_decay(configured: Callable[..., RunConfig]):
-    RunFolder(configured(steps=40)).close()
+    RunLock(configured(steps=40)).close()
     with pytest.raises(ConfigError, match=r"; give optimizer\.num_decay_steps = 40, which keeps its decay, or another"):
         check_folder(configured(steps=44))
     with pytest.raises(ConfigError, match=r"\(44 here, 40 there\); train\.seed .*; give another --output$"):
@@ -133,10 +133,10 @@ def test_a_folder_of_strangers_is_refused_and_left_alone(configured: Callable[..
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "thesis.tex").write_text("mine")
     with pytest.raises(ConfigError, match=r"holds 'thesis.tex' and no run"):
-        RunFolder(configured())
+        RunLock(configured())
     assert files_of(tmp_path) == {"run/thesis.tex": b"mine"}
     with pytest.raises(ConfigError, match="is a file; give a folder"):
-        RunFolder(from_dict({"output": str(tmp_path / "run" / "thesis.tex")}))
+        RunLock(from_dict({"output": str(tmp_path / "run" / "thesis.tex")}))
 
 
 @pytest.mark.shows(147)
@@ -147,7 +147,7 @@ def test_what_a_first_start_left_unfinished_does_not_block_the_folder(
     (tmp_path / "run" / ".run.toml.new").write_text('output = "')
     (tmp_path / "run" / ".lock").touch()
     assert not check_folder(configured())
-    RunFolder(configured()).close()
+    RunLock(configured()).close()
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [".lock", "run.toml"]
 
 
@@ -156,21 +156,21 @@ def test_a_full_disk_at_the_start_is_one_sentence_and_blocks_nothing(
     configured: Callable[..., RunConfig], tmp_path: Path
 ):
     with full_disk(), pytest.raises(ConfigError) as caught:
-        RunFolder(configured())
+        RunLock(configured())
     assert re.fullmatch(rf"{tmp_path}/run/run\.toml cannot be written: [^\n]+", str(caught.value))
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [".lock"]
-    RunFolder(configured()).close()
+    RunLock(configured()).close()
     with full_disk(), pytest.raises(OSError, match=r"run/metrics\.jsonl"):
         MetricsLog(tmp_path / "run").write(1, {"loss": 1.0})
     assert check_folder(configured())
 
 
 def test_two_runs_do_not_write_at_once(configured: Callable[..., RunConfig]):
-    folder = RunFolder(configured())
+    folder = RunLock(configured())
     with pytest.raises(ConfigError, match="is being written by another run"):
-        RunFolder(configured())
+        RunLock(configured())
     folder.close()
-    RunFolder(configured()).close()
+    RunLock(configured()).close()
 
 
 def test_metrics_continue_where_the_run_does(tmp_path: Path):
@@ -216,7 +216,7 @@ def test_logs_that_a_run_cannot_go_on_writing_are_refused_before_it_does(
     configured: Callable[..., RunConfig], tmp_path: Path, board: bool
 ):
     config = configured()
-    RunFolder(config).close()
+    RunLock(config).close()
     logs = tmp_path / "run" / (TENSORBOARD_FOLDER if board else METRICS_FILE)
     logs.touch() if board else logs.mkdir()
     kinds = ("file", "folder") if board else ("folder", "file")
@@ -231,7 +231,7 @@ def test_logs_that_a_run_cannot_go_on_writing_are_refused_before_it_does(
 def test_logs_and_checkpoints_that_the_user_may_not_open_are_named(
     configured: Callable[..., RunConfig], tmp_path: Path
 ):
-    RunFolder(configured()).close()
+    RunLock(configured()).close()
     logs, board, checkpoints = (tmp_path / "run" / name for name in (METRICS_FILE, TENSORBOARD_FOLDER, "checkpoints"))
     logs.touch(0o000)
     board.mkdir(0o755)

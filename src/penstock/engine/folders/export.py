@@ -32,7 +32,7 @@ from penstock.engine.folders.lora import merged_weight, save_adapter, with_adapt
 from penstock.engine.folders.model_folder import open_model
 from penstock.engine.folders.run_check import with_pretrained
 from penstock.engine.folders.run_parts import engine_arguments
-from penstock.engine.folders.runs import CHECKPOINT_FOLDER, RUN_FILE, RunFolder
+from penstock.engine.folders.runs import CHECKPOINT_FOLDER, RUN_FILE, RunLock
 from penstock.engine.model_state import ModelState
 from penstock.engine.pipeline import Pipeline
 from penstock.engine.training.trainer import Trainer
@@ -470,7 +470,7 @@ def to_run(source: Path, destination: Path, dtype: str | None) -> int | None:
     pipeline = Pipeline(units, hidden_size, layout, options)
     state = ModelState(pipeline, Trainer(pipeline))
     before = destination.exists()
-    folder = RunFolder(config)
+    folder = RunLock(config)
     try:
         aliases = state.aliases
         saved = Checkpointer(

@@ -132,8 +132,8 @@ def _check_writable(folder: Path, tensorboard: bool) -> None:
             raise ConfigError(f"{path} cannot be written: permission denied")
 
 
-class RunFolder:
-    """A run's folder, locked against other runs for as long as the process lives; opened by one rank.
+class RunLock:
+    """The folder of a run, locked against other runs for as long as the process lives; opened by one rank.
 
     Raises:
         ConfigError: the folder holds another run, or a run is writing there now.
