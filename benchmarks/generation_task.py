@@ -6,7 +6,7 @@ from functools import partial
 import torch
 
 from penstock.engine import Engine, EngineOptions
-from penstock.engine.folders.hf_folder import EngineArguments
+from penstock.engine.folders.model_folder import EngineArguments
 from penstock.engine.generation.decode_cut import cut_to_decode
 from penstock.model import ModelGroups, UnitSpec, decoder_units
 from penstock.settings import Layout, ModelConfig, Precision, Quantize

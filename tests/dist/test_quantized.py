@@ -11,10 +11,10 @@ import torch
 
 from penstock import Engine, Layout, MicroBatchSpec, PackedBatch, SamplingParams
 from penstock.engine import EngineOptions
-from penstock.engine.folders.hf_folder import HuggingFaceForm
 from penstock.engine.folders.model_folder import open_model
 from penstock.engine.generation.answers import GenerateOptions
 from penstock.model import decoder_units
+from penstock.model.hf.config_json import HuggingFaceForm
 from penstock.settings import LearningRate, ModelConfig, OptimizerConfig, ParallelConfig, Precision, Quantize
 from tests.dist.launch import run_ranks
 from tests.generation import random_prompts

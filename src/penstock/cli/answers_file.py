@@ -14,7 +14,7 @@ from penstock.cli.commands import Unfinished, plain_number, print_json, unfinish
 from penstock.cli.processes.session import Pipelines
 from penstock.cli.progress import LineProgress
 from penstock.cli.texts import Prompt
-from penstock.engine.folders.model_folder import SavedModel
+from penstock.engine.folders.model_folder import ModelFolder
 from penstock.engine.generation.answers import AnswerText, GenerateOptions, GenerateResult
 from penstock.schedule import Ending, Token
 from penstock.settings import SamplingParams
@@ -89,7 +89,7 @@ class AnswersFile:
 class GenerateJob:
     """The checked input of one call, and the destination of its answers: a file, JSON, or the terminal."""
 
-    model: SavedModel
+    model: ModelFolder
     prompts: Sequence[Prompt]
     params: SamplingParams
     options: GenerateOptions

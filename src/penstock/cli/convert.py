@@ -103,10 +103,10 @@ def main(arguments: list[str]) -> int:
     if not options.source.is_dir():
         raise ValueError(f"there is no folder {options.source}; give that of a run, or one of Hugging Face's")
     form = options.to or _FORMS[not (options.source / _RUN_FILE).is_file()]
-    from penstock.engine.folders.hf_folder import holds_adapters
+    from penstock.engine.folders.model_folder import open_folder
 
     show_log()
-    adapters_apart = form == "huggingface" and holds_adapters(options.source) and not options.merge_adapters
+    adapters_apart = form == "huggingface" and open_folder(options.source).has_adapters and not options.merge_adapters
     _check(options, form, adapters_apart)
     before = None if options.held_out is None else perplexity(options.source, options.held_out)
     if form == "huggingface":

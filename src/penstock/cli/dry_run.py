@@ -12,13 +12,13 @@ from penstock import schedule
 from penstock.cli.doctor import group_rows, group_table
 from penstock.cli.progress import show_log
 from penstock.engine.build import cut_units
-from penstock.engine.folders.hf_folder import HuggingFaceForm
 from penstock.engine.folders.lora import with_adapter
 from penstock.engine.folders.run_parts import RunData
 from penstock.engine.options import EngineOptions
 from penstock.engine.rehearsal.memory import costs_of_memory, kept_bytes, rank_state_bytes
 from penstock.engine.timed_cut import UnitTimes, stage_costs, timed_cut, times_here
 from penstock.model import ModelGroups, UnitSpec, decoder_units
+from penstock.model.hf.config_json import HuggingFaceForm
 from penstock.parallel.gradients import StateBytes
 from penstock.settings import ConfigError, Layout, RunConfig
 

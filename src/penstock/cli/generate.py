@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
     from penstock.cli.answers_file import AnswersFile, GenerateJob
-    from penstock.engine.folders.hf_folder import EngineArguments
+    from penstock.engine.folders.model_folder import EngineArguments
     from penstock.engine.generation.decode_cut import DecodingRank
 
 STANDARD_INPUT = "PENSTOCK_STANDARD_INPUT"

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
     from penstock.cli.scoring import ScoreJob, Summary
-    from penstock.engine.folders.model_folder import SavedModel
+    from penstock.engine.folders.model_folder import ModelFolder
 
 _COMMAND = WorkerCommand(
     "penstock.cli.score", "continues where it was stopped", ("penstock.cli.scoring", "penstock.engine.engine")
@@ -150,7 +150,7 @@ def _check_model(arguments: ScoreArguments, world_size: int) -> None:
     say_shared_cores(world_size, arguments.parallel.device)
 
 
-def _opened(arguments: ScoreArguments) -> "SavedModel":
+def _opened(arguments: ScoreArguments) -> "ModelFolder":
     """The model, which may be one that rates texts. Raises: ValueError."""
     from penstock.cli.texts import open_to_cut
 

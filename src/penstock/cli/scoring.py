@@ -18,7 +18,7 @@ from penstock.cli.texts import Text
 from penstock.data import NO_LABEL, MicroBatchSpec, PackedBatch
 from penstock.data.examples import rated_place
 from penstock.engine.engine import Engine
-from penstock.engine.folders.model_folder import SavedModel
+from penstock.engine.folders.model_folder import ModelFolder
 from penstock.engine.training.scorer import PerToken, PostHook, token_scores
 
 # ---- The file that `penstock score` writes, line by line, and its summary
@@ -65,7 +65,7 @@ class Rated:
     ratings: Sequence[Any]
 
     @classmethod
-    def of(cls, text: Text, by_token: Sequence[Sequence[float]], model: SavedModel) -> Self:
+    def of(cls, text: Text, by_token: Sequence[Sequence[float]], model: ModelFolder) -> Self:
         """Make a line from the head's outputs for each token.
 
         Source: transformers' sequence classification, which rates a text by its last token that is no padding.
@@ -216,7 +216,7 @@ _MICROBATCHES = 8
 class ScoreJob:
     """The checked input of one call."""
 
-    model: SavedModel
+    model: ModelFolder
     texts: Sequence[Text]
     max_tokens: int
     cp: int = 1

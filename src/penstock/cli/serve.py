@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
     from penstock.engine.engine import Engine
-    from penstock.engine.folders.model_folder import SavedModel
+    from penstock.engine.folders.model_folder import ModelFolder
     from penstock.schedule import RingShape
     from penstock.serve.app import ServerParts
 
@@ -144,7 +144,7 @@ def read_arguments(words: Sequence[str]) -> ServeArguments:
     )
 
 
-def _open(arguments: ServeArguments) -> "SavedModel":
+def _open(arguments: ServeArguments) -> "ModelFolder":
     """Open the model. Raises: ValueError for what no number of processes could serve."""
     from penstock.cli.texts import open_to_cut
 
@@ -165,7 +165,7 @@ def _fitting_options(arguments: ServeArguments) -> list[str]:
     return options_here(model, shape.num_rows, _length(arguments, model), 1, arguments.parallel.device)
 
 
-def _length(arguments: ServeArguments, model: "SavedModel") -> int:
+def _length(arguments: ServeArguments, model: "ModelFolder") -> int:
     """The tokens of a row of the KV cache."""
     return arguments.serve.max_length or min(_USUAL_LENGTH, model.max_generated_length())
 
@@ -192,7 +192,7 @@ def _key(arguments: ServeArguments) -> str | None:
     return key.strip()
 
 
-def _parts(arguments: ServeArguments, model: "SavedModel", shape: "RingShape") -> "ServerParts":
+def _parts(arguments: ServeArguments, model: "ModelFolder", shape: "RingShape") -> "ServerParts":
     """The server's part on the rank of the first stage. Raises: ValueError for an unusable key or template."""
     from penstock.data.chat_template import ChatTemplate
     from penstock.engine.generation.requests import RequestQueue

@@ -3,14 +3,13 @@
 import json
 import sys
 from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeGuard
 
 from penstock.data.examples import Chat, ExampleReader, messages_of, options_of
-from penstock.data.tokenizer import WithoutSpecialTokens
-from penstock.engine.folders.model_folder import GENERATION_CONFIG, SavedModel, open_model
+from penstock.engine.folders.model_folder import GENERATION_CONFIG, ModelFolder, open_model
 from penstock.io.documents import parse_json
 from penstock.io.files import lines_of
 
@@ -49,12 +48,12 @@ class Prompt:
         return f"prompt {number}" if self.line is None else f"{file}, line {self.line}{own_id}:"
 
 
-def plainly(model: SavedModel) -> SavedModel:
+def plainly(model: ModelFolder) -> ModelFolder:
     """The model with a tokenizer that puts no special tokens around a text."""
-    return model if model.tokenizer is None else replace(model, tokenizer=WithoutSpecialTokens(model.tokenizer))
+    return model.without_special_tokens()
 
 
-def open_to_cut(folder: Path, pp: int, **opened: Any) -> SavedModel:
+def open_to_cut(folder: Path, pp: int, **opened: Any) -> ModelFolder:
     """Open a saved model that is to be cut into `pp` stages; `opened` are further arguments of `open_model`.
 
     Raises: ValueError as `open_model` does, and for more stages than the model has units.
@@ -68,13 +67,13 @@ def open_to_cut(folder: Path, pp: int, **opened: Any) -> SavedModel:
     return model
 
 
-def show_layers(model: SavedModel) -> None:
+def show_layers(model: ModelFolder) -> None:
     """Say on standard error where transformers' own layers run the model, and why."""
     if model.transformers_because is not None:
         print(f"penstock: transformers' own layers run {model.folder}: {model.transformers_because}", file=sys.stderr)
 
 
-def show_lacking(model: SavedModel, told: Container[str] = ()) -> None:
+def show_lacking(model: ModelFolder, told: Container[str] = ()) -> None:
     """Say on standard error which of the model's own settings of generation have no effect here; `told`: what is given.
 
     A number of new tokens that is given makes max_length mean nothing.
@@ -86,7 +85,7 @@ def show_lacking(model: SavedModel, told: Container[str] = ()) -> None:
         print(f"penstock: {where} has {named}, which Penstock lacks; answers are made without", file=sys.stderr)
 
 
-def read_texts(path: Path, model: SavedModel, text_field: str = "text") -> list[Text]:
+def read_texts(path: Path, model: ModelFolder, text_field: str = "text") -> list[Text]:
     """Read all lines of a file to score.
 
     Raises: ValueError naming the line that the model cannot score, and why.
@@ -111,7 +110,7 @@ def read_texts(path: Path, model: SavedModel, text_field: str = "text") -> list[
     return texts
 
 
-def read_prompts(path: Path, model: SavedModel) -> list[Prompt]:
+def read_prompts(path: Path, model: ModelFolder) -> list[Prompt]:
     """Read all lines of a file of prompts.
 
     Raises: ValueError naming the line that is not a prompt, and why.
@@ -120,7 +119,7 @@ def read_prompts(path: Path, model: SavedModel) -> list[Prompt]:
     return [_prompt(f"{path}, line {number}", number, line, model) for number, line in lines]
 
 
-def prompts_of_texts(texts: Sequence[str], model: SavedModel) -> list[Prompt]:
+def prompts_of_texts(texts: Sequence[str], model: ModelFolder) -> list[Prompt]:
     """Make prompts of texts.
 
     Raises: ValueError where the model has no tokenizer.
@@ -128,7 +127,7 @@ def prompts_of_texts(texts: Sequence[str], model: SavedModel) -> list[Prompt]:
     return [Prompt(_prompt_tokens(f"prompt {number}", text, model), text) for number, text in enumerate(texts)]
 
 
-def tokens_of_word(word: str, model: SavedModel) -> list[tuple[int, ...]]:
+def tokens_of_word(word: str, model: ModelFolder) -> list[tuple[int, ...]]:
     """The token ids of a text as it begins one, and as it follows a blank, since their tokens often differ.
 
     Raises: ValueError for no text, or where the model has no tokenizer.
@@ -169,7 +168,7 @@ def _parsed(where: str, line: str, forms: str) -> Any:
 
 
 def _text(
-    where: str, number: int, line: str, model: SavedModel, text_field: str, reader: Callable[[], ExampleReader]
+    where: str, number: int, line: str, model: ModelFolder, text_field: str, reader: Callable[[], ExampleReader]
 ) -> Text:
     value = _parsed(where, line, _TEXT_FORMS)
     if not isinstance(value, dict):
@@ -191,7 +190,7 @@ def _text(
     raise ValueError(f"{where}: has only {', '.join(map(repr, value)) or 'an empty object'}; a line is {_TEXT_FORMS}")
 
 
-def _prompt(where: str, number: int, line: str, model: SavedModel) -> Prompt:
+def _prompt(where: str, number: int, line: str, model: ModelFolder) -> Prompt:
     value = _parsed(where, line, _PROMPT_FORMS)
     given = value if isinstance(value, dict) else {}
     text, tokens = given.get("prompt"), given.get("tokens")
@@ -202,7 +201,7 @@ def _prompt(where: str, number: int, line: str, model: SavedModel) -> Prompt:
     raise ValueError(f"{where}: holds no prompt; a line is {_PROMPT_FORMS}, a text or a list of token ids")
 
 
-def _text_tokens(where: str, name: str, value: Any, model: SavedModel) -> Sequence[int]:
+def _text_tokens(where: str, name: str, value: Any, model: ModelFolder) -> Sequence[int]:
     """The token ids of a text, with special tokens unless it continues another, or the ids as given."""
     if isinstance(value, str) and name != "tokens":
         if model.tokenizer is None:
@@ -214,7 +213,7 @@ def _text_tokens(where: str, name: str, value: Any, model: SavedModel) -> Sequen
     raise ValueError(f"{where}: {name!r} must be {wanted}")
 
 
-def _prompt_tokens(where: str, text: str, model: SavedModel) -> Sequence[int]:
+def _prompt_tokens(where: str, text: str, model: ModelFolder) -> Sequence[int]:
     if model.tokenizer is None:
         raise ValueError(f"{where} is a text, but {_lack(model)}; give token ids in a --file")
     tokens = _encoded(where, text, model)
@@ -223,7 +222,7 @@ def _prompt_tokens(where: str, text: str, model: SavedModel) -> Sequence[int]:
     return tokens
 
 
-def _lack(model: SavedModel) -> str:
+def _lack(model: ModelFolder) -> str:
     """Why there is no tokenizer."""
     if (model.folder / "tokenizer.model").is_file():
         return (
@@ -233,7 +232,7 @@ def _lack(model: SavedModel) -> str:
     return f"{model.folder} has no tokenizer"
 
 
-def _encoded(where: str, text: str, model: SavedModel, special_tokens: bool = True) -> list[int]:
+def _encoded(where: str, text: str, model: ModelFolder, special_tokens: bool = True) -> list[int]:
     assert model.tokenizer is not None
     try:
         return model.tokenizer.encode([text], special_tokens)[0].tolist()

@@ -195,10 +195,10 @@ def _show_layers(given: RunConfig, config: RunConfig) -> None:
     """Say on standard error where transformers' own layers run the model without having been asked for, and why."""
     if config.model.native is not False or given.model.native is False:
         return
-    from penstock.engine.folders.hf_folder import reason_for_transformers
+    from penstock.engine.folders.model_folder import open_folder
 
     folder = given.model.pretrained or ""
-    reason = reason_for_transformers(folder, given.model.native)
+    reason = open_folder(folder, given.model.native).transformers_because
     print(f"penstock: transformers' own layers run {folder}: {reason}", file=sys.stderr)
 
 

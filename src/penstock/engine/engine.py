@@ -9,8 +9,8 @@ from torch import nn
 from penstock.data import MicroBatchSpec, PackedBatch
 from penstock.engine.build import units_of_layers
 from penstock.engine.folders.export import ExportOptions, export_model
-from penstock.engine.folders.hf_folder import HuggingFaceForm, open_pretrained
 from penstock.engine.folders.lora import with_adapter
+from penstock.engine.folders.model_folder import open_folder
 from penstock.engine.folders.run_parts import read_arguments
 from penstock.engine.generation.answers import GenerateOptions, GenerateResult
 from penstock.engine.generation.generator import Generator
@@ -23,6 +23,7 @@ from penstock.engine.training.losses import EvaluationLoss, LossFn, LossWeightFn
 from penstock.engine.training.scorer import AggregateFn, Outputs, PostHook, Scorer
 from penstock.engine.training.trainer import Trainer, TrainResult
 from penstock.engine.weight_transfer import Port
+from penstock.model.hf.config_json import HuggingFaceForm
 from penstock.parallel import Grid
 from penstock.runtime import Recorder
 from penstock.settings import Layout, Native, Normalize, RunConfig, SamplingParams, checked
@@ -302,7 +303,7 @@ class Engine(BatchTraining, BatchScoring, Generating):
             FileNotFoundError: the folder or one of its files is missing; on every process if on one, as the next.
             ValueError: what cannot be run so, damaged files, wrong tensors, or pickles; and as `Engine`.
         """
-        return cls(*open_pretrained(path, native).arguments(layout, options), **changes)
+        return cls(*open_folder(path, native).arguments_from_files(layout, options), **changes)
 
     def save_hf(self, path: str | Path, dtype: str | None = None, **options: Any) -> None:
         """Write the model as a new Hugging Face folder; all ranks call it.

@@ -14,7 +14,6 @@ from penstock.engine.build import SECOND_COPY
 from penstock.engine.checkpoint import Checkpointer, CheckpointReader
 from penstock.engine.checkpoint.manifest import folder_name
 from penstock.engine.checkpoint.rank_values import random_state, restore_random_state
-from penstock.engine.folders.hf_folder import HuggingFaceForm
 from penstock.engine.folders.lora import save_adapter
 from penstock.engine.optimizer.optimizer import state_aliases
 from penstock.engine.pipeline import Pipeline
@@ -24,6 +23,7 @@ from penstock.engine.training.losses import EvaluationLoss
 from penstock.engine.training.trainer import Trainer, TrainResult
 from penstock.engine.watch import Watchers
 from penstock.engine.weight_transfer import Port, Slices, slices_of
+from penstock.model.hf.config_json import HuggingFaceForm
 from penstock.parallel.gradients import StateBytes
 from penstock.parallel.grid import own_world_rank
 from penstock.parallel.host import check_same_calls, gather_json, shown_to_all_ranks

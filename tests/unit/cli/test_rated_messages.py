@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from penstock.cli.texts import read_texts
 from penstock.data import CorpusSpec, load_corpus
-from penstock.engine.folders.model_folder import SavedModel, open_model
+from penstock.engine.folders.model_folder import ModelFolder, open_model
 from tests.chat import LLAMA3, assistant, user
 from tests.hugging_face import SIZES, make_tokenizer
 
@@ -18,7 +18,7 @@ CHATS = [[user("the cat"), assistant("sat")], [user("the other user"), assistant
 
 def make_model(
     folder: Path, made: Any = AutoModelForSequenceClassification, template: str | None = LLAMA3
-) -> SavedModel:
+) -> ModelFolder:
     config = AutoConfig.for_model("llama", **SIZES | {"vocab_size": 300, "pad_token_id": 0}, num_labels=1)
     made.from_config(config).save_pretrained(folder)
     make_tokenizer(folder, chat_template=template)

@@ -24,7 +24,7 @@ from penstock.cli.processes.memory_limits import memory_bytes
 from penstock.settings import Device
 
 if TYPE_CHECKING:
-    from penstock.engine.folders.model_folder import SavedModel
+    from penstock.engine.folders.model_folder import ModelFolder
 
 # Rough figures of today's processors, which only have to tell layouts apart that are far from each other.
 _BYTES_PER_S = 15e9  # that one core reads; `_SHARED` cores read half as fast each
@@ -132,7 +132,7 @@ def is_free(given: argparse.Namespace, names: Sequence[str]) -> bool:
     return all(getattr(given, name) is None for name in names)
 
 
-def options_here(model: "SavedModel", num_answers: int, num_tokens: int, max_copies: int, device: Device) -> list[str]:
+def options_here(model: "ModelFolder", num_answers: int, num_tokens: int, max_copies: int, device: Device) -> list[str]:
     """The options of the layout that fits this machine and work; said on standard error where others are possible.
 
     Raises: ValueError for a model that does not fit.

@@ -12,13 +12,14 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from penstock.engine.checkpoint.rank_values import check_rank_values
 from penstock.io.documents import check_kinds, parse_json
 from penstock.io.files import open_file, read_bytes, write_durably
-from penstock.model.hf.files import refuse_unfit_files
+from penstock.model.hf.files import Names, refuse_unfit_files
 from penstock.parallel.tensor_slice import Shape, StoredSlice, TensorSlice
 
 MANIFEST = "manifest.json"
@@ -110,8 +111,8 @@ class FileRecord:
 
 
 @dataclass(frozen=True)
-class CheckpointInfo:
-    """One published checkpoint."""
+class CheckpointInfo(Names):
+    """One published checkpoint. As a model's names it gives tensors whole, or in the slices that ranks had."""
 
     path: Path
     #: optimizer steps taken before it
@@ -130,13 +131,34 @@ class CheckpointInfo:
         """Rank 0's JSON value."""
         return self.rank_values[0]
 
-    @property
+    @cached_property
     def stored(self) -> dict[str, tuple[StoredSlice, ...]]:
         """The stored slices of each tensor, by the tensor's name."""
         found: dict[str, tuple[StoredSlice, ...]] = {}
         for name, record in self.tensors.items():
             found[record.of] = (*found.get(record.of, ()), StoredSlice(name, record.part))
         return found
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of rows of a decoder's embedding. Raises: ValueError if the checkpoint has none."""
+        embedding = self.stored.get("embedding.weight")
+        if embedding is None or len(embedding[0].part.full_shape) != 2:
+            raise ValueError(f"checkpoint {self.path} holds no embedding.weight of tokens and sizes")
+        return embedding[0].part.full_shape[0]
+
+    def slices(self, full_name: str, shape: Shape) -> tuple[StoredSlice, ...]:
+        """As of all names; none for a parameter that only training uses and this run did not."""
+        only_in_training = ".balance." in full_name or ".predictions." in full_name
+        under_adapter = ".base_layer.".join(full_name.rsplit(".", 1))
+        missing = () if only_in_training else (StoredSlice.at(full_name, shape),)
+        stored = self.stored.get(full_name) or self.stored.get(under_adapter) or missing
+        # A whole tensor must have the shape of the parameter, which is checked against the file.
+        return tuple(StoredSlice.at(found.name, shape) if found.part.is_whole else found for found in stored)
+
+    def is_surplus(self, stored: str) -> bool:
+        """True: stored tensors such as optimizer state are rightly left unread."""
+        return True
 
 
 def folder_name(step: int) -> str:

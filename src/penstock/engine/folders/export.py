@@ -20,16 +20,8 @@ from torch import Tensor
 
 from penstock.data.tokenizer import ByteTokenizer, save_byte_tokenizer
 from penstock.engine.checkpoint import Checkpointer
-from penstock.engine.folders.hf_folder import (
-    HuggingFaceForm,
-    StoredModel,
-    check_quantizable,
-    find_model,
-    holds_adapters,
-    newest_checkpoint,
-)
 from penstock.engine.folders.lora import merged_weight, save_adapter, with_adapter
-from penstock.engine.folders.model_folder import open_model
+from penstock.engine.folders.model_folder import ModelFolder, open_folder
 from penstock.engine.folders.run_check import with_pretrained
 from penstock.engine.folders.run_parts import engine_arguments
 from penstock.engine.folders.runs import CHECKPOINT_FOLDER, RUN_FILE, RunLock
@@ -37,8 +29,7 @@ from penstock.engine.model_state import ModelState
 from penstock.engine.pipeline import Pipeline
 from penstock.engine.training.trainer import Trainer
 from penstock.io.files import naming
-from penstock.model.hf.config_json import CONFIG_FILE
-from penstock.model.hf.families import names_of
+from penstock.model.hf.config_json import CONFIG_FILE, HuggingFaceForm
 from penstock.model.hf.files import (
     DTYPES,
     INDEX_FILE,
@@ -393,40 +384,36 @@ def to_hugging_face(
     Raises:
         ValueError: there is no model, or none that transformers knows, or the destination is not new.
     """
-    found, has_adapters = find_model(source), holds_adapters(source)
-    if options.merge_adapters and not has_adapters:
+    found = open_folder(source)
+    if options.merge_adapters and not found.has_adapters:
         raise ValueError(f"{source} has no adapters to merge")
-    if options.quantize and has_adapters:
+    if options.quantize and found.has_adapters:
         raise ValueError(f"{source} has adapters; write it with --merge-adapters first, and quantize what is written")
     if options.quantize:
-        check_quantizable(source, found.shape)
+        found.check_quantizable()
     # Any fault of the files is found before one is written.
     units_from_files(found.units, found.names, found.files)
     parameters = tuple(_parameters(found))
     expect(sum(map(options.num_bytes, parameters)))
-    form = found.form if found.shape.native is False else replace(found.form, names=names_of(found.shape))
-    if has_adapters:
-        _export_with_adapters(source, destination, form, options, progress)
+    if found.has_adapters:
+        _export_with_adapters(found, destination, options, progress)
     else:
-        write_folder(destination, form, parameters, options, progress=progress)
+        write_folder(destination, found.form, parameters, options, progress=progress)
     return found.step
 
 
-def _export_with_adapters(
-    source: Path, destination: Path, form: HuggingFaceForm, options: ExportOptions, progress: Progress
-) -> None:
-    model = open_model(source)
+def _export_with_adapters(model: ModelFolder, destination: Path, options: ExportOptions, progress: Progress) -> None:
     units, hidden_size, layout, own, _ = model.arguments(ParallelConfig(device="cpu"))
-    pipeline = Pipeline(with_adapter(units, own.adapter, form, layout), hidden_size, layout, own)
+    pipeline = Pipeline(with_adapter(units, own.adapter, model.form, layout), hidden_size, layout, own)
     state = ModelState(pipeline, Trainer(pipeline))
     try:
         model.load(state)
-        export_model(state, form, destination, options, progress)
+        export_model(state, model.form, destination, options, progress)
     finally:
         state.close()
 
 
-def _parameters(found: StoredModel) -> Iterator[ExportedParameter]:
+def _parameters(found: ModelFolder) -> Iterator[ExportedParameter]:
     for unit in found.units:
         with torch.device("meta"):
             products = joint_weights(unit.build())
@@ -487,4 +474,4 @@ def to_run(source: Path, destination: Path, dtype: str | None) -> int | None:
     finally:
         state.close()
     folder.close()
-    return newest_checkpoint(source, quiet=True).step if (source / RUN_FILE).is_file() else None
+    return open_folder(source, quiet=True).step

@@ -21,11 +21,11 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from penstock.engine.folders.hf_folder import HuggingFaceForm
 from penstock.engine.pipeline import Pipeline
 from penstock.engine.sharding import UnitSource, units_for
 from penstock.io.documents import check_kinds, read_json_object
 from penstock.model import ModelGroups, UnitSpec, switch_linears
+from penstock.model.hf.config_json import HuggingFaceForm
 from penstock.model.hf.files import WeightFiles, refuse_unfit_files
 from penstock.model.layers.dense import AttentionBlock, MLPBlock
 from penstock.parallel.host import gather_json, on_all_ranks
@@ -131,11 +131,7 @@ class Adapter:
 
     def name_of(self, full_name: str, shape: tuple[int, ...]) -> tuple[str, ...]:
         """The names in transformers of a parameter's parts, given by the full name that it has without adapters."""
-        if self.form is None:
-            return (full_name,)
-        if self.form.own_name is not None:
-            return (self.form.own_name(full_name),)
-        return tuple(stored.name for stored in self.form.names.slices(full_name, shape))
+        return (full_name,) if self.form is None else self.form.names.in_transformers(full_name, shape)
 
     @cached_property
     def _resolved(self) -> LoraConfig:

@@ -1,41 +1,49 @@
-"""A model in a folder, of a run or in Hugging Face's form: opened for reading."""
+"""A model in a folder, a run's or Hugging Face's: all that is asked of it, and its engine's arguments."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import hashlib
 import json
 import os
+from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+
+import torch.distributed as dist
 
 from penstock.data import CorpusError
-from penstock.data.tokenizer import Tokenizer, WithoutSpecialTokens, load_tokenizer
+from penstock.data.tokenizer import ByteTokenizer, Tokenizer, WithoutSpecialTokens, load_tokenizer
 from penstock.engine.build import bytes_of_weight
-from penstock.engine.checkpoint import CheckpointReader
+from penstock.engine.checkpoint import CheckpointInfo, CheckpointReader, DamagedCheckpoint
+from penstock.engine.checkpoint.load import newest_intact
 from penstock.engine.checkpoint.manifest import published
-from penstock.engine.folders.hf_folder import (
-    EngineArguments,
-    Pretrained,
-    Rates,
-    check_quantizable,
-    open_pretrained,
-    rates_of,
-    reason_for_transformers,
-    refuse_classifier,
-    reward_model_of,
-)
-from penstock.engine.folders.run_parts import engine_arguments
 from penstock.engine.folders.runs import CHECKPOINT_FOLDER, RUN_FILE, read_run
 from penstock.engine.model_state import ModelState
 from penstock.engine.options import EngineOptions
 from penstock.io.documents import read_json_object
 from penstock.model import ModelGroups, UnitSpec, decoder_units
+from penstock.model.hf.config_json import (
+    CONFIG_FILE,
+    HuggingFaceForm,
+    NotNative,
+    config_from_json,
+    read_config_json,
+)
+from penstock.model.hf.families import names_of
+from penstock.model.hf.files import MissingFile, Names, WeightFiles, is_quantized, slices_of, units_from_files
+from penstock.parallel.grid import wait_for_all
+from penstock.parallel.host import gather_json, on_all_ranks
 from penstock.settings import (
     ConfigError,
+    Layout,
+    ModelConfig,
     Native,
     OptimizerConfig,
     ParallelConfig,
@@ -43,12 +51,14 @@ from penstock.settings import (
     Quantize,
     RunConfig,
     ScheduleConfig,
+    checked,
 )
 
-# ---- A model's own settings of generation, in its folder's generation_config.json
-
+if TYPE_CHECKING:
+    from penstock.model.transformers.model import TransformersModel
 
 GENERATION_CONFIG = "generation_config.json"
+_TOKENIZER, _SENTENCEPIECE = "tokenizer.json", "tokenizer.model"
 _SAMPLED = ("max_new_tokens", "min_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 # Fields that would change an answer, and the values besides null that change nothing.
 _LACKING: dict[str, tuple[Any, ...]] = {
@@ -61,325 +71,719 @@ _LACKING: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "watermarking_config", "max_time"), ()),
     "max_length": (20,),
 }
+_PRECISIONS = {"F64": Precision.FP64, "F32": Precision.FP32, "BF16": Precision.BF16, "F16": Precision.FP16}
+
+T = TypeVar("T")
 
 
-def generation_defaults(folder: Path) -> dict[str, Any]:
-    """The settings of `SamplingParams` that the folder's file names; as there, top_p follows top_k.
+class EngineArguments(NamedTuple):
+    """The arguments with which an `Engine` runs a model that settings or a folder describe."""
 
-    Raises: ConfigError for a file that cannot be read, or words that are no tokens.
-    """
-    content = _content(folder)
-    found = {name: content[name] for name in _SAMPLED if content.get(name) is not None}
-    if found.get("top_k") == 0:
-        del found["top_k"]
-    if {"top_k", "top_p"} <= found.keys():
-        found["chained"] = True
-    if content.get("do_sample") is False:
-        found["temperature"] = 0.0
-    if words := content.get("bad_words_ids"):
-        if not isinstance(words, list) or not all(isinstance(word, list) for word in words):
-            path = folder / GENERATION_CONFIG
-            raise ConfigError(f"{path}: bad_words_ids is {str(words)[:60]}; a list of lists of token ids is expected")
-        found["bad_words"] = words
-    return found
+    units: Callable[[ModelGroups], Sequence[UnitSpec]]
+    hidden_size: int
+    layout: Layout
+    options: EngineOptions
+    form: HuggingFaceForm | None
+
+    @classmethod
+    def of_decoder(cls, shape: ModelConfig, layout: Layout, options: EngineOptions) -> EngineArguments:
+        """Describe a decoder with random weights."""
+
+        def units(groups: ModelGroups) -> Sequence[UnitSpec]:
+            return decoder_units(shape, groups=groups)
+
+        return cls(units, shape.hidden_size, layout, options, HuggingFaceForm.of(shape))
 
 
-def lacking_defaults(folder: Path) -> dict[str, Any]:
-    """The fields of the folder's file that would change answers in transformers, and have no effect here."""
-    content = _content(folder)
-    found = {name: content.get(name) for name in _LACKING}
-    # In transformers as well, the number of new tokens decides where both are given.
-    if content.get("max_new_tokens") is not None:
-        del found["max_length"]
-    return {name: value for name, value in found.items() if value is not None and value not in _LACKING[name]}
-
-
-def _content(folder: Path) -> dict[str, Any]:
-    path = folder / GENERATION_CONFIG
-    return read_json_object(path) if path.is_file() else {}
-
-
-# ---- A model in a folder, of a run or in Hugging Face's form: opened for reading
-
-
-_HUGGING_FACE_CONFIG, _TOKENIZER = "config.json", "tokenizer.json"
-
-
-@dataclass(frozen=True)
-class SavedModel:
-    """A model in a folder, before its weights are read."""
-
-    folder: Path
-    vocab_size: int
-    #: tokens of the longest sequence
-    max_length: int
-    #: units that stages can be cut from
-    num_units: int
-    #: None where the folder has none, and only token ids can be given
-    tokenizer: Tokenizer | None
-    #: the arguments of an engine that scores and generates with the model in a layout
-    arguments: Callable[[ParallelConfig], EngineArguments]
-    #: reads the weights into such an engine's state, and returns a version that differs where the weights do; every
-    #: process of the layout calls it at the same point
-    load: Callable[[ModelState], str]
-    #: tokens that end a text
-    end_tokens: tuple[int, ...] = ()
-    #: settings of `SamplingParams` by name, as the folder's generation_config.json gives them
-    sampling: Mapping[str, Any] = field(default_factory=dict)
-    #: the folder that may have a chat template; None where the tokenizer has no files
-    tokenizer_folder: Path | None = None
-    #: the reason why transformers' own layers run it; None where Penstock's do
-    transformers_because: str | None = None
-    #: bytes of its weights in the form in which they are used; takes a moment
-    weight_bytes: Callable[[], int] = field(kw_only=True)
-    #: tokens of the longest sequence that can be generated; takes a moment
-    max_generated_length: Callable[[], int] = field(kw_only=True)
-    #: what its head rates, and the token that pads texts and is not rated; None for a model that gives tokens
-    rates: Rates | None = None
-    pad_token: int | None = None
-    #: fields of that generation_config.json which would change answers in transformers, and have no effect here
-    lacking: Mapping[str, Any] = field(default_factory=dict)
-
-
-def open_model(
-    folder: Path | str,
+@checked
+def open_folder(
+    path: Path | str,
     native: Native = "auto",
     precision: Precision | None = None,
     quantize: Quantize | None = None,
     reproducible: bool = False,
-    may_rate: bool = False,
-) -> SavedModel:
-    """Open the model in a folder; nothing is written there, and no weight is read yet.
+    quiet: bool = False,
+) -> ModelFolder:
+    """The model in a folder, a run's or else Hugging Face's; the arguments are the fields of `ModelFolder`."""
+    folder = Path(path)
+    kind = RunFolder if (folder / RUN_FILE).is_file() else HfFolder
+    return kind(folder, native, precision, quantize, reproducible, quiet)
 
-    `native`: by Penstock's own layers, by transformers', or by its own where they are the model. `precision`: left out,
-    that of the model's files. `quantize`: the numbers that weights of products are kept as, while they are read; left
-    out, those of the files.
-    `reproducible`: tokens get the bits that training gives them; a run whose settings say so does it anyway.
-    `may_rate`: a model is possible that rates texts, such as a reward model, instead of giving tokens.
+
+def open_model(folder: Path | str, may_rate: bool = False, **opened: Any) -> ModelFolder:
+    """Open a model that is to score or to generate, and find at once what it lacks for that.
+
+    `may_rate`: a model is possible that rates texts, such as a reward model, instead of giving tokens. `opened`:
+    further arguments of `open_folder`.
 
     Raises:
         ValueError: there is no such folder, no model in it, or one that cannot be run.
     """
     folder = Path(folder)
-    if (folder / RUN_FILE).is_file():
-        return _open_run(folder, precision, quantize or Quantize.NONE, reproducible)
-    if (folder / _HUGGING_FACE_CONFIG).is_file():
-        model = _open_hugging_face(folder, native, precision, quantize, reproducible)
-        if model.rates is not None and not may_rate:
-            refuse_classifier(open_pretrained(folder, native).form)
-        return model
     if not folder.is_dir():
         raise ConfigError(f"there is no folder {folder}; give that of a run, or one of Hugging Face's")
-    raise ConfigError(f"{folder} holds neither a run ({RUN_FILE}) nor a Hugging Face model ({_HUGGING_FACE_CONFIG})")
-
-
-# ---- runs
-
-
-def _open_run(folder: Path, precision: Precision | None, quantize: Quantize, reproducible: bool) -> SavedModel:
-    config = read_run(folder)
-    _refuse_without_checkpoint(folder)
-    tokenizer, size, ends = _tokenizer_of(config)
-    if quantize is not Quantize.NONE:
-        _check_quantizable_run(folder, config)
-
-    def arguments(parallel: ParallelConfig) -> EngineArguments:
-        if quantize is not Quantize.NONE:
-            found = open_pretrained(folder, config.model.native, config.model.whole(size))
-            same_bits = reproducible or config.train.reproducible
-            return _arguments(found, parallel, precision or config.train.precision, quantize, same_bits)
-        # The settings of training and the pretrained model do not matter here: a plain cut, and no optimizer.
-        own = config.model if config.model.native is False else replace(config.model, pretrained=None)
-        train = replace(
-            config.train,
-            precision=precision or config.train.precision,
-            reproducible=reproducible or config.train.reproducible,
-        )
-        ours = replace(config, model=own, parallel=parallel, train=train)
-        ours = replace(ours, schedule=ScheduleConfig(), optimizer=OptimizerConfig())
-        return engine_arguments(ours, size, learns=False)
-
-    def load(state: ModelState) -> str:
-        if quantize is not Quantize.NONE:
-            # The engine's units read them when it was made.
-            return f"{published(folder / CHECKPOINT_FOLDER)[-1].name} of {config.digest()}, {quantize}"
-        return _load_run(folder, config, state)
-
-    name, model, numbers = config.data.tokenizer, config.model, config.train.precision
-    files = None if name in (None, "bytes") else Path(name).expanduser()
-    return SavedModel(
-        folder,
-        size,
-        model.max_length,
-        model.num_units,
-        tokenizer,
-        arguments,
-        load,
-        ends,
-        generation_defaults(Path(name or "")),
-        files if files is None or files.is_dir() else files.parent,
-        reason_for_transformers(folder, model.native),
-        weight_bytes=lambda: _weight_bytes(_units_of_run(folder, config, size), precision or numbers, quantize),
-        max_generated_length=cache(lambda: _max_generated_length(_units_of_run(folder, config, size))),
-        lacking=lacking_defaults(Path(name or "")),
-        **_rating_of(config),
-    )
-
-
-def _tokenizer_of(config: RunConfig) -> tuple[Tokenizer | None, int, tuple[int, ...]]:
-    """A run's tokenizer, if it can be loaded, with the size of the vocabulary and the tokens that end a text.
-
-    Raises: CorpusError if the size is known from the tokenizer alone, and it cannot be loaded.
-    """
-    name, size = config.data.tokenizer, config.model.vocab_size
+    if not (folder / RUN_FILE).is_file() and not (folder / CONFIG_FILE).is_file():
+        raise ConfigError(f"{folder} holds neither a run ({RUN_FILE}) nor a Hugging Face model ({CONFIG_FILE})")
+    model = open_folder(folder, **opened)
     try:
-        # A given text is scored and continued as it is: no end token is put after it.
-        tokenizer = load_tokenizer(name)
-        ending = load_tokenizer(name, config.data.end_token or False)
-    except CorpusError:
-        if size is None:
-            raise
-        return None, size, ()
-    ends = ending.end_tokens or _hugging_face_ends(Path(name or ""))
-    if not config.data.special_tokens:
-        tokenizer = WithoutSpecialTokens(tokenizer)
-    return tokenizer, size or ending.vocab_size, ends
-
-
-def _refuse_without_checkpoint(folder: Path) -> None:
-    if published(folder / CHECKPOINT_FOLDER):
-        return
-    with contextlib.suppress(FileNotFoundError):
-        os.listdir(folder / CHECKPOINT_FOLDER)  # one that may not be read is not empty
-    raise ConfigError(f"{folder} holds no checkpoint yet; a run saves the first after checkpoint.every steps")
-
-
-def _check_quantizable_run(folder: Path, config: RunConfig) -> None:
-    if config.adapter.is_used:
-        raise ConfigError(
-            f"{folder} cannot be quantized, since it has an adapter; merge it into its model with peft first"
-        )
-    check_quantizable(folder, config.model)
-
-
-def _rating_of(config: RunConfig) -> dict[str, Any]:
-    """The arguments of `SavedModel` by which the reward model of a run rates texts."""
-    found = reward_model_of(config)
-    return {} if found is None else {"rates": "texts", "pad_token": found.get("pad_token_id")}
-
-
-def _units_of_run(folder: Path, config: RunConfig, vocab_size: int) -> Sequence[UnitSpec]:
-    if config.model.native is False:
-        return open_pretrained(folder, False, quiet=True).units(ModelGroups())
-    return decoder_units(config.model.whole(vocab_size))
-
-
-def _load_run(folder: Path, config: RunConfig, state: ModelState) -> str:
-    """Read the weights of a run's newest intact checkpoint; returns their version.
-
-    Raises:
-        ConfigError: all its checkpoints are damaged.
-    """
-    aliases, grid = state.aliases, state.pipeline.grid
-    saved = CheckpointReader(folder / CHECKPOINT_FOLDER, grid, config.identity(), aliases)
-    found = saved.latest()
-    if found is None:
-        path, reason = next(iter(saved.refused.items()))
-        raise ConfigError(
-            f"all {len(saved.refused)} checkpoints of {folder} are damaged, such as {path.name} ({reason})"
-        )
-    saved.load(found, state.state(optimizer=False))
-    return f"step {found.step} of {config.digest()}"
-
-
-# ---- Hugging Face
-
-
-def _open_hugging_face(
-    folder: Path, native: Native, precision: Precision | None, quantize: Quantize | None, reproducible: bool
-) -> SavedModel:
-    try:
-        because = reason_for_transformers(folder, native)
-        found = open_pretrained(folder, native)
+        model.check()
     except FileNotFoundError as error:
         raise ConfigError(str(error)) from None
-    tokenizer = load_tokenizer(str(folder)) if (folder / _TOKENIZER).is_file() else None
-    kept_as = quantize or (Quantize.INT8 if found.is_quantized else Quantize.NONE)
-    if kept_as is not Quantize.NONE:
-        check_quantizable(folder, found.config)
-    units = found.units(ModelGroups())
-
-    def arguments(parallel: ParallelConfig) -> EngineArguments:
-        return _arguments(open_pretrained(folder, native), parallel, precision, kept_as, reproducible)
-
-    def load(state: ModelState) -> str:
-        # The engine's units read them when it was made.
-        kept = "" if kept_as is Quantize.NONE else f", {kept_as}"
-        return f"{_version(folder)} native={because is None}{kept}"
-
-    return SavedModel(
-        folder,
-        vocab_size=found.config.vocabulary,
-        max_length=found.config.max_length,
-        num_units=len(units),
-        tokenizer=tokenizer,
-        arguments=arguments,
-        load=load,
-        end_tokens=_hugging_face_ends(folder),
-        sampling=generation_defaults(folder),
-        lacking=lacking_defaults(folder),
-        tokenizer_folder=folder,
-        transformers_because=because,
-        weight_bytes=lambda: _weight_bytes(units, precision or found.precision, kept_as),
-        max_generated_length=cache(lambda: _max_generated_length(units)),
-        rates=rates_of(found.form),
-        pad_token=found.form.describe().get("pad_token_id"),
-    )
+    if not may_rate:
+        model.refuse_classifier()
+    return model
 
 
-def _arguments(
-    found: Pretrained, parallel: ParallelConfig, precision: Precision | None, quantize: Quantize, reproducible: bool
-) -> EngineArguments:
-    """The arguments of an engine that reads the model's weights while it is made, and never again."""
-    options = EngineOptions(
-        device=parallel.device,
-        timeout_s=parallel.timeout_s,
-        learns=False,
-        precision=precision or found.precision,
-        quantize=quantize,
-        reproducible=reproducible,
-        read_only=precision is not Precision.BF16_AUTOCAST,
-    )
-    return found.arguments(parallel, options)
+@dataclass(eq=False)
+class ModelFolder(ABC):
+    """A model in a folder. Nothing is written there, and no weight is read before an engine is made.
+
+    Each property is found when it is first asked for, and kept. Any may raise ValueError, for what cannot be run, for
+    damaged files and for pickles; MissingFile, a FileNotFoundError too, has the path of what is missing.
+    """
+
+    folder: Path
+    #: by Penstock's own layers, by transformers', or by its own where they are the model; a run says it itself
+    native: Native = "auto"
+    #: in which to score and generate; None for that of the model's files, or of its run
+    precision: Precision | None = None
+    #: the numbers that weights of products are kept as, while they are read; None for those of the files
+    quantize: Quantize | None = None
+    #: tokens get the bits that training gives them; a run whose settings say so does it anyway
+    reproducible: bool = False
+    #: somebody has already warned of the run's damaged checkpoints
+    quiet: bool = False
+
+    # ---- the model
+
+    @property
+    @abstractmethod
+    def source(self) -> Path:
+        """The folder of the model's config.json."""
+
+    @property
+    @abstractmethod
+    def config(self) -> ModelConfig:
+        """The settings of the decoder, or those of them that a model of transformers has."""
+
+    @property
+    @abstractmethod
+    def transformers_because(self) -> str | None:
+        """The reason why transformers' own layers run it; None where Penstock's do."""
+
+    @property
+    def has_adapters(self) -> bool:
+        """True for the folder of a run that trains adapters."""
+        return False
+
+    @cached_property
+    def content(self) -> Mapping[str, Any]:
+        """The model's config.json."""
+        return read_config_json(self.source)
+
+    @cached_property
+    def source_files(self) -> WeightFiles:
+        """The files beside the model's config.json."""
+        return WeightFiles.open(self.source)
+
+    @cached_property
+    def in_transformers(self) -> TransformersModel:
+        """The model as transformers' own layers."""
+        # Only now, since it loads transformers.
+        from penstock.model.transformers.model import TransformersModel
+
+        # Its faults are named before the library stumbles over them.
+        _ = self.content
+        return TransformersModel.open(self.source_files)
+
+    @property
+    def is_native(self) -> bool:
+        """True where Penstock's own layers run it."""
+        return self.transformers_because is None
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of the longest sequence."""
+        return self.config.max_length
+
+    @property
+    def num_units(self) -> int:
+        """Units that stages can be cut from."""
+        return self.config.num_units
+
+    def check_quantizable(self) -> None:
+        """Refuse to quantize models whose weights stay as they are. Raises: ConfigError that says which can be."""
+        kind = "is a mixture of experts" if self.is_native else "is run by transformers' own layers"
+        if not self.is_native or self.config.experts.num_experts:
+            raise ConfigError(
+                f"{self.folder} cannot be quantized, since it {kind}; only dense models of Penstock's own layers can, "
+                "so leave quantize out; precision = bf16 takes half the bytes of fp32"
+            )
+
+    # ---- its head: tokens, or ratings
+
+    @property
+    def architecture(self) -> str:
+        """The name of the model's class in transformers, if its config.json has one."""
+        return str((self.content.get("architectures") or [""])[0])
+
+    @property
+    def rates(self) -> Literal["texts", "tokens"] | None:
+        """The things that a reward model or another classifier rates; None for a model that gives tokens."""
+        if self.is_native or not self.architecture.endswith("Classification"):
+            return None
+        return "texts" if self.architecture.endswith("SequenceClassification") else "tokens"
+
+    @property
+    def is_reward_model(self) -> bool:
+        """True for a model that gives each text one number."""
+        # As transformers, which has two labels where nothing is said.
+        usual = len(self.content.get("id2label") or (0, 1)) if self.rates == "texts" else 0
+        return self.rates == "texts" and self.content.get("num_labels", usual) == 1
+
+    @property
+    def pad_token(self) -> int | None:
+        """The token that pads texts and is not rated."""
+        return None if self.rates is None else self.content.get("pad_token_id")
+
+    def refuse_classifier(self) -> None:
+        """Refuse a model whose head gives no tokens, such as a reward model. Raises: ValueError."""
+        if self.rates is not None:
+            raise ValueError(
+                f"{self.architecture} rates texts and gives no tokens; penstock score writes its ratings, and "
+                "Engine.from_hf(..., native=False) runs it with a loss of your own"
+            )
+
+    def refuse_untrained(self) -> None:
+        """Refuse a model that penstock train has no loss for: it rates, and not each text by one number.
+
+        Raises: ValueError.
+        """
+        if self.rates == "texts" and not self.is_reward_model:
+            raise ValueError(
+                f"{self.architecture} rates texts by several labels, but penstock train takes a reward model, of one "
+                "label; transformers' from_pretrained(..., num_labels=1) makes one, and Engine.from_hf(..., "
+                "native=False) runs this one with a loss of your own"
+            )
+        if not self.is_reward_model:
+            self.refuse_classifier()
+
+    # ---- its tokens
+
+    @property
+    @abstractmethod
+    def tokenizer_name(self) -> str:
+        """The name of its tokenizer in settings. Raises: ValueError if it is not known."""
+
+    @property
+    @abstractmethod
+    def tokenizer_folder(self) -> Path | None:
+        """The folder that may have a chat template; None where the tokenizer has no files."""
+
+    @property
+    @abstractmethod
+    def settings_folder(self) -> Path:
+        """The folder that may have a generation_config.json."""
+
+    @cached_property
+    @abstractmethod
+    def tokenizer(self) -> Tokenizer | None:
+        """None where the folder has none, and only token ids can be given."""
+
+    @property
+    @abstractmethod
+    def vocab_size(self) -> int: ...
+
+    @cached_property
+    def end_tokens(self) -> tuple[int, ...]:
+        """Tokens that end a text, in the settings of generation, or else in those of the model."""
+        for name in (GENERATION_CONFIG, CONFIG_FILE):
+            path = self.settings_folder / name
+            named = read_json_object(path).get("eos_token_id") if path.is_file() else None
+            if named is not None:
+                ends = tuple(named) if isinstance(named, list) else (named,)
+                if not all(isinstance(end, int) and not isinstance(end, bool) for end in ends):
+                    raise ConfigError(f"{path}: eos_token_id is {named!r}; a token id or a list of them is expected")
+                return ends
+        return ()
+
+    @cached_property
+    def sampling(self) -> Mapping[str, Any]:
+        """The settings of `SamplingParams` that its generation_config.json names; as there, top_p follows top_k."""
+        content = self._generation_config()
+        found = {name: content[name] for name in _SAMPLED if content.get(name) is not None}
+        if found.get("top_k") == 0:
+            del found["top_k"]
+        if {"top_k", "top_p"} <= found.keys():
+            found["chained"] = True
+        if content.get("do_sample") is False:
+            found["temperature"] = 0.0
+        if words := content.get("bad_words_ids"):
+            if not isinstance(words, list) or not all(isinstance(word, list) for word in words):
+                path = self.settings_folder / GENERATION_CONFIG
+                raise ConfigError(
+                    f"{path}: bad_words_ids is {str(words)[:60]}; a list of lists of token ids is expected"
+                )
+            found["bad_words"] = words
+        return found
+
+    @cached_property
+    def lacking(self) -> Mapping[str, Any]:
+        """Fields of its generation_config.json that would change answers in transformers, and have no effect here."""
+        content = self._generation_config()
+        found = {name: content.get(name) for name in _LACKING}
+        # In transformers as well, the number of new tokens decides where both are given.
+        if content.get("max_new_tokens") is not None:
+            del found["max_length"]
+        return {name: value for name, value in found.items() if value is not None and value not in _LACKING[name]}
+
+    def _generation_config(self) -> Mapping[str, Any]:
+        path = self.settings_folder / GENERATION_CONFIG
+        return read_json_object(path) if path.is_file() else {}
+
+    def without_special_tokens(self) -> ModelFolder:
+        """The same with a tokenizer that puts no special tokens around a text."""
+        found = copy.copy(self)
+        if self.tokenizer is not None:
+            found.tokenizer = WithoutSpecialTokens(self.tokenizer)
+        return found
+
+    # ---- its weights
+
+    @cached_property
+    @abstractmethod
+    def shape(self) -> ModelConfig:
+        """The whole settings of the model that the files hold."""
+
+    @property
+    @abstractmethod
+    def files(self) -> WeightFiles:
+        """The files of its weights, as their headers describe them."""
+
+    @property
+    @abstractmethod
+    def names(self) -> Names:
+        """The names of its tensors there."""
+
+    @property
+    def step(self) -> int | None:
+        """The step of the checkpoint that the files are; None where they are a Hugging Face folder's."""
+        return None
+
+    @cached_property
+    @abstractmethod
+    def form(self) -> HuggingFaceForm:
+        """The form in which transformers knows it."""
+
+    @property
+    @abstractmethod
+    def own_precision(self) -> Precision | None:
+        """The precision in which it scores and generates where none is asked for."""
+
+    @property
+    @abstractmethod
+    def kept_as(self) -> Quantize:
+        """The numbers that weights of products are kept as."""
+
+    @property
+    def is_reproducible(self) -> bool:
+        """True if tokens get the bits that training gives them."""
+        return self.reproducible
+
+    @cached_property
+    def units(self) -> Sequence[UnitSpec]:
+        """The units of the whole model, without values."""
+        return decoder_units(self.shape) if self.is_native else self.in_transformers.units()
+
+    @property
+    def likely_units(self) -> Sequence[UnitSpec]:
+        """The same, without a look at the weights."""
+        return self.units
+
+    @cached_property
+    def stored_precision(self) -> Precision:
+        """That of most of the values in the files; fp32 where that is none of an engine's."""
+        num_values: Counter[str] = Counter()
+        for unit in self.units:
+            for own in (own for _, _, slices in slices_of(unit, self.names) for own in slices):
+                if stored := self.files.tensors.get(own.name):
+                    num_values[stored.dtype] += prod(stored.shape)
+        return _PRECISIONS.get(max(num_values, key=num_values.__getitem__, default=""), Precision.FP32)
+
+    def weight_bytes(self) -> int:
+        """Bytes of its weights in the form in which they are used."""
+        of_each = bytes_of_weight(self.precision or self.own_precision or Precision.FP32, self.kept_as)
+        return int(sum(unit.num_parameters for unit in self.likely_units) * of_each)
+
+    def max_generated_length(self) -> int:
+        """Tokens of the longest sequence that can be generated."""
+        limits = self.likely_units[0].limits
+        assert limits is not None, "the first unit of a saved model takes tokens"
+        return limits.max_generated_length or limits.max_length
+
+    # ---- its engine
+
+    @abstractmethod
+    def check(self) -> None:
+        """Find out at once what it lacks for scoring and generation. Raises: ValueError, FileNotFoundError."""
+        if self.kept_as is not Quantize.NONE:
+            self.check_quantizable()
+        for needed in ("tokenizer", "end_tokens", "sampling", "lacking", "rates"):
+            getattr(self, needed)
+
+    def arguments(self, parallel: ParallelConfig) -> EngineArguments:
+        """The arguments of an engine that scores and generates with the model; `load` comes next.
+
+        Every process of the layout calls this at the same point.
+        """
+        precision = self.precision or self.own_precision
+        options = EngineOptions(
+            device=parallel.device,
+            timeout_s=parallel.timeout_s,
+            learns=False,
+            precision=precision or self.stored_precision,
+            quantize=self.kept_as,
+            reproducible=self.is_reproducible,
+            read_only=precision is not Precision.BF16_AUTOCAST,
+        )
+        return self.arguments_from_files(parallel, options)
+
+    @abstractmethod
+    def load(self, state: ModelState) -> str:
+        """Read the weights into such an engine, on all its ranks; returns a version that differs where they do."""
+
+    def arguments_from_files(
+        self, layout: Layout | None = None, options: EngineOptions | None = None, shape: ModelConfig | None = None
+    ) -> EngineArguments:
+        """The arguments of an engine whose units read the files while it is made, and never again.
+
+        Every process that will hold a part of it calls this at the same point, and each raises when one does.
+        Configuration, names, shapes and the files' sizes are checked against each other; no value is read.
+
+        `shape`: that of the units, which may differ from the model's own in what only training uses. `options`: left
+        out, the defaults in the files' precision.
+        """
+
+        def check() -> EngineArguments:
+            self.refuse_adapters()
+            units, form = self._units_from_files(shape or self.shape), self.form
+            if self.is_native:
+                # A run's names are not those that transformers reads.
+                form = replace(form, names=names_of(shape or self.shape))
+            own = options or EngineOptions(precision=self.stored_precision)
+            return EngineArguments(units, self.shape.hidden_size, layout or Layout(), own, form)
+
+        return _on_every_process(check)
+
+    def _units_from_files(self, shape: ModelConfig) -> Callable[[ModelGroups], Sequence[UnitSpec]]:
+        if not self.is_native:
+            return partial(_unshared, units_from_files(self.units, self.names, self.files))
+
+        def units(groups: ModelGroups) -> Sequence[UnitSpec]:
+            return units_from_files(decoder_units(shape, groups=groups), self.names, self.files)
+
+        units(ModelGroups())
+        return units
+
+    def refuse_adapters(self) -> None:
+        """Refuse a run that trains adapters, where a model is to begin without them. Raises: ValueError."""
+        if self.has_adapters:
+            raise ValueError(
+                f"{self.folder} has adapters, which another model cannot begin with; write both as one by penstock "
+                "convert --merge-adapters, or give the base model and adapter.pretrained = "
+                f"{str(self.folder / 'adapter-N')!r}"
+            )
 
 
-def _max_generated_length(units: Sequence[UnitSpec]) -> int:
-    limits = units[0].limits
-    assert limits is not None, "the first unit of a saved model takes tokens"
-    return limits.max_generated_length or limits.max_length
+class HfFolder(ModelFolder):
+    """A model as transformers writes it: config.json, safetensors files, and usually a tokenizer."""
+
+    @property
+    def source(self) -> Path:
+        return self.folder
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.shape
+
+    @cached_property
+    def content(self) -> Mapping[str, Any]:
+        if not self.folder.is_dir():
+            raise MissingFile(f"there is no folder {self.folder} to read a model from")
+        content = read_config_json(self.folder)
+        try:
+            is_quantized(content)
+        except ValueError as error:
+            raise ValueError(f"{self.folder}: {error}") from None
+        return content
+
+    @cached_property
+    def transformers_because(self) -> str | None:
+        if self.native != "auto":
+            return None if self.native else "native = false asks for them"
+        try:
+            config_from_json(self.content)
+        except NotNative as error:
+            return str(error).rpartition("; ")[0]
+        return None
+
+    @property
+    def tokenizer_name(self) -> str:
+        if any((self.folder / name).is_file() for name in (_TOKENIZER, _SENTENCEPIECE)):
+            return str(self.folder.resolve())
+        if (size := self.shape.vocabulary) > ByteTokenizer(end_token=True).vocab_size:
+            raise ValueError(f"it has a vocabulary of {size} tokens and no tokenizer.json; give data.tokenizer")
+        return "bytes"
+
+    @property
+    def tokenizer_folder(self) -> Path | None:
+        return self.folder
+
+    @property
+    def settings_folder(self) -> Path:
+        return self.folder
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer | None:
+        return load_tokenizer(str(self.folder)) if (self.folder / _TOKENIZER).is_file() else None
+
+    @property
+    def vocab_size(self) -> int:
+        return self.shape.vocabulary
+
+    @cached_property
+    def shape(self) -> ModelConfig:
+        if not self.is_native:
+            return self.in_transformers.shape
+        return config_from_json(self.content)
+
+    @property
+    def files(self) -> WeightFiles:
+        return self.source_files
+
+    @cached_property
+    def names(self) -> Names:
+        return names_of(self.shape) if self.is_native else self.in_transformers.names
+
+    @cached_property
+    def form(self) -> HuggingFaceForm:
+        return HuggingFaceForm(self.names, lambda: self.content, self.folder)
+
+    @property
+    def own_precision(self) -> Precision:
+        return self.stored_precision
+
+    @property
+    def kept_as(self) -> Quantize:
+        return self.quantize or (Quantize.INT8 if is_quantized(self.content) else Quantize.NONE)
+
+    def check(self) -> None:
+        self._units_from_files(self.shape)
+        super().check()
+
+    def load(self, state: ModelState) -> str:
+        # The engine's units read them when it was made. Names, sizes and times tell files apart: to read all weights
+        # would take too long.
+        files = [(path.name, path.stat()) for path in sorted(self.folder.iterdir()) if path.is_file()]
+        text = json.dumps([(name, stat.st_size, stat.st_mtime_ns) for name, stat in files])
+        kept = "" if self.kept_as is Quantize.NONE else f", {self.kept_as}"
+        return f"{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()} native={self.is_native}{kept}"
 
 
-def _weight_bytes(units: Sequence[UnitSpec], precision: Precision | None, quantize: Quantize) -> int:
-    return int(sum(unit.num_parameters for unit in units) * bytes_of_weight(precision or Precision.FP32, quantize))
+class RunFolder(ModelFolder):
+    """The model of a run: what its settings describe, with the weights of its newest intact checkpoint."""
+
+    @cached_property
+    def run(self) -> RunConfig:
+        """The run's settings."""
+        return read_run(self.folder)
+
+    @cached_property
+    def checkpoint(self) -> CheckpointInfo:
+        """The newest intact checkpoint; those passed over are warned of, by one process, unless `quiet`."""
+        quiet = self.quiet or (dist.is_initialized() and dist.get_rank() > 0)
+        try:
+            return newest_intact(self.folder / CHECKPOINT_FOLDER, json.loads(json.dumps(self.run.identity())), quiet)
+        except DamagedCheckpoint as error:
+            raise ValueError(str(error)) from None
+
+    @cached_property
+    def source(self) -> Path:
+        """As of every model; a run has the values alone, and names what it began with."""
+        folder = self.folder
+        while (folder / RUN_FILE).is_file():
+            folder = Path(read_run(folder).model.pretrained or "")
+        return folder
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.run.model
+
+    @property
+    def transformers_because(self) -> str | None:
+        return "it was trained so" if self.run.model.native is False else None
+
+    @property
+    def has_adapters(self) -> bool:
+        return self.run.adapter.is_used
+
+    def check_quantizable(self) -> None:
+        if self.has_adapters:
+            raise ConfigError(
+                f"{self.folder} cannot be quantized, since it has an adapter; merge it into its model with peft first"
+            )
+        super().check_quantizable()
+
+    @property
+    def tokenizer_name(self) -> str:
+        return self.run.data.tokenizer or "bytes"
+
+    @property
+    def tokenizer_folder(self) -> Path | None:
+        if self.tokenizer_name == "bytes":
+            return None
+        files = Path(self.tokenizer_name).expanduser()
+        return files if files.is_dir() else files.parent
+
+    @property
+    def settings_folder(self) -> Path:
+        return Path(self.tokenizer_name).expanduser()
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer | None:
+        try:
+            # A given text is scored and continued as it is: no end token is put after it.
+            found, _ = load_tokenizer(self.tokenizer_name), self._in_training
+        except CorpusError:
+            return None
+        return found if self.run.data.special_tokens else WithoutSpecialTokens(found)
+
+    @cached_property
+    def _in_training(self) -> Tokenizer:
+        """The tokenizer of the run's own texts, which may put an end token after each."""
+        return load_tokenizer(self.tokenizer_name, self.run.data.end_token or False)
+
+    @property
+    def vocab_size(self) -> int:
+        return self.run.model.vocab_size or self._in_training.vocab_size
+
+    @cached_property
+    def end_tokens(self) -> tuple[int, ...]:
+        if self.tokenizer is None:
+            return ()
+        return self._in_training.end_tokens or super().end_tokens
+
+    @cached_property
+    def shape(self) -> ModelConfig:
+        if not self.is_native:
+            return self.in_transformers.shape
+        return self.run.model.whole(self.checkpoint.vocab_size)
+
+    @cached_property
+    def files(self) -> WeightFiles:
+        return WeightFiles.of_files(self.checkpoint.path, self.checkpoint.files)
+
+    @property
+    def names(self) -> Names:
+        return self.checkpoint
+
+    @property
+    def step(self) -> int:
+        return self.checkpoint.step
+
+    @cached_property
+    def form(self) -> HuggingFaceForm:
+        if not self.is_native:
+            return HuggingFaceForm(self.in_transformers.names, lambda: self.content, self.source)
+        form, began_with = HuggingFaceForm.of(self.shape), Path(self.run.model.pretrained or "")
+        if (began_with / CONFIG_FILE).is_file():
+            # Its other settings, such as end tokens, still hold.
+            return replace(form, describe=lambda: read_config_json(began_with), folder=began_with)
+        if self.tokenizer_name == "bytes":
+            return replace(form, bytes_end=bool(self.run.data.end_token))
+        tokenizer = Path(self.tokenizer_name).expanduser()
+        return replace(form, folder=self.tokenizer_folder) if tokenizer.exists() else form
+
+    @property
+    def own_precision(self) -> Precision | None:
+        return self.run.train.precision
+
+    @property
+    def kept_as(self) -> Quantize:
+        return self.quantize or Quantize.NONE
+
+    @property
+    def is_reproducible(self) -> bool:
+        return self.reproducible or self.run.train.reproducible
+
+    @cached_property
+    def likely_units(self) -> Sequence[UnitSpec]:
+        # Whole checkpoints are read to find the newest intact one.
+        return decoder_units(self.run.model.whole(self.vocab_size)) if self.is_native else self.units
+
+    def check(self) -> None:
+        checkpoints = self.folder / CHECKPOINT_FOLDER
+        if not published(checkpoints):
+            with contextlib.suppress(FileNotFoundError):
+                os.listdir(checkpoints)  # one that may not be read is not empty
+            raise ConfigError(
+                f"{self.folder} holds no checkpoint yet; a run saves the first after checkpoint.every steps"
+            )
+        _ = self.vocab_size
+        super().check()
+
+    def arguments(self, parallel: ParallelConfig) -> EngineArguments:
+        """As of every model; the ranks read the checkpoint together, in `load`, unless they pack what they read."""
+        if self.kept_as is not Quantize.NONE:
+            return super().arguments(parallel)
+        run = replace(
+            self.run,
+            parallel=parallel,
+            train=replace(
+                self.run.train,
+                precision=self.precision or self.own_precision,
+                reproducible=self.is_reproducible,
+            ),
+            # Those of training do not matter here: a plain cut, and no optimizer.
+            schedule=ScheduleConfig(),
+            optimizer=OptimizerConfig(),
+        )
+        options = replace(EngineOptions.of(run), learns=False)
+        if not self.is_native:
+            return HfFolder(self.source, native=False).arguments_from_files(parallel, options)
+        return EngineArguments.of_decoder(self.run.model.whole(self.vocab_size), parallel, options)
+
+    def load(self, state: ModelState) -> str:
+        checkpoints = self.folder / CHECKPOINT_FOLDER
+        if self.kept_as is not Quantize.NONE:
+            # The engine's units read them when it was made.
+            return f"{published(checkpoints)[-1].name} of {self.run.digest()}, {self.kept_as}"
+        saved = CheckpointReader(checkpoints, state.pipeline.grid, self.run.identity(), state.aliases)
+        found = saved.latest()
+        if found is None:
+            path, reason = next(iter(saved.refused.items()))
+            raise ConfigError(
+                f"all {len(saved.refused)} checkpoints of {self.folder} are damaged, such as {path.name} ({reason})"
+            )
+        saved.load(found, state.state(optimizer=False))
+        return f"step {found.step} of {self.run.digest()}"
 
 
-def _hugging_face_ends(folder: Path) -> tuple[int, ...]:
-    """The end tokens in the settings for generation, or else in those of the model."""
-    for name in (GENERATION_CONFIG, _HUGGING_FACE_CONFIG):
-        path = folder / name
-        if path.is_file():
-            named = read_json_object(path).get("eos_token_id")
-            if named is None:
-                continue
-            ends = tuple(named) if isinstance(named, list) else (named,)
-            if not all(isinstance(end, int) and not isinstance(end, bool) for end in ends):
-                raise ConfigError(f"{path}: eos_token_id is {named!r}; a token id or a list of them is expected")
-            return ends
-    return ()
+def _unshared(units: Sequence[UnitSpec], groups: ModelGroups) -> Sequence[UnitSpec]:
+    for axis, size in {"tp": groups.tp_size, "cp": groups.cp_size, "ep": groups.ep_size}.items():
+        if size > 1:
+            raise ValueError(f"transformers' own layers cannot be shared over {axis} = {size}; native layers can")
+    return units
 
 
-def _version(folder: Path) -> str:
-    """Identify the files by names, sizes and times, since reading all weights would take too long."""
-    files = [(path.name, path.stat()) for path in sorted(folder.iterdir()) if path.is_file()]
-    text = json.dumps([(name, stat.st_size, stat.st_mtime_ns) for name, stat in files])
-    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+def _on_every_process(act: Callable[[], T]) -> T:
+    """Act together with all processes, before an engine has its groups; the group made here is destroyed again."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return act()
+    wait_for_all()
+    group = dist.new_group(backend="gloo")
+    assert isinstance(group, dist.ProcessGroup)
+    try:
+        return on_all_ranks(act, partial(gather_json, group=group), MissingFile, ValueError)
+    finally:
+        dist.destroy_process_group(group)

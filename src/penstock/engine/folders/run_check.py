@@ -1,7 +1,6 @@
 """A run's settings completed and checked before anything starts; PyTorch is loaded only for a pretrained model."""
 
 from collections.abc import Callable
-from pathlib import Path
 
 from penstock.schedule.choice import ScheduleChoice
 from penstock.settings import SETTINGS, ConfigError, Precision, RunConfig, check_rates, check_sections, walk
@@ -57,25 +56,16 @@ def with_pretrained(config: RunConfig) -> RunConfig:
         found = {_TOKENIZER: config.data.tokenizer or "bytes", _PRECISION: config.train.precision or Precision.FP32}
         return with_values(config, {SETTINGS[name].path: value for name, value in found.items()})
     # Only now, since it loads PyTorch.
-    from penstock.engine.folders.hf_folder import (
-        find_model,
-        is_reward_model,
-        pretrained_tokenizer,
-        refuse_adapters,
-        refuse_classifier,
-        refuse_several_labels,
-    )
+    from penstock.engine.folders.model_folder import open_folder
 
     try:
-        refuse_adapters(Path(folder))
-        model = find_model(Path(folder), config.model.native)
-        refuse_several_labels(model.form)
-        if not is_reward_model(model.form.describe()):
-            refuse_classifier(model.form)
-        elif config.adapter.is_used:
+        model = open_folder(folder, config.model.native)
+        model.refuse_adapters()
+        shape, _ = model.shape, model.files
+        model.refuse_untrained()
+        if model.is_reward_model and config.adapter.is_used:
             raise ValueError("a reward model is trained whole; leave the settings of adapter out")
-        shape = model.shape
-        tokenizer = config.data.tokenizer or pretrained_tokenizer(folder, shape.vocabulary)
+        tokenizer = config.data.tokenizer or model.tokenizer_name
     except ValueError as error:
         raise ConfigError(f"{_PRETRAINED} = {folder!r}: {error}") from None
     given, usual = config.flat(), RunConfig().flat()
@@ -86,7 +76,7 @@ def with_pretrained(config: RunConfig) -> RunConfig:
                 f"{name} = {given[name]!r}, but {_PRETRAINED} = {folder!r} has {wanted!r}; leave the setting out"
             )
     found[_TOKENIZER] = tokenizer
-    found[_PRECISION] = config.train.precision or model.precision
+    found[_PRECISION] = config.train.precision or model.stored_precision
     if shape.native is False:
         found[_NATIVE] = False
     if given["model.max_length"] == usual["model.max_length"]:

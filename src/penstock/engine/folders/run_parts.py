@@ -1,8 +1,6 @@
 """The parts of a run, made from its settings: its engine's arguments and its data."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.data import (
@@ -23,12 +21,7 @@ from penstock.data.store import PairPacking, TokenStore
 from penstock.data.tokenizer import load_tokenizer
 from penstock.engine.build import cut_units
 from penstock.engine.checkpoint.manifest import published
-from penstock.engine.folders.hf_folder import (
-    EngineArguments,
-    HuggingFaceForm,
-    open_pretrained,
-    reward_model_of,
-)
+from penstock.engine.folders.model_folder import EngineArguments, ModelFolder, open_folder
 from penstock.engine.folders.run_check import check, with_pretrained
 from penstock.engine.folders.runs import CHECKPOINT_FOLDER
 from penstock.engine.options import EngineOptions
@@ -40,8 +33,8 @@ from penstock.engine.training.losses import (
     num_pairs,
     token_cross_entropy,
 )
-from penstock.model import ModelGroups, UnitSpec, decoder_units
-from penstock.settings import ConfigError, ModelConfig, RunConfig, checked, read_config
+from penstock.model import ModelGroups, decoder_units
+from penstock.settings import ConfigError, RunConfig, checked, read_config
 
 
 @checked
@@ -56,28 +49,27 @@ def read_arguments(config: RunConfig | str | Path) -> EngineArguments:
     return engine_arguments(settings, tokenizer.vocab_size)
 
 
-def engine_arguments(config: RunConfig, vocab_size: int, learns: bool = True) -> EngineArguments:
+def engine_arguments(config: RunConfig, vocab_size: int) -> EngineArguments:
     """The engine's arguments for settings that have been checked.
 
     It begins with the weights of `model.pretrained`, unless the run has checkpoints to go on from. Where it does, every
     process of the layout calls this at the same point. Who completed the settings has warned of damaged checkpoints.
     """
-    source = config.model.pretrained
-    options = replace(EngineOptions.of(config), learns=learns)
+    source, options = config.model.pretrained, EngineOptions.of(config)
     if config.model.native is False and source is not None:
         # Also where values come from a checkpoint, transformers describes the layers by the folder.
-        return open_pretrained(source, native=False, quiet=True).arguments(config.parallel, options)
+        return open_folder(source, native=False, quiet=True).arguments_from_files(config.parallel, options)
     shape = config.model.whole(vocab_size)
     if source is None or published(Path(config.output) / CHECKPOINT_FOLDER):
-        units, form = partial(_fresh_units, shape), HuggingFaceForm.of(shape)
-    else:
-        found = open_pretrained(source, shape=shape, quiet=True)
-        units, form = found.units, found.form
-    return EngineArguments(units, shape.hidden_size, config.parallel, options, form)
+        return EngineArguments.of_decoder(shape, config.parallel, options)
+    return open_folder(source, native=True, quiet=True).arguments_from_files(config.parallel, options, shape)
 
 
-def _fresh_units(shape: ModelConfig, groups: ModelGroups) -> Sequence[UnitSpec]:
-    return decoder_units(shape, groups=groups)
+def _reward_model(config: RunConfig) -> ModelFolder | None:
+    """The reward model that a run begins with; None where it begins with none."""
+    source = config.model.pretrained
+    found = None if source is None or config.model.native is not False else open_folder(source, native=False)
+    return found if found is not None and found.is_reward_model else None
 
 
 def check_parts(config: RunConfig) -> "RunData":
@@ -120,7 +112,7 @@ class RunData:
         Raises:
             ValueError: it is missing, empty, too short for an item, or holds a token outside the model's vocabulary.
         """
-        data, reward_model = config.data, reward_model_of(config)
+        data, reward_model = config.data, _reward_model(config)
         spec = CorpusSpec(
             source=data.corpus,
             validation_source=data.validation_corpus,
@@ -132,7 +124,7 @@ class RunData:
             special_tokens=data.special_tokens,
             max_example_tokens=config.model.max_length,
             pairs=reward_model is not None,
-            pad_token=(reward_model or {}).get("pad_token_id"),
+            pad_token=None if reward_model is None else reward_model.pad_token,
         )
         cache = None if data.cache is None else Path(data.cache).expanduser()
         try:

@@ -15,7 +15,7 @@ from torch import nn
 
 from penstock import schedule
 from penstock.engine.build import bytes_of_weight, parameter_dtype
-from penstock.engine.folders.hf_folder import EngineArguments
+from penstock.engine.folders.model_folder import EngineArguments
 from penstock.engine.options import EngineOptions
 from penstock.model import CachedUnit, CacheSize, KVCache, ModelGroups, UnitSpec
 from penstock.model.layers.vocabulary import Embedding

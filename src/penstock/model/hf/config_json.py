@@ -1,14 +1,17 @@
 """config.json of a Hugging Face folder, converted to the decoder's configuration and back."""
 
-from collections.abc import Mapping
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from penstock.io.documents import check_kinds, read_json_object
-from penstock.model.hf.families import FAMILIES, MIXTRAL_EXPERTS, Family, Windows
-from penstock.model.hf.files import MissingFile, refuse_unfit_files
+from penstock.model.hf.families import FAMILIES, MIXTRAL_EXPERTS, Family, Windows, names_of
+from penstock.model.hf.files import MissingFile, Names, refuse_unfit_files
 from penstock.settings import ExpertConfig, ModelConfig, RopeKind, RopeScaling
 
 CONFIG_FILE = "config.json"
@@ -42,6 +45,26 @@ _ROPE_VALUES: dict[str, type] = {
 
 class NotNative(ValueError):
     """A model that the decoder is not, although transformers may know it."""
+
+
+@dataclass(frozen=True)
+class HuggingFaceForm:
+    """The form of a model in transformers: its names there, its config.json, and the folder it came from.
+
+    `describe` makes the config.json, and raises ValueError where no family of transformers is the model. `folder` is
+    where tokenizer files are copied from; None where the model was made here. `bytes_end`: whether a model of bytes
+    has an end token; None for other models.
+    """
+
+    names: Names
+    describe: Callable[[], Mapping[str, Any]]
+    folder: Path | None = None
+    bytes_end: bool | None = None
+
+    @classmethod
+    def of(cls, config: ModelConfig) -> HuggingFaceForm:
+        """The form of a decoder that was made here."""
+        return cls(names_of(config), lambda: config_to_json(config))
 
 
 def read_config_json(folder: Path) -> dict[str, Any]:

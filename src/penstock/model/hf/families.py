@@ -7,6 +7,7 @@ import enum
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from penstock.model.hf.files import Names
 from penstock.parallel.tensor_slice import Shape, StoredSlice
 from penstock.settings import ModelConfig, Scores
 
@@ -112,17 +113,14 @@ FAMILIES = {
 
 
 @dataclass(frozen=True)
-class NativeNames:
+class NativeNames(Names):
     """The names of the decoder's parameters in a family's files, and of tensors there that are not parameters."""
 
     tied: bool
     experts: ExpertNames | None = None
 
     def slices(self, full_name: str, shape: Shape) -> tuple[StoredSlice, ...]:
-        """The stored tensors that make up the parameter of that full name and (whole) shape.
-
-        The result is empty for parameters that only training uses, which the files have no place for.
-        """
+        """As of all names; none for parameters that only training uses, which the files have no place for."""
         if full_name in _OUTSIDE:
             return (StoredSlice.at(_OUTSIDE[full_name], shape),)
         layers, number, rest = full_name.split(".", 2)

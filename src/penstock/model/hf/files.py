@@ -5,11 +5,12 @@ tensors (one for each expert), and a rank may hold only a part of it. Each store
 only values that are kept are read.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -218,12 +219,20 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
         raise ValueError(f"{path} is no safetensors file, or was cut short or altered: {reason}") from None
 
 
-class Names(Protocol):
-    """A model's names in files: the stored tensors of each parameter, and stored tensors that no parameter needs."""
+class Names(ABC):
+    """A model's names in files."""
 
-    def slices(self, full_name: str, shape: Shape) -> tuple[StoredSlice, ...]: ...
+    @abstractmethod
+    def slices(self, full_name: str, shape: Shape) -> tuple[StoredSlice, ...]:
+        """The stored tensors that make up the parameter of that full name and whole shape."""
 
-    def is_surplus(self, stored: str) -> bool: ...
+    @abstractmethod
+    def is_surplus(self, stored: str) -> bool:
+        """True for a stored tensor that no parameter needs."""
+
+    def in_transformers(self, full_name: str, shape: Shape) -> tuple[str, ...]:
+        """The names of a parameter's parts in transformers' own model."""
+        return tuple(stored.name for stored in self.slices(full_name, shape))
 
 
 def units_from_files(units: Sequence[UnitSpec], names: Names, files: WeightFiles) -> tuple[UnitSpec, ...]:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from penstock.model.hf.files import WeightFiles
+from penstock.model.hf.files import Names, WeightFiles
 from penstock.model.linear import switch_linears
 from penstock.model.transformers.inspection import CannotCut, ForwardPart, list_of_layers, uses_outside
 from penstock.model.transformers.names import StoredNames
@@ -33,26 +33,24 @@ _FIRST, _LAST, _OWN = "embedding", "head", "skeleton.model."
 
 
 @dataclass(frozen=True)
-class TransformersNames:
+class TransformersNames(Names):
     """A model's names in its files, by its units' full names."""
 
     path: str
     stored: StoredNames
 
     def slices(self, full_name: str, shape: Shape) -> tuple[StoredSlice, ...]:
-        """The stored tensors that make up the parameter of that full name and shape."""
-        return self.stored.slices(self.own_name(full_name), shape)
+        [name] = self.in_transformers(full_name, shape)
+        return self.stored.slices(name, shape)
 
-    def own_name(self, full_name: str) -> str:
-        """The parameter's name in transformers' own model."""
+    def in_transformers(self, full_name: str, shape: Shape) -> tuple[str, ...]:
         unit, _, rest = full_name.partition(".")
         if unit in (_FIRST, _LAST):
-            return rest.removeprefix(_OWN)
+            return (rest.removeprefix(_OWN),)
         number, _, own = rest.partition(".layer.")
-        return f"{self.path}.{number}.{own}"
+        return (f"{self.path}.{number}.{own}",)
 
     def is_surplus(self, stored: str) -> bool:
-        """True for a stored tensor that no parameter needs."""
         return self.stored.is_surplus(stored)
 
 
