@@ -25,7 +25,6 @@ from benchmarks.schedules import SleepingMatmul
 from benchmarks.slow_network import INTERFACE, Host, SlowNetwork
 from penstock.data import MicroBatchSpec, PackedBatch
 from penstock.engine import Engine, EngineOptions
-from penstock.engine.model_state import own_recording
 from penstock.model import decoder_units
 from penstock.schedule.recording import CollectiveKind, CollectiveTotal, Recording
 from penstock.settings import ExpertConfig, Layout, ModelConfig, OptimizerConfig, ScheduleConfig
@@ -350,7 +349,9 @@ def _timed_step(engine: Engine, batch: PackedBatch, num_microbatches: int) -> tu
     dist.barrier()
     start = time.perf_counter()
     engine.train_batch(batch, micro_batches=MicroBatchSpec(num=num_microbatches))
-    return time.perf_counter() - start, own_recording(engine.pipeline)
+    took_s, recording = time.perf_counter() - start, engine.pipeline.recording(of_all=False)
+    assert recording is not None
+    return took_s, recording
 
 
 def _prepare(rank: int, side: Side, size: ModelSize) -> Callable[[], Figures]:

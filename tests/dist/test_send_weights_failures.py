@@ -32,7 +32,7 @@ def sender_dies(rank: int) -> tuple[str, float, str]:
     """Die on the first rank after a few tensors; on the other, its error, how late it came, and what follows."""
     source, target = engines()
     source.send_weights(target)
-    original, count = weight_transfer.Passage._move, 0
+    original, count = weight_transfer.WeightTransfer._move, 0
 
     def dying(*given: Any) -> None:
         nonlocal count
@@ -41,7 +41,7 @@ def sender_dies(rank: int) -> tuple[str, float, str]:
             os._exit(7)
         original(*given)
 
-    weight_transfer.Passage._move = dying  # pyright: ignore[reportAttributeAccessIssue]
+    weight_transfer.WeightTransfer._move = dying  # pyright: ignore[reportAttributeAccessIssue]
     start = time.monotonic()
     with pytest.raises(TransportError) as lost:
         source.send_weights(target)
@@ -66,13 +66,13 @@ def comes_late(rank: int) -> tuple[str, int, int]:
     error, store = "", default_store()
     if rank == 1:
         assert not source.weights_wait(target)
-        patient = source.port.options
+        patient = source.options
         for engine in (source, target):
-            engine.port.options = replace(patient, timeout_s=1.0, learns=engine is source)
+            engine.options = replace(patient, timeout_s=1.0, learns=engine is source)
         with pytest.raises(TransportError) as late:
             source.send_weights(target)
         error = str(late.value)
-        source.port.options = patient
+        source.options = patient
         store.set("late", "")
     else:
         store.wait(["late"])

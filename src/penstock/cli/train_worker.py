@@ -27,7 +27,6 @@ from penstock.engine.checkpoint.rank_values import random_state, restore_random_
 from penstock.engine.engine import Engine
 from penstock.engine.folders.run_parts import RunData, check_parts, engine_arguments, micro_batches
 from penstock.engine.folders.runs import CHECKPOINT_FOLDER, METRICS_FILE, RunLock, check_folder, read_metrics
-from penstock.engine.model_state import gathered_recording
 from penstock.engine.training.losses import EvaluationLoss, LossFn, LossWeightFn
 from penstock.engine.training.trainer import TrainResult
 from penstock.engine.watch import EarlyStop, Trackers
@@ -256,7 +255,7 @@ class TrainLoop:
 
     def _recorded(self, num_microbatches: int) -> RecordedStep | None:
         """The last step as measured, and as simulated with the mean measured times."""
-        measured = gathered_recording(self.engine.pipeline)
+        measured = self.engine.pipeline.recording()
         if measured is None:
             return None
         costs = _costs(measured.timeline, num_microbatches)

@@ -1,15 +1,19 @@
-"""The engine: one model over a grid of processes, which trains, scores and generates; each job has its own file."""
+"""The engine: one model over a grid of processes, which trains, scores and generates."""
 
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from torch import nn
 
 from penstock.data import MicroBatchSpec, PackedBatch
 from penstock.engine.build import units_of_layers
+from penstock.engine.checkpoint import Checkpointer, CheckpointReader
+from penstock.engine.checkpoint.manifest import folder_name
+from penstock.engine.checkpoint.rank_values import random_state, restore_random_state
 from penstock.engine.folders.export import ExportOptions, export_model
-from penstock.engine.folders.lora import with_adapter
+from penstock.engine.folders.lora import save_adapter, with_adapter
 from penstock.engine.folders.model_folder import open_folder
 from penstock.engine.folders.run_parts import read_arguments
 from penstock.engine.generation.answers import GenerateOptions, GenerateResult
@@ -22,178 +26,17 @@ from penstock.engine.sharding import UnitSource
 from penstock.engine.training.losses import EvaluationLoss, LossFn, LossWeightFn, num_loss_tokens, token_cross_entropy
 from penstock.engine.training.scorer import AggregateFn, Outputs, PostHook, Scorer
 from penstock.engine.training.trainer import Trainer, TrainResult
-from penstock.engine.weight_transfer import Port
+from penstock.engine.watch import Watchers
+from penstock.engine.weight_transfer import RemoteEngine, Slices, WeightEndpoint, slices_of
 from penstock.model.hf.config_json import HuggingFaceForm
 from penstock.parallel import Grid
+from penstock.parallel.grid import own_world_rank, world_ranks
 from penstock.runtime import Recorder
+from penstock.schedule import Costs, Timeline
 from penstock.settings import Layout, Native, Normalize, RunConfig, SamplingParams, checked
 
-# ---- The engine's face for training: a batch in, one optimizer step
 
-
-class BatchTraining(ModelState):
-    """Trains the model by one batch after another."""
-
-    def train_batch(
-        self,
-        batch: PackedBatch,
-        loss_fn: LossFn = token_cross_entropy,
-        loss_weight_fn: LossWeightFn = num_loss_tokens,
-        micro_batches: MicroBatchSpec | None = None,
-        normalize: Normalize | str = Normalize.GLOBAL,
-        step: int | None = None,
-    ) -> TrainResult:
-        """One optimizer step; every rank calls it. Parameters are trained if they require a gradient now.
-
-        Args:
-            batch: this pipeline's part of the data, a `PackedBatch`; ranks of one pipeline give the same, data-parallel
-                ranks each their own.
-            loss_fn: from the last stage's output (logits [T, V] of T tokens over V words) and the microbatch to the sum
-                of its losses, one number with its graph; or that and a dict of numbers to report, each a `Metric`.
-            loss_weight_fn: from a microbatch to its weight in the divisor of the loss.
-            micro_batches: the parts that the batch is split into, a `MicroBatchSpec`; left out, one.
-            normalize: the divisor of the loss, a `Normalize` or its name.
-            step: the step's absolute number, on which rates depend; left out, one more than that of the last step.
-
-        Raises:
-            ZeroLossWeight: the weights of all microbatches are 0. Like the next two, on all ranks alike, before
-                anything is computed.
-            PipelineError: ranks of one pipeline were given different batches, or the engine is closed.
-            ValueError: the batch cannot be split or computed so, or the engine was made with learns=False.
-            StepError: on all ranks, when one has failed; the step has been undone, and the next one can be taken. (A
-                rank that is alone raises the exception itself.)
-            TransportError: a peer did not send or receive in time.
-        """
-        taken = self.trainer.train_batch(batch, loss_fn, loss_weight_fn, micro_batches, normalize, step)
-        return self.stepped(taken)
-
-
-# ---- The engine's face for scoring: batches in, their loss or what hooks make of the model's outputs
-
-
-class BatchScoring(ModelState):
-    """Scores batches with the weights as they are; nothing is learned."""
-
-    #: runs forwards alone
-    scorer: Scorer
-
-    def evaluate(
-        self,
-        batches: Iterable[PackedBatch],
-        loss_fn: LossFn = token_cross_entropy,
-        loss_weight_fn: LossWeightFn = num_loss_tokens,
-        micro_batches: MicroBatchSpec | None = None,
-    ) -> EvaluationLoss:
-        """The loss per unit of weight over all ranks' batches, the same on every rank; nothing is learned.
-
-        The result is a float, whose `metrics` are the numbers that the loss function reported. The arguments are those
-        of `Engine.train_batch`, with several batches. Ranks of one pipeline give the same ones; data-parallel ranks may
-        have unequal numbers of them, except where they share experts (ep > 1).
-
-        Raises: as `Engine.forward`.
-        """
-        return self.evaluated(self.scorer.evaluate(batches, loss_fn, loss_weight_fn, micro_batches))
-
-    def forward(
-        self,
-        batch: PackedBatch,
-        post_hook: PostHook | None = None,
-        aggregate_fn: AggregateFn | None = None,
-        micro_batches: MicroBatchSpec | None = None,
-        output_seqlens: Sequence[int] | None = None,
-        broadcast: bool = False,
-    ) -> Any:
-        """The model's outputs, or what hooks make of them, in the batch's order; every rank calls it.
-
-        The rank of the last stage gets the result, the others None, unless `broadcast` is true.
-
-        Args:
-            batch: this pipeline's part of the data; ranks of one pipeline give the same.
-            post_hook: called on the last stage with each microbatch's logits [T, V] and the microbatch; its result is
-                kept, and the logits are freed unless it keeps them. None keeps all logits. Where ranks share sequences
-                (cp), each of them gets whole logits, unless the hook is a `PerToken`.
-            aggregate_fn: from one result per item, in the order of the batch (one per microbatch where they cannot be
-                taken apart), to what is returned; None joins them.
-            micro_batches: the parts that the batch is split into, a `MicroBatchSpec`; left out, one.
-            output_seqlens: rows of each item in the results, where these are neither one per token, nor per sequence,
-                nor per item.
-            broadcast: True if all ranks of the pipeline get the result.
-
-        Raises:
-            PipelineError: ranks of one pipeline were given different batches. Like the next, on all ranks alike, before
-                anything is computed.
-            ValueError: the batch cannot be split or computed so. Also for results that do not fit its items, on the
-                rank of the last stage, with a `PipelineError` on the others.
-            StepError: on all ranks, when a hook or anything else has failed on one; the engine can be used further.
-            TransportError: a peer did not send or receive in time.
-        """
-        return self.scorer.forward(batch, micro_batches, Outputs(post_hook, aggregate_fn, output_seqlens, broadcast))
-
-
-# ---- The engine's face for generation: prompts in, answers out
-
-
-class Generating:
-    """Answers prompts with the weights as they are."""
-
-    #: continues prompts
-    generator: Generator
-
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
-        options: GenerateOptions | None = None,
-        on_token: OnToken | None = None,
-        on_answer: OnAnswer | None = None,
-        interrupt: Interrupt | None = None,
-    ) -> GenerateResult:
-        """Answers to the prompts, in their order.
-
-        Ranks of one pipeline give the same prompts and parameters, and all get the result.
-        A token depends on the seed, its prompt, the number of its sample and its position, not on what else is
-        generated nor on how. Where pipelines share experts (ep > 1) all of them call it together.
-
-        Args:
-            prompts: the token ids of each.
-            params: `SamplingParams` for all prompts, or one for each; left out, the defaults.
-            options: how to generate, as `GenerateOptions`.
-            on_token: called with the answer's number in the result and each new token, on the rank of the first stage
-                (like the next two; where there are several stages, in a thread beside the one that computes). If it
-                returns true, that answer ends.
-            on_answer: called with the answer's number and each answer as soon as it has ended.
-            interrupt: asked between tokens; once it returns true, the call ends with the answers as they are, and
-                `Engine.resume` can go on with them.
-
-        Raises:
-            ValueError: prompts or parameters are impossible; on all ranks alike, before anything is computed.
-            PipelineError: ranks of one pipeline were given different ones.
-            StepError: on all ranks, when one has failed, in a listener for example; generation is possible again.
-            TransportError: a peer did not send or receive in time.
-        """
-        listeners = Listeners(on_token, on_answer, interrupt)
-        return self.generator.generate(prompts, params, options or GenerateOptions(), listeners)
-
-    def resume(self, keep_caches: bool = False) -> GenerateResult:
-        """Go on with the call of `generate` that was interrupted last, with the weights as they are now.
-
-        Prompts and tokens so far are read again with these weights, so the next tokens are those of a generation that
-        begins there. `keep_caches` keeps what older weights made of them, and costs nothing. Random numbers, listeners
-        and options go on in either case; each token bears the version of the weights it was drawn from.
-
-        Raises: PipelineError if there is no such call, and all that `Engine.generate` raises.
-        """
-        return self.generator.resume(keep_caches)
-
-    def release_caches(self) -> None:
-        """Free the memory that generation keeps for its next call."""
-        self.generator.release()
-
-
-# ---- The engine: one model over a grid of processes, which trains, scores and generates; each job has its own file
-
-
-class Engine(BatchTraining, BatchScoring, Generating):
+class Engine(ModelState, WeightEndpoint):
     """One model over a grid of processes, which trains, scores and generates.
 
     Every process of the world constructs it at the same point, torch.distributed being initialised (one process needs
@@ -222,18 +65,33 @@ class Engine(BatchTraining, BatchScoring, Generating):
     8
     """
 
-    #: sizes of the grid's axes, and this rank's place and process groups in it
-    layout: Layout
+    #: this rank's place and process groups in the layout
     grid: Grid
     #: records this rank's actions, and says where it is
     recorder: Recorder
+    #: the model's form in transformers; None where that does not know it
+    form: HuggingFaceForm | None
     #: run forwards alone, and continue prompts
     scorer: Scorer
     generator: Generator
-    #: sends weights to other engines
-    port: Port
+    #: a user's own callbacks
+    watchers: Watchers
 
     @checked
+    def __new__(
+        cls,
+        units: UnitSource,
+        hidden_size: int,
+        layout: Layout | None = None,
+        options: EngineOptions | None = None,
+        form: HuggingFaceForm | None = None,
+        **changes: Any,
+    ) -> Self:
+        """An engine; on a rank outside of the layout, a `RemoteEngine` in its place."""
+        if own_world_rank() in world_ranks(layout := layout or Layout()):
+            return super().__new__(cls)
+        return cast(Self, RemoteEngine(layout, changed(options, changes)))
+
     def __init__(
         self,
         units: UnitSource,
@@ -243,14 +101,12 @@ class Engine(BatchTraining, BatchScoring, Generating):
         form: HuggingFaceForm | None = None,
         **changes: Any,
     ) -> None:
-        self.layout, options = layout or Layout(), changed(options, changes)
-        if (outside := Port.if_outside(self.layout, options)) is not None:
-            self.port = outside
-            return
-        pipeline = Pipeline(with_adapter(units, options.adapter, form, self.layout), hidden_size, self.layout, options)
-        super().__init__(pipeline, Trainer(pipeline), form)
-        self.grid, self.recorder = pipeline.grid, pipeline.recorder
-        self.scorer, self.generator = Scorer(pipeline), Generator(pipeline)
+        layout, options = layout or Layout(), changed(options, changes)
+        pipeline = Pipeline(with_adapter(units, options.adapter, form, layout), hidden_size, layout, options)
+        ModelState.__init__(self, pipeline, Trainer(pipeline))
+        WeightEndpoint.__init__(self, layout, options, pipeline.grid.number, pipeline)
+        self.grid, self.recorder, self.form = pipeline.grid, pipeline.recorder, form
+        self.scorer, self.generator, self.watchers = Scorer(pipeline), Generator(pipeline), Watchers(pipeline)
 
     @classmethod
     def from_config(cls, config: RunConfig | str | Path) -> Self:
@@ -305,6 +161,193 @@ class Engine(BatchTraining, BatchScoring, Generating):
         """
         return cls(*open_folder(path, native).arguments_from_files(layout, options), **changes)
 
+    # ---- training, scoring, generating
+
+    def train_batch(
+        self,
+        batch: PackedBatch,
+        loss_fn: LossFn = token_cross_entropy,
+        loss_weight_fn: LossWeightFn = num_loss_tokens,
+        micro_batches: MicroBatchSpec | None = None,
+        normalize: Normalize | str = Normalize.GLOBAL,
+        step: int | None = None,
+    ) -> TrainResult:
+        """One optimizer step; every rank calls it. Parameters are trained if they require a gradient now.
+
+        Args:
+            batch: this pipeline's part of the data, a `PackedBatch`; ranks of one pipeline give the same, data-parallel
+                ranks each their own.
+            loss_fn: from the last stage's output (logits [T, V] of T tokens over V words) and the microbatch to the sum
+                of its losses, one number with its graph; or that and a dict of numbers to report, each a `Metric`.
+            loss_weight_fn: from a microbatch to its weight in the divisor of the loss.
+            micro_batches: the parts that the batch is split into, a `MicroBatchSpec`; left out, one.
+            normalize: the divisor of the loss, a `Normalize` or its name.
+            step: the step's absolute number, on which rates depend; left out, one more than that of the last step.
+
+        Raises:
+            ZeroLossWeight: the weights of all microbatches are 0. Like the next two, on all ranks alike, before
+                anything is computed.
+            PipelineError: ranks of one pipeline were given different batches, or the engine is closed.
+            ValueError: the batch cannot be split or computed so, or the engine was made with learns=False.
+            StepError: on all ranks, when one has failed; the step has been undone, and the next one can be taken. (A
+                rank that is alone raises the exception itself.)
+            TransportError: a peer did not send or receive in time.
+        """
+        taken = self.trainer.train_batch(batch, loss_fn, loss_weight_fn, micro_batches, normalize, step)
+        if self.pipeline.is_watched_anywhere and self.watchers.saw_step(taken):
+            self.request_stop()
+        return taken
+
+    def evaluate(
+        self,
+        batches: Iterable[PackedBatch],
+        loss_fn: LossFn = token_cross_entropy,
+        loss_weight_fn: LossWeightFn = num_loss_tokens,
+        micro_batches: MicroBatchSpec | None = None,
+    ) -> EvaluationLoss:
+        """The loss per unit of weight over all ranks' batches, the same on every rank; nothing is learned.
+
+        The result is a float, whose `metrics` are the numbers that the loss function reported. The arguments are those
+        of `Engine.train_batch`, with several batches. Ranks of one pipeline give the same ones; data-parallel ranks may
+        have unequal numbers of them, except where they share experts (ep > 1).
+
+        Raises: as `Engine.forward`.
+        """
+        loss = self.scorer.evaluate(batches, loss_fn, loss_weight_fn, micro_batches)
+        if self.pipeline.is_watched_anywhere and self.watchers.saw_evaluation(loss):
+            self.request_stop()
+        return loss
+
+    def forward(
+        self,
+        batch: PackedBatch,
+        post_hook: PostHook | None = None,
+        aggregate_fn: AggregateFn | None = None,
+        micro_batches: MicroBatchSpec | None = None,
+        output_seqlens: Sequence[int] | None = None,
+        broadcast: bool = False,
+    ) -> Any:
+        """The model's outputs, or what hooks make of them, in the batch's order; every rank calls it.
+
+        The rank of the last stage gets the result, the others None, unless `broadcast` is true.
+
+        Args:
+            batch: this pipeline's part of the data; ranks of one pipeline give the same.
+            post_hook: called on the last stage with each microbatch's logits [T, V] and the microbatch; its result is
+                kept, and the logits are freed unless it keeps them. None keeps all logits. Where ranks share sequences
+                (cp), each of them gets whole logits, unless the hook is a `PerToken`.
+            aggregate_fn: from one result per item, in the order of the batch (one per microbatch where they cannot be
+                taken apart), to what is returned; None joins them.
+            micro_batches: the parts that the batch is split into, a `MicroBatchSpec`; left out, one.
+            output_seqlens: rows of each item in the results, where these are neither one per token, nor per sequence,
+                nor per item.
+            broadcast: True if all ranks of the pipeline get the result.
+
+        Raises:
+            PipelineError: ranks of one pipeline were given different batches. Like the next, on all ranks alike, before
+                anything is computed.
+            ValueError: the batch cannot be split or computed so. Also for results that do not fit its items, on the
+                rank of the last stage, with a `PipelineError` on the others.
+            StepError: on all ranks, when a hook or anything else has failed on one; the engine can be used further.
+            TransportError: a peer did not send or receive in time.
+        """
+        return self.scorer.forward(batch, micro_batches, Outputs(post_hook, aggregate_fn, output_seqlens, broadcast))
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        options: GenerateOptions | None = None,
+        on_token: OnToken | None = None,
+        on_answer: OnAnswer | None = None,
+        interrupt: Interrupt | None = None,
+    ) -> GenerateResult:
+        """Answers to the prompts, in their order.
+
+        Ranks of one pipeline give the same prompts and parameters, and all get the result.
+        A token depends on the seed, its prompt, the number of its sample and its position, not on what else is
+        generated nor on how. Where pipelines share experts (ep > 1) all of them call it together.
+
+        Args:
+            prompts: the token ids of each.
+            params: `SamplingParams` for all prompts, or one for each; left out, the defaults.
+            options: how to generate, as `GenerateOptions`.
+            on_token: called with the answer's number in the result and each new token, on the rank of the first stage
+                (like the next two; where there are several stages, in a thread beside the one that computes). If it
+                returns true, that answer ends.
+            on_answer: called with the answer's number and each answer as soon as it has ended.
+            interrupt: asked between tokens; once it returns true, the call ends with the answers as they are, and
+                `Engine.resume` can go on with them.
+
+        Raises:
+            ValueError: prompts or parameters are impossible; on all ranks alike, before anything is computed.
+            PipelineError: ranks of one pipeline were given different ones.
+            StepError: on all ranks, when one has failed, in a listener for example; generation is possible again.
+            TransportError: a peer did not send or receive in time.
+        """
+        listeners = Listeners(on_token, on_answer, interrupt)
+        return self.generator.generate(prompts, params, options or GenerateOptions(), listeners)
+
+    def resume(self, keep_caches: bool = False) -> GenerateResult:
+        """Go on with the call of `generate` that was interrupted last, with the weights as they are now.
+
+        Prompts and tokens so far are read again with these weights, so the next tokens are those of a generation that
+        begins there. `keep_caches` keeps what older weights made of them, and costs nothing. Random numbers, listeners
+        and options go on in either case; each token bears the version of the weights it was drawn from.
+
+        Raises: PipelineError if there is no such call, and all that `Engine.generate` raises.
+        """
+        return self.generator.resume(keep_caches)
+
+    def release_caches(self) -> None:
+        """Free the memory that generation keeps for its next call."""
+        self.generator.release()
+
+    # ---- the model on disk
+
+    def save(self, path: str | Path, extra: Any = None, keep: int = 1) -> None:
+        """Save weights, buffers, optimizer, step and random numbers as a checkpoint in the folder; all ranks call it.
+
+        A crash leaves the checkpoint before it intact. `extra` is a JSON value of the caller's, such as a position in
+        the data; `keep` is how many of the newest checkpoints stay.
+
+        Raises: AnotherRun, ValueError, CheckpointError; on all ranks alike.
+        """
+        grid = self.pipeline.grid
+        self.check_call("save", path=(path, str | Path), keep=(keep, int))
+        with self.pipeline.recorder.collective("save a checkpoint"):
+            saved = Checkpointer(path, grid, {}, keep, self.aliases, newest_last=True)
+            values = {"engine": self.progress(), "random": random_state(), "extra": extra}
+            saved.save(self.step, self.state(), values, wait=True)
+        self.watchers.saw_checkpoint(self.step, Path(path) / folder_name(self.step))
+
+    def load(self, path: str | Path) -> Any:
+        """Go on from the newest intact checkpoint in the folder, saved by any layout; returns its `extra`.
+
+        The folder is that of `save`, that of a run's checkpoints, or a single checkpoint. An engine that does not learn
+        leaves the optimizer's state. Each rank gets its own `extra` back if there are as many ranks, else rank 0's.
+
+        Raises: FileNotFoundError, DamagedCheckpoint; ValueError if it is of another model. On all ranks alike, with
+        nothing loaded.
+        """
+        pipeline = self.pipeline
+        self.check_call("load", path=(path, str | Path))
+        rank, world_size = pipeline.grid.rank, pipeline.grid.world_size
+        with pipeline.recorder.collective("load a checkpoint"):
+            saved, own = CheckpointReader(path, pipeline.grid, None, self.aliases), self.state()
+            found = saved.existing()
+            saved.check_used(found, own, ignored="" if pipeline.options.learns else "optimizer.")
+            saved.load(found, own)
+
+        def go_on(values: Any) -> Any:
+            self.load_progress(values["engine"])
+            restore_random_state([theirs["random"] for theirs in found.rank_values], rank, world_size)
+            return values.get("extra")
+
+        extra = saved.restore(found, go_on)
+        pipeline.casts.renew()
+        return extra
+
     def save_hf(self, path: str | Path, dtype: str | None = None, **options: Any) -> None:
         """Write the model as a new Hugging Face folder; all ranks call it.
 
@@ -315,3 +358,62 @@ class Engine(BatchTraining, BatchScoring, Generating):
         Raises: ValueError for a model that transformers has no form for, or a folder that holds something.
         """
         export_model(self, self.form, path, ExportOptions(dtype, **options))
+
+    def save_adapter(self, path: str | Path) -> None:
+        """Write the adapters as a new folder in peft's format; all ranks call it. See `EngineOptions.adapter`.
+
+        Raises: ValueError if there are none, or the folder holds something; on all ranks alike.
+        """
+        self.check_call("save_adapter", path=(path, str | Path))
+        save_adapter(self.pipeline, self.form, path)
+
+    # ---- looking on, and the end
+
+    def request_stop(self) -> None:
+        """Ask all ranks to end after the next step: its `TrainResult.stop_requested` is true on each of them."""
+        self.trainer.stop_requested = True
+
+    def watch(self, *callbacks: Any) -> None:
+        """Let callbacks see each step, evaluation and checkpoint, and the end, on this rank.
+
+        A callback is an object with any of the methods `on_step(result)`, `on_evaluation(step, loss)`,
+        `on_checkpoint(step, path)` and `on_end(step)`, a class that makes one, or the name of either,
+        ``package.module:object``. True from one of the first two asks all ranks to end, as `Engine.request_stop` does.
+
+        Raises: ConfigError for an object without any of these methods.
+        """
+        self.watchers.add(callbacks)
+
+    @checked
+    def simulated(self, num_microbatches: int, costs: Costs) -> Timeline:
+        """The simulated timeline of a step."""
+        return self.pipeline.simulated(num_microbatches, costs)
+
+    def timeline(self) -> Timeline | None:
+        """The measured timeline of the last step of pipeline 0, in ms, on rank 0; None elsewhere. All ranks call it.
+
+        Ranks on one host share a clock; those of several hosts are aligned by it as well as the hosts are.
+        """
+        self.check_call("timeline")
+        recording = self.pipeline.recording()
+        return None if recording is None else recording.timeline
+
+    def fixed_weights(self) -> AbstractContextManager[None]:
+        """Within this context each weight is cast at most once, on first use (for autocast).
+
+        `forward`, `evaluate` and `generate` are such a pass each; a user's own may hold several of them. After a
+        training step inside, the weights are cast anew.
+        """
+        return self.pipeline.casts.kept()
+
+    def close(self) -> None:
+        """Stop helper threads; process groups belong to torch.distributed."""
+        super().close()
+        try:
+            self.watchers.saw_end()
+        finally:
+            self.pipeline.close()
+
+    def _slices(self) -> Slices:
+        state = self.state(optimizer=False)
+        return slices_of({name: own for name, own in state.items() if name not in self.pipeline.loans}, self.ties)

@@ -52,6 +52,7 @@ from penstock.runtime import (
 from penstock.schedule import Costs, Pair, Placement, Program, Timeline
 from penstock.schedule.actions import check_count
 from penstock.schedule.choice import ScheduleChoice, forward_only
+from penstock.schedule.recording import Recording
 from penstock.settings import Layout
 
 # ---- The state that a step changes before it is certain to succeed, and that is put back after one which failed
@@ -425,6 +426,24 @@ class Pipeline:
         self.transport.close()
 
     # ---- looking at a step
+
+    def recording(self, of_all: bool = True) -> Recording | None:
+        """The record of the last step, in ms: of pipeline 0, on rank 0 alone, or else of this rank.
+
+        That of all ranks is gathered, so all call it.
+        """
+        kept = (self.recorder.records(), self.recorder.collective_records())
+        own = [[record.row() for record in records if record.end_ns] for records in kept]
+        by_rank = gather_json(own, self.grid.pp_control) if of_all else [own]
+        if of_all and self.grid.rank:
+            return None
+        ranks = f"{self.layout.pp} rank{'s' * (self.layout.pp != 1)}"
+        return Recording.gathered(
+            *zip(*by_rank, strict=True),
+            title=f"{self.options.choice.name}, {ranks}, measured in step {self.step}",
+            step=self.step,
+            stages_per_rank=self.placement.stages_per_microbatch,
+        )
 
     def simulated(self, num_microbatches: int, costs: Costs) -> Timeline:
         """The simulated timeline of a step."""

@@ -59,12 +59,12 @@ class Watchers:
             self._pipeline.is_watched = True
 
     def saw_step(self, result: TrainResult) -> bool:
-        """Show a step to the callbacks of all ranks, if any has some; returns True if one of this rank asks to stop."""
-        return self._pipeline.is_watched_anywhere and self._call_together("on_step", result)
+        """Show a step to the callbacks of all ranks; returns True if one of this rank asks to stop."""
+        return self._call_together("on_step", result)
 
     def saw_evaluation(self, loss: EvaluationLoss) -> bool:
         """The same for an evaluation."""
-        return self._pipeline.is_watched_anywhere and self._call_together("on_evaluation", self._pipeline.step, loss)
+        return self._call_together("on_evaluation", self._pipeline.step, loss)
 
     def saw_checkpoint(self, step: int, path: Path) -> None:
         """Show a checkpoint to the callbacks."""

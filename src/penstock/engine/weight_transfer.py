@@ -1,14 +1,14 @@
-"""Sending weights: an engine as its own ranks and those of other engines know it."""
+"""Weights on their way from one engine to another of the same world: no disk, one tensor at a time."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -18,16 +18,15 @@ from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImport
 from penstock.engine.options import EngineOptions
 from penstock.engine.pipeline import Pipeline, device_of
 from penstock.parallel import connect, naming_ended_ranks
-from penstock.parallel.grid import Grid, own_world_rank, world_ranks
+from penstock.parallel.grid import own_world_rank, world_ranks
 from penstock.parallel.host import gather_json, on_all_ranks
 from penstock.parallel.renewable import RenewableGroup, cut_backends, gloo_group
 from penstock.parallel.tensor_slice import LocalTensor, TensorSlice, local_slices
+from penstock.runtime import PipelineError
 from penstock.runtime.distributed import default_store
 from penstock.runtime.errors import TransportError
 from penstock.settings import Layout
-
-# ---- Weights on their way from one engine to another of the same world: no disk, one tensor at a time
-
+from penstock.settings.arguments import check_argument
 
 _ASK_AGAIN_S = 0.002
 
@@ -35,17 +34,137 @@ Slices = Mapping[str, Sequence[tuple[TensorSlice, Tensor]]]
 """A rank's tensors by the names under which they count: slices with their values, as views; copies stand beside."""
 
 
-@dataclass(frozen=True)
-class WeightSide:
-    """One of two engines between which weights travel, known on the ranks of both.
+# ---- an engine as other engines know it
 
-    number: of the engine, among all that the world has made. ranks: its processes, by their number in the world.
-    own: what this process has of it; empty where it is none of them.
-    """
 
-    number: int
-    ranks: Sequence[int]
-    own: Slices
+class WeightEndpoint:
+    """An engine as other engines know it: weights leave from it and reach it; each process of the world has one."""
+
+    #: sizes of the grid's axes
+    layout: Layout
+    #: the engine's settings
+    options: EngineOptions
+    #: the engine among all that the world has made, and its processes
+    _number: int
+    _world_ranks: tuple[int, ...]
+    #: this process's part of the model; None where it has none
+    _local: Pipeline | None
+    #: the last version that has passed here, where there is no part of the model
+    _seen: int
+    #: another engine -> the way to it
+    _transfers: dict[WeightEndpoint, WeightTransfer]
+
+    def __init__(self, layout: Layout, options: EngineOptions, number: int, local: Pipeline | None = None) -> None:
+        self.layout, self.options, self._number, self._local = layout, options, number, local
+        self._world_ranks, self._seen, self._transfers = tuple(world_ranks(layout)), 0, {}
+
+    @property
+    def is_here(self) -> bool:
+        """True on the ranks of the engine's layout; elsewhere weights can be sent from it and to it, and no more."""
+        return self._local is not None
+
+    @property
+    def version(self) -> int:
+        """The version of the weights: the optimizer steps that they have seen, here or where they came from."""
+        return self._seen if self._local is None else self._local.step
+
+    def send_weights(self, to: WeightEndpoint) -> int:
+        """Give another engine this one's weights and buffers, bit for bit, and their version, which is returned.
+
+        All ranks of both engines call it on the one that sends; elsewhere it does nothing. Their layouts and ranks may
+        differ in everything, or be the same. Nothing is written to disk, and a rank holds no more than its parts of
+        both engines and what it sends or receives of one tensor. The engine that receives has `learns=False`.
+
+        Raises:
+            ValueError: the models differ, naming the first tensor; on all ranks alike, with nothing sent.
+            TransportError: a rank has ended, or did not come in time.
+        """
+        check_argument("to", to, WeightEndpoint)
+        self._check(to)
+        if own_world_rank() not in (*self._world_ranks, *to._world_ranks):
+            return self.version
+        if dist.is_initialized():
+            _visits(_place(self, to), own_world_rank(), 1)
+        pipeline = self._local or to._local
+        with pipeline.recorder.collective("send weights to another engine") if pipeline else nullcontext():
+            try:
+                if to not in self._transfers:
+                    self._transfers[to] = WeightTransfer(self, to)
+                version = self._transfers[to].run(self._slices(), to._slices(), self.version if self._local else None)
+            except TransportError:
+                if to._local is not None:
+                    # Weights of several versions may stand beside each other.
+                    words = "weights did not arrive whole; send them again, or load a checkpoint"
+                    to._local.recovery.uncertain = words
+                if to in self._transfers:
+                    self._transfers.pop(to).close()
+                raise
+        self._seen = to._seen = version
+        if to._local is not None:
+            to._local.continue_from(version)
+            to._local.casts.renew()
+        return version
+
+    def weights_wait(self, to: WeightEndpoint) -> bool:
+        """True if this engine's first rank waits in `send_weights` for the other engine; asked on ranks of that."""
+        if not dist.is_initialized():
+            return False
+        place = _place(self, to)
+        return _visits(place, self._world_ranks[0]) > _visits(place, own_world_rank())
+
+    def close(self) -> None:
+        """Leave the ways to other engines."""
+        for transfer in self._transfers.values():
+            transfer.close()
+        self._transfers.clear()
+
+    def _slices(self) -> Slices:
+        """This process's tensors."""
+        return {}
+
+    def _check(self, to: WeightEndpoint) -> None:
+        """Raises: ValueError, PipelineError."""
+        if to is self:
+            raise ValueError("an engine cannot send weights to itself; give another engine")
+        if to.options.learns:
+            raise ValueError(
+                "an engine that learns cannot receive weights, which its optimizer would not know of; make it with "
+                "learns=False"
+            )
+        for engine in (self, to):
+            if engine._local is not None:
+                engine._local.recovery.check_usable()
+
+
+class RemoteEngine(WeightEndpoint):
+    """An engine on other ranks of the world, which make it at the same point: it meets others for weights alone."""
+
+    @naming_ended_ranks()
+    def __init__(self, layout: Layout, options: EngineOptions) -> None:
+        grid = connect(layout, device_of(options.device), timedelta(seconds=options.timeout_s))
+        super().__init__(layout, options, grid.number)
+
+    if not TYPE_CHECKING:  # attributes that are misspelt are found
+
+        def __getattr__(self, name: str) -> Any:
+            """Say why this process has no part of the engine, where it is asked for one."""
+            if name.startswith("_"):
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            raise PipelineError(
+                f"this engine is on ranks {', '.join(map(str, self._world_ranks))} of the world, and not on this one "
+                f"(rank {own_world_rank()}), which can only take part in send_weights; ask engine.is_here"
+            )
+
+
+def slices_of(state: Mapping[str, LocalTensor], aliases: Mapping[str, str]) -> Slices:
+    """A rank's tensors under the names that count: a tied copy under its owner's."""
+    found: dict[str, list[tuple[TensorSlice, Tensor]]] = {}
+    for name, local in state.items():
+        found.setdefault(aliases.get(name, name), []).extend(local_slices(local).items())
+    return {name: parts for name, parts in found.items() if parts}
+
+
+# ---- the way from one engine to another
 
 
 @dataclass(frozen=True)
@@ -57,17 +176,15 @@ class _Piece:
     target: int
 
 
-class Passage:
+class WeightTransfer:
     """The way of weights from one engine to another; every rank of either makes it at the same point.
-
-    Args:
-        rank: this process in the world.
-        timeout_s: how long the ranks of both wait for each other.
 
     Raises: TransportError naming ranks that have not come in time.
     """
 
-    #: the processes of both engines, in order, and this one
+    #: the processes of the engine that sends, of the one that receives, and of both, in order; and this one
+    sources: Sequence[int]
+    targets: Sequence[int]
     ranks: Sequence[int]
     rank: int
     #: carries slices, on host memory; None where one process has both engines alone
@@ -75,17 +192,18 @@ class Passage:
     #: name -> the slices that leave this process or arrive on it; None before the first transfer
     _pieces: dict[str, list[_Piece]] | None
 
-    def __init__(self, source: WeightSide, target: WeightSide, rank: int, timeout_s: float) -> None:
-        self.ranks, self.rank = sorted({*source.ranks, *target.ranks}), rank
+    def __init__(self, source: WeightEndpoint, target: WeightEndpoint) -> None:
+        self.sources, self.targets = source._world_ranks, target._world_ranks
+        self.ranks, self.rank = sorted({*self.sources, *self.targets}), own_world_rank()
         self.group, self._pieces = None, None
         if len(self.ranks) > 1:
-            meeting = Meeting(source.number, target.number)
-            number = meeting.wait(self.ranks, rank, timeout_s)
-            store = PrefixStore(f"{meeting.place}/{number}", default_store())
-            place, size = self.ranks.index(rank), len(self.ranks)
-            self.group = gloo_group(store, place, size, timedelta(seconds=timeout_s))
+            timeout_s = max(source.options.timeout_s, target.options.timeout_s)
+            place = _place(source, target)
+            store = PrefixStore(f"{place}/{self._meet(place, timeout_s)}", default_store())
+            own, size = self.ranks.index(self.rank), len(self.ranks)
+            self.group = gloo_group(store, own, size, timedelta(seconds=timeout_s))
 
-    def transfer(self, source: WeightSide, target: WeightSide, version: int | None) -> int:
+    def run(self, source: Slices, target: Slices, version: int | None) -> int:
         """Copy every tensor of the source into the target's; returns the version, which the source's ranks give.
 
         Raises:
@@ -95,12 +213,12 @@ class Passage:
         gather = partial(gather_json, group=self.group)
         try:
             if self._pieces is None:
-                views = gather([_view(source.own), _view(target.own)])
+                views = gather([_view(source), _view(target)])
                 by_rank = dict(zip(self.ranks, views, strict=True))
-                self._pieces = on_all_ranks(lambda: self._plan(by_rank, source, target), gather, ValueError)
+                self._pieces = on_all_ranks(lambda: self._plan(by_rank), gather, ValueError)
             versions = gather(version)
             for name, pieces in self._pieces.items():
-                self._move(pieces, source.own.get(name, ()), target.own.get(name, ()))
+                self._move(pieces, source.get(name, ()), target.get(name, ()))
         except (RuntimeError, dist.DistError) as error:
             raise TransportError(
                 f"weights were not sent: a rank of {list(self.ranks)} has ended or did not come in time ({error})"
@@ -112,20 +230,31 @@ class Passage:
         if self.group is not None:
             cut_backends(self.group.backends())
 
-    # ---- what goes where
+    def _meet(self, place: str, timeout_s: float) -> int:
+        """Wait until all ranks have come as often as this one; returns how often.
 
-    def _plan(self, by_rank: Mapping[int, Any], source: WeightSide, target: WeightSide) -> dict[str, list[_Piece]]:
+        Raises: TransportError naming those that have not; this one has then not come either.
+        """
+        number, deadline = _visits(place, self.rank), time.monotonic() + timeout_s
+        while missing := [other for other in self.ranks if _visits(place, other) < number]:
+            if time.monotonic() > deadline:
+                _visits(place, self.rank, -1)
+                raise TransportError(
+                    f"weights were not sent: after {timeout_s:g} s rank {', '.join(map(str, missing))} has not called "
+                    "send_weights"
+                )
+            time.sleep(_ASK_AGAIN_S)
+        return number
+
+    def _plan(self, by_rank: Mapping[int, Any]) -> dict[str, list[_Piece]]:
         """This rank's part in each tensor's way, in one order on all ranks. Raises: ValueError if models differ."""
-        given = _Tensors.of({rank: by_rank[rank][0] for rank in source.ranks})
-        wanted = _Tensors.of({rank: by_rank[rank][1] for rank in target.ranks})
-        given.check_same(wanted)
-        found: dict[str, list[_Piece]] = {}
-        for name in given.forms:
-            pieces = list(_pieces(given.holders[name], wanted.holders[name]))
-            found[name] = [piece for piece in pieces if self.rank in (piece.source, piece.target)]
-        return found
-
-    # ---- one tensor
+        given, holders = _tensors({rank: by_rank[rank][0] for rank in self.sources})
+        wanted, takers = _tensors({rank: by_rank[rank][1] for rank in self.targets})
+        _check_same(given, wanted)
+        return {
+            name: [p for p in _pieces(holders[name], takers[name]) if self.rank in (p.source, p.target)]
+            for name in given
+        }
 
     @torch.no_grad()
     def _move(self, pieces: Sequence[_Piece], own: Iterable[Any], into: Sequence[tuple[TensorSlice, Tensor]]) -> None:
@@ -138,12 +267,14 @@ class Passage:
                 if piece.target == self.rank:
                     arriving.append((values, places))
                     continue
+                assert self.group is not None
                 if piece.part not in leaving:
                     leaving[piece.part] = values.detach().cpu().contiguous()
-                works.append(self._group().send([_bytes(leaving[piece.part])], self.ranks.index(piece.target), 0))
+                works.append(self.group.send([_bytes(leaving[piece.part])], self.ranks.index(piece.target), 0))
             else:
+                assert self.group is not None
                 buffer = _landing(places[0])
-                works.append(self._group().recv([_bytes(buffer)], self.ranks.index(piece.source), 0))
+                works.append(self.group.recv([_bytes(buffer)], self.ranks.index(piece.source), 0))
                 arriving.append((buffer, places))
         for work in works:
             work.wait()
@@ -151,10 +282,6 @@ class Passage:
             for place in places:
                 if place.data_ptr() != values.data_ptr():
                     place.copy_(values)
-
-    def _group(self) -> RenewableGroup:
-        assert self.group is not None
-        return self.group
 
 
 def _contains(outer: TensorSlice, part: TensorSlice) -> bool:
@@ -172,47 +299,60 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
+def _place(source: WeightEndpoint, target: WeightEndpoint) -> str:
+    """The beginning of the store's keys under which two engines meet to send weights from one to the other."""
+    return f"penstock/weights/{source._number}-{target._number}"
+
+
+def _visits(place: str, rank: int, more: int = 0) -> int:
+    """The number of times that a process has come to a place, `more` times included."""
+    return default_store().add(f"{place}/{rank}", more)
+
+
 # ---- two models
 
-
-@dataclass(frozen=True)
-class _Tensors:
-    """An engine's tensors: name -> dtype and whole shape, and name -> slices with the processes that have them."""
-
-    forms: dict[str, tuple[str, tuple[int, ...]]]
-    holders: dict[str, dict[TensorSlice, list[int]]]
-
-    @classmethod
-    def of(cls, by_rank: Mapping[int, Mapping[str, Any]]) -> _Tensors:
-        forms, holders = {}, {}
-        for rank, view in by_rank.items():
-            for name, (dtype, full_shape, parts) in view.items():
-                forms.setdefault(name, (dtype, tuple(full_shape)))
-                for start, shape in parts:
-                    part = TensorSlice(tuple(start), tuple(shape), tuple(full_shape))
-                    ranks = holders.setdefault(name, {}).setdefault(part, [])
-                    ranks.append(rank)
-        return cls(forms, holders)
-
-    def check_same(self, wanted: _Tensors) -> None:
-        """Refuse to send to a model with other tensors. Raises: ValueError naming the first that differs."""
-        for name in [*self.forms, *wanted.forms]:
-            own, theirs = self.forms.get(name), wanted.forms.get(name)
-            if own is None or theirs is None:
-                lacks = "sends" if own is None else "receives"
-                raise ValueError(
-                    f"weights cannot be sent, because the engine that {lacks} has no {name}; both need the same model, "
-                    "with the same adapters"
-                )
-            if own != theirs:
-                raise ValueError(
-                    f"weights cannot be sent, because {name} is {_words(own)} in the engine that sends, and "
-                    f"{_words(theirs)} in the one that receives; both need the same model in the same precision"
-                )
+_Form = tuple[str, tuple[int, ...]]
+"""A tensor's dtype and whole shape."""
 
 
-def _words(form: tuple[str, tuple[int, ...]]) -> str:
-    return f"{form[0]} {list(form[1])}"
+def _view(own: Slices) -> dict[str, Any]:
+    """Describe what a rank has, as a JSON value."""
+    found = {}
+    for name, parts in own.items():
+        shapes = [[part.start, part.shape] for part in dict.fromkeys(part for part, _ in parts)]
+        part, values = parts[0]
+        found[name] = [str(values.dtype).removeprefix("torch."), part.full_shape, shapes]
+    return found
+
+
+def _tensors(by_rank: Mapping[int, Any]) -> tuple[dict[str, _Form], dict[str, dict[TensorSlice, list[int]]]]:
+    """An engine's tensors: name -> their form, and name -> slices with the processes that have them."""
+    forms, holders = {}, {}
+    for rank, view in by_rank.items():
+        for name, (dtype, full_shape, parts) in view.items():
+            forms.setdefault(name, (dtype, tuple(full_shape)))
+            for start, shape in parts:
+                part = TensorSlice(tuple(start), tuple(shape), tuple(full_shape))
+                holders.setdefault(name, {}).setdefault(part, []).append(rank)
+    return forms, holders
+
+
+def _check_same(given: Mapping[str, _Form], wanted: Mapping[str, _Form]) -> None:
+    """Refuse to send to a model with other tensors. Raises: ValueError naming the first that differs."""
+    for name in [*given, *wanted]:
+        own, theirs = given.get(name), wanted.get(name)
+        if own is None or theirs is None:
+            lacks = "sends" if own is None else "receives"
+            raise ValueError(
+                f"weights cannot be sent, because the engine that {lacks} has no {name}; both need the same model, "
+                "with the same adapters"
+            )
+        if own != theirs:
+            words = [f"{dtype} {list(shape)}" for dtype, shape in (own, theirs)]
+            raise ValueError(
+                f"weights cannot be sent, because {name} is {words[0]} in the engine that sends, and {words[1]} in "
+                "the one that receives; both need the same model in the same precision"
+            )
 
 
 def _pieces(
@@ -227,170 +367,3 @@ def _pieces(
                 if common is not None:
                     yield _Piece(common, target if target in holders else holders[turn % len(holders)], target)
             turn += 1
-
-
-def _view(own: Slices) -> dict[str, Any]:
-    """Describe what a rank has, as a JSON value."""
-    found = {}
-    for name, parts in own.items():
-        shapes = [[part.start, part.shape] for part in dict.fromkeys(part for part, _ in parts)]
-        part, values = parts[0]
-        found[name] = [str(values.dtype).removeprefix("torch."), part.full_shape, shapes]
-    return found
-
-
-# ---- meeting
-
-
-@dataclass(frozen=True)
-class Meeting:
-    """The place where ranks of two engines, given by number, meet to send weights from one to the other."""
-
-    source: int
-    target: int
-
-    @property
-    def place(self) -> str:
-        """The beginning of keys in the store."""
-        return f"penstock/weights/{self.source}-{self.target}"
-
-    def come(self, rank: int) -> None:
-        """Say that a process is there."""
-        default_store().add(f"{self.place}/{rank}", 1)
-
-    def num_visits(self, rank: int) -> int:
-        """The number of times that a process has come."""
-        return default_store().add(f"{self.place}/{rank}", 0)
-
-    def wait(self, ranks: Sequence[int], rank: int, timeout_s: float) -> int:
-        """Wait until all ranks have come as often as this one; returns how often.
-
-        Raises: TransportError naming those that have not; this one has then not come either.
-        """
-        number, deadline = self.num_visits(rank), time.monotonic() + timeout_s
-        while missing := [other for other in ranks if self.num_visits(other) < number]:
-            if time.monotonic() > deadline:
-                default_store().add(f"{self.place}/{rank}", -1)
-                raise TransportError(
-                    f"weights were not sent: after {timeout_s:g} s rank {', '.join(map(str, missing))} has not called "
-                    "send_weights"
-                )
-            time.sleep(_ASK_AGAIN_S)
-        return number
-
-
-# ---- Sending weights: an engine as its own ranks and those of other engines know it
-
-
-class Port:
-    """The place where weights leave and reach an engine; each process of the world has one, the engine's own or not."""
-
-    #: the engine among all that the world has made, and its processes
-    number: int
-    ranks: tuple[int, ...]
-    #: the engine's settings
-    options: EngineOptions
-    #: this process's part of the model; None where it has none
-    pipeline: Pipeline | None
-    #: gives this process's tensors
-    _slices: Callable[[], Slices]
-    #: the last version that has passed here, where there is no pipeline
-    _seen: int
-    #: another engine -> the way to it
-    _passages: dict[Port, Passage]
-
-    def __init__(self, grid: Grid, options: EngineOptions, pipeline: Pipeline | None, slices: Callable[[], Slices]):
-        self.number, self.ranks, self.options = grid.number, tuple(world_ranks(grid.layout)), options
-        self.pipeline, self._slices, self._seen, self._passages = pipeline, slices, 0, {}
-
-    @classmethod
-    @naming_ended_ranks()
-    def if_outside(cls, layout: Layout, options: EngineOptions) -> Port | None:
-        """That of an engine on other ranks, which make it at the same point; None if this process is one of them."""
-        if own_world_rank() in world_ranks(layout):
-            return None
-        timeout = timedelta(seconds=options.timeout_s)
-        return cls(connect(layout, device_of(options.device), timeout), options, None, dict)
-
-    @property
-    def version(self) -> int:
-        """The version of the engine's weights, as far as this process has heard of it."""
-        return self._seen if self.pipeline is None else self.pipeline.step
-
-    def is_awaited(self, to: Port) -> bool:
-        """True if this engine's first rank waits to send weights to that one."""
-        if not dist.is_initialized():
-            return False
-        meeting = Meeting(self.number, to.number)
-        return meeting.num_visits(self.ranks[0]) > meeting.num_visits(own_world_rank())
-
-    def send(self, to: Port) -> int:
-        """Send; see `ModelState.send_weights`."""
-        self._check(to)
-        if own_world_rank() not in (*self.ranks, *to.ranks):
-            return self.version
-        source, target = (WeightSide(port.number, port.ranks, port._slices()) for port in (self, to))
-        if dist.is_initialized():
-            Meeting(self.number, to.number).come(own_world_rank())
-        with self._recorded(to):
-            try:
-                version = self._passage(to, source, target).transfer(source, target, self._given_version())
-            except TransportError:
-                to._break()
-                if to in self._passages:
-                    self._passages.pop(to).close()
-                raise
-        self._seen = version
-        to._arrived(version)
-        return version
-
-    def close(self) -> None:
-        """Leave the ways to other engines."""
-        for passage in self._passages.values():
-            passage.close()
-        self._passages.clear()
-
-    def _passage(self, to: Port, source: WeightSide, target: WeightSide) -> Passage:
-        if to not in self._passages:
-            timeout_s = max(self.options.timeout_s, to.options.timeout_s)
-            self._passages[to] = Passage(source, target, own_world_rank(), timeout_s)
-        return self._passages[to]
-
-    def _check(self, to: Port) -> None:
-        """Raises: ValueError, PipelineError."""
-        if to is self:
-            raise ValueError("an engine cannot send weights to itself; give another engine")
-        if to.options.learns:
-            raise ValueError(
-                "an engine that learns cannot receive weights, which its optimizer would not know of; make it with "
-                "learns=False"
-            )
-        for port in (self, to):
-            if port.pipeline is not None:
-                port.pipeline.recovery.check_usable()
-
-    def _recorded(self, to: Port) -> AbstractContextManager[None]:
-        pipeline = self.pipeline or to.pipeline
-        return nullcontext() if pipeline is None else pipeline.recorder.collective("send weights to another engine")
-
-    def _given_version(self) -> int | None:
-        return None if self.pipeline is None else self.version
-
-    def _arrived(self, version: int) -> None:
-        self._seen = version
-        if self.pipeline is not None:
-            self.pipeline.continue_from(version)
-            self.pipeline.casts.renew()
-
-    def _break(self) -> None:
-        """Note that weights of several versions may stand beside each other."""
-        if self.pipeline is not None:
-            self.pipeline.recovery.uncertain = "weights did not arrive whole; send them again, or load a checkpoint"
-
-
-def slices_of(state: Mapping[str, LocalTensor], aliases: Mapping[str, str]) -> Slices:
-    """A rank's tensors under the names that count: a tied copy under its owner's."""
-    found: dict[str, list[tuple[TensorSlice, Tensor]]] = {}
-    for name, local in state.items():
-        found.setdefault(aliases.get(name, name), []).extend(local_slices(local).items())
-    return {name: parts for name, parts in found.items() if parts}

@@ -104,13 +104,13 @@ class Trainer:
     #: full names of all that is trained, on any rank
     _names: set[str]
     #: True if this rank was asked to end after the next step
-    _stop_requested: bool
+    stop_requested: bool
     #: undoes the optimizer's step, while some rank may still fail in it
     _put_back: Callable[[], None] | None
 
     @naming_ended_ranks()
     def __init__(self, pipeline: Pipeline) -> None:
-        self.pipeline, self._stop_requested, self._put_back = pipeline, False, None
+        self.pipeline, self.stop_requested, self._put_back = pipeline, False, None
         self._trained = TrainedParameters(pipeline.parameters())
         self._names = self._trained.agree(pipeline.ties.owners, pipeline.grid.control)
         self.gradients = build_on_all_ranks(lambda: _make_buckets(pipeline, {}), pipeline.grid.control)
@@ -218,10 +218,6 @@ class Trainer:
             metrics=metrics,
         )
 
-    def request_stop(self) -> None:
-        """Ask all ranks to end after the next step: its `TrainResult.stop_requested` is true on each of them."""
-        self._stop_requested = True
-
     # ---- the parts of a step, in order
 
     def _train_what_requires(self, changed: bool) -> None:
@@ -240,7 +236,7 @@ class Trainer:
             check_loss(loss_fn, loss_weight_fn)
 
         number = step if isinstance(step, int) and 0 < step <= LAST_STEP else 0
-        asked = BatchReport(stop=self._stop_requested, refit=self._trained.changed, step=number)
+        asked = BatchReport(stop=self.stop_requested, refit=self._trained.changed, step=number)
         return BatchCall(f"train_batch(normalize={str(normalize)!r})", check, loss_fn is token_cross_entropy, asked)
 
     def _loss_factors(self, agreed: AgreedSplit, loss_weight_fn: LossWeightFn, normalize: Normalize) -> Sequence[float]:
