@@ -2,13 +2,19 @@
 
 A backend cannot take back what is under way. After a step that failed on some rank, each rank cuts its communicators
 from another thread, which wakes the one that waits in them, and then all ranks make new ones.
+
+gloo wakes only some of those who wait when a connection ends: whoever waits for a send that is written in part, or that
+met a connection which the peer had just closed, or for a receive that is read in part, is forgotten and waits for its
+whole time limit. So nobody waits for a collective of gloo without looking up now and then for the cut.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol, runtime_checkable
 
@@ -19,6 +25,10 @@ from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivat
 # No message of the engine bears this tag.
 _UNUSED_TAG = 0x70656E
 _AT_ONCE = timedelta(milliseconds=1)
+# One who waits for a collective looks up this often for a cut.
+_LOOKS_UP = timedelta(seconds=0.1)
+# How long a cut group's threads may take to end; one that gloo has forgotten is left behind.
+_END_S = 0.5
 
 
 @runtime_checkable
@@ -26,7 +36,7 @@ class Communicator(Protocol):
     """A way to other ranks that can be cut and made anew."""
 
     def backends(self) -> Sequence[Any]:
-        """The backends of torch.distributed that it uses at present."""
+        """The backends of torch.distributed that it uses at present, or whatever else has an `abort`."""
         ...
 
     def renew(self, generation: int) -> None:
@@ -40,26 +50,48 @@ def cut(communicators: Sequence[Communicator]) -> None:
 
 
 def cut_backends(backends: Sequence[Any]) -> None:
-    """The same for backends of torch.distributed, gloo's or NCCL's."""
-    doomed = []
+    """The same for backends of torch.distributed, gloo's or NCCL's, and for whatever else has an `abort`."""
     for backend in backends:
-        if isinstance(backend, dist.ProcessGroupGloo):
-            # gloo's own abort does nothing, but a receive that times out ends all that its context has under way.
-            doomed += _unanswered_receive(backend)
-        else:
+        if not _is_gloo(backend):
             backend.abort()
-    for work in doomed:
-        with contextlib.suppress(RuntimeError):
-            work.wait(_AT_ONCE)
+            continue
+        # gloo's own abort does nothing, but a receive of what nobody sends closes all connections when it times out. If
+        # its peer cuts too, it ends at once and closes none: so every peer is tried until all are closed.
+        for peer in range(backend.size()):
+            if peer != backend.rank():
+                with contextlib.suppress(RuntimeError):
+                    backend.recv([torch.empty(1)], peer, _UNUSED_TAG).wait(_AT_ONCE)
 
 
-def _unanswered_receive(backend: Any) -> list[dist.Work]:
-    """A receive of what nobody sends, from the first peer that has not ended; none where all have."""
-    for peer in range(backend.size()):
-        if peer != backend.rank():
-            with contextlib.suppress(RuntimeError):
-                return [backend.recv([torch.empty(1)], peer, _UNUSED_TAG)]
-    return []
+def _is_gloo(backend: Any) -> bool:
+    return isinstance(backend, dist.ProcessGroupGloo)
+
+
+@dataclass(eq=False)
+class _Collective:
+    """A collective of gloo, whose wait ends once its group has been cut, even if gloo forgets it."""
+
+    #: the backend's handle
+    work: dist.Work
+    #: set when the group is cut
+    is_cut: threading.Event
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Raises: RuntimeError as the backend does, or where the group is cut and the collective does not end."""
+        if timeout is not None:
+            return self.work.wait(timeout)
+        while True:
+            was_cut = self.is_cut.is_set()
+            try:
+                return self.work.wait(_LOOKS_UP)
+            except RuntimeError:
+                if self.work.is_completed():
+                    return self.work.wait()
+                if was_cut:
+                    raise RuntimeError("gloo has not ended a collective of a group that was cut") from None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.work, name)
 
 
 class RenewableGroup(dist.ProcessGroup):
@@ -72,6 +104,8 @@ class RenewableGroup(dist.ProcessGroup):
     backend: Any
     #: the group of torch.distributed around it
     inner: Any
+    #: set when the present backend is cut
+    _is_cut: threading.Event
     #: where its members meet, and how a backend is made there
     _store: Store
     _make: Callable[[Store, Any], Any]
@@ -84,24 +118,37 @@ class RenewableGroup(dist.ProcessGroup):
         self.renew(0)
 
     def backends(self) -> Sequence[Any]:
-        """The one that is used at present."""
-        return (self.backend,)
+        """This group, whose `abort` cuts the one that is used at present."""
+        return (self,)
+
+    def abort(self) -> None:
+        """End all that is under way on this rank."""
+        self._is_cut.set()
+        cut_backends((self.backend,))
 
     def renew(self, generation: int) -> None:
         """Make another backend in its place; all ranks of the group call it."""
         store = PrefixStore(str(generation), self._store)
-        self.backend = self._make(store, self.backend)
-        on_host = isinstance(self.backend, dist.ProcessGroupGloo)
+        replaced = [] if self.backend is None else [self.backend, self.inner]
+        self.backend, self._is_cut = self._make(store, self.backend), threading.Event()
+        on_host = _is_gloo(self.backend)
         kind = dist.ProcessGroup.BackendType.GLOO if on_host else dist.ProcessGroup.BackendType.NCCL
         self.inner = dist.ProcessGroup(store, self.rank(), self.size())
         self.inner._set_default_backend(kind)
         self.inner._register_backend(torch.device("cpu" if on_host else "cuda"), kind, self.backend)
         self.inner._set_group_name(self._own_name)
+        if replaced and on_host:
+            _let_go(replaced)
 
     def send_receive(self, sent: torch.Tensor, to: int, arrived: torch.Tensor, source: int) -> list[dist.Work]:
         """Send to one rank of the group and receive from another at the same time."""
-        if not self.backend.supports_coalescing:
-            return [self.inner.send([sent], to, 0), self.inner.recv([arrived], source, 0)]
+        if _is_gloo(self.backend):
+            # As a collective, since a wait for gloo's messages cannot look up for a cut.
+            sizes = ((source, arrived.shape[0]), (to, sent.shape[0]))
+            lengths = [[size if rank == peer else 0 for rank in range(self.size())] for peer, size in sizes]
+            work = dist.all_to_all_single(arrived, sent, *lengths, group=self, async_op=True)
+            assert work is not None
+            return [work]
         self.inner._start_coalescing(sent.device)
         self.inner.send([sent], to, 0)
         self.inner.recv([arrived], source, 0)
@@ -127,9 +174,23 @@ class RenewableGroup(dist.ProcessGroup):
         self.backend.shutdown()
 
 
+def _let_go(replaced: list[Any]) -> None:
+    """Drop a backend that was cut, once its collectives have ended: they may still add to what they were given.
+
+    A collective that gloo has forgotten does so no more, and would hold up this rank for its whole time limit.
+    """
+    thread = threading.Thread(target=replaced.clear, name="penstock lets go", daemon=True)
+    thread.start()
+    thread.join(_END_S)
+
+
 def _forwarded(name: str) -> Callable[..., Any]:
     def call(self: RenewableGroup, *args: Any, **settings: Any) -> Any:
-        return getattr(self.inner, name)(*args, **settings)
+        work = getattr(self.inner, name)(*args, **settings)
+        # gloo's messages end their connection when a wait for them is cut short.
+        if name in ("send", "recv") or not _is_gloo(self.backend):
+            return work
+        return _Collective(work, self._is_cut)
 
     return call
 

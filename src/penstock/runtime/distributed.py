@@ -97,8 +97,8 @@ class DistributedTransport:
         self.renew(0)
 
     def backends(self) -> Sequence[Any]:
-        """The links' communicators."""
-        return [backend for link in self._links.values() for backend in link.backends]
+        """The links' communicators, and those who wait for their sends."""
+        return [each for link in self._links.values() for each in (*link.backends, *link.waiting())]
 
     def renew(self, generation: int) -> None:
         """Make all links anew, once they have been cut, and test them; all ranks call it."""
@@ -309,6 +309,9 @@ class _ChannelEnd:
         """Over a link whose other end is gone a backend refuses even to begin."""
         return TransportError(f"{describe(self.channel)} can no longer be {done} ({first_line(error)})")
 
+    def waiting(self) -> Sequence["_ThreadedSends"]:
+        return [self._sends] if isinstance(self._sends, _ThreadedSends) else []
+
     def num_in_flight(self) -> int:
         return self._sends.num_in_flight() if self._sends else 0
 
@@ -434,6 +437,8 @@ class _ThreadedSends:
     _num_left: int
     #: the reason why a message has not left
     _error: TransportError | None
+    #: set once all sends that `settle` waits for have left, or when the link is cut
+    _settled: threading.Event
     #: waits for one send after another
     _thread: threading.Thread
 
@@ -443,7 +448,7 @@ class _ThreadedSends:
         self._kept = deque()
         self._kept_bytes = 0
         self._num_added = self._num_left = 0
-        self._error = None
+        self._error, self._settled = None, threading.Event()
         self._thread = threading.Thread(target=self._watch, name=f"penstock sends {describe(channel)}", daemon=True)
         self._thread.start()
         # At the interpreter's end too: a thread that comes back from torch then would abort the process.
@@ -477,19 +482,21 @@ class _ThreadedSends:
         return self._num_added - self._num_left
 
     def settle(self) -> None:
-        if self.num_in_flight() > len(self._kept):
-            reached = threading.Event()
-            self._queue.put(reached.set)
+        if self.num_in_flight() > 0:
+            self._settled = settled = threading.Event()
+            self._queue.put(self._kept)
+            self._kept, self._kept_bytes = deque(), 0
+            self._queue.put(settled.set)
             # The works have the same limit; the margin lets their own, more specific error come first.
-            if not reached.wait(self._timeout_s + 5.0):
+            if self._error is None and not settled.wait(self._timeout_s + 5.0):
                 raise TransportError(f"{describe(self._channel)} were not taken after {self._timeout_s:.1f} s")
         if self._error is not None:
             raise self._error
-        while self._kept:
-            _wait_until_left(self._channel, self._kept[0])
-            self._kept.popleft()
-            self._num_left += 1
-        self._kept_bytes = 0
+
+    def abort(self) -> None:
+        """Let nobody wait for sends of a link that was cut: gloo may forget one that it has written in part."""
+        self._error = self._error or TransportError(f"{describe(self._channel)} were not taken before the link was cut")
+        self._settled.set()
 
     def close(self) -> None:
         self._queue.put(None)

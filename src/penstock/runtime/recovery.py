@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Protocol
 
+import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 
@@ -29,7 +30,9 @@ _FOREVER = timedelta(days=30)
 # A rank may see a neighbour's link close before it hears why.
 _HEARSAY_S = 0.5
 # How long the store may take to answer a rank that ends its step.
-_ANSWER_S = 1.0
+_ANSWER_S = 3.0
+# How long a rank's thread may take to hear what has been announced, and to cut; only a busy machine lets it take long.
+_CUT_S = 30.0
 _END_S = 5.0
 """The longest that a process waits for its thread at the end; only a cut network lets it wait so long."""
 _MOST_QUOTED = 2000
@@ -111,6 +114,8 @@ class Recovery:
     _alone: bool
     #: True while weights are stepped
     _stepping: bool
+    #: the longest that ranks wait for each other
+    _limit: timedelta
     #: this rank and all others, by number; how messages name its place
     _rank: int
     _num_ranks: int
@@ -133,11 +138,12 @@ class Recovery:
         self._generation, self._undo, self._redo = 0, [], []
         self._alone = self._stepping = False
         self._is_cut = threading.Event()
-        self._rank, self._num_ranks, self._store = 0, 1, None
+        self._rank, self._num_ranks, self._store, self._limit = 0, 1, None, _FOREVER
         self._watch = None
         self._end_watch = None
         if group is not None:
             self._rank, self._num_ranks = group.rank(), group.size()
+            self._limit = group._get_backend(torch.device("cpu")).options._timeout
             prefix = f"penstock/recovery/{unique_number(group)}"
             self._store = PrefixStore(prefix, default_store())
             # A store's connection serves one call at a time, and the thread's lasts for the whole run.
@@ -246,18 +252,20 @@ class Recovery:
     def _hear(self, failure: Failure) -> None:
         """Cut everything; called by the thread."""
         self.alarm.failure = failure
-        cut(self.communicators)
-        self._is_cut.set()
+        try:
+            cut(self.communicators)
+        finally:
+            self._is_cut.set()
 
     def _failure_behind(self, error: BaseException) -> Failure | None:
         """The announced failure because of which this rank's step ends with `error`; None if there is none."""
         if self._store is None:
             return None
-        heard = self._is_cut.is_set() or self.alarm.failure is not None
-        if not heard and isinstance(error, Exception) and _is_of_link(error):
+        if self.alarm.failure is None and isinstance(error, Exception) and _is_of_link(error):
             self._is_cut.wait(_HEARSAY_S)
-        if not self._is_cut.is_set() and _answered(self._is_announced):
-            self._is_cut.wait(_HEARSAY_S)
+        # What the thread has heard, or will hear, it also cuts: before that nothing can be made anew.
+        if self.alarm.failure is not None or _answered(self._is_announced):
+            self._is_cut.wait(_CUT_S)
         return self.alarm.failure
 
     def _is_announced(self) -> bool:
@@ -276,6 +284,7 @@ class Recovery:
         try:
             for communicator in self.communicators:
                 communicator.renew(self._generation)
+            self._meet()
         except RuntimeError as gone:
             self.lost = f"this engine cannot go on, since {failure}, and then not all ranks came back ({gone})"
             raise StepError(f"{failure}; after that not all ranks came back") from gone
@@ -287,6 +296,13 @@ class Recovery:
         self._call(self._redo)
         if failure.stepped:
             self.uncertain = str(failure)
+
+    def _meet(self) -> None:
+        """Wait until all ranks have come here: one that failed again at once would cut what others still make."""
+        assert self._store is not None
+        if self._store.add(f"{self._generation}/renewed", 1) == self._num_ranks:
+            self._store.set(f"{self._generation}/all renewed", "")
+        self._store.wait([f"{self._generation}/all renewed"], self._limit)
 
     @staticmethod
     def _call(actions: list[Callable[[], None]]) -> None:
