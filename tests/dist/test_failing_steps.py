@@ -37,12 +37,12 @@ class Case:
     own_layers: bool = False
     zero: bool = False
 
-    def engine(self) -> Engine:
+    def engine(self, timeout_s: float = 120.0) -> Engine:
         options = EngineOptions(
             schedule=ScheduleConfig(self.schedule),
             precision=Precision.FP64,
             optimizer=OptimizerConfig(zero=self.zero),
-            timeout_s=120.0,
+            timeout_s=timeout_s,
         )
         if self.own_layers:
             torch.manual_seed(0)
