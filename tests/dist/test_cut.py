@@ -229,6 +229,42 @@ def test_nobody_waits_for_a_message_that_was_sent_in_part_and_cut() -> None:
     assert max(run_ranks(2, cut_a_link_while_sending)) < SOON_S
 
 
+def cut_a_link_while_receiving(rank: int) -> float:
+    """Rank 0 is stopped when a part of its message is there; returns how long rank 1 waits for the rest."""
+    line, store, peer, waited = Channel(0, 1, Direction.FORWARD), default_store(), Peer(rank), 0.0
+    transport = DistributedTransport([line], new_group(2), torch.device("cpu"), LIMIT_S)
+    for turn in range(100):
+        message = torch.ones(NUM_BYTES, dtype=torch.uint8)
+        if rank == 0:
+            store.wait([f"{turn} is posted"])
+            transport.send(line, message)
+        else:
+            receipt = transport.receive(line, message.shape, message.dtype)
+            receipt.buffer.zero_()
+            store.set(f"{turn} is posted", "")
+            while not receipt.buffer[0]:
+                pass
+            peer.stop()
+            in_part = not receipt.buffer[-1]
+            store.set(f"{turn}", "in part" if in_part else "whole")
+            if in_part:
+                cut_soon(transport)
+                waited = seconds_until_error(receipt.wait)
+            peer.go_on()
+        if store.get(f"{turn}") == b"in part":
+            break
+        transport.settle() if rank == 0 else receipt.wait()
+    else:
+        raise AssertionError("nothing was ever received in part")
+    transport.renew(1)
+    return waited
+
+
+@pytest.mark.shows(112)
+def test_nobody_waits_for_a_message_that_was_received_in_part_and_cut() -> None:
+    assert max(run_ranks(2, cut_a_link_while_receiving)) < SOON_S
+
+
 # ---- a rank's thread that is late
 
 

@@ -1,9 +1,12 @@
 """The transport over torch.distributed: one communicator a channel, all made at start in one order, tested at once.
 
-Each message is announced: its shape and dtype go ahead of it in host memory, and its receiver compares them with what
+Each message is announced: its shape and dtype go beside it in host memory, and its receiver compares them with what
 it awaits before it takes the message. A small message in host memory travels inside its announcement, so that the check
 costs little where messages are many. Any other has its size as its tag: gloo matches none with a buffer of another
 size, of which it would fill a part only, or abort the receiving process.
+
+Such a message goes first, and its announcement, which is awaited before it, behind it. When a link is cut, gloo wakes
+nobody who waits for a message of which a part is there; but the announcement is there once the message is as a whole.
 """
 
 import ctypes
@@ -223,7 +226,7 @@ class _PostedReceive:
 
 
 def _announcement(tensor: Tensor) -> bytes:
-    """The bytes that go ahead of this tensor. Raises: ValueError for more dimensions than they can tell."""
+    """The bytes that go with this tensor. Raises: ValueError for more dimensions than they can tell."""
     text = described(tensor).encode().ljust(_ANNOUNCEMENT_BYTES)
     if len(text) > _ANNOUNCEMENT_BYTES:
         raise ValueError(f"{described(tensor)} has too many dimensions for a message; eight are always possible")
@@ -283,9 +286,8 @@ class _ChannelEnd:
         most_inside = _MOST_INSIDE_BYTES if buffer.device.type == "cpu" else 0
         envelope = _Envelope(bytearray(_ANNOUNCEMENT_BYTES + most_inside))
         try:
-            works = [self.backends[-1].recv([envelope.tensor], self.peer, _ANNOUNCEMENT_TAG)]
-            if not _travels_inside(buffer):
-                works.append(self.backends[0].recv([buffer], self.peer, _tag(buffer)))
+            apart = [] if _travels_inside(buffer) else [self.backends[0].recv([buffer], self.peer, _tag(buffer))]
+            works = [self.backends[-1].recv([envelope.tensor], self.peer, _ANNOUNCEMENT_TAG), *apart]
         except RuntimeError as error:
             raise self._lost("received", error) from error
         return envelope, works
@@ -298,9 +300,8 @@ class _ChannelEnd:
             content += ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
         envelope = _Envelope(content)
         try:
-            works = [self.backends[-1].send([envelope.tensor], self.peer, _ANNOUNCEMENT_TAG)]
-            if not inside:
-                works.append(self.backends[0].send([tensor], self.peer, _tag(tensor)))
+            apart = [] if inside else [self.backends[0].send([tensor], self.peer, _tag(tensor))]
+            works = [self.backends[-1].send([envelope.tensor], self.peer, _ANNOUNCEMENT_TAG), *apart]
         except RuntimeError as error:
             raise self._lost("sent", error) from error
         self._sends.add(_Sent(tensor, envelope, works))
