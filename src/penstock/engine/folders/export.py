@@ -410,7 +410,7 @@ def _export_with_adapters(model: ModelFolder, destination: Path, options: Export
         model.load(state)
         export_model(state, model.form, destination, options, progress)
     finally:
-        state.close()
+        state.pipeline.close()
 
 
 def _parameters(found: ModelFolder) -> Iterator[ExportedParameter]:
@@ -472,6 +472,6 @@ def to_run(source: Path, destination: Path, dtype: str | None) -> int | None:
             shutil.rmtree(destination, ignore_errors=True)
         raise
     finally:
-        state.close()
+        state.pipeline.close()
     folder.close()
     return open_folder(source, quiet=True).step
