@@ -73,8 +73,11 @@ quick: compiled
 compiled: setup
 	@$(BIN)/python -m compileall -q -j 0 src tests
 
+# All that need no slow link, no server and no GPU, with their defaults. python -m benchmarks lists all.
+BENCHMARKS := schedules train overhead failures split scale balance generate
+
 bench: install
-	$(BIN)/penstock bench all
+	set -e; for name in $(BENCHMARKS); do echo "== $$name"; $(BIN)/python -m benchmarks.$$name; done
 
 # Which of docs/promises.md's statements the last run of the tests has shown.
 promises: setup

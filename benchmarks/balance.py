@@ -1,13 +1,18 @@
-"""Balance of experts, and the loss of a model with experts beside a dense one of the same active size."""
+"""How evenly experts are used, and their loss beside that of one MLP of the same active size.
 
+Three small models that differ only in their MLPs train on the built-in corpus, in the same batches: experts whose
+router has a bias that evens them out, experts without it, and a dense model.
+"""
+
+import argparse
 import statistics
-from collections.abc import Callable
-from dataclasses import dataclass
+import sys
 from typing import Any
 
 import torch
 
-from benchmarks.ranks import spread
+from benchmarks.common import main, new_parser, progress, spread
+from penstock.cli.commands import Parser
 from penstock.data import DataShard
 from penstock.engine.engine import Engine
 from penstock.engine.folders.run_check import check
@@ -21,58 +26,44 @@ _NUM_LAST = 20
 """Last steps over which figures are taken; a single step has too few tokens to judge by."""
 
 
-@dataclass(frozen=True)
-class Learning:
-    """Small models that differ only in their MLPs, on the built-in corpus, in the same batches."""
+_NUM_EXPERTS, _NUM_ACTIVE, _EXPERT_SIZE, _BIAS_STEP = 8, 2, 64, 3e-3
+_ACTIVE_SIZE = _NUM_ACTIVE * _EXPERT_SIZE
+"""Width inside the MLPs that a token goes through."""
 
-    num_steps: int = 200
-    num_layers: int = 2
-    hidden_size: int = 64
-    num_experts: int = 8
-    num_active: int = 2
-    expert_size: int = 64
-    bias_step: float = 3e-3
-    seed: int = 0
 
-    @property
-    def active_size(self) -> int:
-        """Width inside the MLPs that a token goes through."""
-        return self.num_active * self.expert_size
-
-    def config(self, experts: bool, bias: bool) -> RunConfig:
-        """A run of one process."""
-        settings: dict[str, Any] = {
-            "model": {
-                "hidden_size": self.hidden_size,
-                "intermediate_size": self.active_size,
-                "num_layers": self.num_layers,
-                "num_heads": 4,
-                "max_length": 128,
-            },
-            "data": {"sequence_length": 128, "num_sequences": 16},
-            "optimizer": {"learning_rate": 4e-3, "num_warmup_steps": min(20, self.num_steps - 1)},
-            "parallel": {"device": "cpu"},
-            "train": {"steps": self.num_steps, "num_microbatches": 2, "seed": self.seed},
-            "validation": {"num_sequences": 64},
+def _config(given: argparse.Namespace, experts: bool, bias: bool) -> RunConfig:
+    """A run of one process."""
+    settings: dict[str, Any] = {
+        "model": {
+            "hidden_size": 64,
+            "intermediate_size": _ACTIVE_SIZE,
+            "num_layers": 2,
+            "num_heads": 4,
+            "max_length": 128,
+        },
+        "data": {"sequence_length": 128, "num_sequences": 16},
+        "optimizer": {"learning_rate": 4e-3, "num_warmup_steps": min(20, given.steps - 1)},
+        "parallel": {"device": "cpu"},
+        "train": {"steps": given.steps, "num_microbatches": 2, "seed": given.seed},
+        "validation": {"num_sequences": 64},
+    }
+    if experts:
+        settings["experts"] = {
+            "num_experts": _NUM_EXPERTS,
+            "num_active": _NUM_ACTIVE,
+            "intermediate_size": _EXPERT_SIZE,
+            "bias_step": _BIAS_STEP if bias else 0.0,
         }
-        if experts:
-            settings["experts"] = {
-                "num_experts": self.num_experts,
-                "num_active": self.num_active,
-                "intermediate_size": self.expert_size,
-                "bias_step": self.bias_step if bias else 0.0,
-            }
-        return check(from_dict(settings))
+    return check(from_dict(settings))
 
 
-def measure(learning: Learning | None = None, progress: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
-    """Measure losses, in nats per token, and the busiest expert's load over the mean: with bias, without, dense."""
-    learning = learning or Learning()
+def measure(given: argparse.Namespace) -> dict[str, Any]:
+    """Losses, in nats per token, and the busiest expert's load over the mean: with bias, without, dense."""
     torch.set_num_threads(1)
-    data = RunData.load(learning.config(experts=False, bias=False))
-    found: dict[str, Any] = {"steps": learning.num_steps, "active_size": learning.active_size}
+    data = RunData.load(_config(given, experts=False, bias=False))
+    found: dict[str, Any] = {"steps": given.steps, "active_size": _ACTIVE_SIZE}
     for name, experts, bias in (("with_bias", True, True), ("without_bias", True, False), ("dense", False, False)):
-        found[name] = _train(learning.config(experts, bias), data)
+        found[name] = _train(_config(given, experts, bias), data)
         progress(f"{name}: {found[name]}")
     found["busiest_expert_allowed"] = LARGEST_ALLOWED
     return found
@@ -97,3 +88,15 @@ def _figures(engine: Engine, config: RunConfig, data: RunData) -> dict[str, Any]
     if busiest:
         figures["busiest_expert"] = spread(busiest)
     return figures
+
+
+def parser() -> Parser:
+    """The options of this benchmark."""
+    parser = new_parser("balance", __doc__, "--steps 400 --seed 1")
+    parser.add_argument("--steps", type=int, default=200, help="steps of a run")
+    parser.add_argument("--seed", type=int, default=0, help="decides weights and data")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main("balance"))

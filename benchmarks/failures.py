@@ -1,7 +1,12 @@
-"""Steps that fail: the time from an exception on one rank until every rank has raised it and can take the next step."""
+"""Time until a failure on one rank is raised on all of them, and the next step can be taken.
+
+Along each axis of the layout the last rank's loss raises in one step after another, each in another microbatch.
+"""
 
 from __future__ import annotations
 
+import argparse
+import sys
 import time
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -9,7 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.ranks import on_ranks, spread
+from benchmarks.common import main, new_parser, spread
+from benchmarks.ranks import on_ranks
+from penstock.cli.commands import Parser
 from penstock.data import MicroBatchSpec, PackedBatch
 from penstock.engine.engine import Engine
 from penstock.engine.options import EngineOptions
@@ -58,12 +65,24 @@ def _fail(rank: int, axis: str, num_failures: int) -> _Times:
     return times
 
 
-def measure(num_ranks: int = 2, num_failures: int = 20) -> dict[str, Any]:
+def measure(given: argparse.Namespace) -> dict[str, Any]:
     """By axis of the layout, the median and range of the time to the last rank's StepError, in milliseconds."""
-    found: dict[str, Any] = {"ranks": num_ranks, "failures": num_failures}
+    found: dict[str, Any] = {"ranks": given.ranks, "failures": given.failures}
     for axis in ("pp", "dp", "tp"):
-        by_rank = [asdict(times) for times in on_ranks(num_ranks, _fail, axis, num_failures)]
+        by_rank = [asdict(times) for times in on_ranks(given.ranks, _fail, axis, given.failures)]
         heard = [max(moments) for moments in zip(*(times["heard"] for times in by_rank), strict=True)]
         raised = by_rank[-1]["raised"]
         found[f"{axis}_ms"] = spread([1e3 * (end - start) for start, end in zip(raised, heard, strict=True)])
     return found | {"allowed_ms": 1000.0}
+
+
+def parser() -> Parser:
+    """The options of this benchmark."""
+    parser = new_parser("failures", __doc__, "--ranks 4")
+    parser.add_argument("--ranks", type=int, default=2, help="ranks of the layout")
+    parser.add_argument("--failures", type=int, default=20, help="failed steps of each layout")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main("failures"))

@@ -1,24 +1,26 @@
-"""Generation on a GPU: one answer at a time from a model of a billion parameters, with graphs and without.
+"""Tokens per second of generation on a GPU: one answer at a time from a model of a billion parameters.
 
-At batch 1 every token reads all weights once, so the used share of the memory's bandwidth bounds any further gain. The
-bandwidth is measured in the same run, by copying a tensor; transformers runs a model of the same shape.
+With graphs and without. At batch 1 every token reads all weights once, so the used share of the memory's bandwidth
+bounds any further gain. The bandwidth is measured in the same run, by copying a tensor; transformers runs a model of
+the same shape.
 """
 
+import argparse
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from benchmarks.generate import TRANSFORMERS
-from benchmarks.generation_task import Generation
-from benchmarks.peers import transformers_sides
-from benchmarks.ranks import spread
+from benchmarks.common import main, new_parser, spread
+from benchmarks.generate import TRANSFORMERS, Generation, transformers_sides
+from penstock.cli.commands import Parser
 from penstock.engine import Engine, EngineOptions
 from penstock.engine.generation.answers import GenerateOptions
 from penstock.model import decoder_units
-from penstock.settings import Precision, SamplingParams
+from penstock.settings import Precision, Quantize, SamplingParams
 
 _COPIED_BYTES = 1 << 30
 
@@ -31,31 +33,29 @@ LLAMA_1B = Generation(
     num_kv_heads=8,
     tie_embeddings=True,
     num_prompts=1,
+    prompt_tokens=64,
     new_tokens=128,
+    precision=Precision.BF16,
+    quantize=Quantize.NONE,
 )
 """The shape of Llama 3.2 1B, and one prompt to continue."""
 
 
-def check_gpu() -> None:
-    """Refuse a machine without a GPU.
+def measure(given: argparse.Namespace) -> dict[str, Any]:
+    """Measure every side's tokens per second, in turn in one run, and its share of the memory's bandwidth.
 
-    Raises:
-        ValueError: naming the parts that run without one.
+    Raises: ValueError without a GPU.
     """
     if not torch.cuda.is_available():
         raise ValueError(
-            "--parts gpu needs a CUDA device, and this machine shows none; peers, refill and emulated run here"
+            "this benchmark needs a CUDA device, and this machine shows none; benchmarks.generate needs none"
         )
-
-
-def on_gpu(generation: Generation) -> dict[str, Any]:
-    """Measure every side's tokens per second, in turn in one run, and its share of the memory's bandwidth."""
-    check_gpu()
+    generation = LLAMA_1B
     theirs = transformers_sides(generation, "cuda", torch.bfloat16)
     sides = _penstock(generation) | {f"{TRANSFORMERS}, {cache}": generate for cache, generate in theirs.items()}
     num_tokens = generation.num_prompts * generation.new_tokens
     rates: dict[str, list[float]] = {name: [] for name in sides}
-    for round_number in range(generation.num_rounds + 1):
+    for round_number in range(given.rounds + 1):
         for name, run in sides.items():
             torch.cuda.synchronize()
             start = time.perf_counter()
@@ -81,7 +81,7 @@ def on_gpu(generation: Generation) -> dict[str, Any]:
 
 
 def _penstock(generation: Generation) -> dict[str, Callable[[], object]]:
-    options = EngineOptions(precision=Precision.BF16, device="cuda", learns=False)
+    options = EngineOptions(precision=generation.precision, device="cuda", learns=False)
     engine = Engine(decoder_units(generation.config), generation.hidden_size, options=options)
     prompts = generation.prompts(generation.num_prompts)
     greedy = SamplingParams(max_new_tokens=generation.new_tokens, temperature=0)
@@ -104,3 +104,14 @@ def _copied_bytes_per_s() -> float:
         end.synchronize()
         times.append(start.elapsed_time(end) * 1e-3)
     return 2 * _COPIED_BYTES / statistics.median(times[2:])
+
+
+def parser() -> Parser:
+    """The options of this benchmark."""
+    parser = new_parser("generate_gpu", __doc__, "--rounds 5")
+    parser.add_argument("--rounds", type=int, default=3, help="of each side, in turn")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main("generate_gpu"))

@@ -1,6 +1,4 @@
-"""Time what the check of every message costs: the same work with messages announced and without, in turns.
-
-Run:  python benchmarks/messages.py [--rounds 15] [--json]
+"""Cost of the check of every message: the same work with messages announced and without, in turns.
 
 Two ranks over gloo. "actions" is a step of 1F1B without compute; "training" a step of the benchmark of training, and
 "generation" that of generation, at half of their widths, where messages weigh more. Medians of seconds on the clock
@@ -9,22 +7,23 @@ unchecked, as the median over rounds in which both had their turn.
 """
 
 import argparse
-import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.generation_task import Generation
-from benchmarks.overhead import _over_gloo
+from benchmarks.common import main, new_parser
+from benchmarks.generate import Generation
+from benchmarks.overhead import over_gloo
 from benchmarks.ranks import in_turns
 from benchmarks.train import Training
 from penstock import Layout, MicroBatchSpec, SamplingParams
-from penstock.cli.processor import processor_name
+from penstock.cli.commands import Parser
+from penstock.cli.doctor import processor_name
 from penstock.engine import Engine, EngineOptions
 from penstock.runtime import distributed
 
@@ -59,13 +58,14 @@ def prepare(side: str, rank: int) -> Callable[[], dict[str, float]]:
     """One side's turn: its seconds for each kind of work."""
     if side == UNCHECKED:
         distributed._ChannelEnd, distributed._PostedReceive = UncheckedEnd, UncheckedReceive
-    training = Training(hidden_size=256, intermediate_size=704)
+    half = ("--hidden-size", "256", "--intermediate-size", "704")
+    training = Training.of(*half)
     trained = Engine(training.units(), training.hidden_size, Layout(pp=NUM_RANKS), EngineOptions(device="cpu"))
-    generation = replace(Generation(), hidden_size=256, intermediate_size=704)
+    generation = Generation.of(*half)
     generator = generation.engine(Layout(pp=NUM_RANKS))
     prompts, greedy = generation.prompts(generation.num_prompts), SamplingParams(generation.new_tokens, temperature=0)
     works: dict[str, Callable[[], object]] = {
-        "actions": lambda: _over_gloo(rank, "1f1b", NUM_RANKS, 200, 3),
+        "actions": lambda: over_gloo(rank, "1f1b", NUM_RANKS, 200, 3),
         "training": lambda: trained.train_batch(
             training.batch(), micro_batches=MicroBatchSpec(training.num_microbatches)
         ),
@@ -87,12 +87,9 @@ def prepare(side: str, rank: int) -> Callable[[], dict[str, float]]:
     return turn
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--json", action="store_true")
-    args = parser.parse_args()
-    found = in_turns((CHECKED, UNCHECKED), NUM_RANKS, prepare, num_rounds=args.rounds)
+def measure(given: argparse.Namespace) -> dict[str, Any]:
+    """Seconds of each kind of work on either side, and their ratio."""
+    found = in_turns((CHECKED, UNCHECKED), NUM_RANKS, prepare, num_rounds=given.rounds)
     result: dict[str, Any] = {"processor": processor_name()}
     for name in found[CHECKED][0][0]:
         seconds = {
@@ -102,8 +99,15 @@ def main() -> None:
         ratios = sorted(a / b for a, b in zip(seconds[CHECKED], seconds[UNCHECKED], strict=True))
         result[name] = {side: statistics.median(of_side) for side, of_side in seconds.items()}
         result[name] |= {"ratio": statistics.median(ratios), "range": [ratios[0], ratios[-1]]}
-    print(json.dumps(result) if args.json else json.dumps(result, indent=1))
+    return result
+
+
+def parser() -> Parser:
+    """The options of this benchmark."""
+    parser = new_parser("messages", __doc__, "--rounds 5")
+    parser.add_argument("--rounds", type=int, default=15, help="turns of either side")
+    return parser
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main("messages"))

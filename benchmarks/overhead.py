@@ -1,10 +1,12 @@
-"""Overheads: of an action beyond its compute, and of a backward that is split into I and W.
+"""Cost of an action beyond its compute, in microseconds.
 
-The stages of the first hand on a ready tensor, so that only the engine takes time. The second times one stage of a
-real model in this process.
+Stages hand on a ready tensor, so that only the engine takes time: with its transfers over gloo between processes, and
+in one process. Over gloo the ranks run in parallel, and a rank's waiting for its neighbour's overhead is counted too.
 """
 
+import argparse
 import gc
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -13,12 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.ranks import on_ranks, spread
-from benchmarks.train import Training
+from benchmarks.common import main, new_parser, spread
+from benchmarks.ranks import on_ranks
 from penstock import schedule
-from penstock.engine.build import build_stages
-from penstock.engine.options import EngineOptions
-from penstock.model import NOTHING_GIVEN, Given, Lane, Sequences, drain
+from penstock.cli.commands import Parser
+from penstock.model import NOTHING_GIVEN, Given, Lane, Sequences
 from penstock.runtime import (
     Boundary,
     DistributedTransport,
@@ -32,7 +33,6 @@ from penstock.runtime import (
     Tape,
     run_together,
 )
-from penstock.runtime.host_memory import keep_freed_memory
 from penstock.runtime.pairs import ALONE
 from penstock.runtime.stage import Finish
 
@@ -88,7 +88,7 @@ def _times_s(run: Callable[[], object], num_runs: int) -> list[float]:
     return times[1:]
 
 
-def _over_gloo(rank: int, name: str, num_ranks: int, num_microbatches: int, num_runs: int) -> list[float]:
+def over_gloo(rank: int, name: str, num_ranks: int, num_microbatches: int, num_runs: int) -> list[float]:
     program, world = _program(name, num_ranks, num_microbatches), dist.group.WORLD
     assert world is not None
     transport = DistributedTransport(program.placement, world, torch.device("cpu"), timeout_s=60.0)
@@ -111,55 +111,31 @@ def _in_process(name: str, num_ranks: int, num_microbatches: int, num_runs: int)
     return _times_s(lambda: run_together(executors, [feeds] * num_ranks), num_runs)
 
 
-def measure(name: str = "1f1b", num_ranks: int = 2, num_microbatches: int = 200, num_runs: int = 20) -> dict[str, Any]:
-    """Time one compute action with its transfers, on one rank, in microseconds; median and range over runs.
+def measure(given: argparse.Namespace) -> dict[str, Any]:
+    """Time one compute action with its transfers, on one rank; median and range over runs.
 
-    Over gloo the ranks run in parallel, and a rank's waiting for its neighbour's overhead is counted too. In process
-    they run one after the other, so the time is shared by the actions of all ranks.
+    In process the ranks run one after the other, so the time is shared by the actions of all of them.
     """
-    per_rank = 2 * num_microbatches
-    gloo = on_ranks(num_ranks, _over_gloo, name, num_ranks, num_microbatches, num_runs)
+    what, per_rank = (given.schedule, given.ranks, given.microbatches, given.steps), 2 * given.microbatches
+    gloo = on_ranks(given.ranks, over_gloo, *what)
     times = {
         "gloo": [max(run) / per_rank for run in zip(*gloo, strict=True)],
-        "in_process": [t / (per_rank * num_ranks) for t in _in_process(name, num_ranks, num_microbatches, num_runs)],
+        "in_process": [t / (per_rank * given.ranks) for t in _in_process(*what)],
     }
-    return {"schedule": name, "ranks": num_ranks, "microbatches": num_microbatches} | {
+    return {"schedule": given.schedule, "ranks": given.ranks, "microbatches": given.microbatches} | {
         f"{side}_us": spread([1e6 * time_s for time_s in found]) for side, found in times.items()
     }
 
 
-def measure_split(training: Training | None = None, num_runs: int = 15) -> dict[str, Any]:
-    """Time a whole and a split backward in turn: median and range of seconds and of the ratio of each pair.
-
-    The stage is the middle half of the model's layers: no embedding and no head. The time is that of the one
-    computing thread. Memory is kept for reuse, as engines keep it: otherwise the system would zero new pages for the
-    tensors that wait for their W each time, which costs several percent.
-    """
-    training = training or Training()
-    keep_freed_memory()
-    torch.set_num_threads(1)
-    units, boundary = training.units(), Boundary(training.hidden_size, torch.float32)
-    first = 1 + training.num_layers // 2
-    cut = (range(first, first + training.num_layers),)
-    stage = build_stages(units, cut, (0,), boundary, EngineOptions(), torch.device("cpu"))[0]
-    sequences = Sequences.from_lengths(training.lengths)
-    x, grad = torch.randn(2, *boundary.shape(sequences.num_tokens)).unbind()
-    times = [
-        tuple(_backward_s(stage, x, grad, sequences, split) for split in (False, True)) for _ in range(num_runs + 1)
-    ][1:]
-    ratios = [split / whole for whole, split in times]
-    return {
-        "whole_s": spread([whole for whole, _ in times]),
-        "split_s": spread([split for _, split in times]),
-        "ratio": spread(ratios),
-        "ratio_allowed": 1.02,
-    }
+def parser() -> Parser:
+    """The options of this benchmark."""
+    parser = new_parser("overhead", __doc__, "--schedule zb-h1 --ranks 4")
+    parser.add_argument("--schedule", default="1f1b", help="a name that `penstock schedule list` prints")
+    parser.add_argument("--ranks", type=int, default=2, help="ranks of the pipeline")
+    parser.add_argument("--microbatches", type=int, default=200, help="microbatches of a step")
+    parser.add_argument("--steps", type=int, default=20, help="steps of a run")
+    return parser
 
 
-def _backward_s(stage: Stage, x: torch.Tensor, grad: torch.Tensor, sequences: Sequences, split: bool) -> float:
-    tape = Tape()
-    drain(stage.forward(tape, x, sequences))
-    start = time.thread_time()
-    drain(stage.backward(tape, grad, split))
-    stage.weight_backward(tape)
-    return time.thread_time() - start
+if __name__ == "__main__":
+    sys.exit(main("overhead"))

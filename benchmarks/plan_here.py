@@ -1,28 +1,41 @@
-"""Steps of many schedules, cuts and microbatches on two ranks, and what a planner needs to predict them.
+"""Errors of the planner's predictions of steps on this machine, made before they are run.
 
 In each round the model's units are timed first, on all ranks at once, and a few runs whose steps are given to the
-planner; only then are all others run.
+planner; only then are all others run: schedules, cuts and microbatches on two ranks. Steps of emulated devices follow.
 """
 
 from __future__ import annotations
 
+import argparse
+import statistics
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
+from itertools import accumulate, pairwise
 from statistics import mean
+from typing import Any
 
 import torch
 
+from benchmarks import schedules
+from benchmarks.common import main, new_parser, progress
 from benchmarks.ranks import Turn, in_turns
 from benchmarks.train import NUM_RANKS, RATE, Training
+from penstock.cli.commands import Parser, print_table
 from penstock.data import MicroBatchSpec
 from penstock.engine import Engine, EngineOptions
 from penstock.engine.timed_cut import UnitTimes, times_here, unit_costs
-from penstock.schedule import Costs, Timeline, parts
+from penstock.planner.calibrate import LinearStep, fit
+from penstock.planner.times import Constants, Order, simulate_step
+from penstock.schedule import Costs, Timeline, costs_of_cut, parts
 from penstock.schedule.actions import COMPUTE
 from penstock.settings import Layout, LearningRate, OptimizerConfig, ScheduleConfig
 
-MODEL = Training(num_layers=8, hidden_size=256, intermediate_size=704, vocab_size=2048, sequence_tokens=128)
+MODEL = Training.of(
+    *("--layers", "8", "--hidden-size", "256", "--intermediate-size", "704"),
+    *("--vocab-size", "2048", "--sequence-tokens", "128"),
+)
 NUM_SEQUENCES = 16
 _UNITS = "units"
 
@@ -95,7 +108,7 @@ class Round:
     steps: dict[Combination, StepTime]
 
 
-def run(num_rounds: int) -> list[Round]:
+def run_all(num_rounds: int) -> list[Round]:
     """Time the units and run each combination, in turns; one round more than asked for warms up."""
     sides = {str(one): one for one in (*KNOWN, *COMBINATIONS)}
     found = in_turns([_UNITS, *sides], NUM_RANKS, _prepare, sides, num_rounds=num_rounds)
@@ -170,3 +183,145 @@ def _computing_s(timeline: Timeline) -> float:
     """Seconds from a step's first action to the last of its microbatches."""
     steps = (event for events in timeline.events for event in events)
     return max(event.end for event in steps if parts(event.action)[0].op in COMPUTE) / 1e3
+
+
+# ---- Predictions from the times of units, by constants that a few known steps give
+
+_TIMES = ("forward", "backward_input", "backward_weight")
+
+
+@dataclass(frozen=True)
+class UnitStep:
+    """A step by the times of its units, each of one microbatch, in seconds.
+
+    cut: the number of units of each stage.
+    """
+
+    order: Order
+    cut: tuple[int, ...]
+    units: Costs
+
+    def seconds(self, constants: Constants) -> float:
+        """From the first action to the last, if units are as fast as `constants.compute` of what they are alone."""
+        slower = 1 / constants.compute
+        times = {name: [slower * own for own in getattr(self.units, name)] for name in _TIMES}
+        cut = [range(first, end) for first, end in pairwise(accumulate(self.cut, initial=0))]
+        costs = costs_of_cut(replace(self.units, **times), cut)
+        return simulate_step(self.order, replace(costs, action=constants.action_s)).makespan
+
+
+def fit_constants(known: Sequence[tuple[UnitStep, float]]) -> Constants:
+    """The constants that fit known steps and their seconds: `compute`, and with several steps `action_s`."""
+    constants = Constants(compute=0.95, action_s=0.0)
+    # A step is a longest path, which the constants move: the slopes are taken anew where the last ones led.
+    for _ in range(2):
+        constants = fit([LinearStep.around(step.seconds, constants, seconds) for step, seconds in known], constants)
+    return constants
+
+
+@dataclass(frozen=True)
+class Foreseen:
+    """A step's seconds by round: predicted before it was run, and measured."""
+
+    what: str
+    predicted_s: tuple[float, ...]
+    measured_s: tuple[float, ...]
+
+    @property
+    def error(self) -> float:
+        """The median over rounds of the relative error within the round: machines drift."""
+        return statistics.median(
+            predicted / measured - 1 for predicted, measured in zip(self.predicted_s, self.measured_s, strict=True)
+        )
+
+
+def foreseen(combination: Combination, rounds: Sequence[Round]) -> Foreseen:
+    """A combination's steps, predicted from what each round measured before it."""
+    predicted = []
+    for one in rounds:
+        known = [(_unit_step(run, one), one.steps[run].step_s - one.steps[run].rest_s) for run in KNOWN]
+        rest_s = statistics.median(one.steps[run].rest_s for run in KNOWN)
+        predicted.append(_unit_step(combination, one).seconds(fit_constants(known)) + rest_s)
+    return Foreseen(str(combination), tuple(predicted), tuple(one.steps[combination].step_s for one in rounds))
+
+
+def _unit_step(combination: Combination, round_: Round) -> UnitStep:
+    """A combination's step, in the order that the engine follows, by the units' times of a round."""
+    number = combination.num_microbatches
+    order = Order(combination.name, NUM_RANKS, number, combination.stages_per_rank, early_gradients=True)
+    return UnitStep(order, combination.cut, round_.units[number])
+
+
+def _emulated(emulation: schedules.Emulation) -> Iterator[Foreseen]:
+    for row in schedules.compare(EMULATED_NAMES, [emulation], against_torch=False):
+        own = row["penstock"]
+        what = f"{row['schedule']}, {emulation.num_microbatches} microbatches"
+        yield Foreseen(what, (own["simulated_s"],), (own["simulated_s"] * own["ratio"],))
+
+
+def summary(runs: Sequence[Foreseen]) -> dict[str, Any]:
+    """Each run, the errors of all, and by how much the run predicted best takes longer than the best."""
+    rows = [
+        {
+            "what": one.what,
+            "predicted_s": statistics.median(one.predicted_s),
+            "measured_s": statistics.median(one.measured_s),
+            "error": one.error,
+        }
+        for one in runs
+    ]
+    errors = [abs(row["error"]) for row in rows]
+    chosen, best = (min(rows, key=lambda row, by=by: row[by]) for by in ("predicted_s", "measured_s"))
+    return {
+        "runs": rows,
+        "mean_error": statistics.mean(errors),
+        "worst_error": max(errors),
+        "chosen": chosen["what"],
+        "best": best["what"],
+        "chosen_over_best": chosen["measured_s"] / best["measured_s"],
+    }
+
+
+def measure(given: argparse.Namespace) -> dict[str, Any]:
+    """Predict and run all combinations on two ranks, and the emulated ones on 4 and 8."""
+    progress(f"{len(KNOWN) + len(COMBINATIONS)} runs of {NUM_RANKS} ranks, {given.rounds + 1} rounds")
+    rounds = run_all(given.rounds)
+    found = {f"{NUM_RANKS} ranks": summary([foreseen(one, rounds) for one in COMBINATIONS])}
+    times = schedules.parser().parse_args(["--steps", str(given.rounds)])
+    for ranks, microbatches in EMULATED_SIZES:
+        progress(f"{len(EMULATED_NAMES)} runs of {ranks} emulated devices, {given.rounds + 1} rounds")
+        emulation = schedules.emulation(times, ranks, microbatches)
+        found[f"{ranks} emulated devices"] = summary(list(_emulated(emulation)))
+    return {"predicted": found}
+
+
+def show(result: dict[str, Any]) -> None:
+    """Print the runs as tables, with a sentence below each."""
+    for where, found in result["predicted"].items():
+        rows = [
+            [row["what"], f"{row['predicted_s']:.3f} s", f"{row['measured_s']:.3f} s", f"{row['error']:+.1%}"]
+            for row in found["runs"]
+        ]
+        print(f"{where}:")
+        print_table([["run", "predicted", "measured", "error within a round"], *rows])
+        print(f"{sentence(found)}\n")
+
+
+def sentence(found: dict[str, Any]) -> str:
+    """A summary's errors, and what choosing by prediction costs."""
+    return (
+        f"mean error {found['mean_error']:.1%}, worst {found['worst_error']:.1%}; "
+        f"{found['chosen']}, predicted to be the fastest, took {found['chosen_over_best'] - 1:.1%} longer than "
+        f"{found['best']}, the fastest"
+    )
+
+
+def parser() -> Parser:
+    """The options of this benchmark."""
+    parser = new_parser("plan_here", __doc__, "--rounds 3")
+    parser.add_argument("--rounds", type=int, default=5, help="how often each is run")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main("plan_here"))

@@ -1,13 +1,20 @@
-"""Planning at three sizes of a cluster: seconds and memory of one process, and whether it finds the same plan twice."""
+"""Time and memory that plans for three sizes of a cluster take, and whether the same plan is found twice.
 
+Each plan is made in a process of its own; seconds are of its processor time.
+"""
+
+import argparse
 import hashlib
 import json
 import multiprocessing
 import resource
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.common import main, new_parser, progress
+from penstock.cli.commands import Parser, print_table
 from penstock.planner.cluster import Cluster
 from penstock.planner.estimate import Workload
 from penstock.planner.search import plan
@@ -35,7 +42,7 @@ SIZES = (
 )
 
 
-def measure(sizes: Sequence[PlanSize], effort: float, progress: Callable[[str], None]) -> Iterator[dict[str, Any]]:
+def plan_twice(sizes: Sequence[PlanSize], effort: float) -> Iterator[dict[str, Any]]:
     """Plan each size twice, with that effort, each time in a process of its own."""
     context = multiprocessing.get_context("spawn")
     for size in sizes:
@@ -89,10 +96,19 @@ def _usage() -> list[resource.struct_rusage]:
     return [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
 
 
-def cells(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
-    """The rows as a table, its head first."""
+def measure(given: argparse.Namespace) -> dict[str, Any]:
+    """Plan for each number of devices."""
+    return {
+        "plans": list(plan_twice([size for size in SIZES if size.devices in given.devices], given.effort)),
+        "seconds_allowed": SECONDS_ALLOWED,
+        "bytes_allowed": BYTES_ALLOWED,
+    }
+
+
+def show(result: dict[str, Any]) -> None:
+    """Print the plans as a table."""
     head = ["model", "devices", "simulated", "seconds", "memory", "twice the same", "first of the plan"]
-    return [head] + [
+    rows = [
         [
             row["model"],
             f"{row['devices']:,}",
@@ -102,5 +118,19 @@ def cells(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
             "yes" if row["same_plan"] else "NO",
             row["best"],
         ]
-        for row in rows
+        for row in result["plans"]
     ]
+    print_table([head, *rows])
+
+
+def parser() -> Parser:
+    """The options of this benchmark."""
+    parser = new_parser("plan_time", __doc__, "--devices 64 --effort 0.1")
+    devices = [size.devices for size in SIZES]
+    parser.add_argument("--devices", type=int, nargs="+", choices=devices, default=devices, help="plan for so many")
+    parser.add_argument("--effort", type=float, default=1.0, metavar="F", help="of these plans")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main("plan_time"))

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import TypeVar
 
 from penstock import schedule
 from penstock.io.files import read_text
@@ -21,16 +22,34 @@ from penstock.planner.times import Constants, Order, simulate_step
 from penstock.settings import Layout
 
 Row = Mapping[str, str]
+T = TypeVar("T")
 
 _COLUMNS = ("source", "where", "model", "hardware", "gpus", "precision", "seq_len", "global_batch_seqs", "micro_batch")
 # Tensor-parallel ranks are neighbours, and the pipeline goes over hosts, as in Megatron-LM.
 _ORDER = "pp-dp-cp-tp"
-_SYSTEMS = ("Megatron-LM", "MegaScale")
 _VOCABULARY = 51200  # of GPT models by Megatron-LM
-_TIMES = re.compile(r"T_F ([\d.]+) T_B ([\d.]+) T_W ([\d.]+)")
-_DTYPES = {"fp8": "fp8", "float8": "fp8", "fp4": "fp4"}
-# Before FlashAttention, or without it: by the titles of the papers whose figures say so.
-_UNFUSED = ("arXiv 2104.04473", "arXiv 2205.05198", "arXiv 2401.10241")
+_TIMES = ("forward_ms", "backward_input_ms", "backward_weight_ms")
+
+DTYPES = dict.fromkeys(("FP8", "FP8-CS", "FP8-MX", "MXFP8", "Float8"), "fp8") | {"NVFP4": "fp4"}
+DTYPES |= dict.fromkeys(("", "BF16", "FP16"), "bf16")
+"""The planner's dtype for each value of the column `precision`."""
+
+_PUBLISHED = Style(early_gradients=False, own_engine=False)
+_UNFUSED = replace(_PUBLISHED, fused_attention=False)
+_COMPILED = replace(_PUBLISHED, fused_loss=False)
+STYLES = {
+    "": _PUBLISHED,
+    # Before FlashAttention, or without it.
+    "unfused": replace(_UNFUSED, sequence_parallel=False),
+    "unfused, sequence parallel": _UNFUSED,
+    # NVIDIA's performance recipes reduce gradients in 16 bits and, below 16 bits, keep parameters in 8.
+    "16-bit gradients": replace(_PUBLISHED, gradient_bytes=2),
+    "8-bit parameters, 16-bit gradients": replace(_PUBLISHED, gradient_bytes=2, parameter_bytes=1),
+    "compiled": _COMPILED,
+    "compiled, AsyncTP": replace(_COMPILED, overlapped_tensor=True),
+    "eager": replace(_COMPILED, fused_elements=False),
+}
+"""The ways of an engine for each value of the column `style`."""
 
 
 class NotPredicted(ValueError):
@@ -58,9 +77,8 @@ class PublishedRun:
 
     @property
     def constants_of(self) -> tuple[str, ...]:
-        """The runs that share constants with it: those of its group by the same system."""
-        system = next((name for name in _SYSTEMS if self.row["note"].startswith(name)), "")
-        return (*self.group, system)
+        """The runs that share constants with it: those of its group by the same engine."""
+        return (*self.group, self.row.get("engine", ""))
 
     def predict(self, constants: Constants) -> float:
         raise NotImplementedError
@@ -79,8 +97,6 @@ class ShapedRun(PublishedRun):
     workload: Workload
     candidate: Candidate
     cluster: Cluster
-    #: True if the source names what backward recomputes
-    names_recompute: bool
 
     def predict(self, constants: Constants) -> float:
         return estimate(self.workload, self.candidate, self.cluster, constants).step_s
@@ -88,7 +104,7 @@ class ShapedRun(PublishedRun):
     def peak_bytes(self) -> float:
         """The bytes of the fullest rank; with the most recomputation where the source does not name it."""
         candidate = self.candidate
-        if not self.names_recompute:
+        if not self.row.get("recompute"):
             candidate = replace(candidate, recompute=RecomputedPart.FULL)
         return estimate(self.workload, candidate, self.cluster, Constants()).peak_bytes
 
@@ -160,16 +176,19 @@ def read_runs(path: str | Path) -> tuple[list[PublishedRun], list[tuple[Row, str
     return runs, others
 
 
+@dataclass
 class _Reader:
     """Reads one row; its properties raise NotPredicted for what the row lacks."""
 
     #: column -> text, without spaces around it
     row: dict[str, str]
-    #: the row's note, in which sources say what no column has
-    note: str
 
-    def __init__(self, row: dict[str, str]) -> None:
-        self.row, self.note = row, row.get("note", "")
+    def named(self, column: str, values: Mapping[str, T]) -> T:
+        """The value that the column names; an empty or missing one names that of ""."""
+        name = self.row.get(column, "")
+        if name not in values:
+            raise NotPredicted(f"{column} is {name!r}, which is not known")
+        return values[name]
 
     def number(self, name: str, default: float | None = None) -> float:
         text = self.row.get(name, "")
@@ -223,10 +242,7 @@ class _Reader:
 
     @cached_property
     def microbatch(self) -> int:
-        """The sequences of a microbatch; where no pipeline cuts it, the local batch of the note."""
-        local = re.search(r"local batch (\d+)", self.note)
-        if not self.row.get("micro_batch") and local and self.layout.pp == 1:
-            return int(local[1])
+        """The sequences of a microbatch."""
         return self.count("micro_batch", 1)
 
     @cached_property
@@ -266,16 +282,8 @@ class _Reader:
         )
 
     @cached_property
-    def recompute(self) -> RecomputedPart | None:
-        """The part that the note says is recomputed; None if it says nothing."""
-        for words, kind in (
-            (("selective AC",), RecomputedPart.ALTERNATE),
-            (("selective",), RecomputedPart.CORE),
-            (("full recompute", "full recomputation", "full AC", "recompute twice"), RecomputedPart.FULL),
-        ):
-            if any(word in self.note for word in words):
-                return kind
-        return None
+    def recompute(self) -> RecomputedPart:
+        return self.named("recompute", {part.value: part for part in RecomputedPart} | {"": RecomputedPart.NONE})
 
     def measured_s(self) -> float:
         """The measured seconds of a step, from whichever figure is published."""
@@ -295,42 +303,26 @@ class _Reader:
         tokens = self.num_sequences * self.number("seq_len", 1) / self.count("gpus")
         if "LoRA" in self.row.get("task", "") or "LoRA" in self.row["model"]:
             raise NotPredicted("adapters are trained, whose weight gradients are few")
-        if times := _TIMES.search(self.note):
-            return self._timed(measured_s, tokens, times)
+        if self.row.get(_TIMES[0]):
+            return self._timed(measured_s, tokens)
         return self._shaped(measured_s, tokens)
 
-    def _timed(self, measured_s: float, tokens: float, times: re.Match[str]) -> TimedRun:
+    def _timed(self, measured_s: float, tokens: float) -> TimedRun:
         hidden, heads, length = self.count("hidden"), self.count("heads"), self.count("seq_len")
         sent = 2 * length * self.microbatch * hidden
         cluster, ranks = self.cluster, self.layout.pp
         links = [_link_s(cluster, rank, (rank + 1) % ranks, sent) for rank in range(ranks)]
         # Of a layer's (34 + 5 a s / h) s b h bytes, 32 s b h are inputs of products; arXiv 2205.05198, section 4.1.
         share = 32 / (34 + 5 * heads * length / hidden)
-        seconds = tuple(float(time) * 1e-3 for time in times.groups())
-        assert len(seconds) == 3
+        forward_s, input_s, weight_s = (self.number(name) * 1e-3 for name in _TIMES)
         shaped = self._shaped(measured_s, tokens)
-        return TimedRun(self.row, measured_s, tokens, self.order, seconds, tuple(links), share, shaped)
+        return TimedRun(
+            self.row, measured_s, tokens, self.order, (forward_s, input_s, weight_s), tuple(links), share, shaped
+        )
 
     def _shaped(self, measured_s: float, tokens: float) -> ShapedRun:
         layout, order, shape = self.layout, self.order, self.shape
-        length = self.count("seq_len")
-        unfused = self.row["source"].startswith(_UNFUSED)
-        # Of the tables of NeMo, one names no precision; its figures are above any in 16 bits.
-        words = f"{self.row.get('precision') or 'fp8' * ('NeMo' in self.row['source'])} {self.note}".lower()
-        dtype = next((own for word, own in _DTYPES.items() if word in words), "bf16")
-        style = Style(
-            early_gradients=False,
-            sequence_parallel=not unfused or self.recompute is RecomputedPart.CORE,
-            fused_attention=not unfused,
-            fused_elements="torchtitan" not in self.row["source"] or not self.note.startswith("FSDP;"),
-            fused_loss="torchtitan" not in self.row["source"],
-            own_engine=False,
-            overlapped_tensor="AsyncTP" in self.note,
-            folded_ep=self.folded_ep(layout.tp, layout.cp, layout.dp),
-            # NVIDIA's performance recipes reduce gradients in 16 bits and, below 16 bits, keep parameters in 8.
-            parameter_bytes=1 if "NeMo" in self.row["source"] and dtype != "bf16" else 0,
-            gradient_bytes=2 if "NeMo" in self.row["source"] else 0,
-        )
+        style = replace(self.named("style", STYLES), folded_ep=self.folded_ep(layout.tp, layout.cp, layout.dp))
         candidate = Candidate(
             layout,
             order.name,
@@ -338,13 +330,13 @@ class _Reader:
             self.microbatch,
             self.microbatches,
             3 if self.count("fsdp", 0) else 1 if layout.dp * layout.cp > 1 else 0,
-            self.recompute or RecomputedPart.NONE,
+            self.recompute,
             order.options,
             _megatron_cut(shape, layout.pp * order.stages_per_rank),
             style,
         )
-        workload = Workload(shape, length, self.num_sequences, dtype)
-        return ShapedRun(self.row, measured_s, tokens, workload, candidate, self.cluster, self.recompute is not None)
+        workload = Workload(shape, self.count("seq_len"), self.num_sequences, self.named("precision", DTYPES))
+        return ShapedRun(self.row, measured_s, tokens, workload, candidate, self.cluster)
 
 
 def _link_s(cluster: Cluster, rank: int, other: int, sent_bytes: float) -> float:

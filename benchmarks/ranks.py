@@ -6,7 +6,6 @@ import gc
 import multiprocessing
 import os
 import signal
-import statistics
 import sys
 import time
 import traceback
@@ -189,11 +188,6 @@ def on_ranks(
     """
     with Team(num_ranks, join=join, limit_s=limit_s) as team:
         return team.call(function, *arguments)
-
-
-def spread(values: Sequence[float]) -> dict[str, Any]:
-    """Median and range, as every benchmark reports them."""
-    return {"median": statistics.median(values), "range": [min(values), max(values)]}
 
 
 Turn = Callable[[], Any]

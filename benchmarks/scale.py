@@ -1,7 +1,9 @@
-"""Time and memory to build, lower, prove and simulate schedules: of up to two million actions, and every one on many
-ranks.
+"""Time and memory to build, lower, prove and simulate schedules.
+
+Two of up to two million actions, and every one that trains on up to 1,024 ranks, each in a process of its own.
 """
 
+import argparse
 import json
 import resource
 import subprocess
@@ -9,9 +11,12 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
+from benchmarks.common import main, new_parser
 from penstock import schedule
+from penstock.cli.commands import Parser
 from penstock.schedule import builders
 
 MAX_SECONDS, MAX_BYTES = 20.0, 2 * 2**30  # limits for the largest size
@@ -32,6 +37,14 @@ SIZES = {
     "1f1b": (Size(16, 1, 1300), Size(32, 1, 2600), Size(64, 1, 5200)),
 }
 
+_ROOT = Path(__file__).parents[1]
+_IN_OWN_PROCESS = """
+import json, sys
+from benchmarks.scale import Size, timed
+name, *counts = sys.argv[1:]
+print(json.dumps(timed(name, Size(*map(int, counts)))))
+"""
+
 # Every schedule that trains, on as many ranks as a pipeline may have, with few microbatches.
 MANY_RANKS, FEW_MICROBATCHES = (64, 256, 1024), 64
 
@@ -45,8 +58,8 @@ def sizes_of_all() -> dict[str, tuple[Size, ...]]:
     }
 
 
-def measure() -> dict[str, Any]:
-    """Measure seconds of each part and peak resident memory, each schedule and size in its own process.
+def measure(given: argparse.Namespace) -> dict[str, Any]:
+    """Seconds of each part and peak resident memory of each schedule and size.
 
     Raises: RuntimeError with the output of a process that failed.
     """
@@ -69,7 +82,9 @@ def measure() -> dict[str, Any]:
 
 def _in_own_process(name: str, size: Size) -> dict[str, Any]:
     words = [name, *map(str, asdict(size).values())]
-    done = subprocess.run([sys.executable, "-m", __name__, *words], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", _IN_OWN_PROCESS, *words], capture_output=True, text=True, check=False, cwd=_ROOT
+    )
     if done.returncode != 0:
         raise RuntimeError(f"{name} at {size} ended with {done.returncode}: {done.stderr.strip()}")
     return json.loads(done.stdout)
@@ -101,6 +116,10 @@ def timed(name: str, size: Size) -> dict[str, Any]:
     }
 
 
+def parser() -> Parser:
+    """This benchmark has no options of its own."""
+    return new_parser("scale", __doc__)
+
+
 if __name__ == "__main__":
-    name, *counts = sys.argv[1:]
-    sys.stdout.write(json.dumps(timed(name, Size(*map(int, counts)))))
+    sys.exit(main("scale"))

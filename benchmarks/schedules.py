@@ -1,6 +1,12 @@
-"""Emulated stages: compute that sleeps, so that one machine stands for many devices and only the engine costs time."""
+"""Measured over simulated time of schedules, for Penstock's executor and torch's where it has the schedule.
 
+Stages are emulated: their compute sleeps, so that one machine stands for many devices and only the engine costs time.
+Both engines take turns in one run, each in processes of its own.
+"""
+
+import argparse
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,11 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from benchmarks.common import main, new_parser, progress
 from benchmarks.ranks import Job, jobs_in_turns
 from penstock import schedule
+from penstock.cli.commands import Parser, print_table
 from penstock.model import Sequences, WeightGradients
-from penstock.model.linear import TORCH
 from penstock.runtime import Boundary, DistributedTransport, Executor, Feed, Recorder, Stage
+from penstock.schedule import builders
 
 NUM_TOKENS, HIDDEN_SIZE = 128, 128  # 64 KiB of fp32
 
@@ -29,11 +37,11 @@ class Emulation:
     A full backward takes `backward_s`; a split one takes half of it for the inputs and half for the weights.
     """
 
-    num_ranks: int = 8
-    num_microbatches: int = 32
-    forward_s: float = 0.020
-    backward_s: float = 0.040
-    num_steps: int = 5
+    num_ranks: int
+    num_microbatches: int
+    forward_s: float
+    backward_s: float
+    num_steps: int
 
     def costs(self) -> schedule.Costs:
         half = self.backward_s / 2
@@ -74,36 +82,6 @@ class EmulatedDevice:
             now = time.perf_counter()
         self.asked_s += duration_s
         self.took_s += now - start
-
-
-@dataclass(frozen=True)
-class SleepingMatmul:
-    """Matrix products that sleep for their time and return zeros; a router's are computed, so that tokens find experts.
-
-    flops: emulated speed. smallest: with fewer outputs a product is computed.
-    """
-
-    flops: float
-    smallest: int = 64
-
-    def output(self, x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
-        if len(weight_OI) < self.smallest:
-            return TORCH.output(x, weight_OI, bias_O)
-        return self._after(x.numel() * len(weight_OI), x.new_zeros(*x.shape[:-1], len(weight_OI)))
-
-    def input_gradient(self, grad_TO: Tensor, weight_OI: Tensor) -> Tensor:
-        return self._after(len(grad_TO) * weight_OI.numel(), grad_TO.new_zeros(len(grad_TO), weight_OI.shape[1]))
-
-    def weight_gradient(self, grad_TO: Tensor, x_TI: Tensor) -> Tensor:
-        num_products = grad_TO.numel() * x_TI.shape[1]
-        return self._after(num_products, grad_TO.new_zeros(grad_TO.shape[1], x_TI.shape[1]))
-
-    def packed(self, weight_OI: Tensor, bias_O: Tensor | None) -> None:
-        """Do nothing: no weight is read."""
-
-    def _after(self, num_products: int, result: Tensor) -> Tensor:
-        time.sleep(2 * num_products / self.flops)
-        return result
 
 
 class EmulatedLayer(nn.Module):
@@ -342,11 +320,66 @@ _COLUMNS = (
 )
 
 
-def cells(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
-    """The rows as a table, its head first."""
-    return [[head for head, _ in _COLUMNS], *([text(row) for _, text in _COLUMNS] for row in rows)]
+def show(rows: Sequence[dict[str, Any]]) -> None:
+    """Print the rows as a table."""
+    print_table([[head for head, _ in _COLUMNS], *([text(row) for _, text in _COLUMNS] for row in rows)])
 
 
 def _ratio(side: dict[str, Any]) -> str:
     low, high = side["range"]
     return f"{side['ratio']:.3f} ({low:.3f} to {high:.3f})"
+
+
+def measure(given: argparse.Namespace) -> list[dict[str, Any]]:
+    """A row for each schedule, number of ranks and of microbatches."""
+    names = _names(given.schedules)
+    num_rows = len(names) * len(given.ranks) * len(given.microbatches)
+    found = []
+    for ranks in given.ranks:
+        for row in compare(names, [emulation(given, ranks, microbatches) for microbatches in given.microbatches]):
+            found.append(row)
+            what = f"{row['schedule']}, {row['ranks']} ranks, {row['microbatches']} microbatches"
+            progress(f"{len(found)}/{num_rows} {what}: {row['penstock']['ratio']:.3f}")
+    return found
+
+
+def emulation(given: argparse.Namespace, ranks: int, microbatches: int) -> Emulation:
+    """The emulation of so many ranks and microbatches with the times of these options."""
+    return Emulation(ranks, microbatches, given.forward_ms * 1e-3, given.backward_ms * 1e-3, given.steps)
+
+
+def _names(given: list[str]) -> list[str]:
+    """The requested schedules; `all` stands for every one that trains.
+
+    Raises: ValueError for an unknown name, or that of a schedule without backwards.
+    """
+    known = [name for name in schedule.names() if builders.trains(name)]
+    if given == ["all"]:
+        return known
+    for name in given:
+        schedule.describe(name)
+        if name not in known:
+            raise ValueError(f"schedule {name} has no backward; possible are {', '.join(known)}")
+    return given
+
+
+def parser() -> Parser:
+    """The options of this benchmark."""
+    parser = new_parser("schedules", __doc__, "--ranks 4 8 --schedules all")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[8], metavar="N", help="ranks of the pipeline")
+    parser.add_argument("--microbatches", type=int, nargs="+", default=[32], metavar="N", help="microbatches of a step")
+    parser.add_argument(
+        "--schedules",
+        nargs="+",
+        default=["afab", "1f1b"],
+        metavar="NAME",
+        help="names, or all for every one that trains",
+    )
+    parser.add_argument("--forward-ms", type=float, default=20.0, help="F of a rank's stages together")
+    parser.add_argument("--backward-ms", type=float, default=40.0, help="B; I and W take half of it each")
+    parser.add_argument("--steps", type=int, default=5, help="steps of each engine, in turn")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main("schedules"))

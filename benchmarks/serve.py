@@ -1,8 +1,9 @@
-"""Serving: tokens per second of many clients over `penstock generate`, and the wait for a first token in decode steps.
+"""Tokens per second of a server over `penstock generate`, and the wait for its first tokens in decode steps.
 
 Server and generation are commands of their own on the same model, and take turns; clients share the machine with them.
 """
 
+import argparse
 import asyncio
 import itertools
 import json
@@ -14,45 +15,44 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.generation_task import Generation
-from benchmarks.ranks import spread
+from benchmarks.common import main, new_parser, progress, spread
+from benchmarks.generate import Generation, llama
+from penstock.cli.commands import Parser
 
 _HOST = "127.0.0.1"
 WHOLE, STREAMED, GENERATE = "server, whole answers", "server, streamed answers", "generate"
 
 
-@dataclass(frozen=True)
-class Serving:
-    """The model, its clients, and the layout of server and generation alike."""
-
-    generation: Generation = Generation(num_prompts=64)
-    num_ranks: int = 2
-    rows_per_slot: int = 32
-    num_decoding: int = 8
-    num_first_tokens: int = 20
-
-    @property
-    def options(self) -> list[str]:
-        return ["--pp", str(self.num_ranks), "--rows", str(self.rows_per_slot)]
+_NUM_DECODING, _NUM_FIRST_TOKENS = 8, 20
 
 
-def measure(serving: Serving) -> dict[str, Any]:
+def measure(given: argparse.Namespace) -> dict[str, Any]:
     """Compare both kinds of serving with generation, and measure first tokens."""
-    generation = serving.generation
+    generation = replace(
+        Generation.of(),
+        num_layers=given.layers,
+        hidden_size=given.hidden_size,
+        num_prompts=given.clients,
+        prompt_tokens=given.prompt_tokens,
+        new_tokens=given.new_tokens,
+    )
+    progress(generation.described)
+    # Of server and generation alike.
+    layout = ["--pp", str(given.ranks), "--rows", str(-(-given.clients // given.ranks))]
     with tempfile.TemporaryDirectory(prefix="penstock-") as name:
         folder = Path(name) / "model"
         _write_model(folder, generation)
         rates: dict[str, list[float]] = {GENERATE: [], WHOLE: [], STREAMED: []}
-        with _server(folder, serving) as port:
-            for _ in range(generation.num_rounds):
-                rates[GENERATE].append(_generate(folder, serving))
+        with _server(folder, layout) as port:
+            for _ in range(given.rounds):
+                rates[GENERATE].append(_generate(folder, generation, layout))
                 rates[WHOLE].append(asyncio.run(_all_answers(port, generation, stream=False)))
                 rates[STREAMED].append(asyncio.run(_all_answers(port, generation, stream=True)))
-            steps = asyncio.run(_first_tokens(port, serving))
+            steps = asyncio.run(_first_tokens(port, generation))
     median = {name: statistics.median(found) for name, found in rates.items()}
     return {
         "tokens_per_s": {name: spread(found) for name, found in rates.items()},
@@ -66,8 +66,6 @@ def _write_model(folder: Path, generation: Generation) -> None:
     import torch
     from tokenizers import Tokenizer, decoders, models
 
-    from benchmarks.peers import llama
-
     torch.manual_seed(0)
     llama(replace(generation, new_tokens=4 * generation.new_tokens)).save_pretrained(folder)
     words = Tokenizer(models.WordLevel({f"Ġ{number}": number for number in range(generation.vocab_size)}, "Ġ0"))
@@ -75,14 +73,14 @@ def _write_model(folder: Path, generation: Generation) -> None:
     words.save(str(folder / "tokenizer.json"))
 
 
-def _generate(folder: Path, serving: Serving) -> float:
+def _generate(folder: Path, generation: Generation, layout: list[str]) -> float:
     """Tokens per second of `penstock generate`, from its first batch to its last."""
-    generation, prompts = serving.generation, folder.with_name("prompts.jsonl")
+    prompts = folder.with_name("prompts.jsonl")
     lines = [json.dumps({"tokens": tokens}) for tokens in generation.prompts(generation.num_prompts)]
     prompts.write_text("\n".join(lines) + "\n")
     answers = folder.with_name("answers.jsonl")
     words = ["generate", str(folder), "--file", str(prompts), "--output", str(answers), "--json", "--temperature", "0"]
-    words += ["--ignore-end", "--max-new-tokens", str(generation.new_tokens), *serving.options]
+    words += ["--ignore-end", "--max-new-tokens", str(generation.new_tokens), *layout]
     ended = subprocess.run([sys.executable, "-m", "penstock", *words], capture_output=True, text=True, check=False)
     if ended.returncode:
         raise RuntimeError(f"penstock generate failed: {ended.stderr}")
@@ -91,9 +89,9 @@ def _generate(folder: Path, serving: Serving) -> float:
 
 
 @contextmanager
-def _server(folder: Path, serving: Serving) -> Iterator[int]:
+def _server(folder: Path, layout: list[str]) -> Iterator[int]:
     """A server of the model; yields its port, and ends it."""
-    words = ["serve", str(folder), "--port", "0", "--max-waiting", "256", *serving.options]
+    words = ["serve", str(folder), "--port", "0", "--max-waiting", "256", *layout]
     process = subprocess.Popen([sys.executable, "-m", "penstock", *words], stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
@@ -172,13 +170,12 @@ def _content(line: bytes) -> dict[str, Any]:
     return json.loads(line.removeprefix(b"data: "))
 
 
-async def _first_tokens(port: int, serving: Serving) -> dict[str, Any]:
+async def _first_tokens(port: int, generation: Generation) -> dict[str, Any]:
     """The time to the first token of a short prompt, in the steps that others decode at the same time."""
-    generation = serving.generation
-    prompts = generation.prompts(serving.num_decoding + serving.num_first_tokens)
+    prompts = generation.prompts(_NUM_DECODING + _NUM_FIRST_TOKENS)
     # With log-probabilities each token comes at once, not only each whole character.
     common = {"model": "model", "temperature": 0, "ignore_eos": True, "stream": True, "logprobs": 0}
-    times_s: list[list[float]] = [[] for _ in range(serving.num_decoding)]
+    times_s: list[list[float]] = [[] for _ in range(_NUM_DECODING)]
 
     async def decode(place: int) -> None:
         """Decode on and on, noting when each token comes."""
@@ -189,9 +186,9 @@ async def _first_tokens(port: int, serving: Serving) -> dict[str, Any]:
             async for _ in reply_parts(port, body):
                 times_s[place].append(time.perf_counter())
 
-    others = [asyncio.create_task(decode(place)) for place in range(serving.num_decoding)]
+    others = [asyncio.create_task(decode(place)) for place in range(_NUM_DECODING)]
     waits_s = []
-    for prompt in prompts[serving.num_decoding :]:
+    for prompt in prompts[_NUM_DECODING:]:
         await asyncio.sleep(0.3)
         start_s = time.perf_counter()
         async for _ in reply_parts(port, {**common, "prompt": prompt[:8], "max_tokens": 1}):
@@ -207,3 +204,20 @@ async def _first_tokens(port: int, serving: Serving) -> dict[str, Any]:
         "first_token_ms": spread([wait_s * 1e3 for wait_s in waits_s]),
         "first_token_in_steps": spread([wait_s / step_s for wait_s in waits_s]),
     }
+
+
+def parser() -> Parser:
+    """The options of this benchmark."""
+    parser = new_parser("serve", __doc__, "--clients 16 --new-tokens 32")
+    parser.add_argument("--layers", type=int, default=8, help="layers of the model")
+    parser.add_argument("--hidden-size", type=int, default=512, help="width of the model")
+    parser.add_argument("--clients", type=int, default=64, help="clients at the same time")
+    parser.add_argument("--prompt-tokens", type=int, default=64, help="tokens of a prompt")
+    parser.add_argument("--new-tokens", type=int, default=64, help="tokens of an answer")
+    parser.add_argument("--ranks", type=int, default=2, help="ranks of the pipeline")
+    parser.add_argument("--rounds", type=int, default=3, help="of each side, in turn")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main("serve"))

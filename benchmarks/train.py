@@ -1,6 +1,13 @@
-"""Tokens per second of one training step: the same modules under Penstock, under torch's pipelining, and alone."""
+"""Tokens per second of training: the same modules under Penstock, under torch's pipelining, and alone.
 
+Two ranks; all sides take turns in one run, each in processes of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,7 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.ranks import Turn, in_turns, spread
+from benchmarks.common import main, new_parser, options_of, progress, spread
+from benchmarks.ranks import Turn, in_turns
+from penstock.cli.commands import Parser
 from penstock.data import MicroBatchSpec, PackedBatch
 from penstock.engine import Engine, EngineOptions
 from penstock.model import Sequences, UnitSpec, cross_entropy_sum, decoder_units
@@ -30,25 +39,26 @@ NUM_RANKS = 2
 
 @dataclass(frozen=True)
 class Training:
-    """The model and its batches: by default 30 million parameters, microbatches of two sequences of 256 tokens.
+    """The model, its batches and its numbers, the same on all sides.
 
-    `products`, the same on all sides: "torch" computes linear layers as `nn.Linear` does, "fastest" with the fastest
-    library available. `precision` and `compile` are the same on all sides too: fp32, or forwards under autocast to
-    bf16; each layer as it is, or compiled. `names` are the schedules that Penstock runs with its own cut.
+    `products`: "torch" computes linear layers as `nn.Linear` does, "fastest" with the fastest library available.
     """
 
-    num_layers: int = 8
-    hidden_size: int = 512
-    intermediate_size: int = 1408
-    vocab_size: int = 4096
-    sequence_tokens: int = 256
-    microbatch_sequences: int = 2
-    num_microbatches: int = 8
-    num_steps: int = 3
-    products: str = "torch"
-    precision: Precision = Precision.FP32
-    compile: bool = False
-    names: tuple[str, ...] = ("1f1b",)
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    vocab_size: int
+    sequence_tokens: int
+    microbatch_sequences: int
+    num_microbatches: int
+    products: str
+    precision: Precision
+    compile: bool
+
+    @classmethod
+    def of(cls, *words: str) -> Training:
+        """The training that these options ask for; without any, of 30 million parameters."""
+        return options_of(cls, parser().parse_args(words))
 
     @property
     def microbatch_tokens(self) -> int:
@@ -229,22 +239,17 @@ def _torch(rank: int, training: Training, chosen: TorchSchedule) -> Step:
     return step
 
 
-def _penstock_sides(training: Training) -> dict[str, tuple[str, tuple[int, ...] | None]]:
-    """Penstock's sides: schedule and cut, None for its own cut."""
-    sides: dict[str, tuple[str, tuple[int, ...] | None]] = {
-        "penstock 1f1b, even cut": ("1f1b", training.even_cut(NUM_RANKS))
-    }
-    return sides | {f"penstock {name}, own cut": (name, None) for name in training.names}
+Cuts = dict[str, tuple[str, tuple[int, ...] | None]]
 
 
-def _prepare(side: str, rank: int, training: Training) -> Turn:
+def _prepare(side: str, rank: int, training: Training, ours: Cuts) -> Turn:
     """One side's timed step; for a process alone, the second rank does nothing."""
-    if side in _ALONE:
-        step = _alone(training, _ALONE[side]) if rank == 0 else _nothing
+    if side in ours:
+        step = _penstock(training, *ours[side])
     elif side in _TORCH:
         step = _torch(rank, training, _TORCH[side])
     else:
-        step = _penstock(training, *_penstock_sides(training)[side])
+        step = _alone(training, _ALONE[side]) if rank == 0 else lambda: None
 
     def turn() -> tuple[float, object]:
         start = time.perf_counter()
@@ -254,25 +259,26 @@ def _prepare(side: str, rank: int, training: Training) -> Turn:
     return turn
 
 
-def _nothing() -> None:
-    pass
-
-
 _ONE_THREAD, _TWO_THREADS = "one process, one thread", "one process, two threads"
 _ALONE = {_ONE_THREAD: 1, _TWO_THREADS: 2}
 _TORCH = {chosen.side: chosen for chosen in TORCH_SCHEDULES}
 
 
-def compare(training: Training) -> dict[str, Any]:
-    """Tokens per second of each side, measured in turn in one run, and the ratios that matter.
+def measure(given: argparse.Namespace) -> dict[str, Any]:
+    """Tokens per second of each side, and the ratios that matter.
 
     Each side has its own processes: threads and memory that another engine leaves behind in a process cost a few
     percent. A ratio is the median over rounds of the ratio within the round, because machines drift. torch's best is
     its schedule with the highest median here.
     """
+    training = options_of(Training, given)
+    progress(str(training))
+    # Schedule and cut of each side of ours; without a cut it finds its own.
+    ours: Cuts = {"penstock 1f1b, even cut": ("1f1b", training.even_cut(NUM_RANKS))}
+    ours |= {f"penstock {name}, own cut": (name, None) for name in given.schedules}
     torchs = [side for side, chosen in _TORCH.items() if not (training.compile and chosen.splits)]
-    sides = (*_ALONE, *torchs, *_penstock_sides(training))
-    turns = in_turns(sides, NUM_RANKS, _prepare, training, num_rounds=training.num_steps)
+    sides = (*_ALONE, *torchs, *ours)
+    turns = in_turns(sides, NUM_RANKS, _prepare, training, ours, num_rounds=given.steps)
     rates = {
         side: [training.step_tokens / max(seconds for seconds, _ in step) for step in zip(*ranks, strict=True)]
         for side, ranks in turns.items()
@@ -284,7 +290,7 @@ def compare(training: Training) -> dict[str, Any]:
     def over(base: str, factor: float = 1.0) -> dict[str, float]:
         return {
             side: statistics.median(a / (b * factor) for a, b in zip(rates[side], rates[base], strict=True))
-            for side in _penstock_sides(training)
+            for side in ours
         }
 
     return {
@@ -292,7 +298,7 @@ def compare(training: Training) -> dict[str, Any]:
         "precision": str(training.precision),
         "compile": training.compile,
         "tokens_per_s": {side: spread(found) for side, found in rates.items()},
-        "units_of_stages": {side: turns[side][0][0][1] for side in _penstock_sides(training)},
+        "units_of_stages": {side: turns[side][0][0][1] for side in ours},
         "torch's_best": best,
         "over_torch's_best": over(best),
         "over_torch's_1F1B": over("torch 1F1B"),
@@ -300,3 +306,34 @@ def compare(training: Training) -> dict[str, Any]:
         "over_twice_one_thread_less_bubble": over(_ONE_THREAD, p * m / (m + p - 1)),
         "over_two_threads": over(_TWO_THREADS),
     }
+
+
+def parser() -> Parser:
+    """The options of this benchmark."""
+    parser = new_parser("train", __doc__, "--schedules zb-v auto --steps 5", "--precision bf16-autocast --compile")
+    parser.add_argument("--against", choices=["torch"], default="torch", help="torch.distributed.pipelining")
+    parser.add_argument(
+        "--schedules", nargs="+", default=["1f1b", "zb-h1", "zb-v"], metavar="NAME", help="run with Penstock's own cut"
+    )
+    parser.add_argument(
+        "--products", choices=["torch", "fastest"], default="torch", help="matrix products, on all sides"
+    )
+    precisions = [Precision.FP32, Precision.BF16_AUTOCAST]
+    parser.add_argument(
+        "--precision", choices=precisions, type=Precision, default=Precision.FP32, help="of forwards, on all sides"
+    )
+    parser.add_argument("--compile", action="store_true", help="compile each layer with torch.compile, on all sides")
+    sizes = parser.add_argument_group("the model and its batches")
+    sizes.add_argument("--layers", type=int, default=8, dest="num_layers", help="layers of the model")
+    sizes.add_argument("--hidden-size", type=int, default=512, help="width of the model")
+    sizes.add_argument("--intermediate-size", type=int, default=1408, help="width of its MLPs")
+    sizes.add_argument("--vocab-size", type=int, default=4096, help="tokens of its vocabulary")
+    sizes.add_argument("--sequence-tokens", type=int, default=256, help="tokens of a sequence")
+    sizes.add_argument("--microbatch-sequences", type=int, default=2, help="sequences of a microbatch")
+    sizes.add_argument("--microbatches", type=int, default=8, dest="num_microbatches", help="microbatches of a step")
+    parser.add_argument("--steps", type=int, default=3, help="steps of each side, in turn")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main("train"))

@@ -1,26 +1,25 @@
-"""Time each kind of unit, and the matrix products of a linear layer under each library, on one core.
-
-Run:  python benchmarks/units.py [--hidden 512] [--inner 1408] [--heads 8] [--length 256] [--sequences 2] [--json]
+"""Time of each kind of unit, and of a linear layer's matrix products under each library, on one core.
 
 `gflops` of a unit is its estimated work over its measured time: the closer the units are to each other, the better the
 estimate cuts a model into stages. Times are of the processor, not of the clock on the wall; medians.
 """
 
 import argparse
-import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
+from benchmarks.common import main, new_parser
+from penstock.cli.commands import Parser
 from penstock.model import Sequences, UnitSpec, cross_entropy_sum, decoder_units
 from penstock.model.linear import TORCH, Matmul, OneDnnMatmul
 from penstock.settings import ModelConfig
 
 LIBRARIES: dict[str, Matmul] = {"torch": TORCH, "onednn": OneDnnMatmul()}
-
-SIZES = {"vocabulary": 260, "hidden": 512, "inner": 1408, "heads": 8, "length": 256, "sequences": 2}
 
 
 def median_s(run: Callable[[], object], num_runs: int = 15) -> float:
@@ -59,18 +58,14 @@ def time_unit(unit: UnitSpec, config: ModelConfig, sequences: Sequences) -> dict
     return {"ms": seconds * 1e3, "gflops": 3e-9 * unit.flops_per_token * sequences.num_tokens / seconds}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, value in SIZES.items():
-        parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--json", action="store_true")
-    args = parser.parse_args()
+def measure(given: argparse.Namespace) -> dict[str, Any]:
+    """Speeds of products, and time and speed of units, by library."""
     torch.set_num_threads(1)
-    sequences = Sequences.from_lengths((args.length,) * args.sequences)
-    config = ModelConfig(args.vocabulary, args.hidden, args.inner, 1, args.heads, max_length=args.length)
-    result = {
+    sequences = Sequences.from_lengths((given.length,) * given.sequences)
+    config = ModelConfig(given.vocabulary, given.hidden, given.inner, 1, given.heads, max_length=given.length)
+    return {
         "products_gflops": {
-            name: time_products(library, sequences.num_tokens, args.hidden, args.inner)
+            name: time_products(library, sequences.num_tokens, given.hidden, given.inner)
             for name, library in LIBRARIES.items()
         },
         "units": {
@@ -78,9 +73,10 @@ def main() -> None:
             for name, library in LIBRARIES.items()
         },
     }
-    if args.json:
-        print(json.dumps(result, indent=2))
-        return
+
+
+def show(result: dict[str, Any]) -> None:
+    """Print a line for each library's products, and one for each unit."""
     for library, products in result["products_gflops"].items():
         print(f"{library:8}" + "".join(f"{name} {value:.0f} GFLOP/s   " for name, value in products.items()))
     for library, units in result["units"].items():
@@ -88,5 +84,17 @@ def main() -> None:
             print(f"{library:8}{name:20}{values['ms']:8.2f} ms  {values['gflops']:6.0f} GFLOP/s estimated")
 
 
+def parser() -> Parser:
+    """The options of this benchmark."""
+    parser = new_parser("units", __doc__, "--hidden 1024 --inner 2816 --heads 16")
+    parser.add_argument("--vocabulary", type=int, default=260, help="tokens of the vocabulary")
+    parser.add_argument("--hidden", type=int, default=512, help="width of the model")
+    parser.add_argument("--inner", type=int, default=1408, help="width of its MLPs")
+    parser.add_argument("--heads", type=int, default=8, help="heads of attention")
+    parser.add_argument("--length", type=int, default=256, help="tokens of a sequence")
+    parser.add_argument("--sequences", type=int, default=2, help="sequences of a microbatch")
+    return parser
+
+
 if __name__ == "__main__":
-    main()
+    sys.exit(main("units"))

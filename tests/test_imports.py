@@ -21,10 +21,8 @@ MAY_IMPORT = {
     "data": {"schedule", "settings", "io"},
     "runtime": {"model", "parallel", "data", "schedule", "settings", "io"},
     "engine": {"runtime", "model", "parallel", "data", "schedule", "settings", "io"},
-    "bench": {"engine", "runtime", "model", "parallel", "data", "schedule", "settings", "io"},
     "serve": {"engine", "runtime", "model", "parallel", "data", "schedule", "settings", "io"},
     "cli": {
-        "bench",
         "serve",
         "engine",
         "runtime",

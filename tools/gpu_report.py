@@ -20,7 +20,7 @@ import torch
 from torch.cuda import nccl
 
 ROOT = Path(__file__).parents[1]
-BENCHMARK = ("bench", "generate", "--parts", "gpu", "--json")
+BENCHMARK = "benchmarks.generate_gpu"
 NVIDIA_SMI = ("nvidia-smi", "--query-gpu=name,driver_version,memory.total,clocks.max.sm,power.limit", "--format=csv")
 
 
@@ -90,10 +90,10 @@ def read_results(xml: str) -> list[TestResult]:
 
 def run_benchmark() -> dict[str, Any]:
     """What the benchmark on a GPU found, sides in turns within one run; its error where it failed."""
-    ran = subprocess.run([sys.executable, "-m", "penstock", *BENCHMARK], capture_output=True, text=True)
+    ran = subprocess.run([sys.executable, "-m", BENCHMARK, "--json"], cwd=ROOT, capture_output=True, text=True)
     if ran.returncode:
         return {"error": (ran.stderr.strip().splitlines() or ["no word"])[-1]}
-    return json.loads(ran.stdout)["on a GPU"]
+    return json.loads(ran.stdout)
 
 
 def report(machine: Mapping[str, str], results: Sequence[TestResult], benchmark: Mapping[str, Any]) -> str:
@@ -108,7 +108,7 @@ def report(machine: Mapping[str, str], results: Sequence[TestResult], benchmark:
     lines += [
         f"| {one.name} | {one.outcome} | {one.duration_s:.1f} | {one.reason.replace('|', ' ')} |" for one in results
     ]
-    lines += ["", f"## penstock {' '.join(BENCHMARK)}", "", "```json", json.dumps(benchmark, indent=2), "```", ""]
+    lines += ["", f"## python -m {BENCHMARK}", "", "```json", json.dumps(benchmark, indent=2), "```", ""]
     return "\n".join(lines)
 
 

@@ -1,11 +1,23 @@
-"""`bench plan --here`: what follows from units' times and known runs, and what is said of it."""
+"""The benchmark of predictions made here: what follows from units' times and known runs, and what is said of it."""
 
 from collections.abc import Sequence
 
 import pytest
-from benchmarks.foreseen import Foreseen, foreseen, sentence, summary
-from benchmarks.from_units import UnitStep, fit_constants
-from benchmarks.plan_here import COMBINATIONS, KNOWN, MODEL, NUM_RANKS, Combination, Round, StepTime
+from benchmarks.plan_here import (
+    COMBINATIONS,
+    KNOWN,
+    MODEL,
+    NUM_RANKS,
+    Combination,
+    Foreseen,
+    Round,
+    StepTime,
+    UnitStep,
+    fit_constants,
+    foreseen,
+    sentence,
+    summary,
+)
 
 from penstock.planner.times import Constants, Order
 from penstock.schedule import Costs

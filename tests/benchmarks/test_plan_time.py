@@ -6,16 +6,16 @@ import sys
 from typing import Any
 
 import pytest
-from benchmarks.plan_time import BYTES_ALLOWED, SECONDS_ALLOWED, SIZES, measure
+from benchmarks.plan_time import BYTES_ALLOWED, SECONDS_ALLOWED, SIZES, plan_twice
 
-from benchmarks import plan_time as timed
+from benchmarks import plan_time
 from penstock.planner.search import Plan, plan
 
 
 @pytest.mark.shows(145)
 def test_plans_are_the_same_every_time_and_take_less_than_is_allowed():
     """With the whole of the usual effort, and of processor time: how long it takes depends on what else is running."""
-    rows = list(measure(SIZES, 1.0, lambda line: None))
+    rows = list(plan_twice(SIZES, 1.0))
     assert [row["devices"] for row in rows] == [64, 1024, 10_240]
     for row in rows:
         assert row["same_plan"] and row["simulated"] > 20
@@ -24,7 +24,7 @@ def test_plans_are_the_same_every_time_and_take_less_than_is_allowed():
 
 def test_what_a_plan_leaves_to_other_processes_counts(monkeypatch: pytest.MonkeyPatch):
     more = 64 * 2**20
-    before = timed.peak_bytes()
+    before = plan_time.peak_bytes()
     held = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024 + more
     work = f"import time; held = b'1' * {held}\nwhile time.process_time() < 1.0: pass"
 
@@ -32,6 +32,6 @@ def test_what_a_plan_leaves_to_other_processes_counts(monkeypatch: pytest.Monkey
         subprocess.run([sys.executable, "-c", work], check=True)
         return plan(*arguments, **options)
 
-    monkeypatch.setattr(timed, "plan", leaves_it)
-    found = timed._plan(SIZES[0], 0.01)
+    monkeypatch.setattr(plan_time, "plan", leaves_it)
+    found = plan_time._plan(SIZES[0], 0.01)
     assert found["seconds"] > 1.0 and found["peak_bytes"] >= before + more

@@ -4,9 +4,8 @@ import csv
 from pathlib import Path
 
 import pytest
-from benchmarks.predictions import Prediction, predict_runs
+from benchmarks.plan_published import Prediction, by_group, predict_runs, summary
 from benchmarks.published import TimedRun, read_runs
-from benchmarks.report import by_group, summary
 
 from penstock.planner.calibrate import LinearStep, fit, spearman
 from penstock.planner.times import Constants

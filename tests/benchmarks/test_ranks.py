@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from benchmarks.common import main
 from benchmarks.ranks import Job, RankFailed, Team, jobs_in_turns
 
 from penstock import schedule
-from penstock.cli.main import main
 
 # How long the ranks of a failed team would wait for each other, if nobody ended them.
 LIMIT_S = 100.0
@@ -102,7 +102,7 @@ def test_sides_take_turns_job_after_job_in_the_same_processes():
 def test_one_command_measures_several_schedules_and_sizes(capfd: pytest.CaptureFixture[str]):
     words = ["--ranks", "2", "--microbatches", "2", "3", "--schedules", "1f1b", "dualpipe"]
     times = ["--forward-ms", "1", "--backward-ms", "2", "--steps", "1"]
-    assert main(["bench", "schedules", "--emulate", *words, *times, "--json"]) == 0
+    assert main("schedules", [*words, *times, "--json"]) == 0
     out, err = capfd.readouterr()
     rows = json.loads(out)
     sizes = [(name, microbatches) for microbatches in (2, 3) for name in ("1f1b", "dualpipe")]
@@ -118,14 +118,14 @@ def test_one_command_measures_several_schedules_and_sizes(capfd: pytest.CaptureF
 
 @pytest.mark.parametrize(("name", "told"), [("inference", "no backward"), ("1f1c", "did you mean '1f1b'")])
 def test_what_cannot_be_measured_is_refused(name: str, told: str, capsys: pytest.CaptureFixture[str]):
-    assert main(["bench", "schedules", "--emulate", "--schedules", name]) == 2
+    assert main("schedules", ["--schedules", name]) == 2
     assert told in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "combined-1f1b"])
 def test_the_overhead_of_an_action_is_measured_both_ways(name: str, capsys: pytest.CaptureFixture[str]):
     words = ["--schedule", name, "--ranks", "2", "--microbatches", "4", "--steps", "2", "--json"]
-    assert main(["bench", "overhead", *words]) == 0
+    assert main("overhead", words) == 0
     found = json.loads(capsys.readouterr().out)
     for side in ("gloo_us", "in_process_us"):
         least, most = found[side]["range"]

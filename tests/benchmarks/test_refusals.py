@@ -5,23 +5,22 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-
-from penstock.cli.main import main
+from benchmarks.common import main
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_the_gpu_part_of_generation_is_refused_without_one(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "generate", "--parts", "emulated", "gpu"]) == 2
+def test_generation_on_a_gpu_is_refused_without_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main("generate_gpu", []) == 2
     told = capsys.readouterr()
-    assert "--parts gpu needs a CUDA device" in told.err and "emulated run here" in told.err
+    assert "needs a CUDA device" in told.err and "benchmarks.generate needs none" in told.err
     assert told.out == ""
 
 
 def test_a_peer_that_is_not_installed_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("benchmarks.peers.find_spec", lambda name: None)
-    assert main(["bench", "generate", "--against", "ctranslate2", "--quantize", "int8"]) == 2
+    monkeypatch.setattr("benchmarks.generate.find_spec", lambda name: None)
+    assert main("generate", ["--against", "ctranslate2", "--quantize", "int8"]) == 2
     told = capsys.readouterr()
     assert "pip install 'penstock[bench]'" in told.err and len(told.err.splitlines()) == 1 and not told.out
 
@@ -30,9 +29,9 @@ def test_a_peer_that_lacks_these_numbers_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     library = SimpleNamespace(get_supported_compute_types=lambda device: {"int8", "float32"})
-    monkeypatch.setattr("benchmarks.peers.find_spec", lambda name: object())
+    monkeypatch.setattr("benchmarks.generate.find_spec", lambda name: object())
     monkeypatch.setitem(sys.modules, "ctranslate2", library)
-    assert main(["bench", "generate", "--against", "transformers", "ctranslate2", "--precision", "bf16"]) == 2
+    assert main("generate", ["--against", "transformers", "ctranslate2", "--precision", "bf16"]) == 2
     told = capsys.readouterr()
     assert "does not compute in bfloat16" in told.err and "float32, int8" in told.err and told.out == ""
 
@@ -42,7 +41,7 @@ def test_a_peer_that_lacks_these_numbers_is_refused(
     [
         (["--layers", "0"], "num_layers = 0: at least 1"),
         (["--prompts", "0"], "num_prompts = 0"),
-        (["--rounds", "0"], "num_rounds = 0"),
+        (["--rounds", "0"], "--rounds 0: at least 1"),
         (["--hidden-size", "65"], "hidden_size = 65: a multiple of 64"),
         (["--hidden-size", "-64"], "hidden_size = -64"),
         (["--kv-heads", "7"], "num_kv_heads = 7"),
@@ -50,6 +49,6 @@ def test_a_peer_that_lacks_these_numbers_is_refused(
     ],
 )
 def test_sizes_that_no_model_has_are_refused(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "generate", *words]) == 2
+    assert main("generate", words) == 2
     found = capsys.readouterr()
     assert told in found.err and len(found.err.splitlines()) == 1 and found.out == ""

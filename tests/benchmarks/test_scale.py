@@ -1,5 +1,7 @@
 """The benchmark of scale, at a size that takes no time; its limits are for the machine it is run on to keep."""
 
+from argparse import Namespace
+
 import pytest
 
 from benchmarks import scale
@@ -10,7 +12,7 @@ def test_each_size_is_timed_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPa
     sizes = {"interleaved": (scale.Size(2, 2, 4),), "1f1b": (scale.Size(2, 1, 8),)}
     monkeypatch.setattr(scale, "SIZES", sizes)
     monkeypatch.setattr(scale, "sizes_of_all", lambda: {"v-min": (scale.Size(3, 2, 4),)})
-    found = scale.measure()
+    found = scale.measure(Namespace())
     assert [row["schedule"] for row in found["sizes"]] == list(sizes)
     for row in found["sizes"]:
         built = schedule.build(row["schedule"], ranks=2, microbatches=row["microbatches"])

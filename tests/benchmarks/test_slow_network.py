@@ -10,10 +10,10 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from benchmarks.common import main
 from benchmarks.slow_network import Host, NoSlowNetwork, SlowNetwork
 
 from benchmarks import slow_network
-from penstock.cli.main import main
 
 PORT, RATE_BITS = 40000, 80e6
 
@@ -94,7 +94,7 @@ def test_a_benchmark_that_is_told_to_end_takes_its_hosts_down():
 )
 def test_where_it_may_not_it_says_what_it_needs(missing, words: str, monkeypatch: pytest.MonkeyPatch, capsys):
     missing(monkeypatch)
-    assert main(["bench", "overlap"]) == 2
+    assert main("overlap", []) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err.count("\n") == 1

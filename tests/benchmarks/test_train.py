@@ -13,7 +13,7 @@ def test_torch_gets_all_units_in_the_placement_of_its_schedule(chosen):
     placement = Placement(kind, NUM_RANKS, chosen.stages_per_rank)
     dealt = [tuple(chosen.stages_of(rank)) for rank in range(NUM_RANKS)]
     assert dealt == [placement.stages_of(rank) for rank in range(NUM_RANKS)]
-    training = Training()
+    training = Training.of()
     assert sum(training.even_cut(placement.num_stages)) == len(training.units())
     single = issubclass(getattr(schedules, chosen.name), schedules.PipelineScheduleSingle)
     assert single == (chosen.stages_per_rank == 1)
@@ -27,4 +27,4 @@ def test_every_schedule_of_torch_is_a_side():
 
 def test_layers_that_cannot_be_divided_evenly_are_refused():
     with pytest.raises(ValueError, match="6 layers cannot be divided among 4 stages"):
-        Training(num_layers=6).even_cut(4)
+        Training.of("--layers", "6").even_cut(4)

@@ -23,7 +23,7 @@ from tests.dist.launch import run_ranks
 NUM_PLACES = 9
 NUM_MICROBATCHES = 4
 KINDS = ("before", "within", "after", "out of memory")
-# Seconds on a machine that may have several other things to do; `penstock bench failures` measures the figure.
+# Seconds on a machine that may have several other things to do; `python -m benchmarks.failures` measures the figure.
 LIMIT_S = 10.0
 
 

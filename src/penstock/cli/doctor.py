@@ -28,6 +28,10 @@ _SIZES = ("pp", "dp", "cp", "tp", "ep")
 _PARALLEL = parallel_options((*_SIZES, "order", "device", "timeout"), timeout=30.0)
 
 
+_FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8", "amx_bf16")
+"""Instructions that decide how fast products of each kind are."""
+
+
 @dataclass(frozen=True)
 class DoctorArguments:
     """One call of the command; `sizes` holds the layout's sizes that were given, by axis."""
@@ -171,8 +175,6 @@ def machine() -> dict[str, str]:
     import torch
     import torch.distributed as dist
 
-    from penstock.cli.processor import processor_name
-
     pages, page_bytes = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
     backends = [name for name in ("gloo", "nccl", "ucc", "mpi") if dist.is_backend_available(name)]
     found = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
@@ -186,6 +188,19 @@ def machine() -> dict[str, str]:
         "GPUs": ", ".join(found) or "none",
         "libraries": ", ".join(optional),
     }
+
+
+def processor_name() -> str:
+    """Its model, family and number, and those of its instructions that products use, where the system tells."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n\n")[0].splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    found = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    model = found.get("model name", platform.machine())
+    number = f", family {found['cpu family']} model {found['model']}" if "cpu family" in found else ""
+    has = [feature for feature in _FEATURES if feature in found.get("flags", "").split()]
+    return f"{model}{number}" + (f" ({', '.join(has)})" if has else "")
 
 
 def products() -> dict[str, float]:

@@ -22,7 +22,6 @@ COMMANDS = {
     "plan": Command("find the fastest layout and schedule for a model on a cluster", "penstock.cli.plan"),
     "store": Command("hold the store at which the hosts of a run meet", "penstock.cli.store"),
     "doctor": Command("show what this machine has, and test the links of a layout", "penstock.cli.doctor"),
-    "bench": Command("measure schedules, training and the overhead of an action", "benchmarks.__main__"),
 }
 
 _MAX_LENGTH = 2000

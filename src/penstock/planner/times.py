@@ -24,8 +24,8 @@ from penstock.schedule.actions import COMPUTE
 class Constants:
     """The constants of the cost model. The first two are fitted, the same for all runs of a source; the others stay.
 
-    Source: defaults of the first two by `penstock bench plan` on arXiv 2205.05198, of the others what copies and
-    collectives of large blocks reach on published devices.
+    Source: defaults of the first two by `benchmarks/plan_published.py` on arXiv 2205.05198, of the others what copies
+    and collectives of large blocks reach on published devices.
     """
 
     #: The share of the peak that products reach while their operands are at hand.

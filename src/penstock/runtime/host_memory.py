@@ -15,7 +15,7 @@ def keep_freed_memory() -> bool:
 
     A stage frees and allocates the same activations for every microbatch. Left alone, glibc maps each of them anew,
     and the system fills every page with zeros again: 1-2% of a step of 30 million parameters
-    (`penstock bench train` runs with it, torch's side without). It holds for the whole process.
+    (`python -m benchmarks.train` runs with it, torch's side without). It holds for the whole process.
     """
     if sys.platform != "linux":
         return False

@@ -17,10 +17,7 @@ PROGRAMS: dict[tuple[str, ...], Command] = {
     **{(name,): command for name, command in COMMANDS.items() if name != "schedule"},
     **{("schedule", name): command for name, command in schedule.COMMANDS.items()},
 }
-BENCHMARKS = next(
-    action.choices for action in COMMANDS["bench"].parser()._actions if isinstance(action, argparse._SubParsersAction)
-)
-EVERY = [(), ("schedule",), *PROGRAMS, *(("bench", name) for name in BENCHMARKS)]
+EVERY = [(), ("schedule",), *PROGRAMS]
 # Two screens. What is added beyond goes into a section of its own, or out of the help into the documentation.
 MAX_LINES, MAX_COLUMNS = 110, 80
 
