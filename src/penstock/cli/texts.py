@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from penstock.data.examples import Chat, ExampleReader, messages_of, options_of
-from penstock.engine.folders.model_folder import GENERATION_CONFIG, ModelFolder, open_model
+from penstock.engine.folders.model_folder import ModelFolder, open_model
 from penstock.io.documents import parse_json
 from penstock.io.files import lines_of
+from penstock.model.hf.config_json import GENERATION_CONFIG
 
 _TEXT_FORMS = '{"text": ...}, {"tokens": [...]} or {"prompt": ..., "completion": ...}'
 _MOST_SHOWN = 40

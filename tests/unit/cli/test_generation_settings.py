@@ -11,7 +11,8 @@ from transformers import GenerationConfig
 from penstock.cli.generate import check, read_arguments
 from penstock.cli.main import main
 from penstock.cli.texts import show_lacking
-from penstock.engine.folders.model_folder import GENERATION_CONFIG, open_model
+from penstock.engine.folders.model_folder import open_model
+from penstock.model.hf.config_json import GENERATION_CONFIG
 from penstock.settings import SamplingParams
 from tests.hugging_face import make_model, make_tokenizer
 

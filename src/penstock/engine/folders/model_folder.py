@@ -27,14 +27,16 @@ from penstock.engine.checkpoint.manifest import published
 from penstock.engine.folders.runs import CHECKPOINT_FOLDER, RUN_FILE, read_run
 from penstock.engine.model_state import ModelState
 from penstock.engine.options import EngineOptions
-from penstock.io.documents import read_json_object
 from penstock.model import ModelGroups, UnitSpec, decoder_units
 from penstock.model.hf.config_json import (
     CONFIG_FILE,
     HuggingFaceForm,
     NotNative,
     config_from_json,
+    end_tokens_in,
+    lacking_in,
     read_config_json,
+    sampling_in,
 )
 from penstock.model.hf.families import names_of
 from penstock.model.hf.files import MissingFile, Names, WeightFiles, is_quantized, slices_of, units_from_files
@@ -57,20 +59,7 @@ from penstock.settings import (
 if TYPE_CHECKING:
     from penstock.model.transformers.model import TransformersModel
 
-GENERATION_CONFIG = "generation_config.json"
 _TOKENIZER, _SENTENCEPIECE = "tokenizer.json", "tokenizer.model"
-_SAMPLED = ("max_new_tokens", "min_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-# Fields that would change an answer, and the values besides null that change nothing.
-_LACKING: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences"), (1,)),
-    **dict.fromkeys(("typical_p", "encoder_repetition_penalty", "guidance_scale"), (1,)),
-    **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "min_length"), (0,)),
-    **dict.fromkeys(("epsilon_cutoff", "eta_cutoff", "diversity_penalty", "penalty_alpha", "top_h"), (0,)),
-    **dict.fromkeys(("suppress_tokens", "begin_suppress_tokens", "stop_strings", "sequence_bias"), ([], {}, "")),
-    **dict.fromkeys(("force_words_ids", "constraints", "dola_layers", "exponential_decay_length_penalty"), ([],)),
-    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "watermarking_config", "max_time"), ()),
-    "max_length": (20,),
-}
 _PRECISIONS = {"F64": Precision.FP64, "F32": Precision.FP32, "BF16": Precision.BF16, "F16": Precision.FP16}
 
 T = TypeVar("T")
@@ -157,14 +146,19 @@ class ModelFolder(ABC):
     # ---- the model
 
     @property
-    @abstractmethod
-    def source(self) -> Path:
-        """The folder of the model's config.json."""
+    def source(self) -> Path | None:
+        """The folder of the model's config.json; None of a run that began with nothing."""
+        return self.folder
 
     @property
-    @abstractmethod
     def config(self) -> ModelConfig:
         """The settings of the decoder, or those of them that a model of transformers has."""
+        return self.shape
+
+    @cached_property
+    def shape(self) -> ModelConfig:
+        """The same, whole."""
+        return config_from_json(self.content) if self.is_native else self.in_transformers.shape
 
     @property
     @abstractmethod
@@ -179,11 +173,13 @@ class ModelFolder(ABC):
     @cached_property
     def content(self) -> Mapping[str, Any]:
         """The model's config.json."""
+        assert self.source is not None
         return read_config_json(self.source)
 
     @cached_property
     def source_files(self) -> WeightFiles:
-        """The files beside the model's config.json."""
+        """The files of weights beside the model's config.json."""
+        assert self.source is not None
         return WeightFiles.open(self.source)
 
     @cached_property
@@ -276,14 +272,14 @@ class ModelFolder(ABC):
         """The name of its tokenizer in settings. Raises: ValueError if it is not known."""
 
     @property
-    @abstractmethod
     def tokenizer_folder(self) -> Path | None:
         """The folder that may have a chat template; None where the tokenizer has no files."""
+        return self.folder
 
     @property
-    @abstractmethod
     def settings_folder(self) -> Path:
         """The folder that may have a generation_config.json."""
+        return self.folder
 
     @cached_property
     @abstractmethod
@@ -291,55 +287,23 @@ class ModelFolder(ABC):
         """None where the folder has none, and only token ids can be given."""
 
     @property
-    @abstractmethod
-    def vocab_size(self) -> int: ...
+    def vocab_size(self) -> int:
+        return self.shape.vocabulary
 
     @cached_property
     def end_tokens(self) -> tuple[int, ...]:
         """Tokens that end a text, in the settings of generation, or else in those of the model."""
-        for name in (GENERATION_CONFIG, CONFIG_FILE):
-            path = self.settings_folder / name
-            named = read_json_object(path).get("eos_token_id") if path.is_file() else None
-            if named is not None:
-                ends = tuple(named) if isinstance(named, list) else (named,)
-                if not all(isinstance(end, int) and not isinstance(end, bool) for end in ends):
-                    raise ConfigError(f"{path}: eos_token_id is {named!r}; a token id or a list of them is expected")
-                return ends
-        return ()
+        return end_tokens_in(self.settings_folder)
 
     @cached_property
     def sampling(self) -> Mapping[str, Any]:
-        """The settings of `SamplingParams` that its generation_config.json names; as there, top_p follows top_k."""
-        content = self._generation_config()
-        found = {name: content[name] for name in _SAMPLED if content.get(name) is not None}
-        if found.get("top_k") == 0:
-            del found["top_k"]
-        if {"top_k", "top_p"} <= found.keys():
-            found["chained"] = True
-        if content.get("do_sample") is False:
-            found["temperature"] = 0.0
-        if words := content.get("bad_words_ids"):
-            if not isinstance(words, list) or not all(isinstance(word, list) for word in words):
-                path = self.settings_folder / GENERATION_CONFIG
-                raise ConfigError(
-                    f"{path}: bad_words_ids is {str(words)[:60]}; a list of lists of token ids is expected"
-                )
-            found["bad_words"] = words
-        return found
+        """The settings of `SamplingParams` that its generation_config.json names."""
+        return sampling_in(self.settings_folder)
 
     @cached_property
     def lacking(self) -> Mapping[str, Any]:
         """Fields of its generation_config.json that would change answers in transformers, and have no effect here."""
-        content = self._generation_config()
-        found = {name: content.get(name) for name in _LACKING}
-        # In transformers as well, the number of new tokens decides where both are given.
-        if content.get("max_new_tokens") is not None:
-            del found["max_length"]
-        return {name: value for name, value in found.items() if value is not None and value not in _LACKING[name]}
-
-    def _generation_config(self) -> Mapping[str, Any]:
-        path = self.settings_folder / GENERATION_CONFIG
-        return read_json_object(path) if path.is_file() else {}
+        return lacking_in(self.settings_folder)
 
     def without_special_tokens(self) -> ModelFolder:
         """The same with a tokenizer that puts no special tokens around a text."""
@@ -350,20 +314,15 @@ class ModelFolder(ABC):
 
     # ---- its weights
 
-    @cached_property
-    @abstractmethod
-    def shape(self) -> ModelConfig:
-        """The whole settings of the model that the files hold."""
-
     @property
-    @abstractmethod
     def files(self) -> WeightFiles:
         """The files of its weights, as their headers describe them."""
+        return self.source_files
 
     @property
-    @abstractmethod
     def names(self) -> Names:
         """The names of its tensors there."""
+        return self.form.names
 
     @property
     def step(self) -> int | None:
@@ -371,19 +330,20 @@ class ModelFolder(ABC):
         return None
 
     @cached_property
-    @abstractmethod
     def form(self) -> HuggingFaceForm:
         """The form in which transformers knows it."""
+        names = names_of(self.shape) if self.is_native else self.in_transformers.names
+        return HuggingFaceForm(names, lambda: self.content, self.source)
 
     @property
-    @abstractmethod
     def own_precision(self) -> Precision | None:
-        """The precision in which it scores and generates where none is asked for."""
+        """The precision in which it scores and generates where none is asked for; None for fp32."""
+        return self.stored_precision
 
     @property
-    @abstractmethod
     def kept_as(self) -> Quantize:
         """The numbers that weights of products are kept as."""
+        return self.quantize or Quantize.NONE
 
     @property
     def is_reproducible(self) -> bool:
@@ -394,11 +354,6 @@ class ModelFolder(ABC):
     def units(self) -> Sequence[UnitSpec]:
         """The units of the whole model, without values."""
         return decoder_units(self.shape) if self.is_native else self.in_transformers.units()
-
-    @property
-    def likely_units(self) -> Sequence[UnitSpec]:
-        """The same, without a look at the weights."""
-        return self.units
 
     @cached_property
     def stored_precision(self) -> Precision:
@@ -413,11 +368,11 @@ class ModelFolder(ABC):
     def weight_bytes(self) -> int:
         """Bytes of its weights in the form in which they are used."""
         of_each = bytes_of_weight(self.precision or self.own_precision or Precision.FP32, self.kept_as)
-        return int(sum(unit.num_parameters for unit in self.likely_units) * of_each)
+        return int(sum(unit.num_parameters for unit in self.units) * of_each)
 
     def max_generated_length(self) -> int:
         """Tokens of the longest sequence that can be generated."""
-        limits = self.likely_units[0].limits
+        limits = self.units[0].limits
         assert limits is not None, "the first unit of a saved model takes tokens"
         return limits.max_generated_length or limits.max_length
 
@@ -498,25 +453,6 @@ class ModelFolder(ABC):
 class HfFolder(ModelFolder):
     """A model as transformers writes it: config.json, safetensors files, and usually a tokenizer."""
 
-    @property
-    def source(self) -> Path:
-        return self.folder
-
-    @property
-    def config(self) -> ModelConfig:
-        return self.shape
-
-    @cached_property
-    def content(self) -> Mapping[str, Any]:
-        if not self.folder.is_dir():
-            raise MissingFile(f"there is no folder {self.folder} to read a model from")
-        content = read_config_json(self.folder)
-        try:
-            is_quantized(content)
-        except ValueError as error:
-            raise ValueError(f"{self.folder}: {error}") from None
-        return content
-
     @cached_property
     def transformers_because(self) -> str | None:
         if self.native != "auto":
@@ -531,47 +467,15 @@ class HfFolder(ModelFolder):
     def tokenizer_name(self) -> str:
         if any((self.folder / name).is_file() for name in (_TOKENIZER, _SENTENCEPIECE)):
             return str(self.folder.resolve())
-        if (size := self.shape.vocabulary) > ByteTokenizer(end_token=True).vocab_size:
-            raise ValueError(f"it has a vocabulary of {size} tokens and no tokenizer.json; give data.tokenizer")
+        if self.vocab_size > ByteTokenizer(end_token=True).vocab_size:
+            raise ValueError(
+                f"it has a vocabulary of {self.vocab_size} tokens and no tokenizer.json; give data.tokenizer"
+            )
         return "bytes"
-
-    @property
-    def tokenizer_folder(self) -> Path | None:
-        return self.folder
-
-    @property
-    def settings_folder(self) -> Path:
-        return self.folder
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
         return load_tokenizer(str(self.folder)) if (self.folder / _TOKENIZER).is_file() else None
-
-    @property
-    def vocab_size(self) -> int:
-        return self.shape.vocabulary
-
-    @cached_property
-    def shape(self) -> ModelConfig:
-        if not self.is_native:
-            return self.in_transformers.shape
-        return config_from_json(self.content)
-
-    @property
-    def files(self) -> WeightFiles:
-        return self.source_files
-
-    @cached_property
-    def names(self) -> Names:
-        return names_of(self.shape) if self.is_native else self.in_transformers.names
-
-    @cached_property
-    def form(self) -> HuggingFaceForm:
-        return HuggingFaceForm(self.names, lambda: self.content, self.folder)
-
-    @property
-    def own_precision(self) -> Precision:
-        return self.stored_precision
 
     @property
     def kept_as(self) -> Quantize:
@@ -608,12 +512,15 @@ class RunFolder(ModelFolder):
             raise ValueError(str(error)) from None
 
     @cached_property
-    def source(self) -> Path:
+    def source(self) -> Path | None:
         """As of every model; a run has the values alone, and names what it began with."""
-        folder = self.folder
-        while (folder / RUN_FILE).is_file():
-            folder = Path(read_run(folder).model.pretrained or "")
-        return folder
+        run = self.run
+        while run.model.pretrained is not None:
+            folder = Path(run.model.pretrained)
+            if not (folder / RUN_FILE).is_file():
+                return folder
+            run = read_run(folder)
+        return None
 
     @property
     def config(self) -> ModelConfig:
@@ -663,9 +570,11 @@ class RunFolder(ModelFolder):
         """The tokenizer of the run's own texts, which may put an end token after each."""
         return load_tokenizer(self.tokenizer_name, self.run.data.end_token or False)
 
-    @property
+    @cached_property
     def vocab_size(self) -> int:
-        return self.run.model.vocab_size or self._in_training.vocab_size
+        """The tokenizer's, where the run's settings leave it out, or else the checkpoint's, which takes longer."""
+        size = self.run.model.vocab_size
+        return size or (self.checkpoint.vocab_size if self.tokenizer is None else self._in_training.vocab_size)
 
     @cached_property
     def end_tokens(self) -> tuple[int, ...]:
@@ -677,7 +586,7 @@ class RunFolder(ModelFolder):
     def shape(self) -> ModelConfig:
         if not self.is_native:
             return self.in_transformers.shape
-        return self.run.model.whole(self.checkpoint.vocab_size)
+        return self.run.model.whole(self.vocab_size)
 
     @cached_property
     def files(self) -> WeightFiles:
@@ -693,33 +602,21 @@ class RunFolder(ModelFolder):
 
     @cached_property
     def form(self) -> HuggingFaceForm:
-        if not self.is_native:
-            return HuggingFaceForm(self.in_transformers.names, lambda: self.content, self.source)
-        form, began_with = HuggingFaceForm.of(self.shape), Path(self.run.model.pretrained or "")
-        if (began_with / CONFIG_FILE).is_file():
+        if not self.is_native or (self.source is not None and (self.source / CONFIG_FILE).is_file()):
             # Its other settings, such as end tokens, still hold.
-            return replace(form, describe=lambda: read_config_json(began_with), folder=began_with)
+            return super().form
+        form = HuggingFaceForm.of(self.shape)
         if self.tokenizer_name == "bytes":
             return replace(form, bytes_end=bool(self.run.data.end_token))
-        tokenizer = Path(self.tokenizer_name).expanduser()
-        return replace(form, folder=self.tokenizer_folder) if tokenizer.exists() else form
+        return replace(form, folder=self.tokenizer_folder) if self.settings_folder.exists() else form
 
     @property
     def own_precision(self) -> Precision | None:
         return self.run.train.precision
 
     @property
-    def kept_as(self) -> Quantize:
-        return self.quantize or Quantize.NONE
-
-    @property
     def is_reproducible(self) -> bool:
         return self.reproducible or self.run.train.reproducible
-
-    @cached_property
-    def likely_units(self) -> Sequence[UnitSpec]:
-        # Whole checkpoints are read to find the newest intact one.
-        return decoder_units(self.run.model.whole(self.vocab_size)) if self.is_native else self.units
 
     def check(self) -> None:
         checkpoints = self.folder / CHECKPOINT_FOLDER
@@ -729,7 +626,6 @@ class RunFolder(ModelFolder):
             raise ConfigError(
                 f"{self.folder} holds no checkpoint yet; a run saves the first after checkpoint.every steps"
             )
-        _ = self.vocab_size
         super().check()
 
     def arguments(self, parallel: ParallelConfig) -> EngineArguments:
@@ -750,8 +646,9 @@ class RunFolder(ModelFolder):
         )
         options = replace(EngineOptions.of(run), learns=False)
         if not self.is_native:
+            assert self.source is not None
             return HfFolder(self.source, native=False).arguments_from_files(parallel, options)
-        return EngineArguments.of_decoder(self.run.model.whole(self.vocab_size), parallel, options)
+        return EngineArguments.of_decoder(self.shape, parallel, options)
 
     def load(self, state: ModelState) -> str:
         checkpoints = self.folder / CHECKPOINT_FOLDER

@@ -1,4 +1,4 @@
-"""config.json of a Hugging Face folder, converted to the decoder's configuration and back."""
+"""config.json of a Hugging Face folder, read as the decoder's settings and written, and its generation_config.json."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ import torch
 
 from penstock.io.documents import check_kinds, read_json_object
 from penstock.model.hf.families import FAMILIES, MIXTRAL_EXPERTS, Family, Windows, names_of
-from penstock.model.hf.files import MissingFile, Names, refuse_unfit_files
-from penstock.settings import ExpertConfig, ModelConfig, RopeKind, RopeScaling
+from penstock.model.hf.files import MissingFile, Names, is_quantized, refuse_unfit_files
+from penstock.settings import ConfigError, ExpertConfig, ModelConfig, RopeKind, RopeScaling
 
 CONFIG_FILE = "config.json"
+GENERATION_CONFIG = "generation_config.json"
 _OTHERWISE = "native=False (--native false, model.native = false) runs transformers' own layers"
 _KINDS: dict[str, type] = {
     **dict.fromkeys(("architectures", "layer_types", "mlp_only_layers"), list),
@@ -71,28 +72,30 @@ def read_config_json(folder: Path) -> dict[str, Any]:
     """Read the folder's config.json.
 
     Raises:
-        MissingFile: the file is missing; names its path.
-        ValueError: it is not a JSON object, a link in the folder leads out of it, or its dtype, quantization or
-            dropout is of a kind that no model has.
+        MissingFile: the folder or the file is missing; names its path.
+        ValueError: it is not a JSON object, a link in the folder leads out of it, its dtype, quantization or dropout
+            is of a kind that no model has, or its weights are quantized in a form that is not read.
     """
     path = folder / CONFIG_FILE
+    if not folder.is_dir():
+        raise MissingFile(f"there is no folder {folder} to read a model from")
     refuse_unfit_files(folder)
     if not path.is_file():
         raise MissingFile(f"{path} is missing: a model's folder has one")
     content = read_json_object(path)
-    _check_kinds_of_all(content, str(path))
-    return content
-
-
-def _check_kinds_of_all(content: Mapping[str, Any], where: str) -> None:
-    check_kinds(content, _KINDS_OF_ALL, where)
+    check_kinds(content, _KINDS_OF_ALL, str(path))
     for key in ("dtype", "torch_dtype"):
         name = content.get(key)
         if name is not None and not isinstance(getattr(torch, name.removeprefix("torch."), None), torch.dtype):
-            raise ValueError(f"{where}: {key} is {name!r}; a dtype such as 'bfloat16' is expected")
+            raise ValueError(f"{path}: {key} is {name!r}; a dtype such as 'bfloat16' is expected")
     quantization = content.get("quantization_config")
     if quantization and not isinstance(quantization.get("quant_method"), str):
-        raise ValueError(f"{where}: quantization_config has no quant_method that is a string")
+        raise ValueError(f"{path}: quantization_config has no quant_method that is a string")
+    try:
+        is_quantized(content)
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from None
+    return content
 
 
 def architecture(content: Mapping[str, Any]) -> str:
@@ -304,3 +307,67 @@ def _experts_to_json(config: ModelConfig, experts: ExpertConfig, family: Family)
         "decoder_sparse_step": 1,
         "mlp_only_layers": [layer for layer in range(config.num_layers) if not experts.is_sparse(layer)],
     }
+
+
+# ---- generation_config.json
+
+
+_SAMPLED = ("max_new_tokens", "min_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+# Fields that would change an answer, and the values besides null that change nothing.
+_LACKING: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences"), (1,)),
+    **dict.fromkeys(("typical_p", "encoder_repetition_penalty", "guidance_scale"), (1,)),
+    **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "min_length"), (0,)),
+    **dict.fromkeys(("epsilon_cutoff", "eta_cutoff", "diversity_penalty", "penalty_alpha", "top_h"), (0,)),
+    **dict.fromkeys(("suppress_tokens", "begin_suppress_tokens", "stop_strings", "sequence_bias"), ([], {}, "")),
+    **dict.fromkeys(("force_words_ids", "constraints", "dola_layers", "exponential_decay_length_penalty"), ([],)),
+    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "watermarking_config", "max_time"), ()),
+    "max_length": (20,),
+}
+
+
+def sampling_in(folder: Path) -> dict[str, Any]:
+    """The settings of `SamplingParams` that the folder's file names; as there, top_p follows top_k.
+
+    Raises: ConfigError for a file that cannot be read, or words that are no tokens.
+    """
+    content = _read_if_there(folder / GENERATION_CONFIG)
+    found = {name: content[name] for name in _SAMPLED if content.get(name) is not None}
+    if found.get("top_k") == 0:
+        del found["top_k"]
+    if {"top_k", "top_p"} <= found.keys():
+        found["chained"] = True
+    if content.get("do_sample") is False:
+        found["temperature"] = 0.0
+    if words := content.get("bad_words_ids"):
+        if not isinstance(words, list) or not all(isinstance(word, list) for word in words):
+            path = folder / GENERATION_CONFIG
+            raise ConfigError(f"{path}: bad_words_ids is {str(words)[:60]}; a list of lists of token ids is expected")
+        found["bad_words"] = words
+    return found
+
+
+def lacking_in(folder: Path) -> dict[str, Any]:
+    """The fields of the folder's file that would change answers in transformers, and have no effect here."""
+    content = _read_if_there(folder / GENERATION_CONFIG)
+    found = {name: content.get(name) for name in _LACKING}
+    # In transformers as well, the number of new tokens decides where both are given.
+    if content.get("max_new_tokens") is not None:
+        del found["max_length"]
+    return {name: value for name, value in found.items() if value is not None and value not in _LACKING[name]}
+
+
+def end_tokens_in(folder: Path) -> tuple[int, ...]:
+    """The end tokens in the settings of generation, or else in those of the model."""
+    for path in (folder / GENERATION_CONFIG, folder / CONFIG_FILE):
+        named = _read_if_there(path).get("eos_token_id")
+        if named is not None:
+            ends = tuple(named) if isinstance(named, list) else (named,)
+            if not all(isinstance(end, int) and not isinstance(end, bool) for end in ends):
+                raise ConfigError(f"{path}: eos_token_id is {named!r}; a token id or a list of them is expected")
+            return ends
+    return ()
+
+
+def _read_if_there(path: Path) -> dict[str, Any]:
+    return read_json_object(path) if path.is_file() else {}
