@@ -23,6 +23,8 @@ from penstock.model.hf.files import Names, refuse_unfit_files
 from penstock.parallel.tensor_slice import Shape, StoredSlice, TensorSlice
 
 MANIFEST = "manifest.json"
+OWNER_FILE = "run.json"
+"""The file beside a run's checkpoints that says whose they are; it is there before the first step."""
 TENSOR_SUFFIX = ".safetensors"
 _FORMAT = "penstock-checkpoint-1"
 _PREFIX = "step-"

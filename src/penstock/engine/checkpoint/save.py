@@ -20,6 +20,7 @@ from torch import Tensor
 
 from penstock.engine.checkpoint.load import CheckpointReader
 from penstock.engine.checkpoint.manifest import (
+    OWNER_FILE,
     CheckpointError,
     CheckpointInfo,
     FileRecord,
@@ -32,7 +33,6 @@ from penstock.engine.checkpoint.manifest import (
     step_of,
     write_manifest,
 )
-from penstock.engine.folders.runs import OWNER_FILE
 from penstock.io.documents import read_json_object
 from penstock.io.files import naming, remove, sync_folder, write_durably
 from penstock.parallel import Grid

@@ -17,8 +17,6 @@ from penstock.settings import ConfigError, RunConfig, differences, read_config
 
 RUN_FILE = "run.toml"
 CHECKPOINT_FOLDER = "checkpoints"
-OWNER_FILE = "run.json"
-"""The file beside a run's checkpoints that says whose they are; it is there before the first step."""
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
 _LOCK_FILE = ".lock"
@@ -110,7 +108,12 @@ def _refuse_lost_checkpoints(folder: Path, every: int) -> None:
     if any(any(checkpoints.glob(pattern)) for pattern in ("step-*", ".replaced-step-*")):
         return
     last = max((entry["step"] for entry in read_metrics(metrics)), default=0)
-    if last > 0 and (not (checkpoints / OWNER_FILE).exists() or 0 < 2 * every < last):
+    if last == 0:
+        return
+    # Only now, since it loads PyTorch.
+    from penstock.engine.checkpoint.manifest import OWNER_FILE
+
+    if not (checkpoints / OWNER_FILE).exists() or 0 < 2 * every < last:
         raise ConfigError(
             f"{checkpoints} holds no checkpoint, but {metrics} has steps up to {last}; bring the folder back (is its "
             "disk there?), or start anew with another --output"
