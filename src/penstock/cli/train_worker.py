@@ -108,7 +108,6 @@ class TrainLoop:
             config.identity(),
             keep=config.checkpoint.keep,
             aliases=engine.aliases,
-            parents=False,
         )
         self._file = sys.stderr if as_json else sys.stdout
         self._saved_step, self._unfinished = -1, False

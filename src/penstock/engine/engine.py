@@ -316,7 +316,7 @@ class Engine(ModelState, WeightEndpoint):
         grid = self.pipeline.grid
         self.check_call("save", path=(path, str | Path), keep=(keep, int))
         with self.pipeline.recorder.collective("save a checkpoint"):
-            saved = Checkpointer(path, grid, {}, keep, self.aliases, newest_last=True)
+            saved = Checkpointer(path, grid, {}, keep, self.aliases, standalone=True)
             values = {"engine": self.progress(), "random": random_state(), "extra": extra}
             saved.save(self.step, self.state(), values, wait=True)
         self.watchers.saw_checkpoint(self.step, Path(path) / folder_name(self.step))

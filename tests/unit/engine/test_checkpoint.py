@@ -76,10 +76,10 @@ def _equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 @pytest.mark.shows(96)
 def test_what_is_loaded_is_what_was_saved(tmp_path: Path) -> None:
     extra = {"loader": {"epoch": 3, "position": [1, 2]}, "text": "é", "none": None, "rate": 0.1}
-    checkpointer = _checkpointer(tmp_path / "deep" / "checkpoints")
+    checkpointer = _checkpointer(tmp_path / "deep" / "checkpoints", standalone=True)
     assert checkpointer.latest() is None
     checkpointer.save(7, _tensors(7), extra, wait=True)
-    resumed = _checkpointer(tmp_path / "deep" / "checkpoints")
+    resumed = _checkpointer(tmp_path / "deep" / "checkpoints", standalone=True)
     info = resumed.latest()
     assert info is not None and (info.step, info.extra, info.identity) == (7, extra, IDENTITY)
     assert _equal(_load(resumed, info), _tensors(7))
@@ -375,25 +375,25 @@ def test_a_damaged_checkpoint_does_not_count_among_those_kept(tmp_path: Path) ->
     assert _names(tmp_path) == ["run.json", *(f"step-{step:08d}" for step in (5, 6))]
 
 
-@pytest.mark.parametrize("newest_last", [False, True])
+@pytest.mark.parametrize("standalone", [False, True])
 @pytest.mark.parametrize("keep", [1, 2, 3])
 def test_a_save_at_an_earlier_step_keeps_itself_and_the_newest_before_it(
-    tmp_path: Path, keep: int, newest_last: bool
+    tmp_path: Path, keep: int, standalone: bool
 ) -> None:
     """Checkpoints of later steps do not count among those kept: they stay as they are, or all go."""
     there = [1, 2, 3, 8, 9]
     _save(tmp_path, there)
-    checkpointer = _checkpointer(tmp_path, keep=keep, newest_last=newest_last)
+    checkpointer = _checkpointer(tmp_path, keep=keep, standalone=standalone)
     # The last one takes the place of the one before.
     for seed, step in enumerate((5, 4, 4), start=20):
         checkpointer.save(step, _tensors(seed), wait=True)
         before, later = ([n for n in there if n < step], [n for n in there if n > step])
-        there = [*[*before, step][-keep:], *([] if newest_last else later)]
+        there = [*[*before, step][-keep:], *([] if standalone else later)]
         assert _names(tmp_path) == ["run.json", *(f"step-{number:08d}" for number in there)]
         assert _equal(_load(checkpointer, read_manifest(tmp_path / f"step-{step:08d}")), _tensors(seed))
         info = checkpointer.latest()
         assert info is not None and info.step == there[-1]
-    assert there == ([1, 2, 3, 4][-keep:] if newest_last else [*[1, 2, 3, 4][-keep:], 5, 8, 9])
+    assert there == ([1, 2, 3, 4][-keep:] if standalone else [*[1, 2, 3, 4][-keep:], 5, 8, 9])
 
 
 def test_leftovers_of_a_killed_run_are_cleared_away_and_a_replaced_one_comes_back(tmp_path: Path) -> None:

@@ -152,17 +152,26 @@ class CheckpointReader:
 
         Each rank verifies some of the files, and all return the same.
         """
-        names = on_all_ranks(
-            self._names if self._grid.rank == 0 else list, self._gather, ValueError, otherwise=CheckpointError
-        )
-        for name in reversed(self._gather(names)[0]):
-            path = self.folder / name
-            info, reason = self._examine(path)
+        rank, num_ranks = self._grid.rank, self._grid.world_size
+
+        def names() -> list[str]:
+            if rank > 0:
+                return []
+            # Oldest first; of a folder that is a checkpoint itself, that one.
+            return ["."] if (self.folder / MANIFEST).is_file() else [path.name for path in published(self.folder)]
+
+        found = on_all_ranks(names, self._gather, ValueError, otherwise=CheckpointError)
+        for name in reversed(self._gather(found)[0]):
+            path, info, reason = self.folder / name, None, None
+            try:
+                info = examine(path, self._identity, rank, num_ranks)
+            except DamagedCheckpoint as error:
+                reason = str(error)
             reasons = [theirs for theirs in self._gather(reason) if theirs is not None]
             if not reasons:
                 return info
             self.refused[path] = reasons[0]
-            if self._grid.rank == 0:
+            if rank == 0:
                 warn_of(path, reasons[0])
         return None
 
@@ -222,38 +231,19 @@ class CheckpointReader:
 
         return on_all_ranks(restored, self._gather, ValueError, otherwise=CheckpointError, message="{error}")
 
-    def _names(self) -> list[str]:
-        """The checkpoints in the folder, oldest first; of a folder that is one itself, that one."""
-        return ["."] if (self.folder / MANIFEST).is_file() else [path.name for path in published(self.folder)]
-
-    def _examine(self, path: Path) -> tuple[CheckpointInfo | None, str | None]:
-        """The checkpoint at `path`, or the reason why it is refused."""
-        try:
-            return examine(path, self._identity, self._grid.rank, self._grid.world_size), None
-        except DamagedCheckpoint as error:
-            return None, str(error)
-
     def _load(self, info: CheckpointInfo, tensors: Mapping[str, LocalTensor]) -> None:
         sources = {name: self._aliases.get(name, name) for name in tensors}
         stored = info.stored
         missing = sorted(name for name, source in sources.items() if source not in stored)
         if missing:
             raise ValueError(f"checkpoint {info.path} lacks {len(missing)} of the tensors asked for: {missing[:3]}")
+        wanted: dict[str, list[tuple[Indices, Tensor]]] = {}
         for name, source in sources.items():
-            full_shape = stored[source][0].part.full_shape
-            for own in local_slices(tensors[name]):
-                if own.full_shape != full_shape:
-                    raise ValueError(
-                        f"{name} has the shape {own.full_shape}, but checkpoint {info.path} holds {full_shape}"
-                    )
-            _check_kind(info, name, stored[source], tensors[name])
+            for name_in_file, indices, into in _copies(info, name, stored[source], tensors[name]):
+                wanted.setdefault(name_in_file, []).append((indices, into))
         for file in info.files:
             if not (info.path / file).exists():
                 raise FileNotFoundError(f"checkpoint file {info.path / file} is missing")
-        wanted: dict[str, list[tuple[Indices, Tensor]]] = {}
-        for name, source in sources.items():
-            for name_in_file, indices, into in _copies(info, source, stored[source], tensors[name]):
-                wanted.setdefault(name_in_file, []).append((indices, into))
         unread = set(wanted)
         for path in sorted(info.path.glob(f"*{TENSOR_SUFFIX}")):
             unread -= _read_file(path, wanted)
@@ -261,20 +251,21 @@ class CheckpointReader:
             raise DamagedCheckpoint(f"checkpoint {info.path}: none of its files holds {min(unread)}")
 
 
-def _check_kind(info: CheckpointInfo, name: str, stored: Sequence[StoredSlice], local: LocalTensor) -> None:
-    """Refuse whole numbers where fractions belong, and the other way round; precisions may differ."""
-    for own in local_slices(local).values():
-        for record in (info.tensors[one.name] for one in stored):
-            if getattr(torch, record.dtype).is_floating_point != own.is_floating_point():
-                raise ValueError(f"{name} is of {own.dtype}, but checkpoint {info.path} holds {record}")
-
-
 def _copies(
     info: CheckpointInfo, name: str, stored: Sequence[StoredSlice], local: LocalTensor
 ) -> list[tuple[str, Indices, Tensor]]:
-    """All that must be copied into a rank's tensor. Raises: ValueError when not all of it is stored."""
-    every = []
+    """All that must be copied into a rank's tensor.
+
+    Raises: ValueError where it is stored in another shape, or not all of it, or as whole numbers where fractions belong
+    or the other way round; precisions may differ.
+    """
+    every, full_shape = [], stored[0].part.full_shape
     for own, values in local_slices(local).items():
+        if own.full_shape != full_shape:
+            raise ValueError(f"{name} has the shape {own.full_shape}, but checkpoint {info.path} holds {full_shape}")
+        for record in (info.tensors[one.name] for one in stored):
+            if getattr(torch, record.dtype).is_floating_point != values.is_floating_point():
+                raise ValueError(f"{name} is of {values.dtype}, but checkpoint {info.path} holds {record}")
         found = list(copies(stored, own, values))
         num_found = sum(into.numel() for _, _, into in found)
         if num_found != values.numel():

@@ -10,7 +10,7 @@ import base64
 import random
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -88,49 +88,42 @@ def _tensor(text: str) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _Kind:
-    """A kind of JSON values, in words."""
+class _Field:
+    """A field of a JSON object: its kind in words and as a test, and what else it may be."""
 
     words: str
     fits: Callable[[Any], bool]
-
-
-@dataclass(frozen=True)
-class _Field:
-    """The kind of a field's value, or the fields of the object that it is."""
-
-    kind: _Kind | Mapping[str, _Field]
+    #: the fields of the object that it is
+    inner: Mapping[str, _Field] = field(default_factory=dict)
     may_lack: bool = False
     may_be_null: bool = False
 
 
-_COUNT = _Kind("a whole number from 0 on", lambda value: type(value) is int and 0 <= value < 2**63)
-_WHOLE = _Kind("a whole number", lambda value: type(value) is int)
-_NUMBER = _Kind("a finite number", lambda value: type(value) in (int, float) and abs(value) <= sys.float_info.max)
-_TEXT = _Kind("a string", lambda value: isinstance(value, str))
-_OBJECT = _Kind("an object", lambda value: isinstance(value, dict))
-_COUNTS = _Kind("an object of counts", lambda value: isinstance(value, dict) and all(map(_COUNT.fits, value.values())))
-_OPTIMIZER: Mapping[str, _Field] = {
-    "num_steps": _Field(_COUNT),
-    "num_updates": _Field(_COUNT),
-    "learning_rate": _Field(_NUMBER),
-    "scaler": _Field({"scale": _Field(_NUMBER), "num_good_steps": _Field(_COUNT)}, may_be_null=True),
-    "since": _Field(_COUNTS, may_lack=True),
-}
-_FIELDS: Mapping[str, _Field] = {
-    "engine": _Field({"step": _Field(_COUNT), "optimizer": _Field(_OPTIMIZER)}),
-    "random": _Field(_OBJECT),
-    "loader": _Field(
-        {
-            "epoch": _Field(_COUNT),
-            "position": _Field(_COUNT),
-            "seed": _Field(_WHOLE),
-            "fingerprint": _Field(_TEXT),
-        },
+def _object(inner: Mapping[str, _Field] | None = None, **may: bool) -> _Field:
+    return _Field("an object", lambda value: isinstance(value, dict), inner or {}, **may)
+
+
+_COUNT = _Field("a whole number from 0 on", lambda value: type(value) is int and 0 <= value < 2**63)
+_WHOLE = _Field("a whole number", lambda value: type(value) is int)
+_NUMBER = _Field("a finite number", lambda value: type(value) in (int, float) and abs(value) <= sys.float_info.max)
+_TEXT = _Field("a string", lambda value: isinstance(value, str))
+_OPTIMIZER = {
+    "num_steps": _COUNT,
+    "num_updates": _COUNT,
+    "learning_rate": _NUMBER,
+    "scaler": _object({"scale": _NUMBER, "num_good_steps": _COUNT}, may_be_null=True),
+    "since": _Field(
+        "an object of counts",
+        lambda value: isinstance(value, dict) and all(map(_COUNT.fits, value.values())),
         may_lack=True,
     ),
-    "early_stop": _Field(
-        {"best": _Field(_NUMBER, may_be_null=True), "num_worse": _Field(_COUNT)}, may_lack=True, may_be_null=True
+}
+_FIELDS = {
+    "engine": _object({"step": _COUNT, "optimizer": _object(_OPTIMIZER)}),
+    "random": _object(),
+    "loader": _object({"epoch": _COUNT, "position": _COUNT, "seed": _WHOLE, "fingerprint": _TEXT}, may_lack=True),
+    "early_stop": _object(
+        {"best": replace(_NUMBER, may_be_null=True), "num_worse": _COUNT}, may_lack=True, may_be_null=True
     ),
 }
 _SAME_ON_ALL_RANKS = ("engine", "loader", "early_stop")
@@ -164,17 +157,16 @@ def check_rank_values(values: Sequence[Any], step: int) -> None:
 
 
 def _check_fields(content: Mapping[str, Any], fields: Mapping[str, _Field], within: str = "") -> None:
-    for key, field in fields.items():
+    for key, wanted in fields.items():
         name = f"{within}{key}"
         if key not in content:
-            if field.may_lack:
+            if wanted.may_lack:
                 continue
             raise ValueError(f"{name} is missing")
         value = content[key]
-        if value is None and field.may_be_null:
+        if value is None and wanted.may_be_null:
             continue
-        kind, inner = (field.kind, {}) if isinstance(field.kind, _Kind) else (_OBJECT, field.kind)
-        if not kind.fits(value):
+        if not wanted.fits(value):
             shown = repr(value) if len(repr(value)) < 60 else f"{repr(value)[:60]}..."
-            raise ValueError(f"{name} is {shown}; {kind.words} is expected")
-        _check_fields(content[key], inner, f"{name}.")
+            raise ValueError(f"{name} is {shown}; {wanted.words} is expected")
+        _check_fields(content[key], wanted.inner, f"{name}.")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -57,9 +58,9 @@ class AnotherRun(ValueError):
 class Checkpointer(CheckpointReader):
     """Saves and loads the checkpoints of one run, which owns the folder; see `CheckpointReader`.
 
-    keep: how many of the newest checkpoints stay. newest_last: checkpoints of later steps than the one saved are
-    deleted, so that the last one saved is the one found. parents: folders around it are made where they are missing;
-    those of a run are there, unless somebody has deleted them.
+    keep: how many of the newest checkpoints stay. standalone: the folder is within no run's. Then folders around it are
+    made where they are missing (those of a run are there, unless somebody has deleted them), and checkpoints of later
+    steps than the one saved are deleted, so that the last one saved is the one found.
 
     Where several ranks have the same slice of a tensor, one of them saves it; they take turns.
 
@@ -68,14 +69,12 @@ class Checkpointer(CheckpointReader):
 
     #: how many of the newest checkpoints stay
     _keep: int
-    #: whether checkpoints of later steps than the one saved are deleted
-    _newest_last: bool
-    #: whether folders around this one are made
-    _parents: bool
+    #: whether the folder is within no run's
+    _standalone: bool
     #: stored name -> its latest values, in host memory that is kept from save to save
     _host_copies: dict[str, Tensor]
     #: the save under way
-    _writer: _Writer | None
+    _written: Future[None] | None
 
     def __init__(
         self,
@@ -84,14 +83,13 @@ class Checkpointer(CheckpointReader):
         identity: Mapping[str, Any],
         keep: int = 3,
         aliases: Mapping[str, str] | None = None,
-        newest_last: bool = False,
-        parents: bool = True,
+        standalone: bool = False,
     ) -> None:
         if keep < 1:
             raise ValueError(f"at least 1 checkpoint must be kept, not {keep}")
         super().__init__(folder, grid, identity, aliases)
-        self._keep, self._newest_last, self._parents = keep, newest_last, parents
-        self._host_copies, self._writer = {}, None
+        self._keep, self._standalone = keep, standalone
+        self._host_copies, self._written = {}, None
         _import_writer()
         self._on_all_ranks(self._claim if grid.rank == 0 else lambda: None)
 
@@ -128,7 +126,7 @@ class Checkpointer(CheckpointReader):
 
         # Host memory may be short on one rank, and the writers wait for each other without a limit.
         self._begin(step, copy)
-        self._writer = _Writer(lambda: self._write(staging, step, copies, plan, json.loads(texts[0])))
+        self._written = _begun(lambda: self._write(staging, step, copies, plan, json.loads(texts[0])))
         if wait:
             self.finish()
 
@@ -137,9 +135,9 @@ class Checkpointer(CheckpointReader):
 
         Raises: CheckpointError when it failed, on this rank or another.
         """
-        writer, self._writer = self._writer, None
-        if writer is not None:
-            writer.join()
+        written, self._written = self._written, None
+        if written is not None and (error := written.exception()) is not None:
+            raise CheckpointError(str(error)) from error
 
     def _begin(self, step: int, act: Callable[[], None]) -> None:
         """Do what comes before the writing. Raises: CheckpointError; on all ranks if on one."""
@@ -161,7 +159,7 @@ class Checkpointer(CheckpointReader):
     def _claim(self) -> None:
         """Claim the folder for this run and clear away what a killed one left; rank 0."""
         try:
-            self.folder.mkdir(parents=self._parents, exist_ok=True)
+            self.folder.mkdir(parents=self._standalone, exist_ok=True)
         except FileExistsError:
             raise AnotherRun(f"{self.folder} is no folder; remove it, or give another folder") from None
         except OSError as error:
@@ -244,7 +242,7 @@ class Checkpointer(CheckpointReader):
 
     def _prune(self, step: int) -> None:
         """Delete all but the newest intact checkpoints up to this step, and damaged ones older than those."""
-        later = [path for path in published(self.folder) if step_of(path) > step and self._newest_last]
+        later = [path for path in published(self.folder) if step_of(path) > step and self._standalone]
         older = [path for path in published(self.folder) if step_of(path) <= step]
         intact = [path for path in older if path not in self.refused]
         oldest_kept = step_of(intact[-self._keep :][0])
@@ -253,29 +251,18 @@ class Checkpointer(CheckpointReader):
             remove(path.rename(self.folder / f"{_DELETING}{path.name}"), ignore_errors=True)
 
 
-class _Writer:
-    """A thread whose exception is raised where it is joined; it never keeps the process from ending."""
+def _begun(work: Callable[[], None]) -> Future[None]:
+    """Begin the work in a thread of its own, which never keeps the process from ending."""
+    written = Future[None]()
 
-    #: the exception that ended the work
-    _error: Exception | None
-    #: runs the work
-    _thread: threading.Thread
-
-    def __init__(self, work: Callable[[], None]) -> None:
-        self._error = None
-        self._thread = threading.Thread(target=self._run, args=(work,), name="checkpoint writer", daemon=True)
-        self._thread.start()
-
-    def join(self) -> None:
-        self._thread.join()
-        if self._error is not None:
-            raise CheckpointError(str(self._error)) from self._error
-
-    def _run(self, work: Callable[[], None]) -> None:
+    def run() -> None:
         try:
-            work()
+            written.set_result(work())
         except Exception as error:
-            self._error = error
+            written.set_exception(error)
+
+    threading.Thread(target=run, name="checkpoint writer", daemon=True).start()
+    return written
 
 
 @dataclass(frozen=True)

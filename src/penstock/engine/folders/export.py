@@ -410,7 +410,7 @@ def _export_with_adapters(model: ModelFolder, destination: Path, options: Export
         model.load(state)
         export_model(state, model.form, destination, options, progress)
     finally:
-        state.pipeline.close()
+        pipeline.close()
 
 
 def _parameters(found: ModelFolder) -> Iterator[ExportedParameter]:
@@ -460,9 +460,7 @@ def to_run(source: Path, destination: Path, dtype: str | None) -> int | None:
     folder = RunLock(config)
     try:
         aliases = state.aliases
-        saved = Checkpointer(
-            destination / CHECKPOINT_FOLDER, pipeline.grid, config.identity(), aliases=aliases, parents=False
-        )
+        saved = Checkpointer(destination / CHECKPOINT_FOLDER, pipeline.grid, config.identity(), aliases=aliases)
         saved.save(0, state.state(optimizer=False), extra={}, wait=True)
     except BaseException:
         folder.close()
@@ -472,6 +470,6 @@ def to_run(source: Path, destination: Path, dtype: str | None) -> int | None:
             shutil.rmtree(destination, ignore_errors=True)
         raise
     finally:
-        state.pipeline.close()
+        pipeline.close()
     folder.close()
     return open_folder(source, quiet=True).step
