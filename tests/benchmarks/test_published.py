@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from benchmarks.plan_published import Prediction, by_group, predict_runs, summary
-from benchmarks.published import TimedRun, read_runs
+from benchmarks.published import STYLES, TimedRun, read_runs
 
 from penstock.planner.calibrate import LinearStep, fit, spearman
 from penstock.planner.times import Constants
@@ -135,9 +135,12 @@ def test_bad_input_is_refused(tmp_path: Path):
         ("tokens_s_gpu", "nan", "tokens_s_gpu is nan, which cannot be"),
         ("seq_len", "8k", "seq_len is '8k', which is no number"),
         ("gpus", "0", "gpus is 0, which cannot be"),
+        ("precision", "FP7", "precision is 'FP7', which is not known"),
+        ("style", "fast", "style is 'fast', which is not known"),
+        ("recompute", "some", "recompute is 'some', which is not known"),
     ],
 )
-def test_numbers_that_cannot_be_are_named(tmp_path: Path, column: str, value: str, reason: str):
+def test_numbers_and_words_that_cannot_be_are_named(tmp_path: Path, column: str, value: str, reason: str):
     lines = list(csv.DictReader(RUNS.open(newline="")))
     row = next(one for one in lines if one["tokens_s_gpu"] and one["tp"] == "1" and not one["iter_time_s"])
     path = tmp_path / "runs.csv"
@@ -147,3 +150,16 @@ def test_numbers_that_cannot_be_are_named(tmp_path: Path, column: str, value: st
         writer.writerow(row | {column: value})
     runs, others = read_runs(path)
     assert not runs and [why for _, why in others] == [reason]
+
+
+def test_each_style_changes_what_is_predicted(tmp_path: Path):
+    rows = list(csv.DictReader(RUNS.open(newline="")))
+    assert {row["style"] for row in rows} == set(STYLES)
+    row = next(one for one in rows if one["style"] == "compiled, AsyncTP" and one["seq_len"])
+    path = tmp_path / "runs.csv"
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, row)
+        writer.writeheader()
+        writer.writerows(row | {"style": style, "recompute": "none"} for style in STYLES)
+    runs, _ = read_runs(path)
+    assert len({(run.predict(Constants()), run.peak_bytes()) for run in runs}) == len(runs) == len(STYLES)

@@ -5,7 +5,7 @@
 Each unit comes with an estimate of its work, good enough to cut a model into balanced stages before anything is
 measured. Work is counted per token of a forward, in floating point operations of matrix products. Other operations
 count by their time: a third of the time of forward and backward together, in operations of matrix products. The weights
-were measured on one CPU core in fp32 (`python benchmarks/units.py`). Sequences are assumed to be as long as the model
+were measured on one CPU core in fp32 (`python -m benchmarks.units`). Sequences are assumed to be as long as the model
 allows.
 """
 
