@@ -116,8 +116,8 @@ class EmulatedLayer(nn.Module):
 
     def _backward(self, grad: Tensor) -> None:
         device = self.device
-        if self.gradients is not None and self.gradients.deferring:
-            self.gradients.push(_PendingWeight(device))  # type: ignore[arg-type]  # it has the interface of a queue's entry
+        if self.gradients is not None and self.gradients.queue is not None:
+            self.gradients.queue.append(_PendingWeight(device))  # type: ignore[arg-type]  # it has the interface of a queue's entry
             device.compute(device.input_s)
         else:
             device.compute(device.input_s + device.weight_s)

@@ -1,4 +1,4 @@
-"""The linear layer whose weight gradient can be deferred, and the queue of deferred gradients.
+"""The linear layer: the libraries that multiply, copies of weights made for them, and deferred weight gradients.
 
 Its autograd function computes the input gradient at once. While its owner defers, it queues (input, output gradient)
 instead of multiplying them; `drain` multiplies later and adds to the parameter's gradient. Both ways compute the same
@@ -9,7 +9,7 @@ Shapes: T tokens (all leading dimensions together), I inputs, O outputs.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -17,11 +17,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.amp.autocast_mode import is_autocast_available
 
-# ---- Questions to autocast, which PyTorch answers for some kinds of device; on others, such as "meta", it is off
+_FEW_ROWS = 8
+"""The number of rows for which a packed order is chosen; it serves any other number as well."""
+
+_NOTHING_MORE = ("none", [], "")
+"""oneDNN computes no other operation after the product."""
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """The dtype in which autocast computes on the tensor's device; None where it is off."""
+    """The dtype in which autocast computes on the tensor's device; None where it is off, as on devices without it."""
     device = x.device.type
     if not is_autocast_available(device) or not torch.is_autocast_enabled(device):
         return None
@@ -36,11 +40,9 @@ def autocast_to(x: Tensor, dtype: torch.dtype | None) -> AbstractContextManager[
     return torch.autocast(device, dtype or torch.get_autocast_dtype(device), dtype is not None)
 
 
-# ---- The three matrix products of a linear layer: the libraries that compute them, and weights cast or packed for them
-
-
-_FEW_ROWS = 8
-"""The number of rows for which a packed order is chosen; it serves any other number as well."""
+def dtype_of_sums(x: Tensor) -> torch.dtype:
+    """The dtype in which numbers like these are added up: fp32, or their own if it is wider."""
+    return torch.float32 if x.dtype is torch.float32 else torch.promote_types(x.dtype, torch.float32)
 
 
 class PackedWeights(Protocol):
@@ -60,25 +62,12 @@ Pack = Callable[[Tensor, Tensor | None], PackedWeights | None]
 """Makes packed weights of weights [O, I] and biases [O]; None where they stay as they are."""
 
 
-class Matmul(Protocol):
-    """One way to compute a linear layer and its gradients.
-
-    Gradients take and return matrices; `output` keeps the leading dimensions. `packed` returns the weights of layers
-    that read the same input in an order that is read faster, with the same bits; None where there is none.
-    """
-
-    def output(self, x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor: ...
-
-    def input_gradient(self, grad_TO: Tensor, weight_OI: Tensor) -> Tensor: ...
-
-    def weight_gradient(self, grad_TO: Tensor, x_TI: Tensor) -> Tensor: ...
-
-    def packed(self, weight_OI: Tensor, bias_O: Tensor | None) -> PackedWeights | None: ...
-
-
 @dataclass(frozen=True)
-class TorchMatmul:
-    """The products that `nn.Linear` and autograd compute, bit for bit."""
+class Matmul:
+    """The matrix products of a linear layer and its gradients, as `nn.Linear` and autograd compute them, bit for bit.
+
+    Gradients take and return matrices; `output` keeps the leading dimensions. A subclass computes them in another way.
+    """
 
     def output(self, x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
         return F.linear(x, weight_OI, bias_O)
@@ -89,33 +78,43 @@ class TorchMatmul:
     def weight_gradient(self, grad_TO: Tensor, x_TI: Tensor) -> Tensor:
         return grad_TO.t() @ x_TI
 
-    def packed(self, weight_OI: Tensor, bias_O: Tensor | None) -> None:
+    def packed(self, weight_OI: Tensor, bias_O: Tensor | None) -> PackedWeights | None:
+        """Weights of layers that read the same input, in an order that is read faster with the same bits."""
         return None
 
 
+TORCH = Matmul()
+
+
 @dataclass(frozen=True)
-class OneDnnMatmul:
-    """oneDNN's products on a CPU: outputs in fp32 and bf16, gradients in fp32; elsewhere those of `TorchMatmul`.
+class OneDnnMatmul(Matmul):
+    """oneDNN's products on a CPU: outputs in fp32 and bf16, gradients in fp32; elsewhere PyTorch's choice.
 
     oneDNN reads transposed operands in place, and its bits depend only on shapes, not on addresses. With few rows most
     of the time goes into reading weights. Packing halves that, and the bits stay the same.
     """
 
     def output(self, x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
-        return _of_rows(x, weight_OI, bias_O) if _has_outputs(x) else TORCH.output(x, weight_OI, bias_O)
+        return _onednn_output(x, weight_OI, bias_O) if _has_onednn(x) else super().output(x, weight_OI, bias_O)
 
     def input_gradient(self, grad_TO: Tensor, weight_OI: Tensor) -> Tensor:
-        return _onednn(grad_TO, weight_OI.t()) if _is_fp32_on_cpu(grad_TO) else TORCH.input_gradient(grad_TO, weight_OI)
+        if grad_TO.dtype is not torch.float32 or grad_TO.device.type != "cpu":
+            return super().input_gradient(grad_TO, weight_OI)
+        return torch.ops.mkldnn._linear_pointwise(grad_TO, weight_OI.t(), None, *_NOTHING_MORE)
 
     def weight_gradient(self, grad_TO: Tensor, x_TI: Tensor) -> Tensor:
         # oneDNN refuses sums of no rows, which a rank without tokens has.
-        is_here = _is_fp32_on_cpu(grad_TO) and len(grad_TO)
-        return _onednn(grad_TO.t(), x_TI.t()) if is_here else TORCH.weight_gradient(grad_TO, x_TI)
+        if grad_TO.dtype is not torch.float32 or grad_TO.device.type != "cpu" or not len(grad_TO):
+            return super().weight_gradient(grad_TO, x_TI)
+        return torch.ops.mkldnn._linear_pointwise(grad_TO.t(), x_TI.t(), None, *_NOTHING_MORE)
 
-    def packed(self, weight_OI: Tensor, bias_O: Tensor | None) -> "OneDnnWeights | None":
-        return OneDnnWeights.of(weight_OI, bias_O) if _has_outputs(weight_OI) else None
+    def packed(self, weight_OI: Tensor, bias_O: Tensor | None) -> PackedWeights | None:
+        if not _has_onednn(weight_OI):
+            return None
+        return OneDnnWeights(torch.ops.mkldnn._reorder_linear_weight(weight_OI.detach(), _FEW_ROWS), bias_O)
 
 
+@dataclass(frozen=True, eq=False)
 class OneDnnWeights:
     """fp32 or bf16 weights in the order in which oneDNN reads them fastest for few rows."""
 
@@ -124,22 +123,12 @@ class OneDnnWeights:
     #: [O], in the weights' dtype
     bias_O: Tensor | None
 
-    def __init__(self, packed: Tensor, bias_O: Tensor | None) -> None:
-        self.packed, self.bias_O = packed, bias_O
-
-    @classmethod
-    def of(cls, weight_OI: Tensor, bias_O: Tensor | None) -> "OneDnnWeights":
-        return cls(torch.ops.mkldnn._reorder_linear_weight(weight_OI.detach(), _FEW_ROWS), bias_O)
-
     def output(self, x: Tensor) -> Tensor:
-        return _of_rows(x, self.packed, self.bias_O)
+        return _onednn_output(x, self.packed, self.bias_O)
 
     @property
     def num_bytes(self) -> int:
         return self.packed.numel() * self.packed.itemsize + (0 if self.bias_O is None else self.bias_O.nbytes)
-
-
-TORCH = TorchMatmul()
 
 
 def fastest_matmul() -> Matmul:
@@ -147,29 +136,23 @@ def fastest_matmul() -> Matmul:
     return OneDnnMatmul() if hasattr(torch.ops.mkldnn, "_linear_pointwise") else TORCH
 
 
-def _is_fp32_on_cpu(x: Tensor) -> bool:
-    return x.dtype is torch.float32 and x.device.type == "cpu"
-
-
-def _has_outputs(x: Tensor) -> bool:
+def _has_onednn(x: Tensor) -> bool:
     """True where oneDNN computes outputs in that dtype on that device."""
-    return _is_fp32_on_cpu(x) or (
-        x.dtype is torch.bfloat16 and x.device.type == "cpu" and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return x.device.type == "cpu" and (
+        x.dtype is torch.float32 or (x.dtype is torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
     )
 
 
-def _of_rows(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+def _onednn_output(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
     """oneDNN's output, in which a row depends only on that row of x."""
     if x.shape[:-1].numel() != 1:
-        return _onednn(x, weight_OI, bias_O)
+        return torch.ops.mkldnn._linear_pointwise(x, weight_OI, bias_O, *_NOTHING_MORE)
     # A single row would be computed differently, so it is computed twice.
-    return _onednn(x.reshape(1, -1).repeat(2, 1), weight_OI, bias_O)[0].view(*x.shape[:-1], -1)
+    twice = x.reshape(1, -1).repeat(2, 1)
+    return torch.ops.mkldnn._linear_pointwise(twice, weight_OI, bias_O, *_NOTHING_MORE)[0].view(*x.shape[:-1], -1)
 
 
-def _onednn(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    return torch.ops.mkldnn._linear_pointwise(x, weight_OI, bias_O, "none", [], "")
-
-
+@dataclass(eq=False)
 class WeightCasts:
     """Copies of an engine's weights in another dtype, or packed for its products, while no weight changes.
 
@@ -178,16 +161,11 @@ class WeightCasts:
     """
 
     #: weight -> its cast; None outside of `kept`
-    _kept: dict[Tensor, Tensor] | None
+    _kept: dict[Tensor, Tensor] | None = None
     #: weights read by one product -> those weights packed, or None where they cannot be
-    _packed: dict[tuple[Tensor, ...], PackedWeights | None]
+    _packed: dict[tuple[Tensor, ...], PackedWeights | None] = field(default_factory=dict)
     #: True while weights are packed on first use
-    _packs: bool
-
-    def __init__(self) -> None:
-        self._kept = None
-        self._packed = {}
-        self._packs = False
+    _packs: bool = False
 
     @contextmanager
     def kept(self, packed: bool = False) -> Iterator[None]:
@@ -212,12 +190,17 @@ class WeightCasts:
             self._kept = {}
         self._packed.clear()
 
-    def packed(self, weights: tuple[Tensor, ...], pack: Callable[[], PackedWeights | None]) -> PackedWeights | None:
-        """The result of `pack`, computed once; None where nothing is packed now or these weights cannot be."""
+    def packed(self, layers: "Sequence[Linear]", dtype: torch.dtype) -> PackedWeights | None:
+        """The weights of layers that read the same input, packed once; None where nothing, or these, cannot be now."""
         if not self._packs:
             return None
+        for layer in layers:
+            # A layer with an adapter is no longer a linear one.
+            if not isinstance(layer, Linear) or layer.fixed is not None or layer.weight.dtype != dtype:
+                return None
+        weights = tuple([layer.weight for layer in layers])
         if weights not in self._packed:
-            self._packed[weights] = pack()
+            self._packed[weights] = layers[0].matmul.packed(*joint_values(layers))
         return self._packed[weights]
 
     def of(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -230,22 +213,12 @@ class WeightCasts:
         return found
 
 
-@runtime_checkable
-class Casting(Protocol):
-    """A module that looks up its weights' casts in `casts`, if it has been given one."""
-
-    casts: WeightCasts | None
-
-
 def share_casts(module: nn.Module, casts: WeightCasts) -> int:
-    """Attach `casts` to every part of the module that casts weights; return the number of parts."""
-    found = [part for part in module.modules() if isinstance(part, Casting)]
+    """Attach `casts` to every linear layer of the module; return their number."""
+    found = [part for part in module.modules() if isinstance(part, Linear)]
     for part in found:
         part.casts = casts
     return len(found)
-
-
-# ---- The linear layer whose weight gradient can be deferred, and the queue of deferred gradients
 
 
 @dataclass(frozen=True, eq=False)
@@ -266,36 +239,24 @@ class PendingGradient:
             yield self.bias, self.grad_TO.sum(0).to(self.bias.dtype)
 
 
+@dataclass(eq=False)
 class WeightGradients:
     """Switches the linear layers of one stage between computing and deferring; the queues are on the tapes.
 
     A deferred gradient reaches its parameter through `drain`, not through autograd, so parameter hooks do not fire.
     """
 
-    #: the queue for gradients of the backward that runs now; None while nothing is deferred
-    _queue: list[PendingGradient] | None
-
-    def __init__(self) -> None:
-        self._queue = None
-
-    @property
-    def deferring(self) -> bool:
-        """True while weight gradients of the running backward are queued."""
-        return self._queue is not None
+    #: takes the gradients of the backward that runs now; None while nothing is deferred
+    queue: list[PendingGradient] | None = None
 
     @contextmanager
     def deferred_to(self, queue: list[PendingGradient]) -> Iterator[None]:
         """Within this context weight gradients are queued there instead of computed."""
-        before, self._queue = self._queue, queue
+        before, self.queue = self.queue, queue
         try:
             yield
         finally:
-            self._queue = before
-
-    def push(self, pending: PendingGradient) -> None:
-        """Queue one gradient; only while deferring."""
-        assert self._queue is not None
-        self._queue.append(pending)
+            self.queue = before
 
     @staticmethod
     @torch.no_grad()
@@ -318,7 +279,11 @@ class WeightGradients:
                 sums[parameter] = sums[parameter].add_(grad) if parameter in sums else grad
                 num_uses[parameter] -= 1
                 if num_uses[parameter] == 0:
-                    _accumulate(parameter, sums.pop(parameter))
+                    total = sums.pop(parameter)
+                    if (place := gradient_of(parameter)) is None:
+                        parameter.grad = total
+                    else:
+                        place.add_(total)
 
 
 @runtime_checkable
@@ -328,14 +293,10 @@ class Deferring(Protocol):
     gradients: WeightGradients | None
 
 
-def _accumulate(parameter: nn.Parameter, grad: Tensor) -> None:
+def gradient_of(parameter: nn.Parameter) -> Tensor | None:
+    """The tensor in which the parameter's gradient accumulates; None where none has been made yet."""
     main_grad: Tensor | None = getattr(parameter, "main_grad", None)
-    if main_grad is not None and parameter.dtype != torch.float32:
-        main_grad.add_(grad)
-    elif parameter.grad is None:
-        parameter.grad = grad
-    else:
-        parameter.grad.add_(grad)
+    return parameter.grad if main_grad is None or parameter.dtype == torch.float32 else main_grad
 
 
 class _LinearFunction(torch.autograd.Function):
@@ -368,8 +329,8 @@ class _LinearFunction(torch.autograd.Function):
             grad_TO,
             layer.matmul,
         )
-        if layer.gradients is not None and layer.gradients.deferring:
-            layer.gradients.push(pending)
+        if layer.gradients is not None and layer.gradients.queue is not None:
+            layer.gradients.queue.append(pending)
         else:
             for parameter, part in pending.compute():
                 if parameter is layer.weight:
@@ -399,13 +360,9 @@ class Linear(nn.Linear):
     def reset_parameters(self) -> None:
         """Keep the values as they are: `initialise` sets them."""
 
-    def weight_in(self, dtype: torch.dtype) -> Tensor:
-        """The weight, cast if necessary."""
-        return self.weight.to(dtype) if self.casts is None else self.casts.of(self.weight, dtype)
-
     def forward(self, x: Tensor) -> Tensor:
         if self.fixed is not None:
-            return self.product(x)
+            return self.fixed.packed.output(x)[..., self.fixed.begin : self.fixed.end]
         if self.gradients is None and self.matmul is TORCH and x.dtype == self.weight.dtype:
             return F.linear(x, self.weight, self.bias)
         if (dtype := autocast_dtype(x)) is not None and x.dtype != torch.float64:
@@ -416,45 +373,64 @@ class Linear(nn.Linear):
 
     def product(self, x: Tensor) -> Tensor:
         """The output in the dtype of x, keeping nothing for a backward."""
-        packed = packed_product(x, (self,))
-        if packed is not None:
-            return packed
-        bias = None if self.bias is None else self.bias.to(x.dtype)
-        return self.matmul.output(x, self.weight_in(x.dtype), bias)
+        if self.casts is not None and (packed := self.casts.packed((self,), x.dtype)) is not None:
+            return packed.output(x)
+        weight = self.weight.to(x.dtype) if self.casts is None else self.casts.of(self.weight, x.dtype)
+        return self.matmul.output(x, weight, None if self.bias is None else self.bias.to(x.dtype))
 
 
-def packed_product(x: Tensor, layers: "Sequence[Linear]") -> Tensor | None:
-    """The outputs of layers that read the same input, concatenated; None where their weights are not packed.
+def joint_output(x: Tensor, layers: "Sequence[Linear]") -> Tensor | None:
+    """The outputs of layers that read the same input side by side; None where their weights are not packed.
 
     The bits are those of separate products.
     """
     first, last = layers[0], layers[-1]
-    if isinstance(first, Linear) and first.fixed is not None and last.fixed is not None:
+    if not isinstance(first, Linear) or autocast_dtype(x) is not None:
+        return None
+    if first.fixed is not None and last.fixed is not None:
         return first.fixed.packed.output(x)[..., first.fixed.begin : last.fixed.end]
-    packed = packed_weights(layers, x.dtype)
+    packed = None if first.casts is None else first.casts.packed(layers, x.dtype)
     return None if packed is None else packed.output(x)
 
 
-def packed_weights(layers: "Sequence[Linear]", dtype: torch.dtype) -> PackedWeights | None:
-    """The layers' weights in the order that one product reads fastest, made once; None where nothing is packed."""
-    first = layers[0]
-    # A layer with an adapter is no longer a linear one.
-    if not isinstance(first, Linear) or first.casts is None or not all(isinstance(layer, Linear) for layer in layers):
-        return None
-    if first.fixed is not None:
-        return first.fixed.packed
-    weights = tuple([layer.weight for layer in layers])
-    for weight in weights:
-        if weight.dtype != dtype:
-            return None
-    return first.casts.packed(weights, lambda: first.matmul.packed(*joint_values(layers)))
+def outputs(x: Tensor, layers: "Sequence[Linear]") -> Sequence[Tensor]:
+    """The output of each of the layers for the same input, computed by one product if their weights are packed."""
+    joint = joint_output(x, layers)
+    if joint is None:
+        return [layer(x) for layer in layers]
+    return joint.split([layer.out_features for layer in layers], -1)
+
+
+@runtime_checkable
+class JointLayers(Protocol):
+    """A module that lists its layers by the input that they read, so that their weights can be packed beforehand."""
+
+    @property
+    def joint_layers(self) -> "Sequence[Sequence[Linear]]": ...
+
+
+def _joint_layers(module: nn.Module) -> "Iterator[Sequence[Linear]]":
+    """The layers of each joint product in the module."""
+    for part in module.modules():
+        if isinstance(part, JointLayers):
+            yield from part.joint_layers
 
 
 def joint_values(layers: "Sequence[Linear]") -> tuple[Tensor, Tensor | None]:
     """The weights [O, I] and biases [O] of layers that read the same input, one below the other."""
-    biases = [layer.bias for layer in layers if layer.bias is not None]
+    weights = [layer.weight.detach() for layer in layers]
+    biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
     assert len(biases) in (0, len(layers)), "layers that read the same input have biases alike"
-    return _stacked([layer.weight for layer in layers]), _stacked(biases) if biases else None
+    if len(layers) == 1:
+        return weights[0], biases[0] if biases else None
+    return torch.cat(weights), torch.cat(biases) if biases else None
+
+
+def pack(module: nn.Module, dtype: torch.dtype) -> None:
+    """Pack the weights that parts of the module read jointly before their first use, if weights are packed."""
+    for layers in _joint_layers(module):
+        if isinstance(layers[0], Linear) and layers[0].casts is not None:
+            layers[0].casts.packed(layers, dtype)
 
 
 @dataclass(frozen=True)
@@ -474,63 +450,24 @@ def fix_weights(module: nn.Module, pack: Pack | None = None) -> int:
     `JointLayers` lists, such as routers, parameters stay.
     """
     num_layers = 0
-    for part in module.modules():
-        for layers in part.joint_layers if isinstance(part, JointLayers) else ():
-            packed = (pack or layers[0].matmul.packed)(*joint_values(layers))
-            if packed is None:
-                continue
-            begin = 0
-            for layer in layers:
-                layer.fixed = FixedWeights(packed, begin, begin + layer.out_features)
-                begin += layer.out_features
-                layer.register_parameter("weight", None)
-                layer.register_parameter("bias", None)
-                num_layers += 1
+    for layers in _joint_layers(module):
+        packed = (pack or layers[0].matmul.packed)(*joint_values(layers))
+        if packed is None:
+            continue
+        begin = 0
+        for layer in layers:
+            layer.fixed = FixedWeights(packed, begin, begin + layer.out_features)
+            begin += layer.out_features
+            layer.register_parameter("weight", None)
+            layer.register_parameter("bias", None)
+            num_layers += 1
     return num_layers
 
 
 def joint_weights(module: nn.Module) -> set[str]:
     """The names of the weights that `fix_weights` packs."""
-    listed = [part.joint_layers for part in module.modules() if isinstance(part, JointLayers)]
-    packed = {layer.weight for joint in listed for layers in joint for layer in layers}
+    packed = {layer.weight for layers in _joint_layers(module) for layer in layers}
     return {name for name, own in module.named_parameters(remove_duplicate=False) if own in packed}
-
-
-def _stacked(parts: Sequence[Tensor]) -> Tensor:
-    return parts[0].detach() if len(parts) == 1 else torch.cat([part.detach() for part in parts])
-
-
-@runtime_checkable
-class JointLayers(Protocol):
-    """A module that lists its layers by the input that they read, so that their weights can be packed beforehand."""
-
-    @property
-    def joint_layers(self) -> "Sequence[Sequence[Linear]]": ...
-
-
-def pack(module: nn.Module, dtype: torch.dtype) -> None:
-    """Pack the weights that parts of the module read jointly before their first use, if weights are packed."""
-    for part in module.modules():
-        if isinstance(part, JointLayers):
-            for layers in part.joint_layers:
-                packed_weights(layers, dtype)
-
-
-def joint_output(x: Tensor, layers: "Sequence[Linear]") -> Tensor | None:
-    """The outputs of layers for the same input side by side; None where their weights are not packed."""
-    return packed_product(x, layers) if autocast_dtype(x) is None else None
-
-
-def split_outputs(x: Tensor, joint: Tensor | None, layers: "Sequence[Linear]") -> Sequence[Tensor]:
-    """The output of each of the layers: its part of `joint_output`, or a product of its own."""
-    if joint is None:
-        return [layer(x) for layer in layers]
-    return joint.split([layer.out_features for layer in layers], -1)
-
-
-def outputs(x: Tensor, layers: "Sequence[Linear]") -> Sequence[Tensor]:
-    """The output of each of the layers for the same input, computed by one product if their weights are packed."""
-    return split_outputs(x, joint_output(x, layers), layers)
 
 
 def switch_linears(module: nn.Module) -> int:

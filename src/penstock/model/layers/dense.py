@@ -1,6 +1,9 @@
-"""The MLP block, plain and tensor-parallel.
+"""The dense layers, in the form that the process groups need: the attention block and the MLP block.
 
-Shapes: T tokens of the microbatch, D hidden size.
+Before them come their operations with explicit gradients: RMSNorm, the gated activation and rotary positions.
+
+Shapes: T tokens of the microbatch, N rows of any kind, D hidden size, H query heads, G key and value heads, K width of
+a head.
 """
 
 import math
@@ -19,12 +22,10 @@ from penstock.model.groups import ModelGroups
 from penstock.model.kv_cache import CachedRows, CacheSize, KVCache, Rows
 from penstock.model.lanes import Compute, Segment, SegmentedUnit, State
 from penstock.model.layers.tensor_parallel import TensorParallelSplit, TensorParallelUnit, add_residual
-from penstock.model.linear import Linear, Matmul, joint_output, outputs, split_outputs
+from penstock.model.linear import Linear, Matmul, dtype_of_sums, joint_output, outputs
 from penstock.model.sequences import Sequences
 from penstock.parallel.collectives import Collectives
 from penstock.settings import ModelConfig, RopeKind, RopeScaling
-
-# ---- Functions of the layers with explicit gradients: RMSNorm, rotary positions and the gated activation
 
 
 class _RMSNormFunction(torch.autograd.Function):
@@ -39,8 +40,8 @@ class _RMSNormFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight_D, r_N1 = ctx.saved_tensors
-        x_ND = _at_least_fp32(x.reshape(-1, x.shape[-1]))
-        grad_ND = _at_least_fp32(grads[0].reshape(-1, x.shape[-1]))
+        dtype = dtype_of_sums(x)
+        x_ND, grad_ND = (t.reshape(-1, x.shape[-1]).to(dtype) for t in (x, grads[0]))
         weight = weight_D.to(x_ND.dtype)
         product_ND = grad_ND * x_ND
         # d r / d x_j = -r^3 x_j / D
@@ -73,14 +74,10 @@ class RMSNorm(nn.Module):
 
 def _normalised(x: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """The normalised rows, and r [N, 1]."""
-    x_ND = _at_least_fp32(x.reshape(-1, x.shape[-1]))
+    x_ND = x.reshape(-1, x.shape[-1]).to(dtype_of_sums(x))
     mean_square_N1 = torch.linalg.vector_norm(x_ND, dim=-1, keepdim=True).square_().div_(x.shape[-1])
     r_N1 = mean_square_N1.add_(eps).rsqrt_()
     return (x_ND * r_N1).mul_(weight_D).to(x.dtype).view(x.shape), r_N1
-
-
-def _at_least_fp32(x: Tensor) -> Tensor:
-    return x if x.dtype is torch.float32 else x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 class _GatedFunction(torch.autograd.Function):
@@ -156,63 +153,46 @@ class Rotary:
         return sequences.shared(self, lambda: self._tables(sequences.positions))
 
     def _tables(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
-        angles_TK = positions_T.to(torch.float32)[:, None] * self._frequencies(positions_T.device)
+        # In Hugging Face's order of operations: far into a text the last bit of a frequency changes the angle visibly,
+        # and imported models were trained with these.
+        exponents = torch.arange(0, self.head_dim, 2, device=positions_T.device, dtype=torch.float32) / self.head_dim
+        frequencies = 1.0 / self.theta**exponents
+        if self.scaling.kind is not RopeKind.NONE:
+            frequencies = self._scaled(frequencies)
+        angles_TK = positions_T.to(torch.float32)[:, None] * frequencies
         factor = self.scaling.table_factor
         cos, sin = angles_TK.cos() * factor, angles_TK.sin() * factor
         return torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None]
 
-    def _frequencies(self, device: torch.device) -> Tensor:
-        """Radians per token of each pair [K / 2], in fp32 and in Hugging Face's order of operations.
+    def _scaled(self, frequencies: Tensor) -> Tensor:
+        """Radians per token of each pair [K / 2], scaled to longer texts.
 
-        Far into a text the last bit of a frequency changes the angle visibly, and imported models were trained with
-        these.
+        LINEAR divides every frequency. LLAMA3 divides those below `low` turns over the original length, keeps those
+        above `high` and interpolates between. YARN keeps the fastest pairs' frequencies, divides the slowest pairs' and
+        interpolates along a ramp over the pairs between.
+
+        Source: Chen et al. 2023 (position interpolation), equation 4; Llama 3.1's published inference code,
+        `apply_scaling`; Peng et al. 2023 (YaRN), section 3.2, definition 2.
         """
-        exponents = torch.arange(0, self.head_dim, 2, device=device, dtype=torch.float32) / self.head_dim
-        frequencies = 1.0 / self.theta**exponents
-        if self.scaling.kind is RopeKind.NONE:
-            return frequencies
-        stretch = {RopeKind.LINEAR: _linear, RopeKind.LLAMA3: _llama3, RopeKind.YARN: _yarn}[self.scaling.kind]
-        return stretch(self, self.scaling, frequencies)
-
-
-def _linear(rotary: Rotary, scaling: RopeScaling, frequencies: Tensor) -> Tensor:
-    """Divide every frequency. Source: Chen et al. 2023 (position interpolation), equation 4."""
-    return frequencies / scaling.factor
-
-
-def _llama3(rotary: Rotary, scaling: RopeScaling, frequencies: Tensor) -> Tensor:
-    """Divide frequencies below `low` turns over the original length, keep those above `high`, interpolate between.
-
-    Source: Llama 3.1's published inference code, `apply_scaling`.
-    """
-    turns = _length(scaling) / (2 * math.pi / frequencies)
-    kept = ((turns - scaling.low) / (scaling.upper - scaling.low)).clamp(0.0, 1.0)
-    return (1 - kept) * frequencies / scaling.factor + kept * frequencies
-
-
-def _yarn(rotary: Rotary, scaling: RopeScaling, frequencies: Tensor) -> Tensor:
-    """Keep the fastest pairs' frequencies, divide the slowest pairs', interpolate along a ramp over the pairs between.
-
-    Source: Peng et al. 2023 (YaRN), section 3.2, definition 2.
-    """
-
-    def pair_of(turns: float) -> float:
-        wavelengths = _length(scaling) / (turns * 2 * math.pi)
-        return rotary.head_dim * math.log(wavelengths) / (2 * math.log(rotary.theta))
-
-    first, last = pair_of(scaling.upper), pair_of(scaling.low)
-    if scaling.truncate:
-        first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, rotary.head_dim - 1)
-    pairs = torch.arange(len(frequencies), device=frequencies.device, dtype=torch.float32)
-    # If both ends are the same pair, the ramp is a step.
-    divided = ((pairs - first) / max(last - first, 1e-3)).clamp(0.0, 1.0)
-    return frequencies / scaling.factor * divided + frequencies * (1 - divided)
-
-
-def _length(scaling: RopeScaling) -> int:
-    assert scaling.original_length is not None
-    return scaling.original_length
+        scaling, length = self.scaling, self.scaling.original_length
+        if scaling.kind is RopeKind.LINEAR:
+            return frequencies / scaling.factor
+        assert length is not None
+        if scaling.kind is RopeKind.LLAMA3:
+            turns = length / (2 * math.pi / frequencies)
+            kept = ((turns - scaling.low) / (scaling.upper - scaling.low)).clamp(0.0, 1.0)
+            return (1 - kept) * frequencies / scaling.factor + kept * frequencies
+        first, last = (
+            self.head_dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
+            for turns in (scaling.upper, scaling.low)
+        )
+        if scaling.truncate:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, self.head_dim - 1)
+        pairs = torch.arange(len(frequencies), device=frequencies.device, dtype=torch.float32)
+        # If both ends are the same pair, the ramp is a step.
+        divided = ((pairs - first) / max(last - first, 1e-3)).clamp(0.0, 1.0)
+        return frequencies / scaling.factor * divided + frequencies * (1 - divided)
 
 
 class _RotateFunction(torch.autograd.Function):
@@ -243,9 +223,6 @@ def _turn(x_THK: Tensor, cos_T1K: Tensor, sin_T1K: Tensor) -> Tensor:
     return turned_THK.addcmul_(swapped_THK, sin_T1K).to(x_THK.dtype)
 
 
-# ---- The attention block, plain, context-parallel and tensor-parallel
-
-
 class AttentionBlock(nn.Module):
     """x + output(attention(norm(x))), with grouped queries, rotary positions and an optional sliding window."""
 
@@ -274,7 +251,7 @@ class AttentionBlock(nn.Module):
         return (self.q, self.k, self.v), (self.output,)
 
     def forward(self, x_TD: Tensor, sequences: Sequences) -> Tensor:
-        qkv = self.project(x_TD, sequences)
+        qkv = self.heads(self.norm(x_TD), sequences)
         if self.is_reproducible:
             return self.add_output(x_TD, tiled_attention(*qkv, sequences))
         return self.add_output(x_TD, packed_attention(*qkv, sequences, self.window))
@@ -283,33 +260,22 @@ class AttentionBlock(nn.Module):
         return KVCache(size, self.k.out_features // self.head_dim, self.head_dim)
 
     def decode(self, x_TD: Tensor, cache: KVCache, rows: Rows) -> Tensor:
-        return self.add_output(x_TD, self.attend_cached(x_TD, cache, rows))
-
-    def attend_cached(self, x_TD: Tensor, cache: KVCache, rows: Rows) -> Tensor:
-        """Write the tokens' keys and values to the cache and attend over it; returns the means [T, H, K]."""
-        q_THK, k_THK, v_THK = self.project(x_TD, rows)
+        q_THK, k_THK, v_THK = self.heads(self.norm(x_TD), rows)
         rows.write(cache, k_THK, v_THK)
         if self.is_reproducible:
-            return tiled_cached_attention(q_THK, cache, rows)
-        return rows.attend(q_THK, cache, self.window)
-
-    def project(self, x_TD: Tensor, sequences: Sequences | Rows) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotated queries, rotated keys, and values [T, heads, K] of the residual stream."""
-        return self.heads(self.norm(x_TD), sequences)
+            return self.add_output(x_TD, tiled_cached_attention(q_THK, cache, rows))
+        return self.add_output(x_TD, rows.attend(q_THK, cache, self.window))
 
     def heads(self, h_TD: Tensor, sequences: Sequences | Rows) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries, rotated keys, and values [T, heads, K] of the normalised stream."""
         layers, tables = (self.q, self.k, self.v), self.rotary.tables(sequences)
-        joint_TX = joint_output(h_TD, layers)
-        sizes = [layer.out_features // self.head_dim for layer in layers]
-        if joint_TX is not None and self.q_norm is None:
+        if self.q_norm is None and (joint_TX := joint_output(h_TD, layers)) is not None:
             # Queries and keys lie side by side, and are rotated as one.
-            qk_THK, v_THK = joint_TX.view(len(joint_TX), -1, self.head_dim).split((sizes[0] + sizes[1], sizes[2]), 1)
-            q_THK, k_THK = rotate(qk_THK, tables).split(sizes[:2], 1)
-            return q_THK, k_THK, v_THK
-        q_THK, k_THK, v_THK = (
-            part_TX.unflatten(-1, (-1, self.head_dim)) for part_TX in split_outputs(h_TD, joint_TX, layers)
-        )
+            num_q, num_k = self.q.out_features // self.head_dim, self.k.out_features // self.head_dim
+            joint_THK = joint_TX.view(len(joint_TX), -1, self.head_dim)
+            q_THK, k_THK = rotate(joint_THK[:, : num_q + num_k], tables).split((num_q, num_k), 1)
+            return q_THK, k_THK, joint_THK[:, num_q + num_k :]
+        q_THK, k_THK, v_THK = (part_TX.unflatten(-1, (-1, self.head_dim)) for part_TX in outputs(h_TD, layers))
         if self.q_norm is not None and self.k_norm is not None:
             q_THK, k_THK = self.q_norm(q_THK), self.k_norm(k_THK)
         return rotate(q_THK, tables), rotate(k_THK, tables), v_THK
@@ -332,7 +298,7 @@ class ContextParallelAttentionBlock(SegmentedUnit, AttentionBlock):
         if sequences.spread is None:
             return [Compute("attention", lambda x_TD: (AttentionBlock.forward(self, x_TD, sequences),))]
         return [
-            Compute("project", lambda x_TD: (*self.project(x_TD, sequences), x_TD)),
+            Compute("project", lambda x_TD: (*self.heads(self.norm(x_TD), sequences), x_TD)),
             *context_attention(self.form, self.collectives, sequences, self.shape),
             Compute("add output", lambda mean_THK, x_TD: (self.add_output(x_TD, mean_THK),)),
         ]
@@ -369,11 +335,8 @@ class TensorParallelAttentionBlock(TensorParallelUnit, AttentionBlock):
             attention = [Compute("heads", heads), *among_ranks, Compute("output", output)]
         return [norm, self.gather(), *attention, self.scatter(), residual]
 
-    def new_cache(self, size: CacheSize) -> KVCache:
-        return AttentionBlock.new_cache(self, size)
-
-    def decode(self, x_TD: Tensor, cache: KVCache, rows: CachedRows) -> Tensor:
-        mean_THK = self.attend_cached(x_TD, cache, rows)
+    def add_output(self, x_TD: Tensor, mean_THK: Tensor) -> Tensor:
+        """The whole residual stream after the block, in generation, from this rank's heads' means."""
         return x_TD + self.summed(self.output(mean_THK.flatten(1)))
 
 
@@ -384,9 +347,6 @@ def attention_block(config: ModelConfig, matmul: Matmul, groups: ModelGroups) ->
     if groups.cp is not None:
         return ContextParallelAttentionBlock(config, matmul, groups)
     return AttentionBlock(config, matmul)
-
-
-# ---- The MLP block, plain and tensor-parallel
 
 
 class MLPBlock(nn.Module):

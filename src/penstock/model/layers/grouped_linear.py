@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from penstock.model.linear import TORCH, Matmul, PendingGradient, WeightGradients, autocast_dtype
+from penstock.model.linear import TORCH, Matmul, PendingGradient, WeightGradients, autocast_dtype, gradient_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,18 +132,12 @@ class PendingGroupedGradient(PendingGradient):
 
     def compute(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Yield nothing: no gradient is left for the caller to add."""
-        self.layer.matmul.add_weight_gradient(_total(self.layer.weight), self.grad_TO, self.x_TI, self.groups)
+        weight = self.layer.weight
+        total_EOI = gradient_of(weight)
+        if total_EOI is None:
+            total_EOI = weight.grad = torch.zeros_like(weight)
+        self.layer.matmul.add_weight_gradient(total_EOI, self.grad_TO, self.x_TI, self.groups)
         yield from ()
-
-
-def _total(weight: nn.Parameter) -> Tensor:
-    """The tensor in which the weight's gradient accumulates, as in `WeightGradients.drain`."""
-    main_grad: Tensor | None = getattr(weight, "main_grad", None)
-    if main_grad is not None and weight.dtype != torch.float32:
-        return main_grad
-    if weight.grad is None:
-        weight.grad = torch.zeros_like(weight)
-    return weight.grad
 
 
 class _GroupedLinearFunction(torch.autograd.Function):
@@ -162,8 +156,8 @@ class _GroupedLinearFunction(torch.autograd.Function):
         grad_NI = layer.matmul.input_gradient(grad_NO, weight_EOI, ctx.groups) if needs_x else None
         if needs_weight:
             pending = PendingGroupedGradient(None, None, x_NI, grad_NO, TORCH, layer, ctx.groups)
-            if layer.gradients is not None and layer.gradients.deferring:
-                layer.gradients.push(pending)
+            if layer.gradients is not None and layer.gradients.queue is not None:
+                layer.gradients.queue.append(pending)
             else:
                 WeightGradients.drain([pending])
         return grad_NI, None, None, None

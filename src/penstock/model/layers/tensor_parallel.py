@@ -16,14 +16,12 @@ Source: Korthikanti et al. 2022 (arXiv 2205.05198), section 4.2.2.
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from penstock.model.groups import ModelGroups
-from penstock.model.kv_cache import CacheSize
 from penstock.model.lanes import Exchange, SegmentedUnit, State
 from penstock.model.loss import ShardedLogits
 from penstock.parallel.collectives import Collectives
@@ -134,9 +132,6 @@ class TensorParallelUnit(SegmentedUnit):
             return self.collectives.all_reduce(x_TD).wait()
         # Always in the order of ranks, so that a row's bits do not depend on the number of other rows.
         return self.collectives.all_gather(x_TD).wait().unflatten(0, (self.collectives.size, -1)).sum(0)
-
-    def new_cache(self, size: CacheSize) -> Any:
-        return None
 
 
 def add_residual(y: Tensor, x: Tensor) -> State:

@@ -64,6 +64,9 @@ class TensorParallelEmbedding(TensorParallelUnit):
     def segments(self, sequences: Sequences) -> Sequence[Segment]:
         return [Compute("look up", self.look_up), *self.reduction()]
 
+    def new_cache(self, size: CacheSize) -> None:
+        return None
+
     def decode(self, tokens_T: Tensor, cache: None, rows: CachedRows) -> Tensor:
         return self.summed(self._found(tokens_T))
 
@@ -131,6 +134,9 @@ class TensorParallelHead(TensorParallelUnit):
     def segments(self, sequences: Sequences) -> Sequence[Segment]:
         project = Compute("projection", lambda h: (self.projection(h[: sequences.num_tokens]),))
         return [Compute("norm", lambda x: (self.norm(x),)), self.gather(), project]
+
+    def new_cache(self, size: CacheSize) -> None:
+        return None
 
     def decode(self, x_TD: Tensor, cache: None, rows: CachedRows) -> Tensor:
         """The whole logits [S, V] of the sampled tokens on every rank, so that all ranks draw the same tokens."""
