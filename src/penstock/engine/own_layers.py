@@ -142,8 +142,7 @@ class _FakeRun:
 
     def call(self, module: nn.Module) -> None:
         parameters = Parameters.of(module)
-        wanted = {key: self.keys[key] for key in parameters.wanted(self.keys)}
-        args, kwargs = parameters.arguments(self.value, self.sequences, wanted)
+        args, kwargs = parameters.arguments(self.value, self.sequences, self.keys)
         every = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
         own = {name: _fake(tensor, self.dtype) for name, tensor in every}
         self.value = functional_call(module, own, tuple(args), kwargs, tie_weights=False)
@@ -228,8 +227,12 @@ class OwnLayers:
     _precision: Precision
     #: their calls, stage by stage
     _calls: list[UnitCall]
+    #: the keys that some of them ask for
+    _wanted: frozenset[str]
     #: the keys of the last batch
     _shapes: KeyShapes | None
+    #: the keys for which no layer lacked anything, and true if this rank had metadata alone
+    _checked: tuple[frozenset[str], bool] | None
     #: True if some layer of the model gives more than the plain stream
     _has_messages: bool
     #: the number of classes of the last layer's logits; None if that is not known without data
@@ -246,16 +249,18 @@ class OwnLayers:
         self._units, self._cut, self._stages = units, cut, stages
         self._boundary, self._precision = boundary, precision
         self._calls = [call for stage in stages.values() for call in stage.calls]
-        self._shapes, self._has_messages, self.num_classes = None, False, None
+        self._wanted = frozenset[str]().union(*(call.parameters.keys for call in self._calls))
+        self._shapes, self._checked, self._has_messages, self.num_classes = None, None, False, None
 
     def given(self, own: PackedBatch, device: torch.device, randomness: Randomness | None) -> Given:
         """All that this rank's units ask for of their microbatch by name, of which `own` is this rank's part."""
-        wanted = {key for call in self._calls for key in call.parameters.wanted(own.keys)}
         num_rows: dict[str, int] = {}
         if self._has_messages:
             num_rows = {SEQUENCES: len(own.sequence_lengths("tokens"))}
             num_rows |= {key: sum(own.item_lengths(key)) for key in own.keys}
-        return Given({key: own[key].to(device) for key in sorted(wanted)}, randomness, num_rows)
+        return Given(
+            {key: own[key].to(device) for key in sorted(self._wanted.intersection(own.keys))}, randomness, num_rows
+        )
 
     def prepare_for(self, batch: PackedBatch) -> None:
         """Find out what the layers give each other for batches with these keys.
@@ -265,7 +270,10 @@ class OwnLayers:
         """
         if all(unit.is_own for unit in self._units) and (shapes := KeyShapes.of(batch)) != self._shapes:
             self._find_messages(shapes)
-        self._check_keys(batch)
+            self._checked = None
+        if (keys := (frozenset(batch.keys), batch.data is None)) != self._checked:
+            self._check_keys(batch)
+            self._checked = keys
 
     def _find_messages(self, shapes: KeyShapes) -> None:
         layers = [(unit.name, unit.build()) for unit in self._units]
@@ -296,6 +304,5 @@ class OwnLayers:
                     f"{call.name} hands on arguments by position alone, so {beyond[0]!r} needs {beyond[1]!r} before "
                     "it, which is no key of the batch; let its forward take **kwargs, too"
                 )
-            for key in call.parameters.wanted(batch.keys):
-                if batch.data is None:
-                    raise ValueError(f"{call.name} takes the key {key!r}, but this rank was given metadata alone")
+            if batch.data is None and (keys := sorted(call.parameters.keys.intersection(batch.keys))):
+                raise ValueError(f"{call.name} takes the key {keys[0]!r}, but this rank was given metadata alone")

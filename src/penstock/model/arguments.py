@@ -3,6 +3,8 @@
 A parameter called `sequences`, or annotated `Sequences`, gets the microbatch's sequences. Any other that bears the name
 of a key of the batch gets this microbatch's part of it. All others keep their defaults. A wrapper with `**kwargs`, or
 with nothing but `*args`, asks for what the modules inside it ask for, and so does an `nn.Sequential`.
+
+In training a unit also draws its random numbers, such as dropout's, from a seed of its own.
 """
 
 import functools
@@ -12,14 +14,13 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from penstock.model.sequences import Sequences
-
-# ---- Random numbers of units in training, such as dropout's
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +67,6 @@ def _generators(device: torch.device) -> list[torch.Generator]:
     return [torch.default_generator, torch.cuda.default_generators[index]]
 
 
-# ---- The arguments with which units are called: by position the stream, by name all that their `forward` asks for
-
-
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
@@ -112,7 +110,7 @@ class Parameters:
             return cls.of(compiled)
         own = list(inspect.signature(module.forward).parameters.values())
         named = [p for p in own[1:] if p.kind in _NAMED]
-        sequences = frozenset(p.name for p in named if p.name == "sequences" or _takes_sequences(p.annotation))
+        sequences = frozenset(p.name for p in named if p.name == "sequences" or _is_sequences(p.annotation))
         required = frozenset(p.name for p in named if p.default is p.empty) - sequences
         found = cls(tuple(p.name for p in named), required, sequences)._with_inner(module, own)
         bound = module.forward.keywords if isinstance(module.forward, functools.partial) else ()
@@ -141,9 +139,10 @@ class Parameters:
         names = tuple(name for name in self.names if name not in set(bound))
         return replace(self, names=names, required=self.required & set(names), sequences=self.sequences & set(names))
 
-    def wanted(self, keys: Iterable[str]) -> list[str]:
-        """The batch's keys that the unit asks for."""
-        return [key for key in keys if key in self.names and key not in self.sequences]
+    @cached_property
+    def keys(self) -> frozenset[str]:
+        """The names that a batch's keys of the same name fill."""
+        return frozenset(self.names) - self.sequences
 
     def missing(self, keys: Iterable[str]) -> list[str]:
         """Parameters without a default that no key of the batch fills."""
@@ -152,23 +151,19 @@ class Parameters:
 
     def unreachable(self, keys: Iterable[str]) -> tuple[str, str] | None:
         """A key that the unit asks for but cannot be given by position, and the parameter before it that lacks one."""
-        wanted = [*self.wanted(keys), *self.sequences]
-        gap = next((i for i, name in enumerate(self.names) if name not in wanted), len(self.names))
-        beyond = [name for name in self.names[gap:] if name in wanted]
+        given = self.keys.intersection(keys) | self.sequences
+        gap = next((i for i, name in enumerate(self.names) if name not in given), len(self.names))
+        beyond = [name for name in self.names[gap:] if name in given]
         return (beyond[0], self.names[gap]) if beyond and not self.by_keyword else None
-
-    def call(self, module: nn.Module, x: Any, sequences: Sequences, keys: Mapping[str, Tensor]) -> Any:
-        """Call the unit with what it asks for."""
-        args, kwargs = self.arguments(x, sequences, keys)
-        return module(*args, **kwargs)
 
     def arguments(
         self, x: Any, sequences: Sequences, keys: Mapping[str, Tensor]
     ) -> tuple[Iterable[Any], dict[str, Any]]:
         """The arguments of a call, by position and by name; those of a tuple come first, those of a mapping by name."""
         named: dict[str, Any] = dict.fromkeys(self.sequences, sequences)
-        if keys:
-            named.update((key, keys[key]) for key in self.wanted(keys))
+        for key, value in keys.items():
+            if key in self.keys:
+                named[key] = value
         if not isinstance(x, Tensor):
             if isinstance(x, Mapping):
                 return (), {**named, **x}
@@ -232,6 +227,6 @@ def _inside(module: nn.Module) -> Iterator[nn.Module]:
             yield child
 
 
-def _takes_sequences(annotation: Any) -> bool:
+def _is_sequences(annotation: Any) -> bool:
     text = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", str(annotation))
     return re.search(r"\bSequences\b", text) is not None

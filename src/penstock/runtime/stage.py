@@ -133,7 +133,8 @@ class UnitCall:
 
     def _call(self, x: Any, sequences: Sequences, given: Given) -> Any:
         try:
-            return self.parameters.call(self.module, x, sequences, given.keys)
+            args, kwargs = self.parameters.arguments(x, sequences, given.keys)
+            return self.module(*args, **kwargs)
         except TypeError as error:
             if self.takes is not None:
                 given_here = f"the {len(self.takes.parts)} tensors of the layer before"
