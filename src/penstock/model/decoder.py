@@ -23,7 +23,9 @@ from penstock.model.layers.multi_token import multi_token_head
 from penstock.model.layers.tensor_parallel import TensorParallelSplit, check_tensor_parallel
 from penstock.model.layers.vocabulary import Head, embedding, head
 from penstock.model.linear import Matmul, fastest_matmul
+from penstock.model.loss import ShardedLogits
 from penstock.model.units import Constant, Initial, Initialise, Limits, Normal, UnitSpec
+from penstock.parallel.collectives import Collectives
 from penstock.parallel.tensor_slice import Shard
 from penstock.settings import ModelConfig
 
@@ -87,7 +89,10 @@ def _spec(
     tied, sharding = tied or {}, _sharding(whole, config, groups)
     full_names = {parameter: tied.get(parameter, f"{name}.{parameter}") for parameter in shapes}
     rules = {parameter: _rule(full_name, shapes[parameter], config) for parameter, full_name in full_names.items()}
-    split = None if groups.tp is None else TensorParallelSplit(config, groups)
+    split, present = None if groups.tp is None else TensorParallelSplit(config, groups), None
+    if split is not None and isinstance(whole, Head):
+        # The head's output is this rank's part of the logits.
+        present = partial(ShardedLogits, part=split.vocabulary, collectives=Collectives(split.group))
     return UnitSpec(
         name,
         partial(build, groups),
@@ -99,7 +104,7 @@ def _spec(
         # Several ranks hold these, and each computes gradients only of its own tokens or heads.
         frozenset(parameter for parameter in shapes if split and split.is_repeated(sharding.get(parameter))),
         has_aux_losses=any("router" in parameter for parameter in shapes),
-        present=split.logits if split and isinstance(whole, Head) else None,
+        present=present,
     )
 
 

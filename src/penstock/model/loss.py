@@ -8,13 +8,13 @@ Shapes: T tokens, V vocabulary, U this rank's part of it, P ranks, R rows of a b
 """
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from penstock.model.linear import dtype_of_sums
 from penstock.model.sequences import IGNORED
 from penstock.parallel.collectives import Collectives
 from penstock.parallel.tensor_slice import Shard
@@ -29,20 +29,10 @@ _GPU_BLOCK_ELEMENTS = 1 << 26
 """The same on a GPU, on which launching costs more than memory traffic: 256 MiB of fp32."""
 
 
-def rows_of_block(logits_TV: Tensor) -> int:
-    """The number of rows of a block; at least one."""
-    num_elements = _CPU_BLOCK_ELEMENTS if logits_TV.device.type == "cpu" else _GPU_BLOCK_ELEMENTS
-    return max(1, num_elements // logits_TV.shape[1])
-
-
-def at_least_fp32(logits_TV: Tensor) -> torch.dtype:
-    """The dtype in which a softmax of these logits is computed."""
-    return torch.promote_types(logits_TV.dtype, torch.float32)
-
-
 def blocks(logits_TV: Tensor) -> list[slice]:
-    """The rows of each block, in order."""
-    num_rows = rows_of_block(logits_TV)
+    """The rows of each block, in order; each block has at least one."""
+    num_elements = _CPU_BLOCK_ELEMENTS if logits_TV.device.type == "cpu" else _GPU_BLOCK_ELEMENTS
+    num_rows = max(1, num_elements // logits_TV.shape[1])
     return [slice(first, first + num_rows) for first in range(0, logits_TV.shape[0], num_rows)]
 
 
@@ -147,13 +137,15 @@ class _ShardedTokenStatistics(torch.autograd.Function):
         here_T = (columns_T >= 0) & (columns_T < logits.part.length)
         columns_T = columns_T.where(here_T, 0)
         # For this rank's part: the logarithm of the sum of exponentials, the label's logit if it is here, the mean.
-        own_3T = own_TU.new_zeros(3, own_TU.shape[0], dtype=at_least_fp32(own_TU))
+        own_3T = own_TU.new_zeros(3, own_TU.shape[0], dtype=dtype_of_sums(own_TU))
         for rows in blocks(own_TU):
             z_RU = scaled(own_TU[rows], own_3T.dtype, temperature)
             of_label_R = z_RU.gather(1, columns_T[rows, None]).squeeze(1)
             own_3T[0, rows] = torch.logsumexp(z_RU, -1)
             own_3T[1, rows] = of_label_R.where(here_T[rows], 0)
-            own_3T[2, rows] = _mean(z_RU, own_3T[0, rows])
+            # The mean under the part's own softmax; logits of probability 0 add nothing, however low they are.
+            log_p_RU = z_RU.sub_(own_3T[0, rows, None])
+            own_3T[2, rows] = (log_p_RU.exp() * log_p_RU.clamp_(min=NEVER)).sum(-1) + own_3T[0, rows]
         every_P3T = logits.collectives.all_gather(own_3T).wait().unflatten(0, (-1, 3))
         norms_PT, of_labels_T, means_PT = every_P3T[:, 0], every_P3T[:, 1].sum(0), every_P3T[:, 2]
         norm_T = torch.logsumexp(norms_PT, 0)
@@ -175,22 +167,17 @@ class _ShardedTokenStatistics(torch.autograd.Function):
         return logits_gradient(own_TU, tokens, ctx.temperature), None, None, None
 
 
-def _mean(z_RU: Tensor, norms_R: Tensor) -> Tensor:
-    """The mean of logits under their own softmax; logits of probability 0 add nothing, however low they are."""
-    log_p_RU = z_RU.sub_(norms_R[:, None])
-    return (log_p_RU.exp() * log_p_RU.clamp_(min=NEVER)).sum(-1) + norms_R
-
-
 class _CrossEntropySum(torch.autograd.Function):
     """The sum over tokens of log(sum(exp(logits))) - logits[label]; keeps the logits and recomputes the rest."""
 
     @staticmethod
     def forward(ctx: Any, logits_TV: Tensor, labels_T: Tensor) -> Tensor:
         ctx.save_for_backward(logits_TV, labels_T)
-        total = logits_TV.new_zeros((), dtype=at_least_fp32(logits_TV))
-        for logits_RV, labels_R in _blocks(logits_TV, labels_T):
+        total = logits_TV.new_zeros((), dtype=dtype_of_sums(logits_TV))
+        for rows in blocks(logits_TV):
+            labels_R = labels_T[rows]
             kept_R = labels_R != IGNORED
-            log_p_RV = logits_RV.log_softmax(-1, dtype=total.dtype)
+            log_p_RV = logits_TV[rows].log_softmax(-1, dtype=total.dtype)
             of_labels_R = log_p_RV.gather(1, labels_R.clamp(min=0)[:, None]).squeeze(1)
             total -= torch.where(kept_R, of_labels_R, 0).sum()
         return total
@@ -199,11 +186,11 @@ class _CrossEntropySum(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         logits_TV, labels_T = ctx.saved_tensors
         grad_TV = torch.empty_like(logits_TV)
-        rows = _blocks(logits_TV, labels_T)
-        for (logits_RV, labels_R), grad_RV in zip(rows, grad_TV.split(rows_of_block(logits_TV)), strict=True):
+        for rows in blocks(logits_TV):
+            labels_R, grad_RV = labels_T[rows], grad_TV[rows]
             factor_R1 = torch.where(labels_R != IGNORED, grads[0], 0)[:, None]
             p_RV = grad_RV if grad_RV.dtype == grads[0].dtype else torch.empty_like(grad_RV, dtype=grads[0].dtype)
-            torch.softmax(logits_RV, -1, dtype=p_RV.dtype, out=p_RV)
+            torch.softmax(logits_TV[rows], -1, dtype=p_RV.dtype, out=p_RV)
             p_RV.mul_(factor_R1).scatter_add_(1, labels_R.clamp(min=0)[:, None], -factor_R1)
             if p_RV is not grad_RV:
                 grad_RV.copy_(p_RV)
@@ -219,15 +206,10 @@ def cross_entropy_sum(logits_TV: Logits, labels_T: Tensor) -> Tensor:
     Raises:
         ValueError: the shapes do not fit.
     """
-    _check_shapes(logits_TV, labels_T)
+    _check(logits_TV, labels_T)
     if isinstance(logits_TV, ShardedLogits):
         return -sharded_statistics(logits_TV, labels_T)[0].sum()
     return _CrossEntropySum.apply(logits_TV, labels_T)  # pyright: ignore[reportReturnType]
-
-
-def _blocks(logits_TV: Tensor, labels_T: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    num_rows = rows_of_block(logits_TV)
-    return zip(logits_TV.split(num_rows), labels_T.split(num_rows), strict=True)
 
 
 class TokenStatistics(NamedTuple):
@@ -274,7 +256,7 @@ class _StatisticsOfLogits(torch.autograd.Function):
     def forward(
         ctx: Any, logits_TV: Tensor, labels_T: Tensor, temperature: float, with_entropies: bool
     ) -> tuple[Tensor, Tensor]:
-        num_tokens, dtype = logits_TV.shape[0], at_least_fp32(logits_TV)
+        num_tokens, dtype = logits_TV.shape[0], dtype_of_sums(logits_TV)
         log_probs_T, log_norms_T = (logits_TV.new_empty(num_tokens, dtype=dtype) for _ in range(2))
         entropies_T = logits_TV.new_empty(num_tokens if with_entropies else 0, dtype=dtype)
         for rows in blocks(logits_TV):
@@ -307,15 +289,11 @@ class _StatisticsOfLogits(torch.autograd.Function):
         return logits_gradient(logits_TV, tokens, ctx.temperature), None, None, None
 
 
-def _check(logits_TV: Logits, labels_T: Tensor, temperature: float) -> None:
-    _check_shapes(logits_TV, labels_T)
-    if not (temperature > 0 and math.isfinite(temperature)):
-        raise ValueError(f"temperature={temperature}: it must be positive; 1 leaves the distribution as it is")
-
-
-def _check_shapes(logits_TV: Logits, labels_T: Tensor) -> None:
+def _check(logits_TV: Logits, labels_T: Tensor, temperature: float = 1.0) -> None:
     if len(logits_TV.shape) != 2 or labels_T.shape != logits_TV.shape[:1]:
         raise ValueError(
             f"logits have shape {tuple(logits_TV.shape)} and labels {tuple(labels_T.shape)}: "
             "needed are [tokens, vocabulary] and [tokens]"
         )
+    if not (temperature > 0 and math.isfinite(temperature)):
+        raise ValueError(f"temperature={temperature}: it must be positive; 1 leaves the distribution as it is")

@@ -35,6 +35,7 @@ from penstock.model.attention.kernels import (
     tiles,
 )
 from penstock.model.lanes import Compute, Exchange, Grads, Lane, Segment, State, Undo
+from penstock.model.linear import dtype_of_sums
 from penstock.model.sequences import Sequences, Spread
 from penstock.parallel.collectives import Collectives, Handle
 from penstock.settings import ContextForm
@@ -97,7 +98,7 @@ class RingAttention:
         q_THK, k_TGK, v_TGK, *others = state
         own = kv = torch.stack((k_TGK, v_TGK), 1)
         ring = _RingSteps(self)
-        out_THK = torch.zeros_like(q_THK, dtype=_precise(q_THK))
+        out_THK = torch.zeros_like(q_THK, dtype=dtype_of_sums(q_THK))
         lse_TH = torch.full(q_THK.shape[:2], -torch.inf, dtype=out_THK.dtype, device=q_THK.device)
         for step in range(ring.num_ranks):
             handle = None
@@ -132,7 +133,7 @@ class _Attended:
         grad_THK, *others = grads
         assert grad_THK is not None, "nothing is left to send back through the ring"
         ring, kv = self.ring, self.kv
-        grad_q = torch.zeros_like(self.q_THK, dtype=_precise(self.q_THK))
+        grad_q = torch.zeros_like(self.q_THK, dtype=dtype_of_sums(self.q_THK))
         grad_own = torch.zeros_like(kv, dtype=grad_q.dtype)
         first, rest = ring.own_parts()
         handle = None
@@ -255,10 +256,6 @@ class _RingSteps:
 
 def _length(positions: Positions) -> int:
     return sum(map(len, positions))
-
-
-def _precise(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
 
 
 @dataclass(frozen=True, eq=False)

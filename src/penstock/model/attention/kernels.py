@@ -26,9 +26,60 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from penstock.model.linear import dtype_of_sums
 from penstock.model.sequences import Sequences
 
-# ---- The mask of attention between two sets of tokens, cut into tiles: rows of queries against rows of keys
+
+def packed_attention(q_THK: Tensor, k_THK: Tensor, v_THK: Tensor, sequences: Sequences, window: int | None) -> Tensor:
+    """Causal attention [T, H, K] within each sequence, over a token's last `window` tokens (itself included) or all.
+
+    Keys and values may have fewer heads than queries (grouped queries: H is a multiple of G).
+    """
+    has_kernel = q_THK.device.type != "cpu" and q_THK.dtype in (torch.float16, torch.bfloat16)
+    kernel = _variable_length_kernel() if has_kernel else None
+    if kernel is not None:
+        starts, longest = sequences.cu_seqlens, sequences.max_length
+        left = -1 if window is None else window - 1
+        grouped = q_THK.shape[1] != k_THK.shape[1]
+        return kernel(q_THK, k_THK, v_THK, starts, starts, longest, longest, window_size=(left, 0), enable_gqa=grouped)
+    runs = [(length, len(list(same))) for length, same in groupby(sequences.lengths)]
+    if len(runs) == 1:
+        return _attention_of_run(q_THK, k_THK, v_THK, runs[0], window, sequences)
+    # split, not slices: its gradient is one concatenation, while that of a slice is a zero tensor of full size.
+    sizes = [length * count for length, count in runs]
+    parts = zip(runs, q_THK.split(sizes), k_THK.split(sizes), v_THK.split(sizes), strict=True)
+    return torch.cat([_attention_of_run(q, k, v, run, window, sequences) for run, q, k, v in parts])
+
+
+def _attention_of_run(
+    q: Tensor, k: Tensor, v: Tensor, run: tuple[int, int], window: int | None, sequences: Sequences
+) -> Tensor:
+    """Attention of adjacent sequences of one length, `run` being (length, number); [N * L, H, K] in and out."""
+    length, count = run
+    q_NHLK, k_NHLK, v_NHLK = (x.unflatten(0, (count, length)).transpose(1, 2) for x in (q, k, v))
+    mask_LL = None
+    if window is not None and window < length:
+        # True where the row's token sees the column's token.
+        mask_LL = sequences.shared(
+            ("window", length, window),
+            lambda: torch.ones(length, length, dtype=torch.bool, device=q.device).tril().triu(1 - window),
+        )
+    out_NHLK = F.scaled_dot_product_attention(
+        q_NHLK, k_NHLK, v_NHLK, mask_LL, is_causal=mask_LL is None, enable_gqa=q.shape[1] != k.shape[1]
+    )
+    return out_NHLK.transpose(1, 2).flatten(0, 1)
+
+
+@cache
+def _variable_length_kernel() -> Callable[..., Tensor] | None:
+    """PyTorch's kernel for packed sequences, if this release has it with windows and grouped queries."""
+    # Importing it loads the compiler, which takes a second that a run on CPUs need not spend.
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    has = {"window_size", "enable_gqa"} <= inspect.signature(varlen_attn).parameters.keys()
+    return varlen_attn if has else None  # pyright: ignore[reportReturnType]
 
 
 @dataclass(frozen=True)
@@ -157,64 +208,7 @@ def _rows(positions: Positions, index: int | None = None) -> slice:
     return slice(start, start + len(positions[index]))
 
 
-# ---- Attention kernels: over whole packed sequences on one rank, and over parts of the keys, to be merged
-
-
 Three = tuple[Tensor, Tensor, Tensor]
-
-
-def packed_attention(q_THK: Tensor, k_THK: Tensor, v_THK: Tensor, sequences: Sequences, window: int | None) -> Tensor:
-    """Causal attention [T, H, K] within each sequence, over a token's last `window` tokens (itself included) or all.
-
-    Keys and values may have fewer heads than queries (grouped queries: H is a multiple of G).
-    """
-    has_kernel = q_THK.device.type != "cpu" and q_THK.dtype in (torch.float16, torch.bfloat16)
-    kernel = _variable_length_kernel() if has_kernel else None
-    if kernel is not None:
-        starts, longest = sequences.cu_seqlens, sequences.max_length
-        left = -1 if window is None else window - 1
-        grouped = q_THK.shape[1] != k_THK.shape[1]
-        return kernel(q_THK, k_THK, v_THK, starts, starts, longest, longest, window_size=(left, 0), enable_gqa=grouped)
-    runs = [(length, len(list(same))) for length, same in groupby(sequences.lengths)]
-    if len(runs) == 1:
-        return _attention_of_run(q_THK, k_THK, v_THK, runs[0], window, sequences)
-    # split, not slices: its gradient is one concatenation, while that of a slice is a zero tensor of full size.
-    sizes = [length * count for length, count in runs]
-    parts = zip(runs, q_THK.split(sizes), k_THK.split(sizes), v_THK.split(sizes), strict=True)
-    return torch.cat([_attention_of_run(q, k, v, run, window, sequences) for run, q, k, v in parts])
-
-
-def _attention_of_run(
-    q: Tensor, k: Tensor, v: Tensor, run: tuple[int, int], window: int | None, sequences: Sequences
-) -> Tensor:
-    """Attention of adjacent sequences of one length, `run` being (length, number); [N * L, H, K] in and out."""
-    length, count = run
-    q_NHLK, k_NHLK, v_NHLK = (x.unflatten(0, (count, length)).transpose(1, 2) for x in (q, k, v))
-    mask_LL = None
-    if window is not None and window < length:
-        mask_LL = sequences.shared(("window", length, window), lambda: _window_mask(length, window, q.device))
-    out_NHLK = F.scaled_dot_product_attention(
-        q_NHLK, k_NHLK, v_NHLK, mask_LL, is_causal=mask_LL is None, enable_gqa=q.shape[1] != k.shape[1]
-    )
-    return out_NHLK.transpose(1, 2).flatten(0, 1)
-
-
-def _window_mask(length: int, window: int, device: torch.device) -> Tensor:
-    """[L, L], true where the row's token sees the column's token."""
-    everything = torch.ones(length, length, dtype=torch.bool, device=device)
-    return everything.tril().triu(1 - window)
-
-
-@cache
-def _variable_length_kernel() -> Callable[..., Tensor] | None:
-    """PyTorch's kernel for packed sequences, if this release has it with windows and grouped queries."""
-    # Importing it loads the compiler, which takes a second that a run on CPUs need not spend.
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return None
-    has = {"window_size", "enable_gqa"} <= inspect.signature(varlen_attn).parameters.keys()
-    return varlen_attn if has else None  # pyright: ignore[reportReturnType]
 
 
 def attend(q_NHLK: Tensor, k_NGSK: Tensor, v_NGSK: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
@@ -310,4 +304,4 @@ def _finite(lse: Tensor) -> Tensor:
 
 
 def _precise(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    return x.to(dtype_of_sums(x))

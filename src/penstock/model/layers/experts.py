@@ -25,7 +25,7 @@ from penstock.model.lanes import Compute, Exchange, Lane, Segment, SegmentedUnit
 from penstock.model.layers.dense import RMSNorm, gated, gated_joint
 from penstock.model.layers.grouped_linear import GroupedLinear, RowGroups, grouped_matmul
 from penstock.model.layers.router import Choice, Router
-from penstock.model.linear import Linear, Matmul
+from penstock.model.linear import Linear, Matmul, dtype_of_sums
 from penstock.model.sequences import Sequences
 from penstock.parallel.collectives import Collectives, Handle
 from penstock.parallel.tensor_slice import Shard
@@ -87,7 +87,7 @@ class _Gather(torch.autograd.Function):
 
 def _sum_of_rows(rows_ND: Tensor, row_of_slot_TK: Tensor, weights_TK: Tensor | None) -> Tensor:
     """The sum of each token's rows in the order of its choices, weighted if there are weights; in at least fp32."""
-    dtype = torch.promote_types(rows_ND.dtype, torch.float32)
+    dtype = dtype_of_sums(rows_ND)
     total_TD = None
     for k in range(row_of_slot_TK.shape[1]):
         part_TD = rows_ND.index_select(0, row_of_slot_TK[:, k]).to(dtype)

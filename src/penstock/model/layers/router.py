@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.model.groups import ModelGroups
-from penstock.model.linear import Linear, Matmul, autocast_to
+from penstock.model.linear import Linear, Matmul, autocast_to, dtype_of_sums
 from penstock.model.sequences import AuxLoss, AuxLosses, Sequences
 from penstock.parallel.collectives import Collectives
 from penstock.settings import ExpertConfig, GroupScore, Scores
@@ -91,7 +91,7 @@ class Router(nn.Module):
         """
         config, aux_losses = self.config, None if sequences is None else sequences.aux_losses
         with autocast_to(h_TD, None):
-            logits_TE = self.logits(h_TD.to(torch.promote_types(h_TD.dtype, torch.float32)))
+            logits_TE = self.logits(h_TD.to(dtype_of_sums(h_TD)))
             scores_TE = logits_TE.softmax(-1) if config.scores is Scores.SOFTMAX else logits_TE.sigmoid()
             experts_TK = self._best(scores_TE.detach())
             weights_TK = scores_TE.gather(1, experts_TK)

@@ -23,7 +23,6 @@ from torch.distributed import ProcessGroup
 
 from penstock.model.groups import ModelGroups
 from penstock.model.lanes import Exchange, SegmentedUnit, State
-from penstock.model.loss import ShardedLogits
 from penstock.parallel.collectives import Collectives
 from penstock.parallel.tensor_slice import Shard
 from penstock.settings import ModelConfig
@@ -85,10 +84,6 @@ class TensorParallelSplit:
     def is_repeated(self, shard: Shard | None) -> bool:
         """True if several ranks of the group hold this part."""
         return shard is None or shard.axis != "tp" or shard.count < self.size
-
-    def logits(self, own_TU: Tensor) -> ShardedLogits:
-        """The whole logits, of which the head's output is this rank's part."""
-        return ShardedLogits(own_TU, self.vocabulary, Collectives(self.group))
 
 
 def check_tensor_parallel(config: ModelConfig, num_ranks: int) -> None:
