@@ -105,6 +105,12 @@ def check_file(path: Path | str) -> None:
             _check_size(path, found.st_size)
 
 
+def refuse_used(folder: Path) -> None:
+    """Refuse to write into a folder that holds something. Raises: ValueError."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"{folder} exists already and was left as it is; give the name of a new folder")
+
+
 def refuse_link_out(path: Path, folder: Path) -> None:
     """Refuse a file that is a link to a place outside a folder, which may itself be reached through links.
 

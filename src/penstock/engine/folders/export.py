@@ -7,7 +7,7 @@ import logging
 import math
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from penstock.engine.folders.runs import CHECKPOINT_FOLDER, RUN_FILE, RunLock
 from penstock.engine.model_state import ModelState
 from penstock.engine.pipeline import Pipeline
 from penstock.engine.training.trainer import Trainer
-from penstock.io.files import naming
+from penstock.io.files import naming, refuse_used
 from penstock.model.hf.config_json import CONFIG_FILE, HuggingFaceForm
 from penstock.model.hf.files import (
     DTYPES,
@@ -128,16 +128,12 @@ class ExportedParameter:
     is_product: bool = False
 
 
-def _ignore(num_bytes: int) -> None:
-    """Progress that nobody watches."""
-
-
 def export_model(
     state: ModelState,
     form: HuggingFaceForm | None,
     path: Path | str,
     options: ExportOptions,
-    progress: Progress = _ignore,
+    progress: Progress = lambda num_bytes: None,
 ) -> None:
     """Write a model in this form as a new folder; all ranks call this at the same point.
 
@@ -152,41 +148,37 @@ def export_model(
     has_adapters = state.pipeline.options.adapter is not None
     if options.merge_adapters and not has_adapters:
         raise ValueError("merge_adapters = True, but this engine has no adapters")
-    parameters = [
-        replace(_parameter(state, name, own), fetch=fetch) if options.merge_adapters else _parameter(state, name, own)
-        for name, own, fetch in _tensors(state)
-        if name not in state.ties
-    ]
+    parameters = list(_parameters_of_engine(state, options.merge_adapters))
     write_folder(Path(path), form, parameters, options, state.pipeline.grid.control, progress)
     if has_adapters and not options.merge_adapters:
         save_adapter(state.pipeline, form, Path(path) / ADAPTER_FOLDER)
 
 
-def _tensors(state: ModelState) -> Iterator[tuple[str, Tensor, Callable[[], Tensor]]]:
+def _parameters_of_engine(state: ModelState, merges: bool) -> Iterator[ExportedParameter]:
     """This rank's parameters and persistent buffers, without those of second copies and of adapters.
 
-    Each by full name, and with what gives its values once adapters are merged into it.
+    merges: adapters are added to the weights that they lie over.
     """
+    grid = state.pipeline.grid
+    is_ours = (grid.dp_rank, grid.cp_rank, grid.tp_rank) == (0, 0, 0)
     for stage in state.pipeline.stages.values():
         stage.weights_ready()
         for unit, module in stage.units if not stage.suffix else ():
             for own, tensor in module.state_dict().items():
-                if ".lora_" not in own:
-                    name = f"{unit}.{own}".replace(".base_layer.", ".")
-                    yield name, tensor, partial(merged_weight, module, own, tensor)
+                name = f"{unit}.{own}".replace(".base_layer.", ".")
+                if ".lora_" in own or name in state.ties:
+                    continue
+                fetch = partial(merged_weight, module, own, tensor) if merges else lambda own=tensor: own
+                shape, shard = tuple(tensor.shape), state.shards.get(name)
+                if shard is not None:
+                    group = grid.tp_group if shard.axis == "tp" else grid.ep_group
+                    shape, fetch = shard.full_shape, partial(_whole, fetch, shard, group)
+                yield ExportedParameter(name, shape, tensor.dtype, fetch, is_ours)
 
 
-def _parameter(state: ModelState, name: str, own: Tensor) -> ExportedParameter:
-    shard, grid = state.shards.get(name), state.pipeline.grid
-    is_ours = (grid.dp_rank, grid.cp_rank, grid.tp_rank) == (0, 0, 0)
-    if shard is None:
-        return ExportedParameter(name, tuple(own.shape), own.dtype, lambda: own, is_ours)
-    group = grid.tp_group if shard.axis == "tp" else grid.ep_group
-    return ExportedParameter(name, shard.full_shape, own.dtype, lambda: _whole(own, shard, group), is_ours)
-
-
-def _whole(own: Tensor, shard: Shard, group: dist.ProcessGroup | None) -> Tensor:
+def _whole(fetch: Callable[[], Tensor], shard: Shard, group: dist.ProcessGroup | None) -> Tensor:
     """Gather the whole parameter on every rank of the group that shares it."""
+    own = fetch()
     if group is None:
         return own
     shards = [shard.on(rank, group.size()) for rank in range(group.size())]
@@ -203,7 +195,7 @@ def write_folder(
     parameters: Sequence[ExportedParameter],
     options: ExportOptions,
     control: dist.ProcessGroup | None = None,
-    progress: Progress = _ignore,
+    progress: Progress = lambda num_bytes: None,
 ) -> None:
     """Write a folder together with the other ranks of `control`, each with the parameters that it has.
 
@@ -321,8 +313,7 @@ def _kept(dtype: torch.dtype, options: ExportOptions, form: HuggingFaceForm) -> 
 
 
 def _stage(folder: Path, staging: Path) -> None:
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"{folder} exists already and was left as it is; give the name of a new folder")
+    refuse_used(folder)
     if not folder.parent.is_dir():
         raise ValueError(f"cannot write {folder}: there is no folder {folder.parent}")
     shutil.rmtree(staging, ignore_errors=True)
@@ -442,8 +433,7 @@ def to_run(source: Path, destination: Path, dtype: str | None) -> int | None:
     """
     if dtype is not None and dtype not in list(Precision):
         raise ValueError(f"a run's dtype {dtype!r} is none of {', '.join(Precision)}")
-    if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
-        raise ValueError(f"{destination} exists already and was left as it is; give the name of a new folder")
+    refuse_used(destination)
     has_tokenizer = (source / _TOKENIZER).is_file()
     config = with_pretrained(
         RunConfig(

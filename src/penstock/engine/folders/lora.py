@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from penstock.engine.pipeline import Pipeline
 from penstock.engine.sharding import UnitSource, units_for
 from penstock.io.documents import check_kinds, read_json_object
+from penstock.io.files import refuse_used
 from penstock.model import ModelGroups, UnitSpec, switch_linears
 from penstock.model.hf.config_json import HuggingFaceForm
 from penstock.model.hf.files import WeightFiles, refuse_unfit_files
@@ -309,8 +310,7 @@ def save_adapter(pipeline: Pipeline, form: HuggingFaceForm | None, folder: Path 
     gather = partial(gather_json, group=grid.control)
 
     def begin() -> None:
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise ValueError(f"{folder} exists already and was left as it is; give the name of a new folder")
+        refuse_used(folder)
         folder.mkdir(parents=True, exist_ok=True)
 
     def write_part() -> None:
@@ -336,10 +336,9 @@ def save_adapter(pipeline: Pipeline, form: HuggingFaceForm | None, folder: Path 
         for part in parts:
             part.unlink()
 
-    is_first = grid.rank == 0
-    on_all_ranks(begin if is_first else _nothing, gather, ValueError)
+    on_all_ranks(lambda: begin() if grid.rank == 0 else None, gather, ValueError)
     on_all_ranks(write_part, gather, ValueError)
-    on_all_ranks(join if is_first else _nothing, gather, ValueError)
+    on_all_ranks(lambda: join() if grid.rank == 0 else None, gather, ValueError)
 
 
 @torch.no_grad()
@@ -388,7 +387,3 @@ def _can_adapt(unit: UnitSpec, module: nn.Module, name: str, part: nn.Module) ->
 def _is_transposed(part: nn.Module) -> bool:
     """True for the linear layer of GPT-2 in transformers, whose weight is [inputs, outputs]."""
     return type(part).__name__ == "Conv1D" and type(part).__module__ == "transformers.pytorch_utils"
-
-
-def _nothing() -> None:
-    return None
