@@ -32,6 +32,7 @@ from penstock.model.hf.config_json import (
     CONFIG_FILE,
     HuggingFaceForm,
     NotNative,
+    architecture,
     config_from_json,
     end_tokens_in,
     lacking_in,
@@ -219,16 +220,11 @@ class ModelFolder(ABC):
     # ---- its head: tokens, or ratings
 
     @property
-    def architecture(self) -> str:
-        """The name of the model's class in transformers, if its config.json has one."""
-        return str((self.content.get("architectures") or [""])[0])
-
-    @property
     def rates(self) -> Literal["texts", "tokens"] | None:
         """The things that a reward model or another classifier rates; None for a model that gives tokens."""
-        if self.is_native or not self.architecture.endswith("Classification"):
+        if self.is_native or not architecture(self.content).endswith("Classification"):
             return None
-        return "texts" if self.architecture.endswith("SequenceClassification") else "tokens"
+        return "texts" if architecture(self.content).endswith("SequenceClassification") else "tokens"
 
     @property
     def is_reward_model(self) -> bool:
@@ -246,7 +242,7 @@ class ModelFolder(ABC):
         """Refuse a model whose head gives no tokens, such as a reward model. Raises: ValueError."""
         if self.rates is not None:
             raise ValueError(
-                f"{self.architecture} rates texts and gives no tokens; penstock score writes its ratings, and "
+                f"{architecture(self.content)} rates texts and gives no tokens; penstock score writes its ratings, and "
                 "Engine.from_hf(..., native=False) runs it with a loss of your own"
             )
 
@@ -257,9 +253,9 @@ class ModelFolder(ABC):
         """
         if self.rates == "texts" and not self.is_reward_model:
             raise ValueError(
-                f"{self.architecture} rates texts by several labels, but penstock train takes a reward model, of one "
-                "label; transformers' from_pretrained(..., num_labels=1) makes one, and Engine.from_hf(..., "
-                "native=False) runs this one with a loss of your own"
+                f"{architecture(self.content)} rates texts by several labels, but penstock train takes a reward "
+                "model, of one label; transformers' from_pretrained(..., num_labels=1) makes one, and "
+                "Engine.from_hf(..., native=False) runs this one with a loss of your own"
             )
         if not self.is_reward_model:
             self.refuse_classifier()

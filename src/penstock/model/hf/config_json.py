@@ -126,7 +126,11 @@ def config_from_json(content: Mapping[str, Any]) -> ModelConfig:
     if name not in FAMILIES:
         raise NotNative(f"the decoder is none of {name}; it is {', '.join(FAMILIES)}, and {_OTHERWISE}")
     family = FAMILIES[name]
-    _refuse_unknown(content, name)
+    # What a family's config.json may have, but the decoder does not compute.
+    for key, known in (("hidden_act", "silu"), ("attention_bias", False), ("mlp_bias", False)):
+        value = content.get(key, known)
+        if value != known:
+            raise NotNative(f"{name} with {key}={value!r} is not the decoder's ({known!r} is); {_OTHERWISE}")
     window, num_full_layers = _window(content, family)
     sizes = {ours: _required(content, theirs, name) for ours, theirs in _SIZES.items()}
     shape = ModelConfig(
@@ -201,14 +205,6 @@ def _required(content: Mapping[str, Any], key: str, name: str) -> Any:
 
 def _value(content: Mapping[str, Any], key: str, default: Any) -> Any:
     return default if content.get(key) is None else content[key]
-
-
-def _refuse_unknown(content: Mapping[str, Any], name: str) -> None:
-    """Refuse settings that a family's config.json may have but the decoder does not compute."""
-    for key, known in (("hidden_act", "silu"), ("attention_bias", False), ("mlp_bias", False)):
-        value = content.get(key, known)
-        if value != known:
-            raise NotNative(f"{name} with {key}={value!r} is not the decoder's ({known!r} is); {_OTHERWISE}")
 
 
 def _window(content: Mapping[str, Any], family: Family) -> tuple[int | None, int]:

@@ -21,7 +21,7 @@ from penstock.io.files import check_file, refuse_link_out
 from penstock.model.units import UnitSpec
 from penstock.parallel.tensor_slice import Shape, StoredSlice, TensorSlice, copies
 
-# ---- Folders whose weights are 8-bit numbers: written and read in the form of compressed-tensors, "int-quantized"
+# ---- 8-bit weights, in the form "int-quantized" of compressed-tensors
 
 
 KEY = "quantization_config"
@@ -66,7 +66,7 @@ def is_quantized(content: Mapping[str, Any]) -> bool:
     return True
 
 
-# ---- A folder of safetensors files, one or several with an index, and the loading of its tensors into a model's units
+# ---- The files
 
 
 SINGLE_FILE = "model.safetensors"
@@ -219,6 +219,9 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
         raise ValueError(f"{path} is no safetensors file, or was cut short or altered: {reason}") from None
 
 
+# ---- A model's units and the files
+
+
 class Names(ABC):
     """A model's names in files."""
 
@@ -273,7 +276,13 @@ def _check(units: Sequence[UnitSpec], names: Names, files: WeightFiles) -> None:
                     hint = "; a setting of config.json says whether the model has it" if name.endswith("bias") else ""
                     raise ValueError(f"{files.folder} lacks {wanted.name}, which is {unit.full_name(name)}{hint}")
                 if stored.dtype == INT8:
-                    _check_scales(wanted.name, files)
+                    scales = files.tensors.get(scale_name(wanted.name))
+                    if scales is None or scales.shape != (*stored.shape[:1], 1):
+                        found = "no scales" if scales is None else f"scales of the shape {list(scales.shape)}"
+                        raise ValueError(
+                            f"{wanted.name} in {stored.file} has 8-bit numbers and {found}; "
+                            "it needs one for each output"
+                        )
                 else:
                     _check_dtype(wanted.name, stored, unit, name)
                 if stored.shape != wanted.shape:
@@ -303,13 +312,6 @@ def _check_dtype(stored_name: str, stored: StoredTensor, unit: UnitSpec, name: s
         )
 
 
-def _check_scales(name: str, files: WeightFiles) -> None:
-    stored, scales = files.tensors[name], files.tensors.get(scale_name(name))
-    if scales is None or scales.shape != (*stored.shape[:1], 1):
-        found = "no scales" if scales is None else f"scales of the shape {list(scales.shape)}"
-        raise ValueError(f"{name} in {stored.file} has 8-bit numbers and {found}; it needs one for each output")
-
-
 @torch.no_grad()
 def _load(unit: UnitSpec, names: Names, files: WeightFiles, module: nn.Module, seed: int) -> None:
     """Set a unit's parameters and persistent buffers to their stored values, one at a time; meta ones become real.
@@ -327,13 +329,9 @@ def _load(unit: UnitSpec, names: Names, files: WeightFiles, module: nn.Module, s
         for name_in_file, indices, into in copies(stored, part, target):
             into.copy_(files.read(name_in_file, indices))
         if target is not tensor:
-            _register(module, name, target, tensor)
-
-
-def _register(module: nn.Module, name: str, values: Tensor, before: Tensor) -> None:
-    path, _, own = name.rpartition(".")
-    owner = module.get_submodule(path)
-    if isinstance(before, nn.Parameter):
-        owner.register_parameter(own, nn.Parameter(values, before.requires_grad))
-    else:
-        owner.register_buffer(own, values)
+            path, _, own = name.rpartition(".")
+            owner = module.get_submodule(path)
+            if isinstance(tensor, nn.Parameter):
+                owner.register_parameter(own, nn.Parameter(target, tensor.requires_grad))
+            else:
+                owner.register_buffer(own, target)

@@ -13,14 +13,13 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from penstock.model.hf.files import Names, WeightFiles
+from penstock.model.hf.files import WeightFiles
 from penstock.model.linear import switch_linears
 from penstock.model.transformers.inspection import CannotCut, ForwardPart, list_of_layers, uses_outside
-from penstock.model.transformers.names import StoredNames
+from penstock.model.transformers.names import FIRST, LAST, OWN, TransformersNames
 from penstock.model.transformers.skeleton import ParameterSlot, Skeleton
 from penstock.model.transformers.units import AfterLayers, BeforeLayers, LayerInputs, TransformersLayer
 from penstock.model.units import Limits, UnitSpec
-from penstock.parallel.tensor_slice import Shape, StoredSlice
 from penstock.settings import ModelConfig
 
 _MAX_EXPERTS = 16384
@@ -29,29 +28,6 @@ _MAX_REASON = 400
 _NO_LIMIT, _NO_TOKEN = 2**31 - 1, -1
 _PER_SEQUENCE, _PER_TOKEN = "ForSequenceClassification", "ForTokenClassification"
 """The ends of the names of classes with a classifier as their head, such as a reward model's or a value head."""
-_FIRST, _LAST, _OWN = "embedding", "head", "skeleton.model."
-
-
-@dataclass(frozen=True)
-class TransformersNames(Names):
-    """A model's names in its files, by its units' full names."""
-
-    path: str
-    stored: StoredNames
-
-    def slices(self, full_name: str, shape: Shape) -> tuple[StoredSlice, ...]:
-        [name] = self.in_transformers(full_name, shape)
-        return self.stored.slices(name, shape)
-
-    def in_transformers(self, full_name: str, shape: Shape) -> tuple[str, ...]:
-        unit, _, rest = full_name.partition(".")
-        if unit in (_FIRST, _LAST):
-            return (rest.removeprefix(_OWN),)
-        number, _, own = rest.partition(".layer.")
-        return (f"{self.path}.{number}.{own}",)
-
-    def is_surplus(self, stored: str) -> bool:
-        return self.stored.is_surplus(stored)
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,7 +60,7 @@ class TransformersModel:
         name, text = type(model).__name__, config.get_text_config()
         path = list_of_layers(model, text.num_hidden_layers)
         owners = _owners(model)
-        names = TransformersNames(path, StoredNames.of(model, owners, files.tensors))
+        names = TransformersNames.of(model, path, owners, files.tensors)
         layers = list(model.get_submodule(path).children())
         skeleton = Skeleton(model, path)
         slots = skeleton.slots()
@@ -130,14 +106,14 @@ class TransformersModel:
             return TransformersLayer(module, number, inputs)
 
         tied = {
-            _OWN + slot: f"{_FIRST}.{_OWN}{self._first_slot(slot, first)}"
+            OWN + slot: f"{FIRST}.{OWN}{self._first_slot(slot, first)}"
             for slot in last
             if self._first_slot(slot, first)
         }
         return (
-            replace(_spec(_FIRST, before), limits=self._limits()),
+            replace(_spec(FIRST, before), limits=self._limits()),
             *(_spec(f"layers.{i}", lambda i=i: layer(i)) for i in range(len(self.layers))),
-            _spec(_LAST, after, tied),
+            _spec(LAST, after, tied),
         )
 
     def _limits(self) -> Limits | None:
@@ -278,7 +254,7 @@ def _spec(name: str, build: Any, tied: Mapping[str, str] | None = None) -> UnitS
         module = build()
     num_parameters = sum(p.numel() for p in module.parameters())
     # A lookup costs next to nothing; all other units multiply by each of their weights once.
-    num_looked_up = num_parameters if name == _FIRST else 0
+    num_looked_up = num_parameters if name == FIRST else 0
     return UnitSpec(name, build, _no_values, num_parameters, 2.0 * (num_parameters - num_looked_up) + 1.0, tied or {})
 
 

@@ -11,8 +11,11 @@ from typing import Any
 
 from torch import nn
 
+from penstock.model.hf.files import Names
 from penstock.parallel.tensor_slice import Shape, StoredSlice
 
+FIRST, LAST, OWN = "embedding", "head", "skeleton.model."
+"""The first and the last unit, and how names in them begin, of what is outside of the layers."""
 _STACKED = (["MergeModulelist"], ["MergeModulelist", "Concatenate"])
 """The conversions that can be read in place: experts along the first dimension, parts along the second."""
 
@@ -37,10 +40,12 @@ class _StoredTensor:
 
 
 @dataclass(frozen=True)
-class StoredNames:
-    """The stored tensors that make up each of a model's parameters."""
+class TransformersNames(Names):
+    """A model's names in its files, by its units' full names."""
 
-    #: parameter -> its stored tensors
+    #: the name of the model's list of layers
+    path: str
+    #: parameter, by its name in transformers' own model -> its stored tensors
     sources: Mapping[str, tuple[_StoredTensor, ...]]
     #: name of a tied parameter -> its owner's name
     owners: Mapping[str, str]
@@ -48,17 +53,25 @@ class StoredNames:
     ignored: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, model: nn.Module, owners: Mapping[str, str], stored: Collection[str]) -> "StoredNames":
-        """The stored tensors of a whole model's parameters."""
+    def of(cls, model: nn.Module, path: str, owners: Mapping[str, str], stored: Collection[str]) -> "TransformersNames":
+        """The names of a whole model with its layers at the path, in files that have these tensors."""
         known = frozenset(model.state_dict())
         found: dict[str, list[_StoredTensor]] = {}
         for own, source in _renamed(model, known, stored):
             found.setdefault(own, []).append(source)
         ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
-        return cls({own: tuple(sorted(sources)) for own, sources in found.items()}, owners, tuple(ignored))
+        return cls(path, {own: tuple(sorted(sources)) for own, sources in found.items()}, owners, tuple(ignored))
 
-    def slices(self, name: str, shape: Shape) -> tuple[StoredSlice, ...]:
-        """The stored tensors of the parameter of that name, or of another of its names."""
+    def in_transformers(self, full_name: str, shape: Shape) -> tuple[str, ...]:
+        unit, _, rest = full_name.partition(".")
+        if unit in (FIRST, LAST):
+            return (rest.removeprefix(OWN),)
+        number, _, own = rest.partition(".layer.")
+        return (f"{self.path}.{number}.{own}",)
+
+    def slices(self, full_name: str, shape: Shape) -> tuple[StoredSlice, ...]:
+        [name] = self.in_transformers(full_name, shape)
+        # A tied parameter may be stored under another of its names.
         owner = self.owners.get(name, name)
         for candidate in (name, owner, *(other for other, of in self.owners.items() if of == owner)):
             if candidate in self.sources:
