@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -21,6 +22,95 @@ from penstock.runtime.message import SEQUENCES, Form, MessagePart
 from penstock.settings import Precision
 from penstock.settings.arguments import type_in_words
 
+
+@dataclass(eq=False)
+class OwnLayers:
+    """This rank's layers that are called by the names of their parameters: what they ask for, and what they give."""
+
+    #: all units of the model, in order
+    _units: Sequence[UnitSpec]
+    #: stage -> its units, as positions in `_units`; those of a second copy are not listed
+    _cut: Sequence[range]
+    #: the stages of this rank by number
+    _stages: Mapping[int, Stage]
+    #: precision of the layers' forwards
+    _precision: Precision
+    #: the device of the batch's keys
+    _device: torch.device
+    #: the keys of the last batch
+    _keys: _KeyShapes | None = None
+    #: the keys for which no layer lacked anything, and true if this rank had metadata alone
+    _checked: tuple[frozenset[str], bool] | None = None
+    #: True if some layer of the model gives more than the plain stream
+    _has_messages: bool = False
+    #: the number of classes of the last layer's logits; None if that is not known without data
+    num_classes: int | None = None
+
+    @cached_property
+    def calls(self) -> list[UnitCall]:
+        """The layers as their stages call them."""
+        return [call for stage in self._stages.values() for call in stage.calls]
+
+    @cached_property
+    def _wanted(self) -> frozenset[str]:
+        """The keys that some of them ask for."""
+        return frozenset[str]().union(*(call.parameters.keys for call in self.calls))
+
+    @property
+    def are_plain(self) -> bool:
+        """True if all take and give the plain stream with its sequences, and ask for no more."""
+        ask = self._wanted or any(call.parameters.required for call in self.calls)
+        return not ask and not all(unit.is_own for unit in self._units)
+
+    def given(self, own: PackedBatch, randomness: Randomness | None) -> Given:
+        """All that this rank's units ask for of their microbatch by name, of which `own` is this rank's part."""
+        num_rows: dict[str, int] = {}
+        if self._has_messages:
+            num_rows = {SEQUENCES: len(own.sequence_lengths("tokens"))}
+            num_rows |= {key: sum(own.item_lengths(key)) for key in own.keys}
+        wanted = sorted(self._wanted.intersection(own.keys))
+        return Given({key: own[key].to(self._device) for key in wanted}, randomness, num_rows)
+
+    def prepare_for(self, batch: PackedBatch) -> None:
+        """Find out what the layers give each other for batches with these keys.
+
+        Raises:
+            ValueError: a layer of this rank needs more, or gives what cannot go on; names the layer.
+        """
+        if all(unit.is_own for unit in self._units) and (shapes := _shapes_of_keys(batch)) != self._keys:
+            layers = [(unit.name, unit.build()) for unit in self._units]
+            boundary = next(iter(self._stages.values())).boundary
+            autocast = autocast_of(self._precision, torch.device("cpu"))
+            found, self.num_classes = find_messages(layers, shapes, boundary, autocast())
+            self._keys, self._has_messages = shapes, any(message is not None for message, _ in found)
+            for number, stage in self._stages.items():
+                members = self._cut[number % len(self._cut)]
+                for call, member in zip(stage.calls, members, strict=True):
+                    call.takes = found[member - 1][0] if member else None
+                    if member < len(found):
+                        call.gives, call.not_found = found[member]
+                stage.takes, stage.gives = stage.calls[0].takes, stage.calls[-1].gives
+            self._checked = None
+        if (keys := (frozenset(batch.keys), batch.data is None)) != self._checked:
+            self._check_keys(batch)
+            self._checked = keys
+
+    def _check_keys(self, batch: PackedBatch) -> None:
+        for call in self.calls:
+            if missing := call.missing(batch.keys):
+                raise ValueError(
+                    f"{call.name} takes {missing[0]!r}, which has no default and is no key of the batch; its keys are "
+                    f"{sorted(batch.keys)}"
+                )
+            if (beyond := call.parameters.unreachable(batch.keys)) is not None:
+                raise ValueError(
+                    f"{call.name} hands on arguments by position alone, so {beyond[0]!r} needs {beyond[1]!r} before "
+                    "it, which is no key of the batch; let its forward take **kwargs, too"
+                )
+            if batch.data is None and (keys := sorted(call.parameters.keys.intersection(batch.keys))):
+                raise ValueError(f"{call.name} takes the key {keys[0]!r}, but this rank was given metadata alone")
+
+
 # ---- The tensors that a user's own layers give each other, found by running the layers once without data
 
 
@@ -29,56 +119,31 @@ _LENGTHS = ((5, 2, 4, 6), (3, 7, 2, 4, 11))
 """Tokens of each sequence of the two microbatches."""
 
 
-@dataclass(frozen=True)
-class KeyShapes:
-    """The keys of a batch: what is known of them before any data."""
-
-    #: key -> dtype, shape after the first dimension, and the first key that has as many rows in each item
-    keys: tuple[tuple[str, torch.dtype, tuple[int, ...], str], ...]
-
-    @classmethod
-    def of(cls, batch: PackedBatch) -> KeyShapes:
-        found, groups = [], {batch.lengths["tokens"]: "tokens"}
-        for key in batch.keys:
-            group = groups.setdefault(batch.lengths[key], key)
-            found.append((key, batch.dtypes[key], batch.trailing_shapes[key], group))
-        return cls(tuple(found))
-
-    def num_rows(self, microbatch: int) -> dict[str, int]:
-        """The numbers of rows in one of the two made-up microbatches: of each group of keys, and of sequences."""
-        groups = sorted({group for *_, group in self.keys} - {"tokens"})
-        rows = dict(zip(groups, _PRIMES[microbatch], strict=False))
-        return {"tokens": sum(_LENGTHS[microbatch]), SEQUENCES: len(_LENGTHS[microbatch]), **rows}
+_KeyShapes = tuple[tuple[str, torch.dtype, tuple[int, ...], str], ...]
+"""A batch's keys with dtype, shape after the first dimension, and the first key that has as many rows in each item."""
 
 
-@dataclass(frozen=True)
-class Found:
-    """The findings on one layer's output."""
-
-    #: None for the plain stream
-    message: Message | None
-    #: the reason why nothing could be found; the plain stream is expected then
-    reason: str = ""
+def _shapes_of_keys(batch: PackedBatch) -> _KeyShapes:
+    found, groups = [], {batch.lengths["tokens"]: "tokens"}
+    for key in batch.keys:
+        group = groups.setdefault(batch.lengths[key], key)
+        found.append((key, batch.dtypes[key], batch.trailing_shapes[key], group))
+    return tuple(found)
 
 
-@dataclass(frozen=True)
-class Findings:
-    """The findings on a whole model."""
-
-    #: of each layer but the last
-    layers: list[Found]
-    #: the width of the last layer's rows where it gives one for each token, as logits are; None if that is not known
-    num_columns: int | None
+_Found = tuple[Message | None, str]
+"""A layer's output, None for the plain stream; and why nothing could be found: the plain stream is expected then."""
 
 
 def find_messages(
     layers: Sequence[tuple[str, nn.Module]],
-    shapes: KeyShapes,
-    hidden_size: int,
-    dtype: torch.dtype,
-    autocast: AbstractContextManager[Any] | None = None,
-) -> Findings:
-    """Find what each layer gives.
+    keys: _KeyShapes,
+    boundary: Boundary,
+    autocast: AbstractContextManager[Any],
+) -> tuple[list[_Found], int | None]:
+    """Find what each layer but the last gives, and the width of the rows that the last one gives.
+
+    That is None unless it has a row for each token, as logits have.
 
     Raises:
         ValueError: a layer gives what cannot go on, such as a tensor of another width; names the layer.
@@ -89,10 +154,16 @@ def find_messages(
         torch.compiler.set_stance("force_eager"),
         _quiet("torch._subclasses.fake_tensor"),
     ):
-        runs = [_FakeRun(shapes, number, hidden_size, dtype) for number in range(2)]
-        with autocast or nullcontext():
-            found = [_found(name, module, runs) for name, module in layers[:-1]]
-            return Findings(found, _num_columns(layers[-1][1], runs[0]))
+        runs = [_FakeRun(keys, number, boundary.hidden_size, boundary.dtype) for number in range(2)]
+        with autocast:
+            found, run = [_found(name, module, runs) for name, module in layers[:-1]], runs[0]
+            try:
+                run.call(layers[-1][1])
+            except Exception:  # as in `_found`
+                return found, None
+    value = run.value
+    is_table = isinstance(value, Tensor) and value.dim() == 2 and value.shape[0] == run.num_rows["tokens"]
+    return found, value.shape[1] if is_table else None
 
 
 @contextmanager
@@ -104,15 +175,6 @@ def _quiet(logger: str) -> Iterator[None]:
         yield
     finally:
         log.disabled = before
-
-
-def _num_columns(module: nn.Module, run: _FakeRun) -> int | None:
-    try:
-        run.call(module)
-    except Exception:  # as in `_found`
-        return None
-    is_table = isinstance(run.value, Tensor) and run.value.dim() == 2 and run.value.shape[0] == run.num_rows["tokens"]
-    return run.value.shape[1] if is_table else None
 
 
 class _FakeRun:
@@ -130,13 +192,15 @@ class _FakeRun:
     #: what the last layer gave
     value: Any
 
-    def __init__(self, shapes: KeyShapes, number: int, hidden_size: int, dtype: torch.dtype) -> None:
-        self.num_rows = shapes.num_rows(number)
+    def __init__(self, keys: _KeyShapes, number: int, hidden_size: int, dtype: torch.dtype) -> None:
+        lengths = _LENGTHS[number]
+        groups = sorted({group for *_, group in keys} - {"tokens"})
+        others = dict(zip(groups, _PRIMES[number], strict=False))
+        self.num_rows = {"tokens": sum(lengths), SEQUENCES: len(lengths), **others}
         self.keys = {
-            key: torch.zeros((self.num_rows[group], *trailing), dtype=dtype)
-            for key, dtype, trailing, group in shapes.keys
+            key: torch.zeros((self.num_rows[group], *trailing), dtype=dtype) for key, dtype, trailing, group in keys
         }
-        self.sequences = Sequences.from_lengths(_LENGTHS[number])
+        self.sequences = Sequences.from_lengths(lengths)
         self.hidden_size, self.dtype = hidden_size, dtype
         self.value = self.keys["tokens"]
 
@@ -144,34 +208,30 @@ class _FakeRun:
         parameters = Parameters.of(module)
         args, kwargs = parameters.arguments(self.value, self.sequences, self.keys)
         every = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
-        own = {name: _fake(tensor, self.dtype) for name, tensor in every}
+        own = {
+            name: torch.empty(tensor.shape, dtype=self.dtype if tensor.is_floating_point() else tensor.dtype)
+            for name, tensor in every
+        }
         self.value = functional_call(module, own, tuple(args), kwargs, tie_weights=False)
 
-    def expect_stream(self) -> None:
-        """Go on as if the layer had given the plain stream."""
-        self.value = torch.zeros(self.num_rows["tokens"], self.hidden_size, dtype=self.dtype)
 
-
-def _fake(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.empty(tensor.shape, dtype=dtype if tensor.is_floating_point() else tensor.dtype)
-
-
-def _found(name: str, module: nn.Module, runs: Sequence[_FakeRun]) -> Found:
+def _found(name: str, module: nn.Module, runs: Sequence[_FakeRun]) -> _Found:
     declared = getattr(module, "gives", None)
     try:
         for run in runs:
             run.call(module)
     except Exception as error:  # a layer may need data, or do anything that fake tensors do not allow
-        found = Found(declared if isinstance(declared, Message) else None, " ".join(str(error).split())[:200])
+        message = declared if isinstance(declared, Message) else None
         for run in runs:
-            run.expect_stream()
-            if found.message is not None:
-                parts = (torch.zeros(part.shape(run.num_rows), dtype=part.dtype) for part in found.message.parts)
-                run.value = found.message.formed(tuple(parts))
-        return found
+            # Go on as if the layer had given this.
+            run.value = torch.zeros(run.num_rows["tokens"], run.hidden_size, dtype=run.dtype)
+            if message is not None:
+                parts = (torch.zeros(part.shape(run.num_rows), dtype=part.dtype) for part in message.parts)
+                run.value = message.formed(tuple(parts))
+        return message, " ".join(str(error).split())[:200]
     message = declared if isinstance(declared, Message) else _message(name, runs)
     plain = Message(Form.ONE, (MessagePart("tokens", (runs[0].hidden_size,), runs[0].dtype),))
-    return Found(None if message == plain else message)
+    return None if message == plain else message, ""
 
 
 def _message(name: str, runs: Sequence[_FakeRun]) -> Message:
@@ -207,102 +267,3 @@ def _part(name: str, tensors: tuple[Tensor, ...], runs: Sequence[_FakeRun]) -> M
         f"{name} gives {list(small.shape)} for a microbatch of {counts}; a tensor that goes on has a row for each of "
         "these, and otherwise the same shape for any microbatch"
     )
-
-
-# ---- A user's own layers: what they ask for of a microbatch by name, and what they give each other
-
-
-class OwnLayers:
-    """The layers of this rank that are called by the names of their parameters."""
-
-    #: all units of the model, in order
-    _units: Sequence[UnitSpec]
-    #: stage -> its units, as positions in `_units`; those of a second copy are not listed
-    _cut: Sequence[range]
-    #: the stages of this rank by number
-    _stages: Mapping[int, Stage]
-    #: the plain stream between stages
-    _boundary: Boundary
-    #: precision of the layers' forwards
-    _precision: Precision
-    #: their calls, stage by stage
-    _calls: list[UnitCall]
-    #: the keys that some of them ask for
-    _wanted: frozenset[str]
-    #: the keys of the last batch
-    _shapes: KeyShapes | None
-    #: the keys for which no layer lacked anything, and true if this rank had metadata alone
-    _checked: tuple[frozenset[str], bool] | None
-    #: True if some layer of the model gives more than the plain stream
-    _has_messages: bool
-    #: the number of classes of the last layer's logits; None if that is not known without data
-    num_classes: int | None
-
-    def __init__(
-        self,
-        units: Sequence[UnitSpec],
-        cut: Sequence[range],
-        stages: Mapping[int, Stage],
-        boundary: Boundary,
-        precision: Precision,
-    ) -> None:
-        self._units, self._cut, self._stages = units, cut, stages
-        self._boundary, self._precision = boundary, precision
-        self._calls = [call for stage in stages.values() for call in stage.calls]
-        self._wanted = frozenset[str]().union(*(call.parameters.keys for call in self._calls))
-        self._shapes, self._checked, self._has_messages, self.num_classes = None, None, False, None
-
-    def given(self, own: PackedBatch, device: torch.device, randomness: Randomness | None) -> Given:
-        """All that this rank's units ask for of their microbatch by name, of which `own` is this rank's part."""
-        num_rows: dict[str, int] = {}
-        if self._has_messages:
-            num_rows = {SEQUENCES: len(own.sequence_lengths("tokens"))}
-            num_rows |= {key: sum(own.item_lengths(key)) for key in own.keys}
-        return Given(
-            {key: own[key].to(device) for key in sorted(self._wanted.intersection(own.keys))}, randomness, num_rows
-        )
-
-    def prepare_for(self, batch: PackedBatch) -> None:
-        """Find out what the layers give each other for batches with these keys.
-
-        Raises:
-            ValueError: a layer of this rank needs more, or gives what cannot go on; names the layer.
-        """
-        if all(unit.is_own for unit in self._units) and (shapes := KeyShapes.of(batch)) != self._shapes:
-            self._find_messages(shapes)
-            self._checked = None
-        if (keys := (frozenset(batch.keys), batch.data is None)) != self._checked:
-            self._check_keys(batch)
-            self._checked = keys
-
-    def _find_messages(self, shapes: KeyShapes) -> None:
-        layers = [(unit.name, unit.build()) for unit in self._units]
-        autocast, boundary = (
-            autocast_of(self._precision, torch.device("cpu")),
-            next(iter(self._stages.values())).boundary,
-        )
-        findings = find_messages(layers, shapes, boundary.hidden_size, boundary.dtype, autocast())
-        found, self.num_classes = findings.layers, findings.num_columns
-        self._shapes, self._has_messages = shapes, any(one.message is not None for one in found)
-        for number, stage in self._stages.items():
-            members = self._cut[number % len(self._cut)]
-            for call, member in zip(stage.calls, members, strict=True):
-                call.takes = found[member - 1].message if member else None
-                if member < len(found):
-                    call.gives, call.not_found = found[member].message, found[member].reason
-            stage.takes, stage.gives = stage.calls[0].takes, stage.calls[-1].gives
-
-    def _check_keys(self, batch: PackedBatch) -> None:
-        for call in self._calls:
-            if missing := call.missing(batch.keys):
-                raise ValueError(
-                    f"{call.name} takes {missing[0]!r}, which has no default and is no key of the batch; its keys are "
-                    f"{sorted(batch.keys)}"
-                )
-            if (beyond := call.parameters.unreachable(batch.keys)) is not None:
-                raise ValueError(
-                    f"{call.name} hands on arguments by position alone, so {beyond[0]!r} needs {beyond[1]!r} before "
-                    "it, which is no key of the batch; let its forward take **kwargs, too"
-                )
-            if batch.data is None and (keys := sorted(call.parameters.keys.intersection(batch.keys))):
-                raise ValueError(f"{call.name} takes the key {keys[0]!r}, but this rank was given metadata alone")

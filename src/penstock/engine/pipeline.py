@@ -30,7 +30,7 @@ from penstock.engine.options import EngineOptions, check_alike
 from penstock.engine.own_layers import OwnLayers
 from penstock.engine.sharding import ContextShards, Sharding, UnitSource, WholeModel, stepped_whole, units_for
 from penstock.engine.timed_cut import measure_units, timed_cut
-from penstock.model import ModelGroups, Randomness, UnitSpec, WeightCasts, share_casts
+from penstock.model import Given, ModelGroups, Randomness, Sequences, UnitSpec, WeightCasts, share_casts
 from penstock.model.reproducible import check_reproducible
 from penstock.parallel import Grid, connect, naming_ended_ranks
 from penstock.parallel.collectives import Collectives, observe
@@ -53,7 +53,7 @@ from penstock.schedule import Costs, Pair, Placement, Program, Timeline
 from penstock.schedule.actions import check_count
 from penstock.schedule.choice import ScheduleChoice, forward_only
 from penstock.schedule.recording import Recording
-from penstock.settings import Layout
+from penstock.settings import Groups, Layout
 
 # ---- The state that a step changes before it is certain to succeed, and that is put back after one which failed
 
@@ -147,8 +147,12 @@ class Pipeline:
     device: torch.device
     #: this rank's place in the layout, and its process groups
     grid: Grid
-    #: this rank's shard of each microbatch's tokens under context parallelism
-    context: ContextShards
+    #: for each place on the dp axis, the rank that sees labels and losses
+    output_ranks: tuple[int, ...]
+    #: the ranks that are given the same batch, for each batch
+    ranks_by_batch: Groups
+    #: this rank's shard of each microbatch's tokens; None without context parallelism
+    context: ContextShards | None
 
     # -- the model
     #: all units of the model, in order
@@ -171,8 +175,13 @@ class Pipeline:
     sharding: Sharding
     #: the optimizer's groups of parameters
     parameter_groups: ParameterGroups
-    #: the layers that are called by the names of their parameters, and what they give each other
-    own_layers: OwnLayers
+    #: layers that ask for more than the stream, and what they give each other; None where no layer of this rank does
+    own_layers: OwnLayers | None
+    #: True if this rank holds that end of the model
+    holds_first_stage: bool
+    holds_last_stage: bool
+    #: True on the rank of its pipeline that gets the results of `forward`
+    gives_results: bool
     #: casts of the weights, kept while no weight changes
     casts: WeightCasts
 
@@ -206,7 +215,7 @@ class Pipeline:
         check_count("hidden_size", int(hidden_size))
         self.device, self.grid = self._join()
         check_alike(self.options, partial(gather_json, group=self.grid.control))
-        self.context = ContextShards(self.grid.cp_group, self.device)
+        self.context = ContextShards(self.grid.cp_group, self.device) if self.grid.cp_group is not None else None
         groups = ModelGroups(self.grid.tp_group, self.grid.cp_group, self.grid.ep_group, self.options.attention)
         self.units = build_on_all_ranks(lambda: units_for(units, groups, self.layout), self.grid.control)
         check_same_units(self.units, self.grid.control)
@@ -219,7 +228,9 @@ class Pipeline:
         pipelines = self.layout.world_size // self.layout.pp
         self.recorder = self._make_recorder(None if pipelines == 1 else str(self.grid.place))
         build_on_all_ranks(self._build_stages, self.grid.control)
-        self.own_layers = OwnLayers(self.units, self.cut, self.stages, self.boundary, self.options.precision)
+        self._find_ends()
+        own_layers = OwnLayers(self.units, self.cut, self.stages, self.options.precision, self.device)
+        self.own_layers = None if own_layers.are_plain else own_layers
         self._check_whole_model()
         self.recovery = Recovery(
             self.grid.control,
@@ -269,6 +280,15 @@ class Pipeline:
                 self.sharding = self.sharding.with_zero(self.ties.owners, self.grid, whole)
         self.lend_weights()
 
+    def _find_ends(self) -> None:
+        """Find out which ranks have tokens, labels and results."""
+        layout, placement = self.layout, self.placement
+        self.holds_first_stage = any(map(placement.is_first, self.stages))
+        self.holds_last_stage = any(map(placement.is_last, self.stages))
+        self.gives_results = self.grid.pp_rank == placement.output_rank
+        self.output_ranks = tuple(layout.rank_of(dp=dp, pp=placement.output_rank) for dp in range(layout.dp))
+        self.ranks_by_batch = layout.groups("pp", "cp", "tp")
+
     def _check_whole_model(self) -> None:
         own = self.parameters() | self.buffers()
         whole_model = WholeModel.gathered(own, self.sharding.shards, self.loans, self.grid)
@@ -296,19 +316,6 @@ class Pipeline:
         return timed_cut(alone, hidden_size, self.placement, self.options, times)
 
     # ---- the model on this rank
-
-    @property
-    def holds_first_stage(self) -> bool:
-        return any(self.placement.is_first(number) for number in self.stages)
-
-    @property
-    def holds_last_stage(self) -> bool:
-        return any(self.placement.is_last(number) for number in self.stages)
-
-    @property
-    def gives_results(self) -> bool:
-        """True on the rank of its pipeline that gets the results of `forward`."""
-        return self.grid.pp_rank == self.placement.output_rank
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """This rank's parameters by full name, once values that other ranks step have arrived."""
@@ -339,21 +346,25 @@ class Pipeline:
         Here alone a microbatch is cut among context-parallel ranks: `finish` gets this rank's part and its logits;
         where ranks share the vocabulary, these are `ShardedLogits`.
         """
-        own, sequences = self.context.shard(microbatch)
+        if self.context is None:
+            lengths = microbatch.sequence_lengths("tokens")
+            own, sequences = microbatch, Sequences.from_lengths(lengths, self.device)
+        else:
+            own, sequences = self.context.shard(microbatch)
+        if "positions" in own and _is_per_token(own, "positions"):
+            sequences = sequences.with_positions(own["positions"])
+        randomness = None
+        if training_number is not None:
+            place = self.grid.dp_rank * self.layout.cp + self.grid.cp_rank
+            randomness = Randomness(self.options.seed, self.step, place, training_number, self.device)
         present = self.units[-1].present or _as_it_is
         return Feed(
             num_tokens=sequences.num_tokens,
             sequences=sequences,
             tokens=own["tokens"].to(self.device) if self.holds_first_stage else None,
             finish=(lambda output: finish(present(output), own)) if self.holds_last_stage else None,
-            given=self.own_layers.given(own, self.device, self._randomness(training_number)),
+            given=Given({}, randomness) if self.own_layers is None else self.own_layers.given(own, randomness),
         )
-
-    def _randomness(self, training_number: int | None) -> Randomness | None:
-        if training_number is None:
-            return None
-        place = self.grid.dp_rank * self.layout.cp + self.grid.cp_rank
-        return Randomness(self.options.seed, self.step, place, training_number, self.device)
 
     def program(self, num_microbatches: int, training: bool = True) -> Program:
         """The program of a step with this number of microbatches, or of as many forwards alone."""
@@ -382,15 +393,6 @@ class Pipeline:
             del self._executors[next(iter(self._executors))]
         return found
 
-    def begin_recording(self, step: int | None = None) -> None:
-        """Count the records that follow as those of a step, or of a pass after the last step."""
-        self.recorder.begin_step(self.step if step is None else step)
-
-    def count_step(self, number: int | None = None) -> int:
-        """Count one more optimizer step, or go on to that of an absolute number; returns its number."""
-        self.step = self.step + 1 if number is None else number
-        return self.step
-
     def continue_from(self, step: int) -> None:
         """Go on as if this number of optimizer steps had been taken."""
         self.step = step
@@ -404,15 +406,6 @@ class Pipeline:
         with self.recorder.collective("add up the loss"):
             dist.all_reduce(tensor, group=self.grid.control)
         return tensor.tolist()
-
-    def total_loss(self, losses: Sequence[Tensor], *others: float) -> list[float]:
-        """The sum of all ranks' losses, and those of the ranks' `others`, on every rank, in one collective.
-
-        Ranks of a tp group have the same ones, which count once.
-        """
-        if self.grid.tp_rank:
-            return self.sum_over_ranks(0.0, *(0.0 for _ in others))
-        return self.sum_over_ranks(float(torch.stack(list(losses)).sum()) if losses else 0.0, *others)
 
     def at_close(self, close: Callable[[], None]) -> None:
         """Call `close` before the transport is closed."""
@@ -473,6 +466,12 @@ def _exchanges(stage: Stage) -> bool:
     parts = (part for _, module in stage.units for part in module.modules())
     shared = (value for part in parts for value in vars(part).values() if isinstance(value, Collectives))
     return stage.exchanges and any(collectives.size > 1 for collectives in shared)
+
+
+def _is_per_token(batch: PackedBatch, key: str) -> bool:
+    """True if the key has a whole number for each token; with another shape it is a user's own, for his layers."""
+    is_alike = batch.lengths[key] == batch.lengths["tokens"] and not batch.trailing_shapes[key]
+    return is_alike and not batch.dtypes[key].is_floating_point
 
 
 def _as_it_is(output: Tensor) -> Tensor:

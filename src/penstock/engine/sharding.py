@@ -202,38 +202,22 @@ def local_state(owned: Mapping[str, OwnedState], shards: Mapping[str, Shard]) ->
 # ---- tokens
 
 
-def _has_positions(batch: PackedBatch) -> bool:
-    """True if the batch has a position for each token under the key "positions".
-
-    A key of that name with another shape is a user's own: his layers may ask for it.
-    """
-    if "positions" not in batch or batch.lengths["positions"] != batch.lengths["tokens"]:
-        return False
-    return not batch.trailing_shapes["positions"] and not batch.dtypes["positions"].is_floating_point
-
-
 @dataclass(frozen=True, eq=False)
 class ContextShards:
     """This rank's part of every microbatch under context parallelism."""
 
-    #: the ranks that share every sequence, for device tensors; None where this rank has all tokens
-    group: dist.ProcessGroup | None
+    #: the ranks that share every sequence, for device tensors
+    group: dist.ProcessGroup
     #: the device of this rank's sequences
     device: torch.device
 
     def shard(self, microbatch: PackedBatch) -> tuple[PackedBatch, Sequences]:
         """This rank's part, cut alike for all keys, and the sequences that units see."""
         spread = self.spread(microbatch)
-        if spread is None:
-            own, sequences = microbatch, Sequences.from_lengths(microbatch.sequence_lengths("tokens"), self.device)
-        else:
-            own, sequences = part_of(microbatch, spread.pieces[spread.rank]), Sequences.of_spread(spread, self.device)
-        return own, sequences.with_positions(own["positions"]) if _has_positions(own) else sequences
+        return part_of(microbatch, spread.pieces[spread.rank]), Sequences.of_spread(spread, self.device)
 
-    def spread(self, microbatch: PackedBatch) -> Spread | None:
+    def spread(self, microbatch: PackedBatch) -> Spread:
         """The tokens of every rank; some may have none."""
-        if self.group is None:
-            return None
         pieces = cut_sequences(microbatch.sequence_lengths("tokens"), self.group.size())
         return Spread(self.group.rank(), pieces)
 
@@ -246,8 +230,6 @@ class ContextShards:
     def whole(self, x: Tensor, microbatch: PackedBatch) -> Tensor:
         """Gather all ranks' rows [R, ...] in the order of the microbatch's tokens, [T, ...]; all ranks call it."""
         spread = self.spread(microbatch)
-        if spread is None:
-            return x
         rows = torch.cat(gather_uneven(x, spread.num_tokens, self.group))
         order = torch.cat([spread.rows(rank) for rank in range(spread.num_ranks)])
         return torch.empty_like(rows).index_copy_(0, order.to(x.device), rows)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import re
 import time
 from collections.abc import Iterator, Sequence
@@ -216,31 +217,31 @@ class Grid:
     def world_size(self) -> int:
         return self.layout.world_size
 
-    @property
+    @functools.cached_property
     def place(self) -> Coordinates:
         return self.layout.coordinates(self.rank)
 
-    @property
+    @functools.cached_property
     def pp_rank(self) -> int:
         return self.place.pp
 
-    @property
+    @functools.cached_property
     def dp_rank(self) -> int:
         return self.place.dp
 
-    @property
+    @functools.cached_property
     def cp_rank(self) -> int:
         return self.place.cp
 
-    @property
+    @functools.cached_property
     def tp_rank(self) -> int:
         return self.place.tp
 
-    @property
+    @functools.cached_property
     def ep_rank(self) -> int:
         return self.layout.group_of(self.rank, "dp", "cp").index(self.rank) % self.layout.ep
 
-    @property
+    @functools.cached_property
     def pp_ranks(self) -> tuple[int, ...]:
         """Global ranks of this pipeline, in pipeline order."""
         return self.layout.group_of(self.rank, "pp")

@@ -225,7 +225,7 @@ class Generator:
     def _run(self, generation: GenerateCall, longest: int) -> DecodeLoop:
         """Take part in a generation until it is over; a row of the cache has room for `longest` tokens."""
         pipeline, options, shape = self._pipeline, generation.options, generation.shape
-        pipeline.begin_recording()
+        pipeline.recorder.begin_step(pipeline.step)
         self.decoders.reserve(shape.num_rows, longest)
         if options.packed:
             self.decoders.pack_weights()

@@ -275,7 +275,8 @@ def rehearse(
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, meter, meter.guarded(read_by_design):
         pipeline = RehearsedPipeline(RehearsedPlace(rank, device, meter), units, hidden_size, layout, options)
         trainer = Trainer(pipeline)
-        pipeline.own_layers.prepare_for(data)
+        if pipeline.own_layers is not None:
+            pipeline.own_layers.prepare_for(data)
         # The batch keeps its values, which the host may read; the mode goes on with these wherever it meets it.
         known = [mode.from_tensor(microbatch[key]) for microbatch in parts.microbatches for key in data.keys]
         meter.claim(MemoryKind.OTHER, known)

@@ -15,53 +15,32 @@ from penstock.engine.optimizer.steppers import OwnedState
 from penstock.parallel import gather_json
 
 
-class TrainedParameters:
-    """Remembers which parameters of this rank required a gradient when it was last asked."""
+def agree_on_trained(
+    parameters: Mapping[str, nn.Parameter], ties: Mapping[str, str], group: dist.ProcessGroup | None
+) -> set[str]:
+    """The full names of all parameters that require a gradient, on any rank; all ranks call it with their own.
 
-    #: full name -> the parameter
-    parameters: Mapping[str, nn.Parameter]
-    #: by parameter, in order
-    _trained: list[bool]
+    ties: full names of parameters, copy -> owner.
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        self.parameters = parameters
-        self._trained = self._now()
-
-    @property
-    def changed(self) -> bool:
-        """True if a parameter was frozen or thawed since `agree`."""
-        return self._now() != self._trained
-
-    def agree(self, ties: Mapping[str, str], group: dist.ProcessGroup | None) -> set[str]:
-        """Compare with all ranks, which all call it; returns the names of all that is trained, on any rank.
-
-        ties: full names of parameters, copy -> owner.
-
-        Raises:
-            ValueError: ranks disagree on a parameter, or one is frozen without the parameter it is tied to; on all
-                ranks alike.
-        """
-        own = {name: int(parameter.requires_grad) for name, parameter in self.parameters.items()}
-        trained: dict[str, tuple[int, int]] = {}
-        for rank, theirs in enumerate(gather_json(own, group)):
-            for name, value in theirs.items():
-                other, known = trained.setdefault(name, (rank, value))
-                if known != value:
-                    raise ValueError(
-                        f"{name} requires a gradient on rank {rank if value else other} and none on rank "
-                        f"{other if value else rank}; freeze it on every rank that holds it, or on none"
-                    )
-        for copy, owner in sorted(ties.items()):
-            if copy in trained and owner in trained and trained[copy][1] != trained[owner][1]:
-                frozen, other = (owner, copy) if trained[copy][1] else (copy, owner)
+    Raises:
+        ValueError: ranks disagree on a parameter, or one is frozen without the parameter it is tied to; on all ranks
+            alike.
+    """
+    own = {name: int(parameter.requires_grad) for name, parameter in parameters.items()}
+    trained: dict[str, tuple[int, int]] = {}
+    for rank, theirs in enumerate(gather_json(own, group)):
+        for name, value in theirs.items():
+            other, known = trained.setdefault(name, (rank, value))
+            if known != value:
                 raise ValueError(
-                    f"{frozen} is frozen, but {other}, to which it is tied, is not; freeze both or neither"
+                    f"{name} requires a gradient on rank {rank if value else other} and none on rank "
+                    f"{other if value else rank}; freeze it on every rank that holds it, or on none"
                 )
-        self._trained = self._now()
-        return {name for name, (_, value) in trained.items() if value}
-
-    def _now(self) -> list[bool]:
-        return [parameter.requires_grad for parameter in self.parameters.values()]
+    for copy, owner in sorted(ties.items()):
+        if copy in trained and owner in trained and trained[copy][1] != trained[owner][1]:
+            frozen, other = (owner, copy) if trained[copy][1] else (copy, owner)
+            raise ValueError(f"{frozen} is frozen, but {other}, to which it is tied, is not; freeze both or neither")
+    return {name for name, (_, value) in trained.items() if value}
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +59,7 @@ class WholeState:
         by_rank = gather_json({name: _described(state) for name, state in owned.items()}, group)
         found = {}
         for name in sorted({name for theirs in by_rank for name in theirs}):
-            reduction = optimizer.reductions.get(_parameter(name))
+            reduction = optimizer.reductions.get(name.split(".", 2)[2])
             holders = (
                 [] if reduction is None else [rank for rank in _ranks(reduction.group, group) if name in by_rank[rank]]
             )
@@ -91,7 +70,10 @@ class WholeState:
             counts = known["elements"] or holders[0] == group.rank()
             whole = _whole(owned.get(name) if counts else None, known, device)
             if reduction.group is not None:
-                _sum_bits(whole, reduction.group)
+                # All but one rank's values are zero bits, so the sum is exact.
+                flat = whole.reshape(-1).view(torch.uint8)
+                dist.all_reduce(flat, group=reduction.group)
+                whole.copy_(flat.view(whole.dtype).view(whole.shape))
             found[name] = known["elements"], whole
         return cls(found)
 
@@ -103,11 +85,6 @@ class WholeState:
                 assert elements == (state.place is not None), f"{name} has changed its form"
                 own = whole.view(-1)[state.place.first : state.place.last] if state.place is not None else whole
                 state.values.copy_(own)
-
-
-def _parameter(state_name: str) -> str:
-    """The parameter's name in that of its state."""
-    return state_name.split(".", 2)[2]
 
 
 def _described(state: OwnedState) -> dict[str, Any]:
@@ -123,13 +100,6 @@ def _whole(own: OwnedState | None, known: Mapping[str, Any], device: torch.devic
         place = own.place
         (whole if place is None else whole[place.first : place.last]).copy_(own.values)
     return whole
-
-
-def _sum_bits(whole: Tensor, group: dist.ProcessGroup) -> None:
-    """Join the ranks' values, of which all but one rank's are zero bits, in place and exactly."""
-    flat = whole.reshape(-1).view(torch.uint8)
-    dist.all_reduce(flat, group=group)
-    whole.copy_(flat.view(whole.dtype).view(whole.shape))
 
 
 def _ranks(members: dist.ProcessGroup | None, group: dist.ProcessGroup) -> Sequence[int]:

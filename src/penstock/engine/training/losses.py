@@ -1,25 +1,30 @@
-"""The loss of a reward model, which learns from pairs of texts which of the two is better."""
+"""The losses of a step: the main one with its weight and divisor, numbers beside it, and auxiliary losses."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from penstock.data import NO_LABEL, PackedBatch
+from penstock.engine.build import SECOND_COPY
 from penstock.engine.pipeline import Pipeline
-from penstock.model import Logits, cross_entropy_sum
+from penstock.model import AuxLoss, AuxLosses, FutureTokens, Logits, cross_entropy_sum
+from penstock.model.layers.router import Balance
+from penstock.parallel import sum_tied
 from penstock.parallel.host import gather_json
+from penstock.runtime import Feed
 from penstock.settings import Normalize
 from penstock.settings.arguments import type_in_words
 from penstock.settings.declare import NamedValue
 
-# ---- The loss of a step: the default loss function and its weight, and what the loss is divided by
+# ---- The default loss function and its weight, and what the loss is divided by
 
 
 LossFn = Callable[[Any, PackedBatch], Any]
@@ -162,15 +167,14 @@ class Metric:
                 raise ValueError(f"a metric's {name} is one number, not {type_in_words(given)}{shape}")
 
 
+@dataclass(eq=False)
 class LossMetrics:
     """A loss function, and the numbers that it reports in the course of one step or evaluation."""
 
-    #: name -> the microbatches' parts, on this rank
-    _parts: dict[str, list[Metric]]
+    #: gives a microbatch's loss, or that and the numbers
     _loss_fn: LossFn
-
-    def __init__(self, loss_fn: LossFn) -> None:
-        self._loss_fn, self._parts = loss_fn, {}
+    #: name -> the microbatches' parts, on this rank
+    _parts: dict[str, list[Metric]] = field(default_factory=dict)
 
     def __call__(self, output: Any, microbatch: Any) -> Any:
         """The microbatch's loss alone.
@@ -198,7 +202,11 @@ class LossMetrics:
 
     def total(self, pipeline: Pipeline, losses: Sequence[Tensor]) -> tuple[float, int]:
         """The sum of all ranks' losses, and the number of names that ranks report; all ranks call it at one point."""
-        loss, num_names = pipeline.total_loss(losses, len(self._parts))
+        # Ranks of a tp group have the same ones, which count once.
+        own = (0.0, 0.0)
+        if not pipeline.grid.tp_rank:
+            own = (float(torch.stack(list(losses)).sum()) if losses else 0.0, float(len(self._parts)))
+        loss, num_names = pipeline.sum_over_ranks(*own)
         return loss, int(num_names)
 
     def reduced(self, pipeline: Pipeline, num_names: int) -> dict[str, float]:
@@ -291,3 +299,138 @@ def comparison_loss(output: Tensor, microbatch: PackedBatch) -> tuple[Tensor, di
 def num_pairs(microbatch: PackedBatch) -> float:
     """The loss weight that belongs to `comparison_loss`."""
     return float(microbatch.num_items)
+
+
+# ---- Auxiliary losses (routers, multi-token prediction) and the experts' load, gathered from the units
+
+
+@dataclass(frozen=True)
+class AuxLossReport:
+    """Auxiliary losses of one step and the experts' load, the same on every rank."""
+
+    #: kind of loss -> its part of the step's loss, normalised and weighted as it was learned from
+    losses: Mapping[str, float] = field(default_factory=dict)
+    #: tokens of the busiest expert of any layer over the mean of its layer; None without experts
+    busiest_expert: float | None = None
+
+    def metrics(self) -> dict[str, float]:
+        """Name -> value, for a run's metrics."""
+        found = {f"{name}_loss": value for name, value in self.losses.items()}
+        return found if self.busiest_expert is None else found | {"busiest_expert": self.busiest_expert}
+
+
+class AuxLossTracker:
+    """The auxiliary losses of a model's units, and the routers that learn once a step from the experts' load.
+
+    These losses arise in the middle of a pipeline, where no rank sees labels. So the factor of each microbatch's main
+    loss is sent to all ranks of the pipeline before the first forward, and is passed along with the microbatch.
+    Loads are summed over all microbatches and over all ranks that saw other tokens, copies of a bidirectional model
+    included, so that every rank moves its routers alike.
+    """
+
+    #: stages, grid and recorder
+    pipeline: Pipeline
+    #: full name of a router on this rank -> the part of it that learns from the load
+    _routers: dict[str, Balance]
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self.pipeline = pipeline
+        self._routers = {
+            f"{unit}.{name}{stage.suffix}": part
+            for stage in pipeline.stages.values()
+            for unit, module in stage.units
+            for name, part in module.named_modules()
+            if isinstance(part, Balance)
+        }
+
+    def attached_to(
+        self,
+        feeds: Sequence[Feed],
+        microbatches: Sequence[PackedBatch],
+        factors: Sequence[float],
+        weight_per_token: float,
+    ) -> list[Feed]:
+        """The feeds, each with the factor of its microbatch's loss.
+
+        A coefficient of a router's loss weighs the mean over tokens, labelled or not: a microbatch without labels
+        counts as its tokens would in any other, unless the main loss is divided microbatch by microbatch. So under
+        `Normalize.GLOBAL` no loss depends on how the batch is split. (The balance loss of a microbatch compares that
+        microbatch's own load, so its value does, though not its weight.)
+
+        `factors` are known where labels are seen, and empty elsewhere; all ranks call this at one point.
+        """
+        found, everywhere = [], self._send_factors(len(feeds), factors)
+        for feed, factor, microbatch in zip(feeds, everywhere, microbatches, strict=True):
+            aux_losses = AuxLosses(factor, factor * weight_per_token, self._ahead(microbatch))
+            found.append(replace(feed, sequences=feed.sequences.with_aux_losses(aux_losses)))
+        return found
+
+    def finish(self, feeds: Sequence[Feed], loss_scale: float, learns: bool) -> AuxLossReport:
+        """Gather what the units noted of a step; with `learns` the routers learn from it. All ranks call it."""
+        aux_losses = [feed.sequences.aux_losses for feed in feeds if feed.sequences.aux_losses is not None]
+        loads = self._loads(aux_losses)
+        if learns:
+            for name, router in self._routers.items():
+                router.update(loads[name])
+        busiest = self._busiest(loads)
+        notes = [note for t in aux_losses for note in t.values.items()]
+        own = [sum(float(value) for (_, kind), value in notes if kind is wanted) for wanted in AuxLoss]
+        sums = self.pipeline.sum_over_ranks(*own)
+        losses = {kind.value: value / loss_scale for kind, value in zip(AuxLoss, sums, strict=True) if value}
+        return AuxLossReport(losses, busiest or None)
+
+    def _send_factors(self, num_microbatches: int, factors: Sequence[float]) -> list[float]:
+        """The factors of all microbatches, from the rank that sees labels to all ranks of its pipeline."""
+        pipeline = self.pipeline
+        sent = torch.zeros(num_microbatches, dtype=torch.float64)
+        sent[: len(factors)] = torch.tensor(factors, dtype=torch.float64)
+        if pipeline.grid.pp_control is not None:
+            source = pipeline.placement.output_rank
+            with pipeline.recorder.collective("send the loss's factors", pipeline.grid.pp_control):
+                dist.broadcast(sent, group=pipeline.grid.pp_control, group_src=source)
+        return sent.tolist()
+
+    def _ahead(self, microbatch: PackedBatch) -> list[FutureTokens]:
+        """Tokens and labels further ahead, of this rank's part of the microbatch, for multi-token prediction."""
+        pipeline = self.pipeline
+        distances = range(1, pipeline.units[-1].num_ahead + 1)
+        if not pipeline.holds_last_stage or not distances:
+            return []
+        tokens, labels = (microbatch[key].to(pipeline.device) for key in ("tokens", "labels"))
+        lengths = microbatch.sequence_lengths("tokens")
+        found = [FutureTokens.of(tokens, labels, lengths, distance) for distance in distances]
+        if pipeline.context is None:
+            return found
+        spread = pipeline.context.spread(microbatch)
+        rows = spread.rows(spread.rank).to(pipeline.device)
+        return [ahead.rows(rows) for ahead in found]
+
+    def _loads(self, aux_losses: Sequence[AuxLosses]) -> dict[str, Tensor]:
+        """Tokens of each expert [E] int64 by router, of the whole step; all ranks call it at the same point."""
+        pipeline = self.pipeline
+        loads = {
+            name: sum(
+                (t.counts[router] for t in aux_losses if router in t.counts), start=router.no_counts(pipeline.device)
+            )
+            for name, router in self._routers.items()
+        }
+        if loads:
+            flat = torch.cat(list(loads.values()))
+            for group in (pipeline.grid.dp_cp_group, pipeline.grid.tp_group):
+                if group is not None:
+                    dist.all_reduce(flat, group=group)
+            loads = dict(zip(loads, flat.split([len(load) for load in loads.values()]), strict=True))
+        if pipeline.placement.num_routes > 1:
+            copies = {name: name.removesuffix(SECOND_COPY) for name in loads if name.endswith(SECOND_COPY)}
+            copies |= {f"{name}{SECOND_COPY}": name for name in loads if not name.endswith(SECOND_COPY)}
+            sum_tied(copies, loads, pipeline.grid.mirror_group)
+        return loads
+
+    def _busiest(self, loads: Mapping[str, Tensor]) -> float:
+        """The highest load of an expert over the mean of its layer, of all ranks; 0 without experts."""
+        busiest = max((float(c.max() * len(c) / c.sum()) for c in loads.values()), default=0.0)
+        if self.pipeline.grid.control is None:
+            return busiest
+        highest = torch.tensor(busiest, dtype=torch.float64)
+        dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=self.pipeline.grid.control)
+        return float(highest)

@@ -9,7 +9,7 @@ import struct
 import sys
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, fields, replace
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -21,11 +21,9 @@ from torch import Tensor
 from penstock.data import NO_LABEL, MicroBatchSpec, PackedBatch, Split, agree, count, split
 from penstock.data.checks import BatchError, DtypeMismatch, KeyMismatch, LengthError, ShapeMismatch
 from penstock.engine.pipeline import Pipeline
-from penstock.engine.training.losses import LossWeightFn
 from penstock.model import Limits
 from penstock.parallel.host import gather_json, gather_rows, shown_to_all_ranks
 from penstock.runtime import PipelineError
-from penstock.settings import Coordinates
 from penstock.settings.arguments import type_in_words
 
 # ---- Checks of what a caller gives: of the batch's numbers against the model, and of the other arguments' kinds
@@ -33,8 +31,6 @@ from penstock.settings.arguments import type_in_words
 
 _INTEGERS = (torch.int64, torch.int32)
 _NO_INT_LIMIT = sys.maxsize
-# Ranks tell each other in 64 bits.
-LAST_STEP = 2**63 - 1
 # Keys that a model's own code reads token by token.
 _PER_TOKEN = ("labels", "positions")
 
@@ -113,18 +109,6 @@ def check_loss(loss_fn: Any, loss_weight_fn: Any) -> None:
     check_callable("loss_weight_fn", loss_weight_fn, "microbatch")
 
 
-def check_step(number: Any) -> None:
-    """Refuse anything but the number of a step. Raises: ValueError."""
-    if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= LAST_STEP:
-        raise ValueError(f"step = {number!r} is not the number of a step; steps are counted from 1 to {LAST_STEP}")
-
-
-def check_spec(spec: Any) -> None:
-    """Refuse anything but a way to split. Raises: ValueError."""
-    if spec is not None and not isinstance(spec, MicroBatchSpec):
-        raise ValueError(f"micro_batches={spec!r} is {type_in_words(spec)}; give a MicroBatchSpec, or None")
-
-
 def checked_weight(weight_fn: Callable[[PackedBatch], float], microbatch: PackedBatch, number: int) -> float:
     """The weight of a microbatch. Raises: ValueError unless it is a finite number of at least 0."""
     weight = weight_fn(microbatch)
@@ -185,8 +169,84 @@ def _check_range(batch: PackedBatch, key: str, end: int, possible: str, besides:
 
 _NOTHING = Split((), (), (), ())
 _NO_LIMIT = 1 << 62
-# The fields of a `BatchReport` in their order.
-_ROW = struct.Struct("<q4qqqqqd???q??")
+
+
+@dataclass(frozen=True)
+class BatchReport:
+    """One rank's view of its batch: whole numbers of 64 bits, numbers and truth values, sent in this order."""
+
+    #: tokens of the rank's batch
+    num_tokens: int = 0
+    #: the numbers that data-parallel ranks need to split alike, see `penstock.data.SplitCounts`
+    wanted: int = 0
+    needed: int = 0
+    num_items: int = 0
+    longest_item: int = 0
+    #: the number of microbatches that the rank has split into so far
+    num_microbatches: int = 0
+    #: covers ids, keys and lengths
+    digest: int = 0
+    #: covers the data; 0 for metadata alone
+    contents: int = 0
+    #: covers the engine's method and its settings
+    job: int = 0
+    #: the sum of the loss weights
+    weight: float = 0.0
+    #: True if the rank cannot go on with its batch
+    failed: bool = False
+    #: True if the rank was asked to end after the step
+    stop: bool = False
+    #: True if a parameter of the rank was frozen or thawed since the last step
+    refit: bool = False
+    #: the step's number
+    step: int = 0
+    #: True if the rank has no batch left; its counts then ask for nothing
+    ended: bool = False
+    #: True if the rank has callbacks
+    watched: bool = False
+
+    @classmethod
+    def of_end(cls) -> BatchReport:
+        """The report of a rank that has no batch left."""
+        return cls(num_items=_NO_LIMIT, ended=True)
+
+    @property
+    def counts(self) -> tuple[int, int, int, int]:
+        return self.wanted, self.needed, self.num_items, self.longest_item
+
+    def __str__(self) -> str:
+        if self.ended:
+            return "no batch left"
+        asked = f"{self.num_items} items, {self.num_tokens} tokens, asks for {self.wanted} microbatches"
+        return f"{asked}, digest {self.digest:x}, contents {self.contents:08x}"
+
+    def pack(self) -> bytes:
+        """A row of bytes, equally long for every report, so that one small collective shows it to all ranks."""
+        return _ROW.pack(*astuple(self))
+
+    @classmethod
+    def unpack(cls, row: bytes) -> BatchReport:
+        return cls(*_ROW.unpack(row))
+
+
+_LETTERS = {"int": "q", "float": "d", "bool": "?"}
+_ROW = struct.Struct("<" + "".join(_LETTERS[str(own.type)] for own in fields(BatchReport)))
+
+
+@dataclass(frozen=True)
+class BatchCall:
+    """The engine's method that a batch was given to."""
+
+    #: its name, with the settings that must be the same on all ranks
+    name: str
+    #: refuses other arguments by an exception
+    check: Callable[[], object] = lambda: None
+    #: True if labels are token ids, which a loss or a score reads
+    reads_labels: bool = False
+    #: a microbatch's loss weight; None where there are no losses
+    loss_weight_fn: Callable[[PackedBatch], float] | None = None
+    #: what else this rank reports, such as a wish to end after the step
+    asked: BatchReport = BatchReport()
 
 
 @dataclass(frozen=True)
@@ -208,69 +268,43 @@ class AgreedSplit:
     #: data-parallel ranks that have no batch left, in order
     ended: Sequence[int] = ()
 
-    @property
-    def microbatches(self) -> Sequence[PackedBatch]:
-        return self.split.microbatches
-
-
-@dataclass(frozen=True)
-class BatchCall:
-    """The engine's method that a batch was given to."""
-
-    #: its name, with the settings that must be the same on all ranks
-    call: str
-    #: refuses other arguments by an exception
-    check: Callable[[], object] = lambda: None
-    #: True if labels are token ids, which a loss or a score reads
-    reads_labels: bool = False
-    #: what else this rank reports, such as a wish to end after the step
-    asked: BatchReport | None = None
-
 
 def agree_on_microbatches(
-    pipeline: Pipeline,
-    batch: PackedBatch | None,
-    spec: MicroBatchSpec | None,
-    job: BatchCall,
-    loss_weight_fn: LossWeightFn | None = None,
+    pipeline: Pipeline, batch: PackedBatch | None, spec: MicroBatchSpec | None, call: BatchCall
 ) -> AgreedSplit:
     """Split the batch, report the result to all ranks, and split again if another rank needs more microbatches.
 
     A rank that has `ended` gives no batch, and gets no microbatches. Without `spec` there are two microbatches for each
-    rank of the pipeline, fewer where the batch is too small. Without `loss_weight_fn` there are no weights.
+    rank of the pipeline, fewer where the batch is too small.
 
     Raises:
         SplitError: the batch cannot be split so; on all ranks alike.
         ValueError: this rank cannot use its batch or another argument; it says why on all ranks.
         PipelineError: the same on another rank, or ranks of one pipeline hold different batches.
     """
-    view, error, num = replace(job.asked or BatchReport(), job=crc32(job.call.encode())), None, None
-    view = replace(view, watched=pipeline.is_watched)
+    view, error, num = replace(call.asked, job=crc32(call.name.encode()), watched=pipeline.is_watched), None, None
     try:
         if not view.ended:
-            check_batch(batch, pipeline.units[0].limits, job.reads_labels)
-        check_spec(spec)
-        job.check()
+            check_batch(batch, pipeline.units[0].limits, call.reads_labels)
+        if spec is not None and not isinstance(spec, MicroBatchSpec):
+            raise ValueError(f"micro_batches={spec!r} is {type_in_words(spec)}; give a MicroBatchSpec, or None")
+        call.check()
     except Exception as exception:  # reported to all ranks, then raised here: no rank may wait for this one
         error = exception
     spec = spec if isinstance(spec, MicroBatchSpec) else MicroBatchSpec(num=2 * pipeline.layout.pp, allow_fewer=True)
     if isinstance(batch, PackedBatch):
-        counts, digests = count(batch, spec).row(), (batch.digest(), batch.contents_digest())
-        view = replace(view, num_tokens=batch.num_tokens, counts=counts, digest=digests[0], contents=digests[1])
+        view = replace(view, num_tokens=batch.num_tokens, digest=batch.digest(), contents=batch.contents_digest())
+        view = replace(view, **asdict(count(batch, spec)))
     while True:
         parts, weights, report = None, [], replace(view, failed=True)
         try:
             if error is not None:
                 raise error
             parts = _NOTHING if batch is None else split(batch, spec, num)
-            for microbatch in parts.microbatches:
-                pipeline.context.spread(microbatch)
             if batch is not None:
-                pipeline.own_layers.prepare_for(batch)
-                if job.reads_labels:
-                    check_labels(batch, pipeline.own_layers.num_classes)
-            if pipeline.holds_last_stage and loss_weight_fn is not None:
-                weights = [checked_weight(loss_weight_fn, m, i) for i, m in enumerate(parts.microbatches)]
+                _check_parts(pipeline, batch, parts, call.reads_labels)
+            if pipeline.holds_last_stage and (weight_fn := call.loss_weight_fn) is not None:
+                weights = [checked_weight(weight_fn, m, i) for i, m in enumerate(parts.microbatches)]
             report = replace(view, num_microbatches=len(parts.microbatches), weight=sum(weights))
         except Exception as exception:
             error = exception
@@ -278,118 +312,58 @@ def agree_on_microbatches(
             reports = [BatchReport.unpack(row) for row in gather_rows("batch", report.pack(), pipeline.grid.control)]
         if all(any(r.counts) for r in reports):
             num = agree([r.counts for r in reports], spec)
-        _check_failures(pipeline, reports, job.call, error)
-        check_reports(reports, pipeline.layout.coordinates)
+        _check_alike(pipeline, reports, call.name, error)
         if parts is not None and all(r.ended or r.num_microbatches == num for r in reports):
-            pipeline.is_watched_anywhere = any(r.watched for r in reports)
-            return _agreed(pipeline, parts, weights, reports)
-
-
-def _agreed(pipeline: Pipeline, parts: Split, weights: list[float], reports: list[BatchReport]) -> AgreedSplit:
-    layout = pipeline.layout
-    seeing_labels = [layout.rank_of(dp=dp, pp=pipeline.placement.output_rank) for dp in range(layout.dp)]
+            break
+    pipeline.is_watched_anywhere = any(r.watched for r in reports)
+    seeing_labels = [reports[rank] for rank in pipeline.output_ranks]
     return AgreedSplit(
-        split=parts,
-        weights=weights,
-        rank_totals=[reports[r].weight for r in seeing_labels],
-        num_tokens=sum(reports[r].num_tokens for r in seeing_labels),
+        parts,
+        weights,
+        rank_totals=[r.weight for r in seeing_labels],
+        num_tokens=sum(r.num_tokens for r in seeing_labels),
         stop_requested=any(r.stop for r in reports),
         refit=any(r.refit for r in reports),
-        ended=[dp for dp, r in enumerate(seeing_labels) if reports[r].ended],
+        ended=[dp for dp, r in enumerate(seeing_labels) if r.ended],
     )
 
 
-@dataclass(frozen=True)
-class BatchReport:
-    """One rank's view of its batch."""
-
-    #: tokens of the rank's batch
-    num_tokens: int = 0
-    #: the numbers that data-parallel ranks need to split alike, see `penstock.data.count`
-    counts: tuple[int, int, int, int] = (0, 0, 0, 0)
-    #: the number of microbatches that the rank has split into so far
-    num_microbatches: int = 0
-    #: covers ids, keys and lengths
-    digest: int = 0
-    #: covers the data; 0 for metadata alone
-    contents: int = 0
-    #: covers the engine's method and its settings
-    job: int = 0
-    #: the sum of the loss weights
-    weight: float = 0.0
-    #: True if the rank cannot go on with its batch
-    failed: bool = False
-    #: True if the rank was asked to end after the step
-    stop: bool = False
-    #: True if a parameter of the rank was frozen or thawed since the last step
-    refit: bool = False
-    #: the step's number
-    step: int = 0
-    #: True if the rank has no batch left; `counts` then ask for nothing
-    ended: bool = False
-    #: True if the rank has callbacks
-    watched: bool = False
-
-    @classmethod
-    def of_end(cls) -> BatchReport:
-        """The report of a rank that has no batch left."""
-        return cls(counts=(0, 0, _NO_LIMIT, 0), ended=True)
-
-    def __str__(self) -> str:
-        if self.ended:
-            return "no batch left"
-        asked = f"{self.counts[2]} items, {self.num_tokens} tokens, asks for {self.counts[0]} microbatches"
-        return f"{asked}, digest {self.digest:x}, contents {self.contents:08x}"
-
-    def pack(self) -> bytes:
-        """A row of bytes, equally long for every report, so that one small collective shows it to all ranks."""
-        num_tokens, counts, *others = astuple(self)
-        return _ROW.pack(num_tokens, *counts, *others)
-
-    @classmethod
-    def unpack(cls, row: bytes) -> BatchReport:
-        num_tokens, wanted, needed, num_items, longest, *others = _ROW.unpack(row)
-        return cls(num_tokens, (wanted, needed, num_items, longest), *others)
+def _check_parts(pipeline: Pipeline, batch: PackedBatch, parts: Split, reads_labels: bool) -> None:
+    """Refuse what cannot be shared among context-parallel ranks, or a user's own layers cannot take."""
+    if pipeline.context is not None:
+        for microbatch in parts.microbatches:
+            pipeline.context.spread(microbatch)
+    if pipeline.own_layers is not None:
+        pipeline.own_layers.prepare_for(batch)
+        if reads_labels:
+            check_labels(batch, pipeline.own_layers.num_classes)
 
 
-def _check_failures(pipeline: Pipeline, reports: Sequence[BatchReport], call: str, own_error: Exception | None) -> None:
+def _check_alike(pipeline: Pipeline, reports: Sequence[BatchReport], call: str, own_error: Exception | None) -> None:
     """Raise on every rank if any has failed, or if they were called differently; only then is more sent.
-
-    Raises:
-        PipelineError: on other ranks than the failed ones, which raise `own_error`.
-    """
-    if not any(report.failed for report in reports) and len({report.job for report in reports}) == 1:
-        return
-    _, calls = shown_to_all_ranks(
-        lambda: (_checked(own_error), call),
-        partial(gather_json, group=pipeline.grid.control),
-        otherwise=PipelineError,
-        message="rank {rank} cannot use what it was given: {error}",
-    )
-    rank, other = next((rank, theirs) for rank, theirs in enumerate(calls) if theirs != calls[0])
-    raise PipelineError(f"all ranks make the same calls, but rank 0 made {calls[0]} and rank {rank} {other}")
-
-
-def _checked(error: Exception | None) -> None:
-    if error is not None:
-        raise error
-
-
-def check_reports(reports: Sequence[BatchReport], coordinates: Callable[[int], Coordinates]) -> None:
-    """Raise on every rank alike if ranks take different steps, or those that share a batch hold different ones.
 
     Ranks with the same place on the dp axis share a batch.
 
     Raises:
-        PipelineError: listing all of their coordinates.
+        PipelineError: on other ranks than the failed ones, which raise `own_error`. On all ranks alike, if they make
+            other calls or take different steps, or hold different batches where they share one; lists their places.
     """
+    if any(report.failed for report in reports) or len({report.job for report in reports}) > 1:
+
+        def own_call() -> str:
+            if own_error is not None:
+                raise own_error
+            return call
+
+        message = "rank {rank} cannot use what it was given: {error}"
+        gather = partial(gather_json, group=pipeline.grid.control)
+        _, calls = shown_to_all_ranks(lambda: (None, own_call()), gather, otherwise=PipelineError, message=message)
+        rank, other = next((rank, theirs) for rank, theirs in enumerate(calls) if theirs != calls[0])
+        raise PipelineError(f"all ranks make the same calls, but rank 0 made {calls[0]} and rank {rank} {other}")
     if len(steps := {report.step for report in reports}) > 1:
         raise PipelineError(f"ranks take different steps: {', '.join(map(str, sorted(steps)))}")
-    pipelines: dict[int, list[int]] = {}
-    for rank in range(len(reports)):
-        pipelines.setdefault(coordinates(rank).dp, []).append(rank)
-    for ranks in pipelines.values():
+    for ranks in pipeline.ranks_by_batch:
         contents = {reports[r].contents for r in ranks} - {0}
         if len({(reports[r].digest, reports[r].counts) for r in ranks}) > 1 or len(contents) > 1:
-            views = "; ".join(f"({coordinates(r)}) has {reports[r]}" for r in ranks)
+            views = "; ".join(f"({pipeline.layout.coordinates(r)}) has {reports[r]}" for r in ranks)
             raise PipelineError(f"ranks that share a batch were given different ones: {views}")

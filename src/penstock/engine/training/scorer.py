@@ -6,7 +6,7 @@ Shapes: T tokens of a microbatch, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -35,40 +35,28 @@ AggregateFn = Callable[[list[Any]], Any]
 _END: Any = object()
 
 
+@dataclass(eq=False)
 class Scorer:
     """Runs forwards alone on a pipeline: scores, outputs, and the loss of an evaluation. Nothing is learned."""
 
     #: stages, transport and recorder
     pipeline: Pipeline
 
-    def __init__(self, pipeline: Pipeline) -> None:
-        self.pipeline = pipeline
-
     def forward(self, batch: PackedBatch, micro_batches: MicroBatchSpec | None, outputs: Outputs) -> Any:
-        """Run the batch through the model; every rank of the grid calls it.
-
-        Ranks of one pipeline give the same batch. The rank of the last stage gets the result, the others None, unless
-        all are to have it.
-
-        Raises:
-            PipelineError, ValueError: the batches differ or cannot be split; on all ranks alike, before any compute.
-            StepError: on all ranks, when a hook or anything else has failed on one.
-            PartitionError: for results that do not fit, on the rank of the last stage, and PipelineError on the others.
-            The engine can be used further.
-        """
+        """Run the batch through the model; see `Engine.forward`."""
         pipeline = self.pipeline
         pipeline.set_training(False)
         with pipeline.recovery.joined(), pipeline.casts.kept():
-            pipeline.begin_recording()
-            job = BatchCall(
+            pipeline.recorder.begin_step(pipeline.step)
+            call = BatchCall(
                 f"forward(broadcast={outputs.broadcast})",
                 check=lambda: outputs.check(batch),
                 reads_labels=isinstance(outputs.post_hook, PerToken) and outputs.post_hook.reads_labels,
             )
-            agreed = agree_on_microbatches(pipeline, batch, micro_batches, job)
+            agreed = agree_on_microbatches(pipeline, batch, micro_batches, call)
             results = _Results(pipeline, outputs)
             with pipeline.recovery.alone():
-                feeds = [results.feed(microbatch) for microbatch in agreed.microbatches]
+                feeds = [results.feed(microbatch) for microbatch in agreed.split.microbatches]
                 pipeline.executor(len(feeds)).run(feeds)
             return results.handed_out(agreed.split)
 
@@ -79,23 +67,19 @@ class Scorer:
         loss_weight_fn: LossWeightFn,
         micro_batches: MicroBatchSpec | None = None,
     ) -> EvaluationLoss:
-        """The loss per unit of weight over all ranks' batches, the same on every rank, with what `loss_fn` reports.
-
-        Ranks of one pipeline give the same batches; data-parallel ranks may have unequal numbers of them, except where
-        they share experts (ep > 1).
-
-        Raises: as `forward`.
-        """
+        """Run forwards alone, and add up their losses; see `Engine.evaluate`."""
         loss, weight, recovery = 0.0, 0.0, self.pipeline.recovery
-        num_rounds = 0
-        num_metrics, measured = 0, LossMetrics(loss_fn)
+        num_rounds, num_metrics, measured = 0, 0, LossMetrics(loss_fn)
         self.pipeline.set_training(False)
 
         def check() -> None:
-            _check_batches(batches)
+            if isinstance(batches, PackedBatch):
+                raise ValueError("batches is one PackedBatch; give a list of them")
+            if not _are_batches(batches):
+                raise ValueError(f"batches={batches!r} is {type_in_words(batches)}; give a list of PackedBatch")
             check_loss(loss_fn, loss_weight_fn)
 
-        job = BatchCall("evaluate()", check, loss_fn is token_cross_entropy)
+        call = BatchCall("evaluate()", check, loss_fn is token_cross_entropy, loss_weight_fn)
         # Anything else is refused on all ranks alike, as if there were no batch.
         remaining = iter(batches if _are_batches(batches) else ())
         with self.pipeline.casts.kept():
@@ -103,47 +87,34 @@ class Scorer:
                 with recovery.joined():
                     with recovery.alone():
                         batch = next(remaining, _END)
-                    asked = replace(job, asked=BatchReport.of_end() if batch is _END else None)
-                    batch = None if batch is _END else batch
-                    agreed = agree_on_microbatches(self.pipeline, batch, micro_batches, asked, loss_weight_fn)
+                    if batch is _END:
+                        batch, call = None, replace(call, asked=BatchReport.of_end())
+                    agreed = agree_on_microbatches(self.pipeline, batch, micro_batches, call)
+                    self._check_ended(agreed.ended, num_rounds)
                     if len(agreed.ended) == self.pipeline.layout.dp:
-                        _check_any(num_rounds)
                         break
                     num_rounds += 1
-                    self._check_ended(agreed.ended)
                     with recovery.alone():
-                        feeds = [self.pipeline.feed(microbatch, measured) for microbatch in agreed.microbatches]
+                        feeds = [self.pipeline.feed(microbatch, measured) for microbatch in agreed.split.microbatches]
                         losses = self.pipeline.executor(len(feeds)).run(feeds) if feeds else []
                         total, num_metrics = measured.total(self.pipeline, losses)
                     loss += total
                     weight += sum(agreed.rank_totals)
         return EvaluationLoss(loss / weight if weight else float("nan"), measured.reduced(self.pipeline, num_metrics))
 
-    def _check_ended(self, ended: Sequence[int]) -> None:
-        """Refuse, on all ranks alike, that some pipelines compute alone if they share experts with the others."""
+    def _check_ended(self, ended: Sequence[int], num_rounds: int) -> None:
+        """Refuse, on all ranks alike, an evaluation of nothing, and pipelines that share experts and compute alone."""
         layout = self.pipeline.layout
-        if ended and layout.ep > 1:
+        if len(ended) == layout.dp and not num_rounds:
+            raise ValueError(
+                "batches is empty on every rank, so there is no loss; give at least one PackedBatch (a generator gives "
+                "its batches once)"
+            )
+        if 0 < len(ended) < layout.dp and layout.ep > 1:
             raise ValueError(
                 f"evaluate was given fewer batches on dp {', '.join(map(str, ended))} than on others, with which ep = "
                 f"{layout.ep} shares experts; give all data-parallel ranks equally many"
             )
-
-
-def _check_batches(batches: Any) -> None:
-    """Refuse what is no list of batches. Raises: ValueError."""
-    if isinstance(batches, PackedBatch):
-        raise ValueError("batches is one PackedBatch; give a list of them")
-    if not _are_batches(batches):
-        raise ValueError(f"batches={batches!r} is {type_in_words(batches)}; give a list of PackedBatch")
-
-
-def _check_any(num_rounds: int) -> None:
-    """Refuse, on all ranks alike, an evaluation of nothing. Raises: ValueError."""
-    if not num_rounds:
-        raise ValueError(
-            "batches is empty on every rank, so there is no loss; give at least one PackedBatch (a generator gives its "
-            "batches once)"
-        )
 
 
 def _are_batches(batches: Any) -> bool:
@@ -234,6 +205,7 @@ class Outputs:
         return self.aggregate_fn(list(results) if pieces is None else pieces)
 
 
+@dataclass(eq=False)
 class _Results:
     """The results of one batch, gathered microbatch by microbatch."""
 
@@ -242,20 +214,13 @@ class _Results:
     #: the results that the caller wants of the logits
     outputs: Outputs
     #: one result per microbatch, on ranks that hold the last stage
-    _results: list[Any]
-
-    def __init__(self, pipeline: Pipeline, outputs: Outputs) -> None:
-        self.pipeline, self.outputs = pipeline, outputs
-        self._results = []
-
-    @property
-    def _per_token(self) -> bool:
-        return isinstance(self.outputs.post_hook, PerToken)
+    _results: list[Any] = field(default_factory=list)
 
     def feed(self, microbatch: PackedBatch) -> Feed:
-        if self._per_token:
+        context = self.pipeline.context
+        if context is None or isinstance(self.outputs.post_hook, PerToken):
             return self.pipeline.feed(microbatch, self._take)
-        whole = self.pipeline.context.whole_logits
+        whole = context.whole_logits
         return self.pipeline.feed(microbatch, lambda logits, _: self._take(whole(logits, microbatch), microbatch))
 
     def _take(self, logits: Logits, microbatch: PackedBatch) -> Tensor:
@@ -281,24 +246,19 @@ class _Results:
 
     def _value(self, split: Split) -> Any:
         """This rank's results as one value; None where it gives none."""
-        if self.pipeline.gives_results and self._per_token:
-            self._join(split)
         if not self.pipeline.gives_results:
             return None
+        context = self.pipeline.context
+        if context is not None and isinstance(self.outputs.post_hook, PerToken):
+            # Ranks that share every sequence have a part of each result.
+            with self.pipeline.recorder.collective("put the results together", context.group):
+                self._results = [
+                    {name: context.whole(rows, microbatch) for name, rows in result.items()}
+                    if isinstance(result, Mapping)
+                    else context.whole(result, microbatch)
+                    for result, microbatch in zip(self._results, split.microbatches, strict=True)
+                ]
         value = self.outputs.gathered(self._results, split)
         if self.outputs.broadcast:
             check_portable(value)
         return value
-
-    def _join(self, split: Split) -> None:
-        """Join the results of ranks that share every sequence."""
-        context = self.pipeline.context
-        if context.group is None:
-            return
-        with self.pipeline.recorder.collective("put the results together", context.group):
-            self._results = [
-                {name: context.whole(rows, microbatch) for name, rows in result.items()}
-                if isinstance(result, Mapping)
-                else context.whole(result, microbatch)
-                for result, microbatch in zip(self._results, split.microbatches, strict=True)
-            ]

@@ -12,16 +12,17 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from penstock.data import MicroBatchSpec, PackedBatch
 from penstock.engine.build import build_on_all_ranks
 from penstock.engine.optimizer.optimizer import LossScaler, Optimizer, Update
 from penstock.engine.optimizer.steppers import Values
 from penstock.engine.pipeline import Pipeline
-from penstock.engine.training.aux_losses import AuxLossReport, AuxLossTracker
-from penstock.engine.training.freezing import TrainedParameters, WholeState
+from penstock.engine.training.freezing import WholeState, agree_on_trained
 from penstock.engine.training.losses import (
+    AuxLossReport,
+    AuxLossTracker,
     LossFn,
     LossMetrics,
     LossWeightFn,
@@ -30,13 +31,11 @@ from penstock.engine.training.losses import (
     token_cross_entropy,
 )
 from penstock.engine.training.microbatches import (
-    LAST_STEP,
     AgreedSplit,
     BatchCall,
     BatchReport,
     agree_on_microbatches,
     check_loss,
-    check_step,
 )
 from penstock.model import kept_random_state
 from penstock.parallel import GradientBuckets, naming_ended_ranks, share_buffers, sum_tied
@@ -44,6 +43,9 @@ from penstock.parallel.host import gather_json
 from penstock.runtime import Feed
 from penstock.schedule import Action, Op
 from penstock.settings import Normalize, Precision
+
+# Ranks tell each other the step's number in 64 bits.
+_LAST = 2**63 - 1
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ class TrainResult:
     #: True if some rank was asked to end after this step
     stop_requested: bool
     #: auxiliary losses, and the experts' load
-    aux_losses: AuxLossReport
+    aux_losses: AuxLossReport = AuxLossReport()
     #: numbers that the loss function reported, over all microbatches and ranks
     metrics: Mapping[str, float] = field(default_factory=dict)
 
@@ -95,30 +97,55 @@ class Trainer:
     pipeline: Pipeline
     #: local stage -> its flat gradients, which the program's REDUCE_GRAD actions sum over ranks
     gradients: dict[int, GradientBuckets]
-    #: losses that units add in the middle of the model, and the routers that learn from the experts' load
-    aux_losses: AuxLossTracker
+    #: losses that units add in the middle of the model, and the routers that learn from the experts' load; None where
+    #: no unit of the model, on any rank, has either
+    aux_losses: AuxLossTracker | None
     #: steps the parameters of this rank, or with ZeRO its shard of them
     optimizer: Optimizer
-    #: this rank's parameters, and which of them are trained
-    _trained: TrainedParameters
-    #: full names of all that is trained, on any rank
-    _names: set[str]
     #: True if this rank was asked to end after the next step
     stop_requested: bool
+    #: this rank's parameters by full name; and by parameter, True if it required a gradient when ranks last compared
+    _parameters: Mapping[str, nn.Parameter]
+    _required: list[bool]
+    #: full names of all that is trained, on any rank
+    _names: set[str]
     #: undoes the optimizer's step, while some rank may still fail in it
     _put_back: Callable[[], None] | None
 
     @naming_ended_ranks()
     def __init__(self, pipeline: Pipeline) -> None:
         self.pipeline, self.stop_requested, self._put_back = pipeline, False, None
-        self._trained = TrainedParameters(pipeline.parameters())
-        self._names = self._trained.agree(pipeline.ties.owners, pipeline.grid.control)
-        self.gradients = build_on_all_ranks(lambda: _make_buckets(pipeline, {}), pipeline.grid.control)
+        self._parameters = pipeline.parameters()
+        self._agree_on_names()
+        has_aux_losses = any(unit.has_aux_losses for unit in pipeline.units)
+        self.aux_losses = AuxLossTracker(pipeline) if has_aux_losses else None
+        self._build({})
+        pipeline.recovery.around_renewal(undo=self._undo, redo=self._gather_weights)
+
+    def _agree_on_names(self) -> None:
+        self._names = agree_on_trained(self._parameters, self.pipeline.ties.owners, self.pipeline.grid.control)
+        self._required = [parameter.requires_grad for parameter in self._parameters.values()]
+
+    def _build(self, since: Mapping[str, int]) -> None:
+        """Make gradients and optimizer of what requires a gradient now. since: see `Optimizer.since`."""
+        pipeline = self.pipeline
+        self.gradients = build_on_all_ranks(lambda: _make_buckets(pipeline, since), pipeline.grid.control)
         # Parameters have moved into their buckets.
         pipeline.lend_weights()
-        self.aux_losses = AuxLossTracker(pipeline)
-        self.optimizer = _make_optimizer(pipeline, list(self.gradients.values()))
-        pipeline.recovery.around_renewal(undo=self._undo, redo=self._gather_weights)
+        pipeline.casts.renew()
+        options, grid = pipeline.options, pipeline.grid
+
+        def make_optimizer() -> Optimizer:
+            return Optimizer(
+                list(self.gradients.values()),
+                pipeline.parameter_groups,
+                grid.control if options.optimizer.zero else grid.model_control,
+                pipeline.ties.owners,
+                LossScaler() if options.precision is Precision.FP16 else None,
+                pipeline.sharding.norm_names,
+            )
+
+        self.optimizer = build_on_all_ranks(make_optimizer, grid.control)
 
     def refit(self, since: Mapping[str, int] | None = None) -> None:
         """Give gradients and optimizer state to exactly the parameters that require a gradient now.
@@ -130,13 +157,12 @@ class Trainer:
             ValueError: ranks disagree on a parameter, or on two that are tied; on all ranks alike.
         """
         pipeline, old = self.pipeline, self.optimizer
-        trained = self._trained.agree(pipeline.ties.owners, pipeline.grid.control)
-        progress = old.progress()
+        before, progress = self._names, old.progress()
+        self._agree_on_names()
         if since is None:
-            new, num_updates = trained - self._names, int(progress["num_updates"])
-            kept = {name: number for name, number in old.since.items() if name in trained - new}
+            new, num_updates = self._names - before, int(progress["num_updates"])
+            kept = {name: number for name, number in old.since.items() if name in self._names - new}
             since = {**kept, **{name: num_updates for name in new if num_updates}}
-        self._names = trained
         state = WholeState.of(old, pipeline.device, pipeline.grid.control)
         places = [place for of_stage in self.gradients.values() for place in of_stage.places]
         for of_stage in self.gradients.values():
@@ -145,10 +171,7 @@ class Trainer:
             if not place.parameter.requires_grad:
                 # The bucket's memory goes.
                 place.parameter.data = place.parameter.detach().clone()
-        self.gradients = build_on_all_ranks(lambda: _make_buckets(pipeline, since), pipeline.grid.control)
-        pipeline.lend_weights()
-        pipeline.casts.renew()
-        self.optimizer = _make_optimizer(pipeline, list(self.gradients.values()))
+        self._build(since)
         state.give(self.optimizer)
         self.optimizer.load_progress(progress | {"since": since})
 
@@ -168,42 +191,39 @@ class Trainer:
         normalize: Normalize | str = Normalize.GLOBAL,
         step: int | None = None,
     ) -> TrainResult:
-        """One optimizer step on `batch`; every rank of the grid calls it, ranks of one pipeline with the same batch.
-
-        `loss_fn(output, microbatch)` gives the sum of the microbatch's losses from the last stage's output (logits
-        [T, V]), or that and a dict of numbers to report, each a `Metric`. `loss_weight_fn(microbatch)` gives its weight
-        in the denominator. `step` is the step's absolute number, on which rates depend; left out, one more than that of
-        the last step. Parameters are trained if they require a gradient now.
-
-        Raises:
-            ZeroLossWeight, PipelineError, ValueError: on all ranks alike, before anything is computed.
-            StepError: on all ranks, when one has failed; the step has been undone, and the next one can be taken. (A
-                rank that is alone raises the exception itself.)
-            TransportError: a peer did not send or receive in time.
-        """
-        self.pipeline.recovery.check_usable()
-        if not self.pipeline.options.learns:
+        """Take one optimizer step on the batch; see `Engine.train_batch`."""
+        pipeline, recovery = self.pipeline, self.pipeline.recovery
+        recovery.check_usable()
+        if not pipeline.options.learns:
             raise ValueError("this engine was made with learns=False, to score and generate; make one that learns")
         start, loss_scale = time.perf_counter(), self.optimizer.loss_scale
-        number = self.pipeline.step + 1 if step is None else step
-        self.pipeline.begin_recording(number)
-        job = self._job(loss_fn, loss_weight_fn, normalize, number)
-        measured, recovery = LossMetrics(loss_fn), self.pipeline.recovery
+        number = pipeline.step + 1 if step is None else step
+        pipeline.recorder.begin_step(number)
+        check = partial(_check_arguments, loss_fn, loss_weight_fn, normalize, number)
+        changed = [parameter.requires_grad for parameter in self._parameters.values()] != self._required
+        asked = BatchReport(stop=self.stop_requested, refit=changed, step=number if _is_step(number) else 0)
+        name = f"train_batch(normalize={str(normalize)!r})"
+        call = BatchCall(name, check, loss_fn is token_cross_entropy, loss_weight_fn, asked)
+        measured = LossMetrics(loss_fn)
         with recovery.joined():
-            agreed = agree_on_microbatches(self.pipeline, batch, micro_batches, job, loss_weight_fn)
-            self._train_what_requires(agreed.refit)
-            factors = self._loss_factors(agreed, loss_weight_fn, Normalize.parse(normalize))
+            agreed = agree_on_microbatches(pipeline, batch, micro_batches, call)
+            if agreed.refit:
+                self.refit()
+            if not self._names:
+                words = "no parameter of the model requires a gradient: all are frozen, so there is none to train"
+                raise ValueError(words)
+            factors = self._loss_factors(agreed, loss_weight_fn, _mode(normalize))
             with recovery.alone():
                 feeds = self.feeds(agreed, measured, [factor * loss_scale for factor in factors])
                 losses = self.run(feeds)
                 rates = self.optimizer.rates(number)
                 # Each rank gives its part when it is through its program: so now none can fail in it any more.
-                loss, num_metrics = measured.total(self.pipeline, losses)
-            metrics = measured.reduced(self.pipeline, num_metrics)
+                loss, num_metrics = measured.total(pipeline, losses)
+            metrics = measured.reduced(pipeline, num_metrics)
             update, aux_losses = self.finish(feeds, loss_scale, number, rates)
-        step, step_time_s = self.pipeline.count_step(number), time.perf_counter() - start
+        pipeline.step, step_time_s = number, time.perf_counter() - start
         return TrainResult(
-            step=step,
+            step=number,
             loss=loss / loss_scale,
             num_tokens=agreed.num_tokens,
             num_microbatches=len(feeds),
@@ -212,7 +232,7 @@ class Trainer:
             loss_scale=loss_scale,
             success=update.success,
             step_time_s=step_time_s,
-            idle_share=1.0 - sum(e.end - e.start for e in self.pipeline.recorder.events()) / step_time_s,
+            idle_share=1.0 - sum(e.end - e.start for e in pipeline.recorder.events()) / step_time_s,
             stop_requested=agreed.stop_requested,
             aux_losses=aux_losses,
             metrics=metrics,
@@ -220,33 +240,14 @@ class Trainer:
 
     # ---- the parts of a step, in order
 
-    def _train_what_requires(self, changed: bool) -> None:
-        """Take over what was frozen or thawed, if something was. Raises: ValueError if nothing is left to train."""
-        if changed:
-            self.refit()
-        if not self._names:
-            raise ValueError("no parameter of the model requires a gradient: all are frozen, so there is none to train")
-
-    def _job(self, loss_fn: LossFn, loss_weight_fn: LossWeightFn, normalize: Normalize | str, step: int) -> BatchCall:
-        """This rank's report of a step and its arguments before the first forward."""
-
-        def check() -> None:
-            Normalize.parse(normalize)
-            check_step(step)
-            check_loss(loss_fn, loss_weight_fn)
-
-        number = step if isinstance(step, int) and 0 < step <= LAST_STEP else 0
-        asked = BatchReport(stop=self.stop_requested, refit=self._trained.changed, step=number)
-        return BatchCall(f"train_batch(normalize={str(normalize)!r})", check, loss_fn is token_cross_entropy, asked)
-
     def _loss_factors(self, agreed: AgreedSplit, loss_weight_fn: LossWeightFn, normalize: Normalize) -> Sequence[float]:
         """The factor on the loss of each of this rank's microbatches; none where no labels are seen."""
-        num_cp = self.pipeline.layout.cp
-        if normalize is not Normalize.MICROBATCH_MEAN or num_cp == 1:
+        num_cp, context = self.pipeline.layout.cp, self.pipeline.context
+        if normalize is not Normalize.MICROBATCH_MEAN or context is None:
             return loss_factors(normalize, agreed.weights, agreed.rank_totals)
         # Here each context-parallel rank counts as a rank, with the mean of its part of every microbatch.
-        shard = self.pipeline.context.shard
-        own = [float(loss_weight_fn(shard(m)[0])) for m in agreed.microbatches if agreed.weights]
+        parts = [context.shard(m)[0] for m in agreed.split.microbatches if agreed.weights]
+        own = [float(loss_weight_fn(part)) for part in parts]
         return loss_factors(normalize, own, [total for total in agreed.rank_totals for _ in range(num_cp)])
 
     def feeds(self, agreed: AgreedSplit, loss_fn: LossFn, factors: Sequence[float]) -> list[Feed]:
@@ -255,11 +256,14 @@ class Trainer:
         def finish(factor: float, output: Any, microbatch: PackedBatch) -> Tensor:
             return checked_loss(loss_fn(output, microbatch)) * factor
 
+        microbatches = agreed.split.microbatches
         feeds = [
             self.pipeline.feed(microbatch, partial(finish, factors[i] if factors else 0.0), training_number=i)
-            for i, microbatch in enumerate(agreed.microbatches)
+            for i, microbatch in enumerate(microbatches)
         ]
-        return self.aux_losses.attached_to(feeds, agreed, factors)
+        if self.aux_losses is None:
+            return feeds
+        return self.aux_losses.attached_to(feeds, microbatches, factors, sum(agreed.rank_totals) / agreed.num_tokens)
 
     def run(self, feeds: Sequence[Feed]) -> list[Tensor]:
         """Run the program: every forward, backward, transfer and reduction; returns the losses on the last stage."""
@@ -292,20 +296,29 @@ class Trainer:
     def finish(
         self, feeds: Sequence[Feed], loss_scale: float, number: int, rates: Sequence[Values]
     ) -> tuple[Update, AuxLossReport]:
-        """The optimizer's step, and what follows from it."""
-        record = self.pipeline.recorder.begin(Action(Op.STEP))
+        """The optimizer's step, and what follows from it: weights that other ranks have stepped, routers, new casts."""
+        pipeline, aux_losses = self.pipeline, AuxLossReport()
+        record = pipeline.recorder.begin(Action(Op.STEP))
         update = self._move_weights(number, rates)
-        with self.pipeline.recovery.alone(stepping=True):
-            aux_losses = self._spread(feeds, loss_scale, update.success)
-        self.pipeline.recorder.end(record)
+        with pipeline.recovery.alone(stepping=True), pipeline.recorder.collective("gather the weights"):
+            self._gather_weights()
+            pipeline.casts.renew()
+            if self.aux_losses is not None:
+                aux_losses = self.aux_losses.finish(feeds, loss_scale, learns=update.success)
+        pipeline.recorder.end(record)
         return update, aux_losses
 
     def _move_weights(self, number: int, rates: Sequence[Values]) -> Update:
-        """Finish the gradients, clip them and step the weights."""
+        """Wait for the reductions that the program started, add up tied gradients, clip them and step the weights."""
         pipeline, optimizer, recovery = self.pipeline, self.optimizer, self.pipeline.recovery
         with recovery.alone(), pipeline.recorder.collective("finish the gradients"):
-            self._finish_gradients()
-            share_buffers(pipeline.buffers().values(), pipeline.grid.dp_cp_group)
+            for buckets in self.gradients.values():
+                buckets.wait()
+            every = {name: own for buckets in self.gradients.values() for name, own in buckets.owned_gradients.items()}
+            for ties in (pipeline.ties.copies, pipeline.ties.tied):
+                sum_tied(ties, every, pipeline.grid.mirror_group)
+            if pipeline.grid.dp_cp_group is not None:
+                share_buffers(pipeline.buffers().values(), pipeline.grid.dp_cp_group)
             norm = optimizer.gradient_norm()
         if not optimizer.is_own:
             with recovery.alone(stepping=True):
@@ -320,22 +333,21 @@ class Trainer:
         self._put_back = None
         return update
 
-    def _spread(self, feeds: Sequence[Feed], loss_scale: float, success: bool) -> AuxLossReport:
-        """Gather the weights that other ranks have stepped; the casts of weights are made anew."""
-        pipeline = self.pipeline
-        with pipeline.recorder.collective("gather the weights"):
-            for buckets in self.gradients.values():
-                buckets.gather()
-            pipeline.casts.renew()
-            return self.aux_losses.finish(feeds, loss_scale, learns=success)
 
-    def _finish_gradients(self) -> None:
-        """Wait for the reductions that the program started, then add up the copies of each tied parameter."""
-        for buckets in self.gradients.values():
-            buckets.wait()
-        every = {name: view for buckets in self.gradients.values() for name, view in buckets.owned_gradients.items()}
-        for ties in (self.pipeline.ties.copies, self.pipeline.ties.tied):
-            sum_tied(ties, every, self.pipeline.grid.mirror_group)
+def _mode(normalize: Normalize | str) -> Normalize:
+    return normalize if isinstance(normalize, Normalize) else Normalize.parse(normalize)
+
+
+def _check_arguments(loss_fn: Any, loss_weight_fn: Any, normalize: Any, number: Any) -> None:
+    """Refuse what no step can be taken with. Raises: ValueError."""
+    _mode(normalize)
+    if not _is_step(number):
+        raise ValueError(f"step = {number!r} is not the number of a step; steps are counted from 1 to {_LAST}")
+    check_loss(loss_fn, loss_weight_fn)
+
+
+def _is_step(number: Any) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool) and 1 <= number <= _LAST
 
 
 def _make_buckets(pipeline: Pipeline, since: Mapping[str, int]) -> dict[int, GradientBuckets]:
@@ -365,19 +377,3 @@ def _make_buckets(pipeline: Pipeline, since: Mapping[str, int]) -> dict[int, Gra
         # The owner of a lent weight may lie in any stage of this rank.
         pipeline.stages[number].read_weights_after(settle_all if pipeline.loans else buckets.settle)
     return found
-
-
-def _make_optimizer(pipeline: Pipeline, buckets: list[GradientBuckets]) -> Optimizer:
-    options, grid = pipeline.options, pipeline.grid
-
-    def make() -> Optimizer:
-        return Optimizer(
-            buckets,
-            pipeline.parameter_groups,
-            grid.control if options.optimizer.zero else grid.model_control,
-            pipeline.ties.owners,
-            LossScaler() if options.precision is Precision.FP16 else None,
-            pipeline.sharding.norm_names,
-        )
-
-    return build_on_all_ranks(make, grid.control)
