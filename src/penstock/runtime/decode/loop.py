@@ -340,7 +340,7 @@ def _token_ids(taken: TakenBatch) -> list[int]:
     """The tokens that a batch reads, item by item."""
     ids: list[int] = []
     for item, sequence in zip(taken.batch.items, taken.sequences, strict=True):
-        ids += sequence.token_ids(item.start, item.end)
+        ids += sequence.token_ids[item.start : item.end]
     return ids
 
 

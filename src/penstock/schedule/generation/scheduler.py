@@ -16,6 +16,8 @@ queue at any time; the next batch says which have, and which of them have ended.
 import math
 from collections import abc, deque
 from dataclasses import dataclass
+from functools import cached_property
+from operator import attrgetter
 
 from penstock.schedule.generation.rows import RingShape, Rows
 from penstock.schedule.generation.sequence import NO_ROW, Ending, Sequence, Token
@@ -47,7 +49,7 @@ class BatchItem:
         return self.start + self.length
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Batch:
     """The items that a slot computes in one turn; there may be none.
 
@@ -67,15 +69,18 @@ class Batch:
     arrived: tuple[Sequence, ...] = ()
     ended: tuple[int, ...] = ()
 
-    @property
+    @cached_property
     def num_tokens(self) -> int:
         """The number of tokens that the stages read."""
         return sum(item.length for item in self.items)
 
-    @property
+    @cached_property
     def sampled(self) -> tuple[BatchItem, ...]:
         """The items after which a token is sampled, in order."""
         return tuple(item for item in self.items if item.sampled)
+
+
+_ROW = attrgetter("row")
 
 
 class Scheduler:
@@ -118,8 +123,7 @@ class Scheduler:
     _busy: list[bool]
     #: Slots whose last batch has not come back yet.
     _in_flight: set[int]
-    #: The rows: slot -> its sequences, in order of arrival.
-    _live: list[list[Sequence]]
+    #: Which sequence has each row, and which takes the next one.
     _rows: Rows
     #: The queue: prompt -> its sequences without a row, in order.
     _waiting: dict[int, deque[Sequence]]
@@ -148,7 +152,6 @@ class Scheduler:
         self._busy = [False] * shape.num_slots
         self._in_flight = set[int]()
 
-        self._live = [[] for _ in range(shape.num_slots)]
         self._rows = Rows(shape)
 
         self._waiting = {}
@@ -160,9 +163,19 @@ class Scheduler:
     # ---- what the loop calls
 
     def next_slot(self) -> int | None:
-        """The slot whose turn is next; None if every sequence has ended. Begins a round when the last is over."""
+        """The slot whose turn is next; None if every sequence has ended. Begins a round when the last is over.
+
+        A round gives a turn to each slot that computed in the last one or may take a sequence from the queue. Idle
+        slots come first, as their turn waits for no batch that is in flight; busy ones keep their order, so that none
+        waits for a batch that has only begun.
+        """
         if not self._turns:
-            self._begin_round()
+            self._order.sort(key=self._busy.__getitem__)
+            turns = [slot for slot in self._order if self._busy[slot] or self._may_take(slot)]
+            if self.any_goes_on is None:
+                self._turns.extend(turns)
+            elif self.any_goes_on(bool(turns)):
+                self._turns.extend(range(self.shape.num_slots))
         return self._turns[0] if self._turns else None
 
     def schedule(self) -> Batch | None:
@@ -172,12 +185,10 @@ class Scheduler:
             return None
         assert slot not in self._in_flight, f"slot {slot} is in flight"
         self._turns.popleft()
-        self._fill(slot)
-        items = self._decode_items(slot) + self._prefill_items(slot)
-        for item in items:
-            sequence = self._unfinished[item.sequence]
-            sequence.num_cached, sequence.source = item.end, NO_ROW
-            self._rows.lost.pop(item.row, None)
+        if self.refill or not self._rows.live[slot]:
+            while self._may_take(slot) and (sequence := self._rows.place(slot, self._waiting)) is not None:
+                self._leave_queue(sequence)
+        items = self._items(slot)
         self._busy[slot] = bool(items)
         if items:
             self._in_flight.add(slot)
@@ -232,12 +243,7 @@ class Scheduler:
         Nothing may be in flight. Prompts and new tokens are cut like a prompt made of both.
         """
         assert not self._in_flight, "batches in flight read the cache"
-        self._rows.clear()
-        for sequence in (sequence for live in self._live for sequence in live):
-            sequence.num_cached, sequence.source, sequence.num_read_again = 0, NO_ROW, sequence.num_tokens
-            self._rows.give(_row(sequence), sequence)
-            if sequence.prompt not in self._waiting:
-                self._rows.forget(sequence.prompt)
+        self._rows.read_again(self._waiting)
 
     # ---- an open queue
 
@@ -255,105 +261,37 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         """The number of sequences that have a row."""
-        return sum(map(len, self._live))
+        return sum(map(len, self._rows.live))
 
     def _enqueue(self, sequences: abc.Iterable[Sequence]) -> None:
         for sequence in sequences:
             self._unfinished[sequence.number] = sequence
             self._waiting.setdefault(sequence.prompt, deque()).append(sequence)
 
-    # ---- rounds
+    def _may_take(self, slot: int) -> bool:
+        """True if the slot has fewer than its even share of the unfinished sequences, and some wait.
 
-    def _begin_round(self) -> None:
-        """Give a turn to each slot that computed in the last round or may take a sequence from the queue.
-
-        Idle slots come first, as their turn waits for no batch that is in flight; busy ones keep their order, so that
-        none waits for a batch that has only begun.
+        The first slots take the remainder.
         """
-        self._order.sort(key=self._busy.__getitem__)
-        turns = [
-            slot
-            for slot in self._order
-            if self._busy[slot] or (self._waiting and self._share(slot) > len(self._live[slot]))
-        ]
-        if self.any_goes_on is None:
-            self._turns.extend(turns)
-        elif self.any_goes_on(bool(turns)):
-            self._turns.extend(range(self.shape.num_slots))
-
-    def _share(self, slot: int) -> int:
-        """The slot's even share of the unfinished sequences; the first slots take the remainder."""
-        return (len(self._unfinished) + self.shape.num_slots - 1 - slot) // self.shape.num_slots
-
-    # ---- rows
-
-    def _fill(self, slot: int) -> None:
-        """Give free rows to sequences from the queue, up to the slot's share."""
-        live = self._live[slot]
-        if not self._waiting or (not self.refill and live):
-            return
-        # Rows whose beginning is to be copied by a later batch than the next.
-        wanted = {sequence.source for rows in self._live for sequence in rows if sequence.num_unread > 1}
-        for row in self.shape.rows_of(slot):
-            if len(live) >= self._share(slot) or not self._waiting:
-                return
-            last = self._rows.holders[row]
-            if (last is None or last.row != row) and row not in wanted:
-                sequence = self._settle(slot, row, last)
-                if sequence is not None and sequence.num_unread > 1:
-                    wanted.add(sequence.source)
-
-    def _settle(self, slot: int, row: int, last: Sequence | None) -> Sequence | None:
-        """Give a free row, which was `last`'s, to a sequence from the queue; returns it, or None if none can start."""
-        # A row whose prompt is still wanted stays with it, so that every prompt is read once.
-        prompt = last.prompt if last is not None and last.prompt in self._waiting else self._next_prompt()
-        if prompt is None:
-            return None
-        sequence, reader = self._waiting[prompt][0], self._rows.readers.get(prompt)
-        if reader is not None:
-            # Only the prompt's last token is computed again, for its logits.
-            sequence.num_cached = len(sequence.prompt_tokens) - 1
-            sequence.source = NO_ROW if last is not None and last.prompt == prompt else reader
-        else:
-            sequence.source, sequence.num_cached = self._rows.best_source(sequence, row)
-        self._rows.give(row, sequence)
-        self._leave_queue(sequence)
-        self._live[slot].append(sequence)
-        return sequence
-
-    def _next_prompt(self) -> int | None:
-        """The first prompt in the queue that no row is reading at the moment; others wait until that is done.
-
-        So do those that begin like one which a row is reading, unless too many wait to look at each.
-        """
-        for number, (prompt, waiting) in enumerate(self._waiting.items()):
-            reader = self._rows.readers.get(prompt)
-            if reader is not None:
-                if self._rows.has_read(reader):
-                    return prompt
-            elif number >= self.shape.num_rows or not self._rows.will_share(waiting[0]):
-                return prompt
-        return None
+        if not self._waiting:
+            return False
+        share = (len(self._unfinished) + self.shape.num_slots - 1 - slot) // self.shape.num_slots
+        return len(self._rows.live[slot]) < share
 
     def _release(self, sequence: Sequence) -> None:
-        """Take an ended sequence out of its row, or out of the queue."""
-        self._forget(sequence.number)
-        row, sequence.row = sequence.row, None
-        if row is None:
-            self._leave_queue(sequence)
-            return
-        self._live[row // self.shape.rows_per_slot].remove(sequence)
-        if sequence.num_unread > 0:
-            # Stopped in the middle of its prompt, so other samples must read it again.
-            self._rows.lose(row, sequence.num_cached)
+        """Take an ended sequence out of its row, or out of the queue.
 
-    def _forget(self, number: int) -> None:
-        """Drop an ended sequence; other ranks hear of it if they have heard of its arrival."""
-        del self._unfinished[number]
-        self._arrived.pop(number, None)
-        if number in self._announced:
-            self._announced.remove(number)
-            self._ended.append(number)
+        Other ranks hear of it if they have heard of its arrival.
+        """
+        del self._unfinished[sequence.number]
+        self._arrived.pop(sequence.number, None)
+        if sequence.number in self._announced:
+            self._announced.remove(sequence.number)
+            self._ended.append(sequence.number)
+        if sequence.row is None:
+            self._leave_queue(sequence)
+        else:
+            self._rows.leave(sequence)
 
     def _leave_queue(self, sequence: Sequence) -> None:
         prompt = sequence.prompt
@@ -362,32 +300,29 @@ class Scheduler:
             del self._waiting[prompt]
             self._rows.forget(prompt)
 
-    # ---- items
+    def _items(self, slot: int) -> tuple[BatchItem, ...]:
+        """One token of each sequence that has at most one unread, by row; then chunks of prompts within the budget.
 
-    def _decode_items(self, slot: int) -> tuple[BatchItem, ...]:
-        """One token of each sequence that has at most one unread, by row.
-
-        That includes the last token of a prompt: a row must copy from another before the other is overwritten.
+        The first include the last token of a prompt: a row must copy from another before the other is overwritten.
         """
-        ready = [sequence for sequence in self._live[slot] if sequence.num_unread <= 1]
-        return tuple(self._item(sequence, 1) for sequence in sorted(ready, key=_row))
-
-    def _prefill_items(self, slot: int) -> tuple[BatchItem, ...]:
-        """Chunks of prompts within the budget, in order of arrival."""
-        items, budget = [], self.shape.prefill_tokens
-        for sequence in self._live[slot]:
-            length = min(self.shape.prefill_tokens, sequence.num_unread)
-            if length <= budget and sequence.num_unread > 1:
-                items.append(self._item(sequence, length))
+        single: list[BatchItem] = []
+        chunks: list[BatchItem] = []
+        budget = self.shape.prefill_tokens
+        for sequence in self._rows.live[slot]:
+            start, row = sequence.num_cached, sequence.row
+            assert row is not None
+            length = max(1, min(self.shape.prefill_tokens, sequence.num_to_read - start))
+            is_single = sequence.num_to_read - start <= 1
+            if not is_single and length > budget:
+                continue
+            sampled = start + length >= sequence.num_to_read
+            cleaned = self._rows.lost.pop(row, 0)
+            item = BatchItem(sequence.number, row, start, length, sampled, sequence.source, cleaned)
+            sequence.num_cached, sequence.source = start + length, NO_ROW
+            if is_single:
+                single.append(item)
+            else:
+                chunks.append(item)
                 budget -= length
-        return tuple(items)
-
-    def _item(self, sequence: Sequence, length: int) -> BatchItem:
-        start, row = sequence.num_cached, _row(sequence)
-        sampled = start + length >= len(sequence.prompt_tokens) + sequence.num_read_again
-        return BatchItem(sequence.number, row, start, length, sampled, sequence.source, self._rows.lost.get(row, 0))
-
-
-def _row(sequence: Sequence) -> int:
-    assert sequence.row is not None
-    return sequence.row
+        single.sort(key=_ROW)
+        return (*single, *chunks)

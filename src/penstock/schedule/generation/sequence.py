@@ -85,10 +85,12 @@ class Sequence:
 
     # ---- the scheduler's notes
 
+    #: ids of prompt and new tokens
+    token_ids: list[int] = field(init=False, repr=False)
     #: row of the KV cache while it is computed; None while it waits and once it has ended
     row: int | None = field(default=None, repr=False)
-    #: new tokens that are read again with the prompt, because the weights have changed
-    num_read_again: int = field(default=0, repr=False)
+    #: tokens to be read before the next one is sampled: those of the prompt, and new ones once the weights have changed
+    num_to_read: int = field(init=False, repr=False)
     #: tokens in its row of the KV cache, counting those of batches in flight
     num_cached: int = field(default=0, repr=False)
     #: row that holds the beginning of this prompt, to be copied with the next batch
@@ -98,6 +100,10 @@ class Sequence:
 
     #: new tokens so far, where the next one's distribution depends on them
     drawn: list[int] = field(default_factory=list, repr=False)
+
+    def __post_init__(self) -> None:
+        self.token_ids = list(self.prompt_tokens)
+        self.num_to_read = len(self.token_ids)
 
     @classmethod
     def all_of(
@@ -161,22 +167,10 @@ class Sequence:
         """The newest token."""
         return self.generated[-1].id
 
-    @property
-    def num_unread(self) -> int:
-        """The number of prompt tokens, and of tokens to be read again with them, that are in no batch yet."""
-        return len(self.prompt_tokens) + self.num_read_again - self.num_cached
-
-    def token_ids(self, start: int, end: int) -> abc.Sequence[int]:
-        """The token ids at these positions of prompt and new tokens."""
-        num_prompt_tokens = len(self.prompt_tokens)
-        if end <= num_prompt_tokens:
-            return self.prompt_tokens[start:end]
-        new = [token.id for token in self.generated[max(0, start - num_prompt_tokens) : end - num_prompt_tokens]]
-        return [*self.prompt_tokens[start:], *new]
-
     def append(self, token: Token) -> None:
         """Add a sampled token, which may end the sequence."""
         self.generated.append(token)
+        self.token_ids.append(token.id)
         if not math.isfinite(token.log_prob):
             self.ending = Ending.NOT_FINITE
         elif token.id in self.params.end_tokens:
