@@ -28,7 +28,7 @@ from penstock.engine.build import (
 from penstock.engine.optimizer.groups import ParameterGroups, freeze
 from penstock.engine.options import EngineOptions, check_alike
 from penstock.engine.own_layers import OwnLayers
-from penstock.engine.sharding import ContextShards, Sharding, UnitSource, WholeModel, stepped_whole, units_for
+from penstock.engine.sharding import ContextShards, Sharding, UnitSource, check_whole_model, stepped_whole, units_for
 from penstock.engine.timed_cut import measure_units, timed_cut
 from penstock.model import Given, ModelGroups, Randomness, Sequences, UnitSpec, WeightCasts, share_casts
 from penstock.model.reproducible import check_reproducible
@@ -290,11 +290,9 @@ class Pipeline:
         self.ranks_by_batch = layout.groups("pp", "cp", "tp")
 
     def _check_whole_model(self) -> None:
-        own = self.parameters() | self.buffers()
-        whole_model = WholeModel.gathered(own, self.sharding.shards, self.loans, self.grid)
-        whole_model.check_replicas()
-        if self.options.learns:
-            whole_model.check_groups(self.options.optimizer.groups)
+        own = {name: own for name, own in (self.parameters() | self.buffers()).items() if name not in self.loans}
+        groups = self.options.optimizer.groups if self.options.learns else ()
+        check_whole_model(own, self.sharding.shards, self.grid, groups)
         if self.options.reproducible:
             units = [unit for stage in self.stages.values() for unit in stage.units]
             build_on_all_ranks(
