@@ -92,7 +92,7 @@ def test_a_dry_run_says_what_would_be_and_starts_nothing(folder: Path, capsys: p
     assert sum(stage["share_of_work"] for stage in plan["stages"]) == pytest.approx(1.0)
     assert (plan["world_size"], plan["schedule"], plan["peak_live_microbatches"]) == (2, "1f1b", [2, 1])
     for plain, recomputed in zip(plan["stages"], plans["full"]["stages"], strict=True):
-        assert 0 < recomputed["activation_bytes"] < plain["activation_bytes"]
+        assert 0 < recomputed["microbatch_bytes"] < plain["microbatch_bytes"]
     assert main(["train", str(file), "--dry-run"]) == 0
     assert "embedding ... layers.0.mlp (3)" in capsys.readouterr().out
     assert files_of(folder) == before

@@ -1,36 +1,40 @@
 """`penstock train RUN.toml --dry-run`: the plan of a run, computed without starting it."""
 
-import json
-import math
+import logging
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
 import torch
 
 from penstock import schedule
+from penstock.cli.commands import print_json
 from penstock.cli.doctor import group_rows, group_table
 from penstock.cli.progress import show_log
 from penstock.engine.build import cut_units
-from penstock.engine.folders.lora import with_adapter
 from penstock.engine.folders.run_parts import RunData
-from penstock.engine.options import EngineOptions
-from penstock.engine.rehearsal.memory import costs_of_memory, kept_bytes, rank_state_bytes
-from penstock.engine.timed_cut import UnitTimes, stage_costs, timed_cut, times_here
-from penstock.model import ModelGroups, UnitSpec, decoder_units
-from penstock.model.hf.config_json import HuggingFaceForm
+from penstock.engine.rehearsal.step import RehearsedRun
+from penstock.engine.timed_cut import timed_cut, times_here
+from penstock.model import ModelGroups, decoder_units
 from penstock.parallel.gradients import StateBytes
-from penstock.settings import ConfigError, Layout, RunConfig
+from penstock.schedule import Costs, Op
+from penstock.schedule.rehearsal import MemoryKind, MemoryPoint, Rehearsal
+from penstock.settings import ConfigError, Precision, RunConfig
 
 _FILE_COLUMNS = 120
+# Rehearsals that take longer are counted, for who waits.
+_SILENT_S = 5.0
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class StagePlan:
     """A planned stage: its units by name, and the size of one rank's share of it.
 
-    share_of_work: of the whole model's. state_bytes: parameters, gradients, optimizer. activation_bytes: kept for
-    backwards when the rank's activations peak.
+    share_of_work: of the whole model's. microbatch_bytes: kept of a microbatch from its F to its backward, and
+    for_weights_bytes from its I to its W.
     """
 
     stage: int
@@ -38,8 +42,8 @@ class StagePlan:
     units: tuple[str, ...]
     num_parameters: int
     share_of_work: float
-    state_bytes: int = 0
-    activation_bytes: int = 0
+    microbatch_bytes: int
+    for_weights_bytes: int
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,8 @@ class RunPlan:
 
     The schedule's figures assume equal stages whose backward takes twice as long as their forward or, if
     `is_measured`, times measured on this machine. `peak_live_microbatches` counts a microbatch that waits for its W by
-    its remaining bytes. `states`: each rank's memory without activations, to the byte.
+    its remaining bytes. Memory is that of each rank of the layout as a rehearsal for `device` finds it: `memory` in the
+    action with the highest peak, `states` throughout. `peers`: for each rank the first one that takes the same bytes.
     """
 
     world_size: int
@@ -61,17 +66,16 @@ class RunPlan:
     corpus_tokens: int
     epochs: float
     stages: tuple[StagePlan, ...]
+    device: str
+    memory: tuple[MemoryPoint, ...]
     states: tuple[StateBytes, ...]
+    peers: tuple[int, ...]
     is_measured: bool = False
 
     @property
     def memory_bytes(self) -> dict[int, int]:
-        """Bytes of state and activations of each pipeline rank."""
-        ranks = sorted({stage.rank for stage in self.stages})
-        return {
-            rank: sum(stage.state_bytes + stage.activation_bytes for stage in self.stages if stage.rank == rank)
-            for rank in ranks
-        }
+        """The most bytes of each rank at once."""
+        return {rank: point.peak_bytes for rank, point in enumerate(self.memory)}
 
 
 def plan_run(config: RunConfig, data: RunData) -> RunPlan:
@@ -79,39 +83,39 @@ def plan_run(config: RunConfig, data: RunData) -> RunPlan:
 
     Raises:
         ValueError: the model cannot be built or cut like this.
+        RehearsalError: its step would fail.
     """
-    shape = config.model.whole(data.corpus.vocab_size)
-    options = EngineOptions.of(config)
-    lengths, num_microbatches = _microbatches(config)
-    units, ours = decoder_units(shape), config.parallel
-    placement = options.choice.placement(ours.pp)
-    times = _measured(units, shape.hidden_size, options, config)
-    # As the rank with the largest shards holds them.
-    largest = decoder_units(shape, groups=ModelGroups.planned(tp=ours.tp, cp=ours.cp, ep=ours.ep))
-    if times:
+    ours, shape = config.parallel, config.model.whole(data.corpus.vocab_size)
+    # Autocast casts for no GPU that is not there.
+    device = "cpu" if config.train.precision is Precision.BF16_AUTOCAST else None
+    run = RehearsedRun.of(config, device, data.corpus.vocab_size)
+    options, units = run.engine.options, decoder_units(shape)
+    placement, times = options.choice.placement(ours.pp), _measured(run, config)
+    if times is not None:
         cut, choice = timed_cut(units, shape.hidden_size, placement, options, times)
+        run = replace(run, batch=replace(run.batch, cut=(cut, choice)))
     else:
         cut, choice = cut_units(units, placement, options), options.choice
-    costs = costs_of_memory(kept_bytes(units, shape.hidden_size, cut, options, lengths))
-    if times:
-        found, names = stage_costs(times, cut), ("forward", "backward_input", "backward_weight")
-        costs = replace(costs, **{name: getattr(found, name) for name in names})
-        options = replace(options, schedule=replace(choice.settings, cut=tuple(map(len, cut))))
+    num_microbatches = len(run.batch.parts.microbatches)
     program = choice.checked_program(ours.pp, num_microbatches, whole_backwards=ours.shares_layers)
-    timeline = schedule.simulate(program, costs)
-    stages = _stage_plans(units, largest, cut, placement)
-    source = with_adapter(
-        lambda groups: decoder_units(shape, groups=groups), options.adapter, HuggingFaceForm.of(shape), ours
+    peers = run.peers()
+    rehearsals = _rehearsed(run, sorted(set(peers)))
+    stages = _stage_plans(run, cut, placement, list(rehearsals.values()))
+    costs = replace(
+        Costs() if times is None else schedule.costs_of_cut(times, cut),
+        microbatch_bytes=[stage.microbatch_bytes for stage in stages[: len(cut)]],
+        weight_memory_share=[
+            stage.for_weights_bytes / stage.microbatch_bytes if stage.microbatch_bytes else 0.0
+            for stage in stages[: len(cut)]
+        ],
     )
-    states = rank_state_bytes(source, ours, options)
-    at_peak = {rank: timeline.bytes_at_peak(rank) for rank in range(ours.pp)}
-    stages = [_with_bytes(stage, at_peak[stage.rank], ours, states) for stage in stages]
+    timeline = schedule.simulate(program, costs)
     tied = {name for unit in units for name in unit.tied}
     copies = shape.vocabulary * shape.hidden_size if tied else 0
     step_tokens = config.data.num_sequences * config.data.sequence_length
     corpus_tokens = data.corpus.training.num_tokens
     return RunPlan(
-        world_size=config.parallel.world_size,
+        world_size=ours.world_size,
         schedule=program.schedule.name,
         num_microbatches=program.schedule.num_microbatches,
         bubble_rate=timeline.bubble_rate,
@@ -121,59 +125,64 @@ def plan_run(config: RunConfig, data: RunData) -> RunPlan:
         corpus_tokens=corpus_tokens,
         epochs=config.train.steps * step_tokens / corpus_tokens,
         stages=tuple(stages),
-        states=tuple(sum(of_rank.values(), StateBytes(0, 0, 0)) for of_rank in states),
-        is_measured=bool(times),
+        device=options.device,
+        memory=tuple(rehearsals[first].fullest for first in peers),
+        states=tuple(_state(rehearsals[first]) for first in peers),
+        peers=tuple(peers),
+        is_measured=times is not None,
     )
+
+
+def _rehearsed(run: RehearsedRun, ranks: Sequence[int]) -> dict[int, Rehearsal]:
+    found, begin = {}, time.monotonic()
+    for number, rank in enumerate(ranks, start=1):
+        if time.monotonic() - begin > _SILENT_S:
+            _logger.info("rehearsing rank %d, %d of %d", rank, number, len(ranks))
+        found[rank] = run.rehearse(rank)
+    return found
+
+
+def _state(rehearsal: Rehearsal) -> StateBytes:
+    own = rehearsal.state_bytes
+    parameters, gradients = own[MemoryKind.PARAMETERS], own[MemoryKind.GRADIENTS]
+    return StateBytes(parameters, gradients, own[MemoryKind.MASTERS] + own[MemoryKind.OPTIMIZER])
 
 
 def _stage_plans(
-    units: Sequence[UnitSpec], largest: Sequence[UnitSpec], cut: Sequence[range], placement: schedule.Placement
+    run: RehearsedRun, cut: Sequence[range], placement: schedule.Placement, rehearsals: Sequence[Rehearsal]
 ) -> list[StagePlan]:
-    """The stages without their bytes; `largest` are the units as held by the rank with the largest shards."""
+    """The stages, each with what the first rank that holds it keeps."""
+    layout = run.engine.layout
+    units = run.engine.units(ModelGroups())
+    # As the rank with the largest shards holds them.
+    largest = run.engine.units(ModelGroups.planned(tp=layout.tp, cp=layout.cp, ep=layout.ep))
     all_work = sum(unit.flops_per_token for unit in units)
-    return [
-        StagePlan(
-            stage=number,
-            rank=placement.rank_of(number),
-            units=tuple(units[i].name for i in members),
-            num_parameters=sum(largest[i].num_parameters for i in members),
-            share_of_work=sum(units[i].flops_per_token for i in members) / all_work,
+    found = []
+    for number in range(placement.num_stages):
+        members = cut[number % len(cut)]
+        costs = next(own for one in rehearsals if (own := [unit for unit in one.units if unit.stage == number]))
+        found.append(
+            StagePlan(
+                stage=number,
+                rank=placement.rank_of(number),
+                units=tuple(units[i].name for i in members),
+                num_parameters=sum(largest[i].num_parameters for i in members),
+                share_of_work=sum(units[i].flops_per_token for i in members) / all_work,
+                microbatch_bytes=sum(unit.of(Op.F).kept_bytes for unit in costs),
+                for_weights_bytes=sum(unit.of(Op.I).kept_bytes for unit in costs),
+            )
         )
-        for number in range(placement.num_stages)
-        for members in [cut[number % len(cut)]]
-    ]
+    return found
 
 
-def _with_bytes(
-    stage: StagePlan, at_peak: Mapping[int, float], layout: Layout, states: Sequence[Mapping[int, StateBytes]]
-) -> StagePlan:
-    """The stage with its bytes, given those that each stage of its rank keeps at the peak."""
-    return replace(
-        stage,
-        state_bytes=max(of_rank[stage.stage].total for of_rank in states if stage.stage in of_rank),
-        activation_bytes=round(at_peak.get(stage.stage, 0.0) / (layout.cp * layout.tp)),
-    )
-
-
-def _measured(
-    units: Sequence[UnitSpec], hidden_size: int, options: EngineOptions, config: RunConfig
-) -> list[UnitTimes] | None:
+def _measured(run: RehearsedRun, config: RunConfig) -> Costs | None:
     """The units' times on this machine, if the run would measure them too."""
+    options = run.engine.options
     if options.measure_lengths is None or config.parallel.pp == 1:
         return None
     torch.set_num_threads(config.parallel.num_threads)
-    device = torch.device("cuda" if torch.cuda.is_available() and options.device != "cpu" else "cpu")
-    return times_here(units, hidden_size, options.measure_lengths, options, device)
-
-
-def _microbatches(config: RunConfig) -> tuple[tuple[int, ...], int]:
-    """The lengths of a full microbatch's sequences, and how many microbatches a step has."""
-    data, train = config.data, config.train
-    num_sequences = data.num_sequences // config.parallel.dp
-    of_one = math.ceil(num_sequences / train.num_microbatches)
-    if train.max_microbatch_tokens is not None:
-        of_one = min(of_one, max(1, train.max_microbatch_tokens // data.sequence_length))
-    return (data.sequence_length,) * of_one, max(train.num_microbatches, math.ceil(num_sequences / of_one))
+    device = torch.device("cuda" if torch.cuda.is_available() and config.parallel.device != "cpu" else "cpu")
+    return times_here(run.engine.units(ModelGroups()), run.engine.hidden_size, options.measure_lengths, options, device)
 
 
 def show(config: RunConfig, as_json: bool) -> None:
@@ -184,8 +193,7 @@ def show(config: RunConfig, as_json: bool) -> None:
     data = RunData.load(config)
     plan = plan_run(config, data)
     if as_json:
-        groups = group_table(config.parallel)
-        print(json.dumps({**asdict(plan), "memory_bytes": plan.memory_bytes, "groups": groups}, indent=2))
+        print_json({**asdict(plan), "memory_bytes": plan.memory_bytes, "groups": group_table(config.parallel)})
     else:
         _print(config, plan)
 
@@ -198,7 +206,6 @@ def _print(config: RunConfig, plan: RunPlan) -> None:
     console = Console(width=None if sys.stdout.isatty() else _FILE_COLUMNS)
     facts = Table.grid(padding=(0, 2))
     live = ", ".join(f"{number:g}" for number in plan.peak_live_microbatches)
-    memory = ", ".join(f"rank {rank}: {_mib(used)}" for rank, used in plan.memory_bytes.items())
     at_times = "at the times measured here" if plan.is_measured else "if all stages were equal"
     for name, text in (
         ("layout", f"{config.parallel}: {plan.world_size} processes of {config.parallel.num_threads} thread(s)"),
@@ -209,26 +216,29 @@ def _print(config: RunConfig, plan: RunPlan) -> None:
         ("data", f"{plan.corpus_tokens:,} tokens of {config.data.corpus}, {plan.step_tokens:,} a step"),
         ("length", f"{config.train.steps:,} steps, {plan.epochs:.2f} epochs"),
         ("state", _largest_state(plan.states)),
-        ("memory", f"{memory}, estimated from state and activations"),
+        ("memory", f"as rehearsed for {plan.device}, rank by rank below"),
         ("output", config.output),
     ):
         facts.add_row(name, text)
     console.print(facts, highlight=False)
-    table = Table("stage", "rank", "units", "parameters", "work", "state", "activations", box=None, pad_edge=False)
-    for column in table.columns[3:]:
+    stages = Table("stage", "rank", "units", "parameters", "work", "a microbatch", box=None, pad_edge=False)
+    for column in stages.columns[3:]:
         column.justify = "right"
     for stage in plan.stages:
-        table.add_row(
-            str(stage.stage),
-            str(stage.rank),
-            _names(stage.units),
-            f"{stage.num_parameters:,}",
-            f"{stage.share_of_work:.1%}",
-            _mib(stage.state_bytes),
-            _mib(stage.activation_bytes),
-        )
-    console.print()
-    console.print(table, highlight=False)
+        size = f"{stage.num_parameters:,}", f"{stage.share_of_work:.1%}", _mib(stage.microbatch_bytes)
+        stages.add_row(str(stage.stage), str(stage.rank), _names(stage.units), *size)
+    kinds = [kind for kind in MemoryKind if any(kind in point.at_peak for point in plan.memory)]
+    memory = Table("rank", "fullest in", *kinds, "peak", box=None, pad_edge=False)
+    for column in memory.columns[2:]:
+        column.justify = "right"
+    for rank in sorted(set(plan.peers)):
+        point, more = plan.memory[rank], plan.peers.count(rank) - 1
+        sizes = (_mib(point.at_peak.get(kind, 0)) for kind in kinds)
+        name = f"{rank} and {more} like it" if more else str(rank)
+        memory.add_row(name, point.action, *sizes, _mib(point.peak_bytes))
+    for table in (stages, memory):
+        console.print()
+        console.print(table, highlight=False)
     console.print("\nNothing was started; leave out --dry-run to train.", highlight=False)
 
 

@@ -48,9 +48,9 @@ def main(arguments: list[str]) -> int:
     if options.picture is not None:
         _check_picture(options.picture, ranks, options.force)
     # Only now, since it loads PyTorch.
-    from penstock.planner.rehearsal import rehearse
+    from penstock.engine.rehearsal.step import rehearse_run
 
-    rehearsals = [rehearse(config, rank, options.device) for rank in ranks]
+    rehearsals = [rehearse_run(config, rank, options.device) for rank in ranks]
     check_order(rehearsals)
     if options.picture is not None:
         from penstock.draw.image import memory_picture

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from penstock.engine.build import SECOND_COPY
 from penstock.engine.optimizer.optimizer import state_aliases
 from penstock.engine.pipeline import Pipeline
-from penstock.engine.rehearsal.memory import running_state_bytes
 from penstock.engine.sharding import local_parameters, local_state
 from penstock.engine.training.trainer import Trainer
 from penstock.parallel.gradients import StateBytes
@@ -81,10 +80,14 @@ class ModelState:
         return model | local_state(self.trainer.optimizer.owned_state(), self.shards)
 
     def state_bytes(self) -> StateBytes:
-        """Memory that this rank's parameters, gradients and optimizer take."""
+        """Memory that this rank's parameters, gradients and optimizer take, counted by storage: buckets are flat."""
         trainer = self.trainer
-        return running_state_bytes(
-            self.parameters().values(), list(trainer.gradients.values()), trainer.optimizer.state_bytes
+        buckets = [bucket for of_stage in trainer.gradients.values() for bucket in of_stage.buckets]
+        storages = {own.data_ptr(): own for own in (p.untyped_storage() for p in self.parameters().values())}
+        return StateBytes(
+            sum(own.nbytes() for own in storages.values()),
+            sum(bucket.gradients.untyped_storage().nbytes() for bucket in buckets),
+            trainer.optimizer.state_bytes,
         )
 
     def progress(self) -> dict[str, Any]:

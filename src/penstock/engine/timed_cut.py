@@ -5,21 +5,21 @@ Shapes: T tokens of a typical microbatch, D hidden size.
 
 import time
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from penstock import schedule
 from penstock.engine.build import build_on_all_ranks, build_stages, cut_units, parameter_dtype
 from penstock.engine.options import EngineOptions
-from penstock.engine.rehearsal.memory import kept_bytes
+from penstock.engine.rehearsal.units import units_alone
 from penstock.model import Sequences, UnitSpec, drain
 from penstock.parallel import Grid, gather_json
 from penstock.runtime import Boundary, Stage, Tape
 from penstock.runtime.stage import Finish
-from penstock.schedule import Costs, Placement, costs_of_cut
+from penstock.schedule import Costs, Op, Placement, costs_of_cut, search_cut
 from penstock.schedule.choice import ScheduleChoice
 from penstock.settings import Quantize
 
@@ -28,38 +28,26 @@ _MICROBATCHES_PER_RANK = 4
 """The number for which a cut is searched; later steps may have any number, and each has an order of its own."""
 
 
-@dataclass(frozen=True)
-class UnitTimes:
-    """Seconds of one microbatch through a unit: F, I and W."""
-
-    forward_s: float
-    backward_input_s: float
-    backward_weight_s: float
-
-    @property
-    def total_s(self) -> float:
-        return self.forward_s + self.backward_input_s + self.backward_weight_s
-
-
 def measure_units(
     units: Sequence[UnitSpec], hidden_size: int, lengths: Sequence[int], options: EngineOptions, grid: Grid
-) -> list[UnitTimes]:
-    """The units' times on sequences of these lengths, the same on every rank.
+) -> Costs:
+    """The units' times on sequences of these lengths, in seconds, the same on every rank.
 
     The first rank measures for all, so that all ranks cut alike and follow one order.
     """
 
-    def measure() -> list[tuple[float, ...]]:
-        return [astuple(own) for own in times_here(units, hidden_size, lengths, options, grid.device)]
+    def measure() -> list[Any]:
+        found = times_here(units, hidden_size, lengths, options, grid.device)
+        return [found.forward, found.backward_input, found.backward_weight]
 
     times = build_on_all_ranks(measure if grid.rank == 0 else list, grid.control)
-    return [UnitTimes(*own) for own in gather_json(times, grid.control)[0]]
+    return Costs(*gather_json(times, grid.control)[0])
 
 
 def times_here(
     units: Sequence[UnitSpec], hidden_size: int, lengths: Sequence[int], options: EngineOptions, device: torch.device
-) -> list[UnitTimes]:
-    """The units' times in this process, with the options' precision and recompute.
+) -> Costs:
+    """The units' times in this process in seconds, with the options' precision and recompute: a number for each unit.
 
     Units that do equal work (the layers of a decoder) are measured once.
     """
@@ -67,7 +55,7 @@ def times_here(
     options = replace(options, read_only=False, quantize=Quantize.NONE)
     sequences = Sequences.from_lengths(lengths, device)
     boundary = Boundary(hidden_size, parameter_dtype(options.precision))
-    known: dict[tuple[str, int, float], UnitTimes] = {}
+    known: dict[tuple[str, int, float], list[float]] = {}
     found = []
     for i, unit in enumerate(units):
         kind = (unit.name.rpartition(".")[2], unit.num_parameters, unit.flops_per_token)
@@ -81,17 +69,7 @@ def times_here(
             finish = _like_a_loss if i == len(units) - 1 else torch.sum
             known[kind] = _measured(stages[0], x, sequences, finish)
         found.append(known[kind])
-    return found
-
-
-def stage_costs(times: Sequence[UnitTimes], cut: Sequence[range]) -> Costs:
-    """The times of a cut's stages, in seconds, as a search and a simulation take them."""
-    return costs_of_cut(unit_costs(times), cut)
-
-
-def unit_costs(times: Sequence[UnitTimes]) -> Costs:
-    """The times in seconds, one for each unit where `Costs` has one for each stage."""
-    forward, backward_input, backward_weight = zip(*map(astuple, times), strict=True)
+    forward, backward_input, backward_weight = zip(*found, strict=True)
     return Costs(forward, backward_input, backward_weight)
 
 
@@ -100,8 +78,8 @@ def _like_a_loss(output: Tensor) -> Tensor:
     return output.float().logsumexp(-1).sum() if output.is_floating_point() else output.sum()
 
 
-def _measured(stage: Stage, x: Tensor, sequences: Sequences, finish: Finish) -> UnitTimes:
-    """The least time of each part, the first run not counted: other work only ever adds."""
+def _measured(stage: Stage, x: Tensor, sequences: Sequences, finish: Finish) -> list[float]:
+    """The least time of F, I and W, the first run not counted: other work only ever adds."""
     runs = []
     for _ in range(NUM_RUNS + 1):
         tape, moments = Tape(), [_now(x.device)]
@@ -114,7 +92,7 @@ def _measured(stage: Stage, x: Tensor, sequences: Sequences, finish: Finish) -> 
         runs.append([after - before for before, after in pairwise(moments)])
     for _, parameter in stage.named_parameters():
         parameter.grad = None
-    return UnitTimes(*map(min, zip(*runs[1:], strict=True)))
+    return list(map(min, zip(*runs[1:], strict=True)))
 
 
 def _now(device: torch.device) -> float:
@@ -125,7 +103,7 @@ def _now(device: torch.device) -> float:
 
 
 def timed_cut(
-    units: Sequence[UnitSpec], hidden_size: int, placement: Placement, options: EngineOptions, times: list[UnitTimes]
+    units: Sequence[UnitSpec], hidden_size: int, placement: Placement, options: EngineOptions, times: Costs
 ) -> tuple[tuple[range, ...], ScheduleChoice]:
     """The units of every stage of a placement, and the schedule for their times.
 
@@ -136,23 +114,16 @@ def timed_cut(
     """
     choice = options.choice
     if not choice.settings.search_cut or options.cut is not None:
-        cut = cut_units(units, placement, options, [own.total_s for own in times])
-        return cut, choice.timed(stage_costs(times, cut))
-    costs = with_kept_bytes(unit_costs(times), units, hidden_size, options)
+        cut = cut_units(units, placement, options, times.totals)
+        return cut, choice.timed(costs_of_cut(times, cut))
+    rehearsed = units_alone(units, hidden_size, options.measure_lengths or (), options)
+    kept = [unit.of(Op.F).kept_bytes for unit in rehearsed]
+    # W's fraction of them is the whole model's.
+    for_weights = sum(unit.of(Op.I).kept_bytes for unit in rehearsed)
+    share = min(1.0, for_weights / sum(kept)) if any(kept) else 1.0
+    costs = replace(times, microbatch_bytes=kept, weight_memory_share=share)
     num_microbatches = _MICROBATCHES_PER_RANK * placement.num_ranks
-    found = schedule.search_cut(costs, placement, num_microbatches, choice.settings.max_live_microbatches)
-    timed = choice.timed(schedule.costs_of_cut(costs, found.cut))
+    found = search_cut(costs, placement, num_microbatches, choice.settings.max_live_microbatches)
+    timed = choice.timed(costs_of_cut(costs, found.cut))
     settings = replace(choice.settings, max_live_microbatches=found.max_live_microbatches)
     return found.cut, replace(timed, settings=settings)
-
-
-def with_kept_bytes(costs: Costs, units: Sequence[UnitSpec], hidden_size: int, options: EngineOptions) -> Costs:
-    """The units' costs with the bytes that each keeps of a microbatch; W's fraction of them is the whole model's."""
-    alone = [range(i, i + 1) for i in range(len(units))]
-    kept = kept_bytes(units, hidden_size, alone, options, options.measure_lengths or ())
-    whole, for_weights = sum(own.whole for own in kept), sum(own.for_weights for own in kept)
-    return replace(
-        costs,
-        microbatch_bytes=[own.whole for own in kept],
-        weight_memory_share=min(1.0, for_weights / whole) if whole else 1.0,
-    )

@@ -44,11 +44,22 @@ class ModelGroups:
     context_form: ContextForm = ContextForm.RING
 
     @classmethod
-    def planned(cls, *, tp: int = 1, cp: int = 1, ep: int = 1, form: ContextForm = ContextForm.RING) -> "ModelGroups":
-        """Take the first places in groups of these sizes that do not exist, to find out what a rank would hold."""
+    def planned(
+        cls,
+        *,
+        tp: int = 1,
+        cp: int = 1,
+        ep: int = 1,
+        form: ContextForm = ContextForm.RING,
+        places: tuple[int, int, int] = (0, 0, 0),
+    ) -> "ModelGroups":
+        """Take places, the first by default, in groups that do not exist, to find out what a rank would hold."""
         # Building modules sends nothing, so a size and a place are enough.
-        groups = (None if size == 1 else cast(ProcessGroup, PlannedGroup(size)) for size in (tp, cp, ep))
-        return cls(*groups, context_form=form)
+        sizes = zip((tp, cp, ep), places, strict=True)
+        return cls(
+            *(None if size == 1 else cast(ProcessGroup, PlannedGroup(size, place)) for size, place in sizes),
+            context_form=form,
+        )
 
     @property
     def tp_size(self) -> int:

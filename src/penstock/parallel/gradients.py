@@ -140,35 +140,6 @@ class StateBytes:
     def total(self) -> int:
         return self.parameters + self.gradients + self.optimizer
 
-    def __add__(self, other: StateBytes) -> StateBytes:
-        return StateBytes(
-            self.parameters + other.parameters, self.gradients + other.gradients, self.optimizer + other.optimizer
-        )
-
-
-def state_bytes(
-    parameters: Sequence[tuple[str, nn.Parameter]],
-    group: dist.ProcessGroup | None = None,
-    reductions: Mapping[str, Reduction] | None = None,
-    group_of: GroupOf | None = None,
-    num_states: Callable[[int], int] = lambda number: 2,
-) -> StateBytes:
-    """Compute the bytes that `GradientBuckets` of these parameters, which may be on `meta`, and their optimizer take.
-
-    num_states: from the number of a parameter group, the number of its state tensors as long as the parameters.
-    """
-    total = StateBytes(sum(p.nbytes for _, p in parameters if not p.requires_grad), 0, 0)
-    for entries in fill_buckets(unplaced(parameters, group, reductions or {}, group_of), CAP_BYTES):
-        parameter, length = entries[0].parameter, _bucket_length(entries)
-        gradient_size, num_owners = _gradient_dtype(parameter).itemsize, entries[0].reduction.num_owners
-        num_copies = num_states(entries[0].group) + is_16_bit(parameter)  # the latter have masters
-        num_values = 0 if entries[0].reduction.lent else length
-        num_stepped = num_values // num_owners if entries[0].reduction.is_mine else 0
-        total += StateBytes(
-            num_values * parameter.element_size(), length * gradient_size, num_stepped * gradient_size * num_copies
-        )
-    return total
-
 
 BucketKind = tuple[torch.dtype, torch.device, int, Reduction]
 """Parameters of different kinds never share a bucket."""

@@ -114,6 +114,11 @@ class Costs:
             raise ValueError(f"bandwidth must be at least {1 / LARGEST_COST:g}, got {self.bandwidth!r}")
 
     @property
+    def totals(self) -> list[float]:
+        """The times of F, I and W together, one for each stage or unit; all three are lists."""
+        return [sum(own) for own in zip(self.forward, self.backward_input, self.backward_weight)]  # type: ignore[arg-type]
+
+    @property
     def memory(self) -> Memory:
         return Memory(_plain(self.weight_memory_share), _plain(self.microbatch_bytes), tuple(self.lengths))
 

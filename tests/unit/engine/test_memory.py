@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from penstock import schedule
+from penstock.data import MicroBatchSpec
 from penstock.engine.options import EngineOptions
-from penstock.engine.rehearsal import memory
-from penstock.engine.rehearsal.memory import KeptBytes, bytes_of, costs_of_memory, kept_bytes, rank_state_bytes
+from penstock.engine.rehearsal import units as rehearsed
+from penstock.engine.rehearsal.step import RehearsedBatch, rehearse
+from penstock.engine.rehearsal.units import units_alone
 from penstock.model import NOTHING_GIVEN, Given, Lane, Sequences, WeightGradients, decoder_units, defer
 from penstock.model.linear import TORCH
 from penstock.runtime import (
@@ -29,7 +31,9 @@ from penstock.runtime import (
 )
 from penstock.runtime.stage import Finish
 from penstock.runtime.tape import GraphSegment
+from penstock.schedule import Costs, Op
 from penstock.schedule.recording import Record
+from penstock.schedule.rehearsal import MemoryKind
 from penstock.settings import Layout, ModelConfig, OptimizerConfig, OptimizerName, ParameterGroup
 from penstock.settings.optimizer import Arguments
 
@@ -86,7 +90,9 @@ class MeasuredStage(Stage):
                 entry.leaf for entry in tape.segments if isinstance(entry, GraphSegment) and entry.leaf is not None
             ]
             held += [factor for pending in tape.weight_gradients for factor in (pending.x_TI, pending.grad_TO)]
-        return bytes_of(held, [parameter for _, parameter in self.named_parameters()])
+        not_counted = {parameter.untyped_storage()._cdata for _, parameter in self.named_parameters()}
+        storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in held}
+        return sum(storage.nbytes() for place, storage in storages.items() if place not in not_counted)
 
 
 class MeasuredRank(Recorder):
@@ -139,7 +145,8 @@ def test_peaks_of_an_emulated_model_are_the_simulated_ones(name: str):
         modules = [[("layer", Emulated())] for _ in range(placement.num_stages)]
         feeds = [Feed(n, Sequences.from_lengths([n]), torch.ones(n, HIDDEN), torch.sum) for n in lengths]
         executors, recorders = run(program, modules, feeds)
-        costs = costs_of_memory([KeptBytes(4 * HIDDEN, 0)] * placement.stages_per_route, lengths)
+        whole = [4 * HIDDEN] * placement.stages_per_route
+        costs = Costs(microbatch_bytes=whole, weight_memory_share=0.0, lengths=lengths)
         simulated = schedule.simulate(program, costs)
         tapes = [live * placement.stages_per_microbatch for live in schedule.simulate(program).peak_live_microbatches]
         assert [executor.peak_live_tapes for executor in executors] == tapes
@@ -173,9 +180,14 @@ def test_bytes_of_a_decoder_are_within_a_twentieth_of_the_estimated_ones(name: s
             loss = lambda logits, tokens=tokens: nn.functional.cross_entropy(logits, tokens)  # noqa: E731
             feeds.append(Feed(sum(length), Sequences.from_lengths(length), tokens, loss))
         _, recorders = run(program, modules, feeds)
-        kept = kept_bytes(units, HIDDEN, cut, options, typical)
+        found = units_alone(units, HIDDEN, typical, options)
+        kept, for_weights = (
+            [sum(found[i].of(op).kept_bytes for i in members) for members in cut] for op in (Op.F, Op.I)
+        )
+        shares = [left / whole for left, whole in zip(for_weights, kept, strict=True)]
         factors = [sum(length) / sum(typical) for length in lengths]
-        simulated = schedule.simulate(program, costs_of_memory(kept, factors)).peak_live_bytes
+        costs = Costs(microbatch_bytes=kept, weight_memory_share=shares, lengths=factors)
+        simulated = schedule.simulate(program, costs).peak_live_bytes
         for recorder, expected in zip(recorders, simulated, strict=True):
             assert recorder.peak_bytes == pytest.approx(expected, rel=0.05)
 
@@ -192,29 +204,28 @@ def test_bytes_of_a_decoder_are_within_a_twentieth_of_the_estimated_ones(name: s
 def test_state_of_each_stage_follows_the_optimizer(settings: OptimizerConfig, num_states: int) -> None:
     config = ModelConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_layers=4, num_heads=2, max_length=32)
     options = EngineOptions(optimizer=settings, device="cpu")
-    layout = Layout(pp=2)
-    found = rank_state_bytes(lambda groups: decoder_units(config, groups=groups), layout, options)
-    assert [list(of_rank) for of_rank in found] == [[0], [1]]
-    for of_rank in found:
-        (state,) = of_rank.values()
-        assert state.parameters > 0
-        assert state.optimizer == num_states * state.gradients
-        assert (state.gradients == 0) == bool(settings.groups)
+    batch = RehearsedBatch([16] * 4, MicroBatchSpec(num=4))
+    for rank in range(2):
+        found = rehearse(lambda groups: decoder_units(config, groups=groups), 32, Layout(pp=2), options, batch, rank)
+        state = found.state_bytes
+        assert state[MemoryKind.PARAMETERS] > 0
+        assert state[MemoryKind.OPTIMIZER] == num_states * state[MemoryKind.GRADIENTS]
+        assert (state[MemoryKind.GRADIENTS] == 0) == bool(settings.groups)
 
 
-def test_stages_of_the_same_layers_are_worked_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_units_that_are_alike_are_rehearsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     config = ModelConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_layers=12, num_heads=2, max_length=32)
-    units, runs = decoder_units(config), []
-    options = EngineOptions(device="cpu", recompute=(4,))
-    cut = [range(3), *(range(first, first + 2) for first in range(3, 25, 2)), range(25, 26)]
-    run = memory._kept_of_stage
+    runs, run = [], rehearsed._UnitRun.costs
 
-    def counted(stage: Stage, *args: Any, **kwargs: Any) -> KeptBytes:
-        runs.append(stage)
-        return run(stage, *args, **kwargs)
+    def counted(unit: Any) -> Any:
+        runs.append(unit)
+        return run(unit)
 
-    monkeypatch.setattr(memory, "_kept_of_stage", counted)
-    found = memory.kept_bytes(units, 32, cut, options, (8, 8))
-    # First, usual, under recompute, last.
-    assert len(found) == 13 and len(runs) == 4
-    assert found[1] == found[2] == found[11] != found[4] != found[12]
+    monkeypatch.setattr(rehearsed._UnitRun, "costs", counted)
+    found = units_alone(decoder_units(config), 32, (8, 8), EngineOptions(device="cpu", recompute=(4,)))
+    # Embedding, attention and MLP, both under recompute, head.
+    assert len(found) == 26 and len(runs) == 6
+    assert found[2].actions == found[4].actions == found[24].actions != found[10].actions
+    # What W needs waits for it: at least the input of each product, and the gradient of its output.
+    assert found[2].of(Op.I).kept_bytes >= 4 * 16 * (32 + 2 * 64 + 64 + 32)
+    assert all(unit.of(Op.W).kept_bytes <= unit.of(Op.I).kept_bytes for unit in found)

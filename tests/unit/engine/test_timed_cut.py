@@ -14,9 +14,9 @@ from penstock.cli import dry_run
 from penstock.engine import EngineOptions
 from penstock.engine.folders.run_check import check
 from penstock.engine.folders.run_parts import RunData
-from penstock.engine.timed_cut import UnitTimes, stage_costs, timed_cut, times_here
+from penstock.engine.timed_cut import timed_cut, times_here
 from penstock.model import decoder_units
-from penstock.schedule import Costs, PlacementKind, Timeline
+from penstock.schedule import Costs, PlacementKind, Timeline, costs_of_cut
 from penstock.schedule.choice import ScheduleChoice
 from penstock.schedule.search import cut as cut_search
 from penstock.schedule.search import order as order_search
@@ -79,15 +79,14 @@ def test_each_part_of_a_unit_is_measured() -> None:
     begin = time.perf_counter()
     times = times_here(units, 16, (8, 8), EngineOptions(), torch.device("cpu"))
     taken = time.perf_counter() - begin
-    assert len(times) == len(units)
-    assert all(min(own.forward_s, own.backward_input_s, own.backward_weight_s) > 0 for own in times)
+    parts: Any = times.forward, times.backward_input, times.backward_weight
+    of_units = list(zip(*parts, strict=True))
+    assert len(of_units) == len(units)
+    assert all(min(own) > 0 for own in of_units)
     # What is alike is measured once, and nothing takes longer than all of it did.
-    assert times[1] == times[3] and times[2] == times[4]
-    assert sum(own.total_s for own in set(times)) < taken
-    costs = stage_costs(times, (range(2), range(2, 6)))
-    assert isinstance(costs.forward, tuple) and isinstance(costs.backward_weight, tuple)
-    assert sum(costs.forward) == pytest.approx(sum(own.forward_s for own in times))
-    assert costs.backward_weight[0] == times[0].backward_weight_s + times[1].backward_weight_s
+    assert of_units[1] == of_units[3] and of_units[2] == of_units[4]
+    assert sum(map(sum, set(of_units))) < taken
+    assert times.totals == pytest.approx(list(map(sum, of_units)))
 
 
 def settings(folder: Path, **of_schedule: Any) -> dict[str, Any]:
@@ -104,18 +103,18 @@ def settings(folder: Path, **of_schedule: Any) -> dict[str, Any]:
 
 def test_a_dry_run_tells_the_bubble_of_the_order_it_would_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chance = random.Random(1)
-    times = [UnitTimes(*(chance.uniform(1.0, 5.0) for _ in range(3))) for _ in range(10)]
+    times = Costs(*zip(*([chance.uniform(1.0, 5.0) for _ in range(3)] for _ in range(10)), strict=True))  # type: ignore[arg-type]
     monkeypatch.setattr(dry_run, "times_here", lambda *arguments: times)
     config = check(from_dict(settings(tmp_path, measure=True, placement="v")))
     plan = dry_run.plan_run(config, RunData.load(config))
     sizes = [len(stage.units) for stage in plan.stages]
     assert plan.is_measured and len(sizes) == 4
-    costs = stage_costs(times, schedule.check_cut(sizes, 10, 4))
+    costs = costs_of_cut(times, schedule.check_cut(sizes, 10, 4))
     told = simulated(ScheduleChoice(config.schedule, costs), 2, 4, costs)
     assert plan.bubble_rate == told.bubble_rate > 0
     # No cut has a faster slowest rank.
     loads = [costs.forward[n] + costs.backward_input[n] + costs.backward_weight[n] for n in range(4)]  # type: ignore[index]
-    best = schedule.balanced_cut([own.total_s for own in times], ScheduleChoice(config.schedule).placement(2))
+    best = schedule.balanced_cut(times.totals, ScheduleChoice(config.schedule).placement(2))
     assert [len(stage) for stage in best] == sizes
     assert max(loads[0] + loads[3], loads[1] + loads[2]) < 0.6 * sum(loads)
     equal = check(from_dict(settings(tmp_path)))
@@ -125,11 +124,8 @@ def test_a_dry_run_tells_the_bubble_of_the_order_it_would_run(tmp_path: Path, mo
 def test_a_dry_run_searches_the_cut_that_the_run_would(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    times = [
-        UnitTimes(0.1, 0.1, 0.1),
-        *[UnitTimes(2.0, 3.0, 2.0), UnitTimes(3.0, 3.0, 3.0)] * 4,
-        UnitTimes(3.0, 3.0, 3.0),
-    ]
+    quick, slow = [0.1, *[2.0, 3.0] * 4, 3.0], [0.1, *[3.0, 3.0] * 4, 3.0]
+    times = Costs(quick, slow, quick)
     monkeypatch.setattr(dry_run, "times_here", lambda *arguments: times)
     monkeypatch.setattr(cut_search, "_TRIALS", ((6, 0.1), (2, 0.2)))
     # Both sides search as briefly: here it counts that they search for the same.
@@ -140,20 +136,19 @@ def test_a_dry_run_searches_the_cut_that_the_run_would(
     data = RunData.load(config)
     caplog.set_level("INFO", "penstock")
     sizes = [len(stage.units) for stage in dry_run.plan_run(config, data).stages]
-    assert [record.getMessage() for record in caplog.records] == [
-        f"searching for a cut: round {turn} of 2, {cuts} cuts" for turn, cuts in ((1, 6), (2, 2))
-    ]
-    assert sum(sizes) == len(times) and len(sizes) == 4
+    told = [record.getMessage() for record in caplog.records if record.name.startswith("penstock.schedule")]
+    assert told == [f"searching for a cut: round {turn} of 2, {cuts} cuts" for turn, cuts in ((1, 6), (2, 2))]
+    assert sum(sizes) == 10 and len(sizes) == 4
     options = EngineOptions.of(config)
     units = decoder_units(config.model.whole(data.corpus.vocab_size))
     cut, choice = timed_cut(units, 16, options.choice.placement(2), options, times)
     assert sizes == [len(stage) for stage in cut]
-    costs = stage_costs(times, cut)
+    costs = costs_of_cut(times, cut)
     whole = simulated(choice, 2, 8, costs).makespan
     # Cut for the slowest rank and ordered for each rank's own span, it takes longer.
     spans = replace(options, schedule=replace(config.schedule, search_cut=False))
     other, plain = timed_cut(units, 16, options.choice.placement(2), spans, times)
-    assert whole < simulated(plain, 2, 8, stage_costs(times, other)).makespan
+    assert whole < simulated(plain, 2, 8, costs_of_cut(times, other)).makespan
 
 
 def test_a_search_for_the_cut_that_cannot_be_is_refused_in_one_sentence(tmp_path: Path) -> None:

@@ -26,8 +26,8 @@ from penstock import (
     token_scores,
 )
 from penstock.engine.checkpoint import CheckpointError
+from penstock.engine.rehearsal.step import rehearse_run
 from penstock.model import decoder_units
-from penstock.planner.rehearsal import rehearse
 from penstock.runtime import Executor, PipelineError
 from penstock.settings import ModelConfig
 
@@ -68,8 +68,8 @@ CONSTRUCTORS: list[tuple[Callable[[], Any], str]] = [
     (lambda: Engine.from_hf("nowhere", native="no"), "native = 'no' is a str; give True or False or 'auto'"),
     (lambda: Engine.from_config({}), "config = {} is a dict; give a RunConfig or a text or a path"),
     (lambda: read_config(5), "path = 5 is an int; give a text or a path"),
-    (lambda: rehearse("run.toml", "0"), "rank = '0' is a str; give a whole number"),
-    (lambda: rehearse({}), "config = {} is a dict; give a RunConfig or a text or a path"),
+    (lambda: rehearse_run("run.toml", "0"), "rank = '0' is a str; give a whole number"),
+    (lambda: rehearse_run({}), "config = {} is a dict; give a RunConfig or a text or a path"),
     (lambda: MicroBatchSpec(allow_fewer="yes"), "allow_fewer is 'yes'; it must be True or False"),
     (lambda: EarlyStop("x"), "patience = 'x' is a str; give a whole number"),
     (lambda: Trackers(None), "trackers = None; give a list of Trackers"),

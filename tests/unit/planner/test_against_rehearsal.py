@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 
 from penstock.cli.plan import _workload_of
+from penstock.engine.rehearsal.step import rehearse_run
 from penstock.planner.calibrate import candidate_of
 from penstock.planner.cluster import Cluster
 from penstock.planner.estimate import estimate, stage_costs
 from penstock.planner.model_costs import UnitSize, unit_costs
-from penstock.planner.rehearsal import rehearse
 from penstock.planner.times import Constants
 from penstock.schedule import Op
 from penstock.schedule.recording import CollectiveKind
@@ -62,7 +62,7 @@ def test_a_plans_memory_is_that_of_a_rehearsal(changed: dict[str, Any]):
     found = estimate(_workload_of(config), candidate_of(config), Cluster.named("h100", 8), Constants())
     if layout.pp > 1:
         config = from_values(RUN | changed | {"schedule.cut": list(found.candidate.cut or ())})
-    rehearsed = max(rehearse(config, rank).peak_bytes for rank in range(layout.pp))
+    rehearsed = max(rehearse_run(config, rank).peak_bytes for rank in range(layout.pp))
     assert found.memory.total - found.memory.reserved == pytest.approx(rehearsed, rel=0.06)
 
 
@@ -71,7 +71,7 @@ def test_a_units_arithmetic_is_that_of_a_rehearsal(name: str):
     config = from_values(RUN | CASES[name])
     workload, layout = _workload_of(config), config.parallel
     size = UnitSize(workload.seq_len, candidate_of(config).microbatch, layout.tp, layout.cp, layout.ep)
-    for unit, own in zip(rehearse(config).units, unit_costs(workload.shape, size), strict=True):
+    for unit, own in zip(rehearse_run(config).units, unit_costs(workload.shape, size), strict=True):
         forward, backward = own.forward, own.backward_input + own.backward_weight
         # A rehearsal counts all scores, of which causal attention needs half.
         assert unit.of(Op.F).flops == pytest.approx(forward.flops + 2 * forward.core_flops, rel=0.01), unit.name
@@ -98,7 +98,7 @@ def test_a_blocks_messages_are_those_of_a_rehearsal(name: str, left_out: float):
     workload, layout = _workload_of(config), config.parallel
     size = UnitSize(workload.seq_len, candidate_of(config).microbatch, layout.tp, layout.cp, layout.ep)
     total = 0.0
-    for unit, own in list(zip(rehearse(config).units, unit_costs(workload.shape, size), strict=True))[1:]:
+    for unit, own in list(zip(rehearse_run(config).units, unit_costs(workload.shape, size), strict=True))[1:]:
         whole = own.forward + own.backward_input + own.backward_weight
         expected = sum(sent_bytes(one) for op in (Op.F, Op.B) for one in unit.of(op).collectives)
         found = whole.tensor_bytes + whole.context_bytes + whole.expert_bytes
@@ -112,6 +112,6 @@ def test_gradients_take_the_time_of_the_all_reduces_of_a_rehearsal():
     cluster = Cluster.named("h100", 2)
     cluster = replace(cluster, host=replace(cluster.host, latency_s=0.0))
     found = stage_costs(_workload_of(config), candidate_of(config), cluster, Constants())
-    reduced = (one for one in rehearse(config).collectives if one.kind is CollectiveKind.ALL_REDUCE)
+    reduced = (one for one in rehearse_run(config).collectives if one.kind is CollectiveKind.ALL_REDUCE)
     expected_s = sum(map(sent_bytes, reduced)) / (Constants().links * cluster.host.bandwidth)
     assert found.costs.reduce == pytest.approx(expected_s, rel=0.02)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,28 +16,36 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorDeviceMismatchError,
-    FakeTensorMode,
 )
 from torch.utils._python_dispatch import _disable_current_modes
 
 from penstock.data import MicroBatchSpec, PackedBatch, Split, split
 from penstock.data.tokenizer import load_tokenizer
-from penstock.engine.build import recomputes
+from penstock.engine.folders.model_folder import EngineArguments
+from penstock.engine.folders.lora import with_adapter
 from penstock.engine.folders.run_check import check, with_pretrained
 from penstock.engine.folders.run_parts import engine_arguments, micro_batches
+from penstock.engine.optimizer.groups import Division, ParameterGroups
 from penstock.engine.options import EngineOptions
-from penstock.engine.rehearsal.counted import RehearsedPipeline, RehearsedPlace
+from penstock.engine.pipeline import Pipeline
+from penstock.engine.rehearsal.counted import CountedGroup, CountedTransport, MeteredTransport
 from penstock.engine.rehearsal.meter import Meter
-from penstock.engine.sharding import UnitSource
+from penstock.engine.rehearsal.units import RehearsedPlace, unit_costs, without_values
+from penstock.engine.sharding import UnitSource, units_for
 from penstock.engine.training.losses import LossFn, LossMetrics, token_cross_entropy
 from penstock.engine.training.microbatches import AgreedSplit
 from penstock.engine.training.trainer import Trainer
-from penstock.model import drain
-from penstock.runtime import Feed, Recorder, Stage
-from penstock.runtime.tape import Tape
-from penstock.schedule import Op
-from penstock.schedule.rehearsal import ActionCost, MemoryKind, Rehearsal, RehearsalError, UnitCost
-from penstock.settings import ConfigError, Layout, Precision, RunConfig, read_config
+from penstock.model import ModelGroups
+from penstock.parallel import Grid
+from penstock.parallel.grid import mirrored
+from penstock.runtime import Feed, Recorder, Stage, Transport
+from penstock.runtime.transport import Line
+from penstock.schedule import Placement
+from penstock.schedule.choice import ScheduleChoice
+from penstock.schedule.recording import Record
+from penstock.schedule.rehearsal import MemoryKind, Rehearsal, RehearsalError
+from penstock.settings import ConfigError, Groups, Layout, Precision, RunConfig, read_config
+from penstock.settings.arguments import checked
 
 # ---- Finds what a CPU forgives and a device does not: values read back by the host within a step
 
@@ -116,96 +124,7 @@ def explained(recorder: Recorder) -> Iterator[None]:
         raise RehearsalError(f"{recorder.doing}: {type(error).__name__}: {error}") from error
 
 
-# ---- The cost of each unit of a rank by itself: one microbatch's forward, and its backward, whole and in two parts
-
-
-def unit_costs(pipeline: RehearsedPipeline, feed: Feed) -> tuple[UnitCost, ...]:
-    """The costs of this rank's units for a microbatch, in the order of its stages; equal units are run once."""
-    known: dict[Hashable, tuple[ActionCost, ...]] = {}
-    found = []
-    for number, stage in pipeline.stages.items():
-        members = [pipeline.units[i] for i in pipeline.cut[number % len(pipeline.cut)]]
-        for spec, (name, module) in zip(members, stage.units, strict=True):
-            kind = _kind(spec.build), recomputes(name, pipeline.options), spec is pipeline.units[-1]
-            if kind not in known:
-                alone = Stage(
-                    number,
-                    [(name, module)],
-                    stage.boundary,
-                    stage.weight_gradients,
-                    stage.autocast,
-                    {name} if recomputes(name, pipeline.options) else (),
-                )
-                last, first = spec is pipeline.units[-1], spec is pipeline.units[0]
-                run = _UnitRun(alone, pipeline, feed.finish if last else None, feed.tokens if first else None)
-                known[kind] = run.costs(feed)
-            num_bytes = sum(parameter.nbytes for parameter in module.parameters())
-            found.append(UnitCost(name, number, num_bytes, known[kind]))
-    return tuple(found)
-
-
-def _kind(build: Callable[..., Any]) -> Hashable:
-    """A key that two units share if they do the same: the function that makes them, with equal arguments."""
-    if not isinstance(build, partial):
-        return build
-    arguments = (*build.args, *sorted(build.keywords.items()))
-    return _kind(build.func), *(_kind(part) if callable(part) else part for part in arguments)
-
-
-@dataclass(frozen=True, eq=False)
-class _UnitRun:
-    """One unit, as a stage of its own, with what it takes and gives at the model's ends."""
-
-    stage: Stage
-    pipeline: RehearsedPipeline
-    finish: Callable[[Tensor], Tensor] | None
-    tokens: Tensor | None
-
-    def costs(self, feed: Feed) -> tuple[ActionCost, ...]:
-        """The costs of F, of a whole backward B, and of its parts I and W."""
-        boundary = self.stage.boundary
-        with self.pipeline.traffic.apart():
-            tape = Tape()
-            forward = self._measured(Op.F, partial(self._forward, tape, feed))
-            grad = None
-            if self.finish is None:
-                grad = torch.empty(boundary.shape(feed.num_tokens), dtype=boundary.dtype, device=self.pipeline.device)
-            whole = self._measured(Op.B, partial(self._backward, tape, grad))
-            tape = Tape()
-            self._forward(tape, feed)
-            inputs = self._measured(Op.I, partial(self._backward, tape, grad, split=True))
-            weights = self._measured(Op.W, partial(self.stage.weight_backward, tape))
-        return forward, whole, inputs, weights
-
-    def _forward(self, tape: Tape, feed: Feed) -> None:
-        x, boundary = self.tokens, self.stage.boundary
-        if x is None:
-            x = torch.empty(boundary.shape(feed.num_tokens), dtype=boundary.dtype, device=self.pipeline.device)
-        drain(self.stage.forward(tape, x, feed.sequences, self.finish, feed.given))
-
-    def _backward(self, tape: Tape, grad: Tensor | None, split: bool = False) -> None:
-        drain(self.stage.backward(tape, grad, split))
-
-    def _measured(self, op: Op, run: Callable[[], object]) -> ActionCost:
-        """The cost of an act."""
-        meter, traffic = self.pipeline.meter, self.pipeline.traffic
-        traffic.restart()
-        meter.restart()
-        before = sum(meter.point("before").after.values())
-        run()
-        point = meter.point(op.name)
-        return ActionCost(
-            op,
-            point.flops,
-            point.read_bytes,
-            point.written_bytes,
-            point.after.get(MemoryKind.TAPE, 0),
-            point.peak_bytes - before,
-            traffic.collectives,
-        )
-
-
-# ---- The rehearsal of one rank's training step
+# ---- The batch of a step, and pipelines that are measured: a real one, and one of a rank that is rehearsed alone
 
 
 @dataclass(frozen=True)
@@ -215,12 +134,189 @@ class RehearsedBatch:
     lengths: Sequence[int]
     micro_batches: MicroBatchSpec
     loss_fn: LossFn = token_cross_entropy
+    #: the cut and the schedule of units whose times are known; None for those that the options alone give
+    cut: tuple[tuple[range, ...], ScheduleChoice] | None = None
+
+    @cached_property
+    def data(self) -> PackedBatch:
+        return PackedBatch.from_documents([torch.zeros(length, dtype=torch.int64) for length in self.lengths])
+
+    @cached_property
+    def parts(self) -> Split:
+        """The microbatches."""
+        return split(self.data, self.micro_batches)
 
 
+class MeteredPipeline(Pipeline):
+    """A pipeline that reports the end of each action, and its messages' memory, to a meter."""
+
+    #: measures this rank's step
+    meter: Meter
+
+    def __init__(
+        self, meter: Meter, units: UnitSource, hidden_size: int, layout: Layout, options: EngineOptions
+    ) -> None:
+        self.meter = meter
+        super().__init__(units, hidden_size, layout, options)
+
+    def _make_recorder(self, place: str | None) -> Recorder:
+        return _MeteredRecorder(self.meter, self.grid.pp_rank, place)
+
+    def open_transport(self, lines: Placement | Sequence[Line], device: torch.device) -> Transport:
+        return MeteredTransport(super().open_transport(lines, device), self.meter)
+
+
+class RehearsedPipeline(MeteredPipeline):
+    """The pipeline of one rank of a layout whose other ranks are not there; its groups and its transport count."""
+
+    #: the rank, its device, and what measures it
+    place: RehearsedPlace
+    #: the step that it is made for
+    batch: RehearsedBatch
+
+    def __init__(
+        self,
+        place: RehearsedPlace,
+        batch: RehearsedBatch,
+        units: UnitSource,
+        hidden_size: int,
+        layout: Layout,
+        options: EngineOptions,
+    ) -> None:
+        self.place, self.batch = place, batch
+        super().__init__(place.meter, units, hidden_size, layout, options)
+
+    def _cut(self, units: UnitSource, hidden_size: int) -> tuple[tuple[range, ...], ScheduleChoice]:
+        return self.batch.cut or super()._cut(units, hidden_size)
+
+    def _join(self) -> tuple[torch.device, Grid]:
+        layout, rank = self.layout, self.place.rank
+
+        def group(groups: Groups, axis: str) -> CountedGroup | None:
+            ranks = next((ranks for ranks in groups if rank in ranks), (rank,))
+            return CountedGroup(rank, ranks, axis, self.place.traffic) if len(ranks) > 1 else None
+
+        dp_cp_group = group(layout.groups("dp", "cp"), "dp,cp")
+        grid = Grid(
+            layout,
+            self.place.device,
+            rank,
+            tp_group=group(layout.groups("tp"), "tp"),
+            cp_group=group(layout.groups("cp"), "cp"),
+            ep_group=group(layout.expert_groups(), "ep"),
+            dp_cp_group=dp_cp_group,
+            edp_group=dp_cp_group if layout.ep == 1 else group(layout.expert_copies(), "dp,cp / ep"),
+            mirror_group=group(mirrored(layout.groups("pp")), "pp"),
+        )
+        return self.place.device, grid
+
+    def open_transport(self, lines: Placement | Sequence[Line], device: torch.device) -> Transport:
+        return CountedTransport(self.grid.pp_rank, device, self.meter, self.place.traffic)
+
+    def _check_whole_model(self) -> None:
+        """Compare nothing: there are no values, and no other rank."""
+
+    def _make_stages(self, numbers: Sequence[int]) -> dict[int, Stage]:
+        return self.place.stages(self.units, self.cut, numbers, self.boundary, self.options)
+
+
+class _MeteredRecorder(Recorder):
+    #: hears of each action's end
+    _meter: Meter
+
+    def __init__(self, meter: Meter, rank: int, place: str | None) -> None:
+        super().__init__(rank, place=place)
+        self._meter = meter
+
+    def end(self, record: Record) -> None:
+        super().end(record)
+        self._meter.finished(record.action)
+
+    def _ranks_of(self, group: object) -> tuple[int, ...]:
+        return group.ranks if isinstance(group, CountedGroup) else super()._ranks_of(group)  # type: ignore[arg-type]
+
+
+# ---- The rehearsal of one rank's training step
+
+
+@dataclass(frozen=True, eq=False)
+class RehearsedRun:
+    """A run whose ranks are rehearsed: all that its engine is made of, and its batch."""
+
+    engine: EngineArguments
+    batch: RehearsedBatch
+    #: a step's experts, and how many of them each token goes to; 0 without any
+    num_experts: int
+    num_active: int
+
+    @classmethod
+    def of(cls, config: RunConfig, device: str | None = None, vocab_size: int | None = None) -> RehearsedRun:
+        """The run of settings that have been checked; see `rehearse_run`. vocab_size: that of a tokenizer in use.
+
+        Raises: ConfigError if transformers' own layers run the model.
+        """
+        if config.model.native is False:
+            raise ConfigError("a rehearsal knows native layers alone, but transformers' own run this model; train it")
+        vocab_size = config.model.vocab_size or vocab_size
+        if not vocab_size:
+            vocab_size = load_tokenizer(config.data.tokenizer, config.data.end_token or False).vocab_size
+        found = engine_arguments(config, vocab_size)
+        device = device or found.options.device
+        options = replace(found.options, device="cuda" if device == "auto" else device)
+        units = with_adapter(found.units, options.adapter, found.form, found.layout)
+        num_sequences = config.data.num_sequences // config.parallel.dp
+        batch = RehearsedBatch([config.data.sequence_length] * num_sequences, micro_batches(config))
+        experts = config.model.experts
+        return cls(found._replace(units=units, options=options), batch, experts.num_experts, experts.num_active)
+
+    def rehearse(self, rank: int) -> Rehearsal:
+        """One rank's step; see `rehearse`."""
+        ours = self.engine
+        return rehearse(ours.units, ours.hidden_size, ours.layout, ours.options, self.batch, rank)
+
+    def peers(self) -> list[int]:
+        """For each rank the first one whose step takes the same bytes.
+
+        They hold the same stages and shards of the same sizes, and get as many of a microbatch's tokens. Where an
+        optimizer takes whole parameters, ranks that share its state may step unequally many.
+        """
+        layout, options = self.engine.layout, self.engine.options
+        rules = ParameterGroups(options.optimizer).rules if options.optimizer.zero else ()
+        owns_whole = any(rule.division is Division.PARAMETERS for rule in rules)
+        sizes: dict[tuple[int, ...], tuple[int, ...]] = {}
+        first: dict[Hashable, int] = {}
+        found = []
+        for rank in range(layout.world_size):
+            place = layout.coordinates(rank)
+            ep_rank = next((ranks.index(rank) for ranks in layout.expert_groups() if rank in ranks), 0)
+            shared = place.tp, ep_rank
+            if shared not in sizes:
+                groups = ModelGroups.planned(
+                    tp=layout.tp, cp=layout.cp, ep=layout.ep, form=options.attention, places=(place.tp, 0, ep_rank)
+                )
+                sizes[shared] = tuple(unit.num_parameters for unit in units_for(self.engine.units, groups, layout))
+            divided = () if self._is_even else (place.tp, place.cp, ep_rank)
+            owned = (place.dp, place.cp) if owns_whole else ()
+            found.append(first.setdefault((place.pp, sizes[shared], divided, owned), rank))
+        return found
+
+    @property
+    def _is_even(self) -> bool:
+        """True if all ranks that share a microbatch, and all experts, get as many of its tokens."""
+        layout = self.engine.layout
+        shares = (2 * layout.cp if layout.cp > 1 else 1) * layout.tp
+        counts = self.batch.lengths if layout.cp > 1 else [parts.num_tokens for parts in self.batch.parts.microbatches]
+        return all(
+            count % shares == 0 and (not self.num_experts or count // shares * self.num_active % self.num_experts == 0)
+            for count in counts
+        )
+
+
+@checked
 def rehearse_run(config: RunConfig | str | Path, rank: int = 0, device: str | None = None) -> Rehearsal:
-    """`rehearse` for a run's settings, read from a TOML file or given.
+    """One rank's training step under a run's settings, read from a TOML file or given.
 
-    Every sequence has `data.sequence_length` tokens. `device` is that of the settings where it is left out, of which
+    Every sequence has `data.sequence_length` tokens. device: "cpu" or "cuda"; left out, that of the settings, of which
     "auto" is "cuda".
 
     Raises:
@@ -228,17 +324,7 @@ def rehearse_run(config: RunConfig | str | Path, rank: int = 0, device: str | No
         RehearsalError: the step would fail on devices; names the action.
     """
     settings = check(with_pretrained(read_config(config) if isinstance(config, str | Path) else config))
-    if settings.model.native is False:
-        raise ConfigError("a rehearsal knows native layers alone, but transformers' own run this model; train it")
-    vocab_size = settings.model.vocab_size
-    if not vocab_size:
-        vocab_size = load_tokenizer(settings.data.tokenizer, settings.data.end_token or False).vocab_size
-    arguments = engine_arguments(settings, vocab_size)
-    num_sequences = settings.data.num_sequences // settings.parallel.dp
-    batch = RehearsedBatch([settings.data.sequence_length] * num_sequences, micro_batches(settings))
-    device = device or arguments.options.device
-    options = replace(arguments.options, device="cuda" if device == "auto" else device)
-    return rehearse(arguments.units, arguments.hidden_size, arguments.layout, options, batch, rank)
+    return RehearsedRun.of(settings, device).rehearse(rank)
 
 
 def rehearse(
@@ -267,23 +353,20 @@ def rehearse(
         )
     # Whatever is made for a unit's measured times would be measured without data.
     options = replace(options, measure_lengths=None, compile=False)
-    # A device that no machine needs to have: operations on it take the ways that a GPU's take.
-    device = torch.device("cpu" if on_device == "cpu" else "meta")
-    data = PackedBatch.from_documents([torch.zeros(length, dtype=torch.int64) for length in batch.lengths])
-    parts = split(data, batch.micro_batches)
-    meter = Meter()
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, meter, meter.guarded(read_by_design):
-        pipeline = RehearsedPipeline(RehearsedPlace(rank, device, meter), units, hidden_size, layout, options)
+    place, parts = RehearsedPlace.of(on_device, rank), batch.parts
+    meter = place.meter
+    with without_values() as mode, meter, meter.guarded(read_by_design):
+        pipeline = RehearsedPipeline(place, batch, units, hidden_size, layout, options)
         trainer = Trainer(pipeline)
         if pipeline.own_layers is not None:
-            pipeline.own_layers.prepare_for(data)
+            pipeline.own_layers.prepare_for(batch.data)
         # The batch keeps its values, which the host may read; the mode goes on with these wherever it meets it.
-        known = [mode.from_tensor(microbatch[key]) for microbatch in parts.microbatches for key in data.keys]
+        known = [mode.from_tensor(microbatch[key]) for microbatch in parts.microbatches for key in batch.data.keys]
         meter.claim(MemoryKind.OTHER, known)
         feeds = _take_step(trainer, _agreed(pipeline, parts), batch.loss_fn)
         timeline = tuple(meter.timeline)
-        costs = unit_costs(pipeline, feeds[0])
-    program, traffic = pipeline.program(len(feeds)), pipeline.traffic
+        costs = unit_costs(pipeline.units, pipeline.cut, pipeline.stages, options, feeds[0], place)
+    program, traffic = pipeline.program(len(feeds)), place.traffic
     return Rehearsal(
         rank=rank,
         place=str(pipeline.grid.place),
@@ -313,17 +396,21 @@ def claim_state(trainer: Trainer, meter: Meter) -> None:
 
 def _take_step(trainer: Trainer, agreed: AgreedSplit, loss_fn: LossFn) -> list[Feed]:
     """The parts of `Trainer.train_batch` that one rank takes, in their order; returns the microbatches."""
-    pipeline, loss_scale = trainer.pipeline, trainer.optimizer.loss_scale
+    pipeline, optimizer = trainer.pipeline, trainer.optimizer
+    loss_scale = optimizer.loss_scale
     assert isinstance(pipeline, RehearsedPipeline)
     factors = [loss_scale / agreed.num_tokens for _ in agreed.weights]
     with explained(pipeline.recorder):
         feeds = trainer.feeds(agreed, LossMetrics(loss_fn), factors)
+        if optimizer.is_own:
+            # One of torch makes its state in the first step; this is a later one.
+            optimizer.update(optimizer.gradient_norm(), 1, optimizer.rates(1))
         claim_state(trainer, pipeline.meter)
         pipeline.meter.restart()
-        pipeline.traffic.restart()
+        pipeline.place.traffic.restart()
         with pipeline.meter.guarded(never_read):
             trainer.run(feeds)
-        trainer.finish(feeds, loss_scale, 1, trainer.optimizer.rates(1))
+        trainer.finish(feeds, loss_scale, 1, optimizer.rates(1))
     return feeds
 
 

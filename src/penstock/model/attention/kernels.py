@@ -128,6 +128,11 @@ def _mask(queries: Positions, keys: Positions, sight: Sight) -> Tensor:
     return seen_LS if sight.window is None else seen_LS & (distance_LS.abs() < sight.window)
 
 
+def forget_masks() -> None:
+    """Drop the masks that are kept: those made in a rehearsal have no values, and those made before it no cost."""
+    _mask.cache_clear()
+
+
 @lru_cache(maxsize=4096)
 def tiles(queries: Positions, keys: Positions, sight: Sight, apart: bool = False) -> tuple[Tile, ...]:
     """The tiles, as few as possible, in which queries at these positions see keys at those; both are ascending.

@@ -66,7 +66,7 @@ def search_cut(
     """
     _check_units(units)
     num_ranks = placement.num_ranks
-    most = _heaviest(units, partition(_totals(units), num_ranks), Placement(placement.kind, num_ranks, 1))
+    most = _heaviest(units, partition(units.totals, num_ranks), Placement(placement.kind, num_ranks, 1))
     most *= num_ranks if max_live_microbatches is None else max_live_microbatches
 
     def tried(cut: tuple[range, ...], effort: float) -> SearchedCut | None:
@@ -80,7 +80,7 @@ def search_cut(
         made = shortest(placement, microbatches, options)
         return SearchedCut(cut, limit, simulate(lower(made), costs).makespan)
 
-    cuts = list(even_cuts(_totals(units), placement, _TRIALS[0][0]))
+    cuts = list(even_cuts(units.totals, placement, _TRIALS[0][0]))
     found = list[SearchedCut]()
     for turn, (number, part) in enumerate(_TRIALS, start=1):
         cuts = cuts[:number]
@@ -153,10 +153,6 @@ def even_cuts(times: Sequence[float], placement: Placement, number: int) -> Iter
                     heappush(open_ones, key(moved))
     for *_, borders in nsmallest(number, closed + open_ones):
         yield ranges(borders)
-
-
-def _totals(units: Costs) -> list[float]:
-    return [sum(of_unit) for of_unit in zip(*(getattr(units, name) for name in _TIMES), strict=True)]
 
 
 def _heaviest(units: Costs, cut: Sequence[range], placement: Placement) -> float:

@@ -1,0 +1,221 @@
+"""The cost of each unit by itself: one microbatch's forward, and its backward, whole and in two parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
+
+from penstock.engine.build import autocast_of, build_stages, parameter_dtype, recomputes
+from penstock.engine.options import EngineOptions
+from penstock.engine.rehearsal.counted import TrafficCount
+from penstock.engine.rehearsal.meter import Meter
+from penstock.model import Sequences, UnitSpec, cross_entropy_sum, drain
+from penstock.model.attention.kernels import forget_masks
+from penstock.runtime import Boundary, Feed, Stage, Tape
+from penstock.schedule import Op
+from penstock.schedule.rehearsal import ActionCost, UnitCost
+from penstock.settings import Precision, Quantize
+
+
+@dataclass(frozen=True, eq=False)
+class RehearsedPlace:
+    """A rank of a layout, the device that it is rehearsed on, and what measures it there."""
+
+    rank: int
+    device: torch.device
+    meter: Meter = field(default_factory=Meter)
+    #: counts what the rank sends
+    traffic: TrafficCount = field(default_factory=TrafficCount)
+
+    @classmethod
+    def of(cls, device: str, rank: int = 0) -> RehearsedPlace:
+        """The place for an engine's option `device`."""
+        # A device that no machine needs to have: operations on it take the ways that a GPU's take.
+        return cls(rank, torch.device("cpu" if device == "cpu" else "meta"))
+
+    def stages(
+        self,
+        units: Sequence[UnitSpec],
+        cut: Sequence[range],
+        numbers: Sequence[int],
+        boundary: Boundary,
+        options: EngineOptions,
+    ) -> dict[int, Stage]:
+        """The stages of these numbers, whose tensors have no values."""
+        units = [replace(unit, initialise=lambda module, seed: None) for unit in units]
+        with _disable_current_modes():
+            stages = build_stages(units, cut, numbers, boundary, options, torch.device("meta"))
+        for stage in stages.values():
+            stage.autocast = autocast_of(options.precision, self.device)
+            for _, module in stage.units:
+                _allocate(module, self.device)
+        return stages
+
+
+def _allocate(module: nn.Module, device: torch.device) -> None:
+    """Give a module's tensors, which are on no device, memory on one."""
+    known: dict[Tensor, Tensor] = {}
+    for part in module.modules():
+        for own in (part._parameters, part._buffers):
+            for name, tensor in own.items():
+                if tensor is None:
+                    continue
+                if tensor not in known:
+                    new = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+                    is_trained = isinstance(tensor, nn.Parameter)
+                    known[tensor] = nn.Parameter(new, tensor.requires_grad) if is_trained else new
+                own[name] = known[tensor]  # type: ignore[assignment]
+
+
+@contextmanager
+def without_values() -> Iterator[FakeTensorMode]:
+    """Within this context tensors have no values; what is kept of one step for the next is made anew."""
+    forget_masks()
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            yield mode
+    finally:
+        forget_masks()
+
+
+def units_alone(
+    units: Sequence[UnitSpec], hidden_size: int, lengths: Sequence[int], options: EngineOptions
+) -> tuple[UnitCost, ...]:
+    """The costs of a model's units that nobody shares, for sequences of these lengths; nothing is computed.
+
+    The last unit's output goes into a cross entropy.
+    """
+    options = replace(options, read_only=False, quantize=Quantize.NONE, compile=False)
+    # Autocast is on where there is a device that it casts for.
+    place = RehearsedPlace.of("cpu" if options.precision is Precision.BF16_AUTOCAST else options.device)
+    boundary = Boundary(hidden_size, parameter_dtype(options.precision))
+    whole = (range(len(units)),)
+    with without_values(), place.meter:
+        tokens = torch.empty(sum(lengths), dtype=torch.int64, device=place.device)
+        feed = Feed(
+            len(tokens),
+            Sequences.from_lengths(lengths, place.device),
+            tokens,
+            lambda output: cross_entropy_sum(output, torch.zeros_like(tokens)),
+        )
+        stages = place.stages(units, whole, (0,), boundary, options)
+        for _, parameter in stages[0].named_parameters():
+            # As if there were a rank's buckets.
+            parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
+        return unit_costs(units, whole, stages, options, feed, place)
+
+
+def unit_costs(
+    units: Sequence[UnitSpec],
+    cut: Sequence[range],
+    stages: Mapping[int, Stage],
+    options: EngineOptions,
+    feed: Feed,
+    place: RehearsedPlace,
+) -> tuple[UnitCost, ...]:
+    """The costs of these stages' units for a microbatch, in order; equal units are run once."""
+    known: dict[Hashable, tuple[ActionCost, ...]] = {}
+    found = []
+    for number, stage in stages.items():
+        members = [units[i] for i in cut[number % len(cut)]]
+        for spec, (name, module) in zip(members, stage.units, strict=True):
+            again = recomputes(name, options)
+            kind = _kind(spec.build), again, spec is units[-1]
+            if kind not in known:
+                alone = Stage(
+                    number,
+                    [(name, module)],
+                    stage.boundary,
+                    stage.weight_gradients,
+                    stage.autocast,
+                    {name} if again else (),
+                )
+                tokens, finish = feed.tokens if spec is units[0] else None, feed.finish if spec is units[-1] else None
+                known[kind] = _UnitRun(alone, replace(feed, tokens=tokens, finish=finish), place).costs()
+            num_bytes = sum(parameter.nbytes for parameter in module.parameters())
+            found.append(UnitCost(name, number, num_bytes, known[kind]))
+    return tuple(found)
+
+
+def _kind(build: Any) -> Hashable:
+    """A key that two units share if they do the same: the function that makes them, with equal arguments."""
+    if isinstance(build, UnitSpec):
+        return _kind(build.build)
+    if isinstance(build, partial):
+        return tuple(
+            map(_kind, (build.func, *build.args, *(x for item in sorted(build.keywords.items()) for x in item)))
+        )
+    try:
+        hash(build)
+    except TypeError:
+        return id(build)
+    return build
+
+
+@dataclass(frozen=True, eq=False)
+class _UnitRun:
+    """One unit, as a stage of its own, with what enters the model there, and what ends it."""
+
+    stage: Stage
+    feed: Feed
+    place: RehearsedPlace
+
+    def costs(self) -> tuple[ActionCost, ...]:
+        """The costs of F, of a whole backward B, and of its parts I and W."""
+        with self.place.traffic.apart():
+            empty_bytes, tape = self._alive_bytes(), Tape()
+            forward = self._measured(Op.F, partial(self._forward, tape), empty_bytes)
+            whole = self._measured(Op.B, partial(self._backward, tape, self._arriving()), empty_bytes)
+            # What layers derive from the sequences stays beside the tape.
+            tape = Tape()
+            empty_bytes = self._alive_bytes()
+            self._forward(tape)
+            inputs = self._measured(Op.I, partial(self._backward, tape, self._arriving(), split=True), empty_bytes)
+            weights = self._measured(Op.W, partial(self.stage.weight_backward, tape), empty_bytes)
+        return forward, whole, inputs, weights
+
+    def _alive_bytes(self) -> int:
+        return sum(self.place.meter.point("").after.values())
+
+    def _stream(self) -> Tensor:
+        """A tensor as stages pass it on."""
+        boundary = self.stage.boundary
+        return torch.empty(boundary.shape(self.feed.num_tokens), dtype=boundary.dtype, device=self.place.device)
+
+    def _forward(self, tape: Tape) -> None:
+        feed = self.feed
+        x = self._stream() if feed.tokens is None else feed.tokens
+        drain(self.stage.forward(tape, x, feed.sequences, feed.finish, feed.given))
+
+    def _arriving(self) -> list[Tensor]:
+        """The gradient that comes before a backward, which takes it; none where the unit ends the model."""
+        return [self._stream()] if self.feed.finish is None else []
+
+    def _backward(self, tape: Tape, arriving: list[Tensor], split: bool = False) -> None:
+        drain(self.stage.backward(tape, arriving.pop() if arriving else None, split))
+
+    def _measured(self, op: Op, run: Callable[[], object], empty_bytes: int) -> ActionCost:
+        """The cost of an act, given what is alive without a tape."""
+        meter, traffic = self.place.meter, self.place.traffic
+        traffic.restart()
+        meter.restart()
+        before = self._alive_bytes()
+        run()
+        point = meter.point(op.name)
+        return ActionCost(
+            op,
+            point.flops,
+            point.read_bytes,
+            point.written_bytes,
+            sum(point.after.values()) - empty_bytes,
+            point.peak_bytes - before,
+            traffic.collectives,
+        )
