@@ -11,7 +11,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from statistics import mean
 from typing import Any
@@ -25,7 +25,7 @@ from benchmarks.train import NUM_RANKS, RATE, Training
 from penstock.cli.commands import Parser, print_table
 from penstock.data import MicroBatchSpec
 from penstock.engine import Engine, EngineOptions
-from penstock.engine.timed_cut import UnitTimes, times_here, unit_costs
+from penstock.engine.timed_cut import times_here
 from penstock.planner.calibrate import LinearStep, fit
 from penstock.planner.times import Constants, Order, simulate_step
 from penstock.schedule import Costs, Timeline, costs_of_cut, parts
@@ -124,32 +124,30 @@ def run_all(num_rounds: int) -> list[Round]:
     ]
 
 
-def _mean_times(of_ranks: Sequence[dict[int, list[tuple[float, ...]]]]) -> dict[int, Costs]:
+def _mean_times(of_ranks: Sequence[dict[int, list[list[float]]]]) -> dict[int, Costs]:
     """The units' times by number of microbatches, the mean of the ranks'."""
-    return {
-        number: unit_costs(
-            [
-                UnitTimes(*map(mean, zip(*unit, strict=True)))
-                for unit in zip(*(own[number] for own in of_ranks), strict=True)
-            ]
-        )
-        for number in of_ranks[0]
-    }
+    found = {}
+    for number in of_ranks[0]:
+        # Of F, I and W, each rank's list over the units.
+        parts = zip(*(own[number] for own in of_ranks), strict=True)
+        forward, inputs, weights = ([mean(unit) for unit in zip(*ranks, strict=True)] for ranks in parts)
+        found[number] = Costs(forward, inputs, weights)
+    return found
 
 
 def _prepare(side: str, rank: int, sides: dict[str, Combination]) -> Turn:
     return _units if side == _UNITS else _step(sides[side])
 
 
-def _units() -> dict[int, list[tuple[float, ...]]]:
-    """The units' times by number of microbatches, measured while all ranks compute."""
+def _units() -> dict[int, list[list[float]]]:
+    """The units' times of F, I and W by number of microbatches, measured while all ranks compute."""
     options, device = EngineOptions(device="cpu"), torch.device("cpu")
-    found = {}
+    found: dict[int, Any] = {}
     for combination in (*KNOWN, *COMBINATIONS):
         if combination.num_microbatches not in found:
             own = combination.training
             times = times_here(own.units(), own.hidden_size, own.lengths, options, device)
-            found[combination.num_microbatches] = [astuple(one) for one in times]
+            found[combination.num_microbatches] = [times.forward, times.backward_input, times.backward_weight]
     return found
 
 

@@ -3,6 +3,7 @@
 The ranks are started once and run all cases.
 """
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -13,9 +14,8 @@ from torch import Tensor
 
 from penstock import Engine, Layout, MicroBatchSpec, PackedBatch
 from penstock.engine import EngineOptions, timed_cut
-from penstock.engine.timed_cut import UnitTimes, stage_costs
 from penstock.model import decoder_units
-from penstock.schedule import to_text
+from penstock.schedule import Costs, costs_of_cut, to_text
 from penstock.schedule.choice import ScheduleChoice
 from penstock.schedule.search import cut as cut_search
 from penstock.schedule.search import order as order_search
@@ -96,14 +96,19 @@ def train_all(rank: int, pp: int) -> list[Outcome]:
         return [train_given(rank, case, pp) for case in CASES]
 
 
+def costs_of(times: Sequence[Sequence[float]]) -> Costs:
+    forward, backward_input, backward_weight = zip(*times, strict=True)
+    return Costs(forward, backward_input, backward_weight)
+
+
 def train_given(rank: int, case: Case, pp: int) -> Outcome:
     if case.times is None:
         return train(case, pp)
     times = case.times
 
-    def given(*arguments: Any) -> list[UnitTimes]:
+    def given(*arguments: Any) -> Costs:
         assert rank == 0, "the first rank measures for all"
-        return [UnitTimes(*own) for own in times]
+        return costs_of(times)
 
     with mock.patch.object(timed_cut, "times_here", given):
         return train(case, pp)
@@ -124,7 +129,7 @@ def test_all_ranks_follow_the_order_of_the_first_ranks_times_bit_for_bit() -> No
         if case.times is not None:
             starts = [sum(first.sizes[:i]) for i in range(len(first.sizes))]
             cut = [range(start, start + size) for start, size in zip(starts, first.sizes, strict=True)]
-            costs = stage_costs([UnitTimes(*own) for own in case.times], cut)
+            costs = costs_of_cut(costs_of(case.times), cut)
             choice = ScheduleChoice(ScheduleConfig("auto", placement=case.placement), costs)
             with brief_search():
                 assert first.order == to_text(choice.program(2, 4).schedule), case

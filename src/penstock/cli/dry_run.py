@@ -19,7 +19,7 @@ from penstock.engine.timed_cut import timed_cut, times_here
 from penstock.model import ModelGroups, decoder_units
 from penstock.parallel.gradients import StateBytes
 from penstock.schedule import Costs, Op
-from penstock.schedule.rehearsal import MemoryKind, MemoryPoint, Rehearsal
+from penstock.schedule.rehearsal import STATE, MemoryKind, MemoryPoint, Rehearsal
 from penstock.settings import ConfigError, Precision, RunConfig
 
 _FILE_COLUMNS = 120
@@ -227,15 +227,14 @@ def _print(config: RunConfig, plan: RunPlan) -> None:
     for stage in plan.stages:
         size = f"{stage.num_parameters:,}", f"{stage.share_of_work:.1%}", _mib(stage.microbatch_bytes)
         stages.add_row(str(stage.stage), str(stage.rank), _names(stage.units), *size)
-    kinds = [kind for kind in MemoryKind if any(kind in point.at_peak for point in plan.memory)]
-    memory = Table("rank", "fullest in", *kinds, "peak", box=None, pad_edge=False)
+    memory = Table("rank", "fullest in", "peak", "state", "tape", "other", box=None, pad_edge=False)
     for column in memory.columns[2:]:
         column.justify = "right"
     for rank in sorted(set(plan.peers)):
         point, more = plan.memory[rank], plan.peers.count(rank) - 1
-        sizes = (_mib(point.at_peak.get(kind, 0)) for kind in kinds)
-        name = f"{rank} and {more} like it" if more else str(rank)
-        memory.add_row(name, point.action, *sizes, _mib(point.peak_bytes))
+        state, tape = sum(point.at_peak.get(kind, 0) for kind in STATE), point.at_peak.get(MemoryKind.TAPE, 0)
+        sizes = map(_mib, (point.peak_bytes, state, tape, point.peak_bytes - state - tape))
+        memory.add_row(f"{rank} and {more} like it" if more else str(rank), point.action, *sizes)
     for table in (stages, memory):
         console.print()
         console.print(table, highlight=False)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.data import MicroBatchSpec, PackedBatch
-from penstock.engine import Engine, EngineOptions
+from penstock.engine import EngineOptions
 from penstock.engine.build import units_of_layers
 from penstock.engine.rehearsal.step import RehearsedBatch, rehearse, rehearse_run
 from penstock.engine.training.losses import token_cross_entropy
@@ -87,17 +87,6 @@ def test_a_fault_that_a_cpu_may_forgive_is_found_and_its_action_named(
 
 def test_layers_without_a_fault_pass() -> None:
     assert run(layers_with(torch.tanh)).peak_bytes > 0
-
-
-def test_a_rehearsal_leaves_nothing_behind_that_a_step_would_meet() -> None:
-    config = replace(CONFIG, sliding_window=5)
-    batch = PackedBatch.from_documents([torch.arange(16), torch.arange(8)])
-    engine = Engine(decoder_units(config), WIDTH, options=EngineOptions(device="cpu"))
-    found = [rehearse(decoder_units(config), WIDTH, Layout(), EngineOptions(device="cpu"), BATCH) for _ in range(2)]
-    assert engine.train_batch(batch).loss > 0
-    found.append(rehearse(decoder_units(config), WIDTH, Layout(), EngineOptions(device="cpu"), BATCH))
-    assert found[0] == found[1] == found[2]
-    engine.close()
 
 
 def test_a_value_read_by_a_loss_is_found() -> None:
