@@ -9,9 +9,8 @@ import torch
 
 from penstock.data import MicroBatchSpec, PackedBatch
 from penstock.engine import EngineOptions
-from penstock.engine.rehearsal.counted import MeteredPipeline
 from penstock.engine.rehearsal.meter import Meter
-from penstock.engine.rehearsal.step import RehearsedBatch, claim_state, rehearse
+from penstock.engine.rehearsal.step import MeteredPipeline, RehearsedBatch, claim_state, rehearse
 from penstock.engine.training.losses import num_loss_tokens, token_cross_entropy
 from penstock.engine.training.trainer import Trainer
 from penstock.model import decoder_units
