@@ -1,0 +1,60 @@
+"""A run's folder is asked what Hugging Face's is asked: its ratings, its vocabulary, and what it began with."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from transformers import AutoConfig, AutoModelForSequenceClassification
+
+from penstock.engine import Engine
+from penstock.engine.checkpoint import Checkpointer
+from penstock.engine.folders.export import ExportOptions, to_hugging_face, to_run
+from penstock.engine.folders.model_folder import open_model
+from penstock.engine.folders.run_parts import engine_arguments
+from penstock.engine.folders.runs import RunLock
+from penstock.settings import from_dict
+from tests.hugging_face import SIZES, make_model, make_tokenizer
+
+
+def test_a_run_with_a_reward_model_is_refused_where_tokens_are_wanted(tmp_path: Path) -> None:
+    """As the folder it began with is, from whose config.json it has the token that pads texts."""
+    config = AutoConfig.for_model("llama", **SIZES | {"pad_token_id": 3}, num_labels=1)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path / "reward")
+    to_run(tmp_path / "reward", tmp_path / "run", None)
+    for name in ("reward", "run"):
+        with pytest.raises(ValueError, match="rates texts and gives no tokens"):
+            open_model(tmp_path / name)
+        found = open_model(tmp_path / name, may_rate=True)
+        assert (found.rates, found.is_reward_model, found.pad_token) == ("texts", True, 3)
+
+
+def test_a_run_that_has_lost_its_tokenizer_takes_token_ids_of_its_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "words").mkdir()
+    size = len(make_tokenizer(tmp_path / "words"))
+    sizes = {"hidden_size": 16, "num_layers": 1, "num_heads": 2}
+    config = from_dict(
+        {"output": str(tmp_path / "run"), "model": sizes, "data": {"tokenizer": str(tmp_path / "words")}}
+    )
+    RunLock(config).close()
+    engine = Engine(*engine_arguments(config, size))
+    saved = Checkpointer(tmp_path / "run" / "checkpoints", engine.grid, config.identity(), aliases=engine.aliases)
+    saved.save(0, engine.state(optimizer=False), extra={}, wait=True)
+    engine.close()
+    before = open_model(tmp_path / "run")
+    assert (before.tokenizer is not None, before.vocab_size) == (True, size)
+    shutil.rmtree(tmp_path / "words")
+    after = open_model(tmp_path / "run")
+    assert (after.tokenizer, after.vocab_size) == (None, size)
+
+
+def test_a_run_that_began_with_a_run_keeps_the_settings_of_the_first_folder(tmp_path: Path) -> None:
+    model = make_model("qwen2", vocab_size=300, eos_token_id=[2, 4])
+    model.save_pretrained(tmp_path / "model")
+    make_tokenizer(tmp_path / "model")
+    to_run(tmp_path / "model", tmp_path / "first", None)
+    to_run(tmp_path / "first", tmp_path / "second", None)
+    to_hugging_face(tmp_path / "second", tmp_path / "back", ExportOptions(), lambda total: None, lambda done: None)
+    before, after = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("model", "back"))
+    assert "eos_token_id" in before
+    assert after == before
