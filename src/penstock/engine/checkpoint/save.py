@@ -91,7 +91,14 @@ class Checkpointer(CheckpointReader):
         self._keep, self._standalone = keep, standalone
         self._host_copies, self._written = {}, None
         _import_writer()
-        self._on_all_ranks(self._claim if grid.rank == 0 else lambda: None)
+        on_all_ranks(
+            lambda: self._claim() if grid.rank == 0 else None,
+            self._gather,
+            AnotherRun,
+            ValueError,
+            FileNotFoundError,
+            otherwise=CheckpointError,
+        )
 
     def save(self, step: int, tensors: Mapping[str, LocalTensor], extra: Any = None, wait: bool = False) -> None:
         """Copy this rank's tensors to host memory and write them while training goes on.
@@ -152,9 +159,6 @@ class Checkpointer(CheckpointReader):
                 raise _not_saved(step, self._grid.rank, _reason(error, self.folder)) from error
 
         on_all_ranks(named, self._gather, CheckpointError, message="{error}")
-
-    def _on_all_ranks(self, act: Callable[[], None]) -> None:
-        on_all_ranks(act, self._gather, AnotherRun, ValueError, FileNotFoundError, otherwise=CheckpointError)
 
     def _claim(self) -> None:
         """Claim the folder for this run and clear away what a killed one left; rank 0."""

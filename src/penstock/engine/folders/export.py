@@ -224,8 +224,11 @@ def write_folder(
             for name in file
         }
         dtype = next((options.torch_dtype(parameter.dtype) for parameter in ours), torch.float32)
+        kept: dict[str, Any] = {"dtype": str(dtype).removeprefix("torch.")}
+        if options.quantize:
+            kept[KEY] = description(("lm_head",) if form.describe().get("tie_word_embeddings") else ())
         on_all_ranks(
-            lambda: _publish(staging, folder, form, _kept(dtype, options, form), file_of) if rank == 0 else None,
+            lambda: _publish(staging, folder, form, kept, file_of) if rank == 0 else None,
             gather,
             ValueError,
         )
@@ -277,7 +280,8 @@ def _write(
             if fetched is None or fetched[0] is not parameter:
                 fetched = parameter, parameter.fetch()
             values = stored.part.of(fetched[1]).view(stored.shape)
-            if not _is_finite(values):
+            # Numbers of one byte are stored only: PyTorch does not look into them.
+            if not (values.float() if values.element_size() == 1 else values).isfinite().all():
                 not_finite.append(stored.name)
             if options.rounds(parameter):
                 tensors[stored.name], scales = rounded(values)
@@ -297,19 +301,6 @@ def _write(
     if not_finite:
         count = "a tensor" if len(not_finite) == 1 else f"{len(not_finite)} tensors"
         _logger.warning("%s with weights that are NaN or infinite, such as %s", count, not_finite[0])
-
-
-def _is_finite(values: Tensor) -> bool:
-    # Numbers of one byte are stored only: PyTorch does not look into them.
-    return bool((values.float() if values.element_size() == 1 else values).isfinite().all())
-
-
-def _kept(dtype: torch.dtype, options: ExportOptions, form: HuggingFaceForm) -> dict[str, Any]:
-    """The settings of config.json that say how values are kept."""
-    found: dict[str, Any] = {"dtype": str(dtype).removeprefix("torch.")}
-    if options.quantize:
-        found[KEY] = description(("lm_head",) if form.describe().get("tie_word_embeddings") else ())
-    return found
 
 
 def _stage(folder: Path, staging: Path) -> None:

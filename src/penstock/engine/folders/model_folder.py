@@ -428,7 +428,17 @@ class ModelFolder(ABC):
 
     def _units_from_files(self, shape: ModelConfig) -> Callable[[ModelGroups], Sequence[UnitSpec]]:
         if not self.is_native:
-            return partial(_unshared, units_from_files(self.units, self.names, self.files))
+            placed = units_from_files(self.units, self.names, self.files)
+
+            def units_of_transformers(groups: ModelGroups) -> Sequence[UnitSpec]:
+                for axis, size in {"tp": groups.tp_size, "cp": groups.cp_size, "ep": groups.ep_size}.items():
+                    if size > 1:
+                        raise ValueError(
+                            f"transformers' own layers cannot be shared over {axis} = {size}; native layers can"
+                        )
+                return placed
+
+            return units_of_transformers
 
         def units(groups: ModelGroups) -> Sequence[UnitSpec]:
             return units_from_files(decoder_units(shape, groups=groups), self.names, self.files)
@@ -660,13 +670,6 @@ class RunFolder(ModelFolder):
             )
         saved.load(found, state.state(optimizer=False))
         return f"step {found.step} of {self.run.digest()}"
-
-
-def _unshared(units: Sequence[UnitSpec], groups: ModelGroups) -> Sequence[UnitSpec]:
-    for axis, size in {"tp": groups.tp_size, "cp": groups.cp_size, "ep": groups.ep_size}.items():
-        if size > 1:
-            raise ValueError(f"transformers' own layers cannot be shared over {axis} = {size}; native layers can")
-    return units
 
 
 def _on_every_process(act: Callable[[], T]) -> T:

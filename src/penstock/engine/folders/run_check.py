@@ -69,7 +69,9 @@ def with_pretrained(config: RunConfig) -> RunConfig:
     except ValueError as error:
         raise ConfigError(f"{_PRETRAINED} = {folder!r}: {error}") from None
     given, usual = config.flat(), RunConfig().flat()
-    found = {own.name: plain(own.default) for own in walk(shape) if not _is_free(own.name)}
+    found = {
+        own.name: plain(own.default) for own in walk(shape) if own.name not in _FREE and not own.name.endswith("_loss")
+    }
     for name, wanted in found.items():
         if given[name] not in (usual[name], wanted):
             raise ConfigError(
@@ -84,7 +86,3 @@ def with_pretrained(config: RunConfig) -> RunConfig:
         if given[_SEQUENCE_LENGTH] == usual[_SEQUENCE_LENGTH]:
             found[_SEQUENCE_LENGTH] = min(usual[_SEQUENCE_LENGTH], shape.max_length)
     return with_values(config, {SETTINGS[name].path: value for name, value in found.items()})
-
-
-def _is_free(name: str) -> bool:
-    return name in _FREE or name.endswith("_loss")

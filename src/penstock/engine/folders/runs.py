@@ -216,7 +216,12 @@ class MetricsLog:
 
     def __init__(self, folder: Path, resumed_step: int = 0, tensorboard: bool = False) -> None:
         self._path = folder / METRICS_FILE
-        self._drop_after(resumed_step)
+        lines = list(_parsed(self._path)) if self._path.exists() else []
+        kept = [line for line, entry in lines if entry is not None and entry.get("step", 0) <= resumed_step]
+        write_durably(self._path, "".join(line.decode().rstrip() + "\n" for line in kept))
+        if num_broken := sum(entry is None for _, entry in lines):
+            shown = "a line" if num_broken == 1 else f"{num_broken} lines"
+            _logger.warning("%s: dropped %s that could not be read", self._path, shown)
         self._file = self._path.open("a", encoding="utf-8")
         self._board = None
         if tensorboard:
@@ -227,7 +232,7 @@ class MetricsLog:
 
     def write(self, step: int, values: Mapping[str, float | int | bool]) -> None:
         """Append the values of a step; one that is not finite becomes null, since JSON has no other word for it."""
-        entry = {"step": step, **{name: _json_number(value) for name, value in values.items()}}
+        entry = {"step": step, **{name: value if math.isfinite(value) else None for name, value in values.items()}}
         with naming(self._path):
             self._file.write(json.dumps(entry) + "\n")
             # A run can be killed at any moment; its lines are then still there to read.
@@ -243,23 +248,7 @@ class MetricsLog:
             with naming(self._path.parent / TENSORBOARD_FOLDER):
                 self._board.close()
 
-    def _drop_after(self, step: int) -> None:
-        lines = list(_parsed(self._path)) if self._path.exists() else []
-        kept = [line for line, entry in lines if entry is not None and entry.get("step", 0) <= step]
-        write_durably(self._path, "".join(line.decode().rstrip() + "\n" for line in kept))
-        num_broken = sum(entry is None for _, entry in lines)
-        if num_broken:
-            _logger.warning(
-                "%s: dropped %s that could not be read",
-                self._path,
-                "a line" if num_broken == 1 else f"{num_broken} lines",
-            )
-
 
 def _is_metric(value: Any) -> bool:
     # A whole number beyond these has no double.
     return value is None or isinstance(value, float) or (isinstance(value, int) and abs(value) < 2**1000)
-
-
-def _json_number(value: float | int | bool) -> float | int | bool | None:
-    return value if math.isfinite(value) else None
