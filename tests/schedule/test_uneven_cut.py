@@ -5,7 +5,11 @@ from itertools import combinations
 
 import pytest
 
-from penstock.schedule.partition import uneven_cut
+from penstock.schedule import Placement, PlacementKind, balanced_cut
+
+
+def cut_for(times: list[float], sizes: list[float], speeds: list[float], rooms: list[float]) -> tuple[range, ...]:
+    return balanced_cut(times, Placement(PlacementKind.LOOP, len(speeds)), speeds, sizes, rooms)
 
 
 def slowest_of_all(times: list[float], sizes: list[float], speeds: list[float], rooms: list[float]) -> float | None:
@@ -31,9 +35,9 @@ def test_the_slowest_stage_is_that_of_the_best_cut_that_fits(seed: int):
     best = slowest_of_all(times, sizes, speeds, rooms)
     if best is None:
         with pytest.raises(ValueError, match="do not fit into"):
-            uneven_cut(times, sizes, speeds, rooms)
+            cut_for(times, sizes, speeds, rooms)
         return
-    cut = uneven_cut(times, sizes, speeds, rooms)
+    cut = cut_for(times, sizes, speeds, rooms)
     assert [unit for stage in cut for unit in stage] == list(range(num_units))
     assert all(cut) and len(cut) == num_ranks
     assert all(sum(sizes[unit] for unit in stage) <= room for stage, room in zip(cut, rooms, strict=True))
@@ -43,4 +47,9 @@ def test_the_slowest_stage_is_that_of_the_best_cut_that_fits(seed: int):
 
 def test_fewer_units_than_ranks_are_refused():
     with pytest.raises(ValueError, match="1 units of"):
-        uneven_cut([1.0], [1.0], [1.0, 1.0], [9.0, 9.0])
+        cut_for([1.0], [1.0], [1.0, 1.0], [9.0, 9.0])
+
+
+def test_ranks_that_differ_hold_one_stage_each():
+    with pytest.raises(ValueError, match="2 ranks that differ hold one stage each, not 4"):
+        balanced_cut([1.0] * 8, Placement(PlacementKind.LOOP, 2, 2), [1.0, 2.0], [1.0] * 8, [9.0, 9.0])

@@ -150,7 +150,13 @@ _Layer: TypeAlias = dict[_State, tuple[Cost, _State]]
 """State after some ranks -> its least cost, and the state before the last of them."""
 
 
-def balanced_cut(times: Sequence[float], placement: Placement) -> tuple[range, ...]:
+def balanced_cut(
+    times: Sequence[float],
+    placement: Placement,
+    speeds: Sequence[float] = (),
+    sizes: Sequence[float] = (),
+    rooms: Sequence[float] = (),
+) -> tuple[range, ...]:
     """Cut units into a placement's stages so that the slowest rank is as fast as possible.
 
     For two stages a rank in a V this is exact: among the cuts with the fastest slowest rank, the result has the least
@@ -160,8 +166,23 @@ def balanced_cut(times: Sequence[float], placement: Placement) -> tuple[range, .
     >>> balanced_cut([1.0, 1.0, 1.0, 1.0, 4.0], Placement(PlacementKind.V, num_ranks=2, stages_per_rank=2))
     (range(0, 1), range(1, 2), range(2, 4), range(4, 5))
 
-    Raises: ValueError for more stages than units, or a time that is negative or not finite.
+    Where ranks differ, `speeds` and `rooms` have a number for each, and each has one stage: that takes its units'
+    `times` over its rank's speed, and the sum of their `sizes` is at most the rank's room. Among equally fast cuts, the
+    earlier ranks get fewer units.
+
+    >>> two = Placement(PlacementKind.LOOP, num_ranks=2)
+    >>> balanced_cut([1.0] * 6, two, speeds=[2.0, 1.0], sizes=[1.0] * 6, rooms=[9.0, 9.0])
+    (range(0, 4), range(4, 6))
+    >>> balanced_cut([1.0] * 6, two, speeds=[2.0, 1.0], sizes=[1.0] * 6, rooms=[3.0, 9.0])
+    (range(0, 3), range(3, 6))
+
+    Raises: ValueError for more stages than units, a time that is negative or not finite, ranks that differ and have
+        several stages, or if no cut fits into the rooms.
     """
+    if speeds:
+        if placement.stages_per_route != len(speeds):
+            raise ValueError(f"{len(speeds)} ranks that differ hold one stage each, not {placement.stages_per_route}")
+        return _uneven(times, sizes, speeds, rooms)
     if placement.kind is not PlacementKind.V or placement.stages_per_rank != 2:
         return partition(times, placement.stages_per_route)
     num_ranks = placement.num_ranks
@@ -231,24 +252,10 @@ def _borders(layers: Sequence[Mapping[_State, tuple[Cost, _State]]], state: _Sta
     return lower[::-1] + upper
 
 
-# ---- The cut of a model's units into one stage a rank, where ranks differ in speed and memory
-
-
-def uneven_cut(
+def _uneven(
     times: Sequence[float], sizes: Sequence[float], speeds: Sequence[float], rooms: Sequence[float]
 ) -> tuple[range, ...]:
-    """Cut units into contiguous stages, one for each rank in order, whose slowest stage is as fast as possible.
-
-    A stage takes its units' `times` over its rank's speed, and the sum of their `sizes` is at most the rank's room.
-    Every stage gets at least one unit. Among equally fast cuts, the earlier ranks get fewer units.
-
-    >>> uneven_cut([1.0] * 6, sizes=[1.0] * 6, speeds=[2.0, 1.0], rooms=[9.0, 9.0])
-    (range(0, 4), range(4, 6))
-    >>> uneven_cut([1.0] * 6, sizes=[1.0] * 6, speeds=[2.0, 1.0], rooms=[3.0, 9.0])
-    (range(0, 3), range(3, 6))
-
-    Raises: ValueError if no cut fits into the rooms, or there are fewer units than ranks.
-    """
+    """The cut for ranks that differ; see `balanced_cut`."""
     time_until, size_until = [0.0, *accumulate(times)], [0.0, *accumulate(sizes)]
     num_units = len(times)
     # The slowest stage of the best cut of the first units among the ranks so far, by their number.

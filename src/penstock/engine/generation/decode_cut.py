@@ -19,7 +19,6 @@ from penstock.engine.folders.model_folder import EngineArguments
 from penstock.engine.options import EngineOptions
 from penstock.model import CachedUnit, CacheSize, KVCache, ModelGroups, UnitSpec
 from penstock.model.layers.vocabulary import Embedding
-from penstock.schedule.partition import uneven_cut
 
 
 class _Device(NamedTuple):
@@ -69,15 +68,15 @@ def cut_to_decode(
     if num_ranks == 1 or settings.cut is not None:
         return arguments
     units = arguments.units(ModelGroups())
-    times = decode_times(units, options, num_rows, num_tokens)
-    if ranks:
-        sizes = _sizes(units, options, num_cached)
-        # Nearly the same is the same, so that equal machines get the cut that they get on one host.
-        fastest = max(rank.bytes_per_s for rank in ranks)
-        speeds = [rank.bytes_per_s if rank.bytes_per_s < _EQUAL * fastest else fastest for rank in ranks]
-        cut = uneven_cut(times, sizes, speeds, [rank.room_bytes for rank in ranks])
-    else:
-        cut = schedule.balanced_cut(times, options.choice.placement(num_ranks))
+    # Nearly the same is the same, so that equal machines get the cut that they get on one host.
+    fastest = max((rank.bytes_per_s for rank in ranks), default=0.0)
+    cut = schedule.balanced_cut(
+        decode_times(units, options, num_rows, num_tokens),
+        options.choice.placement(num_ranks),
+        speeds=[rank.bytes_per_s if rank.bytes_per_s < _EQUAL * fastest else fastest for rank in ranks],
+        sizes=_sizes(units, options, num_cached),
+        rooms=[rank.room_bytes for rank in ranks],
+    )
     return arguments._replace(options=replace(options, schedule=replace(settings, cut=tuple(map(len, cut)))))
 
 
