@@ -2,21 +2,20 @@
 
 import math
 import re
-from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.cli.commands import Parser, print_json
 from penstock.cli.progress import show_log
+from penstock.engine.folders.runs import RUN_FILE
 
 if TYPE_CHECKING:
     from penstock.engine.folders.export import ExportOptions
 
-# ---- The perplexity of a saved model on a text, in this process
-
-
 _LONGEST = 512
 """Tokens that are scored together, at most."""
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_FORMS = ("huggingface", "run")
 
 
 def perplexity(folder: Path, text: Path) -> float:
@@ -48,14 +47,6 @@ def perplexity(folder: Path, text: Path) -> float:
         return math.exp(engine.evaluate([PackedBatch.from_documents([piece]) for piece in pieces]))
     finally:
         engine.close()
-
-
-# ---- `penstock convert`: a run's model as a Hugging Face folder, and such a folder as a run to begin from
-
-
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-_FORMS = ("huggingface", "run")
-_RUN_FILE = "run.toml"
 
 
 def parser() -> Parser:
@@ -102,12 +93,16 @@ def main(arguments: list[str]) -> int:
     max_shard_bytes = parse_size(options.max_shard_size)
     if not options.source.is_dir():
         raise ValueError(f"there is no folder {options.source}; give that of a run, or one of Hugging Face's")
-    form = options.to or _FORMS[not (options.source / _RUN_FILE).is_file()]
+    form = options.to or _FORMS[not (options.source / RUN_FILE).is_file()]
     from penstock.engine.folders.model_folder import open_folder
 
     show_log()
     adapters_apart = form == "huggingface" and open_folder(options.source).has_adapters and not options.merge_adapters
-    _check(options, form, adapters_apart)
+    for name in ("quantize", "merge_adapters"):
+        if getattr(options, name) and form != "huggingface":
+            raise ValueError(f"--{name.replace('_', '-')} is for Hugging Face folders; give --to huggingface")
+    if options.held_out is not None and adapters_apart:
+        raise ValueError("--held-out would be scored without the run's adapters; give --merge-adapters")
     before = None if options.held_out is None else perplexity(options.source, options.held_out)
     if form == "huggingface":
         from penstock.engine.folders.export import ExportOptions
@@ -142,15 +137,6 @@ def main(arguments: list[str]) -> int:
     if before is not None and after is not None:
         print(f"perplexity on {options.held_out}: {before:.4f} before, {after:.4f} now ({after / before - 1:+.2%})")
     return 0
-
-
-def _check(options: Namespace, form: str, adapters_apart: bool) -> None:
-    """Raises: ValueError for options that do not go together."""
-    for name in ("quantize", "merge_adapters"):
-        if getattr(options, name) and form != "huggingface":
-            raise ValueError(f"--{name.replace('_', '-')} is for Hugging Face folders; give --to huggingface")
-    if options.held_out is not None and adapters_apart:
-        raise ValueError("--held-out would be scored without the run's adapters; give --merge-adapters")
 
 
 def parse_size(text: str) -> int:
