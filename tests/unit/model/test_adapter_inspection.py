@@ -47,7 +47,7 @@ class Model(nn.Module):
 
 def skeleton(obstacle: str) -> Skeleton:
     found = Skeleton(Model(obstacle), "layers")
-    found.keep(())
+    found.drop_parameters()
     return found
 
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from penstock.model.transformers.skeleton import LayerArguments, ParameterSlot, Skeleton, StubbedForward
+from penstock.model.transformers.skeleton import LayerArguments, Skeleton, StubbedForward
 
 _FEW, _LONG = 2, 3
 """Sequences and tokens of the texts."""
@@ -136,7 +136,7 @@ class _DummyValues(TorchFunctionMode):
         super().__init__()
         self._skeleton = skeleton
         self.uses = {part: set() for part in ForwardPart}
-        self._values = {slot.name: _dummy(slot) for slot in skeleton.hollow}
+        self._values = {slot: _dummy(shape) for slot, shape in skeleton.hollow.items()}
         self._slot_of = {id(values): name for name, values in self._values.items()}
 
     def __enter__(self) -> Any:
@@ -145,7 +145,7 @@ class _DummyValues(TorchFunctionMode):
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        self._skeleton.keep(())
+        self._skeleton.drop_parameters()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -165,7 +165,8 @@ class _DummyValues(TorchFunctionMode):
         return ForwardPart.AFTER if num_reached == self._skeleton.num_layers else ForwardPart.BETWEEN
 
 
-def _dummy(slot: ParameterSlot) -> Tensor:
+def _dummy(shape: tuple[int, ...]) -> Tensor:
     """Values that differ from row to row, in the memory of one column."""
-    rows = torch.linspace(0.5, 1.0, slot.shape[0]) if slot.shape else torch.ones(())
-    return rows.view(-1, *[1] * (len(slot.shape) - 1)).expand(slot.shape) if slot.shape else rows
+    if not shape:
+        return torch.ones(())
+    return torch.linspace(0.5, 1.0, shape[0]).view(-1, *[1] * (len(shape) - 1)).expand(shape)

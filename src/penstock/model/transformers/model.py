@@ -17,9 +17,10 @@ from penstock.model.hf.files import WeightFiles
 from penstock.model.linear import switch_linears
 from penstock.model.transformers.inspection import CannotCut, ForwardPart, list_of_layers, uses_outside
 from penstock.model.transformers.names import FIRST, LAST, OWN, TransformersNames
-from penstock.model.transformers.skeleton import ParameterSlot, Skeleton
+from penstock.model.transformers.skeleton import Skeleton
 from penstock.model.transformers.units import AfterLayers, BeforeLayers, LayerInputs, TransformersLayer
 from penstock.model.units import Limits, UnitSpec
+from penstock.parallel.tensor_slice import Shape
 from penstock.settings import ModelConfig
 
 _MAX_EXPERTS = 16384
@@ -41,7 +42,8 @@ class TransformersModel:
     #: the name of the list of layers
     path: str
     config: Any
-    slots: tuple[ParameterSlot, ...]
+    #: the places for parameters outside the layers -> the parameter's shape
+    slots: Mapping[str, Shape]
     #: part of the forward -> the slots used in it
     uses: Mapping[ForwardPart, frozenset[str]]
     #: slot of a tied parameter -> its owner's slot
@@ -63,8 +65,8 @@ class TransformersModel:
         names = TransformersNames.of(model, path, owners, files.tensors)
         layers = list(model.get_submodule(path).children())
         skeleton = Skeleton(model, path)
-        slots = skeleton.slots()
-        skeleton.keep(())
+        skeleton.drop_parameters()
+        slots = dict(skeleton.hollow)
         uses = uses_outside(skeleton, text.vocab_size, _num_outputs(model, config))
         if shared := [slot for slot, owner in owners.items() if f"{path}." in f"{slot} {owner}"]:
             raise CannotCut(f"{name} shares {shared[0]} between layers, so they cannot be cut")
@@ -92,7 +94,7 @@ class TransformersModel:
         inputs = LayerInputs(copy.deepcopy(self.skeleton), _changes_with_length(self.config))
         last = self.uses[ForwardPart.AFTER]
         # Unused parameters belong to the first unit, so that they are not lost when the model is saved.
-        first = frozenset(slot.name for slot in self.slots) - (last - self.uses[ForwardPart.BEFORE])
+        first = frozenset(self.slots) - (last - self.uses[ForwardPart.BEFORE])
 
         def before() -> nn.Module:
             return BeforeLayers(self._part(first), inputs)
@@ -131,13 +133,12 @@ class TransformersModel:
 
     def _part(self, slots: frozenset[str]) -> Skeleton:
         part = copy.deepcopy(self.skeleton)
-        shapes = {slot.name: slot.shape for slot in self.slots}
-        part.hollow = tuple(slot for slot in part.hollow if slot.name not in slots)
         for name in slots:
+            del part.hollow[name]
             path, _, own = name.rpartition(".")
             owner = part.model.get_submodule(path)
             owner.__dict__.pop(own, None)
-            owner.register_parameter(own, nn.Parameter(torch.empty(shapes[name], device="meta")))
+            owner.register_parameter(own, nn.Parameter(torch.empty(self.slots[name], device="meta")))
         switch_linears(part)
         return part
 

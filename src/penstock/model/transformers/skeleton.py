@@ -7,7 +7,7 @@ Shapes: B sequences, L tokens of each, T tokens, D hidden size, V vocabulary.
 """
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,11 +63,11 @@ class StubbedForward:
 class LayerStub(nn.Module):
     """Replaces a layer: has its attributes but none of its parameters, and acts as the running forward says."""
 
-    def __init__(self, layer: nn.Module, index: int) -> None:
+    def __init__(self, layer: nn.Module, index: int, skeleton: "Skeleton") -> None:
         super().__init__()
-        self.index, self.current = index, StubbedForward()
-        # Not a submodule: a stub has none.
-        self.__dict__["layer"] = layer
+        self.index = index
+        # Not submodules: a stub has none.
+        self.__dict__.update(layer=layer, skeleton=skeleton)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -76,29 +76,15 @@ class LayerStub(nn.Module):
             return getattr(self.__dict__["layer"], name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.current.receive(self.index, args, kwargs)
-
-
-@dataclass(frozen=True)
-class ParameterSlot:
-    """A place for a parameter outside the layers: the parameter's name in the model and its shape."""
-
-    name: str
-    shape: tuple[int, ...]
-
-    def fill(self, model: nn.Module, values: Tensor) -> None:
-        """Put a plain tensor there, not a parameter, so that nothing moves or saves it."""
-        path, _, own = self.name.rpartition(".")
-        owner = model.get_submodule(path)
-        owner._parameters.pop(own, None)
-        owner.__dict__[own] = values
+        return self.__dict__["skeleton"].current.receive(self.index, args, kwargs)
 
 
 class Skeleton(nn.Module):
     """A causal model without its layers.
 
-    It has only the parameters that `keep` names. The other slots hold zeros that take no memory, because results
-    computed from them are never used.
+    A slot is a place for a parameter, by its name in the model; a tied parameter has several. Hollow slots, of whose
+    parameters this skeleton has none, hold zeros that take no memory, because results computed from them are never
+    used.
 
     Args:
         model: a causal model of transformers; its list of layers is replaced.
@@ -113,47 +99,45 @@ class Skeleton(nn.Module):
         self.takes_positions = "position_ids" in inspect.signature(model.forward).parameters
         #: True if the model expects its layers to return tuples
         self.as_tuple = False
+        #: the forward that runs now
         self.current = StubbedForward()
-        #: slots whose parameters this skeleton does not have
-        self.hollow: tuple[ParameterSlot, ...] = ()
+        #: hollow slot -> the parameter's shape
+        self.hollow: dict[str, tuple[int, ...]] = {}
         self._filled_for: tuple[torch.dtype, torch.device] | None = None
         layers = model.get_submodule(path)
         assert isinstance(layers, nn.ModuleList)
+        self.num_layers = len(layers)
         parent, _, name = path.rpartition(".")
-        stubs = nn.ModuleList(LayerStub(layer, i) for i, layer in enumerate(layers))
+        stubs = nn.ModuleList(LayerStub(layer, i, self) for i, layer in enumerate(layers))
         setattr(model.get_submodule(parent), name, stubs)
 
-    @property
-    def num_layers(self) -> int:
-        return sum(1 for _ in self._stubs())
-
-    def slots(self) -> tuple[ParameterSlot, ...]:
-        """All slots for parameters outside the layers; a tied parameter has several."""
-        return tuple(
-            ParameterSlot(name, tuple(p.shape)) for name, p in self.model.named_parameters(remove_duplicate=False)
-        )
-
-    def keep(self, names: Iterable[str]) -> None:
-        """Drop all parameters but those in the slots of these names."""
-        kept = set(names)
+    def drop_parameters(self) -> None:
+        """Make every slot hollow."""
         # A slot that holds a plain tensor already has no parameter to be found by.
-        self.hollow = tuple(slot for slot in (*self.hollow, *self.slots()) if slot.name not in kept)
+        self.hollow |= {name: tuple(p.shape) for name, p in self.model.named_parameters(remove_duplicate=False)}
         self._filled_for = None
-        for slot in self.hollow:
-            slot.fill(self.model, torch.empty(slot.shape, device="meta"))
+        for slot, shape in self.hollow.items():
+            self._put(slot, torch.empty(shape, device="meta"))
 
     def pretend(self, values: Mapping[str, Tensor]) -> None:
-        """Put these values into the slots of these names, on the CPU, until `keep` is called."""
+        """Put these values into the hollow slots, on the CPU, until `drop_parameters` is called."""
         for slot in self.hollow:
-            slot.fill(self.model, values[slot.name])
+            self._put(slot, values[slot])
         self._filled_for = (torch.float32, torch.device("cpu"))
+
+    def _put(self, slot: str, values: Tensor) -> None:
+        """Put a plain tensor there, not a parameter, so that nothing moves or saves it."""
+        path, _, own = slot.rpartition(".")
+        owner = self.model.get_submodule(path)
+        owner._parameters.pop(own, None)
+        owner.__dict__[own] = values
 
     def run(self, tokens_BL: Tensor, positions_BL: Tensor, forward: StubbedForward, past: Any = None) -> Tensor | None:
         """Run the model's forward; return the logits [B, L, V], or None if it is left early.
 
         `past` is transformers' cache of the tokens before these; None if these are the first.
         """
-        self._set_current(forward)
+        self.current = forward
         given: dict[str, Any] = {"position_ids": positions_BL} if self.takes_positions else {}
         if bool((positions_BL.diff() != 1).any()):
             # Without a mask, transformers takes positions that do not count up for several texts in a row.
@@ -165,7 +149,7 @@ class Skeleton(nn.Module):
         except _LeaveForward:
             return None
         finally:
-            self._set_current(StubbedForward())
+            self.current = StubbedForward()
 
     def before_layers(self, tokens_BL: Tensor, positions_BL: Tensor, past: Any = None) -> Tensor:
         """The hidden states [B, L, D] that the first layer receives."""
@@ -193,23 +177,15 @@ class Skeleton(nn.Module):
         # A classifier of sequences gives one row for each already.
         return logits if logits.dim() == 2 else logits.squeeze(1)
 
-    def _set_current(self, forward: StubbedForward) -> None:
-        self.current = forward
-        for stub in self._stubs():
-            stub.current = forward
-
     def _own_dtype(self) -> torch.dtype:
         return next((p.dtype for p in self.parameters()), torch.float32)
-
-    def _stubs(self) -> Iterator[LayerStub]:
-        return (module for module in self.model.modules() if isinstance(module, LayerStub))
 
     @torch.inference_mode(False)
     def _fill(self, dtype: torch.dtype, device: torch.device) -> None:
         # Tensors made while generating are used in training too.
         if self._filled_for != (dtype, device):
-            for slot in self.hollow:
-                slot.fill(self.model, torch.zeros((), dtype=dtype, device=device).expand(slot.shape))
+            for slot, shape in self.hollow.items():
+                self._put(slot, torch.zeros((), dtype=dtype, device=device).expand(shape))
             for part in self.modules():
                 for name in part._non_persistent_buffers_set:
                     buffer = part._buffers[name]

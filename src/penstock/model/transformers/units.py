@@ -90,17 +90,14 @@ class PaddedGroups:
         return parts[0] if self.order is None else torch.cat(parts).index_select(0, self.order)
 
 
+@dataclass(eq=False)
 class RowCaches:
     """transformers' caches of one layer, one for each row."""
 
     #: the layer's number
-    _number: int
+    number: int
     #: row -> transformers' cache
-    _rows: dict[int, Any]
-
-    def __init__(self, number: int) -> None:
-        self._number = number
-        self._rows = {}
+    _rows: dict[int, Any] = field(default_factory=dict)
 
     def of(self, item: BatchItem) -> Any:
         """The cache to which the item adds; a new one if it begins a sequence."""
@@ -112,8 +109,8 @@ class RowCaches:
         """Copy the beginning of a prompt to rows that share it from the row that has read it."""
         for item in rows.items:
             if item.source != NO_ROW and item.start:
-                read, copied = self._rows[item.source].layers[self._number], _new_cache()
-                copied.update(read.keys[..., : item.start, :], read.values[..., : item.start, :], self._number)
+                read, copied = self._rows[item.source].layers[self.number], _new_cache()
+                copied.update(read.keys[..., : item.start, :], read.values[..., : item.start, :], self.number)
                 self._rows[item.row] = copied
 
 
@@ -139,44 +136,6 @@ class Past:
         return self._arguments[dtype]
 
 
-class Pasts:
-    """The past of each item of a batch, computed once for all units of a process."""
-
-    #: what makes the inputs of the layers
-    _skeleton: Skeleton
-
-    def __init__(self, skeleton: Skeleton) -> None:
-        self._skeleton = skeleton
-
-    def check(self) -> None:
-        """Refuse a model that caches more than keys and values.
-
-        Raises:
-            ValueError: naming the model.
-        """
-        model: Any = self._skeleton.model
-        if type(model).__name__.endswith("Classification"):
-            raise ValueError(f"{type(model).__name__} cannot generate: it rates texts and gives no tokens")
-        takes = "past_key_values" in inspect.signature(model.forward).parameters
-        kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
-        if not takes or getattr(model, "_is_stateful", False) or not kinds <= _ATTENTION_KINDS:
-            raise ValueError(
-                f"{type(model).__name__} cannot generate here: it keeps more than keys and values of what it has read"
-            )
-
-    def each(self, x: Tensor, rows: CachedRows) -> Iterator[tuple[Tensor, Past]]:
-        """Each item's rows of `x` [T, ...] with its past."""
-        pasts = rows.shared(self, lambda: [self._past(item, x.device) for item in rows.items])
-        return zip(x.split([item.length for item in rows.items]), pasts, strict=True)
-
-    def _past(self, item: BatchItem, device: torch.device) -> Past:
-        stub = _new_cache()
-        if item.start:
-            nothing = torch.zeros((), device=device).expand(1, 1, item.start, 1)
-            stub.update(nothing, nothing, 0)
-        return Past(self._skeleton, torch.arange(item.start, item.end, device=device)[None], stub)
-
-
 def _new_cache() -> Any:
     """A cache that drops nothing: masks apply the windows, and any beginning of it can be copied."""
     from transformers import DynamicCache
@@ -184,23 +143,18 @@ def _new_cache() -> Any:
     return DynamicCache()
 
 
+@dataclass(frozen=True, eq=False)
 class LayerInputs:
-    """The arguments that a model passes to its layers, computed once a microbatch for all layers of a process.
+    """The inputs of a model's layers beside the hidden states, computed once for all units of a process.
 
-    It holds no parameters. `by_length`: the arguments depend on the longest sequence, so that sequences of unequal
-    length must not be padded together.
+    It holds no parameters.
     """
 
     #: the model without its layers
     skeleton: Skeleton
-    #: True if sequences of unequal lengths have different arguments
+    #: True if the arguments depend on the longest sequence, so that sequences of unequal length must not be padded
+    #: together
     by_length: bool
-    #: the past of each item, in generation
-    pasts: Pasts
-
-    def __init__(self, skeleton: Skeleton, by_length: bool) -> None:
-        self.skeleton, self.by_length = skeleton, by_length
-        self.pasts = Pasts(skeleton)
 
     def padded(self, sequences: Sequences) -> PaddedGroups:
         """The sequences in groups. Raises: ValueError if they have positions, and the model takes none."""
@@ -215,6 +169,34 @@ class LayerInputs:
         return sequences.shared(
             (self, dtype), lambda: [self.skeleton.layer_arguments(group.positions_BL, dtype) for group in groups]
         )
+
+    def check_caches(self) -> None:
+        """Refuse a model that caches more than keys and values.
+
+        Raises:
+            ValueError: naming the model.
+        """
+        model: Any = self.skeleton.model
+        if type(model).__name__.endswith("Classification"):
+            raise ValueError(f"{type(model).__name__} cannot generate: it rates texts and gives no tokens")
+        takes = "past_key_values" in inspect.signature(model.forward).parameters
+        kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
+        if not takes or getattr(model, "_is_stateful", False) or not kinds <= _ATTENTION_KINDS:
+            raise ValueError(
+                f"{type(model).__name__} cannot generate here: it keeps more than keys and values of what it has read"
+            )
+
+    def with_pasts(self, x: Tensor, rows: CachedRows) -> Iterator[tuple[Tensor, Past]]:
+        """Each item's rows of `x` [T, ...] with its past."""
+        pasts = rows.shared((self, "pasts"), lambda: [self._past(item, x.device) for item in rows.items])
+        return zip(x.split([item.length for item in rows.items]), pasts, strict=True)
+
+    def _past(self, item: BatchItem, device: torch.device) -> Past:
+        stub = _new_cache()
+        if item.start:
+            nothing = torch.zeros((), device=device).expand(1, 1, item.start, 1)
+            stub.update(nothing, nothing, 0)
+        return Past(self.skeleton, torch.arange(item.start, item.end, device=device)[None], stub)
 
 
 class _TransformersUnit(nn.Module):
@@ -231,7 +213,7 @@ class _TransformersUnit(nn.Module):
 
     def new_cache(self, size: CacheSize) -> RowCaches | None:
         """The unit's cache of tokens that it has read: none, except for layers."""
-        self.inputs.pasts.check()
+        self.inputs.check_caches()
         return None
 
     def _apply(self, fn: Any, recurse: bool = True) -> "_TransformersUnit":
@@ -264,7 +246,7 @@ class BeforeLayers(_TransformersUnit):
         """Token ids [T] of a batch -> hidden states [T, D]."""
         parts = [
             self.skeleton.before_layers(tokens[None], past.positions_1L, past.stub).squeeze(0)
-            for tokens, past in self.inputs.pasts.each(x, rows)
+            for tokens, past in self.inputs.with_pasts(x, rows)
         ]
         return torch.cat(parts)
 
@@ -289,13 +271,13 @@ class TransformersLayer(_TransformersUnit):
 
     def new_cache(self, size: CacheSize) -> RowCaches:
         """A cache of transformers for each row, made when the row is first read."""
-        self.inputs.pasts.check()
+        super().new_cache(size)
         return RowCaches(self.number)
 
     def decode(self, x: Tensor, cache: RowCaches, rows: CachedRows) -> Tensor:
         """[T, D] -> [T, D], item by item; each adds to its row's cache."""
         parts = []
-        for (x_LD, past), item in zip(self.inputs.pasts.each(x, rows), rows.items, strict=True):
+        for (x_LD, past), item in zip(self.inputs.with_pasts(x, rows), rows.items, strict=True):
             arguments = past.arguments(rows, x.dtype)[self.number].instead(past.stub, cache.of(item))
             output = self.layer(x_LD[None], *arguments.args, **arguments.kwargs)
             parts.append((output[0] if isinstance(output, tuple) else output).squeeze(0))
