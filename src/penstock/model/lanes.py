@@ -6,13 +6,15 @@ an ordinary forward or backward. Zipping a forward lane with a backward lane of 
 never by timing, so every process issues its collectives in the same order.
 
 The same driver serves any generator that is resumed step by step to its result.
+
+A unit with collectives inside is a row of segments, computed or exchanged in turn, which a lane walks both ways.
 """
 
 import enum
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -43,43 +45,26 @@ class Turn(enum.Enum):
 Lane = Generator[Turn | None, None, Result]
 
 
+@dataclass(eq=False, slots=True)
 class Driven(Generic[Yielded, Result]):
-    """A lane to iterate over, turn by turn.
+    """A lane to iterate over, turn by turn."""
 
-    Args:
-        lane: the generator.
-        context: makes the context in which the lane runs; it is left while the lane is suspended, since other lanes
-            run then.
-    """
-
-    __slots__ = ("_context", "_lane", "result")
-
-    #: The lane's result, once the iteration has ended.
-    result: Result
-    #: The lane, and the context in which each of its turns runs.
-    _lane: Generator[Yielded, None, Result]
-    _context: Callable[[], AbstractContextManager[object]] | None
-
-    def __init__(
-        self,
-        lane: Generator[Yielded, None, Result],
-        context: Callable[[], AbstractContextManager[object]] | None = None,
-    ) -> None:
-        self._lane, self._context = lane, context
+    lane: Generator[Yielded, None, Result]
+    #: makes the context in which each turn runs; it is left while the lane is suspended, since other lanes run then
+    context: Callable[[], AbstractContextManager[object]] | None = None
+    #: the lane's result, once the iteration has ended
+    result: Result = field(init=False)
 
     def __iter__(self) -> "Driven[Yielded, Result]":
         return self
 
     def __next__(self) -> Yielded:
-        with _NO_CONTEXT if self._context is None else self._context():
+        with nullcontext() if self.context is None else self.context():
             try:
-                return next(self._lane)
+                return next(self.lane)
             except StopIteration as stop:
                 self.result = stop.value
         raise StopIteration(self.result)
-
-
-_NO_CONTEXT = nullcontext()
 
 
 def drain(lane: Generator[Any, None, Result]) -> Result:
@@ -106,9 +91,6 @@ def zip_lanes(*lanes: Lane[Any]) -> list[Any]:
 
 
 _ENDED = object()
-
-# ---- Units with collectives inside: a row of segments, computed or exchanged in turn, which a lane walks both ways
-
 
 State = tuple[Tensor, ...]
 Grads = tuple[Tensor | None, ...]

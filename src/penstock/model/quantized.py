@@ -1,10 +1,13 @@
 """Weights of linear layers as 8-bit or 4-bit whole numbers, and the table of these kinds.
 
-Adding a kind takes one class of `PackedWeights`, its name in `settings.Quantize` and its line in `quantizer`.
+Products of 8-bit weights and activations that are rounded to 8 bits as they come are exact in whole numbers. The other
+kinds round weights alone. Adding a kind takes one class of `PackedWeights`, its name in `settings.Quantize` and its
+line in `quantizer`.
 
 Shapes: T tokens, I inputs, O outputs, G inputs of a group.
 """
 
+import math
 import time
 import warnings
 from collections.abc import Callable, Mapping
@@ -18,9 +21,6 @@ from torch import Tensor
 from penstock.model.linear import Pack, fastest_matmul
 from penstock.settings import Quantize
 
-# ---- Products of 8-bit weights and activations that are rounded to 8 bits as they come: exact in whole numbers
-
-
 _LARGEST = 127
 _ZERO = 128
 """Kernels that take unsigned activations take this for zero."""
@@ -30,6 +30,12 @@ NUM_ROWS, WIDTH = 8, 1024
 _NUM_TIMES = 8
 _PART = 1 << 19
 """Weights that are rounded at a time: what a core's own cache holds of them in fp32."""
+
+_GROUP, _BLOCK = 32, 16
+_NUM_STEPS = 15
+_MIDDLE = 8
+_ROWS_AT_ONCE = 4096
+"""Outputs that are packed together: a multiple of the kernel's blocks."""
 
 
 class Int8Kernel(Protocol):
@@ -156,13 +162,12 @@ def measured_kernels() -> dict[str, float]:
 
 def least_seconds(act: Callable[[], object]) -> float:
     """Seconds of the fastest of a few calls."""
-    return min(_seconds(act) for _ in range(_NUM_TIMES))
-
-
-def _seconds(act: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    act()
-    return time.perf_counter() - start
+    least = math.inf
+    for _ in range(_NUM_TIMES):
+        start = time.perf_counter()
+        act()
+        least = min(least, time.perf_counter() - start)
+    return least
 
 
 def fastest_int8_kernel() -> Int8Kernel:
@@ -176,47 +181,6 @@ def fastest_int8_kernel() -> Int8Kernel:
             "this processor has no exact product of 8-bit numbers (VNNI or AMX); int8-weights and int4 are possible"
         )
     return INT8_KERNELS[min(found, key=found.__getitem__)]
-
-
-# ---- Weights of linear layers as 8-bit or 4-bit whole numbers, and the table of these kinds
-
-
-_GROUP, _BLOCK = 32, 16
-_NUM_STEPS = 15
-_MIDDLE = 8
-_ROWS_AT_ONCE = 4096
-"""Outputs that are packed together: a multiple of the kernel's blocks."""
-
-
-def quantizer(kind: Quantize) -> Pack:
-    """The function that packs weights in this kind of numbers; int8 chooses its kernel by a short measurement.
-
-    Raises: ValueError for NONE, and where the processor lacks the kind.
-    """
-    if kind is Quantize.INT8:
-        return partial(Int8Weights, kernel=fastest_int8_kernel())
-    kinds: dict[Quantize, Pack] = {Quantize.INT8_WEIGHTS: Int8WeightsAlone, Quantize.INT4: Int4Weights}
-    if kind not in kinds:
-        raise ValueError(f"quantize = {kind} packs nothing; possible are int8, {', '.join(kinds)}")
-    return kinds[kind]
-
-
-def measured_products() -> dict[str, float]:
-    """Seconds of a product of 8 rows, 1,024 wide, by kind, and for int8 by kernel: what this processor is fast at."""
-    weight, found = torch.randn(WIDTH, WIDTH), {}
-    for dtype in (torch.float32, torch.bfloat16):
-        x = torch.randn(NUM_ROWS, WIDTH, dtype=dtype)
-        if (packed := fastest_matmul().packed(weight.to(dtype), None)) is not None:
-            found["fp32" if dtype is torch.float32 else "bf16"] = least_seconds(partial(packed.output, x))
-    kinds: dict[str, Pack] = {
-        f"int8 by {name}": partial(Int8Weights, kernel=INT8_KERNELS[name]) for name in measured_kernels()
-    }
-    kinds |= {kind: quantizer(kind) for kind in (Quantize.INT8_WEIGHTS, Quantize.INT4)}
-    for name, pack in kinds.items():
-        packed = pack(weight, None)
-        assert packed is not None
-        found[str(name)] = least_seconds(partial(packed.output, torch.randn(NUM_ROWS, WIDTH)))
-    return found
 
 
 class Int8WeightsAlone:
@@ -304,3 +268,34 @@ def _finished(y_TO: Tensor, bias_O: Tensor | None, x: Tensor) -> Tensor:
     """The outputs in the dtype and the leading shape of x."""
     y_TO = y_TO if bias_O is None else y_TO + bias_O
     return y_TO.to(x.dtype).reshape(*x.shape[:-1], y_TO.shape[-1])
+
+
+def quantizer(kind: Quantize) -> Pack:
+    """The function that packs weights in this kind of numbers; int8 chooses its kernel by a short measurement.
+
+    Raises: ValueError for NONE, and where the processor lacks the kind.
+    """
+    if kind is Quantize.INT8:
+        return partial(Int8Weights, kernel=fastest_int8_kernel())
+    kinds: dict[Quantize, Pack] = {Quantize.INT8_WEIGHTS: Int8WeightsAlone, Quantize.INT4: Int4Weights}
+    if kind not in kinds:
+        raise ValueError(f"quantize = {kind} packs nothing; possible are int8, {', '.join(kinds)}")
+    return kinds[kind]
+
+
+def measured_products() -> dict[str, float]:
+    """Seconds of a product of 8 rows, 1,024 wide, by kind, and for int8 by kernel: what this processor is fast at."""
+    weight, found = torch.randn(WIDTH, WIDTH), {}
+    for dtype in (torch.float32, torch.bfloat16):
+        x = torch.randn(NUM_ROWS, WIDTH, dtype=dtype)
+        if (packed := fastest_matmul().packed(weight.to(dtype), None)) is not None:
+            found["fp32" if dtype is torch.float32 else "bf16"] = least_seconds(partial(packed.output, x))
+    kinds: dict[str, Pack] = {
+        f"int8 by {name}": partial(Int8Weights, kernel=INT8_KERNELS[name]) for name in measured_kernels()
+    }
+    kinds |= {kind: quantizer(kind) for kind in (Quantize.INT8_WEIGHTS, Quantize.INT4)}
+    for name, pack in kinds.items():
+        packed = pack(weight, None)
+        assert packed is not None
+        found[str(name)] = least_seconds(partial(packed.output, torch.randn(NUM_ROWS, WIDTH)))
+    return found

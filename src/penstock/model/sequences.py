@@ -1,5 +1,7 @@
 """The metadata of packed sequences, which every unit receives beside the residual stream.
 
+With it go the losses that units in the middle of a model add to the loss, and their counts of tokens per expert.
+
 Context-parallel ranks divide the tokens of every sequence. A sequence is cut into parts of equal length, as nearly as
 whole tokens allow. In zig-zag order rank r of n has parts r and 2n - 1 - r: causal attention costs a token as much as
 there is before it, so an early part and a late one together cost every rank the same.
@@ -15,9 +17,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-
-# ---- Auxiliary losses that units in the middle of a model add to the loss, and counts of tokens per expert
-
 
 IGNORED = -100
 """The label of a token that has no loss."""
@@ -97,9 +96,6 @@ class _AttachedLoss(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
         (loss,) = ctx.saved_tensors
         return grads[0], torch.ones_like(loss)
-
-
-# ---- The metadata of packed sequences, which every unit receives beside the residual stream
 
 
 Value = TypeVar("Value")

@@ -2,8 +2,8 @@
 
     router with norm, shared expert and permutation | sizes, dispatch | experts | combine with residual
 
-Each token goes to its `num_active` highest-scoring experts. There is no capacity limit; no token is dropped. If one
-rank holds all experts, the two exchanges are left out.
+Each token goes to its `num_active` highest-scoring experts. There is no capacity limit; no token is dropped. Rows are
+sorted by expert, and go between ranks by unequal all-to-alls; if one rank holds all experts, these are left out.
 
 Shapes: T tokens of this rank, S the same with padding, D hidden size, K active experts, N rows (copies of tokens, one
 for each expert that they go to).
@@ -30,8 +30,6 @@ from penstock.model.sequences import Sequences
 from penstock.parallel.collectives import Collectives, Handle
 from penstock.parallel.tensor_slice import Shard
 from penstock.settings import ExpertConfig, ModelConfig
-
-# ---- Dispatch of tokens to their experts and back: sorted by expert, and between ranks by unequal all-to-alls
 
 
 @dataclass(frozen=True, eq=False)
@@ -193,11 +191,6 @@ class Route:
     arrived: ArrivedRows | None = None
     num_padding: int = 0
 
-    def send_sizes(self, collectives: Collectives, experts_of_ranks: Sequence[int]) -> None:
-        """Start sending every rank the number of rows that each of its experts will receive."""
-        num_local = experts_of_ranks[collectives.rank]
-        self.sizes = collectives.all_to_all(self.choice.counts_E, experts_of_ranks, [num_local] * len(experts_of_ranks))
-
 
 @dataclass(frozen=True, eq=False)
 class AwaitSizes:
@@ -220,9 +213,6 @@ class AwaitSizes:
         )
         del route.sizes
         return state
-
-
-# ---- The mixture-of-experts block, in place of a layer's MLP block, as a row of segments
 
 
 class Experts(nn.Module):
@@ -285,16 +275,8 @@ class ExpertBlock(SegmentedUnit):
         return None
 
     def decode(self, x_TD: Tensor, cache: None, rows: CachedRows) -> Tensor:
-        if self.needs_all_pipelines:
-            route = Route()
-            return drain(walk(self._row(route, Compute("router", partial(self._route_all, route))), None, x_TD))
-        h_TD = self.norm(x_TD)
-        choice = self.router(h_TD)
-        order = RowOrder.of(choice.experts_TK)
-        rows_ND = spread(h_TD, order)
-        out_ND = self.experts(rows_ND, RowGroups.of(choice.counts_E, rows_ND.shape[0]))
-        base_TD = x_TD if self.shared is None else x_TD + self.shared(h_TD)
-        return gather(out_ND, choice.weights_TK, base_TD, order)
+        route = Route()
+        return drain(walk(self._row(route, Compute("router", partial(self._route_all, route))), None, x_TD))
 
     def segments(self, sequences: Sequences) -> Sequence[Segment]:
         route = Route()
@@ -316,7 +298,12 @@ class ExpertBlock(SegmentedUnit):
         ]
 
     def _route(self, route: Route, sequences: Sequences, x: Tensor) -> State:
-        tokens, route.num_padding = self._own_tokens(sequences, x.shape[0])
+        # The microbatch's tokens in these rows, and the padding rows after them.
+        tokens = range(x.shape[0])
+        if self.token_peers.size > 1:
+            first = min(self.token_peers.rank * len(x), sequences.num_tokens)
+            tokens = range(first, min(first + len(x), sequences.num_tokens))
+        route.num_padding = x.shape[0] - len(tokens)
         x_TD = x[: len(tokens)] if route.num_padding else x
         h_TD = self.norm(x_TD)
         return self._permute(route, x_TD, h_TD, self.router(h_TD, sequences, tokens))
@@ -329,18 +316,12 @@ class ExpertBlock(SegmentedUnit):
     def _permute(self, route: Route, x_TD: Tensor, h_TD: Tensor, choice: Choice) -> State:
         route.choice = choice
         if self.collectives.size > 1:
-            route.send_sizes(self.collectives, self.experts_of_ranks)
+            # Every rank learns the number of rows that each of its experts will receive.
+            received = [self.experts_of_ranks[self.collectives.rank]] * self.collectives.size
+            route.sizes = self.collectives.all_to_all(choice.counts_E, self.experts_of_ranks, received)
         order = route.order = RowOrder.of(choice.experts_TK)
         base_TD = x_TD if self.shared is None else x_TD + self.shared(h_TD)
         return spread(h_TD, order), choice.weights_TK, base_TD
-
-    def _own_tokens(self, sequences: Sequences, num_rows: int) -> tuple[range, int]:
-        """The microbatch's tokens in these rows, and the number of padding rows after them."""
-        if self.token_peers.size == 1:
-            return range(num_rows), 0
-        first = min(self.token_peers.rank * num_rows, sequences.num_tokens)
-        tokens = range(first, min(first + num_rows, sequences.num_tokens))
-        return tokens, num_rows - len(tokens)
 
     def _compute(self, route: Route, rows_ND: Tensor) -> State:
         if route.arrived is None:

@@ -47,9 +47,7 @@ class TokenPrediction(nn.Module):
         self.mlp = ExpertBlock(config, matmul, groups) if sparse else mlp_block(layer, matmul, groups)
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
 
-    def segments(
-        self, embedding: Embedding | TensorParallelEmbedding, tokens_T: Tensor, sequences: Sequences
-    ) -> list[Segment]:
+    def segments(self, embedding: Embedding, tokens_T: Tensor, sequences: Sequences) -> list[Segment]:
         """The row from the stream to the one that the token, and the next prediction, are predicted from."""
 
         def look_up(h: Tensor) -> State:
@@ -78,9 +76,7 @@ class TokenPredictions(nn.ModuleList):
     def __iter__(self) -> Iterator[TokenPrediction]:
         return cast(Iterator[TokenPrediction], super().__iter__())
 
-    def segments(
-        self, embedding: Embedding | TensorParallelEmbedding, targets: Sequence[FutureTokens], sequences: Sequences
-    ) -> list[Segment]:
+    def segments(self, embedding: Embedding, targets: Sequence[FutureTokens], sequences: Sequences) -> list[Segment]:
         """The row from the model's stream to a state of all streams, the newest first and the model's own last."""
         assert len(targets) == len(self)
         row: list[Segment] = []
@@ -159,9 +155,7 @@ class TensorParallelMultiTokenHead(TensorParallelHead):
         return (logits_TU,)
 
 
-def multi_token_head(
-    config: ModelConfig, matmul: Matmul, groups: ModelGroups
-) -> MultiTokenHead | TensorParallelMultiTokenHead:
+def multi_token_head(config: ModelConfig, matmul: Matmul, groups: ModelGroups) -> Head:
     """The head that predicts further tokens, in the form that these groups need."""
     if groups.tp is None:
         return MultiTokenHead(config, matmul, groups)

@@ -7,13 +7,14 @@ sampled tokens), D hidden size, V vocabulary, U this rank's part of it.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.model.groups import ModelGroups
-from penstock.model.kv_cache import CachedRows, CacheSize, Rows
+from penstock.model.kv_cache import CacheSize, Rows
 from penstock.model.lanes import Compute, Exchange, Segment, State
 from penstock.model.layers.dense import RMSNorm
 from penstock.model.layers.tensor_parallel import TensorParallelSplit, TensorParallelUnit
@@ -52,22 +53,18 @@ class Embedding(nn.Module):
         return []
 
 
-class TensorParallelEmbedding(TensorParallelUnit):
+class TensorParallelEmbedding(TensorParallelUnit, Embedding):
     """Token ids [T] -> this rank's tokens of the residual stream [S, D], each looked up by the rank that has it."""
 
     def __init__(self, config: ModelConfig, groups: ModelGroups) -> None:
-        super().__init__()
         split = TensorParallelSplit(config, groups)
+        Embedding.__init__(self, replace(config, vocab_size=split.vocabulary.length))
         self.collectives, self.part = Collectives(split.group), split.vocabulary
-        self.weight = nn.Parameter(torch.empty(self.part.shape))
 
     def segments(self, sequences: Sequences) -> Sequence[Segment]:
         return [Compute("look up", self.look_up), *self.reduction()]
 
-    def new_cache(self, size: CacheSize) -> None:
-        return None
-
-    def decode(self, tokens_T: Tensor, cache: None, rows: CachedRows) -> Tensor:
+    def decode(self, tokens_T: Tensor, cache: None, rows: Rows) -> Tensor:
         return self.summed(self._found(tokens_T))
 
     def look_up(self, tokens_T: Tensor) -> State:
@@ -85,7 +82,7 @@ class TensorParallelEmbedding(TensorParallelUnit):
         return F.embedding(rows_T.where(inside_T, 0), self.weight).masked_fill(~inside_T[:, None], 0)
 
 
-def embedding(config: ModelConfig, groups: ModelGroups) -> Embedding | TensorParallelEmbedding:
+def embedding(config: ModelConfig, groups: ModelGroups) -> Embedding:
     """The embedding in the form that these groups need."""
     return Embedding(config) if groups.tp is None else TensorParallelEmbedding(config, groups)
 
@@ -116,34 +113,24 @@ class Head(nn.Module):
         return self.projection(self.norm(rows.sampled(x_TD)))
 
 
-class TensorParallelHead(TensorParallelUnit):
+class TensorParallelHead(TensorParallelUnit, Head):
     """This rank's tokens of the residual stream [S, D] -> its part of all tokens' logits [T, U]."""
 
     def __init__(self, config: ModelConfig, matmul: Matmul, groups: ModelGroups) -> None:
-        super().__init__()
         split = TensorParallelSplit(config, groups)
+        Head.__init__(self, replace(config, vocab_size=split.vocabulary.length), matmul)
         self.collectives, self.part = Collectives(split.group), split.vocabulary
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.projection = Linear(config.hidden_size, self.part.length, matmul=matmul)
-
-    @property
-    def joint_layers(self) -> tuple[tuple[Linear, ...], ...]:
-        """The layers by the input that they read; see `JointLayers`."""
-        return ((self.projection,),)
 
     def segments(self, sequences: Sequences) -> Sequence[Segment]:
         project = Compute("projection", lambda h: (self.projection(h[: sequences.num_tokens]),))
         return [Compute("norm", lambda x: (self.norm(x),)), self.gather(), project]
 
-    def new_cache(self, size: CacheSize) -> None:
-        return None
-
-    def decode(self, x_TD: Tensor, cache: None, rows: CachedRows) -> Tensor:
+    def decode(self, x_TD: Tensor, cache: None, rows: Rows) -> Tensor:
         """The whole logits [S, V] of the sampled tokens on every rank, so that all ranks draw the same tokens."""
-        own_SU = self.projection(self.norm(x_TD[rows.sampled_S]))
+        own_SU = super().decode(x_TD, cache, rows)
         return ShardedLogits(own_SU, self.part, self.collectives).gathered()
 
 
-def head(config: ModelConfig, matmul: Matmul, groups: ModelGroups) -> Head | TensorParallelHead:
+def head(config: ModelConfig, matmul: Matmul, groups: ModelGroups) -> Head:
     """The head in the form that these groups need."""
     return Head(config, matmul) if groups.tp is None else TensorParallelHead(config, matmul, groups)
