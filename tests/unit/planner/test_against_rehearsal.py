@@ -46,6 +46,8 @@ CASES: dict[str, dict[str, Any]] = {
     "tensor parallel, recomputed": {"parallel.tp": 2} | FULL,
     "a ring": {"parallel.cp": 2},
     "experts": EXPERTS | {"parallel.dp": 2, "parallel.ep": 2, "data.num_sequences": 12},
+    "tensor parallel in fp32, recomputed": {"parallel.tp": 2, "train.precision": "fp32"} | FULL,
+    "v-half in bf16, four ranks": {"parallel.pp": 4, "schedule.name": "v-half"},
     "a large vocabulary": {
         "model.vocab_size": 131072,
         "optimizer.zero": True,
@@ -64,6 +66,34 @@ def test_a_plans_memory_is_that_of_a_rehearsal(changed: dict[str, Any]):
         config = from_values(RUN | changed | {"schedule.cut": list(found.candidate.cut or ())})
     rehearsed = max(rehearse_run(config, rank).peak_bytes for rank in range(layout.pp))
     assert found.memory.total - found.memory.reserved == pytest.approx(rehearsed, rel=0.06)
+
+
+@pytest.mark.parametrize("name", ["one device", "tensor parallel", "a ring", "experts", "1f1b, recomputed"])
+def test_a_unit_keeps_what_a_rehearsal_says(name: str):
+    config = from_values(RUN | CASES[name])
+    workload, layout = _workload_of(config), config.parallel
+    candidate = candidate_of(config)
+    size = UnitSize(
+        workload.seq_len,
+        candidate.microbatch,
+        layout.tp,
+        layout.cp,
+        layout.ep,
+        candidate.recompute,
+        element_bytes=workload.element_bytes,
+    )
+    units = {unit.name: unit for rank in range(layout.pp) for unit in rehearse_run(config, rank).units}
+    formulas = unit_costs(workload.shape, size)
+    assert len(units) == len(formulas) == 10
+    for unit, own in zip(units.values(), formulas, strict=True):
+        assert unit.parameter_bytes == pytest.approx(
+            workload.parameter_bytes * (own.parameters + own.expert_parameters), rel=0.01
+        ), unit.name
+        # The first layer of a microbatch makes the tables of positions, in fp32, for all.
+        tables = 8 * size.tokens * workload.shape.head_size if "attention" in unit.name else 0
+        few = 16 * size.tokens
+        assert unit.of(Op.F).kept_bytes - tables == pytest.approx(own.kept_bytes, rel=0.1, abs=few), unit.name
+        assert unit.of(Op.I).kept_bytes == pytest.approx(own.weight_bytes, rel=0.1, abs=few), unit.name
 
 
 @pytest.mark.parametrize("name", ["one device", "tensor parallel", "experts"])
