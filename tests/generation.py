@@ -17,7 +17,7 @@ from penstock.runtime import (
     Boundary,
     DecodeLoop,
     DecodeReport,
-    Leader,
+    Generation,
     Recorder,
     Ring,
     Stage,
@@ -170,9 +170,9 @@ def generate_together(
         )
         # The ranks would have sequences of their own, and here share those of the first.
         decoders = [StageDecoder(stage, stage.new_caches(size)) for stage in local]
-        loops.append(DecodeLoop(ring, decoders, sequences, shape, Leader(scheduler) if rank == 0 else None))
+        loops.append(DecodeLoop(ring, decoders, Generation(sequences, shape, scheduler if rank == 0 else None)))
     run_together(loops)
-    for sequence, masks in zip(sequences, loops[placement.output_rank].filter_masks):
+    for sequence, masks in zip(sequences, loops[placement.output_rank].generation.filter_masks):
         sequence.filter_mask = torch.stack(masks) if masks else torch.empty(0, 0, dtype=torch.bool)
     pending = sum(loop.ring.transport.num_pending() + loop.ring.host.num_pending() for loop in loops)
     num_messages = activations.num_messages + host.num_messages

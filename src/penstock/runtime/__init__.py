@@ -1,8 +1,8 @@
 """Running a proved program: stages, lanes, tapes, the executor, the transport and the trace."""
 
 from penstock.runtime.decode.graphs import DecodeForm, Decoders, FixedDecoder, StageDecoder
-from penstock.runtime.decode.loop import DecodeLoop, DecodeReport, Leader
-from penstock.runtime.decode.relay import HeaderRelay, Ring, host_channels
+from penstock.runtime.decode.loop import DecodeLoop, DecodeReport, Generation
+from penstock.runtime.decode.relay import Ring, host_channels
 from penstock.runtime.distributed import DistributedTransport, open_transport
 from penstock.runtime.errors import CallbackError, Deadlock, PipelineError, StepError, TransportError
 from penstock.runtime.executor import Executor, Feed, run_together
@@ -29,13 +29,12 @@ __all__ = [
     "Executor",
     "Feed",
     "FixedDecoder",
+    "Generation",
     "GraphSegment",
-    "HeaderRelay",
     "Hooks",
     "InProcessHub",
     "InProcessTransport",
     "LaneUnit",
-    "Leader",
     "Line",
     "Message",
     "Pairs",

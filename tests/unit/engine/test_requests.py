@@ -13,7 +13,7 @@ import torch
 from penstock.engine.generation.answers import GenerateOptions
 from penstock.engine.generation.requests import Growth, QueueClosedError, QueueFullError, RequestQueue
 from penstock.model import CacheSize
-from penstock.runtime import DecodeLoop, FixedDecoder, Leader, Recorder, Ring, StageDecoder
+from penstock.runtime import DecodeLoop, FixedDecoder, Generation, Recorder, Ring, StageDecoder
 from penstock.runtime.decode.relay import packed_header, packed_news, unpacked_header
 from penstock.schedule import Batch, BatchItem, Ending, Placement, PlacementKind, RingShape, Scheduler, Sequence, Token
 from penstock.settings import ModelConfig, SamplingParams
@@ -69,8 +69,10 @@ def open_ring(
             FixedDecoder(stage, own, MAX_LENGTH) if fixed else StageDecoder(stage, own)
             for stage, own in zip(local, caches, strict=True)
         ]
-        leader = Leader(Scheduler((), shape), requests.hear, requests.admit) if rank == 0 else None
-        loops.append(DecodeLoop(ring, decoders, (), shape, leader))
+        generation = Generation((), shape)
+        if rank == 0:
+            generation = Generation((), shape, Scheduler((), shape), requests.hear, requests.admit)
+        loops.append(DecodeLoop(ring, decoders, generation))
     return loops
 
 
@@ -136,7 +138,7 @@ def test_answers_that_join_and_leave_at_random_are_those_of_each_request_alone(
                 assert len(got) == answer.num_tokens
     assert requests.counts.num_running == requests.counts.num_waiting == 0
     for loop in loops:
-        assert len(loop.relay.known) <= num_slots * 2 + 3, "ended sequences are kept"
+        assert len(loop.known) <= num_slots * 2 + 3, "ended sequences are kept"
         assert loop.ring.host.num_pending() == loop.ring.transport.num_pending() == 0
 
 

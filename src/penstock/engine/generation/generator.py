@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from penstock import schedule
 from penstock.engine.generation.answers import (
@@ -27,8 +25,7 @@ from penstock.runtime import (
     DecodeLoop,
     DecodeReport,
     Decoders,
-    HeaderRelay,
-    Leader,
+    Generation,
     PipelineError,
     Ring,
     host_channels,
@@ -42,21 +39,6 @@ _KEPT_RECORDS = 1024
 """Records of a generation without end; a longer trace would only take memory."""
 
 
-@dataclass(eq=False)
-class GenerateCall:
-    """One call of `generate`, from its prompts to its result; an interruption may lie between.
-
-    sequences: all answers. options, shape: how they go round the ring. leader: decides what is computed; None but on
-    the rank of the first stage. filter_masks: those of the tokens so far, on the rank of the last stage.
-    """
-
-    sequences: list[schedule.Sequence]
-    options: GenerateOptions
-    shape: RingShape
-    leader: Leader | None
-    filter_masks: list[list[Tensor]] | None = None
-
-
 class Generator:
     """Generates on a pipeline's stages, with the weights as they are."""
 
@@ -64,13 +46,13 @@ class Generator:
     _pipeline: Pipeline
     #: local stages with their KV caches, kept from call to call
     decoders: Decoders
-    #: takes batches from other ranks ahead, in the running or last generation
-    _relay: HeaderRelay | None
-    #: the call that was interrupted; None if the last one was not
-    _interrupted: GenerateCall | None
+    #: the running or last generation, whose thread may take batches from other ranks ahead
+    _loop: DecodeLoop | None
+    #: the generation that was interrupted, with its options; None if the last one was not
+    _interrupted: tuple[Generation, GenerateOptions] | None
 
     def __init__(self, pipeline: Pipeline) -> None:
-        self._pipeline, self._relay, self._interrupted = pipeline, None, None
+        self._pipeline, self._loop, self._interrupted = pipeline, None, None
         # Of a bidirectional model, the stages of the first copy generate.
         stages = [stage for n, stage in sorted(pipeline.stages.items()) if n < pipeline.placement.stages_per_route]
         # Under autocast weights are read from casts, which do not outlive a call, so nothing is captured.
@@ -135,17 +117,18 @@ class Generator:
         with recovery.joined():
             self._interrupted = None
             sequences = self._agree(prompts, params, options, listeners)
-            return self._go_on(lambda: self._begin(sequences, options, listeners), options.packed)
+            return self._go_on(lambda: self._begin(sequences, options, listeners), options)
 
     def resume(self, keep_caches: bool) -> GenerateResult:
         """Go on with the call that was interrupted last; see `Engine.resume`. All ranks of the pipeline call it."""
         with self._pipeline.recovery.joined():
-            generation, self._interrupted = self._interrupted, None
-            if generation is None:
+            interrupted, self._interrupted = self._interrupted, None
+            if interrupted is None:
                 raise PipelineError("there is no generation to resume; the last one was not interrupted")
-            if generation.leader is not None and not keep_caches:
-                generation.leader.scheduler.read_again()
-            return self._go_on(lambda: generation, generation.options.packed)
+            generation, options = interrupted
+            if generation.scheduler is not None and not keep_caches:
+                generation.scheduler.read_again()
+            return self._go_on(lambda: generation, options)
 
     def serve(
         self, requests: RequestQueue | None, shape: RingShape, max_length: int, options: GenerateOptions
@@ -169,79 +152,67 @@ class Generator:
             pipeline.set_training(False)
             pipeline.recorder.keep(_KEPT_RECORDS)
             with pipeline.recovery.alone(), pipeline.casts.kept(packed=options.packed), torch.inference_mode():
-                leader = None
+                generation = Generation((), shape)
                 if requests is not None:
-                    leader = Leader(Scheduler((), shape), requests.hear, requests.admit)
-                return self._run(GenerateCall([], options, shape, leader), max_length).report
+                    generation = Generation((), shape, Scheduler((), shape), requests.hear, requests.admit)
+                return self._run(generation, options, max_length).report
 
-    def _end_together(self) -> None:
-        """Wait for the ranks that hold the same stages: a listener may have failed on one of them alone."""
-        layout, group = self._pipeline.layout, self._pipeline.grid.batch_control
-        if layout.tp * layout.cp > 1:
-            with self._pipeline.recorder.collective("end the generation", group):
-                gather_json(None, group)
-
-    def _go_on(self, take: Callable[[], GenerateCall], packed: bool) -> GenerateResult:
+    def _go_on(self, take: Callable[[], Generation], options: GenerateOptions) -> GenerateResult:
         """Compute until the end of a call or its next interruption."""
         pipeline = self._pipeline
         pipeline.set_training(False)
-        with pipeline.recovery.alone(), pipeline.casts.kept(packed=packed), torch.inference_mode():
+        with pipeline.recovery.alone(), pipeline.casts.kept(packed=options.packed), torch.inference_mode():
             generation = take()
             longest = max((len(s.prompt_tokens) + s.params.max_new_tokens for s in generation.sequences), default=1)
-            loop = self._run(generation, longest)
-            generation.filter_masks = loop.filter_masks
-            result = self._result(loop)
-        self._end_together()
-        if generation.leader is not None and isinstance(generation.leader.interrupts, AgreedInterrupt):
-            generation.leader.interrupts.forget()
-        self._interrupted = None if result.is_complete else generation
+            result = self._result(self._run(generation, options, longest))
+        # A listener may have failed on one of the ranks that hold the same stages alone.
+        layout, group = pipeline.layout, pipeline.grid.batch_control
+        if layout.tp * layout.cp > 1:
+            with pipeline.recorder.collective("end the generation", group):
+                gather_json(None, group)
+        if isinstance(generation.interrupts, AgreedInterrupt):
+            generation.interrupts.forget()
+        self._interrupted = None if result.is_complete else (generation, options)
         return result
 
-    def _begin(
-        self, sequences: list[schedule.Sequence], options: GenerateOptions, listeners: Listeners
-    ) -> GenerateCall:
-        ring, leader = self.ring, None
+    def _begin(self, sequences: list[schedule.Sequence], options: GenerateOptions, listeners: Listeners) -> Generation:
+        ring, interrupts = self.ring, self._interrupts(listeners)
         shape = options.shape(len(sequences) - len(options.skip), self._pipeline.layout.pp)
-        interrupts = self._interrupts(listeners)
-        if ring.rank == 0:
-            any_goes_on = self._any_goes_on if ring.lockstep else None
-            scheduler = Scheduler(sequences, shape, options.refill, options.longest_first, any_goes_on)
-            scheduler.stop(options.skip)
-            stops = {s.number: AnswerText(options.tokenizer, s.params.stop) for s in sequences if s.params.stop}
-            told = Told(scheduler, listeners, stops)
-            leader = Leader(scheduler, told.hear, interrupts=interrupts)
-        return GenerateCall(sequences, options, shape, leader)
+        if ring.rank > 0:
+            return Generation(sequences, shape)
+        any_goes_on = self._any_goes_on if ring.lockstep else None
+        scheduler = Scheduler(sequences, shape, options.refill, options.longest_first, any_goes_on)
+        scheduler.stop(options.skip)
+        stops = {s.number: AnswerText(options.tokenizer, s.params.stop) for s in sequences if s.params.stop}
+        return Generation(sequences, shape, scheduler, Told(scheduler, listeners, stops).hear, interrupts=interrupts)
 
-    def _interrupts(self, listeners: Listeners) -> Callable[[], bool]:
+    def _interrupts(self, listeners: Listeners) -> Callable[[], bool] | None:
         """Ask the user whether to interrupt; of ranks that share layers the first asks for all."""
         ask, grid, group = listeners.interrupt, self._pipeline.grid, self._pipeline.grid.batch_control
         if ask is None:
-            return lambda: False
+            return None
         if self._pipeline.layout.tp * self._pipeline.layout.cp == 1 or group is None:
             return lambda: bool(ask())
         is_first = grid.tp_rank == grid.cp_rank == 0
         return AgreedInterrupt(ask if is_first else None, unique_number(group), self.ring.alarm)
 
-    def _run(self, generation: GenerateCall, longest: int) -> DecodeLoop:
+    def _run(self, generation: Generation, options: GenerateOptions, longest: int) -> DecodeLoop:
         """Take part in a generation until it is over; a row of the cache has room for `longest` tokens."""
-        pipeline, options, shape = self._pipeline, generation.options, generation.shape
+        pipeline = self._pipeline
         pipeline.recorder.begin_step(pipeline.step)
-        self.decoders.reserve(shape.num_rows, longest)
+        self.decoders.reserve(generation.shape.num_rows, longest)
         if options.packed:
             self.decoders.pack_weights()
-        decoders = self.decoders.of(options.form(pipeline.device))
-        if generation.leader is not None:
-            generation.leader.scheduler.version = pipeline.step
-        loop = DecodeLoop(self.ring, decoders, generation.sequences, shape, generation.leader)
-        loop.filter_masks = generation.filter_masks or loop.filter_masks
-        self._relay = loop.relay
+        if generation.scheduler is not None:
+            generation.scheduler.version = pipeline.step
+        self._loop = loop = DecodeLoop(self.ring, self.decoders.of(options.form(pipeline.device)), generation)
         loop.run()
         return loop
 
     def _end_relay(self) -> None:
         """Let no thread of a failed generation use the links that come after."""
-        if self._relay is not None:
-            self._relay.join()
+        if self._loop is not None:
+            self._loop.relay.join()
 
     # ---- before the loop
 
@@ -308,4 +279,4 @@ class Generator:
             loop.share_answers(group)
             reports = gather_json([report.busy_s, report.wall_s, report.num_forwards], group)
         busy_s, wall_s, num_forwards = zip(*reports, strict=True)
-        return GenerateResult(tuple(loop.sequences), wall_s[0], busy_s, num_forwards, report.num_rounds)
+        return GenerateResult(tuple(loop.generation.sequences), wall_s[0], busy_s, num_forwards, report.num_rounds)

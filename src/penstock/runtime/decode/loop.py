@@ -1,9 +1,9 @@
 """Generation on one rank: batches go through its stages until every sequence has ended.
 
-Where one rank holds the whole model and one slot all sequences, generation is the plain loop of `DecodeLoop.step`:
-schedule, run, update. In a ring of ranks or slots the rank of the first stage runs `DecodeLoop.lead`: the same three
-calls, but a batch's tokens are awaited only when its slot's next turn comes, while other slots' batches are under way.
-The other ranks learn the batches from headers (`penstock.runtime.decode.relay`).
+Where one rank holds the whole model and one slot all sequences, generation is a plain loop: schedule, compute, update.
+In a ring of ranks or slots the rank of the first stage runs `DecodeLoop.lead`: the same three calls, but a batch's
+tokens are awaited only when its slot's next turn comes, while other slots' batches are under way. The other ranks learn
+the batches from headers (`penstock.runtime.decode.relay`).
 
 Every rank computes the batches of a round in order, stage by stage. So the messages of each channel arrive in the order
 in which they are awaited, and nothing else is ever sent.
@@ -14,7 +14,7 @@ Shapes: T tokens of a batch, S sampled ones, D hidden size, V vocabulary.
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -24,15 +24,14 @@ from torch import Tensor
 
 from penstock import schedule
 from penstock.model import CachedRows, Draw, draw_tokens
-from penstock.model.sampling import Context, numbers_per_token
+from penstock.model.sampling import Context, numbers_per_token, unpacked
 from penstock.parallel.host import broadcast_value
 from penstock.runtime.decode.graphs import StageDecoder
-from penstock.runtime.decode.relay import HeaderRelay, Ring, TakenBatch
+from penstock.runtime.decode.relay import HeaderRelay, Ring
 from penstock.runtime.errors import MessageMismatch, TransportError
 from penstock.runtime.trace import Awaited
 from penstock.runtime.transport import Receipt
 from penstock.schedule import Action, Batch, Direction, Ending, Op, RingShape, Scheduler, Token
-from penstock.schedule.recording import Record
 from penstock.schedule.rules import Wire
 
 
@@ -49,41 +48,42 @@ class DecodeReport:
     #: of the loop, from the first header to the last
     wall_s: float = 0.0
 
-    def count(self, record: Record, batch: Batch) -> None:
-        """Add one forward."""
-        self.num_forwards += 1
-        self.num_tokens += batch.num_tokens
-        self.busy_s += (record.end_ns - record.start_ns) * 1e-9
 
+@dataclass(eq=False)
+class Generation:
+    """One generation as a rank knows it, from its first batch to its last; an interruption may lie between.
 
-def _ignore(sequences: list[schedule.Sequence]) -> None:
-    """Do nothing with them."""
+    The functions are called on the rank of the first stage; on several ranks a thread calls them.
 
+    listen: called with the sequences that have a new token. admit: called before each batch; it may add sequences to
+    the scheduler and stop some. It returns whether more may come; where nothing is left to compute it waits for them,
+    and the other ranks with it. interrupts: called between two rounds; once it returns true, the loop ends with
+    sequences that have no ending, and another one can go on.
+    """
 
-def _go_on() -> bool:
-    """Never interrupt."""
-    return False
+    #: those known from the beginning, by number; the same on all ranks of the ring
+    sequences: Sequence[schedule.Sequence]
+    #: slots, and rows of each
+    shape: RingShape
+    #: decides every batch; None but on the rank of the first stage
+    scheduler: Scheduler | None = None
+    listen: Callable[[list[schedule.Sequence]], None] | None = None
+    admit: Callable[[Scheduler], bool] | None = None
+    interrupts: Callable[[], bool] | None = None
+    #: sequence -> for each of its tokens those that could not be drawn; on the rank of the last stage, if asked for
+    filter_masks: list[list[Tensor]] = field(init=False)
 
-
-def _admit_none(scheduler: Scheduler) -> bool:
-    """Add no sequences: all are known from the beginning."""
-    return False
+    def __post_init__(self) -> None:
+        self.filter_masks = [[] for _ in self.sequences]
 
 
 @dataclass(frozen=True, eq=False)
-class Leader:
-    """The part of the rank of the first stage beside that of the others; on several ranks a thread calls it.
+class LocalBatch:
+    """A batch as a rank computes it: with the sequences of its items, and their rows and positions as tensors."""
 
-    scheduler: decides every batch. listen: called with the sequences that have a new token. admit: called before each
-    batch; it may add sequences to the scheduler and stop some. It returns whether more may come; where nothing is left
-    to compute it waits for them, and the other ranks with it. interrupts: called between two rounds; once it returns
-    true, the loop ends with sequences that have no ending, and another one can go on with the same scheduler.
-    """
-
-    scheduler: Scheduler
-    listen: Callable[[list[schedule.Sequence]], None] = _ignore
-    admit: Callable[[Scheduler], bool] = _admit_none
-    interrupts: Callable[[], bool] = _go_on
+    batch: Batch
+    sequences: list[schedule.Sequence]
+    rows: CachedRows
 
 
 class DecodeLoop:
@@ -92,57 +92,45 @@ class DecodeLoop:
     Args:
         ring: links to the other ranks.
         decoders: of the local stages, in order.
-        sequences: those known from the beginning; the same on all ranks of the ring.
-        shape: slots and rows.
-        leader: on the rank of the first stage, and nowhere else.
+        generation: its sequences, and on the rank of the first stage what decides and listens.
     """
 
     #: links to the other ranks
     ring: Ring
     #: local stages with their KV caches, in order
     decoders: Sequence[StageDecoder]
-    #: the sequences known from the beginning, by number
-    sequences: Sequence[schedule.Sequence]
-    #: slots, and rows of each
-    shape: RingShape
-    #: decides every batch; None but on the rank of the first stage
-    leader: Leader | None
+    #: what is generated
+    generation: Generation
+    #: number -> sequence, from the batch that says it has arrived to the one that says it has ended
+    known: dict[int, schedule.Sequence]
     #: passes headers and tokens on
     relay: HeaderRelay
     #: local stage -> where its input comes from and its output goes to
     _wires: dict[int, Wire]
     #: the work that this rank has done so far
     report: DecodeReport
-    #: sequence -> for each of its tokens those that could not be drawn; on the rank of the last stage, if asked for
-    filter_masks: list[list[Tensor]]
     #: computes the step whose input is awaited
-    _prepared: Callable[[], None] | None
+    _prepared: Callable[[], Tensor | None] | None
+    #: the rows of each slot
+    _slots: list[range]
     #: (stage, slot) -> its output for this rank's next stage
     _outputs: dict[tuple[int, int], Tensor]
 
-    def __init__(
-        self,
-        ring: Ring,
-        decoders: Sequence[StageDecoder],
-        sequences: Sequence[schedule.Sequence],
-        shape: RingShape,
-        leader: Leader | None = None,
-    ) -> None:
+    def __init__(self, ring: Ring, decoders: Sequence[StageDecoder], generation: Generation) -> None:
         self.ring = ring
         self.decoders = decoders
-        self.sequences = sequences
-        self.shape = shape
-        self.leader = leader
-        self.relay = HeaderRelay(ring, shape.rows_per_slot, sequences)
+        self.generation = generation
+        self.known = {sequence.number: sequence for sequence in generation.sequences}
+        self.relay = HeaderRelay(ring, generation.shape.rows_per_slot)
         placement, local = ring.placement, [decoder.stage.index for decoder in decoders]
         self._wires = {stage: Wire.of(placement, stage, Direction.FORWARD) for stage in local}
+        self._slots = [generation.shape.rows_of(slot) for slot in range(generation.shape.num_slots)]
         self.report = DecodeReport()
-        self.filter_masks = [[] for _ in sequences]
         self._prepared = None
         self._outputs = {}
 
     def run(self) -> DecodeReport:
-        """Take part until all sequences have ended, or the leader interrupts. Blocks in the transport.
+        """Take part until all sequences have ended, or the generation is interrupted. Blocks in the transport.
 
         Raises:
             TransportError: a message was not sent or did not arrive in time.
@@ -151,9 +139,8 @@ class DecodeLoop:
         try:
             with torch.inference_mode():
                 start = time.perf_counter()
-                if self.leader is not None and ring.is_one_rank and self.shape.num_slots == 1:
-                    while not self.leader.interrupts() and self.step(self.leader):
-                        pass
+                if self.generation.scheduler is not None and ring.is_one_rank and len(self._slots) == 1:
+                    self.repeat(self.generation.scheduler)
                 else:
                     self._go_round()
                 self.report.wall_s = time.perf_counter() - start
@@ -177,51 +164,68 @@ class DecodeLoop:
 
         All ranks call it after `run`; `group` carries host memory (None: there is one rank).
         """
-        sequences = self.sequences
+        sequences, leads = self.generation.sequences, self.generation.scheduler is not None
         if group is not None:
-            answers = broadcast_value(_packed_answers(sequences) if self.leader else None, 0, group)
-            if self.leader is None:
+            answers = broadcast_value(_packed_answers(sequences) if leads else None, 0, group)
+            if not leads:
                 _fill_answers(sequences, answers)
         if any(sequence.params.filter_mask for sequence in sequences):
-            masks = broadcast_value([_stacked(rows) for rows in self.filter_masks], self.ring.last_rank, group)
+            masks = broadcast_value(
+                [_stacked(rows) for rows in self.generation.filter_masks], self.ring.last_rank, group
+            )
             for sequence, mask in zip(sequences, masks, strict=True):
                 sequence.filter_mask = mask if sequence.params.filter_mask else None
 
+    def _take(self, batch: Batch) -> LocalBatch:
+        """Take note of a batch's news, and make its tensors; every rank does so batch by batch, in order."""
+        for sequence in batch.arrived:
+            self.known[sequence.number] = sequence
+        for number in batch.ended:
+            del self.known[number]
+        sequences = [self.known[item.sequence] for item in batch.items]
+        # Here and not in the thread of headers, which must not disturb the capture of a CUDA graph.
+        return LocalBatch(batch, sequences, CachedRows.of(batch.items, self.ring.device))
+
     # ---- one rank, one slot
 
-    def step(self, leader: Leader) -> bool:
-        """Compute one batch on a rank that has the whole model and one slot; False once all sequences have ended."""
-        goes_on = leader.admit(leader.scheduler)
-        batch = leader.scheduler.schedule()
-        if batch is None:
-            return goes_on
-        tokens = self._run(self.relay.known.take(batch))
-        leader.listen(leader.scheduler.update(batch, tokens))
-        return True
-
-    def _run(self, taken: TakenBatch) -> list[Token]:
-        """The tokens that all stages make of a batch."""
-        rows = self._rows(taken.batch)
-        self.report.num_rounds += 1
-        if not taken.batch.items and not self.ring.lockstep:
-            return []
-        for decoder in self.decoders:
-            self._compute(decoder, taken, rows, None)
-        return self.relay.post_tokens(taken.sampled)() if taken.batch.items else []
+    def repeat(self, scheduler: Scheduler) -> None:
+        """Schedule, compute and update, batch by batch, on a rank that has the whole model and one slot."""
+        admit, listen, interrupts = self.generation.admit, self.generation.listen, self.generation.interrupts
+        while interrupts is None or not interrupts():
+            goes_on = admit is not None and admit(scheduler)
+            batch = scheduler.schedule()
+            if batch is None:
+                if goes_on:
+                    continue
+                return
+            numbers_SW, local = None, self._take(batch)
+            if batch.items or self.ring.lockstep:
+                for decoder in self.decoders:
+                    numbers_SW = self._compute(decoder, local)
+            self.report.num_rounds += 1
+            params = [sequence.params for sequence in _sampled(local)]
+            grown = scheduler.update(batch, [] if numbers_SW is None else unpacked(numbers_SW, params))
+            if listen is not None:
+                listen(grown)
 
     # ---- a ring of slots
 
-    def lead(self, leader: Leader) -> Iterator[Batch]:
+    def lead(self, scheduler: Scheduler) -> Iterator[Batch]:
         """Schedule batch after batch, on the rank of the first stage; each is computed by all ranks in turn."""
-        scheduler = leader.scheduler
+        admit, interrupts = self.generation.admit, self.generation.interrupts
         in_flight: dict[int, tuple[Batch, Callable[[], list[Token]]]] = {}
-        while not (scheduler.is_between_rounds and leader.interrupts()):
+
+        def update(batch: Batch, wait_for_tokens: Callable[[], list[Token]]) -> None:
+            grown = scheduler.update(batch, wait_for_tokens())
+            if self.generation.listen is not None:
+                self.generation.listen(grown)
+
+        while not (scheduler.is_between_rounds and interrupts is not None and interrupts()):
             slot = scheduler.next_slot()
             if slot in in_flight:
-                batch, wait_for_tokens = in_flight.pop(slot)
-                leader.listen(scheduler.update(batch, wait_for_tokens()))
+                update(*in_flight.pop(slot))
             # The last that are admitted may have come while there was no slot.
-            if not leader.admit(scheduler) and slot is None and scheduler.is_idle:
+            if not (admit is not None and admit(scheduler)) and slot is None and scheduler.is_idle:
                 break
             # An empty one where nothing is asked for, by which the other ranks hear that this one lives.
             batch = scheduler.schedule() or Batch(0, ())
@@ -231,104 +235,102 @@ class DecodeLoop:
             self.relay.announce(batch)
             yield batch
         for batch, wait_for_tokens in in_flight.values():
-            leader.listen(scheduler.update(batch, wait_for_tokens()))
+            update(batch, wait_for_tokens)
         self.relay.announce(None)
 
     def _go_round(self) -> None:
         """Compute the batches of each round, stage by stage."""
         first, *others = self.decoders
-        batches = self.relay.follow() if self.leader is None else self.lead(self.leader)
+        scheduler = self.generation.scheduler
         # In lockstep the pipelines' agreement on the next round has its place among their stages' exchanges.
         in_thread = not self.ring.is_one_rank and not self.ring.lockstep
-        self.relay.start(batches, in_thread)
-        this_round: list[tuple[TakenBatch, CachedRows]] = []
-        while (taken := self._next_batch()) is not None:
-            if taken.batch.items or self.ring.lockstep:
-                this_round.append((taken, self._rows(taken.batch)))
-                self._enter(first, *this_round[-1])
-            if taken.batch.ends_round:
+        self.relay.start(self.relay.follow() if scheduler is None else self.lead(scheduler), in_thread)
+        this_round: list[LocalBatch] = []
+        while (batch := self._next_batch()) is not None:
+            local = self._take(batch)
+            if batch.items or self.ring.lockstep:
+                this_round.append(local)
+                self._enter(first, local)
+            if batch.ends_round:
                 for decoder in others:
-                    for entered, rows in this_round:
-                        self._enter(decoder, entered, rows)
+                    for entered in this_round:
+                        self._enter(decoder, entered)
                 this_round.clear()
                 self.report.num_rounds += 1
         assert not (self._prepared or self._outputs), "a closing ring has nothing under way"
 
-    def _next_batch(self) -> TakenBatch | None:
+    def _next_batch(self) -> Batch | None:
         if not self.relay.ready():
             self._compute_prepared()
         return self.relay.next()
 
-    def _enter(self, decoder: StageDecoder, taken: TakenBatch, rows: CachedRows) -> None:
-        """Post the receive of a stage's input, and meanwhile compute the step before."""
-        receipt = self._post_input(decoder, taken.batch)
+    def _enter(self, decoder: StageDecoder, local: LocalBatch) -> None:
+        """Post the receive of a stage's input, unless it comes from this rank; meanwhile compute the step before."""
+        boundary, receipt = decoder.stage.boundary, None
+        channel = self._wires[decoder.stage.index].arriving
+        if channel is not None and local.batch.items:
+            shape = boundary.whole_shape(local.batch.num_tokens)
+            receipt = self.ring.transport.receive(channel, shape, boundary.dtype)
         self._compute_prepared()
-        self._prepared = partial(self._compute, decoder, taken, rows, receipt)
+        self._prepared = partial(self._compute, decoder, local, receipt)
 
     def _compute_prepared(self) -> None:
         if (compute := self._prepared) is not None:
             self._prepared = None
-            compute()
+            numbers_SW = compute()
+            if numbers_SW is not None:
+                self.relay.return_tokens(numbers_SW)
 
     # ---- one batch, one stage
 
-    def _rows(self, batch: Batch) -> CachedRows:
-        # Here and not in the thread of headers, which must not disturb the capture of a CUDA graph.
-        return CachedRows.of(batch.items, self.ring.device)
-
-    def _post_input(self, decoder: StageDecoder, batch: Batch) -> Receipt | None:
-        """None where the input comes from this rank."""
-        stage, boundary = decoder.stage, decoder.stage.boundary
-        channel = self._wires[stage.index].arriving
-        if channel is None or not batch.items:
-            return None
-        return self.ring.transport.receive(channel, boundary.whole_shape(batch.num_tokens), boundary.dtype)
-
-    def _compute(self, decoder: StageDecoder, taken: TakenBatch, rows: CachedRows, receipt: Receipt | None) -> None:
-        """Take a batch through one stage, and pass the output on."""
-        ring, stage, batch = self.ring, decoder.stage, taken.batch
+    def _compute(self, decoder: StageDecoder, local: LocalBatch, receipt: Receipt | None = None) -> Tensor | None:
+        """Take a batch through one stage, and pass the output on; the last one returns tokens, as `Drawn.packed`."""
+        ring, stage, batch = self.ring, decoder.stage, local.batch
         ring.alarm.check()
         record = ring.recorder.begin(Action(Op.F, stage.index, batch.slot))
         if not batch.items:
-            stage.keep_step(rows)
+            stage.keep_step(local.rows)
             ring.recorder.end(record)
-            return
-        x = self._input(decoder, taken, receipt, record)
-        ring.recorder.started(record)
-        y = decoder.decode(x, rows, self.shape.rows_of(batch.slot))
+            return None
         wire = self._wires[stage.index]
+        if wire.source is None:
+            ids: list[int] = []
+            for item, sequence in zip(batch.items, local.sequences, strict=True):
+                ids += sequence.token_ids[item.start : item.end]
+            x = torch.tensor(ids, dtype=torch.int64).to(ring.device)
+        elif receipt is None or wire.arriving is None:
+            x = self._outputs.pop((wire.source, batch.slot))
+        else:
+            ring.recorder.awaits(record, Awaited(wire.direction, wire.source, batch.slot, wire.arriving.source))
+            x = receipt.wait()
+        ring.recorder.started(record)
+        y = decoder.decode(x, local.rows, self._slots[batch.slot])
+        numbers_SW = None
         if wire.target is None:
-            self.relay.return_tokens(self._sample(y, taken))
+            numbers_SW = self._sample(y, local)
         elif wire.leaving is None:
             self._outputs[stage.index, batch.slot] = y
         else:
             ring.transport.send(wire.leaving, y.contiguous())
         ring.recorder.end(record)
-        self.report.count(record, batch)
+        self.report.num_forwards += 1
+        self.report.num_tokens += batch.num_tokens
+        self.report.busy_s += (record.end_ns - record.start_ns) * 1e-9
+        return numbers_SW
 
-    def _input(self, decoder: StageDecoder, taken: TakenBatch, receipt: Receipt | None, record: Record) -> Tensor:
-        """Token ids [T] for the first stage, else activations [T, D]."""
-        ring, wire, slot = self.ring, self._wires[decoder.stage.index], taken.batch.slot
-        if wire.source is None:
-            return torch.tensor(_token_ids(taken), dtype=torch.int64).to(ring.device)
-        if receipt is None or wire.arriving is None:
-            return self._outputs.pop((wire.source, slot))
-        ring.recorder.awaits(record, Awaited(wire.direction, wire.source, slot, wire.arriving.source))
-        return receipt.wait()
-
-    def _sample(self, logits_SV: Tensor, taken: TakenBatch) -> Tensor:
+    def _sample(self, logits_SV: Tensor, local: LocalBatch) -> Tensor:
         """The tokens of a batch, as `Drawn.packed`."""
-        draws, sampled = [], taken.sampled
+        draws, sampled = [], _sampled(local)
         width = numbers_per_token(sequence.params for sequence in sampled)
         if not sampled:
             return torch.zeros(0, width, dtype=torch.int64)
-        for item, sequence in zip(taken.batch.sampled, sampled, strict=True):
+        for item, sequence in zip(local.batch.sampled, sampled, strict=True):
             context = Context(sequence.prompt_tokens, sequence.drawn)
             draws.append(Draw(sequence.params, sequence.identity, item.end - len(sequence.prompt_tokens), context))
         drawn = draw_tokens(logits_SV, draws)
         if drawn.dropped_SV is not None:
             for sequence, dropped_V in zip(sampled, drawn.dropped_SV, strict=True):
-                self.filter_masks[sequence.number].append(dropped_V)
+                self.generation.filter_masks[sequence.number].append(dropped_V)
         numbers_SW = drawn.packed(width)
         for sequence, token in zip(sampled, numbers_SW[:, 0].tolist(), strict=True):
             if sequence.params.reads_answer:
@@ -336,12 +338,9 @@ class DecodeLoop:
         return numbers_SW
 
 
-def _token_ids(taken: TakenBatch) -> list[int]:
-    """The tokens that a batch reads, item by item."""
-    ids: list[int] = []
-    for item, sequence in zip(taken.batch.items, taken.sequences, strict=True):
-        ids += sequence.token_ids[item.start : item.end]
-    return ids
+def _sampled(local: LocalBatch) -> list[schedule.Sequence]:
+    """The sequences of which a token is sampled, in order."""
+    return [own for item, own in zip(local.batch.items, local.sequences, strict=True) if item.sampled]
 
 
 def _packed_answers(sequences: Sequence[schedule.Sequence]) -> dict[str, Any]:

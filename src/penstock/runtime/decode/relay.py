@@ -8,7 +8,7 @@ as far ahead as tokens allow, so that next to nothing is left to do between two 
 import json
 import queue
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -31,40 +31,6 @@ from penstock.settings.declare import plain
 _CLOSING = -1
 _HEAD, _ITEM = 4, 7
 """Numbers at the head of a header, and of each item behind it."""
-
-
-@dataclass(frozen=True, slots=True)
-class TakenBatch:
-    """A batch with the sequences of its items, in their order."""
-
-    batch: Batch
-    sequences: tuple[schedule.Sequence, ...]
-
-    @property
-    def sampled(self) -> list[schedule.Sequence]:
-        """The sequences of which a token is sampled, in order."""
-        pairs = zip(self.batch.items, self.sequences, strict=True)
-        return [sequence for item, sequence in pairs if item.sampled]
-
-
-class KnownSequences:
-    """The sequences that one rank knows, from the batch that says they have arrived to the one that says they ended."""
-
-    #: number -> sequence
-    _by_number: dict[int, schedule.Sequence]
-
-    def __init__(self, sequences: Iterable[schedule.Sequence]) -> None:
-        self._by_number = {sequence.number: sequence for sequence in sequences}
-
-    def __len__(self) -> int:
-        return len(self._by_number)
-
-    def take(self, batch: Batch) -> TakenBatch:
-        """Take note of a batch's news; every rank does so batch by batch, in order."""
-        self._by_number |= {sequence.number: sequence for sequence in batch.arrived}
-        for number in batch.ended:
-            del self._by_number[number]
-        return TakenBatch(batch, tuple(self._by_number[item.sequence] for item in batch.items))
 
 
 def header_size(rows_per_slot: int) -> int:
@@ -182,29 +148,26 @@ class HeaderRelay:
 
     Args:
         rows_per_slot: items of a batch, at most.
-        sequences: known from the beginning, the same on all ranks of the ring.
     """
 
     #: links to the other ranks
     _ring: Ring
-    #: the sequences of the batches taken so far, without those that have ended
-    known: KnownSequences
     #: numbers of a header
     _header_size: int
     #: the batches of all turns, one by one; None before `start`, and where a thread takes them
     _batches: Iterator[Batch] | None
     #: what the thread has taken ahead; then None for the end, or the exception that it has failed with
-    _taken: queue.SimpleQueue[TakenBatch | Exception | None]
+    _taken: queue.SimpleQueue[Batch | Exception | None]
     #: takes batches ahead; None where the rank that computes takes them
     _thread: threading.Thread | None
     #: tokens of the batches, if the first and the last stage are on this rank; None once it has failed
     _sampled_here: queue.SimpleQueue[Tensor | None]
 
-    def __init__(self, ring: Ring, rows_per_slot: int, sequences: Sequence[schedule.Sequence]) -> None:
-        self._ring, self.known = ring, KnownSequences(sequences)
+    def __init__(self, ring: Ring, rows_per_slot: int) -> None:
+        self._ring = ring
         self._header_size = header_size(rows_per_slot)
         self._batches = None
-        self._taken = queue.SimpleQueue[TakenBatch | Exception | None]()
+        self._taken = queue.SimpleQueue[Batch | Exception | None]()
         self._thread = None
         self._sampled_here = queue.SimpleQueue[Tensor | None]()
 
@@ -228,15 +191,14 @@ class HeaderRelay:
         """True if `next` returns at once."""
         return not self._taken.empty()
 
-    def next(self) -> TakenBatch | None:
-        """The next batch with its sequences, None at the end; waits until it is known.
+    def next(self) -> Batch | None:
+        """The next batch, None at the end; waits until it is known.
 
         Raises:
             Exception: the one that the thread has failed with.
         """
         if self._batches is not None:
-            batch = next(self._batches, None)
-            return None if batch is None else self.known.take(batch)
+            return next(self._batches, None)
         taken = self._taken.get()
         if isinstance(taken, Exception):
             raise taken
@@ -245,7 +207,7 @@ class HeaderRelay:
     def _take_all(self, batches: Iterator[Batch]) -> None:
         try:
             for batch in batches:
-                self._taken.put(self.known.take(batch))
+                self._taken.put(batch)
             self._taken.put(None)
         except Exception as error:
             self._taken.put(error)  # raised where the rank computes
