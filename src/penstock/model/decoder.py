@@ -17,11 +17,10 @@ import torch
 from torch import nn
 
 from penstock.model.groups import ModelGroups
-from penstock.model.layers.dense import attention_block, mlp_block
+from penstock.model.layers.dense import Head, attention_block, embedding, head, mlp_block
 from penstock.model.layers.experts import ExpertBlock, check_expert_parallel, expert_shards
 from penstock.model.layers.multi_token import multi_token_head
 from penstock.model.layers.tensor_parallel import TensorParallelSplit, check_tensor_parallel
-from penstock.model.layers.vocabulary import Head, embedding, head
 from penstock.model.linear import Matmul, fastest_matmul
 from penstock.model.loss import ShardedLogits
 from penstock.model.units import Constant, Initial, Initialise, Limits, Normal, UnitSpec

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from penstock.model.attention.fixed_tiles import rounded_up
 from penstock.model.kv_cache import CachedRows, CachedUnit, CacheSize
-from penstock.model.layers.dense import AttentionBlock, MLPBlock
-from penstock.model.layers.vocabulary import Embedding, Head
+from penstock.model.layers.dense import AttentionBlock, Embedding, Head, MLPBlock
 from penstock.model.linear import Linear, OneDnnMatmul, WeightCasts
 from penstock.model.sequences import Sequences
 from penstock.schedule import BatchItem

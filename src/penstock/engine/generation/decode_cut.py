@@ -18,7 +18,7 @@ from penstock.engine.build import bytes_of_weight, parameter_dtype
 from penstock.engine.folders.model_folder import EngineArguments
 from penstock.engine.options import EngineOptions
 from penstock.model import CachedUnit, CacheSize, KVCache, ModelGroups, UnitSpec
-from penstock.model.layers.vocabulary import Embedding
+from penstock.model.layers.dense import Embedding
 
 
 class _Device(NamedTuple):

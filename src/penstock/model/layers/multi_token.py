@@ -23,9 +23,16 @@ from torch import Tensor, nn
 
 from penstock.model.groups import ModelGroups
 from penstock.model.lanes import Compute, Segment, SegmentedUnit, State, beside
-from penstock.model.layers.dense import RMSNorm, attention_block, mlp_block
+from penstock.model.layers.dense import (
+    Embedding,
+    Head,
+    RMSNorm,
+    TensorParallelEmbedding,
+    TensorParallelHead,
+    attention_block,
+    mlp_block,
+)
 from penstock.model.layers.experts import ExpertBlock
-from penstock.model.layers.vocabulary import Embedding, Head, TensorParallelEmbedding, TensorParallelHead
 from penstock.model.linear import Linear, Matmul
 from penstock.model.loss import ShardedLogits, cross_entropy_sum
 from penstock.model.sequences import AuxLoss, AuxLosses, FutureTokens, Sequences
