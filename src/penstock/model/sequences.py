@@ -194,12 +194,12 @@ class Sequences:
         Raises:
             ValueError: no sequence, a length below 1, or positions of another length.
         """
-        lengths = tuple(int(n) for n in lengths)
+        lengths = tuple(map(int, lengths))
         if not lengths or min(lengths) < 1:
             raise ValueError(f"lengths={lengths}: at least one sequence is needed, each of at least one token")
         num_tokens = sum(lengths)
         if positions is None:
-            positions = torch.cat([torch.arange(n) for n in lengths])
+            positions = torch.cat(list(map(torch.arange, lengths)))
         elif tuple(positions.shape) != (num_tokens,):
             raise ValueError(f"positions have shape {tuple(positions.shape)}, but the lengths add up to {num_tokens}")
         starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)

@@ -20,7 +20,7 @@ from penstock.model.attention.context_parallel import HeadShape, check_heads, co
 from penstock.model.attention.fixed_tiles import tiled_attention, tiled_cached_attention
 from penstock.model.attention.kernels import packed_attention
 from penstock.model.groups import ModelGroups
-from penstock.model.kv_cache import CachedRows, CacheSize, KVCache, Rows
+from penstock.model.kv_cache import CacheSize, KVCache, Rows
 from penstock.model.lanes import Compute, Exchange, Segment, SegmentedUnit, State
 from penstock.model.layers.tensor_parallel import TensorParallelSplit, TensorParallelUnit, add_residual
 from penstock.model.linear import Linear, Matmul, dtype_of_sums, joint_output, outputs
@@ -461,7 +461,7 @@ class TensorParallelMLPBlock(TensorParallelUnit, MLPBlock):
         mlp = Compute("mlp", lambda h, x: (self.inner(h), x))
         return [norm, self.gather(), mlp, self.scatter(), Compute("residual", add_residual)]
 
-    def decode(self, x_TD: Tensor, cache: None, rows: CachedRows) -> Tensor:
+    def decode(self, x_TD: Tensor, cache: None, rows: Rows) -> Tensor:
         return x_TD + self.summed(self.inner(self.norm(x_TD)))
 
 

@@ -5,7 +5,7 @@ Everything is computed in at least fp32, whatever the model's dtype, and without
 Shapes: T tokens, D hidden size, E experts, G groups, K active experts, B sequences.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Self
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from penstock.model.groups import ModelGroups
 from penstock.model.linear import Linear, Matmul, autocast_to, dtype_of_sums
-from penstock.model.sequences import AuxLoss, AuxLosses, Sequences
+from penstock.model.sequences import AuxLoss, Sequences
 from penstock.parallel.collectives import Collectives
 from penstock.settings import ExpertConfig, GroupScore, Scores
 
@@ -102,11 +102,9 @@ class Router(nn.Module):
             counts_E.index_add_(0, experts_TK.flatten(), torch.ones_like(experts_TK).flatten())
             if sequences is not None and aux_losses is not None:
                 aux_losses.counts[self.balance] = counts_E
-                if config.has_losses:
-                    choice = Choice(experts_TK, weights_TK, counts_E)
-                    weights_TK = self._attach_losses(
-                        _ScoredChoice(choice, logits_TE, scores_TE), sequences, tokens, aux_losses
-                    )
+                choice = Choice(experts_TK, weights_TK, counts_E)
+                for kind, loss in self._losses(choice, logits_TE, scores_TE, sequences, tokens):
+                    weights_TK = aux_losses.add(weights_TK, loss * aux_losses.per_token, self, kind)
         return Choice(experts_TK, weights_TK, counts_E)
 
     def _best(self, scores_TE: Tensor) -> Tensor:
@@ -123,43 +121,28 @@ class Router(nn.Module):
             scores_TE = scores_TGE.masked_fill(left_out_TG[..., None], -torch.inf).flatten(1)
         return scores_TE.topk(config.num_active, dim=-1, sorted=False).indices
 
-    def _attach_losses(
-        self, scored: "_ScoredChoice", sequences: Sequences, tokens: range, aux_losses: AuxLosses
-    ) -> Tensor:
-        """The weights with the auxiliary losses attached."""
-        config, choice, weights_TK, shares_TE = self.config, scored.choice, scored.choice.weights_TK, scored.scores_TE
-        if config.scores is Scores.SIGMOID:
+    def _losses(
+        self, choice: Choice, logits_TE: Tensor, shares_TE: Tensor, sequences: Sequences, tokens: range
+    ) -> Iterator[tuple[AuxLoss, Tensor]]:
+        """The auxiliary losses of a choice that was made from these logits and scores, in sums over tokens."""
+        config = self.config
+        if config.has_losses and config.scores is Scores.SIGMOID:
             shares_TE = shares_TE / (shares_TE.sum(-1, keepdim=True) + _TINY)
         if config.microbatch_loss:
-            total = _imbalance(shares_TE, _loads(self._of_all_ranks(choice.counts_E[None])))
-            weights_TK = self._attach(weights_TK, config.microbatch_loss * total, AuxLoss.BALANCE, aux_losses)
+            loads_1E = _loads(self._of_all_ranks(choice.counts_E[None]))
+            yield AuxLoss.BALANCE, config.microbatch_loss * _imbalance(shares_TE, loads_1E)
         if config.sequence_loss:
             of_token_T, counts_BE = _sequence_counts(choice.experts_TK, sequences, tokens, config.num_experts)
-            total = _imbalance(shares_TE, _loads(self._of_all_ranks(counts_BE))[of_token_T])
-            weights_TK = self._attach(weights_TK, config.sequence_loss * total, AuxLoss.SEQUENCE_BALANCE, aux_losses)
+            loads_TE = _loads(self._of_all_ranks(counts_BE))[of_token_T]
+            yield AuxLoss.SEQUENCE_BALANCE, config.sequence_loss * _imbalance(shares_TE, loads_TE)
         if self.balance.load is not None:
-            total = _imbalance(shares_TE, self.balance.load[None])
-            weights_TK = self._attach(weights_TK, config.global_loss * total, AuxLoss.GLOBAL_BALANCE, aux_losses)
+            yield AuxLoss.GLOBAL_BALANCE, config.global_loss * _imbalance(shares_TE, self.balance.load[None])
         if config.z_loss:
-            total = scored.logits_TE.logsumexp(-1).square().sum()
-            weights_TK = self._attach(weights_TK, config.z_loss * total, AuxLoss.Z, aux_losses)
-        return weights_TK
+            yield AuxLoss.Z, config.z_loss * logits_TE.logsumexp(-1).square().sum()
 
     def _of_all_ranks(self, counts: Tensor) -> Tensor:
         """The counts summed over all ranks that hold tokens of the same sequences."""
         return self.context.all_reduce(self.token_peers.all_reduce(counts).wait()).wait()
-
-    def _attach(self, weights_TK: Tensor, total: Tensor, kind: AuxLoss, aux_losses: AuxLosses) -> Tensor:
-        return aux_losses.add(weights_TK, total * aux_losses.per_token, self, kind)
-
-
-@dataclass(frozen=True, eq=False)
-class _ScoredChoice:
-    """A choice, with the logits and scores that it was made from."""
-
-    choice: Choice
-    logits_TE: Tensor
-    scores_TE: Tensor
 
 
 _TINY = 1e-20
@@ -185,14 +168,14 @@ def _sequence_counts(
 ) -> tuple[Tensor, Tensor]:
     """Each token's sequence [T], and the number of tokens of each sequence that go to each expert [B, E]."""
     device = experts_TK.device
-    of_all_tokens = sequences.shared("sequence of token", lambda: _sequence_of_token(sequences, device))
+    of_all_tokens = sequences.shared(
+        "sequence of token",
+        lambda: torch.repeat_interleave(
+            torch.tensor(sequences.lengths, device=device), output_size=sequences.num_tokens
+        ),
+    )
     of_token_T = of_all_tokens[tokens.start : tokens.stop]
     counts = torch.zeros(len(sequences.lengths) * num_experts, dtype=torch.int64, device=device)
     places_TK = of_token_T[:, None] * num_experts + experts_TK
     counts.index_add_(0, places_TK.flatten(), torch.ones_like(experts_TK).flatten())
     return of_token_T, counts.view(-1, num_experts)
-
-
-def _sequence_of_token(sequences: Sequences, device: torch.device) -> Tensor:
-    lengths = torch.tensor(sequences.lengths, device=device)
-    return torch.repeat_interleave(lengths, output_size=sequences.num_tokens)
