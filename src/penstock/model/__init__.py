@@ -17,7 +17,6 @@ from penstock.model.kv_cache import (
     CacheSize,
     KVCache,
     SlotRows,
-    cached_attention,
     spare_position,
 )
 from penstock.model.lanes import (
@@ -96,7 +95,6 @@ __all__ = [
     "UnitSpec",
     "WeightCasts",
     "WeightGradients",
-    "cached_attention",
     "cross_entropy_sum",
     "cut",
     "cut_sequences",

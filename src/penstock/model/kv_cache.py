@@ -85,23 +85,6 @@ class KVCache:
         """Views of keys and values as [R, L, G, K]."""
         return self.keys_RGLK.transpose(1, 2), self.values_RGLK.transpose(1, 2)
 
-    def write(self, k_TGK: Tensor, v_TGK: Tensor, rows: "CachedRows") -> None:
-        """Put every token's key and value at its row and position."""
-        runs = rows.runs
-        if len(runs) > _FEW_RUNS:
-            self.keys_RGLK[rows.rows_T, :, rows.positions] = k_TGK.to(self.keys_RGLK.dtype)
-            self.values_RGLK[rows.rows_T, :, rows.positions] = v_TGK.to(self.values_RGLK.dtype)
-            return
-        begin = 0
-        for run in runs:
-            first, end = run[0], begin + sum(item.length for item in run)
-            for store_RGLK, new_TGK in ((self.keys_RGLK, k_TGK), (self.values_RGLK, v_TGK)):
-                if first.length == 1:
-                    store_RGLK[first.row : first.row + len(run), :, first.start] = new_TGK[begin:end]
-                else:
-                    store_RGLK[first.row, :, first.start : first.end] = new_TGK[begin:end].transpose(0, 1)
-            begin = end
-
     def copy(self, rows: "CachedRows") -> None:
         """Copy the beginnings of prompts into rows that need them, and put zeros for numbers that are not finite.
 
@@ -156,19 +139,23 @@ class CachedRows(_SharedByLayers):
     positions: Tensor
     rows_T: Tensor
     sampled_S: Tensor
+    #: true if any row copies the beginning of its prompt from another one, or is cleaned
+    has_copies: bool
 
     @classmethod
     def of(cls, items: Sequence[BatchItem], device: torch.device | str = "cpu") -> "CachedRows":
         """The rows that these items read."""
-        positions, rows, sampled = [], [], []
+        positions, rows, sampled, has_copies = [], [], [], False
         for item in items:
-            positions += range(item.start, item.end)
+            has_copies = has_copies or item.source != NO_ROW or item.cleaned > 0
+            positions += range(item.start, item.start + item.length)
             rows += [item.row] * item.length
             if item.sampled:
                 sampled.append(len(rows) - 1)
         # One tensor, because each copy to a device takes its time.
         numbers = torch.tensor(positions + rows + sampled, dtype=torch.int64).to(device)
-        return cls(tuple(items), *numbers.split((len(positions), len(rows), len(sampled))))
+        positions_T, rows_T, sampled_S = numbers.split((len(positions), len(rows), len(sampled)))
+        return cls(tuple(items), positions_T, rows_T, sampled_S, has_copies)
 
     @property
     def num_tokens(self) -> int:
@@ -178,12 +165,18 @@ class CachedRows(_SharedByLayers):
     @cached_property
     def runs(self) -> list[list[BatchItem]]:
         """The items in order: those of one token together if neighbouring rows are equally long, all others alone."""
-        return _runs(self.items)
-
-    @property
-    def has_copies(self) -> bool:
-        """True if any row copies the beginning of its prompt from another one, or is cleaned."""
-        return any(item.source != NO_ROW or item.cleaned for item in self.items)
+        runs: list[list[BatchItem]] = []
+        for item in self.items:
+            last = runs[-1][-1] if runs else None
+            if (
+                last is not None
+                and last.length == item.length == 1
+                and (last.row + 1, last.start) == (item.row, item.start)
+            ):
+                runs[-1].append(item)
+            else:
+                runs.append([item])
+        return runs
 
     def sampled(self, x_TD: Tensor) -> Tensor:
         """The tokens [S, D] whose logits are wanted."""
@@ -191,11 +184,35 @@ class CachedRows(_SharedByLayers):
 
     def write(self, cache: KVCache, k_TGK: Tensor, v_TGK: Tensor) -> None:
         """Put every token's key and value at its row and position."""
-        cache.write(k_TGK, v_TGK, self)
+        runs, stores = self.runs, ((cache.keys_RGLK, k_TGK), (cache.values_RGLK, v_TGK))
+        if len(runs) > _FEW_RUNS:
+            for store_RGLK, new_TGK in stores:
+                store_RGLK[self.rows_T, :, self.positions] = new_TGK.to(store_RGLK.dtype)
+            return
+        begin = 0
+        for run in runs:
+            first, end = run[0], begin + run[0].length * len(run)
+            for store_RGLK, new_TGK in stores:
+                if first.length == 1:
+                    store_RGLK[first.row : first.row + len(run), :, first.start] = new_TGK[begin:end]
+                else:
+                    store_RGLK[first.row, :, first.start : first.end] = new_TGK[begin:end].transpose(0, 1)
+            begin = end
 
     def attend(self, q_THK: Tensor, cache: KVCache, window: int | None) -> Tensor:
-        """Each token's mean [T, H, K] of the values it sees."""
-        return cached_attention(q_THK, cache, self, window)
+        """Each token's mean [T, H, K] of the values it sees: its own and those before it, at most `window` in total.
+
+        The tokens' own keys and values must already be in the cache.
+        """
+        parts, begin = [], 0
+        for run in self.runs:
+            end = begin + run[0].length * len(run)
+            if run[0].length == 1:
+                parts.append(_attention_of_rows(q_THK[begin:end], cache, run, window))
+            else:
+                parts.append(_attention_of_item(q_THK[begin:end], cache, run[0], self, window))
+            begin = end
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
 @dataclass(frozen=True, eq=False)
@@ -274,33 +291,6 @@ class CachedUnit(Protocol):
     def new_cache(self, size: CacheSize) -> Any: ...
 
     def decode(self, x: Tensor, cache: Any, rows: CachedRows) -> Tensor: ...
-
-
-def cached_attention(q_THK: Tensor, cache: KVCache, rows: CachedRows, window: int | None) -> Tensor:
-    """Each token's mean [T, H, K] of the values it sees: its own and those before it, at most `window` in total.
-
-    The tokens' own keys and values must already be in the cache.
-    """
-    parts, begin = [], 0
-    for run in rows.runs:
-        length = sum(item.length for item in run)
-        q_LHK, begin = q_THK[begin : begin + length], begin + length
-        if length == len(run):
-            parts.append(_attention_of_rows(q_LHK, cache, run, window))
-        else:
-            parts.append(_attention_of_item(q_LHK, cache, run[0], rows, window))
-    return torch.cat(parts) if len(parts) > 1 else parts[0]
-
-
-def _runs(items: Sequence[BatchItem]) -> list[list[BatchItem]]:
-    runs: list[list[BatchItem]] = []
-    for item in items:
-        last = runs[-1][-1] if runs else None
-        if last is not None and last.length == item.length == 1 and (last.row + 1, last.end) == (item.row, item.end):
-            runs[-1].append(item)
-        else:
-            runs.append([item])
-    return runs
 
 
 def _first_seen(item: BatchItem, window: int | None) -> int:

@@ -40,8 +40,6 @@ def penalised(logits_SV: Tensor, params: SamplingParams, contexts: Sequence[Cont
     Source: biases, repetition penalty and bad words as transformers' logits processors (the penalty is that of Keskar
     et al. 2019, arXiv 1909.05858, section 4.1); presence and frequency penalties as OpenAI's API defines them.
     """
-    if not (params.biases or params.reads_answer):
-        return logits_SV
     logits_SV = logits_SV.clone()
     if params.biases:
         tokens, values = zip(*params.biases, strict=True)
@@ -117,13 +115,14 @@ class Drawn:
     likeliest_SN: Tensor
     likeliest_log_probs_SN: Tensor
 
-    def packed(self, width: int) -> Tensor:
-        """[S, width] int64 on the CPU, `width` from `numbers_per_token`; `unpacked` makes tokens of it."""
-        numbers_SW = torch.zeros(len(self.tokens), width, dtype=torch.int64, device=self.tokens.device)
+    def packed(self) -> Tensor:
+        """[S, `numbers_per_token`] int64 on the CPU; `unpacked` makes tokens of it."""
+        num = self.likeliest_SN.shape[1]
+        numbers_SW = self.tokens.new_zeros(len(self.tokens), _NUM_PLAIN + 2 * num)
         numbers_SW[:, 0] = self.tokens
         of_numbers = numbers_SW.view(torch.float64)
         of_numbers[:, 1], of_numbers[:, 2] = self.log_probs, self.raw_log_probs
-        if num := self.likeliest_SN.shape[1]:
+        if num:
             numbers_SW[:, _NUM_PLAIN : _NUM_PLAIN + num] = self.likeliest_SN
             of_numbers[:, _NUM_PLAIN + num : _NUM_PLAIN + 2 * num] = self.likeliest_log_probs_SN
         return numbers_SW.cpu()
@@ -131,39 +130,35 @@ class Drawn:
 
 def unpacked(numbers_SW: Tensor, params: Sequence[SamplingParams]) -> list[Token]:
     """The tokens that `Drawn.packed` was made of, which were drawn by these parameters."""
-    most = max((own.top_log_probs for own in params), default=0)
-    ids_SN, bits_SN = numbers_SW[:, _NUM_PLAIN:][:, : 2 * most].tensor_split(2, -1)
-    likeliest = zip(ids_SN.tolist(), _floats(bits_SN).tolist(), strict=True)
-    log_probs = _floats(numbers_SW[:, 1:_NUM_PLAIN]).tolist()
-    return [
-        Token(token, drawn, raw, tuple(list(zip(ids, theirs, strict=True))[: own.top_log_probs]))
-        for token, (drawn, raw), (ids, theirs), own in zip(
-            numbers_SW[:, 0].tolist(), log_probs, likeliest, params, strict=True
-        )
-    ]
-
-
-def _floats(bits: Tensor) -> Tensor:
-    return bits.contiguous().view(torch.float64)
+    num = (numbers_SW.shape[1] - _NUM_PLAIN) // 2
+    tokens: list[Token] = []
+    of_rows = zip(numbers_SW.tolist(), numbers_SW.view(torch.float64).tolist(), params, strict=True)
+    for numbers, (_, drawn, raw, *floats), own in of_rows:
+        likeliest = zip(numbers[_NUM_PLAIN : _NUM_PLAIN + own.top_log_probs], floats[num:], strict=False)
+        tokens.append(Token(numbers[0], drawn, raw, tuple(likeliest)))
+    return tokens
 
 
 def draw_tokens(logits_SV: Tensor, draws: Sequence[Draw]) -> Drawn:
     """Draw a token for each row of the logits."""
     num_rows, device = len(draws), logits_SV.device
     tokens = torch.empty(num_rows, dtype=torch.int64, device=device)
-    log_probs, raw_log_probs = (torch.zeros(num_rows, device=device) for _ in range(2))
-    most = max((draw.params.top_log_probs for draw in draws), default=0)
+    log_probs, raw_log_probs = torch.zeros(num_rows, device=device), torch.zeros(num_rows, device=device)
+    most, wants_mask = 0, False
+    # Rows that are drawn together: seeds and lengths may differ.
+    alike: dict[tuple[object, ...], list[int]] = {}
+    for row, draw in enumerate(draws):
+        most, wants_mask = max(most, draw.params.top_log_probs), wants_mask or draw.params.filter_mask
+        alike.setdefault(draw.params.recipe, []).append(row)
     likeliest_SN, likeliest_log_probs_SN = tokens.new_empty(num_rows, 0), log_probs.new_empty(num_rows, 0)
     if most:
         precise_SV = logits_SV.float()
         likeliest_SN = largest(precise_SV, most)
         likeliest_log_probs_SN = precise_SV.log_softmax(-1).gather(-1, likeliest_SN)
-    dropped_SV = None
-    if any(draw.params.filter_mask for draw in draws):
-        dropped_SV = torch.zeros(logits_SV.shape, dtype=torch.bool)
-    for rows in _alike(draws):
-        own = [draws[row] for row in rows]
+    dropped_SV = torch.zeros(logits_SV.shape, dtype=torch.bool) if wants_mask else None
+    for rows in alike.values():
         whole = len(rows) == num_rows
+        own = draws if whole else [draws[row] for row in rows]
         of_rows_SV = (logits_SV if whole else logits_SV[rows]).float()
         masked_SV = filtered(of_rows_SV, own)
         final_SV = masked_SV.log_softmax(-1)
@@ -186,12 +181,14 @@ def filtered(logits_SV: Tensor, draws: Sequence[Draw]) -> Tensor:
     words and end tokens that come too early.
     """
     params = draws[0].params
-    logits_SV = penalised(logits_SV, params, [draw.context for draw in draws])
-    early = [row for row, draw in enumerate(draws) if draw.position < draw.params.min_new_tokens]
-    if early and params.end_tokens:
+    if params.biases or params.reads_answer:
+        logits_SV = penalised(logits_SV, params, [draw.context for draw in draws])
+    if params.end_tokens and (
+        early := [n for n, draw in enumerate(draws) if draw.position < draw.params.min_new_tokens]
+    ):
         logits_SV = logits_SV.clone()
         logits_SV[torch.tensor(early)[:, None], torch.tensor(params.end_tokens)] = -torch.inf
-    if params.greedy:
+    if params.temperature == 0:
         return logits_SV
     if params.temperature != 1.0:
         logits_SV = logits_SV / params.temperature
@@ -246,16 +243,8 @@ def outside_nucleus(logits_SV: Tensor, top_p: float) -> Tensor:
     return torch.empty_like(left_out_SV).scatter_(-1, order_SV, left_out_SV)
 
 
-def _alike(draws: Sequence[Draw]) -> list[list[int]]:
-    """Rows grouped by temperature and filters; seeds and lengths may differ within a group."""
-    groups: dict[tuple[object, ...], list[int]] = {}
-    for row, draw in enumerate(draws):
-        groups.setdefault(draw.params.recipe, []).append(row)
-    return list(groups.values())
-
-
 def _choose(masked_SV: Tensor, final_SV: Tensor, draws: Sequence[Draw]) -> Tensor:
-    if draws[0].params.greedy:
+    if draws[0].params.temperature == 0:
         return masked_SV.argmax(-1)
     # In fp64: in fp32 the sum over a large vocabulary would lose the rare tokens.
     cumulative_SV = final_SV.double().exp_().cumsum_(-1)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Self
 
 from penstock.settings.declare import (
@@ -133,20 +134,20 @@ class SamplingParams(Settings, section="sampling"):
         """True if the likeliest token is taken instead of a drawn one."""
         return self.temperature == 0
 
-    @property
+    @cached_property
     def recipe(self) -> tuple[object, ...]:
         """The settings that turn logits into a distribution; rows of equal recipes are drawn together."""
         shape = (self.temperature, self.top_k or None, self.top_p, self.chained, self.min_p)
         penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
         return (*shape, *penalties, self.logit_bias, self.bad_words, self.end_tokens, self.raw_log_probs)
 
-    @property
+    @cached_property
     def biases(self) -> tuple[tuple[int, float], ...]:
         """Token ids, ascending, and what is added to their logits."""
         assert isinstance(self.logit_bias, LogitBias), "made of any mapping"
         return self.logit_bias.by_token
 
-    @property
+    @cached_property
     def reads_answer(self) -> bool:
         """True if the distribution of a token depends on the tokens before it in other ways than by the model."""
         return bool(self.bad_words) or (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (

@@ -11,7 +11,7 @@ import torch
 from penstock import Engine, SamplingParams
 from penstock.engine import EngineOptions
 from penstock.engine.generation.answers import GenerateOptions
-from penstock.model import CachedRows, CacheSize, KVCache, cached_attention, decoder_units
+from penstock.model import CachedRows, CacheSize, KVCache, decoder_units
 from penstock.schedule import BatchItem
 from penstock.settings import Precision
 from tests.generation import CONFIG, load, random_prompts, random_weights
@@ -90,7 +90,7 @@ def test_rows_take_the_memory_that_they_are_long(dtype: torch.dtype) -> None:
     cache = KVCache(CacheSize(16, 16384, dtype, torch.device("cpu")), 2, 64)
     for row, length in enumerate([64, 640] * 8):
         new = torch.ones(length, 2, 64, dtype=dtype)
-        cache.write(new, new, CachedRows.of([BatchItem(row, row, 0, length, sampled=True)]))
+        CachedRows.of([BatchItem(row, row, 0, length, sampled=True)]).write(cache, new, new)
     # Of each row and head, keys and values have whole pages; the tests' own allocations are some megabytes.
     written = 2 * 8 * (64 + 640) * 2 * 64 * dtype.itemsize
     assert written / 2 < resident_bytes() - before < 2 * written + (16 << 20) < cache.num_bytes / 3
@@ -113,8 +113,8 @@ def test_attention_piece_by_piece_is_that_of_the_whole(cuts: list[int], window: 
     for length in cuts:
         rows = CachedRows.of([BatchItem(0, 1, start, length, sampled=True)])
         part = slice(start, start + length)
-        cache.write(k[part], v[part], rows)
-        found.append(cached_attention(q[part], cache, rows, window))
+        rows.write(cache, k[part], v[part])
+        found.append(rows.attend(q[part], cache, window))
         start += length
     torch.testing.assert_close(torch.cat(found), expected)
 
@@ -137,9 +137,9 @@ def test_rows_that_attend_in_one_call_have_the_bits_of_each_alone(
         for i, (row, begin) in enumerate([(0, start), (1, start), (2, start), (4, 9), (5, 9)])
     ]
     q = torch.randn(len(pieces), 4, 32, generator=generator).to(dtype)
-    found = cached_attention(q, cache, CachedRows.of(pieces), window)
+    found = CachedRows.of(pieces).attend(q, cache, window)
     for i, piece in enumerate(pieces):
-        assert torch.equal(found[i : i + 1], cached_attention(q[i : i + 1], cache, CachedRows.of([piece]), window))
+        assert torch.equal(found[i : i + 1], CachedRows.of([piece]).attend(q[i : i + 1], cache, window))
         seen = slice(max(0, piece.end - (window or 999)), piece.end)
         k, v = (
             x[piece.row, :, seen].double().repeat_interleave(4 // num_groups, 0)
@@ -159,7 +159,7 @@ def test_keys_are_written_where_the_items_say(num_rows: int) -> None:
     items += [BatchItem(num_rows, num_rows, 4, 3, True)]
     rows, cache = CachedRows.of(items), KVCache(CacheSize(num_rows + 1, 32, torch.float32, torch.device("cpu")), 2, 8)
     k, v = torch.randn(2, rows.num_tokens, 2, 8, generator=generator)
-    cache.write(k, v, rows)
+    rows.write(cache, k, v)
     for store, new in ((cache.keys_RGLK, k), (cache.values_RGLK, v)):
         expected = torch.zeros_like(store)
         for token, (row, position) in enumerate(zip(rows.rows_T.tolist(), rows.positions.tolist(), strict=True)):

@@ -21,7 +21,7 @@ from transformers import (
 from penstock import SamplingParams
 from penstock.engine.generation.answers import check_prompts
 from penstock.model import Draw, Limits, draw_tokens
-from penstock.model.sampling import Context, filtered, numbers_per_token, unpacked
+from penstock.model.sampling import Context, filtered, unpacked
 from penstock.settings import ConfigError
 from tests.generation import CONFIG, generate_together, random_prompts
 
@@ -115,7 +115,7 @@ def test_the_likeliest_tokens_and_their_log_probabilities_come_with_each_token()
     logits = random_logits(1, rows=4)
     params = [SamplingParams(temperature=2.0, top_k=1, top_log_probs=n, bad_words=((7,),)) for n in (0, 3, 1, 40)]
     drawn = draw_tokens(logits, [Draw(own, row, 0) for row, own in enumerate(params)])
-    tokens = unpacked(drawn.packed(numbers_per_token([*params, SamplingParams(top_log_probs=50)])), params)
+    tokens = unpacked(drawn.packed(), params)
     for row, (token, own) in enumerate(zip(tokens, params, strict=True)):
         ranked = logits[row].log_softmax(-1).sort(descending=True)
         expected = list(zip(ranked.indices.tolist(), ranked.values.tolist(), strict=True))[: own.top_log_probs]

@@ -15,7 +15,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -84,6 +84,11 @@ class LocalBatch:
     batch: Batch
     sequences: list[schedule.Sequence]
     rows: CachedRows
+
+    @cached_property
+    def sampled(self) -> list[schedule.Sequence]:
+        """The sequences of which a token is sampled, in order."""
+        return [own for item, own in zip(self.batch.items, self.sequences, strict=True) if item.sampled]
 
 
 class DecodeLoop:
@@ -203,7 +208,7 @@ class DecodeLoop:
                 for decoder in self.decoders:
                     numbers_SW = self._compute(decoder, local)
             self.report.num_rounds += 1
-            params = [sequence.params for sequence in _sampled(local)]
+            params = [sequence.params for sequence in local.sampled]
             grown = scheduler.update(batch, [] if numbers_SW is None else unpacked(numbers_SW, params))
             if listen is not None:
                 listen(grown)
@@ -320,10 +325,9 @@ class DecodeLoop:
 
     def _sample(self, logits_SV: Tensor, local: LocalBatch) -> Tensor:
         """The tokens of a batch, as `Drawn.packed`."""
-        draws, sampled = [], _sampled(local)
-        width = numbers_per_token(sequence.params for sequence in sampled)
+        draws, sampled = [], local.sampled
         if not sampled:
-            return torch.zeros(0, width, dtype=torch.int64)
+            return torch.zeros(0, numbers_per_token(()), dtype=torch.int64)
         for item, sequence in zip(local.batch.sampled, sampled, strict=True):
             context = Context(sequence.prompt_tokens, sequence.drawn)
             draws.append(Draw(sequence.params, sequence.identity, item.end - len(sequence.prompt_tokens), context))
@@ -331,16 +335,11 @@ class DecodeLoop:
         if drawn.dropped_SV is not None:
             for sequence, dropped_V in zip(sampled, drawn.dropped_SV, strict=True):
                 self.generation.filter_masks[sequence.number].append(dropped_V)
-        numbers_SW = drawn.packed(width)
+        numbers_SW = drawn.packed()
         for sequence, token in zip(sampled, numbers_SW[:, 0].tolist(), strict=True):
             if sequence.params.reads_answer:
                 sequence.drawn.append(token)
         return numbers_SW
-
-
-def _sampled(local: LocalBatch) -> list[schedule.Sequence]:
-    """The sequences of which a token is sampled, in order."""
-    return [own for item, own in zip(local.batch.items, local.sequences, strict=True) if item.sampled]
 
 
 def _packed_answers(sequences: Sequence[schedule.Sequence]) -> dict[str, Any]:
