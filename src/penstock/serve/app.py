@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from penstock.engine.generation.requests import Growth
+from penstock.engine.generation.requests import TokenDelta
 from penstock.io.documents import parse_json
 from penstock.serve.asked import AskedAnswers, ServedModel, read_chat, read_completion
 from penstock.serve.mailboxes import Mailbox, Mailboxes
@@ -227,9 +227,9 @@ class _Answering:
 
     async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            async for growths in self._growths():
-                for growth in growths:
-                    self._reply.add(self._mailbox.places[growth.number], growth)
+            async for deltas in self._deltas():
+                for delta in deltas:
+                    self._reply.add(self._mailbox.places[delta.number], delta)
             response = json_response(self._reply.whole())
         except RefusalError as refusal:
             self._parts.metrics.requests["ended", refusal.status] += 1
@@ -242,12 +242,12 @@ class _Answering:
         for opening in self._reply.openings():
             await _send_event(send, opening)
         try:
-            async for growths in self._growths():
+            async for deltas in self._deltas():
                 events = []
-                for growth in growths:
-                    place = self._mailbox.places[growth.number]
-                    self._reply.add(place, growth)
-                    events.append(self._reply.part(place, growth))
+                for delta in deltas:
+                    place = self._mailbox.places[delta.number]
+                    self._reply.add(place, delta)
+                    events.append(self._reply.part(place, delta))
                 await _send_event(send, *filter(None, events))
             closing = self._reply.closing()
             await _send_event(send, *([] if closing is None else [closing]))
@@ -257,12 +257,12 @@ class _Answering:
             await _send_event(send, refusal.content)
             await send({"type": "http.response.body", "body": b""})
 
-    async def _growths(self) -> AsyncIterator[list[Growth]]:
-        """Growth of the answers as it comes; counts how long the first of it took."""
-        async for growths in self._mailbox.growths():
-            if growths and not self._reply.num_tokens:
+    async def _deltas(self) -> AsyncIterator[list[TokenDelta]]:
+        """New tokens of the answers as they come; counts how long the first of them took."""
+        async for deltas in self._mailbox.deltas():
+            if deltas and not self._reply.num_tokens:
                 self._parts.metrics.first_token_s.add(time.perf_counter() - self._start_s)
-            yield growths
+            yield deltas
 
 
 async def _send_event(send: Send, *contents: dict[str, Any]) -> None:

@@ -1,9 +1,9 @@
-"""The mailboxes between the thread that generates and the event loop of HTTP: requests in, growth of answers out."""
+"""The mailboxes between the thread that generates and the event loop of HTTP: requests in, new tokens out."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
 
-from penstock.engine.generation.requests import NOT_FINITE, Growth, QueueClosedError, QueueFullError, RequestQueue
+from penstock.engine.generation.requests import NOT_FINITE, QueueClosedError, QueueFullError, RequestQueue, TokenDelta
 from penstock.schedule import Ending
 from penstock.serve.asked import AskedAnswers
 from penstock.serve.refusals import RefusalError
@@ -18,7 +18,7 @@ class Mailbox:
     #: answer -> its place among the request's choices
     places: dict[int, int]
     #: what has come and was not yet taken
-    _growths: list[Growth]
+    _deltas: list[TokenDelta]
     #: answers that have not ended
     _num_open: int
     #: True if each token is waited for, and not only the first and the end
@@ -32,16 +32,16 @@ class Mailbox:
 
     def __init__(self, numbers: list[int], stream: bool) -> None:
         self.places = {number: place for place, number in enumerate(numbers)}
-        self._growths, self._num_open, self._stream = [], len(numbers), stream
+        self._deltas, self._num_open, self._stream = [], len(numbers), stream
         self._ready, self._failure, self._has_begun = asyncio.Event(), None, False
 
-    def put(self, growth: Growth) -> None:
-        if growth.ending is Ending.NOT_FINITE:
+    def put(self, delta: TokenDelta) -> None:
+        if delta.ending is Ending.NOT_FINITE:
             self.fail(RefusalError(500, f"the logits of this answer {NOT_FINITE}", None, "not_finite"))
             return
         is_first, self._has_begun = not self._has_begun, True
-        self._growths.append(growth)
-        self._num_open -= growth.ending is not None
+        self._deltas.append(delta)
+        self._num_open -= delta.ending is not None
         if self._stream or is_first or self._num_open == 0:
             self._ready.set()
 
@@ -49,7 +49,7 @@ class Mailbox:
         self._failure = failure
         self._ready.set()
 
-    async def growths(self) -> AsyncIterator[list[Growth]]:
+    async def deltas(self) -> AsyncIterator[list[TokenDelta]]:
         """Yield what answers have grown by, until all have ended.
 
         Raises:
@@ -59,8 +59,8 @@ class Mailbox:
         while num_open:
             await self._ready.wait()
             self._ready.clear()
-            taken, self._growths = self._growths, []
-            num_open -= sum(growth.ending is not None for growth in taken)
+            taken, self._deltas = self._deltas, []
+            num_open -= sum(delta.ending is not None for delta in taken)
             yield taken
             if num_open and self._failure is not None:
                 raise self._failure
@@ -70,19 +70,19 @@ class Mailboxes:
     """All mailboxes of a server; but for `publish`, `close` and `fail`, its methods belong to the event loop's thread.
 
     Args:
-        make_queue: makes the engine's queue, which publishes growths by the function that it is given.
+        make_queue: makes the engine's queue, which publishes deltas by the function that it is given.
     """
 
     #: the engine's queue
     queue: RequestQueue
-    #: answer -> where its growth goes
+    #: answer -> where its new tokens go
     _mailboxes: dict[int, Mailbox]
     #: runs the coroutines that reply; None before `open`
     _loop: asyncio.AbstractEventLoop | None
     #: why requests are refused; None while they are not
     refused: str | None
 
-    def __init__(self, make_queue: Callable[[Callable[[list[Growth]], object]], RequestQueue]) -> None:
+    def __init__(self, make_queue: Callable[[Callable[[list[TokenDelta]], object]], RequestQueue]) -> None:
         self.queue = make_queue(self.publish)
         self._mailboxes, self._loop, self.refused = {}, None, None
 
@@ -115,9 +115,9 @@ class Mailboxes:
 
     # ---- in other threads
 
-    def publish(self, growths: list[Growth]) -> None:
+    def publish(self, deltas: list[TokenDelta]) -> None:
         """Give what one batch has made to the mailboxes."""
-        self._call(lambda: self._deliver(growths))
+        self._call(lambda: self._deliver(deltas))
 
     def close(self, reason: str) -> None:
         """Refuse requests from now on; those that were taken are answered."""
@@ -133,13 +133,13 @@ class Mailboxes:
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(action)
 
-    def _deliver(self, growths: list[Growth]) -> None:
-        for growth in growths:
-            mailbox = self._mailboxes.get(growth.number)
+    def _deliver(self, deltas: list[TokenDelta]) -> None:
+        for delta in deltas:
+            mailbox = self._mailboxes.get(delta.number)
             if mailbox is not None:
-                if growth.ending is not None:
-                    del self._mailboxes[growth.number]
-                mailbox.put(growth)
+                if delta.ending is not None:
+                    del self._mailboxes[delta.number]
+                mailbox.put(delta)
 
     def _fail(self, reason: str) -> None:
         for mailbox in set(self._mailboxes.values()):

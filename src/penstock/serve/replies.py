@@ -8,7 +8,7 @@ from typing import Any
 
 from penstock.data.tokenizer import TokenTexts
 from penstock.engine.generation.answers import AnswerText
-from penstock.engine.generation.requests import Growth
+from penstock.engine.generation.requests import TokenDelta
 from penstock.schedule import Ending, Token
 from penstock.serve.asked import AskedAnswers
 
@@ -119,11 +119,11 @@ class Reply:
         prompt, new = self.asked.num_prompt_tokens, self.num_tokens
         return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
 
-    def add(self, place: int, growth: Growth) -> None:
+    def add(self, place: int, delta: TokenDelta) -> None:
         """Take what the choice at this place has grown by."""
-        self.texts[place] += growth.text
-        self.tokens[place].append(growth.token)
-        self.endings[place] = growth.ending
+        self.texts[place] += delta.text
+        self.tokens[place].append(delta.token)
+        self.endings[place] = delta.ending
 
     # ---- whole
 
@@ -151,13 +151,13 @@ class Reply:
         delta = {"role": "assistant", "content": ""}
         return [self._part({"index": place, "delta": delta}, None) for place in range(self.asked.num_choices)]
 
-    def part(self, place: int, growth: Growth) -> dict[str, Any] | None:
+    def part(self, place: int, delta: TokenDelta) -> dict[str, Any] | None:
         """The part for what a choice has grown by; None if there is nothing to show yet."""
-        if not growth.text and growth.ending is None and self.asked.num_log_probs is None:
+        if not delta.text and delta.ending is None and self.asked.num_log_probs is None:
             return None
-        choice = {"index": place, "logprobs": self._log_probs(place, [growth.token])}
-        choice |= {"delta": {"content": growth.text}} if self.asked.is_chat else {"text": growth.text}
-        return self._part(choice, _finish_reason(growth.ending))
+        choice = {"index": place, "logprobs": self._log_probs(place, [delta.token])}
+        choice |= {"delta": {"content": delta.text}} if self.asked.is_chat else {"text": delta.text}
+        return self._part(choice, _finish_reason(delta.ending))
 
     def closing(self) -> dict[str, Any] | None:
         """The part that comes last, with the numbers of tokens; None unless they were asked for."""

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from penstock.engine.generation.answers import GenerateOptions
-from penstock.engine.generation.requests import Growth, QueueClosedError, QueueFullError, RequestQueue
+from penstock.engine.generation.requests import QueueClosedError, QueueFullError, RequestQueue, TokenDelta
 from penstock.model import CacheSize
 from penstock.runtime import DecodeLoop, FixedDecoder, Generation, Recorder, Ring, StageDecoder
 from penstock.runtime.decode.relay import packed_header, packed_news, unpacked_header
@@ -27,21 +27,21 @@ class Published:
     """What a queue publishes, by answer."""
 
     def __init__(self) -> None:
-        self.growths: defaultdict[int, list[Growth]] = defaultdict(list)
+        self.deltas: defaultdict[int, list[TokenDelta]] = defaultdict(list)
         self.changed = threading.Condition()
 
-    def take(self, growths: list[Growth]) -> None:
+    def take(self, deltas: list[TokenDelta]) -> None:
         with self.changed:
-            for growth in growths:
-                self.growths[growth.number].append(growth)
+            for delta in deltas:
+                self.deltas[delta.number].append(delta)
             self.changed.notify_all()
 
     def wait_for(self, number: int, count: int) -> None:
         with self.changed:
-            assert self.changed.wait_for(lambda: len(self.growths[number]) >= count, 540)
+            assert self.changed.wait_for(lambda: len(self.deltas[number]) >= count, 540)
 
     def tokens(self, number: int) -> list[Token]:
-        return [growth.token for growth in self.growths[number]]
+        return [delta.token for delta in self.deltas[number]]
 
 
 def open_ring(
@@ -134,7 +134,7 @@ def test_answers_that_join_and_leave_at_random_are_those_of_each_request_alone(
             got = published.tokens(number)
             assert_same(got, answer.generated[: len(got)])
             if number not in cancelled:
-                assert published.growths[number][-1].ending is answer.ending
+                assert published.deltas[number][-1].ending is answer.ending
                 assert len(got) == answer.num_tokens
     assert requests.counts.num_running == requests.counts.num_waiting == 0
     for loop in loops:
@@ -172,12 +172,12 @@ def test_an_answer_whose_logits_are_not_finite_ends_alone(num_ranks: int, num_sl
         answered += [requests.submit([prompt], params) for prompt in sound]
         requests.close("the test ends")
         run_together(loops)
-    assert {tuple(own.ending for own in published.growths[number]) for number in ended} == {(Ending.NOT_FINITE,)}
+    assert {tuple(own.ending for own in published.deltas[number]) for number in ended} == {(Ending.NOT_FINITE,)}
     options = GenerateOptions(prefill_tokens=PREFILL_TOKENS)
     for prompt, numbers in zip(sound * 2, answered, strict=True):
         for number, answer in zip(numbers, generate_together(1, [prompt], params, options).answers, strict=True):
             assert_same(published.tokens(number), answer.generated)
-            assert published.growths[number][-1].ending is Ending.LENGTH
+            assert published.deltas[number][-1].ending is Ending.LENGTH
     assert requests.counts.num_running == requests.counts.num_waiting == 0
 
 
@@ -196,7 +196,7 @@ def test_a_row_that_computes_while_nobody_has_it_leaves_nothing_to_the_next(num_
         (next_one,) = requests.submit([[8]], params)
         requests.close("the test ends")
         running.join(60)
-    assert [growth.ending for growth in published.growths[failing]] == [Ending.NOT_FINITE]
+    assert [delta.ending for delta in published.deltas[failing]] == [Ending.NOT_FINITE]
     for number, prompt in ((other, [5, 3]), (next_one, [8])):
         assert_same(published.tokens(number), generate_together(1, [prompt], params).answers[0].generated)
 
@@ -250,8 +250,8 @@ def test_a_stop_string_ends_an_answer_with_the_batch_that_completes_it() -> None
         batch = scheduler.schedule()
         assert batch is not None and batch.num_tokens == 1
         requests.hear(scheduler.update(batch, [Token(token)]))
-    assert "".join(growth.text for growth in published.growths[number]) == "b"
-    assert [growth.ending for growth in published.growths[number]] == [None, None, Ending.STOPPED]
+    assert "".join(delta.text for delta in published.deltas[number]) == "b"
+    assert [delta.ending for delta in published.deltas[number]] == [None, None, Ending.STOPPED]
     requests.close("")
     assert not requests.admit(scheduler)
     batch = scheduler.schedule()

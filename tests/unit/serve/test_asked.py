@@ -9,7 +9,7 @@ import pytest
 
 from penstock.data.chat_template import ChatTemplate
 from penstock.data.tokenizer import ByteTokenizer, TokenTexts
-from penstock.engine.generation.requests import Growth
+from penstock.engine.generation.requests import TokenDelta
 from penstock.model import Limits
 from penstock.schedule import Token
 from penstock.serve.asked import AskedAnswers, ServedModel, read_chat, read_completion
@@ -91,7 +91,7 @@ def test_top_k_can_be_switched_off_where_the_model_has_one(off: int) -> None:
 
 def test_each_part_of_a_streamed_reply_says_where_its_tokens_begin() -> None:
     reply = Reply(read(logprobs=0), "m", TokenTexts(TOKENIZER))
-    growths = [Growth(0, Token(token), "", None) for token in "aéb".encode()]
-    parts = [reply.part(0, growth) for growth in growths]
+    deltas = [TokenDelta(0, Token(token), "", None) for token in "aéb".encode()]
+    parts = [reply.part(0, delta) for delta in deltas]
     offsets = [part["choices"][0]["logprobs"]["text_offset"] for part in parts if part is not None]
     assert offsets == [[0], [1], [1], [2]]

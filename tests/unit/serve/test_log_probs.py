@@ -7,7 +7,7 @@ import pytest
 
 from penstock.data.tokenizer import TokenTexts
 from penstock.engine.generation.answers import AnswerText
-from penstock.engine.generation.requests import Growth
+from penstock.engine.generation.requests import TokenDelta
 from penstock.schedule import Token
 from penstock.serve.replies import ChoiceLogProbs, Reply
 from tests.tokenizer_kinds import EMOJI, KINDS, make
@@ -67,17 +67,17 @@ def test_names_join_to_the_text_and_all_alternatives_are_there() -> None:
     assert described["top_logprobs"][1] == {"so": -1, " so": 0, "we": -3, " we": -2, "</s>": -4}
 
 
-def growth(token: int, likeliest: int) -> Growth:
+def delta(token: int, likeliest: int) -> TokenDelta:
     """A token that is less likely than another, and was drawn at a temperature."""
-    return Growth(0, Token(token, -0.25, -2.5, ((likeliest, -0.5), (token, -2.5))), chr(token), None)
+    return TokenDelta(0, Token(token, -0.25, -2.5, ((likeliest, -0.5), (token, -2.5))), chr(token), None)
 
 
 @pytest.mark.parametrize("is_chat", [False, True])
 def test_the_value_is_that_of_the_drawn_token_by_the_model_itself(is_chat: bool) -> None:
     asked = replace(read(logprobs=2), is_chat=is_chat)
     made = Reply(asked, "m", TokenTexts(make("bytes")))
-    growths = [growth(ord("a"), ord("b")), growth(ord("c"), ord("d"))]
-    parts = [part["choices"][0]["logprobs"] for one in growths if (part := made.part(0, one)) is not None]
+    deltas = [delta(ord("a"), ord("b")), delta(ord("c"), ord("d"))]
+    parts = [part["choices"][0]["logprobs"] for one in deltas if (part := made.part(0, one)) is not None]
     if not is_chat:
         assert [part["token_logprobs"] for part in parts] == [[-2.5], [-2.5]]
         assert [part["top_logprobs"] for part in parts] == [[{"a": -2.5, "b": -0.5}], [{"c": -2.5, "d": -0.5}]]

@@ -6,7 +6,7 @@ from collections.abc import Sized
 
 import pytest
 
-from penstock.engine.generation.requests import Growth, QueueCounts, RequestQueue
+from penstock.engine.generation.requests import QueueCounts, RequestQueue, TokenDelta
 from penstock.schedule import Ending, RingShape, Scheduler, Token
 from penstock.serve.asked import AskedAnswers
 from penstock.serve.mailboxes import Mailbox, Mailboxes
@@ -26,7 +26,7 @@ def mailboxes() -> Mailboxes:
 
 async def taken(mailbox: Mailbox) -> list[int]:
     """Tokens of all answers, as they come."""
-    return [growth.token.id async for growths in mailbox.growths() for growth in growths]
+    return [delta.token.id async for deltas in mailbox.deltas() for delta in deltas]
 
 
 def compute(boxes: Mailboxes) -> None:
@@ -58,10 +58,10 @@ def test_each_request_gets_its_own_tokens_in_order(stream: bool) -> None:
 def test_the_first_token_is_taken_before_the_last_one_is_there(stream: bool) -> None:
     async def run() -> None:
         mailbox = Mailbox([0], stream)
-        growths = mailbox.growths()
+        deltas = mailbox.deltas()
         for ending in (None, Ending.LENGTH):
-            mailbox.put(Growth(0, Token(7), "", ending))
-            assert [growth.ending for growth in await asyncio.wait_for(anext(growths), 60)] == [ending]
+            mailbox.put(TokenDelta(0, Token(7), "", ending))
+            assert [delta.ending for delta in await asyncio.wait_for(anext(deltas), 60)] == [ending]
 
     asyncio.run(run())
 
@@ -92,7 +92,9 @@ def test_a_closed_server_finishes_and_a_failed_one_refuses_what_is_open() -> Non
             boxes.submit(asked())
         assert refused.value.status == 503
         token = Token(7)
-        boxes.publish([Growth(0, token, "", None), Growth(0, token, "", Ending.LENGTH), Growth(1, token, "", None)])
+        boxes.publish(
+            [TokenDelta(0, token, "", None), TokenDelta(0, token, "", Ending.LENGTH), TokenDelta(1, token, "", None)]
+        )
         boxes.fail("rank 1 died")
         assert await taken(running) == [7, 7]
         with pytest.raises(RefusalError, match="rank 1 died") as refused:
@@ -108,8 +110,10 @@ def test_an_answer_that_is_not_finite_ends_its_request_and_no_other() -> None:
         boxes.open(asyncio.get_running_loop())
         failing, other = boxes.submit(asked(2, stream=True)), boxes.submit(asked())
         token = Token(7)
-        boxes.publish([Growth(0, token, "", None), Growth(2, token, "", None)])
-        boxes.publish([Growth(1, Token(0, math.nan), "", Ending.NOT_FINITE), Growth(2, token, "", Ending.LENGTH)])
+        boxes.publish([TokenDelta(0, token, "", None), TokenDelta(2, token, "", None)])
+        boxes.publish(
+            [TokenDelta(1, Token(0, math.nan), "", Ending.NOT_FINITE), TokenDelta(2, token, "", Ending.LENGTH)]
+        )
         with pytest.raises(RefusalError, match="the logits of this answer are not finite") as refused:
             await taken(failing)
         assert refused.value.status == 500
@@ -146,7 +150,7 @@ def test_a_duration_counts_up_to_the_first_limit_that_it_does_not_exceed() -> No
 def test_a_failure_after_the_last_token_takes_nothing_away() -> None:
     async def run() -> None:
         mailbox = Mailbox([0], stream=False)
-        mailbox.put(Growth(0, Token(7), "", Ending.LENGTH))
+        mailbox.put(TokenDelta(0, Token(7), "", Ending.LENGTH))
         mailbox.fail(RefusalError(503, "too late"))
         assert await taken(mailbox) == [7]
 
@@ -154,7 +158,7 @@ def test_a_failure_after_the_last_token_takes_nothing_away() -> None:
 
 
 def test_a_queue_that_is_served_does_not_grow_with_its_prompts() -> None:
-    queue, scheduler = RequestQueue(2, 10, None, lambda growths: None), Scheduler((), RingShape(1, 2))
+    queue, scheduler = RequestQueue(2, 10, None, lambda deltas: None), Scheduler((), RingShape(1, 2))
 
     def held_after(num_prompts: int) -> int:
         """The number of things that scheduler and queue hold, once these have been answered."""

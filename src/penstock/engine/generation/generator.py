@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from penstock.engine.generation.answers import (
     check_skipped,
     checked_prompts,
 )
-from penstock.engine.generation.requests import AgreedInterrupt, Listeners, RequestQueue, Told
+from penstock.engine.generation.requests import AgreedInterrupt, Listeners, RequestQueue
 from penstock.engine.pipeline import Pipeline
 from penstock.parallel.host import gather_json, shown_to_all_ranks
 from penstock.runtime import (
@@ -184,7 +184,8 @@ class Generator:
         scheduler = Scheduler(sequences, shape, options.refill, options.longest_first, any_goes_on)
         scheduler.stop(options.skip)
         stops = {s.number: AnswerText(options.tokenizer, s.params.stop) for s in sequences if s.params.stop}
-        return Generation(sequences, shape, scheduler, Told(scheduler, listeners, stops).hear, interrupts=interrupts)
+        listen = partial(listeners.hear, scheduler, stops)
+        return Generation(sequences, shape, scheduler, listen, interrupts=interrupts)
 
     def _interrupts(self, listeners: Listeners) -> Callable[[], bool] | None:
         """Ask the user whether to interrupt; of ranks that share layers the first asks for all."""

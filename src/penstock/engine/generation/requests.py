@@ -51,36 +51,25 @@ class Listeners:
                 "together and one of them may have ended; layouts with ep = 1 can"
             )
 
+    def hear(self, scheduler: Scheduler, texts: Mapping[int, AnswerText], grown: Iterable[schedule.Sequence]) -> None:
+        """Report new tokens, and sequences that they have ended; stop those that a listener or a stop string ends.
 
-@dataclass(frozen=True, eq=False)
-class Told:
-    """Calls a user's functions on the rank of the first stage."""
-
-    #: decides what is computed; stopped when a listener wants it
-    scheduler: Scheduler
-    #: on_token: if it returns true, the sequence ends
-    listeners: Listeners
-    #: number of a sequence with stop strings -> its text, up to the first of them
-    stops: Mapping[int, AnswerText]
-
-    def hear(self, grown: list[schedule.Sequence]) -> None:
-        """Report new tokens, and sequences that they have ended.
+        texts: number of a sequence with stop strings -> its text, up to the first of them.
 
         Raises: ValueError for a token of logits that are not finite.
         """
-        on_token, on_answer = self.listeners.on_token, self.listeners.on_answer
         for sequence in grown:
             if sequence.ending is Ending.NOT_FINITE:
                 raise ValueError(f"the logits of sequence {sequence.number} {NOT_FINITE}")
-            text = self.stops.get(sequence.number)
+            text = texts.get(sequence.number)
             if text is not None:
                 text.add(sequence.last_token)
                 if text.stopped:
-                    self.scheduler.stop([sequence.number])
-            if on_token is not None and on_token(sequence.number, sequence.last_token):
-                self.scheduler.stop([sequence.number])
-            if on_answer is not None and sequence.ending is not None:
-                on_answer(sequence.number, sequence)
+                    scheduler.stop([sequence.number])
+            if self.on_token is not None and self.on_token(sequence.number, sequence.last_token):
+                scheduler.stop([sequence.number])
+            if self.on_answer is not None and sequence.ending is not None:
+                self.on_answer(sequence.number, sequence)
 
 
 class AgreedInterrupt:
@@ -151,7 +140,7 @@ class QueueClosedError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Growth:
+class TokenDelta:
     """One new token of an answer, with the text that can be shown from now on; the last one bears the ending.
 
     Where that is NOT_FINITE, token and text mean nothing.
@@ -186,7 +175,7 @@ class RequestQueue:
     #: makes text of tokens
     _tokenizer: Decodes | None
     #: is given what answers have grown by
-    _publish: Callable[[list[Growth]], object]
+    _publish: Callable[[list[TokenDelta]], object]
     #: held to read or change what follows, and notified when something has come
     _changed: threading.Condition
     #: sequences that no batch has heard of yet, and numbers of those that are to end
@@ -207,7 +196,7 @@ class RequestQueue:
         num_rows: int,
         max_waiting: int,
         tokenizer: Decodes | None,
-        publish: Callable[[list[Growth]], object],
+        publish: Callable[[list[TokenDelta]], object],
     ) -> None:
         self.max_unfinished = num_rows + max_waiting
         self._tokenizer, self._publish = tokenizer, publish
@@ -280,16 +269,16 @@ class RequestQueue:
 
     def hear(self, grown: Iterable[schedule.Sequence]) -> None:
         """Publish new tokens with their text, and end answers that hold one of their stop strings."""
-        growths: list[Growth] = []
+        deltas: list[TokenDelta] = []
         with self._changed:
             for sequence in grown:
                 text = self._texts.get(sequence.number)
                 if text is not None:
-                    growths.append(self._grow(sequence, text))
-        if growths:
-            self._publish(growths)
+                    deltas.append(self._delta(sequence, text))
+        if deltas:
+            self._publish(deltas)
 
-    def _grow(self, sequence: schedule.Sequence, text: AnswerText) -> Growth:
+    def _delta(self, sequence: schedule.Sequence, text: AnswerText) -> TokenDelta:
         shown, ending = text.add(sequence.generated[-1].id), sequence.ending
         if text.stopped and ending not in (Ending.STOPPED, Ending.NOT_FINITE):
             ending = Ending.STOPPED
@@ -297,4 +286,4 @@ class RequestQueue:
         if ending is not None:
             shown += text.finish()
             del self._texts[sequence.number]
-        return Growth(sequence.number, sequence.generated[-1], shown, ending)
+        return TokenDelta(sequence.number, sequence.generated[-1], shown, ending)
