@@ -14,20 +14,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.cli.commands import Parser, refuse_to_overwrite
-from penstock.cli.options import MODEL_OPTIONS, PROCESSES, add_options, options_of, parallel_options, values_of
-from penstock.cli.processes.launch import WorkerCommand, launch
-from penstock.cli.processes.layout_here import is_free, say_shared_cores
-from penstock.cli.processes.meeting import Group, agree, find_group_of
+from penstock.cli.options import MODEL_OPTIONS, PROCESSES, add_options, parallel_options, values_of
+from penstock.cli.processes.launch import WorkerCommand
 from penstock.cli.processes.memory_limits import check_rows
 from penstock.cli.progress import show_log
-from penstock.settings import ParallelConfig, RingConfig, SamplingParams, Setting, walk
+from penstock.cli.session import (
+    RING_OPTIONS,
+    DecodedRows,
+    ModelArguments,
+    ModelCommand,
+    ModelSession,
+    shared_arguments,
+)
+from penstock.settings import SamplingParams, Setting, walk
 
 if TYPE_CHECKING:
-    from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
-
     from penstock.cli.answers_file import AnswersFile, GenerateJob
-    from penstock.engine.folders.model_folder import EngineArguments
-    from penstock.engine.generation.decode_cut import DecodingRank
+    from penstock.engine.folders.model_folder import ModelFolder
 
 STANDARD_INPUT = "PENSTOCK_STANDARD_INPUT"
 """The environment variable that names, for workers, the file with the command's standard input."""
@@ -54,20 +57,19 @@ _SAMPLING = {
 }
 _PARALLEL = parallel_options(("pp", "dp", "tp", *PROCESSES))
 _CHOSEN = ("pp", "dp", "tp", "threads")
-_RING = options_of(RingConfig(), {"num_slots": "slots", "rows_per_slot": "rows"}, without=("max_rows_per_slot",))
 
 
-@dataclass(frozen=True)
-class GenerateArguments:
-    """One call of the command.
+@dataclass(frozen=True, kw_only=True)
+class GenerateArguments(ModelArguments):
+    """One call of the command; the pipelines share the prompts.
 
     prompts: from the command line; file: JSON lines; with neither, the prompt is standard input. sampling: settings of
     `SamplingParams` by name, those that were given. bad_words: texts. ring: settings of `RingConfig`. end_tokens: None
-    for those of the model. parallel: one pipeline, of which `dp` share the prompts. layout_is_free: none was asked for.
-    opened: further arguments of `open_model`.
+    for those of the model.
     """
 
-    model: Path
+    axes = ("pp", "dp", "tp")
+
     prompts: tuple[str, ...]
     file: Path | None
     output: Path | None
@@ -76,10 +78,6 @@ class GenerateArguments:
     end_tokens: tuple[int, ...] | None
     bad_words: tuple[str, ...]
     ring: dict[str, Any]
-    dp: int
-    parallel: ParallelConfig
-    layout_is_free: bool
-    opened: dict[str, Any]
     special_tokens: bool
     json: bool
 
@@ -94,29 +92,20 @@ def main(words: Sequence[str]) -> int:
     show_log(logging.WARNING)
     if arguments.output is not None:
         refuse_to_overwrite(arguments.output, otherwise="give another --output")
-    parallel = arguments.parallel
-    group, world_size = find_group_of({"pp": parallel.pp, "dp": arguments.dp, "tp": parallel.tp})
-    if group is None and arguments.layout_is_free:
-        words = [*_fitting_options(arguments), *words]
-        arguments = read_arguments(words)
-        world_size = arguments.parallel.pp * arguments.dp
-    if group is None and world_size > 1:
-        return _launch(words, arguments, world_size)
-    return _run_worker(arguments, group or Group.alone())
-
-
-def _launch(words: Sequence[str], arguments: GenerateArguments, world_size: int) -> int:
-    """Start the workers, with standard input in a file where it is the prompt: it can be read only once."""
     again = "gives the same answers" if arguments.output is None else "continues where it was stopped"
-    command = WorkerCommand("penstock.cli.generate", again, _IMPORTS)
-    with contextlib.ExitStack() as stack:
-        environ = {}
-        if not arguments.prompts and arguments.file is None:
-            environ[STANDARD_INPUT] = stack.enter_context(_file_with(_standard_input()))
-        num_threads = arguments.parallel.num_threads
-        return launch(
-            command, words, world_size, num_threads, environ, check=lambda: _check_model(arguments, world_size)
-        )
+    workers = WorkerCommand("penstock.cli.generate", again, _IMPORTS)
+    command = ModelCommand(workers, read_arguments, _open, _generate, _fitting_options, _workers_environ)
+    return command.run(words, arguments)
+
+
+@contextlib.contextmanager
+def _workers_environ(arguments: GenerateArguments) -> Iterator[dict[str, str]]:
+    """Put standard input into a file where it is the prompt: it can be read only once."""
+    if arguments.prompts or arguments.file is not None:
+        yield {}
+        return
+    with _file_with(_standard_input()) as path:
+        yield {STANDARD_INPUT: path}
 
 
 @contextlib.contextmanager
@@ -136,9 +125,8 @@ def _fitting_options(arguments: GenerateArguments) -> list[str]:
     Raises: ValueError for a model that cannot be run here.
     """
     from penstock.cli.processes.layout_here import options_here
-    from penstock.cli.texts import open_to_cut
 
-    model, file = open_to_cut(arguments.model, 1, **arguments.opened), arguments.file
+    model, file = _open(arguments), arguments.file
     num_prompts = len(arguments.prompts) or 1
     if file is not None and file.is_file():
         with file.open("rb") as lines:
@@ -149,13 +137,11 @@ def _fitting_options(arguments: GenerateArguments) -> list[str]:
     return options_here(model, num_answers, params.max_new_tokens, num_answers, arguments.parallel.device)
 
 
-def _check_model(arguments: GenerateArguments, world_size: int) -> None:
-    """Refuse what no number of processes could do; the prompts are left to them."""
+def _open(arguments: GenerateArguments) -> "ModelFolder":
+    """Open the model. Raises: ValueError for one that no number of processes could run; prompts are left to them."""
     from penstock.cli.texts import open_to_cut
 
-    open_to_cut(arguments.model, arguments.parallel.pp, **arguments.opened)
-    # Not before, so that a refusal stays one sentence.
-    say_shared_cores(world_size, arguments.parallel.device)
+    return open_to_cut(arguments.model, arguments.parallel.pp, **arguments.opened)
 
 
 def parser() -> Parser:
@@ -191,7 +177,7 @@ not on the other prompts, nor on --pp, --dp, --slots and --rows.""",
     sampling.add_argument("--end-token", type=int, action="append", metavar="ID", help="default: the model's own")
     sampling.add_argument("--ignore-end", action="store_true", help="no end token but those given ends an answer")
     ring = parser.add_argument_group("how it runs (where no layout is given, as fits this machine)")
-    for options in (_PARALLEL, _RING, MODEL_OPTIONS):
+    for options in (_PARALLEL, RING_OPTIONS, MODEL_OPTIONS):
         add_options(ring, options, {"timeout": "SECONDS"}, _CHOSEN)
     parser.add_argument("--no-native", action="store_true", help="as --native false")
     parser.add_argument(
@@ -237,9 +223,8 @@ def read_arguments(words: Sequence[str]) -> GenerateArguments:
         raise ValueError("--fresh drops answers to --file that a stopped call has left; give --file, or leave it out")
     sampling = {key: getattr(given, name) for key, (name, _) in _SAMPLING.items()}
     sampling["logit_bias"] = given.logit_bias and dict(given.logit_bias)
-    parallel = ParallelConfig(**values_of(given, _PARALLEL))
     return GenerateArguments(
-        model=given.model,
+        **shared_arguments(given, _PARALLEL, _CHOSEN),
         prompts=tuple(given.prompts),
         file=given.file,
         output=given.output or (given.file and given.file.with_suffix(".answers.jsonl")),
@@ -247,11 +232,7 @@ def read_arguments(words: Sequence[str]) -> GenerateArguments:
         sampling={key: value for key, value in sampling.items() if value is not None},
         end_tokens=tuple(given.end_token or ()) if given.ignore_end or given.end_token else None,
         bad_words=tuple(given.bad_word),
-        ring=values_of(given, _RING),
-        dp=parallel.dp,
-        parallel=replace(parallel, dp=1),
-        layout_is_free=is_free(given, _CHOSEN),
-        opened=values_of(given, MODEL_OPTIONS) | ({"native": False} if given.no_native else {}),
+        ring=values_of(given, RING_OPTIONS),
         special_tokens=not given.no_special_tokens,
         json=given.json,
     )
@@ -263,11 +244,11 @@ def check(arguments: GenerateArguments) -> "GenerateJob":
     Raises: ValueError for prompts that the model cannot continue.
     """
     from penstock.cli.answers_file import GenerateJob
-    from penstock.cli.texts import open_to_cut, plainly, prompts_of_texts, read_prompts, tokens_of_word
+    from penstock.cli.texts import plainly, prompts_of_texts, read_prompts, tokens_of_word
     from penstock.engine.generation.answers import GenerateOptions, check_prompts
     from penstock.model import Limits
 
-    model = open_to_cut(arguments.model, arguments.parallel.pp, **arguments.opened)
+    model = _open(arguments)
     model = model if arguments.special_tokens else plainly(model)
     if arguments.sampling.get("stop") and model.tokenizer is None:
         raise ValueError(f"--stop is a text, but {model.folder} has no tokenizer; give --end-token ids")
@@ -314,75 +295,46 @@ def _answers_file(job: "GenerateJob", version: str, numbers: dict[str, Any], fre
     return AnswersFile(job.output, digest, job.params.num_samples, fresh)
 
 
-def _run_worker(arguments: GenerateArguments, group: Group) -> int:
-    """Generate as one process of `group`; returns the exit code."""
-    from penstock.cli.processes.session import work_together
+def _generate(session: ModelSession[GenerateArguments]) -> None:
+    from penstock.cli.answers_file import AnswerCollector, AnswerSender, others_answers
+    from penstock.cli.texts import show_lacking
 
-    parallel = arguments.parallel
-    return work_together(
-        group, parallel.num_threads, parallel.timeout_s, lambda store: _generate(arguments, group, store)
-    )
+    arguments, pipelines, is_first = session.arguments, session.pipelines, session.group.rank == 0
+    job = session.together("prompts", lambda: check(arguments))
+    prompts = [prompt.tokens for prompt in job.prompts]
+    if is_first:
+        show_lacking(job.model, arguments.sampling)
+    session.refuse_differing("answers", {**arguments.sampling, "prompts": [list(prompt) for prompt in prompts]})
+    numbers = {name: arguments.opened[name] for name in ("precision", "reproducible")}
+    with session.open(job.model, _decoded(job, arguments.parallel.pp)) as (engine, version):
+        file = session.together(
+            "output", lambda: _answers_file(job, version, numbers, arguments.fresh) if is_first else None
+        )
+        kept = frozenset(session.agree("kept", {"kept": file.kept if file else []})[0]["kept"])
+        listener = None
+        if engine.pipeline.holds_first_stage and engine.grid.tp_rank == 0:
+            listener = AnswerCollector(job, file, pipelines) if pipelines.index == 0 else AnswerSender(pipelines)
+        try:
+            options = replace(job.options, skip=kept | others_answers(job, pipelines))
+            result = engine.generate(
+                prompts, job.params, options, listener and listener.on_token, listener and listener.on_answer
+            )
+            if listener is not None:
+                listener.end(result)
+            # The store may belong to a process that has already finished its own work.
+            session.agree("end", {})
+        except BaseException:
+            if file is not None:
+                file.close()
+            raise
+        finally:
+            if listener is not None:
+                listener.close()
 
 
-def _cut(engine: "EngineArguments", job: "GenerateJob", ranks: "Sequence[DecodingRank]") -> "EngineArguments":
-    """An engine's arguments for stages that decode the job's rows equally long. ranks: as `cut_to_decode` has them."""
-    from penstock.engine.generation.decode_cut import cut_to_decode
-
-    shape = job.options.shape(len(job.prompts) * job.params.num_samples, engine.layout.pp)
+def _decoded(job: "GenerateJob", num_stages: int) -> DecodedRows:
+    """The rows that the job's prompts make of the ring."""
+    shape = job.options.shape(len(job.prompts) * job.params.num_samples, num_stages)
     lengths = [len(prompt.tokens) for prompt in job.prompts]
     mean, longest = sum(lengths) / len(lengths), max(lengths) + job.params.max_new_tokens
-    rows = shape.rows_per_slot
-    return cut_to_decode(engine, rows, mean + job.params.max_new_tokens / 2, ranks, shape.num_rows * longest)
-
-
-def _generate(arguments: GenerateArguments, group: Group, store: "Store") -> None:
-    from penstock.cli.answers_file import AnswerCollector, AnswerSender, others_answers
-    from penstock.cli.processes.measure import measured_ranks
-    from penstock.cli.processes.session import Pipelines, choose_device, initialise, refuse_differing, together
-    from penstock.cli.progress import Waiting
-    from penstock.cli.texts import show_lacking, show_layers
-    from penstock.engine.engine import Engine
-    from penstock.runtime import Watchdog
-
-    parallel = arguments.parallel
-    job = together(store, group, "prompts", lambda: check(arguments))
-    if group.rank == 0:
-        show_layers(job.model)
-        show_lacking(job.model, arguments.sampling)
-    refuse_differing(store, group, "answers", {**arguments.sampling, "prompts": [list(p.tokens) for p in job.prompts]})
-    device = choose_device(store, group, parallel.device)
-    pipelines = Pipelines.of(store, group, arguments.dp, parallel.timeout_s)
-    initialise(*pipelines.world(group), device, parallel.timeout_s)
-    ranks = measured_ranks(store, group, parallel.pp, device)
-    engine = Engine(*_cut(job.model.arguments(replace(parallel, device=device)), job, ranks))
-    with Waiting(f"reading weights from {job.model.folder}", sys.stderr, speaks=group.rank == 0):
-        version = job.model.load(engine)
-    numbers = {name: arguments.opened[name] for name in ("precision", "reproducible")}
-    file = together(
-        *(store, group, "output"),
-        lambda: _answers_file(job, version, numbers, arguments.fresh) if group.rank == 0 else None,
-    )
-    kept = frozenset(agree(store, group, "kept", {"kept": file.kept if file else []})[0]["kept"])
-    listener = None
-    if engine.pipeline.holds_first_stage and engine.grid.tp_rank == 0:
-        listener = AnswerCollector(job, file, pipelines) if pipelines.index == 0 else AnswerSender(pipelines)
-    watchdog = Watchdog.of_run(engine.recorder, parallel.timeout_s, engine.grid.control, engine.grid.pp_ranks)
-    try:
-        options = replace(job.options, skip=kept | others_answers(job, pipelines))
-        prompts = [prompt.tokens for prompt in job.prompts]
-        result = engine.generate(
-            prompts, job.params, options, listener and listener.on_token, listener and listener.on_answer
-        )
-        if listener is not None:
-            listener.end(result)
-        # The store may belong to a process that has already finished its own work.
-        agree(store, group, "end", {})
-    except BaseException:
-        if file is not None:
-            file.close()
-        raise
-    finally:
-        if listener is not None:
-            listener.close()
-        watchdog.close()
-        engine.close()
+    return DecodedRows(shape.rows_per_slot, mean + job.params.max_new_tokens / 2, shape.num_rows * longest)

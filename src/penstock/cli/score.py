@@ -5,27 +5,24 @@ import json
 import logging
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from penstock.cli.commands import Parser, counted, print_json, refuse_to_overwrite
 from penstock.cli.options import MODEL_OPTIONS, PROCESSES, add_options, options_of, parallel_options, values_of
-from penstock.cli.processes.launch import WorkerCommand, launch
-from penstock.cli.processes.layout_here import say_shared_cores
-from penstock.cli.processes.meeting import Group, agree, find_group_of
+from penstock.cli.processes.launch import WorkerCommand
 from penstock.cli.progress import show_log
-from penstock.settings import DataConfig, ParallelConfig, Settings, same_as
+from penstock.cli.session import ModelArguments, ModelCommand, ModelSession, shared_arguments
+from penstock.settings import DataConfig, Settings, same_as
 from penstock.settings.declare import ABOVE_0, AT_LEAST_1, setting
 
 if TYPE_CHECKING:
-    from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
-
     from penstock.cli.scoring import ScoreJob, Summary
     from penstock.engine.folders.model_folder import ModelFolder
 
-_COMMAND = WorkerCommand(
+_WORKERS = WorkerCommand(
     "penstock.cli.score", "continues where it was stopped", ("penstock.cli.scoring", "penstock.engine.engine")
 )
 
@@ -45,20 +42,15 @@ _PARALLEL = parallel_options(("pp", "dp", "cp", "tp", *PROCESSES))
 _SCORING = options_of(ScoreConfig())
 
 
-@dataclass(frozen=True)
-class ScoreArguments:
-    """One call of the command.
+@dataclass(frozen=True, kw_only=True)
+class ScoreArguments(ModelArguments):
+    """One call of the command; the pipelines share the texts."""
 
-    parallel: one pipeline, of which `dp` share the texts. opened: further arguments of `open_model`.
-    """
+    axes = ("pp", "dp", "cp", "tp")
 
-    model: Path
     file: Path
     output: Path
-    dp: int
-    parallel: ParallelConfig
     scoring: ScoreConfig
-    opened: dict[str, Any]
     special_tokens: bool
     json: bool
 
@@ -83,14 +75,7 @@ def main(words: Sequence[str]) -> int:
     arguments = read_arguments(words)
     show_log(logging.WARNING)
     refuse_to_overwrite(arguments.output, otherwise="give another --output")
-    parallel = arguments.parallel
-    sizes = {"pp": parallel.pp, "dp": arguments.dp, "cp": parallel.cp, "tp": parallel.tp}
-    group, world_size = find_group_of(sizes)
-    if group is None and world_size > 1:
-        return launch(
-            _COMMAND, words, world_size, parallel.num_threads, check=lambda: _check_model(arguments, world_size)
-        )
-    return _run_worker(arguments, group or Group.alone())
+    return ModelCommand(_WORKERS, read_arguments, _opened, _score).run(words, arguments)
 
 
 def parser() -> Parser:
@@ -129,25 +114,14 @@ def read_arguments(words: Sequence[str]) -> ScoreArguments:
     Raises: ValueError for a mistake in it.
     """
     given = parser().parse_args(list(words))
-    parallel = ParallelConfig(**values_of(given, _PARALLEL))
     return ScoreArguments(
-        model=given.model,
+        **shared_arguments(given, _PARALLEL),
         file=given.file,
         output=given.output or given.file.with_suffix(".scores.jsonl"),
-        dp=parallel.dp,
-        parallel=replace(parallel, dp=1),
         scoring=ScoreConfig(**values_of(given, _SCORING)),
-        opened=values_of(given, MODEL_OPTIONS) | ({"native": False} if given.no_native else {}),
         special_tokens=not given.no_special_tokens,
         json=given.json,
     )
-
-
-def _check_model(arguments: ScoreArguments, world_size: int) -> None:
-    """Refuse what no number of processes could do; the texts are left to them."""
-    _opened(arguments)
-    # Not before, so that a refusal stays one sentence.
-    say_shared_cores(world_size, arguments.parallel.device)
 
 
 def _opened(arguments: ScoreArguments) -> "ModelFolder":
@@ -181,57 +155,32 @@ def check(arguments: ScoreArguments) -> "ScoreJob":
     return ScoreJob(model, texts, max_tokens, arguments.parallel.cp)
 
 
-def _run_worker(arguments: ScoreArguments, group: Group) -> int:
-    """Score as one process of `group`; returns the exit code."""
-    from penstock.cli.processes.session import work_together
-
-    parallel = arguments.parallel
-    return work_together(group, parallel.num_threads, parallel.timeout_s, lambda store: _score(arguments, group, store))
-
-
-def _score(arguments: ScoreArguments, group: Group, store: "Store") -> None:
-    from penstock.cli.processes.session import Pipelines, choose_device, initialise, refuse_differing, together
-    from penstock.cli.progress import Waiting
+def _score(session: ModelSession[ScoreArguments]) -> None:
     from penstock.cli.scoring import ScoreFile, Scoring
-    from penstock.cli.texts import show_layers
-    from penstock.engine.engine import Engine
-    from penstock.runtime import Watchdog
 
-    parallel = arguments.parallel
-    job = together(store, group, "texts", lambda: check(arguments))
-    if group.rank == 0:
-        show_layers(job.model)
+    arguments = session.arguments
+    job = session.together("texts", lambda: check(arguments))
     digest = _digest(job.texts)
-    refuse_differing(store, group, "scoring", {**arguments.decisive, "texts": digest, "max_tokens": job.max_tokens})
-    device = choose_device(store, group, parallel.device)
-    pipelines = Pipelines.of(store, group, arguments.dp, parallel.timeout_s)
-    initialise(*pipelines.world(group), device, parallel.timeout_s)
-    engine = Engine(*job.model.arguments(replace(parallel, device=device)))
-    with Waiting(f"reading weights from {job.model.folder}", sys.stderr, speaks=group.rank == 0):
-        version = job.model.load(engine)
-    decisive = [str(job.model.folder.resolve()), version, digest, job.max_tokens, arguments.decisive]
-    ends = list(accumulate(map(len, job.batches)))
-    watchdog = Watchdog.of_run(engine.recorder, parallel.timeout_s, engine.grid.control, engine.grid.pp_ranks)
-    # Ranks that share the last stage have the same results; one of them delivers.
-    delivers = engine.pipeline.gives_results and (engine.grid.tp_rank, engine.grid.cp_rank) == (0, 0)
-    try:
-        writes = delivers and pipelines.index == 0
-        file = together(
-            store, group, "file", lambda: ScoreFile(arguments.output, _digest(decisive), ends) if writes else None
+    session.refuse_differing("scoring", {**arguments.decisive, "texts": digest, "max_tokens": job.max_tokens})
+    with session.open(job.model) as (engine, version):
+        decisive = [str(job.model.folder.resolve()), version, digest, job.max_tokens, arguments.decisive]
+        ends = list(accumulate(map(len, job.batches)))
+        # Ranks that share the last stage have the same results; one of them delivers.
+        delivers = engine.pipeline.gives_results and (engine.grid.tp_rank, engine.grid.cp_rank) == (0, 0)
+        writes = delivers and session.pipelines.index == 0
+        file = session.together(
+            "file", lambda: ScoreFile(arguments.output, _digest(decisive), ends) if writes else None
         )
-        num_lines = agree(store, group, "lines", {"num": 0 if file is None else file.num_lines})
+        num_lines = session.agree("lines", {"num": 0 if file is None else file.num_lines})
         first = max(lines["num"] for lines in num_lines)
-        scoring = Scoring(engine, job, pipelines, delivers, file, first)
+        scoring = Scoring(engine, job, session.pipelines, delivers, file, first)
         summary = scoring.run(arguments.scoring.temperature, sys.stderr if arguments.json else sys.stdout)
         # The store may belong to a process that has already finished its own work.
-        agree(store, group, "end", {})
+        session.agree("end", {})
         if file is not None and summary is not None:
             # Before anything is closed: what fails then takes nothing from the scores.
             file.publish()
             _show(summary, arguments)
-    finally:
-        watchdog.close()
-        engine.close()
 
 
 def _digest(value: object) -> str:

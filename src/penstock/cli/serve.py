@@ -8,24 +8,29 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from penstock.cli.commands import Parser
 from penstock.cli.options import MODEL_OPTIONS, PROCESSES, add_options, options_of, parallel_options, values_of
-from penstock.cli.processes.launch import WorkerCommand, launch
-from penstock.cli.processes.layout_here import is_free, say_shared_cores, size_in_words
-from penstock.cli.processes.meeting import Group, agree, find_group_of
+from penstock.cli.processes.launch import WorkerCommand
+from penstock.cli.processes.layout_here import size_in_words
 from penstock.cli.processes.memory_limits import check_rows
 from penstock.cli.progress import show_log
+from penstock.cli.session import (
+    RING_OPTIONS,
+    DecodedRows,
+    ModelArguments,
+    ModelCommand,
+    ModelSession,
+    shared_arguments,
+)
 from penstock.io.files import read_text
-from penstock.settings import ParallelConfig, RingConfig, ServeConfig
+from penstock.settings import RingConfig, ServeConfig
 
 if TYPE_CHECKING:
     from socket import socket
-
-    from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
     from penstock.engine.engine import Engine
     from penstock.engine.folders.model_folder import ModelFolder
@@ -38,7 +43,6 @@ API_KEY = "PENSTOCK_API_KEY"
 _IMPORTS = ("penstock.serve.server", "penstock.cli.processes.session", "penstock.engine.engine")
 _PARALLEL = parallel_options(("pp", *PROCESSES))
 _CHOSEN = ("pp", "threads")
-_RING = options_of(RingConfig(), {"num_slots": "slots", "rows_per_slot": "rows"}, without=("max_rows_per_slot",))
 _SERVE = options_of(ServeConfig(), {"drain_s": "drain"})
 _USUAL_LENGTH = 4096
 # oneDNN keeps code for each number of rows that a product has had, up to 1,024 of them: here so many come that this
@@ -57,16 +61,14 @@ _METAVARS = {
 }
 
 
-@dataclass(frozen=True)
-class ServeArguments:
-    """One call of the command: `layout_is_free` if none was asked for, `opened` further arguments of `open_model`."""
+@dataclass(frozen=True, kw_only=True)
+class ServeArguments(ModelArguments):
+    """One call of the command."""
 
-    model: Path
+    axes = ("pp",)
+
     serve: ServeConfig
     ring: RingConfig
-    parallel: ParallelConfig
-    layout_is_free: bool
-    opened: dict[str, Any]
 
 
 def main(words: Sequence[str]) -> int:
@@ -80,26 +82,8 @@ def main(words: Sequence[str]) -> int:
     for library in ("starlette", "uvicorn"):
         if importlib.util.find_spec(library) is None:
             raise ValueError(f"penstock serve needs {library}; install it with pip install 'penstock[serve]'")
-    group, world_size = find_group_of({"pp": arguments.parallel.pp})
-    if group is None and arguments.layout_is_free:
-        words = [*_fitting_options(arguments), *words]
-        arguments = read_arguments(words)
-        world_size = arguments.parallel.pp
-    if group is None and world_size > 1:
-        command = WorkerCommand("penstock.cli.serve", "serves again", _IMPORTS)
-        num_threads = arguments.parallel.num_threads
-        return launch(command, words, world_size, num_threads, check=lambda: _check_model(arguments, world_size))
-    from penstock.cli.processes.session import work_together
-
-    own, parallel = group or Group.alone(), arguments.parallel
-    return work_together(own, parallel.num_threads, parallel.timeout_s, lambda store: _serve(arguments, own, store))
-
-
-def _check_model(arguments: ServeArguments, world_size: int) -> None:
-    """Refuse what no number of processes could do."""
-    _open(arguments)
-    # Not before, so that a refusal stays one sentence.
-    say_shared_cores(world_size, arguments.parallel.device)
+    workers = WorkerCommand("penstock.cli.serve", "serves again", _IMPORTS)
+    return ModelCommand(workers, read_arguments, _open, _serve, _fitting_options).run(words, arguments)
 
 
 def parser() -> Parser:
@@ -122,7 +106,7 @@ It listens on this machine alone unless --address says otherwise. Where the envi
     parser.add_argument("model", type=Path, metavar="MODEL", help="the folder of a run, or of a Hugging Face model")
     add_options(parser.add_argument_group("what it takes"), _SERVE, _METAVARS)
     running = parser.add_argument_group("how it runs (where no layout is given, as fits this machine)")
-    for options in (_PARALLEL, _RING, MODEL_OPTIONS):
+    for options in (_PARALLEL, RING_OPTIONS, MODEL_OPTIONS):
         add_options(running, options, _METAVARS, _CHOSEN)
     parser.add_argument("--no-native", action="store_true", help="as --native false")
     return parser
@@ -135,12 +119,9 @@ def read_arguments(words: Sequence[str]) -> ServeArguments:
     """
     given = parser().parse_args(list(words))
     return ServeArguments(
-        model=given.model,
+        **shared_arguments(given, _PARALLEL, _CHOSEN),
         serve=ServeConfig(**values_of(given, _SERVE)),
-        ring=RingConfig(**values_of(given, _RING)),
-        parallel=ParallelConfig(**values_of(given, _PARALLEL)),
-        layout_is_free=is_free(given, _CHOSEN),
-        opened=values_of(given, MODEL_OPTIONS) | ({"native": False} if given.no_native else {}),
+        ring=RingConfig(**values_of(given, RING_OPTIONS)),
     )
 
 
@@ -217,56 +198,33 @@ def _parts(arguments: ServeArguments, model: "ModelFolder", shape: "RingShape") 
     return ServerParts(served, config, mailboxes, ServerMetrics(lambda: mailboxes.queue.counts), _key(arguments))
 
 
-def _serve(arguments: ServeArguments, group: Group, store: "Store") -> None:
-    from penstock.cli.processes.measure import measured_ranks
-    from penstock.cli.processes.session import choose_device, initialise, refuse_differing, together
-    from penstock.cli.progress import Waiting
-    from penstock.cli.texts import show_lacking, show_layers
-    from penstock.engine.engine import Engine
-    from penstock.engine.generation.decode_cut import cut_to_decode
-    from penstock.runtime import Watchdog
+def _serve(session: ModelSession[ServeArguments]) -> None:
+    from penstock.cli.texts import show_lacking
     from penstock.serve.server import listen
 
-    config, parallel = arguments.serve, arguments.parallel
-    model = together(store, group, "model", lambda: _open(arguments))
-    if group.rank == 0:
-        show_layers(model)
+    arguments, config = session.arguments, session.arguments.serve
+    is_first = session.group.rank == 0
+    model = session.together("model", lambda: _open(arguments))
+    if is_first:
         show_lacking(model, ["max_new_tokens"])
     shape, length = _shape(arguments), _length(arguments, model)
-    refuse_differing(store, group, "form", {"rows": shape.num_rows, "slots": shape.num_slots, "length": length})
+    session.refuse_differing("form", {"rows": shape.num_rows, "slots": shape.num_slots, "length": length})
 
     def prepare() -> "tuple[ServerParts, socket] | None":
-        return (_parts(arguments, model, shape), listen(config.address, config.port)) if group.rank == 0 else None
+        return (_parts(arguments, model, shape), listen(config.address, config.port)) if is_first else None
 
-    prepared = together(store, group, "address", prepare)
+    prepared = session.together("address", prepare)
     os.environ.setdefault(*_KEPT_PRODUCTS)
-    device = choose_device(store, group, parallel.device)
-    initialise(store, group, device, parallel.timeout_s)
     # Answers are on their way from the first token to the last: half of the longest, on average.
-    ranks = measured_ranks(store, group, parallel.pp, device)
-    engine = Engine(
-        *cut_to_decode(
-            model.arguments(replace(parallel, device=device)),
-            shape.rows_per_slot,
-            length / 2,
-            ranks,
-            shape.num_rows * length,
-        )
-    )
-    with Waiting(f"reading weights from {model.folder}", sys.stderr, speaks=group.rank == 0):
-        model.load(engine)
-    ending = threading.Event() if prepared is not None else None
-    for number in (signal.SIGTERM, signal.SIGINT):
-        # The other ranks end with the ring, which the first one closes.
-        signal.signal(number, lambda *_: None if ending is None else ending.set())
-    watchdog = Watchdog.of_run(engine.recorder, parallel.timeout_s, engine.grid.control, engine.grid.pp_ranks)
-    try:
+    decoded = DecodedRows(shape.rows_per_slot, length / 2, shape.num_rows * length)
+    with session.open(model, decoded) as (engine, _):
+        ending = threading.Event() if prepared is not None else None
+        for number in (signal.SIGTERM, signal.SIGINT):
+            # The other ranks end with the ring, which the first one closes.
+            signal.signal(number, lambda *_: None if ending is None else ending.set())
         own_bytes = engine.generator.decoders.cache_bytes(shape.num_rows, length)
-        cache = _of_caches([theirs["bytes"] for theirs in agree(store, group, "cache", {"bytes": own_bytes})])
+        cache = _of_caches([theirs["bytes"] for theirs in session.agree("cache", {"bytes": own_bytes})])
         _run(engine, shape, length, cache, prepared, ending)
-    finally:
-        watchdog.close()
-        engine.close()
 
 
 def _run(

@@ -35,9 +35,15 @@ ONE = Summary(
 def test_one_line_and_one_token_are_in_the_singular(
     summary: Summary, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    paths = Path("model"), Path("texts.jsonl"), Path("out.jsonl")
     arguments = ScoreArguments(
-        *paths, dp=1, parallel=ParallelConfig(), scoring=ScoreConfig(), opened={}, special_tokens=True, json=False
+        model=Path("model"),
+        file=Path("texts.jsonl"),
+        output=Path("out.jsonl"),
+        parallel=ParallelConfig(),
+        scoring=ScoreConfig(),
+        opened={},
+        special_tokens=True,
+        json=False,
     )
     _show(summary, arguments)
     assert capsys.readouterr().out.startswith(said)
