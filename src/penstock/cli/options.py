@@ -29,13 +29,9 @@ def parallel_options(names: Iterable[str], **defaults: Any) -> Options:
     return {name: replace(every[name], default=defaults.get(name, every[name].default)) for name in names}
 
 
-_OF_FOLDER = {
-    # What is left out is as in the model's files.
-    "quantize": lambda own: replace(own, default=None),
-    "precision": lambda own: replace(own, help=own.help.replace("of model.pretrained, or fp32", "of the model folder")),
-}
 MODEL_OPTIONS: Options = {
-    own.key: _OF_FOLDER.get(own.key, lambda own: own)(own)
+    # What is left out is as in the model's files.
+    own.key: replace(own, default=None) if own.key == "quantize" else own
     for own in (*walk(ModelConfig()), *walk(TrainConfig()), *walk(InferenceConfig()))
     if own.name in ("model.native", "train.precision", "train.reproducible", "inference.quantize")
 }

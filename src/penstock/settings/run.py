@@ -152,8 +152,8 @@ class TrainConfig(Settings, section="train"):
     seed: int = setting(0, "Decides the initial weights and the order of the data.", Bounds(least=0, below=1 << 64))
     precision: Precision | None = setting(
         None,
-        "Parameters in fp32, fp64 or 16 bit (with fp32 masters), or fp32 with autocast; left out, that of "
-        "model.pretrained, or fp32.",
+        "Parameters in fp32, fp64 or 16 bit (with fp32 masters), or fp32 with autocast; left out, that of the model's "
+        "files, or fp32.",
     )
     recompute: Recompute = setting(
         "none", 'Activation checkpointing: layers recomputed in backward: "none", "full", or their numbers.', AT_LEAST_0

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from penstock.cli import doctor, generate, score
+from penstock.cli import doctor, generate, score, session
 from penstock.cli.main import main
 from penstock.cli.options import Options, add_options, values_of
 from penstock.settings import ConfigError, ParallelConfig, RingConfig, Setting
 from penstock.settings.declare import possible
 
 COMMANDS: dict[str, tuple[tuple[Options, ...], list[str]]] = {
-    "generate": ((generate._PARALLEL, generate._RING), ["MODEL", "a"]),
+    "generate": ((generate._PARALLEL, session.RING_OPTIONS), ["MODEL", "a"]),
     "score": ((score._PARALLEL, score._SCORING), ["MODEL", "texts.jsonl"]),
     "doctor": ((doctor._PARALLEL,), ["--no-links"]),
 }
@@ -80,7 +80,7 @@ def test_help_and_default_are_those_of_the_setting(
 
 def test_values_reach_the_settings() -> None:
     parser = argparse.ArgumentParser()
-    options: Options = {**generate._PARALLEL, **generate._RING}
+    options: Options = {**generate._PARALLEL, **session.RING_OPTIONS}
     add_options(parser, options)
     usual: dict[str, Any] = values_of(parser.parse_args([]), options)
     assert {**usual, "max_rows_per_slot": 16}.items() >= vars(RingConfig()).items()
@@ -100,4 +100,4 @@ def test_help_names_no_setting_that_a_command_of_a_saved_model_lacks(
     with pytest.raises(SystemExit):
         main([command, "--help"])
     told = " ".join(capsys.readouterr().out.split())
-    assert "with autocast; left out, that of the model folder" in told and "model.pretrained" not in told
+    assert "with autocast; left out, that of the model's files" in told and "model.pretrained" not in told
