@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 from penstock.io.documents import parse_json
 from penstock.io.files import check_file, naming, whole_file
-from penstock.schedule import names
+from penstock.settings.declare import nearest, suggestion
 
 #: columns of every help, which a terminal has at the least
 WIDTH = 80
@@ -42,16 +42,6 @@ class Command:
         return getattr(import_module(self.module), name)()
 
 
-def nearest(given: str, known: Iterable[str], *, what: str) -> ValueError:
-    """The error for an unknown name; it names the nearest known one, or all of them."""
-    from difflib import get_close_matches
-
-    known = list(known)
-    near = get_close_matches(given, known, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
-    return ValueError(f"no {what} is called {given!r}; {hint}")
-
-
 def dispatch(program: str, table: Mapping[str, Command], arguments: list[str], *, head: str, foot: str = "") -> int:
     """Run the command that the first argument names, or print the table of all of them as help.
 
@@ -65,7 +55,7 @@ def dispatch(program: str, table: Mapping[str, Command], arguments: list[str], *
     if name not in table:
         if name.startswith("-"):
             raise ValueError(f"{program} takes a command before {name!r}: {', '.join(table)}")
-        raise nearest(name, table, what=f"{program} command")
+        raise ValueError(f"no {program} command is called {name!r}; {suggestion(name, table)}")
     return table[name].load()(rest)
 
 
@@ -117,17 +107,13 @@ class Parser(argparse.ArgumentParser):
         for word in unknown:
             name = word.partition("=")[0]
             if name.startswith("--"):
-                raise self._unknown_option(name)
+                # Dashes, which all options have, bring none nearer.
+                known = {option[2:]: option for option in self._option_string_actions}
+                near = known.get(nearest(name[2:], known, 0.5))
+                hint = f"did you mean {near!r}?" if near else f"{self.prog} --help says what it takes"
+                raise ValueError(f"no option of {self.prog} is called {name!r}; {hint}")
             raise ValueError(f"{self.prog} has no use for {word!r}; {self.prog} --help says what it takes")
         return options
-
-    def _unknown_option(self, given: str) -> ValueError:
-        """The error for an unknown option. Dashes, which all options have, bring none nearer."""
-        from difflib import get_close_matches
-
-        near = get_close_matches(given[2:], [name[2:] for name in self._option_string_actions], n=1, cutoff=0.5)
-        hint = f"did you mean {f'--{near[0]}'!r}?" if near else f"{self.prog} --help says what it takes"
-        return ValueError(f"no option of {self.prog} is called {given!r}; {hint}")
 
     def print_help(self, file=None):
         # argparse itself says nothing of a file that takes no more.
@@ -345,6 +331,8 @@ def _parser_of(program: str, command: Command) -> Parser:
 def _complete(action: argparse.Action, program: str) -> None:
     """Have a path completed as one, a schedule by its names, and a setting by the values that its metavar lists."""
     import shtab
+
+    from penstock.schedule import names
 
     shown = action.metavar if isinstance(action.metavar, str) else ""
     is_schedule = action.dest == "name" and not action.option_strings

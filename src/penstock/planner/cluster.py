@@ -6,7 +6,6 @@ import math
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 from penstock.io.documents import parse_toml
 from penstock.io.files import read_text
+from penstock.settings.declare import suggestion
 
 _GIB = 2**30
 
@@ -140,10 +140,8 @@ class Cluster:
 def unknown(name: str, known: Iterable[str], what: str) -> ClusterError:
     """The error for an unknown name, with the nearest known one."""
     known = list(known)
-    near = get_close_matches(name.lower(), known, n=1, cutoff=0.4)
-    return ClusterError(
-        f"no {what} is called {name!r}; {f'did you mean {near[0]!r}? ' if near else ''}there are {', '.join(known)}"
-    )
+    near = suggestion(name, known, otherwise="")
+    return ClusterError(f"no {what} is called {name!r}; {f'{near} ' if near else ''}there are {', '.join(known)}")
 
 
 @cache

@@ -3,7 +3,6 @@
 import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import cached_property
 from typing import Any
 
@@ -13,6 +12,7 @@ from penstock.engine.generation.answers import check_prompts
 from penstock.model import Limits
 from penstock.serve.refusals import RefusalError, invalid, quoted
 from penstock.settings import SamplingParams, ServeConfig
+from penstock.settings.declare import suggestion
 
 # ---- The fields of a request's JSON object: each taken once with its kind and bounds; what is left over is refused
 
@@ -85,9 +85,7 @@ class Fields:
     def end(self) -> None:
         """Refuse fields that were not taken."""
         for name in self._left:
-            near = get_close_matches(name, self._known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(self._known)}"
-            raise invalid(name[:80], f"there is no field {quoted(name)}; {hint}")
+            raise invalid(name[:80], f"there is no field {quoted(name)}; {suggestion(name, self._known)}")
 
 
 def text_in(name: str, value: Any) -> str:

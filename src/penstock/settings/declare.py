@@ -324,9 +324,25 @@ def refuse_divisor(name: str, value: int, whole_name: str, whole: int) -> None:
         raise ConfigError(f"{name} = {value} does not divide {whole_name} = {whole}; possible are {divisors}")
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """The known name most similar to `name`, capitals aside; the first one on a tie."""
-    return max(known, key=lambda other: difflib.SequenceMatcher(None, name.lower(), other.lower()).ratio())
+def nearest(name: str, known: Iterable[str], least: float = 0.0) -> str:
+    """The known name most similar to `name`, capitals aside; the first one on a tie, none if all are below `least`."""
+    matcher = difflib.SequenceMatcher(None, "", name.lower())
+
+    def similarity(other: str) -> float:
+        matcher.set_seq1(other.lower())
+        # A name from elsewhere may be long: its length alone says that none is near.
+        return matcher.ratio() if matcher.real_quick_ratio() >= least else 0.0
+
+    best = max(known, key=similarity, default="")
+    return best if similarity(best) >= least else ""
+
+
+def suggestion(name: str, known: Iterable[str], otherwise: str | None = None) -> str:
+    """The question for the known name that is meant, if one is near; else `otherwise`, or all of them."""
+    known = list(known)
+    if near := nearest(name, known, 0.5):
+        return f"did you mean {near!r}?"
+    return f"there are {', '.join(known)}" if otherwise is None else otherwise
 
 
 def describe(kind: Any) -> str:

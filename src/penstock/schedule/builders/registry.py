@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields
-from difflib import get_close_matches
 from importlib.metadata import entry_points
 from inspect import Parameter, signature
 from os.path import isdir
@@ -16,6 +15,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from penstock.schedule.actions import Schedule, ScheduleError, check_count
 from penstock.settings.arguments import type_in_words
+from penstock.settings.declare import suggestion
 from penstock.settings.objects import is_reference, load_object
 
 Builder: TypeAlias = Callable[..., Schedule]
@@ -284,6 +284,5 @@ def _nearest(word: str, known: Mapping[str, Any]) -> str:
     """Suggest what to write instead of an unknown word."""
     if not known:
         return "it has none"
-    nearest = get_close_matches(word.lower(), known, n=1, cutoff=0.5)
-    suggestion = f"did you mean {nearest[0]!r}? " if nearest else ""
-    return f"{suggestion}possible: {', '.join(known)}"
+    near = suggestion(word, known, otherwise="")
+    return f"{near} possible: {', '.join(known)}".lstrip()
