@@ -9,8 +9,14 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from penstock.cli.main import sentence
-from penstock.cli.processes.meeting import Group, report_is_written, reports_first, stay_for_others, stay_for_report
-from penstock.cli.processes.session import _report_failure
+from penstock.cli.processes.meeting import Group
+from penstock.cli.processes.session import (
+    _report_failure,
+    report_is_written,
+    reports_first,
+    stay_for_others,
+    stay_for_report,
+)
 from penstock.parallel.host import ProcessEnded
 from penstock.runtime import PipelineError
 

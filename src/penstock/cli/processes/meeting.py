@@ -6,9 +6,8 @@ import math
 import os
 import re
 import signal
-import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,10 +19,6 @@ LAUNCHER_PID = "PENSTOCKLAUNCHER_PID"
 """The environment variable that names, for workers that we launched ourselves, the process that did."""
 
 _OURS = "this launch"
-# The store's counters of processes that have met a user's mistake, and of those that ask it nothing more.
-_REPORTED, _WRITTEN, _DONE = "penstock/reported", "penstock/report_written", "penstock/done_with_store"
-# How long a process that fails waits for the store's answer.
-_ANSWER_LIMIT_S = 5.0
 # How long a process leaves it to another to report their mistake: a loaded machine may still be starting that one.
 _OTHERS_WAIT_S = 20.0
 
@@ -147,60 +142,6 @@ def agree(store: "Store", group: Group, key: str, ours: Mapping[str, Any]) -> li
         # The store may live in this process, which may end because of what it read: not before all have read it.
         store.get(f"{place}/all_have_read")
     return values
-
-
-def reports_first(store: "Store") -> bool:
-    """Return whether no other process has reported a user's mistake yet; all of them may find the same one."""
-    # The store may have gone with a process that has already reported.
-    return _asked(lambda: store.add(_REPORTED, 1) == 1, if_gone=False, if_silent=True)
-
-
-def report_is_written(store: "Store") -> None:
-    """Let the processes end that wait for the report."""
-    _asked(lambda: store.set(_WRITTEN, "") is None, if_gone=False, if_silent=False)
-
-
-def stay_for_report(store: "Store") -> None:
-    """Wait briefly until the report is written: once one process has ended, the others are soon ended, too."""
-    deadline = time.monotonic() + _ANSWER_LIMIT_S
-    while time.monotonic() < deadline:
-        if _asked(lambda: store.check([_WRITTEN]), if_gone=True, if_silent=True):
-            return
-        time.sleep(0.01)
-
-
-def stay_for_others(store: "Store", group: Group) -> None:
-    """Ask the store nothing more; on rank 0, with which it may end, wait briefly until that holds for all.
-
-    A process whose store goes while it asks prints a page of torch's own beside the one sentence.
-    """
-    done = _asked(lambda: store.add(_DONE, 1) >= group.world_size, if_gone=True, if_silent=True)
-    deadline = time.monotonic() + _ANSWER_LIMIT_S
-    while not done and group.rank == 0 and time.monotonic() < deadline:
-        time.sleep(0.01)
-        done = _asked(lambda: store.add(_DONE, 0) >= group.world_size, if_gone=True, if_silent=True)
-
-
-def is_reported(store: "Store") -> bool:
-    """Return whether some process has reported a user's mistake, so that other errors merely follow from its end."""
-    # The process that held the store need not have reported anything.
-    return _asked(lambda: store.check([_REPORTED]), if_gone=False, if_silent=False)
-
-
-def _asked(question: Callable[[], bool], *, if_gone: bool, if_silent: bool) -> bool:
-    """Ask the store in a thread, for at most `_ANSWER_LIMIT_S`: a process about to end may be cut off from it."""
-    answers: list[bool] = []
-
-    def ask() -> None:
-        try:
-            answers.append(question())
-        except RuntimeError:
-            answers.append(if_gone)
-
-    thread = threading.Thread(target=ask, daemon=True)
-    thread.start()
-    thread.join(_ANSWER_LIMIT_S)
-    return answers[0] if answers else if_silent
 
 
 def _number(environ: Mapping[str, str], name: str, default: str | None = None) -> int:

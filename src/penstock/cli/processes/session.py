@@ -24,19 +24,11 @@ from typing import Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from penstock.cli.main import in_plain_words, lacks_memory, sentence
 from penstock.cli.processes.launch import FAILED, REFUSED
-from penstock.cli.processes.meeting import (
-    Group,
-    agree,
-    is_reported,
-    report_is_written,
-    reports_first,
-    stay_for_others,
-    stay_for_report,
-)
+from penstock.cli.processes.meeting import Group, agree
 from penstock.engine.checkpoint.manifest import CheckpointError
 from penstock.parallel.host import ProcessEnded, on_all_ranks
 from penstock.runtime import CallbackError, PipelineError, StepError
@@ -284,6 +276,11 @@ def _greet_all(store: Store, name: str, missing: set[int], deadline: float) -> N
 
 T = TypeVar("T")
 
+# The store's counters of processes that have met a user's mistake, and of those that ask it nothing more.
+_REPORTED, _WRITTEN, _DONE = "penstock/reported", "penstock/report_written", "penstock/done_with_store"
+# How long a process that fails waits for the store's answer.
+_ANSWER_LIMIT_S = 5.0
+
 
 def work_together(group: Group, num_threads: int, timeout_s: float, work: Callable[[Store], int | None]) -> int:
     """Do `work`, given the store where the processes of `group` meet; returns its exit code, or the command's.
@@ -399,6 +396,60 @@ def _report_failure(group: Group, error: Exception) -> None:
     what = sentence(error) if isinstance(error, OSError) else _first_sentence(error)
     # In one piece: without buffers, as torchrun starts them, processes would write into each other's lines.
     sys.stderr.write(f"penstock: process {group.rank}: {where}{what}\n")
+
+
+def reports_first(store: "Store") -> bool:
+    """Return whether no other process has reported a user's mistake yet; all of them may find the same one."""
+    # The store may have gone with a process that has already reported.
+    return _asked(lambda: store.add(_REPORTED, 1) == 1, if_gone=False, if_silent=True)
+
+
+def report_is_written(store: "Store") -> None:
+    """Let the processes end that wait for the report."""
+    _asked(lambda: store.set(_WRITTEN, "") is None, if_gone=False, if_silent=False)
+
+
+def stay_for_report(store: "Store") -> None:
+    """Wait briefly until the report is written: once one process has ended, the others are soon ended, too."""
+    deadline = time.monotonic() + _ANSWER_LIMIT_S
+    while time.monotonic() < deadline:
+        if _asked(lambda: store.check([_WRITTEN]), if_gone=True, if_silent=True):
+            return
+        time.sleep(0.01)
+
+
+def stay_for_others(store: "Store", group: Group) -> None:
+    """Ask the store nothing more; on rank 0, with which it may end, wait briefly until that holds for all.
+
+    A process whose store goes while it asks prints a page of torch's own beside the one sentence.
+    """
+    done = _asked(lambda: store.add(_DONE, 1) >= group.world_size, if_gone=True, if_silent=True)
+    deadline = time.monotonic() + _ANSWER_LIMIT_S
+    while not done and group.rank == 0 and time.monotonic() < deadline:
+        time.sleep(0.01)
+        done = _asked(lambda: store.add(_DONE, 0) >= group.world_size, if_gone=True, if_silent=True)
+
+
+def is_reported(store: "Store") -> bool:
+    """Return whether some process has reported a user's mistake, so that other errors merely follow from its end."""
+    # The process that held the store need not have reported anything.
+    return _asked(lambda: store.check([_REPORTED]), if_gone=False, if_silent=False)
+
+
+def _asked(question: Callable[[], bool], *, if_gone: bool, if_silent: bool) -> bool:
+    """Ask the store in a thread, for at most `_ANSWER_LIMIT_S`: a process about to end may be cut off from it."""
+    answers: list[bool] = []
+
+    def ask() -> None:
+        try:
+            answers.append(question())
+        except RuntimeError:
+            answers.append(if_gone)
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(_ANSWER_LIMIT_S)
+    return answers[0] if answers else if_silent
 
 
 def _on_thread_failure(failure: threading.ExceptHookArgs) -> None:
