@@ -108,9 +108,8 @@ class Parser(argparse.ArgumentParser):
             name = word.partition("=")[0]
             if name.startswith("--"):
                 # Dashes, which all options have, bring none nearer.
-                known = {option[2:]: option for option in self._option_string_actions}
-                near = known.get(nearest(name[2:], known, 0.5))
-                hint = f"did you mean {near!r}?" if near else f"{self.prog} --help says what it takes"
+                near = nearest(name[2:], [option[2:] for option in self._option_string_actions], 0.5)
+                hint = f"did you mean {f'--{near}'!r}?" if near else f"{self.prog} --help says what it takes"
                 raise ValueError(f"no option of {self.prog} is called {name!r}; {hint}")
             raise ValueError(f"{self.prog} has no use for {word!r}; {self.prog} --help says what it takes")
         return options
