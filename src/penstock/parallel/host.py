@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import struct
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -33,6 +34,24 @@ class ProcessEnded(RuntimeError):
 
 class DifferentCalls(RuntimeError):
     """Ranks are in different calls, such as one in `save` and the others in `train_batch`."""
+
+
+def answer_of_store(
+    question: Callable[[], bool], limit_s: float, *, if_gone: bool = False, if_silent: bool = False
+) -> bool:
+    """Ask the store in a thread, for at most `limit_s`: it may be gone, or silent since the network to it is cut."""
+    answers: list[bool] = []
+
+    def ask() -> None:
+        try:
+            answers.append(question())
+        except RuntimeError:
+            answers.append(if_gone)
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    return answers[0] if answers else if_silent
 
 
 def check_same_calls(calls: Sequence[str]) -> None:

@@ -1,5 +1,7 @@
 """The errors that a rank raises because of other ranks, or of the way to them."""
 
+import torch.distributed as dist
+
 
 class PipelineError(RuntimeError):
     """Ranks of one pipeline disagree, or a rank cannot go on; the message names ranks, actions and what is awaited.
@@ -67,3 +69,13 @@ def first_line(error: BaseException) -> str:
     line = text[0] if text else type(error).__name__
     line = line.split("] ", 1)[-1] if line.startswith("[") else line
     return line.partition(". This is typically caused by ")[0]
+
+
+def is_of_link(error: BaseException | None) -> bool:
+    """True for what a backend raises when a peer or a link is gone, which says nothing of the reason.
+
+    gloo has no exception class of its own.
+    """
+    if isinstance(error, TransportError | dist.DistError):
+        return True
+    return isinstance(error, RuntimeError) and any(name in str(error) for name in ("gloo", "pair closure", "NCCL"))

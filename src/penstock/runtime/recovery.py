@@ -7,7 +7,6 @@ one; each ends its step, undoes what the step has changed, and meets the others 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import threading
 import weakref
@@ -21,9 +20,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 
+from penstock.parallel.host import answer_of_store
 from penstock.parallel.renewable import Communicator, cut
 from penstock.runtime.distributed import default_store, unique_number
-from penstock.runtime.errors import PipelineError, StepError, TransportError, layer_notes
+from penstock.runtime.errors import PipelineError, StepError, is_of_link, layer_notes
 from penstock.runtime.trace import Recorder
 
 _FOREVER = timedelta(days=30)
@@ -220,7 +220,7 @@ class Recovery:
         try:
             yield
         except BaseException as error:
-            if self._store is not None and not (isinstance(error, Exception) and _is_of_link(error)):
+            if self._store is not None and not (isinstance(error, Exception) and is_of_link(error)):
                 self._announce(error)
             if stepping and self._store is None:
                 self.uncertain = f"the optimizer's step failed ({error}), so weights may have moved: load a checkpoint"
@@ -261,10 +261,10 @@ class Recovery:
         """The announced failure because of which this rank's step ends with `error`; None if there is none."""
         if self._store is None:
             return None
-        if self.alarm.failure is None and isinstance(error, Exception) and _is_of_link(error):
+        if self.alarm.failure is None and isinstance(error, Exception) and is_of_link(error):
             self._is_cut.wait(_HEARSAY_S)
         # What the thread has heard, or will hear, it also cuts: before that nothing can be made anew.
-        if self.alarm.failure is not None or _answered(self._is_announced):
+        if self.alarm.failure is not None or answer_of_store(self._is_announced, _ANSWER_S):
             self._is_cut.wait(_CUT_S)
         return self.alarm.failure
 
@@ -355,32 +355,10 @@ class _Watch(threading.Thread):
         the interpreter it must not come back from torch any more: it would find no interpreter, and abort the process.
         """
         self.resumed.set()
-        _answered(lambda: self._wake(store))
+        answer_of_store(lambda: self._wake(store), _ANSWER_S)
         self.join(_END_S)
 
     def _wake(self, store: Store) -> bool:
         store.set(_key(self.generation, self._rank), "")
         store.set(_key(self.generation + 1, self._rank), "")
         return True
-
-
-def _answered(question: Callable[[], bool]) -> bool:
-    """The store's answer; False where it is gone, or silent since the network to it is cut."""
-    answers: list[bool] = []
-
-    def ask() -> None:
-        with contextlib.suppress(RuntimeError):
-            answers.append(question())
-
-    thread = threading.Thread(target=ask, daemon=True)
-    thread.start()
-    thread.join(_ANSWER_S)
-    return bool(answers and answers[0])
-
-
-def _is_of_link(error: Exception) -> bool:
-    """True for what a backend raises when a peer or a link is gone, which says nothing of the reason."""
-    if isinstance(error, TransportError | dist.DistError):
-        return True
-    text = str(error)
-    return isinstance(error, RuntimeError) and ("gloo" in text or "pair closure" in text or "NCCL" in text)

@@ -30,8 +30,9 @@ from penstock.cli.main import in_plain_words, lacks_memory, sentence
 from penstock.cli.processes.launch import FAILED, REFUSED
 from penstock.cli.processes.meeting import Group, agree
 from penstock.engine.checkpoint.manifest import CheckpointError
-from penstock.parallel.host import ProcessEnded, on_all_ranks
+from penstock.parallel.host import ProcessEnded, answer_of_store, on_all_ranks
 from penstock.runtime import CallbackError, PipelineError, StepError
+from penstock.runtime.errors import is_of_link
 from penstock.settings import ConfigError, Device, differences
 
 # ---- Several pipelines that share the work of one command, each a group of its own, and hand results to one writer
@@ -388,7 +389,7 @@ def _report_failure(group: Group, error: Exception) -> None:
     cause = error.__cause__ if isinstance(error, StepError | CallbackError) else error
     is_of_file = isinstance(cause, OSError) and cause.filename is not None
     is_of_class = isinstance(cause, PipelineError | CheckpointError | ProcessEnded)
-    expected = is_of_class or is_of_file or _is_of_backend(cause) or lacks_memory(cause)
+    expected = is_of_class or is_of_file or is_of_link(cause) or lacks_memory(cause)
     if not expected or os.environ.get("PENSTOCK_TRACEBACK"):
         traceback.print_exception(error)
     # Errors from below the engine do not say where in the run they happened.
@@ -401,19 +402,19 @@ def _report_failure(group: Group, error: Exception) -> None:
 def reports_first(store: "Store") -> bool:
     """Return whether no other process has reported a user's mistake yet; all of them may find the same one."""
     # The store may have gone with a process that has already reported.
-    return _asked(lambda: store.add(_REPORTED, 1) == 1, if_gone=False, if_silent=True)
+    return answer_of_store(lambda: store.add(_REPORTED, 1) == 1, _ANSWER_LIMIT_S, if_silent=True)
 
 
 def report_is_written(store: "Store") -> None:
     """Let the processes end that wait for the report."""
-    _asked(lambda: store.set(_WRITTEN, "") is None, if_gone=False, if_silent=False)
+    answer_of_store(lambda: store.set(_WRITTEN, "") is None, _ANSWER_LIMIT_S)
 
 
 def stay_for_report(store: "Store") -> None:
     """Wait briefly until the report is written: once one process has ended, the others are soon ended, too."""
     deadline = time.monotonic() + _ANSWER_LIMIT_S
     while time.monotonic() < deadline:
-        if _asked(lambda: store.check([_WRITTEN]), if_gone=True, if_silent=True):
+        if answer_of_store(lambda: store.check([_WRITTEN]), _ANSWER_LIMIT_S, if_gone=True, if_silent=True):
             return
         time.sleep(0.01)
 
@@ -423,33 +424,21 @@ def stay_for_others(store: "Store", group: Group) -> None:
 
     A process whose store goes while it asks prints a page of torch's own beside the one sentence.
     """
-    done = _asked(lambda: store.add(_DONE, 1) >= group.world_size, if_gone=True, if_silent=True)
+    done = answer_of_store(
+        lambda: store.add(_DONE, 1) >= group.world_size, _ANSWER_LIMIT_S, if_gone=True, if_silent=True
+    )
     deadline = time.monotonic() + _ANSWER_LIMIT_S
     while not done and group.rank == 0 and time.monotonic() < deadline:
         time.sleep(0.01)
-        done = _asked(lambda: store.add(_DONE, 0) >= group.world_size, if_gone=True, if_silent=True)
+        done = answer_of_store(
+            lambda: store.add(_DONE, 0) >= group.world_size, _ANSWER_LIMIT_S, if_gone=True, if_silent=True
+        )
 
 
 def is_reported(store: "Store") -> bool:
     """Return whether some process has reported a user's mistake, so that other errors merely follow from its end."""
     # The process that held the store need not have reported anything.
-    return _asked(lambda: store.check([_REPORTED]), if_gone=False, if_silent=False)
-
-
-def _asked(question: Callable[[], bool], *, if_gone: bool, if_silent: bool) -> bool:
-    """Ask the store in a thread, for at most `_ANSWER_LIMIT_S`: a process about to end may be cut off from it."""
-    answers: list[bool] = []
-
-    def ask() -> None:
-        try:
-            answers.append(question())
-        except RuntimeError:
-            answers.append(if_gone)
-
-    thread = threading.Thread(target=ask, daemon=True)
-    thread.start()
-    thread.join(_ANSWER_LIMIT_S)
-    return answers[0] if answers else if_silent
+    return answer_of_store(lambda: store.check([_REPORTED]), _ANSWER_LIMIT_S)
 
 
 def _on_thread_failure(failure: threading.ExceptHookArgs) -> None:
@@ -465,11 +454,6 @@ def _first_sentence(error: Exception) -> str:
     """
     text = re.sub(r"^\[\S+\] |\. This is typically[^)]*", "", in_plain_words(" ".join(str(error).split())))
     return re.sub(r"wait timeout after (\d+)ms, keys: .*", r"another process did not answer within \1 ms", text)
-
-
-def _is_of_backend(error: BaseException | None) -> bool:
-    """Return whether a collective failed; gloo has no exception class of its own."""
-    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
 
 
 def _end(group: Group, code: int) -> int:
