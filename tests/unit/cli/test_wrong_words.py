@@ -8,7 +8,7 @@ import pytest
 
 from penstock.cli.commands import Parser
 from penstock.cli.main import main
-from tests.unit.cli.test_help import BENCHMARKS, PROGRAMS
+from tests.unit.cli.test_help import PROGRAMS
 
 
 @pytest.mark.parametrize(
@@ -20,7 +20,6 @@ from tests.unit.cli.test_help import BENCHMARKS, PROGRAMS
         ("schedule show interleaved --group-size 1.5", "argument --group-size: '1.5' is no whole number"),
         ("generate runs/none hi --temperature x", "argument --temperature: 'x' is no number"),
         ("generate runs/none hi --logit-bias x", "'x' is no bias; give a token id and a number"),
-        ("bench schedules --ranks x", "argument --ranks: 'x' is no whole number"),
     ],
 )
 def test_a_word_of_another_type_is_refused_in_words(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -30,7 +29,7 @@ def test_a_word_of_another_type_is_refused_in_words(words: str, said: str, capsy
 
 
 def test_no_option_of_any_command_names_a_type_of_python() -> None:
-    parsers = [*(command.parser() for command in PROGRAMS.values()), *BENCHMARKS.values()]
+    parsers = [command.parser() for command in PROGRAMS.values()]
     typed = [(parser, action) for parser in parsers for action in parser._actions if action.type is not None]
     refused = 0
     for parser, action in typed:
