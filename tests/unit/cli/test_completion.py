@@ -20,7 +20,6 @@ TYPED = {
     "schedule sim": "simulate",
     "schedule show dualpipe-": "dualpipe-v",
     "schedule verify ord": "order.csv",
-    "bench overh": "overhead",
     "generate --top-l": "--top-log-probs",
     "train --schedule.early_release f": "false",
 }
@@ -47,7 +46,6 @@ def test_bash_completes_commands_options_and_values(tmp_path: Path, capsys: pyte
     for words, wanted in (
         ("sched", {"schedule"}),
         ("schedule sim", {"simulate"}),
-        ("bench ove", {"overhead", "overlap"}),
         ("generate --top-", {"--top-k", "--top-p", "--top-log-probs"}),
         ("train --optimizer.num_w", {"--optimizer.num_warmup_steps"}),
         ("train --schedule.early_release ", {"true", "false"}),
