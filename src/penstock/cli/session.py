@@ -77,6 +77,7 @@ class DecodedRows(NamedTuple):
 class ModelSession(Generic[A]):
     """One process of a command that runs a saved model, and the store at which it meets the others."""
 
+    #: the command's, its place among the processes, and where they meet
     arguments: A
     group: Group
     store: "Store"
