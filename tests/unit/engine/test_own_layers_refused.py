@@ -49,6 +49,20 @@ def test_positions_of_another_type_are_refused(dtype: torch.dtype) -> None:
         engine.train_batch(batch(positions=positions))
 
 
+class Asks(nn.Module):
+    def forward(self, x: torch.Tensor, images: torch.Tensor) -> torch.Tensor:
+        return x + images
+
+
+def test_a_batch_that_lacks_a_key_is_refused_after_one_that_had_it_too() -> None:
+    engine = Engine.from_layers([nn.Embedding(16, 8), Asks(), nn.Linear(8, 16)], hidden_size=8)
+    images = [torch.ones(3, 8), torch.ones(2, 8)]
+    for _ in range(2):
+        assert engine.train_batch(batch(images=images)).success
+        with pytest.raises(ValueError, match=r"layers\.1 takes 'images', which has no default and is no key"):
+            engine.train_batch(batch())
+
+
 class Reads(nn.Module):
     """Needs its data, so that its output is not known before; gives another dtype."""
 
