@@ -40,6 +40,7 @@ class DecodeForm(NamedValue):
     GRAPHS = "graphs"
 
 
+@dataclass(eq=False)
 class StageDecoder:
     """A stage with the KV caches of its units; decodes the live rows of a batch.
 
@@ -52,9 +53,6 @@ class StageDecoder:
     stage: Stage
     #: its units' KV caches
     caches: Sequence[Any]
-
-    def __init__(self, stage: Stage, caches: Sequence[Any]) -> None:
-        self.stage, self.caches = stage, caches
 
     def decode(self, x: Tensor, rows: CachedRows, slot: range) -> Tensor:
         """The stage's output for a batch; `slot` are its slot's rows of the cache."""
