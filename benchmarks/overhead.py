@@ -33,8 +33,7 @@ from penstock.runtime import (
     Tape,
     run_together,
 )
-from penstock.runtime.pairs import ALONE
-from penstock.runtime.stage import Finish
+from penstock.runtime.stage import ALONE, Finish
 
 NUM_TOKENS, HIDDEN_SIZE = 4, 8
 

@@ -8,9 +8,8 @@ from penstock.runtime.errors import CallbackError, Deadlock, PipelineError, Step
 from penstock.runtime.executor import Executor, Feed, run_together
 from penstock.runtime.host_memory import keep_freed_memory, prepare_large_pages
 from penstock.runtime.message import Message
-from penstock.runtime.pairs import Hooks, Pairs
 from penstock.runtime.recovery import Recovery
-from penstock.runtime.stage import Boundary, LaneUnit, Stage, UnitCall
+from penstock.runtime.stage import Boundary, LaneUnit, Pairs, Stage, UnitCall
 from penstock.runtime.tape import GraphSegment, Tape
 from penstock.runtime.trace import Awaited, Recorder
 from penstock.runtime.transport import InProcessHub, InProcessTransport, Line, Transport
@@ -31,7 +30,6 @@ __all__ = [
     "FixedDecoder",
     "Generation",
     "GraphSegment",
-    "Hooks",
     "InProcessHub",
     "InProcessTransport",
     "LaneUnit",

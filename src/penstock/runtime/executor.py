@@ -15,9 +15,8 @@ from torch import Tensor
 from penstock.model import NOTHING_GIVEN, Given, Lane, Sequences, drain, zip_lanes
 from penstock.runtime.errors import MessageMismatch, PipelineError, TransportError
 from penstock.runtime.message import Message
-from penstock.runtime.pairs import Pairs
 from penstock.runtime.recovery import Alarm
-from penstock.runtime.stage import Finish, Stage
+from penstock.runtime.stage import ALONE, Finish, Pairs, Stage
 from penstock.runtime.tape import Tapes
 from penstock.runtime.trace import Awaited, Recorder, named_handler, profiler_is_active
 from penstock.runtime.transport import Participant, Receipt, Receipts, Transport, run_in_turn
@@ -150,7 +149,7 @@ class Executor:
         if isinstance(step, Action) and step.op in self._handlers:
             return partial(self._handlers[step.op], step, self._wire(step))
         actions = [(action, self._wire(action), self._lanes[action.op]) for action in parts(step)]
-        return partial(self._compute, actions, self.pairs if len(actions) > 1 else self.pairs.alone())
+        return partial(self._compute, actions, self.pairs if len(actions) > 1 else ALONE)
 
     def _named_steps(self) -> list[tuple[Step, Handler]]:
         """The steps, which carry their names in torch's profiler."""
@@ -230,7 +229,6 @@ class Executor:
                 drain(lane)
 
     def _forward(self, action: Action, wire: Wire, x: Tensor | None, pairs: Pairs) -> Lane[None]:
-        pairs.hooks.before(action)
         feed = self._feeds[action.microbatch]
         tape = self._tapes.make(action.stage, action.microbatch) if self.training else None
         x = feed.tokens if x is None else x
@@ -238,16 +236,13 @@ class Executor:
         finish = feed.finish if wire.target is None else None
         result = yield from self.stages[action.stage].forward(tape, x, feed.sequences, finish, feed.given)
         self._hand_on(action, wire, result)
-        pairs.hooks.after(action)
 
     def _backward(self, action: Action, wire: Wire, grad: Tensor | None, pairs: Pairs) -> Lane[None]:
         """A B, or an I, whose gradients of weights wait for their W."""
-        pairs.hooks.before(action)
         stage, whole = self.stages[action.stage], action.op is Op.B
         tape = self._tapes.get(action.stage, action.microbatch)
         grad = yield from stage.backward(tape, grad, not whole, pairs)
         self._hand_on(action, wire, grad)
-        pairs.hooks.after(action)
         if whole:
             if stage.exchanges and wire.leaving is not None:
                 yield  # the other action's message leaves before this rank is busy with weights again

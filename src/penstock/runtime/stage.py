@@ -35,10 +35,10 @@ from penstock.model import (
 )
 from penstock.runtime.errors import PipelineError, note_layer
 from penstock.runtime.message import Form, Message
-from penstock.runtime.pairs import ALONE, Pairs
 from penstock.runtime.tape import GraphSegment, Tape
 from penstock.runtime.trace import named_context, profiler_is_active
 from penstock.schedule import Direction
+from penstock.settings import ScheduleConfig
 from penstock.settings.arguments import type_in_words
 
 # ---- The call of a unit without collectives: with what its `forward` asks for, from its own random numbers
@@ -224,6 +224,31 @@ class Boundary:
     def whole_shape(self, num_tokens: int) -> tuple[int, int]:
         """The shape in generation, where the tokens are few and every rank has all of them."""
         return (num_tokens, self.hidden_size)
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """The turns that the two actions of a fused pair take on a rank.
+
+    The program and the bits are the same either way.
+
+    Raises:
+        ValueError: `early_release` without `overlap`.
+    """
+
+    #: one half computes while the other's collectives are under way; otherwise the forward runs, then the backward
+    overlap: bool = True
+    #: a layer's backward ends before the forward's experts compute: its activations are freed by then, but the exchange
+    #: of its tokens' gradients is not hidden
+    early_release: bool = False
+
+    def __post_init__(self) -> None:
+        # These settings refuse what excludes each other.
+        ScheduleConfig(overlap=self.overlap, early_release=self.early_release)
+
+
+ALONE = Pairs(overlap=False)
+"""For a forward or backward outside of pairs, beside which nothing else computes."""
 
 
 @runtime_checkable

@@ -17,7 +17,7 @@ from penstock.cli.train import read_arguments
 from penstock.engine.folders.run_check import check
 from penstock.engine.folders.runs import to_toml
 from penstock.engine.options import EngineOptions
-from penstock.runtime.pairs import Pairs
+from penstock.runtime import Pairs
 from penstock.schedule import builders
 from penstock.schedule.choice import ScheduleChoice
 from penstock.settings import (
